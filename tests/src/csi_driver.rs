@@ -15,6 +15,7 @@ use beelet_proto::{
         self,
         node_server::{Node, NodeServer},
         node_service_capability::{Rpc, Type, rpc},
+        volume_usage::Unit,
     },
     pluginregistration::{
         InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse,
@@ -38,13 +39,24 @@ pub struct Settings {
     pub topology: BTreeMap<String, String>,
     /// How many volumes the node may have.
     pub max_volumes: i64,
+    /// It says how much room volumes have, and whether something is wrong with them.
+    pub measures: bool,
+    /// It makes volumes larger on the node.
+    pub expands: bool,
 }
 
 impl Settings {
     /// A driver that stages, and says nothing of the node but its name.
     #[must_use]
     pub fn named(name: &str) -> Self {
-        Self { name: name.to_owned(), stages: true, topology: BTreeMap::new(), max_volumes: 0 }
+        Self {
+            name: name.to_owned(),
+            stages: true,
+            topology: BTreeMap::new(),
+            max_volumes: 0,
+            measures: false,
+            expands: false,
+        }
     }
 }
 
@@ -71,6 +83,8 @@ struct State {
     calls: Vec<(String, Value)>,
     faults: BTreeMap<String, VecDeque<Fault>>,
     registered: Vec<RegistrationStatus>,
+    /// What is wrong with all volumes.
+    trouble: Option<String>,
 }
 
 #[derive(Clone, Debug)]
@@ -154,6 +168,11 @@ impl CsiDriver {
     /// Lets the next call of a method hang.
     pub fn hang(&self, method: &str) {
         self.state().faults.entry(method.to_owned()).or_default().push_back(Fault::Hang);
+    }
+
+    /// Says from now on that this is wrong with all volumes.
+    pub fn trouble(&self, message: &str) {
+        self.state().trouble = Some(message.to_owned());
     }
 
     /// What it was told of its registration, last.
@@ -329,16 +348,39 @@ impl Node for Service {
 
     async fn node_get_volume_stats(
         &self,
-        _: Request<csi::NodeGetVolumeStatsRequest>,
+        request: Request<csi::NodeGetVolumeStatsRequest>,
     ) -> Result<Response<csi::NodeGetVolumeStatsResponse>, Status> {
-        Err(Status::unimplemented("no statistics"))
+        let asked = request.into_inner();
+        let said = json!({"volume": asked.volume_id, "path": asked.volume_path});
+        self.asked("NodeGetVolumeStats", said).await?;
+        let usage = |unit: Unit, total, available, used| csi::VolumeUsage {
+            unit: unit.into(),
+            total,
+            available,
+            used,
+        };
+        let trouble = self.0.state().trouble.clone();
+        Ok(Response::new(csi::NodeGetVolumeStatsResponse {
+            usage: vec![usage(Unit::Bytes, 1000, 600, 400), usage(Unit::Inodes, 50, 30, 20)],
+            volume_condition: Some(csi::VolumeCondition {
+                abnormal: trouble.is_some(),
+                message: trouble.unwrap_or_default(),
+            }),
+        }))
     }
 
     async fn node_expand_volume(
         &self,
-        _: Request<csi::NodeExpandVolumeRequest>,
+        request: Request<csi::NodeExpandVolumeRequest>,
     ) -> Result<Response<csi::NodeExpandVolumeResponse>, Status> {
-        Err(Status::unimplemented("volumes stay as they are"))
+        let asked = request.into_inner();
+        let wanted = asked.capacity_range.map(|range| range.required_bytes).unwrap_or_default();
+        let said = json!({
+            "volume": asked.volume_id, "path": asked.volume_path, "staged": asked.staging_target_path,
+            "bytes": wanted, "secrets": asked.secrets,
+        });
+        self.asked("NodeExpandVolume", said).await?;
+        Ok(Response::new(csi::NodeExpandVolumeResponse { capacity_bytes: wanted }))
     }
 
     async fn node_get_capabilities(
@@ -349,10 +391,15 @@ impl Node for Service {
         let of = |kind: rpc::Type| csi::NodeServiceCapability {
             r#type: Some(Type::Rpc(Rpc { r#type: kind.into() })),
         };
-        let capabilities = self.0.settings.stages.then(|| of(rpc::Type::StageUnstageVolume));
-        Ok(Response::new(csi::NodeGetCapabilitiesResponse {
-            capabilities: capabilities.into_iter().collect(),
-        }))
+        let settings = &self.0.settings;
+        let all = [
+            (settings.stages, rpc::Type::StageUnstageVolume),
+            (settings.measures, rpc::Type::GetVolumeStats),
+            (settings.measures, rpc::Type::VolumeCondition),
+            (settings.expands, rpc::Type::ExpandVolume),
+        ];
+        let capabilities = all.into_iter().filter(|(has, _)| *has).map(|(_, kind)| of(kind)).collect();
+        Ok(Response::new(csi::NodeGetCapabilitiesResponse { capabilities }))
     }
 
     async fn node_get_info(

@@ -9,8 +9,8 @@ use std::{
 
 use beelet_policy::csi::DriverNode;
 use beelet_proto::csi::{
-    NodeGetCapabilitiesRequest, NodeGetInfoRequest, NodePublishVolumeRequest, NodeStageVolumeRequest,
-    NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest,
+    NodeGetCapabilitiesRequest, NodeGetInfoRequest, NodeGetVolumeStatsRequest, NodeGetVolumeStatsResponse,
+    NodePublishVolumeRequest, NodeStageVolumeRequest, NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest,
     node_client::NodeClient,
     node_service_capability::{Type, rpc},
 };
@@ -48,6 +48,10 @@ pub(crate) struct Abilities {
     pub(crate) gives_to_group: bool,
     /// It tells volumes for one pod from those for one node.
     pub(crate) knows_single_pods: bool,
+    /// It says how much room volumes have.
+    pub(crate) measures: bool,
+    /// It says whether something is wrong with volumes.
+    pub(crate) says_condition: bool,
 }
 
 impl Driver {
@@ -98,6 +102,8 @@ impl Driver {
                     rpc::Type::StageUnstageVolume => found.stages = true,
                     rpc::Type::VolumeMountGroup => found.gives_to_group = true,
                     rpc::Type::SingleNodeMultiWriter => found.knows_single_pods = true,
+                    rpc::Type::GetVolumeStats => found.measures = true,
+                    rpc::Type::VolumeCondition => found.says_condition = true,
                     _ => {}
                 }
             }
@@ -124,6 +130,14 @@ impl Driver {
     pub(crate) async fn unstage(&self, request: NodeUnstageVolumeRequest) -> Result<(), Error> {
         let mut client = self.client.clone();
         self.call("NodeUnstageVolume", client.node_unstage_volume(request)).await.map(drop)
+    }
+
+    pub(crate) async fn volume_stats(
+        &self,
+        request: NodeGetVolumeStatsRequest,
+    ) -> Result<NodeGetVolumeStatsResponse, Error> {
+        let mut client = self.client.clone();
+        self.call("NodeGetVolumeStats", client.node_get_volume_stats(request)).await
     }
 
     async fn call<T>(

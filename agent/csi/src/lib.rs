@@ -13,6 +13,7 @@ mod publish;
 mod records;
 mod registration;
 mod release;
+mod usage;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -30,6 +31,7 @@ pub use self::{
     metrics::Metrics,
     publish::{Source, Wanted},
     registration::KIND,
+    usage::{Brought, Usage},
 };
 
 /// The plugin's name in paths.

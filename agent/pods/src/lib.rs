@@ -15,6 +15,7 @@ pub mod records;
 pub mod refresh;
 pub mod republish;
 pub mod user_namespaces;
+pub mod volume_stats;
 
 mod claims;
 mod env_files;

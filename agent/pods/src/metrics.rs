@@ -16,7 +16,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::starts::Starts;
+use crate::{starts::Starts, volume_stats};
 use beelet_model::{
     status::has_ended,
     table::{PodEntry, PodTable},
@@ -115,7 +115,7 @@ impl Volumes {
 }
 
 /// A pod's volumes are made before its sandbox, and go after it.
-fn has_volumes(entry: &PodEntry) -> bool {
+pub(crate) fn has_volumes(entry: &PodEntry) -> bool {
     let conditions = entry.pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
     let mut sandbox = conditions.filter(|condition| condition.type_ == "PodReadyToStartContainers");
     !entry.cleared && sandbox.any(|condition| condition.status == "True")
@@ -155,6 +155,8 @@ pub struct Metrics {
     pub(crate) operations: Operations,
     steps: Family<StepLabel, Histogram, fn() -> Histogram>,
     volumes: Volumes,
+    /// How much room the volumes of claims have.
+    pub volume_stats: volume_stats::Metrics,
 }
 
 impl Default for Metrics {
@@ -174,6 +176,7 @@ impl Default for Metrics {
             operations: Operations::default(),
             steps: Family::new_with_constructor(steps as fn() -> Histogram),
             volumes: Volumes::default(),
+            volume_stats: volume_stats::Metrics::default(),
         }
     }
 }
@@ -239,6 +242,7 @@ impl Metrics {
         );
         self.starts.register(registry);
         self.operations.register(registry);
+        self.volume_stats.register(registry);
         registry.register_collector(Box::new(self.volumes.clone()));
     }
 

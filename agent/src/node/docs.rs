@@ -64,6 +64,7 @@ const KINDS: &[(&str, &str)] = &[
     ("kubelet_desired_pods", "gauge"),
     ("kubelet_active_pods", "gauge"),
     ("kubelet_working_pods", "gauge"),
+    ("kubelet_volume_metric_collection_duration_seconds", "histogram"),
     ("kubelet_pod_resources_endpoint_errors_get", "unknown"),
     ("kubelet_pod_resources_endpoint_errors_get_allocatable", "unknown"),
     ("kubelet_pod_resources_endpoint_errors_list", "unknown"),
@@ -73,8 +74,7 @@ const KINDS: &[(&str, &str)] = &[
     ("kubelet_pod_resources_endpoint_requests_total", "unknown"),
 ];
 
-/// What the panels and alerts of kubernetes-mixin ask of a kubelet and of its cAdvisor, but for `go_*` and
-/// the volumes of PersistentVolumeClaims.
+/// What the panels and alerts of kubernetes-mixin ask of a kubelet and of its cAdvisor, but for `go_*`.
 const MIXIN: &[&str] = &[
     "container_cpu_cfs_periods_total",
     "container_cpu_cfs_throttled_periods_total",
@@ -114,6 +114,11 @@ const MIXIN: &[&str] = &[
     "kubelet_runtime_operations_errors_total",
     "kubelet_runtime_operations_total",
     "kubelet_server_expiration_renew_errors",
+    "kubelet_volume_stats_available_bytes",
+    "kubelet_volume_stats_capacity_bytes",
+    "kubelet_volume_stats_inodes",
+    "kubelet_volume_stats_inodes_free",
+    "kubelet_volume_stats_inodes_used",
     "machine_cpu_cores",
     "machine_memory_bytes",
     "process_cpu_seconds_total",

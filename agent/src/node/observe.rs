@@ -224,6 +224,7 @@ impl Watched {
             interval: self.options.interval,
             most: self.options.most,
             disk: Box::new(Unmeasured),
+            volumes: watch::channel(Arc::default()).1,
         };
         let measured = (Arc::clone(&self.cgroups), self.table, &kernel);
         self.stats.start(inbox, measuring, measured, &mut tasks, &shutdown);

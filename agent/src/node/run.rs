@@ -75,6 +75,7 @@ use beelet_pods::{
     records::Records,
     refresh, republish,
     user_namespaces::UserNamespaces,
+    volume_stats,
 };
 use beelet_probes::Probes;
 use beelet_shutdown::Shutdown;
@@ -495,6 +496,12 @@ impl Node {
         self.measure(&mut tasks, (inputs.stats, disk), &working);
         self.keep_cgroups(&mut tasks, &handles, &working);
         tasks.spawn("volumes", refresh::follow(self.table.clone(), Arc::clone(&launcher), working.clone()));
+        let asking = volume_stats::Asking {
+            table: self.table.clone(),
+            launcher: Arc::clone(&launcher),
+            period: self.config.volume_stats_period,
+        };
+        tasks.spawn("volume statistics", volume_stats::follow(asking, working.clone()));
         let again = republish::follow(self.table.clone(), launcher, working.clone());
         tasks.spawn("volumes that are published again", again);
         tasks.spawn("volumes of storage plugins", self.csi.clone().sweep(working.clone()));
@@ -717,6 +724,7 @@ impl Node {
             interval: beelet.pressure_interval,
             most: beelet.max_measured_containers,
             disk: Box::new(disk),
+            volumes: self.metrics.pods.volume_stats.seen(),
         };
         let measured = (Arc::clone(&self.cgroups), self.table.clone(), &self.kernel);
         self.stats.clone().start(inbox, options, measured, tasks, working);

@@ -15,7 +15,10 @@ use beelet_api::signals::feed::Feed;
 use beelet_api::signals::{self, Mode};
 use beelet_bpf::{Interest, Interference, Kernel, KernelError};
 use beelet_cgroups::Cgroups;
-use beelet_model::{disk::DiskUse, table::PodTable};
+use beelet_model::{
+    disk::{DiskUse, VolumesUse},
+    table::PodTable,
+};
 use beelet_stats::metrics::{Containers, Metrics};
 use beelet_stats::{Inbox, KernelReading, Parts, Sampling};
 
@@ -38,6 +41,8 @@ pub(super) struct Options {
     pub(super) most: usize,
     /// What pods have on disk.
     pub(super) disk: Box<dyn DiskUse>,
+    /// What their volumes have.
+    pub(super) volumes: watch::Receiver<VolumesUse>,
 }
 
 impl Stats {
@@ -75,6 +80,7 @@ impl Stats {
             interval: options.interval,
             most: options.most,
             disk: options.disk,
+            volumes: options.volumes,
             metrics: self.metrics,
         };
         tasks.spawn("sampling", Sampling::new(parts, inbox).run(working.clone()));

@@ -31,6 +31,7 @@ fn pod(name: &PodName, entry: &PodEntry) -> PodStats {
         net_windows: [None; 3],
         containers: containers(pod, status, ready.is_some()),
         disk: None,
+        volumes: Vec::new(),
     }
 }
 

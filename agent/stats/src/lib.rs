@@ -33,7 +33,10 @@ pub use self::sampler::{KernelReading, Snapshot};
 
 use self::sampler::Sampler;
 use beelet_cgroups::Cgroups;
-use beelet_model::{disk::DiskUse, table::PodTable};
+use beelet_model::{
+    disk::{DiskUse, VolumesUse},
+    table::PodTable,
+};
 
 /// Questions that wait for a reading. One more is answered with the newest value that there is.
 const QUESTIONS: usize = 64;
@@ -120,6 +123,8 @@ pub struct Parts {
     pub most: usize,
     /// What pods have on disk.
     pub disk: Box<dyn DiskUse>,
+    /// What their volumes have.
+    pub volumes: watch::Receiver<VolumesUse>,
     /// Metrics of the sampling itself.
     pub metrics: metrics::Metrics,
 }
@@ -141,7 +146,7 @@ impl Sampling {
     #[must_use]
     pub fn new(parts: Parts, inbox: Inbox) -> Self {
         let Parts { cgroups, snapshot, disk, .. } = parts;
-        let sampler = Sampler::new(cgroups, (snapshot, disk), parts.node.into(), parts.most);
+        let sampler = Sampler::new(cgroups, (snapshot, disk, parts.volumes), parts.node.into(), parts.most);
         Self {
             inbox,
             table: parts.table,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
-use beelet_model::disk::{Places, PodDisk};
+use beelet_model::disk::{Places, PodDisk, VolumeUse};
 use beelet_model::table::PodName;
 
 /// What only the kernel programs know, counted since they were attached; and the buckets of its histogram of
@@ -306,6 +306,8 @@ pub struct PodStats {
     pub containers: Vec<ContainerStats>,
     /// What it has on disk; in full readings.
     pub disk: Option<PodDisk>,
+    /// Its volumes with room of their own; in full readings.
+    pub volumes: Vec<VolumeUse>,
 }
 
 /// A pod's network traffic, per second.

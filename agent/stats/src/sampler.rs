@@ -22,8 +22,9 @@ use super::who::Names;
 use beelet_base::clock::monotonic_ns;
 use beelet_cgroups::Cgroups;
 use beelet_cgroups::read::CgroupDirs;
-use beelet_model::disk::{DiskUse, Places};
+use beelet_model::disk::{DiskUse, Places, VolumesUse};
 use beelet_model::table::PodTable;
+use tokio::sync::watch;
 
 /// Limits, process counts and the like are read at least this often, in nanoseconds.
 const FULL_EVERY: u64 = 10_000_000_000;
@@ -49,6 +50,7 @@ pub(super) struct Sampler {
     cgroups: Arc<Cgroups>,
     snapshot: Snapshot,
     disk: Box<dyn DiskUse>,
+    volumes: watch::Receiver<VolumesUse>,
     node: Arc<str>,
     /// More containers than this are left out.
     most: usize,
@@ -88,7 +90,7 @@ struct MachineCounters {
 impl Sampler {
     pub(super) fn new(
         cgroups: Arc<Cgroups>,
-        (snapshot, disk): (Snapshot, Box<dyn DiskUse>),
+        (snapshot, disk, volumes): (Snapshot, Box<dyn DiskUse>, watch::Receiver<VolumesUse>),
         node: Arc<str>,
         most: usize,
     ) -> Self {
@@ -96,6 +98,7 @@ impl Sampler {
             cgroups,
             snapshot,
             disk,
+            volumes,
             node,
             most,
             containers: HashMap::new(),
@@ -132,7 +135,10 @@ impl Sampler {
                 }
             }
             self.read_pod(pod, full, kernel.is_some());
-            pod.disk = if full { self.disk.of(&pod.uid) } else { None };
+            if full {
+                pod.disk = self.disk.of(&pod.uid);
+                pod.volumes = self.volumes.borrow().get(&pod.uid).cloned().unwrap_or_default();
+            }
         }
         if let Some(kernel) = &kernel {
             self.names.name_holders(&mut pods, &kernel.waited_for, &self.cgroups, at_ns);

@@ -47,6 +47,7 @@ impl Node {
             interval: Duration::from_millis(20),
             most,
             disk: Box::new(beelet_model::disk::Unmeasured),
+            volumes: watch::channel(Arc::default()).1,
             metrics: metrics::Metrics::default(),
         };
         let shutdown = CancellationToken::new();

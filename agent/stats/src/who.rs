@@ -128,6 +128,7 @@ mod tests {
                 })
                 .collect(),
             disk: None,
+            volumes: Vec::new(),
         }
     }
 

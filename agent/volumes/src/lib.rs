@@ -20,6 +20,7 @@ mod host_path;
 mod local;
 pub mod mounts;
 mod operations;
+mod room;
 mod sub_path;
 
 use std::collections::BTreeMap;
@@ -38,6 +39,7 @@ pub use self::content::Sources;
 pub use self::error::Error;
 pub use self::local::LocalDisks;
 pub use self::operations::{Operations, plugin};
+pub use self::room::room;
 
 use self::fs_group::FsGroup;
 use self::operations::Operation;
@@ -148,6 +150,16 @@ impl Volumes {
             _ => {}
         }
         std::os::unix::fs::symlink(place, &path).map_err(Error::io("make the link", &path))
+    }
+
+    /// Where the volumes are that aren't in the pod's own folder: volume, place. Those that are set up.
+    #[must_use]
+    pub fn places(&self) -> Vec<(String, PathBuf)> {
+        let elsewhere = self.volumes.iter().filter(|volume| is_elsewhere(volume));
+        let place = |volume: &core::Volume| {
+            Some((volume.name.clone(), std::fs::read_link(self.path(&volume.name)).ok()?))
+        };
+        elsewhere.filter_map(place).collect()
     }
 
     /// Where a PersistentVolume is. What was mounted in the pod's folder must still be: a container must not

@@ -2,7 +2,7 @@
 
 use jiff::Timestamp;
 
-use beelet_model::disk::{Places, PodDisk, Taken};
+use beelet_model::disk::{Places, PodDisk, Room, Taken, VolumeUse};
 use beelet_model::table::PodName;
 use beelet_stats::NodeStats;
 use beelet_stats::model::{
@@ -68,6 +68,13 @@ pub(super) fn pressure() -> NodeStats {
         net_windows: [None; 3],
         containers: vec![container],
         disk: Some(disk()),
+        volumes: vec![VolumeUse {
+            volume: "data".into(),
+            claim: Some(("shop".into(), "books".into())),
+            at: Timestamp::from_second(1_700_000_000).unwrap_or_default(),
+            room: Room { capacity_bytes: 1000, available_bytes: 600, used_bytes: 400, ..Room::default() },
+            abnormal: Some(false),
+        }],
     };
     NodeStats {
         at: Timestamp::from_second(1_700_000_000).unwrap_or_default(),

@@ -11,7 +11,7 @@ use jiff::Timestamp;
 use serde::Serialize;
 
 use super::ApiState;
-use beelet_model::disk::{Places, PodDisk, Taken};
+use beelet_model::disk::{Places, PodDisk, Room, Taken};
 use beelet_stats::model::{ContainerStats, Counters, Net, NodeStats, PodStats, Reading, Stalls};
 
 /// The window whose CPU use is shown: the kubelet's own is about ten seconds.
@@ -127,10 +127,26 @@ struct Pod {
 }
 
 #[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
 struct Volume {
     name: String,
     #[serde(flatten)]
     fs: Fs,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pvc_ref: Option<PvcRef>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    volume_health_stats: Option<VolumeHealth>,
+}
+
+#[derive(Debug, Serialize)]
+struct PvcRef {
+    name: String,
+    namespace: String,
+}
+
+#[derive(Debug, Serialize)]
+struct VolumeHealth {
+    abnormal: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -254,6 +270,19 @@ impl Fs {
     fn of(&self, taken: Taken) -> Self {
         Self { used_bytes: taken.bytes, inodes_used: taken.inodes, ..self.clone() }
     }
+
+    /// The room in a volume.
+    fn with(room: &Room, time: String) -> Self {
+        Self {
+            time,
+            available_bytes: room.available_bytes,
+            capacity_bytes: room.capacity_bytes,
+            used_bytes: room.used_bytes,
+            inodes_free: room.inodes_free,
+            inodes: room.inodes,
+            inodes_used: room.inodes_used,
+        }
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -359,14 +388,32 @@ fn pod(pod: &PodStats, sizes: &Sizes, at: &str) -> Pod {
             .and_then(|reading| Some(Processes { process_count: reading.gauges.pids? })),
         swap: pod.reading.as_ref().and_then(|reading| swap(reading, at)),
         io: stalls(|c| c.io_stalls).map(|psi| Io { time: at.to_owned(), psi }),
-        volumes: disk.zip(sizes.node.as_ref()).map(|(disk, fs)| volumes(disk, fs)).unwrap_or_default(),
+        volumes: volumes(pod, sizes),
         ephemeral_storage: disk.zip(sizes.node.as_ref()).map(|(disk, fs)| fs.of(whole(disk))),
     }
 }
 
-fn volumes(disk: &PodDisk, fs: &Fs) -> Vec<Volume> {
-    let volume = |(name, taken): (&String, &Taken)| Volume { name: name.clone(), fs: fs.of(*taken) };
-    disk.volumes.iter().map(volume).collect()
+/// Those on the node's own file system, and those with room of their own.
+fn volumes(pod: &PodStats, sizes: &Sizes) -> Vec<Volume> {
+    let own = pod.disk.iter().zip(sizes.node.as_ref()).flat_map(|(disk, fs)| {
+        let volume = |(name, taken): (&String, &Taken)| Volume {
+            name: name.clone(),
+            fs: fs.of(*taken),
+            pvc_ref: None,
+            volume_health_stats: None,
+        };
+        disk.volumes.iter().map(volume)
+    });
+    let others = pod.volumes.iter().map(|found| Volume {
+        name: found.volume.clone(),
+        fs: Fs::with(&found.room, time(found.at)),
+        pvc_ref: found
+            .claim
+            .as_ref()
+            .map(|(namespace, name)| PvcRef { name: name.clone(), namespace: namespace.clone() }),
+        volume_health_stats: found.abnormal.map(|abnormal| VolumeHealth { abnormal }),
+    });
+    own.chain(others).collect()
 }
 
 /// All that a pod has on disk.
@@ -537,6 +584,12 @@ mod tests {
         check(&container["logs"], 8192, 1);
         check(&pod["volume"][0], 100, 3);
         assert_eq!(pod["volume"][0]["name"], "cache");
+        let claimed = json!({
+            "name": "data", "time": "2023-11-14T22:13:20Z", "pvcRef": {"name": "books", "namespace": "shop"},
+            "capacityBytes": 1000, "availableBytes": 600, "usedBytes": 400, "inodes": 0, "inodesFree": 0,
+            "inodesUsed": 0, "volumeHealthStats": {"abnormal": false},
+        });
+        assert_eq!(pod["volume"][1], claimed);
         check(&pod["ephemeral-storage"], 12_388, 6);
         check(&node["runtime"]["imageFs"], 1 << 20, 40);
         assert_eq!(node["swap"]["swapUsageBytes"], 6);

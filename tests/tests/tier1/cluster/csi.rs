@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use tonic::Code;
 
 use super::scene::{Member, own_node};
-use super::storage::{bind, claiming, pending, pod_with};
+use super::storage::{bind, claiming, measuring, pending, pod_with};
 use super::workload::{path, pod};
 
 const DRIVER: &str = "shelf.example.com";
@@ -274,6 +274,56 @@ async fn what_a_killed_agent_has_staged_and_published_is_given_back() {
     member.until_called(&driver, "NodeUnstageVolume", 1);
     member.until_nothing_is_mounted();
     assert_eq!(member.api.count(Verb::Delete, &format!("{CSI_NODES}/*")), 0);
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn the_room_in_a_claims_volume_is_told_as_its_driver_says_it_and_so_is_what_is_wrong_with_it() {
+    require!(root);
+    let (member, pages) = measuring(FakeApi::start()).await;
+    let driver = member.driver(|settings| settings.measures = true);
+    member.until_registered().await;
+    not_attached(&member.api, &json!({}));
+    member.api.put(CLAIM, pending());
+    bind(&member.api, CLAIM, &of_driver(&json!({})));
+    for name in ["one", "two"] {
+        member.api.put(&path(name), claiming(name));
+        member.until_running(name).await;
+    }
+    let sample = |name: &str, value: u64| {
+        format!(
+            "kubelet_volume_stats_{name}{{namespace=\"default\",persistentvolumeclaim=\"data\"}} {value}\n"
+        )
+    };
+    let all = [
+        ("capacity_bytes", 1000),
+        ("available_bytes", 600),
+        ("used_bytes", 400),
+        ("inodes", 50),
+        ("inodes_free", 30),
+        ("inodes_used", 20),
+        ("health_status_abnormal", 0),
+    ];
+    for (name, value) in all {
+        let page = pages.until(&member, "/metrics", &sample(name, value));
+        assert_eq!(page.matches(&format!("kubelet_volume_stats_{name}{{")).count(), 1, "{page}");
+    }
+    let published = driver.calls("NodePublishVolume");
+    let asked = &driver.calls("NodeGetVolumeStats")[0];
+    assert!(published.iter().any(|one| one["path"] == asked["path"]), "{asked}");
+    let summary = pages.until(&member, "/stats/summary", "pvcRef");
+    let summary: Value = serde_json::from_str(&summary).unwrap();
+    let volumes = summary["pods"].as_array().unwrap().iter().flat_map(|pod| pod["volume"].as_array());
+    let volume = volumes.flatten().find(|volume| volume["name"] == "data").unwrap();
+    assert_eq!(volume["pvcRef"], json!({"name": "data", "namespace": "default"}));
+    assert_eq!((&volume["usedBytes"], &volume["inodesFree"]), (&json!(400), &json!(30)));
+    driver.trouble("the shelf burns");
+    member.until_event("VolumeConditionAbnormal", "Volume data: the shelf burns").await;
+    pages.until(&member, "/metrics", &sample("health_status_abnormal", 1));
+    // A driver that hangs holds up its own numbers alone.
+    driver.hang("NodeGetVolumeStats");
+    member.api.put(&path("other"), pod("other"));
+    member.until_running("other").await;
     member.scene.is_well();
 }
 

@@ -1,5 +1,6 @@
 //! Volume claims of the API server's pods: waited for, mounted, given back.
 
+use beelet_tests::agent::{Options, http_get};
 use beelet_tests::apiserver::FakeApi;
 use beelet_tests::{guards, require};
 use serde_json::{Value, json};
@@ -35,6 +36,27 @@ pub(super) fn bind(api: &FakeApi, claim: &str, spec: &Value) {
 
 pub(super) fn pending() -> Value {
     json!({"spec": {}, "status": {"phase": "Pending"}})
+}
+
+/// Where the agent's pages are.
+pub(super) struct Pages(String);
+
+impl Pages {
+    /// Waits until a page says this; the page.
+    pub(super) fn until(&self, member: &Member, path: &str, words: &str) -> String {
+        member.scene.look_until(&format!("{words} on {path}"), || {
+            let page = http_get(&self.0, path).map_err(|error| error.to_string())?.1;
+            if page.contains(words) { Ok(page) } else { Err(page) }
+        })
+    }
+}
+
+/// A node that asks each second how much room volumes have.
+pub(super) async fn measuring(api: FakeApi) -> (Member, Pages) {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let options =
+        |options: Options| options.kubelet("volumeStatsAggPeriod", "1s").kubelet("healthzPort", port);
+    (Member::start(api, options).await, Pages(format!("127.0.0.1:{port}")))
 }
 
 impl Member {
@@ -123,6 +145,33 @@ async fn a_pod_with_a_claim_survives_the_agent_and_starts_its_container_again_wi
         if now.id != before && member.runs("web") { Ok(()) } else { Err(now.id) }
     });
     assert_eq!(member.mounted("web"), shelf.display().to_string());
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn a_local_volume_says_how_much_room_its_file_system_has_and_a_host_path_says_nothing() {
+    require!(root);
+    let (member, pages) = measuring(FakeApi::start()).await;
+    let shelf = member.scene.dir.path().join("shelf");
+    std::fs::create_dir(&shelf).unwrap();
+    member.api.put(CLAIM, pending());
+    bind(&member.api, CLAIM, &json!({"hostPath": {"path": shelf}}));
+    member.api.put(&path("first"), claiming("first"));
+    member.until_running("first").await;
+    let local = "/api/v1/namespaces/default/persistentvolumeclaims/local";
+    let found = member.api.put(local, json!({"spec": {"volumeName": "pv-2"}, "status": {"phase": "Bound"}}));
+    let spec = json!({"local": {"path": shelf}, "claimRef": {"uid": found["metadata"]["uid"]}});
+    member.api.put("/api/v1/persistentvolumes/pv-2", json!({"spec": spec}));
+    let source = json!({"persistentVolumeClaim": {"claimName": "local"}});
+    member.api.put(&path("second"), pod_with("second", &source));
+    member.until_running("second").await;
+    let name = "kubelet_volume_stats_capacity_bytes";
+    let labels = "{namespace=\"default\",persistentvolumeclaim=\"local\"} ";
+    let page = pages.until(&member, "/metrics", &format!("{name}{labels}"));
+    let value = page.split_once(&format!("{name}{labels}")).unwrap().1.lines().next().unwrap();
+    let expected = rustix::fs::statvfs(&shelf).unwrap();
+    assert_eq!(value.parse::<u64>().unwrap(), expected.f_blocks * expected.f_frsize);
+    assert_eq!(page.matches(&format!("{name}{{")).count(), 1, "{page}");
     member.scene.is_well();
 }
 

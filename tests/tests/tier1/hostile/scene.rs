@@ -157,13 +157,13 @@ impl Scene {
     // ---- What it says ----
 
     /// Looks until nothing is wrong; the agent must be alive all the time.
-    pub(crate) fn look_until(&self, what: &str, look: impl Fn() -> Result<(), String>) {
+    pub(crate) fn look_until<T>(&self, what: &str, look: impl Fn() -> Result<T, String>) -> T {
         workdir::wait_for(what, workdir::PATIENCE, || {
             look().map_err(
                 |wrong| if self.is_alive() { wrong } else { format!("{wrong}; the agent has ended") },
             )
         })
-        .unwrap_or_else(|error| panic!("{error:#}"));
+        .unwrap_or_else(|error| panic!("{error:#}"))
     }
 
     /// Returns true if the agent's process runs.

@@ -1,0 +1,57 @@
+//! How much room there is in volumes with a file system, or a device, of their own, as the kubelet tells it
+//! (`pkg/volume/metrics_statfs.go`, `metrics_block.go`). Must never be asked on a thread that others wait
+//! for: a file system whose server is away answers when it is back.
+
+use std::{
+    fs::{self, File},
+    io::{Seek, SeekFrom},
+    os::unix::fs::FileTypeExt,
+    path::Path,
+};
+
+use beelet_model::disk::Room;
+
+use crate::{Error, mounts};
+
+/// The room in the file system that is mounted at `place`, in the pods' folder, or the size of the block
+/// device there. None where neither is: what the machine mounted is not a pod's.
+///
+/// # Errors
+/// The kernel doesn't say it.
+pub fn room(pods: &Path, place: &Path) -> Result<Option<Room>, Error> {
+    let kind = fs::metadata(place).map_err(Error::io("measure", place))?.file_type();
+    if kind.is_block_device() {
+        let mut device = File::open(place).map_err(Error::io("open", place))?;
+        let capacity_bytes = device.seek(SeekFrom::End(0)).map_err(Error::io("measure", place))?;
+        return Ok(Some(Room { capacity_bytes, ..Room::default() }));
+    }
+    if !place.starts_with(pods) || !mounts::is_mount_point(place)? {
+        return Ok(None);
+    }
+    let found = rustix::fs::statvfs(place).map_err(Error::io("measure", place))?;
+    let bytes = |blocks: u64| blocks.saturating_mul(found.f_frsize);
+    Ok(Some(Room {
+        capacity_bytes: bytes(found.f_blocks),
+        available_bytes: bytes(found.f_bavail),
+        used_bytes: bytes(found.f_blocks.saturating_sub(found.f_bfree)),
+        inodes: found.f_files,
+        inodes_free: found.f_ffree,
+        inodes_used: found.f_files.saturating_sub(found.f_ffree),
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_mounted_in_the_pods_folder_has_room_of_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(room(dir.path(), dir.path()).unwrap(), None);
+        assert_eq!(room(dir.path(), Path::new("/proc")).unwrap(), None);
+        let mounted = room(Path::new("/"), Path::new("/proc")).unwrap().unwrap();
+        assert_eq!(mounted.capacity_bytes, 0);
+        let file = dir.path().join("file");
+        assert!(room(dir.path(), &file).unwrap_err().to_string().contains("file"));
+    }
+}
