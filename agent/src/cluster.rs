@@ -9,6 +9,7 @@ use std::{
 };
 
 use beelet_policy::{
+    expansion::StatusPatch,
     node_access::Access,
     node_status::{self, NodeReport, Registration},
     references::TokenReference,
@@ -206,6 +207,14 @@ impl LateStorage {
 impl Storage for LateStorage {
     fn claim<'a>(&'a self, namespace: &'a str, name: &'a str) -> Answer<'a, core::PersistentVolumeClaim> {
         Box::pin(async move { self.storage()?.claim(namespace, name).await })
+    }
+
+    fn patch_claim<'a>(
+        &'a self,
+        claim: &'a core::PersistentVolumeClaim,
+        status: &'a StatusPatch,
+    ) -> Answer<'a, core::PersistentVolumeClaim> {
+        Box::pin(async move { self.storage()?.patch_claim(claim, status).await })
     }
 
     fn volume<'a>(&'a self, name: &'a str) -> Answer<'a, core::PersistentVolume> {

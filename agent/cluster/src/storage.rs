@@ -3,14 +3,16 @@
 
 use beelet_codec::ApiType;
 use beelet_model::storage::{StorageError, Token};
-use beelet_policy::references::TokenReference;
+use beelet_policy::{expansion::StatusPatch, references::TokenReference};
 use k8s_openapi::api::{
     core::v1::{PersistentVolume, PersistentVolumeClaim, Secret},
     storage::v1::{CSIDriver, VolumeAttachment},
 };
 
+use serde_json::{Value, json};
+
 use crate::{
-    client::{Client, Error},
+    client::{Client, Error, Patch},
     objects::token_status,
 };
 
@@ -33,6 +35,24 @@ impl Storage {
     /// It isn't there, or the API server gives no answer.
     pub async fn claim(&self, namespace: &str, name: &str) -> Result<PersistentVolumeClaim, StorageError> {
         self.get(&format!("/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}")).await
+    }
+
+    /// Changes the status of a claim, if nobody has changed the claim since it was read; the claim then.
+    ///
+    /// # Errors
+    /// Somebody has, or the API server gives no answer.
+    pub async fn patch_claim(
+        &self,
+        claim: &PersistentVolumeClaim,
+        status: &StatusPatch,
+    ) -> Result<PersistentVolumeClaim, StorageError> {
+        let of = &claim.metadata;
+        let (namespace, name) =
+            (of.namespace.as_deref().unwrap_or_default(), of.name.as_deref().unwrap_or_default());
+        let path = format!("/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}/status");
+        let change = json!({"metadata": {"resourceVersion": of.resource_version}, "status": status.0});
+        let changed = self.client.patch(&path, Patch::Merge, &change).await.map_err(|error| told(&error))?;
+        read(&path, &changed)
     }
 
     /// A PersistentVolume by its name.
@@ -82,12 +102,16 @@ impl Storage {
 
     async fn get<T: ApiType>(&self, path: &str) -> Result<T, StorageError> {
         let found = self.client.get(path).await.map_err(|error| told(&error))?;
-        let unread = |problem: beelet_codec::error::Problem| StorageError {
-            message: format!("{path} can't be read: {problem}"),
-            is_not_found: false,
-        };
-        T::from_value(&found).map_err(unread)
+        read(path, &found)
     }
+}
+
+/// An answer of the API server.
+fn read<T: ApiType>(path: &str, found: &Value) -> Result<T, StorageError> {
+    T::from_value(found).map_err(|problem| StorageError {
+        message: format!("{path} can't be read: {problem}"),
+        is_not_found: false,
+    })
 }
 
 /// The server's own words where it has some: they say what was asked.

@@ -9,8 +9,9 @@ use std::{
 
 use beelet_policy::csi::DriverNode;
 use beelet_proto::csi::{
-    NodeGetCapabilitiesRequest, NodeGetInfoRequest, NodeGetVolumeStatsRequest, NodeGetVolumeStatsResponse,
-    NodePublishVolumeRequest, NodeStageVolumeRequest, NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest,
+    NodeExpandVolumeRequest, NodeGetCapabilitiesRequest, NodeGetInfoRequest, NodeGetVolumeStatsRequest,
+    NodeGetVolumeStatsResponse, NodePublishVolumeRequest, NodeStageVolumeRequest, NodeUnpublishVolumeRequest,
+    NodeUnstageVolumeRequest,
     node_client::NodeClient,
     node_service_capability::{Type, rpc},
 };
@@ -52,6 +53,8 @@ pub(crate) struct Abilities {
     pub(crate) measures: bool,
     /// It says whether something is wrong with volumes.
     pub(crate) says_condition: bool,
+    /// It makes volumes larger on the node.
+    pub(crate) expands: bool,
 }
 
 impl Driver {
@@ -104,6 +107,7 @@ impl Driver {
                     rpc::Type::SingleNodeMultiWriter => found.knows_single_pods = true,
                     rpc::Type::GetVolumeStats => found.measures = true,
                     rpc::Type::VolumeCondition => found.says_condition = true,
+                    rpc::Type::ExpandVolume => found.expands = true,
                     _ => {}
                 }
             }
@@ -130,6 +134,11 @@ impl Driver {
     pub(crate) async fn unstage(&self, request: NodeUnstageVolumeRequest) -> Result<(), Error> {
         let mut client = self.client.clone();
         self.call("NodeUnstageVolume", client.node_unstage_volume(request)).await.map(drop)
+    }
+
+    pub(crate) async fn expand(&self, request: NodeExpandVolumeRequest) -> Result<(), Error> {
+        let mut client = self.client.clone();
+        self.call("NodeExpandVolume", client.node_expand_volume(request)).await.map(drop)
     }
 
     pub(crate) async fn volume_stats(

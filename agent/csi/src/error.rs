@@ -29,6 +29,9 @@ pub enum Error {
     /// The pod asks for what can't be, or can't be yet.
     #[error("{0}")]
     Unmet(String),
+    /// The driver makes no volume larger on the node.
+    #[error("NodeExpand is not supported by the CSI driver {0}")]
+    NeverExpands(String),
     /// A folder can't be made or removed.
     #[error(transparent)]
     Folder(#[from] beelet_base::Error),
@@ -64,13 +67,28 @@ impl Error {
     }
 
     /// Returns true if the driver certainly does no more about the call (`isFinalError`).
-    pub(crate) fn is_final(&self) -> bool {
+    #[must_use]
+    pub fn is_final(&self) -> bool {
         use tonic::Code::{Aborted, Cancelled, DeadlineExceeded, ResourceExhausted, Unavailable};
         match self {
             Self::Driver { code, .. } => {
                 !matches!(code, Cancelled | DeadlineExceeded | Unavailable | ResourceExhausted | Aborted)
             }
+            Self::NeverExpands(_) => true,
             _ => false,
         }
+    }
+
+    /// Returns true if the driver says that what it was asked for can't be (`isInfeasibleError`).
+    #[must_use]
+    pub fn is_infeasible(&self) -> bool {
+        use tonic::Code::{InvalidArgument, NotFound, OutOfRange};
+        matches!(self, Self::Driver { code: InvalidArgument | OutOfRange | NotFound, .. })
+    }
+
+    /// Returns true if the driver can't do it while the volume is in use (`inUseError`).
+    #[must_use]
+    pub fn is_in_use(&self) -> bool {
+        matches!(self, Self::Driver { code: tonic::Code::FailedPrecondition, .. })
     }
 }

@@ -8,6 +8,7 @@
 
 mod driver;
 mod error;
+mod expand;
 mod metrics;
 mod publish;
 mod records;
@@ -22,7 +23,10 @@ use std::{
 };
 
 use beelet_base::blocking::blocking;
-use beelet_policy::csi::{self as policy, Drivers};
+use beelet_policy::{
+    csi::{self as policy, Drivers},
+    quantity::Quantity,
+};
 use tokio::sync::{Notify, OwnedMutexGuard, watch};
 
 use self::{driver::Driver, records::VolumeRecord};
@@ -58,6 +62,8 @@ struct Inner {
     released: Notify,
     /// The volumes that are staged since this agent began.
     staged: Mutex<BTreeSet<VolumeId>>,
+    /// The sizes that volumes are known to have here.
+    sizes: Mutex<BTreeMap<VolumeId, Quantity>>,
     /// One lock per volume that somebody works on.
     busy: Mutex<BTreeMap<VolumeId, Arc<tokio::sync::Mutex<()>>>>,
     metrics: Metrics,
@@ -107,6 +113,7 @@ impl Csi {
             in_use: watch::Sender::new(Arc::new(in_use)),
             released: Notify::new(),
             staged: Mutex::default(),
+            sizes: Mutex::default(),
             busy: Mutex::default(),
             metrics,
         }))

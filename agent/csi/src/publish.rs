@@ -65,13 +65,13 @@ pub struct Wanted<'a> {
 }
 
 /// What a driver is told of a volume, whatever kind it is.
-struct Facts<'a> {
-    wanted: Wanted<'a>,
-    id: VolumeId,
-    object: Option<CSIDriver>,
-    abilities: Abilities,
+pub(crate) struct Facts<'a> {
+    pub(crate) wanted: Wanted<'a>,
+    pub(crate) id: VolumeId,
+    pub(crate) object: Option<CSIDriver>,
+    pub(crate) abilities: Abilities,
     /// What the attachment says.
-    publish_context: BTreeMap<String, String>,
+    pub(crate) publish_context: BTreeMap<String, String>,
 }
 
 impl Facts<'_> {
@@ -95,7 +95,7 @@ impl Facts<'_> {
         spec.and_then(|spec| spec.volume_mode.as_deref()) == Some("Block")
     }
 
-    fn record(&self, node: &str) -> VolumeRecord {
+    pub(crate) fn record(&self, node: &str) -> VolumeRecord {
         let inline = self.persistent().is_none();
         VolumeRecord {
             driver_name: self.id.driver.clone(),
@@ -121,7 +121,7 @@ impl Facts<'_> {
         of.clone().unwrap_or_default()
     }
 
-    fn capability(&self) -> VolumeCapability {
+    pub(crate) fn capability(&self) -> VolumeCapability {
         let mode = self.modes().and_then(<[String]>::first).map_or("ReadWriteOnce", String::as_str);
         let options = self.persistent().and_then(|(volume, _)| volume.spec.as_ref()?.mount_options.clone());
         let group = self.wanted.group.filter(|_| self.abilities.gives_to_group);
@@ -380,7 +380,8 @@ fn lists(node: &Node, name: &str) -> bool {
         && status.volumes_attached.iter().flatten().any(|one| one.name == name)
 }
 
-async fn secret(
+/// What is in a Secret that a volume names.
+pub(crate) async fn secret(
     storage: &dyn Storage,
     what: &str,
     namespace: &str,

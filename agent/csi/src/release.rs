@@ -121,6 +121,21 @@ impl Csi {
         }
     }
 
+    /// Forgets the sizes of volumes of which nothing is on disk.
+    async fn forget_sizes(&self) {
+        if lock(&self.0.sizes).is_empty() {
+            return;
+        }
+        let (pods, staging) = (self.0.pods_dir.clone(), self.0.staging.clone());
+        let on_disk = blocking("looking for volumes' records", move || {
+            let staged = records::staged(&staging).into_iter().map(|(_, record)| VolumeId::of(&record));
+            let published = records::published(&pods).into_iter().map(|(.., record)| VolumeId::of(&record));
+            staged.chain(published).collect::<BTreeSet<_>>()
+        });
+        let on_disk = on_disk.await;
+        lock(&self.0.sizes).retain(|volume, _| on_disk.contains(volume));
+    }
+
     /// Unstages once, all at a time; what failed.
     async fn unstage_all_unused(&self) -> Vec<(VolumeId, Error)> {
         let staging = self.0.staging.clone();
@@ -131,6 +146,7 @@ impl Csi {
             unstaged.err().map(|error| (volume, error))
         });
         let failed = join_all(unstaged).await;
+        self.forget_sizes().await;
         let in_use = Arc::clone(&self.0.in_use.borrow());
         for (name, _) in in_use.iter().filter(|(_, pods)| pods.is_empty()) {
             self.forget(name.clone()).await;

@@ -27,6 +27,12 @@ pub struct Brought {
 }
 
 impl Brought {
+    /// The name of the PersistentVolume, or of the pod's own volume.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.record.spec_volume
+    }
+
     /// The driver's name.
     #[must_use]
     pub fn driver(&self) -> &str {

@@ -2,7 +2,7 @@
 
 use std::{fmt, future::Future, path::PathBuf, pin::Pin, sync::Arc};
 
-use beelet_policy::references::TokenReference;
+use beelet_policy::{expansion::StatusPatch, references::TokenReference};
 use k8s_openapi::api::{
     core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Secret},
     storage::v1::{CSIDriver, VolumeAttachment},
@@ -33,6 +33,12 @@ impl std::error::Error for StorageError {}
 pub trait Storage: Send + Sync + fmt::Debug {
     /// A claim by its namespace and name.
     fn claim<'a>(&'a self, namespace: &'a str, name: &'a str) -> Answer<'a, PersistentVolumeClaim>;
+    /// Changes the status of a claim, if nobody has changed the claim since it was read; the claim then.
+    fn patch_claim<'a>(
+        &'a self,
+        claim: &'a PersistentVolumeClaim,
+        status: &'a StatusPatch,
+    ) -> Answer<'a, PersistentVolumeClaim>;
     /// A PersistentVolume by its name.
     fn volume<'a>(&'a self, name: &'a str) -> Answer<'a, PersistentVolume>;
     /// Says whether a volume is attached to a node, by the attachment's name.
@@ -77,6 +83,8 @@ pub struct Published {
 pub struct Claimed {
     /// The PersistentVolume.
     pub volume: Arc<PersistentVolume>,
+    /// The claim that is bound to it.
+    pub claim: Arc<PersistentVolumeClaim>,
     /// The pod only reads it.
     pub read_only: bool,
 }

@@ -115,5 +115,5 @@ async fn read_one(
     let found = storage.volume(bound).await;
     let found = found.map_err(|why| failed(format!("failed to fetch PV {bound} from API server: {why}")))?;
     claims::check_volume(pod, volume, &claim, &found).map_err(failed)?;
-    Ok(Claimed { volume: Arc::new(found), read_only: name.read_only })
+    Ok(Claimed { volume: Arc::new(found), claim: Arc::new(claim), read_only: name.read_only })
 }

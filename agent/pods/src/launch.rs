@@ -14,7 +14,7 @@ use tracing::{Instrument, trace_span};
 use crate::{
     claims, env_files,
     error::{Error, StartError},
-    hosts,
+    expand, hosts,
     metrics::Metrics,
     plan::{PodPlan, Site},
     runtime_view::{Observation, SandboxDetail},
@@ -159,6 +159,8 @@ impl Launcher {
         let claims = self.waited(pod, "what its volume claims are bound to", claims).await?;
         let publishing = Box::pin(claims::publish(&self.csi, storage, &plan.pod, &claims, false));
         let published = self.waited(pod, "the volumes that storage plugins bring", publishing).await?;
+        let growing = Box::pin(expand::at_mount(self, &plan.pod, &claims));
+        self.waited(pod, "its volumes to grow", growing).await?;
         let (cgroups, decided) = (Arc::clone(&self.cgroups), plan.cgroup()?.clone());
         let cgroups = chores.run(move || Ok(cgroups.ensure(&decided.path, &decided.files)?));
         let (of_pod, objects, node) = (Arc::clone(plan), self.objects(), self.node.clone());

@@ -6,6 +6,7 @@
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
 pub mod error;
+pub mod expand;
 pub mod launch;
 pub mod manager;
 pub mod metrics;

@@ -16,6 +16,7 @@ pub mod env_file;
 pub mod event_correlation;
 pub mod eviction;
 pub mod expand;
+pub mod expansion;
 pub mod field;
 pub mod huge_pages;
 pub mod image_credentials;

@@ -69,6 +69,7 @@ use beelet_pleg::{
     stream,
 };
 use beelet_pods::{
+    expand,
     launch::Launcher,
     manager::{self, Manager},
     orphans, qos_tree,
@@ -502,6 +503,8 @@ impl Node {
             period: self.config.volume_stats_period,
         };
         tasks.spawn("volume statistics", volume_stats::follow(asking, working.clone()));
+        let growing = expand::follow(self.table.clone(), Arc::clone(&launcher), working.clone());
+        tasks.spawn("volumes that grow", growing);
         let again = republish::follow(self.table.clone(), launcher, working.clone());
         tasks.spawn("volumes that are published again", again);
         tasks.spawn("volumes of storage plugins", self.csi.clone().sweep(working.clone()));

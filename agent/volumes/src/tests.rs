@@ -195,7 +195,8 @@ fn anybody_writes_to_an_empty_folder_and_in_memory_nobody_removes_what_is_anothe
 /// A PersistentVolume of the machine's own.
 fn claimed(name: &str, spec: serde_json::Value, read_only: bool) -> Claimed {
     let volume = json!({"metadata": {"name": name}, "spec": spec});
-    Claimed { volume: std::sync::Arc::new(serde_json::from_value(volume).unwrap()), read_only }
+    let volume = std::sync::Arc::new(serde_json::from_value(volume).unwrap());
+    Claimed { volume, claim: std::sync::Arc::default(), read_only }
 }
 
 fn claiming(uid: &str, group: Option<u32>) -> core::Pod {

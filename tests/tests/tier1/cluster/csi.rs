@@ -327,6 +327,85 @@ async fn the_room_in_a_claims_volume_is_told_as_its_driver_says_it_and_so_is_wha
     member.scene.is_well();
 }
 
+/// A claim of 1 GiB whose volume has 2 GiB by now, and whose file system is to follow on the node.
+fn to_grow() -> Value {
+    json!({"status": {
+        "capacity": {"storage": "1Gi"}, "allocatedResources": {"storage": "2Gi"},
+        "allocatedResourceStatuses": {"storage": "NodeResizePending"},
+        "conditions": [{"type": "FileSystemResizePending", "status": "True"}],
+    }})
+}
+
+/// Changes the claim's status.
+fn say(api: &FakeApi, status: &Value) {
+    api.patch(&format!("{CLAIM}/status"), status);
+}
+
+/// Waits until the claim's status is as wanted.
+async fn until_claim(member: &Member, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+    member.api.wait_until(what, |api| api.get(CLAIM).filter(|claim| wanted(&claim["status"]))).await
+}
+
+#[tokio::test]
+async fn a_volume_grows_when_a_pod_gets_it_and_while_a_pod_has_it_and_its_claim_says_so() {
+    require!(root);
+    let mut member = Member::start(FakeApi::start(), |options| options).await;
+    let driver = member.driver(|settings| settings.expands = true);
+    member.until_registered().await;
+    not_attached(&member.api, &json!({}));
+    member.api.put(CLAIM, pending());
+    let mut volume = of_driver(&json!({"nodeExpandSecretRef": {"name": "key", "namespace": "vault"}}));
+    volume["capacity"] = json!({"storage": "2Gi"});
+    member.api.put("/api/v1/namespaces/vault/secrets/key", json!({"data": {"k": "aHVzaA=="}}));
+    bind(&member.api, CLAIM, &volume);
+    say(&member.api, &to_grow());
+    // The pod waits until its volume is as large as its claim.
+    driver.refuse("NodeExpandVolume", Code::Internal, "the shelf is being painted");
+    member.api.put(&path("web"), claiming("web"));
+    member.until_event("FailedMount", "the shelf is being painted").await;
+    member.until_running("web").await;
+    let asked = &driver.calls("NodeExpandVolume")[1];
+    assert_eq!((&asked["bytes"], &asked["secrets"]), (&json!(2_i64 << 30), &json!({"k": "hush"})));
+    assert_eq!(asked["staged"], driver.calls("NodeStageVolume")[0]["path"]);
+    assert_eq!(asked["path"], driver.calls("NodePublishVolume")[0]["path"]);
+    let has = |size: &'static str| move |status: &Value| status["capacity"]["storage"] == size;
+    let grown = until_claim(&member, "the claim to have grown", has("2Gi")).await;
+    let status = &grown["status"];
+    assert_eq!(status["allocatedResourceStatuses"]["storage"], Value::Null, "{status}");
+    assert_eq!(status["conditions"], json!([]), "{status}");
+    member.until_event("FileSystemResizeSuccessful", "NodeExpandVolume succeeded for volume \"pv-1\"").await;
+    // Once more, while the pod runs. An agent that begins looks at once.
+    member.scene.agent.kill9();
+    volume["capacity"] = json!({"storage": "3Gi"});
+    bind(&member.api, CLAIM, &volume);
+    let mut more = to_grow();
+    more["status"]["capacity"] = json!({"storage": "2Gi"});
+    more["status"]["allocatedResources"] = json!({"storage": "3Gi"});
+    say(&member.api, &more);
+    member.scene.agent.resume().unwrap();
+    until_claim(&member, "the claim to have grown again", has("3Gi")).await;
+    assert_eq!(driver.calls("NodeExpandVolume").len(), 3);
+    // What can't be is written down, and not asked for again.
+    member.scene.agent.kill9();
+    volume["capacity"] = json!({"storage": "4Gi"});
+    bind(&member.api, CLAIM, &volume);
+    more["status"]["capacity"] = json!({"storage": "3Gi"});
+    more["status"]["allocatedResources"] = json!({"storage": "4Gi"});
+    say(&member.api, &more);
+    driver.refuse("NodeExpandVolume", Code::OutOfRange, "the shelf ends here");
+    member.scene.agent.resume().unwrap();
+    let infeasible =
+        |status: &Value| status["allocatedResourceStatuses"]["storage"] == "NodeResizeInfeasible";
+    let claim = until_claim(&member, "the claim to say that it can't be", infeasible).await;
+    let all = claim["status"]["conditions"].as_array().unwrap();
+    let failed = all.iter().find(|condition| condition["type"] == "NodeResizeError").unwrap();
+    let message = failed["message"].as_str().unwrap();
+    assert!(message.ends_with("code = OutOfRange desc = the shelf ends here"), "{message}");
+    member.until_event("VolumeResizeFailed", "the shelf ends here").await;
+    assert!(member.runs("web"));
+    member.scene.is_well();
+}
+
 #[tokio::test]
 async fn a_block_volume_is_a_device_of_the_container() {
     require!(root);

@@ -1,0 +1,75 @@
+//! Volumes that grow on the node (`pkg/volume/csi/expander.go`).
+
+use std::collections::BTreeMap;
+
+use beelet_model::storage::Storage;
+use beelet_policy::quantity::Quantity;
+use beelet_proto::csi::{CapacityRange, NodeExpandVolumeRequest};
+
+use crate::{
+    Csi, Error, VolumeId, Wanted, lock,
+    publish::{Facts, secret},
+};
+
+impl Csi {
+    /// Returns true if a driver makes volumes larger on the node.
+    ///
+    /// # Errors
+    /// The driver isn't there, or doesn't say it.
+    pub async fn expands(&self, driver: &str) -> Result<bool, Error> {
+        Ok(self.driver(driver)?.abilities().await?.expands)
+    }
+
+    /// The size that a volume is known to have here, by its driver and its handle.
+    #[must_use]
+    pub fn size_of(&self, driver: &str, handle: &str) -> Option<Quantity> {
+        lock(&self.0.sizes).get(&VolumeId::new(driver, handle)).copied()
+    }
+
+    /// Remembers the size that a volume has here, until it is unstaged.
+    pub fn note_size(&self, driver: &str, handle: &str, size: Quantity) {
+        lock(&self.0.sizes).insert(VolumeId::new(driver, handle), size);
+    }
+
+    /// Has a volume that was brought to a pod made as large as `size`.
+    ///
+    /// # Errors
+    /// The driver isn't there, or can't.
+    pub async fn expand(
+        &self,
+        storage: &dyn Storage,
+        wanted: Wanted<'_>,
+        size: Quantity,
+    ) -> Result<(), Error> {
+        let crate::Source::Persistent(_, source) = wanted.source else { return Ok(()) };
+        let driver = self.driver(&source.driver)?;
+        let abilities = driver.abilities().await?;
+        if !abilities.expands {
+            return Err(Error::NeverExpands(source.driver.clone()));
+        }
+        let mut secrets = BTreeMap::new();
+        if let Some(of) = &source.node_expand_secret_ref {
+            let text = |text: &'_ Option<String>| text.clone().unwrap_or_default();
+            secrets = secret(storage, "NodeExpandSecretRef", &text(&of.namespace), &text(&of.name)).await?;
+        }
+        let id = VolumeId::new(&source.driver, &source.volume_handle);
+        let uid = wanted.pod.metadata.uid.clone().unwrap_or_default();
+        let facts = Facts { wanted, id, object: None, abilities, publish_context: BTreeMap::new() };
+        let _held = self.hold(&facts.id).await;
+        let record = facts.record(&self.0.node);
+        let staged = if abilities.stages {
+            self.staging_path(&record).to_string_lossy().into_owned()
+        } else {
+            String::new()
+        };
+        let request = NodeExpandVolumeRequest {
+            volume_id: facts.id.handle.clone(),
+            volume_path: self.publish_path(&record, &uid).to_string_lossy().into_owned(),
+            capacity_range: Some(CapacityRange { required_bytes: size.value(), limit_bytes: 0 }),
+            staging_target_path: staged,
+            volume_capability: Some(facts.capability()),
+            secrets: secrets.into_iter().collect(),
+        };
+        driver.expand(request).await
+    }
+}
