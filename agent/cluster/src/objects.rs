@@ -11,7 +11,7 @@ use std::{
 
 use beelet_codec::ApiType;
 use beelet_model::{
-    objects::{Object, Objects, Services},
+    objects::{Object, Objects, Services, TrustBundles},
     status::has_ended,
 };
 use beelet_policy::{
@@ -23,7 +23,10 @@ use futures::{
     future::{AbortHandle, Abortable, Aborted, BoxFuture},
     stream::FuturesUnordered,
 };
-use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::ObjectMeta};
+use k8s_openapi::{
+    api::{certificates::v1beta1::ClusterTrustBundle, core::v1 as core},
+    apimachinery::pkg::apis::meta::v1::ObjectMeta,
+};
 use serde_json::{Value, json};
 use tokio::sync::{Notify, watch};
 use tracing::{debug, info, warn};
@@ -45,6 +48,8 @@ pub(crate) struct Held {
     pub(crate) tokens_optional: bool,
     /// None: not told yet.
     pub(crate) services: Option<Services>,
+    /// None: not told yet, or no pod wants any.
+    pub(crate) trust_bundles: Option<TrustBundles>,
 }
 
 impl std::fmt::Debug for Held {
@@ -59,6 +64,8 @@ impl std::fmt::Debug for Held {
 enum Item {
     Object(Reference),
     Token(TokenReference),
+    /// All trust bundles: a projection may select any.
+    TrustBundles,
 }
 
 /// Everything that the pods refer to.
@@ -67,7 +74,8 @@ fn wanted(pods: &Pods) -> BTreeSet<Item> {
     let here = wanted.filter(|pod| !has_ended(pod.status.as_ref()));
     here.flat_map(|pod| {
         let objects = references::of(pod).into_iter().map(Item::Object);
-        objects.chain(references::tokens(pod).into_iter().map(Item::Token))
+        let bundles = references::wants_trust_bundles(pod).then_some(Item::TrustBundles);
+        objects.chain(references::tokens(pod).into_iter().map(Item::Token)).chain(bundles)
     })
     .collect()
 }
@@ -85,6 +93,9 @@ impl Held {
         if let Some(services) = &self.services {
             objects.set_services(services.clone());
         }
+        if let Some(bundles) = &self.trust_bundles {
+            objects.set_trust_bundles(Arc::clone(bundles));
+        }
         if self.tokens_optional {
             objects.do_without_tokens();
         }
@@ -93,7 +104,7 @@ impl Held {
                 Item::Object(reference) if !self.objects.contains_key(&reference) => {
                     objects.add_unread(reference);
                 }
-                Item::Object(_) | Item::Token(_) => {}
+                Item::Object(_) | Item::Token(_) | Item::TrustBundles => {}
             }
         }
         objects
@@ -113,6 +124,11 @@ impl Held {
                         self.tokens.entry(of).or_insert_with(|| Arc::clone(token));
                     }
                 }
+                Item::TrustBundles => {
+                    if self.trust_bundles.is_none() {
+                        self.trust_bundles.clone_from(&before.trust_bundles);
+                    }
+                }
             }
         }
         self.services = self.services.or(before.services);
@@ -123,7 +139,8 @@ impl Held {
         let before = self.objects.len() + self.tokens.len();
         self.objects.retain(|reference, _| wanted.contains(&Item::Object(reference.clone())));
         self.tokens.retain(|of, _| wanted.contains(&Item::Token(of.clone())));
-        before != self.objects.len() + self.tokens.len()
+        let bundles = self.trust_bundles.take_if(|_| !wanted.contains(&Item::TrustBundles));
+        before != self.objects.len() + self.tokens.len() || bundles.is_some()
     }
 }
 
@@ -153,6 +170,7 @@ async fn keep_referred(client: &Client, mut pods: watch::Receiver<Pods>, held: &
                 let task = match item.clone() {
                     Item::Object(reference) => keep_object(client, reference, out).boxed(),
                     Item::Token(of) => keep_token(client, of, out).boxed(),
+                    Item::TrustBundles => keep_trust_bundles(client, out).boxed(),
                 };
                 work.push(Abortable::new(task, registration));
                 running.insert(item.clone(), handle);
@@ -244,6 +262,61 @@ impl Sink for One {
         if object["metadata"]["name"] == self.reference.name.as_str() {
             self.set(None);
         }
+    }
+}
+
+/// Follows all trust bundles.
+async fn keep_trust_bundles(client: Client, out: Arc<watch::Sender<Held>>) {
+    let path = "/apis/certificates.k8s.io/v1beta1/clustertrustbundles".to_owned();
+    let collection = Collection { path, fields: String::new() };
+    follow(&client, &collection, &mut AllTrustBundles { known: BTreeMap::new(), out }).await;
+}
+
+struct AllTrustBundles {
+    known: BTreeMap<String, ClusterTrustBundle>,
+    out: Arc<watch::Sender<Held>>,
+}
+
+impl AllTrustBundles {
+    fn apply(&mut self, value: &Value) {
+        match ClusterTrustBundle::from_value(value) {
+            Ok(bundle) => {
+                let name = bundle.metadata.name.clone().unwrap_or_default();
+                self.known.insert(name, bundle);
+            }
+            Err(problem) => {
+                let name = &value["metadata"]["name"];
+                warn!(%name, field = problem.path, "a ClusterTrustBundle can't be read, and is passed over");
+            }
+        }
+    }
+
+    fn publish(&self) {
+        let bundles = Arc::new(self.known.clone());
+        self.out.send_if_modified(|held| {
+            let changed = held.trust_bundles.as_ref() != Some(&bundles);
+            held.trust_bundles = Some(bundles);
+            changed
+        });
+    }
+}
+
+impl Sink for AllTrustBundles {
+    fn listed(&mut self, objects: Vec<Value>) -> bool {
+        self.known.clear();
+        objects.iter().for_each(|object| self.apply(object));
+        self.publish();
+        true
+    }
+
+    fn applied(&mut self, object: &Value) {
+        self.apply(object);
+        self.publish();
+    }
+
+    fn deleted(&mut self, object: &Value) {
+        self.known.remove(object["metadata"]["name"].as_str().unwrap_or_default());
+        self.publish();
     }
 }
 

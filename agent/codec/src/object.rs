@@ -1,6 +1,7 @@
 //! The Kubernetes types that beelet reads and writes, and how. To add one, add a line to the table.
 
 use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
+use k8s_openapi::api::certificates::v1beta1::ClusterTrustBundle;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::node::v1::RuntimeClass;
@@ -89,6 +90,7 @@ api_types![
     core::Volume,
     core::VolumeProjection,
     CertificateSigningRequest,
+    ClusterTrustBundle,
     CSIDriver,
     CSINode,
     Lease,

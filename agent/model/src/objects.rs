@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use beelet_policy::references::{self, Reference, TokenReference};
+use k8s_openapi::api::certificates::v1beta1::ClusterTrustBundle;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret, Service};
 use k8s_openapi::api::node::v1::RuntimeClass;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -48,6 +49,9 @@ impl PartialEq for Services {
     }
 }
 
+/// The trust bundles of a cluster, by name.
+pub type TrustBundles = Arc<BTreeMap<String, ClusterTrustBundle>>;
+
 /// All of them.
 #[derive(Clone, Default, PartialEq)]
 pub struct Objects {
@@ -59,6 +63,8 @@ pub struct Objects {
     tokens_optional: bool,
     /// None on a standalone node, and until the API server has told them.
     services: Option<Services>,
+    /// None until a pod wants any, and the API server has told them.
+    trust_bundles: Option<TrustBundles>,
     /// What the API server was asked for and has not answered yet.
     unread: BTreeSet<Reference>,
 }
@@ -109,6 +115,7 @@ impl fmt::Debug for Objects {
             .field("runtime_classes", &self.runtime_classes.keys())
             .field("tokens", &self.tokens.keys())
             .field("services", &self.services.as_ref().map(|services| services.0.len()))
+            .field("trust_bundles", &self.trust_bundles.as_ref().map(|bundles| bundles.len()))
             .field("unread", &self.unread)
             .finish()
     }
@@ -153,6 +160,16 @@ impl Objects {
         self.services = Some(services);
     }
 
+    /// Sets the trust bundles of the cluster.
+    pub fn set_trust_bundles(&mut self, bundles: TrustBundles) {
+        self.trust_bundles = Some(bundles);
+    }
+
+    /// The trust bundles of the cluster, if they are known.
+    pub fn trust_bundles(&self) -> Option<&BTreeMap<String, ClusterTrustBundle>> {
+        self.trust_bundles.as_deref()
+    }
+
     /// The services of the cluster, as far as they are known.
     pub fn services(&self) -> impl Iterator<Item = &Service> {
         self.services.iter().flat_map(Services::iter)
@@ -168,6 +185,7 @@ impl Objects {
     pub fn is_unread(&self, pod: &Pod) -> bool {
         Origin::of(pod).is_api()
             && (self.services.is_none()
+                || (self.trust_bundles.is_none() && references::wants_trust_bundles(pod))
                 || references::of(pod).iter().any(|reference| self.unread.contains(reference))
                 || (!self.tokens_optional
                     && references::tokens(pod).iter().any(|token| !self.tokens.contains_key(token))))
@@ -182,6 +200,9 @@ impl Objects {
         self.unread.extend(others.unread.iter().cloned());
         if self.services.is_none() {
             self.services.clone_from(&others.services);
+        }
+        if self.trust_bundles.is_none() {
+            self.trust_bundles.clone_from(&others.trust_bundles);
         }
         add_missing(&mut self.config_maps, &others.config_maps);
         add_missing(&mut self.secrets, &others.secrets);

@@ -40,6 +40,7 @@ pub mod resources;
 pub mod selector;
 pub mod start_limit;
 pub mod token;
+pub mod trust_bundles;
 pub mod tuner;
 pub mod user_namespaces;
 pub mod why;

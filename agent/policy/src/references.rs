@@ -91,6 +91,14 @@ pub fn tokens(pod: &Pod) -> BTreeSet<TokenReference> {
     wanted.map(|source| token(pod, source)).collect()
 }
 
+/// Returns true if any of a pod's volumes has certificates of trust bundles.
+#[must_use]
+pub fn wants_trust_bundles(pod: &Pod) -> bool {
+    let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+    let mut projections = volumes.filter_map(|volume| volume.projected.as_ref()).flat_map(projections);
+    projections.any(|projection| projection.cluster_trust_bundle.is_some())
+}
+
 /// The token that a projection of a pod's volume asks for.
 #[must_use]
 pub fn token(pod: &Pod, source: &ServiceAccountTokenProjection) -> TokenReference {

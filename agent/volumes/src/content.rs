@@ -10,7 +10,7 @@ use super::Error;
 use super::atomic::{Payload, PayloadFile};
 use beelet_model::objects::Objects;
 use beelet_model::pod::NodeFacts;
-use beelet_policy::references;
+use beelet_policy::{references, trust_bundles};
 use beelet_spec::downward;
 use beelet_spec::env::missing;
 
@@ -198,6 +198,13 @@ impl Files<'_> {
                 }
             };
             self.add(&source.path, token.as_bytes(), mode);
+            Ok(())
+        } else if let Some(source) = &projection.cluster_trust_bundle {
+            let bundles = self.sources.objects.trust_bundles();
+            let bundles =
+                bundles.ok_or_else(|| Error::unmet("the API server has told no ClusterTrustBundles yet"))?;
+            let file = trust_bundles::file(source, bundles).map_err(Error::unmet)?;
+            self.add(&source.path, &file, mode);
             Ok(())
         } else {
             Err(Error::unmet("a projection of a kind that beelet doesn't know"))

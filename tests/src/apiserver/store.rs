@@ -470,6 +470,7 @@ pub(super) fn now(later: u64) -> String {
 fn kind(resource: &str) -> &str {
     const KINDS: &[(&str, &str)] = &[
         ("certificatesigningrequests", "CertificateSigningRequest"),
+        ("clustertrustbundles", "ClusterTrustBundle"),
         ("configmaps", "ConfigMap"),
         ("csidrivers", "CSIDriver"),
         ("csinodes", "CSINode"),

@@ -26,6 +26,7 @@ const OF_POLICY: &[&str] = &[
     "k8s-openapi",
     "kube_quantity",
     "num-traits",
+    "pem",
     "serde",
     "serde_json",
     "sha2",

@@ -176,6 +176,42 @@ async fn a_local_volume_says_how_much_room_its_file_system_has_and_a_host_path_s
 }
 
 #[tokio::test]
+async fn a_volume_has_the_certificates_of_trust_bundles_and_gets_those_that_come() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let bundles = "/apis/certificates.k8s.io/v1beta1/clustertrustbundles";
+    let block = |text: &str| format!("-----BEGIN CERTIFICATE-----\n{text}\n-----END CERTIFICATE-----\n");
+    let of_signer = |text: &str| {
+        json!({
+            "metadata": {"labels": {"live": "yes"}},
+            "spec": {"signerName": "example.com/ca", "trustBundle": block(text)},
+        })
+    };
+    let named = json!({"clusterTrustBundle": {"name": "root", "path": "root.pem"}});
+    let selected = json!({"clusterTrustBundle": {
+        "signerName": "example.com/ca", "labelSelector": {"matchLabels": {"live": "yes"}}, "path": "ca.pem",
+        "optional": true,
+    }});
+    let source = json!({"projected": {"sources": [named, selected]}});
+    member.api.put(&path("web"), pod_with("web", &source));
+    member.until_event("FailedMount", "\"root\" not found").await;
+    let text = format!("# The root.\n{}{}", block("AQID"), block("AQID"));
+    member.api.put(&format!("{bundles}/root"), json!({"spec": {"trustBundle": text}}));
+    member.until_running("web").await;
+    let volume = member.mounted("web");
+    let file = |name: &str| std::fs::read_to_string(Path::new(&volume).join(name)).unwrap();
+    assert_eq!((file("root.pem"), file("ca.pem")), (block("AQID"), String::new()));
+    member.api.put(&format!("{bundles}/one"), of_signer("BAUG"));
+    member.api.put(&format!("{bundles}/two"), of_signer("BwgJ"));
+    let expected = block("BAUG") + &block("BwgJ");
+    member.scene.look_until("both certificates", || {
+        let found = file("ca.pem");
+        if found == expected { Ok(()) } else { Err(found) }
+    });
+    member.scene.is_well();
+}
+
+#[tokio::test]
 async fn an_ephemeral_claim_must_be_the_pods_own() {
     require!(root);
     let member = Member::start(FakeApi::start(), |options| options).await;
