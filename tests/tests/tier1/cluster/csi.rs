@@ -327,6 +327,35 @@ async fn the_room_in_a_claims_volume_is_told_as_its_driver_says_it_and_so_is_wha
     member.scene.is_well();
 }
 
+#[tokio::test]
+async fn a_volume_is_published_again_with_new_tokens_while_its_pod_runs_where_the_driver_wants_that() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let driver = member.driver(|_| {});
+    member.until_registered().await;
+    let tokens = json!([{"audience": "vault", "expirationSeconds": 600}]);
+    not_attached(&member.api, &json!({"requiresRepublish": true, "tokenRequests": tokens}));
+    member.api.put("/api/v1/namespaces/default/serviceaccounts/robot", json!({}));
+    member.api.put(CLAIM, pending());
+    bind(&member.api, CLAIM, &of_driver(&json!({})));
+    let mut web = claiming("web");
+    web["spec"]["serviceAccountName"] = "robot".into();
+    member.api.put(&path("web"), web);
+    member.until_running("web").await;
+    // A driver that can't, once, takes nothing from the pod.
+    driver.refuse("NodePublishVolume", Code::Internal, "the shelf is locked");
+    member.until_called(&driver, "NodePublishVolume", 2);
+    let published = driver.calls("NodePublishVolume");
+    assert_eq!(published[0]["path"], published[1]["path"]);
+    for asked in &published {
+        let tokens = asked["context"]["csi.storage.k8s.io/serviceAccount.tokens"].as_str().unwrap();
+        assert!(tokens.contains("vault"), "{tokens}");
+    }
+    assert_eq!(driver.calls("NodeStageVolume").len(), 1);
+    assert!(member.runs("web") && Path::new(&member.mounted("web")).exists());
+    member.scene.is_well();
+}
+
 /// A claim of 1 GiB whose volume has 2 GiB by now, and whose file system is to follow on the node.
 fn to_grow() -> Value {
     json!({"status": {

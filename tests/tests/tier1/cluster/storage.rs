@@ -3,6 +3,7 @@
 use beelet_tests::agent::{Options, http_get};
 use beelet_tests::apiserver::FakeApi;
 use beelet_tests::{guards, require};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -208,6 +209,34 @@ async fn a_volume_has_the_certificates_of_trust_bundles_and_gets_those_that_come
         let found = file("ca.pem");
         if found == expected { Ok(()) } else { Err(found) }
     });
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn a_local_block_device_is_a_device_of_the_container() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let disk = member.scene.dir.path().join("disk");
+    // Nobody opens it: any number that a disk may have will do.
+    let (mode, number) = (Mode::from_raw_mode(0o600), rustix::fs::makedev(7, 255));
+    mknodat(CWD, &disk, FileType::BlockDevice, mode, number).unwrap();
+    member.api.put(CLAIM, pending());
+    let local = |path: &Path| json!({"local": {"path": path}, "volumeMode": "Block"});
+    bind(&member.api, CLAIM, &local(member.scene.dir.path()));
+    let mut block = claiming("web");
+    block["spec"]["containers"][0]["volumeMounts"] = json!([]);
+    block["spec"]["containers"][0]["volumeDevices"] = json!([{"name": "data", "devicePath": "/dev/data"}]);
+    member.api.put(&path("web"), block);
+    member.until_event("FailedMount", "is no block device").await;
+    bind(&member.api, CLAIM, &local(&disk));
+    member.until_running("web").await;
+    let container = member.scene.cri.container("web", "main").unwrap();
+    let device = &container.config.devices[0];
+    assert_eq!((device.container_path.as_str(), Path::new(&device.host_path)), ("/dev/data", disk.as_path()));
+    assert_eq!(device.permissions, "mrw");
+    member.api.delete(&path("web"));
+    member.until_stopped("web");
+    assert!(disk.exists());
     member.scene.is_well();
 }
 
