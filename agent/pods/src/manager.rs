@@ -110,6 +110,8 @@ struct Managed {
     /// Since when it has been active.
     lifetime: Option<failing::Lifetime>,
     edge: Option<ReadinessEdge>,
+    /// Its network namespace, as it was last seen.
+    netns: Option<PathBuf>,
     /// Set if it was ended for good.
     failure: Option<PodFailure>,
     /// It may run again once its failure is cleared.
@@ -438,6 +440,7 @@ impl Manager {
         let known = || Arc::new(record.as_ref().map(|r| next_counts(r.status.as_ref())).unwrap_or_default());
         let counts = left.unwrap_or_else(known);
         let debuggers = record.as_ref().map(|record| record.debuggers.clone()).unwrap_or_default();
+        let netns = record.as_ref().and_then(|record| record.netns.clone());
         let (probes, hooked, oom, status, failure, edge) = match record {
             Some(record) => {
                 (record.probes, record.hooked, record.oom, record.status, record.failure, record.edge)
@@ -485,6 +488,7 @@ impl Manager {
             status,
             lifetime: None,
             edge,
+            netns,
             failure,
             retry,
             deletion,
@@ -581,6 +585,7 @@ impl Manager {
             false // the worker that reports has seen it all
         });
         managed.record_unseen_oom(&report.seen, &self.parts.launcher.events);
+        managed.netns = report.seen.sandbox.as_ref().and_then(|sandbox| sandbox.netns.clone());
         managed.seen = Some(report.seen);
         managed.waiting = report.waiting;
         managed.hooked = report.hooked;
@@ -711,11 +716,11 @@ impl Manager {
             }
             self.parts.launcher.admission.released(uid);
         }
-        let netns = managed.seen.as_ref().and_then(|s| s.sandbox.as_ref()?.netns.clone());
+        let netns = managed.netns.clone();
         let pod = core::Pod { status: Some(status.clone()), ..(*managed.pod).clone() };
         let ending = managed.terminating() || managed.failure.is_some();
         let (readiness_edge, cleared) = (managed.edge.clone(), managed.is_cleared());
-        let entry = PodEntry { pod, readiness_edge, netns, ending, cleared };
+        let entry = PodEntry { pod, readiness_edge, netns: netns.clone(), ending, cleared };
         let name = managed.name.clone();
         let origin = RuntimePod {
             name: name.clone(),
@@ -730,7 +735,7 @@ impl Manager {
         let edge = managed.edge.clone();
         let debuggers = managed.debuggers.clone();
         let record =
-            PodRecord { origin, status: Some(status), probes, hooked, oom, failure, debuggers, edge };
+            PodRecord { origin, status: Some(status), probes, hooked, oom, failure, debuggers, edge, netns };
         if self.table.pods.get(&name).is_none_or(|known| **known != entry) {
             Arc::make_mut(&mut self.table).pods.insert(name, Arc::new(entry));
             self.due.table = true;

@@ -7,16 +7,23 @@
 //! last ones costs a probe's period, no more. Only the end of a pod must survive a power cut too, or an
 //! evicted pod would come back, and a job run a second time. A file that is replaced without waiting for the
 //! disk may be lost whole, with ends that were safe before: as long as there are any, each write waits.
+//!
+//! All records are one file, so a write costs as much as there are pods, however little has changed. Between
+//! two writes there is a pause that leaves the most of a storm's CPU to the pods.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
     sync::Arc,
     time::Duration,
 };
 
 use k8s_openapi::api::core::v1 as core;
 use serde::{Deserialize, Serialize};
-use tokio::sync::watch;
+use tokio::{
+    sync::watch,
+    time::{Instant, timeout},
+};
 use tracing::{error, info, warn};
 
 use super::metrics::Metrics;
@@ -27,12 +34,17 @@ use beelet_model::{
     status::{OomFacts, ProbeFacts, has_ended},
     table::ReadinessEdge,
 };
-use beelet_state::{Loaded, State};
+use beelet_state::{Loaded, State, StateError, json_text};
 
 /// The name of the durable record.
 const NAME: &str = "pods";
 /// The pause after a failed write.
 const RETRY: Duration = Duration::from_secs(10);
+
+/// The pause after a write is this many times what the write took, and at most [`LONGEST_PAUSE`].
+const PAUSE_PER_WRITE: u32 = 4;
+/// What a sudden end of the agent may cost of what was learned last.
+const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
 /// What is kept of one pod.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -58,6 +70,11 @@ pub struct PodRecord {
     /// The last readiness change that a kernel event caused. Its times mean nothing after a reboot.
     #[serde(default)]
     pub edge: Option<ReadinessEdge>,
+    /// The pod's network namespace, so that the kernel answers its probes before the runtime was asked: a
+    /// thousand pods that are connected to instead are more than a bridge's neighbours can be told apart
+    /// (`net.ipv4.neigh.default.gc_thresh3`). It means nothing after a reboot.
+    #[serde(default)]
+    pub netns: Option<PathBuf>,
 }
 
 type Map = BTreeMap<String, Arc<PodRecord>>;
@@ -98,7 +115,9 @@ impl Records {
         let map = match state.load::<Map>(NAME) {
             Ok(Loaded::Value { value, same_boot: true }) => value,
             Ok(Loaded::Value { mut value, same_boot: false }) => {
-                value.values_mut().for_each(|record| Arc::make_mut(record).edge = None);
+                for record in value.values_mut().map(Arc::make_mut) {
+                    (record.edge, record.netns) = (None, None);
+                }
                 value
             }
             Ok(Loaded::Absent) => Map::new(),
@@ -149,27 +168,28 @@ impl Records {
     /// The task that writes. It ends, after a last write, when the records are dropped.
     pub fn writer(&self, state: Arc<State>, metrics: Metrics) -> impl Future<Output = ()> + Send + use<> {
         let mut newest = self.newest.subscribe();
+        let mut dropped = self.newest.subscribe();
         async move {
             let mut failing = false;
             // Of those that an earlier instance left nobody knows whether they were waited for.
             let mut ends_on_disk = true;
+            let mut texts = Texts::default();
             loop {
                 let mut changed = newest.changed().await.is_ok();
                 let mut map = newest.borrow_and_update().clone();
+                let began = Instant::now();
                 loop {
-                    let (state, snapshot) = (Arc::clone(&state), map.clone());
+                    let state = Arc::clone(&state);
                     let ends = has_ends(&map);
                     // One that is there for the last time must not come back either.
                     let durable = ends || ends_on_disk;
-                    let written = blocking("writing the records of pods", move || {
-                        let written = if durable {
-                            state.store(NAME, &snapshot)
-                        } else {
-                            state.store_for_this_boot(NAME, &snapshot)
-                        };
-                        written.map_err(|e| e.to_string())
+                    let writing = blocking("writing the records of pods", move || {
+                        let written = texts.write(&map, &state, durable).map_err(|e| e.to_string());
+                        (texts, map, written)
                     });
-                    let Err(cause) = written.await else {
+                    let written;
+                    (texts, map, written) = writing.await;
+                    let Err(cause) = written else {
                         if failing {
                             info!("the records of pods can be written again");
                         }
@@ -189,18 +209,43 @@ impl Records {
                     if !changed {
                         break;
                     }
-                    let dropped = async { while newest.changed().await.is_ok() {} };
-                    tokio::select! {
-                        () = tokio::time::sleep(RETRY) => {}
-                        () = dropped => changed = false,
-                    }
+                    // It fails once the records are dropped.
+                    changed = timeout(RETRY, dropped.wait_for(|_| false)).await.is_err();
                     map = newest.borrow_and_update().clone();
                 }
                 if !changed {
                     return;
                 }
+                let pause = (began.elapsed() * PAUSE_PER_WRITE).min(LONGEST_PAUSE);
+                // It ends early with the records.
+                let _ = timeout(pause, dropped.wait_for(|_| false)).await;
             }
         }
+    }
+}
+
+/// The records as they were written last, each with its text: of a thousand only those that changed are put
+/// into words again.
+#[derive(Debug, Default)]
+struct Texts(BTreeMap<String, (Arc<PodRecord>, String)>);
+
+impl Texts {
+    /// Writes all records; what is `durable` waits for the disk. Blocks.
+    fn write(&mut self, map: &Map, state: &State, durable: bool) -> Result<(), StateError> {
+        let json = self.json(map).map_err(|source| StateError::Encode { name: NAME.to_owned(), source })?;
+        if durable { state.store_json(NAME, &json) } else { state.store_json_for_this_boot(NAME, &json) }
+    }
+
+    fn json(&mut self, map: &Map) -> Result<String, serde_json::Error> {
+        self.0.retain(|uid, _| map.contains_key(uid));
+        for (uid, record) in map {
+            if self.0.get(uid).is_none_or(|(known, _)| !Arc::ptr_eq(known, record)) {
+                let text = format!("{}:{}", json_text(uid)?, json_text(record)?);
+                self.0.insert(uid.clone(), (Arc::clone(record), text));
+            }
+        }
+        let members = self.0.values().map(|(_, text)| text.as_str()).collect::<Vec<_>>().join(",");
+        Ok(format!("{{{members}}}"))
     }
 }
 
@@ -235,6 +280,7 @@ mod tests {
             failure,
             debuggers: Vec::new(),
             edge: Some(edge),
+            netns: Some("/run/netns/one".into()),
         }
     }
 
@@ -256,13 +302,27 @@ mod tests {
     }
 
     #[test]
-    fn a_readiness_change_is_known_after_a_restart_of_the_agent_and_means_nothing_after_a_reboot() {
+    fn what_is_written_of_records_that_changed_came_and_went_reads_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = State::open_in_boot(dir.path(), "a").unwrap();
+        let mut texts = Texts::default();
+        let (one, two) = (record("Running", None), record("Pending", None));
+        for records in [vec![], vec![one.clone(), two.clone()], vec![two.clone(), two], vec![one]] {
+            let map = map(&records);
+            texts.write(&map, &state, false).unwrap();
+            assert_eq!(*Records::load(&state).newest.borrow(), map);
+        }
+    }
+
+    #[test]
+    fn a_readiness_change_and_a_namespace_are_known_after_a_restart_of_the_agent_but_not_after_a_reboot() {
         let dir = tempfile::tempdir().unwrap();
         State::open_in_boot(dir.path(), "a").unwrap().store(NAME, &map(&[record("Running", None)])).unwrap();
-        let edge_in = |boot: &str| {
-            let records = Records::load(&State::open_in_boot(dir.path(), boot).unwrap());
-            records.get("0").unwrap().edge.map(|edge| edge.kernel_ns)
+        let known_in = |boot: &str| {
+            let record = Records::load(&State::open_in_boot(dir.path(), boot).unwrap()).get("0").unwrap();
+            (record.edge.map(|edge| edge.kernel_ns), record.netns)
         };
-        assert_eq!((edge_in("a"), edge_in("b")), (Some(1), None));
+        assert_eq!(known_in("a"), (Some(1), Some("/run/netns/one".into())));
+        assert_eq!(known_in("b"), (None, None));
     }
 }

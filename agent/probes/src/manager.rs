@@ -201,6 +201,7 @@ impl Probes {
         let table = Arc::clone(&self.parts.table.borrow_and_update());
         let gone: Vec<PodName> =
             self.known.keys().filter(|n| !table.pods.contains_key(*n)).cloned().collect();
+        let mut left_one = !gone.is_empty();
         for name in gone {
             if let Some(entry) = self.known.remove(&name) {
                 self.forget(&entry, None);
@@ -212,16 +213,20 @@ impl Probes {
                 continue;
             }
             // Another pod of that name, or the same let run again, starts anew.
-            if let Some(before) = before.cloned()
+            let before = before.cloned();
+            if let Some(before) = &before
                 && (before.pod.metadata.uid != entry.pod.metadata.uid || before.ending && !entry.ending)
             {
-                self.forget(&before, None);
+                self.forget(before, None);
             }
+            left_one |= before.is_some_and(|before| before.netns != entry.netns);
             self.sync_pod(entry).await;
             self.known.insert(name.clone(), Arc::clone(entry));
         }
-        let used: BTreeSet<Netns> = self.known.values().map(|entry| Netns::of(entry)).collect();
-        self.namespaces.retain(|netns, _| used.contains(netns));
+        if left_one {
+            let used: BTreeSet<Netns> = self.known.values().map(|entry| Netns::of(entry)).collect();
+            self.namespaces.retain(|netns, _| used.contains(netns));
+        }
         let connecting =
             self.workers.iter().filter(|(_, worker)| matches!(worker.method, Method::Ask(Some(_))));
         self.parts.metrics.fallbacks.set(i64::try_from(connecting.count()).unwrap_or(i64::MAX));

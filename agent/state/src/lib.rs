@@ -124,7 +124,7 @@ pub enum StateError {
 }
 
 /// The body of a record's file.
-#[derive(Serialize, Deserialize)]
+#[derive(Deserialize)]
 struct Envelope {
     record: String,
     boot: String,
@@ -186,7 +186,15 @@ impl State {
     /// # Errors
     /// The disk is full or fails; what was stored before is still there.
     pub fn store<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StateError> {
-        self.replace(name, value, File::sync_all)?;
+        self.store_json(name, &to_json(name, value)?)
+    }
+
+    /// The same of a value whose JSON text is there already.
+    ///
+    /// # Errors
+    /// As for [`State::store`].
+    pub fn store_json(&self, name: &str, json: &str) -> Result<(), StateError> {
+        self.replace(name, json, File::sync_all)?;
         self.sync_dir()
     }
 
@@ -197,18 +205,25 @@ impl State {
     /// # Errors
     /// As for [`State::store`].
     pub fn store_for_this_boot<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StateError> {
-        self.replace(name, value, |_| Ok(()))
+        self.store_json_for_this_boot(name, &to_json(name, value)?)
     }
 
-    fn replace<T: Serialize>(
+    /// The same of a value whose JSON text is there already.
+    ///
+    /// # Errors
+    /// As for [`State::store`].
+    pub fn store_json_for_this_boot(&self, name: &str, json: &str) -> Result<(), StateError> {
+        self.replace(name, json, |_| Ok(()))
+    }
+
+    fn replace(
         &self,
         name: &str,
-        value: &T,
+        json: &str,
         settle: impl FnOnce(&File) -> io::Result<()>,
     ) -> Result<(), StateError> {
         let path = self.path(name)?;
-        let bytes = encode(name, &self.boot_id, value)
-            .map_err(|source| StateError::Encode { name: name.to_owned(), source })?;
+        let bytes = encode(name, &self.boot_id, json);
         let temporary = self.dir.join(format!("{name}.tmp"));
         let written = write_file(&temporary, &bytes)
             .and_then(|file| settle(&file))
@@ -297,16 +312,26 @@ impl State {
     }
 }
 
-/// The bytes of a record's file.
+fn to_json<T: Serialize>(name: &str, value: &T) -> Result<String, StateError> {
+    json_text(value).map_err(|source| StateError::Encode { name: name.to_owned(), source })
+}
+
+/// The text of a value, or of a part of one, as a record holds it.
 ///
 /// # Errors
 /// The value has no form in JSON.
-pub fn encode<T: Serialize>(name: &str, boot: &str, value: &T) -> Result<Vec<u8>, serde_json::Error> {
-    let value = data::to_value(value)?;
-    let body = serde_json::to_vec(&Envelope { record: name.to_owned(), boot: boot.to_owned(), value })?;
-    let mut bytes = first_line(&body).into_bytes();
-    bytes.extend(body);
-    Ok(bytes)
+pub fn json_text<T: Serialize>(value: &T) -> Result<String, serde_json::Error> {
+    serde_json::to_string(&data::to_value(value)?)
+}
+
+/// The bytes of a record's file, of its value's text.
+#[must_use]
+pub fn encode(name: &str, boot: &str, json: &str) -> Vec<u8> {
+    let [record, boot] = [name, boot].map(|text| Value::from(text).to_string());
+    let body = format!(r#"{{"record":{record},"boot":{boot},"value":{json}}}"#);
+    let mut bytes = first_line(body.as_bytes()).into_bytes();
+    bytes.extend(body.into_bytes());
+    bytes
 }
 
 /// The value of a record's file, and the boot it was written in.

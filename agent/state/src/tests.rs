@@ -161,7 +161,7 @@ fn the_folder_and_its_records_are_for_their_owner_only() {
 
 /// Any damage to a record's bytes is seen; none makes it panic.
 fn damage(change: impl FnOnce(&mut Vec<u8>)) {
-    let mut bytes = encode("pods", "boot", &sample()).unwrap();
+    let mut bytes = encode("pods", "boot", &json_text(&sample()).unwrap());
     let whole = bytes.clone();
     change(&mut bytes);
     match decode::<Record>("pods", &bytes) {
@@ -175,7 +175,7 @@ fn damage(change: impl FnOnce(&mut Vec<u8>)) {
 
 #[test]
 fn truncation_at_any_byte_is_seen() {
-    let length = encode("pods", "boot", &sample()).unwrap().len();
+    let length = encode("pods", "boot", &json_text(&sample()).unwrap()).len();
     (0..=length).for_each(|at| damage(|bytes| bytes.truncate(at)));
 }
 

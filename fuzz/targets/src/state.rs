@@ -3,7 +3,7 @@
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use beelet_state::{decode, encode, first_line};
+use beelet_state::{decode, encode, first_line, json_text};
 
 /// A record's file.
 pub(crate) fn file<T: DeserializeOwned>(name: &str, file: &[u8]) {
@@ -21,7 +21,7 @@ where
     body.push(b'}');
     let file = [first_line(&body).into_bytes(), body].concat();
     let Ok((read, boot)) = decode::<T>(name, &file) else { return };
-    let written = encode(name, &boot, &read).unwrap();
+    let written = encode(name, &boot, &json_text(&read).unwrap());
     assert_eq!(decode::<T>(name, &written), Ok((read, boot)));
     assert!(decode::<T>("other", &written).is_err());
 }

@@ -136,8 +136,8 @@ struct Keeper {
     kept: Values,
     /// The same for containers, by their identifier.
     kept_containers: Values,
-    /// What was wanted the last time.
-    last: Option<Wanted>,
+    /// The pods that it was done for last.
+    done: Arc<PodTable>,
     /// What was told to be wrong: it isn't told again until it is right.
     told: BTreeSet<String>,
     orphans: Orphans,
@@ -146,12 +146,17 @@ struct Keeper {
 impl Keeper {
     fn new(parts: Parts) -> Self {
         let (kept, kept_containers) = (Values::new(), Values::new());
-        Self { parts, kept, kept_containers, last: None, told: BTreeSet::new(), orphans: Orphans::default() }
+        let done = Arc::default();
+        Self { parts, kept, kept_containers, done, told: BTreeSet::new(), orphans: Orphans::default() }
     }
 
     /// Sets right what differs; false if something has to be tried again. Unless `everything` is to be
     /// compared, only what is wanted otherwise than before is.
-    async fn sync(&mut self, table: &PodTable, everything: bool) -> bool {
+    async fn sync(&mut self, table: &Arc<PodTable>, everything: bool) -> bool {
+        // Amounts may be written in another way and be the same; still somebody waits for them.
+        if !everything && wanted::is_same(&self.done, table) && !resizes::any(table) {
+            return true;
+        }
         let wanted = match Wanted::of(table, &self.parts.config, &self.parts.reserved) {
             Ok(wanted) => wanted,
             Err(error) => {
@@ -159,10 +164,6 @@ impl Keeper {
                 return false;
             }
         };
-        // Amounts may be written in another way and be the same; still somebody waits for them.
-        if !everything && self.last.as_ref() == Some(&wanted) && !resizes::any(table) {
-            return true;
-        }
         self.kept.retain(|path, _| wanted.levels.contains_key(path));
         self.kept_containers.retain(|id, _| wanted.containers.contains_key(id));
         let mut failed = self.write(&wanted, everything).await;
@@ -171,7 +172,7 @@ impl Keeper {
         self.parts.metrics.pending.set(i64::try_from(failed.len()).unwrap_or(i64::MAX));
         self.warn_of_new(&failed);
         resizes::report(&self.parts, table, &wanted, &failed).await;
-        self.last = Some(wanted);
+        self.done = Arc::clone(table);
         if everything && failed.is_empty() {
             self.parts.metrics.syncs.inc();
         }
@@ -180,12 +181,16 @@ impl Keeper {
 
     /// Sets right what differs; what could not be, a sentence each.
     async fn write(&mut self, wanted: &Wanted, everything: bool) -> Vec<String> {
-        let mut levels = wanted.levels.clone();
+        let mut levels: Vec<_> = wanted.levels.iter().collect();
         let mut containers: Vec<&String> = wanted.containers.keys().collect();
         if !everything {
-            levels.retain(|path, files| !self.is_kept(path, files));
+            levels.retain(|(path, files)| !self.is_kept(path, files));
             containers.retain(|id| self.kept_containers.get(*id) != Some(&wanted.containers[*id].files));
         }
+        if levels.is_empty() && containers.is_empty() {
+            return Vec::new();
+        }
+        let levels = levels.into_iter().map(|(path, files)| (path.clone(), files.clone())).collect();
         let mut failed = Vec::new();
         let compared = containers::compare(&self.parts.cgroups, wanted, &containers).await;
         containers.retain(|id| !compared.absent.contains(id));

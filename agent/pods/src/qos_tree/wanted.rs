@@ -1,7 +1,7 @@
 //! What the cgroups of a node must hold, by the pods on it. Pure.
 
 use beelet_model::pod::{is_active, running};
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 use beelet_policy::cgroups::{
     CgroupConfig, CgroupValues, ContainerResources, container_cgroup, container_resources, pod_cgroup,
@@ -10,7 +10,7 @@ use k8s_openapi::api::core::v1 as core;
 
 use super::{Values, values};
 use crate::error::Error;
-use beelet_model::table::{PodName, PodTable};
+use beelet_model::table::{PodEntry, PodName, PodTable};
 use beelet_spec::definition::awaits_restart;
 
 /// All values that are to be kept.
@@ -71,15 +71,32 @@ impl Wanted {
     }
 }
 
+/// Returns true if the same is wanted for two tables, as can be seen without working it out: a pod that only
+/// became ready, or unready, is passed over.
+pub(super) fn is_same(one: &PodTable, other: &PodTable) -> bool {
+    let same = |a: &Arc<PodEntry>, b: &Arc<PodEntry>| {
+        Arc::ptr_eq(a, b) || without_readiness(&a.pod) == without_readiness(&b.pod)
+    };
+    one.pods.len() == other.pods.len() && one.pods.values().zip(other.pods.values()).all(|(a, b)| same(a, b))
+}
+
+fn without_readiness(pod: &core::Pod) -> core::Pod {
+    let mut pod = pod.clone();
+    if let Some(status) = &mut pod.status {
+        status.conditions = None;
+        for container in status.container_statuses.iter_mut().flatten() {
+            (container.ready, container.started) = (false, None);
+        }
+    }
+    pod
+}
+
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use beelet_policy::cgroups::{CgroupVersion, NodeAmounts};
     use serde_json::json;
 
     use super::*;
-    use beelet_model::table::PodEntry;
 
     fn table(pods: &[serde_json::Value]) -> PodTable {
         let entry = |value: &serde_json::Value| {
@@ -130,6 +147,20 @@ mod tests {
             wanted.containers.iter().map(|(id, c)| (id.as_str(), c.parent.as_str())).collect();
         assert_eq!(containers, [("id-a", "/kubepods/burstable/poda")]);
         assert_eq!(wanted.containers["id-a"].files["cpu.shares"], "512");
+    }
+
+    #[test]
+    fn a_pod_that_became_unready_wants_what_it_wanted_and_one_with_another_container_may_not() {
+        let one = pod("a", "Running", "running");
+        let mut other = one.clone();
+        other["status"]["containerStatuses"][0]["ready"] = json!(false);
+        other["status"]["conditions"] = json!([{ "type": "Ready", "status": "False" }]);
+        assert!(is_same(&table(&[one.clone()]), &table(&[other.clone()])));
+        other["status"]["containerStatuses"][0]["containerID"] = json!("containerd://another");
+        for unlike in [vec![other], vec![], vec![one.clone(), pod("b", "Running", "running")]] {
+            assert!(!is_same(&table(&[one.clone()]), &table(&unlike)), "{unlike:?}");
+        }
+        assert!(!is_same(&table(&[one]), &table(&[pod("b", "Running", "running")])));
     }
 
     #[test]

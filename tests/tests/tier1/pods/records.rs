@@ -1,11 +1,14 @@
 //! Durable records that can't be written or read.
 
-use std::fs;
+use std::{fs, path::Path, sync::Arc};
 
+use beelet_model::table::PodTable;
+use beelet_tests::cri::{CHANGES, Op};
 use beelet_tests::workdir::{PATIENCE, wait_for};
+use serde_json::json;
+use tokio::time::timeout;
 
 use super::node::{Node, pod};
-use beelet_tests::cri::CHANGES;
 
 #[tokio::test]
 async fn without_room_for_records_pods_go_on_and_the_failures_are_counted() {
@@ -31,6 +34,30 @@ async fn without_room_for_records_pods_go_on_and_the_failures_are_counted() {
     node.until_relisted().await;
     node.until_ready("other").await;
     assert_eq!(node.done(&CHANGES), changes);
+}
+
+#[tokio::test]
+async fn after_a_restart_of_the_agent_a_pods_network_namespace_is_known_before_the_runtime_has_told_of_it() {
+    let mut node = Node::with(&[pod("web")]).await;
+    node.until_ready("web").await;
+    let sandbox = node.cri.container("web-n1", "main").unwrap().sandbox_id;
+    let own = json!([{ "type": "network", "path": "/proc/self/ns/net" }]);
+    node.cri.set_sandbox_info(&sandbox, json!({ "runtimeSpec": { "linux": { "namespaces": own } } }));
+    // What was seen of a sandbox is not asked for again by the agent that saw it.
+    node.kill_and_start().await;
+    let record = node.path("state/pods.json");
+    let written = || {
+        let text = fs::read_to_string(&record).unwrap_or_default();
+        if text.contains("/proc/self/ns/net") { Ok(()) } else { Err("the record lacks the namespace") }
+    };
+    wait_for("the record", PATIENCE, written).unwrap();
+    let _held = node.cri.on(Op::PodSandboxStatus).always().hold();
+    node.kill_and_start().await;
+    let known = |table: &Arc<PodTable>| {
+        let mut entries = table.pods.values();
+        entries.any(|entry| entry.netns.as_deref() == Some(Path::new("/proc/self/ns/net")))
+    };
+    timeout(PATIENCE, node.watch().wait_for(known)).await.expect("the namespace is known").unwrap();
 }
 
 #[tokio::test]
