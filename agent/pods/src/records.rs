@@ -9,7 +9,8 @@
 //! disk may be lost whole, with ends that were safe before: as long as there are any, each write waits.
 //!
 //! All records are one file, so a write costs as much as there are pods, however little has changed. Between
-//! two writes there is a pause that leaves the most of a storm's CPU to the pods.
+//! two writes there is a pause that leaves the most of a storm's CPU to the pods, unless something is to be
+//! kept that could not be seen again.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,7 +22,7 @@ use std::{
 use k8s_openapi::api::core::v1 as core;
 use serde::{Deserialize, Serialize};
 use tokio::{
-    sync::watch,
+    sync::{Notify, watch},
     time::{Instant, timeout},
 };
 use tracing::{error, info, warn};
@@ -42,9 +43,9 @@ const NAME: &str = "pods";
 const RETRY: Duration = Duration::from_secs(10);
 
 /// The pause after a write is this many times what the write took, and at most [`LONGEST_PAUSE`].
-const PAUSE_PER_WRITE: u32 = 4;
+const PAUSE_PER_WRITE: u32 = 9;
 /// What a sudden end of the agent may cost of what was learned last.
-const LONGEST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
 /// What is kept of one pod.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -77,6 +78,14 @@ pub struct PodRecord {
     pub netns: Option<PathBuf>,
 }
 
+impl PodRecord {
+    /// What of it nobody could find out again: how it ended, its debuggers, the hooks that are done.
+    fn lasting(&self) -> (Option<&PodFailure>, bool, &[core::EphemeralContainer], Vec<&String>) {
+        let ended = has_ended(self.status.as_ref());
+        (self.failure.as_ref(), ended, &self.debuggers, self.hooked.iter().collect())
+    }
+}
+
 type Map = BTreeMap<String, Arc<PodRecord>>;
 
 /// Without what can't be of a pod of ours: what is recorded of a pod that is gone is taken away.
@@ -95,6 +104,8 @@ fn sound(mut map: Map) -> Map {
 #[derive(Debug)]
 pub struct Records {
     newest: watch::Sender<Map>,
+    /// Rung when what has changed can't wait.
+    urgent: Arc<Notify>,
 }
 
 /// The pods in the records, for others to read.
@@ -130,7 +141,7 @@ impl Records {
                 Map::new()
             }
         };
-        Self { newest: watch::Sender::new(sound(map)) }
+        Self { newest: watch::Sender::new(sound(map)), urgent: Arc::default() }
     }
 
     /// The record of a pod.
@@ -152,11 +163,15 @@ impl Records {
     /// Keeps what is known of a pod.
     pub fn set(&self, uid: &str, record: PodRecord) {
         self.newest.send_if_modified(|map| {
-            let known = map.get(uid).is_some_and(|known| **known == record);
-            if !known {
-                map.insert(uid.to_owned(), Arc::new(record));
+            let known = map.get(uid);
+            if known.is_some_and(|known| **known == record) {
+                return false;
             }
-            !known
+            if known.map(|known| known.lasting()).unwrap_or_default() != record.lasting() {
+                self.urgent.notify_one();
+            }
+            map.insert(uid.to_owned(), Arc::new(record));
+            true
         });
     }
 
@@ -168,7 +183,7 @@ impl Records {
     /// The task that writes. It ends, after a last write, when the records are dropped.
     pub fn writer(&self, state: Arc<State>, metrics: Metrics) -> impl Future<Output = ()> + Send + use<> {
         let mut newest = self.newest.subscribe();
-        let mut dropped = self.newest.subscribe();
+        let (mut dropped, urgent) = (self.newest.subscribe(), Arc::clone(&self.urgent));
         async move {
             let mut failing = false;
             // Of those that an earlier instance left nobody knows whether they were waited for.
@@ -217,8 +232,12 @@ impl Records {
                     return;
                 }
                 let pause = (began.elapsed() * PAUSE_PER_WRITE).min(LONGEST_PAUSE);
-                // It ends early with the records.
-                let _ = timeout(pause, dropped.wait_for(|_| false)).await;
+                tokio::select! {
+                    () = tokio::time::sleep(pause) => {}
+                    () = urgent.notified() => {}
+                    // The records are dropped.
+                    _ = dropped.wait_for(|_| false) => {}
+                }
             }
         }
     }
