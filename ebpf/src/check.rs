@@ -39,7 +39,7 @@ use beelet_ebpf_abi::{
 mod fields;
 
 macro_rules! check {
-    (both { $($both:tt)+ } attached { $($attached:tt)+ } check { $($check:tt)+ }) => {
+    (both { $($both:tt)+ } attached { $($attached:tt)+ } check { $($check:tt)+ } scheduler { $($scheduler:tt)+ }) => {
         globals! { $($both)+ $($check)+ }
     };
 }

@@ -13,7 +13,7 @@ use beelet_ebpf_abi::{ABSENT, Address, FAMILY_IPV4, FAMILY_IPV6, kernel_fields};
 pub(crate) type Position = Global<u32>;
 
 macro_rules! attached {
-    (both { $($both:tt)+ } attached { $($attached:tt)+ } check { $($check:tt)+ }) => {
+    (both { $($both:tt)+ } attached { $($attached:tt)+ } check { $($check:tt)+ } scheduler { $($scheduler:tt)+ }) => {
         globals! { $($both)+ $($attached)+ }
         known! { $($both)+ $($attached)+ }
     };

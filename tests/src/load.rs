@@ -99,6 +99,7 @@ impl Drop for Load {
 /// - `burn MS`: computes
 /// - `mixed MS`: computes and sleeps in turns, on two threads
 /// - `idle MS`: two threads that do next to nothing, ten times per second
+/// - `doze ROUNDS`: sleeps 2 ms, time after time → `ok NANOSECONDS`, by which half of them ended too late
 /// - `pingpong ROUNDS`: two threads wake each other through pipes → `ok NANOSECONDS`
 /// - `spawn COUNT`: short processes one after the other → `ok PID:CODE:SIGNAL …`
 /// - `exit CODE`, `crowd CODE`, `abort`: ends, in a crowd of threads, by a signal
@@ -186,6 +187,7 @@ fn obey(line: &str, sockets: &mut Sockets) -> Result<String> {
             idle(Duration::from_millis(ms.parse()?));
             Ok(String::new())
         }
+        ["doze", rounds] => Ok(doze(rounds.parse()?).as_nanos().to_string()),
         ["pingpong", rounds] => Ok(pingpong(rounds.parse()?)?.as_nanos().to_string()),
         ["spawn", count] => spawn(count.parse()?),
         ["exit", code] => std::process::exit(code.parse()?),
@@ -225,6 +227,18 @@ fn burn(time: Duration) {
             value = std::hint::black_box(value.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1));
         }
     }
+}
+
+fn doze(rounds: usize) -> Duration {
+    const NAP: Duration = Duration::from_millis(2);
+    let nap = |_| {
+        let began = Instant::now();
+        std::thread::sleep(NAP);
+        began.elapsed().saturating_sub(NAP)
+    };
+    let mut late: Vec<Duration> = (0..rounds).map(nap).collect();
+    late.sort_unstable();
+    late.get(rounds / 2).copied().unwrap_or_default()
 }
 
 fn mixed(time: Duration) {

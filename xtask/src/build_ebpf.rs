@@ -41,7 +41,7 @@ struct Record {
 /// The programs that are attached and pinned, with their maps.
 pub(crate) const ATTACHED: &str = "beelet";
 /// Every object: the binary that cargo makes, of which `<name>.bpf.o` is made.
-const OBJECTS: [&str; 2] = [ATTACHED, "beelet-check"];
+const OBJECTS: [&str; 3] = [ATTACHED, "beelet-check", "beelet-scheduler"];
 
 /// The file's name of an object.
 fn file_name(object: &str) -> String {

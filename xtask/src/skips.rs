@@ -32,6 +32,7 @@ const ALLOWED: &[Allowed] = &[
     allowed("the kernel has no null_blk device", KERNEL),
     allowed("the kernel has no /proc/PID/schedstat", KERNEL),
     allowed("the kernel counts nothing by project", KERNEL),
+    allowed("this kernel has no sched_ext", KERNEL),
     allowed("a kernel with CONFIG_QFMT_V2 or CONFIG_XFS_QUOTA", KERNEL),
     allowed("(modprobe tcp_diag)", KERNEL),
     allowed("(modprobe veth, or a kernel built with CONFIG_VETH)", KERNEL),

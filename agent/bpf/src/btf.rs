@@ -165,6 +165,37 @@ impl Btf {
         Ok(ArrayField { offset: field.offset, element: named.to_owned(), element_bytes: element.other })
     }
 
+    /// The id and the size in bytes of `struct name`.
+    ///
+    /// # Errors
+    /// There is no such struct.
+    pub(super) fn structure(&self, name: &str) -> Result<(u32, u32), BtfError> {
+        let missing = || BtfError::NoType(format!("struct {name}"));
+        let id = self.find(kind::STRUCT, name).ok_or_else(missing)?;
+        Ok((id, self.record(id).ok_or_else(missing)?.other))
+    }
+
+    /// The place among the members of `struct name`, and the byte, of a member of its own.
+    ///
+    /// # Errors
+    /// There is no such struct or member.
+    pub(super) fn place(&self, name: &str, member: &str) -> Result<(u32, u32), BtfError> {
+        let missing = || BtfError::NoField(format!("{name}.{member}"));
+        let (id, _) = self.structure(name)?;
+        let record = self.record(id).ok_or_else(missing)?;
+        let named = |index: u32| {
+            read_u32(&self.bytes, record.at + 12 + 12 * index as usize)
+                .is_some_and(|string| self.is_named(string, member))
+        };
+        let index = (0..record.count).find(|index| named(*index)).ok_or_else(missing)?;
+        Ok((index, self.field(name, member)?.offset))
+    }
+
+    /// The id of a function.
+    pub(super) fn function(&self, name: &str) -> Option<u32> {
+        self.find(kind::FUNC, name)
+    }
+
     /// Where a field lies, and the id of its type.
     fn locate(&self, name: &str, path: &str) -> Result<(Field, u32), BtfError> {
         let mut id =

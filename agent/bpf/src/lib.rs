@@ -24,6 +24,7 @@ mod pace;
 mod pins;
 pub mod quota;
 pub mod reader;
+mod scheduler;
 mod settings;
 mod stale_counters;
 mod sweep;
@@ -41,6 +42,7 @@ pub use inspect::{Pinned, PinnedProgram, RunStatistics, count_runs, dump, pinned
 pub use listeners::{Listener, Listeners};
 pub use measures::{Measures, wait_bucket_floor_ns};
 pub use netns::{ListeningSocket, NetnsHandle};
+pub use scheduler::{PodFolders, PodShare, Scheduler, SchedulerEnd, SchedulingClass};
 pub use settings::{ByQos, Thresholds};
 
 use aya::maps::{MapData, MapType, PerCpuArray, RingBuf};

@@ -4,7 +4,7 @@
 //! [`beelet_ebpf_abi::ABSENT`], and the programs do without.
 
 use super::btf::{Argument, Btf, BtfError};
-use beelet_ebpf_abi::fields::{ATTACHED, CHECK, KernelField, Shape, Source};
+use beelet_ebpf_abi::fields::{ATTACHED, CHECK, KernelField, SCHEDULER, Shape, Source};
 
 /// Task storage serves from this release on; before, the kernel may deadlock when it is used under the
 /// run-queue lock.
@@ -31,6 +31,11 @@ impl Offsets {
     /// Looks up all that `socket_check` reads.
     pub(super) fn of_check(btf: &Btf) -> Offsets {
         Offsets::of(btf, CHECK)
+    }
+
+    /// Looks up all that the scheduler reads.
+    pub(super) fn of_scheduler(btf: &Btf) -> Offsets {
+        Offsets::of(btf, SCHEDULER)
     }
 
     fn of(btf: &Btf, fields: &'static [KernelField]) -> Offsets {
@@ -121,7 +126,7 @@ pub fn names() -> impl Iterator<Item = String> {
     let hooks =
         |tracepoint: &str| ["btf_trace_", "__traceiter_"].map(|prefix| format!("{prefix}{tracepoint}"));
     names.extend(hooks("inet_sock_set_state"));
-    for field in ATTACHED.iter().chain(CHECK) {
+    for field in ATTACHED.iter().chain(CHECK).chain(SCHEDULER) {
         match field.source {
             Source::Field { structure, path } | Source::Mask { structure, path } => {
                 names.extend(std::iter::once(structure).chain(path.split('.')).map(str::to_owned));

@@ -1,7 +1,10 @@
 //! Thin wrappers of system calls that neither aya nor rustix has. Nothing here decides anything.
 
-use aya_obj::generated::{bpf_attr, bpf_cmd, bpf_link_info, bpf_link_type, bpf_prog_info};
-use std::ffi::CString;
+use aya_obj::generated::{
+    BPF_F_LINK, BPF_F_SLEEPABLE, bpf_attach_type, bpf_attr, bpf_cmd, bpf_func_info, bpf_insn, bpf_link_info,
+    bpf_link_type, bpf_map_type, bpf_prog_info, bpf_prog_type,
+};
+use std::ffi::{CStr, CString};
 use std::io;
 use std::mem::{size_of, zeroed};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -104,6 +107,112 @@ pub(super) fn link_update(link: BorrowedFd<'_>, program: BorrowedFd<'_>) -> io::
     attr.link_update.link_fd = link.as_raw_fd() as u32;
     attr.link_update.__bindgen_anon_1.new_prog_fd = program.as_raw_fd() as u32;
     bpf(bpf_cmd::BPF_LINK_UPDATE, &mut attr).map(|_| ())
+}
+
+/// Takes the descriptor that a call has made.
+fn made(fd: io::Result<i64>) -> io::Result<OwnedFd> {
+    let fd = RawFd::try_from(fd?).map_err(io::Error::other)?;
+    // SAFETY: the kernel has just made this descriptor for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Gives the kernel the types that programs and maps speak of.
+pub(super) fn btf_load(types: &[u8]) -> io::Result<OwnedFd> {
+    let mut attr = empty_attr();
+    attr.__bindgen_anon_7.btf = types.as_ptr() as u64;
+    attr.__bindgen_anon_7.btf_size = u32::try_from(types.len()).map_err(io::Error::other)?;
+    made(bpf(bpf_cmd::BPF_BTF_LOAD, &mut attr))
+}
+
+/// A program that becomes a member of one of the kernel's structures.
+pub(super) struct StructOpsProgram<'a> {
+    /// What bpftool shows.
+    pub(super) name: &'a str,
+    pub(super) code: &'a [bpf_insn],
+    pub(super) license: &'a CStr,
+    /// The id of the structure among the kernel's types.
+    pub(super) ops_type: u32,
+    /// The member's place in it.
+    pub(super) member: u32,
+    /// The kernel calls it where it may sleep.
+    pub(super) sleeps: bool,
+    /// The object's own types.
+    pub(super) btf: BorrowedFd<'a>,
+    /// Which of them its functions are.
+    pub(super) functions: &'a [bpf_func_info],
+}
+
+/// Loads such a program. Where the kernel refuses, the verifier's log comes with the error.
+pub(super) fn struct_ops_program(program: &StructOpsProgram<'_>) -> Result<OwnedFd, (io::Error, String)> {
+    let made = made(load_struct_ops(program, &mut []));
+    made.or_else(|_| {
+        let mut log = vec![0; 1 << 20];
+        let refused = self::made(load_struct_ops(program, &mut log));
+        let end = log.iter().position(|byte| *byte == 0).unwrap_or(0);
+        refused.map_err(|error| (error, String::from_utf8_lossy(&log[..end]).into_owned()))
+    })
+}
+
+fn load_struct_ops(program: &StructOpsProgram<'_>, log: &mut [u8]) -> io::Result<i64> {
+    let mut attr = empty_attr();
+    let count = |length: usize| u32::try_from(length).map_err(io::Error::other);
+    // SAFETY: plain integers, so any member of the union may be written; nothing else of it is in use.
+    let load = unsafe { &mut attr.__bindgen_anon_3 };
+    load.prog_type = bpf_prog_type::BPF_PROG_TYPE_STRUCT_OPS as u32;
+    for (place, byte) in load.prog_name.iter_mut().take(15).zip(program.name.bytes()) {
+        *place = byte as std::ffi::c_char;
+    }
+    load.insn_cnt = count(program.code.len())?;
+    load.insns = program.code.as_ptr() as u64;
+    load.license = program.license.as_ptr() as u64;
+    load.attach_btf_id = program.ops_type;
+    load.expected_attach_type = program.member;
+    load.prog_flags = if program.sleeps { BPF_F_SLEEPABLE } else { 0 };
+    load.prog_btf_fd = program.btf.as_raw_fd() as u32;
+    load.func_info_rec_size = size_of::<bpf_func_info>() as u32;
+    load.func_info = program.functions.as_ptr() as u64;
+    load.func_info_cnt = count(program.functions.len())?;
+    if !log.is_empty() {
+        load.log_level = 1;
+        load.log_buf = log.as_mut_ptr() as u64;
+        load.log_size = count(log.len())?;
+    }
+    bpf(bpf_cmd::BPF_PROG_LOAD, &mut attr)
+}
+
+/// Makes the map through which the kernel is given a structure of programs; `value_type` is that of the
+/// map's value among the kernel's types.
+pub(super) fn struct_ops_map(value_type: u32, size: usize, btf: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let mut attr = empty_attr();
+    // SAFETY: plain integers, so any member of the union may be written; nothing else of it is in use.
+    let map = unsafe { &mut attr.__bindgen_anon_1 };
+    map.map_type = bpf_map_type::BPF_MAP_TYPE_STRUCT_OPS as u32;
+    map.key_size = size_of::<u32>() as u32;
+    map.value_size = u32::try_from(size).map_err(io::Error::other)?;
+    map.max_entries = 1;
+    map.map_flags = BPF_F_LINK;
+    map.btf_fd = btf.as_raw_fd() as u32;
+    map.btf_vmlinux_value_type_id = value_type;
+    made(bpf(bpf_cmd::BPF_MAP_CREATE, &mut attr))
+}
+
+/// Writes an element of a map, whose values have the size of `value`.
+pub(super) fn map_update(map: BorrowedFd<'_>, key: u32, value: &[u8]) -> io::Result<()> {
+    let mut attr = empty_attr();
+    // SAFETY: plain integers, so any member of the union may be written; nothing else of it is in use.
+    let element = unsafe { &mut attr.__bindgen_anon_2 };
+    element.map_fd = map.as_raw_fd() as u32;
+    element.key = (&raw const key) as u64;
+    element.__bindgen_anon_1.value = value.as_ptr() as u64;
+    bpf(bpf_cmd::BPF_MAP_UPDATE_ELEM, &mut attr).map(|_| ())
+}
+
+/// Hands the structure in a map over to the kernel, which uses it until the descriptor is closed.
+pub(super) fn struct_ops_link(map: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let mut attr = empty_attr();
+    attr.link_create.__bindgen_anon_1.map_fd = map.as_raw_fd() as u32;
+    attr.link_create.attach_type = bpf_attach_type::BPF_STRUCT_OPS as u32;
+    made(bpf(bpf_cmd::BPF_LINK_CREATE, &mut attr))
 }
 
 /// Waits until every BPF program that is running now has ended (they run inside RCU read-side sections).

@@ -31,6 +31,8 @@ pub mod group {
     pub const SWITCH: u32 = 1 << 9;
     /// All that the lookup of listeners needs.
     pub const CHECK: u32 = 1 << 10;
+    /// All that the scheduler needs.
+    pub const SCHEDULER: u32 = 1 << 11;
 }
 
 /// The place of a value in this kernel's types.
@@ -212,6 +214,26 @@ macro_rules! kernel_fields {
                 OFF_ACCEPT_HEAD: field("inet_connection_sock", "icsk_accept_queue.rskq_accept_head") [];
                 OFF_SENT_ISN: field("tcp_request_sock", "snt_isn") [];
             }
+            scheduler {
+                OFF_TASK_CGROUPS: field("task_struct", "cgroups") [SCHEDULER];
+                OFF_CSS_SET_CGROUP: field("css_set", "dfl_cgrp") [SCHEDULER];
+                OFF_CGROUP_LEVEL: field("cgroup", "level") [SCHEDULER];
+                /// Pointers, one per level
+                OFF_CGROUP_ANCESTORS: field("cgroup", "ancestors") [SCHEDULER];
+                OFF_CGROUP_KN: field("cgroup", "kn") [SCHEDULER];
+                OFF_KERNFS_ID: field("kernfs_node", "id") [SCHEDULER];
+                OFF_TASK_FLAGS: field("task_struct", "flags") [SCHEDULER];
+                OFF_TASK_CPUS_PTR: field("task_struct", "cpus_ptr") [SCHEDULER];
+                /// How many CPUs it may run on
+                OFF_TASK_CPUS_ALLOWED: field("task_struct", "nr_cpus_allowed") [SCHEDULER];
+                OFF_TASK_VTIME: field("task_struct", "scx.dsq_vtime") [SCHEDULER];
+                OFF_TASK_SLICE: field("task_struct", "scx.slice") [SCHEDULER];
+                /// What the scheduler's core knows of it
+                OFF_TASK_SCX_FLAGS: field("task_struct", "scx.flags") [SCHEDULER];
+                OFF_EXIT_KIND: field("scx_exit_info", "kind") [SCHEDULER];
+                OFF_EXIT_REASON: field("scx_exit_info", "reason") [SCHEDULER];
+                OFF_EXIT_MESSAGE: field("scx_exit_info", "msg") [SCHEDULER];
+            }
         }
     };
 }
@@ -230,11 +252,13 @@ macro_rules! rows {
 }
 
 macro_rules! tables {
-    (both { $($both:tt)+ } attached { $($attached:tt)+ } check { $($check:tt)+ }) => {
+    (both { $($both:tt)+ } attached { $($attached:tt)+ } check { $($check:tt)+ } scheduler { $($scheduler:tt)+ }) => {
         /// What the attached programs read.
         pub const ATTACHED: &[KernelField] = rows! { $($both)+ $($attached)+ };
         /// What `socket_check` reads.
         pub const CHECK: &[KernelField] = rows! { $($both)+ $($check)+ };
+        /// What the scheduler reads.
+        pub const SCHEDULER: &[KernelField] = rows! { $($scheduler)+ };
     };
 }
 

@@ -12,6 +12,7 @@ use core::mem::{align_of, offset_of, size_of};
 pub mod check;
 pub mod fields;
 mod measures;
+pub mod scheduler;
 #[cfg(feature = "user")]
 mod user;
 

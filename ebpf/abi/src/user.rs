@@ -2,7 +2,7 @@
 
 use crate::{
     Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, Holders, ListenerRecord, Meta,
-    Pressure, Running, Settings, Slot, SocketCookie, TaskKey, TaskState,
+    Pressure, Running, Settings, Slot, SocketCookie, TaskKey, TaskState, scheduler,
 };
 
 macro_rules! pod {
@@ -30,5 +30,9 @@ pod!(
     Slot,
     SocketCookie,
     TaskKey,
-    TaskState
+    TaskState,
+    scheduler::Share,
+    scheduler::Limit,
+    scheduler::Turn,
+    scheduler::End
 );

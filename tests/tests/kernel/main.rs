@@ -8,4 +8,5 @@ mod pins;
 mod place;
 mod probes;
 mod quota;
+mod scheduler;
 mod stress;

@@ -1,0 +1,158 @@
+//! The scheduler's records (`ebpf/src/scheduler.rs`), and what it calls in the kernel.
+//!
+//! Calls of kernel functions (kfuncs) are resolved by the agent, by name, in the running kernel's BTF: in the
+//! object each is a call of a helper with a number that no helper has ([`FIRST_KFUNC`] and up).
+
+use core::mem::{offset_of, size_of};
+
+/// A thread's place in the order. Smaller goes first.
+pub mod class {
+    /// Guaranteed and critical pods: they run before all others, and at once when they wake up.
+    pub const LATENCY: u32 = 0;
+    /// Burstable pods by weight, and the machine's own threads.
+    pub const SHARED: u32 = 1;
+    /// BestEffort pods: what is left.
+    pub const BEST_EFFORT: u32 = 2;
+    /// In [`super::Turn::class`]: nothing of ours runs there.
+    pub const NONE: u32 = u32::MAX;
+}
+
+/// CPUs that the scheduler serves.
+pub const MAX_CPUS: usize = 1024;
+/// Entries of `SHARES` and of `LIMITS`.
+pub const MAX_SHARES: usize = 16_384;
+/// The key in `SHARES` of all threads outside of pods.
+pub const MACHINE: u64 = 0;
+/// The weight of a request of one CPU.
+pub const WEIGHT_OF_ONE_CPU: u32 = 100;
+/// How long a thread runs before others of its class get their turn, in nanoseconds.
+pub const SLICE_NS: u64 = 5_000_000;
+/// A CPU limit holds over windows of this length, in nanoseconds.
+pub const WINDOW_NS: u64 = 100_000_000;
+/// On each CPU, a class that waits gets a turn at least this often, in nanoseconds, whatever goes first.
+pub const BOUND_NS: u64 = 100_000_000;
+/// However many threads of a class wait, each gets a turn within this time, in nanoseconds: the kernel's
+/// watchdog would take the scheduler away after [`WATCHDOG_MS`].
+pub const ROUND_NS: u64 = 8_000_000_000;
+/// The kernel takes the scheduler away when a thread that can run doesn't for so long, in milliseconds.
+pub const WATCHDOG_MS: u32 = 20_000;
+
+/// Value of the `SHARES` map, by cgroup id: of a pod, of a QoS class's cgroup (for pods that are not entered
+/// yet), or of [`MACHINE`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Share {
+    /// How much it has run, in nanoseconds of a share of [`WEIGHT_OF_ONE_CPU`]. The programs count it.
+    pub vtime: u64,
+    /// Its part beside others of [`class::SHARED`]; never 0.
+    pub weight: u32,
+    /// One of [`class`].
+    pub class: u32,
+}
+
+/// Value of the `LIMITS` map, by the cgroup id of a container with a CPU limit.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Limit {
+    /// CPU time that it may use per window, in nanoseconds; never 0.
+    pub quota_ns: u64,
+    /// What it has used in the window, and beyond its quota before. The programs count it.
+    pub used_ns: u64,
+    /// The number of the window.
+    pub window: u64,
+}
+
+/// Value of the `TURNS` map, by CPU: what runs there.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Turn {
+    /// Since when, or since it was last charged: `CLOCK_MONOTONIC`, nanoseconds.
+    pub since_ns: u64,
+    /// The key of its share.
+    pub share: u64,
+    /// The key of its limit; 0: none.
+    pub container: u64,
+    /// When [`class::SHARED`] was last asked for a thread on this CPU.
+    pub shared_ns: u64,
+    /// When [`class::BEST_EFFORT`] was.
+    pub best_effort_ns: u64,
+    /// One of [`class`].
+    pub class: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+/// Bytes of the kernel's words about an end.
+pub const MESSAGE_BYTES: usize = 128;
+
+/// The value of the `END` map.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct End {
+    /// The kernel's `scx_exit_kind`; 0 while the scheduler runs.
+    pub kind: u64,
+    /// What it was, in the kernel's words: text with a zero byte behind it.
+    pub reason: [u8; MESSAGE_BYTES],
+    /// More of it.
+    pub message: [u8; MESSAGE_BYTES],
+}
+
+/// The number of the first kfunc.
+pub const FIRST_KFUNC: i32 = 0x5c_0000;
+
+/// A function of the kernel's that programs call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kfunc {
+    /// Its names, the newest first: it is renamed now and then.
+    pub names: &'static [&'static str],
+    /// The read-only global that says whether this kernel has it; without one the programs need it.
+    pub known_by: Option<&'static str>,
+}
+
+/// The places of the functions in [`KFUNCS`].
+pub mod kfunc {
+    #![allow(missing_docs)] // each is the kernel function of that name
+    pub const SELECT_CPU_DFL: usize = 0;
+    pub const INSERT: usize = 1;
+    pub const INSERT_VTIME: usize = 2;
+    pub const MOVE_TO_LOCAL: usize = 3;
+    pub const CREATE_DSQ: usize = 4;
+    pub const KICK_CPU: usize = 5;
+    pub const NR_QUEUED: usize = 6;
+    pub const SET_SLICE: usize = 7;
+    pub const TEST_CPU: usize = 8;
+}
+
+/// All of them. `scx_bpf_dispatch` and `scx_bpf_consume` are the names of Linux 6.12.
+pub const KFUNCS: [Kfunc; 9] = [
+    Kfunc { names: &["scx_bpf_select_cpu_dfl"], known_by: None },
+    Kfunc { names: &["scx_bpf_dsq_insert", "scx_bpf_dispatch"], known_by: None },
+    Kfunc { names: &["scx_bpf_dsq_insert_vtime", "scx_bpf_dispatch_vtime"], known_by: None },
+    Kfunc { names: &["scx_bpf_dsq_move_to_local", "scx_bpf_consume"], known_by: None },
+    Kfunc { names: &["scx_bpf_create_dsq"], known_by: None },
+    Kfunc { names: &["scx_bpf_kick_cpu"], known_by: None },
+    Kfunc { names: &["scx_bpf_dsq_nr_queued"], known_by: None },
+    Kfunc { names: &["scx_bpf_task_set_slice"], known_by: Some("HAS_SET_SLICE") },
+    Kfunc { names: &["bpf_cpumask_test_cpu"], known_by: None },
+];
+
+const _: () = {
+    assert!(size_of::<Share>() == 16);
+    assert!(offset_of!(Share, weight) == 8);
+    assert!(offset_of!(Share, class) == 12);
+
+    assert!(size_of::<Limit>() == 24);
+    assert!(offset_of!(Limit, used_ns) == 8);
+    assert!(offset_of!(Limit, window) == 16);
+
+    assert!(size_of::<Turn>() == 48);
+    assert!(offset_of!(Turn, share) == 8);
+    assert!(offset_of!(Turn, container) == 16);
+    assert!(offset_of!(Turn, shared_ns) == 24);
+    assert!(offset_of!(Turn, best_effort_ns) == 32);
+    assert!(offset_of!(Turn, class) == 40);
+
+    assert!(size_of::<End>() == 8 + 2 * MESSAGE_BYTES);
+    assert!(offset_of!(End, reason) == 8);
+    assert!(offset_of!(End, message) == 8 + MESSAGE_BYTES);
+};

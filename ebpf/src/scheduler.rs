@@ -1,0 +1,592 @@
+//! The scheduler: the callbacks of one `sched_ext_ops` (Documentation/scheduler/sched-ext.rst), which decide
+//! which thread runs where, for all threads of the classes SCHED_NORMAL, SCHED_BATCH and SCHED_IDLE.
+//!
+//! Three queues, for the whole machine: latency-critical pods first, then Burstable pods by weight together
+//! with the machine's own threads, then BestEffort pods. A thread that finds no idle CPU takes one from a
+//! class behind its own. Each class that waits gets a turn on each CPU at least once per bound
+//! ([`BOUND_NS`]), so nobody starves. CPU limits, which the kernel keeps only for its own scheduler, are kept
+//! here: a thread whose container has used its quota is parked until the next window.
+//!
+//! An object of its own, which the agent loads by hand: aya knows no `struct_ops`, and kfuncs are calls of
+//! numbers (`beelet_ebpf_abi::scheduler`). Nothing is pinned: the kernel takes its own scheduler back as soon
+//! as the agent's descriptor is closed, however it ends.
+#![no_std]
+#![no_main]
+#![feature(core_intrinsics)]
+#![allow(internal_features)] // the only way to say "atomic add" for this target
+
+use core::{
+    ffi::c_void,
+    intrinsics::{AtomicOrdering, atomic_xadd},
+    mem::transmute,
+};
+
+use aya_ebpf::{
+    Global,
+    bindings::bpf_timer,
+    btf_maps::{Array, HashMap},
+    helpers::{
+        bpf_get_smp_processor_id, bpf_ktime_get_ns,
+        generated::{
+            bpf_probe_read_kernel, bpf_probe_read_kernel_str, bpf_timer_init, bpf_timer_set_callback,
+            bpf_timer_start,
+        },
+    },
+    macros::btf_map,
+};
+use beelet_ebpf_abi::{
+    CgroupKey, kernel_fields,
+    scheduler::{
+        BOUND_NS, End, FIRST_KFUNC, Limit, MACHINE, MAX_CPUS, MAX_SHARES, MESSAGE_BYTES, ROUND_NS, SLICE_NS,
+        Share, Turn, WEIGHT_OF_ONE_CPU, WINDOW_NS, class, kfunc,
+    },
+};
+
+#[macro_use]
+#[allow(unused_macros)] // only the attached programs ask for groups
+mod fields;
+
+macro_rules! scheduler {
+    (
+        both { $($both:tt)+ } attached { $($attached:tt)+ } check { $($check:tt)+ }
+        scheduler { $($scheduler:tt)+ }
+    ) => {
+        globals! { $($scheduler)+ }
+    };
+}
+
+kernel_fields!(scheduler);
+
+/// The cgroup id of the pods' root.
+#[unsafe(no_mangle)]
+static PODS: Global<u64> = Global::new(0);
+/// How deep it is below the root of cgroup2.
+#[unsafe(no_mangle)]
+static PODS_LEVEL: Global<u32> = Global::new(0);
+/// The cgroup id of the Burstable pods' folder.
+#[unsafe(no_mangle)]
+static BURSTABLE: Global<u64> = Global::new(0);
+/// The cgroup id of the BestEffort pods' folder.
+#[unsafe(no_mangle)]
+static BEST_EFFORT: Global<u64> = Global::new(0);
+/// CPUs that there can be.
+#[unsafe(no_mangle)]
+static CPUS: Global<u32> = Global::new(0);
+/// 1: this kernel has `scx_bpf_task_set_slice`; 0: the field itself may be written.
+#[unsafe(no_mangle)]
+static HAS_SET_SLICE: Global<u32> = Global::new(0);
+
+/// Who gets which part. The agent enters pods, the programs count what they use.
+#[btf_map]
+static SHARES: HashMap<CgroupKey, Share, MAX_SHARES> = HashMap::new();
+/// Containers with a CPU limit.
+#[btf_map]
+static LIMITS: HashMap<CgroupKey, Limit, MAX_SHARES> = HashMap::new();
+/// What runs on each CPU.
+#[btf_map]
+static TURNS: Array<Turn, MAX_CPUS> = Array::new();
+/// The virtual time of [`class::SHARED`]: that of the thread that was furthest behind when it got its turn.
+#[btf_map]
+static VTIME: Array<u64, 1> = Array::new();
+/// Wakes up idle CPUs for threads that were parked.
+#[btf_map]
+static TIMER: Array<Timer, 1> = Array::new();
+/// How the scheduler ended.
+#[btf_map]
+static END: Array<End, 1> = Array::new();
+
+/// The value of [`TIMER`]: the kernel finds the timer by its type's name.
+#[repr(C)]
+struct Timer {
+    timer: bpf_timer,
+}
+
+// enum scx_dsq_id_flags, include/linux/sched/ext.h
+const DSQ_LOCAL: u64 = 1 << 63 | 2;
+// enum scx_enq_flags, kernel/sched/ext_internal.h
+const ENQ_WAKEUP: u64 = 1;
+const ENQ_LAST: u64 = 1 << 41;
+// enum scx_kick_flags
+const KICK_IDLE: u64 = 1;
+const KICK_PREEMPT: u64 = 2;
+/// enum scx_ent_flags, include/linux/sched/ext.h: the thread can run.
+const TASK_QUEUED: u32 = 1;
+/// include/linux/sched.h
+const PF_KTHREAD: u32 = 0x0020_0000;
+
+/// The queues.
+const LATENCY_QUEUE: u64 = 0;
+const SHARED_QUEUE: u64 = 1;
+const BEST_EFFORT_QUEUE: u64 = 2;
+/// And one further: those that were parked in windows with an even number, and an odd one.
+const PARKED_QUEUE: u64 = 3;
+const QUEUES: u64 = 5;
+
+/// How long one that was parked runs before it is queued as others are.
+const RELEASED_SLICE_NS: u64 = 1_000_000;
+/// No cgroup2 hierarchy is deeper in practice.
+const MAX_LEVEL: u32 = 64;
+
+/// A `struct task_struct *` that the verifier knows as such.
+type Task = *const u8;
+
+macro_rules! kfuncs {
+    ($($(#[$doc:meta])* fn $name:ident($($arg:ident: $type:ty),*) $(-> $out:ty)? = $place:ident;)+) => {
+        $(
+            $(#[$doc])*
+            #[inline(always)]
+            fn $name($($arg: $type),*) $(-> $out)? {
+                // SAFETY: the agent puts the kernel function of that place there, which the verifier checks
+                // every argument for.
+                unsafe {
+                    let call: unsafe extern "C" fn($($type),*) $(-> $out)? =
+                        transmute(FIRST_KFUNC as usize + kfunc::$place);
+                    call($($arg),*)
+                }
+            }
+        )+
+    };
+}
+
+kfuncs! {
+    fn select_cpu_dfl(task: Task, previous: i32, flags: u64, idle: *mut bool) -> i32 = SELECT_CPU_DFL;
+    fn insert(task: Task, queue: u64, slice: u64, flags: u64) = INSERT;
+    fn insert_by_vtime(task: Task, queue: u64, slice: u64, vtime: u64, flags: u64) = INSERT_VTIME;
+    fn move_to_local(queue: u64) -> bool = MOVE_TO_LOCAL;
+    fn create_queue(queue: u64, node: i32) -> i32 = CREATE_DSQ;
+    fn kick(cpu: i32, flags: u64) = KICK_CPU;
+    fn waiting(queue: u64) -> i32 = NR_QUEUED;
+    fn set_slice(task: Task, slice: u64) -> bool = SET_SLICE;
+    fn may_run_on(cpu: u32, mask: *const u8) -> bool = TEST_CPU;
+}
+
+/// Where a thread wakes up: on an idle CPU at once, if there is one.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "raw_tp/select_cpu")]
+extern "C" fn select_cpu(ctx: *const u64) -> i64 {
+    let task = task_at(ctx, 0);
+    let mut idle = false;
+    let cpu = select_cpu_dfl(task, argument(ctx, 1) as i32, argument(ctx, 2), &raw mut idle);
+    if idle {
+        let left = left(place_of(task).container, now());
+        if left > 0 {
+            insert(task, DSQ_LOCAL, smaller(left, SLICE_NS), 0);
+        }
+    }
+    i64::from(cpu)
+}
+
+/// A thread that can run and has no CPU yet, or whose turn is over.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "raw_tp/enqueue")]
+extern "C" fn enqueue(ctx: *const u64) -> i64 {
+    let (task, flags) = (task_at(ctx, 0), argument(ctx, 1));
+    let task_flags: u32 = read(task, &OFF_TASK_FLAGS);
+    if task_flags & PF_KTHREAD != 0 {
+        // Many belong to one CPU, and all others wait for what they do.
+        insert(task, DSQ_LOCAL, SLICE_NS, flags);
+        return 0;
+    }
+    let (place, now) = (place_of(task), now());
+    let left = left(place.container, now);
+    if left == 0 {
+        insert(task, PARKED_QUEUE + (now / WINDOW_NS & 1), RELEASED_SLICE_NS, flags);
+        return 0;
+    }
+    let slice = smaller(left, SLICE_NS);
+    match place.class {
+        class::LATENCY => insert(task, LATENCY_QUEUE, slice, flags),
+        class::BEST_EFFORT => insert(task, BEST_EFFORT_QUEUE, slice, flags),
+        _ => insert_by_vtime(task, SHARED_QUEUE, slice, vtime_of(place.share), flags),
+    }
+    call_a_cpu(task, place.class, flags);
+    0
+}
+
+/// A CPU that has nothing to run.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "raw_tp/dispatch")]
+extern "C" fn dispatch(ctx: *const u64) -> i64 {
+    let (cpu, previous, now) = (argument(ctx, 0) as u32, task_at(ctx, 1), now());
+    let Some(turn) = TURNS.get_ptr_mut(cpu) else { return 0 };
+    if move_to_local(PARKED_QUEUE + ((now / WINDOW_NS + 1) & 1)) {
+        return 0;
+    }
+    // SAFETY: an element of this CPU, which nobody else changes.
+    let turn = unsafe { &mut *turn };
+    if now - turn.shared_ns > bound(SHARED_QUEUE) {
+        turn.shared_ns = now;
+        if move_to_local(SHARED_QUEUE) {
+            return 0;
+        }
+    }
+    if now - turn.best_effort_ns > bound(BEST_EFFORT_QUEUE) {
+        turn.best_effort_ns = now;
+        if move_to_local(BEST_EFFORT_QUEUE) {
+            return 0;
+        }
+    }
+    // The thread that ran here is in no queue yet: it goes before those of a class behind its own.
+    if move_to_local(LATENCY_QUEUE) || turn.class == class::LATENCY && goes_on(previous, turn, now) {
+        return 0;
+    }
+    turn.shared_ns = now;
+    if move_to_local(SHARED_QUEUE) || turn.class == class::SHARED && goes_on(previous, turn, now) {
+        return 0;
+    }
+    turn.best_effort_ns = now;
+    if !move_to_local(BEST_EFFORT_QUEUE) {
+        goes_on(previous, turn, now);
+    }
+    0
+}
+
+/// Gives the thread that ran here another slice, if it can run and may.
+#[inline(always)]
+fn goes_on(previous: Task, turn: &mut Turn, now: u64) -> bool {
+    if previous.is_null() || read::<u32>(previous, &OFF_TASK_SCX_FLAGS) & TASK_QUEUED == 0 {
+        return false;
+    }
+    charge(turn, now);
+    let left = left(turn.container, now);
+    if left == 0 {
+        return false;
+    }
+    give_slice(previous, smaller(left, SLICE_NS));
+    true
+}
+
+/// A thread begins to run.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "raw_tp/running")]
+extern "C" fn running(ctx: *const u64) -> i64 {
+    let task = task_at(ctx, 0);
+    let place = place_of(task);
+    // SAFETY: reads no memory.
+    let cpu = unsafe { bpf_get_smp_processor_id() } as u32;
+    let Some(turn) = TURNS.get_ptr_mut(cpu) else { return 0 };
+    // SAFETY: this CPU's element, which nobody else changes.
+    let turn = unsafe { &mut *turn };
+    turn.since_ns = now();
+    turn.share = place.share;
+    turn.container = place.container;
+    turn.class = place.class;
+    if place.class == class::SHARED
+        && let Some(vtime) = VTIME.get_ptr_mut(0)
+    {
+        let reached: u64 = read(task, &OFF_TASK_VTIME);
+        // SAFETY: a live element. A race loses a step, which the next one makes.
+        unsafe {
+            if reached.wrapping_sub(vtime.read_volatile()) as i64 > 0 {
+                vtime.write_volatile(reached);
+            }
+        }
+    }
+    0
+}
+
+/// A thread runs no longer.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "raw_tp/stopping")]
+extern "C" fn stopping(_ctx: *const u64) -> i64 {
+    // SAFETY: reads no memory.
+    let cpu = unsafe { bpf_get_smp_processor_id() } as u32;
+    let Some(turn) = TURNS.get_ptr_mut(cpu) else { return 0 };
+    // SAFETY: this CPU's element, which nobody else changes.
+    let turn = unsafe { &mut *turn };
+    charge(turn, now());
+    turn.class = class::NONE;
+    0
+}
+
+/// Makes the queues, and starts the clock for those that are parked.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "raw_tp/init")]
+extern "C" fn init(_ctx: *const u64) -> i64 {
+    for queue in 0..QUEUES {
+        let refused = create_queue(queue, -1);
+        if refused != 0 {
+            return i64::from(refused);
+        }
+    }
+    let Some(timer) = TIMER.get_ptr_mut(0) else { return -1 };
+    let (timer, map) = (timer.cast::<bpf_timer>(), (&raw const TIMER).cast_mut().cast::<c_void>());
+    // SAFETY: a timer in its own map's element.
+    unsafe {
+        bpf_timer_init(timer, map, 1); // CLOCK_MONOTONIC
+        bpf_timer_set_callback(timer, next_window as *mut c_void);
+        bpf_timer_start(timer, until_next_window(), 0);
+    }
+    0
+}
+
+/// The scheduler ends: by the agent's doing, or for a fault.
+#[unsafe(no_mangle)]
+#[unsafe(link_section = "raw_tp/exit")]
+extern "C" fn exit(ctx: *const u64) -> i64 {
+    let info = task_at(ctx, 0);
+    let Some(end) = END.get_ptr_mut(0) else { return 0 };
+    let kind: u32 = read(info, &OFF_EXIT_KIND);
+    let (reason, message): (u64, u64) = (read(info, &OFF_EXIT_REASON), read(info, &OFF_EXIT_MESSAGE));
+    let size = MESSAGE_BYTES as u32;
+    // SAFETY: a live element; the helper checks the address, and writes no more than fits.
+    unsafe {
+        bpf_probe_read_kernel_str((&raw mut (*end).reason).cast(), size, reason as *const c_void);
+        bpf_probe_read_kernel_str((&raw mut (*end).message).cast(), size, message as *const c_void);
+        (*end).kind = u64::from(kind);
+    }
+    0
+}
+
+/// A window begins: CPUs that are idle have to look for threads that were parked.
+extern "C" fn next_window(_map: *const c_void, _key: *const c_void, timer: *mut bpf_timer) -> i64 {
+    if waiting(PARKED_QUEUE) > 0 || waiting(PARKED_QUEUE + 1) > 0 {
+        let mut cpu = 0;
+        while cpu < CPUS.load() {
+            kick(cpu as i32, KICK_IDLE);
+            cpu += 1;
+        }
+    }
+    // SAFETY: the kernel's own timer.
+    unsafe { bpf_timer_start(timer, until_next_window(), 0) };
+    0
+}
+
+/// A little after the next window has begun.
+#[inline(always)]
+fn until_next_window() -> u64 {
+    WINDOW_NS - now() % WINDOW_NS + 50_000
+}
+
+/// Whose a thread is.
+#[derive(Clone, Copy)]
+struct Place {
+    /// The key of its share.
+    share: u64,
+    /// The cgroup id of its container; 0: none.
+    container: u64,
+    class: u32,
+}
+
+/// Looks at a thread's cgroup: `<root>/pod<uid>/...` is a Guaranteed pod, `<root>/burstable/pod<uid>/...` and
+/// `<root>/besteffort/pod<uid>/...` are the others. What lies elsewhere is the machine's.
+#[inline(always)]
+fn place_of(task: Task) -> Place {
+    let machine = Place { share: MACHINE, container: 0, class: class::SHARED };
+    let cgroups: *const u8 = read(task, &OFF_TASK_CGROUPS);
+    let cgroup: u64 = read(cgroups, &OFF_CSS_SET_CGROUP);
+    let level: u32 = peek(cgroup + u64::from(OFF_CGROUP_LEVEL.load()));
+    let root = PODS_LEVEL.load();
+    if level <= root || root > MAX_LEVEL || ancestor_id(cgroup, root) != PODS.load() {
+        return machine;
+    }
+    let first = ancestor_id(cgroup, root + 1);
+    let (class, at) = if first == BURSTABLE.load() {
+        (class::SHARED, root + 2)
+    } else if first == BEST_EFFORT.load() {
+        (class::BEST_EFFORT, root + 2)
+    } else {
+        (class::LATENCY, root + 1)
+    };
+    let pod = if level >= at { ancestor_id(cgroup, at) } else { first };
+    let container = if level > at { ancestor_id(cgroup, at + 1) } else { 0 };
+    match SHARES.get_ptr(CgroupKey { cgroup_id: pod }) {
+        // SAFETY: an element that lives at least as long as the program runs.
+        Some(share) => Place { share: pod, container, class: unsafe { (*share).class } },
+        None => Place { share: first, container, class },
+    }
+}
+
+/// What a container may still use in this window, in nanoseconds.
+#[inline(always)]
+fn left(container: u64, now: u64) -> u64 {
+    if container == 0 {
+        return u64::MAX;
+    }
+    let Some(limit) = LIMITS.get_ptr_mut(CgroupKey { cgroup_id: container }) else { return u64::MAX };
+    // SAFETY: as in `place_of`. CPUs race for the new window: then a quota is given back twice, once.
+    let limit = unsafe { &mut *limit };
+    let window = now / WINDOW_NS;
+    let passed = window.wrapping_sub(limit.window);
+    if passed > 0 {
+        limit.window = window;
+        // A quota is at most a window of all CPUs: the product fits.
+        let back = limit.quota_ns.wrapping_mul(smaller(passed, 1024));
+        limit.used_ns = less(limit.used_ns, back);
+    }
+    less(limit.quota_ns, limit.used_ns)
+}
+
+/// Counts what the thread of a turn has used since it was last counted.
+#[inline(always)]
+fn charge(turn: &mut Turn, now: u64) {
+    if turn.class == class::NONE {
+        return;
+    }
+    let used = now - turn.since_ns;
+    turn.since_ns = now;
+    if let Some(share) = SHARES.get_ptr_mut(CgroupKey { cgroup_id: turn.share }) {
+        // SAFETY: as in `place_of`.
+        unsafe {
+            let step = (used * u64::from(WEIGHT_OF_ONE_CPU)).checked_div(u64::from((*share).weight));
+            add(&raw mut (*share).vtime, step.unwrap_or(0));
+        }
+    }
+    if turn.container != 0
+        && let Some(limit) = LIMITS.get_ptr_mut(CgroupKey { cgroup_id: turn.container })
+    {
+        // SAFETY: as above.
+        unsafe { add(&raw mut (*limit).used_ns, used) };
+    }
+}
+
+/// Where a share stands. One that slept gets no more than a slice for it.
+#[inline(always)]
+fn vtime_of(share: u64) -> u64 {
+    let Some(reached) = VTIME.get_ptr(0) else { return 0 };
+    // SAFETY: a live element.
+    let least = unsafe { reached.read_volatile() }.wrapping_sub(SLICE_NS);
+    let Some(share) = SHARES.get_ptr_mut(CgroupKey { cgroup_id: share }) else { return least };
+    // SAFETY: as in `place_of`. A race with `charge` loses one step.
+    unsafe {
+        let vtime = &raw mut (*share).vtime;
+        if (vtime.read_volatile().wrapping_sub(least) as i64) < 0 {
+            vtime.write_volatile(least);
+        }
+        vtime.read_volatile()
+    }
+}
+
+/// How long a CPU may pass over a class that waits: shorter where many threads wait.
+#[inline(always)]
+fn bound(queue: u64) -> u64 {
+    let waiting = waiting(queue);
+    let threads = if waiting > 0 { waiting as u64 } else { 0 };
+    let round = (ROUND_NS * u64::from(CPUS.load())).checked_div(threads + 1);
+    smaller(BOUND_NS, round.unwrap_or(BOUND_NS))
+}
+
+/// Makes a CPU look at the queues that has nothing to do, or runs a class behind that of the thread.
+#[inline(always)]
+fn call_a_cpu(task: Task, class: u32, flags: u64) {
+    // SAFETY: reads no memory.
+    let own = unsafe { bpf_get_smp_processor_id() } as u32;
+    // A thread whose turn is over leaves its CPU right now, and that one looks by itself, unless it has told
+    // that it is about to sleep.
+    let skipped = if flags & (ENQ_WAKEUP | ENQ_LAST) == 0 { own } else { u32::MAX };
+    let mask: *const u8 = read(task, &OFF_TASK_CPUS_PTR);
+    let mut cpu = cpu_behind(class::SHARED, mask, skipped);
+    if cpu == u32::MAX && class == class::LATENCY {
+        cpu = cpu_behind(class::LATENCY, mask, skipped);
+    }
+    if cpu == u32::MAX {
+        return;
+    }
+    // A BestEffort thread takes nothing away: it wakes up who sleeps.
+    kick(cpu as i32, if class == class::BEST_EFFORT { KICK_IDLE } else { KICK_PREEMPT });
+}
+
+/// The first CPU that runs a class behind `ahead`, or nothing of ours; `u32::MAX` if there is none.
+#[inline(always)]
+fn cpu_behind(ahead: u32, mask: *const u8, skipped: u32) -> u32 {
+    let mut cpu = 0;
+    while cpu < CPUS.load() {
+        if let Some(turn) = TURNS.get_ptr(cpu)
+            // SAFETY: a live element; another CPU may be changing the word.
+            && unsafe { (&raw const (*turn).class).read_volatile() } > ahead
+            && cpu != skipped
+            && may_run_on(cpu, mask)
+        {
+            return cpu;
+        }
+        cpu += 1;
+    }
+    u32::MAX
+}
+
+#[inline(always)]
+fn give_slice(task: Task, slice: u64) {
+    if HAS_SET_SLICE.load() != 0 {
+        set_slice(task, slice);
+        return;
+    }
+    // SAFETY: the verifier lets a scheduler write this field, and no other.
+    unsafe { task.add(OFF_TASK_SLICE.load() as usize).cast_mut().cast::<u64>().write_volatile(slice) };
+}
+
+/// The id of a cgroup's ancestor `level` levels below the root of cgroup2; at its own level, its own id.
+#[inline(always)]
+fn ancestor_id(cgroup: u64, level: u32) -> u64 {
+    let ancestor: u64 = peek(cgroup + u64::from(OFF_CGROUP_ANCESTORS.load()) + 8 * u64::from(level));
+    let node: u64 = peek(ancestor + u64::from(OFF_CGROUP_KN.load()));
+    peek(node + u64::from(OFF_KERNFS_ID.load()))
+}
+
+/// A callback's argument that is a number.
+#[inline(always)]
+fn argument(ctx: *const u64, index: usize) -> u64 {
+    // SAFETY: the verifier checks that the callback has this argument.
+    unsafe { ctx.add(index).read_volatile() }
+}
+
+/// A callback's argument that is a pointer.
+#[inline(always)]
+fn task_at(ctx: *const u64, index: usize) -> Task {
+    // SAFETY: as in `argument`.
+    unsafe { ctx.add(index).cast::<Task>().read_volatile() }
+}
+
+/// Reads a field of a structure that the verifier knows.
+#[inline(always)]
+fn read<T: Copy>(base: *const u8, offset: &Global<u32>) -> T {
+    // SAFETY: the verifier checks the access against the kernel's type, or refuses the program. Volatile: the
+    // compiler may neither merge reads nor repeat them.
+    unsafe { base.add(offset.load() as usize).cast::<T>().read_volatile() }
+}
+
+/// Reads the kernel's memory; zero where nothing is mapped.
+#[inline(always)]
+fn peek<T: Copy + Default>(address: u64) -> T {
+    let mut value = T::default();
+    // SAFETY: the helper checks the address, and copies or writes zeros.
+    unsafe {
+        bpf_probe_read_kernel((&raw mut value).cast(), size_of::<T>() as u32, address as *const c_void);
+    }
+    value
+}
+
+#[inline(always)]
+fn now() -> u64 {
+    // SAFETY: reads a clock.
+    unsafe { bpf_ktime_get_ns() }
+}
+
+#[inline(always)]
+fn smaller(a: u64, b: u64) -> u64 {
+    if a < b { a } else { b }
+}
+
+/// The difference; 0 where it would be less.
+#[inline(always)]
+fn less(a: u64, b: u64) -> u64 {
+    if a > b { a - b } else { 0 }
+}
+
+/// # Safety
+/// `word` is in a live map value and aligned to 8.
+#[inline(always)]
+unsafe fn add(word: *mut u64, value: u64) {
+    // SAFETY: the caller's.
+    unsafe { atomic_xadd::<u64, u64, { AtomicOrdering::Relaxed }>(word, value) };
+}
+
+#[panic_handler]
+fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
+    // Never reached: the verifier refuses a program that could loop here.
+    loop {}
+}
+
+/// Schedulers are for GPL-compatible programs only. The sources are Apache-2.0 as well.
+#[unsafe(link_section = "license")]
+#[unsafe(no_mangle)]
+static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";
