@@ -21,6 +21,7 @@ use beelet_policy::node_shutdown::Periods;
 use beelet_policy::preemption;
 use beelet_policy::probe::EdgePolicy;
 use beelet_policy::quantity::Quantity;
+use beelet_policy::scheduler::SchedulerKind;
 use beelet_policy::tuner::{Law, TunerMode};
 use serde::{Deserialize, Serialize};
 
@@ -308,6 +309,8 @@ pub struct ReservedCgroup {
 pub struct Tuner {
     /// How far it goes.
     pub mode: TunerMode,
+    /// Who decides which thread runs.
+    pub scheduler: SchedulerKind,
     /// The time between two looks.
     pub interval: Duration,
     /// How long a setting that somebody else overwrote is left to them.

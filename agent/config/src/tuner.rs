@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use beelet_policy::quantity::Quantity;
+use beelet_policy::scheduler::SchedulerKind;
 use beelet_policy::tuner::{Law, TunerMode};
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -15,6 +16,7 @@ use super::values::GoDuration;
 pub(super) struct TunerWire {
     #[serde(deserialize_with = "mode")]
     mode: Option<TunerMode>,
+    scheduler: Option<SchedulerKind>,
     interval: Option<GoDuration>,
     back_off: Option<GoDuration>,
     cpu_wait_per_mille: Option<u32>,
@@ -57,6 +59,7 @@ impl TunerWire {
         let law = &tuner.law;
         Self {
             mode: Some(tuner.mode),
+            scheduler: Some(tuner.scheduler),
             interval: Some(GoDuration(tuner.interval)),
             back_off: Some(GoDuration(tuner.back_off)),
             cpu_wait_per_mille: Some(law.cpu_wait_permille),
@@ -136,7 +139,9 @@ pub(super) fn resolve(wire: Option<&TunerWire>) -> Result<Tuner, Problem> {
             .unwrap_or(u32::MAX)
             .max(1),
     };
-    Ok(Tuner { mode: wire.mode.unwrap_or(TunerMode::Advise), interval, back_off, law })
+    let mode = wire.mode.unwrap_or(TunerMode::Advise);
+    let scheduler = wire.scheduler.unwrap_or_default();
+    Ok(Tuner { mode, scheduler, interval, back_off, law })
 }
 
 fn problem(field: &str, message: String) -> Problem {

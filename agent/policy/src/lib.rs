@@ -37,6 +37,7 @@ pub mod qos;
 pub mod quantity;
 pub mod references;
 pub mod resources;
+pub mod scheduler;
 pub mod selector;
 pub mod start_limit;
 pub mod token;

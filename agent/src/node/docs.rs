@@ -54,6 +54,7 @@ const KINDS: &[(&str, &str)] = &[
     ("beelet_eviction_signal_capacity", "gauge"),
     ("beelet_node_condition", "gauge"),
     ("beelet_tuner_held", "gauge"),
+    ("beelet_tuner_scheduler_loaded", "gauge"),
     ("csi_operations_seconds", "histogram"),
     ("kubelet_credential_provider_plugin_duration", "histogram"),
     ("kubelet_http_inflight_requests", "gauge"),

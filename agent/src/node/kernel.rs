@@ -12,7 +12,10 @@ use anyhow::{Context, Result};
 use tokio::task::spawn_blocking;
 use tracing::{info, warn};
 
-use beelet_bpf::{Kernel, KernelOptions};
+use beelet_bpf::{Kernel, KernelOptions, PodFolders, PodShare, Scheduler, SchedulingClass};
+use beelet_cgroups::{Cgroups, Version};
+use beelet_policy::scheduler::{self, SchedulingShare};
+use beelet_tuner::{Scheduling, StartScheduler};
 
 /// Brings up the kernel half as far as this kernel allows. The kernel half logs what is missing.
 pub(super) async fn start(options: KernelOptions) -> Result<Kernel> {
@@ -64,4 +67,46 @@ pub(super) fn waits(measures: beelet_bpf::Measures) -> beelet_tuner::Source {
             BTreeMap::new()
         }
     })
+}
+
+/// Loads the tuner's own scheduler over the pods of these cgroups.
+pub(super) fn scheduler(cgroups: Arc<Cgroups>) -> StartScheduler {
+    Arc::new(move || {
+        if cgroups.version() != Version::V2 {
+            return Err("it needs cgroup version 2 alone: it knows pods by their cgroups there".to_owned());
+        }
+        let folder =
+            |path: &str| cgroups.cgroup2_path(path).ok_or_else(|| format!("there is no cgroup {path}"));
+        let (root, burstable) = (folder("/kubepods")?, folder("/kubepods/burstable")?);
+        let best_effort = folder("/kubepods/besteffort")?;
+        let folders = PodFolders { root: &root, burstable: &burstable, best_effort: &best_effort };
+        let scheduler = Scheduler::start(&folders).map_err(|error| error.to_string())?;
+        Ok(Box::new(Loaded(scheduler)) as Box<dyn Scheduling>)
+    })
+}
+
+/// The kernel half's scheduler as the tuner knows it.
+struct Loaded(Scheduler);
+
+impl Scheduling for Loaded {
+    fn share_out(
+        &mut self,
+        pods: &BTreeMap<u64, SchedulingShare>,
+        limits: &BTreeMap<u64, u64>,
+    ) -> Result<(), String> {
+        let share = |share: &SchedulingShare| PodShare {
+            class: match share.class {
+                scheduler::SchedulingClass::Latency => SchedulingClass::Latency,
+                scheduler::SchedulingClass::Shared => SchedulingClass::Shared,
+                scheduler::SchedulingClass::BestEffort => SchedulingClass::BestEffort,
+            },
+            weight: share.weight,
+        };
+        let pods = pods.iter().map(|(id, one)| (*id, share(one))).collect();
+        self.0.share_out(&pods, limits).map_err(|error| error.to_string())
+    }
+
+    fn ended(&self) -> Result<Option<String>, String> {
+        self.0.ended().map(|end| end.map(|end| end.reason)).map_err(|error| error.to_string())
+    }
 }

@@ -310,6 +310,7 @@ impl Allowed {
                 table,
                 cgroups: Arc::clone(cgroups),
                 owner: beelet_tuner::Owner::Kubelet,
+                scheduler: None,
                 state,
                 waits: kernel.measures().map(kernel::waits),
                 holders: kernel.measures().map(kernel::holders),

@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail};
 use beelet_base::folder::{PRIVATE, make_folder};
 use beelet_policy::{
     cgroups::{CgroupConfig, CgroupDriver, CgroupValues},
+    scheduler::SchedulerKind,
     user_namespaces::IdPool,
 };
 use beelet_proto::cri;
@@ -751,6 +752,8 @@ impl Node {
             table: self.table.clone(),
             cgroups: Arc::clone(&self.cgroups),
             owner: beelet_tuner::Owner::Us(self.cgroup_config.clone()),
+            scheduler: (configured.scheduler == SchedulerKind::SchedExt)
+                .then(|| kernel::scheduler(Arc::clone(&self.cgroups))),
             state: Arc::clone(&self.state),
             waits: self.kernel.measures().map(kernel::waits),
             holders: self.kernel.measures().map(kernel::holders),

@@ -20,6 +20,7 @@ use super::{
     knobs::{self, Setting},
     metrics::Metrics,
     quiet::Quiet,
+    rung::{Rung, StartScheduler},
     sample::{Holders, Sampler, Source},
     targets::Target,
     view::{Blocked, HeldSetting, Outcome, TunerRecord, View},
@@ -71,6 +72,7 @@ pub struct Engine {
     best_effort: String,
     /// The cgroups belong to a kubelet.
     is_guest: bool,
+    rung: Rung,
     state: policy::State,
     journal: Journal,
     why: BTreeMap<Knob, Why>,
@@ -112,6 +114,7 @@ impl Engine {
             quiet: Quiet::default(),
             best_effort: BEST_EFFORT.to_owned(),
             is_guest: false,
+            rung: Rung::Unused,
             state: policy::State::default(),
             why: BTreeMap::new(),
             advised: BTreeMap::new(),
@@ -127,6 +130,15 @@ impl Engine {
         self
     }
 
+    /// With a scheduler of its own, in the mode `enforce`.
+    #[must_use]
+    pub fn with_scheduler(mut self, start: Option<StartScheduler>) -> Self {
+        if let Some(start) = start.filter(|_| self.settings.mode == TunerMode::Enforce) {
+            self.rung = Rung::Wanted(start);
+        }
+        self
+    }
+
     /// Looks for BestEffort pods here, not in `/kubepods/besteffort`.
     pub(crate) fn look_for_best_effort_in(&mut self, cgroup: String) {
         self.best_effort = cgroup;
@@ -138,6 +150,7 @@ impl Engine {
         self.blocked.retain(|_, block| block.until > now);
         self.yield_overwritten(now);
         self.settle(now);
+        self.rung.tick(&self.cgroups, pods, &self.metrics);
         let mut supports = knobs::supports(&self.cgroups, &self.best_effort);
         if self.is_guest {
             (supports.idle, supports.burst) = (false, false);
@@ -156,7 +169,8 @@ impl Engine {
         let waits = waits.unwrap_or_default();
         let kernel = (waits, self.holders.as_ref());
         let mut seen = self.sampler.sample(&self.cgroups, kernel, &self.best_effort, supports, pods, now);
-        if self.is_guest && self.cgroups.version() != Version::V2 {
+        let is_moot = self.rung.is_loaded();
+        if is_moot || self.is_guest && self.cgroups.version() != Version::V2 {
             seen.pods.iter_mut().for_each(|pod| pod.can_cap = false);
         }
         self.act(&seen, now)
@@ -168,6 +182,11 @@ impl Engine {
         if self.is_guest {
             // A kubelet gives BestEffort pods the least weight anyway.
             blocked.insert(Knob { cgroup: self.best_effort.clone(), kind: KnobKind::Weight });
+        }
+        if self.rung.is_loaded() {
+            // The kernel keeps these for its own scheduler alone.
+            let kinds = [KnobKind::Idle, KnobKind::Weight, KnobKind::CpuCap];
+            blocked.extend(kinds.map(|kind| Knob { cgroup: self.best_effort.clone(), kind }));
         }
         let decision = policy::decide(&self.settings.law, &self.state, seen, &blocked);
         if self.settings.mode == TunerMode::Enforce {
@@ -184,6 +203,7 @@ impl Engine {
 
     /// Gives back all that is held. How many settings were.
     pub fn restore(&mut self) -> usize {
+        self.rung.stop();
         let restored = self.journal.restore(&self.cgroups);
         self.state = policy::State::default();
         self.why.clear();
@@ -488,15 +508,13 @@ impl Engine {
             left: block.until.saturating_duration_since(now),
             reason: block.reason.clone(),
         });
+        let lacking =
+            if self.is_guest { lacking_as_guest(supports) } else { lacking(&self.cgroups, supports) };
         View {
             mode: Some(self.settings.mode),
             at: Some(Timestamp::now()),
             findings,
-            lacking: if self.is_guest {
-                lacking_as_guest(supports)
-            } else {
-                lacking(&self.cgroups, supports)
-            },
+            lacking: lacking.into_iter().chain(self.rung.lacking()).collect(),
             held: held.collect(),
             blocked: blocked.collect(),
             history: self.history.shown(),

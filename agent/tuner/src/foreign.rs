@@ -90,6 +90,7 @@ impl Foreign {
         Some(Target {
             // What a kubelet gave it isn't known here.
             is_limited: true,
+            priority: 0,
             name: PodName::of(pod).to_string(),
             class,
             cgroup: cgroup.to_owned(),

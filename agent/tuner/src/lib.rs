@@ -14,6 +14,7 @@ mod journal;
 mod knobs;
 mod metrics;
 mod quiet;
+mod rung;
 mod sample;
 mod targets;
 #[cfg(test)]
@@ -35,6 +36,7 @@ pub use self::{
     engine::{Engine, recover},
     events::tell,
     metrics::Metrics,
+    rung::{Scheduling, StartScheduler},
     sample::{Holders, Source},
     targets::{Target, TargetContainer},
     view::{Blocked, HeldSetting, Outcome, TunerRecord, View},
@@ -81,6 +83,8 @@ pub struct Parts {
     pub waits: Option<Source>,
     /// Who had the CPUs meanwhile, where it knows.
     pub holders: Option<Holders>,
+    /// How its own scheduler is loaded, where one is wanted.
+    pub scheduler: Option<StartScheduler>,
     /// How it is set up.
     pub settings: Settings,
     /// Counters and gauges.
@@ -171,7 +175,7 @@ impl Parts {
             self.metrics.clone(),
         );
         match self.owner {
-            Owner::Us(_) => engine,
+            Owner::Us(_) => engine.with_scheduler(self.scheduler.clone()),
             Owner::Kubelet => engine.into_guest(),
         }
     }

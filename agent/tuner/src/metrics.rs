@@ -27,6 +27,8 @@ pub struct Metrics {
     overwritten: Family<OfKnob, Counter>,
     pub(super) ticks: Counter,
     pub(super) restored: Counter,
+    scheduler: Gauge,
+    scheduler_lost: Counter,
 }
 
 const KINDS: [KnobKind; 5] =
@@ -52,11 +54,29 @@ impl Metrics {
             "Settings that were put back at a stop, or at the start after an end without one",
             self.restored.clone(),
         );
+        registry.register(
+            "beelet_tuner_scheduler_loaded",
+            "1 while the tuner's own scheduler decides which thread runs",
+            self.scheduler.clone(),
+        );
+        registry.register(
+            "beelet_tuner_scheduler_lost",
+            "Times that the tuner's own scheduler could not be loaded, or was taken away by the kernel",
+            self.scheduler_lost.clone(),
+        );
     }
 
     pub(super) fn step(&self, kind: KnobKind, gives_back: bool, outcome: &'static str) {
         let direction = if gives_back { "back" } else { "set" };
         self.steps.get_or_create(&StepLabels { knob: kind.as_str(), direction, outcome }).inc();
+    }
+
+    pub(super) fn scheduler(&self, is_loaded: bool) {
+        self.scheduler.set(i64::from(is_loaded));
+    }
+
+    pub(super) fn scheduler_lost(&self) {
+        self.scheduler_lost.inc();
     }
 
     pub(super) fn overwritten(&self, kind: KnobKind) {

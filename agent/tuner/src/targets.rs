@@ -2,6 +2,7 @@
 
 use beelet_policy::{
     cgroups::{CgroupConfig, pod_path},
+    critical::priority,
     qos::{QosClass, qos_class_of},
     resources::{CPU, MEMORY, PodDemand},
 };
@@ -26,6 +27,8 @@ pub struct Target {
     pub memory_request: u64,
     /// A container of it may be held back by a CPU limit of its own.
     pub is_limited: bool,
+    /// Its priority.
+    pub priority: i32,
     /// Its running containers.
     pub containers: Vec<TargetContainer>,
 }
@@ -62,6 +65,7 @@ fn target(entry: &PodEntry, config: &CgroupConfig) -> Option<Target> {
         cpu_request: u64::try_from(requests.amount(CPU).milli_value()).unwrap_or(0),
         memory_request: u64::try_from(requests.amount(MEMORY).value()).unwrap_or(0),
         is_limited: demand.limits().get(CPU).is_some(),
+        priority: priority(pod),
         containers,
     })
 }

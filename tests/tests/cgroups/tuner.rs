@@ -152,6 +152,7 @@ fn seen(cgroups: &Cgroups, trouble: bool) -> Observed {
 fn targets() -> Vec<Target> {
     let pod = |name: &str, class, cgroup: &str, id: &str| Target {
         is_limited: false,
+        priority: 0,
         name: format!("default/{name}"),
         class,
         cgroup: cgroup.to_owned(),

@@ -10,10 +10,11 @@ use rustix::mount::{UnmountFlags, unmount};
 use serde::Serialize;
 
 use super::Finding;
-use beelet_bpf::{BpfMode, Kernel, KernelError, KernelOptions, MapMemory, PinnedProgram};
+use beelet_bpf::{BpfMode, Kernel, KernelError, KernelOptions, MapMemory, PinnedProgram, Scheduler};
 use beelet_cgroups::{Cgroups, Files};
 use beelet_config::Config;
 use beelet_policy::cgroups::CgroupDriver;
+use beelet_policy::scheduler::SchedulerKind;
 
 /// What one map takes of the kernel's memory.
 #[derive(Serialize)]
@@ -111,7 +112,7 @@ pub(super) fn programs(config: &Config, costs: bool) -> (Vec<Finding>, Costs) {
     };
     let options = sandbox.options();
     let kernel = Kernel::start(&options);
-    let findings = kernel
+    let mut findings: Vec<Finding> = kernel
         .capabilities()
         .iter()
         .map(|capability| match (&capability.have, capability.spared) {
@@ -129,6 +130,7 @@ pub(super) fn programs(config: &Config, costs: bool) -> (Vec<Finding>, Costs) {
             ),
         })
         .collect();
+    findings.extend(scheduler(config));
     let mut found = Costs::default();
     if costs {
         let live = (config.beelet.bpffs.as_path(), config.beelet.pin_name.as_str());
@@ -144,6 +146,23 @@ pub(super) fn programs(config: &Config, costs: bool) -> (Vec<Finding>, Costs) {
         eprintln!("warning: {error}");
     }
     (findings, found)
+}
+
+/// Whether the tuner can have its own scheduler, if it is to have one.
+fn scheduler(config: &Config) -> Option<Finding> {
+    if config.beelet.tuner.scheduler != SchedulerKind::SchedExt {
+        return None;
+    }
+    let remedy = "use a kernel with CONFIG_SCHED_CLASS_EXT (Linux 6.12), or set tuner.scheduler: cgroups";
+    Some(match Scheduler::supported() {
+        Ok(()) => Finding::ok("tuner.scheduler", "this kernel has sched_ext"),
+        Err(error) => Finding::degraded(
+            "tuner.scheduler",
+            error.to_string(),
+            "the tuner goes on with cgroups alone",
+            remedy,
+        ),
+    })
 }
 
 /// Counts runs for a while.
