@@ -214,7 +214,7 @@ impl Volumes {
     /// changed.
     pub fn refresh(&self, sources: &Sources<'_>) -> Result<usize, Error> {
         let mut changed = 0;
-        for volume in &self.volumes {
+        for volume in self.volumes.iter().filter(|volume| has_content(volume)) {
             let path = self.path(&volume.name);
             // One that isn't set up yet, or is being taken away, is left alone.
             let Some(top) = open_top(&path, content::in_memory(volume))?.filter(atomic::is_set_up) else {
@@ -234,12 +234,7 @@ impl Volumes {
 
     /// Returns true if any volume is made of objects or of what the pod is told about itself.
     pub fn have_content(&self) -> bool {
-        self.volumes.iter().any(|volume| {
-            volume.config_map.is_some()
-                || volume.secret.is_some()
-                || volume.downward_api.is_some()
-                || volume.projected.is_some()
-        })
+        self.volumes.iter().any(has_content)
     }
 
     /// The volumes that are images.
@@ -367,6 +362,14 @@ impl Volumes {
             remove()
         })
     }
+}
+
+/// Returns true if a volume is made of objects or of what the pod is told about itself.
+fn has_content(volume: &core::Volume) -> bool {
+    volume.config_map.is_some()
+        || volume.secret.is_some()
+        || volume.downward_api.is_some()
+        || volume.projected.is_some()
 }
 
 /// Returns true if a volume's own path is a link to where it is.

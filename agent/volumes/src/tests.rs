@@ -299,6 +299,36 @@ fn a_persistent_volume_of_the_machine_is_where_it_is_and_stays_when_the_pod_goes
 }
 
 #[test]
+fn a_volume_of_objects_is_kept_current_beside_a_claims_volume() {
+    let dir = tempfile::tempdir().unwrap();
+    let shelf = dir.path().join("shelf");
+    fs::create_dir(&shelf).unwrap();
+    let pod = pod(json!({
+        "containers": [{"name": "c", "volumeMounts": [{"name": "data", "mountPath": "/data"}]}],
+        "volumes": [
+            {"name": "data", "persistentVolumeClaim": {"claimName": "data"}},
+            {"name": "conf", "configMap": {"name": "m"}},
+        ],
+    }));
+    let objects = |value: &str| {
+        let map = json!({"metadata": {"name": "m", "namespace": "shop"}, "data": {"a": value}});
+        let mut objects = Objects::default();
+        let map = std::sync::Arc::new(serde_json::from_value(map).unwrap());
+        objects.add(Path::new(""), &beelet_model::objects::Object::ConfigMap(map));
+        objects
+    };
+    let (old, new, node) = (objects("1"), objects("2"), beelet_spec::fixtures::node());
+    let claims = [("data".to_owned(), claimed("pv", json!({"hostPath": {"path": shelf}}), false))].into();
+    let sources =
+        Sources { pod: &pod, objects: &old, node: &node, claims: &claims, published: &BTreeMap::new() };
+    let pods = dir.path().join("pods");
+    let volumes = Volumes::of(&pod, &pods).on(&Operations::default(), &LocalDisks::new(dir.path(), &pods));
+    volumes.set_up(&sources).unwrap();
+    assert_eq!(volumes.refresh(&Sources { objects: &new, ..sources }).unwrap(), 1);
+    assert_eq!(fs::read_to_string(volumes.path("conf").join("a")).unwrap(), "2");
+}
+
+#[test]
 fn a_disk_is_formatted_mounted_once_for_all_pods_and_unmounted_with_the_last() {
     let own_mounts = ["unshare", "--mount", "--propagation", "private"];
     let name = "a_disk_is_formatted_mounted_once_for_all_pods_and_unmounted_with_the_last";
