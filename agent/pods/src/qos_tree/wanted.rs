@@ -155,10 +155,10 @@ mod tests {
         let mut other = one.clone();
         other["status"]["containerStatuses"][0]["ready"] = json!(false);
         other["status"]["conditions"] = json!([{ "type": "Ready", "status": "False" }]);
-        assert!(is_same(&table(&[one.clone()]), &table(&[other.clone()])));
+        assert!(is_same(&table(std::slice::from_ref(&one)), &table(std::slice::from_ref(&other))));
         other["status"]["containerStatuses"][0]["containerID"] = json!("containerd://another");
         for unlike in [vec![other], vec![], vec![one.clone(), pod("b", "Running", "running")]] {
-            assert!(!is_same(&table(&[one.clone()]), &table(&unlike)), "{unlike:?}");
+            assert!(!is_same(&table(std::slice::from_ref(&one)), &table(&unlike)), "{unlike:?}");
         }
         assert!(!is_same(&table(&[one]), &table(&[pod("b", "Running", "running")])));
     }
