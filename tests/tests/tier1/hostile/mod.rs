@@ -12,6 +12,7 @@
 
 mod clock;
 mod confined;
+mod crowd;
 mod damage;
 mod kills;
 mod nonsense;
