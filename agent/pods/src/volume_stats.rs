@@ -85,7 +85,7 @@ fn uid(pod: &Pod) -> &str {
 fn with_volumes(table: &PodTable) -> impl Iterator<Item = &Pod> {
     let asked = |pod: &Pod| {
         let mut volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
-        volumes.any(|volume| claims::is_claim(volume) || volume.csi.is_some())
+        volumes.any(|volume| claims::is_claim(volume) || volume.csi.is_some() || volume.nfs.is_some())
     };
     let pods = table.pods.values().filter(move |entry| has_volumes(entry) && asked(&entry.pod));
     pods.map(|entry| &entry.pod)

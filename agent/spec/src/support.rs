@@ -53,7 +53,7 @@ const TABLE: &[Row] = &[
     ("spec.volumes[*].{persistentVolumeClaim,ephemeral}", ApiObject, "volume claims"),
     ("spec.volumes[*].csi", ApiObject, "storage plugins, of which the API server says how they are used"),
     ("spec.volumes[*].projected.sources[*].{serviceAccountToken,clusterTrustBundle,podCertificate}", ApiObject, "objects to project"),
-    ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cephfs,cinder,fc,flexVolume,flocker,gcePersistentDisk,gitRepo,glusterfs,iscsi,nfs,photonPersistentDisk,portworxVolume,quobyte,rbd,scaleIO,storageos,vsphereVolume}", VolumeNotYet, "network storage"),
+    ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cephfs,cinder,fc,flexVolume,flocker,gcePersistentDisk,gitRepo,glusterfs,iscsi,photonPersistentDisk,portworxVolume,quobyte,rbd,scaleIO,storageos,vsphereVolume}", VolumeNotYet, "network storage"),
 ];
 
 /// What the table says of a manifest.
@@ -196,10 +196,7 @@ mod tests {
             assert_eq!(unsupported(&pod).map(|problem| problem.path).as_deref(), expected);
         };
         check(json!({"serviceAccountName": "default", "readinessGates": [{"conditionType": "x"}]}), None);
-        check(
-            json!({"nodeSelector": {"a": "b"}, "volumes": [{"name": "v", "nfs": {"server": "s", "path": "/"}}]}),
-            None,
-        );
+        check(json!({"nodeSelector": {"a": "b"}, "volumes": [{"name": "v", "fc": {"lun": 1}}]}), None);
         check(
             json!({"securityContext": {"seLinuxOptions": {"level": "s0"}, "seLinuxChangePolicy": "Recursive"}}),
             None,

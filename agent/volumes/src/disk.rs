@@ -19,7 +19,7 @@ use rustix::{
 use crate::{Error, mounts};
 
 /// How long a look at a disk or a mount may take.
-const SHORT: Duration = Duration::from_secs(120);
+pub(crate) const SHORT: Duration = Duration::from_secs(120);
 /// How long a disk may take to be formatted or mended.
 const LONG: Duration = Duration::from_secs(3600);
 /// Bytes that are kept of what a tool says.
@@ -145,7 +145,7 @@ fn check(disk: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-fn succeed(command: Command, within: Duration) -> Result<(), Error> {
+pub(crate) fn succeed(command: Command, within: Duration) -> Result<(), Error> {
     let program = command.get_program().to_string_lossy().into_owned();
     let (status, said) = run(command, within)?;
     if status.success() { Ok(()) } else { Err(failed(&program, status, &said)) }

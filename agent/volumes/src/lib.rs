@@ -19,6 +19,7 @@ mod fs_group;
 mod host_path;
 mod local;
 pub mod mounts;
+mod nfs;
 mod operations;
 mod room;
 mod sub_path;
@@ -100,7 +101,8 @@ impl Volumes {
         for volume in &self.volumes {
             let (claimed, published) =
                 (sources.claims.get(&volume.name), sources.published.get(&volume.name));
-            if is_elsewhere(volume) && claimed.is_none() && published.is_none() {
+            let is_mounted_by_us = volume.nfs.is_some() && is_used(sources.pod, volume);
+            if is_elsewhere(volume) && claimed.is_none() && published.is_none() && !is_mounted_by_us {
                 // No container uses it.
                 continue;
             }
@@ -133,6 +135,11 @@ impl Volumes {
                 disks.set_up(&self.folder, claimed, source, self.fs_group.as_ref())?
             }
             (_, Some(source), _) => local::host_path(claimed, source)?,
+            _ if spec.nfs.is_some() => {
+                let source = spec.nfs.unwrap_or_default();
+                let read_only = claimed.read_only || source.read_only == Some(true);
+                nfs::set_up(&self.folder, claimed.name(), &source, read_only, &local::options_of(claimed))?
+            }
             _ => return Err(Error::unmet("beelet can't mount PersistentVolumes of this kind")),
         };
         self.link(name, &place)
@@ -167,9 +174,9 @@ impl Volumes {
     fn place(&self, name: &str) -> Result<PathBuf, Error> {
         let path = self.path(name);
         let place = std::fs::read_link(&path).map_err(Error::io("find", &path))?;
-        if place.starts_with(self.folder.join(VOLUMES).join(local::PLUGIN))
-            && !mounts::is_mount_point(&place)?
-        {
+        let own = self.folder.join(VOLUMES);
+        let is_ours = place.starts_with(own.join(local::PLUGIN)) || place.starts_with(own.join(nfs::PLUGIN));
+        if is_ours && !mounts::is_mount_point(&place)? {
             return Err(Error::unmet(format!("{} is mounted no longer", place.display())));
         }
         Ok(place)
@@ -191,6 +198,10 @@ impl Volumes {
             if let Some(group) = &self.fs_group {
                 group.own(&path, fs_group::Access::ReadWrite)?;
             }
+        } else if let Some(source) = &volume.nfs {
+            let read_only = source.read_only == Some(true);
+            let place = nfs::set_up(&self.folder, &volume.name, source, read_only, &[])?;
+            self.link(&volume.name, &place)?;
         } else if let Some(source) = &volume.host_path {
             host_path::check(source)?;
         } else if let Some(payload) = content::payload(volume, sources)? {
@@ -306,7 +317,8 @@ impl Volumes {
             None => self.path(&volume.name),
         };
         // What is the host's keeps its SELinux label; what the agent made gets the container's.
-        made.selinux_relabel = whole.starts_with(&self.folder);
+        let is_network = whole.starts_with(self.folder.join(VOLUMES).join(nfs::PLUGIN));
+        made.selinux_relabel = whole.starts_with(&self.folder) && !is_network;
         let source = match sub_path {
             Some(part) => {
                 let name = Path::new(&volume.name).join(&container.name).join(index.to_string());
@@ -374,15 +386,21 @@ fn has_content(volume: &core::Volume) -> bool {
 
 /// Returns true if a volume's own path is a link to where it is.
 fn is_elsewhere(volume: &core::Volume) -> bool {
-    claims::is_claim(volume) || volume.csi.is_some()
+    claims::is_claim(volume) || volume.csi.is_some() || volume.nfs.is_some()
+}
+
+/// Returns true if a container uses a volume.
+fn is_used(pod: &core::Pod, volume: &core::Volume) -> bool {
+    claims::used(pod).0.contains(volume.name.as_str())
 }
 
 /// Returns true if nobody may write to a volume: what is made of objects is replaced as a whole, and of a
 /// claim the pod says so.
 fn is_read_only(volume: &core::Volume) -> bool {
-    match (&volume.persistent_volume_claim, &volume.csi) {
-        (Some(claim), _) => claim.read_only == Some(true),
-        (_, Some(source)) => source.read_only == Some(true),
+    match (&volume.persistent_volume_claim, &volume.csi, &volume.nfs) {
+        (Some(claim), ..) => claim.read_only == Some(true),
+        (_, Some(source), _) => source.read_only == Some(true),
+        (.., Some(source)) => source.read_only == Some(true),
         _ => volume.empty_dir.is_none() && volume.host_path.is_none() && volume.ephemeral.is_none(),
     }
 }

@@ -160,7 +160,7 @@ impl LocalDisks {
 }
 
 /// A name that is one part of a path: it comes from a server.
-fn one_name(name: &str) -> Result<&str, Error> {
+pub(crate) fn one_name(name: &str) -> Result<&str, Error> {
     let mut parts = Path::new(name).components();
     match (parts.next(), parts.next()) {
         (Some(Component::Normal(only)), None) if only == name => Ok(name),
@@ -168,7 +168,8 @@ fn one_name(name: &str) -> Result<&str, Error> {
     }
 }
 
-fn options_of(claimed: &Claimed) -> Vec<String> {
+/// The mount options of a PersistentVolume.
+pub(crate) fn options_of(claimed: &Claimed) -> Vec<String> {
     let spec = claimed.volume.spec.as_ref();
     spec.and_then(|spec| spec.mount_options.clone()).unwrap_or_default()
 }

@@ -3,6 +3,8 @@
 use std::ffi::CString;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::time::Duration;
 
 use rustix::fs::{AtFlags, StatxAttributes, StatxFlags};
 use rustix::io::Errno;
@@ -10,6 +12,9 @@ use rustix::mount::{MountFlags, UnmountFlags};
 
 use super::Error;
 use beelet_base::mountinfo;
+
+/// How long a server may take to let go of a mount: the kubelet's.
+const SERVER: Duration = Duration::from_secs(60);
 
 /// Mounts a file system in memory on a folder, unless one is there already; `size` in bytes.
 pub(super) fn mount_tmpfs(path: &Path, size: Option<i64>, mode: u32) -> Result<(), Error> {
@@ -62,9 +67,32 @@ pub fn unmount_below(folder: &Path) -> Result<(), Error> {
     points.reverse();
     points.sort_by_key(|point| std::cmp::Reverse(point.components().count()));
     for point in points {
-        unmount(&point)?;
+        if is_network(&point)? { unmount_network(&point)? } else { unmount(&point)? }
     }
     Ok(())
+}
+
+/// Returns true if what is mounted last at `point` is on a server.
+fn is_network(point: &Path) -> Result<bool, Error> {
+    let table = mountinfo::read().map_err(Error::io("read", mountinfo::PATH))?;
+    let last = mountinfo::mounts(&table).filter(|mount| mount.point == point).last();
+    Ok(last.is_some_and(|mount| mount.fs_type.starts_with(b"nfs")))
+}
+
+/// Unmounts a file system whose server may be away: then by force, as `mount.CleanupMountWithForce` does it.
+/// What was not written yet is lost in that case.
+fn unmount_network(point: &Path) -> Result<(), Error> {
+    let (sender, done) = mpsc::channel();
+    let own = point.to_owned();
+    std::thread::spawn(move || sender.send(unmount(&own)));
+    match done.recv_timeout(SERVER) {
+        Ok(done) => done,
+        Err(_) => {
+            let flags = UnmountFlags::NOFOLLOW | UnmountFlags::FORCE | UnmountFlags::DETACH;
+            rustix::mount::unmount(point, flags)
+                .map_err(|cause| Error::Busy { path: point.to_owned(), cause })
+        }
+    }
 }
 
 /// Unmounts what is mounted at `point`, which must be a mount point itself.
@@ -75,8 +103,13 @@ pub(super) fn unmount(point: &Path) -> Result<(), Error> {
 
 /// Returns true if something is mounted at `path`.
 pub(super) fn is_mount_point(path: &Path) -> Result<bool, Error> {
-    let real = real(path);
-    Ok(below(path)?.contains(&real))
+    // Not what is mounted there is looked at: its server may be away.
+    let real = match (path.parent(), path.file_name()) {
+        (Some(parent), Some(name)) => real(parent).join(name),
+        _ => path.to_owned(),
+    };
+    let table = mountinfo::read().map_err(Error::io("read", mountinfo::PATH))?;
+    Ok(mountinfo::mounts(&table).any(|mount| mount.point == real))
 }
 
 /// A path as the kernel shows it: our own may lead through links (/var/run).

@@ -23,6 +23,7 @@ const BUCKETS: [f64; 13] = [0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.
 const HOST_PATH: &str = "kubernetes.io/host-path";
 const LOCAL: &str = "kubernetes.io/local-volume";
 const CSI: &str = "kubernetes.io/csi";
+const NFS: &str = "kubernetes.io/nfs";
 
 /// What is done with a volume, in the kubelet's words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,6 +128,7 @@ pub fn plugin(volume: &core::Volume) -> &'static str {
         (projected.is_some(), "kubernetes.io/projected"),
         (downward_api.is_some(), "kubernetes.io/downward-api"),
         (image.is_some(), "kubernetes.io/image"),
+        (volume.nfs.is_some(), NFS),
         (volume.csi.is_some() || claims::is_claim(volume), CSI),
     ];
     kinds.into_iter().find(|(is_there, _)| *is_there).map_or("N/A", |(_, name)| name)
@@ -135,12 +137,14 @@ pub fn plugin(volume: &core::Volume) -> &'static str {
 /// The same of a PersistentVolume.
 pub(crate) fn plugin_of_claim(claimed: &Claimed) -> &'static str {
     let spec = claimed.volume.spec.as_ref();
-    match spec.map(|spec| (spec.local.is_some(), spec.host_path.is_some(), spec.csi.is_some())) {
-        Some((true, ..)) => LOCAL,
-        Some((_, true, _)) => HOST_PATH,
-        Some((.., true)) => CSI,
-        _ => "N/A",
-    }
+    let Some(spec) = spec else { return "N/A" };
+    let kinds = [
+        (spec.local.is_some(), LOCAL),
+        (spec.host_path.is_some(), HOST_PATH),
+        (spec.csi.is_some(), CSI),
+        (spec.nfs.is_some(), NFS),
+    ];
+    kinds.into_iter().find(|(is_it, _)| *is_it).map_or("N/A", |(_, name)| name)
 }
 
 /// The same of a PersistentVolume that is mounted there.
@@ -149,6 +153,7 @@ pub(crate) fn plugin_at(place: &Path) -> &'static str {
     match () {
         () if is_in(crate::local::PLUGIN) => LOCAL,
         () if is_in("kubernetes.io~csi") => CSI,
+        () if is_in(crate::nfs::PLUGIN) => NFS,
         () => HOST_PATH,
     }
 }

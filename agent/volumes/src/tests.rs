@@ -288,11 +288,7 @@ fn a_persistent_volume_of_the_machine_is_where_it_is_and_stays_when_the_pod_goes
     check("r", json!([]), true, false);
     check("o", json!(["noexec"]), true, false);
 
-    let (_, place) = set_up_claim(
-        &claiming("u5", None),
-        at,
-        &claimed("n", json!({"nfs": {"server": "s", "path": "/"}}), false),
-    );
+    let (_, place) = set_up_claim(&claiming("u5", None), at, &claimed("n", json!({"fc": {"lun": 1}}), false));
     assert!(place.unwrap_err().to_string().contains("of this kind"));
     assert_eq!(fs::read_to_string(shelf.join("kept")).unwrap(), "1");
     assert!(mounts::below(dir.path()).unwrap().is_empty());

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use beelet_codec::ApiType as _;
 use beelet_policy::{huge_pages::Medium, quantity::Quantity};
 use k8s_openapi::api::core::v1::{
-    DownwardAPIVolumeFile, EmptyDirVolumeSource, HostPathVolumeSource, ImageVolumeSource, KeyToPath, PodSpec,
-    Volume, VolumeProjection,
+    DownwardAPIVolumeFile, EmptyDirVolumeSource, HostPathVolumeSource, ImageVolumeSource, KeyToPath,
+    NFSVolumeSource, PodSpec, Volume, VolumeProjection,
 };
 
 use super::super::names;
@@ -36,6 +36,9 @@ fn source(path: &str, volume: &Volume, spec: &PodSpec, problems: &mut Problems) 
     }
     if let Some(source) = &volume.empty_dir {
         empty_dir(&format!("{path}.emptyDir"), source, problems);
+    }
+    if let Some(source) = &volume.nfs {
+        nfs(&format!("{path}.nfs"), source, problems);
     }
     if let Some(source) = &volume.config_map {
         let path = format!("{path}.configMap");
@@ -174,6 +177,18 @@ fn host_path(path: &str, source: &HostPathVolumeSource, problems: &mut Problems)
     let types =
         ["", "DirectoryOrCreate", "Directory", "FileOrCreate", "File", "Socket", "CharDevice", "BlockDevice"];
     problems.one_of(&format!("{path}.type"), source.type_.as_deref(), &types);
+}
+
+fn nfs(path: &str, source: &NFSVolumeSource, problems: &mut Problems) {
+    if source.server.is_empty() {
+        problems.add(format!("{path}.server"), "must be there");
+    }
+    if !source.path.starts_with('/') {
+        problems.add(format!("{path}.path"), format!("{} must begin with '/'", names::quoted(&source.path)));
+    }
+    if source.server.contains('\0') || source.path.contains('\0') {
+        problems.add(path, "must not have zeroes in it");
+    }
 }
 
 fn empty_dir(path: &str, source: &EmptyDirVolumeSource, problems: &mut Problems) {

@@ -1,0 +1,97 @@
+//! NFS volumes, mounted by the system's own helper (mount.nfs) as `pkg/volume/nfs` of Kubernetes does it, on
+//! `volumes/kubernetes.io~nfs/<volume>` in the pod's folder. A server that is away holds up its own pods
+//! alone.
+
+use std::{
+    fs,
+    net::Ipv6Addr,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use beelet_base::folder::{PRIVATE, make_folder};
+use k8s_openapi::api::core::v1::NFSVolumeSource;
+
+use crate::{Error, VOLUMES, disk, local::one_name, mounts};
+
+/// The kubelet's name of this kind of volume, as it is in paths.
+pub(crate) const PLUGIN: &str = "kubernetes.io~nfs";
+/// Where mount(8) looks for the helper.
+const HELPERS: [&str; 2] = ["/sbin/mount.nfs", "/usr/sbin/mount.nfs"];
+
+/// Mounts an export for the pod with this folder; where it is then. Harmless to repeat.
+pub(crate) fn set_up(
+    folder: &Path,
+    name: &str,
+    source: &NFSVolumeSource,
+    read_only: bool,
+    options: &[String],
+) -> Result<PathBuf, Error> {
+    let target = folder.join(VOLUMES).join(PLUGIN).join(one_name(name)?);
+    if mounts::is_mount_point(&target)? {
+        return Ok(target);
+    }
+    check_helper(&HELPERS)?;
+    make_folder(&target, PRIVATE)?;
+    let mounted = disk::succeed(command(source, &target, read_only, options), disk::SHORT);
+    if mounted.is_err() {
+        // The next try makes it again.
+        let _ = fs::remove_dir(&target);
+    }
+    mounted.map(|()| target)
+}
+
+/// Checks that the helper is here: what mount(8) says without it names no package.
+fn check_helper(places: &[&str]) -> Result<(), Error> {
+    if places.iter().any(|place| Path::new(place).exists()) {
+        return Ok(());
+    }
+    Err(Error::unmet(
+        "mount.nfs is not on this node: install nfs-common (Debian and its kin) or nfs-utils (elsewhere)",
+    ))
+}
+
+fn command(source: &NFSVolumeSource, target: &Path, read_only: bool, options: &[String]) -> Command {
+    let is_ipv6 = source.server.parse::<Ipv6Addr>().is_ok();
+    let server = if is_ipv6 { format!("[{}]", source.server) } else { source.server.clone() };
+    let mut all: Vec<&str> = options.iter().map(String::as_str).collect();
+    if read_only {
+        all.push("ro");
+    }
+    let mut command = Command::new("mount");
+    command.args(["-t", "nfs"]);
+    if !all.is_empty() {
+        command.args(["-o", &all.join(",")]);
+    }
+    command.arg("--").arg(format!("{server}:{}", source.path)).arg(target);
+    command
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_export_is_mounted_with_the_volumes_options() {
+        let check = |server: &str, read_only: bool, options: &[&str], expected: &[&str]| {
+            let source =
+                NFSVolumeSource { server: server.to_owned(), path: "/x".to_owned(), read_only: None };
+            let options: Vec<String> = options.iter().map(|&one| one.to_owned()).collect();
+            let command = command(&source, Path::new("/t"), read_only, &options);
+            let found: Vec<_> = command.get_args().map(|one| one.to_str().unwrap()).collect();
+            assert_eq!(found, expected);
+        };
+        check("files", false, &[], &["-t", "nfs", "--", "files:/x", "/t"]);
+        check("-o", true, &[], &["-t", "nfs", "-o", "ro", "--", "-o:/x", "/t"]);
+        let options = ["nfsvers=4.1", "hard"];
+        let expected = ["-t", "nfs", "-o", "nfsvers=4.1,hard,ro", "--", "[fd00::1]:/x", "/t"];
+        check("fd00::1", true, &options, &expected);
+    }
+
+    #[test]
+    fn a_node_without_the_helper_says_what_to_install() {
+        assert!(check_helper(&["/proc/self"]).is_ok());
+        let error = check_helper(&["/nowhere/mount.nfs"]).unwrap_err().to_string();
+        assert!(error.contains("nfs-common"), "{error}");
+    }
+}
