@@ -72,8 +72,8 @@ pub struct PodRecord {
     #[serde(default)]
     pub edge: Option<ReadinessEdge>,
     /// The pod's network namespace, so that the kernel answers its probes before the runtime was asked: a
-    /// thousand pods that are connected to instead are more than a bridge's neighbours can be told apart
-    /// (`net.ipv4.neigh.default.gc_thresh3`). It means nothing after a reboot.
+    /// thousand pods that are connected to instead, all at once, don't all answer in time. It means nothing
+    /// after a reboot.
     #[serde(default)]
     pub netns: Option<PathBuf>,
 }
