@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags};
 
 use super::Error;
-use beelet_base::mountinfo;
+use beelet_base::mountinfo::{self, Mount};
 
 /// How long a server may take to let go of a mount: the kubelet's.
 const SERVER: Duration = Duration::from_secs(60);
@@ -62,21 +62,15 @@ pub(super) fn is_tmpfs(folder: &OwnedFd) -> Result<bool, Errno> {
 
 /// Unmounts everything at and below `folder`, the innermost first.
 pub fn unmount_below(folder: &Path) -> Result<(), Error> {
-    let mut points = below(folder)?;
+    let table = table()?;
+    let mut mounts: Vec<Mount<'_>> = mounts_below(&table, folder).collect();
     // The last mounted comes off first: of two on one folder it is on top.
-    points.reverse();
-    points.sort_by_key(|point| std::cmp::Reverse(point.components().count()));
-    for point in points {
-        if is_network(&point)? { unmount_network(&point)? } else { unmount(&point)? }
+    mounts.reverse();
+    mounts.sort_by_key(|mount| std::cmp::Reverse(mount.point.components().count()));
+    for Mount { point, fs_type, .. } in mounts {
+        if fs_type.starts_with(b"nfs") { unmount_network(&point)? } else { unmount(&point)? }
     }
     Ok(())
-}
-
-/// Returns true if what is mounted last at `point` is on a server.
-fn is_network(point: &Path) -> Result<bool, Error> {
-    let table = mountinfo::read().map_err(Error::io("read", mountinfo::PATH))?;
-    let last = mountinfo::mounts(&table).filter(|mount| mount.point == point).last();
-    Ok(last.is_some_and(|mount| mount.fs_type.starts_with(b"nfs")))
 }
 
 /// Unmounts a file system whose server may be away: then by force, as `mount.CleanupMountWithForce` does it.
@@ -108,8 +102,7 @@ pub(super) fn is_mount_point(path: &Path) -> Result<bool, Error> {
         (Some(parent), Some(name)) => real(parent).join(name),
         _ => path.to_owned(),
     };
-    let table = mountinfo::read().map_err(Error::io("read", mountinfo::PATH))?;
-    Ok(mountinfo::mounts(&table).any(|mount| mount.point == real))
+    Ok(mountinfo::mounts(&table()?).any(|mount| mount.point == real))
 }
 
 /// A path as the kernel shows it: our own may lead through links (/var/run).
@@ -119,10 +112,16 @@ pub(super) fn real(path: &Path) -> PathBuf {
 
 /// The mount points at and below `folder`, in the order of mounting.
 pub(super) fn below(folder: &Path) -> Result<Vec<PathBuf>, Error> {
-    let table = mountinfo::read().map_err(Error::io("read", mountinfo::PATH))?;
+    Ok(mounts_below(&table()?, folder).map(|mount| mount.point).collect())
+}
+
+fn mounts_below<'a>(table: &'a [u8], folder: &Path) -> impl Iterator<Item = Mount<'a>> {
     let folder = real(folder);
-    let points = mountinfo::mounts(&table).map(|mount| mount.point);
-    Ok(points.filter(|point| point.starts_with(&folder)).collect())
+    mountinfo::mounts(table).filter(move |mount| mount.point.starts_with(&folder))
+}
+
+fn table() -> Result<Vec<u8>, Error> {
+    mountinfo::read().map_err(Error::io("read", mountinfo::PATH))
 }
 
 #[cfg(test)]
