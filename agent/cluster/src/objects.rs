@@ -147,7 +147,10 @@ impl Held {
 /// Reads, and reads again, what the pods refer to, until dropped.
 pub(crate) async fn keep(client: Client, pods: watch::Receiver<Pods>, held: watch::Sender<Held>) {
     let held = Arc::new(held);
-    tokio::join!(keep_services(&client, Arc::clone(&held)), keep_referred(&client, pods, &held));
+    tokio::join!(
+        keep_all::<core::Service>(client.clone(), Arc::clone(&held)),
+        keep_referred(&client, pods, &held)
+    );
 }
 
 async fn keep_referred(client: &Client, mut pods: watch::Receiver<Pods>, held: &Arc<watch::Sender<Held>>) {
@@ -170,7 +173,7 @@ async fn keep_referred(client: &Client, mut pods: watch::Receiver<Pods>, held: &
                 let task = match item.clone() {
                     Item::Object(reference) => keep_object(client, reference, out).boxed(),
                     Item::Token(of) => keep_token(client, of, out).boxed(),
-                    Item::TrustBundles => keep_trust_bundles(client, out).boxed(),
+                    Item::TrustBundles => keep_all::<ClusterTrustBundle>(client, out).boxed(),
                 };
                 work.push(Abortable::new(task, registration));
                 running.insert(item.clone(), handle);
@@ -265,43 +268,86 @@ impl Sink for One {
     }
 }
 
-/// Follows all trust bundles.
-async fn keep_trust_bundles(client: Client, out: Arc<watch::Sender<Held>>) {
-    let path = "/apis/certificates.k8s.io/v1beta1/clustertrustbundles".to_owned();
-    let collection = Collection { path, fields: String::new() };
-    follow(&client, &collection, &mut AllTrustBundles { known: BTreeMap::new(), out }).await;
+/// A type of which all objects are followed.
+trait Gathered: ApiType + Clone + Send {
+    /// Where the API server has them.
+    const PATH: &'static str;
+    /// What it means that one can't be read: a sentence.
+    const UNREAD: &'static str;
+
+    /// What is kept of one; None: nothing.
+    fn kept(self) -> Option<Self>;
+
+    /// Puts all of them, by namespace and name, where pods find them; true if that changes anything.
+    fn hand_over(all: &BTreeMap<(String, String), Self>, held: &mut Held) -> bool;
 }
 
-struct AllTrustBundles {
-    known: BTreeMap<String, ClusterTrustBundle>,
+/// A projection may select any of them.
+impl Gathered for ClusterTrustBundle {
+    const PATH: &'static str = "/apis/certificates.k8s.io/v1beta1/clustertrustbundles";
+    const UNREAD: &'static str = "a ClusterTrustBundle can't be read, and is passed over";
+
+    fn kept(self) -> Option<Self> {
+        Some(self)
+    }
+
+    fn hand_over(all: &BTreeMap<(String, String), Self>, held: &mut Held) -> bool {
+        let by_name = all.iter().map(|((_, name), bundle)| (name.clone(), bundle.clone()));
+        let bundles = Some(Arc::new(by_name.collect()));
+        let changed = held.trust_bundles != bundles;
+        held.trust_bundles = bundles;
+        changed
+    }
+}
+
+/// Those that have an address of their own: only these become variables.
+impl Gathered for core::Service {
+    const PATH: &'static str = "/api/v1/services";
+    const UNREAD: &'static str = "a service can't be read; pods get no variables of it";
+
+    fn kept(self) -> Option<Self> {
+        reduced(self)
+    }
+
+    fn hand_over(all: &BTreeMap<(String, String), Self>, held: &mut Held) -> bool {
+        let services = Some(Services::new(all.values().cloned().collect()));
+        let changed = held.services != services;
+        held.services = services;
+        changed
+    }
+}
+
+/// Follows all objects of a type.
+async fn keep_all<T: Gathered>(client: Client, out: Arc<watch::Sender<Held>>) {
+    let collection = Collection { path: T::PATH.to_owned(), fields: String::new() };
+    follow(&client, &collection, &mut All::<T> { known: BTreeMap::new(), out }).await;
+}
+
+struct All<T> {
+    known: BTreeMap<(String, String), T>,
     out: Arc<watch::Sender<Held>>,
 }
 
-impl AllTrustBundles {
-    fn apply(&mut self, value: &Value) {
-        match ClusterTrustBundle::from_value(value) {
-            Ok(bundle) => {
-                let name = bundle.metadata.name.clone().unwrap_or_default();
-                self.known.insert(name, bundle);
-            }
+impl<T: Gathered> All<T> {
+    fn apply(&mut self, object: &Value) {
+        let key = key_of(object);
+        match T::from_value(object).map(T::kept) {
+            Ok(Some(kept)) => drop(self.known.insert(key, kept)),
+            Ok(None) => drop(self.known.remove(&key)),
             Err(problem) => {
-                let name = &value["metadata"]["name"];
-                warn!(%name, field = problem.path, "a ClusterTrustBundle can't be read, and is passed over");
+                let metadata = &object["metadata"];
+                let (namespace, name) = (metadata["namespace"].as_str(), metadata["name"].as_str());
+                warn!(namespace, name, field = problem.path, "{}", T::UNREAD);
             }
         }
     }
 
     fn publish(&self) {
-        let bundles = Arc::new(self.known.clone());
-        self.out.send_if_modified(|held| {
-            let changed = held.trust_bundles.as_ref() != Some(&bundles);
-            held.trust_bundles = Some(bundles);
-            changed
-        });
+        self.out.send_if_modified(|held| T::hand_over(&self.known, held));
     }
 }
 
-impl Sink for AllTrustBundles {
+impl<T: Gathered> Sink for All<T> {
     fn listed(&mut self, objects: Vec<Value>) -> bool {
         self.known.clear();
         objects.iter().for_each(|object| self.apply(object));
@@ -315,72 +361,15 @@ impl Sink for AllTrustBundles {
     }
 
     fn deleted(&mut self, object: &Value) {
-        self.known.remove(object["metadata"]["name"].as_str().unwrap_or_default());
+        self.known.remove(&key_of(object));
         self.publish();
     }
 }
 
-/// Follows all services.
-async fn keep_services(client: &Client, out: Arc<watch::Sender<Held>>) {
-    let collection = Collection { path: "/api/v1/services".to_owned(), fields: String::new() };
-    follow(client, &collection, &mut AllServices { known: BTreeMap::new(), out }).await;
-}
-
-/// The services that have an address of their own, by namespace and name: only these become variables.
-struct AllServices {
-    known: BTreeMap<(String, String), core::Service>,
-    out: Arc<watch::Sender<Held>>,
-}
-
-impl AllServices {
-    fn apply(&mut self, value: &Value) {
-        match core::Service::from_value(value) {
-            Ok(service) => {
-                let key = key_of(&service.metadata);
-                match reduced(service) {
-                    Some(service) => drop(self.known.insert(key, service)),
-                    None => drop(self.known.remove(&key)),
-                }
-            }
-            Err(problem) => {
-                let (namespace, name) = (&value["metadata"]["namespace"], &value["metadata"]["name"]);
-                warn!(%namespace, %name, field = problem.path, "a service can't be read; pods get no variables of it");
-            }
-        }
-    }
-
-    fn publish(&self) {
-        let services = Services::new(self.known.values().cloned().collect());
-        self.out.send_if_modified(|held| {
-            let changed = held.services.as_ref() != Some(&services);
-            held.services = Some(services);
-            changed
-        });
-    }
-}
-
-impl Sink for AllServices {
-    fn listed(&mut self, objects: Vec<Value>) -> bool {
-        self.known.clear();
-        objects.iter().for_each(|object| self.apply(object));
-        self.publish();
-        true
-    }
-
-    fn applied(&mut self, object: &Value) {
-        self.apply(object);
-        self.publish();
-    }
-
-    fn deleted(&mut self, object: &Value) {
-        let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
-        self.known.remove(&(text("namespace"), text("name")));
-        self.publish();
-    }
-}
-
-fn key_of(metadata: &ObjectMeta) -> (String, String) {
-    (metadata.namespace.clone().unwrap_or_default(), metadata.name.clone().unwrap_or_default())
+/// An object's namespace and name.
+fn key_of(object: &Value) -> (String, String) {
+    let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
+    (text("namespace"), text("name"))
 }
 
 /// What variables are made of; None of a service without an address of its own.
@@ -524,7 +513,7 @@ mod tests {
         let pods = pods(&json!([]));
         let pod = pods.as_ref().unwrap().values().next().unwrap().wanted.clone().unwrap();
         let held = Arc::new(watch::Sender::new(Held::default()));
-        let mut all = AllServices { known: BTreeMap::new(), out: Arc::clone(&held) };
+        let mut all = All::<core::Service> { known: BTreeMap::new(), out: Arc::clone(&held) };
         let told = || -> Vec<String> {
             let objects = held.borrow().objects(&pods);
             objects.services().filter_map(|service| service.metadata.name.clone()).collect()
