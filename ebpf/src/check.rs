@@ -38,6 +38,8 @@ use beelet_ebpf_abi::{
 #[allow(unused_macros)] // only the other object asks for groups
 mod fields;
 
+mod object;
+
 macro_rules! check {
     (both { $($both:tt)+ } attached { $($attached:tt)+ } check { $($check:tt)+ } scheduler { $($scheduler:tt)+ }) => {
         globals! { $($both)+ $($check)+ }
@@ -242,15 +244,3 @@ fn read_at<T: Copy + Default>(at: *const u8) -> T {
     }
     value
 }
-
-#[panic_handler]
-fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
-    // Never reached: the verifier refuses a program that could loop here.
-    loop {}
-}
-
-/// Helpers such as `bpf_skc_to_tcp_sock` are for GPL-compatible programs only. The sources are Apache-2.0 as
-/// well.
-#[unsafe(link_section = "license")]
-#[unsafe(no_mangle)]
-static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";

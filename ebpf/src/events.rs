@@ -4,7 +4,8 @@ use aya_ebpf::helpers::{bpf_get_smp_processor_id, bpf_ktime_get_ns};
 use beelet_ebpf_abi::{Drops, EventHeader};
 
 use crate::{
-    kernel::{INSTANCE, atomic_add},
+    atomic::atomic_add,
+    kernel::INSTANCE,
     maps::{DROPS, EVENTS, META},
 };
 

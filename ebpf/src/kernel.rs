@@ -4,7 +4,7 @@
 //! (`beelet_ebpf_abi::fields` says why, and has the table). The verifier checks every read against the
 //! kernel's own types. [`ABSENT`] means that this kernel has no such field.
 
-use core::intrinsics::{AtomicOrdering, atomic_cxchg, atomic_xadd};
+use core::intrinsics::{AtomicOrdering, atomic_cxchg};
 
 use aya_ebpf::Global;
 use beelet_ebpf_abi::{ABSENT, Address, FAMILY_IPV4, FAMILY_IPV6, kernel_fields};
@@ -122,18 +122,6 @@ pub(crate) unsafe fn read<T: Copy>(base: *const u8, offset: u32) -> T {
     // Volatile: the compiler may neither merge reads (the verifier wants them field by field) nor repeat
     // them. SAFETY: the verifier checks the access against the kernel's type, or refuses the program.
     unsafe { core::ptr::read_volatile(base.add(offset as usize).cast::<T>()) }
-}
-
-/// Adds `value` (two's complement, so it can subtract) to a map value that other CPUs change too.
-///
-/// # Safety
-/// `pointer` points into a live map value and is aligned to 8.
-#[inline(always)]
-pub(crate) unsafe fn atomic_add(pointer: *mut u64, value: u64) {
-    // SAFETY: the caller's.
-    unsafe {
-        atomic_xadd::<u64, u64, { AtomicOrdering::Relaxed }>(pointer, value);
-    }
 }
 
 /// Reads a word of a map value that other CPUs change.

@@ -32,8 +32,9 @@ use beelet_ebpf_abi::{
 };
 
 use crate::{
+    atomic::atomic_add,
     events::{dropped, header, is_current, send},
-    kernel::{Sock, atomic_add, known},
+    kernel::{Sock, known},
     maps::{ADDRESSES, LISTENERS, META},
     sockets::sock_of,
 };

@@ -15,6 +15,7 @@
 mod fields;
 
 mod args;
+mod atomic;
 mod containers;
 mod events;
 mod exits;
@@ -22,6 +23,7 @@ mod holders;
 mod kernel;
 mod listeners;
 mod maps;
+mod object;
 mod oom;
 mod pressure;
 mod reclaim;
@@ -29,15 +31,3 @@ mod sched;
 mod sockets;
 mod tasks;
 mod traffic;
-
-#[panic_handler]
-fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
-    // Never reached: the verifier refuses a program that could loop here.
-    loop {}
-}
-
-/// Helpers such as `bpf_skc_to_tcp_sock` are for GPL-compatible programs only. The sources are Apache-2.0 as
-/// well.
-#[unsafe(link_section = "license")]
-#[unsafe(no_mangle)]
-static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";

@@ -9,11 +9,12 @@ use beelet_ebpf_abi::{ABSENT, OomEvent, OomKill, TaskKey, fields::group, kind};
 
 use crate::{
     args::{argument, has},
+    atomic::atomic_add,
     containers::{counters, id_of, peek, pod_of_uncached},
     events::{header, is_current, send},
     kernel::{
         OFF_CSS_SET_CGROUP, OFF_MM_ANON, OFF_MM_FILE, OFF_MM_SHMEM, OFF_MM_TOTAL_VM, OFF_TASK_CGROUPS,
-        OFF_TASK_MM, OFF_TASK_TGID, POS_OOM_PID, POS_OOM_TASK, Position, USE_TASK_STORAGE, atomic_add, known,
+        OFF_TASK_MM, OFF_TASK_TGID, POS_OOM_PID, POS_OOM_TASK, Position, USE_TASK_STORAGE, known,
     },
     maps::TASKS,
 };

@@ -7,8 +7,9 @@ use beelet_ebpf_abi::{
 };
 
 use crate::{
+    atomic::atomic_add,
     events::{header, send},
-    kernel::{atomic_add, exchange, load},
+    kernel::{exchange, load},
     maps::{PRESSURE, SETTINGS},
 };
 

@@ -13,9 +13,10 @@ use aya_ebpf::{
 use beelet_ebpf_abi::{Counters, fields::group, pressure};
 
 use crate::{
+    atomic::atomic_add,
     containers::{counters, pod_of_uncached},
     events::is_current,
-    kernel::{atomic_add, known},
+    kernel::known,
     pressure::waited,
     tasks::Task,
 };

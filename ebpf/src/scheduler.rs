@@ -15,11 +15,7 @@
 #![feature(core_intrinsics)]
 #![allow(internal_features)] // the only way to say "atomic add" for this target
 
-use core::{
-    ffi::c_void,
-    intrinsics::{AtomicOrdering, atomic_xadd},
-    mem::transmute,
-};
+use core::{ffi::c_void, mem::transmute};
 
 use aya_ebpf::{
     Global,
@@ -42,9 +38,14 @@ use beelet_ebpf_abi::{
     },
 };
 
+use atomic::atomic_add;
+
 #[macro_use]
 #[allow(unused_macros)] // only the attached programs ask for groups
 mod fields;
+
+mod atomic;
+mod object;
 
 macro_rules! scheduler {
     (
@@ -429,14 +430,14 @@ fn charge(turn: &mut Turn, now: u64) {
         // SAFETY: as in `place_of`.
         unsafe {
             let step = (used * u64::from(WEIGHT_OF_ONE_CPU)).checked_div(u64::from((*share).weight));
-            add(&raw mut (*share).vtime, step.unwrap_or(0));
+            atomic_add(&raw mut (*share).vtime, step.unwrap_or(0));
         }
     }
     if turn.container != 0
         && let Some(limit) = LIMITS.get_ptr_mut(CgroupKey { cgroup_id: turn.container })
     {
         // SAFETY: as above.
-        unsafe { add(&raw mut (*limit).used_ns, used) };
+        unsafe { atomic_add(&raw mut (*limit).used_ns, used) };
     }
 }
 
@@ -571,22 +572,3 @@ fn smaller(a: u64, b: u64) -> u64 {
 fn less(a: u64, b: u64) -> u64 {
     if a > b { a - b } else { 0 }
 }
-
-/// # Safety
-/// `word` is in a live map value and aligned to 8.
-#[inline(always)]
-unsafe fn add(word: *mut u64, value: u64) {
-    // SAFETY: the caller's.
-    unsafe { atomic_xadd::<u64, u64, { AtomicOrdering::Relaxed }>(word, value) };
-}
-
-#[panic_handler]
-fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
-    // Never reached: the verifier refuses a program that could loop here.
-    loop {}
-}
-
-/// Schedulers are for GPL-compatible programs only. The sources are Apache-2.0 as well.
-#[unsafe(link_section = "license")]
-#[unsafe(no_mangle)]
-static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";

@@ -5,8 +5,9 @@ use aya_ebpf::{helpers::bpf_skc_to_tcp_sock, macros::sock_ops, programs::SockOps
 use beelet_ebpf_abi::{ABSENT, Counters};
 
 use crate::{
+    atomic::atomic_add,
     containers::counters,
-    kernel::{OFF_CGROUP_KN, OFF_KERNFS_ID, OFF_SOCK_CGROUP, Sock, atomic_add},
+    kernel::{OFF_CGROUP_KN, OFF_KERNFS_ID, OFF_SOCK_CGROUP, Sock},
     listeners::by_sock_ops,
 };
 

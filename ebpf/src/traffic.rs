@@ -3,7 +3,7 @@
 use aya_ebpf::{helpers::generated::bpf_skb_cgroup_id, macros::cgroup_skb, programs::SkBuffContext};
 use beelet_ebpf_abi::Counters;
 
-use crate::{containers::counters, kernel::atomic_add};
+use crate::{atomic::atomic_add, containers::counters};
 
 const PASS: i32 = 1;
 

@@ -1,0 +1,13 @@
+//! What every object has, whatever programs are in it.
+
+#[panic_handler]
+fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
+    // Never reached: the verifier refuses a program that could loop here.
+    loop {}
+}
+
+/// Schedulers, and helpers such as `bpf_skc_to_tcp_sock`, are for GPL-compatible programs only. The sources
+/// are Apache-2.0 as well.
+#[unsafe(link_section = "license")]
+#[unsafe(no_mangle)]
+static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";
