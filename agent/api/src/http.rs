@@ -6,6 +6,7 @@
 //! Any local user can connect, so connections are short-lived and limited: a client that opens many, or sends
 //! nothing, delays only itself.
 
+mod cadvisor;
 mod exposition;
 pub mod numbers;
 pub mod slis;
@@ -132,7 +133,7 @@ pub fn router(state: ApiState) -> Router {
         .route("/healthz/log", get(alive))
         .route("/healthz/syncloop", get(syncloop))
         .route("/metrics", get(numbers::metrics))
-        .route("/metrics/cadvisor", get(numbers::cadvisor))
+        .route("/metrics/cadvisor", get(cadvisor::cadvisor))
         .route("/metrics/probes", get(numbers::probes))
         .route("/metrics/resource", get(numbers::resource))
         .route("/metrics/slis", get(slis::slis));

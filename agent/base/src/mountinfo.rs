@@ -18,6 +18,10 @@ pub struct Mount<'a> {
     pub point: PathBuf,
     /// The file system's type.
     pub fs_type: &'a [u8],
+    /// The numbers of the device that the file system is on, major and minor: made up where it is on none.
+    pub device: Option<(u32, u32)>,
+    /// What was mounted: a device's path, a server's name or any other word.
+    pub source: &'a [u8],
     /// The options of the file system.
     pub super_options: &'a [u8],
 }
@@ -35,11 +39,14 @@ pub fn mounts(table: &[u8]) -> impl Iterator<Item = Mount<'_>> {
 /// `ID PARENT DEV ROOT POINT OPTIONS [TAG…] - TYPE SOURCE SUPER_OPTIONS`
 fn parse(line: &[u8]) -> Option<Mount<'_>> {
     let mut fields = line.split(|byte| *byte == b' ');
-    let (root, point) = (fields.nth(3)?, fields.next()?);
+    let (device, root, point) = (fields.nth(2)?, fields.next()?, fields.next()?);
     fields.find(|field| *field == b"-")?;
     let fs_type = fields.next()?;
-    let super_options = fields.nth(1).unwrap_or_default();
-    Some(Mount { root, point: unescape(point), fs_type, super_options })
+    let source = fields.next().unwrap_or_default();
+    let super_options = fields.next().unwrap_or_default();
+    let device = std::str::from_utf8(device).ok().and_then(|numbers| numbers.split_once(':'));
+    let device = device.and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
+    Some(Mount { root, point: unescape(point), fs_type, device, source, super_options })
 }
 
 /// Undoes the kernel's `\040` for a space and its like.

@@ -186,12 +186,13 @@ fn containers(text: &mut String, title: &str, labels: &str, metrics: &[Container
         writeln!(text, "\n## {title}\n\nLabels: {labels}.\n\n| name | kind | meaning |\n| --- | --- | --- |");
     let mut last = "";
     for metric in metrics.iter().filter(|metric| std::mem::replace(&mut last, metric.name) != metric.name) {
-        let own: Vec<String> = metrics
-            .iter()
-            .filter(|one| one.name == metric.name)
-            .filter_map(|one| one.label)
-            .map(|(key, value)| format!("`{key}=\"{value}\"`"))
-            .collect();
+        let mut own: Vec<String> = Vec::new();
+        for (key, value) in metrics.iter().filter(|one| one.name == metric.name).flat_map(|one| one.labels) {
+            let label = format!("`{key}=\"{value}\"`");
+            if !own.contains(&label) {
+                own.push(label);
+            }
+        }
         let own = if own.is_empty() { String::new() } else { format!(" ({})", own.join(", ")) };
         let _ = writeln!(text, "| `{}` | {} | {}{own} |", metric.name, metric.kind.name(), metric.help);
     }

@@ -4,7 +4,7 @@
 //! A file that isn't there (an old kernel, a controller that is off, PSI switched off) leaves its numbers
 //! out; only a cgroup without memory and CPU time is no reading.
 
-use super::model::{Gauges, Net, Reading, Stalls};
+use super::model::{Details, Gauges, Net, Reading, Stalls};
 use super::parse;
 use beelet_cgroups::read::{CgroupDirs, Controller};
 
@@ -16,12 +16,14 @@ const MAX_PROCESSES: usize = 256;
 const MAX_FILES: u64 = 4096;
 
 /// How much of a cgroup is read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Depth {
     /// What changes from second to second.
     Tick,
     /// Limits and processes too.
     Full,
+    /// All that a page shows.
+    Page,
 }
 
 /// Reads the cgroup; what [`Depth::Tick`] leaves out is taken from `last`. None if it has gone.
@@ -43,10 +45,16 @@ pub(super) fn read(
         return None;
     }
     files.stalls(&mut reading);
-    files.io(&mut reading);
-    if depth == Depth::Full || last.is_none() {
-        Files { often: false, ..files }.limits(&mut reading.gauges);
+    let mut details = (depth == Depth::Page).then(Box::<Details>::default);
+    files.io(&mut reading, details.as_deref_mut());
+    let mut seldom = Files { often: false, ..files };
+    if depth >= Depth::Full || last.is_none() {
+        seldom.limits(&mut reading.gauges);
     }
+    if let Some(details) = &mut details {
+        seldom.details(details);
+    }
+    reading.details = details;
     Some(reading)
 }
 
@@ -108,14 +116,14 @@ impl Files<'_> {
         let v1 = self.dirs.is_v1();
         let usage = if v1 { "memory.usage_in_bytes" } else { "memory.current" };
         let usage = self.number(Controller::Memory, usage)?;
-        let mut inactive_file = 0;
         let (counters, gauges) = (&mut reading.counters, &mut reading.gauges);
         let stat = self.text(Controller::Memory, "memory.stat")?;
         for (name, value) in parse::keyed(stat) {
             // On version 1 the names without `total_` leave the cgroup's children out.
             let name = if v1 { name.strip_prefix("total_").unwrap_or_default() } else { name };
             match name {
-                "inactive_file" => inactive_file = value,
+                "active_file" => gauges.active_file = value,
+                "inactive_file" => gauges.inactive_file = value,
                 "anon" | "rss" => gauges.rss = value,
                 "file" | "cache" => gauges.cache = value,
                 "file_mapped" | "mapped_file" => gauges.mapped = value,
@@ -126,7 +134,7 @@ impl Files<'_> {
             }
         }
         gauges.memory_usage = usage;
-        gauges.working_set = usage.saturating_sub(inactive_file);
+        gauges.working_set = usage.saturating_sub(gauges.inactive_file);
         let events = if v1 { "memory.oom_control" } else { "memory.events" };
         let events = self.text(Controller::Memory, events).into_iter().flat_map(parse::keyed);
         counters.oom_kills = events.filter(|(name, _)| *name == "oom_kill").map(|(_, kills)| kills).sum();
@@ -143,16 +151,43 @@ impl Files<'_> {
         counters.io_stalls = of("io.pressure");
     }
 
-    fn io(&mut self, reading: &mut Reading) {
+    /// What went to devices: all together, and into `details` by device.
+    fn io(&mut self, reading: &mut Reading, details: Option<&mut Details>) {
         let counters = &mut reading.counters;
         if self.dirs.is_v1() {
-            let mut of = |file: &'static str| self.text(Controller::Blkio, file).map(parse::blkio);
-            counters.io_bytes = of("blkio.throttle.io_service_bytes_recursive");
-            counters.io_operations = of("blkio.throttle.io_serviced_recursive");
-        } else if let Some((bytes, operations)) = self.text(Controller::Blkio, "io.stat").map(parse::io_stat)
-        {
+            // Both at once are needed by device alone: a page, not a tick.
+            let bytes = self.text(Controller::Blkio, "blkio.throttle.io_service_bytes_recursive");
+            counters.io_bytes = bytes.map(parse::blkio);
+            let kept = details.is_some().then(|| bytes.map(str::to_owned)).flatten();
+            let operations = self.text(Controller::Blkio, "blkio.throttle.io_serviced_recursive");
+            counters.io_operations = operations.map(parse::blkio);
+            if let (Some(details), Some(bytes)) = (details, kept) {
+                details.devices = parse::blkio_devices(&bytes, operations.unwrap_or_default());
+            }
+        } else if let Some(text) = self.text(Controller::Blkio, "io.stat") {
+            let (bytes, operations) = parse::io_stat(text);
             (counters.io_bytes, counters.io_operations) = (Some(bytes), Some(operations));
+            if let Some(details) = details {
+                details.devices = parse::io_stat_devices(text);
+            }
         }
+    }
+
+    /// Version 2 says how often the limit was hit in `memory.events`; the peak since Linux 5.19.
+    fn details(&mut self, details: &mut Details) {
+        let v1 = self.dirs.is_v1();
+        let mut keyed = |file: &'static str, key: &str| {
+            let text = self.text(Controller::Memory, file)?;
+            parse::keyed(text).find(|(name, _)| *name == key).map(|(_, value)| value)
+        };
+        (details.limit_hits, details.memory_kernel) = if v1 {
+            let hits = self.number(Controller::Memory, "memory.failcnt");
+            (hits, self.number(Controller::Memory, "memory.kmem.usage_in_bytes"))
+        } else {
+            (keyed("memory.events", "max"), keyed("memory.stat", "kernel"))
+        };
+        let peak = if v1 { "memory.max_usage_in_bytes" } else { "memory.peak" };
+        details.memory_peak = self.number(Controller::Memory, peak);
     }
 
     fn limits(&mut self, gauges: &mut Gauges) {
@@ -162,7 +197,9 @@ impl Files<'_> {
         let limit = if v1 { "memory.limit_in_bytes" } else { "memory.max" };
         gauges.memory_limit = self.text(Controller::Memory, limit).and_then(parse::limit);
         if !v1 {
-            gauges.cpu_limit = self.text(Controller::Cpu, "cpu.max").and_then(parse::cpu_max);
+            let max = self.text(Controller::Cpu, "cpu.max");
+            gauges.cpu_limit = max.and_then(parse::cpu_max);
+            gauges.cpu_period = max.and_then(|text| text.trim().split_once(' ')?.1.parse().ok());
             gauges.swap = self.number(Controller::Memory, "memory.swap.current");
             gauges.cpu_shares = self.number(Controller::Cpu, "cpu.weight").map(shares);
             gauges.memory_reservation = self.text(Controller::Memory, "memory.high").and_then(parse::limit);
@@ -176,6 +213,7 @@ impl Files<'_> {
         gauges.swap_limit = both.and_then(parse::limit);
         let quota = self.text(Controller::Cpu, "cpu.cfs_quota_us").and_then(|text| text.trim().parse().ok());
         let period = self.number(Controller::Cpu, "cpu.cfs_period_us");
+        gauges.cpu_period = period;
         gauges.cpu_limit = quota.zip(period).and_then(|(quota, period)| parse::quota_cores(quota, period));
     }
 }
@@ -191,6 +229,8 @@ pub(super) struct Opened {
     pub(super) processes: u64,
     /// None where there are too many to be counted.
     pub(super) files: Option<(u64, u64)>,
+    /// How many the first of them may have open; -1: any number.
+    pub(super) limit: Option<i64>,
 }
 
 /// Counts what the processes of the cgroup itself have open. What is beyond the bounds is not counted at all:
@@ -202,7 +242,9 @@ pub(super) fn opened(dirs: &CgroupDirs, buffer: &mut Vec<u8>) -> Option<Opened> 
     })?;
     let pids: Vec<u32> = text.lines().filter_map(|line| line.parse().ok()).collect();
     let files = (pids.len() <= MAX_PROCESSES).then(|| open_files(&pids)).flatten();
-    Some(Opened { processes: pids.len() as u64, files })
+    let limits = pids.first().and_then(|pid| std::fs::read_to_string(format!("/proc/{pid}/limits")).ok());
+    let limit = limits.as_deref().and_then(parse::descriptors_limit);
+    Some(Opened { processes: pids.len() as u64, files, limit })
 }
 
 /// Open files and sockets of these processes; none if there are too many.
@@ -285,10 +327,13 @@ mod tests {
         (
             "memory",
             "memory.stat",
-            "cache 1\nrss 1\ninactive_file 1\ntotal_cache 400\ntotal_rss 500\ntotal_mapped_file 30\ntotal_pgfault 7\ntotal_pgmajfault 3\ntotal_inactive_file 100\n",
+            "cache 1\nrss 1\ninactive_file 1\ntotal_cache 400\ntotal_rss 500\ntotal_mapped_file 30\ntotal_pgfault 7\ntotal_pgmajfault 3\ntotal_inactive_file 100\ntotal_active_file 60\n",
         ),
         ("memory", "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
         ("memory", "memory.limit_in_bytes", "4096\n"),
+        ("memory", "memory.failcnt", "9\n"),
+        ("memory", "memory.max_usage_in_bytes", "2000\n"),
+        ("memory", "memory.kmem.usage_in_bytes", "50\n"),
         ("blkio", "blkio.throttle.io_service_bytes_recursive", "8:0 Read 10\n8:0 Write 20\nTotal 30\n"),
         ("blkio", "blkio.throttle.io_serviced_recursive", "8:0 Read 1\n8:0 Write 2\nTotal 3\n"),
         ("pids", "pids.current", "6\n"),
@@ -305,10 +350,11 @@ mod tests {
         (
             "v2",
             "memory.stat",
-            "anon 500\nfile 400\nfile_mapped 30\ninactive_file 100\npgfault 7\npgmajfault 3\n",
+            "anon 500\nfile 400\nkernel 50\nfile_mapped 30\ninactive_file 100\nactive_file 60\npgfault 7\npgmajfault 3\n",
         ),
         ("v2", "memory.events", "low 0\nhigh 0\nmax 9\noom 3\noom_kill 2\noom_group_kill 0\n"),
         ("v2", "memory.max", "4096\n"),
+        ("v2", "memory.peak", "2000\n"),
         ("v2", "io.stat", "8:0 rbytes=10 wbytes=20 rios=1 wios=2 dbytes=0 dios=0\n"),
         ("v2", "pids.current", "6\n"),
         ("v2", "pids.max", "max\n"),
@@ -320,11 +366,19 @@ mod tests {
         let mut buffer = Vec::new();
         let mut of = |version, name: &str, files| {
             let mut dirs = dirs(&dir.path().join(name), version, files);
-            read(&mut dirs, Depth::Full, None, 1, &mut buffer).unwrap()
+            read(&mut dirs, Depth::Page, None, 1, &mut buffer).unwrap()
         };
         let (v1, v2) = (of(Version::V1, "1", V1), of(Version::V2, "2", V2));
         assert_eq!(v1.counters, v2.counters);
         assert_eq!(v1.gauges, v2.gauges);
+        assert_eq!(v1.details, v2.details);
+        let details = v1.details.unwrap();
+        assert_eq!((details.limit_hits, details.memory_peak), (Some(9), Some(2000)));
+        assert_eq!(
+            details.devices.iter().map(|one| (one.device, one.bytes)).collect::<Vec<_>>(),
+            [((8, 0), [10, 20])]
+        );
+        assert_eq!((v1.gauges.cpu_period, v1.gauges.active_file), (Some(100_000), 60));
         let Counters { cpu_ns, throttled_ns, oom_kills, major_faults, .. } = v1.counters;
         assert_eq!((cpu_ns, throttled_ns, oom_kills, major_faults), (5_000_000, 700_000, 2, 3));
         let Gauges { working_set, rss, memory_limit, cpu_limit, pids, pids_limit, .. } = v1.gauges;
@@ -342,6 +396,8 @@ mod tests {
         assert_eq!((tick.pids, tick.memory_usage, tick.memory_limit), (Some(1), 1000, None));
         let full = read(&mut dirs, Depth::Full, Some(&last), 1, &mut buffer).unwrap().gauges;
         assert_eq!((full.pids, full.memory_limit), (Some(6), Some(4096)));
+        let read = read(&mut dirs, Depth::Full, Some(&last), 1, &mut buffer).unwrap();
+        assert_eq!(read.details, None, "a page alone needs them");
     }
 
     #[test]

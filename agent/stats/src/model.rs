@@ -93,12 +93,18 @@ pub struct Gauges {
     pub cache: u64,
     /// Mapped files.
     pub mapped: u64,
+    /// File pages that were used lately.
+    pub active_file: u64,
+    /// File pages that were not, and go first.
+    pub inactive_file: u64,
     /// Swapped out; `None` where swap is not counted.
     pub swap: Option<u64>,
     /// The memory limit; `None`: none.
     pub memory_limit: Option<u64>,
     /// The CPU quota in cores; `None`: none.
     pub cpu_limit: Option<f64>,
+    /// The period of the CPU quota in microseconds, also where there is no quota.
+    pub cpu_period: Option<u64>,
     /// The memory limit that reclaim begins at (`memory.high`, the soft limit of version 1); `None`: none.
     pub memory_reservation: Option<u64>,
     /// How much may be swapped out; on version 1 memory and swap together; `None`: any amount.
@@ -187,6 +193,66 @@ pub struct Reading {
     pub counters: Counters,
     /// The gauges then.
     pub gauges: Gauges,
+    /// What pages alone show; in full readings.
+    pub details: Option<Box<Details>>,
+}
+
+/// What is read of a cgroup only when somebody asks for a page. `None` where this machine doesn't say it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Details {
+    /// How often the memory limit was hit since the cgroup was made.
+    pub limit_hits: Option<u64>,
+    /// The most memory that was ever charged, in bytes.
+    pub memory_peak: Option<u64>,
+    /// Memory of the kernel's own, in bytes.
+    pub memory_kernel: Option<u64>,
+    /// What went to and came from each block device; a device without any traffic may be missing.
+    pub devices: Vec<DeviceTraffic>,
+    /// How many files the first process may have open (the soft limit); -1: any number.
+    pub descriptors_limit: Option<i64>,
+}
+
+/// What a cgroup read from a block device and wrote to it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DeviceTraffic {
+    /// The device's major and minor number.
+    pub device: (u32, u32),
+    /// Bytes read and written.
+    pub bytes: [u64; 2],
+    /// Reads and writes.
+    pub operations: [u64; 2],
+}
+
+/// A block device of the machine, as `/proc/diskstats` has it since the machine's start.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Disk {
+    /// Its major and minor number.
+    pub device: (u32, u32),
+    /// Its name below `/dev`.
+    pub name: String,
+    /// What was read.
+    pub read: DiskWork,
+    /// What was written.
+    pub written: DiskWork,
+    /// Requests that are under way.
+    pub in_flight: u64,
+    /// Milliseconds during which any request was under way.
+    pub busy_ms: u64,
+    /// Milliseconds that all requests together were under way.
+    pub weighted_ms: u64,
+}
+
+/// One direction of a block device.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DiskWork {
+    /// Requests that are done.
+    pub completed: u64,
+    /// Requests that were merged with others.
+    pub merged: u64,
+    /// Sectors of 512 bytes.
+    pub sectors: u64,
+    /// Milliseconds that requests took.
+    pub ms: u64,
 }
 
 /// A container and what its cgroup said.
@@ -354,8 +420,12 @@ pub struct Machine {
     pub net: Vec<(String, Net)>,
     /// Bytes of swap, and how many of them are free; `None` without any.
     pub swap: Option<[u64; 2]>,
-    /// The cgroup of all pods; in full readings.
-    pub all_pods: Option<Reading>,
+    /// The path of the cgroup of all pods, and what it said; in full readings.
+    pub all_pods: Option<(String, Reading)>,
+    /// The whole machine, as if it were a cgroup; in full readings.
+    pub reading: Option<Reading>,
+    /// Its block devices; in full readings.
+    pub disks: Vec<Disk>,
 }
 
 /// The whole node at one moment. Published whole; never changed.

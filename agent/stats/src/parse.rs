@@ -1,7 +1,9 @@
 //! What the files of cgroups and of /proc say: text in, numbers out. Pure. What is not there, or not a
 //! number, is left out: kernels add lines, and leave some away that their configuration lacks.
 
-use super::model::{Net, Stalls};
+use std::collections::BTreeMap;
+
+use super::model::{DeviceTraffic, Disk, DiskWork, Net, Stalls};
 
 /// Numbers by name, one a line (`memory.stat`, `cpu.stat`, `memory.events`).
 pub fn keyed(text: &str) -> impl Iterator<Item = (&str, u64)> {
@@ -95,6 +97,60 @@ pub fn blkio(text: &str) -> [u64; 2] {
     sums
 }
 
+/// `io.stat` of version 2, by device.
+pub fn io_stat_devices(text: &str) -> Vec<DeviceTraffic> {
+    let devices = text.lines().filter_map(|line| {
+        let device = numbers(line.split(' ').next()?)?;
+        let (bytes, operations) = io_stat(line);
+        Some(DeviceTraffic { device, bytes, operations })
+    });
+    devices.collect()
+}
+
+/// The two files that [`blkio`] reads, bytes and operations, by device.
+pub fn blkio_devices(bytes: &str, operations: &str) -> Vec<DeviceTraffic> {
+    let mut found: BTreeMap<(u32, u32), DeviceTraffic> = BTreeMap::new();
+    for (text, is_bytes) in [(bytes, true), (operations, false)] {
+        for line in text.lines() {
+            let Some(device) = line.split(' ').next().and_then(numbers) else { continue };
+            let entry = found.entry(device).or_insert(DeviceTraffic { device, ..DeviceTraffic::default() });
+            let sums = if is_bytes { &mut entry.bytes } else { &mut entry.operations };
+            for (sum, value) in sums.iter_mut().zip(blkio(line)) {
+                add(sum, value);
+            }
+        }
+    }
+    found.into_values().collect()
+}
+
+/// `8:16`
+fn numbers(text: &str) -> Option<(u32, u32)> {
+    let (major, minor) = text.split_once(':')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
+}
+
+/// `/proc/diskstats` (Documentation/admin-guide/iostats.rst).
+pub fn disks(text: &str) -> Vec<Disk> {
+    let disk = |line: &str| {
+        let mut words = line.split_whitespace();
+        let device = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
+        let name = words.next()?.to_owned();
+        let mut next = || words.next()?.parse::<u64>().ok();
+        let mut work =
+            || Some(DiskWork { completed: next()?, merged: next()?, sectors: next()?, ms: next()? });
+        let (read, written) = (work()?, work()?);
+        Some(Disk { device, name, read, written, in_flight: next()?, busy_ms: next()?, weighted_ms: next()? })
+    };
+    text.lines().filter_map(disk).collect()
+}
+
+/// `/proc/PID/limits`: the soft limit of open files; -1 is none.
+pub fn descriptors_limit(text: &str) -> Option<i64> {
+    let soft =
+        text.lines().find_map(|line| line.strip_prefix("Max open files"))?.split_whitespace().next()?;
+    if soft == "unlimited" { Some(-1) } else { soft.parse().ok() }
+}
+
 /// `/proc/vmstat`: page faults since the machine's start, and such that needed a read.
 pub fn faults(text: &str) -> Option<[u64; 2]> {
     let of =
@@ -168,6 +224,18 @@ pub fn machine_cpu(text: &str, ticks_per_second: u64) -> (Option<u64>, Option<i6
     (busy, booted)
 }
 
+/// `/proc/stat`: nanoseconds that all CPUs were in user mode, and in the kernel.
+pub fn machine_modes(text: &str, ticks_per_second: u64) -> [u64; 2] {
+    let line = text.lines().find_map(|line| line.strip_prefix("cpu ")).unwrap_or_default();
+    let ticks: Vec<u64> = line.split_whitespace().take(8).filter_map(|word| word.parse().ok()).collect();
+    // user nice system idle iowait irq softirq steal
+    [&[0, 1][..], &[2, 5, 6]].map(|fields| {
+        let sum =
+            fields.iter().filter_map(|at| ticks.get(*at)).fold(0_u64, |sum, one| sum.saturating_add(*one));
+        sum.saturating_mul(1_000_000_000 / ticks_per_second.max(1))
+    })
+}
+
 /// `/proc/loadavg`.
 pub fn load(text: &str) -> [f64; 3] {
     let mut words = text.split(' ').map(|word| word.parse().unwrap_or(0.0));
@@ -213,6 +281,44 @@ mod tests {
     }
 
     #[test]
+    fn both_versions_say_the_same_of_each_device() {
+        let v2 = "8:0 rbytes=10 wbytes=20 rios=1 wios=2 dbytes=0 dios=0\n8:16 rbytes=5 wbytes=0 rios=1 wios=0\n7:0 \nx\n";
+        let bytes =
+            "8:0 Read 10\n8:0 Write 20\n8:0 Sync 30\n8:0 Total 30\n8:16 Read 5\n7:0 Read 0\nTotal 35\n";
+        let operations = "8:0 Read 1\n8:0 Write 2\n8:16 Read 1\nTotal 4\n";
+        let one = |device, bytes, operations| DeviceTraffic { device, bytes, operations };
+        let expected =
+            [one((7, 0), [0, 0], [0, 0]), one((8, 0), [10, 20], [1, 2]), one((8, 16), [5, 0], [1, 0])];
+        let mut found = io_stat_devices(v2);
+        found.sort_by_key(|one| one.device);
+        assert_eq!(found, expected);
+        assert_eq!(blkio_devices(bytes, operations), expected);
+    }
+
+    #[test]
+    fn a_disk_is_a_line_of_diskstats_and_a_short_line_is_none() {
+        let text = " 254       0 vda 7 2 4657 166 54 39 96 88 3 16 263 32 9 8 5 5 9\n   7 0 loop0 1 2\n";
+        let [disk] = &disks(text)[..] else { panic!("{:?}", disks(text)) };
+        assert_eq!((disk.device, disk.name.as_str(), disk.in_flight), ((254, 0), "vda", 3));
+        assert_eq!(disk.read, DiskWork { completed: 7, merged: 2, sectors: 4657, ms: 166 });
+        assert_eq!(disk.written, DiskWork { completed: 54, merged: 39, sectors: 96, ms: 88 });
+        assert_eq!((disk.busy_ms, disk.weighted_ms), (16, 263));
+    }
+
+    #[test]
+    fn the_limit_of_open_files_is_the_soft_one() {
+        let of = |soft: &str| {
+            descriptors_limit(&format!(
+                "Limit  Soft Limit  Hard Limit  Units\nMax open files   {soft}   1048576   files\n"
+            ))
+        };
+        assert_eq!(
+            (of("1024"), of("unlimited"), of("x"), descriptors_limit("")),
+            (Some(1024), Some(-1), None, None)
+        );
+    }
+
+    #[test]
     fn numbers_near_the_largest_are_no_overflow() {
         let most = u64::MAX;
         let v2 = format!("8:0 rbytes={most} wios={most}\n8:16 rbytes={most} wios=1\n");
@@ -252,6 +358,8 @@ Inter-|   Receive                                                |  Transmit
         let stat = "cpu  100 10 50 5000 700 1 2 3 40 0\ncpu0 1 1 1 1\nbtime 1700000000\n";
         assert_eq!(machine_cpu(stat, 100), (Some(1_660_000_000), Some(1_700_000_000)));
         assert_eq!(machine_cpu("", 100), (None, None));
+        assert_eq!(machine_modes(stat, 100), [1_100_000_000, 530_000_000]);
+        assert_eq!(machine_modes("", 0), [0, 0]);
         assert_eq!(meminfo("MemTotal:       16 kB\nMemFree: 1 kB\n", "MemFree"), Some(1024));
         assert_eq!(load("0.50 1.25 2.00 1/200 1234\n"), [0.5, 1.25, 2.0]);
     }
@@ -260,6 +368,8 @@ Inter-|   Receive                                                |  Transmit
         #[test]
         fn no_text_makes_them_panic(text in "([a-z_:=0-9 .-]|\n|\\PC){0,200}") {
             let _ = (keyed(&text).count(), limit(&text), cpu_max(&text), stalls(&text), io_stat(&text), blkio(&text));
+            let _ = (io_stat_devices(&text), blkio_devices(&text, &text), disks(&text), descriptors_limit(&text));
+            let _ = machine_modes(&text, 0);
             let _ = (interfaces(&text), retransmits(&text), meminfo(&text, "a"), machine_cpu(&text, 0), load(&text));
         }
     }

@@ -13,8 +13,8 @@ use super::files::{self, Depth};
 use super::history::History;
 use super::inventory;
 use super::model::{
-    ContainerStats, Counters, KernelCounters, Machine, Net, NetRates, NodeStats, PodStats, Reading, Stalls,
-    State, WINDOWS,
+    ContainerStats, Counters, Gauges, KernelCounters, Machine, Net, NetRates, NodeStats, PodStats, Reading,
+    Stalls, State, WINDOWS,
 };
 use super::parse;
 use super::rates::{grown, share};
@@ -116,8 +116,12 @@ impl Sampler {
     pub(super) fn read(&mut self, table: &PodTable, full: bool) -> NodeStats {
         let at_ns = monotonic_ns();
         let due = at_ns.saturating_sub(self.full_at) >= FULL_EVERY;
-        let depth = if full || due { Depth::Full } else { Depth::Tick };
-        if depth == Depth::Full {
+        let depth = match (full, due) {
+            (true, _) => Depth::Page,
+            (false, true) => Depth::Full,
+            (false, false) => Depth::Tick,
+        };
+        if depth >= Depth::Full {
             self.full_at = at_ns;
         }
         let mut pods = inventory::pods(table);
@@ -144,6 +148,9 @@ impl Sampler {
             self.names.name_holders(&mut pods, &kernel.waited_for, &self.cgroups, at_ns);
         }
         let machine = self.machine(at_ns, full);
+        if machine.swap.is_none() {
+            without_swap(&mut pods);
+        }
         NodeStats {
             at: Timestamp::now(),
             at_ns,
@@ -251,6 +258,9 @@ impl Sampler {
         reading.gauges.processes = Some(opened.processes);
         reading.gauges.descriptors = opened.files.map(|(files, _)| files);
         reading.gauges.sockets = opened.files.map(|(_, sockets)| sockets);
+        if let Some(details) = &mut reading.details {
+            details.descriptors_limit = opened.limit;
+        }
     }
 
     /// The pod's own cgroup is its containers' parent. Its network is asked of any of its processes, where
@@ -273,7 +283,7 @@ impl Sampler {
                 tracked.cgroup = self.cgroups.open(path).ok().map(|dirs| (path.to_owned(), dirs));
             }
             if let Some((_, dirs)) = &mut tracked.cgroup {
-                pod.reading = files::read(dirs, Depth::Full, None, monotonic_ns(), &mut self.buffer);
+                pod.reading = files::read(dirs, Depth::Page, None, monotonic_ns(), &mut self.buffer);
             }
         }
         if pod.host_network || !full && by_kernel {
@@ -298,6 +308,7 @@ impl Sampler {
         let stalls = ["cpu", "memory", "io"].map(|kind| parse::stalls(&read(&format!("pressure/{kind}"))));
         let memory = |name| parse::meminfo(&meminfo, name).unwrap_or(0);
         let usage = memory("MemTotal").saturating_sub(memory("MemFree"));
+        let vmstat = if full { read("vmstat") } else { String::new() };
         self.machine.push(at_ns, MachineCounters { cpu_ns: cpu_ns.unwrap_or(0), stalls });
         let cpu = self
             .machine
@@ -307,7 +318,7 @@ impl Sampler {
         });
         // Ten seconds: the second of the windows.
         const { assert!(WINDOWS[1].as_secs() == 10) };
-        Machine {
+        let machine = Machine {
             cpus: u32::try_from(stat.lines().filter(|line| is_cpu(line)).count()).unwrap_or(0),
             cpu_ns: cpu_ns.unwrap_or(0),
             cpu,
@@ -320,23 +331,73 @@ impl Sampler {
             stalled: stalled[1].unwrap_or([None; 3]),
             booted_at: booted.and_then(|seconds| Timestamp::from_second(seconds).ok()),
             rss: parse::meminfo(&meminfo, "AnonPages"),
-            faults: full.then(|| parse::faults(&read("vmstat"))).flatten(),
+            faults: parse::faults(&vmstat),
             // Not this process's own namespace: an observer may be in a pod.
             net: if full { files::network(1).map(of_the_machine).unwrap_or_default() } else { Vec::new() },
             swap: Some([memory("SwapTotal"), memory("SwapFree")]).filter(|[total, _]| *total > 0),
             all_pods: if full { self.all_pods() } else { None },
-        }
+            reading: None,
+            disks: if full { parse::disks(&read("diskstats")) } else { Vec::new() },
+        };
+        let reading = full.then(|| whole(at_ns, &machine, (&stat, &meminfo, &vmstat)));
+        Machine { reading, ..machine }
     }
 
-    fn all_pods(&mut self) -> Option<Reading> {
+    fn all_pods(&mut self) -> Option<(String, Reading)> {
         let root = self.cgroups.pods_roots().into_iter().next()?;
         let mut dirs = self.cgroups.open(&root).ok()?;
-        files::read(&mut dirs, Depth::Full, None, monotonic_ns(), &mut self.buffer)
+        let reading = files::read(&mut dirs, Depth::Page, None, monotonic_ns(), &mut self.buffer)?;
+        Some((root, reading))
     }
 
     /// Number of containers with a cgroup.
     pub(super) fn tracked(&self) -> usize {
         self.containers.len()
+    }
+}
+
+/// The machine as if it were a cgroup, for those who ask for the cgroup `/`. On version 2 the kernel has no
+/// numbers of that one's memory.
+fn whole(at_ns: u64, machine: &Machine, (stat, meminfo, vmstat): (&str, &str, &str)) -> Reading {
+    let memory = |name| parse::meminfo(meminfo, name).unwrap_or(0);
+    let [cpu_user_ns, cpu_system_ns] = parse::machine_modes(stat, rustix::param::clock_ticks_per_second());
+    let [cpu_stalls, memory_stalls, io_stalls] = machine.stalls;
+    let [page_faults, major_faults] = machine.faults.unwrap_or_default();
+    let killed = parse::keyed(vmstat).find(|(name, _)| *name == "oom_kill");
+    let counters = Counters {
+        cpu_ns: machine.cpu_ns,
+        cpu_user_ns,
+        cpu_system_ns,
+        cpu_stalls,
+        memory_stalls,
+        io_stalls,
+        page_faults,
+        major_faults,
+        oom_kills: killed.map_or(0, |(_, kills)| kills),
+        ..Counters::default()
+    };
+    let gauges = Gauges {
+        memory_usage: machine.memory_usage,
+        working_set: machine.working_set,
+        rss: memory("AnonPages"),
+        cache: memory("Cached"),
+        mapped: memory("Mapped"),
+        active_file: memory("Active(file)"),
+        inactive_file: memory("Inactive(file)"),
+        swap: Some(machine.swap.map_or(0, |[total, free]| total.saturating_sub(free))),
+        memory_limit: Some(machine.memory_total),
+        ..Gauges::default()
+    };
+    Reading { at_ns, counters, gauges, details: None }
+}
+
+/// Where the kernel counts no swap of cgroups, and there is none, they use none.
+fn without_swap(pods: &mut [PodStats]) {
+    for pod in pods {
+        let containers = pod.containers.iter_mut().filter_map(|container| container.reading.as_mut());
+        for reading in containers.chain(pod.reading.as_mut()) {
+            reading.gauges.swap.get_or_insert(0);
+        }
     }
 }
 

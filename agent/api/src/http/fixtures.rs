@@ -6,7 +6,8 @@ use beelet_model::disk::{Places, PodDisk, Room, Taken, VolumeUse};
 use beelet_model::table::PodName;
 use beelet_stats::NodeStats;
 use beelet_stats::model::{
-    ContainerStats, Counters, Gauges, Machine, Net, PodStats, Rates, Reading, Stalls, State,
+    ContainerStats, Counters, Details, DeviceTraffic, Gauges, Machine, Net, PodStats, Rates, Reading, Stalls,
+    State,
 };
 
 fn disk() -> PodDisk {
@@ -34,8 +35,16 @@ pub(super) fn pressure() -> NodeStats {
             rss: 500,
             memory_limit: Some(4096),
             pids: Some(2),
+            cpu_period: Some(100_000),
             ..Gauges::default()
         },
+        details: Some(Box::new(Details {
+            limit_hits: Some(0),
+            memory_peak: Some(1200),
+            devices: vec![DeviceTraffic { device: (254, 0), bytes: [8, 9], operations: [1, 2] }],
+            descriptors_limit: Some(1024),
+            ..Details::default()
+        })),
     };
     let container = ContainerStats {
         name: "app".into(),
@@ -50,7 +59,9 @@ pub(super) fn pressure() -> NodeStats {
         windows: [Some(Rates { cpu: 0.5, ..Rates::default() }); 3],
         ..ContainerStats::default()
     };
-    let all_pods = reading.clone();
+    let all_pods = ("/kubepods".to_owned(), reading.clone());
+    let mut machine = reading.clone();
+    (machine.gauges.working_set, machine.details) = (2 << 30, None);
     let mut whole = reading;
     whole.counters.cpu_ns = 3_000_000_000;
     let pod = PodStats {
@@ -93,6 +104,7 @@ pub(super) fn pressure() -> NodeStats {
             faults: Some([9, 4]),
             net: vec![("eth0".into(), Net { rx_bytes: 30, tx_bytes: 40, ..Net::default() })],
             all_pods: Some(all_pods),
+            reading: Some(machine),
             swap: Some([10, 4]),
             ..Machine::default()
         },

@@ -1,4 +1,5 @@
-//! The kubelet's pages of numbers: `/metrics`, `/metrics/cadvisor`, `/metrics/resource`, `/metrics/probes`.
+//! The kubelet's pages of numbers: `/metrics`, `/metrics/resource`, `/metrics/probes`; and what
+//! `/metrics/cadvisor` shares with them.
 //!
 //! They are split as the kubelet splits them, so that existing scrape jobs and dashboards (which tell the
 //! pages by `metrics_path`) neither miss a metric nor count it twice.
@@ -10,11 +11,9 @@ use axum::response::{IntoResponse, Response};
 use super::{
     ApiState,
     exposition::{Format, to_text},
-    summary::{Fs, Sizes},
 };
-use beelet_model::disk::Taken;
-use beelet_stats::metrics::{CADVISOR, Kind, Page};
-use beelet_stats::model::{ContainerStats, Net, NodeStats, PodStats, Reading};
+use beelet_stats::metrics::{Kind, Page};
+use beelet_stats::model::{ContainerStats, NodeStats, PodStats, Reading};
 
 /// The metrics that are on `/metrics/probes`, and there alone.
 const PROBES: &str = "prober_";
@@ -31,22 +30,13 @@ pub(super) async fn probes(State(state): State<ApiState>, headers: HeaderMap) ->
     registry(&state, Format::of(&headers), |family| family.starts_with(PROBES))
 }
 
-/// `container_*` and `machine_*`, as cAdvisor inside the kubelet names them.
-pub(super) async fn cadvisor(State(state): State<ApiState>) -> Response {
-    let pressure = state.pressure.now().await;
-    page(
-        tokio::task::spawn_blocking(move || cadvisor_page(&pressure, &Sizes::measure(&pressure.places)))
-            .await,
-    )
-}
-
 /// What metrics-server reads.
 pub(super) async fn resource(State(state): State<ApiState>) -> Response {
     let pressure = state.pressure.now().await;
     page(tokio::task::spawn_blocking(move || resource_page(&pressure)).await)
 }
 
-fn page(made: Result<String, tokio::task::JoinError>) -> Response {
+pub(super) fn page(made: Result<String, tokio::task::JoinError>) -> Response {
     match made {
         Ok(text) => ([(header::CONTENT_TYPE, Format::Text.content_type())], text).into_response(),
         Err(error) => failed(&error),
@@ -83,90 +73,32 @@ fn families(text: &str, wanted: impl Fn(&str) -> bool) -> String {
 }
 
 /// A metric: name, kind, meaning.
-type Metric = (&'static str, Kind, &'static str);
+pub(super) type Metric = (&'static str, Kind, &'static str);
 /// A metric, and where its value comes from.
-type Of<T, V> = (Metric, fn(&T) -> V);
+pub(super) type Of<T, V> = (Metric, fn(&T) -> V);
 
-const NETWORK: [Of<Net, u64>; 8] = {
-    use Kind::Counter;
-    [
-        (("container_network_receive_bytes_total", Counter, "Bytes received"), |net| net.rx_bytes),
-        (("container_network_receive_errors_total", Counter, "Errors while receiving"), |net| net.rx_errors),
-        (
-            ("container_network_receive_packets_dropped_total", Counter, "Packets dropped while receiving"),
-            |net| net.rx_dropped,
-        ),
-        (("container_network_receive_packets_total", Counter, "Packets received"), |net| net.rx_packets),
-        (("container_network_transmit_bytes_total", Counter, "Bytes sent"), |net| net.tx_bytes),
-        (("container_network_transmit_errors_total", Counter, "Errors while sending"), |net| net.tx_errors),
-        (
-            ("container_network_transmit_packets_dropped_total", Counter, "Packets dropped while sending"),
-            |net| net.tx_dropped,
-        ),
-        (("container_network_transmit_packets_total", Counter, "Packets sent"), |net| net.tx_packets),
-    ]
-};
-/// The same of what is on disk, and the file system that it is on.
-type OfDisk = (Metric, fn(Taken, Option<&Fs>) -> Option<u64>);
-
-/// What a container has on disk: its writable layer and its logs, and the file system that they are on.
-const DISK: [OfDisk; 5] = {
-    use Kind::Gauge;
-    [
-        (
-            ("container_fs_usage_bytes", Gauge, "Bytes that the writable layer and the logs take"),
-            |taken, _| Some(taken.bytes),
-        ),
-        (
-            ("container_fs_inodes_used", Gauge, "Inodes that the writable layer and the logs take"),
-            |taken, _| Some(taken.inodes),
-        ),
-        (("container_fs_limit_bytes", Gauge, "Bytes of the file system of writable layers"), |_, fs| {
-            fs.map(|fs| fs.capacity_bytes)
-        }),
-        (("container_fs_inodes_total", Gauge, "Inodes of the file system of writable layers"), |_, fs| {
-            fs.map(|fs| fs.inodes)
-        }),
-        (("container_fs_inodes_free", Gauge, "Inodes that are free there"), |_, fs| {
-            fs.map(|fs| fs.inodes_free)
-        }),
-    ]
-};
-const LAST_SEEN: Metric =
-    ("container_last_seen", Kind::Gauge, "When the container was last read, in seconds since the epoch");
-const MACHINE: [Metric; 2] = [
-    ("machine_cpu_cores", Kind::Gauge, "CPUs of the machine"),
-    ("machine_memory_bytes", Kind::Gauge, "Memory of the machine, in bytes"),
-];
-const START_TIME: Metric = (
+pub(super) const START_TIME: Metric = (
     "container_start_time_seconds",
     Kind::Gauge,
     "When the container was started, in seconds since the epoch",
 );
 
-/// Every metric of `/metrics/cadvisor` and `/metrics/resource` that isn't in [`CADVISOR`], with its page and
-/// labels: for docs/metrics.md.
+/// Every metric of `/metrics/resource` and `/metrics/slis`, and those of `/metrics/cadvisor` that all cgroups
+/// don't have alike, with its page and labels: for docs/metrics.md.
 #[cfg(any(test, feature = "test-util"))]
 pub fn documented() -> Vec<(&'static str, Metric, &'static str)> {
     let container = "container, namespace, pod";
-    let network =
-        NETWORK.iter().map(|(metric, _)| ("/metrics/cadvisor", *metric, "interface, namespace, pod"));
-    let machine = MACHINE.iter().map(|metric| ("/metrics/cadvisor", *metric, ""));
     let resource = RESOURCE_CONTAINER.iter().map(|(metric, _)| ("/metrics/resource", *metric, container));
-    let disk =
-        DISK.iter().map(|(metric, _)| ("/metrics/cadvisor", *metric, "container, device, namespace, pod"));
-    let seen = [("/metrics/cadvisor", LAST_SEEN, container)];
     let pods = RESOURCE_POD.iter().map(|(metric, _)| ("/metrics/resource", *metric, "namespace, pod"));
     let node = RESOURCE_NODE.iter().map(|(metric, _)| ("/metrics/resource", *metric, ""));
-    let start = ["/metrics/cadvisor", "/metrics/resource"].map(|page| (page, START_TIME, container));
+    let start = [("/metrics/resource", START_TIME, container)];
     let error = [("/metrics/resource", RESOURCE_ERROR, "")];
     let checks = [
         ("/metrics/slis", super::slis::LAST, "name, type"),
         ("/metrics/slis", super::slis::TOTAL, "name, status, type"),
     ];
-    disk.chain(seen)
-        .chain(network)
-        .chain(machine)
+    super::cadvisor::documented()
+        .into_iter()
         .chain(resource)
         .chain(pods)
         .chain(node)
@@ -176,76 +108,7 @@ pub fn documented() -> Vec<(&'static str, Metric, &'static str)> {
         .collect()
 }
 
-fn cadvisor_page(pressure: &NodeStats, sizes: &Sizes) -> String {
-    let mut page = Page::default();
-    let at = at_ms(pressure);
-    for metric in CADVISOR {
-        for (pod, container, reading) in pressure.readings() {
-            let Some(value) = (metric.value)(reading) else { continue };
-            let labels = cadvisor_labels(pod, container);
-            let labels: Vec<(&str, &str)> = labels.into_iter().chain(metric.label).collect();
-            page.sample((metric.name, metric.kind, metric.help), &labels, value, at);
-        }
-    }
-    for (pod, container, started) in started(pressure) {
-        page.sample(START_TIME, &cadvisor_labels(pod, container), started, None);
-    }
-    for (pod, container, _) in pressure.readings() {
-        page.sample(LAST_SEEN, &cadvisor_labels(pod, container), pressure.at.as_second() as f64, at);
-    }
-    for (metric, value) in DISK {
-        for (pod, container, taken) in on_disk(pressure) {
-            let Some(value) = value(taken, sizes.containers.as_ref()) else { continue };
-            let labels = cadvisor_labels(pod, container).into_iter().chain([("device", "")]);
-            page.sample(metric, &labels.collect::<Vec<_>>(), value as f64, at);
-        }
-    }
-    for (metric, value) in NETWORK {
-        for pod in &pressure.pods {
-            let name = &pod.name;
-            for (interface, net) in &pod.net {
-                let labels = [
-                    ("id", pod.cgroup.as_deref().unwrap_or_default()),
-                    ("interface", interface.as_str()),
-                    ("namespace", &name.namespace),
-                    ("pod", &name.name),
-                ];
-                page.sample(metric, &labels, value(net) as f64, at);
-            }
-        }
-    }
-    let [cpus, memory] = MACHINE;
-    page.sample(cpus, &[], f64::from(pressure.machine.cpus), None);
-    page.sample(memory, &[], pressure.machine.memory_total as f64, None);
-    page.finish()
-}
-
-/// Containers whose writable layer or logs were measured.
-fn on_disk(pressure: &NodeStats) -> impl Iterator<Item = (&PodStats, &ContainerStats, Taken)> {
-    pressure.readings().filter_map(|(pod, container, _)| {
-        let disk = pod.disk.as_ref()?;
-        let (rootfs, logs) = (disk.rootfs.get(&container.name), disk.logs.get(&container.name));
-        let both = rootfs.into_iter().chain(logs).copied().reduce(|a, b| Taken {
-            bytes: a.bytes.saturating_add(b.bytes),
-            inodes: a.inodes.saturating_add(b.inodes),
-        });
-        Some((pod, container, both?))
-    })
-}
-
-/// cAdvisor's labels, in its order. `name` is the container's id there.
-fn cadvisor_labels<'a>(pod: &'a PodStats, container: &'a ContainerStats) -> [(&'static str, &'a str); 6] {
-    [
-        ("container", &container.name),
-        ("id", container.cgroup.as_deref().unwrap_or_default()),
-        ("image", &container.image),
-        ("name", &container.id),
-        ("namespace", &pod.name.namespace),
-        ("pod", &pod.name.name),
-    ]
-}
-
-const RESOURCE_CONTAINER: [Of<Reading, Option<f64>>; 3] = {
+const RESOURCE_CONTAINER: [Of<Reading, Option<f64>>; 4] = {
     use Kind::{Counter, Gauge};
     [
         (
@@ -259,6 +122,14 @@ const RESOURCE_CONTAINER: [Of<Reading, Option<f64>>; 3] = {
         (("container_swap_usage_bytes", Gauge, "Memory that is swapped out, in bytes"), |reading| {
             reading.gauges.swap.map(|bytes| bytes as f64)
         }),
+        (
+            (
+                "container_swap_limit_bytes",
+                Gauge,
+                "How much may be swapped out, on cgroup v1 with the memory; left out where there is no limit",
+            ),
+            |reading| reading.gauges.swap_limit.map(|bytes| bytes as f64),
+        ),
     ]
 };
 const RESOURCE_POD: [Of<Reading, Option<f64>>; 3] = {
@@ -336,7 +207,7 @@ fn started(pressure: &NodeStats) -> impl Iterator<Item = (&PodStats, &ContainerS
 }
 
 /// The time of the reading, as the text format has it.
-fn at_ms(pressure: &NodeStats) -> Option<i64> {
+pub(super) fn at_ms(pressure: &NodeStats) -> Option<i64> {
     Some(pressure.at.as_millisecond())
 }
 
@@ -363,29 +234,6 @@ mod tests {
         // What is not known is not there.
         assert!(!text.contains("container_swap") && !text.contains("pod_swap"), "{text}");
         assert!(resource_page(&NodeStats::nothing_yet()).ends_with("resource_scrape_error 1\n"));
-    }
-
-    #[test]
-    fn the_cadvisor_page_has_its_labels_and_each_family_once() {
-        let text = cadvisor_page(&fixtures::pressure(), &Sizes::default());
-        let labels = "container=\"app\",id=\"/kubepods/podu/aa\",image=\"img\",name=\"aa\",namespace=\"shop\",pod=\"web\"";
-        for line in [
-            format!("container_memory_failures_total{{{labels},failure_type=\"pgmajfault\"}} 3 1700000000000"),
-            format!("container_pressure_cpu_waiting_seconds_total{{{labels}}} 0.25 1700000000000"),
-            format!("container_spec_memory_limit_bytes{{{labels}}} 4096 1700000000000"),
-            format!("container_last_seen{{{labels}}} 1700000000 1700000000000"),
-            format!("container_fs_usage_bytes{{{labels},device=\"\"}} 12288 1700000000000"),
-            "container_network_receive_bytes_total{id=\"/kubepods/podu\",interface=\"eth0\",namespace=\"shop\",pod=\"web\"} 10 1700000000000".to_owned(),
-            "machine_cpu_cores 2".to_owned(),
-        ] {
-            assert!(text.lines().any(|one| one == line), "no {line} in\n{text}");
-        }
-        assert!(!text.contains("container_cpu_cfs_periods_total"), "there is no quota");
-        let mut types: Vec<&str> = text.lines().filter(|line| line.starts_with("# TYPE ")).collect();
-        let all = types.len();
-        types.sort_unstable();
-        types.dedup();
-        assert_eq!(types.len(), all);
     }
 
     #[test]

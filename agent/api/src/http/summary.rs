@@ -350,7 +350,7 @@ fn runtime(places: &Places, sizes: &Sizes) -> Option<Runtime> {
 
 /// The cgroup of all pods, which the kubelet calls the system container `pods`.
 fn all_pods(pressure: &NodeStats, at: &str) -> Option<Container> {
-    let reading = pressure.machine.all_pods.as_ref()?;
+    let (_, reading) = pressure.machine.all_pods.as_ref()?;
     let nano_cores =
         pressure.containers().filter_map(|(_, container)| Some(nano_cores(container.windows[TEN]?.cpu)));
     Some(Container {
@@ -500,7 +500,8 @@ fn network(interfaces: &[(String, Net)], at: &str) -> Option<Network> {
     Some(Network { time: at.to_owned(), default, interfaces })
 }
 
-fn fs(path: &Path) -> Option<Fs> {
+/// The size of the file system of this path. Blocking.
+pub(super) fn fs(path: &Path) -> Option<Fs> {
     let stat = rustix::fs::statvfs(path).ok()?;
     let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
     Some(Fs {
