@@ -6,12 +6,12 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
-    time::Duration,
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use beelet_proto::cri;
 use prometheus_client::{
-    metrics::{counter::Counter, histogram::Histogram},
+    metrics::{counter::Counter, gauge::Gauge, histogram::Histogram},
     registry::Registry,
 };
 use tokio::{
@@ -96,6 +96,7 @@ impl Pulse {
 pub struct Metrics {
     duration: Histogram,
     interval: Histogram,
+    last_seen: Gauge,
     errors: Counter,
 }
 
@@ -105,6 +106,7 @@ impl Default for Metrics {
         Self {
             duration: Histogram::new(bounds),
             interval: Histogram::new(bounds),
+            last_seen: Gauge::default(),
             errors: Counter::default(),
         }
     }
@@ -123,7 +125,17 @@ impl Metrics {
             "Time between the beginnings of two lists of all sandboxes and containers",
             self.interval.clone(),
         );
+        registry.register(
+            "kubelet_pleg_last_seen_seconds",
+            "When sandboxes and containers were last listed, in seconds since the epoch",
+            self.last_seen.clone(),
+        );
         registry.register("beelet_relist_errors", "Relists that failed", self.errors.clone());
+    }
+
+    fn seen(&self, at: SystemTime) {
+        let seconds = at.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        self.last_seen.set(i64::try_from(seconds).unwrap_or(i64::MAX));
     }
 }
 
@@ -185,6 +197,7 @@ impl Relist {
                     let news = RuntimePods { recovered: failing, ..news };
                     failing = false;
                     self.pulse.beat();
+                    self.metrics.seen(SystemTime::now());
                     // Without changes too: what came and went between two looks is missed by those who saw
                     // it.
                     if self.requests.send(Request::Runtime(news)).await.is_err() {

@@ -180,7 +180,12 @@ impl Launcher {
             self.events.warning(pod(), "HostPortNotMapped", why);
         }
         let urgency = Urgency::new(critical::priority(&plan.pod), attempt > 0);
-        let run = Box::pin(self.runtime.run_sandbox(config, &handler));
+        let run = Box::pin(async {
+            let began = Instant::now();
+            let made = self.runtime.run_sandbox(config, &handler).await;
+            self.metrics.launches.sandbox(&handler, began.elapsed(), made.is_err());
+            made
+        });
         let sandbox = self.turns.make(urgency, Call::RunSandbox, run);
         Ok(self.waited(pod, "its sandbox and its network, which the runtime makes", sandbox).await?)
     }
@@ -359,8 +364,9 @@ impl Launcher {
         let image = reference.unwrap_or_default();
         let began = Instant::now();
         let tell = |progress: Progress<'_>| {
-            if let Progress::Pulled(..) = progress {
+            if let Progress::Pulled(took, _, size) = progress {
                 self.metrics.starts.pulled(&plan.uid, began.elapsed());
+                self.metrics.launches.pulled(took, size);
             }
             self.tell_of_image(Object::container(&plan.pod, &container.name), image, progress);
         };

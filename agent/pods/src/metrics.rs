@@ -16,7 +16,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::{starts::Starts, volume_stats};
+use crate::{launches::Launches, starts::Starts, volume_stats};
 use beelet_model::{
     status::has_ended,
     table::{PodEntry, PodTable},
@@ -152,6 +152,8 @@ pub struct Metrics {
     /// Pods with user namespaces of their own that were started, and those of them that failed to.
     pub(crate) user_namespaced: (Counter, Counter),
     pub(crate) starts: Starts,
+    pub(crate) launches: Launches,
+    ephemeral_containers: Gauge,
     pub(crate) operations: Operations,
     steps: Family<StepLabel, Histogram, fn() -> Histogram>,
     volumes: Volumes,
@@ -173,6 +175,8 @@ impl Default for Metrics {
             state_write_errors: Counter::default(),
             user_namespaced: Default::default(),
             starts: Starts::default(),
+            launches: Launches::default(),
+            ephemeral_containers: Gauge::default(),
             operations: Operations::default(),
             steps: Family::new_with_constructor(steps as fn() -> Histogram),
             volumes: Volumes::default(),
@@ -240,7 +244,13 @@ impl Metrics {
             "Those of them whose sandbox could not be made",
             self.user_namespaced.1.clone(),
         );
+        registry.register(
+            "kubelet_managed_ephemeral_containers",
+            "Ephemeral containers in the specs of pods that are here",
+            self.ephemeral_containers.clone(),
+        );
         self.starts.register(registry);
+        self.launches.register(registry);
         self.operations.register(registry);
         self.volume_stats.register(registry);
         registry.register_collector(Box::new(self.volumes.clone()));
@@ -306,6 +316,9 @@ impl Metrics {
                 exited += i64::from(state.terminated.is_some());
             }
         }
+        let specs = table.pods.values().filter_map(|entry| entry.pod.spec.as_ref());
+        let ephemeral: usize = specs.map(|spec| spec.ephemeral_containers.as_ref().map_or(0, Vec::len)).sum();
+        self.ephemeral_containers.set(i64::try_from(ephemeral).unwrap_or(i64::MAX));
         self.volumes.observe(table);
         self.running_pods.set(running_pods);
         for (container_state, count) in [("running", running), ("waiting", waiting), ("exited", exited)] {

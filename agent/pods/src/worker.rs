@@ -495,6 +495,7 @@ impl Worker {
         }
         let span = trace_span!(target: TARGET, "sandbox", otel.name = "createSandbox", attempt);
         let made = self.launcher.create_sandbox(&self.plan, attempt, &self.chores).instrument(span).await;
+        self.launcher.metrics.launches.pod(made.is_err());
         if self.plan.own_users {
             let (started, failed) = &self.launcher.metrics.user_namespaced;
             started.inc();
@@ -564,7 +565,9 @@ impl Worker {
                 attempt = start.attempt,
             );
             let starting = self.launcher.start(&self.plan, (sandbox, seen), start, &self.chores);
-            match starting.instrument(span).await {
+            let started = starting.instrument(span).await;
+            self.launcher.metrics.launches.container(&self.plan.pod, &start.name, &started);
+            match started {
                 Ok(id) => {
                     self.failed_starts.remove(&start.name);
                     info!(pod = %self.plan.name, container = start.name, id, attempt = start.attempt, "container runs");

@@ -60,6 +60,8 @@ const KINDS: &[(&str, &str)] = &[
     ("kubelet_http_inflight_requests", "gauge"),
     ("kubelet_node_name", "gauge"),
     ("kubelet_running_containers", "gauge"),
+    ("kubelet_run_podsandbox_duration_seconds", "histogram"),
+    ("kubelet_image_pull_duration_seconds", "histogram"),
     ("kubelet_certificate_manager_client_ttl_seconds", "gauge"),
     ("kubelet_evictions", "unknown"),
     ("kubelet_desired_pods", "gauge"),

@@ -10,7 +10,8 @@ use prometheus_client::{
 use tokio::sync::watch;
 
 use super::{own_use::OwnUse, protection};
-use beelet_cgroups::Cgroups;
+use beelet_cgroups::{Cgroups, Version};
+use beelet_cluster::node::KUBELET_VERSION;
 use beelet_cri::Runtime;
 use beelet_pleg::{exits, relist};
 use beelet_pods::qos_tree;
@@ -18,6 +19,26 @@ use beelet_pods::qos_tree;
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct NodeLabel {
     node: String,
+}
+
+/// What tells components' versions from each other.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct BuildLabel {
+    git_version: &'static str,
+    major: &'static str,
+    minor: &'static str,
+    platform: String,
+}
+
+impl Default for BuildLabel {
+    fn default() -> Self {
+        let platform = format!("linux/{}", beelet_policy::node_status::architecture(std::env::consts::ARCH));
+        let (major, minor) = KUBELET_VERSION
+            .strip_prefix('v')
+            .and_then(|version| version.split_once('.'))
+            .map_or(("", ""), |(major, rest)| (major, rest.split('.').next().unwrap_or_default()));
+        Self { git_version: KUBELET_VERSION, major, minor, platform }
+    }
 }
 
 /// The counters of all parts. Clones share them.
@@ -70,6 +91,18 @@ impl Metrics {
         runtime.register_metrics(&mut registry);
         cgroups.metrics().register(&mut registry);
         registry.register("kubelet_node_name", "The node's name; always 1", self.node.clone());
+        registry.register("kubelet_cgroup_version", "The version of cgroups that memory is limited by", {
+            let version = Gauge::<i64>::default();
+            version.set(if matches!(cgroups.version(), Version::V2) { 2 } else { 1 });
+            version
+        });
+        let build = Family::<BuildLabel, Gauge>::default();
+        build.get_or_create(&BuildLabel::default()).set(1);
+        registry.register(
+            "kubernetes_build_info",
+            "The version of Kubernetes that is served; always 1",
+            build,
+        );
         // Dashboards ask for it since the days of dynamic configuration.
         let help =
             "1 if the agent does not run with the configuration it was given; it refuses to start instead";

@@ -1,0 +1,224 @@
+//! What the kubelet counts of sandboxes, containers and images that are got going: how many, how many of
+//! them failed, and what they took.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use prometheus_client::{
+    encoding::EncodeLabelSet,
+    metrics::{counter::Counter, family::Family, histogram::Histogram},
+    registry::Registry,
+};
+
+use crate::error::StartError;
+
+/// Bounds of what a sandbox takes, in seconds: Prometheus' own, as the kubelet's.
+const SANDBOX: [f64; 11] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
+/// Bounds of what a pull takes, in seconds: the kubelet's (`imagePullDurationBuckets`).
+const PULL: [f64; 18] = [
+    1.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 480.0, 600.0, 900.0, 1200.0, 1800.0,
+    2700.0, 3600.0,
+];
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+/// Sizes of images, each until the next one (`imageSizeBuckets`).
+const SIZES: [(u64, &str); 12] = [
+    (0, "0-10MB"),
+    (10 * MIB, "10MB-100MB"),
+    (100 * MIB, "100MB-500MB"),
+    (500 * MIB, "500MB-1GB"),
+    (GIB, "1GB-5GB"),
+    (5 * GIB, "5GB-10GB"),
+    (10 * GIB, "10GB-20GB"),
+    (20 * GIB, "20GB-30GB"),
+    (30 * GIB, "30GB-40GB"),
+    (40 * GIB, "40GB-60GB"),
+    (60 * GIB, "60GB-100GB"),
+    (100 * GIB, "GT100GB"),
+];
+
+fn size_label(bytes: u64) -> &'static str {
+    SIZES.iter().rev().find(|(least, _)| bytes > *least).map_or("N/A", |(_, label)| label)
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct HandlerLabel {
+    runtime_handler: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct KindLabel {
+    container_type: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct FailedLabel {
+    container_type: &'static str,
+    code: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct SizeLabel {
+    image_size_in_bytes: &'static str,
+}
+
+/// Counters and histograms; clones share them.
+#[derive(Clone, Debug)]
+pub(crate) struct Launches {
+    pods: Counter,
+    pod_errors: Counter,
+    containers: Family<KindLabel, Counter>,
+    container_errors: Family<FailedLabel, Counter>,
+    sandboxes: Family<HandlerLabel, Histogram, fn() -> Histogram>,
+    sandbox_errors: Family<HandlerLabel, Counter>,
+    pulls: Family<SizeLabel, Histogram, fn() -> Histogram>,
+}
+
+impl Default for Launches {
+    fn default() -> Self {
+        Self {
+            pods: Counter::default(),
+            pod_errors: Counter::default(),
+            containers: Family::default(),
+            container_errors: Family::default(),
+            sandboxes: Family::new_with_constructor((|| Histogram::new(SANDBOX)) as fn() -> Histogram),
+            sandbox_errors: Family::default(),
+            pulls: Family::new_with_constructor((|| Histogram::new(PULL)) as fn() -> Histogram),
+        }
+    }
+}
+
+impl Launches {
+    pub(crate) fn register(&self, registry: &mut Registry) {
+        registry.register(
+            "kubelet_started_pods",
+            "Pods whose sandbox was to be made, new ones and those whose sandbox was lost",
+            self.pods.clone(),
+        );
+        registry.register(
+            "kubelet_started_pods_errors",
+            "Those of them whose sandbox could not be made",
+            self.pod_errors.clone(),
+        );
+        registry.register(
+            "kubelet_started_containers",
+            "Containers that were to be started, by kind: container, init_container or ephemeral_container",
+            self.containers.clone(),
+        );
+        registry.register(
+            "kubelet_started_containers_errors",
+            "Those of them that could not be, by the reason that the pod's status shows",
+            self.container_errors.clone(),
+        );
+        registry.register(
+            "kubelet_run_podsandbox_duration_seconds",
+            "How long the runtime took to make a sandbox with its network, in seconds, by the handler of the RuntimeClass",
+            self.sandboxes.clone(),
+        );
+        registry.register(
+            "kubelet_run_podsandbox_errors",
+            "Sandboxes that the runtime could not make, by the handler of the RuntimeClass",
+            self.sandbox_errors.clone(),
+        );
+        registry.register(
+            "kubelet_image_pull_duration_seconds",
+            "How long pulls of images took, in seconds, by the size of the image",
+            self.pulls.clone(),
+        );
+    }
+
+    /// A pod got its sandbox, or couldn't.
+    pub(crate) fn pod(&self, failed: bool) {
+        self.pods.inc();
+        self.pod_errors.inc_by(failed.into());
+    }
+
+    /// The runtime was asked for a sandbox, and took so long.
+    pub(crate) fn sandbox(&self, handler: &str, took: Duration, failed: bool) {
+        let label = HandlerLabel { runtime_handler: handler.to_owned() };
+        self.sandboxes.get_or_create(&label).observe(took.as_secs_f64());
+        self.sandbox_errors.get_or_create(&label).inc_by(failed.into());
+    }
+
+    /// A container of the pod was started, or couldn't be.
+    pub(crate) fn container<T>(&self, pod: &Pod, name: &str, started: &Result<T, StartError>) {
+        let container_type = kind(pod, name);
+        self.containers.get_or_create(&KindLabel { container_type }).inc();
+        if let Err(error) = started {
+            self.container_errors.get_or_create(&FailedLabel { container_type, code: error.reason() }).inc();
+        }
+    }
+
+    /// An image of so many bytes was pulled.
+    pub(crate) fn pulled(&self, took: Duration, bytes: u64) {
+        let label = SizeLabel { image_size_in_bytes: size_label(bytes) };
+        self.pulls.get_or_create(&label).observe(took.as_secs_f64());
+    }
+}
+
+/// The kubelet's word for this container's kind.
+fn kind(pod: &Pod, name: &str) -> &'static str {
+    let Some(spec) = &pod.spec else { return "container" };
+    if spec.init_containers.iter().flatten().any(|one| one.name == name) {
+        "init_container"
+    } else if spec.ephemeral_containers.iter().flatten().any(|one| one.name == name) {
+        "ephemeral_container"
+    } else {
+        "container"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use prometheus_client::encoding::text::encode;
+    use serde_json::json;
+
+    use super::*;
+    use crate::error::Error;
+
+    #[test]
+    fn the_size_of_an_image_is_told_as_the_kubelet_tells_it() {
+        for (bytes, label) in [
+            (0, "N/A"),
+            (1, "0-10MB"),
+            (10 << 20, "0-10MB"),
+            ((10 << 20) + 1, "10MB-100MB"),
+            (2 << 30, "1GB-5GB"),
+            (u64::MAX, "GT100GB"),
+        ] {
+            assert_eq!(size_label(bytes), label, "{bytes}");
+        }
+    }
+
+    #[test]
+    fn what_is_started_and_what_fails_is_counted_by_kind_and_reason() {
+        let pod: Pod = serde_json::from_value(json!({
+            "metadata": {"name": "web"},
+            "spec": {"initContainers": [{"name": "init"}], "containers": [{"name": "main"}]},
+        }))
+        .unwrap();
+        let launches = Launches::default();
+        launches.pod(false);
+        launches.pod(true);
+        launches.sandbox("", Duration::from_millis(30), true);
+        launches.container(&pod, "init", &Ok(()));
+        launches.container::<()>(&pod, "main", &Err(StartError::Config(Error::Spec("no".to_owned()))));
+        launches.pulled(Duration::from_secs(2), 3 << 20);
+        let mut registry = Registry::default();
+        launches.register(&mut registry);
+        let mut text = String::new();
+        encode(&mut text, &registry).unwrap();
+        for line in [
+            "kubelet_started_pods_total 2",
+            "kubelet_started_pods_errors_total 1",
+            r#"kubelet_started_containers_total{container_type="init_container"} 1"#,
+            r#"kubelet_started_containers_errors_total{container_type="container",code="CreateContainerConfigError"} 1"#,
+            r#"kubelet_run_podsandbox_duration_seconds_count{runtime_handler=""} 1"#,
+            r#"kubelet_run_podsandbox_errors_total{runtime_handler=""} 1"#,
+            r#"kubelet_image_pull_duration_seconds_bucket{le="5.0",image_size_in_bytes="0-10MB"} 1"#,
+        ] {
+            assert!(text.lines().any(|one| one == line), "no {line} in\n{text}");
+        }
+    }
+}
