@@ -55,6 +55,9 @@ pub fn etcd() -> Result<PathBuf, Missing> {
 /// The name in the API server's certificate for kubelets, as kubeadm writes it.
 const KUBELET_CLIENT: &str = "kube-apiserver-kubelet-client";
 
+/// The same for what it passes on to other API servers.
+const FRONT_CLIENT: &str = "front-proxy-client";
+
 /// The client that asks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum User {
@@ -64,6 +67,8 @@ pub enum User {
     Node(String),
     /// The API server itself, where it asks kubelets.
     Server,
+    /// The API server, where it passes on requests to other API servers.
+    Front,
 }
 
 /// A running control plane.
@@ -157,6 +162,7 @@ impl Cluster {
         server.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         let (certificate, key) = self.authority.issue(&server)?;
         let (client, client_key) = self.certificate(&User::Server)?;
+        let (front, front_key) = self.certificate(&User::Front)?;
         // Tokens of service accounts are signed with it.
         let accounts = KeyPair::generate()?;
         let files = [
@@ -165,6 +171,8 @@ impl Cluster {
             ("server.key", key),
             ("kubelets.crt", client),
             ("kubelets.key", client_key),
+            ("front.crt", front),
+            ("front.key", front_key),
             ("accounts.key", accounts.serialize_pem()),
             ("accounts.pub", accounts.public_key_pem()),
             ("audit.yaml", audit_policy()),
@@ -193,6 +201,14 @@ impl Cluster {
             ("service-account-issuer", "https://kubernetes.default.svc.cluster.local".to_owned()),
             ("service-account-key-file", file("accounts.pub")),
             ("service-account-signing-key-file", file("accounts.key")),
+            // As whom it passes on what an aggregated API is asked (metrics.k8s.io).
+            ("requestheader-client-ca-file", file("ca.crt")),
+            ("requestheader-allowed-names", FRONT_CLIENT.to_owned()),
+            ("requestheader-username-headers", "X-Remote-User".to_owned()),
+            ("requestheader-group-headers", "X-Remote-Group".to_owned()),
+            ("requestheader-extra-headers-prefix", "X-Remote-Extra-".to_owned()),
+            ("proxy-client-cert-file", file("front.crt")),
+            ("proxy-client-key-file", file("front.key")),
             ("service-cluster-ip-range", "10.96.0.0/16".to_owned()),
             ("authorization-mode", "Node,RBAC".to_owned()),
             ("enable-admission-plugins", "NodeRestriction".to_owned()),
@@ -308,11 +324,43 @@ impl Cluster {
             User::Admin => ("system:masters", "admin".to_owned()),
             User::Node(name) => ("system:nodes", format!("system:node:{name}")),
             User::Server => ("beelet:tests", KUBELET_CLIENT.to_owned()),
+            User::Front => ("beelet:tests", FRONT_CLIENT.to_owned()),
         };
         params.distinguished_name.push(DnType::OrganizationName, group);
         params.distinguished_name.push(DnType::CommonName, name);
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
         Ok(self.authority.issue(&params)?)
+    }
+
+    /// A service account in `kube-system` of this name, which is made if there is none, and a token of it.
+    ///
+    /// # Errors
+    /// The server can't be reached, or refuses.
+    pub fn account(&self, name: &str) -> Result<String> {
+        let accounts = "/api/v1/namespaces/kube-system/serviceaccounts";
+        if self.get(&format!("{accounts}/{name}")).is_err() {
+            self.create(accounts, &json!({ "metadata": { "name": name } }))?;
+        }
+        let request = json!({
+            "apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest",
+            "spec": { "expirationSeconds": 3600 },
+        });
+        let token = self.create(&format!("{accounts}/{name}/token"), &request)?;
+        token["status"]["token"].as_str().map(str::to_owned).context("no token came back")
+    }
+
+    /// A kubeconfig with a token.
+    pub fn kubeconfig_with(&self, token: &str) -> String {
+        let authority = base64::engine::general_purpose::STANDARD.encode(self.authority.pem());
+        let cluster =
+            json!({ "server": format!("https://{}", self.address), "certificate-authority-data": authority });
+        let config = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "test",
+            "clusters": [{ "name": "test", "cluster": cluster }],
+            "users": [{ "name": "test", "user": { "token": token } }],
+            "contexts": [{ "name": "test", "context": { "cluster": "test", "user": "test" } }],
+        });
+        format!("{config:#}\n")
     }
 
     /// A kubeconfig with a new certificate.
@@ -630,7 +678,10 @@ fn audit_policy() -> String {
 }
 
 /// Ports of loopback that nobody had a moment ago.
-fn free_ports<const N: usize>() -> Result<[u16; N]> {
+///
+/// # Errors
+/// There are none.
+pub fn free_ports<const N: usize>() -> Result<[u16; N]> {
     // All at once, so that no two are the same.
     let bound: Vec<TcpListener> =
         (0..N).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<std::io::Result<_>>()?;

@@ -128,6 +128,32 @@ pub fn given_promtool() -> Result<PathBuf, Missing> {
     given("PROMTOOL", "promtool")
 }
 
+/// The test has a node watched by Prometheus: the one that `PROMETHEUS` names, or the machine's.
+pub fn prometheus() -> Result<(), Missing> {
+    given_prometheus().map(drop)
+}
+
+/// That Prometheus.
+///
+/// # Errors
+/// There is none.
+pub fn given_prometheus() -> Result<PathBuf, Missing> {
+    given("PROMETHEUS", "prometheus")
+}
+
+/// The test has a node watched by metrics-server: the one that `METRICS_SERVER` names, or the machine's.
+pub fn metrics_server() -> Result<(), Missing> {
+    given_metrics_server().map(drop)
+}
+
+/// That metrics-server.
+///
+/// # Errors
+/// There is none.
+pub fn given_metrics_server() -> Result<PathBuf, Missing> {
+    given("METRICS_SERVER", "metrics-server")
+}
+
 /// The program that a variable names, or the machine's.
 fn given(variable: &str, program: &str) -> Result<PathBuf, Missing> {
     let remedy = format!("give the path of a {program} in {variable}");

@@ -43,6 +43,8 @@ const ALLOWED: &[Allowed] = &[
     allowed("there is no kubectl", NO_PACKAGE),
     allowed("kubectl debug needs an API server of 1.25", NO_PACKAGE),
     allowed("there is no promtool", "its package brings a server that starts at once; .ci/run unpacks it"),
+    allowed("there is no prometheus", "its package brings a server that starts at once; .ci/run unpacks it"),
+    allowed("there is no metrics-server", NO_PACKAGE),
     allowed("it needs a device plugin written in Go", NO_PACKAGE),
     allowed(
         "there is no Python with grpcio-tools",

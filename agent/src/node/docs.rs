@@ -24,8 +24,8 @@ tell the pages by `metrics_path` count nothing twice. All are served on `healthz
 those who may see them by the [HTTPS server](server.md). A
 sample whose value nothing on the machine knows (no kernel programs, no PSI, no limit) is left out; it is never 0 instead.
 
-How many series there are is bounded by the containers that are measured (`maxMeasuredContainers`): 42 of cAdvisor's, 12 and
-a histogram of 17 buckets of ours for each. `pod_uid` is a label only with `metricsPodUID: true` (`--pod-uid`), but for
+How many series there are is bounded by the containers that are measured (`maxMeasuredContainers`): some 60 of cAdvisor's for
+each and for its pod, 12 and a histogram of 17 buckets of ours for each. `pod_uid` is a label only with `metricsPodUID: true` (`--pod-uid`), but for
 `prober_probe_total`, which has it always, as the kubelet's has; its series go with the pod. A scrape reads every container
 once, whatever the number of pages scraped in the same moment.
 

@@ -38,14 +38,14 @@ const CLOSE: u8 = 8;
 const CONNECTIONS: usize = 100;
 
 /// A node that kubectl reaches.
-struct Member {
-    scene: Scene,
+pub(crate) struct Member {
+    pub(crate) scene: Scene,
     kubectl: PathBuf,
-    port: u16,
+    pub(crate) port: u16,
 }
 
 impl Member {
-    fn start(change: impl FnOnce(Options) -> Options) -> Member {
+    pub(crate) fn start(change: impl FnOnce(Options) -> Options) -> Member {
         let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
         let scene = Scene::start_at("127.0.0.1", |options, cluster| {
             let (certificate, key) = cluster.serving_files(NODE).unwrap();
@@ -68,14 +68,14 @@ impl Member {
     }
 
     /// Runs it: exit code, standard output, standard error.
-    fn run(&self, arguments: &[&str]) -> (Option<i32>, String, String) {
+    pub(crate) fn run(&self, arguments: &[&str]) -> (Option<i32>, String, String) {
         let output = self.kubectl(arguments).output().unwrap();
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         (output.status.code(), text(&output.stdout), text(&output.stderr))
     }
 
     /// What it prints; it must succeed.
-    fn output(&self, arguments: &[&str]) -> String {
+    pub(crate) fn output(&self, arguments: &[&str]) -> String {
         let (code, out, error) = self.run(arguments);
         assert_eq!(code, Some(0), "kubectl {arguments:?}: {error}\n{}", self.scene.agent.log());
         out
@@ -88,15 +88,25 @@ impl Member {
     }
 
     /// Makes a pod of this node, and waits until it is ready.
-    fn apply(&self, mut pod: Value) {
+    pub(crate) fn apply(&self, mut pod: Value) {
         pod["spec"]["automountServiceAccountToken"] = false.into();
         pod["spec"]["enableServiceLinks"] = false.into();
         self.scene.cluster.run(NODE, &pod).unwrap();
         self.scene.until_ready(pod["metadata"]["name"].as_str().unwrap(), true);
     }
 
+    /// A token of an account that may read the numbers of nodes, and nothing else.
+    pub(crate) fn account_that_reads_numbers(&self, name: &str) -> String {
+        let token = self.scene.cluster.account(name).unwrap();
+        let role = format!("reads-numbers-{name}");
+        self.output(&["create", "clusterrole", &role, "--verb=get", "--resource=nodes/metrics"]);
+        let (of, account) = (format!("--clusterrole={role}"), format!("--serviceaccount=kube-system:{name}"));
+        self.output(&["create", "clusterrolebinding", &role, &of, &account]);
+        token
+    }
+
     /// A file of the test's own.
-    fn file(&self, name: &str) -> PathBuf {
+    pub(crate) fn file(&self, name: &str) -> PathBuf {
         self.scene.agent.dir().join(name)
     }
 
@@ -564,27 +574,16 @@ fn metrics_server_reads_what_it_needs_by_its_token_and_nobody_else_does() {
     require!(containerd, bpf, apiserver, kubectl);
     let node = Member::start(|options| options);
     node.apply(script("box", "sleep 1000"));
-    node.output(&["create", "serviceaccount", "metrics-server", "-n", "kube-system"]);
-    let path = "/api/v1/namespaces/kube-system/serviceaccounts/metrics-server/token";
-    let request = json!({
-        "apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": { "expirationSeconds": 3600 },
-    });
-    let token = node.scene.cluster.create(path, &request).unwrap()["status"]["token"].clone();
-    let token = token.as_str().unwrap();
+    let token = node.scene.cluster.account("metrics-server").unwrap();
     assert_eq!(scrape(&node, "nobody's").0, 401);
-    let (status, refusal) = scrape(&node, token);
+    let (status, refusal) = scrape(&node, &token);
     assert_eq!(status, 403, "{refusal}");
     assert!(refusal.contains("system:serviceaccount:kube-system:metrics-server"), "{refusal}");
 
     // The same right as in metrics-server's own manifest. A no was kept for 30 s; another account has none.
-    node.output(&["create", "serviceaccount", "metrics-reader", "-n", "kube-system"]);
-    node.output(&["create", "clusterrole", "reader", "--verb=get", "--resource=nodes/metrics"]);
-    let account = "--serviceaccount=kube-system:metrics-reader";
-    node.output(&["create", "clusterrolebinding", "reader", "--clusterrole=reader", account]);
-    let path = path.replace("/metrics-server/", "/metrics-reader/");
-    let token = node.scene.cluster.create(&path, &request).unwrap()["status"]["token"].clone();
+    let token = node.account_that_reads_numbers("metrics-reader");
     let page = wait_for("the right to read", PATIENCE, || {
-        let (status, page) = scrape(&node, token.as_str().unwrap());
+        let (status, page) = scrape(&node, &token);
         let has_pod = page.contains("pod=\"box\"");
         if status == 200 && has_pod { Ok(page) } else { Err(format!("{status} {page}")) }
     })

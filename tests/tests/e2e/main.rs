@@ -14,6 +14,7 @@ mod images;
 mod kubectl;
 mod lifecycle;
 mod logs;
+mod monitors;
 mod node;
 mod observe;
 mod pods;

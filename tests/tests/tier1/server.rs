@@ -260,6 +260,32 @@ async fn who_asks_and_what_they_may_decides_at_every_page() {
     }
 }
 
+/// The request of metrics-server 0.9's Go client, header by header (pkg/scraper/client/resource/client.go:
+/// the path, no `Accept`, gzip offered by the transport), and what its decoder must find (decode.go).
+#[tokio::test]
+async fn metrics_servers_own_request_is_answered_as_its_decoder_needs_it() {
+    let scene = Scene::with(&[pod("web")], |_| {}).await;
+    scene.node.until_ready("web").await;
+    let go =
+        "User-Agent: metrics-server/v0.9.0 (linux/amd64) kubernetes/5ed5d3a\r\nAccept-Encoding: gzip\r\n";
+    let client = scene.nobody().with_token("jane");
+    let mut stream = client.send("GET", "/metrics/resource", &format!("{go}Connection: close\r\n")).await;
+    let mut bytes = Vec::new();
+    let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.unwrap();
+    let page = answer(&bytes);
+    assert_eq!(page.status, 200, "{page:?}");
+    // Its parser is that of the text format, whatever the header says; what is compressed it would unpack.
+    assert!(page.head.contains("content-type: text/plain; version=0.0.4"), "{}", page.head);
+    assert!(!page.head.contains("content-encoding"), "{}", page.head);
+    for family in ["node_cpu_usage_seconds_total", "node_memory_working_set_bytes"] {
+        let sample = page.text().lines().find(|line| line.starts_with(&format!("{family} ")));
+        let words: Vec<&str> = sample.unwrap_or_else(|| panic!("{family}: {page:?}")).split(' ').collect();
+        let [_, value, at] = words[..] else { panic!("{words:?}") };
+        // A node whose numbers are 0 is left out there.
+        assert!(value.parse::<f64>().unwrap() > 0.0 && at.parse::<i64>().unwrap() > 0, "{words:?}");
+    }
+}
+
 #[tokio::test]
 async fn anonymity_is_somebody_only_where_the_configuration_says_so() {
     let scene = Scene::with(&[pod("web")], |server| {
