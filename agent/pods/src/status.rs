@@ -127,10 +127,11 @@ impl Inputs<'_> {
         let ephemeral: Vec<_> =
             ephemeral.iter().map(|c| self.container(c, Role::Ephemeral, inits.is_empty())).collect();
         let tally = self.tally(spec, &inits, initialized, &statuses);
-        // Nothing has to be given back by a pod that was refused before anything was made.
+        // Nothing has to be given back by a pod that was refused before anything was made. For one that had
+        // been let in, a sandbox may be on its way that nobody has seen yet.
         let is_untouched = self.seen.pod.sandboxes.is_empty() && self.seen.pod.containers.is_empty();
         let phase = match self.failure {
-            Some(failure) if failure.cleared || is_untouched => "Failed",
+            Some(failure) if failure.cleared || failure.is_refusal() && is_untouched => "Failed",
             _ => pod::phase(tally),
         };
         let ips = self.pod_ips(spec);

@@ -434,6 +434,16 @@ fn a_pod_that_was_ended_for_good_keeps_what_is_known_of_its_containers() {
 }
 
 #[test]
+fn a_pod_that_is_ended_while_its_first_sandbox_is_made_has_not_failed_before_that_is_gone() {
+    let phase = |cleared| {
+        let failure = PodFailure { cleared, ..PodFailure::new("DeadlineExceeded", "too long", None) };
+        let case = Case { failure: Some(failure), ..Case::default() };
+        case.status(&pod(one()), &Observation::default()).phase.unwrap()
+    };
+    assert_eq!((phase(false).as_str(), phase(true).as_str()), ("Pending", "Failed"));
+}
+
+#[test]
 fn a_pod_that_was_refused_has_no_containers_to_speak_of() {
     let refused = PodFailure { cleared: true, ..PodFailure::new("OutOfcpu", "too little", None) };
     let case = Case { failure: Some(refused), ..Case::default() };
