@@ -173,6 +173,10 @@ POD
 
 # ---- The machine goes down, and comes up ----
 
+# A word of one of the agent's records on disk, and the pods' identities.
+record() { grep -o "\"$2\": *\"[^\"]*\"" /var/lib/beelet/"$1".json | head -n 1 | cut -d '"' -f 4; }
+uids() { beelet get pods -o json | grep -o '"uid": *"[^"]*"' | sort -u; }
+this_boot() { cat /proc/sys/kernel/random/boot_id; }
 # Notes when it was told to end, and takes a moment for it.
 ending_pod() { # NAME PRIORITY SECONDS
     cat >$manifests/.new <<POD
@@ -214,7 +218,7 @@ go_down() {
         fail "logind shows who holds up a shutdown" "$(tr '\n' ' ' <inhibitors)"
     echo "# $(busctl get-property org.freedesktop.login1 /org/freedesktop/login1 org.freedesktop.login1.Manager InhibitDelayMaxUSec)"
     beelet get pods | sed 's/^/# /'
-    cat /proc/sys/kernel/random/boot_id >first-boot
+    this_boot >first-boot; uids >first-uids; record images began >first-began
     echo 2 >boot
     touch going-down
     sync
@@ -235,14 +239,25 @@ came_up() {
     grep -q '"ended": *"' $record && ok "the record of the shutdown says that it came to its end" ||
         fail "the record of the shutdown says that it came to its end" "$(cat $record 2>&1)"
     for file in ends/*.boots; do mv "$file" "$file".first; done
+    same "the records on disk are of the last boot" "$(cat first-boot)" "$(record pods boot)"
     network
     systemctl start beelet.service || fail "the agent starts after the boot" "$(systemctl status beelet.service | tail -n 5)"
     again() { [ -s ends/usual.boots ] && [ -s ends/critical.boots ]; }
     until_true "static pods run again after the boot" again
-    same "their volumes of the last boot were given back" "$(cat /proc/sys/kernel/random/boot_id)" "$(cat ends/usual.boots)"
+    same "their volumes of the last boot were given back" "$(this_boot)" "$(cat ends/usual.boots)"
     agents_word() { beelet get pods | grep -c ' 1/1 *Running'; }
     two_run() { [ "$(agents_word)" = 2 ]; }
     until_true "the agent says so" two_run
+    same "they are the same pods" "$(cat first-uids)" "$(uids)"
+    early() {
+        booted=$(sed -n 's/^btime //p' /proc/stat)
+        beelet get pods -o json | tr -d ' \n' | grep -o '"running":{"startedAt":"[^"]*"' | cut -d '"' -f 6 |
+            while read -r at; do [ "$(date -d "$at" +%s)" -ge "$booted" ] || echo "$at"; done
+    }
+    same "what the last boot's records say of containers is not believed" "" "$(early)"
+    of_this_boot() { [ "$(record pods boot)" = "$(this_boot)" ]; }
+    until_true "the records are written anew" of_this_boot
+    same "images keep their ages" "$(cat first-began)" "$(record images began)"
 }
 purge() {
     rm -f $manifests/*.yaml
