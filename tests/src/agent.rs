@@ -5,7 +5,7 @@ use crate::confine::{Handover, Installed, Supervisor};
 use crate::containerd::{Containerd, block_on, write_pid};
 use crate::guards::{self, CgroupRoot, MountsBelow, Process};
 use crate::pods::Watch;
-use crate::workdir::{self, PATIENCE, wait_for};
+use crate::workdir::{self, PATIENCE, stretched, wait_for};
 use anyhow::{Context as _, Result, bail};
 use rustix::process::{Pid, Signal};
 use serde_json::{Map, Value, json};
@@ -61,7 +61,7 @@ impl Options {
             "staticPodPath": dir.join("manifests"),
             "containerRuntimeEndpoint": endpoint,
             "cgroupRoot": cgroup.path(),
-            "cgroupDriver": "cgroupfs",
+            "cgroupDriver": cgroup.driver(),
             "podLogsDir": dir.join("logs"),
             "healthzPort": 0,
             "port": 0,
@@ -371,7 +371,7 @@ fn get_as(address: &str, path: &str, accept: &str) -> Result<(u16, String)> {
     use std::io::{Read as _, Write as _};
     let mut stream =
         std::net::TcpStream::connect(address).with_context(|| format!("could not connect to {address}"))?;
-    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(stretched(PATIENCE)))?;
     write!(
         stream,
         "GET {path} HTTP/1.1\r\nHost: {address}\r\nAccept: {accept}\r\nConnection: close\r\n\r\n"
@@ -429,7 +429,7 @@ impl Control {
             std::net::TcpStream::connect((ip, port))
         })?;
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(stretched(PATIENCE)))?;
         Ok(Control { stream: std::io::BufReader::new(stream) })
     }
 

@@ -36,11 +36,11 @@ impl Row {
 /// pages).
 const V1_UNLIMITED: u64 = 0x7fff_ffff_ffff_f000;
 
-/// Reads the values of the cgroup at `path` below `root`, on whichever cgroup version holds the controllers.
+/// Reads the values of the cgroup that the agent calls `path`, below `root`, on whichever cgroup version
+/// holds the controllers.
 pub fn check(root: &CgroupRoot, path: &str, expected: Expected) -> Result<Vec<Row>> {
     let dir = |controller: &str| {
-        let dir = root.dir(controller).with_context(|| format!("no cgroup hierarchy has {controller}"))?;
-        Ok::<_, anyhow::Error>(dir.join(path.trim_start_matches('/')))
+        root.folder(controller, path).with_context(|| format!("no cgroup hierarchy has {controller}"))
     };
     let (cpu, memory) = (dir("cpu")?, dir("memory")?);
     let row = |folder: &std::path::Path, file: &'static str, expected: String| {
@@ -66,7 +66,7 @@ pub fn check(root: &CgroupRoot, path: &str, expected: Expected) -> Result<Vec<Ro
     ])
 }
 
-/// The path of the pod of this QoS class and uid, below the cgroup root.
+/// What the agent calls the cgroup of the pod of this QoS class and uid: [`CgroupRoot::folder`] finds it.
 pub fn pod_path(qos: &str, uid: &str) -> String {
     match qos {
         "Burstable" => format!("/kubepods/burstable/pod{uid}"),

@@ -9,7 +9,7 @@ use std::sync::mpsc;
 use anyhow::{Context as _, Result, bail};
 
 use crate::guards::Process;
-use crate::workdir::PATIENCE;
+use crate::workdir::{PATIENCE, stretched};
 
 /// A running plugin. Dropped, it is killed.
 #[derive(Debug)]
@@ -68,7 +68,7 @@ impl SamplePlugin {
                 let line = self.heard.remove(at);
                 return Ok(line[beginning.len()..].trim().to_owned());
             }
-            match self.lines.recv_timeout(PATIENCE) {
+            match self.lines.recv_timeout(stretched(PATIENCE)) {
                 Ok(line) => self.heard.push(line),
                 Err(_) => bail!("the plugin never said {beginning:?}; it said {:?}", self.heard),
             }

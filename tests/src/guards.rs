@@ -4,10 +4,14 @@
 use crate::workdir::{self, wait_regardless};
 use anyhow::{Context as _, Result, bail};
 use beelet_base::mountinfo;
+use beelet_policy::cgroups::{CgroupDriver, slice_path};
 use rustix::process::{Pid, Signal};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::Duration;
+
+/// The length of the ids that containerd gives.
+const CONTAINER_ID: usize = 64;
 
 /// How long what a test made may take to go away.
 const TEARDOWN: Duration = Duration::from_secs(30);
@@ -67,11 +71,22 @@ pub fn hierarchies() -> Result<Vec<Hierarchy>> {
     Ok(found)
 }
 
-/// A cgroup of a test's own in every hierarchy, under which the agent and the runtime make theirs. Dropped,
-/// every process in it is killed and the whole tree removed.
+/// Who drives the cgroups of tests that leave the choice to who starts them: what `BEELET_CGROUP_DRIVER`
+/// names, cgroupfs without it.
+pub fn chosen_driver() -> Result<CgroupDriver> {
+    match std::env::var("BEELET_CGROUP_DRIVER").as_deref() {
+        Err(_) | Ok("" | "cgroupfs") => Ok(CgroupDriver::Cgroupfs),
+        Ok("systemd") => Ok(CgroupDriver::Systemd),
+        Ok(other) => bail!("BEELET_CGROUP_DRIVER={other}: there are cgroupfs and systemd"),
+    }
+}
+
+/// A cgroup of a test's own in every hierarchy, under which the agent and the runtime make theirs; with
+/// systemd's driver it is a slice. Dropped, every process in it is killed and the whole tree removed.
 #[derive(Debug)]
 pub struct CgroupRoot {
     path: String,
+    driver: CgroupDriver,
     hierarchies: Vec<Hierarchy>,
     keep: bool,
 }
@@ -80,9 +95,20 @@ impl CgroupRoot {
     /// Makes the cgroup `/<name>` in every hierarchy; `cpuset.cpus` and `cpuset.mems` get the parent's values
     /// where a v1 cpuset would start without any.
     pub fn new(name: &str) -> Result<CgroupRoot> {
-        let root = CgroupRoot { path: format!("/{name}"), hierarchies: hierarchies()?, keep: false };
+        CgroupRoot::of_driver(name, CgroupDriver::Cgroupfs)
+    }
+
+    /// The same for tests of either driver.
+    pub fn of_driver(name: &str, driver: CgroupDriver) -> Result<CgroupRoot> {
+        let mut root = CgroupRoot::existing(name, driver)?;
+        root.keep = false;
         if root.hierarchies.is_empty() {
             bail!("no cgroup hierarchy is mounted");
+        }
+        if let Some(slice) = root.slice() {
+            // One without a file of its own may be started as it is (systemd.slice(5)).
+            run("systemctl", &["start", slice])?;
+            return Ok(root);
         }
         for hierarchy in &root.hierarchies {
             let dir = hierarchy.mount.join(name);
@@ -99,13 +125,28 @@ impl CgroupRoot {
 
     /// The cgroup of that name, whether it is there or not: to remove it, or to see that it is gone. Dropped,
     /// it stays.
-    pub fn existing(name: &str) -> Result<CgroupRoot> {
-        Ok(CgroupRoot { path: format!("/{name}"), hierarchies: hierarchies()?, keep: true })
+    pub fn existing(name: &str, driver: CgroupDriver) -> Result<CgroupRoot> {
+        let path = match driver {
+            CgroupDriver::Cgroupfs => format!("/{name}"),
+            CgroupDriver::Systemd => slice_path(&format!("/{name}")),
+        };
+        Ok(CgroupRoot { path, driver, hierarchies: hierarchies()?, keep: true })
     }
 
-    /// The path below the hierarchies' mounts, with its leading slash: a `cgroupRoot`.
+    /// The path below the hierarchies' mounts, with its leading slash: a `cgroupRoot`, and a parent that a
+    /// runtime takes.
     pub fn path(&self) -> &str {
         &self.path
+    }
+
+    /// Who drives the cgroups below it.
+    pub fn driver(&self) -> CgroupDriver {
+        self.driver
+    }
+
+    /// The unit that it is.
+    fn slice(&self) -> Option<&str> {
+        (self.driver == CgroupDriver::Systemd).then(|| self.path.trim_start_matches('/'))
     }
 
     /// The folder of this cgroup in the hierarchy that has `controller`; on cgroup2, or for `"unified"`, the
@@ -114,6 +155,32 @@ impl CgroupRoot {
         let of = |found: &Hierarchy| found.mount.join(&self.path[1..]);
         let v1 = self.hierarchies.iter().find(|one| one.controllers.iter().any(|name| name == controller));
         v1.or_else(|| self.hierarchies.iter().find(|one| one.v2)).map(of)
+    }
+
+    /// The folder of the cgroup that the agent calls `name`, in the hierarchy that [`CgroupRoot::dir`] says:
+    /// `/kubepods/burstable/pod<uid>`, and below a pod a container's id.
+    pub fn folder(&self, controller: &str, name: &str) -> Option<PathBuf> {
+        Some(self.dir(controller)?.join(self.below(name)))
+    }
+
+    /// The same in every hierarchy.
+    pub fn folders(&self, name: &str) -> Vec<PathBuf> {
+        let below = self.below(name);
+        self.dirs().iter().map(|dir| dir.join(&below)).collect()
+    }
+
+    /// The path from this cgroup to the one of that name. A name of units stands for itself.
+    fn below(&self, name: &str) -> PathBuf {
+        let name = name.trim_start_matches('/');
+        let is_unit = name.split('/').next().is_some_and(|first| first.ends_with(".slice"));
+        let Some(slice) = self.slice().filter(|_| !is_unit) else { return PathBuf::from(name) };
+        let (ours, container) = match name.rsplit_once('/') {
+            Some((pod, id)) if id.len() == CONTAINER_ID => (pod, Some(id)),
+            _ => (name, None),
+        };
+        let path = slice_path(&format!("/{}/{ours}", slice.trim_end_matches(".slice")));
+        let below = Path::new(path.strip_prefix(&self.path).unwrap_or(&path).trim_start_matches('/'));
+        container.map_or(below.to_path_buf(), |id| below.join(format!("cri-containerd-{id}.scope")))
     }
 
     /// Every folder of this cgroup, one a hierarchy.
@@ -128,13 +195,27 @@ impl CgroupRoot {
 
     /// Kills what runs below it and removes all cgroups below it, in every hierarchy.
     pub fn clear(&self) -> Result<()> {
+        if let Some(slice) = self.slice() {
+            self.remove()?;
+            return run("systemctl", &["start", slice]);
+        }
         let below: Vec<PathBuf> = self.dirs().iter().flat_map(|dir| subfolders(dir)).collect();
         remove_cgroups(&below)
     }
 
     /// Kills what runs in it and removes it, in every hierarchy. What [`Drop`] does, with the error.
     pub fn remove(&self) -> Result<()> {
-        remove_cgroups(&self.dirs())
+        let dirs = self.dirs();
+        if let Some(slice) = self.slice().filter(|_| dirs.iter().any(|dir| dir.exists())) {
+            // systemd would give them time to end.
+            wait_regardless("the processes below a slice to end", TEARDOWN, || match kill_below(&dirs) {
+                0 => Ok(()),
+                left => Err(format!("{left} are left")),
+            })?;
+            // What is below goes with it.
+            run("systemctl", &["stop", slice])?;
+        }
+        remove_cgroups(&dirs)
     }
 }
 
@@ -152,17 +233,25 @@ impl Drop for CgroupRoot {
 /// Kills every process under these cgroup folders and removes the folders with all below them.
 pub fn remove_cgroups(dirs: &[PathBuf]) -> Result<()> {
     wait_regardless("the cgroups to be empty and removed", TEARDOWN, || -> Result<()> {
-        for dir in dirs {
-            thaw_below(dir);
-            for pid in processes_below(dir) {
-                let _ = rustix::process::kill_process(pid, Signal::KILL); // it may have gone by itself
-            }
-        }
+        kill_below(dirs);
         for dir in dirs.iter().filter(|dir| dir.exists()) {
             remove_tree(dir)?;
         }
         Ok(())
     })
+}
+
+/// Kills every process under these cgroup folders: how many there were.
+fn kill_below(dirs: &[PathBuf]) -> usize {
+    let mut found = 0;
+    for dir in dirs {
+        thaw_below(dir);
+        for pid in processes_below(dir) {
+            let _ = rustix::process::kill_process(pid, Signal::KILL); // it may have gone by itself
+            found += 1;
+        }
+    }
+    found
 }
 
 /// The processes in the cgroup folder and all below it.
@@ -390,6 +479,27 @@ mod tests {
         drop(root);
         assert!(!waiter.join().unwrap().success());
         assert!(!dirs.iter().any(|dir| dir.exists()), "{dirs:?}");
+    }
+
+    #[test]
+    fn a_cgroups_folder_is_found_with_either_driver() {
+        let check = |driver, name: &str, expected: &str| {
+            let root = CgroupRoot::existing("t-1", driver).unwrap();
+            assert_eq!(root.below(name), Path::new(expected), "{name}");
+        };
+        let id = "c".repeat(CONTAINER_ID);
+        let container = format!("/kubepods/burstable/pod1-2/{id}");
+        check(CgroupDriver::Cgroupfs, &container, &container[1..]);
+        check(CgroupDriver::Systemd, "/kubepods", "t_1-kubepods.slice");
+        check(
+            CgroupDriver::Systemd,
+            &container,
+            &format!(
+                "t_1-kubepods.slice/t_1-kubepods-burstable.slice/t_1-kubepods-burstable-pod1_2.slice/\
+                 cri-containerd-{id}.scope"
+            ),
+        );
+        check(CgroupDriver::Systemd, "/t_1-kubepods.slice/x", "t_1-kubepods.slice/x");
     }
 
     #[test]

@@ -54,7 +54,7 @@ impl Kubelet {
         std::fs::create_dir_all(&manifests)?;
         let config = json!({
             "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
-            "staticPodPath": manifests, "cgroupRoot": containerd.cgroup().path(), "cgroupDriver": "cgroupfs",
+            "staticPodPath": manifests, "cgroupRoot": containerd.cgroup().path(), "cgroupDriver": containerd.cgroup().driver(),
             "failSwapOn": false, "enableServer": false, "healthzPort": 0, "volumePluginDir": dir.join("plugins"),
             "evictionHard": {"memory.available": "1Mi"}, "authentication": {"webhook": {"enabled": false}},
             "authorization": {"mode": "AlwaysAllow"}, "maxPods": 1100,

@@ -58,13 +58,12 @@ pub fn cpu_of(pid: u32) -> Result<Duration> {
 /// # Errors
 /// It has gone.
 pub fn cpu_seconds_of(root: &CgroupRoot, path: &str) -> Result<f64> {
-    let below = path.trim_start_matches('/');
-    let v1 = root.dir("cpuacct").map(|dir| dir.join(below).join("cpuacct.usage"));
+    let v1 = root.folder("cpuacct", path).map(|dir| dir.join("cpuacct.usage"));
     if let Some(file) = v1.filter(|file| file.exists()) {
         return Ok(workdir::read(&file)?.trim().parse::<f64>()? / 1e9);
     }
-    let dir = root.dir("unified").context("no cgroup2 hierarchy")?;
-    let stat = workdir::read(&dir.join(below).join("cpu.stat"))?;
+    let dir = root.folder("unified", path).context("no cgroup2 hierarchy")?;
+    let stat = workdir::read(&dir.join("cpu.stat"))?;
     let micros = stat.lines().find_map(|line| line.strip_prefix("usage_usec "));
     Ok(micros.context("no usage in cpu.stat")?.trim().parse::<f64>()? / 1e6)
 }

@@ -1,6 +1,6 @@
 //! The pods as a client of the agent's API sees them.
 
-use crate::workdir::interrupted;
+use crate::workdir::{interrupted, stretched};
 use anyhow::{Context as _, Result, bail};
 use beelet_proto::beelet::node_client::NodeClient;
 use beelet_proto::beelet::pod_event::Type;
@@ -121,14 +121,15 @@ impl Watch {
         Ok(kind)
     }
 
-    /// Waits until `found` finds something in the pods. The error says what was waited for and how the pods
-    /// were last.
+    /// Waits until `found` finds something in the pods, at most for the `patience`, [`stretched`]. The error
+    /// says what was waited for and how the pods were last.
     pub async fn until<T>(
         &mut self,
         what: &str,
         patience: Duration,
         mut found: impl FnMut(&Watch) -> Option<T>,
     ) -> Result<T> {
+        let patience = stretched(patience);
         let deadline = Instant::now() + patience;
         loop {
             if let Some(value) = found(self) {

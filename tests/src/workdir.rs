@@ -4,12 +4,24 @@ use anyhow::{Context as _, Result, anyhow, bail};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, LazyLock, OnceLock};
 use std::time::{Duration, Instant};
 
 /// How long a test waits for something that should take a moment. Only a broken program reaches it: machines
 /// under load are slow, and a test must not mind.
 pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// How much longer than a real machine an emulated one may take: a wait's patience times this. What
+/// `BEELET_PATIENCE` says, 1 without it.
+static FACTOR: LazyLock<u32> = LazyLock::new(|| {
+    let said = std::env::var("BEELET_PATIENCE").ok();
+    said.and_then(|factor| factor.parse().ok()).filter(|factor| *factor > 0).unwrap_or(1)
+});
+
+/// A patience as this machine needs it. The waits of this module do it themselves.
+pub fn stretched(patience: Duration) -> Duration {
+    patience * *FACTOR
+}
 
 /// The repository's top folder.
 pub fn repository() -> PathBuf {
@@ -49,8 +61,8 @@ pub fn interrupted() -> bool {
     INTERRUPTED.get().is_some_and(|flag| flag.load(Ordering::Relaxed))
 }
 
-/// Calls `probe` until it hands back a value, for things that give no event to wait for. The error names what
-/// was waited for, and what the last call said.
+/// Calls `probe` until it hands back a value, for things that give no event to wait for; at most for the
+/// `patience`, [`stretched`]. The error names what was waited for, and what the last call said.
 pub fn wait_for<T, E: Display>(
     what: &str,
     patience: Duration,
@@ -68,6 +80,7 @@ pub fn wait_regardless<T, E: Display>(
     patience: Duration,
     mut probe: impl FnMut() -> std::result::Result<T, E>,
 ) -> Result<T> {
+    let patience = stretched(patience);
     let deadline = Instant::now() + patience;
     loop {
         match probe() {

@@ -1,7 +1,7 @@
 //! Answers the system calls that a unit's filter refuses, and remembers them.
 
 use super::{Unit, sys};
-use crate::workdir::PATIENCE;
+use crate::workdir::{PATIENCE, stretched};
 use anyhow::{Context as _, Result, bail};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
@@ -72,7 +72,7 @@ impl Drop for Supervisor {
 }
 
 fn listener(socket: &UnixStream) -> Result<OwnedFd> {
-    socket.set_read_timeout(Some(PATIENCE))?;
+    socket.set_read_timeout(Some(stretched(PATIENCE)))?;
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut buffer = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];

@@ -3,6 +3,7 @@
 use super::Names;
 use crate::{guards, images, requires, workdir};
 use anyhow::{Context as _, Result, bail};
+use beelet_policy::cgroups::CgroupDriver;
 use serde_json::json;
 use std::net::Ipv4Addr;
 use std::path::Path;
@@ -11,10 +12,11 @@ use std::path::Path;
 const RANGES: [[u8; 2]; 4] = [[10, 88], [172, 29], [192, 168], [10, 213]];
 
 /// Writes containerd's and the network's configuration into the instance's folder, and makes the bridge.
-pub(super) fn write(names: &Names, version: (u32, u32)) -> Result<()> {
+pub(super) fn write(names: &Names, version: (u32, u32), driver: CgroupDriver) -> Result<()> {
+    let systemd = driver == CgroupDriver::Systemd;
     let text = match version {
-        (1, 6..) => version_2(names)?,
-        (2, _) => version_3(names)?,
+        (1, 6..) => version_2(names, systemd)?,
+        (2, _) => version_3(names, systemd)?,
         (major, minor) => bail!("containerd {major}.{minor}: this needs 1.6 or newer (CRI v1)"),
     };
     workdir::write(&names.dir.join("config.toml"), text)?;
@@ -42,7 +44,7 @@ fn head(names: &Names, format: u32, disabled: &[&str]) -> String {
     )
 }
 
-fn version_2(names: &Names) -> Result<String> {
+fn version_2(names: &Names, systemd: bool) -> Result<String> {
     let disabled = [
         "io.containerd.internal.v1.opt",
         "io.containerd.internal.v1.restart",
@@ -58,7 +60,7 @@ fn version_2(names: &Names) -> Result<String> {
          disable_tcp_service = true\nstream_server_port = \"0\"\n\
          [{cri}.cni]\nbin_dir = {cni_bin}\nconf_dir = {cni_conf}\n\
          [{cri}.containerd.runtimes.runc]\nruntime_type = \"io.containerd.runc.v2\"\n\
-         [{cri}.containerd.runtimes.runc.options]\nSystemdCgroup = false\nRoot = {runc}\n",
+         [{cri}.containerd.runtimes.runc.options]\nSystemdCgroup = {systemd}\nRoot = {runc}\n",
         head = head(names, 2, &disabled),
         pause = json!(images::PAUSE),
         cni_bin = quoted(cni_bin_dir()?),
@@ -67,7 +69,7 @@ fn version_2(names: &Names) -> Result<String> {
     ))
 }
 
-fn version_3(names: &Names) -> Result<String> {
+fn version_3(names: &Names, systemd: bool) -> Result<String> {
     let disabled = [
         "io.containerd.internal.v1.opt",
         "io.containerd.monitor.container.v1.restart",
@@ -87,7 +89,7 @@ fn version_3(names: &Names) -> Result<String> {
          enable_cdi = true\ncdi_spec_dirs = [{cdi}]\n\
          [{runtime}.cni]\nbin_dirs = [{cni_bin}]\nconf_dir = {cni_conf}\n\
          [{runtime}.containerd.runtimes.runc]\nruntime_type = \"io.containerd.runc.v2\"\n\
-         [{runtime}.containerd.runtimes.runc.options]\nSystemdCgroup = false\nRoot = {runc}\n",
+         [{runtime}.containerd.runtimes.runc.options]\nSystemdCgroup = {systemd}\nRoot = {runc}\n",
         head = head(names, 3, &disabled),
         pause = json!(images::PAUSE),
         cdi = quoted(names.cdi_dir()),

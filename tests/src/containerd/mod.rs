@@ -11,7 +11,7 @@ mod teardown;
 pub use teardown::{Leftovers, teardown};
 pub(crate) use teardown::{MARKER, keep_logs, write_pid};
 
-use crate::guards::CgroupRoot;
+use crate::guards::{CgroupRoot, chosen_driver};
 use crate::images::{self, ImageTar};
 use crate::workdir::{self, PATIENCE, wait_for};
 use crate::{guards, requires};
@@ -164,10 +164,10 @@ impl Containerd {
         let version = version_of(&binary)?;
         // Made before the first thing that has to be taken down again.
         workdir::write(&dir.join(MARKER), "")?;
-        let cgroup = CgroupRoot::new(&names.cgroup())?;
+        let cgroup = CgroupRoot::of_driver(&names.cgroup(), chosen_driver()?)?;
         let mut containerd =
             Containerd { names, binary, version, child: None, cgroup, keep: false, _lock: lock };
-        config::write(&containerd.names, version)?;
+        config::write(&containerd.names, version, containerd.cgroup.driver())?;
         containerd.resume()?;
         for image in images::standard()? {
             containerd.import(&image)?;

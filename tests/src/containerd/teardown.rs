@@ -1,7 +1,7 @@
 //! Takes down an instance from its folder alone: after a test, after a killed test, after `demo --keep`.
 
 use super::Names;
-use crate::guards::{self, CgroupRoot};
+use crate::guards::{self, CgroupRoot, chosen_driver};
 use crate::workdir::{self, wait_regardless};
 use anyhow::{Context as _, Result, bail};
 use rustix::process::{Pid, Signal};
@@ -49,7 +49,7 @@ pub fn teardown(dir: &Path) -> Result<()> {
     for file in cni_results(&names) {
         let _ = std::fs::remove_file(file); // only a cache
     }
-    CgroupRoot::existing(&names.cgroup())?.remove()?;
+    CgroupRoot::existing(&names.cgroup(), chosen_driver()?)?.remove()?;
     // Not by the standard library, which goes down by recursion: a container may have made a tree of any
     // depth.
     let removed = Command::new("rm").arg("-rf").arg("--").arg(dir).output().context("could not start rm")?;
@@ -98,7 +98,7 @@ impl Leftovers {
             found.push(format!("network interface {}", names.bridge()));
         }
         found.extend(cni_results(&names).iter().map(|file| format!("file {}", file.display())));
-        let cgroups = CgroupRoot::existing(&names.cgroup())?.dirs();
+        let cgroups = CgroupRoot::existing(&names.cgroup(), chosen_driver()?)?.dirs();
         found
             .extend(cgroups.iter().filter(|dir| dir.exists()).map(|dir| format!("cgroup {}", dir.display())));
         if dir.exists() {

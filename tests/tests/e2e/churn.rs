@@ -106,7 +106,7 @@ fn hostile() -> Vec<Value> {
 fn kill_one(node: &Node, name: &str, random: &mut Random) -> bool {
     let Some(pod) = node.agent.look(|watch| watch.pod(name).cloned()).unwrap() else { return false };
     let path = beelet_tests::cgroup_values::pod_path(pod.qos(), pod.uid());
-    let dir = node.containerd.cgroup().dir("memory").unwrap().join(path.trim_start_matches('/'));
+    let dir = node.containerd.cgroup().folder("memory", &path).unwrap();
     let processes = guards::processes_below(&dir);
     // A container's, or the sandbox's.
     !processes.is_empty() && kill_process(processes[random.below(processes.len())], Signal::KILL).is_ok()

@@ -210,7 +210,7 @@ fn a_debugger_joins_a_running_pod_beside_its_target() {
         let uid = pod["metadata"]["uid"].as_str().unwrap();
         let pod = beelet_tests::cgroup_values::pod_path(pod["status"]["qosClass"].as_str().unwrap(), uid);
         let id = status["containerID"].as_str().unwrap().split("//").nth(1).unwrap();
-        let dir = scene.containerd.cgroup().dir("pids").unwrap().join(&pod[1..]).join(id);
+        let dir = scene.containerd.cgroup().folder("pids", &format!("{pod}/{id}")).unwrap();
         let process = beelet_tests::guards::processes_below(&dir)[0];
         std::fs::read_link(format!("/proc/{}/ns/pid", process.as_raw_nonzero())).unwrap()
     };

@@ -97,7 +97,7 @@ fn a_pod_past_its_deadline_fails_gives_everything_back_and_stays_so() {
     };
     let pod = wait(&agent, "late", "to fail", failed);
     let path = beelet_tests::cgroup_values::pod_path("BestEffort", pod.uid());
-    assert!(!containerd.cgroup().dir("pids").unwrap().join(&path[1..]).exists());
+    assert!(!containerd.cgroup().folder("pids", &path).unwrap().exists());
     agent.kill9();
     agent.resume().unwrap();
     wait(&agent, "late", "to stay failed", failed);
@@ -116,7 +116,7 @@ fn a_container_that_is_killed_is_started_again_and_its_end_is_told() {
     let path = beelet_tests::cgroup_values::pod_path(pod.qos(), pod.uid());
     let id = pod.container("main").unwrap().container_id.clone().unwrap();
     let id = id.split("//").nth(1).unwrap();
-    let dir = containerd.cgroup().dir("pids").unwrap().join(&path[1..]).join(id);
+    let dir = containerd.cgroup().folder("pids", &format!("{path}/{id}")).unwrap();
     for process in beelet_tests::guards::processes_below(&dir) {
         rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
     }
@@ -198,7 +198,7 @@ fn a_real_pod_is_held_to_its_resources_as_a_whole() {
 /// The memory limit that a pod's cgroup holds.
 fn memory_limit(containerd: &Containerd, pod: &PodView) -> u64 {
     let path = beelet_tests::cgroup_values::pod_path(pod.qos(), pod.uid());
-    let dir = containerd.cgroup().dir("memory").unwrap().join(&path[1..]);
+    let dir = containerd.cgroup().folder("memory", &path).unwrap();
     let files = ["memory.max", "memory.limit_in_bytes"].map(|file| std::fs::read_to_string(dir.join(file)));
     files.into_iter().flatten().find_map(|text| text.trim().parse().ok()).unwrap()
 }

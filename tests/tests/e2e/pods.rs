@@ -93,7 +93,7 @@ fn a_pod_of_each_qos_class_runs_in_its_cgroup_with_the_kubelets_values() {
             let rows = cgroup_values::check(root, &path, Expected { shares, quota, memory }).unwrap();
             assert!(rows.iter().all(cgroup_values::Row::ok), "{name}: {rows:?}");
             for controller in ["cpu", "memory", "pids"] {
-                let processes = guards::processes_below(&root.dir(controller).unwrap().join(&path[1..]));
+                let processes = guards::processes_below(&root.folder(controller, &path).unwrap());
                 assert!(
                     processes.len() >= 2,
                     "{name}, {controller}: the sandbox's and the container's: {processes:?}"
@@ -189,9 +189,9 @@ fn a_changed_manifest_replaces_its_pod_and_a_removed_one_stops_it() {
     node.agent.remove("web.yaml").unwrap();
     node.wait_gone("web");
     let path = cgroup_values::pod_path("BestEffort", after.uid());
-    let dirs = node.containerd.cgroup().dirs();
+    let dirs = node.containerd.cgroup().folders(&path);
     workdir::wait_for("the removed pod's cgroup to be gone", workdir::PATIENCE, || {
-        let left: Vec<_> = dirs.iter().map(|dir| dir.join(&path[1..])).filter(|dir| dir.exists()).collect();
+        let left: Vec<_> = dirs.iter().filter(|dir| dir.exists()).collect();
         if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
     })
     .unwrap();
@@ -277,7 +277,7 @@ fn a_pod_is_resized_in_place_at_every_level_of_its_cgroups() {
         let old = node.wait("web", "to run", |pod| pod.phase() == "Running");
         let pod = cgroup_values::pod_path("Burstable", old.uid());
         let container = format!("{pod}/{}", id_of(&old).split_once("://").unwrap().1);
-        let kubepods = node.containerd.cgroup().dir("memory").unwrap().join("kubepods");
+        let kubepods = node.containerd.cgroup().folder("memory", "/kubepods").unwrap();
         let limit = ["memory.limit_in_bytes", "memory.max"].map(|file| kubepods.join(file));
         let limit = || limit.iter().find_map(|file| std::fs::read_to_string(file).ok()).unwrap();
         let of_node = limit();

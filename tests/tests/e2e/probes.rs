@@ -8,10 +8,11 @@ use beelet_tests::containerd::Containerd;
 use beelet_tests::manifests::{self, PORT};
 use beelet_tests::pods::PodView;
 use beelet_tests::require;
-use beelet_tests::workdir::{PATIENCE, unique, wait_for};
+use beelet_tests::workdir::{PATIENCE, stretched, unique, wait_for};
 use serde_json::{Value, json};
 use std::os::unix::fs::PermissionsExt as _;
 use std::process::Output;
+use std::time::Duration;
 
 fn start() -> (Containerd, Agent) {
     let containerd = Containerd::start_for_test().unwrap();
@@ -62,6 +63,8 @@ fn a_command_that_is_out_of_time_leaves_no_process_behind() {
         ("script", &["/scripts/probe", "hang"]),
         ("leaves", &["/bin/testapp", "probe", "leave"]),
     ];
+    // What a command starts must be there before its time is over.
+    let timeout = stretched(Duration::from_secs(5)).as_secs();
     let marks: Vec<String> = commands
         .iter()
         .map(|(name, command)| {
@@ -73,7 +76,7 @@ fn a_command_that_is_out_of_time_leaves_no_process_behind() {
             let pod = manifests::with(pod, "volumeMounts", mounts);
             // Long periods: one look, and then there is time to count what it left.
             let probe = json!({
-                "exec": { "command": words }, "timeoutSeconds": 5, "periodSeconds": 600, "failureThreshold": 1,
+                "exec": { "command": words }, "timeoutSeconds": timeout, "periodSeconds": 600, "failureThreshold": 1,
             });
             agent
                 .apply(&format!("{name}.yaml"), manifests::with(pod, "readinessProbe", probe).to_string())
@@ -98,7 +101,8 @@ fn a_command_that_is_out_of_time_leaves_no_process_behind() {
             }
         })
         .unwrap();
-        assert!(failed["detail"].as_str().unwrap().contains("timed out after 5 s"), "{name}: {failed}");
+        let told = format!("timed out after {timeout} s");
+        assert!(failed["detail"].as_str().unwrap().contains(&told), "{name}: {failed}");
     }
     for mark in &marks {
         assert_eq!(processes(mark), Vec::<String>::new());

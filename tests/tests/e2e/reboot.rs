@@ -58,8 +58,10 @@ fn cgroups_of_pods(dir: &Path) -> BTreeSet<String> {
         if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             continue;
         }
-        match name.strip_prefix("pod") {
-            Some(uid) => drop(found.insert(uid.to_owned())),
+        // A slice has the names of those above it before its own, and no dashes in it.
+        let own = name.strip_suffix(".slice").and_then(|slice| slice.rsplit('-').next());
+        match own.unwrap_or(&name).strip_prefix("pod") {
+            Some(uid) => drop(found.insert(uid.replace('_', "-"))),
             None => found.extend(cgroups_of_pods(&entry.path())),
         }
     }

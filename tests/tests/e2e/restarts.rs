@@ -123,7 +123,7 @@ fn what_a_pod_left_behind_while_the_agent_was_away_is_cleaned_up() {
     let pod = ready(&agent, "web");
     let folder = agent.dir().join("pods").join(pod.uid());
     let of_pod = pod_path(pod.qos(), pod.uid());
-    let cgroup = containerd.cgroup().dir("memory").unwrap().join(of_pod.trim_start_matches('/'));
+    let cgroup = containerd.cgroup().folder("memory", &of_pod).unwrap();
     assert!(folder.exists(), "{}", folder.display());
     assert!(cgroup.exists(), "{}", cgroup.display());
     agent.kill9();

@@ -40,8 +40,8 @@ fn options(containerd: &Containerd, mode: &str) -> Options {
 fn values(node: &Node, cgroups: &[String]) -> BTreeMap<String, String> {
     let root = node.containerd.cgroup();
     let read = |cgroup: &String, file: &str| {
-        let dir = root.dir(file.split('.').next()?)?;
-        let value = std::fs::read_to_string(dir.join(&cgroup[1..]).join(file)).ok()?;
+        let dir = root.folder(file.split('.').next()?, cgroup)?;
+        let value = std::fs::read_to_string(dir.join(file)).ok()?;
         Some((format!("{cgroup} {file}"), value.trim().to_owned()))
     };
     cgroups.iter().flat_map(|cgroup| FILES.iter().filter_map(move |file| read(cgroup, file))).collect()

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::Duration;
 
+use beelet_policy::cgroups::CgroupDriver;
 use beelet_tests::agent::{Agent, Options, binary};
 use beelet_tests::cri::{FakeCri, Op};
 use beelet_tests::guards::{CgroupRoot, Mount, Process};
@@ -255,7 +256,7 @@ fn a_cgroup_root_that_is_not_there_is_refused_and_not_made() {
     let status = daemon.agent.wait_for_exit().unwrap();
     let log = daemon.agent.log();
     assert!(!status.success() && log.contains(&format!("cgroupRoot: there is no cgroup /{name}")), "{log}");
-    let made = CgroupRoot::existing(&name).unwrap();
+    let made = CgroupRoot::existing(&name, CgroupDriver::Cgroupfs).unwrap();
     assert!(made.dirs().iter().all(|dir| !dir.exists()), "it was made all the same");
     let (doctor, text) = daemon.beelet(&["doctor"]);
     assert!(!doctor.status.success() && text.contains(&format!("there is no cgroup /{name}")), "{text}");

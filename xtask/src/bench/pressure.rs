@@ -42,7 +42,7 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     options.binary = Some(binary.to_path_buf());
     let agent = Agent::start(options)?;
     let kubepods =
-        containerd.cgroup().dir("memory").context("there is no memory controller")?.join("kubepods");
+        containerd.cgroup().folder("memory", "/kubepods").context("there is no memory controller")?;
     let evicted = watch_evictions(&agent)?;
     let (mut samples, mut kills) = (Vec::new(), Vec::new());
     for round in 0..rounds {

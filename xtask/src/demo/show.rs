@@ -56,8 +56,7 @@ pub(super) fn restart(demo: &mut Demo) -> Result<()> {
     heading("The container of the pod web is killed (SIGKILL)");
     let before = demo.wait("web", "to be ready", PodView::ready)?;
     let path = cgroup_values::pod_path(before.qos(), before.uid());
-    let folder =
-        demo.containerd.cgroup().dir("cpu").context("no cgroup hierarchy is mounted")?.join(&path[1..]);
+    let folder = demo.containerd.cgroup().folder("cpu", &path).context("no cgroup hierarchy is mounted")?;
     let serves = |pid: &rustix::process::Pid| {
         let command = std::fs::read(format!("/proc/{}/cmdline", pid.as_raw_nonzero())).unwrap_or_default();
         String::from_utf8_lossy(&command).contains("serve")

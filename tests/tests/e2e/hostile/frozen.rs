@@ -23,7 +23,7 @@ impl Frozen {
     fn new(scene: &Scene, pod: &PodView) -> Frozen {
         let root = scene.node.containerd.cgroup();
         let path = beelet_tests::cgroup_values::pod_path(pod.qos(), pod.uid());
-        let dir = root.dir("freezer").unwrap().join(path.trim_start_matches('/'));
+        let dir = root.folder("freezer", &path).unwrap();
         let v1 = dir.join("freezer.state");
         let (file, frozen, thawed) =
             if v1.exists() { (v1, "FROZEN", "THAWED") } else { (dir.join("cgroup.freeze"), "1", "0") };
