@@ -61,8 +61,18 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE", requires = "machine")]
     agent: Option<PathBuf>,
 
+    /// Run end-to-end tests in the machine instead of its checks: those whose names begin so (`pods::`), by
+    /// commas; `all` for all
+    #[arg(long, value_name = "PREFIX", value_delimiter = ',', requires = "machine")]
+    e2e: Vec<String>,
+
+    /// Who drives the cgroups of the end-to-end tests' containerd and of the agents on it [default: who
+    /// drives the machine's]
+    #[arg(long, value_name = "DRIVER", requires = "e2e", value_parser = ["cgroupfs", "systemd"])]
+    driver: Option<String>,
+
     /// Write the processor's part of docs/kernels.md from this run, which then includes this machine's kernel
-    /// if it has that processor; with --machine, the machine's column of docs/machines.md
+    /// if it has that processor; with --machine, the machine's columns of docs/machines.md
     #[arg(long)]
     write_docs: bool,
 
@@ -112,12 +122,14 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         }
     }
     if let Some(machine) = &args.machine {
-        return stock::run(
-            machine,
-            args.agent.as_deref(),
-            Duration::from_secs(args.deadline),
-            args.write_docs,
-        );
+        let (agent, deadline) = (args.agent.as_deref(), Duration::from_secs(args.deadline));
+        let (driver, write_docs) = (args.driver.as_deref(), args.write_docs);
+        return match args.e2e.as_slice() {
+            [] => stock::run(machine, agent, deadline, write_docs),
+            prefixes => {
+                stock::end_to_end(&stock::EndToEnd { machine, agent, driver, prefixes, deadline, write_docs })
+            }
+        };
     }
     let mut kernels = args.kernels.clone();
     if args.write_docs && kernels.is_empty() {

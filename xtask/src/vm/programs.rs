@@ -68,7 +68,15 @@ pub(super) fn build(work: &Path, arch: Arch) -> Result<Programs> {
 }
 
 /// The agent and a test program as this machine's cargo makes them: for a machine with the same libraries.
-pub(super) fn dynamic(test: &str) -> Result<(PathBuf, PathBuf)> {
+pub(super) struct Dynamic {
+    pub(super) agent: PathBuf,
+    pub(super) test: PathBuf,
+    /// Other programs that the test starts, by the path that cargo compiled into it.
+    pub(super) helpers: Vec<PathBuf>,
+}
+
+/// Builds the agent and the test program `test`.
+pub(super) fn dynamic(test: &str) -> Result<Dynamic> {
     let mut command = shell::cargo();
     command.args(["build", "--bin", "beelet", "--test", test]).args(crate::test::selection());
     let made = artifacts(command.args(["--message-format", "json-render-diagnostics"]))?;
@@ -76,7 +84,17 @@ pub(super) fn dynamic(test: &str) -> Result<(PathBuf, PathBuf)> {
         let found = made.iter().find(|made| made.is_test == is_test && made.target == name);
         found.map(|made| made.executable.clone()).with_context(|| format!("cargo built no program {name}"))
     };
-    Ok((find("beelet", false)?, find(test, true)?))
+    let helpers = made.iter().filter(|made| !made.is_test && made.target != "beelet");
+    Ok(Dynamic {
+        agent: find("beelet", false)?,
+        test: find(test, true)?,
+        helpers: helpers.map(|made| made.executable.clone()).collect(),
+    })
+}
+
+/// The tests of a program of this machine's, in their order.
+pub(super) fn tests(program: &str, path: &Path) -> Result<Vec<Test>> {
+    list(program, path, None)
 }
 
 /// Runs cargo, which links statically, and returns the executables that it made or had.

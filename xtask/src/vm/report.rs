@@ -222,20 +222,34 @@ impl Summary {
         let mut reasons: BTreeMap<String, Vec<String>> = BTreeMap::new();
         for run in &self.runs {
             for (number, test) in self.plan.iter().enumerate() {
-                let why = match run.transcript.verdicts.get(&number) {
-                    Some(Verdict::Skipped(why)) => format!("skipped, {why}"),
-                    Some(Verdict::Failed(why, _)) => format!("failed, {why}"),
-                    Some(Verdict::Passed) => continue,
-                    None => "not reached".to_owned(),
-                };
-                let test = format!("`{test}`: {}", why.replace('|', "\\|"));
-                reasons.entry(test).or_default().push(run.title());
+                let Some(why) = shortcoming(run.transcript.verdicts.get(&number)) else { continue };
+                reasons.entry(format!("`{test}`: {why}")).or_default().push(run.title());
             }
         }
         for (position, (test, kernels)) in reasons.iter().enumerate() {
             let _ =
                 writeln!(text, "{}- {} {test}", if position == 0 { "\n" } else { "" }, kernels.join(", "));
         }
+    }
+
+    /// The groups of the plan, each with what came of it in this run and how long that took there.
+    pub(super) fn groups(&self, run: &Run) -> Vec<(String, String)> {
+        let groups: BTreeSet<String> = self.plan.iter().map(Test::group).collect();
+        let seconds = |group: &str| {
+            let numbers = self.plan.iter().enumerate().filter(|(_, test)| test.group() == group);
+            numbers.filter_map(|(number, _)| run.transcript.seconds.get(&number)).sum::<f64>()
+        };
+        let cell = |group: &String| format!("{}, {:.0} s", self.counts(run, group), seconds(group));
+        groups.iter().map(|group| (group.clone(), cell(group))).collect()
+    }
+
+    /// The tests that did not pass in this run, and why.
+    pub(super) fn shortcomings(&self, run: &Run) -> Vec<(String, String)> {
+        let numbered = self.plan.iter().enumerate();
+        let short = numbered.filter_map(|(number, test)| {
+            Some((test.to_string(), shortcoming(run.transcript.verdicts.get(&number))?))
+        });
+        short.collect()
     }
 
     /// How many tests of a group passed, were skipped, failed, were never reached.
@@ -263,6 +277,24 @@ fn part(page: &str, arch: Arch) -> Option<String> {
     (!part.is_empty()).then(|| part.join("\n"))
 }
 
+/// Why a test did not pass, for a page; none if it did.
+fn shortcoming(verdict: Option<&Verdict>) -> Option<String> {
+    let why = match verdict {
+        Some(Verdict::Passed) => return None,
+        Some(Verdict::Skipped(why)) => format!("skipped, {why}"),
+        Some(Verdict::Failed(why, output)) => format!("failed, {}", panic_in(output).unwrap_or(why)),
+        None => "not reached".to_owned(),
+    };
+    Some(why.replace('|', "\\|"))
+}
+
+/// What a test's panic said first.
+fn panic_in(output: &[String]) -> Option<&str> {
+    let at = output.iter().position(|line| line.contains("panicked at "))?;
+    let said = output.get(at + 1)?.trim();
+    said.char_indices().nth(PANIC).map_or(Some(said), |(end, _)| said.get(..end))
+}
+
 /// A verdict in a word.
 pub(super) fn word(verdict: Option<&Verdict>) -> &'static str {
     match verdict {
@@ -281,6 +313,9 @@ fn row(first: &str, cells: &[String]) -> String {
     let cells: Vec<String> = cells.iter().map(|cell| cell.replace('|', "\\|")).collect();
     format!("| {first} | {} |", cells.join(" | "))
 }
+
+/// So many characters of a panic's words are enough for a page.
+const PANIC: usize = 200;
 
 /// What `guest/run` says about a kernel, and how the documentation calls it.
 const FACTS: &[(&str, &str)] = &[
@@ -406,6 +441,17 @@ mod tests {
         let kernels: Vec<&str> = page.lines().filter(|line| line.starts_with("|  |")).collect();
         assert_eq!(kernels, ["|  | 6.1 |", "|  | 6.1 (debian-12) |"]);
         assert_eq!(arm64.markdown(&page), page);
+    }
+
+    #[test]
+    fn a_group_has_its_time_and_its_reasons() {
+        let lines = "begin 0 1\nend 0 2.5 0\nbegin 1 3\nout 1 thread 'x' panicked at a.rs:1:2:\n\
+                     out 1  it is 3 | 4\nend 1 7 101";
+        let run = run("debian-13", lines, End::Done);
+        let summary = summary(vec![run.clone()]);
+        assert_eq!(summary.groups(&run), [("kernel x".to_owned(), "1 passed, 1 **failed**, 6 s".to_owned())]);
+        let expected = ["kernel x::b", "failed, it is 3 \\| 4"].map(str::to_owned);
+        assert_eq!(summary.shortcomings(&run), [expected.into()]);
     }
 
     #[test]

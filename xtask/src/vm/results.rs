@@ -54,6 +54,8 @@ pub(super) struct Transcript {
     pub(super) doctor_json: String,
     /// The verdicts, by the tests' numbers.
     pub(super) verdicts: BTreeMap<usize, Verdict>,
+    /// How long they took, by the guest's clock.
+    pub(super) seconds: BTreeMap<usize, f64>,
     /// Whether the plan was gone through to its end.
     pub(super) done: bool,
     running: Option<Running>,
@@ -128,7 +130,17 @@ impl Transcript {
             (Some(why), _) => Verdict::Failed(why, running.output),
         };
         self.verdicts.insert(number, verdict);
+        self.seconds.insert(number, until - running.since);
         Some(Event::Ended { number, seconds: until - running.since })
+    }
+
+    /// Takes in what another boot of the same plan said.
+    pub(super) fn append(&mut self, other: Transcript) {
+        self.facts.extend(other.facts);
+        (self.doctor, self.doctor_json) = (other.doctor, other.doctor_json);
+        self.verdicts.extend(other.verdicts);
+        self.seconds.extend(other.seconds);
+        (self.done, self.running) = (other.done, other.running);
     }
 
     /// The test that had begun and not ended.

@@ -7,6 +7,10 @@
 //!
 //! What takes minutes (the packages) is kept below cargo's target folder; the disks are made anew each time.
 
+mod e2e;
+
+pub(super) use self::e2e::{EndToEnd, end_to_end};
+
 use super::qemu::{self, Qemu};
 use super::rootfs::{self, Made};
 use super::{page, programs};
@@ -81,27 +85,11 @@ WantedBy=multi-user.target
 /// # Errors
 /// A check failed, or the machine could not be made or did not come to its end.
 pub(super) fn run(name: &str, agent: Option<&Path>, deadline: Duration, write_docs: bool) -> Result<()> {
-    let Some(stock) = MACHINES.iter().find(|stock| stock.name == name) else {
-        let known: Vec<&str> = MACHINES.iter().map(|stock| stock.name).collect();
-        bail!("there is no machine {name}; there are: {}", known.join(", "));
-    };
-    let machines = super::work().join("machines");
-    let work = machines.join(name);
-    fs::create_dir_all(&work).with_context(|| format!("could not make {}", work.display()))?;
+    let stock = known(name)?;
     let began = Instant::now();
-    let root = work.join("root");
-    let packages = rootfs::packages(&machines, "machine", stock.release, PACKAGES, Made::Installed)?;
-    rootfs::unpack(&packages, &root)?;
+    let (work, root) = unpacked(stock)?;
     install(&root, stock, agent)?;
-    let machine = Machine {
-        qemu: Qemu::ensure(&super::work(), Arch::Amd64)?,
-        kernel: boot_file(&root, "vmlinuz-")?,
-        initrd: boot_file(&root, "initrd.img-")?,
-        disk: work.join("disk.img"),
-        volumes: work.join("volumes.img"),
-        command_line: format!("{COMMAND_LINE} {}", stock.told),
-        root,
-    };
+    let machine = Machine::new(stock, &work, root)?;
     let made = began.elapsed();
     let end = (1..=BOOTS).try_for_each(|boot| {
         eprintln!(".. {name} boots ({boot} of {BOOTS})");
@@ -113,9 +101,26 @@ pub(super) fn run(name: &str, agent: Option<&Path>, deadline: Duration, write_do
     println!("# made in {} s, booted and checked in {} s", made.as_secs(), took.as_secs());
     end?;
     if write_docs {
-        page::write(name, &results, took)?;
+        page::write(name, &results, made, took)?;
     }
     verdict(&results)
+}
+
+fn known(name: &str) -> Result<&'static Stock> {
+    let known: Vec<&str> = MACHINES.iter().map(|stock| stock.name).collect();
+    let found = MACHINES.iter().find(|stock| stock.name == name);
+    found.with_context(|| format!("there is no machine {name}; there are: {}", known.join(", ")))
+}
+
+/// The machine's folder, and in it a new one with what Debian's packages make.
+fn unpacked(stock: &Stock) -> Result<(PathBuf, PathBuf)> {
+    let machines = super::work().join("machines");
+    let work = machines.join(stock.name);
+    fs::create_dir_all(&work).with_context(|| format!("could not make {}", work.display()))?;
+    let root = work.join("root");
+    let packages = rootfs::packages(&machines, "machine", stock.release, PACKAGES, Made::Installed)?;
+    rootfs::unpack(&packages, &root)?;
+    Ok((work, root))
 }
 
 /// Every check passed, and the last one came.
@@ -137,10 +142,10 @@ fn install(root: &Path, stock: &Stock, agent: Option<&Path>) -> Result<()> {
     let at = |path: &str| root.join(path.trim_start_matches('/'));
     let check = at("/check");
     eprintln!(".. build the agent and its packages");
-    let (built, tests) = programs::dynamic("kernel")?;
+    let built = programs::dynamic("kernel")?;
     let binary = check.join("beelet");
     fs::create_dir_all(&check)?;
-    shell::run(Command::new("strip").arg("-o").arg(&binary).arg(agent.unwrap_or(&built)))?;
+    shell::run(Command::new("strip").arg("-o").arg(&binary).arg(agent.unwrap_or(&built.agent)))?;
     let files = package::files(&binary, || Ok(Command::new(&binary)))?;
     for (revision, name) in [("1", "beelet.deb"), ("2", "upgrade.deb")] {
         let out = tempfile::tempdir().context("could not make a folder for the package")?;
@@ -165,15 +170,21 @@ fn install(root: &Path, stock: &Stock, agent: Option<&Path>) -> Result<()> {
     for folder in ["/var/log/journal", "/srv/pods", "/check/images", "/check/ends"] {
         fs::create_dir_all(at(folder))?;
     }
-    let wanted = at("/etc/systemd/system/multi-user.target.wants");
-    fs::create_dir_all(&wanted)?;
-    std::os::unix::fs::symlink("/etc/systemd/system/check.service", wanted.join("check.service"))?;
+    want(root, "check.service")?;
     for image in images::standard()? {
         let name = image.path.file_name().context("an image has a file's name")?.to_owned();
         fs::copy(&image.path, check.join("images").join(name))?;
     }
     fs::copy(images::testapp()?, check.join("testapp")).context("could not copy the test app")?;
-    shell::run(Command::new("strip").arg("-o").arg(check.join("kernel")).arg(tests))
+    shell::run(Command::new("strip").arg("-o").arg(check.join("kernel")).arg(built.test))
+}
+
+/// Has the unit started when the machine is up.
+fn want(root: &Path, unit: &str) -> Result<()> {
+    let wanted = root.join("etc/systemd/system/multi-user.target.wants");
+    fs::create_dir_all(&wanted)?;
+    std::os::unix::fs::symlink(Path::new("/etc/systemd/system").join(unit), wanted.join(unit))?;
+    Ok(())
 }
 
 fn containerd_config(stock: &Stock) -> String {
@@ -246,6 +257,18 @@ struct Machine {
 }
 
 impl Machine {
+    fn new(stock: &Stock, work: &Path, root: PathBuf) -> Result<Machine> {
+        Ok(Machine {
+            qemu: Qemu::ensure(&super::work(), Arch::Amd64)?,
+            kernel: boot_file(&root, "vmlinuz-")?,
+            initrd: boot_file(&root, "initrd.img-")?,
+            disk: work.join("disk.img"),
+            volumes: work.join("volumes.img"),
+            command_line: format!("{COMMAND_LINE} {}", stock.told),
+            root,
+        })
+    }
+
     /// Boots it, on new disks if they are to be, and waits until it is off; once more if the emulator itself
     /// died (QEMU 10.0: `iotlb_to_section: Assertion … failed`, in one of five boots).
     fn boot(&self, new: bool, console: &Path, deadline: Duration) -> Result<()> {
@@ -343,9 +366,11 @@ mod tests {
     #[test]
     fn the_checks_are_shell_that_a_shell_understands() {
         let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join("script"), CHECK).unwrap();
-        let output = Command::new("sh").arg("-n").arg(dir.path().join("script")).output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        for script in [CHECK, e2e::SCRIPT] {
+            fs::write(dir.path().join("script"), script).unwrap();
+            let output = Command::new("sh").arg("-n").arg(dir.path().join("script")).output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        }
     }
 
     #[test]

@@ -1,0 +1,227 @@
+//! End-to-end tests in a stock machine, in place of its checks: on its kernel, its systemd and its
+//! containerd, with either driver of cgroups.
+
+use super::{CHECK_UNIT, FSTAB, Machine, known, unpacked, want};
+use crate::vm::boot::{self, End};
+use crate::vm::report::{Run, Summary};
+use crate::vm::results::{Event, Test, Transcript};
+use crate::vm::{guest, page, programs};
+use crate::{cross::Arch, shell};
+use anyhow::{Context as _, Result, bail};
+use beelet_tests::{images, workdir};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+pub(super) const SCRIPT: &str = include_str!("e2e.sh");
+
+/// No test takes longer, in seconds.
+const LIMIT: u32 = 900;
+/// So many times longer than on a real machine does a test wait.
+const PATIENCE: u32 = 4;
+/// How often the machine is booted, if the emulator dies each time.
+const BOOTS: u32 = 3;
+/// The tests' target folder in the machine, and the program in it.
+const TARGET: &str = "check/e2e";
+const PROGRAM: &str = "check/e2e/deps/e2e";
+
+/// What is to be run.
+pub(crate) struct EndToEnd<'a> {
+    /// The machine's name.
+    pub(crate) machine: &'a str,
+    /// The agent; else a debug build of it.
+    pub(crate) agent: Option<&'a Path>,
+    /// Who drives the cgroups of the tests' own containerd and of the agents on it; else who drives the
+    /// machine's.
+    pub(crate) driver: Option<&'a str>,
+    /// How the names of the tests begin; `all` for all of them.
+    pub(crate) prefixes: &'a [String],
+    /// How long a boot with all its tests may take.
+    pub(crate) deadline: Duration,
+    /// Whether what came out goes into docs/machines.md.
+    pub(crate) write_docs: bool,
+}
+
+/// Boots a machine and runs end-to-end tests there.
+///
+/// # Errors
+/// A test failed, or the machine could not be made or did not come to its end.
+pub(crate) fn end_to_end(wanted: &EndToEnd<'_>) -> Result<()> {
+    let began = Instant::now();
+    let stock = known(wanted.machine)?;
+    let driver = wanted.driver.unwrap_or(stock.driver);
+    if driver == "systemd" && stock.cgroups != "v2" {
+        bail!("{} has cgroups of version 1, which systemd's driver is not for", stock.name);
+    }
+    let (work, root) = unpacked(stock)?;
+    let plan = install(&root, wanted, driver)?;
+    let machine = Machine::new(stock, &work, root)?;
+    machine.make_disks()?;
+    let made = began.elapsed();
+    let title = format!("{}, {driver}", stock.name);
+    let (transcript, end) = boots(&machine, &work, &title, &plan, wanted.deadline)?;
+    let last_words = if end == End::Done { Vec::new() } else { boot::last_lines(&console(&work)) };
+    let up = transcript.facts.get("up").cloned().unwrap_or_default();
+    let run = Run { kernel: title.clone(), transcript, end, last_words };
+    let summary = Summary { arch: Arch::Amd64, plan, runs: vec![run] };
+    println!("{}", summary.text());
+    let (made, whole) = (made.as_secs(), began.elapsed().as_secs());
+    println!("# made in {made} s, up after {up} s of its own clock, done after {whole} s");
+    let verdict = summary.verdict();
+    if verdict.is_err() {
+        keep_logs(&machine, &work);
+    }
+    for run in summary.runs.iter().filter(|_| wanted.write_docs) {
+        let known = [made.to_string(), up.clone()].map(|seconds| format!("{seconds} s"));
+        let known = page::TESTS_FACTS.iter().map(|row| (*row).to_owned()).zip(known);
+        let rows = known.chain(summary.groups(run)).collect();
+        page::write_tests(&page::Tests { column: title.clone(), rows, reasons: summary.shortcomings(run) })?;
+    }
+    verdict
+}
+
+/// Runs the plan. Where the emulator dies, what was not run yet is run in another boot.
+fn boots(
+    machine: &Machine,
+    work: &Path,
+    title: &str,
+    plan: &[Test],
+    deadline: Duration,
+) -> Result<(Transcript, End)> {
+    // One thread: QEMU is bound to the life of the thread that starts it.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let mut whole = Transcript::default();
+    let mut boot = 1;
+    loop {
+        eprintln!(".. {title} boots, for {} tests", plan.len() - whole.verdicts.len());
+        let (transcript, end) = runtime.block_on(async {
+            let mut command = machine.command(&console(work));
+            command.args(["-serial", "stdio"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+            let child = command.spawn().context("could not start QEMU")?;
+            let event =
+                |event: &Event, transcript: &Transcript| crate::vm::show(title, plan, event, transcript);
+            let broken = |status: i32| (status != 0).then(|| format!("QEMU ended with {status}"));
+            tokio::select! {
+                followed = boot::follow(child, deadline, event, broken) => followed,
+                signal = crate::vm::interrupted() => bail!("{} came: the VM was ended", signal?),
+            }
+        })?;
+        whole.append(transcript);
+        match &end {
+            End::Died(why) if boot < BOOTS => eprintln!(".. the VM died ({why})"),
+            End::Died(_) => whole.ended_early("the VM died"),
+            End::Late(_) => whole.ended_early("the VM's deadline came"),
+            End::Done => {}
+        }
+        if boot == BOOTS || !matches!(end, End::Died(_)) {
+            return Ok((whole, end));
+        }
+        boot += 1;
+        let rest = plan_of(plan, |number| !whole.verdicts.contains_key(&number));
+        workdir::write(&machine.root.join("check/plan"), rest)?;
+        machine.make_disks()?;
+    }
+}
+
+fn console(work: &Path) -> PathBuf {
+    work.join("console-e2e")
+}
+
+/// The plan with those of the tests whose numbers are wanted.
+fn plan_of(plan: &[Test], wanted: impl Fn(usize) -> bool) -> String {
+    let text = guest::plan(plan, |_| format!("/{PROGRAM}"));
+    let lines = text.lines().enumerate().filter(|(number, _)| wanted(*number));
+    lines.map(|(_, line)| format!("{line}\n")).collect()
+}
+
+/// Programs that the tests of this machine are given beside the stock ones, if they are: a containerd 2 with
+/// what lies beside it, and a device plugin. Copies them and returns the lines that name them.
+fn given(root: &Path) -> Result<String> {
+    let mut lines = String::new();
+    for (variable, beside) in
+        [("CONTAINERD", &["ctr", "containerd-shim-runc-v2"][..]), ("DEVICE_PLUGIN", &[])]
+    {
+        let Some(program) = std::env::var_os(variable).map(PathBuf::from).filter(|path| path.is_file())
+        else {
+            continue;
+        };
+        let place = Path::new("check/given").join(variable.to_lowercase());
+        fs::create_dir_all(root.join(&place))?;
+        let all =
+            std::iter::once(program.clone()).chain(beside.iter().map(|name| program.with_file_name(name)));
+        for file in all {
+            let name = file.file_name().context("a program has a name")?;
+            fs::copy(&file, root.join(&place).join(name))
+                .with_context(|| format!("could not copy {}, which {variable} means", file.display()))?;
+        }
+        let name = program.file_name().unwrap_or_default();
+        lines.push_str(&format!("{variable}=/{}\n", place.join(name).display()));
+    }
+    Ok(lines)
+}
+
+/// Takes the logs of failed tests off the disk.
+fn keep_logs(machine: &Machine, work: &Path) {
+    let logs = work.join("test-logs");
+    let _ = fs::remove_dir_all(&logs); // none, as a rule
+    let mut command = Command::new("debugfs");
+    command.arg("-R").arg(format!("rdump /{TARGET}/test-logs {}", work.display())).arg(&machine.disk);
+    let dumped = command.stdout(Stdio::null()).stderr(Stdio::null()).status();
+    if dumped.is_ok_and(|status| status.success()) && logs.is_dir() {
+        eprintln!("logs of failed tests: {}", logs.display());
+    }
+}
+
+/// The tests and all that they start; those to be run.
+fn install(root: &Path, wanted: &EndToEnd<'_>, driver: &str) -> Result<Vec<Test>> {
+    let at = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
+    eprintln!(".. build the agent and the tests");
+    let built = programs::dynamic("e2e")?;
+    let strip = |from: &Path, to: &Path| {
+        fs::create_dir_all(to.parent().unwrap_or(to))?;
+        shell::run(Command::new("strip").arg("-o").arg(to).arg(from))
+    };
+    strip(wanted.agent.unwrap_or(&built.agent), &root.join(TARGET).join("beelet"))?;
+    strip(&built.test, &root.join(PROGRAM))?;
+    for helper in &built.helpers {
+        strip(helper, &at(helper))?;
+    }
+    let chosen =
+        |test: &Test| wanted.prefixes.iter().any(|prefix| prefix == "all" || test.name.starts_with(prefix));
+    let plan: Vec<Test> = programs::tests("e2e", &built.test)?.into_iter().filter(chosen).collect();
+    if plan.is_empty() {
+        bail!("no end-to-end test's name begins with {}", wanted.prefixes.join(" or "));
+    }
+    // What tests read of the repository, at its place.
+    let packaging = shell::repository().join("packaging");
+    fs::create_dir_all(at(&packaging))?;
+    for unit in ["beelet.service", "beelet-observe.service"] {
+        fs::copy(packaging.join(unit), at(&packaging).join(unit))
+            .with_context(|| format!("could not copy {unit}"))?;
+    }
+    fs::copy(images::busybox()?, root.join("bin/busybox")).context("could not copy busybox")?;
+    fs::copy(images::testapp()?, root.join("check/testapp")).context("could not copy the test app")?;
+    let mut environment = format!("BEELET_CGROUP_DRIVER={driver}\nBEELET_PATIENCE={PATIENCE}\n");
+    environment.push_str(&given(root)?);
+    for (path, text) in [
+        ("check/check.sh", SCRIPT.to_owned()),
+        ("check/run", guest::RUN.to_owned()),
+        ("check/plan", plan_of(&plan, |_| true)),
+        ("check/limit", format!("{LIMIT}\n")),
+        ("check/environment", environment),
+        // It makes the folder a target folder, which tests write into.
+        ("check/e2e/CACHEDIR.TAG", String::new()),
+        ("etc/fstab", FSTAB.to_owned()),
+        ("etc/modules-load.d/check.conf", "quota_v2\ntcp_diag\n".to_owned()),
+        ("etc/systemd/system/check.service", CHECK_UNIT.to_owned()),
+    ] {
+        workdir::write(&root.join(path), text)?;
+    }
+    fs::create_dir_all(root.join("srv/pods"))?;
+    // The machine's own containerd has nothing to do.
+    let masked = root.join("etc/systemd/system/containerd.service");
+    std::os::unix::fs::symlink("/dev/null", &masked).context("could not mask containerd.service")?;
+    want(root, "check.service")?;
+    Ok(plan)
+}

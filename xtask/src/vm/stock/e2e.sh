@@ -1,0 +1,14 @@
+#!/bin/sh
+# Runs in a stock machine, from a unit, in place of check.sh: end-to-end tests, each on a containerd of its
+# own, which is the machine's program. What came out goes to the second serial line, as guest/run says it.
+export LC_ALL=C HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin
+export BEELET_BIN=/check/e2e/beelet BEELET_TESTAPP=/check/testapp
+set -a
+. /check/environment
+cd /check/e2e || exit 1
+# A node has an address, and a way out.
+ip link add pods0 type dummy && ip addr add 192.0.2.10/24 dev pods0 && ip link set pods0 up && ip route add default dev pods0
+stty -F /dev/ttyS1 raw -echo
+exec >/dev/ttyS1
+echo "fact up $(cut -d ' ' -f 1 /proc/uptime)"
+sh /check/run /check/plan "$(cat /check/limit)"
