@@ -31,7 +31,7 @@ const ABOUT_TESTS: &str = "\
 What `cargo xtask vm --machine NAME --driver DRIVER --e2e PREFIX,… --write-docs` found: the tests of `tests/tests/e2e`, each on
 a containerd of its own, which is the machine's program, by runc with that driver of cgroups. Seconds are the emulated
 machine's, whose processor is some twenty times slower than a real one; deadlines are as many times longer as BEELET_PATIENCE
-says. A run of some tests replaces what was found of these.
+says. A run replaces what was found of the groups that its tests are of.
 
 ";
 
