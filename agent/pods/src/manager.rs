@@ -106,7 +106,7 @@ struct Managed {
     /// What of them was told.
     oom_told: BTreeMap<String, exits::OomTold>,
     probes: BTreeMap<String, ProbeFacts>,
-    status: Option<core::PodStatus>,
+    status: Option<Arc<core::PodStatus>>,
     /// Since when it has been active.
     lifetime: Option<failing::Lifetime>,
     edge: Option<ReadinessEdge>,
@@ -437,7 +437,8 @@ impl Manager {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let (record, retry) = self.remembered(&uid, Origin::of(&pod));
         let left = self.left.remove(&uid);
-        let known = || Arc::new(record.as_ref().map(|r| next_counts(r.status.as_ref())).unwrap_or_default());
+        let known =
+            || Arc::new(record.as_ref().map(|r| next_counts(r.status.as_deref())).unwrap_or_default());
         let counts = left.unwrap_or_else(known);
         let debuggers = record.as_ref().map(|record| record.debuggers.clone()).unwrap_or_default();
         let netns = record.as_ref().and_then(|record| record.netns.clone());
@@ -450,7 +451,8 @@ impl Manager {
         let pod = debugging::with_debuggers(pod, &debuggers);
         let assigned = Origin::of(&pod).is_api().then(|| Arc::clone(&pod));
         // What has ended by the API server's word never runs again, whatever was forgotten here.
-        let status = status.or_else(|| pod.status.clone().filter(|status| has_ended(Some(status))));
+        let ended = || pod.status.clone().filter(|status| has_ended(Some(status))).map(Arc::new);
+        let status = status.or_else(ended);
         let mut deletion = assigned.as_deref().and_then(assigned::Deletion::of);
         deletion.iter_mut().for_each(|d| d.cleared = failure.as_ref().is_some_and(|f| f.cleared));
         if let Some(deletion) = &deletion {
@@ -464,7 +466,7 @@ impl Manager {
         let terminate = terminate.then_some(Terminate { grace: None });
         let failed = failure.as_ref().map(|failure| Terminate { grace: failure.grace });
         let failed = deletion.as_ref().map(|d| Terminate { grace: Some(d.grace) }).or(failed);
-        let ended = failure.is_none() && has_ended(status.as_ref());
+        let ended = failure.is_none() && has_ended(status.as_deref());
         let (control, signal) =
             watch::channel(Control { terminate, failed, ended, counts, ..Control::default() });
         let started = probes.iter().filter(|(_, p)| p.started == Some(true)).map(|(id, _)| id.clone());
@@ -547,7 +549,7 @@ impl Manager {
         let Some(managed) = self.pods.get_mut(&report.uid) else { return };
         if report.stage == Stage::Gone {
             let name = managed.name.clone();
-            let counts = Arc::new(next_counts(managed.status.as_ref()));
+            let counts = Arc::new(next_counts(managed.status.as_deref()));
             self.pods.remove(&report.uid);
             self.gone.insert(report.uid.clone(), Instant::now());
             self.parts.records.remove(&report.uid);
@@ -675,14 +677,14 @@ impl Manager {
         let status = match (&managed.seen, &managed.status) {
             // Until the runtime was asked, what was known before the restart stands.
             (None, Some(known)) => {
-                let mut known = known.clone();
+                let mut known = (**known).clone();
                 if let Some(failure) = &managed.failure {
-                    failure.mark(&mut known, managed.status.as_ref(), Timestamp::now());
+                    failure.mark(&mut known, managed.status.as_deref(), Timestamp::now());
                 }
                 known
             }
             (Some(seen), Some(known)) if managed.failure.is_none() && is_forgotten(known, seen) => {
-                known.clone()
+                (**known).clone()
             }
             (seen, _) => Inputs {
                 pod: &managed.pod,
@@ -691,7 +693,7 @@ impl Manager {
                 condemned: &condemned,
                 probes: &managed.probes,
                 oom: &managed.oom,
-                previous: managed.status.as_ref(),
+                previous: managed.status.as_deref(),
                 failure: managed.failure.as_ref(),
                 resize: &managed.resize,
                 node: &self.parts.launcher.node,
@@ -707,7 +709,8 @@ impl Manager {
         managed.note_gates(&mut status);
         managed.note_generation(&mut status);
         self.parts.metrics.starts.record(uid, &managed.pod, &status, Timestamp::now());
-        managed.status = Some(status.clone());
+        let shared = Arc::new(status.clone());
+        managed.status = Some(Arc::clone(&shared));
         managed.note_start();
         if has_ended(Some(&status)) {
             // What has ended needs no room, and does not start again when the runtime forgets how it ended.
@@ -717,7 +720,7 @@ impl Manager {
             self.parts.launcher.admission.released(uid);
         }
         let netns = managed.netns.clone();
-        let pod = core::Pod { status: Some(status.clone()), ..(*managed.pod).clone() };
+        let pod = core::Pod { status: Some(status), ..(*managed.pod).clone() };
         let ending = managed.terminating() || managed.failure.is_some();
         let (readiness_edge, cleared) = (managed.edge.clone(), managed.is_cleared());
         let entry = PodEntry { pod, readiness_edge, netns: netns.clone(), ending, cleared };
@@ -735,7 +738,7 @@ impl Manager {
         let edge = managed.edge.clone();
         let debuggers = managed.debuggers.clone();
         let record =
-            PodRecord { origin, status: Some(status), probes, hooked, oom, failure, debuggers, edge, netns };
+            PodRecord { origin, status: Some(shared), probes, hooked, oom, failure, debuggers, edge, netns };
         if self.table.pods.get(&name).is_none_or(|known| **known != entry) {
             Arc::make_mut(&mut self.table).pods.insert(name, Arc::new(entry));
             self.due.table = true;

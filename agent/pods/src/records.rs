@@ -52,8 +52,8 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 pub struct PodRecord {
     /// Enough to take it away, should nothing but folders and cgroups be left of it.
     pub origin: RuntimePod,
-    /// The status as last published.
-    pub status: Option<core::PodStatus>,
+    /// The status as last published. The manager has the same one.
+    pub status: Option<Arc<core::PodStatus>>,
     /// Probe results by the runtime's container identifier.
     pub probes: BTreeMap<String, ProbeFacts>,
     /// Containers whose postStart hook is done, by the runtime's identifier: it is not run again.
@@ -81,7 +81,7 @@ pub struct PodRecord {
 impl PodRecord {
     /// What of it nobody could find out again: how it ended, its debuggers, the hooks that are done.
     fn lasting(&self) -> (Option<&PodFailure>, bool, &[core::EphemeralContainer], Vec<&String>) {
-        let ended = has_ended(self.status.as_ref());
+        let ended = has_ended(self.status.as_deref());
         (self.failure.as_ref(), ended, &self.debuggers, self.hooked.iter().collect())
     }
 }
@@ -270,7 +270,7 @@ impl Texts {
 
 /// Returns true if any pod has ended, by itself or for good.
 fn has_ends(map: &Map) -> bool {
-    map.values().any(|record| record.failure.is_some() || has_ended(record.status.as_ref()))
+    map.values().any(|record| record.failure.is_some() || has_ended(record.status.as_deref()))
 }
 
 #[cfg(test)]

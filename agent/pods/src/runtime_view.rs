@@ -3,11 +3,7 @@
 
 use beelet_model::pod::selector;
 use beelet_model::status::timestamp;
-use std::{
-    collections::{BTreeMap, HashMap},
-    path::PathBuf,
-    time::Duration,
-};
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
 use beelet_policy::pod;
 use beelet_proto::cri;
@@ -25,8 +21,9 @@ pub(crate) struct Observation {
     pub pod: pod::Observed,
     /// The sandbox that counts, if one is ready.
     pub sandbox: Option<SandboxDetail>,
-    /// The runtime's words on each container, by identifier.
-    pub containers: BTreeMap<String, cri::ContainerStatus>,
+    /// The runtime's words on each container, by identifier. Behind pointers: a map sets aside room for several
+    /// values, which are large.
+    pub containers: BTreeMap<String, Arc<cri::ContainerStatus>>,
     /// The first processes of what runs, on the host, by identifier: of containers, and of the sandbox that
     /// counts.
     pub pids: BTreeMap<String, u32>,
@@ -56,10 +53,10 @@ impl Observation {
 
     /// The same look with the runtime's newer word on one container.
     #[must_use]
-    pub(crate) fn with_newer(mut self, newer: &cri::ContainerStatus) -> Self {
+    pub(crate) fn with_newer(mut self, newer: &Arc<cri::ContainerStatus>) -> Self {
         for container in self.pod.containers.iter_mut().filter(|c| c.id == newer.id) {
             container.state = state(newer);
-            self.containers.insert(newer.id.clone(), newer.clone());
+            self.containers.insert(newer.id.clone(), Arc::clone(newer));
             self.pids.remove(&newer.id);
         }
         self
@@ -83,18 +80,18 @@ pub(crate) struct Observer {
     runtime: Runtime,
     uid: String,
     sandbox: Option<SandboxDetail>,
-    containers: HashMap<String, cri::ContainerStatus>,
+    containers: BTreeMap<String, Arc<cri::ContainerStatus>>,
     pids: BTreeMap<String, u32>,
 }
 
 impl Observer {
     /// An observer of the pod with this UID.
     pub(crate) fn new(runtime: Runtime, uid: String) -> Self {
-        Self { runtime, uid, sandbox: None, containers: HashMap::new(), pids: BTreeMap::new() }
+        Self { runtime, uid, sandbox: None, containers: BTreeMap::new(), pids: BTreeMap::new() }
     }
 
     /// Takes in what the runtime said of a container to somebody else, with the container's last words.
-    pub(crate) fn record(&mut self, status: cri::ContainerStatus) {
+    pub(crate) fn record(&mut self, status: Arc<cri::ContainerStatus>) {
         if self.containers.contains_key(&status.id) {
             self.containers.insert(status.id.clone(), status);
         }
@@ -116,7 +113,7 @@ impl Observer {
         let sandboxes: Vec<pod::Sandbox> = sandboxes.into_iter().map(sandbox).collect();
         self.refresh_containers(&containers).await?;
         self.refresh_sandbox(&sandboxes).await?;
-        let statuses: BTreeMap<_, _> = self.containers.clone().into_iter().collect();
+        let statuses = self.containers.clone();
         let containers = containers.iter().filter_map(|c| Some(container(c, statuses.get(&c.id)?))).collect();
         let pod = pod::Observed { sandboxes, containers };
         let running = i32::from(cri::ContainerState::ContainerRunning);
@@ -143,7 +140,7 @@ impl Observer {
             fresh.push(status);
         }
         let fresh = with_last_words(fresh).await;
-        self.containers.extend(fresh.into_iter().map(|status| (status.id.clone(), status)));
+        self.containers.extend(fresh.into_iter().map(|status| (status.id.clone(), Arc::new(status))));
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 //! say. Pure: the time comes in.
 
 use beelet_model::status::{OomFacts, ProbeFacts, whole_second};
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 use beelet_policy::{
     pod::{self, KillReason, Tally},
@@ -283,7 +283,7 @@ impl Inputs<'_> {
         {
             return self.forgotten(spec);
         }
-        let runtime = newest.and_then(|c| self.seen.containers.get(&c.id));
+        let runtime = newest.and_then(|c| self.seen.containers.get(&c.id)).map(Arc::as_ref);
         let started = newest.is_some_and(|c| self.started(spec, c));
         let ready = newest.is_some_and(|c| match role {
             // Its readiness is that it has done its part.

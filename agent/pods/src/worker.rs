@@ -385,6 +385,7 @@ impl Worker {
             let ended: Vec<_> = ended.map(|status| (**status).clone()).collect();
             if !ended.is_empty() {
                 let ended = runtime_view::with_last_words(ended).await;
+                let ended: Vec<_> = ended.into_iter().map(Arc::new).collect();
                 let seen = ended.iter().fold((*last).clone(), Observation::with_newer);
                 ended.into_iter().for_each(|status| self.observer.record(status));
                 return Ok(Arc::new(seen));

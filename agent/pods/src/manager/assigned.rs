@@ -125,7 +125,7 @@ impl Managed {
                 .and_then(|c| c.last_transition_time.clone())
         };
         // It was shut before, too.
-        let since = self.status.as_ref().and_then(find);
+        let since = self.status.as_deref().and_then(find);
         let conditions = status.conditions.get_or_insert_default();
         for ready in conditions.iter_mut().filter(|c| c.type_ == "Ready" && c.status == "False") {
             ready.last_transition_time = since.clone().or(ready.last_transition_time.take());

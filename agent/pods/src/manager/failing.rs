@@ -160,7 +160,7 @@ impl Manager {
 impl super::Managed {
     /// Returns true if its containers have all ended, and none will be started again.
     pub(super) fn ended(&self) -> bool {
-        has_ended(self.status.as_ref())
+        has_ended(self.status.as_deref())
     }
 
     /// When it must have ended, if it has a deadline that still means anything.

@@ -52,7 +52,10 @@ impl Manager {
         match amounts {
             Ok(enacted) => {
                 managed.resize.error = None;
-                managed.status.iter_mut().for_each(|status| resize::enact(status, uid, &enacted));
+                managed
+                    .status
+                    .iter_mut()
+                    .for_each(|status| resize::enact(Arc::make_mut(status), uid, &enacted));
             }
             Err(error) => managed.resize.error = Some(error),
         }

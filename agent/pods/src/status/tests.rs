@@ -48,7 +48,7 @@ fn seen(containers: &[&str]) -> Observation {
                 }
             }
         };
-        seen.containers.insert(id.clone(), status);
+        seen.containers.insert(id.clone(), status.into());
         seen.pod.containers.push(Container {
             id,
             name: words[0].to_owned(),
@@ -356,7 +356,7 @@ fn a_container_shows_whom_it_runs_as_and_how_its_volumes_are_mounted() {
     let asked = [None, word("Disabled"), word("Enabled"), word("Disabled")].to_vec();
     assert_eq!(shown(&seen(&[])), (asked, None));
     let mut made = seen(&["a 0 running"]);
-    let status = made.containers.get_mut("a-0").unwrap();
+    let status = made.containers.get_mut("a-0").and_then(Arc::get_mut).unwrap();
     for container_path in ["/asked", "/possible"] {
         let container_path = container_path.to_owned();
         status.mounts.push(cri::Mount { container_path, recursive_read_only: true, ..Default::default() });
