@@ -56,6 +56,9 @@ const LEFT_TO_SYSTEMD: &[&str] = &[
     "ProtectControlGroups",
 ];
 
+/// Attaches memory to be executed (uapi/linux/shm.h); not in libc for glibc.
+const SHM_EXEC: libc::c_int = 0o100_000;
+
 /// The settings of a unit file that a program can take on.
 #[derive(Debug, Clone)]
 pub struct Unit {
@@ -198,12 +201,12 @@ impl Unit {
                 caps::drop(None, CapSet::Bounding, capability)?;
             }
         }
-        if self.deny_write_execute {
-            sys::deny_write_execute()?;
+        let mut calls = if record { Calls::of("sendmsg")? } else { self.calls.clone() };
+        if self.deny_write_execute && !sys::deny_write_execute()? {
+            deny_by_filter(&mut calls);
         }
         // A filter needs it in any case.
         rustix::thread::set_no_new_privs(true)?;
-        let calls = if record { Calls::of("sendmsg")? } else { self.calls.clone() };
         let listener = sys::filter(&calls.program()?)?;
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut buffer = SendAncillaryBuffer::new(&mut space);
@@ -228,6 +231,16 @@ fn set_limit(resource: Resource, limit: Rlimit) -> rustix::io::Result<()> {
         }
         done => done,
     }
+}
+
+/// What stands in for the kernel's own refusal of memory that is both writable and executable, as systemd has
+/// it (seccomp_memory_deny_write_execute).
+fn deny_by_filter(calls: &mut Calls) {
+    let without = |index: u8, flag: libc::c_int| vec![(index, flag.cast_unsigned(), 0)];
+    calls.only("mmap", &[without(2, libc::PROT_EXEC), without(2, libc::PROT_WRITE)]);
+    calls.only("mprotect", &[without(2, libc::PROT_EXEC)]);
+    calls.only("pkey_mprotect", &[without(2, libc::PROT_EXEC)]);
+    calls.only("shmat", &[without(2, SHM_EXEC)]);
 }
 
 /// No file may be made with, or get, the mode bits of set-user-ID and set-group-ID.
@@ -362,6 +375,14 @@ mod tests {
             assert!(unit.no_new_privileges && unit.deny_write_execute, "{name}");
             assert!(unit.calls.allows(Sysno::bpf) && !unit.calls.allows(Sysno::init_module), "{name}");
         }
+    }
+
+    #[test]
+    fn a_filter_stands_in_where_the_kernel_refuses_no_executable_memory() {
+        let mut calls = Calls::all();
+        deny_by_filter(&mut calls);
+        assert!(calls.program().is_ok());
+        assert!([Sysno::mmap, Sysno::mprotect, Sysno::shmat].into_iter().all(|call| calls.allows(call)));
     }
 
     #[test]

@@ -12,12 +12,16 @@ pub(super) type Notification = libc::seccomp_notif;
 pub(super) type Verdict = libc::seccomp_notif_resp;
 
 /// Memory of this process and of what it starts is never both writable and executable, nor made executable
-/// later.
-pub(super) fn deny_write_execute() -> Result<()> {
+/// later. Returns false if the kernel has no such thing (before 6.3).
+pub(super) fn deny_write_execute() -> Result<bool> {
     let option = libc::c_ulong::from(libc::PR_MDWE_REFUSE_EXEC_GAIN);
     // SAFETY: takes numbers alone.
     let set = unsafe { libc::prctl(libc::PR_SET_MDWE, option, 0, 0, 0) };
-    if set == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()).context("prctl(PR_SET_MDWE) failed") }
+    match std::io::Error::last_os_error() {
+        _ if set == 0 => Ok(true),
+        error if error.raw_os_error() == Some(libc::EINVAL) => Ok(false),
+        error => Err(error).context("prctl(PR_SET_MDWE) failed"),
+    }
 }
 
 /// Filters the system calls of this process and of what it becomes. What the program hands to user space
