@@ -34,7 +34,7 @@ pub fn main() -> ExitCode {
         return kubelet::main(std::env::args_os());
     }
     beelet_cli::manual::complete(Cli::command);
-    match Cli::parse().command {
+    match Cli::parse_from(beelet_cli::kinds(std::env::args_os())).command {
         Command::Run(args) => run::run(&args),
         Command::Observe(args) => observe::run(&args),
         Command::Other(command) => beelet_cli::run(command, Cli::command()),

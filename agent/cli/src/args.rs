@@ -1,6 +1,6 @@
 //! Arguments that several commands have.
 
-use std::path::PathBuf;
+use std::{convert::Infallible, ffi::OsString, path::PathBuf};
 
 use anyhow::Context as _;
 use beelet_proto::beelet as proto;
@@ -11,6 +11,31 @@ use crate::complete;
 
 /// Where the agent's socket is, if nobody says where.
 pub(crate) const SOCKET: &str = "/run/beelet/beelet.sock";
+
+/// A pod's name as other commands print it: `pod/web` is `web`.
+#[allow(clippy::unnecessary_wraps)] // clap wants a parser that may fail
+pub(crate) fn pod_name(text: &str) -> Result<String, Infallible> {
+    let name = KINDS_OF_PODS.iter().find_map(|kind| text.strip_prefix(kind)?.strip_prefix('/'));
+    Ok(name.unwrap_or(text).to_owned())
+}
+
+/// What a pod may be called.
+const KINDS_OF_PODS: [&str; 3] = ["pod", "pods", "po"];
+/// The commands whose first argument is a kind.
+const TAKE_A_KIND: [&str; 3] = ["get", "describe", "delete"];
+
+/// The command line with `get KIND/NAME` taken apart.
+pub fn kinds(arguments: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
+    let mut arguments: Vec<OsString> = arguments.into_iter().collect();
+    let takes_one = arguments.get(1).is_some_and(|command| TAKE_A_KIND.iter().any(|one| command == one));
+    let apart =
+        arguments.get(2).filter(|_| takes_one).and_then(|argument| argument.to_str()?.split_once('/'));
+    if let Some((kind, name)) = apart.filter(|(kind, _)| kind.chars().all(|c| c.is_ascii_alphabetic())) {
+        let both = [kind, name].map(OsString::from);
+        drop(arguments.splice(2..3, both));
+    }
+    arguments
+}
 
 /// The agent that a command asks.
 #[derive(Debug, Args)]
@@ -24,7 +49,7 @@ pub(crate) struct AgentArgs {
 #[derive(Debug, Clone, Args)]
 pub(crate) struct ContainerArgs {
     /// The pod, with or without the node's name at its end.
-    #[arg(value_name = "POD", add = complete::pods())]
+    #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods())]
     pub(crate) pod: String,
     /// The container; else the pod's default or first one.
     #[arg(short, long, value_name = "CONTAINER", add = complete::containers())]
@@ -83,5 +108,28 @@ impl ObjectOutput {
             Self::Json => Ok(format!("{object:#}\n")),
             Self::Yaml => beelet_codec::yaml(object).context("cannot write it as YAML"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_may_have_its_kind_before_it() {
+        let check = |line: &str, expected: &str| {
+            let taken = kinds(line.split(' ').map(OsString::from)).join(std::ffi::OsStr::new(" "));
+            assert_eq!(taken, OsString::from(expected));
+        };
+        check("beelet get pod/web -o wide", "beelet get pod web -o wide");
+        check("beelet delete configmap/book", "beelet delete configmap book");
+        check("beelet delete -f a/b.yaml", "beelet delete -f a/b.yaml");
+        check("beelet delete ./b.yaml", "beelet delete ./b.yaml");
+        check("beelet apply -f pods/web", "beelet apply -f pods/web");
+        check("beelet", "beelet");
+        for text in ["web", "pod/web", "pods/web", "po/web"] {
+            assert_eq!(pod_name(text), Ok("web".to_owned()));
+        }
+        assert_eq!(pod_name("podweb"), Ok("podweb".to_owned()));
     }
 }

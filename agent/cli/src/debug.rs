@@ -13,7 +13,7 @@ use k8s_openapi::api::core::v1 as core;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::args::AgentArgs;
+use super::args::{AgentArgs, pod_name};
 use super::exec::{QUEUE, converse, send};
 use super::{failed, plain, until};
 use beelet_client::{Client, Event};
@@ -30,7 +30,7 @@ use beelet_client::{Client, Event};
 )]
 pub struct DebugArgs {
     /// The pod, with or without the node's name at its end.
-    #[arg(value_name = "POD")]
+    #[arg(value_name = "POD", value_parser = pod_name)]
     pod: String,
     /// The image of the new container.
     #[arg(long, value_name = "IMAGE")]

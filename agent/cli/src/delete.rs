@@ -8,7 +8,7 @@ use anyhow::bail;
 use beelet_proto::beelet as proto;
 use clap::{Args, ValueEnum};
 
-use super::args::AgentArgs;
+use super::args::{AgentArgs, pod_name};
 use super::files::{self, Manifest};
 use super::until::{self, Target, Wanted};
 use super::{USAGE, code, complete, finish, plain};
@@ -30,7 +30,7 @@ pub struct DeleteArgs {
     #[arg(value_enum, value_name = "KIND", required_unless_present = "files")]
     kind: Option<Kind>,
     /// Their names; a pod's with or without the node's name at its end.
-    #[arg(value_name = "NAME", add = complete::pods(), required_unless_present_any = ["files", "selector", "all"])]
+    #[arg(value_name = "NAME", value_parser = pod_name, add = complete::pods(), required_unless_present_any = ["files", "selector", "all"])]
     names: Vec<String>,
     /// What these manifests describe: files, folders or - for standard input.
     #[arg(short, long = "filename", value_name = "FILE", conflicts_with_all = ["kind", "names", "selector", "all"])]

@@ -17,7 +17,7 @@ use k8s_openapi::api::core::v1::Pod;
 
 use self::columns::Columns;
 use super::again::again;
-use super::args::AgentArgs;
+use super::args::{AgentArgs, pod_name};
 use super::{complete, finish, plain, why::Warnings};
 use beelet_client::{Client, ClientError, Event};
 use beelet_codec::ApiType as _;
@@ -62,7 +62,7 @@ enum What {
 #[derive(Debug, Args)]
 struct PodsArgs {
     /// Only these pods, with or without the node's name at their end.
-    #[arg(value_name = "NAME", add = complete::pods())]
+    #[arg(value_name = "NAME", value_parser = pod_name, add = complete::pods())]
     names: Vec<String>,
     /// Only pods of this namespace.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]

@@ -43,6 +43,8 @@ pub mod wait;
 mod waited;
 mod why;
 
+pub use args::kinds;
+
 /// The commands that ask an agent, or decide or look without one.
 #[derive(Debug, Subcommand)]
 pub enum Command {

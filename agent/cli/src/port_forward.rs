@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::args::AgentArgs;
+use super::args::{AgentArgs, pod_name};
 use super::{complete, finish, plain};
 use beelet_client::Client;
 
@@ -33,7 +33,7 @@ const PIECE: usize = 16 << 10;
   beelet port-forward db 5432 :9187     # the second at any port that is free")]
 pub struct PortForwardArgs {
     /// The pod, with or without the node's name at its end.
-    #[arg(value_name = "POD", add = complete::pods())]
+    #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods())]
     pod: String,
     /// Ports: `8080:80` leads from 8080 here to 80 there, `80` from 80 to 80, `:80` from any that is free.
     #[arg(value_name = "[HERE:]THERE", required = true)]

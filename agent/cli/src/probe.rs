@@ -9,7 +9,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 
-use super::args::{Output, ShownArgs};
+use super::args::{Output, ShownArgs, pod_name};
 use super::get::columns::Columns;
 use super::get::pod::age;
 use super::get::print;
@@ -39,7 +39,7 @@ enum What {
 #[derive(Debug, Args)]
 struct LsArgs {
     /// Only probes of these pods, with or without the node's name.
-    #[arg(value_name = "POD", add = complete::pods())]
+    #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods())]
     pods: Vec<String>,
     /// Only probes of pods in this namespace.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
@@ -51,7 +51,7 @@ struct LsArgs {
 #[derive(Debug, Args)]
 struct RunArgs {
     /// The pod, with or without the node's name.
-    #[arg(value_name = "POD", add = complete::pods())]
+    #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods())]
     pod: String,
     /// Its container.
     #[arg(value_name = "CONTAINER", add = complete::containers())]

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::args::AgentArgs;
+use super::args::{AgentArgs, pod_name};
 use super::until::{self, Target, Wanted};
 use super::{code, complete, finish, plain};
 use beelet_client::Client;
@@ -22,7 +22,7 @@ use beelet_policy::selector::Selector;
   beelet wait web --for=deleted")]
 pub struct WaitArgs {
     /// The pods, with or without the node's name at their end.
-    #[arg(value_name = "POD", add = complete::pods(), required_unless_present_any = ["selector", "all"])]
+    #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods(), required_unless_present_any = ["selector", "all"])]
     pods: Vec<String>,
     /// Pods with such labels (`app=shop,tier!=db`).
     #[arg(short = 'l', long, value_name = "SELECTOR", conflicts_with = "pods")]
