@@ -36,7 +36,7 @@ fn start_in(dir: TempDir) -> Api {
     let outlook = grpc::Outlook::new(complete, || None);
     let events = beelet_state::events::Recorder::default();
     let services = tonic::service::Routes::new(grpc::node_service(receiver, outlook, shutdown.clone()))
-        .add_service(grpc::events::service(&events, shutdown.clone()));
+        .add_service(grpc::events::service(&events, "node", shutdown.clone()));
     runtime.spawn(beelet_serve::grpc::serve(listener, services, shutdown.clone()));
     let api = Api { dir, table, events, shutdown, _runtime: runtime };
     api.set("default", "web-node", "Running", true);

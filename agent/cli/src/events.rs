@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use jiff::Timestamp;
 
 use super::again::again;
-use super::args::{Output, ShownArgs};
+use super::args::{Output, ShownArgs, pod_name};
 use super::get::columns::Columns;
 use super::get::pod::age;
 use super::get::print;
@@ -20,8 +20,8 @@ const TITLES: &[&str] = &["LAST SEEN", "TYPE", "REASON", "OBJECT", "COUNT", "MES
 /// Arguments of `beelet events`.
 #[derive(Debug, Args)]
 pub struct EventsArgs {
-    /// Only events of this pod.
-    #[arg(long = "for", value_name = "POD", add = complete::pods())]
+    /// Only events of this pod, with or without the node's name at its end.
+    #[arg(long = "for", value_name = "POD", value_parser = pod_name, add = complete::pods())]
     pod: Option<String>,
     /// Only events of pods in this namespace.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]

@@ -149,6 +149,7 @@ impl Sender {
     async fn write(&self, about: &Object, outgoing: &Outgoing) -> Result<String, Error> {
         let namespace = match about {
             Object::Pod { name, .. } => name.namespace.as_str(),
+            Object::Claim { namespace, .. } => namespace,
             Object::Node { .. } => DEFAULT,
         };
         let path = format!("/api/v1/namespaces/{namespace}/events");
@@ -182,6 +183,7 @@ fn incoming(event: &Event) -> Incoming {
             format!("Pod/{}/{}/{uid}/{}", name.namespace, name.name, container.as_deref().unwrap_or_default())
         }
         Object::Node { name } => format!("Node/{name}"),
+        Object::Claim { namespace, name, uid } => format!("PersistentVolumeClaim/{namespace}/{name}/{uid}"),
     };
     let key = Key {
         object,
@@ -197,6 +199,9 @@ fn reference(about: &Object) -> core::ObjectReference {
         Object::Pod { name, uid, .. } => ("Pod", Some(name.namespace.clone()), &name.name, uid),
         // The kubelet's way: `kubectl describe node` looks for it.
         Object::Node { name } => ("Node", None, name, name),
+        Object::Claim { namespace, name, uid } => {
+            ("PersistentVolumeClaim", Some(namespace.clone()), name, uid)
+        }
     };
     let field = match about {
         Object::Pod { container: Some(container), kind, .. } => {

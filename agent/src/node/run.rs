@@ -297,7 +297,7 @@ impl Base {
         let outlook = self.health.outlook();
         let running = || Arc::clone(&self.late.running);
         Routes::new(grpc::node_service(table.clone(), outlook, serving.clone()))
-            .add_service(grpc::events::service(&self.events, serving.clone()))
+            .add_service(grpc::events::service(&self.events, &config.node_name, serving.clone()))
             .add_service(grpc::containers::service(
                 table.clone(),
                 self.runtime.clone(),

@@ -14,13 +14,19 @@ const QUEUE: usize = 64;
 
 /// The service, to be added to the agent's.
 #[must_use]
-pub fn service(recorder: &Recorder, shutdown: CancellationToken) -> EventsServer<impl Events + use<>> {
-    EventsServer::new(EventService { log: recorder.subscribe(), shutdown })
+pub fn service(
+    recorder: &Recorder,
+    node_name: &str,
+    shutdown: CancellationToken,
+) -> EventsServer<impl Events + use<>> {
+    EventsServer::new(EventService { log: recorder.subscribe(), suffix: format!("-{node_name}"), shutdown })
 }
 
 #[derive(Debug)]
 struct EventService {
     log: watch::Receiver<Log>,
+    /// The end of static pods' names.
+    suffix: String,
     shutdown: CancellationToken,
 }
 
@@ -33,10 +39,11 @@ impl Events for EventService {
         request: Request<proto::ListEventsRequest>,
     ) -> Result<Response<Self::ListEventsStream>, Status> {
         let (sender, receiver) = mpsc::channel(QUEUE);
-        let (log, shutdown, wanted) = (self.log.clone(), self.shutdown.clone(), request.into_inner());
+        let (log, shutdown, suffix) = (self.log.clone(), self.shutdown.clone(), self.suffix.clone());
+        let wanted = request.into_inner();
         tokio::spawn(async move {
             tokio::select! {
-                () = send_all(log, &wanted, &sender) => {}
+                () = send_all(log, &wanted, &suffix, &sender) => {}
                 () = shutdown.cancelled() => {
                     // Where there is no room, the end of the stream says the same.
                     let _ = sender.try_send(Err(Status::unavailable("the agent stops")));
@@ -51,6 +58,7 @@ impl Events for EventService {
 async fn send_all(
     mut log: watch::Receiver<Log>,
     wanted: &proto::ListEventsRequest,
+    suffix: &str,
     sender: &mpsc::Sender<Result<proto::Event, Status>>,
 ) {
     let mut from = 0;
@@ -61,7 +69,7 @@ async fn send_all(
             let Ok(room) = sender.reserve().await else { return };
             let Some((number, event)) = log.borrow_and_update().at_or_after(from) else { break };
             from = number + 1;
-            if let Some(event) = encode(&event, wanted) {
+            if let Some(event) = encode(&event, wanted, suffix) {
                 room.send(Ok(event));
             }
         }
@@ -81,16 +89,22 @@ async fn send_all(
     }
 }
 
-/// The event on the wire, if it is wanted.
-fn encode(event: &Event, wanted: &proto::ListEventsRequest) -> Option<proto::Event> {
+/// The event on the wire, if it is wanted. A pod is wanted by its name with or without `suffix`, also when it
+/// is gone.
+fn encode(event: &Event, wanted: &proto::ListEventsRequest, suffix: &str) -> Option<proto::Event> {
     let (object_kind, namespace, name, uid, container) = match &event.object {
         Object::Pod { name, uid, container, .. } => {
             ("Pod", name.namespace.clone(), name.name.clone(), uid.clone(), container.clone())
         }
         Object::Node { name } => ("Node", String::new(), name.clone(), String::new(), None),
+        Object::Claim { namespace, name, uid } => {
+            ("PersistentVolumeClaim", namespace.clone(), name.clone(), uid.clone(), None)
+        }
     };
-    let fits = |wish: &str, is: &str| wish.is_empty() || (object_kind == "Pod" && wish == is);
-    if !fits(&wanted.namespace, &namespace) || !fits(&wanted.pod, &name) || !fits(&wanted.uid, &uid) {
+    let fits = |wish: &str, is: &str| wish.is_empty() || wish == is;
+    let is_short = || name.strip_suffix(suffix) == Some(wanted.pod.as_str());
+    let fits_pod = wanted.pod.is_empty() || object_kind == "Pod" && (wanted.pod == name || is_short());
+    if !fits(&wanted.namespace, &namespace) || !fits_pod || !fits(&wanted.uid, &uid) {
         return None;
     }
     let nanoseconds = |t: jiff::Timestamp| i64::try_from(t.as_nanosecond()).unwrap_or(i64::MAX);
@@ -128,7 +142,7 @@ mod tests {
         };
         recorder.normal(Object::node("n1"), "Starting", "up");
         recorder.normal(of("a"), "Started", "a runs");
-        recorder.normal(of("b"), "Started", "b runs");
+        recorder.normal(of("b-n1"), "Started", "b runs");
         recorder
     }
 
@@ -136,7 +150,8 @@ mod tests {
         recorder: &Recorder,
         wanted: proto::ListEventsRequest,
     ) -> ReceiverStream<Result<proto::Event, Status>> {
-        let service = EventService { log: recorder.subscribe(), shutdown: CancellationToken::new() };
+        let (log, suffix) = (recorder.subscribe(), "-n1".to_owned());
+        let service = EventService { log, suffix, shutdown: CancellationToken::new() };
         service.list_events(Request::new(wanted)).await.unwrap().into_inner()
     }
 
@@ -149,10 +164,10 @@ mod tests {
     async fn the_list_ends_and_is_of_what_was_asked_for() {
         let all = proto::ListEventsRequest::default();
         assert_eq!(messages(all.clone()).await, ["up", "a runs", "b runs"]);
-        assert_eq!(
-            messages(proto::ListEventsRequest { pod: "b".to_owned(), ..all.clone() }).await,
-            ["b runs"]
-        );
+        for name in ["b", "b-n1"] {
+            let of_one = proto::ListEventsRequest { pod: name.to_owned(), ..all.clone() };
+            assert_eq!(messages(of_one).await, ["b runs"], "{name}");
+        }
         let shop = proto::ListEventsRequest { namespace: "shop".to_owned(), ..all.clone() };
         assert_eq!(messages(shop).await, ["a runs", "b runs"]);
         assert!(messages(proto::ListEventsRequest { uid: "x".to_owned(), ..all }).await.is_empty());

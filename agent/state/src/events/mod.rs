@@ -14,7 +14,7 @@ use std::{
 };
 
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod};
 use serde::{Deserialize, Serialize};
 use tokio::{sync::watch, task::spawn_blocking, time::sleep};
 use tracing::{error, warn};
@@ -73,6 +73,15 @@ pub enum Object {
         /// Its name.
         name: String,
     },
+    /// A PersistentVolumeClaim.
+    Claim {
+        /// `metadata.namespace`.
+        namespace: String,
+        /// Its name.
+        name: String,
+        /// `metadata.uid`.
+        uid: String,
+    },
 }
 
 impl Object {
@@ -102,6 +111,17 @@ impl Object {
     #[must_use]
     pub fn node(name: &str) -> Self {
         Self::Node { name: name.to_owned() }
+    }
+
+    /// A claim.
+    #[must_use]
+    pub fn claim(claim: &PersistentVolumeClaim) -> Self {
+        let metadata = claim.metadata.clone();
+        Self::Claim {
+            namespace: metadata.namespace.unwrap_or_default(),
+            name: metadata.name.unwrap_or_default(),
+            uid: metadata.uid.unwrap_or_default(),
+        }
     }
 }
 
