@@ -38,9 +38,6 @@ pub use self::{
     usage::{Brought, Usage},
 };
 
-/// The plugin's name in paths.
-const PLUGIN: &str = "kubernetes.io~csi";
-
 /// The names of volumes that pods use or will use, as a Node's status has them, each with those pods' UIDs.
 pub type InUse = Arc<BTreeMap<String, BTreeSet<String>>>;
 

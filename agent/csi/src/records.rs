@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use tracing::warn;
 
-use crate::{Error, PLUGIN};
+use crate::Error;
 
 /// The file's name.
 const FILE: &str = "vol_data.json";
@@ -93,7 +93,7 @@ pub(crate) fn of_pod(pod: &Path) -> Vec<(PathBuf, VolumeRecord)> {
 
 /// The folder with a folder for each volume that is published for a pod.
 pub(crate) fn folder_of(pod: &Path) -> PathBuf {
-    pod.join("volumes").join(PLUGIN)
+    pod.join("volumes").join(beelet_policy::csi::PLUGIN)
 }
 
 /// The records of staged volumes. Blocks.

@@ -14,6 +14,8 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference},
 };
 
+/// The name of CSI in the paths of volumes.
+pub const PLUGIN: &str = "kubernetes.io~csi";
 /// The annotation of a Node with its name in each driver's words.
 pub const NODE_IDS: &str = "csi.volume.kubernetes.io/nodeid";
 /// Most characters of a node's name in a driver's words.

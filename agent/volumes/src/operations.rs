@@ -152,7 +152,7 @@ pub(crate) fn plugin_at(place: &Path) -> &'static str {
     let is_in = |plugin: &str| place.components().any(|part| part.as_os_str() == plugin);
     match () {
         () if is_in(crate::local::PLUGIN) => LOCAL,
-        () if is_in("kubernetes.io~csi") => CSI,
+        () if is_in(beelet_policy::csi::PLUGIN) => CSI,
         () if is_in(crate::nfs::PLUGIN) => NFS,
         () => HOST_PATH,
     }
