@@ -9,7 +9,6 @@ use std::{
 
 use beelet_csi::{Error as CsiError, Source, Wanted};
 use beelet_model::{
-    pod::is_active,
     storage::{Claimed, Storage},
     table::PodTable,
 };
@@ -25,7 +24,12 @@ use k8s_openapi::api::core::v1::{CSIPersistentVolumeSource, PersistentVolumeClai
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::{claims, error::Error, launch::Launcher, metrics::has_volumes};
+use crate::{
+    claims,
+    error::Error,
+    launch::Launcher,
+    rounds::{Rounds, runs_with, uid},
+};
 
 /// How often it is asked whether volumes should grow: about as often as the kubelet does.
 const PERIOD: Duration = Duration::from_secs(60);
@@ -54,53 +58,27 @@ fn source(claimed: &Claimed) -> Option<&CSIPersistentVolumeSource> {
     claimed.volume.spec.as_ref()?.csi.as_ref()
 }
 
-/// Has the volumes of running pods grow, until `cancel`: once per period, and as soon as a pod or a driver is
-/// here that was not before.
+/// Has the volumes of running pods grow, until `cancel`.
 pub async fn follow(
-    mut table: watch::Receiver<Arc<PodTable>>,
+    table: watch::Receiver<Arc<PodTable>>,
     launcher: Arc<Launcher>,
     cancel: CancellationToken,
 ) {
     let Some(storage) = launcher.storage.clone() else { return cancel.cancelled().await };
-    let mut drivers = launcher.csi.drivers();
-    loop {
-        drivers.mark_unchanged();
-        let pods: Vec<Pod> = with_claims(&table.borrow_and_update()).cloned().collect();
-        let seen: BTreeSet<Option<String>> = pods.iter().map(|pod| pod.metadata.uid.clone()).collect();
-        let round = round(&launcher, &*storage, pods);
-        if cancel.run_until_cancelled(round).await.is_none() {
-            return;
+    let mut rounds = Rounds::new(table, &launcher.csi, PERIOD, |pod| runs_with(pod, is_claim));
+    let work = async {
+        loop {
+            let all = rounds.next().await.into_iter().map(|pod| grow_all(&launcher, &*storage, pod));
+            stream::iter(all).buffer_unordered(AT_A_TIME).collect::<Vec<()>>().await;
         }
-        let is_new = |table: &Arc<PodTable>| with_claims(table).any(|pod| !seen.contains(&pod.metadata.uid));
-        tokio::select! {
-            () = tokio::time::sleep(PERIOD) => {}
-            Ok(_) = table.wait_for(is_new) => {}
-            Ok(()) = drivers.changed() => {}
-            () = cancel.cancelled() => return,
-        }
-    }
-}
-
-/// Looks at the volumes of all pods once.
-async fn round(launcher: &Launcher, storage: &dyn Storage, pods: Vec<Pod>) {
-    let all = pods.into_iter().map(async |pod| grow_all(launcher, storage, pod).await);
-    stream::iter(all).buffer_unordered(AT_A_TIME).collect::<Vec<()>>().await;
-}
-
-/// The pods that run, and have claims.
-fn with_claims(table: &PodTable) -> impl Iterator<Item = &Pod> {
-    let pods = table.pods.values().filter(|entry| has_volumes(entry)).map(|entry| &entry.pod);
-    pods.filter(|pod| {
-        let mut volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
-        pod.metadata.deletion_timestamp.is_none() && is_active(pod) && volumes.any(is_claim)
-    })
+    };
+    cancel.run_until_cancelled(work).await;
 }
 
 /// Has the volumes of a pod grow that drivers have brought to it, of drivers that can.
-async fn grow_all(launcher: &Launcher, storage: &dyn Storage, pod: Pod) {
-    let uid = pod.metadata.uid.clone().unwrap_or_default();
+async fn grow_all(launcher: &Launcher, storage: &dyn Storage, pod: Arc<Pod>) {
     let mut brought = BTreeSet::new();
-    for volume in launcher.csi.volumes_of(&uid).await {
+    for volume in launcher.csi.volumes_of(uid(&pod)).await {
         // One that isn't there is asked in the next round.
         if launcher.csi.expands(volume.driver()).await.unwrap_or(false) {
             brought.insert(volume.name().to_owned());
@@ -134,6 +112,11 @@ struct Claim<'a> {
 }
 
 impl Claim<'_> {
+    /// What events of the file system's growth are about, as the kubelet's: the pod, and the claim.
+    fn objects(&self) -> [Object; 2] {
+        [Object::pod(self.pod), Object::claim(&self.claimed.claim)]
+    }
+
     /// Has it grow if it should; it has the size `here`, or, None, that of its claim's status.
     async fn grow(&self, here: Option<Quantity>) -> Result<(), String> {
         let Claimed { volume, claim, read_only } = self.claimed;
@@ -150,8 +133,9 @@ impl Claim<'_> {
                     "MountVolume.NodeExpandVolume failed for volume {:?} requested read-only file system",
                     self.claimed.name()
                 );
-                let object = Object::pod(self.pod);
-                self.launcher.events.warning(object, "FileSystemResizeFailed", message);
+                for object in self.objects() {
+                    self.launcher.events.warning(object, "FileSystemResizeFailed", message.clone());
+                }
                 Ok(())
             }
             Growth::Expand { size, record } => self.expand(claim, &size, record).await,
@@ -196,7 +180,9 @@ impl Claim<'_> {
         done();
         let node = &self.launcher.node.node_name;
         let message = format!("MountVolume.NodeExpandVolume succeeded for volume {name:?} {node}");
-        self.launcher.events.normal(Object::pod(self.pod), "FileSystemResizeSuccessful", message);
+        for object in self.objects() {
+            self.launcher.events.normal(object, "FileSystemResizeSuccessful", message.clone());
+        }
         if record != Record::Nobody {
             let patch = expansion::grown(&claim, size, record);
             self.storage.patch_claim(&claim, &patch).await.map_err(|error| failed(error.to_string()))?;

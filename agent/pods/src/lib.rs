@@ -23,6 +23,7 @@ mod env_files;
 mod hosts;
 mod launches;
 mod plan;
+mod rounds;
 mod runtime_view;
 mod starts;
 mod status;

@@ -8,7 +8,6 @@ use std::{
 };
 
 use beelet_model::{
-    pod::is_active,
     storage::Storage,
     table::{PodName, PodTable},
 };
@@ -19,7 +18,12 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use crate::{claims, error::Error, launch::Launcher};
+use crate::{
+    claims,
+    error::Error,
+    launch::Launcher,
+    rounds::{Rounds, runs_with, uid},
+};
 
 /// How often: about as often as the kubelet looks at a pod.
 const PERIOD: Duration = Duration::from_secs(60);
@@ -33,62 +37,57 @@ pub async fn follow(
     cancel: CancellationToken,
 ) {
     let Some(storage) = launcher.storage.clone() else { return cancel.cancelled().await };
-    let mut told: BTreeSet<PodName> = BTreeSet::new();
-    loop {
-        tokio::select! {
-            () = tokio::time::sleep(PERIOD) => {}
-            () = cancel.cancelled() => return,
-        }
-        let pods = Arc::clone(&table.borrow());
-        let round = round(&pods, &launcher, &*storage);
-        let Some(failed) = cancel.run_until_cancelled(round).await else { return };
-        for (name, error) in &failed {
-            if !told.contains(name) {
-                warn!(pod = %name, "volumes can't be published again: {error}");
+    let is_wanted = |pod: &Pod| runs_with(pod, |volume| volume.csi.is_some() || is_claim(volume));
+    let mut rounds = Rounds::new(table, &launcher.csi, PERIOD, is_wanted);
+    let mut told: BTreeSet<String> = BTreeSet::new();
+    let work = async {
+        loop {
+            let pods = rounds.next().await;
+            let all = round(pods, &launcher, &*storage).await;
+            told.retain(|uid| rounds.knows(uid));
+            for (pod, published) in all {
+                match published {
+                    Ok(()) => drop(told.remove(uid(&pod))),
+                    Err(error) if told.insert(uid(&pod).to_owned()) => {
+                        warn!(pod = %PodName::of(&pod), "volumes can't be published again: {error}");
+                    }
+                    Err(_) => {}
+                }
             }
         }
-        told = failed.into_keys().collect();
-    }
+    };
+    cancel.run_until_cancelled(work).await;
 }
 
-/// Publishes once; what failed, by pod.
-async fn round(table: &PodTable, launcher: &Launcher, storage: &dyn Storage) -> BTreeMap<PodName, Error> {
-    let pods: Vec<(PodName, Arc<Pod>)> = table
-        .pods
-        .iter()
-        .filter(|(_, entry)| may_need_it(&entry.pod))
-        .map(|(name, entry)| (name.clone(), Arc::new(entry.pod.clone())))
-        .collect();
+/// Publishes once; what came of it.
+async fn round(
+    pods: Vec<Arc<Pod>>,
+    launcher: &Launcher,
+    storage: &dyn Storage,
+) -> Vec<(Arc<Pod>, Result<(), Error>)> {
+    let here = launcher.csi.drivers().borrow().clone();
     let mut wants: BTreeMap<String, bool> = BTreeMap::new();
     let mut due = Vec::new();
-    for (name, pod) in pods {
-        let uid = pod.metadata.uid.clone().unwrap_or_default();
-        for driver in launcher.csi.drivers_of(&uid).await {
-            if !wants.contains_key(&driver) {
+    for pod in pods {
+        for driver in launcher.csi.drivers_of(uid(&pod)).await {
+            // One that isn't here is asked as soon as it comes.
+            if here.contains_key(&driver) && !wants.contains_key(&driver) {
                 // Nobody answers: the next round asks again.
                 let object = storage.driver(&driver).await.ok().flatten();
                 wants.insert(driver.clone(), csi::is_republished(object.as_ref()));
             }
             if wants.get(&driver) == Some(&true) {
-                due.push((name, pod));
+                due.push(pod);
                 break;
             }
         }
     }
-    let publish = due.into_iter().map(async |(name, pod)| {
-        let claims = claims::read(Some(storage), &pod, None).await;
-        let published = match claims {
-            Ok(claims) => claims::publish(&launcher.csi, Some(storage), &pod, &claims, true).await,
+    let publish = due.into_iter().map(async |pod| {
+        let published = match claims::read(Some(storage), &pod, None).await {
+            Ok(claims) => claims::publish(&launcher.csi, Some(storage), &pod, &claims, true).await.map(drop),
             Err(error) => Err(error),
         };
-        published.err().map(|error| (name, error))
+        (pod, published)
     });
-    stream::iter(publish).buffer_unordered(AT_A_TIME).filter_map(async |failed| failed).collect().await
-}
-
-/// Returns true if a pod runs, and may have volumes of storage plugins.
-fn may_need_it(pod: &Pod) -> bool {
-    let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
-    let mut plugins = volumes.filter(|volume| volume.csi.is_some() || is_claim(volume));
-    pod.metadata.deletion_timestamp.is_none() && is_active(pod) && plugins.next().is_some()
+    stream::iter(publish).buffer_unordered(AT_A_TIME).collect().await
 }

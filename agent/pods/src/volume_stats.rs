@@ -32,7 +32,10 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use crate::{launch::Launcher, metrics::has_volumes};
+use crate::{
+    launch::Launcher,
+    rounds::{Rounds, has, uid},
+};
 
 /// How long a volume may take to answer; the numbers of its pod are missing then.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -54,42 +57,35 @@ pub struct Asking {
 
 /// Asks once per period, and as soon as a pod has its volumes, until `cancel`.
 pub async fn follow(asking: Asking, cancel: CancellationToken) {
-    let Asking { mut table, launcher, period } = asking;
+    let Asking { table, launcher, period } = asking;
     let metrics = &launcher.metrics.volume_stats;
-    let mut told = BTreeMap::new();
-    loop {
-        let pods: Vec<Arc<Pod>> =
-            with_volumes(&table.borrow_and_update()).map(|pod| Arc::new(pod.clone())).collect();
-        let asked: BTreeSet<String> = pods.iter().map(|pod| uid(pod).to_owned()).collect();
-        let found = stream::iter(pods).map(|pod| of_pod(&launcher, pod)).buffer_unordered(AT_A_TIME);
-        let Some(found) = cancel.run_until_cancelled(found.collect::<Vec<_>>()).await else { return };
-        told = tell(&launcher, &told, &found);
-        let seen = found.into_iter().map(|(pod, volumes)| {
-            (uid(&pod).to_owned(), volumes.into_iter().map(|(volume, _)| volume).collect())
-        });
-        metrics.seen.send_replace(Arc::new(seen.collect()));
-        let is_new = |table: &Arc<PodTable>| with_volumes(table).any(|pod| !asked.contains(uid(pod)));
-        tokio::select! {
-            () = tokio::time::sleep(period) => {}
-            Ok(_) = table.wait_for(is_new) => {}
-            () = cancel.cancelled() => return,
+    let mut rounds = Rounds::new(table, &launcher.csi, period, is_asked);
+    let mut told: Told = BTreeMap::new();
+    let work = async {
+        loop {
+            let pods = rounds.next().await;
+            let found = stream::iter(pods).map(|pod| of_pod(&launcher, pod)).buffer_unordered(AT_A_TIME);
+            let found: Vec<_> = found.collect().await;
+            told.retain(|(uid, _), _| rounds.knows(uid));
+            tell(&launcher, &mut told, &found);
+            let mut seen = (**metrics.seen.borrow()).clone();
+            seen.retain(|uid, _| rounds.knows(uid));
+            seen.extend(found.into_iter().map(|(pod, volumes)| {
+                (uid(&pod).to_owned(), volumes.into_iter().map(|(volume, _)| volume).collect())
+            }));
+            metrics.seen.send_replace(Arc::new(seen));
         }
-    }
-}
-
-fn uid(pod: &Pod) -> &str {
-    pod.metadata.uid.as_deref().unwrap_or_default()
-}
-
-/// The pods that have volumes of claims or of storage plugins.
-fn with_volumes(table: &PodTable) -> impl Iterator<Item = &Pod> {
-    let asked = |pod: &Pod| {
-        let mut volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
-        volumes.any(|volume| claims::is_claim(volume) || volume.csi.is_some() || volume.nfs.is_some())
     };
-    let pods = table.pods.values().filter(move |entry| has_volumes(entry) && asked(&entry.pod));
-    pods.map(|entry| &entry.pod)
+    cancel.run_until_cancelled(work).await;
 }
+
+/// Returns true if a pod has volumes of claims or of storage plugins.
+fn is_asked(pod: &Pod) -> bool {
+    has(pod, |volume| claims::is_claim(volume) || volume.csi.is_some() || volume.nfs.is_some())
+}
+
+/// What was told to be wrong, by the pod's UID and the volume.
+type Told = BTreeMap<(String, String), String>;
 
 /// What a volume of a pod has, and what its plugin says is wrong with it.
 type Found = (VolumeUse, String);
@@ -143,24 +139,19 @@ fn claim_of(pod: &Pod, name: &str) -> Option<(String, String)> {
     Some((pod.metadata.namespace.clone().unwrap_or_default(), claim.name))
 }
 
-/// Events of volumes in which something is wrong, once for each thing; what was told.
-fn tell(
-    launcher: &Launcher,
-    before: &BTreeMap<(String, String), String>,
-    found: &[(Arc<Pod>, Vec<Found>)],
-) -> BTreeMap<(String, String), String> {
-    let mut told = BTreeMap::new();
+/// Events of volumes in which something is wrong, once for each thing.
+fn tell(launcher: &Launcher, told: &mut Told, found: &[(Arc<Pod>, Vec<Found>)]) {
     for (pod, volumes) in found {
-        for (volume, message) in volumes.iter().filter(|(volume, _)| volume.abnormal == Some(true)) {
+        for (volume, message) in volumes {
             let key = (uid(pod).to_owned(), volume.volume.clone());
-            if before.get(&key) != Some(message) {
+            if volume.abnormal != Some(true) {
+                told.remove(&key);
+            } else if told.insert(key, message.clone()).as_ref() != Some(message) {
                 let message = format!("Volume {}: {message}", volume.volume);
                 launcher.events.warning(Object::pod(pod), "VolumeConditionAbnormal", message);
             }
-            told.insert(key, message.clone());
         }
     }
-    told
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]

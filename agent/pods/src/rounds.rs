@@ -1,0 +1,93 @@
+//! When the volumes of pods are looked at: those of all pods once per period, and as soon as a storage plugin
+//! comes or goes; those of a pod that is new at once.
+
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
+
+use beelet_csi::Csi;
+use beelet_model::{pod::is_active, table::PodTable};
+use beelet_policy::csi::Drivers;
+use k8s_openapi::api::core::v1::{Pod, Volume};
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep_until},
+};
+
+use crate::metrics::has_volumes;
+
+/// Rounds over the pods whose volumes are mounted.
+#[derive(Debug)]
+pub(crate) struct Rounds {
+    table: watch::Receiver<Arc<PodTable>>,
+    plugins: watch::Receiver<Arc<Drivers>>,
+    period: Duration,
+    is_wanted: fn(&Pod) -> bool,
+    /// The UIDs of the pods that are here and were looked at.
+    seen: BTreeSet<String>,
+    /// When all pods are due.
+    due: Instant,
+    /// The last round was one of all pods.
+    was_whole: bool,
+}
+
+impl Rounds {
+    /// Rounds over the pods of `table` that are wanted, the first at once, then one per `period`.
+    pub(crate) fn new(
+        table: watch::Receiver<Arc<PodTable>>,
+        plugins: &Csi,
+        period: Duration,
+        is_wanted: fn(&Pod) -> bool,
+    ) -> Self {
+        let mut plugins = plugins.drivers();
+        plugins.mark_changed();
+        let (seen, due) = (BTreeSet::new(), Instant::now());
+        Self { table, plugins, period, is_wanted, seen, due, was_whole: false }
+    }
+
+    /// Waits until pods are due. May be dropped at any time.
+    pub(crate) async fn next(&mut self) -> Vec<Arc<Pod>> {
+        if self.was_whole {
+            self.due = Instant::now() + self.period;
+        }
+        let (is_wanted, seen) = (self.is_wanted, &self.seen);
+        let is_new = |table: &Arc<PodTable>| of(table, is_wanted).any(|pod| !seen.contains(uid(pod)));
+        self.was_whole = tokio::select! {
+            biased;
+            Ok(()) = self.plugins.changed() => true,
+            () = sleep_until(self.due) => true,
+            Ok(_) = self.table.wait_for(is_new) => false,
+        };
+        let table = self.table.borrow_and_update();
+        let is_due = |pod: &&Pod| self.was_whole || !self.seen.contains(uid(pod));
+        let pods = of(&table, is_wanted).filter(is_due).map(|pod| Arc::new(pod.clone())).collect();
+        self.seen = of(&table, is_wanted).map(|pod| uid(pod).to_owned()).collect();
+        pods
+    }
+
+    /// Returns true if the pod of this UID was here when the last round began.
+    pub(crate) fn knows(&self, uid: &str) -> bool {
+        self.seen.contains(uid)
+    }
+}
+
+fn of(table: &PodTable, is_wanted: fn(&Pod) -> bool) -> impl Iterator<Item = &Pod> {
+    table
+        .pods
+        .values()
+        .filter(|entry| has_volumes(entry))
+        .map(|entry| &entry.pod)
+        .filter(move |pod| is_wanted(pod))
+}
+
+/// Returns true if a pod runs, and has such volumes.
+pub(crate) fn runs_with(pod: &Pod, is_wanted: impl Fn(&Volume) -> bool) -> bool {
+    pod.metadata.deletion_timestamp.is_none() && is_active(pod) && has(pod, is_wanted)
+}
+
+/// Returns true if a pod has such volumes.
+pub(crate) fn has(pod: &Pod, is_wanted: impl Fn(&Volume) -> bool) -> bool {
+    pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten()).any(is_wanted)
+}
+
+pub(crate) fn uid(pod: &Pod) -> &str {
+    pod.metadata.uid.as_deref().unwrap_or_default()
+}
