@@ -515,6 +515,7 @@ impl Engine {
             at: Some(Timestamp::now()),
             findings,
             lacking: lacking.into_iter().chain(self.rung.lacking()).collect(),
+            scheduler_lost: self.rung.why_lost().map(str::to_owned),
             held: held.collect(),
             blocked: blocked.collect(),
             history: self.history.shown(),

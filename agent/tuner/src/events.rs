@@ -9,17 +9,24 @@ use tokio_util::sync::CancellationToken;
 use crate::view::{Outcome, TunerRecord, View};
 use beelet_state::events::{Object, Recorder};
 
-/// Records an event for each step that `view` shows from now on, until `shutdown`. What was only advised is
-/// no step.
+/// Records an event for each step that `view` shows from now on, and one for a scheduler that is lost, until
+/// `shutdown`. What was only advised is no step.
 pub async fn tell(
     mut view: watch::Receiver<Arc<View>>,
     events: Recorder,
     node: String,
     shutdown: CancellationToken,
 ) {
-    let mut told = Timestamp::now();
+    let (mut told, mut lost) = (Timestamp::now(), None);
     while let Some(Ok(())) = shutdown.run_until_cancelled(view.changed()).await {
-        let history = Arc::clone(&view.borrow_and_update().history);
+        let (history, why) = {
+            let view = view.borrow_and_update();
+            (Arc::clone(&view.history), view.scheduler_lost.clone())
+        };
+        if let Some(why) = why.as_ref().filter(|_| why != lost) {
+            events.warning(Object::node(&node), "TunerSchedulerLost", why.clone());
+        }
+        lost = why;
         for step in history.iter().filter(|step| step.at > told) {
             let object = || Object::node(&node);
             match words(step) {
@@ -55,6 +62,28 @@ mod tests {
     use beelet_policy::tuner::{Knob, KnobKind};
 
     use super::*;
+
+    #[tokio::test]
+    async fn a_scheduler_that_is_lost_is_one_event() {
+        let events = Recorder::default();
+        let (views, view) = watch::channel(Arc::new(View::default()));
+        let shutdown = CancellationToken::new();
+        let told = tokio::spawn(tell(view, events.clone(), "n1".to_owned(), shutdown.clone()));
+        let mut log = events.subscribe();
+        for why in ["a task stalled", "a task stalled", "it misbehaved"] {
+            let scheduler_lost = Some(why.to_owned());
+            views.send_replace(Arc::new(View { scheduler_lost, ..View::default() }));
+            let is_told =
+                |log: &beelet_state::events::Log| log.all().iter().any(|event| event.message == why);
+            log.wait_for(is_told).await.unwrap();
+            tokio::task::yield_now().await;
+        }
+        shutdown.cancel();
+        told.await.unwrap();
+        let all = log.borrow().all();
+        assert_eq!(all.len(), 2);
+        assert!(all.iter().all(|event| event.reason == "TunerSchedulerLost" && event.count == 1));
+    }
 
     fn step(to: Option<&str>, outcome: Outcome) -> TunerRecord {
         TunerRecord {

@@ -115,6 +115,11 @@ impl Rung {
         }
     }
 
+    /// Why it is not there though it is wanted.
+    pub(super) fn why_lost(&self) -> Option<&str> {
+        if let Self::Lost(why) = self { Some(why) } else { None }
+    }
+
     /// Gives the kernel its own scheduler back.
     pub(super) fn stop(&mut self) {
         if self.is_loaded() {

@@ -19,6 +19,8 @@ pub struct View {
     pub findings: Vec<String>,
     /// What can't be done here, and why.
     pub lacking: Vec<String>,
+    /// Why a scheduler of its own that is wanted does not run.
+    pub scheduler_lost: Option<String>,
     /// What it holds now; in the mode `advise`, what it would change.
     pub held: Vec<HeldSetting>,
     /// What it leaves to others for a while.
