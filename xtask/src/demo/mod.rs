@@ -121,10 +121,21 @@ fn folder() -> PathBuf {
     workdir::target_dir().join("demo/node")
 }
 
+/// The agent's binary: `BEELET_BIN`, else the one that [`build`] made.
+fn binary() -> Result<PathBuf> {
+    match std::env::var_os("BEELET_BIN") {
+        // The agent starts in a folder of its own.
+        Some(path) => std::path::absolute(&path).with_context(|| format!("{}", path.display())),
+        None => Ok(workdir::target_dir().join("debug/beelet")),
+    }
+}
+
 fn build() -> Result<()> {
     let step = Step::start("build beelet and the test app");
     // With xtask's own features: what is built for it already is not built again.
-    step.run(shell::cargo().args(["build", "--package", "beelet", "--package", "xtask"]))?;
+    if std::env::var_os("BEELET_BIN").is_none() {
+        step.run(shell::cargo().args(["build", "--package", "beelet", "--package", "xtask"]))?;
+    }
     images::build_testapp()?;
     step.done("");
     Ok(())
@@ -139,9 +150,8 @@ fn start(dir: &Path, args: &Args) -> Result<Demo> {
 
     let cluster = if args.cluster { Some(cluster::start(&containerd)?) } else { None };
     let step = Step::start("start beelet");
-    let binary = workdir::target_dir().join("debug/beelet");
     let mut options = Options::on(&containerd).beelet("nodeName", "demo").http()?;
-    options.binary = Some(binary);
+    options.binary = Some(binary()?);
     if let Some(cluster) = &cluster {
         let kubeconfig = cluster.node_kubeconfig("demo")?;
         options.arguments.extend(["--kubeconfig".to_owned(), kubeconfig.display().to_string()]);
@@ -223,7 +233,7 @@ fn keep(mut demo: Demo) -> Result<()> {
     let (manifests, dir) = (demo.agent.manifests(), demo.agent.dir().to_path_buf());
     heading("It keeps running. Look at it:");
     println!("  export BEELET_CONFIG={} BEELET_SOCKET={}", config.display(), demo.agent.socket().display());
-    println!("  {} get pods --watch", workdir::target_dir().join("debug/beelet").display());
+    println!("  {} get pods --watch", binary()?.display());
     println!("  ls {}      # add, change or remove a manifest", manifests.display());
     println!("  tail -f {}", log.display());
     println!("  ctr --address {} --namespace k8s.io containers list", socket.display());
