@@ -115,6 +115,10 @@ fn summary(pod: &Pod) -> Summary {
             main_containers(status, &mut summary);
         }
     }
+    if let Some(reason) = status.reason.clone().filter(|reason| phase == "Failed" && !reason.is_empty()) {
+        // What ended the pod says more than how its containers took it.
+        summary.reason = reason;
+    }
     if pod.metadata.deletion_timestamp.is_some() && !matches!(phase.as_str(), "Succeeded" | "Failed") {
         summary.reason =
             if status.reason.as_deref() == Some("NodeLost") { "Unknown" } else { "Terminating" }.to_owned();
@@ -286,6 +290,9 @@ mod tests {
         let ended = |code: i32, reason: &str| json!({"terminated": {"exitCode": code, "reason": reason}});
         check(two_containers(), statuses(ended(0, "Completed"), ended(1, "Error")), "0/2 Completed 0");
         check(two_containers(), statuses(ended(1, "Error"), running()), "1/2 Error 0");
+        let mut evicted = statuses(ended(137, "Error"), ended(0, "Completed"));
+        (evicted["phase"], evicted["reason"]) = (json!("Failed"), json!("Evicted"));
+        check(two_containers(), evicted, "0/2 Evicted 0");
         check(two_containers(), statuses(ended(137, ""), running()), "1/2 ExitCode:137 0");
         check(
             two_containers(),
