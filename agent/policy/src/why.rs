@@ -135,13 +135,13 @@ fn with(reason: &str, message: Option<&str>) -> String {
     }
 }
 
-/// The first line of a text, shortened.
+/// The first line of a text, shortened. An error's first words say what failed, its last ones why.
 fn quote(text: &str) -> String {
-    let line = text.trim().lines().next().unwrap_or_default();
-    match line.char_indices().nth(MAX_QUOTE) {
-        Some((end, _)) => format!("{}…", &line[..end]),
-        None => line.to_owned(),
-    }
+    let line: Vec<char> = text.trim().lines().next().unwrap_or_default().chars().collect();
+    let Some(over) = line.len().checked_sub(MAX_QUOTE + 1) else { return line.iter().collect() };
+    let (begin, end) = line.split_at(MAX_QUOTE / 2);
+    let end = end.iter().skip(over + 1);
+    begin.iter().chain(&['…']).chain(end).collect()
 }
 
 #[cfg(test)]
@@ -245,5 +245,8 @@ mod tests {
         assert_eq!(line(status, &[]), None);
         let long = "x".repeat(500);
         assert_eq!(line(json!({"phase": "Pending"}), &[("", &long)]).unwrap().chars().count(), MAX_QUOTE + 1);
+        let pull = format!("cannot pull: {long}: no such host");
+        let short = line(json!({"phase": "Pending"}), &[("", &pull)]).unwrap();
+        assert!(short.starts_with("cannot pull: xxx") && short.ends_with("x: no such host"), "{short}");
     }
 }
