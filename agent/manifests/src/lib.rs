@@ -166,7 +166,8 @@ fn read_pod(document: &Document) -> Result<Manifest, Vec<Problem>> {
     defaults::apply(&mut pod);
     problems.extend(validate::pod(&pod));
     if !problems.is_empty() {
-        return Err(problems);
+        // A field that is missing may be there under a wrong name.
+        return Err(unknown.into_iter().chain(problems).collect());
     }
     let place =
         |path: &str| document.locate(path).map_or_else(String::new, |(line, _)| format!("line {line}: "));

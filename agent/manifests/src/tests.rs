@@ -669,6 +669,17 @@ fn unknown_fields_and_those_without_effect_are_warnings() {
 }
 
 #[test]
+fn a_field_under_a_wrong_name_is_told_beside_the_error_that_it_makes() {
+    let text = with_container("ports: [{containerport: 80}]");
+    let error = read(&text, "web.yaml").unwrap_err().to_string();
+    for expected in
+        ["ports[0].containerport: there is no such field", "ports[0].containerPort: must be from 1"]
+    {
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
 fn defaults_are_those_of_the_api_server() {
     let text = with_container("ports: [{containerPort: 80}]\nresources: {limits: {cpu: 1, memory: 1Gi}, requests: {cpu: 500m}}\nlivenessProbe: {httpGet: {port: 80}}\nreadinessProbe: {tcpSocket: {port: 80}, periodSeconds: 0, timeoutSeconds: 4}\nenv: [{name: A, valueFrom: {fieldRef: {fieldPath: metadata.name}}}]").replace("spec:\n", "spec:\n  volumes: [{name: a}, {name: b, hostPath: {path: /b}}]\n");
     let pod = serde_json::to_value(pod_of(&text)).unwrap();
