@@ -52,7 +52,7 @@ pub enum ArchiveError {
     #[error(transparent)]
     Read(#[from] io::Error),
     /// A header is none.
-    #[error("byte {0} is not the begin of a tar header: is it a tar archive, and not compressed?")]
+    #[error("byte {0} does not begin a tar header: is it a tar archive, and not compressed?")]
     NotAHeader(u64),
     /// It is cut off.
     #[error("it ends in the middle")]
@@ -352,7 +352,7 @@ mod tests {
             let error = names(&bytes).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         };
-        check(b"\x1f\x8b".repeat(600), "byte 0 is not the begin");
+        check(b"\x1f\x8b".repeat(600), "byte 0 does not begin");
         check(header("n", EntryType::GNULongName, 1 << 40), "too long");
         check(header("n", EntryType::XHeader, u64::from(u32::MAX)), "too long");
         let mut long = header("n", EntryType::GNULongName, 5000);

@@ -129,7 +129,14 @@ const GROUPS: &[(&str, &[Check])] = &[
     ),
     (
         "runtime",
-        &[runtime::answers, runtime::conditions, runtime::cgroup_driver, runtime::owner, network::plugins],
+        &[
+            runtime::answers,
+            runtime::conditions,
+            runtime::cgroup_driver,
+            runtime::owner,
+            runtime::sandbox,
+            network::plugins,
+        ],
     ),
     (
         "node",

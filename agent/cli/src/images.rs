@@ -56,7 +56,7 @@ struct PullArgs {
 
 #[derive(Debug, Args)]
 struct RmArgs {
-    /// Tags, digests, ids or the begin of an id.
+    /// Tags, digests, ids or the first characters of an id.
     #[arg(value_name = "IMAGE", required = true, add = complete::images())]
     images: Vec<String>,
     /// Also those that pods use. What runs goes on, but can't be started again.

@@ -20,6 +20,7 @@ mod exec;
 pub mod forward;
 mod metrics;
 mod operation;
+mod sandbox_image;
 pub mod spdy;
 pub mod stream;
 
@@ -46,6 +47,7 @@ pub use self::error::{Error, Kind};
 pub use self::events::ContainerEvents;
 pub use self::exec::pid_of;
 pub use self::operation::Operation;
+pub use self::sandbox_image::sandbox_image;
 
 use self::channel::{Socket, socket_path};
 use self::error::Failure;
@@ -523,8 +525,11 @@ impl Runtime {
             auth,
             sandbox_config: Some(sandbox_config.clone()),
         };
-        let call =
-            self.call(Operation::PullImage, format!("{} for {}", image_subject(image), pod(sandbox_config)));
+        let subject = match &sandbox_config.metadata {
+            Some(_) => format!("{} for {}", image_subject(image), pod(sandbox_config)),
+            None => image_subject(image),
+        };
+        let call = self.call(Operation::PullImage, subject);
         let response = Call { deadline: None, ..call }
             .images(request, |mut client, request| async move { client.pull_image(request).await })
             .await?;

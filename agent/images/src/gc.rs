@@ -32,12 +32,12 @@ use super::{
     lease::Leases,
     metrics::Metrics,
     records::{self, ImageRecords},
-    usage::{Usage, names, sandbox_image},
+    usage::{Usage, names},
 };
 use beelet_base::clock::WallClock;
 use beelet_base::filesystem::{Space, image_mountpoint};
 use beelet_base::spans::TARGET;
-use beelet_cri::Runtime;
+use beelet_cri::{Runtime, sandbox_image};
 use beelet_model::table::PodTable;
 use beelet_state::{State, events::NodeEvents};
 

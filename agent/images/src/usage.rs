@@ -50,30 +50,3 @@ fn volume_images(table: &PodTable) -> impl Iterator<Item = &str> {
     let volumes = active.flat_map(|pod| pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten()));
     volumes.filter_map(|volume| volume.image.as_ref()?.reference.as_deref())
 }
-
-/// The image that sandboxes are made of, from the runtime's own configuration: containerd and CRI-O say it in
-/// their verbose status. Newer runtimes pin it besides.
-pub(super) fn sandbox_image(status: &cri::StatusResponse) -> Option<String> {
-    let config: serde_json::Value = serde_json::from_str(status.info.get("config")?).ok()?;
-    let places = ["/sandboxImage", "/pinnedImages/sandbox", "/sandbox_image"];
-    let image = places.iter().find_map(|place| config.pointer(place)?.as_str())?;
-    Some(image.to_owned()).filter(|image| !image.is_empty())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_sandbox_image_is_read_from_what_containerd_says() {
-        let check = |config: &str, expect: Option<&str>| {
-            let info = [("config".to_owned(), config.to_owned())].into();
-            let status = cri::StatusResponse { info, ..Default::default() };
-            assert_eq!(sandbox_image(&status).as_deref(), expect, "{config}");
-        };
-        check(r#"{"sandboxImage": "registry.k8s.io/pause:3.6"}"#, Some("registry.k8s.io/pause:3.6"));
-        check(r#"{"pinnedImages": {"sandbox": "pause:3.10"}}"#, Some("pause:3.10"));
-        check("{}", None);
-        check("not json", None);
-    }
-}

@@ -418,7 +418,7 @@ fn uninstall_commands(daemon: &Daemon) -> Vec<String> {
     let dir = daemon.agent.dir().display().to_string();
     let commands = section.lines().filter_map(|line| line.strip_prefix("    "));
     let ours = commands.filter(|line| {
-        ["/etc/kubernetes/", "systemctl", "/usr/bin/beelet"].iter().all(|other| !line.contains(other))
+        ["/manifests/", "systemctl", "/usr/bin/beelet"].iter().all(|other| !line.contains(other))
     });
     ours.map(|line| {
         line.replace("/sys/fs/bpf/beelet", &format!("{dir}/bpf/beelet"))

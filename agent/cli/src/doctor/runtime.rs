@@ -10,7 +10,7 @@ use super::{Finding, Patient};
 use beelet_cgroups::Cgroups;
 use beelet_config::Config;
 use beelet_cri::ownership;
-use beelet_cri::{Error, Runtime};
+use beelet_cri::{Error, Runtime, sandbox_image};
 use beelet_policy::cgroups::CgroupDriver;
 
 /// Longer than any of these answers takes of a runtime that is well.
@@ -24,6 +24,8 @@ pub(super) struct Facts {
     driver: Result<Option<CgroupDriver>, Error>,
     /// Images that were asked for and are not there; None if it did not say.
     missing: Option<Vec<String>>,
+    /// The image of sandboxes, if the runtime told it, and the same again if it is not there.
+    sandbox: Option<(BTreeSet<String>, Vec<String>)>,
 }
 
 impl Facts {
@@ -42,12 +44,15 @@ impl Facts {
 pub(super) fn facts(config: &Config, images: &BTreeSet<String>) -> anyhow::Result<Facts> {
     crate::block_on(async {
         let runtime = Runtime::new(&config.runtime_endpoint, TIMEOUT)?;
+        let status = runtime.status(true).await;
+        let sandbox: BTreeSet<String> = status.as_ref().ok().and_then(sandbox_image).into_iter().collect();
         Ok(Facts {
             endpoint: config.runtime_endpoint.clone(),
             version: runtime.version().await,
-            status: runtime.status(true).await,
             driver: runtime.runtime_config().await,
             missing: missing(&runtime, images).await.ok(),
+            sandbox: missing(&runtime, &sandbox).await.ok().map(|missing| (sandbox, missing)),
+            status,
         })
     })
 }
@@ -90,12 +95,28 @@ pub(super) fn conditions(patient: &Patient) -> Vec<Finding> {
         (
             "NetworkReady",
             "only pods with hostNetwork can be started",
-            "install the CNI plugins (bridge, host-local, loopback) and a network configuration in /etc/cni/net.d",
+            "install the CNI plugins (bridge, host-local, loopback, portmap) and a network configuration in \
+             /etc/cni/net.d: docs/operating.md has one",
         ),
     ]
     .into_iter()
     .map(|(name, consequence, remedy)| judge_condition(name, conditions, consequence, remedy))
     .collect()
+}
+
+pub(super) fn sandbox(patient: &Patient) -> Vec<Finding> {
+    let check = "sandbox image";
+    let Some((told, missing)) = &patient.runtime.sandbox else { return Vec::new() };
+    let here = told.iter().map(|image| Finding::ok(check, format!("{image} is here")));
+    match missing.first() {
+        None => here.collect(),
+        Some(image) => vec![Finding::degraded(
+            check,
+            format!("{image} is not here"),
+            "every pod waits until it is pulled; without a registry, for ever",
+            "`beelet images pull IMAGE`, import it, or name another one in the runtime's configuration (sandbox_image)",
+        )],
+    }
 }
 
 fn judge_condition(

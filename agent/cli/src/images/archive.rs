@@ -34,7 +34,7 @@ pub(super) async fn import(args: &ImportArgs) -> anyhow::Result<()> {
         let reading = tokio::task::spawn_blocking(move || send(source, &sender));
         let imported = client.import_images(ReceiverStream::new(receiver)).await;
         // The agent's word comes first: it may have refused what was still being read.
-        let imported = imported?;
+        let imported = imported.with_context(|| what.clone())?;
         reading.await?.with_context(|| format!("cannot read {what}"))?;
         for image in imported {
             let how = if image.is_new { "imported" } else { "was here" };

@@ -136,6 +136,6 @@ fn an_archive_that_is_none_is_an_error() {
     sender.try_send(Ok(vec![7; 2000])).unwrap();
     drop(sender);
     let error = Unpacker::new("x", dir.path()).unwrap().unpack(receiver).unwrap_err();
-    assert!(error.to_string().contains("not the begin of a tar header"), "{error}");
+    assert!(error.to_string().contains("does not begin a tar header"), "{error}");
     assert!(Unpacker::new("x", &dir.path().join("no/such")).is_err());
 }

@@ -1,0 +1,31 @@
+//! The image that sandboxes are made of.
+
+use beelet_proto::cri;
+
+/// The image that sandboxes are made of, from the runtime's own configuration: containerd and CRI-O say it in
+/// their verbose status. Newer runtimes pin it besides.
+#[must_use]
+pub fn sandbox_image(status: &cri::StatusResponse) -> Option<String> {
+    let config: serde_json::Value = serde_json::from_str(status.info.get("config")?).ok()?;
+    let places = ["/sandboxImage", "/pinnedImages/sandbox", "/sandbox_image"];
+    let image = places.iter().find_map(|place| config.pointer(place)?.as_str())?;
+    Some(image.to_owned()).filter(|image| !image.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_sandbox_image_is_read_from_what_containerd_says() {
+        let check = |config: &str, expect: Option<&str>| {
+            let info = [("config".to_owned(), config.to_owned())].into();
+            let status = cri::StatusResponse { info, ..Default::default() };
+            assert_eq!(sandbox_image(&status).as_deref(), expect, "{config}");
+        };
+        check(r#"{"sandboxImage": "registry.k8s.io/pause:3.6"}"#, Some("registry.k8s.io/pause:3.6"));
+        check(r#"{"pinnedImages": {"sandbox": "pause:3.10"}}"#, Some("pause:3.10"));
+        check("{}", None);
+        check("not json", None);
+    }
+}
