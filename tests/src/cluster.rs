@@ -52,6 +52,8 @@ pub fn etcd() -> Result<PathBuf, Missing> {
     found.ok_or_else(|| missing("etcd is not installed", "cargo xtask setup --for cluster"))
 }
 
+/// The first minor version that serves ClusterTrustBundles as v1beta1.
+pub const TRUST_BUNDLES: u32 = 33;
 /// The name in the API server's certificate for kubelets, as kubeadm writes it.
 const KUBELET_CLIENT: &str = "kube-apiserver-kubelet-client";
 
@@ -224,6 +226,12 @@ impl Cluster {
         // Until 1.23 they must be asked for; since 1.27 no server knows the word.
         if minor_version()? < 23 {
             flags.push("--feature-gates=EphemeralContainers=true".to_owned());
+        }
+        if minor_version()? >= TRUST_BUNDLES {
+            flags
+                .push("--feature-gates=ClusterTrustBundle=true,ClusterTrustBundleProjection=true".to_owned());
+            let served = "certificates.k8s.io/v1beta1/clustertrustbundles";
+            flags.push(format!("--runtime-config={served}=true"));
         }
         Ok(flags)
     }

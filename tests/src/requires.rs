@@ -101,6 +101,17 @@ pub fn apiserver() -> Result<(), Missing> {
     crate::cluster::etcd().map(drop)
 }
 
+/// The test asks an API server for ClusterTrustBundles.
+pub fn trust_bundles() -> Result<(), Missing> {
+    apiserver()?;
+    let remedy = "name a newer kube-apiserver in KUBE_APISERVER";
+    match crate::cluster::minor_version() {
+        Ok(crate::cluster::TRUST_BUNDLES..) => Ok(()),
+        Ok(minor) => Err(missing(format!("trust bundles need an API server of 1.33, not 1.{minor}"), remedy)),
+        Err(error) => Err(missing(format!("{error:#}"), remedy)),
+    }
+}
+
 /// The test asks an API server by kubectl: the one that `KUBECTL` names, or the machine's.
 pub fn kubectl() -> Result<(), Missing> {
     given_kubectl().map(drop)

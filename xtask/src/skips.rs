@@ -42,6 +42,7 @@ const ALLOWED: &[Allowed] = &[
     allowed("no kube-apiserver is given", NO_PACKAGE),
     allowed("there is no kubectl", NO_PACKAGE),
     allowed("kubectl debug needs an API server of 1.25", NO_PACKAGE),
+    allowed("trust bundles need an API server of 1.33", NO_PACKAGE),
     allowed("there is no promtool", "its package brings a server that starts at once; .ci/run unpacks it"),
     allowed("there is no prometheus", "its package brings a server that starts at once; .ci/run unpacks it"),
     allowed("there is no metrics-server", NO_PACKAGE),

@@ -228,11 +228,12 @@ impl Scene {
     fn bind(&self, claim: &str, spec: &Value) {
         let (volume, mut spec) = (format!("pv-{claim}"), spec.clone());
         let (modes, amount) = (json!(["ReadWriteOnce"]), json!({ "storage": "1Gi" }));
+        let class = spec["storageClassName"].as_str().unwrap_or_default().to_owned();
         let claims = "/api/v1/namespaces/default/persistentvolumeclaims";
         let wanted = json!({
             "metadata": { "name": claim },
             "spec": {
-                "volumeName": volume, "storageClassName": "", "accessModes": modes,
+                "volumeName": volume, "storageClassName": class, "accessModes": modes,
                 "resources": { "requests": amount },
             },
         });
@@ -314,5 +315,103 @@ fn claims_of_a_folder_and_of_a_storage_plugin_are_mounted_and_given_back() {
     scene.cluster.delete(&Cluster::pod("web"), None).unwrap();
     scene.until_gone("web");
     assert!(said.iter().all(|file| file.exists()));
+    scene.nothing_was_forbidden();
+}
+
+#[test]
+fn a_claims_volume_grows_while_its_pod_runs_and_the_claim_and_both_events_say_so() {
+    use beelet_tests::csi_driver::{CsiDriver, Settings};
+    require!(containerd, bpf, apiserver);
+    let mut scene = Scene::start();
+    let shelf = scene.containerd.dir().join("shelf");
+    let settings = Settings { expands: true, ..Settings::named("shelf.example.com") };
+    let driver = CsiDriver::start(&scene.agent.dir().join("kubelet"), &shelf, settings).unwrap();
+    let object = json!({ "metadata": { "name": "shelf.example.com" }, "spec": { "attachRequired": false } });
+    scene.cluster.create("/apis/storage.k8s.io/v1/csidrivers", &object).unwrap();
+    let class = json!({
+        "metadata": { "name": "grows" }, "provisioner": "shelf.example.com", "allowVolumeExpansion": true,
+    });
+    scene.cluster.create("/apis/storage.k8s.io/v1/storageclasses", &class).unwrap();
+    let source = json!({ "driver": "shelf.example.com", "volumeHandle": "disk-1" });
+    scene.bind("shelf", &json!({ "csi": source, "storageClassName": "grows" }));
+    let mut pod = crate::node::script("web", "until [ -e /shelf/go ]; do sleep 0.05; done");
+    pod["spec"]["automountServiceAccountToken"] = false.into();
+    pod["spec"]["enableServiceLinks"] = false.into();
+    pod["spec"]["volumes"] = json!([{ "name": "shelf", "persistentVolumeClaim": { "claimName": "shelf" } }]);
+    pod["spec"]["containers"][0]["volumeMounts"] = json!([{ "name": "shelf", "mountPath": "/shelf" }]);
+    scene.cluster.run(NODE, &pod).unwrap();
+    let runs = |pod: &Value| pod["status"]["phase"] == "Running";
+    scene.until("web to run", &Cluster::pod("web"), runs);
+    assert!(driver.calls("NodeExpandVolume").is_empty());
+    // A user and the resizer; an agent that begins looks at once.
+    scene.agent.kill9();
+    let claim = "/api/v1/namespaces/default/persistentvolumeclaims/shelf";
+    let larger = json!({ "storage": "2Gi" });
+    scene.cluster.patch(claim, &json!({ "spec": { "resources": { "requests": larger } } })).unwrap();
+    let volume = json!({ "spec": { "capacity": larger } });
+    scene.cluster.patch("/api/v1/persistentvolumes/pv-shelf", &volume).unwrap();
+    let pending = json!({ "status": {
+        "allocatedResources": larger, "allocatedResourceStatuses": { "storage": "NodeResizePending" },
+        "conditions": [{ "type": "FileSystemResizePending", "status": "True" }],
+    } });
+    scene.cluster.patch(&format!("{claim}/status"), &pending).unwrap();
+    scene.agent.resume().unwrap();
+    let grown = scene
+        .until("the claim to have grown", claim, |claim| claim["status"]["capacity"]["storage"] == "2Gi");
+    assert!(grown["status"]["conditions"].as_array().is_none_or(Vec::is_empty), "{grown:#}");
+    assert_eq!(grown["status"]["allocatedResourceStatuses"]["storage"], Value::Null);
+    let asked = driver.calls("NodeExpandVolume");
+    assert_eq!((asked.len(), &asked[0]["bytes"]), (1, &json!(2_i64 << 30)));
+    for kind in ["Pod", "PersistentVolumeClaim"] {
+        let events = "/api/v1/namespaces/default/events?fieldSelector=";
+        let wanted = format!("{events}reason=FileSystemResizeSuccessful,involvedObject.kind={kind}");
+        let is_told = || match scene.cluster.get(&wanted).map_err(|error| format!("{error:#}"))? {
+            events if events["items"].as_array().is_some_and(|all| all.len() == 1) => Ok(()),
+            events => Err(format!("{events:#}")),
+        };
+        beelet_tests::workdir::wait_for(kind, beelet_tests::workdir::PATIENCE, is_told).unwrap();
+    }
+    assert!(runs(&scene.cluster.get(&Cluster::pod("web")).unwrap()));
+    std::fs::write(shelf.join("disk-1/go"), "").unwrap();
+    scene.until("web to end", &Cluster::pod("web"), |pod| pod["status"]["phase"] == "Succeeded");
+    scene.cluster.delete(&Cluster::pod("web"), None).unwrap();
+    scene.until_gone("web");
+    scene.nothing_was_forbidden();
+}
+
+#[test]
+fn a_volume_has_the_certificates_of_the_servers_trust_bundles_and_gets_those_that_come() {
+    require!(containerd, bpf, trust_bundles);
+    let scene = Scene::start();
+    let bundles = "/apis/certificates.k8s.io/v1beta1/clustertrustbundles";
+    let [root, one, two] = ["root", "one", "two"]
+        .map(|name| beelet_tests::apiserver::Authority::new(name).unwrap().pem().trim().to_owned());
+    let of_signer = |name: &str, certificate: &str| {
+        let spec = json!({ "signerName": "example.com/ca", "trustBundle": certificate });
+        let metadata = json!({ "name": format!("example.com:ca:{name}"), "labels": { "live": "yes" } });
+        scene.cluster.create(bundles, &json!({ "metadata": metadata, "spec": spec })).unwrap();
+    };
+    let named = json!({ "metadata": { "name": "root" }, "spec": { "trustBundle": root } });
+    scene.cluster.create(bundles, &named).unwrap();
+    of_signer("one", &one);
+    let script = "until [ $(grep -c BEGIN /trust/ca.pem) = 2 ]; do sleep 0.1; done
+        cat /trust/root.pem /trust/ca.pem > /dev/termination-log";
+    let mut pod = crate::node::script("web", script);
+    pod["spec"]["automountServiceAccountToken"] = false.into();
+    pod["spec"]["enableServiceLinks"] = false.into();
+    let labels = json!({ "matchLabels": { "live": "yes" } });
+    pod["spec"]["volumes"] = json!([{ "name": "trust", "projected": { "sources": [
+        { "clusterTrustBundle": { "name": "root", "path": "root.pem" } },
+        { "clusterTrustBundle": { "signerName": "example.com/ca", "labelSelector": labels, "path": "ca.pem" } },
+    ] } }]);
+    pod["spec"]["containers"][0]["volumeMounts"] = json!([{ "name": "trust", "mountPath": "/trust" }]);
+    scene.cluster.run(NODE, &pod).unwrap();
+    scene.until("web to run", &Cluster::pod("web"), |pod| pod["status"]["phase"] == "Running");
+    of_signer("two", &two);
+    let ended = scene.until("web to end", &Cluster::pod("web"), |pod| pod["status"]["phase"] == "Succeeded");
+    let said = &ended["status"]["containerStatuses"][0]["state"]["terminated"]["message"];
+    let said = said.as_str().unwrap();
+    assert!([root, one, two].iter().all(|certificate| said.contains(certificate)), "{said}");
+    assert_eq!(said.matches("BEGIN CERTIFICATE").count(), 3);
     scene.nothing_was_forbidden();
 }
