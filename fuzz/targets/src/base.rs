@@ -57,8 +57,17 @@ fn line(mount: &Mount<'_>) -> Vec<u8> {
         plain => vec![*plain],
     });
     let point: Vec<u8> = point.collect();
-    let fields =
-        [b"36 35 98:0", mount.root, &point, b"rw shared:1 -", mount.fs_type, b"none", mount.super_options];
+    let device = mount.device.map_or("-".to_owned(), |(major, minor)| format!("{major}:{minor}"));
+    let fields = [
+        b"36 35",
+        device.as_bytes(),
+        mount.root,
+        &point,
+        b"rw shared:1 -",
+        mount.fs_type,
+        mount.source,
+        mount.super_options,
+    ];
     [fields.join(&b' '), b"\n".to_vec()].concat()
 }
 
