@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 /// Wake-ups within a second that cost no pause: more than any node's pods cause.
 const FREE_WAKES: u32 = 1000;
-/// The pause between two of those that come on top. They are a thousand more per second at most, and what comes
-/// meanwhile is late by this much.
+/// The pause between two of those that come on top. They are a thousand more per second at most, and what
+/// comes meanwhile is late by this much.
 pub(super) const PAUSE: Duration = Duration::from_millis(1);
 /// The time between two readings of the maps for losses.
 pub(super) const LOSS_PERIOD: Duration = Duration::from_secs(5);

@@ -21,8 +21,8 @@ pub(crate) struct Observation {
     pub pod: pod::Observed,
     /// The sandbox that counts, if one is ready.
     pub sandbox: Option<SandboxDetail>,
-    /// The runtime's words on each container, by identifier. Behind pointers: a map sets aside room for several
-    /// values, which are large.
+    /// The runtime's words on each container, by identifier. Behind pointers: a map sets aside room for
+    /// several values, which are large.
     pub containers: BTreeMap<String, Arc<cri::ContainerStatus>>,
     /// The first processes of what runs, on the host, by identifier: of containers, and of the sandbox that
     /// counts.
