@@ -22,6 +22,17 @@ pub fn given() -> Result<PathBuf, Missing> {
     named.ok_or_else(|| missing("no kubelet is given", "give the path of a kubelet in KUBELET"))
 }
 
+/// A kubelet's place in a cluster, and its server, which lets everybody on loopback do everything.
+#[derive(Debug)]
+pub struct Member {
+    /// How it reaches the API server.
+    pub kubeconfig: PathBuf,
+    /// Where its server listens.
+    pub port: u16,
+    /// The server's certificate and its key.
+    pub keys: (PathBuf, PathBuf),
+}
+
 /// A running kubelet. Dropped, it is killed; its pods go with the containerd they are on.
 #[derive(Debug)]
 pub struct Kubelet {
@@ -40,28 +51,41 @@ impl Kubelet {
         Kubelet::spawn(binary, containerd, None)
     }
 
-    /// The same as the node `observed` of the cluster that the kubeconfig names.
+    /// The same as the node `observed` of a cluster.
     ///
     /// # Errors
     /// It can't be started.
-    pub fn join(binary: &Path, containerd: &Containerd, kubeconfig: &Path) -> Result<Kubelet> {
-        Kubelet::spawn(binary, containerd, Some(kubeconfig))
+    pub fn join(binary: &Path, containerd: &Containerd, member: &Member) -> Result<Kubelet> {
+        Kubelet::spawn(binary, containerd, Some(member))
     }
 
-    fn spawn(binary: &Path, containerd: &Containerd, kubeconfig: Option<&Path>) -> Result<Kubelet> {
+    fn spawn(binary: &Path, containerd: &Containerd, member: Option<&Member>) -> Result<Kubelet> {
         let dir = containerd.dir().join("kubelet");
         let (manifests, log) = (dir.join("manifests"), dir.join("kubelet.log"));
         std::fs::create_dir_all(&manifests)?;
-        let config = json!({
+        let mut config = json!({
             "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
             "staticPodPath": manifests, "cgroupRoot": containerd.cgroup().path(), "cgroupDriver": containerd.cgroup().driver(),
             "failSwapOn": false, "enableServer": false, "healthzPort": 0, "volumePluginDir": dir.join("plugins"),
             "evictionHard": {"memory.available": "1Mi"}, "authentication": {"webhook": {"enabled": false}},
             "authorization": {"mode": "AlwaysAllow"}, "maxPods": 1100,
         });
-        workdir::write(&dir.join("config.yaml"), config.to_string())?;
+        if let Some(Member { port, keys: (certificate, key), .. }) = member {
+            config["enableServer"] = true.into();
+            config["address"] = "127.0.0.1".into();
+            config["port"] = (*port).into();
+            config["tlsCertFile"] = certificate.display().to_string().into();
+            config["tlsPrivateKeyFile"] = key.display().to_string().into();
+            config["authentication"]["anonymous"] = json!({ "enabled": true });
+        }
         let version = version(binary)?;
         let minor = version.split('.').nth(1).and_then(|minor| minor.parse::<u32>().ok());
+        let minor = minor.with_context(|| format!("{version:?} is no kubelet's version"))?;
+        // Older ones don't know the word, newer ones refuse to run on version 1 without it.
+        if minor >= 31 {
+            config["failCgroupV1"] = false.into();
+        }
+        workdir::write(&dir.join("config.yaml"), config.to_string())?;
         let mut command = Command::new("unshare");
         command.args(["--mount", "sh", "-c"]);
         command.arg("mkdir -p /var/lib/kubelet && mount -t tmpfs none /var/lib/kubelet && exec \"$@\"");
@@ -69,10 +93,10 @@ impl Kubelet {
         command.arg(format!("--container-runtime-endpoint={}", containerd.endpoint()));
         command.arg(format!("--root-dir={}", dir.join("root").display()));
         command.arg(format!("--hostname-override={NODE}"));
-        if let Some(kubeconfig) = kubeconfig {
-            command.arg(format!("--kubeconfig={}", kubeconfig.display()));
+        if let Some(member) = member {
+            command.arg(format!("--kubeconfig={}", member.kubeconfig.display()));
         }
-        if minor.with_context(|| format!("{version:?} is no kubelet's version"))? < 24 {
+        if minor < 24 {
             command.arg("--container-runtime=remote");
         }
         let output = std::fs::File::create(&log)?;

@@ -12,15 +12,19 @@
 //! - `idle_writes`: what a node without anything to say writes per minute, by the audit log; `idle_lists`
 //!   beside it.
 //! - `status_writes`: what one pod's life writes: made, ready, deleted.
+//! - `exec_round_trip`: `true` in a container, by the node's own HTTPS server: connection, TLS, upgrade, the
+//!   command, its status. `exec_throughput`: what a command prints, through the same.
 
+use std::net::Ipv4Addr;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use beelet_tests::agent::{self, Agent, Control, Options, monotonic_ns};
-use beelet_tests::cluster::{Cluster, Watcher, condition};
+use beelet_tests::cluster::{Cluster, Watcher, condition, free_ports};
 use beelet_tests::containerd::Containerd;
-use beelet_tests::kubelet::{self, Kubelet};
+use beelet_tests::exec::Server;
+use beelet_tests::kubelet::{self, Kubelet, Member};
 use beelet_tests::manifests::{self, CONTROL, PORT};
 use beelet_tests::requires;
 use beelet_tests::workdir::{self, interrupted};
@@ -43,6 +47,8 @@ const IDLE_WRITES: f64 = 6.0;
 const STATUS_WRITES: f64 = 4.0;
 /// Listeners closed in one pod.
 const CLOSED: usize = 10;
+/// Bytes that a command prints.
+const PRINTED: u64 = 256 << 20;
 
 /// What was measured of one agent.
 #[derive(Default)]
@@ -54,6 +60,8 @@ struct Samples {
     status_writes: Vec<f64>,
     idle_writes: f64,
     idle_lists: f64,
+    exec: Vec<f64>,
+    throughput: Vec<f64>,
 }
 
 /// Adds all rows.
@@ -89,6 +97,9 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
         vec![all.idle_writes]
     });
     add(Row::one("cluster", "idle_lists", "per min", ours.idle_lists, 0.0), |all| vec![all.idle_lists]);
+    let unbound = |name, unit, samples| Row::unbound("cluster", name, unit, samples);
+    add(unbound("exec_round_trip", "ms", ours.exec), |all| all.exec.clone());
+    add(unbound("exec_throughput", "MiB/s", ours.throughput), |all| all.throughput.clone());
     Ok(())
 }
 
@@ -99,19 +110,36 @@ fn ours(binary: &Path, quick: bool) -> Result<Samples> {
     options.binary = Some(binary.to_path_buf());
     let kubeconfig = cluster.node_kubeconfig(agent::NODE)?;
     options.arguments.extend(["--kubeconfig".to_owned(), kubeconfig.display().to_string()]);
+    let [port] = free_ports()?;
+    let (certificate, key) = cluster.serving_files(agent::NODE)?;
+    let options = options
+        .kubelet("address", "127.0.0.1")
+        .kubelet("port", port)
+        .kubelet("tlsCertFile", certificate.display().to_string())
+        .kubelet("tlsPrivateKeyFile", key.display().to_string())
+        .kubelet("authentication", json!({ "anonymous": { "enabled": true } }))
+        .kubelet("authorization", json!({ "mode": "AlwaysAllow" }));
     let _agent = Agent::start(options)?;
-    measure("beelet", &cluster, agent::NODE, quick)
+    let server = server(&cluster, port);
+    measure("beelet", &cluster, (agent::NODE, &server), quick)
 }
 
 fn peer(binary: &Path, quick: bool) -> Result<Samples> {
     let containerd = Containerd::start(&workdir::target_dir().join("bench/peer"))?;
     let cluster = Cluster::start(containerd.dir())?;
     let kubeconfig = cluster.node_kubeconfig(kubelet::NODE)?;
-    let _kubelet = Kubelet::join(binary, &containerd, &kubeconfig)?;
-    measure("the kubelet", &cluster, kubelet::NODE, quick)
+    let [port] = free_ports()?;
+    let member = Member { kubeconfig, port, keys: cluster.serving_files(kubelet::NODE)? };
+    let _kubelet = Kubelet::join(binary, &containerd, &member)?;
+    let server = server(&cluster, port);
+    measure("the kubelet", &cluster, (kubelet::NODE, &server), quick)
 }
 
-fn measure(who: &str, cluster: &Cluster, node: &str, quick: bool) -> Result<Samples> {
+fn server(cluster: &Cluster, port: u16) -> Server {
+    Server { address: (Ipv4Addr::LOCALHOST, port).into(), authority: cluster.authority_file() }
+}
+
+fn measure(who: &str, cluster: &Cluster, (node, server): (&str, &Server), quick: bool) -> Result<Samples> {
     let step = Step::start(format!("cluster: pods of {who}"));
     let ready = |node: &Value| condition(node, "Ready").then_some(());
     cluster.until("the Node to be ready", &format!("/api/v1/nodes/{node}"), ready)?;
@@ -138,8 +166,36 @@ fn measure(who: &str, cluster: &Cluster, node: &str, quick: bool) -> Result<Samp
     let count = |verbs: &[&str]| asked.iter().filter(|(verb, ..)| verbs.contains(&&**verb)).count() as f64;
     all.idle_writes = count(&["create", "update", "patch", "delete"]) / minutes;
     all.idle_lists = count(&["list"]) / minutes;
+    step.detail("commands");
+    exec(cluster, (node, server), quick, &mut all)?;
     step.done(&format!("{pods} pods"));
     Ok(all)
+}
+
+/// Commands in a pod of their own.
+fn exec(cluster: &Cluster, (node, server): (&str, &Server), quick: bool, all: &mut Samples) -> Result<()> {
+    let mut pod = manifests::pod("shell", &["sleep", "100000"]);
+    pod["spec"]["automountServiceAccountToken"] = json!(false);
+    pod["spec"]["enableServiceLinks"] = json!(false);
+    cluster.run(node, &pod)?;
+    cluster.until("the pod to run", &Cluster::pod("shell"), |pod| condition(pod, "Ready").then_some(()))?;
+    let (trips, prints) = if quick { (5, 1) } else { (50, 5) };
+    let timed = |command: &[&str], count: u32| -> Result<Vec<(u64, Duration)>> {
+        let one = |_| {
+            let began = Instant::now();
+            Ok((server.run("shell", command)?, began.elapsed()))
+        };
+        (0..count).map(one).collect()
+    };
+    // The first one reads what is not in memory yet.
+    timed(&["true"], 1)?;
+    all.exec = timed(&["true"], trips)?.iter().map(|(_, took)| took.as_secs_f64() * 1e3).collect();
+    let size = PRINTED.to_string();
+    for (printed, took) in timed(&["head", "-c", &size, "/dev/zero"], prints)? {
+        ensure!(printed == PRINTED, "the command printed {PRINTED} bytes, and {printed} came");
+        all.throughput.push(printed as f64 / f64::from(1 << 20) / took.as_secs_f64());
+    }
+    Ok(())
 }
 
 /// How many writes of such a resource the node has made.
