@@ -67,7 +67,7 @@ fn an_imported_image_runs_is_exported_and_comes_back() {
         // What is no archive is refused with a reason, and nothing is named.
         let (code, _, error) = node.cli(&["images", "import", "/bin/busybox"]);
         assert_eq!(code, Some(1));
-        assert!(error.contains("not the begin of a tar header"), "{error}");
+        assert!(error.contains("byte 0 does not begin a tar header"), "{error}");
     });
 }
 
