@@ -44,9 +44,15 @@ fn parse(line: &[u8]) -> Option<Mount<'_>> {
     let fs_type = fields.next()?;
     let source = fields.next().unwrap_or_default();
     let super_options = fields.next().unwrap_or_default();
-    let device = std::str::from_utf8(device).ok().and_then(|numbers| numbers.split_once(':'));
-    let device = device.and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
+    let device = std::str::from_utf8(device).ok().and_then(device_numbers);
     Some(Mount { root, point: unescape(point), fs_type, device, source, super_options })
+}
+
+/// A device's major and minor number as the kernel writes them: `8:16`.
+#[must_use]
+pub fn device_numbers(text: &str) -> Option<(u32, u32)> {
+    let (major, minor) = text.split_once(':')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
 /// Undoes the kernel's `\040` for a space and its like.

@@ -40,12 +40,12 @@ pub(super) fn read(
         reading.gauges = *last;
     }
     let cpu = files.cpu(&mut reading);
-    let memory = files.memory(&mut reading);
+    let mut details = (depth == Depth::Page).then(Box::<Details>::default);
+    let memory = files.memory(&mut reading, details.as_deref_mut());
     if cpu.is_none() && memory.is_none() {
         return None;
     }
     files.stalls(&mut reading);
-    let mut details = (depth == Depth::Page).then(Box::<Details>::default);
     files.io(&mut reading, details.as_deref_mut());
     let mut seldom = Files { often: false, ..files };
     if depth >= Depth::Full || last.is_none() {
@@ -112,8 +112,10 @@ impl Files<'_> {
         Some(())
     }
 
-    fn memory(&mut self, reading: &mut Reading) -> Option<()> {
+    fn memory(&mut self, reading: &mut Reading, details: Option<&mut Details>) -> Option<()> {
         let v1 = self.dirs.is_v1();
+        let mut unasked = Details::default();
+        let details = details.unwrap_or(&mut unasked);
         let usage = if v1 { "memory.usage_in_bytes" } else { "memory.current" };
         let usage = self.number(Controller::Memory, usage)?;
         let (counters, gauges) = (&mut reading.counters, &mut reading.gauges);
@@ -127,6 +129,7 @@ impl Files<'_> {
                 "anon" | "rss" => gauges.rss = value,
                 "file" | "cache" => gauges.cache = value,
                 "file_mapped" | "mapped_file" => gauges.mapped = value,
+                "kernel" => details.memory_kernel = Some(value),
                 "swap" => gauges.swap = Some(value),
                 "pgfault" => counters.page_faults = value,
                 "pgmajfault" => counters.major_faults = value,
@@ -136,8 +139,13 @@ impl Files<'_> {
         gauges.memory_usage = usage;
         gauges.working_set = usage.saturating_sub(gauges.inactive_file);
         let events = if v1 { "memory.oom_control" } else { "memory.events" };
-        let events = self.text(Controller::Memory, events).into_iter().flat_map(parse::keyed);
-        counters.oom_kills = events.filter(|(name, _)| *name == "oom_kill").map(|(_, kills)| kills).sum();
+        for (name, value) in self.text(Controller::Memory, events).into_iter().flat_map(parse::keyed) {
+            match name {
+                "oom_kill" => counters.oom_kills = value,
+                "max" => details.limit_hits = Some(value),
+                _ => {}
+            }
+        }
         Some(())
     }
 
@@ -173,19 +181,14 @@ impl Files<'_> {
         }
     }
 
-    /// Version 2 says how often the limit was hit in `memory.events`; the peak since Linux 5.19.
+    /// What has a file of its own. Version 2 has the peak since Linux 5.19, and the rest among the numbers
+    /// that [`Files::memory`] reads.
     fn details(&mut self, details: &mut Details) {
         let v1 = self.dirs.is_v1();
-        let mut keyed = |file: &'static str, key: &str| {
-            let text = self.text(Controller::Memory, file)?;
-            parse::keyed(text).find(|(name, _)| *name == key).map(|(_, value)| value)
-        };
-        (details.limit_hits, details.memory_kernel) = if v1 {
-            let hits = self.number(Controller::Memory, "memory.failcnt");
-            (hits, self.number(Controller::Memory, "memory.kmem.usage_in_bytes"))
-        } else {
-            (keyed("memory.events", "max"), keyed("memory.stat", "kernel"))
-        };
+        if v1 {
+            details.limit_hits = self.number(Controller::Memory, "memory.failcnt");
+            details.memory_kernel = self.number(Controller::Memory, "memory.kmem.usage_in_bytes");
+        }
         let peak = if v1 { "memory.max_usage_in_bytes" } else { "memory.peak" };
         details.memory_peak = self.number(Controller::Memory, peak);
     }

@@ -3,6 +3,8 @@
 
 use std::collections::BTreeMap;
 
+use beelet_base::mountinfo::device_numbers;
+
 use super::model::{DeviceTraffic, Disk, DiskWork, Net, Stalls};
 
 /// Numbers by name, one a line (`memory.stat`, `cpu.stat`, `memory.events`).
@@ -100,7 +102,7 @@ pub fn blkio(text: &str) -> [u64; 2] {
 /// `io.stat` of version 2, by device.
 pub fn io_stat_devices(text: &str) -> Vec<DeviceTraffic> {
     let devices = text.lines().filter_map(|line| {
-        let device = numbers(line.split(' ').next()?)?;
+        let device = device_numbers(line.split(' ').next()?)?;
         let (bytes, operations) = io_stat(line);
         Some(DeviceTraffic { device, bytes, operations })
     });
@@ -112,7 +114,7 @@ pub fn blkio_devices(bytes: &str, operations: &str) -> Vec<DeviceTraffic> {
     let mut found: BTreeMap<(u32, u32), DeviceTraffic> = BTreeMap::new();
     for (text, is_bytes) in [(bytes, true), (operations, false)] {
         for line in text.lines() {
-            let Some(device) = line.split(' ').next().and_then(numbers) else { continue };
+            let Some(device) = line.split(' ').next().and_then(device_numbers) else { continue };
             let entry = found.entry(device).or_insert(DeviceTraffic { device, ..DeviceTraffic::default() });
             let sums = if is_bytes { &mut entry.bytes } else { &mut entry.operations };
             for (sum, value) in sums.iter_mut().zip(blkio(line)) {
@@ -121,12 +123,6 @@ pub fn blkio_devices(bytes: &str, operations: &str) -> Vec<DeviceTraffic> {
         }
     }
     found.into_values().collect()
-}
-
-/// `8:16`
-fn numbers(text: &str) -> Option<(u32, u32)> {
-    let (major, minor) = text.split_once(':')?;
-    Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
 /// `/proc/diskstats` (Documentation/admin-guide/iostats.rst).

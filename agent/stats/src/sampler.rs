@@ -379,7 +379,7 @@ fn whole(at_ns: u64, machine: &Machine, (stat, meminfo, vmstat): (&str, &str, &s
     let gauges = Gauges {
         memory_usage: machine.memory_usage,
         working_set: machine.working_set,
-        rss: memory("AnonPages"),
+        rss: machine.rss.unwrap_or(0),
         cache: memory("Cached"),
         mapped: memory("Mapped"),
         active_file: memory("Active(file)"),

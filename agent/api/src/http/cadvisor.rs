@@ -55,37 +55,54 @@ const NETWORK: [Of<Net, u64>; 8] = {
     ]
 };
 /// What a container has on disk, and the file system that it is on.
-type OfDisk = (Metric, fn(Taken, Option<&Fs>) -> Option<u64>);
+type OfContainer = fn(Taken, Option<&Fs>) -> Option<u64>;
 
-/// What a container has on disk: its writable layer and its logs. Like cAdvisor this says nothing of the
+/// A number of what lies on disk: of a container, with the file system that it is on, and of each file system
+/// of the machine.
+struct OfDisk {
+    metric: Metric,
+    container: Option<OfContainer>,
+    machine: Option<fn(&Fs) -> u64>,
+}
+
+/// What a container has on disk is its writable layer and its logs. Like cAdvisor this says nothing of the
 /// file system's inodes: they are not the container's.
-const DISK: [OfDisk; 3] = {
+const DISK: [OfDisk; 5] = {
     use Kind::Gauge;
     [
-        (FS_USAGE, |taken, _| Some(taken.bytes)),
-        (
-            ("container_fs_inodes_used", Gauge, "Inodes that the writable layer and the logs take"),
-            |taken, _| Some(taken.inodes),
-        ),
-        (FS_LIMIT, |_, fs| fs.map(|fs| fs.capacity_bytes)),
-    ]
-};
-const FS_USAGE: Metric = (
-    "container_fs_usage_bytes",
-    Kind::Gauge,
-    "Bytes that the writable layer and the logs take; of `/`, what is taken of its file systems",
-);
-const FS_LIMIT: Metric =
-    ("container_fs_limit_bytes", Kind::Gauge, "Bytes of the file system of writable layers; of `/`, of each");
-
-/// What the machine's file systems have.
-const FILE_SYSTEM: [Of<Fs, u64>; 4] = {
-    use Kind::Gauge;
-    [
-        (FS_USAGE, |fs| fs.used_bytes),
-        (FS_LIMIT, |fs| fs.capacity_bytes),
-        (("container_fs_inodes_total", Gauge, "Inodes of each file system of the machine"), |fs| fs.inodes),
-        (("container_fs_inodes_free", Gauge, "Inodes that are free there"), |fs| fs.inodes_free),
+        OfDisk {
+            metric: (
+                "container_fs_usage_bytes",
+                Gauge,
+                "Bytes that the writable layer and the logs take; of `/`, what is taken of its file systems",
+            ),
+            container: Some(|taken, _| Some(taken.bytes)),
+            machine: Some(|fs| fs.used_bytes),
+        },
+        OfDisk {
+            metric: ("container_fs_inodes_used", Gauge, "Inodes that the writable layer and the logs take"),
+            container: Some(|taken, _| Some(taken.inodes)),
+            machine: None,
+        },
+        OfDisk {
+            metric: (
+                "container_fs_limit_bytes",
+                Gauge,
+                "Bytes of the file system of writable layers; of `/`, of each",
+            ),
+            container: Some(|_, fs| fs.map(|fs| fs.capacity_bytes)),
+            machine: Some(|fs| fs.capacity_bytes),
+        },
+        OfDisk {
+            metric: ("container_fs_inodes_total", Gauge, "Inodes of each file system of the machine"),
+            container: None,
+            machine: Some(|fs| fs.inodes),
+        },
+        OfDisk {
+            metric: ("container_fs_inodes_free", Gauge, "Inodes that are free there"),
+            container: None,
+            machine: Some(|fs| fs.inodes_free),
+        },
     ]
 };
 
@@ -181,16 +198,15 @@ const ERRORS: [Metric; 2] = [
 pub(super) fn documented() -> Vec<(&'static str, Metric, &'static str)> {
     let container = "container, id, image, name, namespace, pod";
     let device = "container, device, id, image, name, namespace, pod";
-    let disk = DISK.iter().map(|(metric, _)| (*metric, device));
-    let machines = FILE_SYSTEM.iter().skip(2).map(|(metric, _)| (*metric, "device, id"));
+    let disk =
+        DISK.iter().map(|one| (one.metric, if one.container.is_some() { device } else { "device, id" }));
     let traffic = TRAFFIC.iter().map(|(metric, ..)| (*metric, device));
     let devices = DEVICE.iter().map(|(metric, _)| (*metric, "device, id"));
     let blkio = (BLKIO, "container, device, id, image, major, minor, name, namespace, operation, pod");
     let network = NETWORK.iter().map(|(metric, _)| (*metric, "id, interface, namespace, pod"));
     let machine = MACHINE.iter().map(|(metric, _)| (*metric, ""));
     let errors = ERRORS.map(|metric| (metric, ""));
-    disk.chain(machines)
-        .chain(traffic)
+    disk.chain(traffic)
         .chain(devices)
         .chain([blkio, (LAST_SEEN, container), (START_TIME, container)])
         .chain(network)
@@ -325,22 +341,16 @@ fn cadvisor_page(stats: &NodeStats, sizes: &Sizes, mounted: &[FileSystem<'_>]) -
 /// What containers take, and how full the machine's file systems are.
 fn on_disk(page: &mut Page, stats: &NodeStats, sizes: &Sizes, mounted: &[FileSystem<'_>]) {
     let at = at_ms(stats);
-    let machine = |page: &mut Page, metric: Metric, value: fn(&Fs) -> u64| {
+    for OfDisk { metric, container: of_one, machine } in DISK {
+        for (pod, container, taken) in taken(stats) {
+            let value = of_one.and_then(|value| value(taken, sizes.containers.as_ref()));
+            let Some(value) = value else { continue };
+            page.sample(metric, &with(&of_container(pod, container), &[("device", "")]), value as f64, at);
+        }
+        let Some(value) = machine else { continue };
         for one in mounted {
             page.sample(metric, &with(&ROOT, &[("device", &one.device)]), value(&one.size) as f64, at);
         }
-    };
-    for (metric, value) in DISK {
-        for (pod, container, taken) in taken(stats) {
-            let Some(value) = value(taken, sizes.containers.as_ref()) else { continue };
-            page.sample(metric, &with(&of_container(pod, container), &[("device", "")]), value as f64, at);
-        }
-        for (_, value) in FILE_SYSTEM.into_iter().filter(|(of, _)| of.0 == metric.0) {
-            machine(page, metric, value);
-        }
-    }
-    for (metric, value) in FILE_SYSTEM.into_iter().skip(2) {
-        machine(page, metric, value);
     }
 }
 
@@ -368,7 +378,7 @@ fn traffic(page: &mut Page, stats: &NodeStats, lines: &[Line<'_>], mounted: &[Fi
         for line in lines {
             for one in devices(line.reading) {
                 let labels = with(&line.labels, &[("device", name_of(one.device))]);
-                page.sample(metric, &labels, of_cgroup(&one) as f64, at);
+                page.sample(metric, &labels, of_cgroup(one) as f64, at);
             }
         }
         for (device, disk) in &disks {
@@ -398,12 +408,10 @@ fn traffic(page: &mut Page, stats: &NodeStats, lines: &[Line<'_>], mounted: &[Fi
 
 /// A cgroup's block devices. One that used none yet has a line of zeroes with no name: a counter that comes
 /// into being with its first value has no rate.
-fn devices(reading: &Reading) -> Vec<DeviceTraffic> {
-    let devices = reading.details.as_ref().map(|details| details.devices.clone()).unwrap_or_default();
-    match (reading.counters.io_bytes, devices.is_empty()) {
-        (Some(_), true) => vec![DeviceTraffic::default()],
-        _ => devices,
-    }
+fn devices(reading: &Reading) -> &[DeviceTraffic] {
+    const UNUSED: &[DeviceTraffic] = &[DeviceTraffic { device: (0, 0), bytes: [0; 2], operations: [0; 2] }];
+    let devices = reading.details.as_ref().map(|details| &details.devices[..]).unwrap_or_default();
+    if devices.is_empty() && reading.counters.io_bytes.is_some() { UNUSED } else { devices }
 }
 
 fn network(page: &mut Page, stats: &NodeStats) {
