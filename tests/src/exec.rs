@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result, bail};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
@@ -20,7 +20,7 @@ use crate::containerd::block_on;
 const STDOUT: u8 = 1;
 const STATUS: u8 = 3;
 /// The kind of a WebSocket's last frame.
-const CLOSE: u8 = 8;
+pub const CLOSE: u8 = 8;
 
 /// The server of a node that lets everybody run commands.
 #[derive(Clone, Debug)]
@@ -89,8 +89,11 @@ impl Server {
     }
 }
 
-/// Reads a server's frame (RFC 6455 section 5.2) into `payload`; its kind.
-async fn frame(socket: &mut BufReader<TlsStream<TcpStream>>, payload: &mut Vec<u8>) -> Result<u8> {
+/// Reads a server's frame of a WebSocket (RFC 6455 section 5.2) into `payload`; its kind.
+///
+/// # Errors
+/// The connection ends or breaks.
+pub async fn frame(socket: &mut (impl AsyncRead + Unpin), payload: &mut Vec<u8>) -> Result<u8> {
     let (kind, length) = (socket.read_u8().await?, socket.read_u8().await?);
     let length = match length & 0x7f {
         126 => usize::from(socket.read_u16().await?),

@@ -112,69 +112,58 @@ pub fn trust_bundles() -> Result<(), Missing> {
     }
 }
 
-/// The test asks an API server by kubectl: the one that `KUBECTL` names, or the machine's.
-pub fn kubectl() -> Result<(), Missing> {
-    given_kubectl().map(drop)
+/// A program of others that tests start: the one that the variable names, or the machine's.
+#[derive(Clone, Copy, Debug)]
+pub struct Program {
+    variable: &'static str,
+    name: &'static str,
 }
 
-/// That kubectl.
-///
-/// # Errors
-/// There is none.
-pub fn given_kubectl() -> Result<PathBuf, Missing> {
-    given("KUBECTL", "kubectl")
-}
+/// Kubernetes' own client.
+pub const KUBECTL: Program = Program { variable: "KUBECTL", name: "kubectl" };
+/// Prometheus' own checks of pages and rules.
+pub const PROMTOOL: Program = Program { variable: "PROMTOOL", name: "promtool" };
+/// Prometheus, which watches a node.
+pub const PROMETHEUS: Program = Program { variable: "PROMETHEUS", name: "prometheus" };
+/// metrics-server, which watches a node.
+pub const METRICS_SERVER: Program = Program { variable: "METRICS_SERVER", name: "metrics-server" };
 
-/// The test has pages and rules checked by Prometheus' own program: the one that `PROMTOOL` names, or the
-/// machine's.
-pub fn promtool() -> Result<(), Missing> {
-    given_promtool().map(drop)
-}
-
-/// That promtool.
-///
-/// # Errors
-/// There is none.
-pub fn given_promtool() -> Result<PathBuf, Missing> {
-    given("PROMTOOL", "promtool")
-}
-
-/// The test has a node watched by Prometheus: the one that `PROMETHEUS` names, or the machine's.
-pub fn prometheus() -> Result<(), Missing> {
-    given_prometheus().map(drop)
-}
-
-/// That Prometheus.
-///
-/// # Errors
-/// There is none.
-pub fn given_prometheus() -> Result<PathBuf, Missing> {
-    given("PROMETHEUS", "prometheus")
-}
-
-/// The test has a node watched by metrics-server: the one that `METRICS_SERVER` names, or the machine's.
-pub fn metrics_server() -> Result<(), Missing> {
-    given_metrics_server().map(drop)
-}
-
-/// That metrics-server.
-///
-/// # Errors
-/// There is none.
-pub fn given_metrics_server() -> Result<PathBuf, Missing> {
-    given("METRICS_SERVER", "metrics-server")
-}
-
-/// The program that a variable names, or the machine's.
-fn given(variable: &str, program: &str) -> Result<PathBuf, Missing> {
-    let remedy = format!("give the path of a {program} in {variable}");
-    match std::env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from) {
-        Some(path) if path.is_file() => Ok(path),
-        Some(path) => {
-            Err(missing(format!("{variable} names {}, which is not a file", path.display()), remedy))
+impl Program {
+    /// Its path.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn given(&self) -> Result<PathBuf, Missing> {
+        let Program { variable, name } = self;
+        let remedy = format!("give the path of a {name} in {variable}");
+        match std::env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from) {
+            Some(path) if path.is_file() => Ok(path),
+            Some(path) => {
+                Err(missing(format!("{variable} names {}, which is not a file", path.display()), remedy))
+            }
+            None => find_program(name).ok_or_else(|| missing(format!("there is no {name}"), remedy)),
         }
-        None => find_program(program).ok_or_else(|| missing(format!("there is no {program}"), remedy)),
     }
+}
+
+/// The test asks an API server by kubectl.
+pub fn kubectl() -> Result<(), Missing> {
+    KUBECTL.given().map(drop)
+}
+
+/// The test has pages and rules checked by promtool.
+pub fn promtool() -> Result<(), Missing> {
+    PROMTOOL.given().map(drop)
+}
+
+/// The test has a node watched by Prometheus.
+pub fn prometheus() -> Result<(), Missing> {
+    PROMETHEUS.given().map(drop)
+}
+
+/// The test has a node watched by metrics-server.
+pub fn metrics_server() -> Result<(), Missing> {
+    METRICS_SERVER.given().map(drop)
 }
 
 /// The test gives a container a port of the machine: the CNI plugin portmap, and iptables with its nat table.

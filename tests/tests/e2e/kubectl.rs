@@ -14,6 +14,7 @@ use std::sync::Barrier;
 use beelet_tests::agent::{NODE, Options};
 use beelet_tests::cluster::{self, Cluster};
 use beelet_tests::containerd::block_on;
+use beelet_tests::exec::{CLOSE, frame};
 use beelet_tests::guards::Process;
 use beelet_tests::workdir::{PATIENCE, wait_for};
 use beelet_tests::{images, machine, require, requires};
@@ -23,7 +24,6 @@ use sha2::{Digest as _, Sha256};
 
 use crate::cluster::Scene;
 use crate::node::{container, script};
-use crate::server::frame;
 
 /// Bytes that go through a command, there and back.
 const MUCH: usize = 16 << 20;
@@ -32,8 +32,6 @@ const LITTLE: usize = 32 << 10;
 /// Lines that a container prints while its log is followed over rotations, and how many at once.
 const LINES: usize = 300_000;
 const AT_ONCE: usize = 5_000;
-/// The kind of a WebSocket's last frame.
-const CLOSE: u8 = 8;
 /// Connections through one port-forward.
 const CONNECTIONS: usize = 100;
 
@@ -55,7 +53,7 @@ impl Member {
             let options = options.kubelet("tlsPrivateKeyFile", key.display().to_string());
             change(options.kubelet("authentication", authority))
         });
-        Member { scene, kubectl: requires::given_kubectl().unwrap(), port }
+        Member { scene, kubectl: requires::KUBECTL.given().unwrap(), port }
     }
 
     /// kubectl with these arguments, as an admin.
@@ -343,13 +341,11 @@ async fn log_by_websocket(cluster: &Cluster, pod: &str) -> String {
     let answer = Cluster::client(&cluster.kubeconfig()).unwrap().send(request).await.unwrap();
     assert_eq!(answer.status(), 101);
     let mut socket = TokioIo::new(hyper::upgrade::on(answer).await.unwrap());
-    let mut log = Vec::new();
-    loop {
-        match frame(&mut socket).await {
-            (CLOSE, _) => return String::from_utf8(log).unwrap(),
-            (_, payload) => log.extend(payload),
-        }
+    let (mut log, mut payload) = (Vec::new(), Vec::new());
+    while frame(&mut socket, &mut payload).await.unwrap() != CLOSE {
+        log.append(&mut payload);
     }
+    String::from_utf8(log).unwrap()
 }
 
 #[test]

@@ -4,11 +4,11 @@
 #![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
 
 use std::fs::File;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use beelet_tests::agent::{NODE, http_get};
+use beelet_tests::cluster::free_ports;
 use beelet_tests::guards::Process;
 use beelet_tests::pages::PAGES;
 use beelet_tests::workdir::{self, PATIENCE, wait_for};
@@ -30,10 +30,6 @@ fn busy(name: &str) -> Value {
     container["livenessProbe"] =
         json!({ "tcpSocket": { "port": 1 }, "periodSeconds": 1, "failureThreshold": 1000 });
     pod
-}
-
-fn free_port() -> u16 {
-    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
 }
 
 /// Starts a program of the test's own; what it says is in a file of that name.
@@ -77,8 +73,9 @@ impl Prometheus {
             "scrape_configs": scrapes,
         });
         std::fs::write(dir.join("prometheus.yml"), config.to_string()).unwrap();
-        let address = format!("127.0.0.1:{}", free_port());
-        let mut command = Command::new(requires::given_prometheus().unwrap());
+        let [port] = free_ports().unwrap();
+        let address = format!("127.0.0.1:{port}");
+        let mut command = Command::new(requires::PROMETHEUS.given().unwrap());
         command.arg("--config.file").arg(dir.join("prometheus.yml"));
         command
             .arg("--storage.tsdb.path")
@@ -249,7 +246,7 @@ fn metrics_server(node: &Member) -> Process {
     }
     let kubeconfig = dir.join("kubeconfig");
     std::fs::write(&kubeconfig, cluster.kubeconfig_with(&token)).unwrap();
-    let port = free_port();
+    let [port] = free_ports().unwrap();
     let service = json!({
         "metadata": { "name": "metrics-server", "namespace": "kube-system" },
         "spec": { "type": "ExternalName", "externalName": "localhost", "ports": [{ "port": port }] },
@@ -264,7 +261,7 @@ fn metrics_server(node: &Member) -> Process {
         },
     });
     cluster.create("/apis/apiregistration.k8s.io/v1/apiservices", &api).unwrap();
-    let mut command = Command::new(requires::given_metrics_server().unwrap());
+    let mut command = Command::new(requires::METRICS_SERVER.given().unwrap());
     for flag in ["kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig"] {
         command.arg(format!("--{flag}={}", kubeconfig.display()));
     }

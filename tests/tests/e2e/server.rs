@@ -9,11 +9,12 @@ use std::sync::Arc;
 
 use beelet_cri::stream::{Input, Output, Streams, stream};
 use beelet_tests::containerd::Containerd;
+use beelet_tests::exec::frame;
 use beelet_tests::pods::PodView;
 use beelet_tests::workdir::PATIENCE;
 use beelet_tests::{images, require};
 use serde_json::json;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
@@ -121,19 +122,6 @@ fn a_command_reads_and_writes_much_and_its_exit_code_comes_back() {
     });
 }
 
-/// A server's frame of a WebSocket: its kind, and its payload (RFC 6455 section 5.2).
-pub(crate) async fn frame(socket: &mut (impl AsyncRead + Unpin)) -> (u8, Vec<u8>) {
-    let (kind, length) = (socket.read_u8().await.unwrap(), socket.read_u8().await.unwrap());
-    let length = match length & 0x7f {
-        126 => usize::from(socket.read_u16().await.unwrap()),
-        127 => usize::try_from(socket.read_u64().await.unwrap()).unwrap(),
-        short => usize::from(short),
-    };
-    let mut payload = vec![0; length];
-    socket.read_exact(&mut payload).await.unwrap();
-    (kind & 0x0f, payload)
-}
-
 #[test]
 fn a_forwarded_port_reaches_the_pod_by_websocket() {
     require!(containerd);
@@ -173,9 +161,9 @@ fn a_forwarded_port_reaches_the_pod_by_websocket() {
         let length = u8::try_from(ask.len()).unwrap();
         let asking = [&[0x82, 0x80 | length, 0, 0, 0, 0][..], &ask].concat();
         socket.write_all(&asking).await.unwrap();
-        let mut data = Vec::new();
+        let (mut data, mut payload) = (Vec::new(), Vec::new());
         while !data.windows(12).any(|window| window == b"HTTP/1.1 200") {
-            let (kind, payload) = frame(&mut socket).await;
+            let kind = frame(&mut socket, &mut payload).await.unwrap();
             assert_eq!(kind, 2, "no binary frame: {payload:?}");
             if payload.first() == Some(&0) {
                 data.extend_from_slice(&payload[1..]);

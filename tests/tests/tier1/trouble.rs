@@ -309,7 +309,7 @@ fn every_page_of_metrics_is_taken_by_prometheus_own_parser() {
 #[test]
 fn promtool_takes_every_page_and_the_alert_rules() {
     require!(root, promtool);
-    let promtool = requires::given_promtool().unwrap();
+    let promtool = requires::PROMTOOL.given().unwrap();
     let daemon = Daemon::with_a_pod(|_, options| options);
     assert_eq!(daemon.agent.get("/healthz").unwrap().0, 200);
     for (page, _) in PAGES {
