@@ -28,16 +28,29 @@ impl Cgroups {
     #[must_use]
     pub fn cpu_use(&self, path: &str) -> Option<CpuUse> {
         let stat = self.text("cpu", path, "cpu.stat")?;
+        let used_ns = if self.version() == Version::V2 {
+            field(&stat, "usage_usec")?.saturating_mul(1000)
+        } else {
+            self.text("cpuacct", path, "cpuacct.usage")?.trim().parse().ok()?
+        };
+        Some(CpuUse { used_ns, throttled_ns: self.throttled_in(&stat) })
+    }
+
+    /// Nanoseconds that the quota of `path` has held it back since it was made: [`CpuUse::throttled_ns`] alone,
+    /// which one file tells on both versions. None if the cgroup is gone.
+    #[must_use]
+    pub fn throttled_ns(&self, path: &str) -> Option<u64> {
+        let stat = self.text("cpu", path, "cpu.stat")?;
+        Some(self.throttled_in(&stat))
+    }
+
+    /// What a `cpu.stat` says of it.
+    fn throttled_in(&self, stat: &str) -> u64 {
         if self.version() == Version::V2 {
-            return Some(CpuUse {
-                used_ns: field(&stat, "usage_usec")? * 1000,
-                throttled_ns: field(&stat, "throttled_usec").unwrap_or(0) * 1000,
-            });
+            field(stat, "throttled_usec").unwrap_or(0).saturating_mul(1000)
+        } else {
+            field(stat, "throttled_time").unwrap_or(0)
         }
-        Some(CpuUse {
-            used_ns: self.text("cpuacct", path, "cpuacct.usage")?.trim().parse().ok()?,
-            throttled_ns: field(&stat, "throttled_time").unwrap_or(0),
-        })
     }
 
     /// Microseconds that some task of `path` stalled, since it was made; None where the kernel doesn't count

@@ -6,10 +6,7 @@ use std::{
     time::Instant,
 };
 
-use beelet_policy::{
-    qos::QosClass,
-    tuner::{self as policy, Knob, KnobKind, Observed, Supports, TunerStep},
-};
+use beelet_policy::tuner::{self as policy, Knob, KnobKind, Observed, Supports, TunerStep};
 use jiff::Timestamp;
 use tracing::{debug, info, warn};
 
@@ -23,6 +20,7 @@ use super::{
     rung::{Rung, StartScheduler},
     sample::{Holders, Sampler, Source},
     targets::Target,
+    throttled::Throttled,
     view::{Blocked, HeldSetting, Outcome, TunerRecord, View},
 };
 use beelet_cgroups::{Cgroups, Version};
@@ -69,6 +67,7 @@ pub struct Engine {
     metrics: Metrics,
     sampler: Sampler,
     quiet: Quiet,
+    throttled: Throttled,
     best_effort: String,
     /// The cgroups belong to a kubelet.
     is_guest: bool,
@@ -112,6 +111,7 @@ impl Engine {
             metrics,
             sampler: Sampler::default(),
             quiet: Quiet::default(),
+            throttled: Throttled::default(),
             best_effort: BEST_EFFORT.to_owned(),
             is_guest: false,
             rung: Rung::Unused,
@@ -156,19 +156,13 @@ impl Engine {
             (supports.idle, supports.burst) = (false, false);
         }
         let all_pods = self.best_effort.rsplit_once('/').map_or("/", |(parent, _)| parent);
-        let rest = (all_pods, self.state.is_at_rest());
-        let waits = self.quiet.tick(&self.cgroups, rest, self.waits.as_ref(), &self.settings.law, now);
-        let limited: Vec<Target>;
-        let pods = if waits.is_some() {
-            pods
-        } else {
-            let may_suffer = |pod: &&Target| pod.is_limited && pod.class != QosClass::BestEffort;
-            limited = pods.iter().filter(may_suffer).cloned().collect();
-            &limited
-        };
-        let waits = waits.unwrap_or_default();
-        let kernel = (waits, self.holders.as_ref());
-        let mut seen = self.sampler.sample(&self.cgroups, kernel, &self.best_effort, supports, pods, now);
+        let law = &self.settings.law;
+        let looked = (all_pods, pods, self.state.is_at_rest());
+        let waits = self.quiet.tick(&self.cgroups, looked, self.waits.as_ref(), law, now);
+        let throttled = self.throttled.tick(&self.cgroups, pods, &self.state.held, law, now);
+        let sampled = if waits.is_some() { pods.iter().collect() } else { throttled };
+        let kernel = (waits.unwrap_or_default(), self.holders.as_ref());
+        let mut seen = self.sampler.sample(&self.cgroups, kernel, &self.best_effort, supports, &sampled, now);
         let is_moot = self.rung.is_loaded();
         if is_moot || self.is_guest && self.cgroups.version() != Version::V2 {
             seen.pods.iter_mut().for_each(|pod| pod.can_cap = false);

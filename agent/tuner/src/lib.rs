@@ -1,4 +1,4 @@
-//! Closed-loop tuning of cgroups: finder at how containers suffer, lets `policy::tuner` decide, and holds
+//! Closed-loop tuning of cgroups: looks at how containers suffer, lets `policy::tuner` decide, and holds
 //! settings of cgroups accordingly until they are given back.
 //!
 //! Every setting is in a durable journal before it is written, with its owner's value, so that stopping,
@@ -19,6 +19,7 @@ mod sample;
 mod targets;
 #[cfg(test)]
 mod tests;
+mod throttled;
 mod view;
 
 use std::{sync::Arc, time::Duration};
@@ -52,7 +53,7 @@ use beelet_state::State;
 pub struct Settings {
     /// How far it goes.
     pub mode: TunerMode,
-    /// The time between two finder.
+    /// The time between two looks.
     pub interval: Duration,
     /// How long a setting that something else overwrote is left alone.
     pub back_off: Duration,

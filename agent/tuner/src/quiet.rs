@@ -3,8 +3,9 @@
 //!
 //! A cgroup has waited at least as long as any below it (`Documentation/accounting/psi.rst`: a group is
 //! stalled while some task of it is), so what all pods together waited for is the most that one of them can
-//! have. Single long waits are in the kernel half's histograms, which are read at once. What a quota holds
-//! back is in neither.
+//! have. On a node of many pods that is soon above a bound of one, though each waits for little: then each
+//! pod's own stalls are read, one file where a sample takes fifteen. Single long waits are in the kernel
+//! half's histograms, which are read at once. What a quota holds back is in neither.
 
 use std::{
     collections::BTreeMap,
@@ -14,38 +15,44 @@ use std::{
 use beelet_ebpf_abi::Counters as KernelCounters;
 use beelet_policy::tuner::Law;
 
-use super::sample::{LEAST_MICROS, Source, p99_us};
+use super::{
+    sample::{LEAST_MICROS, Source, p99_us},
+    targets::Target,
+};
 use beelet_cgroups::{Cgroups, Pressure};
 
 /// How long all containers are sampled once one may have suffered.
-const ALERT: Duration = Duration::from_secs(10);
+pub(super) const ALERT: Duration = Duration::from_secs(10);
 /// How often the histograms are read while all is quiet: hundreds of entries on a full node.
 const WAITS_EVERY: Duration = Duration::from_secs(2);
 
 /// What was seen at the ticks before.
 #[derive(Debug, Default)]
 pub(super) struct Quiet {
-    /// Microseconds that all pods stalled: for a CPU, and for memory.
-    stalled: Option<(Instant, [u64; 2])>,
+    stalls: [Stalls; 2],
     kernel: BTreeMap<u64, KernelCounters>,
     read_at: Option<Instant>,
     loud: Option<Instant>,
 }
 
 impl Quiet {
-    /// `None` if no container needs to be sampled: nothing is held (`at_rest`), and no container below the
-    /// cgroup `pods` has been near a bound for some time, but for those that their own quota holds back.
-    /// Else, and where the kernel counts no stalls, how long each has waited.
+    /// `None` if no container needs to be sampled: nothing is held (`at_rest`), and no container of `pods`,
+    /// which lie below the cgroup `root`, has been near a bound for some time, but for those that their own
+    /// quota holds back. Else, and where the kernel counts no stalls, how long each has waited.
     pub(super) fn tick(
         &mut self,
         cgroups: &Cgroups,
-        (pods, at_rest): (&str, bool),
+        (root, pods, at_rest): (&str, &[Target], bool),
         source: Option<&Source>,
         law: &Law,
         now: Instant,
     ) -> Option<BTreeMap<u64, KernelCounters>> {
-        if !self.has_no_stalls(cgroups, pods, law, now) {
-            self.loud = Some(now);
+        let kinds = [(Pressure::Cpu, law.cpu_wait_permille), (Pressure::Memory, law.memory_stall_permille)];
+        for (stalls, (pressure, bound)) in self.stalls.iter_mut().zip(kinds) {
+            let look = StallLook { cgroups, pressure, bound: near(bound.into(), law), now };
+            if stalls.may_trouble_one(&look, root, pods) {
+                self.loud = Some(now);
+            }
         }
         let fresh = self.read_at.is_some_and(|at| now.saturating_duration_since(at) < WAITS_EVERY);
         if at_rest && fresh && self.is_quiet(now) {
@@ -57,26 +64,12 @@ impl Quiet {
             let before = self.kernel.get(id).map_or(&[][..], |before| &before.run_queue_waits);
             p99_us(before, &counters.run_queue_waits).is_some_and(|wait| wait >= bound)
         };
-        if kernel.iter().any(is_long) {
+        // What came before the first look is not of now.
+        if self.read_at.is_some() && kernel.iter().any(is_long) {
             self.loud = Some(now);
         }
         (self.kernel, self.read_at) = (kernel, Some(now));
         (!at_rest || !self.is_quiet(now)).then(|| self.kernel.clone())
-    }
-
-    /// What all pods together stalled since the tick before is below what would trouble one.
-    fn has_no_stalls(&mut self, cgroups: &Cgroups, pods: &str, law: &Law, now: Instant) -> bool {
-        let stalled = cgroups.stalled_us(pods, Pressure::Cpu).zip(cgroups.stalled_us(pods, Pressure::Memory));
-        let before = std::mem::replace(&mut self.stalled, stalled.map(|(cpu, memory)| (now, [cpu, memory])));
-        let bounds = [law.cpu_wait_permille, law.memory_stall_permille].map(|bound| near(bound.into(), law));
-        before.zip(self.stalled).is_some_and(|((then, before), (now, after))| {
-            let micros = now.saturating_duration_since(then).as_micros();
-            let mut shares = before.iter().zip(after).zip(bounds);
-            micros >= LEAST_MICROS
-                && shares.all(|((before, after), bound)| {
-                    u128::from(after.saturating_sub(*before)) * 1000 / micros < u128::from(bound)
-                })
-        })
     }
 
     fn is_quiet(&self, now: Instant) -> bool {
@@ -84,8 +77,68 @@ impl Quiet {
     }
 }
 
+/// What is looked for at one tick.
+struct StallLook<'a> {
+    cgroups: &'a Cgroups,
+    pressure: Pressure,
+    /// In permille of the time.
+    bound: u64,
+    now: Instant,
+}
+
+impl StallLook<'_> {
+    fn at(&self, cgroup: &str) -> Option<StallCount> {
+        Some(StallCount { at: self.now, us: self.cgroups.stalled_us(cgroup, self.pressure)? })
+    }
+}
+
+/// How many microseconds a cgroup had stalled at one time.
+#[derive(Clone, Copy, Debug)]
+struct StallCount {
+    at: Instant,
+    us: u64,
+}
+
+impl StallCount {
+    /// Returns true if it grew by this many permille of the time since `before`, or if too little time went
+    /// by to know.
+    fn grew_by(self, before: Self, permille: u64) -> bool {
+        let micros = self.at.saturating_duration_since(before.at).as_micros();
+        micros < LEAST_MICROS
+            || u128::from(self.us.saturating_sub(before.us)) * 1000 / micros >= u128::from(permille)
+    }
+}
+
+/// What was stalled for one resource at the tick before.
+#[derive(Debug, Default)]
+struct Stalls {
+    /// By all pods together.
+    all: Option<StallCount>,
+    /// By each pod, by its cgroup, as long as all together are near the bound of one.
+    each: BTreeMap<String, StallCount>,
+}
+
+impl Stalls {
+    /// Returns true if a pod may have stalled near the bound since the tick before, and where the kernel
+    /// counts nothing. The first look at a cgroup tells nothing of it.
+    fn may_trouble_one(&mut self, look: &StallLook<'_>, root: &str, pods: &[Target]) -> bool {
+        let Some(all) = look.at(root) else { return true };
+        let before = self.all.replace(all);
+        if !before.is_some_and(|before| all.grew_by(before, look.bound)) {
+            self.each.clear();
+            return false;
+        }
+        let each: BTreeMap<String, StallCount> =
+            pods.iter().filter_map(|pod| Some((pod.cgroup.clone(), look.at(&pod.cgroup)?))).collect();
+        let before = std::mem::replace(&mut self.each, each);
+        self.each
+            .iter()
+            .any(|(cgroup, count)| before.get(cgroup).is_some_and(|was| count.grew_by(*was, look.bound)))
+    }
+}
+
 /// From where on a number counts as near its bound.
-fn near(bound: u64, law: &Law) -> u64 {
+pub(super) fn near(bound: u64, law: &Law) -> u64 {
     bound * u64::from(law.release_percent) / 100
 }
 
@@ -99,13 +152,14 @@ mod tests {
 
     use super::*;
     use beelet_cgroups::{Hierarchy, Layout, Version};
+    use beelet_policy::qos::QosClass;
 
     struct Node {
         dir: tempfile::TempDir,
         cgroups: Cgroups,
         quiet: Quiet,
         now: Instant,
-        stalled: [u64; 2],
+        stalled: [[u64; 2]; 2],
         at_rest: bool,
         waits: Arc<Mutex<BTreeMap<u64, KernelCounters>>>,
     }
@@ -113,7 +167,9 @@ mod tests {
     impl Node {
         fn new() -> Self {
             let dir = tempfile::tempdir().unwrap();
-            fs::create_dir(dir.path().join("kubepods")).unwrap();
+            for pod in ["a", "b"] {
+                fs::create_dir_all(dir.path().join("kubepods").join(pod)).unwrap();
+            }
             fs::write(dir.path().join("cgroup.controllers"), "cpu memory").unwrap();
             let mount = dir.path().to_owned();
             let hierarchies = vec![Hierarchy { mount, is_v2: true, controllers: BTreeSet::new() }];
@@ -123,31 +179,46 @@ mod tests {
                 cgroups,
                 quiet: Quiet::default(),
                 now: Instant::now(),
-                stalled: [0; 2],
+                stalled: [[0; 2]; 2],
                 at_rest: true,
                 waits: Arc::default(),
             };
-            assert!(!node.after([0, 0]), "nothing is known before the second tick");
-            node.now += ALERT;
+            // Two ticks: the first ones are not measured against anything.
+            assert!(node.after([0, 0]), "the first look tells nothing");
             assert!(node.after([0, 0]));
             node
         }
 
-        /// A second later, in which so many microseconds were stalled, for a CPU and for memory.
+        /// A second later, in which one pod stalled for so many microseconds, for a CPU and for memory.
         fn after(&mut self, stalled: [u64; 2]) -> bool {
+            self.after_each([stalled, [0, 0]])
+        }
+
+        /// The same for two pods.
+        fn after_each(&mut self, stalled: [[u64; 2]; 2]) -> bool {
             self.now += Duration::from_secs(1);
             for (n, file) in ["cpu.pressure", "memory.pressure"].into_iter().enumerate() {
-                self.stalled[n] += stalled[n];
-                let text = format!("some avg10=0.00 avg60=0.00 avg300=0.00 total={}\n", self.stalled[n]);
-                fs::write(self.dir.path().join("kubepods").join(file), text).unwrap();
+                let mut all = 0;
+                for (pod, folder) in ["kubepods/a", "kubepods/b"].into_iter().enumerate() {
+                    self.stalled[pod][n] += stalled[pod][n];
+                    all += self.stalled[pod][n];
+                    self.write(folder, file, self.stalled[pod][n]);
+                }
+                self.write("kubepods", file, all);
             }
             self.tick()
+        }
+
+        fn write(&self, folder: &str, file: &str, total: u64) {
+            let text = format!("some avg10=0.00 avg60=0.00 avg300=0.00 total={total}\n");
+            fs::write(self.dir.path().join(folder).join(file), text).unwrap();
         }
 
         fn tick(&mut self) -> bool {
             let waits = Arc::clone(&self.waits);
             let source: Source = Arc::new(move || waits.lock().unwrap().clone());
-            let (pods, law) = (("/kubepods", self.at_rest), Law::default());
+            let (targets, law) = (["a", "b"].map(target), Law::default());
+            let pods = ("/kubepods", &targets[..], self.at_rest);
             self.quiet.tick(&self.cgroups, pods, Some(&source), &law, self.now).is_none()
         }
 
@@ -159,17 +230,41 @@ mod tests {
         }
     }
 
+    fn target(name: &str) -> Target {
+        Target {
+            name: name.to_owned(),
+            class: QosClass::Burstable,
+            cgroup: format!("/kubepods/{name}"),
+            cpu_request: 0,
+            memory_request: 0,
+            is_limited: false,
+            priority: 0,
+            containers: Vec::new(),
+        }
+    }
+
     #[test]
     fn stalls_below_all_bounds_are_quiet_and_one_above_is_not_for_a_while() {
         let mut node = Node::new();
         // The bounds are 5 % and 2 %, and half of them is near.
         assert!(node.after([24_000, 9_000]));
+        assert!(node.after([26_000, 0]), "whose it was is known a tick later");
         assert!(!node.after([26_000, 0]));
         for _ in 1..ALERT.as_secs() {
             assert!(!node.after([0, 0]));
         }
         assert!(node.after([0, 0]));
+        assert!(node.after([0, 11_000]));
         assert!(!node.after([0, 11_000]));
+    }
+
+    #[test]
+    fn many_that_wait_for_little_are_quiet() {
+        let mut node = Node::new();
+        for _ in 0..3 {
+            assert!(node.after_each([[20_000, 8_000]; 2]));
+        }
+        assert!(!node.after_each([[20_000, 8_000], [26_000, 0]]));
     }
 
     #[test]

@@ -52,7 +52,7 @@ impl Sampler {
         (kernel, holders): (BTreeMap<u64, KernelCounters>, Option<&Holders>),
         best_effort: &str,
         supports: Supports,
-        pods: &[Target],
+        pods: &[&Target],
         now: Instant,
     ) -> Observed {
         let mut look = SampleRound {

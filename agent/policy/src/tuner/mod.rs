@@ -222,11 +222,13 @@ pub struct State {
 }
 
 impl State {
-    /// Returns true if nothing is held, and nothing is known of whom holding has helped: then a container
-    /// that doesn't suffer makes no difference to a decision.
+    /// Returns true if nothing is held that takes from anybody, and nothing is known of whom that has helped:
+    /// then a container that doesn't suffer and is lent no burst makes no difference to a decision.
     #[must_use]
     pub fn is_at_rest(&self) -> bool {
-        self.held.is_empty() && self.cpu_help.is_empty() && self.memory_help.is_empty()
+        self.held.keys().all(|knob| knob.kind == KnobKind::Burst)
+            && self.cpu_help.is_empty()
+            && self.memory_help.is_empty()
     }
 }
 
