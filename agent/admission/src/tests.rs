@@ -301,7 +301,7 @@ async fn a_pod_that_runs_may_grow_only_as_far_as_there_is_room() {
 
 #[tokio::test(start_paused = true)]
 async fn what_the_node_ended_comes_back_after_the_transition_period_whatever_the_clock_was_set_to() {
-    use beelet_model::table::{PodEntry, PodName, PodTable};
+    use beelet_model::table::{PodEntry, PodName, PodTable, Pods};
 
     let mut node = Node::new();
     let condition =
@@ -310,7 +310,7 @@ async fn what_the_node_ended_comes_back_after_the_transition_period_whatever_the
     let pod = core::Pod { status: serde_json::from_value(status).unwrap(), ..(*plain("a", "1")).clone() };
     let name = PodName::of(&pod);
     let (_table, table) = watch::channel(Arc::new(PodTable {
-        pods: [(name, Arc::new(PodEntry::of(pod)))].into(),
+        pods: Pods::unit(name, Arc::new(PodEntry::of(pod))),
         ..PodTable::default()
     }));
     let (requests, mut asked) = mpsc::channel(8);

@@ -3,7 +3,6 @@
 
 pub mod garbage;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,7 +15,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
-use beelet_model::table::{Complete, PodEntry, PodName, PodTable, RejectedManifest};
+use beelet_model::table::{Complete, PodChanges, PodEntry, PodName, PodTable, Pods, RejectedManifest};
 
 pub mod containers;
 pub mod devices;
@@ -118,7 +117,7 @@ impl Node for NodeService {
             pods: self.pods.clone(),
             outlook: self.outlook.clone(),
             events,
-            sent: BTreeMap::new(),
+            sent: Pods::new(),
             rejected: Arc::default(),
             noticed: false,
         };
@@ -140,7 +139,7 @@ impl Node for NodeService {
 struct Watcher {
     pods: watch::Receiver<Arc<PodTable>>,
     events: mpsc::Sender<Result<proto::PodEvent, Status>>,
-    sent: BTreeMap<PodName, Arc<PodEntry>>,
+    sent: Pods,
     rejected: Arc<Vec<RejectedManifest>>,
     /// It was told that what it sees may be old.
     noticed: bool,
@@ -182,18 +181,24 @@ impl Watcher {
     /// is room for its event, so that a slow client skips what is old by then.
     async fn catch_up(&mut self) -> Result<(), Over> {
         let table = Arc::clone(&self.pods.borrow_and_update());
-        let same = |name: &PodName, entry: &Arc<PodEntry>| {
-            self.sent.get(name).is_some_and(|sent| Arc::ptr_eq(sent, entry))
-        };
-        let changed =
-            table.pods.iter().filter(|(name, entry)| !same(name, entry)).map(|(name, _)| name.clone());
-        let gone = self.sent.keys().filter(|name| !table.pods.contains_key(*name)).cloned();
-        let names: Vec<PodName> = gone.chain(changed).collect();
+        let PodChanges { gone, changed } = PodChanges::between(&self.sent, &table.pods);
+        let names: Vec<PodName> = gone.into_iter().chain(changed).map(|(name, _)| name.clone()).collect();
         drop(table);
         for name in names {
             self.send(|watcher| watcher.next_of(&name)).await?;
         }
+        self.share_with_table();
         self.send(Self::next_rejected).await
+    }
+
+    /// Where the client knows all that the table has, what it knows is the table's own: the next comparison
+    /// passes over what they share.
+    fn share_with_table(&mut self) {
+        let now = self.pods.borrow().pods.clone();
+        let PodChanges { gone, changed } = PodChanges::between(&self.sent, &now);
+        if gone.is_empty() && changed.is_empty() {
+            self.sent = now;
+        }
     }
 
     /// Waits for room, then sends what `next` says, if anything.

@@ -12,6 +12,7 @@ pub mod lock;
 pub mod mountinfo;
 pub mod own_file;
 pub mod pieces;
+pub mod process;
 pub mod spans;
 pub mod tls;
 pub mod walk;

@@ -36,8 +36,8 @@ impl Cgroups {
         Some(CpuUse { used_ns, throttled_ns: self.throttled_in(&stat) })
     }
 
-    /// Nanoseconds that the quota of `path` has held it back since it was made: [`CpuUse::throttled_ns`] alone,
-    /// which one file tells on both versions. None if the cgroup is gone.
+    /// Nanoseconds that the quota of `path` has held it back since it was made: [`CpuUse::throttled_ns`]
+    /// alone, which one file tells on both versions. None if the cgroup is gone.
     #[must_use]
     pub fn throttled_ns(&self, path: &str) -> Option<u64> {
         let stat = self.text("cpu", path, "cpu.stat")?;

@@ -42,18 +42,17 @@ impl Listing<'_> {
                 *other = sandbox;
             }
         }
-        let mut changed = newest.len() != before.pods.len();
-        let mut pods = BTreeMap::new();
+        let mut pods = before.pods.clone();
+        for gone in before.pods.keys().filter(|name| !newest.contains_key(*name)) {
+            pods.remove(gone);
+        }
+        let mut changed = pods.len() != before.pods.len();
         for (name, sandbox) in newest {
             let pod = self.pod(&name, sandbox);
-            let entry = match before.pods.get(&name) {
-                Some(entry) if entry.pod == pod => Arc::clone(entry),
-                _ => {
-                    changed = true;
-                    Arc::new(PodEntry::of(pod))
-                }
-            };
-            pods.insert(name, entry);
+            if before.pods.get(&name).is_none_or(|entry| entry.pod != pod) {
+                pods.insert(name, Arc::new(PodEntry::of(pod)));
+                changed = true;
+            }
         }
         changed.then(|| PodTable { pods, ..PodTable::default() })
     }
@@ -293,7 +292,7 @@ mod tests {
         let containers =
             [container("c1", "s2", 0, ContainerExited), container("c2", "s2", 1, ContainerRunning)];
         let table = table(&sandboxes, &containers, &PodTable::default()).unwrap();
-        let (name, entry) = table.pods.first_key_value().unwrap();
+        let (name, entry) = table.pods.get_min().unwrap();
         assert_eq!((name.to_string().as_str(), table.pods.len()), ("shop/web", 1));
         let status = entry.pod.status.as_ref().unwrap();
         assert_eq!(status.phase.as_deref(), Some("Running"));
@@ -307,7 +306,7 @@ mod tests {
     fn the_kubelets_labels_go_before_the_sandboxes_own_names() {
         let labels = [(labels::POD_NAME, "p"), (labels::POD_NAMESPACE, "ns"), (labels::POD_UID, "uid-1")];
         let table = table(&[sandbox("s1", 1, true, &labels)], &[], &PodTable::default()).unwrap();
-        let (name, entry) = table.pods.first_key_value().unwrap();
+        let (name, entry) = table.pods.get_min().unwrap();
         assert_eq!((name.to_string().as_str(), entry.pod.metadata.uid.as_deref()), ("ns/p", Some("uid-1")));
         assert_eq!(entry.pod.status.as_ref().unwrap().phase.as_deref(), Some("Pending"));
     }

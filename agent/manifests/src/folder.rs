@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 
 use super::identity::{self, Origin};
 use super::owners::{Claims, Owners};
-use super::priority::{Classes, Priority};
+use super::priority::{Classes, Priority, Written};
 use super::source::Described;
 use super::{Manifest, Object};
 use beelet_codec::error::ManifestError;
@@ -86,9 +86,10 @@ pub(super) enum Good {
 #[derive(Debug)]
 pub(super) struct GoodPod {
     content: [u8; 32],
-    pub(super) pod: Pod,
-    /// With the priority and the overhead that were last found for it.
-    resolved: Option<((Priority, Overhead), Arc<Pod>)>,
+    /// With the priority and the overhead that were last found for it, once any were.
+    pub(super) pod: Arc<Pod>,
+    written: Written,
+    resolved: Option<(Priority, Overhead)>,
 }
 
 /// What a pod's runtime class costs.
@@ -215,7 +216,8 @@ impl Folder {
                 {
                     return Err(ManifestError::whole(name, why));
                 }
-                Good::Pod(Box::new(GoodPod { content, pod: *pod, resolved: None }))
+                let (written, pod) = (Written::of(&pod), Arc::new(*pod));
+                Good::Pod(Box::new(GoodPod { content, pod, written, resolved: None }))
             }
         };
         Ok((manifest.warnings, good))
@@ -238,14 +240,15 @@ impl Folder {
                 }
                 continue;
             };
-            let resolved = priority.and_then(|priority| Ok((priority, overhead_of(&good.pod, &objects)?)));
+            let resolved = priority.and_then(|priority| Ok((priority, overhead_of(good, &objects)?)));
             if let Err(sentence) = apply(good, resolved) {
                 reject(&mut desired, path, with_file(path, &sentence));
             }
-            let Some((_, pod)) = &good.resolved else {
+            if good.resolved.is_none() {
                 desired.unreadable.insert(path.clone());
                 continue;
-            };
+            }
+            let pod = &good.pod;
             if !claims.refused.contains_key(path) {
                 if file.deletions > 0 && !file.missing {
                     let uid = pod.metadata.uid.clone().unwrap_or_default();
@@ -276,7 +279,11 @@ impl Folder {
         let good = self.files.iter().filter(|(path, _)| counts(path));
         let described = good.filter_map(|(path, file)| {
             let object = match file.good.as_ref()? {
-                Good::Pod(good) => Object::Pod(Box::new(good.pod.clone())),
+                Good::Pod(good) => {
+                    let mut pod = Pod::clone(&good.pod);
+                    good.written.apply_to(&mut pod);
+                    Object::Pod(Box::new(pod))
+                }
                 Good::Class(class) => Object::PriorityClass(class.clone()),
                 Good::Other(object) => Object::Other(object.clone()),
             };
@@ -354,9 +361,9 @@ fn resolve_all(
             desired.class_files.insert(name.to_owned(), path.clone());
         }
     }
-    let none = Pod::default();
+    let none = Written::default();
     let pods = files.values().map(|file| match &file.good {
-        Some(Good::Pod(good)) => &good.pod,
+        Some(Good::Pod(good)) => &good.written,
         _ => &none,
     });
     pods.map(|pod| classes.resolve(pod)).collect()
@@ -373,22 +380,22 @@ fn gather(files: &BTreeMap<PathBuf, File>, claims: &Claims) -> Objects {
     objects
 }
 
-fn overhead_of(pod: &Pod, objects: &Objects) -> Result<Overhead, String> {
-    let spec = pod.spec.as_ref();
-    let class = spec.and_then(|spec| spec.runtime_class_name.as_deref());
+fn overhead_of(good: &GoodPod, objects: &Objects) -> Result<Overhead, String> {
+    let class = good.pod.spec.as_ref().and_then(|spec| spec.runtime_class_name.as_deref());
     let class = class.and_then(|name| objects.runtime_class(name));
-    super::objects::overhead(spec.and_then(|spec| spec.overhead.as_ref()), class)
+    super::objects::overhead(good.written.overhead.as_ref(), class)
 }
 
 /// Gives a pod its priority and its overhead. Where there is none, it keeps what it had: a class that goes
 /// away takes nothing from the pods that came before, as in the API server.
 fn apply(good: &mut GoodPod, resolved: Result<(Priority, Overhead), String>) -> Result<(), String> {
     let resolved = resolved?;
-    if good.resolved.as_ref().is_none_or(|(known, _)| *known != resolved) {
-        let mut pod = good.pod.clone();
-        resolved.0.apply_to(&mut pod);
+    if good.resolved.as_ref() != Some(&resolved) {
+        let pod = Arc::make_mut(&mut good.pod);
+        good.written.apply_to(pod);
+        resolved.0.apply_to(pod);
         pod.spec.get_or_insert_default().overhead.clone_from(&resolved.1);
-        good.resolved = Some((resolved, Arc::new(pod)));
+        good.resolved = Some(resolved);
     }
     Ok(())
 }

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::scheduling::v1::PriorityClass;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Amount;
 use serde_json::Value;
 
 use super::{Manifest, Object, names};
@@ -69,6 +70,37 @@ pub(super) struct Priority {
     preemption_policy: Option<String>,
 }
 
+/// What a manifest says of its pod where a class may say something else.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Written {
+    priority: Option<i32>,
+    class: Option<String>,
+    preemption_policy: Option<String>,
+    pub(super) overhead: Option<BTreeMap<String, Amount>>,
+}
+
+impl Written {
+    /// That of a pod as it was read.
+    pub(super) fn of(pod: &Pod) -> Self {
+        let Some(spec) = &pod.spec else { return Self::default() };
+        Self {
+            priority: spec.priority,
+            class: spec.priority_class_name.clone(),
+            preemption_policy: spec.preemption_policy.clone(),
+            overhead: spec.overhead.clone(),
+        }
+    }
+
+    /// Writes it into the pod again.
+    pub(super) fn apply_to(&self, pod: &mut Pod) {
+        let spec = pod.spec.get_or_insert_default();
+        spec.priority = self.priority;
+        spec.priority_class_name.clone_from(&self.class);
+        spec.preemption_policy.clone_from(&self.preemption_policy);
+        spec.overhead.clone_from(&self.overhead);
+    }
+}
+
 impl<'a> Classes<'a> {
     /// Adds a class.
     pub(super) fn add(&mut self, class: &'a PriorityClass) {
@@ -76,10 +108,9 @@ impl<'a> Classes<'a> {
     }
 
     /// The priority of a pod; a sentence where its class isn't there.
-    pub(super) fn resolve(&self, pod: &Pod) -> Result<Priority, String> {
-        let spec = pod.spec.as_ref();
-        let written = spec.and_then(|spec| spec.priority);
-        let class = spec.and_then(|spec| spec.priority_class_name.as_deref()).filter(|name| !name.is_empty());
+    pub(super) fn resolve(&self, pod: &Written) -> Result<Priority, String> {
+        let written = pod.priority;
+        let class = pod.class.as_deref().filter(|name| !name.is_empty());
         let resolved = match class {
             Some(name) => self.named(name)?,
             // A priority without a class is taken as it is: no admission has put it there.
@@ -160,7 +191,7 @@ mod tests {
             all.add(class);
         }
         let mut pod: Pod = serde_json::from_value(json!({"spec": spec})).unwrap();
-        match (all.resolve(&pod), expected) {
+        match (all.resolve(&Written::of(&pod)), expected) {
             (Ok(priority), Ok(expected)) => {
                 priority.apply_to(&mut pod);
                 assert_eq!(pod.spec.unwrap().priority, Some(expected), "{spec}");

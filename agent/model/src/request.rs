@@ -78,6 +78,15 @@ pub enum Request {
     },
 }
 
+/// What the runtime listed of one pod.
+#[derive(Clone, Debug, Default)]
+pub struct Listed {
+    /// Its sandboxes.
+    pub sandboxes: Vec<cri::PodSandbox>,
+    /// Its containers.
+    pub containers: Vec<cri::Container>,
+}
+
 /// All our pods in the runtime, and which of them changed since the last time.
 #[derive(Clone, Debug)]
 pub struct RuntimePods {
@@ -85,6 +94,9 @@ pub struct RuntimePods {
     pub pods: BTreeMap<String, RuntimePod>,
     /// UIDs of pods with anything new.
     pub changed: BTreeSet<String>,
+    /// By UID what was listed of each, in the first answer: whoever looks at a pod for the first time need
+    /// not ask for it. A runtime goes through all it has for each list that it is asked for.
+    pub listed: BTreeMap<String, Listed>,
     /// When the runtime was asked.
     pub asked_at: Instant,
     /// The time before, it gave no answer.

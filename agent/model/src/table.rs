@@ -1,8 +1,11 @@
-//! What the node runs, as everyone else sees it: one value, replaced whole at each change and
-//! shared by reference. Readers hold a `watch::Receiver<Arc<PodTable>>` and never see half a change.
+//! What the node runs, as everyone else sees it: one value, replaced whole at each change and shared by
+//! reference. Two of them share all that is the same in both, so that a new one costs what has changed, and
+//! so does comparing it with the one before, however many pods there are. Readers hold a
+//! `watch::Receiver<Arc<PodTable>>` and never see half a change.
 
-use std::{collections::BTreeMap, fmt, path::PathBuf, sync::Arc};
+use std::{fmt, path::PathBuf, sync::Arc};
 
+use imbl::ordmap::DiffItem;
 use k8s_openapi::api::core::v1::Pod;
 use serde::{Deserialize, Serialize};
 use tokio::sync::SetOnce;
@@ -37,11 +40,40 @@ impl fmt::Display for PodName {
 /// looked at.
 pub type Complete = Arc<SetOnce<()>>;
 
+/// Pods by name.
+pub type Pods = imbl::OrdMap<PodName, Arc<PodEntry>>;
+
+/// What is different between two [`Pods`].
+#[derive(Debug, Default)]
+pub struct PodChanges<'a> {
+    /// Those that are new or not the same any more, as they are now.
+    pub changed: Vec<(&'a PodName, &'a Arc<PodEntry>)>,
+    /// Those that are gone, as they were.
+    pub gone: Vec<(&'a PodName, &'a Arc<PodEntry>)>,
+}
+
+impl<'a> PodChanges<'a> {
+    /// What came and went from `before` to `now`; what both share is passed over.
+    #[must_use]
+    pub fn between(before: &'a Pods, now: &'a Pods) -> Self {
+        let mut changes = Self::default();
+        for item in before.diff(now) {
+            match item {
+                DiffItem::Add(name, entry) | DiffItem::Update { new: (name, entry), .. } => {
+                    changes.changed.push((name, entry));
+                }
+                DiffItem::Remove(name, entry) => changes.gone.push((name, entry)),
+            }
+        }
+        changes
+    }
+}
+
 /// All pods of the node, and the manifests that could not become one.
 #[derive(Clone, Debug, Default)]
 pub struct PodTable {
     /// Every pod, terminating ones included. An entry stays the same `Arc` while nothing in it changes.
-    pub pods: BTreeMap<PodName, Arc<PodEntry>>,
+    pub pods: Pods,
     /// Manifests that could not be read, with the reason.
     pub rejected: Arc<Vec<RejectedManifest>>,
 }
@@ -107,6 +139,10 @@ pub struct PodEntry {
     pub cleared: bool,
 }
 
+/// Every entry equals itself: no part of a pod is a floating-point number. With it two pointers to the same
+/// entry are equal without a look at it.
+impl Eq for PodEntry {}
+
 impl PodEntry {
     /// A pod of which nothing is known but what the object says.
     #[must_use]
@@ -152,6 +188,29 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn what_changed_between_two_tables_is_found_among_what_both_share() {
+        let entry = |uid: u32| {
+            let pod = json!({"metadata": {"uid": uid.to_string()}, "spec": {"containers": []}});
+            Arc::new(PodEntry::of(serde_json::from_value(pod).unwrap()))
+        };
+        let name = |n: u32| PodName { namespace: "default".to_owned(), name: format!("pod{n:04}") };
+        let before: Pods = (0..1000).map(|n| (name(n), entry(n))).collect();
+        let mut now = before.clone();
+        now.insert(name(7), entry(1007));
+        now.insert(name(1000), entry(1000));
+        now.remove(&name(999));
+        // The same once more is no change.
+        let same = Arc::clone(&now[&name(500)]);
+        now.insert(name(500), same);
+        let changes = PodChanges::between(&before, &now);
+        let names =
+            |found: Vec<(&PodName, _)>| found.into_iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+        assert_eq!(names(changes.changed), [name(7), name(1000)]);
+        assert_eq!(names(changes.gone), [name(999)]);
+        assert!(PodChanges::between(&now, &now.clone()).changed.is_empty());
+    }
 
     #[test]
     fn pods_are_found_by_their_manifests_name_too() {

@@ -27,7 +27,7 @@ use beelet_model::{
     labels::{self, ANNOTATION_HASH},
     origin::Origin,
     pod::managed,
-    request::{Request, RuntimePod, RuntimePods},
+    request::{Listed, Request, RuntimePod, RuntimePods},
     table::PodName,
 };
 
@@ -231,9 +231,10 @@ impl Relist {
         )?;
         self.metrics.duration.observe(began.elapsed().as_secs_f64());
         let (pods, seen) = group(&sandboxes, &containers);
+        let listed = if self.seen.is_none() { by_pod(&pods, sandboxes, containers) } else { BTreeMap::new() };
         let before = self.seen.replace(seen).unwrap_or_default();
         let changed = self.seen.as_ref().map(|now| differences(&before, now)).unwrap_or_default();
-        Ok(RuntimePods { pods, changed, asked_at: began, recovered: false })
+        Ok(RuntimePods { pods, changed, listed, asked_at: began, recovered: false })
     }
 }
 
@@ -259,6 +260,27 @@ fn group(
         pods.entry(uid).or_insert(pod);
     }
     (pods, seen)
+}
+
+/// What was listed of each of `pods`.
+fn by_pod(
+    pods: &BTreeMap<String, RuntimePod>,
+    sandboxes: Vec<cri::PodSandbox>,
+    containers: Vec<cri::Container>,
+) -> BTreeMap<String, Listed> {
+    let mut listed: BTreeMap<String, Listed> =
+        pods.keys().map(|uid| (uid.clone(), Listed::default())).collect();
+    for sandbox in sandboxes {
+        if let Some(of_pod) = sandbox.labels.get(labels::POD_UID).and_then(|uid| listed.get_mut(uid)) {
+            of_pod.sandboxes.push(sandbox);
+        }
+    }
+    for container in containers {
+        if let Some(of_pod) = container.labels.get(labels::POD_UID).and_then(|uid| listed.get_mut(uid)) {
+            of_pod.containers.push(container);
+        }
+    }
+    listed
 }
 
 fn pod_of(

@@ -7,6 +7,7 @@
 
 pub mod error;
 pub mod expand;
+mod in_table;
 pub mod launch;
 pub mod manager;
 pub mod metrics;

@@ -31,11 +31,11 @@ use super::{
     launch::Launcher,
     metrics::{Counted, Lifecycle, Metrics},
     records::{PodRecord, Records},
-    runtime_view::Observation,
+    runtime_view::{Foreknown, Observation},
     status::{Inputs, Waiting},
     worker::{Control, Stage, Terminate, Worker, WorkerReport},
 };
-use beelet_base::clock::monotonic_ns;
+use beelet_base::{clock::monotonic_ns, process::FirstProcess};
 use beelet_devices::{Active, NodeDevices};
 use beelet_model::{
     desired::Desired,
@@ -44,7 +44,7 @@ use beelet_model::{
     objects::Objects,
     origin::Origin,
     processes,
-    request::{ProbeUpdate, Request, RuntimePod},
+    request::{Listed, ProbeUpdate, Request, RuntimePod},
     status::{OomFacts, ProbeFacts, has_ended, whole_second},
     table::{Complete, PodEntry, PodName, PodTable, ReadinessEdge},
 };
@@ -110,8 +110,9 @@ struct Managed {
     /// Since when it has been active.
     lifetime: Option<failing::Lifetime>,
     edge: Option<ReadinessEdge>,
-    /// Its network namespace, as it was last seen.
+    /// Its network namespace, and the first processes of what runs, as they were last seen.
     netns: Option<PathBuf>,
+    processes: BTreeMap<String, FirstProcess>,
     /// Set if it was ended for good.
     failure: Option<PodFailure>,
     /// It may run again once its failure is cleared.
@@ -180,6 +181,8 @@ pub struct Manager {
     present: BTreeSet<String>,
     /// What pods refer to, as it was when they were last told of it.
     objects: Arc<Objects>,
+    /// What the runtime listed of pods that no worker has looked at yet, until it is asked again.
+    listed: BTreeMap<String, Listed>,
     /// Pods that are gone, and since when: what the runtime was asked before may still name them.
     gone: BTreeMap<String, Instant>,
     reports_in: mpsc::Receiver<WorkerReport>,
@@ -218,6 +221,7 @@ impl Manager {
             due: Due::default(),
             present,
             objects: Arc::default(),
+            listed: BTreeMap::new(),
             gone,
             reports_in,
             reports_out,
@@ -441,7 +445,10 @@ impl Manager {
             || Arc::new(record.as_ref().map(|r| next_counts(r.status.as_deref())).unwrap_or_default());
         let counts = left.unwrap_or_else(known);
         let debuggers = record.as_ref().map(|record| record.debuggers.clone()).unwrap_or_default();
-        let netns = record.as_ref().and_then(|record| record.netns.clone());
+        let (netns, processes) = record
+            .as_ref()
+            .map(|record| (record.netns.clone(), record.processes.clone()))
+            .unwrap_or_default();
         let (probes, hooked, oom, status, failure, edge) = match record {
             Some(record) => {
                 (record.probes, record.hooked, record.oom, record.status, record.failure, record.edge)
@@ -475,7 +482,9 @@ impl Manager {
             c.verdicts.hooked.clone_from(&hooked);
         });
         let launcher = Arc::clone(&self.parts.launcher);
-        let worker = Worker::supervised(launcher, Arc::clone(&pod), signal, self.reports_out.clone());
+        let listed = self.listed.remove(&uid);
+        let known = Foreknown { listed, processes: processes.clone(), netns: netns.clone() };
+        let worker = Worker::supervised(launcher, Arc::clone(&pod), signal, self.reports_out.clone(), known);
         let managed = Managed {
             name: PodName::of(&pod),
             pod,
@@ -491,6 +500,7 @@ impl Manager {
             lifetime: None,
             edge,
             netns,
+            processes,
             failure,
             retry,
             deletion,
@@ -588,6 +598,7 @@ impl Manager {
         });
         managed.record_unseen_oom(&report.seen, &self.parts.launcher.events);
         managed.netns = report.seen.sandbox.as_ref().and_then(|sandbox| sandbox.netns.clone());
+        managed.processes.clone_from(&report.seen.processes);
         managed.seen = Some(report.seen);
         managed.waiting = report.waiting;
         managed.hooked = report.hooked;
@@ -601,6 +612,7 @@ impl Manager {
     fn on_request(&mut self, request: Request, stopping: bool) {
         match request {
             Request::Runtime(mut seen) => {
+                self.listed = std::mem::take(&mut seen.listed);
                 for (uid, managed) in &self.pods {
                     let had_any = managed.seen.as_ref().is_some_and(|s| !s.pod.sandboxes.is_empty());
                     let cleared = managed.is_cleared();
@@ -737,8 +749,10 @@ impl Manager {
         let (probes, hooked, oom) = (managed.probes.clone(), managed.hooked.clone(), managed.oom.clone());
         let edge = managed.edge.clone();
         let debuggers = managed.debuggers.clone();
+        let processes = managed.processes.clone();
+        let status = Some(shared);
         let record =
-            PodRecord { origin, status: Some(shared), probes, hooked, oom, failure, debuggers, edge, netns };
+            PodRecord { origin, status, probes, hooked, oom, failure, debuggers, edge, netns, processes };
         if self.table.pods.get(&name).is_none_or(|known| **known != entry) {
             Arc::make_mut(&mut self.table).pods.insert(name, Arc::new(entry));
             self.due.table = true;
@@ -753,7 +767,7 @@ impl Manager {
         }
         if std::mem::take(&mut self.due.table) {
             self.parts.table.send_replace(Arc::clone(&self.table));
-            self.parts.metrics.observe(&self.table);
+            self.parts.metrics.show(&self.table);
             self.parts.metrics.count(self.pods.values().map(Managed::counted));
         }
     }

@@ -1,36 +1,19 @@
 //! What the pods' half tells of itself.
 
-use std::{
-    collections::BTreeMap,
-    fmt,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use prometheus_client::{
-    collector::Collector,
-    encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
-    metrics::{
-        MetricType, counter::Counter, family::Family, gauge::ConstGauge, gauge::Gauge, histogram::Histogram,
-    },
+    encoding::EncodeLabelSet,
+    metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
     registry::Registry,
 };
 
-use crate::{launches::Launches, starts::Starts, volume_stats};
-use beelet_model::{
-    status::has_ended,
-    table::{PodEntry, PodTable},
-};
+use crate::{in_table::InTable, launches::Launches, starts::Starts, volume_stats};
+use beelet_model::table::PodTable;
 use beelet_volumes::Operations;
 
 /// Bounds of a step's duration, in seconds: Prometheus' own.
 const STEPS: [f64; 11] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
-
-/// The state of a container, as the kubelet's metric has it.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct ContainerStateLabel {
-    container_state: &'static str,
-}
 
 /// What a step of a pod's worker was for, as the kubelet's metric has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,47 +77,6 @@ fn steps() -> Histogram {
     Histogram::new(STEPS)
 }
 
-/// The volumes of the pods, by plugin and state.
-#[derive(Clone, Debug, Default)]
-struct Volumes(Arc<Mutex<BTreeMap<(&'static str, &'static str), u32>>>);
-
-impl Volumes {
-    fn observe(&self, table: &PodTable) {
-        let mut counts = BTreeMap::new();
-        for entry in table.pods.values() {
-            let volumes = || entry.pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
-            let wanted = !entry.ending && !has_ended(entry.pod.status.as_ref());
-            let states = [("desired_state_of_world", wanted), ("actual_state_of_world", has_volumes(entry))];
-            for (state, _) in states.into_iter().filter(|(_, holds)| *holds) {
-                volumes()
-                    .for_each(|one| *counts.entry((beelet_volumes::plugin(one), state)).or_default() += 1);
-            }
-        }
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = counts;
-    }
-}
-
-/// A pod's volumes are made before its sandbox, and go after it.
-pub(crate) fn has_volumes(entry: &PodEntry) -> bool {
-    let conditions = entry.pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
-    let mut sandbox = conditions.filter(|condition| condition.type_ == "PodReadyToStartContainers");
-    !entry.cleared && sandbox.any(|condition| condition.status == "True")
-}
-
-impl Collector for Volumes {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let help = "Volumes of pods, as they should be here and as they are";
-        let name = "volume_manager_total_volumes";
-        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-        let counts = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        for ((plugin, state), count) in counts {
-            let labels = [("plugin_name", plugin), ("state", state)];
-            ConstGauge::new(i64::from(count)).encode(family.encode_family(&labels)?)?;
-        }
-        Ok(())
-    }
-}
-
 /// Counters and gauges; clones share them.
 #[derive(Clone, Debug)]
 pub struct Metrics {
@@ -143,8 +85,6 @@ pub struct Metrics {
     working_pods: Family<WorkingLabel, Gauge>,
     restarted_pods: Family<StaticLabel, Counter>,
     orphaned_pods: Counter,
-    running_pods: Gauge,
-    running_containers: Family<ContainerStateLabel, Gauge>,
     /// Manifests that could not become a pod.
     pub rejected_manifests: Gauge,
     /// Writes of the durable pod records that failed.
@@ -153,10 +93,9 @@ pub struct Metrics {
     pub(crate) user_namespaced: (Counter, Counter),
     pub(crate) starts: Starts,
     pub(crate) launches: Launches,
-    ephemeral_containers: Gauge,
     pub(crate) operations: Operations,
     steps: Family<StepLabel, Histogram, fn() -> Histogram>,
-    volumes: Volumes,
+    in_table: InTable,
     /// How much room the volumes of claims have.
     pub volume_stats: volume_stats::Metrics,
 }
@@ -169,17 +108,14 @@ impl Default for Metrics {
             working_pods: Family::default(),
             restarted_pods: Family::default(),
             orphaned_pods: Counter::default(),
-            running_pods: Gauge::default(),
-            running_containers: Family::default(),
             rejected_manifests: Gauge::default(),
             state_write_errors: Counter::default(),
             user_namespaced: Default::default(),
             starts: Starts::default(),
             launches: Launches::default(),
-            ephemeral_containers: Gauge::default(),
             operations: Operations::default(),
             steps: Family::new_with_constructor(steps as fn() -> Histogram),
-            volumes: Volumes::default(),
+            in_table: InTable::default(),
             volume_stats: volume_stats::Metrics::default(),
         }
     }
@@ -213,12 +149,6 @@ impl Metrics {
             "Pods that the runtime had and nobody wanted",
             self.orphaned_pods.clone(),
         );
-        registry.register("kubelet_running_pods", "Pods in phase Running", self.running_pods.clone());
-        registry.register(
-            "kubelet_running_containers",
-            "Containers by state: running, waiting or exited",
-            self.running_containers.clone(),
-        );
         registry.register(
             "beelet_rejected_manifests",
             "Files in the static pod folder that could not become a pod",
@@ -244,16 +174,11 @@ impl Metrics {
             "Those of them whose sandbox could not be made",
             self.user_namespaced.1.clone(),
         );
-        registry.register(
-            "kubelet_managed_ephemeral_containers",
-            "Ephemeral containers in the specs of pods that are here",
-            self.ephemeral_containers.clone(),
-        );
         self.starts.register(registry);
         self.launches.register(registry);
         self.operations.register(registry);
         self.volume_stats.register(registry);
-        registry.register_collector(Box::new(self.volumes.clone()));
+        registry.register_collector(Box::new(self.in_table.clone()));
     }
 
     /// A step of a pod's worker took so long.
@@ -304,36 +229,16 @@ impl Metrics {
         self.orphaned_pods.inc();
     }
 
-    /// Counts what the table shows.
-    pub fn observe(&self, table: &PodTable) {
-        let mut running_pods = 0;
-        let (mut running, mut waiting, mut exited) = (0, 0, 0);
-        for status in table.pods.values().filter_map(|entry| entry.pod.status.as_ref()) {
-            running_pods += i64::from(status.phase.as_deref() == Some("Running"));
-            for state in status.container_statuses.iter().flatten().filter_map(|c| c.state.as_ref()) {
-                running += i64::from(state.running.is_some());
-                waiting += i64::from(state.waiting.is_some());
-                exited += i64::from(state.terminated.is_some());
-            }
-        }
-        let specs = table.pods.values().filter_map(|entry| entry.pod.spec.as_ref());
-        let ephemeral: usize = specs.map(|spec| spec.ephemeral_containers.as_ref().map_or(0, Vec::len)).sum();
-        self.ephemeral_containers.set(i64::try_from(ephemeral).unwrap_or(i64::MAX));
-        self.volumes.observe(table);
-        self.running_pods.set(running_pods);
-        for (container_state, count) in [("running", running), ("waiting", waiting), ("exited", exited)] {
-            self.running_containers.get_or_create(&ContainerStateLabel { container_state }).set(count);
-        }
+    /// What is told of the table from now on, whenever somebody asks.
+    pub(crate) fn show(&self, table: &Arc<PodTable>) {
+        self.in_table.show(table);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use prometheus_client::encoding::text::encode;
-    use serde_json::json;
-
     use super::*;
-    use beelet_model::table::PodName;
+    use prometheus_client::encoding::text::encode;
 
     #[test]
     fn pods_are_counted_by_their_lifecycle_and_by_whether_they_are_wanted() {
@@ -360,34 +265,6 @@ mod tests {
             r#"kubelet_working_pods{lifecycle="sync",config="desired",static=""} 1"#,
             r#"kubelet_working_pods{lifecycle="terminating",config="orphan",static="true"} 1"#,
             r#"kubelet_working_pods{lifecycle="terminated",config="runtime_only",static="unknown"} 0"#,
-        ] {
-            assert!(text.lines().any(|one| one == line), "no {line} in\n{text}");
-        }
-    }
-
-    #[test]
-    fn volumes_are_counted_as_wanted_and_as_there() {
-        let pod = |name: &str, sandbox: &str, phase: &str| {
-            let pod = serde_json::from_value(json!({
-                "metadata": {"name": name, "namespace": "shop", "uid": name},
-                "spec": {"containers": [], "volumes": [{"name": "v", "emptyDir": {}}]},
-                "status": {"phase": phase, "conditions": [{"type": "PodReadyToStartContainers", "status": sandbox}]},
-            }));
-            let pod: k8s_openapi::api::core::v1::Pod = pod.unwrap();
-            (PodName::of(&pod), Arc::new(PodEntry::of(pod)))
-        };
-        let pods =
-            [pod("a", "True", "Running"), pod("b", "False", "Pending"), pod("c", "False", "Succeeded")];
-        let metrics = Metrics::default();
-        metrics.observe(&PodTable { pods: pods.into(), ..PodTable::default() });
-        let mut registry = Registry::default();
-        metrics.register(&mut registry);
-        let mut text = String::new();
-        encode(&mut text, &registry).unwrap();
-        let plugin = "plugin_name=\"kubernetes.io/empty-dir\"";
-        for line in [
-            format!("volume_manager_total_volumes{{{plugin},state=\"actual_state_of_world\"}} 1"),
-            format!("volume_manager_total_volumes{{{plugin},state=\"desired_state_of_world\"}} 2"),
         ] {
             assert!(text.lines().any(|one| one == line), "no {line} in\n{text}");
         }

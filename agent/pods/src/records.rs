@@ -28,7 +28,7 @@ use tokio::{
 use tracing::{error, info, warn};
 
 use super::metrics::Metrics;
-use beelet_base::blocking::blocking;
+use beelet_base::{blocking::blocking, process::FirstProcess};
 use beelet_model::{
     failure::PodFailure,
     request::RuntimePod,
@@ -44,6 +44,8 @@ const RETRY: Duration = Duration::from_secs(10);
 
 /// The pause after a write is this many times what the write took, and at most [`LONGEST_PAUSE`].
 const PAUSE_PER_WRITE: u32 = 9;
+/// How long the words of the records are kept for the next write: on a node at rest they are only in the way.
+const TEXTS_KEPT: Duration = Duration::from_secs(10);
 /// What a sudden end of the agent may cost of what was learned last.
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
@@ -76,6 +78,10 @@ pub struct PodRecord {
     /// after a reboot.
     #[serde(default)]
     pub netns: Option<PathBuf>,
+    /// The first processes of its containers and its sandbox, by the runtime's identifier, so that the
+    /// runtime need not be asked for each, at length, at the next start. They mean nothing after a reboot.
+    #[serde(default)]
+    pub processes: BTreeMap<String, FirstProcess>,
 }
 
 impl PodRecord {
@@ -128,6 +134,7 @@ impl Records {
             Ok(Loaded::Value { mut value, same_boot: false }) => {
                 for record in value.values_mut().map(Arc::make_mut) {
                     (record.edge, record.netns) = (None, None);
+                    record.processes.clear();
                 }
                 value
             }
@@ -190,7 +197,13 @@ impl Records {
             let mut ends_on_disk = true;
             let mut texts = Texts::default();
             loop {
-                let mut changed = newest.changed().await.is_ok();
+                let mut changed = match timeout(TEXTS_KEPT, newest.changed()).await {
+                    Ok(changed) => changed.is_ok(),
+                    Err(_) => {
+                        texts = Texts::default();
+                        newest.changed().await.is_ok()
+                    }
+                };
                 let mut map = newest.borrow_and_update().clone();
                 let began = Instant::now();
                 loop {
@@ -300,6 +313,7 @@ mod tests {
             debuggers: Vec::new(),
             edge: Some(edge),
             netns: Some("/run/netns/one".into()),
+            processes: BTreeMap::from([("c1".to_owned(), FirstProcess::of(1))]),
         }
     }
 

@@ -12,7 +12,7 @@ use tracing::{info, warn};
 use crate::launch::Launcher;
 use beelet_base::blocking::blocking;
 use beelet_model::objects::Objects;
-use beelet_model::table::{PodEntry, PodName, PodTable};
+use beelet_model::table::{PodChanges, PodEntry, PodName, PodTable, Pods};
 use beelet_volumes::Volumes;
 
 /// Follows the objects until `cancel`. A change that can't be shown (a key that a volume needs is gone) is
@@ -26,23 +26,20 @@ pub async fn follow(
     let mut shown = Arc::clone(&desired.borrow_and_update().objects);
     // The pods that were brought up to date. One that was adopted wasn't: its objects may have changed while
     // the agent was away.
-    let mut current: BTreeSet<String> = BTreeSet::new();
+    let mut current = Pods::new();
     let mut told: BTreeSet<String> = BTreeSet::new();
     loop {
         let objects = Arc::clone(&desired.borrow_and_update().objects);
         if shown != objects {
-            current.clear();
+            current = Pods::new();
             told.clear();
         }
         shown = Arc::clone(&objects);
-        let pods = Arc::clone(&table.borrow_and_update());
-        let here: BTreeSet<String> =
-            pods.pods.values().filter_map(|entry| entry.pod.metadata.uid.clone()).collect();
-        if !here.is_subset(&current) {
-            let (worker, known) = (Arc::clone(&launcher), std::mem::take(&mut current));
-            let refreshed =
-                blocking("refreshing volumes", move || refresh_all(&pods, &known, &worker, &objects));
-            let failures = refreshed.await;
+        let here = table.borrow_and_update().pods.clone();
+        let due = due(&current, &here);
+        if !due.is_empty() {
+            let worker = Arc::clone(&launcher);
+            let failures = blocking("refreshing volumes", move || refresh_all(&due, &worker, &objects)).await;
             told = warn_of_new(&failures, &told);
         }
         current = here;
@@ -55,16 +52,24 @@ pub async fn follow(
     }
 }
 
-/// Brings all pods but those with a UID of `known` up to date. What went wrong, a sentence each.
+/// The pods that have come since, by name: another one of the same name is one, too.
+fn due(known: &Pods, here: &Pods) -> Vec<(PodName, Arc<PodEntry>)> {
+    let is_new = |name: &PodName, entry: &PodEntry| {
+        known.get(name).is_none_or(|known| known.pod.metadata.uid != entry.pod.metadata.uid)
+    };
+    let changed = PodChanges::between(known, here).changed.into_iter();
+    let new = changed.filter(|(name, entry)| is_new(name, entry));
+    new.map(|(name, entry)| (name.clone(), Arc::clone(entry))).collect()
+}
+
+/// Brings pods up to date. What went wrong, a sentence each.
 fn refresh_all(
-    table: &PodTable,
-    known: &BTreeSet<String>,
+    pods: &[(PodName, Arc<PodEntry>)],
     launcher: &Launcher,
     objects: &Objects,
 ) -> BTreeSet<String> {
     let mut failures = BTreeSet::new();
-    let is_known = |entry: &PodEntry| entry.pod.metadata.uid.as_ref().is_some_and(|uid| known.contains(uid));
-    for (name, entry) in table.pods.iter().filter(|(_, entry)| !is_known(entry)) {
+    for (name, entry) in pods {
         match refresh(entry, launcher, objects) {
             Ok(0) => {}
             Ok(changed) => {

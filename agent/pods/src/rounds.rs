@@ -12,7 +12,7 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-use crate::metrics::has_volumes;
+use crate::in_table::has_volumes;
 
 /// Rounds over the pods whose volumes are mounted.
 #[derive(Debug)]
@@ -70,12 +70,8 @@ impl Rounds {
 }
 
 fn of(table: &PodTable, is_wanted: fn(&Pod) -> bool) -> impl Iterator<Item = &Pod> {
-    table
-        .pods
-        .values()
-        .filter(|entry| has_volumes(entry))
-        .map(|entry| &entry.pod)
-        .filter(move |pod| is_wanted(pod))
+    let wanted = table.pods.values().filter(move |entry| is_wanted(&entry.pod));
+    wanted.filter(|entry| has_volumes(entry)).map(|entry| &entry.pod)
 }
 
 /// Returns true if a pod runs, and has such volumes.

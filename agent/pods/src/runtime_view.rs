@@ -10,9 +10,9 @@ use beelet_proto::cri;
 use futures::future::try_join_all;
 
 use super::termination;
-use beelet_base::blocking::blocking;
+use beelet_base::{blocking::blocking, process::FirstProcess};
 use beelet_cri::{Error, Runtime, pid_of};
-use beelet_model::labels;
+use beelet_model::{labels, request::Listed};
 
 /// One look at a pod.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -24,9 +24,8 @@ pub(crate) struct Observation {
     /// The runtime's words on each container, by identifier. Behind pointers: a map sets aside room for
     /// several values, which are large.
     pub containers: BTreeMap<String, Arc<cri::ContainerStatus>>,
-    /// The first processes of what runs, on the host, by identifier: of containers, and of the sandbox that
-    /// counts.
-    pub pids: BTreeMap<String, u32>,
+    /// The first processes of what runs, by identifier: of containers, and of the sandbox that counts.
+    pub processes: BTreeMap<String, FirstProcess>,
 }
 
 impl Observation {
@@ -57,7 +56,7 @@ impl Observation {
         for container in self.pod.containers.iter_mut().filter(|c| c.id == newer.id) {
             container.state = state(newer);
             self.containers.insert(newer.id.clone(), Arc::clone(newer));
-            self.pids.remove(&newer.id);
+            self.processes.remove(&newer.id);
         }
         self
     }
@@ -74,20 +73,41 @@ pub(crate) struct SandboxDetail {
     pub netns: Option<PathBuf>,
 }
 
+/// What is known of a pod before its first look. A thousand pods are looked at at once when an agent starts,
+/// and what would be asked for them is most of the runtime's work in that time.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Foreknown {
+    /// What the runtime has just listed, nothing having been done with the pod since.
+    pub listed: Option<Listed>,
+    /// The first processes of what ran, by identifier, and the network namespace of the sandbox among them,
+    /// as the agent before had them of the runtime.
+    pub processes: BTreeMap<String, FirstProcess>,
+    pub netns: Option<PathBuf>,
+}
+
+impl Foreknown {
+    /// The first process of something, if it runs still.
+    fn running(&self, id: &str) -> Option<FirstProcess> {
+        self.processes.get(id).copied().filter(FirstProcess::runs)
+    }
+}
+
 /// Looks at one pod.
 #[derive(Debug)]
 pub(crate) struct Observer {
     runtime: Runtime,
     uid: String,
+    known: Foreknown,
     sandbox: Option<SandboxDetail>,
     containers: BTreeMap<String, Arc<cri::ContainerStatus>>,
-    pids: BTreeMap<String, u32>,
+    processes: BTreeMap<String, FirstProcess>,
 }
 
 impl Observer {
     /// An observer of the pod with this UID.
-    pub(crate) fn new(runtime: Runtime, uid: String) -> Self {
-        Self { runtime, uid, sandbox: None, containers: BTreeMap::new(), pids: BTreeMap::new() }
+    pub(crate) fn new(runtime: Runtime, uid: String, known: Foreknown) -> Self {
+        let (containers, processes) = (BTreeMap::new(), BTreeMap::new());
+        Self { runtime, uid, known, sandbox: None, containers, processes }
     }
 
     /// Takes in what the runtime said of a container to somebody else, with the container's last words.
@@ -99,6 +119,27 @@ impl Observer {
 
     /// Asks the runtime. Objects that vanish while it answers are left out.
     pub(crate) async fn observe(&mut self) -> Result<Observation, Error> {
+        let Listed { sandboxes, containers } = match self.known.listed.take() {
+            Some(listed) => listed,
+            None => self.list().await?,
+        };
+        let sandboxes: Vec<pod::Sandbox> = sandboxes.into_iter().map(sandbox).collect();
+        self.refresh_containers(&containers).await?;
+        self.refresh_sandbox(&sandboxes).await?;
+        self.known = Foreknown::default();
+        let statuses = self.containers.clone();
+        let containers = containers.iter().filter_map(|c| Some(container(c, statuses.get(&c.id)?))).collect();
+        let pod = pod::Observed { sandboxes, containers };
+        let running = i32::from(cri::ContainerState::ContainerRunning);
+        let sandbox = self.sandbox.as_ref().map(|sandbox| sandbox.id.as_str());
+        self.processes.retain(|id, _| {
+            Some(id.as_str()) == sandbox || statuses.get(id).is_some_and(|s| s.state == running)
+        });
+        let (sandbox, processes) = (self.sandbox.clone(), self.processes.clone());
+        Ok(Observation { pod, sandbox, containers: statuses, processes })
+    }
+
+    async fn list(&self) -> Result<Listed, Error> {
         let of_pod = selector(&self.uid);
         let (sandboxes, containers) = tokio::try_join!(
             self.runtime.list_sandboxes(Some(cri::PodSandboxFilter {
@@ -110,19 +151,7 @@ impl Observer {
                 ..Default::default()
             })),
         )?;
-        let sandboxes: Vec<pod::Sandbox> = sandboxes.into_iter().map(sandbox).collect();
-        self.refresh_containers(&containers).await?;
-        self.refresh_sandbox(&sandboxes).await?;
-        let statuses = self.containers.clone();
-        let containers = containers.iter().filter_map(|c| Some(container(c, statuses.get(&c.id)?))).collect();
-        let pod = pod::Observed { sandboxes, containers };
-        let running = i32::from(cri::ContainerState::ContainerRunning);
-        let sandbox = self.sandbox.as_ref().map(|sandbox| sandbox.id.as_str());
-        self.pids.retain(|id, _| {
-            Some(id.as_str()) == sandbox || statuses.get(id).is_some_and(|s| s.state == running)
-        });
-        let (sandbox, pids) = (self.sandbox.clone(), self.pids.clone());
-        Ok(Observation { pod, sandbox, containers: statuses, pids })
+        Ok(Listed { sandboxes, containers })
     }
 
     async fn refresh_containers(&mut self, listed: &[cri::Container]) -> Result<(), Error> {
@@ -135,8 +164,8 @@ impl Observer {
             }
         }
         let mut fresh = Vec::new();
-        for (status, pid) in try_join_all(stale).await?.into_iter().flatten() {
-            self.pids.extend(pid.map(|pid| (status.id.clone(), pid)));
+        for (status, process) in try_join_all(stale).await?.into_iter().flatten() {
+            self.processes.extend(process.map(|process| (status.id.clone(), process)));
             fresh.push(status);
         }
         let fresh = with_last_words(fresh).await;
@@ -149,11 +178,12 @@ impl Observer {
         &self,
         id: &str,
         running: bool,
-    ) -> Result<Option<(cri::ContainerStatus, Option<u32>)>, Error> {
-        match self.runtime.container_status(id, running).await {
+    ) -> Result<Option<(cri::ContainerStatus, Option<FirstProcess>)>, Error> {
+        let known = self.known.running(id);
+        match self.runtime.container_status(id, running && known.is_none()).await {
             Ok(response) => {
-                let pid = pid_of(&response.info);
-                Ok(response.status.map(|status| (status, pid)))
+                let process = known.or_else(|| pid_of(&response.info).map(FirstProcess::of));
+                Ok(response.status.map(|status| (status, process)))
             }
             Err(e) if e.is_not_found() => Ok(None),
             Err(e) => Err(e),
@@ -169,10 +199,12 @@ impl Observer {
         if self.sandbox.as_ref().is_some_and(|known| known.id == current.id) {
             return Ok(());
         }
-        self.sandbox = match self.runtime.sandbox_status(&current.id, true).await {
+        let known = self.known.running(&current.id);
+        self.sandbox = match self.runtime.sandbox_status(&current.id, known.is_none()).await {
             Ok(response) => {
-                self.pids.extend(pid_of(&response.info).map(|pid| (current.id.clone(), pid)));
-                Some(detail(&current.id, &response))
+                let process = known.or_else(|| pid_of(&response.info).map(FirstProcess::of));
+                self.processes.extend(process.map(|process| (current.id.clone(), process)));
+                Some(detail(&current.id, &response, known.and(self.known.netns.take())))
             }
             Err(e) if e.is_not_found() => None,
             Err(e) => return Err(e),
@@ -206,8 +238,8 @@ fn sandbox(listed: cri::PodSandbox) -> pod::Sandbox {
     }
 }
 
-/// Addresses and network namespace, the latter from the runtime's verbose words.
-fn detail(id: &str, response: &cri::PodSandboxStatusResponse) -> SandboxDetail {
+/// Addresses and network namespace, the latter from the runtime's verbose words if it isn't `known`.
+fn detail(id: &str, response: &cri::PodSandboxStatusResponse, known: Option<PathBuf>) -> SandboxDetail {
     let status = response.status.as_ref();
     let network = status.and_then(|s| s.network.as_ref());
     let ips = network.into_iter().flat_map(|n| {
@@ -216,7 +248,8 @@ fn detail(id: &str, response: &cri::PodSandboxStatusResponse) -> SandboxDetail {
     });
     let options = status.and_then(|s| s.linux.as_ref()?.namespaces.as_ref()?.options.as_ref());
     let on_host = options.is_some_and(|o| o.network == i32::from(cri::NamespaceMode::Node));
-    let netns = if on_host { None } else { response.info.get("info").and_then(|info| netns(info)) };
+    let told = || response.info.get("info").and_then(|info| netns(info));
+    let netns = if on_host { None } else { known.or_else(told) };
     SandboxDetail { id: id.to_owned(), ips: ips.collect(), netns }
 }
 

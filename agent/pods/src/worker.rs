@@ -25,7 +25,7 @@ use super::{
     launch::{Chores, Launcher},
     metrics,
     plan::PodPlan,
-    runtime_view::{self, Observation, Observer},
+    runtime_view::{self, Foreknown, Observation, Observer},
     status::Waiting,
 };
 use beelet_cri::Runtime;
@@ -175,11 +175,11 @@ impl Worker {
         pod: Arc<core::Pod>,
         control: watch::Receiver<Control>,
         reports: mpsc::Sender<WorkerReport>,
-        chores: Chores,
+        (chores, known): (Chores, Foreknown),
     ) -> Self {
         let plan = launcher.plan(pod);
         let runtime = launcher.runtime.clone();
-        let observer = Observer::new(runtime.clone(), plan.uid.clone());
+        let observer = Observer::new(runtime.clone(), plan.uid.clone(), known);
         let hooked = control.borrow().verdicts.hooked.clone();
         let devices = Grant::new(launcher.devices.node());
         Self {
@@ -211,12 +211,15 @@ impl Worker {
         pod: Arc<core::Pod>,
         control: watch::Receiver<Control>,
         reports: mpsc::Sender<WorkerReport>,
+        mut known: Foreknown,
     ) {
         let name = PodName::of(&pod).to_string();
         let chores = Chores::new();
-        let start = || {
+        let start = move || {
             let (pod, control, reports) = (Arc::clone(&pod), control.clone(), reports.clone());
-            Self::new(Arc::clone(&launcher), pod, control, reports, chores.clone()).run()
+            // What was known holds for the first look alone.
+            let known = (chores.clone(), std::mem::take(&mut known));
+            Self::new(Arc::clone(&launcher), pod, control, reports, known).run()
         };
         supervise::keep(&name, start).await;
     }

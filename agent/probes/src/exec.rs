@@ -13,8 +13,9 @@ use tracing::{debug, warn};
 
 use super::{
     answer::{Answer, MAX_OUTPUT},
-    stragglers::{self, Moment},
+    stragglers,
 };
+use beelet_base::process::Moment;
 use beelet_cri::{Kind, Runtime};
 
 /// How much later than the probe's own deadline the runtime gives up.

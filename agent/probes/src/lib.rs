@@ -20,7 +20,7 @@ mod ids;
 mod listening;
 mod manager;
 mod metrics;
-pub mod stragglers;
+mod stragglers;
 mod target;
 mod tcp;
 mod timetable;

@@ -40,7 +40,7 @@ use beelet_cri::Runtime;
 use beelet_model::{
     request::{ProbeUpdate, Request},
     status::has_ended,
-    table::{PodEntry, PodName, PodTable},
+    table::{PodChanges, PodEntry, PodName, PodTable, Pods},
 };
 use beelet_state::events::{Object, Recorder};
 
@@ -107,7 +107,7 @@ impl Netns {
 #[derive(Debug)]
 pub struct Probes {
     pub(super) parts: Parts,
-    known: BTreeMap<PodName, Arc<PodEntry>>,
+    known: Pods,
     ids: HashMap<Key, Id>,
     pub(super) workers: Workers,
     pub(super) timetable: Timetable,
@@ -126,7 +126,7 @@ impl Probes {
         Self {
             probers: Probers::new(parts.runtime.clone()),
             parts,
-            known: BTreeMap::new(),
+            known: Pods::new(),
             ids: HashMap::new(),
             workers: Workers::default(),
             timetable: Timetable::default(),
@@ -199,29 +199,22 @@ impl Probes {
     /// Makes the probes fit the pods. Entries that are the same `Arc` as before are passed over.
     async fn sync(&mut self) {
         let table = Arc::clone(&self.parts.table.borrow_and_update());
-        let gone: Vec<PodName> =
-            self.known.keys().filter(|n| !table.pods.contains_key(*n)).cloned().collect();
-        let mut left_one = !gone.is_empty();
-        for name in gone {
-            if let Some(entry) = self.known.remove(&name) {
-                self.forget(&entry, None);
-            }
+        let known = std::mem::replace(&mut self.known, table.pods.clone());
+        let changes = PodChanges::between(&known, &table.pods);
+        let mut left_one = !changes.gone.is_empty();
+        for (_, entry) in changes.gone {
+            self.forget(entry, None);
         }
-        for (name, entry) in &table.pods {
-            let before = self.known.get(name);
-            if before.is_some_and(|b| Arc::ptr_eq(b, entry)) {
-                continue;
-            }
+        for (name, entry) in changes.changed {
+            let before = known.get(name);
             // Another pod of that name, or the same let run again, starts anew.
-            let before = before.cloned();
-            if let Some(before) = &before
+            if let Some(before) = before
                 && (before.pod.metadata.uid != entry.pod.metadata.uid || before.ending && !entry.ending)
             {
                 self.forget(before, None);
             }
             left_one |= before.is_some_and(|before| before.netns != entry.netns);
             self.sync_pod(entry).await;
-            self.known.insert(name.clone(), Arc::clone(entry));
         }
         if left_one {
             let used: BTreeSet<Netns> = self.known.values().map(|entry| Netns::of(entry)).collect();

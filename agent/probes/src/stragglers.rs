@@ -22,6 +22,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use beelet_base::process::{Moment, Process, read};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
@@ -31,30 +32,6 @@ use rustix::{
 const ROUNDS: usize = 20;
 /// How long one process may take to die before the next round.
 const ROUND: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
-
-/// A time since boot in the clock ticks that /proc counts in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Moment(u64);
-
-impl Moment {
-    /// The current one, rounded down.
-    pub(super) fn now() -> Self {
-        let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-        let hz = rustix::param::clock_ticks_per_second();
-        let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
-        let nanos = u64::try_from(now.tv_nsec).unwrap_or(0);
-        Self(seconds * hz + nanos * hz / 1_000_000_000)
-    }
-}
-
-/// A process, as `/proc/<pid>/stat` has it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Process {
-    pid: u32,
-    parent: u32,
-    session: u32,
-    started: Moment,
-}
 
 /// Why processes of a probe may be left.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -216,28 +193,6 @@ fn processes(proc: &Path) -> Result<Vec<Process>, StragglersError> {
     Ok(numbers.filter_map(|pid| read(proc, pid)).collect())
 }
 
-fn read(proc: &Path, pid: u32) -> Option<Process> {
-    parse(&fs::read(proc.join(pid.to_string()).join("stat")).ok()?)
-}
-
-/// Reads `/proc/<pid>/stat` (proc(5)). The name in it may hold any bytes, parentheses too. `None` for a
-/// zombie.
-pub fn parse(stat: &[u8]) -> Option<Process> {
-    let stat = String::from_utf8_lossy(stat);
-    let pid = stat.split_once(' ')?.0.parse().ok()?;
-    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
-    let number = |at: usize| fields.get(at)?.parse::<u64>().ok();
-    if matches!(*fields.first()?, "Z" | "X" | "x") {
-        return None;
-    }
-    Some(Process {
-        pid,
-        parent: u32::try_from(number(1)?).ok()?,
-        session: u32::try_from(number(3)?).ok()?,
-        started: Moment(number(19)?),
-    })
-}
-
 /// Which cgroups a process is in, as the kernel says it: containers may name cgroups of their own.
 fn cgroup_of(proc: &Path, pid: u32) -> Option<Vec<u8>> {
     fs::read(proc.join(pid.to_string()).join("cgroup")).ok()
@@ -257,18 +212,6 @@ mod tests {
 
     fn process(pid: u32, parent: u32, session: u32, started: u64) -> Process {
         Process { pid, parent, session, started: Moment(started) }
-    }
-
-    #[test]
-    fn a_stat_line_is_read_whatever_the_process_is_called() {
-        let rest = "S 40 41 42 0 -1 4194304 1 2 3 4 5 6 7 8 20 0 1 0 12345 100 200";
-        for name in [&b"sh"[..], b"a b", b"x) R 1 1 1", b"", b"\xff\xfe) S"] {
-            let line = [b"41 (", name, b") ", rest.as_bytes()].concat();
-            assert_eq!(parse(&line), Some(process(41, 40, 42, 12345)), "{name:?}");
-        }
-        assert_eq!(parse(format!("41 (sh) {}", rest.replacen('S', "Z", 1)).as_bytes()), None);
-        assert_eq!(parse(b"41"), None);
-        assert_eq!(parse(b""), None);
     }
 
     #[test]

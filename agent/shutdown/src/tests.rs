@@ -74,8 +74,10 @@ impl Node {
     fn publish(&self, name: &str, change: impl FnOnce(&mut PodEntry)) {
         self.table.send_modify(|table| {
             let mut new = PodTable::clone(table);
-            let entry = new.pods.iter_mut().find(|(known, _)| known.name == name).unwrap().1;
-            change(Arc::make_mut(entry));
+            let (whole, entry) = new.pods.iter().find(|(known, _)| known.name == name).unwrap();
+            let (whole, mut entry) = (whole.clone(), PodEntry::clone(entry));
+            change(&mut entry);
+            new.pods.insert(whole, Arc::new(entry));
             *table = Arc::new(new);
         });
     }

@@ -101,12 +101,13 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use beelet_model::table::Pods;
 
     fn of(pod: serde_json::Value) -> PodStats {
         let pod: Pod = serde_json::from_value(pod).unwrap();
         let entry = PodEntry::of(pod);
         let table =
-            PodTable { pods: [(PodName::of(&entry.pod), Arc::new(entry))].into(), ..Default::default() };
+            PodTable { pods: Pods::unit(PodName::of(&entry.pod), Arc::new(entry)), ..Default::default() };
         pods(&table).remove(0)
     }
 

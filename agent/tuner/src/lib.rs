@@ -42,7 +42,7 @@ pub use self::{
     targets::{Target, TargetContainer},
     view::{Blocked, HeldSetting, Outcome, TunerRecord, View},
 };
-use self::{foreign::Foreign, targets::targets};
+use self::{foreign::Foreign, targets::Targets};
 use beelet_cgroups::Cgroups;
 use beelet_model::table::PodTable;
 use beelet_policy::tuner::TunerMode;
@@ -141,18 +141,17 @@ pub async fn run(parts: Parts, shutdown: CancellationToken) {
 
 /// Finds the pods that run.
 enum Finder {
-    /// With those of the table that was last looked at: reading a hundred pods' amounts anew at each tick
-    /// would be most of what a tick on a quiet node costs.
-    Ours(CgroupConfig, Option<(Arc<PodTable>, Arc<[Target]>)>),
+    /// With those of the table that was last looked at.
+    Ours(CgroupConfig, Targets, Option<(Arc<PodTable>, Arc<[Target]>)>),
     Foreign(Foreign),
 }
 
 impl Finder {
     fn find(&mut self, table: &Arc<PodTable>, engine: &mut Engine, now: std::time::Instant) -> Arc<[Target]> {
         match self {
-            Self::Ours(_, Some((known, found))) if Arc::ptr_eq(known, table) => Arc::clone(found),
-            Self::Ours(config, known) => {
-                let found: Arc<[Target]> = targets(table, config).into();
+            Self::Ours(_, _, Some((known, found))) if Arc::ptr_eq(known, table) => Arc::clone(found),
+            Self::Ours(config, targets, known) => {
+                let found: Arc<[Target]> = targets.of(table, config).cloned().collect();
                 *known = Some((Arc::clone(table), Arc::clone(&found)));
                 found
             }
@@ -183,7 +182,7 @@ impl Parts {
 
     fn finder(&self) -> Finder {
         match &self.owner {
-            Owner::Us(config) => Finder::Ours(config.clone(), None),
+            Owner::Us(config) => Finder::Ours(config.clone(), Targets::default(), None),
             Owner::Kubelet => Finder::Foreign(Foreign::new(Arc::clone(&self.cgroups))),
         }
     }

@@ -1,5 +1,7 @@
 //! The pods that the tuner looks at, from the pod table. Pure.
 
+use std::collections::BTreeMap;
+
 use beelet_policy::{
     cgroups::{CgroupConfig, pod_path},
     critical::priority,
@@ -9,7 +11,7 @@ use beelet_policy::{
 
 use beelet_model::{
     pod::running,
-    table::{PodEntry, PodName, PodTable},
+    table::{PodChanges, PodEntry, PodName, PodTable, Pods},
 };
 
 /// A pod with running containers.
@@ -42,9 +44,30 @@ pub struct TargetContainer {
     pub id: String,
 }
 
-/// The pods with running containers. One whose amounts can't be read is left out: it can't have been started.
-pub(super) fn targets(table: &PodTable, config: &CgroupConfig) -> Vec<Target> {
-    table.pods.values().filter_map(|entry| target(entry, config)).collect()
+/// The pods with running containers, as they were when the table was last looked at: to read the amounts of
+/// all anew at each tick would be most of what a tick costs.
+#[derive(Debug, Default)]
+pub(super) struct Targets {
+    known: Pods,
+    of: BTreeMap<PodName, Target>,
+}
+
+impl Targets {
+    /// Those of this table. One whose amounts can't be read is left out: it can't have been started.
+    pub(super) fn of(&mut self, table: &PodTable, config: &CgroupConfig) -> impl Iterator<Item = &Target> {
+        let known = std::mem::replace(&mut self.known, table.pods.clone());
+        let changes = PodChanges::between(&known, &self.known);
+        for (name, _) in changes.gone {
+            self.of.remove(name);
+        }
+        for (name, entry) in changes.changed {
+            match target(entry, config) {
+                Some(target) => self.of.insert(name.clone(), target),
+                None => self.of.remove(name),
+            };
+        }
+        self.of.values()
+    }
 }
 
 fn target(entry: &PodEntry, config: &CgroupConfig) -> Option<Target> {

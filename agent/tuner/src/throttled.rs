@@ -102,8 +102,8 @@ mod tests {
             node
         }
 
-        /// A second later, in which so many microseconds of the container of `pod` had been held back since it
-        /// began. The names of the pods that are to be sampled.
+        /// A second later, in which so many microseconds of the container of `pod` had been held back since
+        /// it began. The names of the pods that are to be sampled.
         fn after(&mut self, pod: &str, throttled_us: u64) -> Vec<String> {
             self.now += Duration::from_secs(1);
             let dir = self.dir.path().join(pod).join("1");

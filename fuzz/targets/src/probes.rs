@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use beelet_policy::probe::{ProbeKind, settings};
 
-use beelet_probes::{http, stragglers};
+use beelet_base::process;
+use beelet_probes::http;
 
 /// Three lines: the path that a probe asked for, where the answer sends it, and an annotation. A redirect
 /// stays on the host, and leads to what can be asked for; what annotations say doesn't depend on which pod
@@ -30,5 +31,5 @@ pub fn probes(input: &[u8]) {
 
 /// `/proc/<pid>/stat`.
 pub(crate) fn process(stat: &[u8]) {
-    let _ = stragglers::parse(stat);
+    let _ = process::parse(stat);
 }

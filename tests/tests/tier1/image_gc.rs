@@ -13,7 +13,7 @@ use beelet_images::access::Access;
 use beelet_images::credentials::Keys;
 use beelet_images::pull::{Limits, Puller, Wanted};
 use beelet_images::{Handle, ImageGc, ImageGcRequest, Leases, Metrics, Parts};
-use beelet_model::table::{PodEntry, PodName, PodTable};
+use beelet_model::table::{PodEntry, PodName, PodTable, Pods};
 use beelet_policy::image_credentials::Verification;
 use beelet_policy::image_gc::{
     Collection, CollectionMode, CollectionStep, FsUsage, ImageGcPolicy, ImageRecord,
@@ -178,7 +178,7 @@ impl Node {
         .unwrap();
         let name = PodName::of(&pod);
         let entry = Arc::new(PodEntry::of(pod));
-        self.table.send_modify(|table| Arc::make_mut(table).pods = [(name, entry)].into());
+        self.table.send_modify(|table| Arc::make_mut(table).pods = Pods::unit(name, entry));
     }
 
     fn reasons(&self) -> Vec<String> {

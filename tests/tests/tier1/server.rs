@@ -489,7 +489,7 @@ async fn a_stream_ends_when_it_is_silent_for_too_long() {
 /// Writes the log of the only pod's container `main`, as the runtime does; where it is.
 fn write_log(scene: &Scene, text: &str) -> PathBuf {
     let table = scene.node.table();
-    let (name, entry) = table.pods.first_key_value().unwrap();
+    let (name, entry) = table.pods.get_min().unwrap();
     let uid = entry.pod.metadata.uid.clone().unwrap();
     let folder = beelet_model::pod::log_folder(&scene.node.path("logs"), name, &uid).join("main");
     std::fs::create_dir_all(&folder).unwrap();

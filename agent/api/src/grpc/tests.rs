@@ -6,7 +6,7 @@ use tonic::service::Routes;
 
 use super::*;
 use beelet_client::{Client, ClientError, Event};
-use beelet_model::table::ReadinessEdge;
+use beelet_model::table::{Pods, ReadinessEdge};
 use beelet_serve::grpc::{bind, only_the_owner, serve};
 
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -96,7 +96,7 @@ async fn pods_are_listed_with_all_that_is_known_of_them() {
     agent.table.send_modify(|table| Arc::make_mut(table).rejected = Arc::new(vec![rejected.clone()]));
     let (table, notice) = agent.client().await.pods().await.unwrap();
     assert_eq!(notice, "");
-    assert_eq!(table.pods, [(name("web"), entry("web", "Running"))].into());
+    assert_eq!(table.pods, Pods::unit(name("web"), entry("web", "Running")));
     assert_eq!(*table.rejected, [rejected]);
 }
 

@@ -1,10 +1,8 @@
-use std::collections::BTreeMap;
-
 use prometheus_client::metrics::counter::Counter;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::*;
-use beelet_model::table::{PodEntry, PodName};
+use beelet_model::table::{PodEntry, PodName, Pods};
 use beelet_stats::metrics::{Containers, RUNQUEUE};
 use beelet_stats::model::{KernelCounters, WAIT_BUCKETS};
 
@@ -33,7 +31,7 @@ async fn start_as(ill: Option<&'static str>, registry: Registry, pressure: Stats
     }))
     .unwrap();
     let entry = PodEntry::of(pod);
-    let pods = BTreeMap::from([(PodName::of(&entry.pod), Arc::new(entry))]);
+    let pods = Pods::unit(PodName::of(&entry.pod), Arc::new(entry));
     let (_, receiver) = watch::channel(Arc::new(PodTable { pods, ..Default::default() }));
     let state = ApiState {
         pods: receiver,

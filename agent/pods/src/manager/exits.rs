@@ -9,6 +9,7 @@ use tracing::warn;
 
 use super::{Managed, Manager};
 use crate::runtime_view::Observation;
+use beelet_base::process::FirstProcess;
 use beelet_model::request::OomUpdate;
 use beelet_model::{
     pod::container_of,
@@ -63,7 +64,7 @@ impl Manager {
         let mut now = Processes::new();
         for (uid, managed) in &self.pods {
             let Some(seen) = &managed.seen else { continue };
-            for (id, pid) in &seen.pids {
+            for (id, FirstProcess { pid, .. }) in &seen.processes {
                 // What was known stays: its cgroup needn't be computed again.
                 if let Some(same) = known.get(pid).filter(|process| process.id == *id) {
                     now.insert(*pid, same.clone());

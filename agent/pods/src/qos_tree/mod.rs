@@ -31,7 +31,10 @@ use crate::error::Error;
 use beelet_base::blocking::blocking;
 use beelet_cgroups::{Adjust, Adjusted, Cgroups};
 use beelet_cri::Runtime;
-use beelet_model::{request::Request, table::PodTable};
+use beelet_model::{
+    request::Request,
+    table::{PodChanges, PodTable},
+};
 
 type Values = BTreeMap<String, BTreeMap<String, String>>;
 
@@ -138,6 +141,8 @@ struct Keeper {
     kept_containers: Values,
     /// The pods that it was done for last.
     done: Arc<PodTable>,
+    /// One of them waited for its new amounts.
+    resizes: bool,
     /// What was told to be wrong: it isn't told again until it is right.
     told: BTreeSet<String>,
     orphans: Orphans,
@@ -147,14 +152,25 @@ impl Keeper {
     fn new(parts: Parts) -> Self {
         let (kept, kept_containers) = (Values::new(), Values::new());
         let done = Arc::default();
-        Self { parts, kept, kept_containers, done, told: BTreeSet::new(), orphans: Orphans::default() }
+        Self {
+            parts,
+            kept,
+            kept_containers,
+            done,
+            resizes: false,
+            told: BTreeSet::new(),
+            orphans: Orphans::default(),
+        }
     }
 
     /// Sets right what differs; false if something has to be tried again. Unless `everything` is to be
     /// compared, only what is wanted otherwise than before is.
     async fn sync(&mut self, table: &Arc<PodTable>, everything: bool) -> bool {
         // Amounts may be written in another way and be the same; still somebody waits for them.
-        if !everything && wanted::is_same(&self.done, table) && !resizes::any(table) {
+        let changes = PodChanges::between(&self.done.pods, &table.pods);
+        let resizes = self.resizes || resizes::any(changes.changed.iter().map(|(_, entry)| *entry));
+        if !everything && !resizes && wanted::is_same(&self.done.pods, &changes) {
+            self.done = Arc::clone(table);
             return true;
         }
         let wanted = match Wanted::of(table, &self.parts.config, &self.parts.reserved) {
@@ -172,6 +188,7 @@ impl Keeper {
         self.parts.metrics.pending.set(i64::try_from(failed.len()).unwrap_or(i64::MAX));
         self.warn_of_new(&failed);
         resizes::report(&self.parts, table, &wanted, &failed).await;
+        self.resizes = resizes::any(table.pods.values());
         self.done = Arc::clone(table);
         if everything && failed.is_empty() {
             self.parts.metrics.syncs.inc();

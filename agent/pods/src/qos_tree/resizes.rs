@@ -14,9 +14,9 @@ use beelet_model::{
 };
 use beelet_spec::resize;
 
-/// Returns true if any pod waits for its new amounts.
-pub(super) fn any(table: &PodTable) -> bool {
-    table.pods.values().any(|entry| resize::is_in_progress(&entry.pod))
+/// Returns true if any of the pods waits for its new amounts.
+pub(super) fn any<'a>(mut pods: impl Iterator<Item = &'a Arc<PodEntry>>) -> bool {
+    pods.any(|entry| resize::is_in_progress(&entry.pod))
 }
 
 /// Tells the pods' manager of each that waits, and has them, or can't have them now: `failed` says why.

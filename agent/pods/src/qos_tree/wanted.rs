@@ -10,7 +10,7 @@ use k8s_openapi::api::core::v1 as core;
 
 use super::{Values, values};
 use crate::error::Error;
-use beelet_model::table::{PodEntry, PodName, PodTable};
+use beelet_model::table::{PodChanges, PodEntry, PodName, PodTable, Pods};
 use beelet_spec::definition::awaits_restart;
 
 /// All values that are to be kept.
@@ -71,13 +71,13 @@ impl Wanted {
     }
 }
 
-/// Returns true if the same is wanted for two tables, as can be seen without working it out: a pod that only
-/// became ready, or unready, is passed over.
-pub(super) fn is_same(one: &PodTable, other: &PodTable) -> bool {
-    let same = |a: &Arc<PodEntry>, b: &Arc<PodEntry>| {
-        Arc::ptr_eq(a, b) || without_readiness(&a.pod) == without_readiness(&b.pod)
+/// Returns true if the same is wanted after these changes as before, as can be seen without working it out: a
+/// pod that only became ready, or unready, is passed over.
+pub(super) fn is_same(before: &Pods, changes: &PodChanges<'_>) -> bool {
+    let same = |(name, now): &(&PodName, &Arc<PodEntry>)| {
+        before.get(*name).is_some_and(|before| without_readiness(&before.pod) == without_readiness(&now.pod))
     };
-    one.pods.len() == other.pods.len() && one.pods.values().zip(other.pods.values()).all(|(a, b)| same(a, b))
+    changes.gone.is_empty() && changes.changed.iter().all(same)
 }
 
 fn without_readiness(pod: &core::Pod) -> core::Pod {
@@ -97,6 +97,10 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    fn unchanged(before: &PodTable, now: &PodTable) -> bool {
+        is_same(&before.pods, &PodChanges::between(&before.pods, &now.pods))
+    }
 
     fn table(pods: &[serde_json::Value]) -> PodTable {
         let entry = |value: &serde_json::Value| {
@@ -155,12 +159,12 @@ mod tests {
         let mut other = one.clone();
         other["status"]["containerStatuses"][0]["ready"] = json!(false);
         other["status"]["conditions"] = json!([{ "type": "Ready", "status": "False" }]);
-        assert!(is_same(&table(std::slice::from_ref(&one)), &table(std::slice::from_ref(&other))));
+        assert!(unchanged(&table(std::slice::from_ref(&one)), &table(std::slice::from_ref(&other))));
         other["status"]["containerStatuses"][0]["containerID"] = json!("containerd://another");
         for unlike in [vec![other], vec![], vec![one.clone(), pod("b", "Running", "running")]] {
-            assert!(!is_same(&table(std::slice::from_ref(&one)), &table(&unlike)), "{unlike:?}");
+            assert!(!unchanged(&table(std::slice::from_ref(&one)), &table(&unlike)), "{unlike:?}");
         }
-        assert!(!is_same(&table(&[one]), &table(&[pod("b", "Running", "running")])));
+        assert!(!unchanged(&table(&[one]), &table(&[pod("b", "Running", "running")])));
     }
 
     #[test]

@@ -27,7 +27,7 @@ fn seen(containers: &[&str]) -> Observation {
         pod: Observed { sandboxes: vec![sandbox], containers: Vec::new() },
         sandbox: Some(SandboxDetail { id: "s0".to_owned(), ips: vec!["10.0.0.7".to_owned()], netns: None }),
         containers: BTreeMap::new(),
-        pids: BTreeMap::new(),
+        processes: BTreeMap::new(),
     };
     for text in containers {
         let words: Vec<&str> = text.split(' ').collect();

@@ -2,8 +2,8 @@
 
 use std::{fs, path::Path, sync::Arc};
 
-use beelet_model::table::PodTable;
-use beelet_tests::cri::{CHANGES, Op};
+use beelet_model::{labels::POD_UID, table::PodTable};
+use beelet_tests::cri::{Asked, CHANGES, Call, Op};
 use beelet_tests::workdir::{PATIENCE, wait_for};
 use serde_json::json;
 use tokio::time::timeout;
@@ -58,6 +58,42 @@ async fn after_a_restart_of_the_agent_a_pods_network_namespace_is_known_before_t
         entries.any(|entry| entry.netns.as_deref() == Some(Path::new("/proc/self/ns/net")))
     };
     timeout(PATIENCE, node.watch().wait_for(known)).await.expect("the namespace is known").unwrap();
+}
+
+#[tokio::test]
+async fn an_agent_that_starts_asks_for_no_pod_what_it_knows() {
+    let mut node = Node::with(&[pod("web")]).await;
+    node.until_ready("web").await;
+    let sandbox = node.cri.container("web-n1", "main").unwrap().sandbox_id;
+    // A process that runs, and has nothing to do with pods.
+    let pid = std::process::id();
+    node.cri.set_sandbox_info(&sandbox, json!({ "pid": pid }));
+    // What was seen of a sandbox is not asked for again by the agent that saw it.
+    node.kill_and_start().await;
+    let record = node.path("state/pods.json");
+    let written = || {
+        let text = fs::read_to_string(&record).unwrap_or_default();
+        if text.contains(&format!("\"pid\":{pid}")) { Ok(()) } else { Err("the record lacks the process") }
+    };
+    wait_for("the record", PATIENCE, written).unwrap();
+    let before = node.cri.calls().len();
+    node.kill_and_start().await;
+    node.until_relisted().await;
+    node.until_ready("web").await;
+    let looks_at_one = |call: &&Call| match &call.asked {
+        Asked::ListPodSandbox(request) => {
+            request.filter.as_ref().is_some_and(|filter| filter.label_selector.contains_key(POD_UID))
+        }
+        Asked::ListContainers(request) => {
+            request.filter.as_ref().is_some_and(|filter| filter.label_selector.contains_key(POD_UID))
+        }
+        Asked::PodSandboxStatus(request) => request.verbose,
+        _ => false,
+    };
+    let calls = node.cri.calls();
+    let looks: Vec<&Call> = calls.iter().skip(before).filter(looks_at_one).collect();
+    assert!(looks.is_empty(), "{looks:?}");
+    assert!(calls.iter().skip(before).any(|call| call.op() == Op::PodSandboxStatus));
 }
 
 #[tokio::test]
