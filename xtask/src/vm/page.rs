@@ -29,9 +29,9 @@ pub(super) const TESTS_FACTS: &[&str] = &["made in", "up after"];
 const TESTS: &str = "## End-to-end tests";
 const ABOUT_TESTS: &str = "\
 What `cargo xtask vm --machine NAME --driver DRIVER --e2e PREFIX,… --write-docs` found: the tests of `tests/tests/e2e`, each on
-a containerd of its own, which is the machine's program, by runc with that driver of cgroups. Seconds are the emulated
-machine's, whose processor is some twenty times slower than a real one; deadlines are as many times longer as BEELET_PATIENCE
-says. A run replaces what was found of the groups that its tests are of.
+a containerd of its own, which is the machine's program, by runc with that driver of cgroups. Seconds are by the emulated
+machine's own clock, which goes by its instructions while it works, so that a busy host makes no deadline come early in it;
+deadlines are as many times longer as BEELET_PATIENCE says. A run replaces what was found of the groups that its tests are of.
 
 ";
 
