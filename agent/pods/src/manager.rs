@@ -482,7 +482,9 @@ impl Manager {
             c.verdicts.hooked.clone_from(&hooked);
         });
         let launcher = Arc::clone(&self.parts.launcher);
-        let listed = self.listed.remove(&uid);
+        // Of a pod that the runtime did not have there is nothing to be listed: nobody else makes it.
+        let is_new = self.runtime.as_ref().is_some_and(|runtime| !runtime.contains_key(&uid));
+        let listed = self.listed.remove(&uid).or_else(|| is_new.then(Listed::default));
         let known = Foreknown { listed, processes: processes.clone(), netns: netns.clone() };
         let worker = Worker::supervised(launcher, Arc::clone(&pod), signal, self.reports_out.clone(), known);
         let managed = Managed {
