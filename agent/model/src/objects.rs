@@ -9,7 +9,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use beelet_policy::references::{self, Reference, TokenReference};
+use beelet_policy::references::{self, Kind, Reference, TokenReference};
 use k8s_openapi::api::certificates::v1beta1::ClusterTrustBundle;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret, Service};
 use k8s_openapi::api::node::v1::RuntimeClass;
@@ -191,6 +191,14 @@ impl Objects {
                     && references::tokens(pod).iter().any(|token| !self.tokens.contains_key(token))))
     }
 
+    /// Returns true if the ConfigMaps and Secrets that `pod` refers to are the same, or as absent, in `others`.
+    pub fn are_same_for(&self, others: &Self, pod: &Pod) -> bool {
+        references::of(pod).iter().all(|Reference { kind, namespace, name }| match kind {
+            Kind::ConfigMap => self.config_map(namespace, name) == others.config_map(namespace, name),
+            Kind::Secret => self.secret(namespace, name) == others.secret(namespace, name),
+        })
+    }
+
     /// Adds what `others` has and this lacks.
     pub(crate) fn add_missing(&mut self, others: &Self) {
         for (of, token) in &others.tokens {
@@ -275,6 +283,35 @@ mod tests {
         objects.add(Path::new("/m/s.yaml"), &object);
         let shown = format!("{objects:?} {object:?}");
         assert!(shown.contains("\"s\"") && !shown.contains("hidden"), "{shown}");
+    }
+
+    #[test]
+    fn a_pod_is_concerned_by_what_it_refers_to_alone() {
+        let pod: Pod = serde_json::from_value(json!({"metadata": {"name": "web"}, "spec": {"containers": [
+            {"name": "c", "envFrom": [{"configMapRef": {"name": "conf"}}, {"secretRef": {"name": "key"}}]},
+        ]}}))
+        .unwrap();
+        let with = |file: &str, kind: &str, name: &str, value: &str| {
+            let object = json!({"metadata": {"name": name, "namespace": "default"}, "data": {"k": value}});
+            let mut objects = Objects::default();
+            let object = match kind {
+                "Secret" => Object::Secret(Arc::new(serde_json::from_value(object).unwrap())),
+                _ => Object::ConfigMap(Arc::new(serde_json::from_value(object).unwrap())),
+            };
+            objects.add(Path::new(file), &object);
+            objects
+        };
+        let check = |before: &Objects, after: &Objects, same: bool| {
+            assert_eq!(before.are_same_for(after, &pod), same, "{before:?} {after:?}");
+        };
+        let conf = with("/m/a", "ConfigMap", "conf", "1");
+        check(&Objects::default(), &conf, false);
+        check(&conf, &with("/m/a", "ConfigMap", "conf", "2"), false);
+        check(&conf, &Objects::default(), false);
+        check(&conf, &with("/m/b", "ConfigMap", "conf", "1"), true);
+        check(&Objects::default(), &with("/m/a", "Secret", "key", "MQ=="), false);
+        check(&Objects::default(), &with("/m/a", "ConfigMap", "another", "1"), true);
+        check(&Objects::default(), &with("/m/a", "Secret", "conf", "MQ=="), true);
     }
 
     #[test]

@@ -290,9 +290,15 @@ impl Manager {
         let desired = Arc::clone(&self.parts.desired.borrow_and_update());
         self.publish_rejected(&desired);
         if self.objects != desired.objects {
-            self.objects = Arc::clone(&desired.objects);
-            // A pod may have waited for one of them.
-            self.pods.values().for_each(|managed| managed.control.send_modify(|c| c.changes += 1));
+            let before = std::mem::replace(&mut self.objects, Arc::clone(&desired.objects));
+            for managed in self.pods.values() {
+                // A pod may have waited for one of them.
+                let concerned = !before.are_same_for(&desired.objects, &managed.pod);
+                managed.control.send_modify(|c| {
+                    c.changes += 1;
+                    c.objects += u64::from(concerned);
+                });
+            }
         }
         // Before the first look at the runtime a pod that runs could be taken for one that doesn't.
         let Some(in_runtime) = self.runtime.clone() else { return };

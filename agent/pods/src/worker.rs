@@ -69,6 +69,8 @@ pub(super) struct Control {
     pub counts: Arc<BTreeMap<String, u32>>,
     /// Counts the changes that the runtime reported.
     pub changes: u64,
+    /// Counts the changes of ConfigMaps and Secrets that the pod refers to.
+    pub objects: u64,
     /// Counts the requests to start again at once what could not be started.
     pub hurries: u64,
     /// The runtime's word on containers that were last seen running, and have ended.
@@ -126,6 +128,8 @@ struct FailedStart {
     tries: u32,
     delay: Duration,
     retry_at: Instant,
+    /// What it needs could not be made: another ConfigMap or Secret may be all that is missing.
+    lacks: bool,
 }
 
 /// Makes one pod real: looks, decides, acts, and looks again; runs as one task.
@@ -139,6 +143,8 @@ pub(super) struct Worker {
     failed_starts: BTreeMap<String, FailedStart>,
     /// The requests to start again at once that were heard.
     hurries: u64,
+    /// The changes of objects that were heard.
+    objects: u64,
     /// Containers whose postStart hook is done, and those whose hook failed.
     hooked: BTreeSet<String>,
     failed_hooks: BTreeSet<String>,
@@ -191,6 +197,7 @@ impl Worker {
             reports,
             failed_starts: BTreeMap::new(),
             hurries: 0,
+            objects: 0,
             hooked,
             failed_hooks: BTreeSet::new(),
             outdated: BTreeMap::new(),
@@ -314,6 +321,11 @@ impl Worker {
         let seen = self.look(control).await?;
         if std::mem::replace(&mut self.hurries, control.hurries) != control.hurries {
             self.failed_starts.clear();
+        }
+        if std::mem::replace(&mut self.objects, control.objects) != control.objects {
+            // Each change gives one try; the pauses between the others stay as long as they have become.
+            let lacking = self.failed_starts.values_mut().filter(|failed| failed.lacks);
+            lacking.for_each(|failed| failed.retry_at = Instant::now());
         }
         let verdicts = self.verdicts(&control.verdicts, &seen);
         self.ends.record(&seen.pod, Timestamp::now());
@@ -597,7 +609,8 @@ impl Worker {
         let waiting = Waiting { reason: error.reason().to_owned(), message: error.to_string() };
         let told = format!("Error: {}: {}", waiting.reason, waiting.message);
         self.launcher.events.warning(Object::container(&self.plan.pod, name), "Failed", told);
-        let failed = FailedStart { waiting, tries, delay, retry_at: Instant::now() + delay };
+        let lacks = matches!(error, StartError::Config(_));
+        let failed = FailedStart { waiting, tries, delay, retry_at: Instant::now() + delay, lacks };
         self.failed_starts.insert(name.to_owned(), failed);
     }
 

@@ -1,5 +1,6 @@
 //! Volumes, ConfigMaps and Secrets, and what the runtime is told of them and of the rest of a pod's spec.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use beelet_proto::cri;
@@ -99,6 +100,39 @@ async fn a_pod_starts_as_soon_as_its_config_map_is_there() {
     node.until_pod("web", "to be pending", |pod| pod.phase() == "Pending").await;
     node.apply_text("conf", &config_map("red"));
     node.until_ready("web").await;
+}
+
+#[tokio::test]
+async fn a_key_that_comes_ends_the_back_off_of_the_container_that_lacked_it() {
+    const KEYS: [&str; 4] = ["one", "two", "three", "four"];
+    let variable = |key: &str| {
+        let from = json!({"configMapKeyRef": {"name": "conf", "key": key}});
+        json!({"name": key.to_uppercase(), "valueFrom": from})
+    };
+    let conf = |keys: &[&str]| {
+        let data: BTreeMap<&str, &str> = keys.iter().map(|key| (*key, "here")).collect();
+        json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "conf"}, "data": data})
+            .to_string()
+    };
+    let mut main = container("main");
+    main["env"] = KEYS.iter().map(|key| variable(key)).collect();
+    let mut node = Node::new(Settings::default());
+    node.apply_text("conf", &conf(&[]));
+    node.apply(&with(pod("web"), "containers", json!([main])));
+    node.start().await;
+    // Each change gives a try. By the pauses alone the last would come 80 s after the one before, which is
+    // longer than is waited here.
+    for (here, missing) in KEYS.iter().enumerate() {
+        node.apply_text("conf", &conf(&KEYS[..here]));
+        let lacks = |pod: &super::node::View| {
+            pod.waits_for("main", "CreateContainerConfigError")
+                && pod.waiting("main").is_some_and(|(_, message)| message.contains(missing))
+        };
+        node.until_pod("web", &format!("to lack the key {missing}"), lacks).await;
+    }
+    node.apply_text("conf", &conf(&KEYS));
+    node.until_ready("web").await;
+    assert_eq!(created(&node, "web").envs.iter().filter(|variable| variable.value == "here").count(), 4);
 }
 
 #[tokio::test]
