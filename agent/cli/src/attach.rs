@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::args::{AgentArgs, ContainerArgs};
-use super::exec::{QUEUE, converse, send};
+use super::exec::{QUEUE, awaited, converse, send};
 use super::{exit_code, finish};
 use beelet_client::Client;
 
@@ -51,7 +51,7 @@ async fn attach(args: AttachArgs) -> anyhow::Result<i32> {
         tty: args.tty,
     };
     send(&sender, Input::Start(start)).await;
-    let outputs = client.attach(ReceiverStream::new(receiver)).await?;
+    let outputs = awaited(client.attach(ReceiverStream::new(receiver))).await?;
     eprintln!("attached: what is printed from now on is shown");
     converse(args.stdin, terminal, sender, outputs).await
 }

@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::args::{AgentArgs, pod_name};
-use super::exec::{QUEUE, converse, send};
+use super::exec::{QUEUE, awaited, converse, send};
 use super::{failed, plain, until};
 use beelet_client::{Client, Event};
 
@@ -120,7 +120,7 @@ async fn debug(args: DebugArgs) -> anyhow::Result<i32> {
         tty: args.tty,
     };
     send(&sender, Input::Start(start)).await;
-    let outputs = client.attach(ReceiverStream::new(receiver)).await?;
+    let outputs = awaited(client.attach(ReceiverStream::new(receiver))).await?;
     if args.tty {
         eprintln!("If you don't see a command prompt, try pressing enter.");
     }

@@ -2,6 +2,7 @@
 
 use std::io::{self, IsTerminal, Read, Write};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use beelet_proto::beelet as proto;
@@ -20,6 +21,8 @@ use beelet_client::Client;
 pub(super) const QUEUE: usize = 16;
 /// Most bytes of standard input in one message.
 const PIECE: usize = 16 << 10;
+/// How long a person waits without asking why.
+const SILENCE: Duration = Duration::from_secs(2);
 
 /// Arguments of `beelet exec`.
 #[derive(Debug, Args)]
@@ -79,7 +82,7 @@ async fn exec(args: ExecArgs) -> anyhow::Result<i32> {
         tty: args.tty,
     };
     send(&sender, Input::Start(start)).await;
-    let outputs = client.exec(ReceiverStream::new(receiver)).await?;
+    let outputs = awaited(client.exec(ReceiverStream::new(receiver))).await?;
     converse(args.stdin, terminal, sender, outputs).await
 }
 
@@ -105,6 +108,29 @@ pub(super) async fn converse(
     sizes.abort();
     drop(raw);
     ended
+}
+
+/// Waits for the streams of a container, and says after a while what is waited for: a runtime that hangs answers
+/// only with the agent's deadline, and silence until then looks like a command that runs.
+pub(super) async fn awaited<T>(call: impl Future<Output = T>) -> T {
+    let notice = || {
+        eprintln!(
+            "waiting for the container runtime, which has not begun this yet; Ctrl-C gives up, `beelet get node` \
+             says how the runtime is"
+        );
+    };
+    after_a_while(call, notice).await
+}
+
+async fn after_a_while<T>(call: impl Future<Output = T>, notice: impl FnOnce()) -> T {
+    let mut call = std::pin::pin!(call);
+    match tokio::time::timeout(SILENCE, &mut call).await {
+        Ok(ended) => ended,
+        Err(_) => {
+            notice();
+            call.await
+        }
+    }
 }
 
 pub(super) async fn send(sender: &mpsc::Sender<proto::ExecInput>, input: Input) -> bool {
@@ -162,5 +188,26 @@ async fn print(outputs: &mut tonic::Streaming<proto::ExecOutput>) -> anyhow::Res
             Some(Output::ExitCode(code)) => return Ok(code),
             None => bail!("the agent ended the command's output without its exit code"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_wait_is_explained_once_it_is_long() {
+        async fn check(seconds: u64, explained: bool) {
+            let mut told = false;
+            let call = async {
+                tokio::time::sleep(Duration::from_secs(seconds)).await;
+                seconds
+            };
+            assert_eq!(after_a_while(call, || told = true).await, seconds);
+            assert_eq!(told, explained, "{seconds} s");
+        }
+        check(0, false).await;
+        check(1, false).await;
+        check(12, true).await;
     }
 }
