@@ -18,7 +18,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::args::AgentArgs;
-use super::exec::{QUEUE, send};
+use super::exec::{QUEUE, awaited, send};
 use super::{complete, finish, plain};
 
 /// Most bytes kept of what a command says on standard error.
@@ -135,7 +135,7 @@ impl There {
             tty: false,
         };
         send(&input, Input::Start(start)).await;
-        let outputs = self.client.exec(ReceiverStream::new(receiver)).await?;
+        let outputs = awaited(self.client.exec(ReceiverStream::new(receiver))).await?;
         Ok(Command { input, outputs, words: Vec::new() })
     }
 
@@ -227,7 +227,9 @@ fn split(path: &str) -> anyhow::Result<(&str, &str)> {
 async fn download(there: &mut There, from: &str, to: &Path) -> anyhow::Result<()> {
     let (folder, name) = split(from)?;
     let unpacker = unpack::Unpacker::new(name, to)?;
-    let mut command = there.start(&["tar", "cf", "-", "-C", folder, "--", name], false).await?;
+    // A file is wanted for what is in it: each file of a ConfigMap's volume is a link.
+    let create = if there.has_folder(from).await? { "cf" } else { "chf" };
+    let mut command = there.start(&["tar", create, "-", "-C", folder, "--", name], false).await?;
     let (pieces, received) = mpsc::channel(QUEUE);
     let unpacking = tokio::task::spawn_blocking(move || unpacker.unpack(received));
     let code = loop {

@@ -41,6 +41,12 @@ fn files_and_folders_are_copied_both_ways() {
     copy(&path("site"), "web:/tmp");
     copy("web:/tmp/site/sub/large", &path("single"));
     assert!(fs::read(here.join("single")).unwrap() == large);
+    // A link that is named is wanted for what is in the file.
+    copy("web:/tmp/site/link", &path("followed"));
+    assert!(fs::read(here.join("followed")).unwrap() == large);
+    let (code, _, error) = node.cli(&["cp", "web:/dev/null", &path("none")]);
+    assert_eq!(code, Some(1), "{error}");
+    assert!(error.contains("nothing is copied"), "{error}");
     copy("web:/tmp/site/.", &here.to_string_lossy());
     assert!(here.join("sub/large").is_file());
     let (code, _, error) = node.cli(&["cp", "web:/nowhere/at/all", &path("none")]);

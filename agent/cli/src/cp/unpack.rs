@@ -30,6 +30,8 @@ pub(super) struct Unpacker {
     renamed: Option<Vec<u8>>,
     left_out: Vec<String>,
     more: usize,
+    /// Something was copied.
+    made: bool,
 }
 
 impl Unpacker {
@@ -51,7 +53,7 @@ impl Unpacker {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = rustix::fs::open(folder, flags, Mode::empty());
         let root = root.with_context(|| format!("cannot use the folder {}", folder.display()))?;
-        Ok(Self { root, name: name.as_bytes().to_vec(), renamed, left_out: Vec::new(), more: 0 })
+        Ok(Self { root, name: name.as_bytes().to_vec(), renamed, left_out: Vec::new(), more: 0, made: false })
     }
 
     /// Unpacks all that comes; what was left out and why, a line each.
@@ -70,6 +72,9 @@ impl Unpacker {
         }
         // The rest is read, so that the other side can end.
         io::copy(&mut reader.into_inner(), &mut io::sink())?;
+        if let (false, [why, ..]) = (self.made, &self.left_out[..]) {
+            bail!("nothing is copied ({why})");
+        }
         if self.more > 0 {
             self.left_out.push(format!("and {} more", self.more));
         }
@@ -106,17 +111,23 @@ impl Unpacker {
             }
             Kind::Link(target) => {
                 let target = String::from_utf8_lossy(target);
-                self.leave_out(
-                    &shown(),
-                    &format!("it is a link that leads out of what is copied, to {target}"),
-                );
+                let why = format!("it is a link that leads out of what is copied, to {target}");
+                self.leave_out(&shown(), &why);
+                return Ok(());
             }
             Kind::HardLink(target) => match self.parts(target) {
                 Some(target) => self.copy(&target, folder.as_fd(), name, member.mode)?,
-                None => self.leave_out(&shown(), "it is a link that leads out of what is copied"),
+                None => {
+                    self.leave_out(&shown(), "it is a link that leads out of what is copied");
+                    return Ok(());
+                }
             },
-            Kind::Other => self.leave_out(&shown(), "it is no file, folder or link"),
+            Kind::Other => {
+                self.leave_out(&shown(), "it is no file, folder or link");
+                return Ok(());
+            }
         }
+        self.made = true;
         Ok(())
     }
 

@@ -139,3 +139,13 @@ fn an_archive_that_is_none_is_an_error() {
     assert!(error.to_string().contains("does not begin a tar header"), "{error}");
     assert!(Unpacker::new("x", &dir.path().join("no/such")).is_err());
 }
+
+#[test]
+fn a_copy_of_nothing_is_an_error() {
+    let dir = TempDir::new().unwrap();
+    let error = unpack("conf", dir.path(), &[link("conf", "..data/conf")]).unwrap_err();
+    assert!(error.to_string().starts_with("nothing is copied (left out: conf: it is a link"), "{error}");
+    // What is left out of more is told, and no error.
+    let members = [file("logs/a", "1"), link("logs/b", "/etc/passwd")];
+    assert_eq!(unpack("logs", dir.path(), &members).unwrap().len(), 1);
+}
