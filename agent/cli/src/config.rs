@@ -29,7 +29,8 @@ enum What {
 }
 
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  beelet config init\n  beelet config init - | less")]
+#[command(after_help = "Examples:\n  beelet config init\n  beelet config init - | less\n  \
+                        beelet config init --runtime-endpoint /run/k3s/containerd/containerd.sock")]
 struct InitArgs {
     /// The file; - prints it.
     #[arg(value_name = "FILE", default_value = DEFAULT_PATH)]
@@ -37,6 +38,20 @@ struct InitArgs {
     /// Write over a file that is there.
     #[arg(long)]
     force: bool,
+    /// Where the container runtime listens, as a path or as `unix://PATH`; else the first of the usual places at
+    /// which something does.
+    #[arg(long, value_name = "ENDPOINT", value_parser = socket)]
+    runtime_endpoint: Option<String>,
+}
+
+/// The path of an endpoint.
+fn socket(endpoint: &str) -> Result<String, String> {
+    let path = endpoint.strip_prefix("unix://").unwrap_or(endpoint);
+    let is_plain = path.starts_with('/') && !path.chars().any(|c| c.is_whitespace() || c.is_control());
+    is_plain.then(|| path.to_owned()).ok_or_else(|| {
+        "it must be an absolute path of a socket, or unix:// and one, as unix:///run/containerd/containerd.sock"
+            .to_owned()
+    })
 }
 
 /// Where runtimes listen that are installed as they come.
@@ -68,7 +83,7 @@ pub fn run(args: &ConfigArgs) -> ExitCode {
 }
 
 fn init(args: &InitArgs) -> anyhow::Result<()> {
-    let machine = Machine::look()?;
+    let machine = Machine::look(args.runtime_endpoint.as_deref())?;
     let text = machine.text();
     if args.file == Path::new("-") {
         print!("{text}");
@@ -114,9 +129,10 @@ fn write(path: &Path, text: &str, force: bool) -> anyhow::Result<()> {
 }
 
 impl Machine {
-    fn look() -> anyhow::Result<Self> {
+    fn look(endpoint: Option<&str>) -> anyhow::Result<Self> {
         let (defaults, _) = Config::with_defaults()?;
-        let socket = SOCKETS.iter().find(|socket| Path::new(socket).exists()).unwrap_or(&SOCKETS[0]);
+        let usual = || *SOCKETS.iter().find(|socket| Path::new(socket).exists()).unwrap_or(&SOCKETS[0]);
+        let socket = endpoint.unwrap_or_else(usual);
         let (answers, driver) = super::block_on(async {
             let Ok(runtime) = Runtime::new(&format!("unix://{socket}"), TIMEOUT) else {
                 return Ok((false, None));
@@ -130,7 +146,7 @@ impl Machine {
         let memory = u64::from(pages.mem_unit).saturating_mul(total);
         let cpus =
             std::thread::available_parallelism().map_or(1, |cpus| u64::try_from(cpus.get()).unwrap_or(1));
-        Ok(Self { name: defaults.node_name, cpus, memory, socket: (*socket).to_owned(), answers, driver })
+        Ok(Self { name: defaults.node_name, cpus, memory, socket: socket.to_owned(), answers, driver })
     }
 
     /// A share of the memory that keeps a small machine usable: a sixteenth, within 128 MiB and 2 GiB.
@@ -231,6 +247,25 @@ mod tests {
         );
         assert_eq!(config.reserved("memory").binary(), "512Mi");
         assert_eq!(config.reserved("cpu").to_string(), "130m");
+    }
+
+    #[test]
+    fn an_endpoint_is_a_path_with_or_without_its_scheme() {
+        let check = |endpoint: &str, expected: Option<&str>| {
+            let found = socket(endpoint).ok();
+            assert_eq!(found.as_deref(), expected, "{endpoint}");
+            if let Some(socket) = found {
+                let config = load(&Machine { socket, ..machine(None) }.text());
+                assert_eq!(config.runtime_endpoint, format!("unix://{}", expected.unwrap()));
+            }
+        };
+        check("/run/k3s/containerd/containerd.sock", Some("/run/k3s/containerd/containerd.sock"));
+        check("unix:///run/c.sock", Some("/run/c.sock"));
+        check("tcp://127.0.0.1:1", None);
+        check("run/c.sock", None);
+        check("", None);
+        check("/run/c.sock\n# x", None);
+        check("/run/a b", None);
     }
 
     #[test]
