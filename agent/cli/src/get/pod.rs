@@ -6,6 +6,7 @@ use k8s_openapi::api::core::v1::{Container, ContainerStatus, Pod, PodStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use crate::why::Warnings;
+use beelet_model::labels::ANNOTATION_SEEN;
 use beelet_model::table::{PodEntry, PodName, ReadinessEdge};
 
 pub(super) const NARROW: &[&str] = &["NAMESPACE", "NAME", "READY", "STATUS", "RESTARTS", "AGE"];
@@ -24,13 +25,24 @@ pub(super) const WIDE: &[&str] = &[
     "WHY",
 ];
 
+/// Since when there is the pod: its object, or, of a manifest, the first that is known of it. A pod that was
+/// refused starts anew with each try, and is as old as its manifest all the same; one that outlived the agent
+/// is older than this agent's first look at its manifest.
+fn born(pod: &Pod) -> Option<Timestamp> {
+    if let Some(created) = &pod.metadata.creation_timestamp {
+        return Some(created.0);
+    }
+    let started = pod.status.as_ref().and_then(|status| status.start_time.as_ref()).map(|time| time.0);
+    let seen = pod.metadata.annotations.as_ref().and_then(|all| all.get(ANNOTATION_SEEN)?.parse().ok());
+    started.into_iter().chain(seen).min()
+}
+
 /// The cells for [`NARROW`]; with warnings those for [`WIDE`].
 pub(super) fn row(entry: &PodEntry, now: Timestamp, wide: Option<&Warnings>) -> Vec<String> {
     let pod = &entry.pod;
     let name = PodName::of(pod);
     let summary = summary(pod);
-    let created = pod.metadata.creation_timestamp.as_ref();
-    let born = created.or_else(|| pod.status.as_ref()?.start_time.as_ref());
+    let born = born(pod);
     let restarts = match summary.last_restart {
         Some(at) if summary.restarts > 0 => format!("{} ({} ago)", summary.restarts, age(at, now)),
         _ => summary.restarts.to_string(),
@@ -38,10 +50,13 @@ pub(super) fn row(entry: &PodEntry, now: Timestamp, wide: Option<&Warnings>) -> 
     let mut cells = vec![
         name.namespace,
         name.name,
-        format!("{}/{}", summary.ready, summary.total),
+        match is_readiness_known(pod) {
+            true => format!("{}/{}", summary.ready, summary.total),
+            false => format!("?/{}", summary.total),
+        },
         summary.reason,
         restarts,
-        born.map_or_else(|| "<unknown>".to_owned(), |time| age(time.0, now)),
+        born.map_or_else(|| "<unknown>".to_owned(), |time| age(time, now)),
     ];
     if let Some(warnings) = wide {
         let or_none = |text: Option<&String>| {
@@ -56,6 +71,13 @@ pub(super) fn row(entry: &PodEntry, now: Timestamp, wide: Option<&Warnings>) -> 
         cells.push(warnings.why(pod, now).unwrap_or_default());
     }
     cells
+}
+
+/// Only the kubelet knows of a pod that is observed.
+fn is_readiness_known(pod: &Pod) -> bool {
+    let mut conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    !conditions
+        .any(|c| c.type_ == "Ready" && c.status == "Unknown" && c.reason.as_deref() == Some("Observed"))
 }
 
 /// How many of a pod's readiness gates are open, as kubectl has it; None if it has none.
@@ -280,6 +302,9 @@ mod tests {
         check(two_containers(), json!({"phase": "Failed", "reason": "Evicted"}), "0/2 Evicted 0");
         check(two_containers(), json!({}), "0/2 Unknown 0");
         check(two_containers(), statuses(running(), running()), "2/2 Running 0");
+        let mut observed = statuses(running(), running());
+        observed["conditions"] = json!([{"type": "Ready", "status": "Unknown", "reason": "Observed"}]);
+        check(two_containers(), observed, "?/2 Running 0");
         let waiting = |reason: &str| json!({"waiting": {"reason": reason}});
         check(two_containers(), statuses(running(), waiting("CrashLoopBackOff")), "1/2 CrashLoopBackOff 0");
         check(
@@ -392,6 +417,26 @@ mod tests {
             PodEntry { readiness_edge: Some(edge), ..PodEntry::of(serde_json::from_value(pod).unwrap()) };
         assert_eq!(row(&entry, NOW.parse().unwrap(), Some(&Warnings::default()))[10], "not ready in 312µs");
         assert_eq!(row(&entry, NOW.parse().unwrap(), None).len(), NARROW.len());
+    }
+
+    #[test]
+    fn a_pod_is_as_old_as_the_first_that_is_known_of_it() {
+        let check = |created: Value, seen: Value, started: Value, expected: &str| {
+            let annotations = json!({"kubernetes.io/config.seen": seen});
+            let metadata = json!({"name": "p", "creationTimestamp": created, "annotations": annotations});
+            let pod =
+                json!({"metadata": metadata, "spec": two_containers(), "status": {"startTime": started}});
+            assert_eq!(cells(pod)[5], expected);
+        };
+        let (early, late) = ("2026-11-21T11:00:00Z", "2026-11-21T11:59:00Z");
+        // Refused an hour ago, and again just now.
+        check(Value::Null, json!("2026-11-21T11:00:00.123456789Z"), json!(late), "59m");
+        // It ran before this agent did.
+        check(Value::Null, json!(late), json!(early), "60m");
+        check(Value::Null, json!("no time"), json!(late), "60s");
+        check(Value::Null, json!(late), Value::Null, "60s");
+        check(json!(late), json!(early), json!(early), "60s");
+        check(Value::Null, json!("no time"), Value::Null, "<unknown>");
     }
 
     #[test]
