@@ -124,8 +124,9 @@ pub(super) async fn list(args: &ShownArgs) -> anyhow::Result<()> {
 fn row(image: &proto::NodeImage) -> Vec<String> {
     let names = if image.tags.is_empty() { &image.digests } else { &image.tags };
     let id = image.id.strip_prefix("sha256:").unwrap_or(&image.id);
+    let sandboxes = image.sandboxes.then(|| "every pod's sandbox".to_owned());
     let pinned = image.pinned.then(|| "(pinned)".to_owned());
-    let users: Vec<String> = image.used_by.iter().cloned().chain(pinned).collect();
+    let users: Vec<String> = image.used_by.iter().cloned().chain(sandboxes).chain(pinned).collect();
     let or_none = |text: String| if text.is_empty() { "<none>".to_owned() } else { text };
     vec![
         or_none(names.join(" ")),
@@ -143,6 +144,7 @@ fn value(listed: &proto::ListImagesResponse) -> serde_json::Value {
             "digests": image.digests,
             "sizeBytes": image.size_bytes,
             "pinned": image.pinned,
+            "sandboxes": image.sandboxes,
             "usedBy": image.used_by,
         })
     };
@@ -186,9 +188,12 @@ mod tests {
             size_bytes: 3 << 20,
             pinned: true,
             used_by: vec!["default/web-n1".to_owned()],
+            sandboxes: false,
         };
         assert_eq!(row(&image), ["example.com/web:1", "0123456789ab", "3.0 MiB", "default/web-n1, (pinned)"]);
         assert_eq!(row(&proto::NodeImage::default())[..2], ["<none>", ""]);
+        let pause = proto::NodeImage { sandboxes: true, ..proto::NodeImage::default() };
+        assert_eq!(row(&pause)[3], "every pod's sandbox");
         let listed = proto::ListImagesResponse { images: vec![image], missing: Vec::new() };
         assert_eq!(value(&listed)["images"][0]["sizeBytes"], 3 << 20);
     }

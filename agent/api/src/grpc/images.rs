@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 
 use beelet_base::pieces;
-use beelet_cri::Runtime;
+use beelet_cri::{Runtime, sandbox_image};
 use beelet_images::export::{ExportError, export};
 use beelet_images::import::{ImportError, Wanted as Asked, import};
 use beelet_model::status::has_ended;
@@ -40,8 +40,8 @@ impl Images for Service {
         _request: Request<proto::ListImagesRequest>,
     ) -> Result<Response<proto::ListImagesResponse>, Status> {
         let images = self.runtime.list_images().await.map_err(unavailable)?;
-        let users = self.users().await?;
-        Ok(Response::new(listed(images, users)))
+        let (users, sandboxes) = (self.users().await?, self.of_sandboxes().await);
+        Ok(Response::new(listed(images, users, sandboxes.as_deref())))
     }
 
     async fn pull_image(
@@ -63,8 +63,16 @@ impl Images for Service {
         let found = found.ok_or_else(|| {
             Status::not_found(format!("there is no image {:?}; `beelet images ls` shows all", request.image))
         })?;
-        let mut listed = listed(vec![found], self.users().await?).images;
+        let (users, sandboxes) = (self.users().await?, self.of_sandboxes().await);
+        let mut listed = listed(vec![found], users, sandboxes.as_deref()).images;
         let image = listed.pop().unwrap_or_default();
+        if !request.force && image.sandboxes {
+            return Err(Status::failed_precondition(format!(
+                "the runtime makes every pod's sandbox of {}: without it no pod starts where no registry has it; \
+                 say --force if you mean it",
+                request.image
+            )));
+        }
         if !request.force && !image.used_by.is_empty() {
             return Err(Status::failed_precondition(format!(
                 "{} is in use by {}: delete the pods first, or say --force",
@@ -144,6 +152,13 @@ impl Service {
         }
         Ok(found)
     }
+
+    /// The id of the image that sandboxes are made of. It is asked for each time: only the runtime's restart
+    /// changes it, which the agent outlives. A runtime that doesn't tell is no reason to show nothing.
+    async fn of_sandboxes(&self) -> Option<String> {
+        let name = sandbox_image(&self.runtime.status(true).await.ok()?)?;
+        Some(self.runtime.image_status(&name).await.ok()??.id)
+    }
 }
 
 /// Hands an archive's pieces on, and at last why there are no more, if that was an error.
@@ -198,14 +213,20 @@ fn unavailable(error: beelet_cri::Error) -> Status {
     Status::unavailable(error.to_string())
 }
 
-/// The images with their users, and what pods name and is not here.
-fn listed(images: Vec<cri::Image>, wanted: Vec<Wanted>) -> proto::ListImagesResponse {
+/// The images with their users, and what pods name and is not here. `sandboxes`: the image of that id is what
+/// sandboxes are made of.
+fn listed(
+    images: Vec<cri::Image>,
+    wanted: Vec<Wanted>,
+    sandboxes: Option<&str>,
+) -> proto::ListImagesResponse {
     let users = |id: &str| {
         let of_image = wanted.iter().filter(|one| one.id.as_deref() == Some(id));
         of_image.flat_map(|one| one.pods.iter().cloned()).collect::<BTreeSet<_>>().into_iter().collect()
     };
     let image = |image: cri::Image| proto::NodeImage {
         used_by: users(&image.id),
+        sandboxes: sandboxes == Some(image.id.as_str()),
         id: image.id,
         tags: image.repo_tags,
         digests: image.repo_digests,
@@ -277,12 +298,19 @@ mod tests {
             _ => None,
         };
         let wanted = wanted(&pods).into_iter().map(|(name, pods)| Wanted { id: here(&name), name, pods });
-        let images = vec![image("b", "library/db:latest"), image("a", "example.com/web:1")];
-        let listed = listed(images, wanted.collect());
+        let pause = image("p", "registry.k8s.io/pause:3.9");
+        let images = vec![image("b", "library/db:latest"), image("a", "example.com/web:1"), pause];
+        let listed = listed(images, wanted.collect(), Some("sha256:p"));
         let users: Vec<_> =
             listed.images.iter().map(|one| (one.tags[0].as_str(), one.used_by.join(" "))).collect();
-        let expected = [("example.com/web:1", "default/one"), ("library/db:latest", "default/two")];
+        let expected = [
+            ("example.com/web:1", "default/one"),
+            ("library/db:latest", "default/two"),
+            ("registry.k8s.io/pause:3.9", ""),
+        ];
         assert_eq!(users, expected.map(|(tag, users)| (tag, users.to_owned())));
+        let sandboxes: Vec<bool> = listed.images.iter().map(|one| one.sandboxes).collect();
+        assert_eq!(sandboxes, [false, false, true]);
         assert_eq!(listed.missing.len(), 1);
         assert_eq!(
             (listed.missing[0].name.as_str(), listed.missing[0].used_by.len()),
