@@ -2,9 +2,11 @@
 //! runtime's streaming server at the address that CRI's `PortForward` gives.
 
 use std::io;
+use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout_at};
 
 use super::spdy::{self, Frame, Writer};
 use super::stream::{StreamError, connect, next};
@@ -13,6 +15,9 @@ use super::stream::{StreamError, connect, next};
 const PROTOCOL: &str = "portforward.k8s.io";
 /// Most bytes of the server's word on why there is no connection.
 const ERROR_MAX: usize = 16 << 10;
+/// How long a server that has ended the data has to say why: containerd ends the data of a connection that was
+/// refused before it writes that it was.
+const LAST_WORD: Duration = Duration::from_millis(500);
 /// Answers to pings under way.
 const PONGS: usize = 16;
 
@@ -96,22 +101,29 @@ impl Session {
         pongs: &mpsc::Sender<Vec<u8>>,
     ) -> Result<(), StreamError> {
         let mut error = Vec::new();
-        while let Some(frame) = next(&mut from).await? {
+        let (mut errors_ended, mut data_ended) = (false, None);
+        while let Some(frame) = before(data_ended, next(&mut from)).await? {
             match frame {
                 Frame::Data { stream, bytes, last } if stream == self.error => {
                     let room = ERROR_MAX.saturating_sub(error.len());
                     error.extend(bytes.into_iter().take(room));
-                    if last && !error.is_empty() {
+                    errors_ended |= last;
+                    if last && (data_ended.is_some() || !error.is_empty()) {
                         break;
                     }
                 }
                 Frame::Data { stream, bytes, last } if stream == self.data => {
-                    let is_over = !bytes.is_empty() && output.send(bytes).await.is_err();
-                    if last || is_over {
+                    if !bytes.is_empty() && output.send(bytes).await.is_err() || last && errors_ended {
                         break;
                     }
+                    if last {
+                        data_ended = Some(Instant::now() + LAST_WORD);
+                    }
                 }
-                Frame::Reset { stream } if stream == self.data => break,
+                Frame::Reset { stream } if stream == self.data && errors_ended => break,
+                Frame::Reset { stream } if stream == self.data => {
+                    data_ended = Some(Instant::now() + LAST_WORD);
+                }
                 Frame::GoAway => break,
                 Frame::Ping(payload) => {
                     // With so many unanswered, one more is no loss.
@@ -124,6 +136,17 @@ impl Session {
             true => Ok(()),
             false => Err(StreamError::Command(String::from_utf8_lossy(&error).into_owned())),
         }
+    }
+}
+
+/// The next frame; none if it does not come by then.
+async fn before(
+    end: Option<Instant>,
+    frame: impl Future<Output = Result<Option<Frame>, StreamError>>,
+) -> Result<Option<Frame>, StreamError> {
+    match end {
+        Some(end) => timeout_at(end, frame).await.unwrap_or(Ok(None)),
+        None => frame.await,
     }
 }
 
@@ -168,6 +191,12 @@ mod tests {
     #[tokio::test]
     async fn a_port_without_a_listener_is_told() {
         let (done, got, _) = session(spdy::data(1, b"connection refused", true)).await;
+        assert_eq!((done, got.len()), (Err("connection refused".to_owned()), 0));
+        // The data may end first.
+        let mut answer = spdy::data(3, b"", true);
+        answer.extend(spdy::data(1, b"connection ", false));
+        answer.extend(spdy::data(1, b"refused", true));
+        let (done, got, _) = session(answer).await;
         assert_eq!((done, got.len()), (Err("connection refused".to_owned()), 0));
     }
 }
