@@ -3,6 +3,7 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
+use beelet_model::failure::REJECTED;
 use beelet_policy::{
     admission::{self, Refusal},
     critical::is_critical,
@@ -286,7 +287,7 @@ fn rejection(decided: &admission::Admission) -> AdmissionRejection {
             }
         },
     };
-    AdmissionRejection { reason, message: format!("Pod was rejected: {message}") }
+    AdmissionRejection { reason, message: format!("{REJECTED}{message}") }
 }
 
 /// Why amounts can't be had, in the words of a rejection.

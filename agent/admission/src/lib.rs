@@ -42,7 +42,8 @@ pub use self::{
 };
 
 use self::ledger::{Ledger, Verdict};
-use beelet_model::{failure::NODE_SHUTS_DOWN, request::Request, table::PodName};
+use beelet_model::failure::{NODE_SHUTS_DOWN, REJECTED};
+use beelet_model::{request::Request, table::PodName};
 
 const PREEMPTED_MESSAGE: &str = "Preempted in order to admit critical pod";
 /// The kubelet's words.
@@ -262,7 +263,7 @@ impl Admission {
             return None;
         }
         let names: Vec<String> = conditions.iter().map(ToString::to_string).collect();
-        let message = format!("Pod was rejected: The node had condition: [{}]", names.join(" "));
+        let message = format!("{REJECTED}The node had condition: [{}]", names.join(" "));
         Some(AdmissionRejection { reason: EVICTED.to_owned(), message })
     }
 

@@ -9,6 +9,7 @@ use jiff::Timestamp;
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
 use serde::{Deserialize, Serialize};
 
+use super::pressure::EVICTED;
 use super::status::whole_second;
 
 /// The reason of a pod that was active for longer than its activeDeadlineSeconds, as the kubelet has it.
@@ -38,6 +39,9 @@ const REFUSALS: &[&str] = &[
 ];
 /// Not enough of what follows.
 pub const OUT_OF: &str = "OutOf";
+/// How the message of a pod begins that was not let in, as the kubelet's does. A node that is short of something
+/// refuses pods with the reason of those that it evicts: only this tells them apart.
+pub const REJECTED: &str = "Pod was rejected: ";
 
 /// Why a pod was ended, and how far that has come. It is a part of the pod's durable record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -64,7 +68,9 @@ impl PodFailure {
     /// evicted or preempted, or is past its deadline, has been let in.
     #[must_use]
     pub fn is_refusal(&self) -> bool {
-        REFUSALS.contains(&self.reason.as_str()) || self.reason.starts_with(OUT_OF)
+        REFUSALS.contains(&self.reason.as_str())
+            || self.reason.starts_with(OUT_OF)
+            || self.reason == EVICTED && self.message.starts_with(REJECTED)
     }
 
     /// Whether it went with its machine. Where nobody makes another pod in its place (a static one) it
@@ -144,6 +150,9 @@ mod tests {
         ] {
             assert_eq!(PodFailure::new(reason, "m", None).is_refusal(), refused, "{reason}");
         }
+        let refused =
+            PodFailure::new("Evicted", "Pod was rejected: The node had condition: [DiskPressure]", None);
+        assert!(refused.is_refusal());
     }
 
     #[test]
