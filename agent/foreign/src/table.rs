@@ -59,8 +59,15 @@ impl Listing<'_> {
 
     fn pod(&self, name: &PodName, sandbox: &cri::PodSandbox) -> Pod {
         let details = self.sandbox_details.get(&sandbox.id);
-        let containers = self.newest_containers(sandbox);
-        let statuses: Vec<ContainerStatus> = containers.iter().map(|one| self.status(one)).collect();
+        let all = self.newest_containers(sandbox);
+        let phase = phase(sandbox, &all.iter().map(|one| self.status(one.newest)).collect::<Vec<_>>());
+        let (inits, containers): (Vec<_>, Vec<_>) = all.iter().partition(|one| self.is_init(one, &all));
+        let statuses =
+            |of: &[&Attempts<'_>]| of.iter().map(|one| self.status(one.newest)).collect::<Vec<_>>();
+        let specs = |of: &[&Attempts<'_>]| of.iter().map(|one| container(one.newest)).collect::<Vec<_>>();
+        let init_statuses =
+            statuses(&inits).into_iter().map(|status| ContainerStatus { ready: true, ..status });
+        let init_statuses: Vec<_> = init_statuses.collect();
         let ip = details.and_then(|details| details.network.as_ref()).map(|network| network.ip.clone());
         let ip = ip.filter(|ip| !ip.is_empty());
         let host_network = details.is_some_and(|details| {
@@ -78,40 +85,64 @@ impl Listing<'_> {
                 ..ObjectMeta::default()
             },
             spec: Some(PodSpec {
-                containers: containers.iter().map(|one| container(one)).collect(),
+                init_containers: (!inits.is_empty()).then(|| specs(&inits)),
+                containers: specs(&containers),
                 node_name: Some(self.node.to_owned()),
                 host_network: host_network.then_some(true),
                 ..PodSpec::default()
             }),
             status: Some(PodStatus {
-                phase: Some(phase(sandbox, &statuses).to_owned()),
+                phase: Some(phase.to_owned()),
                 start_time: created,
                 pod_ip: ip.clone(),
                 pod_ips: ip.map(|ip| vec![PodIP { ip }]),
                 conditions: Some(vec![unknown_readiness()]),
-                container_statuses: Some(statuses),
+                init_container_statuses: (!inits.is_empty()).then_some(init_statuses),
+                container_statuses: Some(statuses(&containers)),
                 ..PodStatus::default()
             }),
         }
     }
 
     /// The last attempt of each of the pod's containers, in the order of their first creation.
-    fn newest_containers(&self, sandbox: &cri::PodSandbox) -> Vec<&cri::Container> {
+    fn newest_containers(&self, sandbox: &cri::PodSandbox) -> Vec<Attempts<'_>> {
         let uid = uid(sandbox);
         let of_pod = |one: &&cri::Container| {
             one.pod_sandbox_id == sandbox.id || one.labels.get(labels::POD_UID) == Some(&uid)
         };
-        let mut by_name: HashMap<&str, (i64, &cri::Container)> = HashMap::new();
+        let mut by_name: HashMap<&str, Attempts<'_>> = HashMap::new();
         for one in self.containers.iter().filter(of_pod) {
-            let (first, newest) = by_name.entry(container_name(one)).or_insert((one.created_at, one));
-            *first = one.created_at.min(*first);
-            if one.created_at > newest.created_at {
-                *newest = one;
-            }
+            let known = by_name.entry(container_name(one)).or_insert(Attempts::of(one));
+            // In another sandbox the pod began anew.
+            let (older, newer) = if one.created_at > known.newest.created_at {
+                (known.newest, one)
+            } else {
+                (one, known.newest)
+            };
+            let first = if older.pod_sandbox_id == newer.pod_sandbox_id {
+                known.first.min(one.created_at)
+            } else if newer.id == one.id {
+                one.created_at
+            } else {
+                known.first
+            };
+            *known = Attempts { newest: newer, first };
         }
         let mut newest: Vec<_> = by_name.into_values().collect();
-        newest.sort_by_key(|(first, one)| (*first, one.id.clone()));
-        newest.into_iter().map(|(_, one)| one).collect()
+        newest.sort_by_key(|one| (one.first, one.newest.id.clone()));
+        newest
+    }
+
+    /// Returns true for an init container that is done. The runtime isn't told which ones these are; but the
+    /// kubelet makes none of the next before one of them has ended well, and makes the pod's own containers
+    /// one right after the other.
+    fn is_init(&self, one: &Attempts<'_>, all: &[Attempts<'_>]) -> bool {
+        let ended = self.container_details.get(&one.newest.id).filter(|details| {
+            details.state() == cri::ContainerState::ContainerExited && details.exit_code == 0
+        });
+        let Some(ended) = ended.map(|details| details.finished_at).filter(|at| *at > 0) else { return false };
+        let mut later = all.iter().filter(|other| other.first > one.newest.created_at).peekable();
+        later.peek().is_some() && later.all(|other| other.first >= ended)
     }
 
     fn status(&self, listed: &cri::Container) -> ContainerStatus {
@@ -130,6 +161,20 @@ impl Listing<'_> {
             state: Some(state(listed, details)),
             ..ContainerStatus::default()
         }
+    }
+}
+
+/// What is known of one container of a pod.
+#[derive(Clone, Copy)]
+struct Attempts<'a> {
+    newest: &'a cri::Container,
+    /// When the first attempt in the sandbox of the newest one was made.
+    first: i64,
+}
+
+impl<'a> Attempts<'a> {
+    fn of(one: &'a cri::Container) -> Self {
+        Self { newest: one, first: one.created_at }
     }
 }
 
@@ -300,6 +345,71 @@ mod tests {
         assert_eq!(container.container_id.as_deref(), Some("containerd://c2"));
         assert_eq!((container.restart_count, container.ready), (1, true));
         assert!(container.state.as_ref().unwrap().running.as_ref().unwrap().started_at.is_some());
+    }
+
+    /// The init containers and the others of a pod with these containers: the name, when it was made, and the
+    /// exit code and the time of its end.
+    fn roles(containers: &[(&str, i64, Option<(i32, i64)>)]) -> (Vec<String>, Vec<String>) {
+        use cri::ContainerState::{ContainerExited, ContainerRunning};
+        let state = |end: &Option<(i32, i64)>| if end.is_some() { ContainerExited } else { ContainerRunning };
+        let listed = containers.iter().enumerate().map(|(number, (name, created_at, end))| cri::Container {
+            id: format!("{name}-{number}"),
+            pod_sandbox_id: "s".into(),
+            metadata: Some(cri::ContainerMetadata { name: (*name).into(), attempt: 0 }),
+            state: state(end).into(),
+            created_at: *created_at,
+            ..Default::default()
+        });
+        let listed: Vec<_> = listed.collect();
+        let details = containers.iter().zip(&listed).map(|((_, _, end), one)| {
+            let (exit_code, finished_at) = end.unwrap_or_default();
+            let (id, state) = (one.id.clone(), one.state);
+            let status = cri::ContainerStatus { id, state, exit_code, finished_at, ..Default::default() };
+            (one.id.clone(), status)
+        });
+        let listing = Listing {
+            node: "n",
+            runtime: "containerd",
+            sandboxes: &[sandbox("s", 1, true, &[])],
+            containers: &listed,
+            sandbox_details: &HashMap::new(),
+            container_details: &details.collect(),
+        };
+        let table = listing.table(&PodTable::default()).unwrap();
+        let entry = table.pods.values().next().unwrap();
+        let status = entry.pod.status.clone().unwrap();
+        let names = |of: Option<Vec<ContainerStatus>>| of.into_iter().flatten().map(|one| one.name).collect();
+        (names(status.init_container_statuses), names(status.container_statuses))
+    }
+
+    #[test]
+    fn an_init_container_that_is_done_is_told_from_the_pods_own() {
+        let check = |containers: &[(&str, i64, Option<(i32, i64)>)], inits: &[&str], own: &[&str]| {
+            let (found, others) = roles(containers);
+            assert_eq!(
+                (found.join(" "), others.join(" ")),
+                (inits.join(" "), own.join(" ")),
+                "{containers:?}"
+            );
+        };
+        check(
+            &[("a", 10, Some((0, 20))), ("b", 30, Some((0, 40))), ("app", 50, None)],
+            &["a", "b"],
+            &["app"],
+        );
+        // A sidecar runs before the next init container is made.
+        check(&[("side", 10, None), ("b", 30, Some((0, 40))), ("app", 50, None)], &["b"], &["side", "app"]);
+        // The pod's own containers are made before any of them has ended, and may be made again after it.
+        check(&[("one", 10, Some((0, 60))), ("app", 12, None)], &[], &["one", "app"]);
+        check(
+            &[("one", 10, Some((0, 60))), ("app", 12, Some((1, 70))), ("app", 80, None)],
+            &[],
+            &["one", "app"],
+        );
+        // None that failed was the reason for the next.
+        check(&[("one", 10, Some((1, 20))), ("app", 30, None)], &[], &["one", "app"]);
+        // With nobody after it, it may be all that the pod has.
+        check(&[("one", 10, Some((0, 20)))], &[], &["one"]);
     }
 
     #[test]
