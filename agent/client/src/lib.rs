@@ -78,12 +78,14 @@ pub enum ClientError {
     Gone,
     /// Nothing comes back from it.
     #[error(
-        "the agent does not answer: it hangs, or the machine is too busy for it; `systemctl status beelet` shows its process,          `journalctl -u beelet` its log"
+        "the agent does not answer: it hangs, or the machine is too busy for it; `systemctl status beelet` shows \
+         its process, `journalctl -u beelet` its log"
     )]
     Hangs,
     /// It does not have this call.
     #[error(
-        "this agent does not have this: if it is `beelet observe`, it measures and changes nothing (get pods, top and tune ask          it); for the rest ask whoever runs the pods: kubectl, or crictl on this machine"
+        "this agent does not have this: if it is `beelet observe`, it measures and changes nothing \
+         (get pods, top and tune ask it); for the rest ask whoever runs the pods: kubectl, or crictl on this machine"
     )]
     NotServed,
     /// The agent sent something else than a pod.
@@ -525,6 +527,13 @@ fn decode_rejected(rejected: Vec<proto::RejectedManifest>) -> Arc<Vec<RejectedMa
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sentences_have_no_gaps() {
+        for error in [ClientError::Hangs, ClientError::NotServed, ClientError::Gone] {
+            assert!(!error.to_string().contains("  "), "{error}");
+        }
+    }
 
     #[test]
     fn an_agent_that_is_away_may_come_back_and_one_that_refuses_does_not() {
