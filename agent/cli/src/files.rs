@@ -70,7 +70,7 @@ pub(crate) fn read_all(files: &[PathBuf]) -> Result<Vec<Manifest>, Vec<String>> 
         }
     }
     if manifests.is_empty() && errors.is_empty() {
-        let names: Vec<_> = files.iter().map(|file| file.display().to_string()).collect();
+        let names: Vec<_> = files.iter().map(|file| name_of(file)).collect();
         errors.push(format!("there is no manifest in {}", names.join(", ")));
     }
     if errors.is_empty() { Ok(manifests) } else { Err(errors) }
@@ -99,7 +99,9 @@ fn manifests_in(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
     for entry in std::fs::read_dir(folder).with_context(failed)? {
         let path = entry.with_context(failed)?.path();
         let known = path.extension().is_some_and(|end| end == "yaml" || end == "yml" || end == "json");
-        if known && path.is_file() {
+        // One that leads to nothing is told, as one that can't be read is.
+        let is_dangling = || path.is_symlink() && !path.exists();
+        if known && (path.is_file() || is_dangling()) {
             paths.push(path);
         }
     }
@@ -237,6 +239,15 @@ mod tests {
         let errors = read_all(&[folder.join("a.yaml"), folder.join("b.yaml")]).unwrap_err();
         assert_eq!(errors.len(), 2);
         assert!(errors[1].contains("b.yaml"), "{errors:?}");
+    }
+
+    #[test]
+    fn a_link_of_a_folder_that_leads_to_nothing_is_told() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("a.yaml"), POD).unwrap();
+        std::os::unix::fs::symlink("nowhere", folder.path().join("b.yaml")).unwrap();
+        let errors = read_all(&[folder.path().to_owned()]).unwrap_err();
+        assert!(errors.len() == 1 && errors[0].contains("b.yaml"), "{errors:?}");
     }
 
     #[test]
