@@ -5,6 +5,7 @@ use crate::confine::{Handover, Installed, Supervisor};
 use crate::containerd::{Containerd, block_on, write_pid};
 use crate::guards::{self, CgroupRoot, MountsBelow, Process};
 use crate::pods::Watch;
+use crate::ports;
 use crate::workdir::{self, PATIENCE, stretched, wait_for};
 use anyhow::{Context as _, Result, bail};
 use rustix::process::{Pid, Signal};
@@ -115,7 +116,7 @@ impl Options {
 
     /// Turns the HTTP server on, at a port that was free a moment ago.
     pub fn http(self) -> Result<Options> {
-        let port = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+        let [port] = ports::free()?;
         Ok(self.kubelet("healthzPort", port))
     }
 

@@ -6,7 +6,7 @@
 //! that they write is in one folder. Dropped, both are killed; what a killed test leaves is swept up by the
 //! next one.
 
-use std::net::{IpAddr, Ipv4Addr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -23,6 +23,7 @@ use crate::agent::monotonic_ns;
 use crate::apiserver::Authority;
 use crate::containerd::{self, block_on, teardown, write_pid};
 use crate::guards::Process;
+use crate::ports;
 use crate::requires::{self, Missing, missing};
 use crate::workdir::{self, PATIENCE, wait_for};
 
@@ -112,7 +113,7 @@ impl Cluster {
     pub fn start(instance: &Path) -> Result<Cluster> {
         let dir = instance.join("cluster");
         std::fs::create_dir_all(&dir).with_context(|| format!("could not make {}", dir.display()))?;
-        let [client, peer, secure] = free_ports()?;
+        let [client, peer, secure] = ports::free()?;
         let mut cluster = Cluster {
             instance: instance.to_path_buf(),
             authority: Authority::new("cluster")?,
@@ -683,19 +684,4 @@ fn audit_policy() -> String {
         "rules": [{ "level": "Metadata" }],
     });
     policy.to_string()
-}
-
-/// Ports of loopback that nobody had a moment ago.
-///
-/// # Errors
-/// There are none.
-pub fn free_ports<const N: usize>() -> Result<[u16; N]> {
-    // All at once, so that no two are the same.
-    let bound: Vec<TcpListener> =
-        (0..N).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<std::io::Result<_>>()?;
-    let mut ports = [0; N];
-    for (port, listener) in ports.iter_mut().zip(&bound) {
-        *port = listener.local_addr()?.port();
-    }
-    Ok(ports)
 }

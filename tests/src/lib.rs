@@ -26,6 +26,7 @@ pub mod manifests;
 pub mod oom;
 pub mod pages;
 pub mod pods;
+pub mod ports;
 pub mod registry;
 pub mod requires;
 pub mod traces;

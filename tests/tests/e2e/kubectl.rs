@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{BufReader, Read as _, Write as _};
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Barrier;
@@ -17,7 +17,7 @@ use beelet_tests::containerd::block_on;
 use beelet_tests::exec::{CLOSE, frame};
 use beelet_tests::guards::Process;
 use beelet_tests::workdir::{PATIENCE, wait_for};
-use beelet_tests::{images, machine, require, requires};
+use beelet_tests::{images, machine, ports, require, requires};
 use hyper_util::rt::TokioIo;
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
@@ -44,7 +44,7 @@ pub(crate) struct Member {
 
 impl Member {
     pub(crate) fn start(change: impl FnOnce(Options) -> Options) -> Member {
-        let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+        let [port] = ports::free().unwrap();
         let scene = Scene::start_at("127.0.0.1", |options, cluster| {
             let (certificate, key) = cluster.serving_files(NODE).unwrap();
             let authority = json!({ "x509": { "clientCAFile": cluster.authority_file() } });

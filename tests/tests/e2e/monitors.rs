@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use beelet_tests::agent::{NODE, http_get};
-use beelet_tests::cluster::free_ports;
 use beelet_tests::guards::Process;
 use beelet_tests::pages::PAGES;
+use beelet_tests::ports;
 use beelet_tests::workdir::{self, PATIENCE, wait_for};
 use beelet_tests::{require, requires};
 use serde_json::{Value, json};
@@ -73,7 +73,7 @@ impl Prometheus {
             "scrape_configs": scrapes,
         });
         std::fs::write(dir.join("prometheus.yml"), config.to_string()).unwrap();
-        let [port] = free_ports().unwrap();
+        let [port] = ports::free().unwrap();
         let address = format!("127.0.0.1:{port}");
         let mut command = Command::new(requires::PROMETHEUS.given().unwrap());
         command.arg("--config.file").arg(dir.join("prometheus.yml"));
@@ -246,7 +246,7 @@ fn metrics_server(node: &Member) -> Process {
     }
     let kubeconfig = dir.join("kubeconfig");
     std::fs::write(&kubeconfig, cluster.kubeconfig_with(&token)).unwrap();
-    let [port] = free_ports().unwrap();
+    let [port] = ports::free().unwrap();
     let service = json!({
         "metadata": { "name": "metrics-server", "namespace": "kube-system" },
         "spec": { "type": "ExternalName", "externalName": "localhost", "ports": [{ "port": port }] },

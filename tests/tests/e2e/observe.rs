@@ -21,7 +21,7 @@ use beelet_tests::machine::{cpu_seconds_of, stolen_seconds};
 use beelet_tests::pages::{Format, PAGES, families};
 use beelet_tests::requires::{self, Missing, python_prometheus};
 use beelet_tests::workdir::{self, PATIENCE, wait_for};
-use beelet_tests::{manifests, require};
+use beelet_tests::{manifests, ports, require};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -45,7 +45,7 @@ impl Observer {
     /// The same with a name of its own, so that there may be two.
     fn start_as(name: &str, bpffs: &Path, containerd: &Containerd, more: &[&str]) -> Observer {
         let dir = containerd.dir();
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let [port] = ports::free().unwrap();
         let (socket, log) = (dir.join(format!("{name}/beelet.sock")), dir.join(format!("{name}.log")));
         let address = format!("127.0.0.1:{port}");
         let output = std::fs::File::create(&log).unwrap();

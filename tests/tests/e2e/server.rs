@@ -12,7 +12,7 @@ use beelet_tests::containerd::Containerd;
 use beelet_tests::exec::frame;
 use beelet_tests::pods::PodView;
 use beelet_tests::workdir::PATIENCE;
-use beelet_tests::{images, require};
+use beelet_tests::{images, ports, require};
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -34,7 +34,7 @@ const NODE: &str = "testnode";
 
 /// A node whose server lets everybody do everything, and its address.
 fn serving(containerd: Containerd) -> (Node, SocketAddr) {
-    let port = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+    let [port] = ports::free().unwrap();
     let node = Node::on(containerd, |options| {
         options
             .kubelet("address", "127.0.0.1")

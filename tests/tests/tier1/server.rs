@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
 
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -12,6 +12,7 @@ use beelet_model::review::{AccessReviewer, Review, ReviewError, TokenReviewer, U
 use beelet_policy::node_access::Access;
 use beelet_tests::apiserver::Authority;
 use beelet_tests::cri::{Op, PATIENCE};
+use beelet_tests::ports;
 use rcgen::{CertificateParams, DnType, KeyPair};
 use serde_json::Value;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt};
@@ -217,7 +218,8 @@ pub(crate) fn certificate(path: &Path) -> CertificateDer<'static> {
 
 /// A port of this machine that nobody has.
 fn free_address() -> SocketAddr {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap()
+    let [port] = ports::free().unwrap();
+    (Ipv4Addr::LOCALHOST, port).into()
 }
 
 #[tokio::test]

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use beelet_tests::cri::Op;
 use beelet_tests::workdir::{PATIENCE, wait_for};
-use beelet_tests::{manifests, require};
+use beelet_tests::{manifests, ports, require};
 use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
     TraceService, TraceServiceServer,
 };
@@ -127,9 +127,9 @@ fn without_tracing_no_call_has_a_span() {
 #[test]
 fn a_collector_that_is_away_is_told_once_and_holds_nothing_up() {
     require!(root);
-    let address = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+    let [port] = ports::free().unwrap();
     let scene = Scene::start(|_, options| {
-        let tracing = json!({ "endpoint": address.to_string(), "samplingRatePerMillion": 1_000_000 });
+        let tracing = json!({ "endpoint": format!("127.0.0.1:{port}"), "samplingRatePerMillion": 1_000_000 });
         options.kubelet("tracing", tracing)
     });
     scene.until_told("spans can't be sent, and are lost");

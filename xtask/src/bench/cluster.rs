@@ -21,13 +21,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use beelet_tests::agent::{self, Agent, Control, Options, monotonic_ns};
-use beelet_tests::cluster::{Cluster, Watcher, condition, free_ports};
+use beelet_tests::cluster::{Cluster, Watcher, condition};
 use beelet_tests::containerd::Containerd;
 use beelet_tests::exec::Server;
 use beelet_tests::kubelet::{self, Kubelet, Member};
 use beelet_tests::manifests::{self, CONTROL, PORT};
-use beelet_tests::requires;
 use beelet_tests::workdir::{self, interrupted};
+use beelet_tests::{ports, requires};
 use serde_json::{Value, json};
 
 use super::{Row, Statistic};
@@ -110,7 +110,7 @@ fn ours(binary: &Path, quick: bool) -> Result<Samples> {
     options.binary = Some(binary.to_path_buf());
     let kubeconfig = cluster.node_kubeconfig(agent::NODE)?;
     options.arguments.extend(["--kubeconfig".to_owned(), kubeconfig.display().to_string()]);
-    let [port] = free_ports()?;
+    let [port] = ports::free()?;
     let (certificate, key) = cluster.serving_files(agent::NODE)?;
     let options = options
         .kubelet("address", "127.0.0.1")
@@ -128,7 +128,7 @@ fn peer(binary: &Path, quick: bool) -> Result<Samples> {
     let containerd = Containerd::start(&workdir::target_dir().join("bench/peer"))?;
     let cluster = Cluster::start(containerd.dir())?;
     let kubeconfig = cluster.node_kubeconfig(kubelet::NODE)?;
-    let [port] = free_ports()?;
+    let [port] = ports::free()?;
     let member = Member { kubeconfig, port, keys: cluster.serving_files(kubelet::NODE)? };
     let _kubelet = Kubelet::join(binary, &containerd, &member)?;
     let server = server(&cluster, port);

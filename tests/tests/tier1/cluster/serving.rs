@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use beelet_tests::apiserver::{FakeApi, Verb};
 use beelet_tests::cri::PATIENCE;
-use beelet_tests::require;
+use beelet_tests::{ports, require};
 use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
@@ -53,7 +53,7 @@ async fn the_server_shows_what_the_clusters_signer_has_signed_and_what_comes_aft
     let api = FakeApi::start();
     // They live for moments, as the agent sees it: the next one is due at once.
     api.sign_certificates(Duration::from_secs(30));
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let [port] = ports::free().unwrap();
     let member = Member::start(api, |options| {
         options.kubelet("serverTLSBootstrap", true).kubelet("port", port).kubelet("address", "127.0.0.1")
     })

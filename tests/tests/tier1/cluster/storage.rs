@@ -2,7 +2,7 @@
 
 use beelet_tests::agent::{Options, http_get};
 use beelet_tests::apiserver::FakeApi;
-use beelet_tests::{guards, require};
+use beelet_tests::{guards, ports, require};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -54,7 +54,7 @@ impl Pages {
 
 /// A node that asks each second how much room volumes have.
 pub(super) async fn measuring(api: FakeApi) -> (Member, Pages) {
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let [port] = ports::free().unwrap();
     let options =
         |options: Options| options.kubelet("volumeStatsAggPeriod", "1s").kubelet("healthzPort", port);
     (Member::start(api, options).await, Pages(format!("127.0.0.1:{port}")))

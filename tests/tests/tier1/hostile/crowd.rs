@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use beelet_tests::agent::NODE;
 use beelet_tests::workdir::PATIENCE;
-use beelet_tests::{machine, manifests, require};
+use beelet_tests::{machine, manifests, ports, require};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -185,7 +185,7 @@ fn a_crowd_at_the_kubelets_port_delays_no_probe_and_takes_no_more_memory_than_it
     setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most }).unwrap();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let (probes, times) = runtime.block_on(probed());
-    let port = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+    let [port] = ports::free().unwrap();
     let scene = Scene::start(|_, options| {
         let anybody = json!({ "anonymous": { "enabled": true } });
         let options = options.kubelet("address", "127.0.0.1").kubelet("port", port);
