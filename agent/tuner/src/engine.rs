@@ -439,7 +439,6 @@ impl Engine {
 
     /// Nothing is held, so nothing changes: only what would come first is said, once as long as it stands.
     fn advise(&mut self, state: policy::State, steps: Vec<TunerStep>) {
-        let calm = state.cpu.is_calm() && state.memory.is_calm();
         // What isn't done can't help, so it isn't asked whether it did.
         let (held, helps) = (BTreeMap::new(), BTreeMap::new());
         self.state = policy::State { held, cpu_help: helps.clone(), memory_help: helps, ..state };
@@ -458,10 +457,9 @@ impl Engine {
                 self.remember_step(&step, Outcome::Advised);
             }
         }
-        if calm {
-            self.advised.clear();
-            self.why.clear();
-        }
+        let state = &self.state;
+        self.advised.retain(|knob, _| !state.is_calm_for(knob));
+        self.why.retain(|knob, _| !state.is_calm_for(knob));
     }
 
     // ---- What is shown ----

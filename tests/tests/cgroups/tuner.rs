@@ -12,7 +12,7 @@ use beelet_cgroups::{Cgroups, Files, Version};
 use beelet_policy::cgroups::CgroupDriver;
 use beelet_policy::qos::QosClass;
 use beelet_policy::tuner::TunerMode;
-use beelet_policy::tuner::{ContainerSample, Law, Observed, PodSample, Supports};
+use beelet_policy::tuner::{ContainerSample, KnobKind, Law, Observed, PodSample, Supports};
 use beelet_state::State;
 use beelet_tests::guards::{CgroupRoot, Process};
 use beelet_tests::{require, requires, workdir};
@@ -331,5 +331,17 @@ fn advice_is_given_once_and_nothing_is_written() {
     assert!(!view.held.is_empty());
     assert!(view.history.iter().all(|one| one.outcome == Outcome::Advised), "{view:#?}");
     assert!(view.history.len() <= 3, "{view:#?}");
+    // A container that its own quota holds back, where nothing else is amiss.
+    let mut throttled = seen(&node.cgroups, false);
+    throttled.supports.burst = true;
+    let container = &mut throttled.pods[0].containers[0];
+    (container.throttled_permille, container.quota_us) = (Some(1200), Some(50_000));
+    for _ in 0..20 {
+        view = engine.act(&throttled, Instant::now());
+    }
+    let lent = view.history.iter().filter(|one| one.knob.kind == KnobKind::Burst);
+    let lent: Vec<&str> = lent.map(|one| one.reason.as_str()).collect();
+    assert!((1..=2).contains(&lent.len()), "{lent:#?}");
+    assert!(lent[0].contains("100 % of the time"), "{lent:#?}");
     assert!(!node.dir.path().join("tuner.json").exists());
 }

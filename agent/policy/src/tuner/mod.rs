@@ -17,6 +17,7 @@ mod round;
 mod words;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
@@ -229,6 +230,21 @@ impl State {
         self.held.keys().all(|knob| knob.kind == KnobKind::Burst)
             && self.cpu_help.is_empty()
             && self.memory_help.is_empty()
+    }
+
+    /// Returns true if nothing calls for this setting now: of a burst the ladders of the containers in its cgroup
+    /// say so, of all others the node's.
+    #[must_use]
+    pub fn is_calm_for(&self, knob: &Knob) -> bool {
+        match knob.kind {
+            KnobKind::Burst => {
+                let is_within = |cgroup: &str| Path::new(cgroup).starts_with(&knob.cgroup);
+                self.throttled.iter().all(|(cgroup, ladder)| ladder.is_calm() || !is_within(cgroup))
+            }
+            KnobKind::Idle | KnobKind::Weight | KnobKind::CpuCap | KnobKind::MemoryHigh => {
+                self.cpu.is_calm() && self.memory.is_calm()
+            }
+        }
     }
 }
 

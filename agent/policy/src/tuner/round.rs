@@ -448,11 +448,12 @@ impl<'a> Round<'a> {
         let ladder = self.state.throttled.entry(container.cgroup.clone()).or_default();
         match ladder.tick(self.law, heat) {
             Move::Tighten => {
+                // The kernel adds up the CPUs.
+                let part = words::percent(throttled.min(1000));
                 let words = format!(
-                    "{} ({}) is held back by its own quota {} of the time: it may burst by {}",
+                    "{} ({}) is held back by its own quota {part} of the time: it may burst by {}",
                     pod.name,
                     container.name,
-                    words::percent(throttled),
                     KnobKind::Burst.show(burst)
                 );
                 self.hold(&container.cgroup, KnobKind::Burst, burst, &words);

@@ -216,6 +216,22 @@ fn a_throttled_container_is_lent_a_burst_within_its_quota() {
 }
 
 #[test]
+fn what_calls_for_a_burst_is_its_own_containers_throttling_alone() {
+    let (law, mut state, mut seen) = (quick(), State::default(), node(0, 0));
+    seen.pods[0].containers[0].throttled_permille = Some(200);
+    seen.pods[0].containers[0].quota_us = Some(50_000);
+    seen.pods[0].quota_us = Some(60_000);
+    run(&law, &mut state, &seen, 5);
+    let lent: Vec<Knob> = state.held.keys().cloned().collect();
+    assert_eq!(lent.len(), 2);
+    assert!(lent.iter().all(|knob| !state.is_calm_for(knob)), "{state:?}");
+    assert!(state.is_calm_for(&knob(BEST_EFFORT, KnobKind::Idle)), "{state:?}");
+    seen.pods[0].containers[0].throttled_permille = Some(0);
+    run(&law, &mut state, &seen, 1);
+    assert!(lent.iter().all(|knob| state.is_calm_for(knob)), "{state:?}");
+}
+
+#[test]
 fn a_blocked_knob_is_left_alone_and_not_thought_to_be_held() {
     let (law, mut state) = (quick(), State::default());
     run(&law, &mut state, &node(200, 1600), 1);
