@@ -347,9 +347,11 @@ mod tests {
         assert!(container.state.as_ref().unwrap().running.as_ref().unwrap().started_at.is_some());
     }
 
-    /// The init containers and the others of a pod with these containers: the name, when it was made, and the
-    /// exit code and the time of its end.
-    fn roles(containers: &[(&str, i64, Option<(i32, i64)>)]) -> (Vec<String>, Vec<String>) {
+    /// A container: its name, when it was made, and the exit code and the time of its end.
+    type Made<'a> = (&'a str, i64, Option<(i32, i64)>);
+
+    /// The init containers and the others of a pod with these containers.
+    fn roles(containers: &[Made<'_>]) -> (Vec<String>, Vec<String>) {
         use cri::ContainerState::{ContainerExited, ContainerRunning};
         let state = |end: &Option<(i32, i64)>| if end.is_some() { ContainerExited } else { ContainerRunning };
         let listed = containers.iter().enumerate().map(|(number, (name, created_at, end))| cri::Container {
@@ -384,7 +386,7 @@ mod tests {
 
     #[test]
     fn an_init_container_that_is_done_is_told_from_the_pods_own() {
-        let check = |containers: &[(&str, i64, Option<(i32, i64)>)], inits: &[&str], own: &[&str]| {
+        let check = |containers: &[Made<'_>], inits: &[&str], own: &[&str]| {
             let (found, others) = roles(containers);
             assert_eq!(
                 (found.join(" "), others.join(" ")),
