@@ -110,8 +110,8 @@ pub(super) async fn converse(
     ended
 }
 
-/// Waits for the streams of a container, and says after a while what is waited for: a runtime that hangs answers
-/// only with the agent's deadline, and silence until then looks like a command that runs.
+/// Waits for the streams of a container, and says after a while what is waited for: a runtime that hangs
+/// answers only with the agent's deadline, and silence until then looks like a command that runs.
 pub(super) async fn awaited<T>(call: impl Future<Output = T>) -> T {
     let notice = || {
         eprintln!(

@@ -15,8 +15,8 @@ use super::stream::{StreamError, connect, next};
 const PROTOCOL: &str = "portforward.k8s.io";
 /// Most bytes of the server's word on why there is no connection.
 const ERROR_MAX: usize = 16 << 10;
-/// How long a server that has ended the data has to say why: containerd ends the data of a connection that was
-/// refused before it writes that it was.
+/// How long a server that has ended the data has to say why: containerd ends the data of a connection that
+/// was refused before it writes that it was.
 const LAST_WORD: Duration = Duration::from_millis(500);
 /// Answers to pings under way.
 const PONGS: usize = 16;

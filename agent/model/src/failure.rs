@@ -39,8 +39,8 @@ const REFUSALS: &[&str] = &[
 ];
 /// Not enough of what follows.
 pub const OUT_OF: &str = "OutOf";
-/// How the message of a pod begins that was not let in, as the kubelet's does. A node that is short of something
-/// refuses pods with the reason of those that it evicts: only this tells them apart.
+/// How the message of a pod begins that was not let in, as the kubelet's does. A node that is short of
+/// something refuses pods with the reason of those that it evicts: only this tells them apart.
 pub const REJECTED: &str = "Pod was rejected: ";
 
 /// Why a pod was ended, and how far that has come. It is a part of the pod's durable record.

@@ -191,7 +191,7 @@ impl Objects {
                     && references::tokens(pod).iter().any(|token| !self.tokens.contains_key(token))))
     }
 
-    /// Returns true if the ConfigMaps and Secrets that `pod` refers to are the same, or as absent, in `others`.
+    /// Returns true if the ConfigMaps and Secrets that `pod` refers to are the same, or absent, in both.
     pub fn are_same_for(&self, others: &Self, pod: &Pod) -> bool {
         references::of(pod).iter().all(|Reference { kind, namespace, name }| match kind {
             Kind::ConfigMap => self.config_map(namespace, name) == others.config_map(namespace, name),

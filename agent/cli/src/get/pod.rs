@@ -430,7 +430,7 @@ mod tests {
         };
         let (early, late) = ("2026-11-21T11:00:00Z", "2026-11-21T11:59:00Z");
         // Refused an hour ago, and again just now.
-        check(Value::Null, json!("2026-11-21T11:00:00.123456789Z"), json!(late), "59m");
+        check(Value::Null, json!("2026-11-21T11:00:00.123456789Z"), json!(late), "60m");
         // It ran before this agent did.
         check(Value::Null, json!(late), json!(early), "60m");
         check(Value::Null, json!("no time"), json!(late), "60s");

@@ -232,8 +232,8 @@ impl State {
             && self.memory_help.is_empty()
     }
 
-    /// Returns true if nothing calls for this setting now: of a burst the ladders of the containers in its cgroup
-    /// say so, of all others the node's.
+    /// Returns true if nothing calls for this setting now: of a burst the ladders of the containers in its
+    /// cgroup say so, of all others the node's.
     #[must_use]
     pub fn is_calm_for(&self, knob: &Knob) -> bool {
         match knob.kind {
