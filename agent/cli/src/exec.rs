@@ -33,7 +33,7 @@ pub struct ExecArgs {
     /// Hand standard input on to the command.
     #[arg(short = 'i', long)]
     stdin: bool,
-    /// Give the command a terminal.
+    /// Give the command a terminal; with -i, where standard input is one.
     #[arg(short, long)]
     tty: bool,
     #[command(flatten)]
@@ -69,17 +69,18 @@ impl Drop for RawTerminal {
 async fn exec(args: ExecArgs) -> anyhow::Result<i32> {
     let mut client = Client::connect(&args.agent.socket).await?;
     let terminal = args.tty && args.stdin && io::stdin().is_terminal();
-    if args.tty && !terminal {
-        eprintln!(
-            "standard input is no terminal, or -i is missing: the command's terminal has no size of yours"
-        );
+    // As kubectl: a terminal would not show the command the end of a file or a pipe, and it would wait for
+    // more.
+    let tty = args.tty && (terminal || !args.stdin);
+    if args.tty && !tty {
+        eprintln!("standard input is no terminal, so the command gets none either");
     }
     let (sender, receiver) = mpsc::channel(QUEUE);
     let start = proto::ExecStart {
         target: Some(args.of.target()),
         command: args.command,
         stdin: args.stdin,
-        tty: args.tty,
+        tty,
     };
     send(&sender, Input::Start(start)).await;
     let outputs = awaited(client.exec(ReceiverStream::new(receiver))).await?;

@@ -119,6 +119,10 @@ fn commands_run_in_containers_with_their_streams_and_their_exit_codes() {
         let (code, out, _) =
             node.cli(&["exec", "-t", "box", "--", "/bin/sh", "-c", "test -t 1 && echo a terminal"]);
         assert_eq!((code, out.as_str()), (Some(0), "a terminal\r\n"));
+        // What comes from a file ends, and the command sees that.
+        let piped = ["exec", "-it", "box", "--", "/bin/sh", "-c", "cat; test -t 1 || echo no terminal"];
+        let (code, out, error) = node.cli(&piped);
+        assert_eq!((code, out.as_str()), (Some(0), "no terminal\n"), "{error}");
     });
 }
 
