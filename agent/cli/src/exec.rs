@@ -76,12 +76,8 @@ async fn exec(args: ExecArgs) -> anyhow::Result<i32> {
         eprintln!("standard input is no terminal, so the command gets none either");
     }
     let (sender, receiver) = mpsc::channel(QUEUE);
-    let start = proto::ExecStart {
-        target: Some(args.of.target()),
-        command: args.command,
-        stdin: args.stdin,
-        tty,
-    };
+    let start =
+        proto::ExecStart { target: Some(args.of.target()), command: args.command, stdin: args.stdin, tty };
     send(&sender, Input::Start(start)).await;
     let outputs = awaited(client.exec(ReceiverStream::new(receiver))).await?;
     converse(args.stdin, terminal, sender, outputs).await
