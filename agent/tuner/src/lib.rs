@@ -141,20 +141,14 @@ pub async fn run(parts: Parts, shutdown: CancellationToken) {
 
 /// Finds the pods that run.
 enum Finder {
-    /// With those of the table that was last looked at.
-    Ours(CgroupConfig, Targets, Option<(Arc<PodTable>, Arc<[Target]>)>),
+    Ours(CgroupConfig, Targets),
     Foreign(Foreign),
 }
 
 impl Finder {
     fn find(&mut self, table: &Arc<PodTable>, engine: &mut Engine, now: std::time::Instant) -> Arc<[Target]> {
         match self {
-            Self::Ours(_, _, Some((known, found))) if Arc::ptr_eq(known, table) => Arc::clone(found),
-            Self::Ours(config, targets, known) => {
-                let found: Arc<[Target]> = targets.of(table, config).cloned().collect();
-                *known = Some((Arc::clone(table), Arc::clone(&found)));
-                found
-            }
+            Self::Ours(config, targets) => targets.of(table, config),
             Self::Foreign(foreign) => {
                 if let Some(cgroup) = foreign.best_effort() {
                     engine.look_for_best_effort_in(cgroup);
@@ -182,7 +176,7 @@ impl Parts {
 
     fn finder(&self) -> Finder {
         match &self.owner {
-            Owner::Us(config) => Finder::Ours(config.clone(), Targets::default(), None),
+            Owner::Us(config) => Finder::Ours(config.clone(), Targets::default()),
             Owner::Kubelet => Finder::Foreign(Foreign::new(Arc::clone(&self.cgroups))),
         }
     }

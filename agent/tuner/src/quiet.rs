@@ -16,7 +16,7 @@ use beelet_ebpf_abi::Counters as KernelCounters;
 use beelet_policy::tuner::Law;
 
 use super::{
-    sample::{LEAST_MICROS, Source, p99_us},
+    sample::{LEAST_MICROS, Source, p99_us, permille},
     targets::Target,
 };
 use beelet_cgroups::{Cgroups, Pressure};
@@ -102,10 +102,10 @@ struct StallCount {
 impl StallCount {
     /// Returns true if it grew by this many permille of the time since `before`, or if too little time went
     /// by to know.
-    fn grew_by(self, before: Self, permille: u64) -> bool {
+    fn grew_by(self, before: Self, bound: u64) -> bool {
         let micros = self.at.saturating_duration_since(before.at).as_micros();
-        micros < LEAST_MICROS
-            || u128::from(self.us.saturating_sub(before.us)) * 1000 / micros >= u128::from(permille)
+        let grown = || permille(self.us.saturating_sub(before.us), micros);
+        micros < LEAST_MICROS || u64::from(grown()) >= bound
     }
 }
 
@@ -152,7 +152,6 @@ mod tests {
 
     use super::*;
     use beelet_cgroups::{Hierarchy, Layout, Version};
-    use beelet_policy::qos::QosClass;
 
     struct Node {
         dir: tempfile::TempDir,
@@ -217,7 +216,7 @@ mod tests {
         fn tick(&mut self) -> bool {
             let waits = Arc::clone(&self.waits);
             let source: Source = Arc::new(move || waits.lock().unwrap().clone());
-            let (targets, law) = (["a", "b"].map(target), Law::default());
+            let (targets, law) = (["/kubepods/a", "/kubepods/b"].map(Target::burstable), Law::default());
             let pods = ("/kubepods", &targets[..], self.at_rest);
             self.quiet.tick(&self.cgroups, pods, Some(&source), &law, self.now).is_none()
         }
@@ -227,19 +226,6 @@ mod tests {
             let mut counters = KernelCounters::default();
             (counters.run_queue_waits[0], counters.run_queue_waits[13]) = (short, long);
             self.waits.lock().unwrap().insert(7, counters);
-        }
-    }
-
-    fn target(name: &str) -> Target {
-        Target {
-            name: name.to_owned(),
-            class: QosClass::Burstable,
-            cgroup: format!("/kubepods/{name}"),
-            cpu_request: 0,
-            memory_request: 0,
-            is_limited: false,
-            priority: 0,
-            containers: Vec::new(),
         }
     }
 

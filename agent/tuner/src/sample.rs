@@ -201,8 +201,7 @@ impl Rates {
         if micros < LEAST_MICROS {
             return Self::default();
         }
-        let permille =
-            |delta_us: u64| u32::try_from(u128::from(delta_us) * 1000 / micros).unwrap_or(u32::MAX);
+        let permille = |delta_us: u64| permille(delta_us, micros);
         let grown = |before: Option<u64>, now: Option<u64>| Some(permille(now?.checked_sub(before?)?));
         let waits = before.kernel.as_ref().zip(now.kernel.as_ref());
         let by_kernel = |of: fn(&KernelCounters) -> u64| {
@@ -223,6 +222,11 @@ impl Rates {
             }),
         }
     }
+}
+
+/// The part that `delta_us` is of `micros`, both in microseconds.
+pub(super) fn permille(delta_us: u64, micros: u128) -> u32 {
+    u32::try_from(u128::from(delta_us) * 1000 / micros.max(1)).unwrap_or(u32::MAX)
 }
 
 /// The 99th percentile of what came between two states of a histogram of powers of two, evenly spread within

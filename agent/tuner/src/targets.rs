@@ -1,6 +1,6 @@
 //! The pods that the tuner looks at, from the pod table. Pure.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 use beelet_policy::{
     cgroups::{CgroupConfig, pod_path},
@@ -44,29 +44,50 @@ pub struct TargetContainer {
     pub id: String,
 }
 
+#[cfg(test)]
+impl Target {
+    /// A Burstable pod without limits and containers in a cgroup, called so.
+    pub(super) fn burstable(cgroup: &str) -> Self {
+        Self {
+            name: cgroup.to_owned(),
+            class: QosClass::Burstable,
+            cgroup: cgroup.to_owned(),
+            cpu_request: 0,
+            memory_request: 0,
+            is_limited: false,
+            priority: 0,
+            containers: Vec::new(),
+        }
+    }
+}
+
 /// The pods with running containers, as they were when the table was last looked at: to read the amounts of
 /// all anew at each tick would be most of what a tick costs.
 #[derive(Debug, Default)]
 pub(super) struct Targets {
     known: Pods,
-    of: BTreeMap<PodName, Target>,
+    by_name: BTreeMap<PodName, Target>,
+    all: Arc<[Target]>,
 }
 
 impl Targets {
     /// Those of this table. One whose amounts can't be read is left out: it can't have been started.
-    pub(super) fn of(&mut self, table: &PodTable, config: &CgroupConfig) -> impl Iterator<Item = &Target> {
+    pub(super) fn of(&mut self, table: &PodTable, config: &CgroupConfig) -> Arc<[Target]> {
         let known = std::mem::replace(&mut self.known, table.pods.clone());
-        let changes = PodChanges::between(&known, &self.known);
-        for (name, _) in changes.gone {
-            self.of.remove(name);
+        let PodChanges { changed, gone } = PodChanges::between(&known, &self.known);
+        if !(changed.is_empty() && gone.is_empty()) {
+            for (name, _) in gone {
+                self.by_name.remove(name);
+            }
+            for (name, entry) in changed {
+                match target(entry, config) {
+                    Some(target) => self.by_name.insert(name.clone(), target),
+                    None => self.by_name.remove(name),
+                };
+            }
+            self.all = self.by_name.values().cloned().collect();
         }
-        for (name, entry) in changes.changed {
-            match target(entry, config) {
-                Some(target) => self.of.insert(name.clone(), target),
-                None => self.of.remove(name),
-            };
-        }
-        self.of.values()
+        Arc::clone(&self.all)
     }
 }
 

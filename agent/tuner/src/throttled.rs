@@ -11,7 +11,7 @@ use beelet_policy::{
 
 use super::{
     quiet::{ALERT, near},
-    sample::LEAST_MICROS,
+    sample::{LEAST_MICROS, permille},
     targets::Target,
 };
 
@@ -57,7 +57,7 @@ impl Throttled {
                 micros >= LEAST_MICROS
                     && throttled_ns.iter().any(|(path, ns)| {
                         let grown = before.throttled_ns.get(path).map_or(0, |was| ns.saturating_sub(*was));
-                        u128::from(grown) / micros >= u128::from(bound)
+                        u64::from(permille(grown / 1000, micros)) >= bound
                     })
             });
             let loud = if is_near { Some(now) } else { before.and_then(|before| before.loud) };
@@ -111,22 +111,15 @@ mod tests {
             fs::write(dir.parent().unwrap().join("cpu.stat"), "usage_usec 1\nthrottled_usec 0\n").unwrap();
             fs::write(dir.join("cpu.stat"), format!("usage_usec 1\nthrottled_usec {throttled_us}\n"))
                 .unwrap();
-            let pods = ["a", "b"].map(target);
+            let container = TargetContainer { name: "c".to_owned(), id: "1".to_owned() };
+            let limited = |cgroup| Target {
+                is_limited: true,
+                containers: vec![container.clone()],
+                ..Target::burstable(cgroup)
+            };
+            let pods = ["/a", "/b"].map(limited);
             let found = self.throttled.tick(&self.cgroups, &pods, &self.held, &Law::default(), self.now);
             found.into_iter().map(|pod| pod.name.clone()).collect()
-        }
-    }
-
-    fn target(name: &str) -> Target {
-        Target {
-            name: name.to_owned(),
-            class: QosClass::Burstable,
-            cgroup: format!("/{name}"),
-            cpu_request: 0,
-            memory_request: 0,
-            is_limited: true,
-            priority: 0,
-            containers: vec![TargetContainer { name: "c".to_owned(), id: "1".to_owned() }],
         }
     }
 
@@ -135,13 +128,13 @@ mod tests {
         let mut node = Node::new();
         // The bound is 5 %, and half of it is near.
         assert!(node.after("a", 24_000).is_empty());
-        assert_eq!(node.after("a", 50_000), ["a"]);
+        assert_eq!(node.after("a", 50_000), ["/a"]);
         for _ in 1..ALERT.as_secs() {
-            assert_eq!(node.after("a", 50_000), ["a"]);
+            assert_eq!(node.after("a", 50_000), ["/a"]);
         }
         assert!(node.after("a", 50_000).is_empty());
         assert!(node.after("b", 900_000).is_empty(), "the first look tells nothing");
-        assert_eq!(node.after("b", 1_900_000), ["b"]);
+        assert_eq!(node.after("b", 1_900_000), ["/b"]);
     }
 
     #[test]
@@ -149,7 +142,7 @@ mod tests {
         let mut node = Node::new();
         let knob = Knob { cgroup: "/a/1".to_owned(), kind: KnobKind::Burst };
         node.held.insert(knob.clone(), 1);
-        assert_eq!(node.after("a", 0), ["a"]);
+        assert_eq!(node.after("a", 0), ["/a"]);
         node.held.remove(&knob);
         assert!(node.after("a", 0).is_empty());
     }
