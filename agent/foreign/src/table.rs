@@ -15,7 +15,7 @@ use k8s_openapi::api::core::v1::{
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 
 use beelet_model::labels;
-use beelet_model::status::timestamp;
+use beelet_model::status::{OBSERVED, timestamp};
 use beelet_model::table::{PodEntry, PodName, PodTable};
 
 /// One look at the runtime.
@@ -60,14 +60,14 @@ impl Listing<'_> {
     fn pod(&self, name: &PodName, sandbox: &cri::PodSandbox) -> Pod {
         let details = self.sandbox_details.get(&sandbox.id);
         let all = self.newest_containers(sandbox);
-        let phase = phase(sandbox, &all.iter().map(|one| self.status(one.newest)).collect::<Vec<_>>());
-        let (inits, containers): (Vec<_>, Vec<_>) = all.iter().partition(|one| self.is_init(one, &all));
-        let statuses =
-            |of: &[&Attempts<'_>]| of.iter().map(|one| self.status(one.newest)).collect::<Vec<_>>();
-        let specs = |of: &[&Attempts<'_>]| of.iter().map(|one| container(one.newest)).collect::<Vec<_>>();
-        let init_statuses =
-            statuses(&inits).into_iter().map(|status| ContainerStatus { ready: true, ..status });
-        let init_statuses: Vec<_> = init_statuses.collect();
+        let statuses: Vec<ContainerStatus> = all.iter().map(|one| self.status(one.newest)).collect();
+        let phase = phase(sandbox, &statuses);
+        let (inits, own): (Vec<_>, Vec<_>) =
+            all.iter().zip(statuses).partition(|(one, _)| self.is_init(one, &all));
+        let of = |(one, status): (&Attempts<'_>, ContainerStatus)| (container(one.newest), status);
+        let (init_specs, mut init_statuses): (Vec<_>, Vec<_>) = inits.into_iter().map(of).unzip();
+        init_statuses.iter_mut().for_each(|status| status.ready = true);
+        let (specs, statuses) = own.into_iter().map(of).unzip();
         let ip = details.and_then(|details| details.network.as_ref()).map(|network| network.ip.clone());
         let ip = ip.filter(|ip| !ip.is_empty());
         let host_network = details.is_some_and(|details| {
@@ -85,8 +85,8 @@ impl Listing<'_> {
                 ..ObjectMeta::default()
             },
             spec: Some(PodSpec {
-                init_containers: (!inits.is_empty()).then(|| specs(&inits)),
-                containers: specs(&containers),
+                init_containers: (!init_specs.is_empty()).then_some(init_specs),
+                containers: specs,
                 node_name: Some(self.node.to_owned()),
                 host_network: host_network.then_some(true),
                 ..PodSpec::default()
@@ -97,8 +97,8 @@ impl Listing<'_> {
                 pod_ip: ip.clone(),
                 pod_ips: ip.map(|ip| vec![PodIP { ip }]),
                 conditions: Some(vec![unknown_readiness()]),
-                init_container_statuses: (!inits.is_empty()).then_some(init_statuses),
-                container_statuses: Some(statuses(&containers)),
+                init_container_statuses: (!init_statuses.is_empty()).then_some(init_statuses),
+                container_statuses: Some(statuses),
                 ..PodStatus::default()
             }),
         }
@@ -113,20 +113,16 @@ impl Listing<'_> {
         let mut by_name: HashMap<&str, Attempts<'_>> = HashMap::new();
         for one in self.containers.iter().filter(of_pod) {
             let known = by_name.entry(container_name(one)).or_insert(Attempts::of(one));
-            // In another sandbox the pod began anew.
-            let (older, newer) = if one.created_at > known.newest.created_at {
-                (known.newest, one)
-            } else {
-                (one, known.newest)
-            };
-            let first = if older.pod_sandbox_id == newer.pod_sandbox_id {
-                known.first.min(one.created_at)
-            } else if newer.id == one.id {
-                one.created_at
-            } else {
-                known.first
-            };
-            *known = Attempts { newest: newer, first };
+            let is_newer = one.created_at > known.newest.created_at;
+            if one.pod_sandbox_id == known.newest.pod_sandbox_id {
+                known.first = known.first.min(one.created_at);
+            } else if is_newer {
+                // In another sandbox the pod began anew.
+                known.first = one.created_at;
+            }
+            if is_newer {
+                known.newest = one;
+            }
         }
         let mut newest: Vec<_> = by_name.into_values().collect();
         newest.sort_by_key(|one| (one.first, one.newest.id.clone()));
@@ -267,7 +263,7 @@ fn unknown_readiness() -> PodCondition {
     PodCondition {
         type_: "Ready".to_owned(),
         status: "Unknown".to_owned(),
-        reason: Some("Observed".to_owned()),
+        reason: Some(OBSERVED.to_owned()),
         ..PodCondition::default()
     }
 }

@@ -4,6 +4,9 @@ pub use beelet_ebpf_abi::OomKill;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
 
+/// Why the readiness of a pod that another agent runs is not known: it is only observed.
+pub const OBSERVED: &str = "Observed";
+
 /// Returns true if all of a pod's containers have ended for good.
 #[must_use]
 pub fn has_ended(status: Option<&core::PodStatus>) -> bool {

@@ -7,6 +7,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use crate::why::Warnings;
 use beelet_model::labels::ANNOTATION_SEEN;
+use beelet_model::status::OBSERVED;
 use beelet_model::table::{PodEntry, PodName, ReadinessEdge};
 
 pub(super) const NARROW: &[&str] = &["NAMESPACE", "NAME", "READY", "STATUS", "RESTARTS", "AGE"];
@@ -76,8 +77,7 @@ pub(super) fn row(entry: &PodEntry, now: Timestamp, wide: Option<&Warnings>) -> 
 /// Only the kubelet knows of a pod that is observed.
 fn is_readiness_known(pod: &Pod) -> bool {
     let mut conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
-    !conditions
-        .any(|c| c.type_ == "Ready" && c.status == "Unknown" && c.reason.as_deref() == Some("Observed"))
+    !conditions.any(|c| c.type_ == "Ready" && c.status == "Unknown" && c.reason.as_deref() == Some(OBSERVED))
 }
 
 /// How many of a pod's readiness gates are open, as kubectl has it; None if it has none.
