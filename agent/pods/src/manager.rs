@@ -451,13 +451,9 @@ impl Manager {
             || Arc::new(record.as_ref().map(|r| next_counts(r.status.as_deref())).unwrap_or_default());
         let counts = left.unwrap_or_else(known);
         let debuggers = record.as_ref().map(|record| record.debuggers.clone()).unwrap_or_default();
-        let (netns, processes) = record
-            .as_ref()
-            .map(|record| (record.netns.clone(), record.processes.clone()))
-            .unwrap_or_default();
-        let (probes, hooked, oom, status, failure, edge) = match record {
-            Some(record) => {
-                (record.probes, record.hooked, record.oom, record.status, record.failure, record.edge)
+        let (probes, hooked, oom, status, failure, edge, netns, processes) = match record {
+            Some(PodRecord { probes, hooked, oom, status, failure, edge, netns, processes, .. }) => {
+                (probes, hooked, oom, status, failure, edge, netns, processes)
             }
             None => Default::default(),
         };
