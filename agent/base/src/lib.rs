@@ -7,6 +7,7 @@ pub mod clock;
 mod error;
 pub mod filesystem;
 pub mod folder;
+pub mod kernel_file;
 pub mod kubelet_counter;
 pub mod lock;
 pub mod mountinfo;

@@ -45,7 +45,7 @@ pub use stats::{CpuUse, Pressure};
 use self::names::Names;
 use self::order::Change;
 use self::systemd::Slices;
-use beelet_base::mountinfo;
+use beelet_base::{kernel_file, mountinfo};
 use beelet_policy::cgroups::CgroupDriver;
 
 /// What one cgroup's files must hold, by file name.
@@ -353,10 +353,8 @@ impl Cgroups {
     #[must_use]
     pub fn read(&self, path: &str, file: &str) -> Option<String> {
         let hierarchy = self.hierarchy_of_file(file)?;
-        let text =
-            fs::read_to_string(hierarchy.mount.join(self.relative(path).ok()?).join(checked_file(file)?))
-                .ok()?;
-        Some(text.trim_end().to_owned())
+        let path = hierarchy.mount.join(self.relative(path).ok()?).join(checked_file(file)?);
+        Some(kernel_file::read_to_string(path).ok()?.trim_end().to_owned())
     }
 
     /// The id by which the kernel half knows the cgroup `path`: the inode of its cgroup2 directory.

@@ -1,7 +1,8 @@
 //! What cgroups use and how they suffer, as numbers with one unit on both versions.
 
-use std::fs;
 use std::path::PathBuf;
+
+use beelet_base::kernel_file;
 
 use super::{Cgroups, Version};
 
@@ -61,7 +62,7 @@ impl Cgroups {
             Pressure::Cpu => "cpu.pressure",
             Pressure::Memory => "memory.pressure",
         };
-        some_total(&fs::read_to_string(self.cgroup2_path(path)?.join(file)).ok()?)
+        some_total(&kernel_file::read_to_string(self.cgroup2_path(path)?.join(file)).ok()?)
     }
 
     fn text(&self, controller: &str, path: &str, file: &str) -> Option<String> {
@@ -73,7 +74,7 @@ impl Cgroups {
             }
         };
         let dir: PathBuf = hierarchy.mount.join(self.relative(path).ok()?);
-        fs::read_to_string(dir.join(file)).ok()
+        kernel_file::read_to_string(dir.join(file)).ok()
     }
 }
 

@@ -1,7 +1,6 @@
 //! The machine's memory and process ids, from procfs and the pods' cgroup.
 
-use std::fs;
-
+use beelet_base::kernel_file;
 use beelet_policy::{eviction::Observation, quantity::Quantity};
 
 use super::Error;
@@ -56,7 +55,7 @@ fn observation(available: i64, capacity: i64) -> Observation {
 }
 
 fn read(file: &'static str) -> Result<String, Error> {
-    fs::read_to_string(file).map_err(|source| Error::Read { file, source })
+    kernel_file::read_to_string(file).map_err(|source| Error::Read { file, source })
 }
 
 #[cfg(test)]

@@ -3,7 +3,6 @@
 //! allowed, one reading at a time.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::fs;
 use std::sync::Arc;
 
 use jiff::Timestamp;
@@ -20,6 +19,7 @@ use super::parse;
 use super::rates::{grown, share};
 use super::who::Names;
 use beelet_base::clock::monotonic_ns;
+use beelet_base::kernel_file;
 use beelet_cgroups::Cgroups;
 use beelet_cgroups::read::CgroupDirs;
 use beelet_model::disk::{DiskUse, Places, VolumesUse};
@@ -302,7 +302,7 @@ impl Sampler {
     }
 
     fn machine(&mut self, at_ns: u64, full: bool) -> Machine {
-        let read = |file: &str| fs::read_to_string(format!("/proc/{file}")).unwrap_or_default();
+        let read = |file: &str| kernel_file::read_to_string(format!("/proc/{file}")).unwrap_or_default();
         let (stat, meminfo) = (read("stat"), read("meminfo"));
         let (cpu_ns, booted) = parse::machine_cpu(&stat, rustix::param::clock_ticks_per_second());
         let stalls = ["cpu", "memory", "io"].map(|kind| parse::stalls(&read(&format!("pressure/{kind}"))));

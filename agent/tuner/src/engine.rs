@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use beelet_policy::tuner::{self as policy, Knob, KnobKind, Observed, Supports, TunerStep};
@@ -29,6 +29,8 @@ use beelet_state::State;
 
 /// The cgroup of all BestEffort pods, from the cgroup root, where the pods are ours; both drivers name it so.
 const BEST_EFFORT: &str = "/kubepods/besteffort";
+/// How long the files that a cgroup has are believed.
+const SUPPORTS_HOLD: Duration = Duration::from_secs(10);
 
 /// Puts back what an agent that ended without doing it had set. For the start, before anything else writes
 /// cgroups: while one is idle the kernel refuses its weight. How many settings were.
@@ -69,6 +71,8 @@ pub struct Engine {
     quiet: Quiet,
     throttled: Throttled,
     best_effort: String,
+    /// What can be set here, and when that was found.
+    supports: Option<(Instant, Supports)>,
     /// The cgroups belong to a kubelet.
     is_guest: bool,
     rung: Rung,
@@ -113,6 +117,7 @@ impl Engine {
             quiet: Quiet::default(),
             throttled: Throttled::default(),
             best_effort: BEST_EFFORT.to_owned(),
+            supports: None,
             is_guest: false,
             rung: Rung::Unused,
             state: policy::State::default(),
@@ -141,7 +146,9 @@ impl Engine {
 
     /// Looks for BestEffort pods here, not in `/kubepods/besteffort`.
     pub(crate) fn look_for_best_effort_in(&mut self, cgroup: String) {
-        self.best_effort = cgroup;
+        if self.best_effort != cgroup {
+            (self.best_effort, self.supports) = (cgroup, None);
+        }
     }
 
     /// Looks at the node with these pods at `now`, and does what is to be done.
@@ -151,16 +158,18 @@ impl Engine {
         self.yield_overwritten(now);
         self.settle(now);
         self.rung.tick(&self.cgroups, pods, &self.metrics);
-        let mut supports = knobs::supports(&self.cgroups, &self.best_effort);
-        if self.is_guest {
-            (supports.idle, supports.burst) = (false, false);
-        }
+        let supports = self.supports(now);
         let all_pods = self.best_effort.rsplit_once('/').map_or("/", |(parent, _)| parent);
         let law = &self.settings.law;
         let looked = (all_pods, pods, self.state.is_at_rest());
         let waits = self.quiet.tick(&self.cgroups, looked, self.waits.as_ref(), law, now);
         let throttled = self.throttled.tick(&self.cgroups, pods, &self.state.held, law, now);
         let sampled = if waits.is_some() { pods.iter().collect() } else { throttled };
+        if sampled.is_empty() && self.state.is_at_rest() {
+            // There is nothing to decide: what BestEffort pods use need not be known.
+            self.sampler = Sampler::default();
+            return self.act(&Observed { supports, ..Observed::default() }, now);
+        }
         let kernel = (waits.unwrap_or_default(), self.holders.as_ref());
         let mut seen = self.sampler.sample(&self.cgroups, kernel, &self.best_effort, supports, &sampled, now);
         let is_moot = self.rung.is_loaded();
@@ -168,6 +177,21 @@ impl Engine {
             seen.pods.iter_mut().for_each(|pod| pod.can_cap = false);
         }
         self.act(&seen, now)
+    }
+
+    /// What can be set here. It is asked for again after a while, and at each tick before the cgroup is there.
+    fn supports(&mut self, now: Instant) -> Supports {
+        if let Some((at, supports)) = self.supports
+            && now.saturating_duration_since(at) < SUPPORTS_HOLD
+        {
+            return supports;
+        }
+        let mut supports = knobs::supports(&self.cgroups, &self.best_effort);
+        if self.is_guest {
+            (supports.idle, supports.burst) = (false, false);
+        }
+        self.supports = (supports != Supports::default()).then_some((now, supports));
+        supports
     }
 
     /// Decides for what was seen, and does it: a tick without the look.
