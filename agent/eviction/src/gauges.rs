@@ -63,8 +63,15 @@ impl Gauge {
         Self { of_memory: true, ..self }
     }
 
-    /// Reads on and on, and puts what it reads on the board.
-    pub(super) async fn run(self, board: LatestReadings, hints: Hints, thresholds: Vec<Threshold>) {
+    /// Reads on and on, and puts what it reads on the board. Gauges with the same `start` read in the same
+    /// moments: the agent wakes once per second for all of them.
+    pub(super) async fn run(
+        self,
+        board: LatestReadings,
+        hints: Hints,
+        thresholds: Vec<Threshold>,
+        start: Instant,
+    ) {
         let mut hinted = hints.subscribe();
         let mut before: Option<(Instant, Observations)> = None;
         let mut trouble: Option<String> = None;
@@ -87,11 +94,11 @@ impl Gauge {
             board.put(&seen, began, self.stale_after);
             before = Some((began, seen));
             let pace = if near || hints.within(HINTED) { FAST } else { SLOW };
-            tokio::time::sleep(LEAST).await;
+            let ended = Instant::now();
             tokio::select! {
-                () = tokio::time::sleep(pace.saturating_sub(LEAST)) => {}
+                () = tokio::time::sleep_until(next_reading(start, ended, pace)) => {}
                 // It lives as long as its clone here.
-                _ = hinted.changed() => {}
+                _ = hinted.changed() => tokio::time::sleep_until(ended + LEAST).await,
             }
         }
     }
@@ -121,6 +128,13 @@ pub fn of_the_machine(cgroups: &Arc<Cgroups>) -> Vec<Gauge> {
             machine::pids().map(|seen| [(Signal::PidAvailable, seen)].into())
         }),
     ]
+}
+
+/// The first of the moments that lie `pace` apart from `start` on, and at least [`LEAST`] after `now`.
+fn next_reading(start: Instant, now: Instant, pace: Duration) -> Instant {
+    let past = now.saturating_duration_since(start) + LEAST;
+    let turns = past.as_nanos().div_ceil(pace.as_nanos().max(1));
+    start + pace.saturating_mul(u32::try_from(turns).unwrap_or(u32::MAX))
 }
 
 /// The part of a reading that can be believed, and why not all of it: nothing has no capacity, and no more is
@@ -279,7 +293,12 @@ mod tests {
             Ok(observe(shown.load(Ordering::Relaxed), 10_000))
         });
         let hints = Hints::default();
-        let running = tokio::spawn(gauge.run(LatestReadings::default(), hints.clone(), vec![below("100")]));
+        let running = tokio::spawn(gauge.run(
+            LatestReadings::default(),
+            hints.clone(),
+            vec![below("100")],
+            Instant::now(),
+        ));
         let within = async |time: Duration| {
             let before = reads.load(Ordering::Relaxed);
             tokio::time::sleep(time).await;
@@ -304,6 +323,17 @@ mod tests {
         within(SLOW).await;
         assert!(slow.contains(&within(10 * SLOW).await));
         running.abort();
+    }
+
+    #[test]
+    fn gauges_read_in_the_same_moments_however_long_each_reading_takes() {
+        let start = Instant::now();
+        let ms = |ms: u64| start + Duration::from_millis(ms);
+        assert_eq!(next_reading(start, start, SLOW), ms(1000));
+        assert_eq!(next_reading(start, ms(3), SLOW), ms(1000));
+        assert_eq!(next_reading(start, ms(990), SLOW), ms(1000));
+        assert_eq!(next_reading(start, ms(991), SLOW), ms(2000));
+        assert_eq!(next_reading(start, ms(4200), FAST), ms(4300));
     }
 
     #[test]

@@ -176,7 +176,7 @@ impl Eviction {
         let mut gauges = JoinSet::new();
         for gauge in std::mem::take(&mut self.parts.gauges) {
             let hints = if gauge.of_memory { &self.parts.hints } else { &self.look_again };
-            gauges.spawn(gauge.run(self.board.clone(), hints.clone(), self.thresholds.clone()));
+            gauges.spawn(gauge.run(self.board.clone(), hints.clone(), self.thresholds.clone(), self.began));
         }
         let work = async {
             loop {
