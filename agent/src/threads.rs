@@ -10,7 +10,7 @@ use tokio::runtime::{Builder, Runtime};
 /// # Errors
 /// The system gives no threads.
 pub(crate) fn runtime(workers: usize) -> io::Result<Runtime> {
-    beelet_bpf::share_arenas();
+    beelet_bpf::tame_allocator();
     Builder::new_multi_thread()
         .worker_threads(workers)
         .thread_keep_alive(Duration::from_secs(1))

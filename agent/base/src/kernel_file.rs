@@ -9,8 +9,8 @@ use std::{
 /// What most of them fit in.
 const USUAL: usize = 4096;
 
-/// The whole text of a file. [`std::fs::read_to_string`] asks for the file's size first, which such a file does
-/// not have, and then reads it in steps from 32 bytes on: seven system calls where this takes four.
+/// The whole text of a file. [`std::fs::read_to_string`] asks for the file's size first, which such a file
+/// does not have, and then reads it in steps from 32 bytes on: seven system calls where this takes four.
 ///
 /// # Errors
 /// The file cannot be opened or read, or is not text.

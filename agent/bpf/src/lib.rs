@@ -30,7 +30,7 @@ mod stale_counters;
 mod sweep;
 mod sys;
 
-pub use sys::{give_memory_back, share_arenas, watched};
+pub use sys::{give_memory_back, tame_allocator, watched};
 
 pub use beelet_ebpf_abi::{Counters, Drops, NOBODY, OomKill, WAIT_BUCKETS};
 pub use capability::{Capability, NOT_NEEDED, ProgramInfo, programs};

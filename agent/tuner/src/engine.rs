@@ -179,7 +179,7 @@ impl Engine {
         self.act(&seen, now)
     }
 
-    /// What can be set here. It is asked for again after a while, and at each tick before the cgroup is there.
+    /// What can be set here. It is asked for again after a while, and at each tick until the cgroup is there.
     fn supports(&mut self, now: Instant) -> Supports {
         if let Some((at, supports)) = self.supports
             && now.saturating_duration_since(at) < SUPPORTS_HOLD

@@ -55,7 +55,7 @@ const HEALTHZ: f64 = 100.0;
 /// Bare calls under way: with more, the two cores of a small machine only share them.
 const AT_ONCE: usize = 8;
 /// How long the node rests before it is measured.
-const REST: Duration = Duration::from_secs(15);
+pub(super) const REST: Duration = Duration::from_secs(15);
 
 /// One size of node and the names of its rows.
 struct Size {
@@ -210,7 +210,7 @@ fn settle(owner: &mut Owner, size: &Size, quick: bool, rows: &mut Vec<Row>) -> R
 }
 
 /// Names of pods that were ready and then weren't, as they come.
-fn losses(agent: &Agent) -> Result<mpsc::Receiver<String>> {
+pub(super) fn losses(agent: &Agent) -> Result<mpsc::Receiver<String>> {
     let mut before = BTreeSet::new();
     super::watch_pods(agent, move |watch, _| {
         let is_ready = |(name, pod): (&String, &PodView)| pod.ready().then(|| name.clone());

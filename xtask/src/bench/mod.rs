@@ -18,6 +18,7 @@ mod observe;
 mod owner;
 mod pressure;
 mod probes;
+mod simulated;
 mod tuner;
 
 use crate::progress::Step;
@@ -76,6 +77,8 @@ enum What {
     Pressure,
     /// From a container's end to its next start, and from a manifest to a running pod
     Lifecycle,
+    /// A node of up to 5,000 pods on a runtime in memory: what grows with the pods, and how
+    Simulated,
     /// A server's latency beside a noisy neighbour, without and with the tuner
     Tuner,
 }
@@ -262,6 +265,7 @@ fn measure(what: What, binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Resul
         What::Probes => probes::run(binary, quick, rows)?,
         What::Pressure => rows.extend(pressure::run(binary, quick)?),
         What::Lifecycle => lifecycle::run(binary, quick, rows)?,
+        What::Simulated => simulated::run(binary, quick, rows)?,
         What::Tuner => rows.extend(tuner::run(binary, quick)?),
     }
     Ok(())

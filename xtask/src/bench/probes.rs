@@ -267,7 +267,7 @@ pub(super) fn watch_readiness(agent: &Agent, pod: &str) -> Result<mpsc::Receiver
     })
 }
 
-fn next_change(changes: &mpsc::Receiver<Change>, expected: bool) -> Result<u64> {
+pub(super) fn next_change(changes: &mpsc::Receiver<Change>, expected: bool) -> Result<u64> {
     let mut waited = Duration::ZERO;
     loop {
         let slice = Duration::from_millis(200);
