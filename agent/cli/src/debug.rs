@@ -22,7 +22,9 @@ use beelet_client::{Client, Event};
 ///
 /// Adds an ephemeral container to a static pod. It has the pod's network and volumes' names, and with
 /// --target sees the processes of another container. It is started once, and goes with the pod; its name
-/// stays taken until then. Pods of an API server get such containers there (kubectl debug).
+/// stays taken until then. With -i the exit status is 0 once its streams have ended, whatever its command
+/// ended with, as with kubectl debug; `beelet describe pod` says that. Pods of an API server get such
+/// containers there (kubectl debug).
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  beelet debug web --image busybox:1.36 -it\n  beelet debug web --image busybox:1.36 \
