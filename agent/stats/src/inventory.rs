@@ -59,9 +59,9 @@ fn containers(pod: &Pod, status: &PodStatus, readiness_known: bool) -> Vec<Conta
     let init = status.init_container_statuses.iter().flatten();
     let init = init.map(|status| container(status, runs_to_its_end(&status), readiness_known));
     let main = status.container_statuses.iter().flatten();
-    // An ephemeral one is never called ready.
+    // An ephemeral one is never called ready, and its end is no trouble of the pod's.
     let ephemeral = status.ephemeral_container_statuses.iter().flatten();
-    let ephemeral = ephemeral.map(|status| container(status, false, false));
+    let ephemeral = ephemeral.map(|status| container(status, true, false));
     init.chain(main.map(|status| container(status, false, readiness_known))).chain(ephemeral).collect()
 }
 
@@ -126,17 +126,22 @@ mod tests {
                 "containerStatuses": [
                     {"name": "app", "image": "a", "imageID": "", "ready": false, "restartCount": 3, "state": {"waiting": {"reason": "CrashLoopBackOff"}}},
                 ],
+                "ephemeralContainerStatuses": [
+                    {"name": "debugger", "image": "b", "imageID": "", "ready": false, "restartCount": 0, "state": {"terminated": {"exitCode": 3, "reason": "Error"}}},
+                ],
             },
         }));
         assert_eq!((pod.uid.as_str(), pod.qos.as_str(), pod.phase.as_str()), ("u-1", "Burstable", "Running"));
         assert_eq!(pod.ready, Some(false));
         assert_eq!(pod.not_ready, "ContainersNotReady: containers with unready status: [app]");
-        let [init, mesh, app] = &pod.containers[..] else { panic!("{:?}", pod.containers) };
+        let [init, mesh, app, debugger] = &pod.containers[..] else { panic!("{:?}", pod.containers) };
         assert_eq!((init.init, init.ready, init.id.as_str()), (true, None, "aa"));
         assert_eq!(init.state, State::Ended("Completed".into()));
         assert_eq!((mesh.init, mesh.ready, mesh.state.clone()), (false, Some(true), State::Running));
         assert_eq!((app.restarts, app.ready, app.id.as_str()), (3, Some(false), ""));
         assert_eq!(app.state, State::Waiting("CrashLoopBackOff".into()));
+        assert_eq!((debugger.init, debugger.ready), (true, None));
+        assert_eq!(debugger.state, State::Ended("Error".into()));
     }
 
     #[test]

@@ -264,7 +264,7 @@ pub struct ContainerStats {
     pub id: String,
     /// The image, as the pod's status has it.
     pub image: String,
-    /// An init container that runs to its end.
+    /// It runs to its end, and says nothing of the pod then: an init container or an ephemeral one.
     pub init: bool,
     /// How often it was started again.
     pub restarts: u32,
