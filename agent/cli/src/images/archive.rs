@@ -8,8 +8,10 @@ use anyhow::Context as _;
 use beelet_client::Client;
 use beelet_proto::beelet as proto;
 use beelet_proto::beelet::import_input::Input;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt as _};
 
 use super::{ExportArgs, ImportArgs};
 use crate::plain;
@@ -74,24 +76,49 @@ fn send(mut source: Box<dyn Read + Send>, sender: &mpsc::Sender<proto::ImportInp
 
 pub(super) async fn export(args: &ExportArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
-    let mut pieces = client.export_images(args.images.clone()).await?;
+    let pieces = client.export_images(args.images.clone()).await?;
+    let mut pieces = pieces.map(|piece| Ok(piece.map_err(beelet_client::ClientError::from)?.data));
     // What can't be exported is said before a file is made.
-    let Some(first) = next(&mut pieces).await? else { anyhow::bail!("the agent sent nothing") };
+    let Some(first) = pieces.next().await.transpose()? else { anyhow::bail!("the agent sent nothing") };
     if is_standard(&args.output) {
-        let mut out = io::stdout();
-        return write(first, &mut pieces, &mut out).await.map(drop);
+        return write(first, &mut pieces, &mut io::stdout()).await.map(drop);
     }
-    let part = part(&args.output);
+    let bytes = write_file(first, &mut pieces, &args.output, told_to_end()).await?;
+    println!("{}: {}", args.output.display(), crate::gc::size(bytes));
+    Ok(())
+}
+
+/// Writes all pieces to a file that is there whole or not at all; how many bytes that were.
+async fn write_file(
+    first: Vec<u8>,
+    pieces: &mut (impl Stream<Item = anyhow::Result<Vec<u8>>> + Unpin),
+    output: &Path,
+    ended: impl Future<Output = anyhow::Result<&'static str>>,
+) -> anyhow::Result<u64> {
+    let part = part(output);
     let mut file = File::create(&part).with_context(|| format!("cannot write {}", part.display()))?;
-    let written = write(first, &mut pieces, &mut file).await;
+    let written = tokio::select! {
+        written = write(first, pieces, &mut file) => written,
+        ended = ended => ended.and_then(|signal| Err(anyhow::anyhow!("ended by {signal}"))),
+    };
+    let written = written.and_then(|bytes| fs::rename(&part, output).map(|()| bytes).map_err(Into::into));
     if written.is_err() {
         // Half an archive is of no use to anybody.
         let _ = fs::remove_file(&part);
     }
-    let bytes = written?;
-    fs::rename(&part, &args.output).with_context(|| format!("cannot write {}", args.output.display()))?;
-    println!("{}: {}", args.output.display(), crate::gc::size(bytes));
-    Ok(())
+    written.with_context(|| format!("{} is not written", output.display()))
+}
+
+/// Waits for a signal that would end the command; which one it was.
+async fn told_to_end() -> anyhow::Result<&'static str> {
+    let on = |kind| signal(kind).context("cannot wait for signals");
+    let (mut interrupt, mut terminate) = (on(SignalKind::interrupt())?, on(SignalKind::terminate())?);
+    let mut hangup = on(SignalKind::hangup())?;
+    Ok(tokio::select! {
+        _ = interrupt.recv() => "Ctrl-C",
+        _ = terminate.recv() => "SIGTERM",
+        _ = hangup.recv() => "SIGHUP",
+    })
 }
 
 /// What a file is called until it is whole.
@@ -101,15 +128,10 @@ fn part(path: &Path) -> PathBuf {
     name.into()
 }
 
-async fn next(pieces: &mut tonic::Streaming<proto::ExportPiece>) -> anyhow::Result<Option<Vec<u8>>> {
-    let piece = pieces.message().await.map_err(beelet_client::ClientError::from)?;
-    Ok(piece.map(|piece| piece.data))
-}
-
 /// Writes all pieces; how many bytes that were.
 async fn write(
     first: Vec<u8>,
-    pieces: &mut tonic::Streaming<proto::ExportPiece>,
+    pieces: &mut (impl Stream<Item = anyhow::Result<Vec<u8>>> + Unpin),
     out: &mut impl Write,
 ) -> anyhow::Result<u64> {
     let mut piece = Some(first);
@@ -117,8 +139,39 @@ async fn write(
     while let Some(data) = piece {
         out.write_all(&data).context("cannot write the archive")?;
         bytes += data.len() as u64;
-        piece = next(pieces).await?;
+        piece = pieces.next().await.transpose()?;
     }
     out.flush().context("cannot write the archive")?;
     Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::pending;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn an_archive_is_there_whole_or_not_at_all() {
+        let dir = tempfile::tempdir().unwrap();
+        let output = dir.path().join("images.tar");
+        let here = || {
+            let names = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name());
+            names.collect::<Vec<_>>()
+        };
+        let piece = || b"piece".to_vec();
+        // Ctrl-C while the next piece is awaited.
+        let mut waits = tokio_stream::pending();
+        let interrupted = write_file(piece(), &mut waits, &output, async { Ok("Ctrl-C") }).await;
+        let words = format!("{:#}", interrupted.unwrap_err());
+        assert_eq!(words, format!("{} is not written: ended by Ctrl-C", output.display()));
+        assert!(here().is_empty(), "{:?}", here());
+        let mut breaks = tokio_stream::iter([Err(anyhow::anyhow!("the agent has gone"))]);
+        write_file(piece(), &mut breaks, &output, pending()).await.unwrap_err();
+        assert!(here().is_empty(), "{:?}", here());
+        let mut ends = tokio_stream::iter([Ok(piece())]);
+        assert_eq!(write_file(piece(), &mut ends, &output, pending()).await.unwrap(), 10);
+        assert_eq!(here(), ["images.tar"]);
+        assert_eq!(fs::read(output).unwrap(), b"piecepiece");
+    }
 }
