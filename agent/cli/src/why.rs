@@ -25,8 +25,13 @@ impl Warnings {
     pub(crate) fn why(&self, pod: &Pod, now: Timestamp) -> Option<String> {
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
         let own = self.0.iter().filter(|event| event.uid == uid);
-        let warnings: Vec<Warning<'_>> =
-            own.map(|event| Warning { container: &event.container, message: &event.message }).collect();
+        let warnings: Vec<Warning<'_>> = own
+            .map(|event| Warning {
+                container: &event.container,
+                message: &event.message,
+                at: Timestamp::from_nanosecond(event.last_ns.into()).unwrap_or_default(),
+            })
+            .collect();
         why(pod, &warnings, now)
     }
 }

@@ -20,6 +20,8 @@ pub struct Warning<'a> {
     pub container: &'a str,
     /// What happened.
     pub message: &'a str,
+    /// When it happened last.
+    pub at: Timestamp,
 }
 
 /// The cause, or None if nothing is wrong. `warnings` are of this pod, the newest last.
@@ -38,7 +40,7 @@ pub fn why(pod: &Pod, warnings: &[Warning<'_>], now: Timestamp) -> Option<String
     let of_init = statuses(status.init_container_statuses.as_ref()).find_map(|one| look.container(one, init));
     let of_main =
         || statuses(status.container_statuses.as_ref()).find_map(|one| look.container(one, &spec.containers));
-    of_init.or_else(of_main).or_else(|| look.newest("").filter(|_| !is_ready(status)))
+    of_init.or_else(of_main).or_else(|| look.newest("", None).filter(|_| !is_ready(status)))
 }
 
 fn statuses(all: Option<&Vec<ContainerStatus>>) -> impl Iterator<Item = &ContainerStatus> {
@@ -77,14 +79,21 @@ impl PodFacts<'_> {
         if container.ready || !specs.iter().any(|spec| spec.name == *name && is_awaited(spec)) {
             return None;
         }
-        let cause = self.newest(name);
+        // What was wrong with the one before it is no cause any more.
+        let started = state.running.as_ref().and_then(|running| running.started_at.as_ref());
+        let cause = self.newest(name, started.map(|time| time.0));
         let cause = cause.unwrap_or_else(|| format!("container {name}: its probes have not passed yet"));
         Some(format!("{cause}{}", self.unready_since().map_or_else(String::new, |text| format!(" ({text})"))))
     }
 
-    /// The newest warning about a container, or about the pod itself.
-    fn newest(&self, container: &str) -> Option<String> {
+    /// The newest warning about a container, or about the pod itself, from `since` on and from this life of
+    /// the pod: a manifest that comes back unchanged has the UID of before, and so have the events of before.
+    fn newest(&self, container: &str, since: Option<Timestamp>) -> Option<String> {
+        let began = self.status.start_time.as_ref().map(|time| time.0).max(since);
+        // A status tells whole seconds.
+        let is_recent = |at: Timestamp| began.is_none_or(|began| at.as_second() >= began.as_second());
         let found = self.warnings.iter().rev().find(|warning| warning.container == container)?;
+        let found = Some(found).filter(|warning| is_recent(warning.at))?;
         let words = quote(found.message);
         Some(if container.is_empty() { words } else { format!("container {container}: {words}") })
     }
@@ -150,6 +159,10 @@ mod tests {
 
     use super::*;
 
+    fn at(second: i64) -> Timestamp {
+        Timestamp::from_second(second).unwrap()
+    }
+
     fn line(status: Value, warnings: &[(&str, &str)]) -> Option<String> {
         let pod = json!({
             "metadata": {"name": "p"},
@@ -161,8 +174,8 @@ mod tests {
         });
         let pod: Pod = serde_json::from_value(pod).unwrap();
         let warnings: Vec<Warning<'_>> =
-            warnings.iter().map(|(container, message)| Warning { container, message }).collect();
-        why(&pod, &warnings, Timestamp::from_second(1_000).unwrap())
+            warnings.iter().map(|(container, message)| Warning { container, message, at: at(990) }).collect();
+        why(&pod, &warnings, at(1_000))
     }
 
     fn main(state: Value, last: Value) -> Value {
@@ -234,6 +247,30 @@ mod tests {
         );
         status["containerStatuses"][0]["ready"] = json!(true);
         assert_eq!(line(status, &warnings), None);
+    }
+
+    #[test]
+    fn what_was_wrong_in_an_earlier_life_is_no_cause() {
+        let mut status = main(json!({"running": {"startedAt": "1970-01-01T00:16:29Z"}}), json!({}));
+        let warnings = [("c", "Readiness probe failed: HTTP 500"), ("", "no room")];
+        let check = |status: &Value, expected: &str| {
+            assert_eq!(line(status.clone(), &warnings).as_deref(), Some(expected), "{status}");
+        };
+        let (known, unknown) =
+            ("container c: Readiness probe failed: HTTP 500", "container c: its probes have not passed yet");
+        check(&status, known);
+        // The container, and the pod, are younger than the warnings, which are of second 990.
+        status["containerStatuses"][0]["state"]["running"]["startedAt"] = json!("1970-01-01T00:16:31Z");
+        check(&status, unknown);
+        status["containerStatuses"][0]["state"]["running"] = json!({});
+        check(&status, known);
+        status["startTime"] = json!("1970-01-01T00:16:30Z");
+        check(&status, known);
+        status["startTime"] = json!("1970-01-01T00:16:31Z");
+        check(&status, unknown);
+        let pending = |start: &str| line(json!({"phase": "Pending", "startTime": start}), &warnings);
+        assert_eq!(pending("1970-01-01T00:16:30Z").as_deref(), Some("no room"));
+        assert_eq!(pending("1970-01-01T00:16:31Z"), None);
     }
 
     #[test]
