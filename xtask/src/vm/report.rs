@@ -237,7 +237,10 @@ impl Summary {
         let groups: BTreeSet<String> = self.plan.iter().map(Test::group).collect();
         let seconds = |group: &str| {
             let numbers = self.plan.iter().enumerate().filter(|(_, test)| test.group() == group);
-            numbers.filter_map(|(number, _)| run.transcript.seconds.get(&number)).sum::<f64>()
+            // A sum of nothing is -0, which would be shown so.
+            numbers
+                .filter_map(|(number, _)| run.transcript.seconds.get(&number))
+                .fold(0.0, std::ops::Add::add)
         };
         let cell = |group: &String| format!("{}, {:.0} s", self.counts(run, group), seconds(group));
         groups.iter().map(|group| (group.clone(), cell(group))).collect()
@@ -452,6 +455,13 @@ mod tests {
         assert_eq!(summary.groups(&run), [("kernel x".to_owned(), "1 passed, 1 **failed**, 6 s".to_owned())]);
         let expected = ["kernel x::b", "failed, it is 3 \\| 4"].map(str::to_owned);
         assert_eq!(summary.shortcomings(&run), [expected.into()]);
+    }
+
+    #[test]
+    fn a_group_that_was_not_reached_took_no_time() {
+        let run = run("debian-13", "", End::Done);
+        let summary = summary(vec![run.clone()]);
+        assert_eq!(summary.groups(&run), [("kernel x".to_owned(), "2 not reached, 0 s".to_owned())]);
     }
 
     #[test]
