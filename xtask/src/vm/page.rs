@@ -23,7 +23,7 @@ const NOT_THERE: &str = "not there";
 const FACTS: &[&str] = &["kernel", "systemd", "containerd", "made in", "checked in"];
 
 /// The rows that say how a machine came up for end-to-end tests.
-pub(super) const TESTS_FACTS: &[&str] = &["made in", "up after"];
+pub(super) const TESTS_FACTS: &[&str] = &["made in", "up after", "last run"];
 
 /// The line above the end-to-end tests, which come last.
 const TESTS: &str = "## End-to-end tests";
@@ -31,7 +31,8 @@ const ABOUT_TESTS: &str = "\
 What `cargo xtask vm --machine NAME --driver DRIVER --e2e PREFIX,… --write-docs` found: the tests of `tests/tests/e2e`, each on
 a containerd of its own, which is the machine's program, by runc with that driver of cgroups. Seconds are by the emulated
 machine's own clock, which goes by its instructions while it works, so that a busy host makes no deadline come early in it;
-deadlines are as many times longer as BEELET_PATIENCE says. A run replaces what was found of the groups that its tests are of.
+deadlines are as many times longer as BEELET_PATIENCE says. A run replaces what was found of the groups that its tests are of;
+the first rows are of the last one, which took so long by the host's own clock once the machine was made.
 
 ";
 
@@ -227,6 +228,15 @@ mod tests {
         }
         put(&mut page, "debian-12", "fact 6.1, systemd 252, containerd 1.6\nok a\nok b\n");
         assert!(page.text().contains("| b | ok | not there |"));
+    }
+
+    #[test]
+    fn what_is_known_of_the_last_run_comes_before_the_groups() {
+        let rows = ["e2e a", "last run", "up after", "made in"].map(|row| (row.to_owned(), "x".to_owned()));
+        let page =
+            with_tests("", &Tests { column: "d".to_owned(), rows: rows.to_vec(), reasons: Vec::new() });
+        let rows = Table::read(&page).rows;
+        assert_eq!(rows, ["made in", "up after", "last run", "e2e a"]);
     }
 
     #[test]

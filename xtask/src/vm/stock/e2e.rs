@@ -73,7 +73,12 @@ pub(crate) fn end_to_end(wanted: &EndToEnd<'_>) -> Result<()> {
         keep_logs(&machine, &work);
     }
     for run in summary.runs.iter().filter(|_| wanted.write_docs) {
-        let known = [made.to_string(), up.clone()].map(|seconds| format!("{seconds} s"));
+        let ended = run.transcript.verdicts.len();
+        let known = [
+            format!("{made} s"),
+            format!("{up} s"),
+            format!("{ended} tests, {} s by the host's clock", whole.saturating_sub(made)),
+        ];
         let known = page::TESTS_FACTS.iter().map(|row| (*row).to_owned()).zip(known);
         let rows = known.chain(summary.groups(run)).collect();
         page::write_tests(&page::Tests { column: title.clone(), rows, reasons: summary.shortcomings(run) })?;
