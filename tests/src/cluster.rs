@@ -657,7 +657,7 @@ async fn follow<T>(
                     *last = match event {
                         Event::Applied(object) => object,
                         Event::Deleted(_) => Value::Null,
-                        Event::Bookmark(_) => continue,
+                        Event::Bookmark(_) | Event::Complete(_) => continue,
                     };
                     if let Some(found) = found(last) {
                         return Ok(found);

@@ -38,7 +38,8 @@ pub(crate) type Pods = Option<Arc<BTreeMap<PodName, Pod>>>;
 
 /// The collection that they are in.
 pub(crate) fn collection(node: &str) -> Collection {
-    Collection { path: "/api/v1/pods".to_owned(), fields: format!("spec.nodeName={node}") }
+    let fields = format!("spec.nodeName={node}");
+    Collection { path: "/api/v1/pods".to_owned(), fields, streamed: false }
 }
 
 /// What should run by these pods.

@@ -8,6 +8,8 @@ use std::{
 
 use tokio::time::sleep;
 
+use crate::client::Error;
+
 /// The pauses of one series of failures.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Backoff {
@@ -50,6 +52,39 @@ impl Backoff {
     }
 }
 
+/// The pauses of what is asked for one pod: a refusal has a series of its own, which begins shorter. The API
+/// server's authorizer learns by a watch of its own which pods a node has, often a moment after the node.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pauses {
+    usual: Backoff,
+    refused: Backoff,
+}
+
+impl Default for Pauses {
+    fn default() -> Self {
+        let refused = Backoff::new(Duration::from_millis(50), Duration::from_secs(30));
+        Self { usual: Backoff::default(), refused }
+    }
+}
+
+impl Pauses {
+    /// Forgets earlier failures.
+    pub(crate) fn reset(&mut self) {
+        self.usual.reset();
+        self.refused.reset();
+    }
+
+    /// The series that an error belongs to.
+    pub(crate) fn of(&mut self, error: &Error) -> &mut Backoff {
+        if error.is_refusal() { &mut self.refused } else { &mut self.usual }
+    }
+
+    /// Waits for the next pause after something that was no error.
+    pub(crate) async fn wait(&mut self) {
+        self.usual.wait(None).await;
+    }
+}
+
 /// From `time` to half as much again.
 pub(crate) fn jittered(time: Duration) -> Duration {
     time + time.mul_f64(random() / 2.0)
@@ -69,6 +104,7 @@ pub(crate) fn chance() -> u8 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::client::Kind;
 
     const SECOND: Duration = Duration::from_secs(1);
 
@@ -81,6 +117,24 @@ mod tests {
         }
         backoff.reset();
         assert!(backoff.next(None) <= SECOND * 3 / 2);
+    }
+
+    #[test]
+    fn a_refusal_is_soon_asked_again_and_says_nothing_of_other_failures() {
+        let error = |code| Error {
+            request: "GET /".to_owned(),
+            kind: Kind::Status { code, retry_after: None },
+            message: String::new(),
+        };
+        let mut pauses = Pauses::default();
+        for least in [50, 100, 200] {
+            let pause = pauses.of(&error(403)).next(None);
+            assert!(pause <= Duration::from_millis(least * 3 / 2), "{pause:?}");
+        }
+        assert!(pauses.of(&error(500)).next(None) < SECOND, "the first of its kind");
+        assert!(pauses.of(&error(500)).next(None) >= SECOND);
+        pauses.reset();
+        assert!(pauses.of(&error(403)).next(None) < SECOND / 10);
     }
 
     #[test]

@@ -1,7 +1,14 @@
 //! Requests to the API server, as JSON values. Whoever asks names the path; what comes back is bounded in
 //! size and time, and an error says what was asked, of whom, and why it failed.
 
-use std::{fmt, time::Duration};
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use futures::{Stream, StreamExt, stream::try_unfold};
 use http::{Method, Request, Response, StatusCode, header};
@@ -22,7 +29,9 @@ const MAX_ANSWER: usize = 256 << 20;
 /// Longest event of a watch, in bytes: an object has at most 1.5 MiB in etcd, and JSON escapes.
 const MAX_EVENT: usize = 16 << 20;
 /// How long an answer may take, but for watches.
-const ANSWER: Duration = Duration::from_secs(30);
+pub(crate) const ANSWER: Duration = Duration::from_secs(30);
+/// The annotation of the bookmark behind all that there was when a watch began (KEP-3157).
+const INITIAL_EVENTS_END: &str = "k8s.io/initial-events-end";
 
 /// How a patch is applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +60,8 @@ pub enum Event {
     Deleted(Value),
     /// Nothing older than this resource version will come.
     Bookmark(String),
+    /// The same, of a watch that began with all there was: that has been sent.
+    Complete(String),
 }
 
 /// Why a request failed. Displayed, it is a whole sentence.
@@ -121,6 +132,12 @@ impl Error {
         self.code() == Some(409)
     }
 
+    /// Whoever asks has no right to, or not yet.
+    #[must_use]
+    pub fn is_refusal(&self) -> bool {
+        self.code() == Some(403)
+    }
+
     /// A watch was asked to begin at a version that the server has forgotten.
     #[must_use]
     pub fn is_expired(&self) -> bool {
@@ -160,6 +177,8 @@ impl std::error::Error for Error {}
 pub struct Client {
     newest: watch::Receiver<kube::Client>,
     presence: Presence,
+    /// A watch doesn't begin with what there is: the server was asked for it, and does not do it.
+    lists_only: Arc<AtomicBool>,
 }
 
 impl fmt::Debug for Client {
@@ -177,7 +196,17 @@ impl Client {
 
     /// The same; how requests go is noted for others too.
     pub(crate) fn noting(newest: watch::Receiver<kube::Client>, presence: Presence) -> Self {
-        Self { newest, presence }
+        Self { newest, presence, lists_only: Arc::default() }
+    }
+
+    /// Returns true unless the server was found unable to begin a watch with all there is.
+    pub(crate) fn has_streamed_lists(&self) -> bool {
+        !self.lists_only.load(Ordering::Relaxed)
+    }
+
+    /// From now on there is a list before each watch.
+    pub(crate) fn note_lists_only(&self) {
+        self.lists_only.store(true, Ordering::Relaxed);
     }
 
     /// Whether the server answers.
@@ -387,7 +416,10 @@ fn event(request: &str, line: &[u8]) -> Result<Event, Error> {
         Some("ADDED" | "MODIFIED") => Ok(Event::Applied(object)),
         Some("DELETED") => Ok(Event::Deleted(object)),
         Some("BOOKMARK") => {
-            Ok(Event::Bookmark(object["metadata"]["resourceVersion"].as_str().unwrap_or_default().to_owned()))
+            let metadata = &object["metadata"];
+            let version = metadata["resourceVersion"].as_str().unwrap_or_default().to_owned();
+            let ends = metadata["annotations"][INITIAL_EVENTS_END] == "true";
+            Ok(if ends { Event::Complete(version) } else { Event::Bookmark(version) })
         }
         Some("ERROR") => {
             let code = object["code"].as_u64().and_then(|code| u16::try_from(code).ok()).unwrap_or(500);
@@ -408,6 +440,9 @@ mod tests {
         assert_eq!(event("watch", line), Ok(expected));
         let line = br#"{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"7"}}}"#;
         assert_eq!(event("watch", line), Ok(Event::Bookmark("7".to_owned())));
+        let line = br#"{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"7",
+            "annotations":{"k8s.io/initial-events-end":"true"}}}}"#;
+        assert_eq!(event("watch", line), Ok(Event::Complete("7".to_owned())));
     }
 
     #[test]

@@ -254,7 +254,7 @@ impl Keeper {
                             }
                         }
                         Some(Ok(Event::Deleted(_))) => return Fate::Deleted,
-                        Some(Ok(Event::Bookmark(version))) => self.version = Some(version),
+                        Some(Ok(Event::Bookmark(version) | Event::Complete(version))) => self.version = Some(version),
                         Some(Err(error)) if error.is_expired() => return Fate::Unknown,
                         Some(Err(_)) | None => break,
                     },

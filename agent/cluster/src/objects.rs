@@ -33,9 +33,9 @@ use tracing::{debug, info, warn};
 
 use crate::{
     assigned::Pods,
-    backoff::{Backoff, chance},
+    backoff::{Pauses, chance},
     client::{Client, Error},
-    watch::{Collection, Sink, follow},
+    watch::{Collection, Sink, follow, key_of},
 };
 
 /// What was read so far.
@@ -204,6 +204,8 @@ async fn keep_object(client: Client, reference: Reference, out: Arc<watch::Sende
     let collection = Collection {
         path: format!("/api/v1/namespaces/{}/{resource}", reference.namespace),
         fields: format!("metadata.name={}", reference.name),
+        // There are many of them: one request each instead of two.
+        streamed: true,
     };
     let immutable = Arc::new(Notify::new());
     let mut one = One { reference, out, immutable: Arc::clone(&immutable) };
@@ -319,7 +321,7 @@ impl Gathered for core::Service {
 
 /// Follows all objects of a type.
 async fn keep_all<T: Gathered>(client: Client, out: Arc<watch::Sender<Held>>) {
-    let collection = Collection { path: T::PATH.to_owned(), fields: String::new() };
+    let collection = Collection { path: T::PATH.to_owned(), fields: String::new(), streamed: false };
     follow(&client, &collection, &mut All::<T> { known: BTreeMap::new(), out }).await;
 }
 
@@ -366,12 +368,6 @@ impl<T: Gathered> Sink for All<T> {
     }
 }
 
-/// An object's namespace and name.
-fn key_of(object: &Value) -> (String, String) {
-    let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
-    (text("namespace"), text("name"))
-}
-
 /// What variables are made of; None of a service without an address of its own.
 fn reduced(service: core::Service) -> Option<core::Service> {
     let spec = service.spec?;
@@ -388,7 +384,7 @@ fn reduced(service: core::Service) -> Option<core::Service> {
 
 /// Keeps a token of a service account fresh.
 async fn keep_token(client: Client, of: TokenReference, out: Arc<watch::Sender<Held>>) {
-    let mut backoff = Backoff::default();
+    let mut pauses = Pauses::default();
     let mut failing = false;
     loop {
         match request_token(&client, &of).await {
@@ -396,7 +392,7 @@ async fn keep_token(client: Client, of: TokenReference, out: Arc<watch::Sender<H
                 if std::mem::take(&mut failing) {
                     info!(pod = of.pod, account = of.service_account, "the API server gives tokens again");
                 }
-                backoff.reset();
+                pauses.reset();
                 out.send_modify(|held| drop(held.tokens.insert(of.clone(), token)));
                 tokio::time::sleep(token::renew_after(lifetime, chance())).await;
             }
@@ -404,7 +400,7 @@ async fn keep_token(client: Client, of: TokenReference, out: Arc<watch::Sender<H
                 if !std::mem::replace(&mut failing, true) {
                     warn!(pod = of.pod, account = of.service_account, %error, "there is no new token for the pod");
                 }
-                client.presence().pause(&mut backoff, &error).await;
+                client.presence().pause(pauses.of(&error), &error).await;
             }
         }
     }

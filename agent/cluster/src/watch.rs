@@ -1,19 +1,20 @@
 //! One list, then one watch: keeps a [`Sink`] informed of what is in a collection, through every fault of the
-//! server.
+//! server. Of a streamed collection the list is the beginning of the watch, one request instead of two
+//! (KEP-3157), where the server does that.
 //!
 //! A watch that ends goes on where it was; one that the server can't continue ("410 Gone") begins with a new
 //! list. Must never give a sink anything older than what it has.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
-use futures::StreamExt;
+use futures::{Stream, StreamExt};
 use serde_json::Value;
 use tokio::time::{Instant, timeout};
 use tracing::{debug, info, warn};
 
 use crate::{
-    backoff::{Backoff, chance},
-    client::{Client, Error, Event, forget_managers},
+    backoff::{Pauses, chance},
+    client::{ANSWER, Client, Error, Event, forget_managers},
 };
 
 /// How long the server is asked to keep a watch, at least.
@@ -30,6 +31,8 @@ pub(crate) struct Collection {
     pub(crate) path: String,
     /// Which of its objects, as a field selector; empty for all.
     pub(crate) fields: String,
+    /// The watch begins with the list.
+    pub(crate) streamed: bool,
 }
 
 /// Whoever is told.
@@ -44,15 +47,19 @@ pub(crate) trait Sink {
 
 /// Follows a collection until dropped.
 pub(crate) async fn follow(client: &Client, of: &Collection, sink: &mut (impl Sink + Send)) {
-    let mut line = Line { client, of, backoff: Backoff::default(), failing: false };
+    let mut line = Line { client, of, pauses: Pauses::default(), failing: false };
     loop {
+        if line.is_streamed() {
+            line.watch(None, sink).await;
+            continue;
+        }
         match line.list().await {
             Ok((objects, version)) => {
                 line.answered();
                 if sink.listed(objects) {
-                    line.watch(version, sink).await;
+                    line.watch(Some(version), sink).await;
                 } else {
-                    line.backoff.wait(None).await;
+                    line.pauses.wait().await;
                 }
             }
             Err(error) => line.failed(&error).await,
@@ -63,11 +70,15 @@ pub(crate) async fn follow(client: &Client, of: &Collection, sink: &mut (impl Si
 struct Line<'a> {
     client: &'a Client,
     of: &'a Collection,
-    backoff: Backoff,
+    pauses: Pauses,
     failing: bool,
 }
 
 impl Line<'_> {
+    fn is_streamed(&self) -> bool {
+        self.of.streamed && self.client.has_streamed_lists()
+    }
+
     async fn list(&self) -> Result<(Vec<Value>, String), Error> {
         let mut list = self.client.get(&self.url("")).await?;
         let version = list["metadata"]["resourceVersion"].as_str().unwrap_or_default().to_owned();
@@ -79,29 +90,61 @@ impl Line<'_> {
         Ok((objects, version))
     }
 
-    /// Watches from `version` on, again and again, until only a list helps.
-    async fn watch(&mut self, mut version: String, sink: &mut (impl Sink + Send)) {
+    /// Watches from `version` on, or from all there is on, again and again, until only a list helps.
+    async fn watch(&mut self, mut version: Option<String>, sink: &mut (impl Sink + Send)) {
         loop {
             let began = Instant::now();
             match self.watch_once(&mut version, sink).await {
-                Ok(()) if began.elapsed() >= LASTED => self.backoff.reset(),
-                Ok(()) => self.backoff.wait(None).await,
+                Ok(()) if began.elapsed() >= LASTED => self.pauses.reset(),
+                Ok(()) => self.pauses.wait().await,
                 Err(error) if error.is_expired() => {
                     info!(what = self.of.path, %error, "the watch can't go on where it was; all is listed again");
                     // Every node may have been told so at the same moment.
-                    self.backoff.wait(error.retry_after()).await;
+                    self.pauses.of(&error).wait(error.retry_after()).await;
+                    return;
+                }
+                Err(error) if version.is_none() && matches!(error.code(), Some(400 | 422)) => {
+                    self.do_without_streams(&error.message);
                     return;
                 }
                 Err(error) => self.failed(&error).await,
             }
+            if version.is_none() && !self.is_streamed() {
+                return;
+            }
         }
     }
 
-    async fn watch_once(&mut self, version: &mut String, sink: &mut (impl Sink + Send)) -> Result<(), Error> {
+    async fn watch_once(
+        &mut self,
+        version: &mut Option<String>,
+        sink: &mut (impl Sink + Send),
+    ) -> Result<(), Error> {
         let seconds = WATCH_SECONDS + u32::from(chance());
-        let query =
-            format!("watch=1&allowWatchBookmarks=true&timeoutSeconds={seconds}&resourceVersion={version}");
+        let from = match version {
+            Some(version) => format!("resourceVersion={version}"),
+            None => "sendInitialEvents=true&resourceVersionMatch=NotOlderThan".to_owned(),
+        };
+        let query = format!("watch=1&allowWatchBookmarks=true&timeoutSeconds={seconds}&{from}");
         let mut events = self.client.watch(&self.url(&query)).await?;
+        let version = match version {
+            Some(version) => version,
+            None => match timeout(ANSWER, all_there_is(&mut events)).await {
+                Ok(Some(all)) => {
+                    let (objects, at) = all?;
+                    self.answered();
+                    if !sink.listed(objects) {
+                        return Ok(());
+                    }
+                    version.insert(at)
+                }
+                Ok(None) => return Ok(()),
+                Err(_) => {
+                    self.do_without_streams("it does not say where what there is ends");
+                    return Ok(());
+                }
+            },
+        };
         self.answered();
         while let Ok(Some(event)) = timeout(SILENCE, events.next()).await {
             match event? {
@@ -113,15 +156,15 @@ impl Line<'_> {
                     advance(version, object["metadata"]["resourceVersion"].as_str());
                     sink.deleted(&object);
                 }
-                Event::Bookmark(bookmark) => advance(version, Some(&bookmark)),
+                Event::Bookmark(bookmark) | Event::Complete(bookmark) => advance(version, Some(&bookmark)),
             }
-            self.backoff.reset();
+            self.pauses.reset();
         }
         Ok(())
     }
 
     fn url(&self, query: &str) -> String {
-        let Collection { path, fields } = self.of;
+        let Collection { path, fields, .. } = self.of;
         let fields = match fields.as_str() {
             "" => String::new(),
             fields => format!("fieldSelector={}", fields.replace('=', "%3D")),
@@ -137,7 +180,15 @@ impl Line<'_> {
             warn!(what = self.of.path, %error, "the API server does not say what there is; what was known stands");
         }
         self.failing = true;
-        self.client.presence().pause(&mut self.backoff, error).await;
+        self.client.presence().pause(self.pauses.of(error), error).await;
+    }
+
+    fn do_without_streams(&self, why: &str) {
+        debug!(
+            what = self.of.path,
+            why, "the API server begins no watch with a list; each is asked for before it"
+        );
+        self.client.note_lists_only();
     }
 
     fn answered(&mut self) {
@@ -145,6 +196,28 @@ impl Line<'_> {
             info!(what = self.of.path, "the API server answers again");
         }
     }
+}
+
+/// What a watch begins with, and the version of that; None: it ended before it had said all.
+async fn all_there_is(
+    events: &mut (impl Stream<Item = Result<Event, Error>> + Unpin),
+) -> Option<Result<(Vec<Value>, String), Error>> {
+    let mut objects = BTreeMap::new();
+    loop {
+        match events.next().await? {
+            Ok(Event::Applied(object)) => drop(objects.insert(key_of(&object), object)),
+            Ok(Event::Deleted(object)) => drop(objects.remove(&key_of(&object))),
+            Ok(Event::Bookmark(_)) => {}
+            Ok(Event::Complete(version)) => return Some(Ok((objects.into_values().collect(), version))),
+            Err(error) => return Some(Err(error)),
+        }
+    }
+}
+
+/// An object's namespace and name.
+pub(crate) fn key_of(object: &Value) -> (String, String) {
+    let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
+    (text("namespace"), text("name"))
 }
 
 /// Goes on to a version, never back: bookmarks may come out of order.

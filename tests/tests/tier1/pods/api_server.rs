@@ -235,6 +235,31 @@ async fn a_pod_waits_for_its_config_map_and_shows_its_changes() {
     until_file(&file, "1").await;
     cluster.api.put(MAP, json!({"data": {"a": "2"}}));
     until_file(&file, "2").await;
+    // One request has told all of it.
+    let asked = |verb| cluster.api.count(verb, "/api/v1/namespaces/default/configmaps");
+    assert_eq!((asked(Verb::Watch), asked(Verb::List)), (1, 0), "{}", cluster.api.transcript());
+    cluster.stop().await;
+}
+
+/// The API server's authorizer learns of a pod later than the node, and a server may have KEP-3157 turned off.
+#[tokio::test]
+async fn a_config_map_is_read_in_spite_of_a_refusal_and_without_streamed_lists() {
+    const MAPS: &str = "/api/v1/namespaces/default/configmaps";
+    let api = FakeApi::start();
+    api.put(&format!("{MAPS}/m"), json!({"data": {"a": "1"}}));
+    api.on(Verb::Watch, MAPS).refuse(403, "no relationship found between node 'n1' and this object");
+    api.on(Verb::Watch, MAPS).refuse(422, "sendInitialEvents: Forbidden: sendInitialEvents is forbidden");
+    let mut pod = bound();
+    pod["spec"]["volumes"] = json!([{"name": "v", "configMap": {"name": "m"}}]);
+    let uid = api.put(POD, pod)["metadata"]["uid"].as_str().unwrap().to_owned();
+    let cluster = Cluster::start(api, &[]).await;
+    cluster.until("the pod to be ready", is_ready).await;
+    let file = cluster.node.path(&format!("pods/{uid}/volumes/v/a"));
+    until_file(&file, "1").await;
+    cluster.api.put(&format!("{MAPS}/m"), json!({"data": {"a": "2"}}));
+    until_file(&file, "2").await;
+    let asked = |verb| cluster.api.count(verb, MAPS);
+    assert_eq!((asked(Verb::Watch), asked(Verb::List)), (3, 1), "{}", cluster.api.transcript());
     cluster.stop().await;
 }
 
