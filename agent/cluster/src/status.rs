@@ -59,6 +59,8 @@ pub(crate) struct Writer {
     waits_for_return: bool,
     /// The one that was last looked at.
     looked: Arc<PodTable>,
+    /// The agent ends: nothing is held back any more.
+    ends: bool,
     /// The newest table of which the API server has every status.
     written: watch::Sender<Option<Arc<PodTable>>>,
 }
@@ -77,6 +79,8 @@ struct Slot {
     /// It was deleted, or isn't there any more: the watch will say so.
     gone: bool,
     not_before: Option<Instant>,
+    /// A status that will soon be followed by another: how long it may wait for that, and until when it does.
+    held: Option<(Duration, Instant)>,
     pauses: Backoff,
 }
 
@@ -111,8 +115,8 @@ impl Writer {
         written: watch::Sender<Option<Arc<PodTable>>>,
     ) -> Self {
         let (slots, away_pauses, looked) = (BTreeMap::new(), Backoff::default(), Arc::default());
-        let waits_for_return = false;
-        Self { client, pods, table, slots, away: None, away_pauses, waits_for_return, looked, written }
+        let (waits_for_return, ends) = (false, false);
+        Self { client, pods, table, slots, away: None, away_pauses, waits_for_return, looked, ends, written }
     }
 
     /// Writes until `stop`; then what is still unwritten is tried once.
@@ -134,7 +138,7 @@ impl Writer {
         }
         let rest = async {
             let mut tried = BTreeSet::new();
-            self.away = None;
+            (self.away, self.ends) = (None, true);
             loop {
                 for job in self.jobs().into_iter().filter(|job| tried.insert(job.uid.clone())) {
                     self.start(job, &mut under_way);
@@ -176,12 +180,13 @@ impl Writer {
             }
             self.start(job, under_way);
         }
-        self.slots.values().filter_map(|slot| slot.not_before).filter(|at| *at > now).min()
+        let times = self.slots.values().flat_map(|slot| [slot.not_before, slot.held.map(|(_, until)| until)]);
+        times.flatten().filter(|at| *at > now).min()
     }
 
     /// All that can be written is; what waits for its turn to be tried again is not.
     fn publish_written(&self) {
-        let waits = |slot: &Slot| !slot.gone && slot.not_before.is_some();
+        let waits = |slot: &Slot| !slot.gone && (slot.not_before.is_some() || slot.held.is_some());
         if self.pods.borrow().is_none() || self.slots.values().any(waits) {
             return;
         }
@@ -227,7 +232,7 @@ impl Writer {
                 if slot.busy || slot.gone || waits {
                     return None;
                 }
-                let (what, urgency) = slot.next(&uid, pod, entry)?;
+                let (what, urgency) = slot.next(&uid, pod, entry, self.ends)?;
                 Some(Job { uid, name: name.clone(), what, urgency })
             })
             .collect();
@@ -275,7 +280,13 @@ impl Writer {
 
 impl Slot {
     /// What is to be done about a pod, if anything.
-    fn next(&mut self, uid: &str, pod: &Pod, entry: &Arc<PodEntry>) -> Option<(What, Urgency)> {
+    fn next(
+        &mut self,
+        uid: &str,
+        pod: &Pod,
+        entry: &Arc<PodEntry>,
+        at_once: bool,
+    ) -> Option<(What, Urgency)> {
         let same = |(object, seen): &(Arc<core::Pod>, Arc<PodEntry>)| {
             Arc::ptr_eq(object, &pod.object) && Arc::ptr_eq(seen, entry)
         };
@@ -296,7 +307,18 @@ impl Slot {
         let merged = api_status::merged(&in_api, &ours);
         let (before, after) = (in_api.to_value(), merged.to_value());
         let settled = self.settled.as_ref().is_some_and(|(ours, theirs)| *ours == after && *theirs == before);
-        if let Some(patch) = api_status::patch(uid, &before, &after).filter(|_| !settled) {
+        let patch = api_status::patch(uid, &before, &after).filter(|_| !settled);
+        let patience = api_status::patience(&in_api, &merged).filter(|_| patch.is_some() && !at_once);
+        let held = self.held;
+        self.held = patience.map(|patience| match held {
+            Some((of, until)) if of == patience => (of, until),
+            _ => (patience, Instant::now() + patience),
+        });
+        if self.held.is_some_and(|(_, until)| until > Instant::now()) {
+            return None;
+        }
+        if let Some(patch) = patch {
+            self.held = None;
             let write = Box::new(Write { patch, before, after });
             return Some((What::Write(write), api_status::urgency(&in_api, &merged)));
         }
@@ -373,7 +395,7 @@ mod tests {
     }
 
     fn patch(slot: &mut Slot, pod: &Pod, entry: &Arc<PodEntry>) -> Option<String> {
-        slot.next("u1", pod, entry).map(|(what, _)| match what {
+        slot.next("u1", pod, entry, false).map(|(what, _)| match what {
             What::Write(write) => write.patch["status"].to_string(),
             What::Delete => "delete".to_owned(),
         })
@@ -384,7 +406,7 @@ mod tests {
         let (mut slot, pending) = (Slot::default(), pod(|_| {}));
         let running = Arc::new(entry(&pending, "Running"));
         assert_eq!(patch(&mut slot, &pending, &running).unwrap(), r#"{"phase":"Running"}"#);
-        let (what, _) = slot.next("u1", &pending, &running).unwrap();
+        let (what, _) = slot.next("u1", &pending, &running, false).unwrap();
         let answer = pod(|pod| {
             pod["metadata"]["resourceVersion"] = json!("6");
             pod["status"]["phase"] = json!("Running");
@@ -401,12 +423,35 @@ mod tests {
     fn what_the_api_server_does_not_keep_is_not_written_again() {
         let (mut slot, pending) = (Slot::default(), pod(|_| {}));
         let running = Arc::new(entry(&pending, "Running"));
-        let (what, _) = slot.next("u1", &pending, &running).unwrap();
+        let (what, _) = slot.next("u1", &pending, &running, false).unwrap();
         // An older server drops fields that it doesn't know.
         let dropped = pod(|pod| pod["metadata"]["resourceVersion"] = json!("6"));
         slot.answered(what, &dropped.object.to_value());
         assert_eq!(patch(&mut slot, &pending, &running), None);
         assert_eq!(patch(&mut slot, &dropped, &running), None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_between_two_containers_is_written_only_if_it_lasts() {
+        let container = |state: Value, last: Value| {
+            json!({"phase": "Running", "containerStatuses": [{"name": "c", "containerID": "c://1", "image": "a",
+                "imageID": "", "ready": false, "restartCount": 0, "state": state, "lastState": last}]})
+        };
+        let runs = pod(|pod| pod["status"] = container(json!({"running": {}}), json!({})));
+        let ended = json!({"terminated": {"containerID": "c://1", "exitCode": 143}});
+        let between = container(json!({"waiting": {"reason": "ContainerCreating"}}), ended);
+        let status: core::PodStatus = serde_json::from_value(between).unwrap();
+        let seen = Arc::new(PodEntry::of(core::Pod { status: Some(status), ..(*runs.object).clone() }));
+        let mut slot = Slot::default();
+        assert_eq!(patch(&mut slot, &runs, &seen), None);
+        tokio::time::advance(Duration::from_millis(500)).await;
+        assert_eq!(patch(&mut slot, &runs, &seen), None);
+        tokio::time::advance(Duration::from_secs(2)).await;
+        assert!(patch(&mut slot, &runs, &seen).unwrap().contains("ContainerCreating"));
+        assert!(slot.held.is_none());
+        // An agent that ends has no time.
+        let last = Slot::default().next("u1", &runs, &seen, true);
+        assert!(matches!(last, Some((What::Write(_), _))));
     }
 
     #[test]

@@ -5,6 +5,8 @@
 //! What differs goes as a strategic merge patch of the `status` subresource, with the UID in it: a pod of the
 //! same name made meanwhile refuses it.
 
+use std::time::Duration;
+
 use k8s_openapi::{
     api::core::v1::{
         ContainerState, ContainerStateTerminated, ContainerStatus, Pod, PodCondition, PodSpec, PodStatus,
@@ -21,13 +23,18 @@ const OWNED: &[&str] = &[
     READY,
     "Initialized",
     CONTAINERS_READY,
-    "PodReadyToStartContainers",
+    SANDBOX,
     "PodResizePending",
     "PodResizeInProgress",
     "AllContainersRestarting",
 ];
 const READY: &str = "Ready";
 const CONTAINERS_READY: &str = "ContainersReady";
+const SANDBOX: &str = "PodReadyToStartContainers";
+/// The kubelet shows nothing between two containers, however long a pull takes. Here that is told if it lasts.
+const BETWEEN_CONTAINERS: Duration = Duration::from_secs(2);
+/// A container is mostly made and started in this time once its sandbox is there.
+const SANDBOX_ONLY: Duration = Duration::from_millis(300);
 /// The node may set it, others too.
 const DISRUPTION: &str = "DisruptionTarget";
 /// Fields of a status that the node writes. All others are somebody else's, and never in a patch.
@@ -115,6 +122,61 @@ pub fn merged(in_api: &PodStatus, ours: &PodStatus) -> PodStatus {
     }
     shorten_last_words(&mut status);
     status
+}
+
+/// How long a status that is mostly followed by another at once may wait for that one; none: it is written now.
+#[must_use]
+pub fn patience(in_api: &PodStatus, ours: &PodStatus) -> Option<Duration> {
+    if is_between_containers(in_api, ours) {
+        Some(BETWEEN_CONTAINERS)
+    } else if is_only_the_sandbox(in_api, ours) {
+        Some(SANDBOX_ONLY)
+    } else {
+        None
+    }
+}
+
+/// Returns true if a container that runs, as the API server knows it, has ended here for its next one, which
+/// is about to start: after a change of its image or a resize that needs a restart. The kubelet stops the one
+/// and starts the other in one step (`SyncPod`), and its status does not show what is between them.
+fn is_between_containers(in_api: &PodStatus, ours: &PodStatus) -> bool {
+    let ended = |c: &ContainerStatus| c.last_state.as_ref()?.terminated.as_ref()?.container_id.clone();
+    let runs = |id: &String| {
+        all_statuses(in_api).any(|c| {
+            c.container_id.as_ref() == Some(id) && c.state.as_ref().is_some_and(|s| s.running.is_some())
+        })
+    };
+    all_statuses(ours).filter(|c| is_begun(c)).filter_map(ended).any(|id| runs(&id))
+}
+
+/// Returns true if all that is new is the pod's sandbox: its first container mostly runs in the next moment.
+fn is_only_the_sandbox(in_api: &PodStatus, ours: &PodStatus) -> bool {
+    let sandbox = |status: &PodStatus| {
+        let mut conditions = status.conditions.iter().flatten();
+        conditions.find(|c| c.type_ == SANDBOX).is_some_and(|c| c.status == "True")
+    };
+    let pending = |status: &PodStatus| status.phase.as_deref() == Some("Pending");
+    let waits_only =
+        |c: &ContainerStatus| waits(c) && !has_ended_before(c) && (is_begun(c) || is_behind_inits(c));
+    pending(in_api)
+        && pending(ours)
+        && !sandbox(in_api)
+        && sandbox(ours)
+        && all_statuses(in_api).chain(all_statuses(ours)).all(waits_only)
+}
+
+/// Returns true if a container is about to start, as far as is known.
+fn is_begun(status: &ContainerStatus) -> bool {
+    waits_for(status) == Some("ContainerCreating")
+}
+
+/// Returns true if a container waits for init containers.
+fn is_behind_inits(status: &ContainerStatus) -> bool {
+    waits_for(status) == Some("PodInitializing")
+}
+
+fn waits_for(status: &ContainerStatus) -> Option<&str> {
+    status.state.as_ref()?.waiting.as_ref()?.reason.as_deref()
 }
 
 fn any_running(status: &PodStatus) -> bool {

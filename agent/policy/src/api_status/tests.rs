@@ -75,6 +75,55 @@ fn a_pod_ends_there_only_once_nothing_of_it_runs() {
 }
 
 #[test]
+fn a_container_that_ended_for_its_next_one_is_told_from_one_that_crashed() {
+    let one = |id: &str, state: Value, last: Value| {
+        status(json!({"phase": "Running", "containerStatuses": [{"name": "main", "containerID": id,
+            "image": "a", "imageID": "", "ready": false, "restartCount": 0, "state": state, "lastState": last}]}))
+    };
+    let waiting = |reason: &str| json!({"waiting": {"reason": reason}});
+    let ended = |id: &str| json!({"terminated": {"containerID": id, "exitCode": 143}});
+    let runs = one("c://1", running(), json!({}));
+    let check = |in_api: &PodStatus, ours: PodStatus, expected: bool| {
+        let expected = expected.then_some(BETWEEN_CONTAINERS);
+        assert_eq!(patience(in_api, &ours), expected, "{ours:?}");
+    };
+    check(&runs, one("c://1", waiting("ContainerCreating"), ended("c://1")), true);
+    // Its next one is made, and does not run yet.
+    check(&runs, one("c://2", waiting("ContainerCreating"), ended("c://1")), true);
+    check(&runs, one("c://2", running(), ended("c://1")), false);
+    check(&runs, one("c://1", waiting("CrashLoopBackOff"), ended("c://1")), false);
+    check(&runs, one("c://1", waiting("ErrImagePull"), ended("c://1")), false);
+    check(&runs, one("c://1", ended("c://1"), json!({})), false);
+    let told = one("c://1", waiting("ContainerCreating"), ended("c://1"));
+    check(&told, told.clone(), false);
+}
+
+#[test]
+fn the_sandbox_alone_is_told_with_the_first_container_or_a_moment_later() {
+    let one = |phase: &str, sandbox: &str, reason: &str| {
+        let conditions = json!([{"type": "PodReadyToStartContainers", "status": sandbox}]);
+        of(phase, conditions, json!({"waiting": {"reason": reason}}))
+    };
+    let check = |ours: PodStatus, expected: Option<Duration>| {
+        assert_eq!(patience(&one("Pending", "False", "ContainerCreating"), &ours), expected, "{ours:?}");
+    };
+    check(one("Pending", "True", "ContainerCreating"), Some(SANDBOX_ONLY));
+    check(one("Pending", "True", "PodInitializing"), Some(SANDBOX_ONLY));
+    check(one("Pending", "False", "ContainerCreating"), None);
+    check(one("Pending", "True", "ErrImagePull"), None);
+    check(one("Failed", "True", "ContainerCreating"), None);
+    let conditions = json!([{"type": "PodReadyToStartContainers", "status": "True"}]);
+    check(of("Running", conditions.clone(), running()), None);
+    // An init container runs.
+    check(of("Pending", conditions, running()), None);
+    // The first status is written at once.
+    assert_eq!(
+        patience(&status(json!({"phase": "Pending"})), &one("Pending", "False", "ContainerCreating")),
+        None
+    );
+}
+
+#[test]
 fn a_start_is_where_it_was() {
     let before = status(json!({"startTime": "2026-01-01T00:00:01Z"}));
     let after = merged(&before, &status(json!({"startTime": "2026-01-01T00:00:09Z"})));

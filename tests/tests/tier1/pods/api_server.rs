@@ -241,6 +241,24 @@ async fn a_pod_waits_for_its_config_map_and_shows_its_changes() {
     cluster.stop().await;
 }
 
+/// The kubelet stops a container and starts the next one in one step, and writes a status when it is done.
+#[tokio::test]
+async fn a_pod_stays_ready_in_the_api_while_a_container_is_replaced() {
+    let cluster = Cluster::start(with_pod(), &[]).await;
+    cluster.until("the pod to be ready", is_ready).await;
+    let first = cluster.api.asked().len();
+    let mut containers = bound()["spec"]["containers"].clone();
+    containers[0]["image"] = json!("docker.io/library/app:2");
+    cluster.api.patch(POD, &json!({"spec": {"containers": containers}}));
+    cluster.until("the next container", |pod| restarts(pod) == 1 && is_ready(pod)).await;
+    let unready = |condition: &Value| condition["type"] == "Ready" && condition["status"] == "False";
+    for asked in cluster.api.asked().iter().skip(first).filter(|asked| asked.is(Verb::Patch, STATUS)) {
+        let conditions = asked.body["status"]["conditions"].as_array();
+        assert!(!conditions.is_some_and(|all| all.iter().any(unready)), "{}", cluster.api.transcript());
+    }
+    cluster.stop().await;
+}
+
 /// The API server's authorizer learns of a pod later than the node, and a server may have KEP-3157 turned off.
 #[tokio::test]
 async fn a_config_map_is_read_in_spite_of_a_refusal_and_without_streamed_lists() {
