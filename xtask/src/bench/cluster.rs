@@ -9,8 +9,8 @@
 //! - `close_to_unready`: from close(2) in the pod to Ready=False.
 //! - `delete_to_gone`: from DELETE with a grace period of one second to the pod's end in the API; the process
 //!   ends at once.
-//! - `idle_writes`: what a node without anything to say writes per minute, by the audit log; `idle_lists`
-//!   beside it.
+//! - `idle_writes`: what a node without anything to say writes per minute, by the audit log, some time after
+//!   its last pod went; `idle_lists` beside it.
 //! - `status_writes`: what one pod's life writes: made, ready, deleted.
 //! - `exec_round_trip`: `true` in a container, by the node's own HTTPS server: connection, TLS, upgrade, the
 //!   command, its status. `exec_throughput`: what a command prints, through the same.
@@ -26,10 +26,11 @@ use beelet_tests::containerd::Containerd;
 use beelet_tests::exec::Server;
 use beelet_tests::kubelet::{self, Kubelet, Member};
 use beelet_tests::manifests::{self, CONTROL, PORT};
-use beelet_tests::workdir::{self, interrupted};
+use beelet_tests::workdir;
 use beelet_tests::{ports, requires};
 use serde_json::{Value, json};
 
+use super::owner::pause;
 use super::{Row, Statistic};
 use crate::progress::Step;
 use crate::setup::{self, Part};
@@ -45,6 +46,8 @@ const GONE: f64 = 500.0;
 const IDLE_WRITES: f64 = 6.0;
 /// In one pod's life.
 const STATUS_WRITES: f64 = 4.0;
+/// What is still said of the last pod that went is no longer in the window in which nothing happens.
+const REST: Duration = Duration::from_secs(15);
 /// Listeners closed in one pod.
 const CLOSED: usize = 10;
 /// Bytes that a command prints.
@@ -156,11 +159,10 @@ fn measure(who: &str, cluster: &Cluster, (node, server): (&str, &Server), quick:
     }
     let time = Duration::from_secs(if quick { 20 } else { 120 });
     step.detail("nothing happens");
+    pause(REST)?;
     let asked = cluster.asked_by(node)?.len();
     let began = Instant::now();
-    while began.elapsed() < time && !interrupted() {
-        std::thread::park_timeout(Duration::from_millis(200));
-    }
+    pause(time)?;
     let minutes = began.elapsed().as_secs_f64() / 60.0;
     let asked = cluster.asked_by(node)?.split_off(asked);
     let count = |verbs: &[&str]| asked.iter().filter(|(verb, ..)| verbs.contains(&&**verb)).count() as f64;

@@ -7,6 +7,8 @@
 //!   at once.
 //! - `cpu`: what the agent uses of a core afterwards. `rss`, `pss`: its memory.
 //! - `listen_to_ready`, `close_to_not_ready`: of one pod among all, as `bench probes` measures them.
+//! - `pods_api_list`: one list of all pods by the pods API (KEP-4188). `pods_api_push`: from close(2) in one pod
+//!   among all to the event of that API's watch, and from listen(2).
 //! - `relaunch`: the agent killed with SIGKILL; from its next start until its API shows every pod ready.
 //! - `flips`: pods that were ready and then weren't, while the agent was measured and after its next start.
 //!   `restarts`: containers that were started again.
@@ -18,10 +20,10 @@
 //! - `healthz`: how long `/healthz` takes to answer while pods are started.
 //! - `per_pod`: what one more pod takes of the agent's memory, between the smallest and the largest node.
 
-use super::Row;
 use super::lifecycle::{bare_calls, last_start, now_ns};
 use super::owner::{Owner, pause};
 use super::probes::{listeners, watch_readiness};
+use super::{Row, podsapi};
 use crate::progress::Step;
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::agent::{Agent, Control, Options};
@@ -46,6 +48,8 @@ const CPU: f64 = 5.0;
 const RESIDENT: f64 = 128.0;
 /// p99, in milliseconds.
 const EDGE: f64 = 20.0;
+/// p99, in milliseconds: of a list, and of a change that is pushed.
+const PODS_API: f64 = 5.0;
 /// Milliseconds.
 const RELAUNCH: f64 = 2000.0;
 /// Of the bare calls' time: 95 % of their rate.
@@ -66,6 +70,8 @@ struct Size {
     pss: &'static str,
     to_ready: &'static str,
     to_not_ready: &'static str,
+    pods_list: &'static str,
+    pods_push: &'static str,
     relaunch: &'static str,
     flips: &'static str,
     restarts: &'static str,
@@ -81,6 +87,8 @@ macro_rules! size {
             pss: concat!("pss_", $pods),
             to_ready: concat!("listen_to_ready_", $pods),
             to_not_ready: concat!("close_to_not_ready_", $pods),
+            pods_list: concat!("pods_api_list_", $pods),
+            pods_push: concat!("pods_api_push_", $pods),
             relaunch: concat!("relaunch_", $pods),
             flips: concat!("flips_", $pods),
             restarts: concat!("restarts_", $pods),
@@ -182,7 +190,13 @@ fn settle(owner: &mut Owner, size: &Size, quick: bool, rows: &mut Vec<Row>) -> R
     let pod = agent.until("a pod's address", |watch| watch.pod("idle0")?.ip().map(str::to_owned))?;
     let mut control = Control::connect(&pod, CONTROL)?;
     let changes = watch_readiness(agent, "idle0")?;
-    let (to_ready, to_not_ready) = listeners(&mut control, &changes, if quick { 20 } else { 200 }, &step)?;
+    let rounds = if quick { 20 } else { 200 };
+    let (to_ready, to_not_ready) = listeners(&mut control, &changes, rounds, &step)?;
+    drop(changes);
+    let lists = podsapi::lists(agent, rounds, size.pods)?;
+    let changes = podsapi::watch_readiness(agent, "idle0")?;
+    let (mut pushes, closed) = listeners(&mut control, &changes, rounds, &step)?;
+    pushes.extend(closed);
     step.done("");
     let step = Step::start(format!("density: the agent of {} pods killed and started again", size.pods));
     agent.kill9();
@@ -202,6 +216,8 @@ fn settle(owner: &mut Owner, size: &Size, quick: bool, rows: &mut Vec<Row>) -> R
     rows.extend([
         Row::new("density", size.to_ready, "ms", to_ready, EDGE),
         Row::new("density", size.to_not_ready, "ms", to_not_ready, EDGE),
+        Row::new("density", size.pods_list, "ms", lists, PODS_API),
+        Row::new("density", size.pods_push, "ms", pushes, PODS_API),
         Row::one("density", size.relaunch, "ms", relaunch, RELAUNCH),
         Row::one("density", size.flips, "", flips as f64, 0.0),
         Row::one("density", size.restarts, "", f64::from(restarts), 0.0),

@@ -16,6 +16,7 @@ mod footprint;
 mod lifecycle;
 mod observe;
 mod owner;
+mod podsapi;
 mod pressure;
 mod probes;
 mod simulated;

@@ -254,8 +254,8 @@ fn field(values: &[Value], name: &str) -> Vec<f64> {
 
 /// A change of the pod's readiness, with the time at which it was received.
 pub(super) struct Change {
-    ready: bool,
-    at: u64,
+    pub(super) ready: bool,
+    pub(super) at: u64,
 }
 
 /// Watches a pod on a thread of its own, which stamps every change as it arrives.
