@@ -104,7 +104,8 @@ fn keep(suite: Suite, rows: Vec<Row>) -> Result<()> {
         ledger.take(suite.name(), row);
     }
     write(&path, &ledger.to_string())?;
-    write(&shell::repository().join("docs/conformance.md"), &page::of(&ledger))?;
+    let beside = workdir::read(&path.with_file_name("beside.tsv"))?;
+    write(&shell::repository().join("docs/conformance.md"), &page::of(&ledger, &beside))?;
     for row in &failed {
         println!("failed: {}\n        {}", row.test, row.reason);
     }

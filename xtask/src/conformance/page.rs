@@ -27,8 +27,19 @@ cargo xtask conformance --results junit.xml
 A test that leaves itself out (`skip`) says why; one that the end of a run cut off (`cut`) has no result yet.
 ";
 
-/// The page's text.
-pub(super) fn of(ledger: &Ledger) -> String {
+const BESIDE: &str = "
+## Beside the kubelet
+
+Both agents at the same time on one machine of two cores, each with a cluster of its own. Noted by hand in
+`tests/conformance/beside.tsv`; CPU and memory are the agent's own. `signode` are the cluster suite's tests of sig-node that are
+NodeConformance or Conformance, without the slow, serial and disruptive ones.
+
+| suite | agent | processes | tests | passed | seconds | CPU seconds | MiB resident | MiB at most | what failed |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+";
+
+/// The page's text; `beside` are the runs beside the kubelet, one per line.
+pub(super) fn of(ledger: &Ledger, beside: &str) -> String {
     let mut page = HEAD.to_owned();
     for (suite, title) in [("cluster", "The cluster suite"), ("node", "The node suite")] {
         let rows: Vec<&Row> = ledger.of(suite).collect();
@@ -38,6 +49,11 @@ pub(super) fn of(ledger: &Ledger) -> String {
         let _ = write!(page, "\n## {title}\n\n{} tests: {}.\n\n", rows.len(), counts(rows.iter().copied()));
         groups(&mut page, &rows);
         not_passed(&mut page, &rows);
+    }
+    page.push_str(BESIDE);
+    for run in beside.lines().filter(|line| !line.starts_with('#')) {
+        let cells: Vec<String> = run.split('\t').map(cell).collect();
+        let _ = writeln!(page, "| {} |", cells.join(" | "));
     }
     page
 }
@@ -99,10 +115,11 @@ mod tests {
         let ledger = Ledger::parse(
             "cluster\tpass\t1\t[sig-node] A should a\t\ncluster\tfail\t1\t[sig-node] A should b\tx | y\n",
         );
-        let page = of(&ledger.unwrap());
+        let page = of(&ledger.unwrap(), "# head\ncluster\tbeelet\t1\n");
         assert!(page.contains("2 tests: 1 pass, 1 fail."));
         assert!(page.contains("| [sig-node] A | 2 | 1 pass, 1 fail |"));
         assert!(page.contains("| fail | [sig-node] A should b | x \\| y |"));
         assert!(!page.contains("The node suite"));
+        assert!(page.ends_with("| --- |\n| cluster | beelet | 1 |\n"), "{page}");
     }
 }
