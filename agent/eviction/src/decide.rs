@@ -7,7 +7,7 @@ use beelet_policy::{
     critical::{is_critical, priority},
     eviction::{
         Assessment, Candidate, DiskLayout, NodeCondition, Observation, PodUsage, Reclaim, Signal, Threshold,
-        deficit, is_worth_it, rank, reclaim, victims,
+        deficit, has_come, is_relieved, is_worth_it, rank, reclaim, victims,
     },
     moment::Moment,
     quantity::Quantity,
@@ -18,7 +18,7 @@ use tokio::{sync::mpsc::error::TrySendError, time::Instant};
 use tracing::{info, warn};
 
 use super::{
-    Eviction, Leaving, ReclaimState,
+    Eviction, LateRoom, Leaving, ReclaimState, Reclaimed,
     gauges::Seen,
     local_storage::ASKED,
     usage::{ContainerUse, KnownUsage},
@@ -38,9 +38,13 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const FAR: Duration = Duration::from_secs(10 * 365 * 24 * 60 * 60);
 /// How long giving back may take before pods go although it has not ended.
 const RECLAIM_PATIENCE: Duration = Duration::from_secs(60);
-/// How long after something was given back nothing more can be expected of doing so again: what is low then
-/// costs pods.
+/// How long after something was given back nothing more can be expected of doing so again, if that was not
+/// enough: what stays low costs pods.
 const RECLAIMED: Duration = Duration::from_secs(30);
+
+/// How long the runtime may take to give back the room of what was removed, before what is short costs a pod.
+/// containerd waits fifty times as long as its last collection took; the kubelet looks again after so long.
+pub(super) const LATE: Duration = Duration::from_secs(10);
 
 /// How long measurements of what pods have on disk say something while the disk stays low.
 const DISKS: Duration = Duration::from_secs(60);
@@ -70,6 +74,7 @@ impl Eviction {
         self.parts.metrics.seen(&seen.observations);
         let assessment = self.tracker.assess(now, &self.thresholds, &seen.observations);
         self.publish_conditions(now);
+        self.forget_what_was_enough(&assessment, &seen);
         self.forget_the_gone();
         for condition in
             [NodeCondition::MemoryPressure, NodeCondition::PidPressure, NodeCondition::DiskPressure]
@@ -125,10 +130,17 @@ impl Eviction {
                     && status.and_then(|status| status.phase.as_deref()) != Some("Failed")
             })
         };
-        let before = self.leaving.len();
-        self.leaving.retain(|uid, _| here(uid));
+        let gone: Vec<Leaving> = self.leaving.extract_if(|uid, _| !here(uid)).map(|(_, gone)| gone).collect();
         let now = Instant::now();
-        if self.leaving.len() < before {
+        self.late.retain(|late| late.since.elapsed() < LATE);
+        if !gone.is_empty() {
+            let of_disks =
+                gone.into_iter().filter(|pod| pod.signal.condition() == NodeCondition::DiskPressure);
+            self.late.extend(of_disks.map(|pod| LateRoom {
+                since: now,
+                before: pod.before,
+                usage: pod.looks.first().map(|(_, usage)| *usage).unwrap_or_default(),
+            }));
             self.gone_at = Some(now);
             self.parts.hints.notify();
             self.look_again.notify();
@@ -157,6 +169,9 @@ impl Eviction {
         }
         // What a pod's end has freed must be seen first.
         if self.gone_at.is_some_and(|gone| read_at <= gone) {
+            return;
+        }
+        if self.must_wait_for_room(&threshold, observation) {
             return;
         }
         if measured.is_some_and(|since| since.elapsed() < ASKED && !self.are_measured(since)) {
@@ -224,6 +239,16 @@ impl Eviction {
         })
     }
 
+    /// Drops what was given back and was enough: whatever makes the disk short again may be given back, too.
+    fn forget_what_was_enough(&mut self, assessment: &Assessment, seen: &Seen) {
+        let (layout, thresholds) = (self.layout, &self.thresholds);
+        self.reclaims.retain(|steps, state| {
+            let ReclaimState::Done { at, .. } = *state else { return true };
+            let read_since = |signal| seen.get(signal).map(|(_, read_at)| at < read_at);
+            !is_relieved(steps, layout, thresholds, &assessment.met, read_since)
+        });
+    }
+
     /// Starts to give back what nobody needs, where that can help; whether pods are to be left alone until it
     /// has ended.
     fn must_wait_for_reclaim(&mut self, signal: Signal, read_at: Instant) -> bool {
@@ -233,9 +258,9 @@ impl Eviction {
         }
         match self.reclaims.get(wanted) {
             Some(ReclaimState::Running { since }) => return since.elapsed() < RECLAIM_PATIENCE,
-            Some(ReclaimState::Done { at }) if at.elapsed() < RECLAIMED => {
+            Some(ReclaimState::Done { at, settled }) if at.elapsed() < RECLAIMED => {
                 // What it freed must be seen first.
-                return read_at <= *at;
+                return read_at <= *settled;
             }
             Some(ReclaimState::Done { .. }) | None => {}
         }
@@ -246,19 +271,40 @@ impl Eviction {
             .warning("EvictionThresholdMet", &format!("Attempting to reclaim {}", signal.resource()));
         let (reclaimer, done) = (Arc::clone(&self.parts.reclaimer), self.reclaimed_out.clone());
         tokio::spawn(async move {
+            let mut reclaimed = Reclaimed::Now;
             for step in wanted {
-                if let Err(error) = reclaimer(*step).await {
-                    let what = match step {
-                        Reclaim::DeleteUnusedContainers => "unused containers",
-                        Reclaim::DeleteUnusedImages => "unused images",
-                    };
-                    warn!(%error, "{what} could not be given back");
+                match reclaimer(*step).await {
+                    Ok(Reclaimed::Now) => {}
+                    Ok(Reclaimed::Later) => reclaimed = Reclaimed::Later,
+                    Err(error) => {
+                        let what = match step {
+                            Reclaim::DeleteUnusedContainers => "unused containers",
+                            Reclaim::DeleteUnusedImages => "unused images",
+                        };
+                        warn!(%error, "{what} could not be given back");
+                    }
                 }
             }
             // It fails where eviction has ended.
-            let _ = done.send(wanted).await;
+            let _ = done.send((wanted, reclaimed)).await;
         });
         true
+    }
+
+    /// Returns true while the room of pods that went for a disk may still come, and hasn't been seen.
+    fn must_wait_for_room(&mut self, threshold: &Threshold, observation: &Observation) -> bool {
+        let signal = threshold.signal;
+        let Some(first) = self.late.first() else { return false };
+        if signal.condition() != NodeCondition::DiskPressure {
+            return false;
+        }
+        let expected = self.late.iter().map(|late| late.usage.of(signal, self.layout)).sum();
+        let before = first.before.get(&signal).map_or(observation.available, |before| before.available);
+        let come = has_come(expected, before, observation.available, deficit(threshold, observation));
+        if come {
+            self.late.clear();
+        }
+        !come
     }
 
     /// The pods that hold anything, and what they use now; as of before where it can't be said in time. What
@@ -378,7 +424,8 @@ impl Eviction {
         let now = Instant::now();
         let looks = vec![(pod.known.read_at.unwrap_or(now), pod.known.usage.unwrap_or_default())];
         let by = now + grace.min(FAR) + PATIENCE;
-        self.leaving.insert(pod.uid.clone(), Leaving { signal, grace, by, looks, overdue: false });
+        let before = self.board.current().observations;
+        self.leaving.insert(pod.uid.clone(), Leaving { signal, grace, by, looks, overdue: false, before });
     }
 }
 

@@ -1,6 +1,10 @@
 //! Keeps the node alive when memory, disk, inodes or process ids run low: first gives back what nobody needs,
 //! then ends pods, in the kubelet's order.
 //!
+//! What a removal frees on a disk may come seconds later: containerd collects the writable layers of removed
+//! containers when it finds the time. So nobody goes for a disk before that room was seen, or 10 s have
+//! passed.
+//!
 //! `beelet_policy::eviction` decides; here it gets numbers, and what it decides is done. [`gauges`] read the
 //! numbers, each in a task of its own, so that one that hangs hides only itself; [`edges`] are the kernel's
 //! hints that it is time to read again. One task decides whenever a number is new. It never waits: not for a
@@ -62,7 +66,16 @@ use beelet_state::events::NodeEvents;
 const TICK: Duration = Duration::from_secs(1);
 
 /// Removes what nobody needs. Its errors are its maker's.
-pub type Reclaimer = Arc<dyn Fn(Reclaim) -> BoxFuture<'static, Result<(), BoxError>> + Send + Sync>;
+pub type Reclaimer = Arc<dyn Fn(Reclaim) -> BoxFuture<'static, Result<Reclaimed, BoxError>> + Send + Sync>;
+
+/// What came of a step of giving back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reclaimed {
+    /// The room that there is to be had from it can be measured.
+    Now,
+    /// The runtime may give back some of the room a little later.
+    Later,
+}
 
 /// An error of another part.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -117,12 +130,14 @@ pub struct Eviction {
     survey: Survey,
     /// When a pod was last seen to be gone: numbers from before don't know of it.
     gone_at: Option<Instant>,
+    /// Pods that went for a disk and whose room may not have come yet.
+    late: Vec<LateRoom>,
     /// It was said that nobody can go.
     complained: bool,
     /// Makes the disks' gauges read again.
     look_again: Hints,
-    reclaimed_out: mpsc::Sender<&'static [Reclaim]>,
-    reclaimed: mpsc::Receiver<&'static [Reclaim]>,
+    reclaimed_out: mpsc::Sender<(&'static [Reclaim], Reclaimed)>,
+    reclaimed: mpsc::Receiver<(&'static [Reclaim], Reclaimed)>,
 }
 
 /// A pod that was told to go.
@@ -137,13 +152,31 @@ struct Leaving {
     looks: Vec<(Instant, beelet_policy::eviction::PodUsage)>,
     /// It wasn't gone by then.
     overdue: bool,
+    /// What the node had when it was told.
+    before: Observations,
+}
+
+/// The room that a pod leaves on a disk.
+#[derive(Debug)]
+struct LateRoom {
+    /// Since when the pod is gone.
+    since: Instant,
+    /// What the node had when it was told to go, and what it used then.
+    before: Observations,
+    usage: beelet_policy::eviction::PodUsage,
 }
 
 /// Whether something is being given back.
 #[derive(Debug, Clone, Copy)]
 enum ReclaimState {
-    Running { since: Instant },
-    Done { at: Instant },
+    Running {
+        since: Instant,
+    },
+    /// Numbers count that were read after `settled`.
+    Done {
+        at: Instant,
+        settled: Instant,
+    },
 }
 
 impl Eviction {
@@ -163,6 +196,7 @@ impl Eviction {
             reclaims: HashMap::new(),
             survey: Survey::new(parts.usage.clone()),
             gone_at: None,
+            late: Vec::new(),
             complained: false,
             look_again: Hints::default(),
             reclaimed_out,
@@ -202,8 +236,10 @@ impl Eviction {
             () = self.board.changed() => {}
             () = changed(&mut self.parts.table), if !self.leaving.is_empty() => {}
             () = changed(&mut self.parts.layout) => self.relayout(),
-            Some(steps) = self.reclaimed.recv() => {
-                self.reclaims.insert(steps, ReclaimState::Done { at: Instant::now() });
+            Some((steps, reclaimed)) = self.reclaimed.recv() => {
+                let at = Instant::now();
+                let settled = if reclaimed == Reclaimed::Later { at + decide::LATE } else { at };
+                self.reclaims.insert(steps, ReclaimState::Done { at, settled });
                 self.look_again.notify();
             }
             () = tokio::time::sleep(TICK) => {}

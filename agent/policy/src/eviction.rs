@@ -272,6 +272,34 @@ pub const fn reclaim(signal: Signal, layout: DiskLayout) -> &'static [Reclaim] {
     }
 }
 
+/// Returns true if reclaim by these steps has done what it was for: none of the thresholds that it serves is
+/// `met` any more, by numbers that were read after it had ended. A threshold that is met after that calls for
+/// reclaim again before it calls for pods: what has come since may be something that nobody needs, too.
+///
+/// `read_since` says of a signal whether its number was read since reclaim ended; `None` where it has none.
+/// One without a number is not low.
+#[must_use]
+pub fn is_relieved(
+    steps: &[Reclaim],
+    layout: DiskLayout,
+    thresholds: &[Threshold],
+    met: &[usize],
+    read_since: impl Fn(Signal) -> Option<bool>,
+) -> bool {
+    let mut known = false;
+    for (index, threshold) in thresholds.iter().enumerate() {
+        if reclaim(threshold.signal, layout) != steps {
+            continue;
+        }
+        match read_since(threshold.signal) {
+            Some(true) if !met.contains(&index) => known = true,
+            Some(_) => return false,
+            None => {}
+        }
+    }
+    known
+}
+
 /// Gives the containers' filesystem the thresholds of the filesystem that it is (the kubelet lets nobody set
 /// them): the image filesystem's if that is a dedicated one, else the node's. Thresholds set for it are
 /// dropped; returned are those dropped.
@@ -486,6 +514,15 @@ const WORTH: i128 = 100;
 #[must_use]
 pub fn is_worth_it(frees: Quantity, missing: Quantity) -> bool {
     frees > Quantity::ZERO && i128::from(frees.value()) * WORTH >= i128::from(missing.value())
+}
+
+/// Returns true if the room that a pod's end was expected to give has come: half of it at least, since others
+/// write meanwhile, and more than next to nothing of what is missing. `from` is what was available when the
+/// pod was told to go. Where nothing is known of what it had, this never says so.
+#[must_use]
+pub fn has_come(expected: Quantity, from: Quantity, available: Quantity, missing: Quantity) -> bool {
+    let growth = available.saturating_sub(from);
+    expected > Quantity::ZERO && growth + growth >= expected && is_worth_it(growth, missing)
 }
 
 /// The pods to evict at once, in the order of `ranked`, critical ones left out. `leaving` says that somebody

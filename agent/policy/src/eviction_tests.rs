@@ -141,6 +141,32 @@ fn what_is_reclaimed_depends_on_the_disks() {
 }
 
 #[test]
+fn reclaim_was_enough_once_nothing_that_it_serves_is_met_by_numbers_from_after_it() {
+    use Reclaim::{DeleteUnusedContainers as Containers, DeleteUnusedImages as Images};
+    use Signal::{ImageFsAvailable, MemoryAvailable, NodeFsAvailable};
+    let thresholds = [MemoryAvailable, NodeFsAvailable, ImageFsAvailable, NodeFsAvailable];
+    let thresholds = thresholds.map(|signal| threshold(signal, "10%"));
+    let check = |layout, steps: &[Reclaim], met: &[usize], fresh: &[(Signal, bool)], expectation| {
+        let read_since = |signal| fresh.iter().find(|(of, _)| *of == signal).map(|(_, since)| *since);
+        let relieved = is_relieved(steps, layout, &thresholds, met, read_since);
+        assert_eq!(relieved, expectation, "{steps:?} {layout:?} {met:?} {fresh:?}");
+    };
+    let both = [(NodeFsAvailable, true), (ImageFsAvailable, true)];
+    let single: &[Reclaim] = &[Containers, Images];
+    check(DiskLayout::Single, single, &[], &both, true);
+    check(DiskLayout::Single, single, &[0], &both, true);
+    check(DiskLayout::Single, single, &[3], &both, false);
+    check(DiskLayout::Single, single, &[2], &both, false);
+    check(DiskLayout::Single, single, &[], &[(NodeFsAvailable, true), (ImageFsAvailable, false)], false);
+    check(DiskLayout::Single, single, &[], &[(NodeFsAvailable, true)], true);
+    check(DiskLayout::Single, single, &[], &[(MemoryAvailable, true)], false);
+    // On a split disk what the images' had is nothing to the volumes' disk.
+    check(DiskLayout::SplitImageFs, &[Images], &[1, 3], &both, true);
+    check(DiskLayout::SplitImageFs, &[Containers], &[1, 3], &both, false);
+    check(DiskLayout::SplitImageFs, &[Containers], &[2], &[(NodeFsAvailable, true)], true);
+}
+
+#[test]
 fn the_containers_filesystem_has_the_thresholds_of_the_one_it_is() {
     let derived = |layout| {
         let mut all = vec![
@@ -339,6 +365,22 @@ fn a_pod_that_fills_the_disk_goes_alone_whatever_the_others_have() {
     // It could not be measured in time, or it is no pod.
     check((0, 0), missing, &["nginx"]);
     check((0, -1), missing, &["nginx"]);
+}
+
+#[test]
+fn room_has_come_once_half_of_what_was_expected_is_seen() {
+    let check = |expected, from, available, missing, expectation| {
+        let come = has_come(units(expected), units(from), units(available), units(missing));
+        assert_eq!(come, expectation, "{expected} from {from} to {available}, {missing} missing");
+    };
+    check(500, 200, 700, 100, true);
+    check(500, 200, 450, 100, true);
+    check(500, 200, 449, 100, false);
+    check(500, 200, 100, 100, false);
+    check(0, 200, 900, 100, false);
+    // Next to nothing is what others do at any time.
+    check(4, 200, 204, 1000, false);
+    check(20, 200, 210, 1000, true);
 }
 
 #[test]

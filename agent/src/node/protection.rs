@@ -21,7 +21,8 @@ use beelet_bpf::{
 };
 use beelet_config::Config;
 use beelet_eviction::{
-    DiskUsages, DiskView, Eviction, Filesystems, Hints, LocalStorage, PodUsages, Reclaimer, edges, gauges,
+    DiskUsages, DiskView, Eviction, Filesystems, Hints, LocalStorage, PodUsages, Reclaimed, Reclaimer, edges,
+    gauges,
 };
 use beelet_images::{
     Collector, ImageGc, ImageGcRequest, Leases,
@@ -248,14 +249,16 @@ fn reclaimer(images: beelet_images::Handle, containers: containers::Handle) -> R
             match step {
                 Reclaim::DeleteUnusedContainers => {
                     let request = ContainerGcRequest { terminated: true, dry_run: false };
-                    containers.collect(request).await?;
+                    let collected = containers.collect(request).await?;
+                    // Their writable layers go when the runtime comes to it.
+                    Ok(if collected.containers.is_empty() { Reclaimed::Now } else { Reclaimed::Later })
                 }
                 Reclaim::DeleteUnusedImages => {
                     let request = ImageGcRequest { all_unused: true, dry_run: false };
                     images.collect(request).await?;
+                    Ok(Reclaimed::Now)
                 }
             }
-            Ok(())
         })
     })
 }
