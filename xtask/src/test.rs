@@ -43,7 +43,7 @@ impl Args {
 /// their own way.
 const EVERYTHING: &[&str] = &["--workspace", "--exclude", "beelet-ebpf", "--exclude", "beelet-fuzz"];
 /// The second loader of kernel programs, where it can be built.
-const LIBBPF: &str = "beelet-tests/libbpf";
+const LIBBPF: &str = "beelet-libbpf/libbpf";
 
 /// The packages and features of a whole test run, as cargo takes them: with others, all that they share would
 /// be built a second time.

@@ -2,7 +2,7 @@
 //! process in them that listens when told to, and waiting for edges about that namespace alone (the programs
 //! see the whole machine).
 
-#![allow(dead_code)] // tests/libbpf.rs uses a part of it
+#![allow(dead_code)] // tests/libbpf uses a part of it
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
 use beelet_bpf::{

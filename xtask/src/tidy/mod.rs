@@ -2,6 +2,7 @@
 //! of the files that git knows. A rule is a few lines here; each violation names its file, its line and the
 //! rule.
 
+mod features;
 mod house;
 mod words;
 
@@ -23,7 +24,7 @@ const UNSAFE: &[&str] =
     &["agent/bpf/", "ebpf/", "tests/tests/kernel/", "tests/src/bin/listener.rs", "tests/src/confine/sys.rs"];
 
 /// Folders that may use bpf(2), by whatever library.
-const BPF: &[&str] = &["agent/bpf/", "ebpf/", "tests/tests/kernel/", "tests/tests/libbpf"];
+const BPF: &[&str] = &["agent/bpf/", "ebpf/", "tests/tests/kernel/", "tests/libbpf/"];
 
 /// What a decision must not call: input, output, clocks, chance.
 const POLICY_FORBIDDEN: &[&str] = &[
@@ -54,6 +55,7 @@ pub(crate) fn run(_: &Args) -> Result<()> {
     let mut violations = Vec::new();
     let files = tracked(&repository)?;
     violations.extend(house::check(&repository)?);
+    violations.extend(features::check(&repository)?);
     let words = words::Words::new()?;
     for file in &files {
         let Ok(text) = std::fs::read_to_string(repository.join(file)) else { continue }; // not text

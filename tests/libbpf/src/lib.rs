@@ -1,9 +1,9 @@
 //! Tier 2: the object is no aya object. libbpf loads it as well, attaches it, and reads the same records from
 //! it.
-#![cfg(feature = "libbpf")]
+#![cfg(all(test, feature = "libbpf"))]
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
-#[path = "kernel/place.rs"]
+#[path = "../../tests/kernel/place.rs"]
 mod place;
 
 use beelet_ebpf_abi::{ListenerEvent, ListenerRecord, kind};

@@ -1,0 +1,88 @@
+//! One set of features. `cargo xtask` builds this package alone, the tests build all of them, and cargo gives a
+//! library the features that the chosen packages ask for: where the two sets differ, each library above it is
+//! built twice, and kept twice.
+
+use super::Violation;
+use crate::{shell, test};
+use anyhow::{Context as _, Result, bail};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+/// Compares what this package is made of with what all of them are made of.
+pub(super) fn check(repository: &Path) -> Result<Vec<Violation>> {
+    // Without what is for tests: that of this package has no part in `cargo run`.
+    let own = tree(repository, &["--package", "xtask", "--edges", "normal,build"])?;
+    let all = tree(repository, &test::selection())?;
+    Ok(compare(&features(&own), &features(&all)))
+}
+
+/// Each library with its features, a line each.
+fn tree(repository: &Path, selection: &[&str]) -> Result<String> {
+    let mut cargo = shell::cargo();
+    cargo.args(["tree", "--prefix", "none", "--format", "{p} {f}"]).args(selection);
+    let output = cargo.current_dir(repository).output().context("could not start cargo")?;
+    if !output.status.success() {
+        bail!("cargo tree failed: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// The features of each library with its version: those of all lines together, for cargo shows one that is for
+/// build scripts apart.
+fn features(tree: &str) -> BTreeMap<&str, BTreeSet<&str>> {
+    let mut all: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for line in tree.lines() {
+        // `NAME vVERSION (WHERE OR WHAT) FEATURE,FEATURE`, without what is not there; `(*)` follows where the
+        // library has its own libraries elsewhere.
+        let line = line.strip_suffix("(*)").map_or(line, |line| line.strip_suffix(' ').unwrap_or(line));
+        let mut blanks = line.match_indices(' ').map(|(at, _)| at);
+        let end = blanks.nth(1).unwrap_or(line.len());
+        let (library, rest) = line.split_at(end);
+        let features = rest.rsplit_once(' ').map_or("", |(_, features)| features);
+        all.entry(library).or_default().extend(features.split(',').filter(|name| !name.is_empty()));
+    }
+    all
+}
+
+fn compare(own: &BTreeMap<&str, BTreeSet<&str>>, all: &BTreeMap<&str, BTreeSet<&str>>) -> Vec<Violation> {
+    let differ = own.iter().filter_map(|(library, features)| {
+        let wanted = all.get(library).filter(|wanted| *wanted != features)?;
+        let names: Vec<&str> = wanted.symmetric_difference(features).copied().collect();
+        let message = format!(
+            "{library} has other features here than in the tests of the workspace, so that it and all above it \
+             are built twice: {}",
+            names.join(", ")
+        );
+        Some(Violation { file: "xtask/Cargo.toml".to_owned(), line: 1, message })
+    });
+    differ.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_with_other_features_is_named_with_them() {
+        let all =
+            "tokio v1.2.3 fs,net,test-util\nserde_derive v1.0.0 (proc-macro) default\na v0.1.0 (/x y/a) \n";
+        let check = |own: &str, expected: &[&str]| {
+            let found = compare(&features(own), &features(all));
+            let messages: Vec<&str> = found.iter().map(|violation| violation.message.as_str()).collect();
+            assert_eq!(messages.len(), expected.len(), "{messages:?}");
+            for (message, expected) in messages.iter().zip(expected) {
+                let (first, last) = expected.split_once(' ').unwrap();
+                assert!(
+                    message.starts_with(first) && message.ends_with(&format!("twice: {last}")),
+                    "{message}"
+                );
+            }
+        };
+        check("tokio v1.2.3 fs,net,test-util\na v0.1.0 (/x y/a) \n", &[]);
+        check("tokio v1.2.3 fs,net\n", &["tokio test-util"]);
+        check("tokio v1.2.3 fs\ntokio v1.2.3 net,test-util (*)\n", &[]);
+        check("serde_derive v1.0.0 (proc-macro) default,more\n", &["serde_derive more"]);
+        check("a v0.1.0 (/x y/a) log\n", &["a log"]);
+        check("b v0.1.0 log\n", &[]);
+    }
+}
