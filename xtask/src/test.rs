@@ -5,6 +5,7 @@ use crate::{progress::Step, shell, skips, vm};
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::{cluster, images, requires, workdir};
 use std::collections::BTreeMap;
+use std::num::NonZero;
 use std::path::Path;
 use std::process::Command;
 
@@ -37,6 +38,17 @@ impl Args {
     fn chooses_packages(&self) -> bool {
         self.runner.iter().any(|argument| argument == "-p" || argument.starts_with("--package"))
     }
+
+    /// Returns true if arguments of the runner say how many tests run at a time.
+    fn chooses_threads(&self) -> bool {
+        let says = |argument: &String| argument.starts_with("-j") || argument.starts_with("--test-threads");
+        self.runner.iter().any(says)
+    }
+}
+
+/// Number of tests that run at a time. Most of them wait, for an agent or a runtime, more than they compute.
+fn at_a_time() -> usize {
+    2 * std::thread::available_parallelism().map_or(1, NonZero::get)
 }
 
 /// What is built and tested where nothing is chosen. The kernel programs and the fuzz programs link only in
@@ -138,6 +150,9 @@ fn run_tests(features: &[&str], args: &Args, environment: impl Fn(&mut Command))
     }
     if !features.is_empty() {
         command.args(["--features", &features.join(",")]);
+    }
+    if nextest && !args.chooses_threads() {
+        command.args(["--test-threads", &at_a_time().to_string()]);
     }
     command.args(&args.runner);
     environment(&mut command);
