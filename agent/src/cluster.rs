@@ -244,92 +244,140 @@ impl Storage for LateStorage {
 
 /// Adds all parts to `builder`.
 pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) -> Builder {
-    let session: Arc<SetOnce<Session>> = Arc::default();
-    let presence = Presence::default();
-    let autonomy = autonomy(config);
     let (node_out, node) = watch::channel(None);
-    let (facts_out, facts) = watch::channel(RuntimeFacts::default());
-    let (changes_out, changes) = watch::channel(());
-    let (workload, assigned) = Workload::new();
-    let settings = config.node.clone();
-    let name = config.node_name.clone();
-    let reviews = Arc::new(LateReviews { session: Arc::clone(&session), node: name.clone() });
+    let shared = Shared { session: Arc::default(), presence: Presence::default(), node };
+    let builder = answer_late(builder, config, &shared);
+    let builder = serve_signed(builder, config, &shared);
+    let builder = connect_as(builder, config, membership, &shared);
+    let builder = keep_lease(builder, config, &shared);
+    let builder = follow_pods(builder, config, &shared);
+    let builder = send_events(builder, config, &shared);
+    let builder = keep_csi_node(builder, config, &shared);
+    keep_node(builder, config, shared, node_out)
+}
+
+/// What the parts have in common.
+struct Shared {
+    /// There once the node has connected.
+    session: Arc<SetOnce<Session>>,
+    presence: Presence,
+    /// The Node, as it was last read or written.
+    node: watch::Receiver<Option<Arc<core::Node>>>,
+}
+
+/// Others ask the API server through these before the node has connected.
+fn answer_late(builder: Builder, config: &Config, shared: &Shared) -> Builder {
+    let session = || Arc::clone(&shared.session);
+    let reviews = Arc::new(LateReviews { session: session(), node: config.node_name.clone() });
     let reviewers = Reviewers { tokens: Some(reviews.clone()), access: Some(reviews) };
-    let accounts = LateAccounts { session: Arc::clone(&session), ..LateAccounts::default() };
-    let storage = Arc::new(LateStorage { session: Arc::clone(&session), node: node.clone() });
-    let builder = builder.reviewers(reviewers).accounts(Arc::new(accounts)).storage(storage);
-    // A Node gives 0 where there is no server to reach.
-    let port = beelet_kubelet_api::port(&config.server, true).unwrap_or(0);
-    let builder = serve_signed(builder, config, &session, node.clone());
-    let (connected, own_name, rotate) = (Arc::clone(&session), name.clone(), settings.rotate_certificates);
-    let noted = presence.clone();
-    let builder = builder.attach("cluster identity", move |handles, stop| async move {
+    let accounts = LateAccounts { session: session(), ..LateAccounts::default() };
+    let storage = LateStorage { session: session(), node: shared.node.clone() };
+    builder.reviewers(reviewers).accounts(Arc::new(accounts)).storage(Arc::new(storage))
+}
+
+/// Connects, and keeps the certificate that the node connects with.
+fn connect_as(builder: Builder, config: &Config, membership: Membership, shared: &Shared) -> Builder {
+    let (session, presence) = (Arc::clone(&shared.session), shared.presence.clone());
+    let (node_name, rotate) = (config.node_name.clone(), config.node.rotate_certificates);
+    builder.attach("cluster identity", move |handles, stop| async move {
         let options = connect::Options {
             kubeconfig: membership.kubeconfig,
             bootstrap: membership.bootstrap,
             cert_dir: membership.cert_dir,
-            node_name: own_name,
+            node_name,
             rotate,
             metrics: handles.metrics.cluster.identity,
             requests: handles.metrics.cluster.requests,
-            presence: noted,
+            presence,
         };
         let Some((client, identity)) = stop.run_until_cancelled(open(options)).await else { return };
-        let _ = connected.set(Session { client: client.clone(), connections: identity.connections() });
+        let _ = session.set(Session { client: client.clone(), connections: identity.connections() });
         identity.keep(client, stop).await;
-    });
-    let lease_node = node.clone();
-    let (connected, lease_name, duration) = (Arc::clone(&session), name.clone(), settings.lease_duration);
-    let builder = builder.attach("node lease", move |handles, stop| async move {
-        let metrics = handles.metrics.cluster.lease;
-        let inputs = lease::Inputs { node_name: lease_name, duration, node: lease_node, metrics };
-        let Some(session) = stop.run_until_cancelled(connected.wait()).await else { return };
+    })
+}
+
+/// Renews the node's lease.
+fn keep_lease(builder: Builder, config: &Config, shared: &Shared) -> Builder {
+    let (session, node) = (Arc::clone(&shared.session), shared.node.clone());
+    let (node_name, duration) = (config.node_name.clone(), config.node.lease_duration);
+    builder.attach("node lease", move |handles, stop| async move {
+        let inputs = lease::Inputs { node_name, duration, node, metrics: handles.metrics.cluster.lease };
+        let Some(session) = stop.run_until_cancelled(session.wait()).await else { return };
         lease::keep(session.connections.clone(), inputs, stop).await;
-    });
-    let (connected, node_name, seen) = (Arc::clone(&session), name.clone(), node.clone());
-    let builder =
-        builder.source(assigned).attach("pods of the API server", move |handles, stop| async move {
-            let inputs = workload::Inputs {
-                node_name,
-                node: seen,
-                table: handles.table,
-                requests: handles.requests,
-                complete: handles.complete,
-                events: handles.events,
-                mirrors: handles.metrics.cluster.mirrors,
-                state: handles.state,
-                autonomy,
-                presence,
-                written: handles.written,
-            };
-            let client = async { connected.wait().await.client.clone() };
-            workload.run(client, inputs, stop).await;
-        });
-    let connected = Arc::clone(&session);
+    })
+}
+
+/// Runs what the API server assigns to the node, and writes how it is.
+fn follow_pods(builder: Builder, config: &Config, shared: &Shared) -> Builder {
+    let (workload, assigned) = Workload::new();
+    let (session, node) = (Arc::clone(&shared.session), shared.node.clone());
+    let (node_name, autonomy) = (config.node_name.clone(), autonomy(config));
+    let presence = shared.presence.clone();
+    builder.source(assigned).attach("pods of the API server", move |handles, stop| async move {
+        let inputs = workload::Inputs {
+            node_name,
+            node,
+            table: handles.table,
+            requests: handles.requests,
+            complete: handles.complete,
+            events: handles.events,
+            mirrors: handles.metrics.cluster.mirrors,
+            state: handles.state,
+            autonomy,
+            presence,
+            written: handles.written,
+        };
+        let client = async { session.wait().await.client.clone() };
+        workload.run(client, inputs, stop).await;
+    })
+}
+
+/// Sends the node's events to the API server.
+fn send_events(builder: Builder, config: &Config, shared: &Shared) -> Builder {
+    let session = Arc::clone(&shared.session);
     let source = events::Source {
-        node_name: name.clone(),
+        node_name: config.node_name.clone(),
         began: Timestamp::now(),
-        per_second: settings.event_qps,
-        burst: settings.event_burst,
+        per_second: config.node.event_qps,
+        burst: config.node.event_burst,
     };
-    let builder = builder.attach("events to the API server", move |handles, stop| async move {
-        let Some(session) = stop.run_until_cancelled(connected.wait()).await else { return };
+    builder.attach("events to the API server", move |handles, stop| async move {
+        let Some(session) = stop.run_until_cancelled(session.wait()).await else { return };
         let metrics = handles.metrics.cluster.events;
         events::send(session.client.clone(), handles.events.subscribe(), source, metrics, stop).await;
-    });
-    let (connected, csi_name, of_node) = (Arc::clone(&session), name.clone(), node.clone());
-    let builder = builder.attach("CSINode", move |handles, stop| async move {
-        let Some(session) = stop.run_until_cancelled(connected.wait()).await else { return };
-        let inputs = csi_node::Inputs { node_name: csi_name, node: of_node, drivers: handles.csi.drivers() };
+    })
+}
+
+/// Writes which storage plugins the node has.
+fn keep_csi_node(builder: Builder, config: &Config, shared: &Shared) -> Builder {
+    let (session, node) = (Arc::clone(&shared.session), shared.node.clone());
+    let node_name = config.node_name.clone();
+    builder.attach("CSINode", move |handles, stop| async move {
+        let Some(session) = stop.run_until_cancelled(session.wait()).await else { return };
+        let inputs = csi_node::Inputs { node_name, node, drivers: handles.csi.drivers() };
         csi_node::keep(session.client.clone(), inputs, stop).await;
-    });
+    })
+}
+
+/// Registers the Node, and writes its status.
+fn keep_node(
+    builder: Builder,
+    config: &Config,
+    shared: Shared,
+    node: watch::Sender<Option<Arc<core::Node>>>,
+) -> Builder {
+    let (facts_out, facts) = watch::channel(RuntimeFacts::default());
+    let (changes_out, changes) = watch::channel(());
+    let (settings, name) = (config.node.clone(), config.node_name.clone());
+    // A Node gives 0 where there is no server to reach.
+    let port = beelet_kubelet_api::port(&config.server, true).unwrap_or(0);
     let (every, most) = (settings.status_update_frequency, settings.status_max_images);
     let builder = builder.attach("runtime facts", move |handles, stop| async move {
         stop.run_until_cancelled(follow(handles, facts_out, changes_out, every, most)).await;
     });
     builder.attach("node status", move |handles, stop| async move {
         let info = blocking("the machine's files", machine::inspect).await;
-        let Some(session) = stop.run_until_cancelled(session.wait()).await else { return };
+        let Some(session) = stop.run_until_cancelled(shared.session.wait()).await else { return };
         let inputs = node::Inputs {
             arch: info.architecture.clone(),
             registration: registration(&name, &settings),
@@ -341,7 +389,7 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
             metrics: handles.metrics.cluster.node.clone(),
             report: reporter(handles, facts, info, port),
             changes,
-            node: node_out,
+            node,
         };
         node::keep(session.client.clone(), inputs, stop).await;
     })
@@ -354,16 +402,12 @@ fn autonomy(config: &Config) -> Settings {
 }
 
 /// Where the certificate of the node's server is to be signed in the cluster, asks for it.
-fn serve_signed(
-    builder: Builder,
-    config: &Config,
-    session: &Arc<SetOnce<Session>>,
-    node: watch::Receiver<Option<Arc<core::Node>>>,
-) -> Builder {
+fn serve_signed(builder: Builder, config: &Config, shared: &Shared) -> Builder {
     if !config.server.tls_bootstrap || config.server.tls_files.is_some() {
         return builder;
     }
-    let (session, cert_dir, node_name) = (Arc::clone(session), config.cert_dir(), config.node_name.clone());
+    let (session, node) = (Arc::clone(&shared.session), shared.node.clone());
+    let (cert_dir, node_name) = (config.cert_dir(), config.node_name.clone());
     builder.attach("serving certificate", move |handles, stop| async move {
         let metrics = handles.metrics.cluster.serving;
         let Some(session) = stop.run_until_cancelled(session.wait()).await else { return };

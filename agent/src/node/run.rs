@@ -37,7 +37,6 @@ use super::{
 use beelet_api::{
     grpc::{self, manifests::Running},
     http::{self, ApiState},
-    podresources, podsapi,
     signals::Mode,
 };
 use beelet_bpf::{Interest, Kernel, KernelOptions};
@@ -49,15 +48,11 @@ use beelet_devices::{Devices, cdi_by_annotation};
 use beelet_images::{
     access::Access,
     credentials::Keys,
-    folder::Folder,
     providers::Providers,
     pull::{self, Puller},
 };
 use beelet_kubelet_api::{Verbosity, auth::Reviewers};
-use beelet_logs::{
-    links,
-    rotate::{self, Rotator},
-};
+use beelet_logs::rotate::{self, Rotator};
 use beelet_manifests::source::{ManifestSource, Options, Rules};
 use beelet_model::{
     accounts::ServiceAccounts, desired::Desired, processes::Shared as Processes, request::Request,
@@ -70,14 +65,11 @@ use beelet_pleg::{
     stream,
 };
 use beelet_pods::{
-    expand,
     launch::Launcher,
     manager::{self, Manager},
-    orphans, qos_tree,
+    qos_tree,
     records::Records,
-    refresh, republish,
     user_namespaces::UserNamespaces,
-    volume_stats,
 };
 use beelet_probes::Probes;
 use beelet_shutdown::Shutdown;
@@ -86,6 +78,8 @@ use beelet_state::{
     events::{NodeEvents, Recorder},
 };
 use beelet_volumes::LocalDisks;
+
+mod upkeep;
 
 /// Requests under way to the pods' manager. A sender waits while the manager is behind by this many.
 const REQUESTS: usize = 1024;
@@ -466,16 +460,7 @@ impl Node {
         let handles = self.handles(desired, requests, devices, exits, &protection, &mut tasks);
         tasks.spawn_optional("node shutdown", self.shutdown(&handles, goes_down).run(working.clone()));
         self.open_services(&handles);
-        let sweep = orphans::Sweep {
-            pods_dir: self.config.beelet.pods_dir.clone(),
-            disks: self.disks.clone(),
-            csi: self.csi.clone(),
-            table: self.table.clone(),
-            known: records.known(),
-            desired: handles.desired.clone(),
-            runtime: self.runtime.clone(),
-            period: self.doors.orphan_check,
-        };
+        let sweep = self.sweep(&records, &handles);
         let manager = Manager::new(manager::Parts {
             launcher: Arc::clone(&launcher),
             runtime_name: self.version.runtime_name.clone(),
@@ -497,40 +482,11 @@ impl Node {
         self.probe(&mut tasks, inputs.probes, &handles, &working);
         self.measure(&mut tasks, (inputs.stats, disk), &working);
         self.keep_cgroups(&mut tasks, &handles, &working);
-        tasks.spawn("volumes", refresh::follow(self.table.clone(), Arc::clone(&launcher), working.clone()));
-        let asking = volume_stats::Asking {
-            table: self.table.clone(),
-            launcher: Arc::clone(&launcher),
-            period: self.config.volume_stats_period,
-        };
-        tasks.spawn("volume statistics", volume_stats::follow(asking, working.clone()));
-        let growing = expand::follow(self.table.clone(), Arc::clone(&launcher), working.clone());
-        tasks.spawn("volumes that grow", growing);
-        let again = republish::follow(self.table.clone(), launcher, working.clone());
-        tasks.spawn("volumes that are published again", again);
-        tasks.spawn("volumes of storage plugins", self.csi.clone().sweep(working.clone()));
-        tasks.spawn("pod folders", orphans::sweep(sweep, working.clone()));
-        let access = Arc::clone(self.puller.access());
-        tasks.spawn("records of pulls", access.keep(self.runtime.clone(), working.clone()));
-        tasks.spawn("log rotation", self.rotator().run(working.clone()));
-        if let Some(folder) = &self.config.log_links {
-            let (logs, table) = (self.config.pod_logs_dir.clone(), self.table.clone());
-            tasks.spawn("links to logs", links::follow(table, folder.clone(), logs, working.clone()));
-        }
+        self.keep_volumes(&mut tasks, &launcher, sweep, &working);
+        self.keep_images(&mut tasks, &working);
+        self.keep_logs(&mut tasks, &working);
+        self.serve_beside(&mut tasks, &handles, &working);
         tasks.spawn("memory", give_memory_back(working.clone()));
-        if let Some(path) = self.config.beelet.image_archives.clone() {
-            let events = NodeEvents::new(self.events.clone(), &self.config.node_name);
-            let folder = Folder { path, runtime: self.runtime.clone(), events };
-            tasks.spawn("image archives", folder.run(working.clone()));
-        }
-        let table = self.table.clone();
-        let calls = self.metrics.pod_resources.clone();
-        let served = podresources::serve(handles.devices.clone(), table, calls, working.clone());
-        tasks.spawn("pod resources", served);
-        let folder = self.config.beelet.kubelet_dir.clone();
-        let (pods, complete) = (self.table.clone(), Arc::clone(&self.health.complete));
-        let inputs_of_pods = podsapi::Inputs { folder, pods, complete };
-        tasks.spawn("pods API", podsapi::serve(inputs_of_pods, working.clone()));
         for (name, part) in inputs.attached {
             tasks.spawn(name, part(handles.clone(), working.clone()));
         }

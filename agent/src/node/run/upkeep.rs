@@ -1,0 +1,83 @@
+//! The parts that look after what pods have beside containers: volumes, images, logs, and what other programs
+//! of the node ask about them. Each is started here; none decides what runs.
+
+use std::sync::Arc;
+
+use beelet_api::{podresources, podsapi};
+use beelet_images::folder::Folder;
+use beelet_logs::links;
+use beelet_pods::{expand, launch::Launcher, orphans, records::Records, refresh, republish, volume_stats};
+use beelet_state::events::NodeEvents;
+use tokio_util::sync::CancellationToken;
+
+use super::Node;
+use crate::node::{builder::Handles, parts::Parts};
+
+impl Node {
+    /// What finds folders of pods that are not there any more.
+    pub(super) fn sweep(&self, records: &Records, handles: &Handles) -> orphans::Sweep {
+        orphans::Sweep {
+            pods_dir: self.config.beelet.pods_dir.clone(),
+            disks: self.disks.clone(),
+            csi: self.csi.clone(),
+            table: self.table.clone(),
+            known: records.known(),
+            desired: handles.desired.clone(),
+            runtime: self.runtime.clone(),
+            period: self.doors.orphan_check,
+        }
+    }
+
+    /// Starts what pods' volumes need while they run, and after that.
+    pub(super) fn keep_volumes(
+        &self,
+        tasks: &mut Parts,
+        launcher: &Arc<Launcher>,
+        sweep: orphans::Sweep,
+        working: &CancellationToken,
+    ) {
+        let of = || (self.table.clone(), Arc::clone(launcher), working.clone());
+        let (table, launcher, stop) = of();
+        tasks.spawn("volumes", refresh::follow(table, launcher, stop));
+        let (table, launcher, stop) = of();
+        let asking = volume_stats::Asking { table, launcher, period: self.config.volume_stats_period };
+        tasks.spawn("volume statistics", volume_stats::follow(asking, stop));
+        let (table, launcher, stop) = of();
+        tasks.spawn("volumes that grow", expand::follow(table, launcher, stop));
+        let (table, launcher, stop) = of();
+        tasks.spawn("volumes that are published again", republish::follow(table, launcher, stop));
+        tasks.spawn("volumes of storage plugins", self.csi.clone().sweep(working.clone()));
+        tasks.spawn("pod folders", orphans::sweep(sweep, working.clone()));
+    }
+
+    /// Starts what remembers who may have an image, and what takes in archives.
+    pub(super) fn keep_images(&self, tasks: &mut Parts, working: &CancellationToken) {
+        let access = Arc::clone(self.puller.access());
+        tasks.spawn("records of pulls", access.keep(self.runtime.clone(), working.clone()));
+        if let Some(path) = self.config.beelet.image_archives.clone() {
+            let events = NodeEvents::new(self.events.clone(), &self.config.node_name);
+            let folder = Folder { path, runtime: self.runtime.clone(), events };
+            tasks.spawn("image archives", folder.run(working.clone()));
+        }
+    }
+
+    /// Starts what rotates logs, and what links to them.
+    pub(super) fn keep_logs(&self, tasks: &mut Parts, working: &CancellationToken) {
+        tasks.spawn("log rotation", self.rotator().run(working.clone()));
+        if let Some(folder) = &self.config.log_links {
+            let (logs, table) = (self.config.pod_logs_dir.clone(), self.table.clone());
+            tasks.spawn("links to logs", links::follow(table, folder.clone(), logs, working.clone()));
+        }
+    }
+
+    /// Starts the kubelet's sockets for other programs of the node.
+    pub(super) fn serve_beside(&self, tasks: &mut Parts, handles: &Handles, working: &CancellationToken) {
+        let (devices, calls) = (handles.devices.clone(), self.metrics.pod_resources.clone());
+        let served = podresources::serve(devices, self.table.clone(), calls, working.clone());
+        tasks.spawn("pod resources", served);
+        let folder = self.config.beelet.kubelet_dir.clone();
+        let (pods, complete) = (self.table.clone(), Arc::clone(&self.health.complete));
+        let inputs = podsapi::Inputs { folder, pods, complete };
+        tasks.spawn("pods API", podsapi::serve(inputs, working.clone()));
+    }
+}
