@@ -31,7 +31,7 @@ const OWNED: &[&str] = &[
 const READY: &str = "Ready";
 const CONTAINERS_READY: &str = "ContainersReady";
 const SANDBOX: &str = "PodReadyToStartContainers";
-/// The kubelet shows nothing between two containers, however long a pull takes. Here that is told if it lasts.
+/// The kubelet shows nothing between two containers, however long a pull takes. Here it is told if it lasts.
 const BETWEEN_CONTAINERS: Duration = Duration::from_secs(2);
 /// A container is mostly made and started in this time once its sandbox is there.
 const SANDBOX_ONLY: Duration = Duration::from_millis(300);
@@ -124,7 +124,7 @@ pub fn merged(in_api: &PodStatus, ours: &PodStatus) -> PodStatus {
     status
 }
 
-/// How long a status that is mostly followed by another at once may wait for that one; none: it is written now.
+/// How long a status may wait for another that mostly follows at once; none: it is written now.
 #[must_use]
 pub fn patience(in_api: &PodStatus, ours: &PodStatus) -> Option<Duration> {
     if is_between_containers(in_api, ours) {

@@ -259,7 +259,7 @@ async fn a_pod_stays_ready_in_the_api_while_a_container_is_replaced() {
     cluster.stop().await;
 }
 
-/// The API server's authorizer learns of a pod later than the node, and a server may have KEP-3157 turned off.
+/// The API server's authorizer learns of a pod later than the node; a server may have KEP-3157 turned off.
 #[tokio::test]
 async fn a_config_map_is_read_in_spite_of_a_refusal_and_without_streamed_lists() {
     const MAPS: &str = "/api/v1/namespaces/default/configmaps";
