@@ -71,7 +71,7 @@ pub type Reclaimer = Arc<dyn Fn(Reclaim) -> BoxFuture<'static, Result<Reclaimed,
 /// What came of a step of giving back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reclaimed {
-    /// The room that there is to be had from it can be measured.
+    /// All the room that it gives can be measured.
     Now,
     /// The runtime may give back some of the room a little later.
     Later,

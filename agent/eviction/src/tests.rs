@@ -631,7 +631,7 @@ async fn nobody_goes_while_the_room_of_what_was_given_back_may_still_come() {
     // What doesn't come is not waited for any longer.
     node.set(&node.disk, Shows::Mib(50));
     assert_eq!(node.within(8).await, Vec::<String>::new());
-    assert_eq!(node.within(20).await, ["big"]);
+    assert_eq!(node.within(6).await, ["big"]);
 }
 
 #[tokio::test(start_paused = true)]
