@@ -106,8 +106,6 @@ fn cni_bin_dir() -> Result<std::path::PathBuf> {
 /// A bridge with an address of its own, and a network of pods on it. The host reaches the pods and they reach
 /// the host; there is no route further and no masquerading, so nothing of the machine's forwarding changes.
 fn network(names: &Names) -> Result<()> {
-    // What another instance chooses at the same moment is not among the routes yet.
-    let _choosing = super::lock(&workdir::target_dir())?;
     let [first, second, third] = free_subnet(&routes()?, &names.id)?;
     let prefix = format!("{first}.{second}.{third}");
     let bridge = names.bridge();

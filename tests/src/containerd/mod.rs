@@ -29,9 +29,6 @@ use tonic::transport::{Channel, Endpoint, Uri};
 /// A unix socket's address holds 108 bytes with the final zero, and containerd adds `.ttrpc` to one of ours.
 const SOCKET_PATH_MAX: usize = 107 - ".ttrpc".len();
 
-/// Tests that have a containerd at a time (group `machine` in .config/nextest.toml).
-const SEATS: usize = 2;
-
 /// The two services of the container runtime interface.
 #[derive(Debug, Clone)]
 pub struct Cri {
@@ -127,33 +124,33 @@ pub struct Containerd {
 
 impl Containerd {
     /// Starts one in a folder of its own under the target folder, with the standard images, for a test. Waits
-    /// for a test that has one now, in any process, where there are [`SEATS`] of them.
+    /// for the test that has one now, in any process.
     pub fn start_for_test() -> Result<Containerd> {
-        Containerd::start_on_seat(installed()?)
+        Containerd::start(&workdir::target_dir().join("e2e").join(workdir::unique("node")))
     }
 
     /// The same with the containerd 2 that `CONTAINERD` names: see [`requires::containerd_2`].
     pub fn start_version_2_for_test() -> Result<Containerd> {
-        Containerd::start_on_seat(given().context("CONTAINERD is not set")??)
-    }
-
-    fn start_on_seat(binary: PathBuf) -> Result<Containerd> {
-        let (seat, lock) = seat(&workdir::target_dir().join("e2e"))?;
-        Containerd::start_locked(&seat.join(workdir::unique("node")), binary, lock)
+        let dir = workdir::target_dir().join("e2e").join(workdir::unique("node"));
+        Containerd::start_binary(&dir, given().context("CONTAINERD is not set")??)
     }
 
     /// Starts one in `dir`, which becomes its own, with the standard images. The binary is the machine's,
     /// else the one that `CONTAINERD` names. Only one at a time runs in the folders of one parent; what is
     /// there already is taken down first.
     pub fn start(dir: &Path) -> Result<Containerd> {
-        let parent = parent_of(dir)?;
-        std::fs::create_dir_all(parent).with_context(|| format!("could not make {}", parent.display()))?;
-        Containerd::start_locked(dir, installed()?, lock(parent)?)
+        let binary = match requires::find_program("containerd") {
+            Some(installed) => installed,
+            None => given().context("containerd is not installed: `cargo xtask setup`")??,
+        };
+        Containerd::start_binary(dir, binary)
     }
 
-    /// The lock is that of the folder's parent.
-    fn start_locked(dir: &Path, binary: PathBuf, lock: std::fs::File) -> Result<Containerd> {
-        sweep(parent_of(dir)?)?;
+    fn start_binary(dir: &Path, binary: PathBuf) -> Result<Containerd> {
+        let parent = dir.parent().context("the folder of a containerd must have a parent")?;
+        std::fs::create_dir_all(parent).with_context(|| format!("could not make {}", parent.display()))?;
+        let lock = lock(parent)?;
+        sweep(parent)?;
         std::fs::create_dir_all(dir).with_context(|| format!("could not make {}", dir.display()))?;
         let dir = dir.canonicalize().with_context(|| format!("could not resolve {}", dir.display()))?;
         let names = Names::of(&dir);
@@ -404,42 +401,12 @@ impl Drop for Containerd {
     }
 }
 
-fn parent_of(dir: &Path) -> Result<&Path> {
-    dir.parent().context("the folder of a containerd must have a parent")
-}
-
-/// A folder below `parent` for the one instance that may be in it, with its lock: one that nobody has, or
-/// that somebody gives back.
-fn seat(parent: &Path) -> Result<(PathBuf, std::fs::File)> {
-    let seats = (0..SEATS).map(|number| parent.join(number.to_string()));
-    let mut last = None;
-    for seat in seats {
-        std::fs::create_dir_all(&seat).with_context(|| format!("could not make {}", seat.display()))?;
-        let (path, file) = lock_file(&seat)?;
-        match file.try_lock() {
-            Ok(()) => return Ok((seat, file)),
-            Err(std::fs::TryLockError::WouldBlock) => last = Some(seat),
-            Err(std::fs::TryLockError::Error(error)) => {
-                return Err(error).with_context(|| format!("could not lock {}", path.display()));
-            }
-        }
-    }
-    let seat = last.context("there is no seat")?;
-    let lock = lock(&seat)?;
-    Ok((seat, lock))
-}
-
 /// One instance at a time in the folders of `parent`: waits for the one there is.
 pub(crate) fn lock(parent: &Path) -> Result<std::fs::File> {
-    let (path, file) = lock_file(parent)?;
-    file.lock().with_context(|| format!("could not lock {}", path.display()))?;
-    Ok(file)
-}
-
-fn lock_file(parent: &Path) -> Result<(PathBuf, std::fs::File)> {
     let path = parent.join("lock");
     let file = std::fs::File::create(&path).with_context(|| format!("could not open {}", path.display()))?;
-    Ok((path, file))
+    file.lock().with_context(|| format!("could not lock {}", path.display()))?;
+    Ok(file)
 }
 
 /// Takes down what killed tests left in the folders of `parent`, whose lock is held.
@@ -451,14 +418,6 @@ pub(crate) fn sweep(parent: &Path) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// The machine's containerd, else the one that `CONTAINERD` names.
-fn installed() -> Result<PathBuf> {
-    match requires::find_program("containerd") {
-        Some(installed) => Ok(installed),
-        None => given().context("containerd is not installed: `cargo xtask setup`")?,
-    }
 }
 
 /// The binary that `CONTAINERD` names, if it names one.
