@@ -11,7 +11,7 @@ use beelet_bpf::{
 use beelet_tests::guards::{CgroupRoot, Mount, NetNs};
 use beelet_tests::load::{Load, Seat};
 use beelet_tests::requires;
-use beelet_tests::workdir::{PATIENCE, unique};
+use beelet_tests::workdir::{PATIENCE, target_dir, unique};
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Path, PathBuf};
@@ -180,7 +180,7 @@ impl Process {
 
     /// In the network namespace that a file stands for.
     pub(crate) fn start_at(cgroup: Option<&Path>, netns: &Path) -> Process {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_listener"));
+        let mut command = Command::new(program("listener", option_env!("CARGO_BIN_EXE_listener")));
         command.arg("--netns").arg(netns).stdin(Stdio::piped()).stdout(Stdio::piped());
         if let Some(cgroup) = cgroup {
             command.arg("--cgroup").arg(cgroup);
@@ -279,6 +279,12 @@ impl Container {
     }
 }
 
+/// A program of the tests' package. To the tests of another package cargo does not say where it is `built`.
+fn program(name: &str, built: Option<&str>) -> PathBuf {
+    built.map_or_else(|| target_dir().join("debug").join(name), PathBuf::from)
+}
+
 pub(crate) fn load(seat: &Seat) -> Load {
-    Load::start(Path::new(env!("CARGO_BIN_EXE_load")), &[], seat).unwrap()
+    let program = program("load", option_env!("CARGO_BIN_EXE_load"));
+    Load::start(&program, &[], seat).unwrap()
 }

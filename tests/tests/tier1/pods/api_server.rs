@@ -248,6 +248,7 @@ async fn a_pod_stays_ready_in_the_api_while_a_container_is_replaced() {
     cluster.until("the pod to be ready", is_ready).await;
     let first = cluster.api.asked().len();
     let mut containers = bound()["spec"]["containers"].clone();
+    cluster.node.cri.add_image("docker.io/library/app:2");
     containers[0]["image"] = json!("docker.io/library/app:2");
     cluster.api.patch(POD, &json!({"spec": {"containers": containers}}));
     cluster.until("the next container", |pod| restarts(pod) == 1 && is_ready(pod)).await;
