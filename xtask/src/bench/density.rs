@@ -199,18 +199,8 @@ fn settle(owner: &mut Owner, size: &Size, quick: bool, rows: &mut Vec<Row>) -> R
     pushes.extend(closed);
     step.done("");
     let step = Step::start(format!("density: the agent of {} pods killed and started again", size.pods));
-    agent.kill9();
-    let began = Instant::now();
-    agent.resume()?;
-    let all = |watch: &beelet_tests::pods::Watch| {
-        let ready = watch.pods.values().filter(|pod| PodView::ready(pod)).count();
-        (ready >= size.pods).then_some(())
-    };
-    agent.until("every pod to be ready", all)?;
-    let relaunch = began.elapsed().as_secs_f64() * 1e3;
-    let lost = losses(agent)?;
-    pause(Duration::from_secs(if quick { 5 } else { 20 }))?;
-    flips += lost.try_iter().count();
+    let (relaunch, lost) = killed_and_started(agent, size.pods, quick)?;
+    flips += lost;
     let restarts = agent.look(|watch| watch.pods.values().map(PodView::restarts).sum::<i32>())?;
     step.done(&format!("{relaunch:.0} ms, {flips} flips, {restarts} restarts"));
     rows.extend([
@@ -223,6 +213,23 @@ fn settle(owner: &mut Owner, size: &Size, quick: bool, rows: &mut Vec<Row>) -> R
         Row::one("density", size.restarts, "", f64::from(restarts), 0.0),
     ]);
     Ok(taken)
+}
+
+/// Kills the agent and starts it again: milliseconds until its API shows all `pods` ready, and how many lost
+/// their readiness in the time after that.
+pub(super) fn killed_and_started(agent: &mut Agent, pods: usize, quick: bool) -> Result<(f64, usize)> {
+    agent.kill9();
+    let began = Instant::now();
+    agent.resume()?;
+    let all = |watch: &beelet_tests::pods::Watch| {
+        let ready = watch.pods.values().filter(|pod| PodView::ready(pod)).count();
+        (ready >= pods).then_some(())
+    };
+    agent.until("every pod to be ready", all)?;
+    let relaunch = began.elapsed().as_secs_f64() * 1e3;
+    let lost = losses(agent)?;
+    pause(Duration::from_secs(if quick { 5 } else { 20 }))?;
+    Ok((relaunch, lost.try_iter().count()))
 }
 
 /// Names of pods that were ready and then weren't, as they come.

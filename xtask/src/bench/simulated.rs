@@ -8,7 +8,7 @@
 //! sizes, over the same between the smaller two: 1 where the cost grows linearly.
 
 use super::Row;
-use super::density::{REST, losses};
+use super::density::{REST, killed_and_started, losses};
 use super::owner::pause;
 use super::probes::{next_change, watch_readiness};
 use crate::progress::Step;
@@ -17,7 +17,7 @@ use beelet_tests::agent::{Agent, Options, monotonic_ns};
 use beelet_tests::cri::FakeCri;
 use beelet_tests::guards::CgroupRoot;
 use beelet_tests::machine::{cpu_of, resident_kib};
-use beelet_tests::pods::{PodView, Watch};
+use beelet_tests::pods::PodView;
 use beelet_tests::workdir::{self, interrupted};
 use beelet_tests::{images, manifests};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -169,18 +169,8 @@ impl Node {
 
         let step =
             Step::start(format!("simulated: the agent of {} pods killed and started again", size.pods));
-        self.agent.kill9();
-        let began = Instant::now();
-        self.agent.resume()?;
-        let all = |watch: &Watch| {
-            let ready = watch.pods.values().filter(|pod| PodView::ready(pod)).count();
-            (ready >= size.pods).then_some(())
-        };
-        self.agent.until("every pod to be ready", all)?;
-        let relaunch = began.elapsed().as_secs_f64() * 1e3;
-        let lost = losses(&self.agent)?;
-        pause(Duration::from_secs(if quick { 5 } else { 20 }))?;
-        flips += lost.try_iter().count();
+        let (relaunch, lost) = killed_and_started(&mut self.agent, size.pods, quick)?;
+        flips += lost;
         step.done(&format!("{relaunch:.0} ms, {flips} flips"));
         rows.extend([
             Row::unbound("simulated", size.cpu, "% core", vec![cpu]),
