@@ -75,21 +75,33 @@ pub(super) struct Dynamic {
     pub(super) helpers: Vec<PathBuf>,
 }
 
-/// Builds the agent and the test program `test`.
-pub(super) fn dynamic(test: &str) -> Result<Dynamic> {
-    let mut command = shell::cargo();
-    command.args(["build", "--bin", "beelet", "--test", test]).args(crate::test::selection());
-    let made = artifacts(command.args(["--message-format", "json-render-diagnostics"]))?;
+/// Builds the test program `test`, and the agent unless `agent` is one that is built already.
+pub(super) fn dynamic(test: &str, agent: Option<&Path>) -> Result<Dynamic> {
+    if let Some(agent) = agent.filter(|agent| !agent.is_file()) {
+        bail!("{} is no file: --agent names an agent, as `cargo xtask package` makes it", agent.display());
+    }
+    let made = artifacts(&mut dynamic_build(test, agent.is_none()))?;
     let find = |name: &str, is_test: bool| {
         let found = made.iter().find(|made| made.is_test == is_test && made.target == name);
         found.map(|made| made.executable.clone()).with_context(|| format!("cargo built no program {name}"))
     };
     let helpers = made.iter().filter(|made| !made.is_test && made.target != "beelet");
     Ok(Dynamic {
-        agent: find("beelet", false)?,
+        agent: agent.map_or_else(|| find("beelet", false), |agent| Ok(agent.to_owned()))?,
         test: find(test, true)?,
         helpers: helpers.map(|made| made.executable.clone()).collect(),
     })
+}
+
+/// What builds the test program `test` with the programs of its package, and the agent if it is wanted.
+fn dynamic_build(test: &str, with_agent: bool) -> Command {
+    let mut command = shell::cargo();
+    command.args(["build", "--test", test]);
+    if with_agent {
+        command.args(["--bin", "beelet"]);
+    }
+    command.args(crate::test::selection()).args(["--message-format", "json-render-diagnostics"]);
+    command
 }
 
 /// The tests of a program of this machine's, in their order.
@@ -265,6 +277,16 @@ mod tests {
         assert_eq!(artifact(&line.replace("\"/t/kernel-1\"", "null")), None);
         assert_eq!(artifact(&line.replace("compiler-artifact", "build-finished")), None);
         assert_eq!(artifact("warning: not JSON"), None);
+    }
+
+    #[test]
+    fn an_agent_is_built_only_if_none_is_named() {
+        let builds_agent =
+            |with_agent| shell::display(&dynamic_build("e2e", with_agent)).contains("--bin beelet");
+        assert!(builds_agent(true));
+        assert!(!builds_agent(false));
+        let error = dynamic("e2e", Some(Path::new("/no/such/agent"))).map(|_| ()).unwrap_err().to_string();
+        assert!(error.starts_with("/no/such/agent is no file"), "{error}");
     }
 
     #[test]

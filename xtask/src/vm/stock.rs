@@ -147,10 +147,10 @@ fn install(root: &Path, stock: &Stock, agent: Option<&Path>) -> Result<()> {
     let at = |path: &str| root.join(path.trim_start_matches('/'));
     let check = at("/check");
     eprintln!(".. build the agent and its packages");
-    let built = programs::dynamic("kernel")?;
+    let built = programs::dynamic("kernel", agent)?;
     let binary = check.join("beelet");
     fs::create_dir_all(&check)?;
-    shell::run(Command::new("strip").arg("-o").arg(&binary).arg(agent.unwrap_or(&built.agent)))?;
+    shell::run(Command::new("strip").arg("-o").arg(&binary).arg(&built.agent))?;
     let files = package::files(&binary, || Ok(Command::new(&binary)))?;
     for (revision, name) in [("1", "beelet.deb"), ("2", "upgrade.deb")] {
         let out = tempfile::tempdir().context("could not make a folder for the package")?;

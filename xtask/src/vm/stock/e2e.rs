@@ -182,12 +182,12 @@ fn keep_logs(machine: &Machine, work: &Path) {
 fn install(root: &Path, wanted: &EndToEnd<'_>, driver: &str) -> Result<Vec<Test>> {
     let at = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
     eprintln!(".. build the agent and the tests");
-    let built = programs::dynamic("e2e")?;
+    let built = programs::dynamic("e2e", wanted.agent)?;
     let strip = |from: &Path, to: &Path| {
         fs::create_dir_all(to.parent().unwrap_or(to))?;
         shell::run(Command::new("strip").arg("-o").arg(to).arg(from))
     };
-    strip(wanted.agent.unwrap_or(&built.agent), &root.join(TARGET).join("beelet"))?;
+    strip(&built.agent, &root.join(TARGET).join("beelet"))?;
     strip(&built.test, &root.join(PROGRAM))?;
     for helper in &built.helpers {
         strip(helper, &at(helper))?;
