@@ -1,6 +1,7 @@
 //! docs/machines.md: what was checked on which stock machine, a column for each, and which end-to-end tests
 //! ran there with which driver of cgroups, again a column for each. A run replaces what it found before.
 
+use super::results::Verdict;
 use crate::shell;
 use anyhow::Result;
 use beelet_tests::workdir;
@@ -31,10 +32,18 @@ const ABOUT_TESTS: &str = "\
 What `cargo xtask vm --machine NAME --driver DRIVER --e2e PREFIX,… --write-docs` found: the tests of `tests/tests/e2e`, each on
 a containerd of its own, which is the machine's program, by runc with that driver of cgroups. Seconds are by the emulated
 machine's own clock, which goes by its instructions while it works, so that a busy host makes no deadline come early in it;
-deadlines are as many times longer as BEELET_PATIENCE says. A run replaces what was found of the groups that its tests are of;
-the first rows are of the last one, which took so long by the host's own clock once the machine was made.
+deadlines are as many times longer as BEELET_PATIENCE says. A run replaces what was found of the tests that it came to the end
+of; the first rows are of the last run, which took so long by the host's own clock once the machine was made.
 
 ";
+
+/// The line above the results of single tests, of which the groups above are made.
+const SINGLE: &str = "### Test by test";
+/// The cell of a test that a run was to make and did not come to the end of.
+const NOT_REACHED: &str = "not reached";
+/// The words that cells of tests begin with, and what their group calls them.
+const WORDS: &[(&str, &str)] =
+    &[("ok", "passed"), ("skipped", "skipped"), ("**failed**", "**failed**"), (NOT_REACHED, NOT_REACHED)];
 
 /// Cells by row and column.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -49,10 +58,35 @@ struct Table {
 pub(super) struct Tests {
     /// The machine and the driver.
     pub(super) column: String,
-    /// What is known of the run, and then groups of tests with what came of them.
-    pub(super) rows: Vec<(String, String)>,
-    /// The tests that did not pass, and why.
-    pub(super) reasons: Vec<(String, String)>,
+    /// What is known of the run.
+    pub(super) facts: Vec<(String, String)>,
+    /// The tests that it was to make.
+    pub(super) tests: Vec<Found>,
+    /// Every end-to-end test there is, so that the page forgets those that are gone.
+    pub(super) all: BTreeSet<String>,
+}
+
+/// What came of a test.
+pub(super) struct Found {
+    /// The program, and the test with its modules.
+    pub(super) name: String,
+    /// The verdict in a word that a group knows, and how long the test took: `ok, 3 s`.
+    pub(super) cell: String,
+    /// Why it did not pass.
+    pub(super) why: Option<String>,
+}
+
+impl Found {
+    pub(super) fn new(name: String, verdict: Option<&Verdict>, seconds: f64, why: Option<String>) -> Found {
+        let (word, timed) = match verdict {
+            Some(Verdict::Passed) => ("ok", true),
+            Some(Verdict::Failed(..)) => ("**failed**", true),
+            Some(Verdict::Skipped(_)) => ("skipped", false),
+            None => (NOT_REACHED, false),
+        };
+        let cell = if timed { format!("{word}, {seconds:.0} s") } else { word.to_owned() };
+        Found { name, cell, why }
+    }
 }
 
 /// Puts a machine's results into the page.
@@ -86,27 +120,76 @@ fn page_of(checks: &Table) -> String {
 }
 
 /// The part about end-to-end tests with these in it.
-fn with_tests(tests: &str, found: &Tests) -> String {
-    let mut table = Table::read(tests);
-    table.put(&found.column, &found.rows);
-    table.rows.sort();
-    table.lead_with(TESTS_FACTS);
-    let groups: BTreeSet<&String> = found.rows.iter().map(|(group, _)| group).collect();
-    let of_these = |line: &str| {
-        let rest = line.strip_prefix("- ").and_then(|line| line.strip_prefix(&found.column));
-        let test = rest.and_then(|rest| rest.strip_prefix(": `")).unwrap_or_default();
-        let begins =
-            |group: &&String| test.strip_prefix(group.as_str()).is_some_and(|rest| rest.starts_with("::"));
-        groups.iter().any(begins)
-    };
-    let kept = tests.lines().filter(|line| line.starts_with("- ") && !of_these(line)).map(str::to_owned);
-    let new = found.reasons.iter().map(|(test, why)| format!("- {}: `{test}`: {why}", found.column));
-    let reasons: BTreeSet<String> = kept.chain(new).collect();
-    let mut text = format!("\n{TESTS}\n\n{ABOUT_TESTS}{}", table.text());
-    if !reasons.is_empty() {
-        let _ = writeln!(text, "\n{}", reasons.into_iter().collect::<Vec<_>>().join("\n"));
+fn with_tests(text: &str, found: &Tests) -> String {
+    let (summary, single) = text.find(&format!("\n{SINGLE}\n")).map_or((text, ""), |at| text.split_at(at));
+    let (mut head, mut tests, mut reasons) = (Table::read(summary), Table::read(single), reasons_in(single));
+    head.rows.retain(|row| TESTS_FACTS.contains(&row.as_str()));
+    head.put(&found.column, &found.facts);
+    head.lead_with(TESTS_FACTS);
+    for Found { name, cell, why } in &found.tests {
+        let of_test = (found.column.clone(), name.clone());
+        let known = tests.cells.contains_key(&(name.clone(), found.column.clone()));
+        // A run that was cut short says nothing of what it did not come to: what was known of it stays.
+        if known && cell == NOT_REACHED {
+            continue;
+        }
+        tests.put(&found.column, &[(name.clone(), cell.clone())]);
+        reasons.remove(&of_test);
+        reasons.extend(why.clone().map(|why| (of_test, why)));
+    }
+    tests.rows.retain(|test| found.all.contains(test));
+    tests.rows.sort();
+    reasons.retain(|(_, test), _| found.all.contains(test));
+    for (column, rows) in groups(&tests) {
+        head.put(&column, &rows);
+    }
+    let mut text = format!("\n{TESTS}\n\n{ABOUT_TESTS}{}\n{SINGLE}\n\n{}", head.text(), tests.text());
+    for (position, ((column, test), why)) in reasons.iter().enumerate() {
+        let space = if position == 0 { "\n" } else { "" };
+        let _ = writeln!(text, "{space}- {column}: `{test}`: {why}");
     }
     text
+}
+
+/// Why tests did not pass, by column and test: lines such as ``- debian-12, systemd: `e2e a::b`: failed``.
+fn reasons_in(text: &str) -> BTreeMap<(String, String), String> {
+    let reason = |line: &str| {
+        let (column, rest) = line.strip_prefix("- ")?.split_once(": `")?;
+        let (test, why) = rest.split_once("`: ")?;
+        Some(((column.to_owned(), test.to_owned()), why.to_owned()))
+    };
+    text.lines().filter_map(reason).collect()
+}
+
+/// What came of the groups of tests, for each column: how many ended how, and how long they took.
+fn groups(tests: &Table) -> BTreeMap<String, Vec<(String, String)>> {
+    let mut groups: BTreeMap<String, BTreeMap<&str, Vec<&str>>> = BTreeMap::new();
+    for test in &tests.rows {
+        let group = test.split("::").next().unwrap_or(test);
+        for column in &tests.columns {
+            if let Some(cell) = tests.cells.get(&(test.clone(), column.clone())) {
+                groups.entry(column.clone()).or_default().entry(group).or_default().push(cell);
+            }
+        }
+    }
+    let rows = |groups: BTreeMap<&str, Vec<&str>>| {
+        groups.into_iter().map(|(group, cells)| (group.to_owned(), counted(&cells))).collect()
+    };
+    groups.into_iter().map(|(column, groups)| (column, rows(groups))).collect()
+}
+
+/// `9 passed, 1 **failed**, 31 s` of cells such as `ok, 3 s`.
+fn counted(cells: &[&str]) -> String {
+    let is = |cell: &str, word: &str| cell.split(',').next() == Some(word);
+    let count = |word: &str| cells.iter().filter(|cell| is(cell, word)).count();
+    let counts = WORDS.iter().map(|(word, called)| (count(word), *called)).filter(|(count, _)| *count > 0);
+    let mut parts: Vec<String> = counts.map(|(count, called)| format!("{count} {called}")).collect();
+    let seconds = |cell: &&str| cell.split_once(", ")?.1.strip_suffix(" s")?.parse::<u64>().ok();
+    let took: Vec<u64> = cells.iter().filter_map(seconds).collect();
+    if !took.is_empty() {
+        parts.push(format!("{} s", took.iter().sum::<u64>()));
+    }
+    parts.join(", ")
 }
 
 /// The rows of a machine that was checked.
@@ -230,33 +313,103 @@ mod tests {
         assert!(page.text().contains("| b | ok | not there |"));
     }
 
-    #[test]
-    fn what_is_known_of_the_last_run_comes_before_the_groups() {
-        let rows = ["e2e a", "last run", "up after", "made in"].map(|row| (row.to_owned(), "x".to_owned()));
-        let page =
-            with_tests("", &Tests { column: "d".to_owned(), rows: rows.to_vec(), reasons: Vec::new() });
-        let rows = Table::read(&page).rows;
-        assert_eq!(rows, ["made in", "up after", "last run", "e2e a"]);
+    /// What is on the page once a run of these tests was put into it, the tests with their cells and reasons.
+    fn after(page: &str, column: &str, tests: &[(&str, &str, Option<&str>)]) -> String {
+        let found = |(name, cell, why): &(&str, &str, Option<&str>)| Found {
+            name: (*name).to_owned(),
+            cell: (*cell).to_owned(),
+            why: why.map(str::to_owned),
+        };
+        let facts = ["last run", "made in"].map(|row| (row.to_owned(), "x".to_owned())).to_vec();
+        let all = ["e2e a::x", "e2e a::y", "e2e ab::x"].map(str::to_owned).into();
+        let tests = tests.iter().map(found).collect();
+        with_tests(page, &Tests { column: column.to_owned(), facts, tests, all })
+    }
+
+    #[track_caller]
+    fn check(page: &str, tables_and_reasons: &str) {
+        let (_, shown) = page.split_once(ABOUT_TESTS).expect("the page says what it is about");
+        assert_eq!(shown, tables_and_reasons, "{page}");
     }
 
     #[test]
     fn a_run_of_some_tests_replaces_these_and_leaves_the_others() {
-        let found = |column: &str, group: &str, cell: &str, reasons: &[(&str, &str)]| Tests {
-            column: column.to_owned(),
-            rows: vec![(group.to_owned(), cell.to_owned())],
-            reasons: reasons.iter().map(|(test, why)| ((*test).into(), (*why).into())).collect(),
-        };
-        let page = with_tests(
+        let page = after("", "d, systemd", &[("e2e a::x", "**failed**, 2 s", Some("failed, no"))]);
+        let page = after(&page, "d, systemd", &[("e2e ab::x", "**failed**, 1 s", Some("failed, no"))]);
+        let page = after(&page, "d, cgroupfs", &[("e2e a::x", "skipped", Some("skipped, none"))]);
+        let page = after(&page, "d, systemd", &[("e2e a::y", "ok, 4 s", None)]);
+        let expected = "\
+| | d, cgroupfs | d, systemd |
+| --- | --- | --- |
+| made in | x | x |
+| last run | x | x |
+| e2e a | 1 skipped | 1 passed, 1 **failed**, 6 s |
+| e2e ab | not there | 1 **failed**, 1 s |
+
+### Test by test
+
+| | d, cgroupfs | d, systemd |
+| --- | --- | --- |
+| e2e a::x | skipped | **failed**, 2 s |
+| e2e a::y | not there | ok, 4 s |
+| e2e ab::x | not there | **failed**, 1 s |
+
+- d, cgroupfs: `e2e a::x`: skipped, none
+- d, systemd: `e2e a::x`: failed, no
+- d, systemd: `e2e ab::x`: failed, no
+";
+        check(&page, expected);
+    }
+
+    #[test]
+    fn a_run_that_was_cut_short_keeps_what_was_known_of_tests_it_did_not_reach() {
+        let not_reached = |name| (name, NOT_REACHED, Some("not reached"));
+        let page = after(
             "",
-            &found("d, systemd", "e2e a", "2 failed", &[("e2e a::x", "no"), ("e2e a::y", "no")]),
+            "d",
+            &[("e2e a::x", "**failed**, 2 s", Some("failed, no")), ("e2e a::y", "ok, 3 s", None)],
         );
-        let page = with_tests(&page, &found("d, systemd", "e2e ab", "1 failed", &[("e2e ab::x", "no")]));
-        let page = with_tests(&page, &found("d, cgroupfs", "e2e a", "1 failed", &[("e2e a::x", "why")]));
         let page =
-            with_tests(&page, &found("d, systemd", "e2e a", "1 passed, 1 failed", &[("e2e a::y", "so")]));
-        let expected = "| | d, cgroupfs | d, systemd |\n| --- | --- | --- |\n| e2e a | 1 failed | 1 passed, 1 failed |\n\
-                        | e2e ab | not there | 1 failed |\n\n- d, cgroupfs: `e2e a::x`: why\n- d, systemd: `e2e a::y`: so\n\
-                        - d, systemd: `e2e ab::x`: no\n";
-        assert_eq!(page, format!("\n{TESTS}\n\n{ABOUT_TESTS}{expected}"));
+            after(&page, "d", &[not_reached("e2e a::x"), not_reached("e2e a::y"), not_reached("e2e ab::x")]);
+        let expected = "\
+| | d |
+| --- | --- |
+| made in | x |
+| last run | x |
+| e2e a | 1 passed, 1 **failed**, 5 s |
+| e2e ab | 1 not reached |
+
+### Test by test
+
+| | d |
+| --- | --- |
+| e2e a::x | **failed**, 2 s |
+| e2e a::y | ok, 3 s |
+| e2e ab::x | not reached |
+
+- d: `e2e a::x`: failed, no
+- d: `e2e ab::x`: not reached
+";
+        check(&page, expected);
+        // What is reached later is told instead.
+        let page = after(&page, "d", &[("e2e ab::x", "ok, 1 s", None)]);
+        assert!(page.contains("| e2e ab | 1 passed, 1 s |") && !page.contains(NOT_REACHED), "{page}");
+    }
+
+    #[test]
+    fn a_test_that_is_gone_goes_from_the_page() {
+        let page = after("", "d", &[("e2e a::x", "ok, 2 s", None)]);
+        let gone = page.replace("a::x", "a::gone") + "\n- d: `e2e a::gone`: failed, no\n";
+        let page = after(&gone, "d", &[("e2e a::y", "ok, 1 s", None)]);
+        assert!(page.contains("| e2e a | 1 passed, 1 s |") && !page.contains("gone"), "{page}");
+    }
+
+    #[test]
+    fn a_cell_is_of_the_verdict_and_its_time() {
+        let cell = |verdict: Option<Verdict>| Found::new("e2e a::x".into(), verdict.as_ref(), 2.6, None).cell;
+        assert_eq!(cell(Some(Verdict::Passed)), "ok, 3 s");
+        assert_eq!(cell(Some(Verdict::Failed("it failed".into(), Vec::new()))), "**failed**, 3 s");
+        assert_eq!(cell(Some(Verdict::Skipped("no root".into()))), "skipped");
+        assert_eq!(cell(None), NOT_REACHED);
     }
 }

@@ -3,6 +3,7 @@
 
 use super::boot::End;
 use super::doctor::{self, Findings};
+use super::page::Found;
 use super::results::{Test, Transcript, Verdict};
 use crate::cross::Arch;
 use beelet_bpf::ProgramInfo;
@@ -232,27 +233,15 @@ impl Summary {
         }
     }
 
-    /// The groups of the plan, each with what came of it in this run and how long that took there.
-    pub(super) fn groups(&self, run: &Run) -> Vec<(String, String)> {
-        let groups: BTreeSet<String> = self.plan.iter().map(Test::group).collect();
-        let seconds = |group: &str| {
-            let numbers = self.plan.iter().enumerate().filter(|(_, test)| test.group() == group);
-            // A sum of nothing is -0, which would be shown so.
-            numbers
-                .filter_map(|(number, _)| run.transcript.seconds.get(&number))
-                .fold(0.0, std::ops::Add::add)
+    /// Every test of the plan with what came of it in this run.
+    pub(super) fn found(&self, run: &Run) -> Vec<Found> {
+        let transcript = &run.transcript;
+        let found = |(number, test): (usize, &Test)| {
+            let verdict = transcript.verdicts.get(&number);
+            let seconds = transcript.seconds.get(&number).copied().unwrap_or_default();
+            Found::new(test.to_string(), verdict, seconds, shortcoming(verdict))
         };
-        let cell = |group: &String| format!("{}, {:.0} s", self.counts(run, group), seconds(group));
-        groups.iter().map(|group| (group.clone(), cell(group))).collect()
-    }
-
-    /// The tests that did not pass in this run, and why.
-    pub(super) fn shortcomings(&self, run: &Run) -> Vec<(String, String)> {
-        let numbered = self.plan.iter().enumerate();
-        let short = numbered.filter_map(|(number, test)| {
-            Some((test.to_string(), shortcoming(run.transcript.verdicts.get(&number))?))
-        });
-        short.collect()
+        self.plan.iter().enumerate().map(found).collect()
     }
 
     /// How many tests of a group passed, were skipped, failed, were never reached.
@@ -447,21 +436,20 @@ mod tests {
     }
 
     #[test]
-    fn a_group_has_its_time_and_its_reasons() {
+    fn a_test_has_its_time_and_the_reason_why_it_did_not_pass() {
         let lines = "begin 0 1\nend 0 2.5 0\nbegin 1 3\nout 1 thread 'x' panicked at a.rs:1:2:\n\
                      out 1  it is 3 | 4\nend 1 7 101";
-        let run = run("debian-13", lines, End::Done);
-        let summary = summary(vec![run.clone()]);
-        assert_eq!(summary.groups(&run), [("kernel x".to_owned(), "1 passed, 1 **failed**, 6 s".to_owned())]);
-        let expected = ["kernel x::b", "failed, it is 3 \\| 4"].map(str::to_owned);
-        assert_eq!(summary.shortcomings(&run), [expected.into()]);
-    }
-
-    #[test]
-    fn a_group_that_was_not_reached_took_no_time() {
-        let run = run("debian-13", "", End::Done);
-        let summary = summary(vec![run.clone()]);
-        assert_eq!(summary.groups(&run), [("kernel x".to_owned(), "2 not reached, 0 s".to_owned())]);
+        let check = |lines: &str, expected: [(&str, &str, Option<&str>); 2]| {
+            let run = run("debian-13", lines, End::Done);
+            let found = summary(vec![run.clone()]).found(&run);
+            let told = found.iter().map(|found| (&*found.name, &*found.cell, found.why.as_deref()));
+            assert_eq!(told.collect::<Vec<_>>(), expected);
+        };
+        let failed = ("kernel x::b", "**failed**, 4 s", Some("failed, it is 3 \\| 4"));
+        check(lines, [("kernel x::a", "ok, 2 s", None), failed]);
+        let not_reached =
+            ["kernel x::a", "kernel x::b"].map(|name| (name, "not reached", Some("not reached")));
+        check("", not_reached);
     }
 
     #[test]

@@ -149,6 +149,11 @@ impl Transcript {
         self.running.as_ref().map(|running| running.number)
     }
 
+    /// The run was cut short: the test that had begun, and which is now as if it had not.
+    pub(super) fn forget_running(&mut self) -> Option<usize> {
+        self.running.take().map(|running| running.number)
+    }
+
     /// The machine is gone: the test that ran failed with it.
     pub(super) fn ended_early(&mut self, why: &str) {
         if let Some(running) = self.running.take() {
@@ -237,6 +242,14 @@ mod tests {
         transcript.ended_early("the VM died");
         assert_eq!(transcript.verdicts.get(&3), Some(&failed("the VM died while it ran", &["last words"])));
         assert_eq!(transcript.verdicts.get(&1), Some(&Verdict::Passed));
+    }
+
+    #[test]
+    fn a_test_that_is_forgotten_has_no_verdict() {
+        let mut transcript = read("begin 1 0\nend 1 1 0\nbegin 3 1\nout 3 last words");
+        assert_eq!((transcript.forget_running(), transcript.forget_running()), (Some(3), None));
+        transcript.ended_early("the VM died");
+        assert_eq!(transcript.verdicts.len(), 1);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use crate::vm::{guest, page, programs};
 use crate::{cross::Arch, shell};
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::{images, workdir};
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -55,7 +56,7 @@ pub(crate) fn end_to_end(wanted: &EndToEnd<'_>) -> Result<()> {
         bail!("{} has cgroups of version 1, which systemd's driver is not for", stock.name);
     }
     let (work, root) = unpacked(stock)?;
-    let plan = install(&root, wanted, driver)?;
+    let (plan, all) = install(&root, wanted, driver)?;
     let machine = Machine::new(stock, &work, root)?;
     machine.make_disks()?;
     let made = began.elapsed();
@@ -79,9 +80,9 @@ pub(crate) fn end_to_end(wanted: &EndToEnd<'_>) -> Result<()> {
             format!("{up} s"),
             format!("{ended} tests, {} s by the host's clock", whole.saturating_sub(made)),
         ];
-        let known = page::TESTS_FACTS.iter().map(|row| (*row).to_owned()).zip(known);
-        let rows = known.chain(summary.groups(run)).collect();
-        page::write_tests(&page::Tests { column: title.clone(), rows, reasons: summary.shortcomings(run) })?;
+        let facts = page::TESTS_FACTS.iter().map(|row| (*row).to_owned()).zip(known).collect();
+        let tests = summary.found(run);
+        page::write_tests(&page::Tests { column: title.clone(), facts, tests, all: all.clone() })?;
     }
     verdict
 }
@@ -116,7 +117,7 @@ fn boots(
         match &end {
             End::Died(why) if boot < BOOTS => eprintln!(".. the VM died ({why})"),
             End::Died(_) => whole.ended_early("the VM died"),
-            End::Late(_) => whole.ended_early("the VM's deadline came"),
+            End::Late(_) => cut_short(&mut whole, plan),
             End::Done => {}
         }
         if boot == BOOTS || !matches!(end, End::Died(_)) {
@@ -126,6 +127,13 @@ fn boots(
         let rest = plan_of(plan, |number| !whole.verdicts.contains_key(&number));
         workdir::write(&machine.root.join("check/plan"), rest)?;
         machine.make_disks()?;
+    }
+}
+
+/// The run's deadline came, which says nothing of the test that ran: it was not reached, as those after it.
+fn cut_short(transcript: &mut Transcript, plan: &[Test]) {
+    if let Some(test) = transcript.forget_running().and_then(|number| plan.get(number)) {
+        eprintln!(".. the deadline came while {test} ran; --deadline sets it");
     }
 }
 
@@ -178,8 +186,8 @@ fn keep_logs(machine: &Machine, work: &Path) {
     }
 }
 
-/// The tests and all that they start; those to be run.
-fn install(root: &Path, wanted: &EndToEnd<'_>, driver: &str) -> Result<Vec<Test>> {
+/// The tests and all that they start; those to be run, and the names of all.
+fn install(root: &Path, wanted: &EndToEnd<'_>, driver: &str) -> Result<(Vec<Test>, BTreeSet<String>)> {
     let at = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
     eprintln!(".. build the agent and the tests");
     let built = programs::dynamic("e2e", wanted.agent)?;
@@ -194,7 +202,9 @@ fn install(root: &Path, wanted: &EndToEnd<'_>, driver: &str) -> Result<Vec<Test>
     }
     let chosen =
         |test: &Test| wanted.prefixes.iter().any(|prefix| prefix == "all" || test.name.starts_with(prefix));
-    let plan: Vec<Test> = programs::tests("e2e", &built.test)?.into_iter().filter(chosen).collect();
+    let tests = programs::tests("e2e", &built.test)?;
+    let all = tests.iter().map(Test::to_string).collect();
+    let plan: Vec<Test> = tests.into_iter().filter(chosen).collect();
     if plan.is_empty() {
         bail!("no end-to-end test's name begins with {}", wanted.prefixes.join(" or "));
     }
@@ -228,5 +238,5 @@ fn install(root: &Path, wanted: &EndToEnd<'_>, driver: &str) -> Result<Vec<Test>
     let masked = root.join("etc/systemd/system/containerd.service");
     std::os::unix::fs::symlink("/dev/null", &masked).context("could not mask containerd.service")?;
     want(root, "check.service")?;
-    Ok(plan)
+    Ok((plan, all))
 }
