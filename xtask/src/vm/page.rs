@@ -125,7 +125,6 @@ fn with_tests(text: &str, found: &Tests) -> String {
     let (mut head, mut tests, mut reasons) = (Table::read(summary), Table::read(single), reasons_in(single));
     head.rows.retain(|row| TESTS_FACTS.contains(&row.as_str()));
     head.put(&found.column, &found.facts);
-    head.lead_with(TESTS_FACTS);
     for Found { name, cell, why } in &found.tests {
         let of_test = (found.column.clone(), name.clone());
         let known = tests.cells.contains_key(&(name.clone(), found.column.clone()));
@@ -143,6 +142,8 @@ fn with_tests(text: &str, found: &Tests) -> String {
     for (column, rows) in groups(&tests) {
         head.put(&column, &rows);
     }
+    head.rows.sort();
+    head.lead_with(TESTS_FACTS);
     let mut text = format!("\n{TESTS}\n\n{ABOUT_TESTS}{}\n{SINGLE}\n\n{}", head.text(), tests.text());
     for (position, ((column, test), why)) in reasons.iter().enumerate() {
         let space = if position == 0 { "\n" } else { "" };
@@ -394,6 +395,13 @@ mod tests {
         // What is reached later is told instead.
         let page = after(&page, "d", &[("e2e ab::x", "ok, 1 s", None)]);
         assert!(page.contains("| e2e ab | 1 passed, 1 s |") && !page.contains(NOT_REACHED), "{page}");
+    }
+
+    #[test]
+    fn groups_are_in_their_order_whichever_column_has_them() {
+        let page = after("", "d, cgroupfs", &[("e2e ab::x", "ok, 2 s", None)]);
+        let page = after(&page, "d, systemd", &[("e2e a::x", "ok, 1 s", None)]);
+        assert_eq!(Table::read(&page).rows[..4], ["made in", "last run", "e2e a", "e2e ab"], "{page}");
     }
 
     #[test]
