@@ -81,7 +81,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     let mut features = Vec::new();
     if libbpf_headers() {
-        features.push(LIBBPF);
+        // It is of a package that may not be among those chosen.
+        features.extend(Some(LIBBPF).filter(|_| !args.chooses_packages()));
     } else {
         left_out.push(
             "the libbpf loader: libelf's and zlib's headers are missing (libelf-dev, zlib1g-dev)".into(),

@@ -174,9 +174,7 @@ impl Eviction {
         if self.must_wait_for_room(&threshold, observation) {
             return;
         }
-        if measured.is_some_and(|since| since.elapsed() < ASKED && !self.are_measured(since)) {
-            return;
-        }
+        let waiting = measured.filter(|since| since.elapsed() < ASKED && !self.are_measured(*since));
         let pods = self.pods(signal, measured).await;
         self.look_at_the_leaving(&pods);
         let low = deficit(&threshold, observation);
@@ -200,6 +198,11 @@ impl Eviction {
         }
         let ranked = rank(signal, self.layout, &judged);
         let chosen = victims(signal, self.layout, &ranked, &judged, missing, anybody);
+        if let Some(since) = waiting
+            && !self.is_evident(&chosen, &candidates, signal, missing, since)
+        {
+            return;
+        }
         if chosen.is_empty() && !anybody && !self.complained {
             self.complained = true;
             let message = format!("Unable to evict any pods from the node, and {} is low", signal.resource());
@@ -237,6 +240,23 @@ impl Eviction {
             let uid = entry.pod.metadata.uid.as_deref();
             uid.is_none_or(|uid| self.parts.usage.disk.is_measured(uid, since))
         })
+    }
+
+    /// Returns true if nobody's measurement needs to be waited for: one pod covers what is missing by what it
+    /// has gained since it was last measured before `since`.
+    fn is_evident(
+        &self,
+        chosen: &[usize],
+        candidates: &[&Pod],
+        signal: Signal,
+        missing: Quantity,
+        since: Instant,
+    ) -> bool {
+        let [chosen] = chosen else { return false };
+        let Some(pod) = candidates.get(*chosen) else { return false };
+        let Some(before) = self.parts.usage.disk.before(&pod.uid, since) else { return false };
+        let gained = pod.frees(signal, self.layout).saturating_sub(before.of(signal, self.layout));
+        gained > Quantity::ZERO && gained >= missing
     }
 
     /// Drops what was given back and was enough: whatever makes the disk short again may be given back, too.

@@ -156,6 +156,8 @@ pub struct DiskUsages {
 struct Measured {
     /// The last one that has ended, and when it began.
     ended: Option<(Instant, PodDisk)>,
+    /// What the one before it found.
+    before: Option<(Instant, PodUsage)>,
     /// The one under way: there is at least so much.
     at_least: Option<(Instant, PodDisk)>,
 }
@@ -197,8 +199,10 @@ impl DiskUsages {
 
     /// The pod had `disk` when a measurement ended that began at `began`.
     pub(super) fn put(&self, uid: &str, began: Instant, disk: PodDisk) {
-        let measured = Measured { ended: Some((began, disk)), at_least: None };
-        self.pods().insert(uid.to_owned(), measured);
+        let mut pods = self.pods();
+        let measured = pods.entry(uid.to_owned()).or_default();
+        let before = measured.ended.take().map(|(began, disk)| (began, usage_of(&disk)));
+        *measured = Measured { ended: Some((began, disk)), before, at_least: None };
     }
 
     /// A measurement that began at `began`, and hasn't ended, has found `disk` so far.
@@ -220,16 +224,15 @@ impl DiskUsages {
     /// could not be measured in time has at least what was found so far.
     pub(super) fn of(&self, uid: &str, since: Option<Instant>) -> PodUsage {
         let pods = self.pods();
-        let Some(disk) = pods.get(uid).and_then(|pod| pod.best(since)) else { return PodUsage::default() };
-        let bytes = |map: &BTreeMap<String, Taken>| map.values().map(|taken| taken.bytes).sum();
-        let all = disk.volumes.values().chain(disk.logs.values()).chain(disk.rootfs.values());
-        PodUsage {
-            rootfs_bytes: bytes(&disk.rootfs),
-            logs_bytes: bytes(&disk.logs),
-            volumes_bytes: bytes(&disk.volumes),
-            inodes: all.map(|taken| taken.inodes).sum(),
-            ..PodUsage::default()
-        }
+        pods.get(uid).and_then(|pod| pod.best(since)).map(usage_of).unwrap_or_default()
+    }
+
+    /// The same of the last measurement that began before `since`; None if there was none.
+    pub(super) fn before(&self, uid: &str, since: Instant) -> Option<PodUsage> {
+        let pods = self.pods();
+        let pod = pods.get(uid)?;
+        let last = pod.ended.as_ref().filter(|(began, _)| *began < since).map(|(_, disk)| usage_of(disk));
+        last.or_else(|| pod.before.filter(|(began, _)| *began < since).map(|(_, usage)| usage))
     }
 
     /// Writable layer and logs of a container, in bytes.
@@ -241,6 +244,19 @@ impl DiskUsages {
             (None, None) => None,
             (rootfs, logs) => Some(rootfs.unwrap_or(0) + logs.unwrap_or(0)),
         }
+    }
+}
+
+/// The disk's part of what a pod uses.
+fn usage_of(disk: &PodDisk) -> PodUsage {
+    let bytes = |map: &BTreeMap<String, Taken>| map.values().map(|taken| taken.bytes).sum();
+    let all = disk.volumes.values().chain(disk.logs.values()).chain(disk.rootfs.values());
+    PodUsage {
+        rootfs_bytes: bytes(&disk.rootfs),
+        logs_bytes: bytes(&disk.logs),
+        volumes_bytes: bytes(&disk.volumes),
+        inodes: all.map(|taken| taken.inodes).sum(),
+        ..PodUsage::default()
     }
 }
 
@@ -284,7 +300,12 @@ mod tests {
         assert_eq!((bytes(None), bytes(Some(since))), (10, 0));
         usages.put_at_least("a", since, disk(7));
         assert_eq!((bytes(None), bytes(Some(since)), usages.is_measured("a", since)), (10, 7, false));
+        let before = || usages.before("a", since).map(|usage| usage.volumes_bytes);
+        assert_eq!(before(), Some(10));
         usages.put("a", since, disk(20));
         assert_eq!((bytes(None), bytes(Some(since)), usages.is_measured("a", since)), (20, 20, true));
+        assert_eq!(before(), Some(10));
+        usages.put("b", since, disk(20));
+        assert_eq!(usages.before("b", since), None);
     }
 }

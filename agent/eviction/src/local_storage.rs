@@ -55,13 +55,16 @@ const MOST: u64 = 1 << 50;
 const ROUND: Duration = Duration::from_secs(1);
 /// The part of a core that walking may take: one in so many.
 const SHARE: u32 = 100;
-/// The same while eviction waits for it, and for how long it may be that much.
+/// The same while eviction waits for it, and for how long it may be that much: a little longer than containerd
+/// takes to measure all writable layers anew, which it does every ten seconds.
 const SHARE_ASKED: u32 = 4;
-pub(super) const ASKED: Duration = Duration::from_secs(10);
+pub(super) const ASKED: Duration = Duration::from_secs(12);
 /// What one pod's measurement gets at a time: processor time, and time.
 const TURN: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
 /// How long the runtime may take to say what writable layers take, while eviction waits.
 const LAYERS: Duration = Duration::from_secs(2);
+/// How often it is asked again while what it says is from before eviction asked.
+const LAYERS_AGAIN: Duration = Duration::from_millis(500);
 
 /// Measures the disk use of all pods in turn, and ends those above their limits; runs as one task.
 #[derive(Debug)]
@@ -93,6 +96,53 @@ struct Measuring {
     found: PodDisk,
     todo: Vec<Part>,
     walk: Option<(Part, Measure)>,
+    /// The runtime has measured its writable layers since they were asked for.
+    layers_are_new: bool,
+}
+
+/// What the runtime says of writable layers, by the container's id.
+#[derive(Debug, Default)]
+struct Layers {
+    /// When it was asked last.
+    at: Option<Instant>,
+    known: HashMap<String, Layer>,
+    /// Its first answer since eviction asked for measurements: when that was, and the stamps.
+    first: Option<(Instant, HashMap<String, i64>)>,
+}
+
+/// A writable layer.
+#[derive(Debug, Clone, Copy)]
+struct Layer {
+    taken: Taken,
+    /// When the runtime measured it, in nanoseconds by its own clock; 0: not yet.
+    stamp: i64,
+}
+
+impl Layers {
+    /// Returns true if the runtime is to be asked again. With `waiting`, somebody waits for a newer answer.
+    fn is_due(&self, since: Option<Instant>, waiting: bool) -> bool {
+        let period = if waiting { LAYERS_AGAIN } else { LIMITED_PERIOD };
+        self.at.is_none_or(|at| at.elapsed() >= period || since.is_some_and(|since| at < since))
+    }
+
+    fn put(&mut self, at: Instant, since: Option<Instant>, known: HashMap<String, Layer>) {
+        self.at = Some(at);
+        self.known = known;
+        if let Some(since) = since
+            && self.first.as_ref().is_none_or(|(asked, _)| *asked != since)
+        {
+            let stamps = self.known.iter().map(|(id, layer)| (id.clone(), layer.stamp)).collect();
+            self.first = Some((since, stamps));
+        }
+    }
+
+    /// Returns true if it is of a measurement that the runtime made since eviction asked, or if nothing better
+    /// will come. Stamps are compared with each other only, so that no clock that was set matters.
+    fn is_new(&self, id: &str, since: Option<Instant>) -> bool {
+        let (Some(layer), Some(since)) = (self.known.get(id), since) else { return true };
+        let first = self.first.as_ref().filter(|(asked, _)| *asked == since);
+        layer.stamp != 0 && first.is_some_and(|(_, stamps)| stamps.get(id) != Some(&layer.stamp))
+    }
 }
 
 /// Something of a pod that is to be measured.
@@ -135,6 +185,11 @@ impl Measuring {
         (ended, processor_time().saturating_sub(used))
     }
 
+    /// Returns true if nothing is left to walk.
+    fn is_walked(&self) -> bool {
+        self.walk.is_none() && self.todo.is_empty()
+    }
+
     /// The walk that it takes; None where the kernel counts.
     fn begin(&mut self, part: Part) -> Option<(Part, Measure)> {
         let (Part::Volume(_, path) | Part::Log(_, path)) = &part;
@@ -166,7 +221,7 @@ struct Rounds {
     /// When each pod's last measurement began and ended, and after how long the next one begins.
     measured: HashMap<String, (Instant, Instant, Duration)>,
     under_way: HashMap<String, Measuring>,
-    layers: Option<(Instant, HashMap<String, Taken>)>,
+    layers: Layers,
     /// Pods that are above a limit, of which it was told.
     above: HashSet<String>,
 }
@@ -179,7 +234,7 @@ impl Default for Rounds {
             turn: TURN,
             measured: HashMap::new(),
             under_way: HashMap::new(),
-            layers: None,
+            layers: Layers::default(),
             above: HashSet::new(),
         }
     }
@@ -194,6 +249,8 @@ impl LocalStorage {
                 self.round(&mut rounds, &mut asked).await;
                 if rounds.under_way.is_empty() {
                     pause(ROUND, &mut asked).await;
+                } else if rounds.under_way.values().all(Measuring::is_walked) {
+                    pause(LAYERS_AGAIN, &mut asked).await;
                 }
             }
         };
@@ -225,17 +282,18 @@ impl LocalStorage {
         });
         pods.sort_by_cached_key(|(_, entry)| !is_limited(&entry.pod));
         for (uid, entry) in &pods {
-            let measuring = match rounds.under_way.remove(uid) {
-                Some(measuring) => measuring,
-                None => self.begin(uid, &entry.pod, since, &mut rounds.layers).await,
-            };
+            let mut measuring = rounds.under_way.remove(uid).unwrap_or_else(|| self.begin(uid, &entry.pod));
+            self.look_at_layers(&entry.pod, since, &mut measuring, &mut rounds.layers).await;
             let turn = rounds.turn;
             let advanced = blocking("measuring a pod's disk", move || {
                 let mut measuring = measuring;
                 let (ended, used) = measuring.go_on(turn);
                 (measuring, ended, used)
             });
-            let (measuring, ended, used) = advanced.await;
+            let (measuring, walked, used) = advanced.await;
+            // What eviction waits for no longer keeps a pod from being measured.
+            let in_time = since.is_some_and(|since| since.elapsed() < ASKED);
+            let ended = walked && (measuring.layers_are_new || !in_time);
             self.enforce(uid, entry, &measuring.found, ended, &mut rounds.above).await;
             if ended {
                 let period = if is_limited(&entry.pod) { LIMITED_PERIOD } else { self.period };
@@ -245,8 +303,7 @@ impl LocalStorage {
                 self.usages.put_at_least(uid, measuring.began, measuring.found.clone());
                 rounds.under_way.insert(uid.clone(), measuring);
             }
-            let is_asked = since.is_some_and(|since| since.elapsed() < ASKED);
-            let budget = if is_asked { &mut rounds.budget_asked } else { &mut rounds.budget };
+            let budget = if in_time { &mut rounds.budget_asked } else { &mut rounds.budget };
             budget.spend(used);
             let due = budget.due();
             if !due.is_zero() && pause(due, asked).await {
@@ -257,31 +314,44 @@ impl LocalStorage {
     }
 
     /// A measurement of the pod that has only begun.
-    async fn begin(
-        &self,
-        uid: &str,
-        pod: &core::Pod,
-        since: Option<Instant>,
-        layers: &mut Option<(Instant, HashMap<String, Taken>)>,
-    ) -> Measuring {
-        let began = Instant::now();
-        let holds = |at: Instant| at.elapsed() < LIMITED_PERIOD && since.is_none_or(|since| at >= since);
-        if !layers.as_ref().is_some_and(|(at, _)| holds(*at)) {
-            let at = Instant::now();
-            *layers = Some((at, tokio::time::timeout(LAYERS, self.layers()).await.unwrap_or_default()));
-        }
+    fn begin(&self, uid: &str, pod: &core::Pod) -> Measuring {
         let logs = beelet_model::pod::log_folder(&self.pod_logs_dir, &PodName::of(pod), uid);
-        let names: Vec<&str> = container_names(pod).collect();
-        let layer = |name: &&str| {
-            let (_, layers) = layers.as_ref()?;
-            Some(((*name).to_owned(), *layers.get(container_id(pod, name)?)?))
-        };
-        let found = PodDisk { rootfs: names.iter().filter_map(layer).collect(), ..PodDisk::default() };
-        let log = |name: &str| Part::Log(name.to_owned(), logs.join(name));
+        let logs = container_names(pod).map(|name| Part::Log(name.to_owned(), logs.join(name)));
         let volumes =
             empty_dirs(pod, &self.pods_dir).into_iter().map(|(name, path)| Part::Volume(name, path));
-        let todo = names.into_iter().map(log).chain(volumes).collect();
-        Measuring { began, found, todo, walk: None }
+        Measuring {
+            began: Instant::now(),
+            found: PodDisk::default(),
+            todo: logs.chain(volumes).collect(),
+            walk: None,
+            layers_are_new: false,
+        }
+    }
+
+    /// Takes over what the runtime says of the pod's writable layers, until that is new enough.
+    async fn look_at_layers(
+        &self,
+        pod: &core::Pod,
+        since: Option<Instant>,
+        measuring: &mut Measuring,
+        layers: &mut Layers,
+    ) {
+        if measuring.layers_are_new {
+            return;
+        }
+        if layers.is_due(since, measuring.is_walked()) {
+            let at = Instant::now();
+            let known = tokio::time::timeout(LAYERS, self.layers()).await.unwrap_or_default();
+            layers.put(at, since, known);
+        }
+        let ids = container_names(pod).filter_map(|name| Some((name, container_id(pod, name)?)));
+        measuring.layers_are_new = true;
+        for (name, id) in ids {
+            measuring.layers_are_new &= layers.is_new(id, since);
+            if let Some(layer) = layers.known.get(id) {
+                measuring.found.rootfs.insert(name.to_owned(), layer.taken);
+            }
+        }
     }
 
     /// Pods that hold anything, those on their way out too: what they have is what will be free.
@@ -292,14 +362,15 @@ impl LocalStorage {
     }
 
     /// The writable layers of our containers, by the runtime's id. A runtime that can't say has none.
-    async fn layers(&self) -> HashMap<String, Taken> {
+    async fn layers(&self) -> HashMap<String, Layer> {
         let filter = cri::ContainerStatsFilter { label_selector: managed(), ..Default::default() };
         let stats = self.runtime.list_container_stats(filter).await.unwrap_or_default();
         let layer = |stats: cri::ContainerStats| {
             let id = stats.attributes?.id;
             let layer = stats.writable_layer?;
             let value = |value: Option<cri::UInt64Value>| value.map_or(0, |value| value.value.min(MOST));
-            Some((id, Taken { bytes: value(layer.used_bytes), inodes: value(layer.inodes_used) }))
+            let taken = Taken { bytes: value(layer.used_bytes), inodes: value(layer.inodes_used) };
+            Some((id, Layer { taken, stamp: layer.timestamp }))
         };
         stats.into_iter().filter_map(layer).collect()
     }
@@ -513,6 +584,33 @@ mod tests {
             node.round().await;
         }
         assert_eq!(node.asked_to_go(), ["a"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_writable_layer_counts_once_the_runtime_has_measured_it_anew() {
+        let known = |stamps: [(&str, i64); 2]| {
+            let layer = |stamp| Layer { taken: Taken { bytes: 1, inodes: 1 }, stamp };
+            stamps.map(|(id, stamp)| (id.to_owned(), layer(stamp))).into()
+        };
+        let (mut layers, since) = (Layers::default(), Some(Instant::now()));
+        assert!(layers.is_due(None, false));
+        layers.put(Instant::now(), None, known([("a", 70), ("b", 0)]));
+        assert!(layers.is_new("a", None) && !layers.is_due(None, false), "nobody waits for it");
+        tokio::time::sleep(LAYERS_AGAIN).await;
+        let asked = Some(Instant::now());
+        assert!(layers.is_due(asked, false) && !layers.is_new("a", asked));
+        let are_new = |layers: &Layers| ["a", "b", "none"].map(|id| layers.is_new(id, asked));
+        layers.put(Instant::now(), asked, known([("a", 70), ("b", 0)]));
+        assert_eq!(are_new(&layers), [false, false, true], "one that isn't listed has none");
+        assert!(!layers.is_due(asked, true));
+        tokio::time::sleep(LAYERS_AGAIN).await;
+        assert!(layers.is_due(asked, true) && !layers.is_due(asked, false));
+        // A clock that was set back makes no difference.
+        layers.put(Instant::now(), asked, known([("a", 60), ("b", 0)]));
+        assert_eq!(are_new(&layers), [true, false, true], "b was never measured");
+        layers.put(Instant::now(), asked, known([("a", 60), ("b", 61)]));
+        assert_eq!(are_new(&layers), [true, true, true]);
+        assert!(!layers.is_new("a", since), "that is of another time");
     }
 
     #[tokio::test(start_paused = true)]

@@ -546,6 +546,29 @@ async fn nobody_goes_for_the_disk_by_what_was_measured_before_it_was_low() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn who_has_gained_what_is_missing_goes_before_all_are_measured() {
+    let mut node = Node::start(hard(), &four());
+    let mut asked = node.disks.asked();
+    for (name, mib) in [("nginx", 90), ("postgres", 0), ("redis", 0), ("writer", 10)] {
+        node.measured(name, Instant::now(), mib);
+    }
+    tokio::time::sleep(SECOND).await;
+    node.set(&node.disk, Shows::Mib(50));
+    let since = node.asked(&mut asked).await;
+    let found = |mib: u64| PodDisk {
+        volumes: [("v".to_owned(), Taken { bytes: mib << 20, inodes: 1 })].into(),
+        ..PodDisk::default()
+    };
+    // One had all of it before, the other has not gained enough.
+    node.disks.put_at_least("nginx", since, found(90));
+    node.disks.put_at_least("writer", since, found(50));
+    assert_eq!(node.within(2).await, Vec::<String>::new());
+    node.measured("nginx", since, 1);
+    node.measured("writer", since, 70);
+    assert_eq!(node.within(2).await, ["writer"]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn where_the_disk_is_filled_by_no_pod_one_goes_at_a_time() {
     let mut node = Node::start(hard(), &four());
     let mut asked = node.disks.asked();

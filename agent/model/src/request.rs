@@ -94,7 +94,7 @@ pub struct RuntimePods {
     pub pods: BTreeMap<String, RuntimePod>,
     /// UIDs of pods with anything new.
     pub changed: BTreeSet<String>,
-    /// By UID what was listed of each, in the first answer: whoever looks at a pod for the first time need
+    /// By UID what was listed of those that changed, in the first answer of all: who looks at one next need
     /// not ask for it. A runtime goes through all it has for each list that it is asked for.
     pub listed: BTreeMap<String, Listed>,
     /// When the runtime was asked.

@@ -35,7 +35,7 @@ use super::{
     status::{Inputs, Waiting},
     worker::{Control, Stage, Terminate, Worker, WorkerReport},
 };
-use beelet_base::{clock::monotonic_ns, process::FirstProcess};
+use beelet_base::clock::monotonic_ns;
 use beelet_devices::{Active, NodeDevices};
 use beelet_model::{
     desired::Desired,
@@ -45,7 +45,7 @@ use beelet_model::{
     origin::Origin,
     processes,
     request::{Listed, ProbeUpdate, Request, RuntimePod},
-    status::{OomFacts, ProbeFacts, has_ended, whole_second},
+    status::{has_ended, whole_second},
     table::{Complete, PodEntry, PodName, PodTable, ReadinessEdge},
 };
 use beelet_spec::resize::{self, ResizeFacts};
@@ -99,22 +99,12 @@ struct Managed {
     task: JoinHandle<()>,
     seen: Option<Arc<Observation>>,
     waiting: BTreeMap<String, Waiting>,
-    /// Containers whose postStart hook is done.
-    hooked: BTreeSet<String>,
-    /// OOM kills in containers, the last one of each.
-    oom: BTreeMap<String, OomFacts>,
-    /// What of them was told.
+    /// What is known of it when the agent starts anew, and its status among that.
+    kept: PodRecord,
+    /// What was told of its OOM kills.
     oom_told: BTreeMap<String, exits::OomTold>,
-    probes: BTreeMap<String, ProbeFacts>,
-    status: Option<Arc<core::PodStatus>>,
     /// Since when it has been active.
     lifetime: Option<failing::Lifetime>,
-    edge: Option<ReadinessEdge>,
-    /// Its network namespace, and the first processes of what runs, as they were last seen.
-    netns: Option<PathBuf>,
-    processes: BTreeMap<String, FirstProcess>,
-    /// Set if it was ended for good.
-    failure: Option<PodFailure>,
     /// It may run again once its failure is cleared.
     retry: bool,
     /// Its deletion, if the API server wants it deleted: its object is there until nothing is left of the
@@ -126,8 +116,6 @@ struct Managed {
     resize: ResizeFacts,
     /// How often its manifest had been put back when it began.
     put_back: u64,
-    /// Ephemeral containers that a static pod was given.
-    debuggers: Vec<core::EphemeralContainer>,
 }
 
 impl Managed {
@@ -142,14 +130,14 @@ impl Managed {
 
     /// What it counts as in the gauges of pods.
     fn counted(&self) -> Counted {
-        let lifecycle = if self.is_cleared() || self.failure.is_none() && !self.terminating() && self.ended()
-        {
-            Lifecycle::Terminated
-        } else if self.terminating() || self.failure.is_some() {
-            Lifecycle::Terminating
-        } else {
-            Lifecycle::Sync
-        };
+        let lifecycle =
+            if self.is_cleared() || self.kept.failure.is_none() && !self.terminating() && self.ended() {
+                Lifecycle::Terminated
+            } else if self.terminating() || self.kept.failure.is_some() {
+                Lifecycle::Terminating
+            } else {
+                Lifecycle::Sync
+            };
         Counted { is_static: !self.origin().is_api(), is_desired: !self.is_dropped(), lifecycle }
     }
 
@@ -160,7 +148,39 @@ impl Managed {
     /// Returns true if other amounts of cpu and memory don't make it another pod. One that was ended for good
     /// is.
     fn may_resize(&self) -> bool {
-        !self.terminating() && self.failure.is_none()
+        !self.terminating() && self.kept.failure.is_none()
+    }
+
+    /// Its status as of now. Until the runtime was asked, what was known before the restart stands.
+    fn status_now(&self, parts: &Parts) -> core::PodStatus {
+        let Self { kept, seen, .. } = self;
+        match (seen, &kept.status) {
+            (None, Some(known)) => {
+                let mut status = (**known).clone();
+                if let Some(failure) = &kept.failure {
+                    failure.mark(&mut status, Some(known), Timestamp::now());
+                }
+                status
+            }
+            (Some(seen), Some(known)) if kept.failure.is_none() && is_forgotten(known, seen) => {
+                (**known).clone()
+            }
+            _ => Inputs {
+                pod: &self.pod,
+                seen: seen.as_deref().unwrap_or(&Observation::default()),
+                waiting: &self.waiting,
+                condemned: &self.control.borrow().verdicts.condemned,
+                probes: &kept.probes,
+                oom: &kept.oom,
+                previous: kept.status.as_deref(),
+                failure: kept.failure.as_ref(),
+                resize: &self.resize,
+                node: &parts.launcher.node,
+                runtime_name: &parts.runtime_name,
+                now: Timestamp::now(),
+            }
+            .status(),
+        }
     }
 }
 
@@ -275,7 +295,7 @@ impl Manager {
 
     /// Tells once that every pod was looked at.
     fn note_complete(&self) {
-        let is_known = |managed: &Managed| managed.status.is_some() || managed.terminating();
+        let is_known = |managed: &Managed| managed.kept.status.is_some() || managed.terminating();
         if self.parts.desired.borrow().api_unread {
             return;
         }
@@ -446,48 +466,28 @@ impl Manager {
     fn spawn(&mut self, pod: Arc<core::Pod>, terminate: bool) {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let (record, retry) = self.remembered(&uid, Origin::of(&pod));
+        let mut kept = record.unwrap_or_else(|| PodRecord::new(runtime_pod(&pod)));
         let left = self.left.remove(&uid);
-        let known =
-            || Arc::new(record.as_ref().map(|r| next_counts(r.status.as_deref())).unwrap_or_default());
-        let counts = left.unwrap_or_else(known);
-        let debuggers = record.as_ref().map(|record| record.debuggers.clone()).unwrap_or_default();
-        let (probes, hooked, oom, status, failure, edge, netns, processes) = match record {
-            Some(PodRecord { probes, hooked, oom, status, failure, edge, netns, processes, .. }) => {
-                (probes, hooked, oom, status, failure, edge, netns, processes)
-            }
-            None => Default::default(),
-        };
-        let pod = debugging::with_debuggers(pod, &debuggers);
+        let counts = left.unwrap_or_else(|| Arc::new(next_counts(kept.status.as_deref())));
+        let pod = debugging::with_debuggers(pod, &kept.debuggers);
         let assigned = Origin::of(&pod).is_api().then(|| Arc::clone(&pod));
-        // What has ended by the API server's word never runs again, whatever was forgotten here.
-        let ended = || pod.status.clone().filter(|status| has_ended(Some(status))).map(Arc::new);
-        let status = status.or_else(ended);
+        if kept.status.is_none() {
+            // What has ended by the API server's word never runs again, whatever was forgotten here.
+            kept.status = pod.status.clone().filter(|status| has_ended(Some(status))).map(Arc::new);
+        }
         let mut deletion = assigned.as_deref().and_then(assigned::Deletion::of);
-        deletion.iter_mut().for_each(|d| d.cleared = failure.as_ref().is_some_and(|f| f.cleared));
-        if let Some(deletion) = &deletion {
-            self.parts.launcher.admission.leaving(&uid, deletion.grace);
-        }
-        if terminate {
-            let admission = &self.parts.launcher.admission;
-            admission.adopt(&pod);
-            admission.leaving(&uid, beelet_model::pod::grace_period(&pod));
-        }
-        let terminate = terminate.then_some(Terminate { grace: None });
-        let failed = failure.as_ref().map(|failure| Terminate { grace: failure.grace });
-        let failed = deletion.as_ref().map(|d| Terminate { grace: Some(d.grace) }).or(failed);
-        let ended = failure.is_none() && has_ended(status.as_deref());
-        let (control, signal) =
-            watch::channel(Control { terminate, failed, ended, counts, ..Control::default() });
-        let started = probes.iter().filter(|(_, p)| p.started == Some(true)).map(|(id, _)| id.clone());
-        control.send_modify(|c| {
-            c.verdicts.started.extend(started);
-            c.verdicts.hooked.clone_from(&hooked);
-        });
-        let launcher = Arc::clone(&self.parts.launcher);
+        deletion.iter_mut().for_each(|d| d.cleared = kept.failure.as_ref().is_some_and(|f| f.cleared));
+        self.admit_leaving(&uid, &pod, deletion.as_ref(), terminate);
+        let control = Control {
+            terminate: terminate.then_some(Terminate { grace: None }),
+            ..control_of(&kept, deletion.as_ref(), counts)
+        };
+        let (control, signal) = watch::channel(control);
         // Of a pod that the runtime did not have there is nothing to be listed: nobody else makes it.
         let is_new = self.runtime.as_ref().is_some_and(|runtime| !runtime.contains_key(&uid));
         let listed = self.listed.remove(&uid).or_else(|| is_new.then(Listed::default));
-        let known = Foreknown { listed, processes: processes.clone(), netns: netns.clone() };
+        let known = Foreknown { listed, processes: kept.processes.clone(), netns: kept.netns.clone() };
+        let launcher = Arc::clone(&self.parts.launcher);
         let worker = Worker::supervised(launcher, Arc::clone(&pod), signal, self.reports_out.clone(), known);
         let managed = Managed {
             name: PodName::of(&pod),
@@ -496,31 +496,42 @@ impl Manager {
             task: tokio::spawn(worker),
             seen: None,
             waiting: BTreeMap::new(),
-            hooked,
-            oom,
+            kept,
             oom_told: BTreeMap::new(),
-            probes,
-            status,
             lifetime: None,
-            edge,
-            netns,
-            processes,
-            failure,
             retry,
             deletion,
             assigned,
             resize: ResizeFacts::default(),
             put_back: put_back(&self.parts.desired.borrow(), &uid),
-            debuggers,
         };
-        let known = managed.status.is_some() || !self.runtime.as_ref().is_some_and(|r| r.contains_key(&uid));
-        if known && managed.status.is_none() && terminate.is_none() {
+        let is_known = managed.kept.status.is_some();
+        let may_run = self.runtime.as_ref().is_some_and(|runtime| runtime.contains_key(&uid));
+        if !is_known && !may_run && !terminate {
             self.parts.metrics.starts.begin(&managed.name, &uid);
         }
         self.pods.insert(uid.clone(), managed);
         // A pod that runs, but of which nothing is known, is not called pending before it was looked at.
-        if known {
+        if is_known || !may_run {
             self.publish(&uid);
+        }
+    }
+
+    /// Tells admission of a pod that is on its way out when it is first seen.
+    fn admit_leaving(
+        &self,
+        uid: &str,
+        pod: &Arc<core::Pod>,
+        deletion: Option<&assigned::Deletion>,
+        terminate: bool,
+    ) {
+        let admission = &self.parts.launcher.admission;
+        if let Some(deletion) = deletion {
+            admission.leaving(uid, deletion.grace);
+        }
+        if terminate {
+            admission.adopt(pod);
+            admission.leaving(uid, beelet_model::pod::grace_period(pod));
         }
     }
 
@@ -563,7 +574,7 @@ impl Manager {
         let Some(managed) = self.pods.get_mut(&report.uid) else { return };
         if report.stage == Stage::Gone {
             let name = managed.name.clone();
-            let counts = Arc::new(next_counts(managed.status.as_deref()));
+            let counts = Arc::new(next_counts(managed.kept.status.as_deref()));
             self.pods.remove(&report.uid);
             self.gone.insert(report.uid.clone(), Instant::now());
             self.parts.records.remove(&report.uid);
@@ -584,7 +595,7 @@ impl Manager {
             return;
         }
         // What probes said of containers that are gone is of no use any more.
-        managed.probes.retain(|id, _| report.seen.containers.contains_key(id));
+        managed.kept.probes.retain(|id, _| report.seen.containers.contains_key(id));
         managed.control.send_if_modified(|c| {
             let running = |id: &String| {
                 let of_id = report.seen.pod.containers.iter().find(|c| c.id == *id);
@@ -598,16 +609,18 @@ impl Manager {
             c.verdicts.hurried.retain(|id| report.seen.containers.contains_key(id));
             c.verdicts.started.retain(|id| report.seen.containers.contains_key(id));
             c.verdicts.hooked.clone_from(&report.hooked);
+            // It was taken over, or can be asked for again: a thousand pods would keep room for theirs.
+            c.listed = None;
             false // the worker that reports has seen it all
         });
         managed.record_unseen_oom(&report.seen, &self.parts.launcher.events);
-        managed.netns = report.seen.sandbox.as_ref().and_then(|sandbox| sandbox.netns.clone());
-        managed.processes.clone_from(&report.seen.processes);
+        managed.kept.netns = report.seen.sandbox.as_ref().and_then(|sandbox| sandbox.netns.clone());
+        managed.kept.processes.clone_from(&report.seen.processes);
         managed.seen = Some(report.seen);
         managed.waiting = report.waiting;
-        managed.hooked = report.hooked;
+        managed.kept.hooked = report.hooked;
         let known = |id: &String| managed.seen.as_ref().is_some_and(|s| s.containers.contains_key(id));
-        managed.oom.retain(|id, _| known(id));
+        managed.kept.oom.retain(|id, _| known(id));
         managed.oom_told.retain(|id, _| known(id));
         self.due.processes = true;
         self.publish(&report.uid);
@@ -616,15 +629,20 @@ impl Manager {
     fn on_request(&mut self, request: Request, stopping: bool) {
         match request {
             Request::Runtime(mut seen) => {
-                self.listed = std::mem::take(&mut seen.listed);
                 for (uid, managed) in &self.pods {
                     let had_any = managed.seen.as_ref().is_some_and(|s| !s.pod.sandboxes.is_empty());
                     let cleared = managed.is_cleared();
                     let lost = had_any && !cleared && !seen.pods.contains_key(uid);
                     if lost || seen.recovered || seen.changed.contains(uid) {
-                        managed.control.send_modify(|c| c.changes += 1);
+                        let listed = seen.listed.remove(uid).map(|l| (seen.asked_at, Arc::new(l)));
+                        managed.control.send_modify(|c| {
+                            c.changes += 1;
+                            c.listed = listed;
+                        });
                     }
                 }
+                // Later answers are late where a pod begins: it may have been there before, and have left.
+                self.listed = if self.runtime.is_none() { seen.listed } else { BTreeMap::new() };
                 self.present = seen.pods.keys().cloned().collect();
                 self.gone.retain(|_, since| *since >= seen.asked_at);
                 seen.pods.retain(|uid, _| !self.gone.contains_key(uid));
@@ -653,7 +671,7 @@ impl Manager {
 
     fn on_probe(&mut self, update: &ProbeUpdate) {
         let Some(managed) = self.pods.get_mut(&update.uid) else { return };
-        let facts = managed.probes.entry(update.container_id.clone()).or_default();
+        let facts = managed.kept.probes.entry(update.container_id.clone()).or_default();
         let success = update.result == ProbeResult::Success;
         match update.kind {
             ProbeKind::Readiness => facts.ready = Some(success),
@@ -672,7 +690,7 @@ impl Manager {
             });
         }
         if let (ProbeKind::Readiness, Some(kernel_ns)) = (update.kind, update.kernel_ns) {
-            managed.edge = Some(ReadinessEdge {
+            managed.kept.edge = Some(ReadinessEdge {
                 container: update.container.clone(),
                 ready: success,
                 kernel_ns,
@@ -688,80 +706,35 @@ impl Manager {
             return;
         }
         let Some(managed) = self.pods.get_mut(uid) else { return };
-        let unseen = Observation::default();
-        let condemned = managed.control.borrow().verdicts.condemned.clone();
-        let status = match (&managed.seen, &managed.status) {
-            // Until the runtime was asked, what was known before the restart stands.
-            (None, Some(known)) => {
-                let mut known = (**known).clone();
-                if let Some(failure) = &managed.failure {
-                    failure.mark(&mut known, managed.status.as_deref(), Timestamp::now());
-                }
-                known
-            }
-            (Some(seen), Some(known)) if managed.failure.is_none() && is_forgotten(known, seen) => {
-                (**known).clone()
-            }
-            (seen, _) => Inputs {
-                pod: &managed.pod,
-                seen: seen.as_deref().unwrap_or(&unseen),
-                waiting: &managed.waiting,
-                condemned: &condemned,
-                probes: &managed.probes,
-                oom: &managed.oom,
-                previous: managed.status.as_deref(),
-                failure: managed.failure.as_ref(),
-                resize: &managed.resize,
-                node: &self.parts.launcher.node,
-                runtime_name: &self.parts.runtime_name,
-                now: Timestamp::now(),
-            }
-            .status(),
-        };
-        let mut status = status;
+        let mut status = managed.status_now(&self.parts);
         if managed.seen.is_some() {
             self.parts.launcher.devices.annotate(uid, &mut status);
         }
         managed.note_gates(&mut status);
         managed.note_generation(&mut status);
         self.parts.metrics.starts.record(uid, &managed.pod, &status, Timestamp::now());
-        let shared = Arc::new(status.clone());
-        managed.status = Some(Arc::clone(&shared));
+        managed.kept.status = Some(Arc::new(status.clone()));
         managed.note_start();
         if has_ended(Some(&status)) {
             // What has ended needs no room, and does not start again when the runtime forgets how it ended.
-            if managed.failure.is_none() {
+            if managed.kept.failure.is_none() {
                 managed.control.send_if_modified(|c| !std::mem::replace(&mut c.ended, true));
             }
             self.parts.launcher.admission.released(uid);
         }
-        let netns = managed.netns.clone();
-        let pod = core::Pod { status: Some(status), ..(*managed.pod).clone() };
-        let ending = managed.terminating() || managed.failure.is_some();
-        let (readiness_edge, cleared) = (managed.edge.clone(), managed.is_cleared());
-        let entry = PodEntry { pod, readiness_edge, netns: netns.clone(), ending, cleared };
-        let name = managed.name.clone();
-        let origin = RuntimePod {
-            name: name.clone(),
-            grace: beelet_model::pod::grace_period(&managed.pod),
-            manifest: manifest_of(&managed.pod),
-            hash: hash_of(&managed.pod),
-            shape: Some(resize::shape(&managed.pod)),
-            origin: managed.origin(),
+        managed.kept.origin = runtime_pod(&managed.pod);
+        let entry = PodEntry {
+            pod: core::Pod { status: Some(status), ..(*managed.pod).clone() },
+            readiness_edge: managed.kept.edge.clone(),
+            netns: managed.kept.netns.clone(),
+            ending: managed.terminating() || managed.kept.failure.is_some(),
+            cleared: managed.is_cleared(),
         };
-        let failure = managed.failure.clone();
-        let (probes, hooked, oom) = (managed.probes.clone(), managed.hooked.clone(), managed.oom.clone());
-        let edge = managed.edge.clone();
-        let debuggers = managed.debuggers.clone();
-        let processes = managed.processes.clone();
-        let status = Some(shared);
-        let record =
-            PodRecord { origin, status, probes, hooked, oom, failure, debuggers, edge, netns, processes };
-        if self.table.pods.get(&name).is_none_or(|known| **known != entry) {
-            Arc::make_mut(&mut self.table).pods.insert(name, Arc::new(entry));
+        if self.table.pods.get(&managed.name).is_none_or(|known| **known != entry) {
+            Arc::make_mut(&mut self.table).pods.insert(managed.name.clone(), Arc::new(entry));
             self.due.table = true;
         }
-        self.parts.records.set(uid, record);
+        self.parts.records.set(uid, managed.kept.clone());
     }
 
     /// Publishes what has changed in this turn.
@@ -817,6 +790,34 @@ fn next_counts(status: Option<&core::PodStatus>) -> BTreeMap<String, u32> {
         Some((status.name.clone(), u32::try_from(status.restart_count).ok()?.checked_add(1)?))
     })
     .collect()
+}
+
+/// What a worker begins with.
+fn control_of(
+    kept: &PodRecord,
+    deletion: Option<&assigned::Deletion>,
+    counts: Arc<BTreeMap<String, u32>>,
+) -> Control {
+    let failed = kept.failure.as_ref().map(|failure| Terminate { grace: failure.grace });
+    let deleted = deletion.map(|deletion| Terminate { grace: Some(deletion.grace) });
+    let ended = kept.failure.is_none() && has_ended(kept.status.as_deref());
+    let mut control = Control { failed: deleted.or(failed), ended, counts, ..Control::default() };
+    let started = kept.probes.iter().filter(|(_, facts)| facts.started == Some(true));
+    control.verdicts.started = started.map(|(id, _)| id.clone()).collect();
+    control.verdicts.hooked.clone_from(&kept.hooked);
+    control
+}
+
+/// As much of a pod as takes it away again.
+fn runtime_pod(pod: &core::Pod) -> RuntimePod {
+    RuntimePod {
+        name: PodName::of(pod),
+        grace: beelet_model::pod::grace_period(pod),
+        manifest: manifest_of(pod),
+        hash: hash_of(pod),
+        shape: Some(resize::shape(pod)),
+        origin: Origin::of(pod),
+    }
 }
 
 fn manifest_of(pod: &core::Pod) -> Option<PathBuf> {

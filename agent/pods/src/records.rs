@@ -85,6 +85,23 @@ pub struct PodRecord {
 }
 
 impl PodRecord {
+    /// What is kept of a pod of which nothing else is known.
+    #[must_use]
+    pub fn new(origin: RuntimePod) -> Self {
+        Self {
+            origin,
+            status: None,
+            probes: BTreeMap::new(),
+            hooked: BTreeSet::new(),
+            oom: BTreeMap::new(),
+            failure: None,
+            debuggers: Vec::new(),
+            edge: None,
+            netns: None,
+            processes: BTreeMap::new(),
+        }
+    }
+
     /// What of it nobody could find out again: how it ended, its debuggers, the hooks that are done.
     fn lasting(&self) -> (Option<&PodFailure>, bool, &[core::EphemeralContainer], Vec<&String>) {
         let ended = has_ended(self.status.as_deref());
@@ -296,24 +313,21 @@ mod tests {
     fn record(phase: &str, failure: Option<PodFailure>) -> PodRecord {
         let status = json!({ "phase": phase });
         let edge = ReadinessEdge { container: "c".to_owned(), ready: true, kernel_ns: 1, published_ns: 2 };
+        let origin = RuntimePod {
+            name: PodName { namespace: "default".to_owned(), name: "web-n1".to_owned() },
+            grace: Duration::from_secs(30),
+            manifest: None,
+            hash: None,
+            shape: None,
+            origin: Origin::File,
+        };
         PodRecord {
-            origin: RuntimePod {
-                name: PodName { namespace: "default".to_owned(), name: "web-n1".to_owned() },
-                grace: Duration::from_secs(30),
-                manifest: None,
-                hash: None,
-                shape: None,
-                origin: Origin::File,
-            },
             status: serde_json::from_value(status).unwrap(),
-            probes: BTreeMap::new(),
-            hooked: BTreeSet::new(),
-            oom: BTreeMap::new(),
             failure,
-            debuggers: Vec::new(),
             edge: Some(edge),
             netns: Some("/run/netns/one".into()),
             processes: BTreeMap::from([("c1".to_owned(), FirstProcess::of(1))]),
+            ..PodRecord::new(origin)
         }
     }
 

@@ -25,11 +25,11 @@ use super::{
     launch::{Chores, Launcher},
     metrics,
     plan::PodPlan,
-    runtime_view::{self, Foreknown, Observation, Observer},
+    runtime_view::{self, Foreknown, Made, Observation, Observer},
     status::Waiting,
 };
 use beelet_cri::Runtime;
-use beelet_model::{origin::Origin, table::PodName};
+use beelet_model::{origin::Origin, request::Listed, table::PodName};
 use beelet_spec::{cri_config::dns_warnings, definition};
 use beelet_state::events::Object;
 
@@ -69,6 +69,8 @@ pub(super) struct Control {
     pub counts: Arc<BTreeMap<String, u32>>,
     /// Counts the changes that the runtime reported.
     pub changes: u64,
+    /// What it listed of the pod with the last of them, and when it was asked.
+    pub listed: Option<(Instant, Arc<Listed>)>,
     /// Counts the changes of ConfigMaps and Secrets that the pod refers to.
     pub objects: u64,
     /// Counts the requests to start again at once what could not be started.
@@ -159,6 +161,8 @@ pub(super) struct Worker {
     last_look: Option<(Arc<Observation>, u64)>,
     /// What was seen when something was last done, and what was done.
     last_done: Option<(pod::Observed, Actions)>,
+    /// When something was last done, or a list taken over: earlier lists don't show it.
+    listed_at: Instant,
     devices: Grant,
     /// What blocks, also what was begun for this pod by a worker before this one.
     chores: Chores,
@@ -206,6 +210,7 @@ impl Worker {
             ending: None,
             last_look: None,
             last_done: None,
+            listed_at: Instant::now(),
             devices,
             chores,
             released: false,
@@ -375,7 +380,14 @@ impl Worker {
                 return Ok(Some(waiting));
             }
         }
-        self.execute(actions, &seen).await?;
+        let only_makes = actions.only_makes();
+        let made = self.execute(actions, &seen).await;
+        self.listed_at = Instant::now();
+        let made = made?;
+        // A start that failed may have left a container behind.
+        if only_makes && self.failed_starts.is_empty() {
+            self.observer.expect(made.listed_after(&seen));
+        }
         self.last_done = Some(doing);
         Ok(Some(Step::Done))
     }
@@ -405,6 +417,10 @@ impl Worker {
                 ended.into_iter().for_each(|status| self.observer.record(status));
                 return Ok(Arc::new(seen));
             }
+        }
+        if let Some((at, listed)) = control.listed.as_ref().filter(|(at, _)| *at > self.listed_at) {
+            self.listed_at = *at;
+            self.observer.expect((**listed).clone());
         }
         Ok(Arc::new(self.observer.observe().await?))
     }
@@ -501,7 +517,7 @@ impl Worker {
         self.backing_off = actions.backoff.keys().cloned().collect();
     }
 
-    async fn create_sandbox(&self, attempt: u32) -> Result<(), Error> {
+    async fn create_sandbox(&self, attempt: u32) -> Result<String, Error> {
         let (events, pod) = (&self.launcher.events, || Object::pod(&self.plan.pod));
         if attempt > 0 {
             events.normal(pod(), "SandboxChanged", "Pod sandbox changed, it will be killed and re-created.");
@@ -520,7 +536,7 @@ impl Worker {
         match made {
             Ok(id) => {
                 info!(pod = %self.plan.name, sandbox = id, attempt, "sandbox runs");
-                Ok(())
+                Ok(id)
             }
             Err(error) => {
                 match &error {
@@ -542,13 +558,14 @@ impl Worker {
         }
     }
 
-    async fn execute(&mut self, actions: Actions, seen: &Observation) -> Result<(), Error> {
+    async fn execute(&mut self, actions: Actions, seen: &Observation) -> Result<Made, Error> {
+        let mut made = Made::default();
         self.kill(&actions.kill, seen).await?;
         for id in &actions.stop_sandboxes {
             self.stop_sandbox(id, seen, Window::new(self.plan.grace)).await?;
         }
         if let Some(attempt) = actions.create_sandbox {
-            self.create_sandbox(attempt).await?;
+            made.sandbox = Some((self.create_sandbox(attempt).await?, attempt));
         }
         for id in &actions.remove_containers {
             ignore_missing(self.runtime.remove_container(id).await)?;
@@ -559,11 +576,17 @@ impl Worker {
         for hook in &actions.post_start {
             self.post_start(&hook.name, &hook.id, seen).await;
         }
-        self.start(&actions, seen).await
+        made.containers = self.start(&actions, seen).await?;
+        Ok(made)
     }
 
-    /// Starts containers, one after the other, hooks included.
-    async fn start(&mut self, actions: &Actions, seen: &Observation) -> Result<(), Error> {
+    /// Starts containers, one after the other, hooks included; those that were started.
+    async fn start(
+        &mut self,
+        actions: &Actions,
+        seen: &Observation,
+    ) -> Result<Vec<(String, pod::Start)>, Error> {
+        let mut all = Vec::new();
         let counts = Arc::clone(&self.control.borrow().counts);
         for start in &actions.start {
             if !self.may_start(&start.name) {
@@ -587,15 +610,16 @@ impl Worker {
                 Ok(id) => {
                     self.failed_starts.remove(&start.name);
                     info!(pod = %self.plan.name, container = start.name, id, attempt = start.attempt, "container runs");
+                    all.push((id.clone(), start.clone()));
                     if !self.post_start(&start.name, &id, seen).await {
                         // It is stopped before anything else is done.
-                        return Ok(());
+                        return Ok(all);
                     }
                 }
                 Err(error) => self.note_failed_start(&start.name, &error),
             }
         }
-        Ok(())
+        Ok(all)
     }
 
     /// A container that can't be started waits, and doesn't hold the others back.

@@ -230,13 +230,16 @@ pub struct Actions {
 impl Actions {
     /// Returns true if there is nothing to do before something changes or [`Actions::wake_at`] comes.
     pub fn is_idle(&self) -> bool {
+        self.only_makes() && self.create_sandbox.is_none() && self.start.is_empty()
+    }
+
+    /// Returns true if all that there is to do is to make a sandbox or containers.
+    pub fn only_makes(&self) -> bool {
         self.kill.is_empty()
             && self.stop_sandboxes.is_empty()
-            && self.create_sandbox.is_none()
             && self.remove_containers.is_empty()
             && self.remove_sandboxes.is_empty()
             && self.post_start.is_empty()
-            && self.start.is_empty()
     }
 
     /// The time to decide again though nothing changed.

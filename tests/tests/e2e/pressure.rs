@@ -427,6 +427,29 @@ fn a_short_image_disk_is_given_back_by_eviction_though_the_collectors_thresholds
     assert_eq!(node.pod("dead").phase(), "Succeeded");
 }
 
+#[test]
+fn who_has_filled_the_disk_with_its_writable_layer_goes_alone() {
+    require!(containerd);
+    let stored =
+        Stored::start(|options| options.kubelet("evictionHard", json!({ "imagefs.available": "40%" })));
+    let (node, good) = (&stored.node, ["good0", "good1", "good2"]);
+    for name in good {
+        node.apply(&controlled(name));
+    }
+    let before = good.map(|name| node.wait_running(name));
+    let fill = "dd if=/dev/zero of=/f bs=1M count=150 2>/dev/null; sleep 10000";
+    node.apply(&manifests::pod("writer", &["/bin/sh", "-c", fill]));
+    let writer = node.wait("writer", "to be evicted", |pod| pod.phase() == "Failed");
+    assert_eq!(reason(&writer), "Evicted");
+    // The runtime frees the layer a while after the container is removed.
+    let freed = || if stored.used() < 50 { Ok(()) } else { Err(format!("{} % used", stored.used())) };
+    workdir::wait_for("the room to come free", PATIENCE, freed).unwrap();
+    for (name, before) in good.iter().zip(before) {
+        let now = node.wait_running(name);
+        assert!(now.uid() == before.uid() && now.restarts() == 0, "{now:?}");
+    }
+}
+
 /// How old an image must be here before it may go: about when the later pods come to want theirs. Where
 /// everything takes longer, so do the first pods, which are to come early enough.
 fn gc_age() -> Duration {

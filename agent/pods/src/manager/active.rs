@@ -39,7 +39,7 @@ impl Manager {
 impl super::Managed {
     /// One that was ended for good may have containers until it has given everything back.
     fn may_have_containers(&self) -> bool {
-        match &self.failure {
+        match &self.kept.failure {
             Some(failure) => !failure.cleared,
             None => !self.ended(),
         }

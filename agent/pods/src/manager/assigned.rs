@@ -59,7 +59,7 @@ impl Manager {
             None => managed.update(wanted, &self.parts.launcher),
         }
         let ended = wanted.status.as_ref().filter(|status| has_ended(Some(status)));
-        if let Some(status) = ended.filter(|_| managed.failure.is_none() && !managed.ended()) {
+        if let Some(status) = ended.filter(|_| managed.kept.failure.is_none() && !managed.ended()) {
             // Somebody else has ended it there: nobody counts on it any more.
             let text = |text: &Option<String>, or: &str| text.clone().unwrap_or_else(|| or.to_owned());
             let reason = text(&status.reason, "Terminated");
@@ -103,7 +103,7 @@ impl Managed {
     /// Returns true if it was ended, and nothing is left of it but logs.
     pub(super) fn is_cleared(&self) -> bool {
         self.deletion.is_some_and(|deletion| deletion.cleared)
-            || self.failure.as_ref().is_some_and(|failure| failure.cleared)
+            || self.kept.failure.as_ref().is_some_and(|failure| failure.cleared)
     }
 
     /// Notes in a status how the pod's readiness gates stand, which others open in the API server: until then
@@ -125,7 +125,7 @@ impl Managed {
                 .and_then(|c| c.last_transition_time.clone())
         };
         // It was shut before, too.
-        let since = self.status.as_deref().and_then(find);
+        let since = self.kept.status.as_deref().and_then(find);
         let conditions = status.conditions.get_or_insert_default();
         for ready in conditions.iter_mut().filter(|c| c.type_ == "Ready" && c.status == "False") {
             ready.last_transition_time = since.clone().or(ready.last_transition_time.take());

@@ -11,7 +11,7 @@ use super::{Managed, Manager};
 impl Managed {
     /// The pod as its manifest has it, with the ephemeral containers that were added to it.
     pub(super) fn with_debuggers(&self, pod: &Arc<core::Pod>) -> Arc<core::Pod> {
-        with_debuggers(Arc::clone(pod), &self.debuggers)
+        with_debuggers(Arc::clone(pod), &self.kept.debuggers)
     }
 }
 
@@ -31,12 +31,12 @@ impl Manager {
     /// See [`beelet_model::request::Request::Debug`].
     pub(super) fn debug(&mut self, uid: &str, container: core::EphemeralContainer) {
         let Some(managed) = self.pods.get_mut(uid) else { return };
-        let known = managed.debuggers.iter().any(|other| other.name == container.name);
-        if managed.origin().is_api() || managed.terminating() || managed.failure.is_some() || known {
+        let known = managed.kept.debuggers.iter().any(|other| other.name == container.name);
+        if managed.origin().is_api() || managed.terminating() || managed.kept.failure.is_some() || known {
             return;
         }
         info!(pod = %managed.name, uid, container = container.name, "an ephemeral container is added on request");
-        managed.debuggers.push(container);
+        managed.kept.debuggers.push(container);
         managed.pod = managed.with_debuggers(&managed.pod);
         let pod = Arc::clone(&managed.pod);
         managed.control.send_modify(|c| c.updated = Some(pod));

@@ -101,11 +101,11 @@ impl Managed {
             untold: if tells { 0 } else { untold.saturating_add(1) },
         };
         self.oom_told.insert(id.clone(), told);
-        let kept = match self.oom.remove(&id).filter(|known| at_once && known.size() > facts.size()) {
+        let kept = match self.kept.oom.remove(&id).filter(|known| at_once && known.size() > facts.size()) {
             Some(known) => OomFacts { first: known.first || facts.first, ..known },
             None => facts,
         };
-        self.oom.insert(id, kept);
+        self.kept.oom.insert(id, kept);
         tells
     }
 
@@ -127,7 +127,7 @@ impl Managed {
         let killed = seen.containers.values().filter(|status| {
             status.reason == "OOMKilled"
                 && before.is_running(&status.id)
-                && !self.oom.contains_key(&status.id)
+                && !self.kept.oom.contains_key(&status.id)
         });
         for status in killed {
             let (container, limit) = self.container_with_limit(&status.id);

@@ -26,7 +26,7 @@ impl Manager {
             return;
         };
         let own = beelet_model::pod::grace_period(&managed.pod);
-        let grace = if let Some(known) = &mut managed.failure {
+        let grace = if let Some(known) = &mut managed.kept.failure {
             known.hasten(failure.grace, own);
             known.grace
         } else if managed.ended() {
@@ -39,7 +39,7 @@ impl Manager {
             let PodFailure { reason, message, .. } = failure;
             warn!(pod = %managed.name, uid, reason, "pod is ended: {message}");
             self.parts.launcher.events.warning(Object::pod(&managed.pod), reason, message.clone());
-            managed.failure = Some(failure.clone());
+            managed.kept.failure = Some(failure.clone());
             failure.grace
         };
         managed.retry = false;
@@ -61,7 +61,7 @@ impl Manager {
     /// See [`beelet_model::request::Request::Retry`].
     pub(super) fn retry(&mut self, uid: &str) {
         let Some(managed) = self.pods.get_mut(uid) else { return };
-        match &managed.failure {
+        match &managed.kept.failure {
             Some(failure) if failure.cleared => {}
             Some(_) => {
                 managed.retry = true;
@@ -70,13 +70,13 @@ impl Manager {
             None => return,
         }
         info!(pod = %managed.name, uid, "pod may run again");
-        (managed.failure, managed.retry) = (None, false);
+        (managed.kept.failure, managed.retry) = (None, false);
         // As if it were new: with a start time and conditions of its own.
-        (managed.status, managed.seen, managed.edge) = (None, None, None);
+        (managed.kept.status, managed.seen, managed.kept.edge) = (None, None, None);
         managed.waiting.clear();
-        managed.probes.clear();
-        managed.hooked.clear();
-        managed.oom.clear();
+        managed.kept.probes.clear();
+        managed.kept.hooked.clear();
+        managed.kept.oom.clear();
         managed.oom_told.clear();
         managed.control.send_modify(|c| {
             c.failed = None;
@@ -89,7 +89,7 @@ impl Manager {
 
     /// See [`beelet_model::request::Request::Restart`].
     pub(super) fn restart(&mut self, uid: &str, containers: &BTreeSet<String>) {
-        let Some(managed) = self.pods.get_mut(uid).filter(|managed| managed.failure.is_none()) else {
+        let Some(managed) = self.pods.get_mut(uid).filter(|managed| managed.kept.failure.is_none()) else {
             return;
         };
         let Some(seen) = managed.seen.clone() else { return };
@@ -124,10 +124,10 @@ impl Manager {
     /// A pod that was ended for good, or deleted, has given everything back.
     pub(super) fn on_cleared(&mut self, uid: &str) {
         let Some(managed) = self.pods.get_mut(uid) else { return };
-        if managed.failure.is_none() && managed.deletion.is_none() {
+        if managed.kept.failure.is_none() && managed.deletion.is_none() {
             return;
         }
-        managed.failure.iter_mut().for_each(|failure| failure.cleared = true);
+        managed.kept.failure.iter_mut().for_each(|failure| failure.cleared = true);
         managed.deletion.iter_mut().for_each(|deletion| deletion.cleared = true);
         self.parts.launcher.admission.released(uid);
         managed.waiting.clear();
@@ -160,12 +160,12 @@ impl Manager {
 impl super::Managed {
     /// Returns true if its containers have all ended, and none will be started again.
     pub(super) fn ended(&self) -> bool {
-        has_ended(self.status.as_deref())
+        has_ended(self.kept.status.as_deref())
     }
 
     /// When it must have ended, if it has a deadline that still means anything.
     fn deadline(&self) -> Option<Instant> {
-        if self.failure.is_some() || self.terminating() || self.ended() {
+        if self.kept.failure.is_some() || self.terminating() || self.ended() {
             return None;
         }
         self.lifetime.as_ref()?.end(pod::active_limit(self.pod.spec.as_ref()?)?)
@@ -173,7 +173,8 @@ impl super::Managed {
 
     /// Remembers since when the pod has been active, by its status.
     pub(super) fn note_start(&mut self) {
-        let start = self.status.as_ref().and_then(|status| status.start_time.as_ref()).map(|time| time.0);
+        let start =
+            self.kept.status.as_ref().and_then(|status| status.start_time.as_ref()).map(|time| time.0);
         if self.lifetime.as_ref().map(|lifetime| lifetime.start) != start {
             self.lifetime = start.map(|start| Lifetime::new(start, Timestamp::now()));
         }

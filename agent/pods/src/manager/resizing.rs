@@ -53,6 +53,7 @@ impl Manager {
             Ok(enacted) => {
                 managed.resize.error = None;
                 managed
+                    .kept
                     .status
                     .iter_mut()
                     .for_each(|status| resize::enact(Arc::make_mut(status), uid, &enacted));
