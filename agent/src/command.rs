@@ -34,7 +34,10 @@ pub fn main() -> ExitCode {
         return kubelet::main(std::env::args_os());
     }
     beelet_cli::manual::complete(Cli::command);
-    match Cli::parse_from(beelet_cli::kinds(std::env::args_os())).command {
+    let arguments = beelet_cli::kinds(std::env::args_os());
+    let cli = Cli::try_parse_from(&arguments)
+        .unwrap_or_else(|error| beelet_cli::with_hint(error, &arguments).exit());
+    match cli.command {
         Command::Run(args) => run::run(&args),
         Command::Observe(args) => observe::run(&args),
         Command::Other(command) => beelet_cli::run(command, Cli::command()),
@@ -44,6 +47,22 @@ pub fn main() -> ExitCode {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_in_the_place_of_a_kind_is_answered_with_the_way_to_a_pod() {
+        let check = |line: &str, hint: Option<&str>| {
+            let arguments = beelet_cli::kinds(line.split(' ').map(Into::into));
+            let error = Cli::try_parse_from(&arguments).unwrap_err();
+            let told = beelet_cli::with_hint(error, &arguments).to_string();
+            let tip = told.lines().find_map(|line| line.trim().strip_prefix("tip: a pod is meant by "));
+            assert_eq!(tip, hint, "{told}");
+        };
+        check("beelet describe web-1", Some("'beelet describe pod web-1'"));
+        check("beelet delete web", Some("'beelet delete pod web'"));
+        check("beelet get nodse", None);
+        check("beelet get \u{1b}[2J", None);
+        check("beelet nonsense web", None);
+    }
 
     #[test]
     fn every_subcommand_has_a_page_and_pages_have_their_names() {

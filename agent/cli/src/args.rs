@@ -4,7 +4,10 @@ use std::{convert::Infallible, ffi::OsString, path::PathBuf};
 
 use anyhow::Context as _;
 use beelet_proto::beelet as proto;
-use clap::{Args, ValueEnum};
+use clap::{
+    Args, ValueEnum,
+    error::{ContextKind, ContextValue, ErrorKind},
+};
 use serde_json::Value;
 
 use crate::complete;
@@ -35,6 +38,25 @@ pub fn kinds(arguments: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
         drop(arguments.splice(2..3, both));
     }
     arguments
+}
+
+/// The error of a command line; where a name stands in the place of a kind it says how a pod is asked for.
+#[must_use]
+pub fn with_hint(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
+    let text = |index: usize| arguments.get(index)?.to_str();
+    let is_name = |word: &&str| {
+        word.starts_with(|c: char| c.is_ascii_alphanumeric())
+            && word.chars().all(|c| c.is_ascii_alphanumeric() || "-.".contains(c))
+    };
+    if error.kind() == ErrorKind::InvalidSubcommand
+        && error.get(ContextKind::SuggestedSubcommand).is_none()
+        && let Some(command) = text(1).filter(|command| TAKE_A_KIND.contains(command))
+        && let Some(name) = text(2).filter(is_name)
+    {
+        let hint = format!("a pod is meant by 'beelet {command} pod {name}'");
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
+    }
+    error
 }
 
 /// The agent that a command asks.

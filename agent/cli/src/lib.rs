@@ -43,7 +43,7 @@ pub mod wait;
 mod waited;
 mod why;
 
-pub use args::kinds;
+pub use args::{kinds, with_hint};
 
 /// The commands that ask an agent, or decide or look without one.
 #[derive(Debug, Subcommand)]

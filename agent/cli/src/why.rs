@@ -28,6 +28,7 @@ impl Warnings {
         let warnings: Vec<Warning<'_>> = own
             .map(|event| Warning {
                 container: &event.container,
+                reason: &event.reason,
                 message: &event.message,
                 at: Timestamp::from_nanosecond(event.last_ns.into()).unwrap_or_default(),
             })

@@ -380,6 +380,53 @@ mod tests {
     use super::*;
 
     #[test]
+    fn what_was_made_is_listed_beside_what_was_there() {
+        let ready = |id: &str, attempt, ready| pod::Sandbox { id: id.to_owned(), attempt, ready };
+        let container = |id: &str, attempt, round| pod::Container {
+            id: id.to_owned(),
+            name: "c".to_owned(),
+            attempt,
+            sandbox_id: "s1".to_owned(),
+            state: pod::ContainerState::Created,
+            restart_delay: Duration::from_secs(20),
+            round,
+        };
+        let word = |id: &str, state: cri::ContainerState| {
+            let status =
+                cri::ContainerStatus { id: id.to_owned(), state: state.into(), ..Default::default() };
+            (id.to_owned(), Arc::new(status))
+        };
+        let created = cri::ContainerState::ContainerCreated;
+        let seen = Observation {
+            pod: pod::Observed {
+                sandboxes: vec![ready("s0", 0, false), ready("s1", 1, true)],
+                containers: vec![container("old", 0, 1), container("made", 1, 2)],
+            },
+            sandbox: Some(SandboxDetail { id: "s1".to_owned(), ips: Vec::new(), netns: None }),
+            containers: BTreeMap::from([word("old", created), word("made", created)]),
+            processes: BTreeMap::new(),
+        };
+        let start = |attempt, round| pod::Start {
+            name: "c".to_owned(),
+            attempt,
+            restart_delay: Duration::from_secs(20),
+            created: None,
+            round,
+        };
+        let containers = vec![("made".to_owned(), start(1, 2)), ("new".to_owned(), start(2, 2))];
+        let made = Made { sandbox: Some(("s2".to_owned(), 2)), containers };
+        let listed = made.listed_after(&seen);
+        let sandboxes: Vec<_> = listed.sandboxes.into_iter().map(super::sandbox).collect();
+        assert_eq!(sandboxes, [ready("s0", 0, false), ready("s1", 1, true), ready("s2", 2, true)]);
+        let state = |id: &str| listed.containers.iter().find(|c| c.id == id).unwrap().state();
+        let running = cri::ContainerState::ContainerRunning;
+        assert_eq!((state("old"), state("made"), state("new")), (created, running, running));
+        let status = cri::ContainerStatus::default();
+        let read: Vec<_> = listed.containers.iter().map(|c| super::container(c, &status)).collect();
+        assert_eq!(read, [container("old", 0, 1), container("made", 1, 2), container("new", 2, 2)]);
+    }
+
+    #[test]
     fn the_network_namespace_comes_from_the_oci_spec_or_the_process() {
         let check =
             |info: &str, expect: Option<&str>| assert_eq!(netns(info), expect.map(PathBuf::from), "{info}");

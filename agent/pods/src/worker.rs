@@ -36,6 +36,7 @@ use beelet_state::events::Object;
 mod devices;
 mod ends;
 mod hooks;
+mod last_words;
 mod stop;
 mod supervise;
 
@@ -152,6 +153,8 @@ pub(super) struct Worker {
     failed_hooks: BTreeSet<String>,
     /// Containers that ran, and are not what the pod asks for any more.
     outdated: BTreeMap<String, KillReason>,
+    /// Containers that ran at the last look, or were started since.
+    alive: BTreeSet<String>,
     /// Containers that were held back by a restart delay at the last look.
     backing_off: BTreeSet<String>,
     ends: Ends,
@@ -205,6 +208,7 @@ impl Worker {
             hooked,
             failed_hooks: BTreeSet::new(),
             outdated: BTreeMap::new(),
+            alive: BTreeSet::new(),
             backing_off: BTreeSet::new(),
             ends: Ends::new(),
             ending: None,
@@ -333,6 +337,7 @@ impl Worker {
             lacking.for_each(|failed| failed.retry_at = Instant::now());
         }
         let verdicts = self.verdicts(&control.verdicts, &seen);
+        self.tell_last_words(&verdicts, &seen).await;
         self.ends.record(&seen.pod, Timestamp::now());
         let times = pod::Times { ended: self.ends.known(), now: self.ends.now() };
         let mut actions =
@@ -610,6 +615,7 @@ impl Worker {
                 Ok(id) => {
                     self.failed_starts.remove(&start.name);
                     info!(pod = %self.plan.name, container = start.name, id, attempt = start.attempt, "container runs");
+                    self.alive.insert(id.clone());
                     all.push((id.clone(), start.clone()));
                     if !self.post_start(&start.name, &id, seen).await {
                         // It is stopped before anything else is done.
@@ -645,6 +651,8 @@ impl Worker {
     /// Takes the pod away, or as much of it as a failed one gives back. `Ok(None)` once nothing is left of
     /// it.
     async fn terminate(&mut self, control: &Control, grace: Duration) -> Result<Option<Step>, Error> {
+        // What was listed before doesn't show what was being done until now.
+        self.listed_at = Instant::now();
         let seen = Arc::new(self.observer.observe().await?);
         let nothing = Actions::default();
         let empty = seen.pod.containers.is_empty() && seen.pod.sandboxes.is_empty();

@@ -13,11 +13,24 @@ const MAX_QUOTE: usize = 160;
 /// Reasons of waiting that are the ordinary way to a start.
 const STARTING: &[&str] = &["", "ContainerCreating", "PodInitializing"];
 
+/// The reason of the event that tells how a container has ended whose last words are in its log alone.
+pub const ENDED: &str = "Ended";
+/// What stands before the log's last line in that event.
+const LAST_LINE: &str = "the last line of its log: ";
+
+/// The message of that event.
+#[must_use]
+pub fn ended(exit_code: i32, line: &str) -> String {
+    format!("exit code {exit_code}, {LAST_LINE}{}", quote(line))
+}
+
 /// A warning among a pod's events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Warning<'a> {
     /// The container that it is about; empty if it is about the pod.
     pub container: &'a str,
+    /// The event's reason.
+    pub reason: &'a str,
     /// What happened.
     pub message: &'a str,
     /// When it happened last.
@@ -66,7 +79,7 @@ impl PodFacts<'_> {
         if let Some(waiting) = &state.waiting {
             return match waiting.reason.as_deref().unwrap_or_default() {
                 reason if STARTING.contains(&reason) => None,
-                "CrashLoopBackOff" => Some(match last_end(container) {
+                "CrashLoopBackOff" => Some(match self.last_end(container) {
                     Some(end) => format!("container {name}: {end}; it is started again after a back-off"),
                     None => format!("container {name}: it crashes again and again"),
                 }),
@@ -74,7 +87,7 @@ impl PodFacts<'_> {
             };
         }
         if let Some(ended) = &state.terminated {
-            return (ended.exit_code != 0).then(|| format!("container {name}: {}", end(ended)));
+            return (ended.exit_code != 0).then(|| format!("container {name}: {}", self.end(name, ended)));
         }
         if container.ready || !specs.iter().any(|spec| spec.name == *name && is_awaited(spec)) {
             return None;
@@ -92,10 +105,43 @@ impl PodFacts<'_> {
         let began = self.status.start_time.as_ref().map(|time| time.0).max(since);
         // A status tells whole seconds.
         let is_recent = |at: Timestamp| began.is_none_or(|began| at.as_second() >= began.as_second());
-        let found = self.warnings.iter().rev().find(|warning| warning.container == container)?;
+        let is_cause = |warning: &&Warning<'_>| warning.container == container && warning.reason != ENDED;
+        let found = self.warnings.iter().rev().find(is_cause)?;
         let found = Some(found).filter(|warning| is_recent(warning.at))?;
         let words = quote(found.message);
         Some(if container.is_empty() { words } else { format!("container {container}: {words}") })
+    }
+
+    fn last_end(&self, container: &ContainerStatus) -> Option<String> {
+        let ended = container.last_state.as_ref()?.terminated.as_ref()?;
+        Some(self.end(&container.name, ended))
+    }
+
+    /// "exit 3, last words: cannot open app.conf"
+    fn end(&self, container: &str, ended: &ContainerStateTerminated) -> String {
+        let code = ended.exit_code;
+        let what = match (ended.reason.as_deref().unwrap_or_default(), ended.signal) {
+            ("OOMKilled", _) => "killed by the kernel for want of memory".to_owned(),
+            ("" | "Error" | "Completed", Some(signal)) if signal != 0 => format!("ended by signal {signal}"),
+            ("" | "Error" | "Completed", _) => format!("exit {code}"),
+            (reason, _) => format!("{reason}, exit {code}"),
+        };
+        let words = ended.message.as_deref().unwrap_or_default();
+        let last = words.lines().rev().find(|line| !line.trim().is_empty());
+        match last.or_else(|| self.last_line(container, ended)) {
+            Some(line) => format!("{what}, last words: {}", quote(line)),
+            None => what,
+        }
+    }
+
+    /// The last line of the container's log, as it was told when this instance had ended.
+    fn last_line(&self, container: &str, ended: &ContainerStateTerminated) -> Option<&str> {
+        let at = ended.finished_at.as_ref()?.0.as_second();
+        let is_its = |warning: &&Warning<'_>| {
+            warning.reason == ENDED && warning.container == container && warning.at.as_second() >= at
+        };
+        let told = self.warnings.iter().rev().find(is_its)?;
+        Some(told.message.split_once(LAST_LINE)?.1)
     }
 
     fn unready_since(&self) -> Option<String> {
@@ -114,27 +160,6 @@ impl PodFacts<'_> {
 /// sidecar.
 fn is_awaited(spec: &Container) -> bool {
     spec.readiness_probe.is_some() || spec.startup_probe.is_some()
-}
-
-fn last_end(container: &ContainerStatus) -> Option<String> {
-    let ended = |state: &Option<ContainerState>| state.as_ref()?.terminated.as_ref().map(end);
-    ended(&container.last_state)
-}
-
-/// "exit 3, last words: cannot open app.conf"
-fn end(ended: &ContainerStateTerminated) -> String {
-    let code = ended.exit_code;
-    let what = match (ended.reason.as_deref().unwrap_or_default(), ended.signal) {
-        ("OOMKilled", _) => "killed by the kernel for want of memory".to_owned(),
-        ("" | "Error" | "Completed", Some(signal)) if signal != 0 => format!("ended by signal {signal}"),
-        ("" | "Error" | "Completed", _) => format!("exit {code}"),
-        (reason, _) => format!("{reason}, exit {code}"),
-    };
-    let words = ended.message.as_deref().unwrap_or_default();
-    match words.lines().rev().find(|line| !line.trim().is_empty()) {
-        Some(line) => format!("{what}, last words: {}", quote(line)),
-        None => what,
-    }
 }
 
 fn with(reason: &str, message: Option<&str>) -> String {
@@ -174,8 +199,13 @@ mod tests {
         });
         let pod: Pod = serde_json::from_value(pod).unwrap();
         let warnings: Vec<Warning<'_>> =
-            warnings.iter().map(|(container, message)| Warning { container, message, at: at(990) }).collect();
+            warnings.iter().map(|(container, message)| warning(container, message)).collect();
         why(&pod, &warnings, at(1_000))
+    }
+
+    fn warning<'a>(container: &'a str, message: &'a str) -> Warning<'a> {
+        let reason = if message.contains(LAST_LINE) { ENDED } else { "Unhealthy" };
+        Warning { container, reason, message, at: at(990) }
     }
 
     fn main(state: Value, last: Value) -> Value {
@@ -226,6 +256,25 @@ mod tests {
             Some("container c: ended by signal 9"),
         );
         check(main(json!({"terminated": {"exitCode": 0, "reason": "Completed"}}), none()), &[], None);
+    }
+
+    #[test]
+    fn where_an_application_wrote_no_message_its_last_words_are_in_its_log() {
+        let told = ended(67, "cannot open app.conf");
+        assert_eq!(told, "exit code 67, the last line of its log: cannot open app.conf");
+        let end = |finished: &str, message: &str| json!({"terminated": {"exitCode": 67, "reason": "Error", "finishedAt": finished, "message": message}});
+        let check = |end: Value, of: &str, expected: &str| {
+            let crashing = json!({"waiting": {"reason": "CrashLoopBackOff"}});
+            let line = line(main(crashing, end), &[(of, &told), ("c", "Back-off")]).unwrap();
+            assert_eq!(line, format!("container c: {expected}; it is started again after a back-off"));
+        };
+        check(end("1970-01-01T00:16:30Z", ""), "c", "exit 67, last words: cannot open app.conf");
+        check(end("1970-01-01T00:16:30Z", "no room"), "c", "exit 67, last words: no room");
+        check(end("1970-01-01T00:16:31Z", ""), "c", "exit 67");
+        check(end("1970-01-01T00:16:30Z", ""), "other", "exit 67");
+        let running = main(json!({"running": {"startedAt": "1970-01-01T00:16:30Z"}}), json!({}));
+        let of_earlier = line(running, &[("c", &told)]).unwrap();
+        assert_eq!(of_earlier, "container c: its probes have not passed yet");
     }
 
     #[test]
