@@ -48,8 +48,10 @@ pub fn with_hint(mut error: clap::Error, arguments: &[OsString]) -> clap::Error 
         word.starts_with(|c: char| c.is_ascii_alphanumeric())
             && word.chars().all(|c| c.is_ascii_alphanumeric() || "-.".contains(c))
     };
-    if error.kind() == ErrorKind::InvalidSubcommand
-        && error.get(ContextKind::SuggestedSubcommand).is_none()
+    let is_of_kind = matches!(error.kind(), ErrorKind::InvalidSubcommand | ErrorKind::InvalidValue);
+    let is_guessed = [ContextKind::SuggestedSubcommand, ContextKind::SuggestedValue];
+    if is_of_kind
+        && is_guessed.into_iter().all(|guess| error.get(guess).is_none())
         && let Some(command) = text(1).filter(|command| TAKE_A_KIND.contains(command))
         && let Some(name) = text(2).filter(is_name)
     {
