@@ -397,7 +397,9 @@ async fn keep_token(client: Client, of: TokenReference, out: Arc<watch::Sender<H
                 tokio::time::sleep(token::renew_after(lifetime, chance())).await;
             }
             Err(error) => {
-                if !std::mem::replace(&mut failing, true) {
+                if pauses.may_be_early(&error) {
+                    debug!(pod = of.pod, %error, "there is no token for the pod yet");
+                } else if !std::mem::replace(&mut failing, true) {
                     warn!(pod = of.pod, account = of.service_account, %error, "there is no new token for the pod");
                 }
                 client.presence().pause(pauses.of(&error), &error).await;

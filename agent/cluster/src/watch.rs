@@ -176,10 +176,12 @@ impl Line<'_> {
     async fn failed(&mut self, error: &Error) {
         if self.failing {
             debug!(what = self.of.path, %error, "the API server still does not say what there is");
+        } else if self.pauses.may_be_early(error) {
+            debug!(what = self.of.path, %error, "the API server does not say yet what there is");
         } else {
             warn!(what = self.of.path, %error, "the API server does not say what there is; what was known stands");
+            self.failing = true;
         }
-        self.failing = true;
         self.client.presence().pause(self.pauses.of(error), error).await;
     }
 
