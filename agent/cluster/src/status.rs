@@ -79,7 +79,8 @@ struct Slot {
     /// It was deleted, or isn't there any more: the watch will say so.
     gone: bool,
     not_before: Option<Instant>,
-    /// A status that will soon be followed by another: how long it may wait for that, and until when it does.
+    /// A status that will soon be followed by another, or by the object's end: how long it may wait for that,
+    /// and until when it does.
     held: Option<(Duration, Instant)>,
     pauses: Backoff,
 }
@@ -308,17 +309,22 @@ impl Slot {
         let (before, after) = (in_api.to_value(), merged.to_value());
         let settled = self.settled.as_ref().is_some_and(|(ours, theirs)| *ours == after && *theirs == before);
         let patch = api_status::patch(uid, &before, &after).filter(|_| !settled);
-        let patience = api_status::patience(&in_api, &merged).filter(|_| patch.is_some() && !at_once);
+        // Of an object that is being removed there is nothing to write or delete: both would be refused.
+        let patience = match &patch {
+            _ if api_status::vanishes(&newest) => Some(api_status::VANISHING),
+            Some(_) => api_status::patience(&in_api, &merged),
+            None => None,
+        };
         let held = self.held;
-        self.held = patience.map(|patience| match held {
+        self.held = patience.filter(|_| !at_once).map(|patience| match held {
             Some((of, until)) if of == patience => (of, until),
             _ => (patience, Instant::now() + patience),
         });
         if self.held.is_some_and(|(_, until)| until > Instant::now()) {
             return None;
         }
+        self.held = None;
         if let Some(patch) = patch {
-            self.held = None;
             let write = Box::new(Write { patch, before, after });
             return Some((What::Write(write), api_status::urgency(&in_api, &merged)));
         }
@@ -452,6 +458,25 @@ mod tests {
         // An agent that ends has no time.
         let last = Slot::default().next("u1", &runs, &seen, true);
         assert!(matches!(last, Some((What::Write(_), _))));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_pod_that_the_api_server_is_removing_is_left_alone_unless_it_stays() {
+        let doomed = |finalizers: Value| {
+            pod(|pod| {
+                pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
+                pod["metadata"]["deletionGracePeriodSeconds"] = json!(0);
+                pod["metadata"]["finalizers"] = finalizers;
+            })
+        };
+        let (kept, vanishing) = (doomed(json!(["a.io/b"])), doomed(json!([])));
+        let ended = Arc::new(PodEntry { cleared: true, ..entry(&vanishing, "Succeeded") });
+        assert!(patch(&mut Slot::default(), &kept, &ended).unwrap().contains("Succeeded"));
+        let mut slot = Slot::default();
+        assert_eq!(patch(&mut slot, &vanishing, &ended), None);
+        tokio::time::advance(Duration::from_secs(3)).await;
+        assert!(patch(&mut slot, &vanishing, &ended).unwrap().contains("Succeeded"));
+        assert!(slot.held.is_none());
     }
 
     #[test]

@@ -11,7 +11,7 @@ use k8s_openapi::{
     api::core::v1::{
         ContainerState, ContainerStateTerminated, ContainerStatus, Pod, PodCondition, PodSpec, PodStatus,
     },
-    apimachinery::pkg::apis::meta::v1::Time,
+    apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time},
 };
 use serde_json::{Map, Value, json};
 
@@ -35,6 +35,8 @@ const SANDBOX: &str = "PodReadyToStartContainers";
 const BETWEEN_CONTAINERS: Duration = Duration::from_secs(2);
 /// A container is mostly made and started in this time once its sandbox is there.
 const SANDBOX_ONLY: Duration = Duration::from_millis(300);
+/// An object that vanishes is gone long before this. If it stays, its removal was broken off in the middle.
+pub const VANISHING: Duration = Duration::from_secs(2);
 /// The node may set it, others too.
 const DISRUPTION: &str = "DisruptionTarget";
 /// Fields of a status that the node writes. All others are somebody else's, and never in a patch.
@@ -122,6 +124,16 @@ pub fn merged(in_api: &PodStatus, ours: &PodStatus) -> PodStatus {
     }
     shorten_last_words(&mut status);
     status
+}
+
+/// Returns true if the API server is removing this object right now. It first writes the deletion without any
+/// grace and then removes the object (`Store.Delete` of the registry); a watch sees both, in this order.
+#[must_use]
+pub fn vanishes(pod: &Pod) -> bool {
+    let ObjectMeta { deletion_timestamp, deletion_grace_period_seconds, finalizers, .. } = &pod.metadata;
+    deletion_timestamp.is_some()
+        && *deletion_grace_period_seconds == Some(0)
+        && finalizers.as_ref().is_none_or(Vec::is_empty)
 }
 
 /// How long a status may wait for another that mostly follows at once; none: it is written now.

@@ -124,6 +124,21 @@ fn the_sandbox_alone_is_told_with_the_first_container_or_a_moment_later() {
 }
 
 #[test]
+fn an_object_vanishes_if_nothing_keeps_it() {
+    let check = |metadata: Value, expected: bool| {
+        let pod: Pod = serde_json::from_value(json!({"metadata": metadata})).unwrap();
+        assert_eq!(vanishes(&pod), expected, "{metadata}");
+    };
+    let at = "2026-01-01T00:00:00Z";
+    check(json!({"deletionTimestamp": at, "deletionGracePeriodSeconds": 0}), true);
+    check(json!({"deletionTimestamp": at, "deletionGracePeriodSeconds": 0, "finalizers": []}), true);
+    check(json!({"deletionTimestamp": at, "deletionGracePeriodSeconds": 0, "finalizers": ["a.io/b"]}), false);
+    check(json!({"deletionTimestamp": at, "deletionGracePeriodSeconds": 30}), false);
+    check(json!({"deletionTimestamp": at}), false);
+    check(json!({}), false);
+}
+
+#[test]
 fn a_start_is_where_it_was() {
     let before = status(json!({"startTime": "2026-01-01T00:00:01Z"}));
     let after = merged(&before, &status(json!({"startTime": "2026-01-01T00:00:09Z"})));
