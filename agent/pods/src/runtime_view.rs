@@ -416,7 +416,7 @@ mod tests {
         let containers = vec![("made".to_owned(), start(1, 2)), ("new".to_owned(), start(2, 2))];
         let made = Made { sandbox: Some(("s2".to_owned(), 2)), containers };
         let listed = made.listed_after(&seen);
-        let sandboxes: Vec<_> = listed.sandboxes.into_iter().map(super::sandbox).collect();
+        let sandboxes: Vec<_> = listed.sandboxes.into_iter().map(sandbox).collect();
         assert_eq!(sandboxes, [ready("s0", 0, false), ready("s1", 1, true), ready("s2", 2, true)]);
         let state = |id: &str| listed.containers.iter().find(|c| c.id == id).unwrap().state();
         let running = cri::ContainerState::ContainerRunning;

@@ -4,9 +4,7 @@
 //! wants to know what is wrong with c.
 
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::{
-    Container, ContainerState, ContainerStateTerminated, ContainerStatus, Pod, PodStatus,
-};
+use k8s_openapi::api::core::v1::{Container, ContainerStateTerminated, ContainerStatus, Pod, PodStatus};
 
 /// Longest text of a container's or a runtime's that the line quotes, in characters.
 const MAX_QUOTE: usize = 160;
