@@ -55,8 +55,8 @@ const MOST: u64 = 1 << 50;
 const ROUND: Duration = Duration::from_secs(1);
 /// The part of a core that walking may take: one in so many.
 const SHARE: u32 = 100;
-/// The same while eviction waits for it, and for how long it may be that much: a little longer than containerd
-/// takes to measure all writable layers anew, which it does every ten seconds.
+/// The same while eviction waits for it, and for how long it may be that much: a little longer than
+/// containerd takes to measure all writable layers anew, which it does every ten seconds.
 const SHARE_ASKED: u32 = 4;
 pub(super) const ASKED: Duration = Duration::from_secs(12);
 /// What one pod's measurement gets at a time: processor time, and time.
@@ -136,8 +136,8 @@ impl Layers {
         }
     }
 
-    /// Returns true if it is of a measurement that the runtime made since eviction asked, or if nothing better
-    /// will come. Stamps are compared with each other only, so that no clock that was set matters.
+    /// Returns true if it is of a measurement that the runtime made since eviction asked, or if nothing
+    /// better will come. Stamps are compared with each other only, so that no clock that was set matters.
     fn is_new(&self, id: &str, since: Option<Instant>) -> bool {
         let (Some(layer), Some(since)) = (self.known.get(id), since) else { return true };
         let first = self.first.as_ref().filter(|(asked, _)| *asked == since);
