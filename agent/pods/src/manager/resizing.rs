@@ -52,11 +52,9 @@ impl Manager {
         match amounts {
             Ok(enacted) => {
                 managed.resize.error = None;
-                managed
-                    .kept
-                    .status
-                    .iter_mut()
-                    .for_each(|status| resize::enact(Arc::make_mut(status), uid, &enacted));
+                if let Some(status) = &mut managed.kept.status {
+                    resize::enact(Arc::make_mut(status), uid, &enacted);
+                }
             }
             Err(error) => managed.resize.error = Some(error),
         }

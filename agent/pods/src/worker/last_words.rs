@@ -4,7 +4,10 @@
 use std::path::Path;
 
 use beelet_base::blocking::blocking;
-use beelet_policy::{pod::Verdicts, why};
+use beelet_policy::{
+    pod::{Container, ContainerState, Verdicts},
+    why,
+};
 use beelet_proto::cri;
 use beelet_state::events::Object;
 
@@ -16,7 +19,8 @@ const MAX: usize = 1024;
 impl Worker {
     /// Tells it of those that ended since the last look. Whom we stopped had nothing to do with it.
     pub(super) async fn tell_last_words(&mut self, verdicts: &Verdicts, seen: &Observation) {
-        let running = seen.pod.containers.iter().filter(|c| seen.is_running(&c.id)).map(|c| c.id.clone());
+        let is_running = |c: &&Container| matches!(c.state, ContainerState::Running { .. });
+        let running = seen.pod.containers.iter().filter(is_running).map(|c| c.id.clone());
         let before = std::mem::replace(&mut self.alive, running.collect());
         for status in before.iter().filter_map(|id| seen.containers.get(id)) {
             let is_bad = status.state() == cri::ContainerState::ContainerExited
