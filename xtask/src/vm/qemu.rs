@@ -83,7 +83,7 @@ impl Qemu {
         let ours = Qemu { program: root.join("usr/bin").join(name), root: Some(root.clone()) };
         if !ours.program.exists() {
             let packages = rootfs::packages(work, folder, RELEASE, packages, Made::Installed)?;
-            rootfs::unpack(&packages, &root)?;
+            rootfs::unpack_once(&packages, &root)?;
         }
         Ok(ours)
     }

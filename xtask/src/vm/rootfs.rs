@@ -25,6 +25,7 @@ pub(super) fn packages(
     made: Made,
 ) -> Result<PathBuf> {
     let tar = work.join(format!("{name}-{release}.tar"));
+    let _alone = lock(&tar)?;
     let asked = tar.with_extension("packages");
     if tar.exists() && fs::read_to_string(&asked).is_ok_and(|known| known == packages) {
         return Ok(tar);
@@ -32,7 +33,6 @@ pub(super) fn packages(
     if setup::find("mmdebstrap").is_none() {
         bail!("mmdebstrap is missing: apt-get install mmdebstrap");
     }
-    fs::create_dir_all(work).with_context(|| format!("could not make {}", work.display()))?;
     let step = Step::start(format!("install {release}'s packages into an archive (some minutes, once)"));
     let part = work.join(format!("{name}-{release}.part.tar"));
     let mut command = Command::new("mmdebstrap");
@@ -50,6 +50,28 @@ pub(super) fn packages(
     Ok(tar)
 }
 
+/// Waits for other runs that make what is at `path`, until the value is dropped.
+fn lock(path: &Path) -> Result<fs::File> {
+    let file = path.with_extension("lock");
+    let folder = path.parent().unwrap_or(path);
+    fs::create_dir_all(folder).with_context(|| format!("could not make {}", folder.display()))?;
+    let lock = fs::File::create(&file).with_context(|| format!("could not open {}", file.display()))?;
+    lock.lock().with_context(|| format!("could not lock {}", file.display()))?;
+    Ok(lock)
+}
+
+/// Unpacks it into `root` unless that is there: whole or not at all, whoever else does the same at this
+/// moment or was ended in the midst of it.
+pub(super) fn unpack_once(tar: &Path, root: &Path) -> Result<()> {
+    let _alone = lock(root)?;
+    if root.exists() {
+        return Ok(());
+    }
+    let part = root.with_extension("part");
+    unpack(tar, &part)?;
+    fs::rename(&part, root).with_context(|| format!("could not make {}", root.display()))
+}
+
 /// Unpacks it into `root`. What was there before goes.
 pub(super) fn unpack(tar: &Path, root: &Path) -> Result<()> {
     if root.exists() {
@@ -57,4 +79,30 @@ pub(super) fn unpack(tar: &Path, root: &Path) -> Result<()> {
     }
     fs::create_dir_all(root).with_context(|| format!("could not make {}", root.display()))?;
     shell::run(Command::new("tar").arg("-C").arg(root).arg("-xf").arg(tar))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_two_runs_unpack_at_once_is_whole_for_both() {
+        let dir = tempfile::tempdir().unwrap();
+        let (from, tar, root) = (dir.path().join("from"), dir.path().join("a.tar"), dir.path().join("root"));
+        fs::create_dir(&from).unwrap();
+        for name in 0..300 {
+            fs::write(from.join(name.to_string()), "x").unwrap();
+        }
+        shell::run(Command::new("tar").arg("-C").arg(&from).arg("-cf").arg(&tar).arg(".")).unwrap();
+        // What a run left that was ended in the midst of it.
+        fs::create_dir(dir.path().join("root.part")).unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    unpack_once(&tar, &root).unwrap();
+                    assert_eq!(fs::read_dir(&root).unwrap().count(), 300);
+                });
+            }
+        });
+    }
 }
