@@ -8,6 +8,8 @@ pub(super) type Findings = BTreeMap<String, Result<String, String>>;
 
 #[derive(Deserialize)]
 struct Report {
+    #[serde(default, rename = "canRun")]
+    can_run: bool,
     findings: Vec<Finding>,
 }
 
@@ -18,11 +20,19 @@ struct Finding {
     detail: String,
 }
 
+/// Whether it found that the agent can run.
+pub(super) fn can_run(json: &str) -> bool {
+    report(json).can_run
+}
+
+fn report(json: &str) -> Report {
+    serde_json::from_str(json).unwrap_or(Report { can_run: false, findings: Vec::new() })
+}
+
 /// The findings; none of them where the text is no such thing, as from a doctor that failed.
 pub(super) fn read(json: &str) -> Findings {
-    let report = serde_json::from_str(json).unwrap_or(Report { findings: Vec::new() });
     let mut findings = Findings::new();
-    for Finding { check, state, detail } in report.findings {
+    for Finding { check, state, detail } in report(json).findings {
         let entry = findings.entry(check).or_insert_with(|| Ok(detail.clone()));
         if state != "ok" && entry.is_ok() {
             *entry = Err(detail);
@@ -44,12 +54,13 @@ mod tests {
             {"check":"b","state":"missing","detail":"second","consequence":"c","remedy":"r"}]}"#;
         let expected = [("a".to_owned(), Ok("fine".to_owned())), ("b".to_owned(), Err("no BTF".to_owned()))];
         assert_eq!(read(json), Findings::from(expected));
+        assert!(!can_run(json) && can_run(&json.replace("false", "true")));
     }
 
     #[test]
     fn what_is_no_doctors_answer_has_no_findings() {
         for text in ["", "error: unrecognized subcommand", "{}", "[]"] {
-            assert!(read(text).is_empty(), "{text}");
+            assert!(read(text).is_empty() && !can_run(text), "{text}");
         }
     }
 }

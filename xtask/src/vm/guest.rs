@@ -128,12 +128,15 @@ asks) [ "$2" = --exact ] && [ "$#" = 3 ] && echo 'test result: ok. 1 passed; 0 f
 esac
 "#;
 
+    /// A doctor with more to say in JSON than anybody wants to read.
+    const AGENT: &str = "#!/bin/sh\necho \"$@\"\ncase \"$*\" in *json) seq 500 ;; esac\n";
+
     #[test]
     fn the_script_tells_what_came_out_of_every_test() {
         use std::os::unix::fs::PermissionsExt as _;
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
-        for (name, text) in [("run", RUN), ("program", PROGRAM), ("agent", "#!/bin/sh\necho \"$@\"\n")] {
+        for (name, text) in [("run", RUN), ("program", PROGRAM), ("agent", AGENT)] {
             std::fs::write(at(name), text).unwrap();
             std::fs::set_permissions(at(name), std::fs::Permissions::from_mode(0o755)).unwrap();
         }
@@ -142,6 +145,7 @@ esac
         std::fs::write(at("plan"), plan(&tests, |program| at(program).display().to_string())).unwrap();
         let mut command = Command::new("sh");
         command.arg(at("run")).arg(at("plan")).arg("60").env("BEELET_BIN", at("agent"));
+        command.env("AFTER_DOCTOR", format!("touch {}", at("after").display()));
         let output = command.output().unwrap();
 
         let mut transcript = Transcript::default();
@@ -169,7 +173,13 @@ esac
         assert!(transcript.done);
         assert_eq!(output.status.code(), Some(1));
         assert_eq!(transcript.doctor, ["doctor --bpf"]);
-        assert_eq!(transcript.doctor_json, "doctor --bpf -o json\n");
+        assert!(
+            transcript.doctor_json.starts_with("doctor --bpf -o json\n1\n"),
+            "{}",
+            transcript.doctor_json
+        );
+        assert_eq!(transcript.doctor_json.lines().count(), 501);
+        assert!(at("after").exists());
         assert!(!transcript.facts["release"].is_empty());
     }
 

@@ -48,7 +48,7 @@ const MACHINES: &[Stock] = &[
 ];
 /// What is installed beside what Debian can't do without.
 const PACKAGES: &str = "systemd,systemd-sysv,dbus,udev,linux-image-cloud-amd64,containerd,runc,containernetworking-plugins,\
-                        iproute2,kmod,procps,apparmor,e2fsprogs,xfsprogs";
+                        iproute2,iptables,kmod,procps,apparmor,e2fsprogs,xfsprogs,python3-grpcio,python3-prometheus-client";
 /// The disks' sizes: twice what is on the first; the second is for pods' volumes.
 const DISK: &str = "4G";
 const VOLUMES: &str = "1G";
@@ -160,12 +160,12 @@ fn install(root: &Path, stock: &Stock, agent: Option<&Path>) -> Result<()> {
     fs::remove_file(&binary)?;
     let machine = format!("machine={}\ncgroups={}\ndriver={}\n", stock.name, stock.cgroups, stock.driver);
     for (path, text) in [
-        ("/etc/containerd/config.toml", containerd_config(stock)),
+        ("/etc/containerd/config.toml", containerd_config(stock.driver)),
         ("/etc/cni/net.d/10-pods.conflist", NETWORK.to_owned()),
         ("/etc/fstab", FSTAB.to_owned()),
         ("/etc/modules-load.d/check.conf", "quota_v2\ntcp_diag\n".to_owned()),
         ("/etc/systemd/system/check.service", CHECK_UNIT.to_owned()),
-        ("/check/agent.yaml", agent_config(stock)),
+        ("/check/agent.yaml", agent_config(stock, stock.driver)),
         ("/check/machine", machine),
         ("/check/check.sh", CHECK.to_owned()),
     ] {
@@ -192,14 +192,14 @@ fn want(root: &Path, unit: &str) -> Result<()> {
     Ok(())
 }
 
-fn containerd_config(stock: &Stock) -> String {
+fn containerd_config(driver: &str) -> String {
     format!(
         "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\"]\nsandbox_image = \"{}\"\n\
          [plugins.\"io.containerd.grpc.v1.cri\".cni]\nbin_dir = \"/usr/lib/cni\"\n\
          [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc]\nruntime_type = \"io.containerd.runc.v2\"\n\
          [plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.runc.options]\nSystemdCgroup = {}\n",
         images::PAUSE,
-        stock.driver == "systemd"
+        driver == "systemd"
     )
 }
 
@@ -229,10 +229,10 @@ nodeName: stock
 podsDir: /srv/pods/beelet
 ";
 
-fn agent_config(stock: &Stock) -> String {
+fn agent_config(stock: &Stock, driver: &str) -> String {
     // Version 1 has no files for it.
     let qos = if stock.cgroups == "v2" { "memoryReservationPolicy: TieredReservation" } else { "" };
-    AGENT_CONFIG.replace("DRIVER", stock.driver).replace("QOS", qos)
+    AGENT_CONFIG.replace("DRIVER", driver).replace("QOS", qos)
 }
 
 fn make_disk(disk: &Path, size: &str, how: &[&str]) -> Result<()> {

@@ -1,11 +1,13 @@
 //! End-to-end tests in a stock machine, in place of its checks: on its kernel, its systemd and its
 //! containerd, with either driver of cgroups.
 
-use super::{CHECK_UNIT, FSTAB, Machine, known, unpacked, want};
+use super::{
+    CHECK_UNIT, FSTAB, Machine, NETWORK, Stock, agent_config, containerd_config, known, unpacked, want,
+};
 use crate::vm::boot::{self, End};
 use crate::vm::report::{Run, Summary};
 use crate::vm::results::{Event, Test, Transcript};
-use crate::vm::{guest, page, programs};
+use crate::vm::{doctor, guest, page, programs};
 use crate::{cross::Arch, shell};
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::{images, workdir};
@@ -27,6 +29,20 @@ const BOOTS: u32 = 3;
 const TARGET: &str = "check/e2e";
 const PROGRAM: &str = "check/e2e/deps/e2e";
 
+/// What tests read of the repository, each at its place.
+const READ: &[&str] = &[
+    "agent/proto/proto/beelet/signals.proto",
+    "docs/tour.md",
+    "examples/python/signals.py",
+    "examples/redis.yaml",
+    "packaging/beelet-observe.service",
+    "packaging/beelet.service",
+    "packaging/grafana/beelet.json",
+    "packaging/prometheus/beelet.rules.yaml",
+    "tests/plugins/device_plugin.py",
+    "tests/tests/e2e/data/kubernetes-mixin.rules.yaml",
+];
+
 /// What is to be run.
 pub(crate) struct EndToEnd<'a> {
     /// The machine's name.
@@ -47,7 +63,8 @@ pub(crate) struct EndToEnd<'a> {
 /// Boots a machine and runs end-to-end tests there.
 ///
 /// # Errors
-/// A test failed, or the machine could not be made or did not come to its end.
+/// A test failed, the doctor found that the agent can't run on the machine's own containerd, or the machine
+/// could not be made or did not come to its end.
 pub(crate) fn end_to_end(wanted: &EndToEnd<'_>) -> Result<()> {
     let began = Instant::now();
     let stock = known(wanted.machine)?;
@@ -56,7 +73,7 @@ pub(crate) fn end_to_end(wanted: &EndToEnd<'_>) -> Result<()> {
         bail!("{} has cgroups of version 1, which systemd's driver is not for", stock.name);
     }
     let (work, root) = unpacked(stock)?;
-    let (plan, all) = install(&root, wanted, driver)?;
+    let (plan, all) = install(&root, stock, wanted, driver)?;
     let machine = Machine::new(stock, &work, root)?;
     machine.make_disks()?;
     let made = began.elapsed();
@@ -64,12 +81,16 @@ pub(crate) fn end_to_end(wanted: &EndToEnd<'_>) -> Result<()> {
     let (transcript, end) = boots(&machine, &work, &title, &plan, wanted.deadline)?;
     let last_words = if end == End::Done { Vec::new() } else { boot::last_lines(&console(&work)) };
     let up = transcript.facts.get("up").cloned().unwrap_or_default();
+    let can_run = doctor::can_run(&transcript.doctor_json);
     let run = Run { kernel: title.clone(), transcript, end, last_words };
     let summary = Summary { arch: Arch::Amd64, plan, runs: vec![run] };
     println!("{}", summary.text());
     let (made, whole) = (made.as_secs(), began.elapsed().as_secs());
     println!("# made in {made} s, up after {up} s of its own clock, done after {whole} s");
-    let verdict = summary.verdict();
+    let verdict = summary.verdict().and_then(|()| match can_run {
+        true => Ok(()),
+        false => bail!("the doctor does not find that beelet can run on {title}: its words are above"),
+    });
     if verdict.is_err() {
         keep_logs(&machine, &work);
     }
@@ -148,17 +169,28 @@ fn plan_of(plan: &[Test], wanted: impl Fn(usize) -> bool) -> String {
     lines.map(|(_, line)| format!("{line}\n")).collect()
 }
 
-/// Programs that the tests of this machine are given beside the stock ones, if they are: a containerd 2 with
-/// what lies beside it, and a device plugin. Copies them and returns the lines that name them.
-fn given(root: &Path) -> Result<String> {
+/// The variables that name programs which tests take where they are given, and what must lie beside each.
+const GIVEN: &[(&str, &[&str])] = &[
+    ("CONTAINERD", &["ctr", "containerd-shim-runc-v2"]),
+    ("DEVICE_PLUGIN", &[]),
+    ("ETCD", &[]),
+    ("KUBECTL", &[]),
+    ("KUBELET", &[]),
+    ("KUBE_APISERVER", &[]),
+    ("METRICS_SERVER", &[]),
+    ("PROMETHEUS", &[]),
+    ("PROMTOOL", &[]),
+];
+
+/// Copies the programs that the environment names, by `named`, and returns the lines that name them in the
+/// machine.
+fn given(root: &Path, named: impl Fn(&str) -> Option<PathBuf>) -> Result<String> {
     let mut lines = String::new();
-    for (variable, beside) in
-        [("CONTAINERD", &["ctr", "containerd-shim-runc-v2"][..]), ("DEVICE_PLUGIN", &[])]
-    {
-        let Some(program) = std::env::var_os(variable).map(PathBuf::from).filter(|path| path.is_file())
-        else {
-            continue;
-        };
+    for (variable, beside) in GIVEN {
+        let Some(program) = named(variable) else { continue };
+        if !program.is_file() {
+            bail!("{variable} names {}, which is no file", program.display());
+        }
         let place = Path::new("check/given").join(variable.to_lowercase());
         fs::create_dir_all(root.join(&place))?;
         let all =
@@ -187,7 +219,12 @@ fn keep_logs(machine: &Machine, work: &Path) {
 }
 
 /// The tests and all that they start; those to be run, and the names of all.
-fn install(root: &Path, wanted: &EndToEnd<'_>, driver: &str) -> Result<(Vec<Test>, BTreeSet<String>)> {
+fn install(
+    root: &Path,
+    stock: &Stock,
+    wanted: &EndToEnd<'_>,
+    driver: &str,
+) -> Result<(Vec<Test>, BTreeSet<String>)> {
     let at = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
     eprintln!(".. build the agent and the tests");
     let built = programs::dynamic("e2e", wanted.agent)?;
@@ -208,17 +245,17 @@ fn install(root: &Path, wanted: &EndToEnd<'_>, driver: &str) -> Result<(Vec<Test
     if plan.is_empty() {
         bail!("no end-to-end test's name begins with {}", wanted.prefixes.join(" or "));
     }
-    // What tests read of the repository, at its place.
-    let packaging = shell::repository().join("packaging");
-    fs::create_dir_all(at(&packaging))?;
-    for unit in ["beelet.service", "beelet-observe.service"] {
-        fs::copy(packaging.join(unit), at(&packaging).join(unit))
-            .with_context(|| format!("could not copy {unit}"))?;
+    for file in READ {
+        let file = shell::repository().join(file);
+        fs::create_dir_all(at(file.parent().unwrap_or(&file)))?;
+        fs::copy(&file, at(&file)).with_context(|| format!("could not copy {}", file.display()))?;
     }
     fs::copy(images::busybox()?, root.join("bin/busybox")).context("could not copy busybox")?;
     fs::copy(images::testapp()?, root.join("check/testapp")).context("could not copy the test app")?;
     let mut environment = format!("BEELET_CGROUP_DRIVER={driver}\nBEELET_PATIENCE={PATIENCE}\n");
-    environment.push_str(&given(root)?);
+    let named =
+        |variable: &str| std::env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from);
+    environment.push_str(&given(root, named)?);
     for (path, text) in [
         ("check/check.sh", SCRIPT.to_owned()),
         ("check/run", guest::RUN.to_owned()),
@@ -227,16 +264,57 @@ fn install(root: &Path, wanted: &EndToEnd<'_>, driver: &str) -> Result<(Vec<Test
         ("check/environment", environment),
         // It makes the folder a target folder, which tests write into.
         ("check/e2e/CACHEDIR.TAG", String::new()),
+        // What the doctor is asked about.
+        ("etc/containerd/config.toml", containerd_config(driver)),
+        ("etc/cni/net.d/10-pods.conflist", NETWORK.to_owned()),
+        ("etc/beelet/beelet.yaml", agent_config(stock, driver)),
         ("etc/fstab", FSTAB.to_owned()),
         ("etc/modules-load.d/check.conf", "quota_v2\ntcp_diag\n".to_owned()),
         ("etc/systemd/system/check.service", CHECK_UNIT.to_owned()),
     ] {
         workdir::write(&root.join(path), text)?;
     }
-    fs::create_dir_all(root.join("srv/pods"))?;
-    // The machine's own containerd has nothing to do.
-    let masked = root.join("etc/systemd/system/containerd.service");
-    std::os::unix::fs::symlink("/dev/null", &masked).context("could not mask containerd.service")?;
+    for folder in ["srv/pods", "etc/beelet/manifests", "check/images"] {
+        fs::create_dir_all(root.join(folder))?;
+    }
+    for image in images::standard()?.into_iter().filter(|image| image.name == images::PAUSE) {
+        let name = image.path.file_name().context("an image has a file's name")?.to_owned();
+        fs::copy(&image.path, root.join("check/images").join(name))?;
+    }
     want(root, "check.service")?;
     Ok((plan, all))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_that_are_given_are_named_by_their_place_in_the_machine() {
+        let dir = tempfile::tempdir().unwrap();
+        let (here, root) = (dir.path().join("here"), dir.path().join("root"));
+        for name in ["kubelet", "containerd", "ctr", "containerd-shim-runc-v2"] {
+            workdir::write(&here.join(name), name).unwrap();
+        }
+        let named = |variable: &str| match variable {
+            "KUBELET" | "CONTAINERD" => Some(here.join(variable.to_lowercase())),
+            _ => None,
+        };
+        let lines = given(&root, named).unwrap();
+        assert_eq!(
+            lines,
+            "CONTAINERD=/check/given/containerd/containerd\nKUBELET=/check/given/kubelet/kubelet\n"
+        );
+        for file in ["containerd/ctr", "containerd/containerd-shim-runc-v2", "kubelet/kubelet"] {
+            assert!(root.join("check/given").join(file).is_file(), "{file}");
+        }
+        let gone = given(&root, |variable| (variable == "KUBECTL").then(|| here.join("kubectl")));
+        assert!(gone.unwrap_err().to_string().starts_with("KUBECTL names "));
+    }
+
+    #[test]
+    fn what_tests_read_of_the_repository_is_there() {
+        let missing = READ.iter().find(|file| !shell::repository().join(file).is_file());
+        assert_eq!(missing, None);
+    }
 }

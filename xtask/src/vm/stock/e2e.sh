@@ -8,6 +8,9 @@ set -a
 cd /check/e2e || exit 1
 # A node has an address, and a way out.
 ip link add pods0 type dummy && ip addr add 192.0.2.10/24 dev pods0 && ip link set pods0 up && ip route add default dev pods0
+# Tests have a containerd each; the machine's own is there for the doctor, and then gone.
+for image in /check/images/*.tar; do ctr -n k8s.io images import "$image" >/dev/null; done
+export AFTER_DOCTOR="systemctl stop containerd.service"
 stty -F /dev/ttyS1 raw -echo
 exec >/dev/ttyS1
 echo "fact up $(cut -d ' ' -f 1 /proc/uptime)"
