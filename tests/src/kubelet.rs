@@ -63,9 +63,11 @@ impl Kubelet {
         let dir = containerd.dir().join("kubelet");
         let (manifests, log) = (dir.join("manifests"), dir.join("kubelet.log"));
         std::fs::create_dir_all(&manifests)?;
+        // It takes the name of a slice without its ending, and adds that itself.
+        let root = containerd.cgroup().path().trim_end_matches(".slice");
         let mut config = json!({
             "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
-            "staticPodPath": manifests, "cgroupRoot": containerd.cgroup().path(), "cgroupDriver": containerd.cgroup().driver(),
+            "staticPodPath": manifests, "cgroupRoot": root, "cgroupDriver": containerd.cgroup().driver(),
             "failSwapOn": false, "enableServer": false, "healthzPort": 0, "volumePluginDir": dir.join("plugins"),
             "evictionHard": {"memory.available": "1Mi"}, "authentication": {"webhook": {"enabled": false}},
             "authorization": {"mode": "AlwaysAllow"}, "maxPods": 1100,
@@ -112,6 +114,11 @@ impl Kubelet {
         self.process.0.id()
     }
 
+    /// Whether it has ended by itself.
+    pub fn has_ended(&mut self) -> bool {
+        self.process.0.try_wait().is_ok_and(|status| status.is_some())
+    }
+
     /// Everything that it has printed so far.
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
@@ -122,10 +129,15 @@ impl Kubelet {
     /// # Errors
     /// It can't be written.
     pub fn apply(&self, manifest: &Value) -> Result<()> {
-        workdir::write(
-            &self.manifest(manifest["metadata"]["name"].as_str().unwrap_or_default()),
-            manifest.to_string(),
-        )
+        self.apply_text(manifest["metadata"]["name"].as_str().unwrap_or_default(), &manifest.to_string())
+    }
+
+    /// Puts the text of a pod's manifest into the folder.
+    ///
+    /// # Errors
+    /// It can't be written.
+    pub fn apply_text(&self, name: &str, manifest: &str) -> Result<()> {
+        workdir::write(&self.manifest(name), manifest)
     }
 
     /// Takes a pod's manifest out of the folder.

@@ -17,6 +17,7 @@ mod logs;
 mod monitors;
 mod node;
 mod observe;
+mod peer;
 mod pods;
 mod pressure;
 mod probes;
