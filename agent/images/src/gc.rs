@@ -112,6 +112,8 @@ pub struct CollectedImage {
 pub struct ImageGc {
     parts: Parts,
     known: ImageRecords,
+    /// When this life of the agent began to look.
+    started: Instant,
     /// Ages are told by the wall's clock, for they outlive the machine's run. It may be set.
     clock: WallClock,
     /// Where images are, once the runtime has said it.
@@ -156,6 +158,7 @@ impl Garbage for ImageGc {
 
     async fn begin(&mut self) -> Timers {
         self.known = records::load(&self.parts.state).await;
+        self.started = Instant::now();
         let often = |mut ticks: Interval| {
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
             ticks
@@ -208,6 +211,7 @@ impl ImageGc {
         Collector::new(Self {
             parts,
             known: ImageRecords::default(),
+            started: Instant::now(),
             clock: WallClock::default(),
             mountpoint: None,
             sandbox_image: None,
@@ -330,7 +334,7 @@ impl ImageGc {
         let mode = if request.all_unused {
             CollectionMode::AllUnused
         } else {
-            CollectionMode::Policy { began: self.known.began }
+            CollectionMode::Policy { began: self.began(now) }
         };
         let policy = self.parts.policy;
         let mut run = Collection::new(&policy, mode, now, &records, &in_use);
@@ -367,6 +371,13 @@ impl ImageGc {
                 CollectionStep::Done => return Ok(Collected { outcome: run.outcome(), images: gone }),
             }
         }
+    }
+
+    /// From when on ages count. An agent that has just started lets no image go for its age alone: what was
+    /// used since the last look of its earlier life is about to be seen.
+    fn began(&self, now: Timestamp) -> Option<Timestamp> {
+        let patience = self.parts.policy.max_age().unwrap_or_default().min(PERIOD);
+        if self.started.elapsed() <= patience { Some(now) } else { self.known.began }
     }
 
     /// Removes one image, if really nobody has it: nobody can come to have it while this lasts.

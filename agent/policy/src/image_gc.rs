@@ -67,6 +67,12 @@ impl ImageGcPolicy {
         let max_age = Some(max_age).filter(|age| !age.is_zero());
         Ok(Self { high_percent, low_percent, min_age, max_age })
     }
+
+    /// How long an image may stay unused; `None`: no image goes for its age alone.
+    #[must_use]
+    pub fn max_age(&self) -> Option<Duration> {
+        self.max_age
+    }
 }
 
 /// What is remembered of an image on this machine.

@@ -5,7 +5,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use beelet_base::filesystem::{Space, Statvfs};
 use beelet_cri::Runtime;
@@ -72,7 +72,7 @@ impl Life {
             leases: leases.clone(),
             state: Arc::new(State::open(&dir.join("state")).unwrap()),
             table: table.subscribe(),
-            policy: ImageGcPolicy::new(setup.high, setup.low, setup.min_age, Duration::ZERO).unwrap(),
+            policy: ImageGcPolicy::new(setup.high, setup.low, setup.min_age, setup.max_age).unwrap(),
             period: setup.period,
             space,
             events: NodeEvents::new(events.clone(), "n1"),
@@ -96,6 +96,7 @@ struct Setup {
     high: i64,
     low: i64,
     min_age: Duration,
+    max_age: Duration,
     period: Option<Duration>,
     /// How many bytes an image takes on disk, of those that the runtime says.
     shared: fn(u64) -> u64,
@@ -106,7 +107,15 @@ impl Default for Setup {
     fn default() -> Self {
         // The shortest age there is: everything is old enough.
         let min_age = Duration::from_nanos(1);
-        Self { high: 85, low: 80, min_age, period: None, shared: |size| size, capacity: CAPACITY }
+        Self {
+            high: 85,
+            low: 80,
+            min_age,
+            max_age: Duration::ZERO,
+            period: None,
+            shared: |size| size,
+            capacity: CAPACITY,
+        }
     }
 }
 
@@ -343,6 +352,30 @@ async fn ages_survive_a_restart_and_young_images_stay() {
     std::fs::write(&record, "half a rec").unwrap();
     node.restart().await;
     assert_eq!(node.gc.collect(all).await.unwrap().images.len(), 1);
+}
+
+/// As the kubelet's own test of it wants: a restart must not be the moment at which everything goes that was
+/// in use just before it.
+#[tokio::test]
+async fn after_a_restart_no_image_goes_for_its_age_before_that_age_has_passed() {
+    let max_age = Duration::from_secs(2);
+    let mut started = Instant::now();
+    let mut node = Node::new(Setup { max_age, ..Setup::default() });
+    let gone = async |node: &Node| node.gc.collect(ImageGcRequest::default()).await.unwrap().images.len();
+    for life in 0..2 {
+        node.images(2);
+        assert_eq!(gone(&node).await, 0, "life {life}");
+        while gone(&node).await == 0 {
+            assert!(started.elapsed() < Duration::from_secs(60), "life {life}: they never go");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        assert!(started.elapsed() >= max_age, "life {life}: they went after {:?}", started.elapsed());
+        // From then on there is nothing to wait for.
+        node.images(2);
+        assert_eq!(gone(&node).await, 2, "life {life}");
+        started = Instant::now();
+        node.restart().await;
+    }
 }
 
 #[tokio::test]
