@@ -353,13 +353,15 @@ fn all_pods(pressure: &NodeStats, at: &str) -> Option<Container> {
     let (_, reading) = pressure.machine.all_pods.as_ref()?;
     let nano_cores =
         pressure.containers().filter_map(|(_, container)| Some(nano_cores(container.windows[TEN]?.cpu)));
+    let stalls = |of: Option<Stalls>| of.map(psi);
+    let Counters { cpu_stalls, memory_stalls, io_stalls, .. } = reading.counters;
     Some(Container {
         name: "pods".to_owned(),
         start_time: None,
-        cpu: cpu(reading, Some(nano_cores.sum()), None, at),
-        memory: memory(reading, None, at),
+        cpu: cpu(reading, Some(nano_cores.sum()), stalls(cpu_stalls), at),
+        memory: memory(reading, stalls(memory_stalls), at),
         swap: swap(reading, at),
-        io: None,
+        io: stalls(io_stalls).map(|psi| Io { time: at.to_owned(), psi }),
         rootfs: None,
         logs: None,
     })
@@ -562,6 +564,7 @@ mod tests {
         let system = &node["systemContainers"][0];
         assert_eq!((&system["name"], &system["memory"]["workingSetBytes"]), (&json!("pods"), &json!(900)));
         assert_eq!(system["cpu"]["usageNanoCores"], 500_000_000);
+        assert_eq!(system["cpu"]["psi"]["some"]["total"], 250_000_000);
         let pod = &summary["pods"][0];
         assert_eq!(pod["podRef"], json!({"name": "web", "namespace": "shop", "uid": "u"}));
         assert_eq!(pod["cpu"]["usageNanoCores"], 500_000_000);
