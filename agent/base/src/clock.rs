@@ -1,5 +1,5 @@
-//! Clocks that nobody sets: the one that both halves share, and the one that goes on while the machine
-//! sleeps.
+//! Clocks that nobody sets: the one that both halves share, the one that goes on while the machine sleeps,
+//! and a thread's own.
 
 use std::time::Duration;
 
@@ -11,6 +11,13 @@ pub fn monotonic_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
     seconds * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
+}
+
+/// How long this thread has had a processor (`CLOCK_THREAD_CPUTIME_ID`).
+pub fn processor_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    let (seconds, nanos) = (u64::try_from(time.tv_sec), u32::try_from(time.tv_nsec));
+    Duration::new(seconds.unwrap_or(0), nanos.unwrap_or(0))
 }
 
 /// The least difference that says that the wall's clock was set. Less is how it is slewed, and how long

@@ -32,9 +32,9 @@ use super::{
     decide::IMMEDIATE,
     disk::DiskUsages,
     metrics::Metrics,
-    walk::{Budget, Measure, processor_time},
+    walk::{Budget, Measure},
 };
-use beelet_base::blocking::blocking;
+use beelet_base::{blocking::blocking, clock::processor_time};
 use beelet_bpf::quota;
 use beelet_cri::Runtime;
 use beelet_model::{

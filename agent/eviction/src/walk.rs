@@ -10,7 +10,6 @@ use std::{ffi::CStr, os::fd::OwnedFd, path::Path, time::Duration};
 use rustix::{
     fs::{AtFlags, FileType, Mode, OFlags, Stat, fstat, open, statat},
     io::Errno,
-    time::{ClockId, clock_gettime},
 };
 use tokio::time::Instant;
 
@@ -178,13 +177,6 @@ fn is_folder(stat: &Stat) -> bool {
 
 fn flags() -> OFlags {
     OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC
-}
-
-/// What this thread has used.
-pub(super) fn processor_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    let (seconds, nanos) = (u64::try_from(time.tv_sec), u32::try_from(time.tv_nsec));
-    Duration::new(seconds.unwrap_or(0), nanos.unwrap_or(0))
 }
 
 #[cfg(test)]

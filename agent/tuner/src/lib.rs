@@ -43,6 +43,7 @@ pub use self::{
     view::{Blocked, HeldSetting, Outcome, TunerRecord, View},
 };
 use self::{foreign::Foreign, targets::Targets};
+use beelet_base::clock::processor_time;
 use beelet_cgroups::Cgroups;
 use beelet_model::table::PodTable;
 use beelet_policy::tuner::TunerMode;
@@ -100,6 +101,15 @@ impl std::fmt::Debug for Parts {
     }
 }
 
+/// The most that looking may take of a processor: one part in so many. One look at all pods of a node that
+/// suffers reads some eighteen files of each.
+const SHARE: u32 = 25;
+
+/// The time from the end of one tick to the next, where the tick took so much that it is longer than usual.
+fn longer_pause(interval: Duration, took: Duration) -> Option<Duration> {
+    Some(took * (SHARE - 1)).filter(|pause| *pause > interval)
+}
+
 /// Runs until `shutdown`, then gives back all that is held.
 pub async fn run(parts: Parts, shutdown: CancellationToken) {
     if parts.settings.mode == TunerMode::Off {
@@ -117,14 +127,17 @@ pub async fn run(parts: Parts, shutdown: CancellationToken) {
         }
         let (table, mut moved) = (Arc::clone(&parts.table.borrow()), finder);
         let ticked = spawn_blocking(move || {
-            let now = Instant::now().into_std();
+            let (now, before) = (Instant::now().into_std(), processor_time());
             let pods = moved.find(&table, &mut engine, now);
             let view = engine.tick(&pods, now);
-            (engine, moved, view)
+            (engine, moved, view, processor_time().saturating_sub(before))
         });
         (engine, finder) = match ticked.await {
-            Ok((engine, finder, view)) => {
+            Ok((engine, finder, view, took)) => {
                 parts.view.send_replace(Arc::new(view));
+                if let Some(pause) = longer_pause(parts.settings.interval, took) {
+                    ticks.reset_after(pause);
+                }
                 (engine, finder)
             }
             Err(failed) => {

@@ -8,7 +8,7 @@ use beelet_policy::{
 };
 use tempfile::TempDir;
 
-use super::{Engine, Metrics, Outcome, Settings, recover};
+use super::{Engine, Metrics, Outcome, Settings, longer_pause, recover};
 use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
 use beelet_policy::tuner::TunerMode;
 use beelet_state::State;
@@ -189,4 +189,12 @@ fn what_could_not_be_given_back_is_tried_again_once_it_is_not_left_alone_any_mor
     assert_eq!(fs::read_to_string(&high).unwrap(), "max");
     assert!(view.blocked.is_empty() && view.history.last().unwrap().outcome == Outcome::Done, "{view:?}");
     assert!(!fake.dir.path().join("state/tuner.json").exists(), "the journal is done with");
+}
+
+#[test]
+fn a_look_that_takes_long_is_followed_by_a_longer_pause() {
+    let ms = Duration::from_millis;
+    assert_eq!(longer_pause(ms(500), ms(10)), None, "2 % of a processor");
+    assert_eq!(longer_pause(ms(500), ms(300)), Some(ms(7200)), "4 %");
+    assert_eq!(longer_pause(ms(500), Duration::ZERO), None);
 }
