@@ -53,6 +53,8 @@ pub(super) struct Program {
     pub(super) fields: u32,
     /// The fields with which it is spared, and why.
     pub(super) spared: Option<(u32, &'static str)>,
+    /// Attached by [`super::Traffic`] alone, while somebody reads what it counts.
+    pub(super) on_demand: bool,
 }
 
 /// The program whose presence `Meta::tracepoint` says to the others.
@@ -66,7 +68,8 @@ const NO_WAITS: &str = "CPU time from cpu.stat, waiting from cpu.pressure: avera
 const NO_RECLAIM: &str = "memory.pressure: averages of 10 s, refaults and throttling included";
 
 const fn tracepoint(name: &'static str, hook: &'static str, fallback: &'static str, fields: u32) -> Program {
-    Program { name, hook: Hook::Tracepoint(hook), needs: TRACING, fallback, fields, spared: None }
+    let hook = Hook::Tracepoint(hook);
+    Program { name, hook, needs: TRACING, fallback, fields, spared: None, on_demand: false }
 }
 
 /// A hook that is for nothing but the beginning of waits.
@@ -93,6 +96,7 @@ pub(super) const PROGRAMS: &[Program] = &[
                    probe period. Connections, retransmits and round-trip times are not counted",
         fields: group::LISTENER,
         spared: None,
+        on_demand: false,
     },
     tracepoint(
         "task_exited",
@@ -119,6 +123,7 @@ pub(super) const PROGRAMS: &[Program] = &[
         fallback: "run-queue and reclaim times are not counted for threads that were there before",
         fields: group::THREAD,
         spared: None,
+        on_demand: false,
     },
     wakeup("sched_wakeup"),
     wakeup("sched_wakeup_new"),
@@ -127,23 +132,15 @@ pub(super) const PROGRAMS: &[Program] = &[
     tracepoint("memcg_reclaim_end", "mm_vmscan_memcg_reclaim_end", NO_RECLAIM, group::CGROUP),
     tracepoint("direct_reclaim_begin", "mm_vmscan_direct_reclaim_begin", NO_RECLAIM, group::CGROUP),
     tracepoint("direct_reclaim_end", "mm_vmscan_direct_reclaim_end", NO_RECLAIM, group::CGROUP),
-    Program {
-        name: "traffic_in",
-        hook: Hook::SkbIngress,
-        needs: ON_CGROUP,
-        fallback: "the counters of the pod's interface, all its containers together",
-        fields: 0,
-        spared: None,
-    },
-    Program {
-        name: "traffic_out",
-        hook: Hook::SkbEgress,
-        needs: ON_CGROUP,
-        fallback: "the counters of the pod's interface, all its containers together",
-        fields: 0,
-        spared: None,
-    },
+    traffic("traffic_in", Hook::SkbIngress),
+    traffic("traffic_out", Hook::SkbEgress),
 ];
+
+/// A hook that every packet of a pod passes.
+const fn traffic(name: &'static str, hook: Hook) -> Program {
+    let fallback = "the counters of the pod's interface, all its containers together";
+    Program { name, hook, needs: ON_CGROUP, fallback, fields: 0, spared: None, on_demand: true }
+}
 
 /// A row of the table without a machine: for documentation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -29,6 +29,7 @@ mod settings;
 mod stale_counters;
 mod sweep;
 mod sys;
+mod traffic;
 
 pub use sys::{give_memory_back, tame_allocator, watched};
 
@@ -44,6 +45,7 @@ pub use measures::{Measures, wait_bucket_floor_ns};
 pub use netns::{ListeningSocket, NetnsHandle};
 pub use scheduler::{PodFolders, PodShare, Scheduler, SchedulerEnd, SchedulingClass};
 pub use settings::{ByQos, Thresholds};
+pub use traffic::Traffic;
 
 use aya::maps::{MapData, MapType, PerCpuArray, RingBuf};
 use aya::programs::links::FdLink;
@@ -51,6 +53,7 @@ use edges::Hub;
 use pins::{Current, Pins, Sizes};
 use reader::Reader;
 use sha2::{Digest as _, Sha256};
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 /// The object that `cargo xtask build-ebpf` made, aligned as a parser of ELF wants it.
@@ -128,6 +131,7 @@ pub struct Kernel {
     listeners: Option<Listeners>,
     measures: Option<Measures>,
     checker: Option<Checker>,
+    traffic: Option<Traffic>,
     hub: Hub,
     drops: Option<PerCpuArray<MapData, Drops>>,
     memory: Vec<MapMemory>,
@@ -186,6 +190,7 @@ impl Kernel {
             listeners: None,
             measures: None,
             checker: None,
+            traffic: None,
             hub: Hub::default(),
             drops: None,
             memory: Vec::new(),
@@ -196,13 +201,9 @@ impl Kernel {
     }
 
     fn bring_up(&mut self, options: &KernelOptions) -> Result<(), KernelError> {
-        let own;
-        let object: &[u8] = match &options.object {
-            None => OBJECT,
-            Some(path) => {
-                own = read_object(path)?;
-                &own
-            }
+        let object: Cow<'static, [u8]> = match &options.object {
+            None => OBJECT.into(),
+            Some(path) => read_object(path)?.into(),
         };
         let kernel_btf = read_kernel_btf()?;
         let release = kernel_release();
@@ -213,8 +214,8 @@ impl Kernel {
             Current::Complete(meta) => Current::Complete(*meta),
         });
         let request = loader::Request {
-            object,
-            digest: Sha256::digest(object).into(),
+            object: &object,
+            digest: Sha256::digest(&object).into(),
             cgroup: &options.cgroup,
             pins: pins.as_ref(),
             current,
@@ -235,6 +236,8 @@ impl Kernel {
                 Err(error) => tracing::warn!("{error}"),
             }
         }
+        // Without pins they are attached for good: their maps could not be found again.
+        self.traffic = pins.clone().map(|pins| Traffic::new(object, pins, sizes, options.cgroup.clone()));
         self.pins = pins;
         let (checker, row) = Checker::start(&kernel_btf);
         self.checker = checker;
@@ -321,6 +324,13 @@ impl Kernel {
         self.listeners.clone()
     }
 
+    /// What counts the bytes of pods' sockets while somebody reads them; `None` where it counts always, or
+    /// never.
+    #[must_use]
+    pub fn traffic(&self) -> Option<Traffic> {
+        self.traffic.clone()
+    }
+
     /// Looks up listeners and their accept queues; `None` where that program could not be loaded.
     #[must_use]
     pub fn checker(&self) -> Option<Checker> {
@@ -391,6 +401,9 @@ impl Kernel {
             reader.stop();
         }
         self.links.clear();
+        if let Some(traffic) = &self.traffic {
+            traffic.detach();
+        }
         match &self.pins {
             Some(pins) if !keep_pins => pins.remove_all(),
             _ => Ok(()),

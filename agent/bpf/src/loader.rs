@@ -3,7 +3,8 @@
 //! Three ways, from the cheapest: everything runs already, from the same object (adopt it, load nothing); the
 //! maps are there but the object is another (load, put the new programs in the old ones' place, keep the
 //! maps); nothing is there (load, attach, pin). Every program is attached on its own: what fails becomes a
-//! row of the capabilities, no more.
+//! row of the capabilities, no more. Those that are attached on demand ([`super::Traffic`]) are tried, and
+//! taken off again.
 
 use super::KernelError;
 use super::bpf_log::BpfLog;
@@ -88,6 +89,7 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
             .iter()
             .all(|program| spared(program, &offsets).is_some() || is_alive(pins, program, request.cgroup))
     {
+        detach_on_demand(pins);
         return adopt(pins, &offsets);
     }
     let reuse_same = same && !logs;
@@ -130,6 +132,7 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
         for row in capabilities.iter().filter(|row| row.spared.is_some()) {
             pins.remove_link(row.program);
         }
+        detach_on_demand(pins);
     }
     Ok(Loaded { maps, links, capabilities, adopted: earlier.is_some(), log })
 }
@@ -142,6 +145,13 @@ fn fresh_meta(digest: [u8; 32]) -> Meta {
 /// Why a program is left out on this kernel.
 fn spared(program: &Program, offsets: &Offsets) -> Option<&'static str> {
     program.spared.filter(|(fields, _)| offsets.require(*fields).is_ok()).map(|(_, why)| why)
+}
+
+/// Earlier agents kept these programs attached.
+fn detach_on_demand(pins: &Pins) {
+    for program in PROGRAMS.iter().filter(|program| program.on_demand) {
+        pins.remove_link(program.name);
+    }
 }
 
 /// Takes over what runs, without loading anything.
@@ -161,8 +171,8 @@ fn adopt(pins: &Pins, offsets: &Offsets) -> Result<Loaded, KernelError> {
 
 /// Returns true if a program's pinned link is there and still attached to the right thing.
 fn is_alive(pins: &Pins, program: &Program, cgroup: &Path) -> bool {
-    if program.hook == Hook::TaskWalk {
-        return true; // it has done its work
+    if program.hook == Hook::TaskWalk || program.on_demand {
+        return true; // it has done its work, or need not run
     }
     let Ok(link) = sys::object_get(&pins.link(program.name)) else { return false };
     let Ok(state) = sys::link_state(link.as_fd()) else { return false };
@@ -181,24 +191,28 @@ fn open_object(
     instance: u32,
     pins: Option<&Pins>,
 ) -> Result<Ebpf, KernelError> {
-    let mut loader = EbpfLoader::new();
-    loader.allow_unsupported_maps(); // task storage, which only the programs use
+    let mut loader = loader_of(&request.sizes, pins);
     for (name, value) in &offsets.globals {
         loader.override_global(name, value, true);
     }
     loader.override_global("INSTANCE", &instance, true);
-    loader.override_global("CONTAINER_BITS", &request.sizes.container_bits, true);
+    loader.load(request.object).map_err(|error| not_loaded(&error))
+}
+
+/// What makes maps of these sizes, or takes the pinned ones.
+pub(super) fn loader_of<'a>(sizes: &'a Sizes, pins: Option<&Pins>) -> EbpfLoader<'a> {
+    let mut loader = EbpfLoader::new();
+    loader.allow_unsupported_maps(); // task storage, which only the programs use
+    loader.override_global("CONTAINER_BITS", &sizes.container_bits, true);
     for shape in MAPS {
-        if let Some(entries) = shape.resized(request.sizes) {
+        if let Some(entries) = shape.resized(*sizes) {
             loader.map_max_entries(shape.name, entries);
         }
-    }
-    if let Some(pins) = pins {
-        for shape in MAPS {
+        if let Some(pins) = pins {
             loader.map_pin_path(shape.name, pins.map(shape.name));
         }
     }
-    loader.load(request.object).map_err(|error| not_loaded(&error))
+    loader
 }
 
 /// Why an object could not be loaded. Where the kernel refuses every map, aya takes it for one that knows no
@@ -311,19 +325,9 @@ impl Attach<'_> {
         match program.hook {
             Hook::Tracepoint(name) => self.tracepoint(program, name),
             Hook::TaskWalk => self.walk(program),
-            Hook::SockOps | Hook::SkbIngress | Hook::SkbEgress => self.on_cgroup(program),
+            Hook::SockOps => self.sock_ops(program),
+            Hook::SkbIngress | Hook::SkbEgress => self.packets(program),
         }
-    }
-
-    /// The object's program, as the kind that it must be.
-    fn find<'b, P>(&'b mut self, program: &Program) -> Result<&'b mut P, KernelError>
-    where
-        &'b mut P: TryFrom<&'b mut aya::programs::Program, Error = aya::programs::ProgramError>,
-    {
-        let found = self.ebpf.program_mut(program.name).ok_or_else(|| no_program(program))?;
-        found
-            .try_into()
-            .map_err(|error| KernelError::refused("the object's program is of another kind", &error))
     }
 
     /// A tracing link can't be updated: the new one is attached before the old one goes. Meanwhile both see
@@ -333,7 +337,7 @@ impl Attach<'_> {
             offsets::check_set_state(self.request.kernel_btf)?;
         }
         let kernel_types = self.kernel_types;
-        let loaded: &mut BtfTracePoint = self.find(program)?;
+        let loaded: &mut BtfTracePoint = find(self.ebpf, program)?;
         loaded.load(name, kernel_types).map_err(|error| refused(&error))?;
         let attached = loaded.attach().and_then(|id| loaded.take_link(id));
         let link = attached.map_err(|error| not_attached(&error))?;
@@ -343,7 +347,7 @@ impl Attach<'_> {
     /// Runs the program for each thread that is there.
     fn walk(&mut self, program: &Program) -> Result<(), KernelError> {
         let kernel_types = self.kernel_types;
-        let loaded: &mut Iter = self.find(program)?;
+        let loaded: &mut Iter = find(self.ebpf, program)?;
         loaded.load("task", kernel_types).map_err(|error| refused(&error))?;
         let attached = loaded.attach().and_then(|id| loaded.take_link(id));
         let link = attached.map_err(|error| not_attached(&error))?;
@@ -356,34 +360,24 @@ impl Attach<'_> {
 
     /// Loads and attaches a program of the pods' root cgroup, or puts it in the place of the one that is
     /// there.
-    fn on_cgroup(&mut self, program: &Program) -> Result<(), KernelError> {
+    fn sock_ops(&mut self, program: &Program) -> Result<(), KernelError> {
         let cgroup = open_cgroup(self.request.cgroup)?;
         let living = self.request.pins.filter(|pins| is_alive(pins, program, self.request.cgroup));
         let living = living.and_then(|pins| sys::object_get(&pins.link(program.name)).ok());
-        // With links the kernel always allows several programs on one cgroup, and refuses to be told so.
-        let mode = CgroupAttachMode::Single;
-        let link = if program.hook == Hook::SockOps {
-            let loaded: &mut SockOps = self.find(program)?;
-            loaded.load().map_err(|error| refused(&error))?;
-            if let Some(link) = &living {
-                return replace(link.as_fd(), loaded.fd());
-            }
-            let attached = loaded.attach(&cgroup, mode).and_then(|id| loaded.take_link(id));
-            FdLink::try_from(attached.map_err(|error| not_attached(&error))?)
-        } else {
-            let kind = match program.hook {
-                Hook::SkbEgress => CgroupSkbAttachType::Egress,
-                _ => CgroupSkbAttachType::Ingress,
-            };
-            let loaded: &mut CgroupSkb = self.find(program)?;
-            loaded.load().map_err(|error| refused(&error))?;
-            if let Some(link) = &living {
-                return replace(link.as_fd(), loaded.fd());
-            }
-            let attached = loaded.attach(&cgroup, kind, mode).and_then(|id| loaded.take_link(id));
-            FdLink::try_from(attached.map_err(|error| not_attached(&error))?)
-        };
-        self.keep(program, link.map_err(|error| KernelError::refused("the kernel gave no link", &error))?)
+        let loaded: &mut SockOps = find(self.ebpf, program)?;
+        loaded.load().map_err(|error| refused(&error))?;
+        if let Some(link) = &living {
+            return replace(link.as_fd(), loaded.fd());
+        }
+        let attached = loaded.attach(&cgroup, ON_CGROUP).and_then(|id| loaded.take_link(id));
+        let link = FdLink::try_from(attached.map_err(|error| not_attached(&error))?);
+        self.keep(program, link.map_err(|error| no_link(&error))?)
+    }
+
+    /// Loads and attaches a program that the packets of the pods' root cgroup pass.
+    fn packets(&mut self, program: &Program) -> Result<(), KernelError> {
+        let link = attach_to_packets(self.ebpf, program, self.request.cgroup)?;
+        self.keep(program, link)
     }
 
     /// Pins a link beside its place, which it takes when all are there; or holds it.
@@ -392,6 +386,9 @@ impl Attach<'_> {
             self.links.push(link);
             return Ok(());
         };
+        if program.on_demand {
+            return Ok(()); // it can be attached: with the link it is detached
+        }
         let new = pins.new_link(program.name);
         let _ = std::fs::remove_file(&new); // left by one that died right here
         let pinned: PinnedLink =
@@ -403,6 +400,39 @@ impl Attach<'_> {
 
 fn refused(error: &(dyn std::error::Error + 'static)) -> KernelError {
     KernelError::refused("the kernel refused the program", error)
+}
+
+fn no_link(error: &(dyn std::error::Error + 'static)) -> KernelError {
+    KernelError::refused("the kernel gave no link", error)
+}
+
+/// With links the kernel always allows several programs on one cgroup, and refuses to be told so.
+const ON_CGROUP: CgroupAttachMode = CgroupAttachMode::Single;
+
+/// Loads a program that packets pass, and attaches it for as long as the link lives.
+pub(super) fn attach_to_packets(
+    ebpf: &mut Ebpf,
+    program: &Program,
+    cgroup: &Path,
+) -> Result<FdLink, KernelError> {
+    let cgroup = open_cgroup(cgroup)?;
+    let kind = match program.hook {
+        Hook::SkbEgress => CgroupSkbAttachType::Egress,
+        _ => CgroupSkbAttachType::Ingress,
+    };
+    let loaded: &mut CgroupSkb = find(ebpf, program)?;
+    loaded.load().map_err(|error| refused(&error))?;
+    let attached = loaded.attach(&cgroup, kind, ON_CGROUP).and_then(|id| loaded.take_link(id));
+    FdLink::try_from(attached.map_err(|error| not_attached(&error))?).map_err(|error| no_link(&error))
+}
+
+/// The object's program, as the kind that it must be.
+fn find<'b, P>(ebpf: &'b mut Ebpf, program: &Program) -> Result<&'b mut P, KernelError>
+where
+    &'b mut P: TryFrom<&'b mut aya::programs::Program, Error = aya::programs::ProgramError>,
+{
+    let found = ebpf.program_mut(program.name).ok_or_else(|| no_program(program))?;
+    found.try_into().map_err(|error| KernelError::refused("the object's program is of another kind", &error))
 }
 
 fn not_attached(error: &(dyn std::error::Error + 'static)) -> KernelError {

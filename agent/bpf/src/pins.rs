@@ -108,7 +108,7 @@ pub(super) const MAPS: &[MapShape] = &[
 ];
 
 /// Our folder on a bpf file system.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Pins {
     bpffs: PathBuf,
     base: PathBuf,

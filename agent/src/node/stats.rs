@@ -2,6 +2,7 @@
 //! metrics of both. The same for `run` and for `observe`.
 
 mod forward;
+mod traffic;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -72,6 +73,10 @@ impl Stats {
         tasks: &mut super::parts::Parts,
         working: &CancellationToken,
     ) {
+        if let Some(traffic) = kernel.traffic() {
+            let demand = self.pressure.traffic_demand();
+            tasks.spawn("traffic", traffic::run(traffic, demand, working.clone()));
+        }
         let parts = Parts {
             cgroups,
             table,

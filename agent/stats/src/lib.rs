@@ -51,6 +51,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub struct Stats {
     latest: watch::Sender<Arc<NodeStats>>,
     viewers: Arc<Notify>,
+    traffic: Arc<Notify>,
     questions: mpsc::Sender<oneshot::Sender<Arc<NodeStats>>>,
 }
 
@@ -59,6 +60,7 @@ pub struct Stats {
 pub struct Inbox {
     latest: watch::Sender<Arc<NodeStats>>,
     viewers: Arc<Notify>,
+    traffic: Arc<Notify>,
     questions: mpsc::Receiver<oneshot::Sender<Arc<NodeStats>>>,
 }
 
@@ -67,9 +69,10 @@ pub struct Inbox {
 pub fn channel() -> (Stats, Inbox) {
     let (latest, _) = watch::channel(Arc::new(NodeStats::nothing_yet()));
     let (sender, questions) = mpsc::channel(QUESTIONS);
-    let viewers = Arc::new(Notify::new());
-    let inbox = Inbox { latest: latest.clone(), viewers: Arc::clone(&viewers), questions };
-    (Stats { latest, viewers, questions: sender }, inbox)
+    let (viewers, traffic) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let shared = (Arc::clone(&viewers), Arc::clone(&traffic));
+    let inbox = Inbox { latest: latest.clone(), viewers: shared.0, traffic: shared.1, questions };
+    (Stats { latest, viewers, traffic, questions: sender }, inbox)
 }
 
 impl Stats {
@@ -99,6 +102,20 @@ impl Stats {
             return stats;
         }
         self.latest()
+    }
+
+    /// As [`Stats::now`], for one who reads what the containers' sockets carried: that is counted only while
+    /// somebody asks for it, so the first such reading has what was counted before.
+    pub async fn with_traffic(&self) -> Arc<NodeStats> {
+        self.traffic.notify_one();
+        self.now().await
+    }
+
+    /// Notified whenever somebody reads what the containers' sockets carried: a subscriber at each tick, and
+    /// [`Stats::with_traffic`].
+    #[must_use]
+    pub fn traffic_demand(&self) -> Arc<Notify> {
+        Arc::clone(&self.traffic)
     }
 
     /// The newest value, however old.
@@ -202,6 +219,7 @@ impl Sampling {
                     if latest.receiver_count() == 0 {
                         break;
                     }
+                    self.inbox.traffic.notify_one();
                     self.read(false).await;
                 }
                 Some(question) = self.inbox.questions.recv() => self.answer(question).await,

@@ -356,12 +356,14 @@ pub const KERNEL: &[ContainerMetric] = &[
     }),
     counter(
         "beelet_container_network_receive_bytes_total",
-        "Bytes received by the container's sockets",
+        "Bytes received by the container's sockets, counted while this page or `beelet top` is read",
         |r| Some(r.counters.kernel.as_ref()?.rx_bytes as f64),
     ),
-    counter("beelet_container_network_transmit_bytes_total", "Bytes sent by the container's sockets", |r| {
-        Some(r.counters.kernel.as_ref()?.tx_bytes as f64)
-    }),
+    counter(
+        "beelet_container_network_transmit_bytes_total",
+        "Bytes sent by the container's sockets, counted while this page or `beelet top` is read",
+        |r| Some(r.counters.kernel.as_ref()?.tx_bytes as f64),
+    ),
 ];
 
 /// The histogram of waits for a CPU.

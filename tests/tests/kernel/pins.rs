@@ -47,6 +47,20 @@ fn stranger(path: &Path) {
 }
 
 #[test]
+fn what_earlier_agents_kept_attached_to_count_bytes_is_taken_off() {
+    require!(bpf);
+    let place = Place::new("bk-demand-pin");
+    place.start().stop(true).unwrap();
+    let links = place.pins().join("links");
+    let left = links.join("traffic_in");
+    assert!(!left.exists(), "it is attached while somebody reads what it counts");
+    FdLink::from(PinnedLink::from_pin(links.join("listener_state")).unwrap()).pin(&left).unwrap();
+    let kernel = place.start();
+    assert!(!left.exists());
+    kernel.stop(false).unwrap();
+}
+
+#[test]
 fn a_restart_takes_over_what_runs_and_knows_what_happened_meanwhile() {
     require!(bpf);
     let place = Place::new("bk-adopt");

@@ -7,7 +7,9 @@
 //!
 //! The socket programs belong to a cgroup, so two loads take turns of some milliseconds, one in a pod and one
 //! in a cgroup beside the pods; hundreds of pairs make one per cent visible on a machine whose speed swings
-//! by ten. What belongs to no cgroup (the tracepoint of the sockets' states) is added by the kernel's count.
+//! by ten. What counts bytes is attached only while somebody reads them: rows with `_counted` have it, those
+//! without haven't. What belongs to no cgroup (the tracepoint of the sockets' states) is added by the
+//! kernel's count.
 
 use super::Row;
 use crate::progress::Step;
@@ -212,12 +214,23 @@ fn counted(place: &mut Place) -> Result<Counted> {
 
 fn sockets(place: &mut Place, pairs: usize) -> Result<Vec<Row>> {
     let step = Step::start("bpf: the socket programs, over loopback");
-    place.start()?.stop(true)?;
+    let kernel = place.start()?;
+    let traffic = kernel.traffic().context("there is nothing that counts bytes")?;
+    kernel.stop(true)?;
     place.detach_scheduler()?;
     let ports = (place.load.tell("listen")?, place.outside.tell("listen")?);
     let mut rows = Vec::new();
     // Connections and bytes: some ten milliseconds each.
-    for (row, many, bytes) in [("accept_slowdown", 200, 0), ("throughput_slowdown", 1, 30_000_000)] {
+    let (connections, bulk) = ((200, 0), (1, 30_000_000));
+    for (row, (many, bytes), counted) in [
+        ("accept_slowdown", connections, false),
+        ("throughput_slowdown", bulk, false),
+        ("accept_slowdown_counted", connections, true),
+        ("throughput_slowdown_counted", bulk, true),
+    ] {
+        if counted {
+            traffic.attach()?;
+        }
         let everywhere = counted_everywhere(place, &ports.0, many, bytes)?;
         let mut slowdowns = Vec::new();
         for pair in 0..pairs {

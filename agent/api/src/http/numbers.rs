@@ -21,7 +21,7 @@ const PROBES: &str = "prober_";
 /// The agent's own metrics, and what only its kernel programs know of containers.
 pub(super) async fn metrics(State(state): State<ApiState>, headers: HeaderMap) -> Response {
     // The collector of containers' metrics shows the newest reading.
-    state.pressure.now().await;
+    state.pressure.with_traffic().await;
     registry(&state, Format::of(&headers), |family| !family.starts_with(PROBES))
 }
 

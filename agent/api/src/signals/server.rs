@@ -58,7 +58,7 @@ impl Signals for Service {
         request: Request<proto::SignalSnapshotRequest>,
     ) -> Result<Response<proto::SignalSnapshot>, Status> {
         let namespace = request.into_inner().namespace;
-        let pressure = self.pressure.now().await;
+        let pressure = self.pressure.with_traffic().await;
         if pressure.at_ns == 0 {
             return Err(Status::unavailable(
                 "the agent has not read anything yet: it waits for the container runtime",
