@@ -15,7 +15,8 @@ fn a_fork_bomb_stays_within_its_pods_limit_of_processes() {
     require!(containerd);
     const LIMIT: usize = 64;
     let scene = Scene::start(|options| options.kubelet("podPidsLimit", LIMIT));
-    let pod = hostile("bomb", "testapp hurt bomb & sleep 1");
+    // It waits until the server runs, which could not start its threads any more.
+    let pod = hostile("bomb", "{ sleep 2; exec testapp hurt bomb; } & true");
     scene.run(&manifests::with_resources(pod, ("", ""), ("1", "256Mi")));
     let root = scene.node.containerd.cgroup().dir("pids").unwrap();
     let processes = || {

@@ -6,6 +6,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use beelet_tests::agent::Options;
 use beelet_tests::guards::Process;
@@ -113,7 +114,9 @@ fn names(prefix: &str) -> Vec<String> {
 
 fn end(scene: &Scene, pods: &[String]) {
     let pods: Vec<&str> = pods.iter().map(String::as_str).collect();
-    scene.end(&pods, Allowance::default());
+    // A dozen that start and end at once cost more than one.
+    let cpu = Duration::from_millis(100) * u32::try_from(pods.len()).unwrap();
+    scene.end(&pods, Allowance { cpu, ..Allowance::default() });
 }
 
 #[test]
@@ -343,7 +346,7 @@ fn a_volumes_folder_that_gave_way_to_a_link_is_not_set_up_through_it() {
         scene.kill_sandbox(&view);
     }
     // Nobody says when something was not done: both have been set up, or tried to, some times by then.
-    std::thread::sleep(std::time::Duration::from_secs(5));
+    std::thread::sleep(Duration::from_secs(5));
     let found = fs::metadata(outside).unwrap();
     assert_eq!((found.mode() & 0o7777, found.gid()), (0o700, 0));
     assert_eq!(listed(outside), std::slice::from_ref(&secret.path));
