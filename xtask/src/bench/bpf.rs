@@ -243,7 +243,11 @@ fn sockets(place: &mut Place, pairs: usize) -> Result<Vec<Row>> {
             let inside = first.map_or_else(&mut inside, Ok)?;
             slowdowns.push((inside / outside - 1.0 + everywhere) * 100.0);
         }
-        rows.push(Row::by_median("bpf", row, "%", slowdowns, SOCKET_BOUND));
+        rows.push(if counted {
+            Row::unbound("bpf", row, "%", slowdowns)
+        } else {
+            Row::by_median("bpf", row, "%", slowdowns, SOCKET_BOUND)
+        });
     }
     place.start()?.stop(false)?;
     step.done(&format!("{pairs} pairs each"));
