@@ -42,7 +42,7 @@ fn on_a_read_only_root_everything_works_in_its_own_folders() {
     // It is really so.
     let pid = scene.agent.pid().unwrap();
     // Other tests mount at places whose names are no text.
-    let table = std::fs::read(format!("/proc/{pid}/mountinfo")).unwrap();
+    let table = fs::read(format!("/proc/{pid}/mountinfo")).unwrap();
     let table = String::from_utf8_lossy(&table);
     let root = table.lines().rfind(|line| line.split(' ').nth(4) == Some("/")).unwrap();
     assert!(root.split(' ').nth(5).unwrap().starts_with("ro"), "{root}");
