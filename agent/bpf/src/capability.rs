@@ -53,8 +53,6 @@ pub(super) struct Program {
     pub(super) fields: u32,
     /// The fields with which it is spared, and why.
     pub(super) spared: Option<(u32, &'static str)>,
-    /// Attached by [`super::Traffic`] alone, while somebody reads what it counts.
-    pub(super) on_demand: bool,
 }
 
 /// The program whose presence `Meta::tracepoint` says to the others.
@@ -68,8 +66,7 @@ const NO_WAITS: &str = "CPU time from cpu.stat, waiting from cpu.pressure: avera
 const NO_RECLAIM: &str = "memory.pressure: averages of 10 s, refaults and throttling included";
 
 const fn tracepoint(name: &'static str, hook: &'static str, fallback: &'static str, fields: u32) -> Program {
-    let hook = Hook::Tracepoint(hook);
-    Program { name, hook, needs: TRACING, fallback, fields, spared: None, on_demand: false }
+    Program { name, hook: Hook::Tracepoint(hook), needs: TRACING, fallback, fields, spared: None }
 }
 
 /// A hook that is for nothing but the beginning of waits.
@@ -96,7 +93,6 @@ pub(super) const PROGRAMS: &[Program] = &[
                    probe period. Connections, retransmits and round-trip times are not counted",
         fields: group::LISTENER,
         spared: None,
-        on_demand: false,
     },
     tracepoint(
         "task_exited",
@@ -123,7 +119,6 @@ pub(super) const PROGRAMS: &[Program] = &[
         fallback: "run-queue and reclaim times are not counted for threads that were there before",
         fields: group::THREAD,
         spared: None,
-        on_demand: false,
     },
     wakeup("sched_wakeup"),
     wakeup("sched_wakeup_new"),
@@ -139,7 +134,7 @@ pub(super) const PROGRAMS: &[Program] = &[
 /// A hook that every packet of a pod passes.
 const fn traffic(name: &'static str, hook: Hook) -> Program {
     let fallback = "the counters of the pod's interface, all its containers together";
-    Program { name, hook, needs: ON_CGROUP, fallback, fields: 0, spared: None, on_demand: true }
+    Program { name, hook, needs: ON_CGROUP, fallback, fields: 0, spared: None }
 }
 
 /// A row of the table without a machine: for documentation.
@@ -170,6 +165,11 @@ pub(super) const SOCKET_CHECK: ProgramInfo = ProgramInfo {
 };
 
 impl Program {
+    /// Returns true if it is attached by [`super::Traffic`] alone, while somebody reads what it counts.
+    pub(super) fn is_on_demand(&self) -> bool {
+        matches!(self.hook, Hook::SkbIngress | Hook::SkbEgress)
+    }
+
     pub(super) const fn info(&self) -> ProgramInfo {
         ProgramInfo { name: self.name, needs: self.needs, fallback: self.fallback }
     }

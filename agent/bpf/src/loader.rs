@@ -89,7 +89,7 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
             .iter()
             .all(|program| spared(program, &offsets).is_some() || is_alive(pins, program, request.cgroup))
     {
-        detach_on_demand(pins);
+        remove_needless_links(pins, &offsets);
         return adopt(pins, &offsets);
     }
     let reuse_same = same && !logs;
@@ -129,10 +129,7 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
     write_meta(&maps, &Meta { complete: 1, instance, digest: request.digest, ..meta })?;
     if let Some(pins) = request.pins {
         pins.promote_links()?;
-        for row in capabilities.iter().filter(|row| row.spared.is_some()) {
-            pins.remove_link(row.program);
-        }
-        detach_on_demand(pins);
+        remove_needless_links(pins, &offsets);
     }
     Ok(Loaded { maps, links, capabilities, adopted: earlier.is_some(), log })
 }
@@ -147,9 +144,10 @@ fn spared(program: &Program, offsets: &Offsets) -> Option<&'static str> {
     program.spared.filter(|(fields, _)| offsets.require(*fields).is_ok()).map(|(_, why)| why)
 }
 
-/// Earlier agents kept these programs attached.
-fn detach_on_demand(pins: &Pins) {
-    for program in PROGRAMS.iter().filter(|program| program.on_demand) {
+/// Takes away the links of programs that need none here: an earlier agent, or kernel, kept them attached.
+fn remove_needless_links(pins: &Pins, offsets: &Offsets) {
+    let needless = |program: &&Program| program.is_on_demand() || spared(program, offsets).is_some();
+    for program in PROGRAMS.iter().filter(needless) {
         pins.remove_link(program.name);
     }
 }
@@ -169,18 +167,16 @@ fn adopt(pins: &Pins, offsets: &Offsets) -> Result<Loaded, KernelError> {
     Ok(Loaded { maps, links: Vec::new(), capabilities, adopted: true, log: None })
 }
 
-/// Returns true if a program's pinned link is there and still attached to the right thing.
+/// Returns true if a program's pinned link is there and still attached to the right thing, or needs not be.
 fn is_alive(pins: &Pins, program: &Program, cgroup: &Path) -> bool {
-    if program.hook == Hook::TaskWalk || program.on_demand {
-        return true; // it has done its work, or need not run
-    }
-    let Ok(link) = sys::object_get(&pins.link(program.name)) else { return false };
-    let Ok(state) = sys::link_state(link.as_fd()) else { return false };
+    let link = || sys::object_get(&pins.link(program.name)).and_then(|link| sys::link_state(link.as_fd()));
     match program.hook {
-        Hook::Tracepoint(_) | Hook::TaskWalk => true,
-        Hook::SockOps | Hook::SkbIngress | Hook::SkbEgress => {
+        Hook::TaskWalk => true,                     // it has done its work
+        Hook::SkbIngress | Hook::SkbEgress => true, // attached on demand
+        Hook::Tracepoint(_) => link().is_ok(),
+        Hook::SockOps => link().is_ok_and(|state| {
             std::fs::metadata(cgroup).is_ok_and(|metadata| state.cgroup_id == Some(metadata.ino()))
-        }
+        }),
     }
 }
 
@@ -386,7 +382,7 @@ impl Attach<'_> {
             self.links.push(link);
             return Ok(());
         };
-        if program.on_demand {
+        if program.is_on_demand() {
             return Ok(()); // it can be attached: with the link it is detached
         }
         let new = pins.new_link(program.name);

@@ -45,7 +45,7 @@ impl Traffic {
         let mut loader = loader::loader_of(&shared.sizes, Some(&shared.pins));
         // Nothing in these programs depends on the kernel's types, and reading those takes memory.
         let mut ebpf = loader.btf(None).load(&shared.object).map_err(|error| loader::not_loaded(&error))?;
-        let on_demand = PROGRAMS.iter().filter(|program| program.on_demand);
+        let on_demand = PROGRAMS.iter().filter(|program| program.is_on_demand());
         *links = on_demand
             .map(|program| loader::attach_to_packets(&mut ebpf, program, &shared.cgroup))
             .collect::<Result<_, _>>()?;

@@ -70,9 +70,13 @@ pub fn channel() -> (Stats, Inbox) {
     let (latest, _) = watch::channel(Arc::new(NodeStats::nothing_yet()));
     let (sender, questions) = mpsc::channel(QUESTIONS);
     let (viewers, traffic) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
-    let shared = (Arc::clone(&viewers), Arc::clone(&traffic));
-    let inbox = Inbox { latest: latest.clone(), viewers: shared.0, traffic: shared.1, questions };
-    (Stats { latest, viewers, traffic, questions: sender }, inbox)
+    let stats = Stats {
+        latest: latest.clone(),
+        viewers: Arc::clone(&viewers),
+        traffic: Arc::clone(&traffic),
+        questions: sender,
+    };
+    (stats, Inbox { latest, viewers, traffic, questions })
 }
 
 impl Stats {

@@ -28,6 +28,6 @@ pub(super) async fn run(traffic: Traffic, demand: Arc<Notify>, shutdown: Cancell
             debug!("nobody reads what pods' sockets carry any more: it is counted no longer");
         }
     };
+    // The kernel half takes them off when it is stopped.
     shutdown.run_until_cancelled(work).await;
-    traffic.detach();
 }
