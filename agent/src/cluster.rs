@@ -327,7 +327,7 @@ fn follow_pods(builder: Builder, config: &Config, shared: &Shared) -> Builder {
             presence,
             written: handles.written,
         };
-        let client = async { session.wait().await.client.clone() };
+        let client = Box::pin(async move { session.wait().await.client.clone() });
         workload.run(client, inputs, stop).await;
     })
 }

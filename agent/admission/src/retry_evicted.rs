@@ -7,6 +7,7 @@
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
+use beelet_base::work::Work;
 use beelet_policy::critical::priority;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
@@ -50,26 +51,28 @@ pub struct RetryEvicted {
 
 impl RetryEvicted {
     /// Works until `shutdown`.
-    pub async fn run(mut self, shutdown: CancellationToken) {
-        // What was short before the agent began isn't known: only from here on nothing has been. So it
-        // doesn't matter either when by the wall's clock, which may have been set, a pod was ended.
-        let mut ended = HashMap::new();
-        loop {
-            let pods = self.candidates(&mut ended);
-            let wait = self.bring_back(&pods).await;
-            let timer = async {
-                match wait {
-                    Some(wait) => tokio::time::sleep(wait).await,
-                    None => std::future::pending().await,
+    pub fn run(mut self, shutdown: CancellationToken) -> Work {
+        Box::pin(async move {
+            // What was short before the agent began isn't known: only from here on nothing has been. So it
+            // doesn't matter either when by the wall's clock, which may have been set, a pod was ended.
+            let mut ended = HashMap::new();
+            loop {
+                let pods = self.candidates(&mut ended);
+                let wait = self.bring_back(&pods).await;
+                let timer = async {
+                    match wait {
+                        Some(wait) => tokio::time::sleep(wait).await,
+                        None => std::future::pending().await,
+                    }
+                };
+                tokio::select! {
+                    () = shutdown.cancelled() => return,
+                    changed = self.table.changed() => if changed.is_err() { return },
+                    changed = self.conditions.changed() => if changed.is_err() { return },
+                    () = timer => {}
                 }
-            };
-            tokio::select! {
-                () = shutdown.cancelled() => return,
-                changed = self.table.changed() => if changed.is_err() { return },
-                changed = self.conditions.changed() => if changed.is_err() { return },
-                () = timer => {}
             }
-        }
+        })
     }
 
     /// The pods that the node ended, the most important first, with the time at which that was first seen.

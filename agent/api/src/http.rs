@@ -31,6 +31,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
+use beelet_base::work::Work;
 use beelet_model::table::PodTable;
 use beelet_stats::Stats;
 
@@ -79,35 +80,38 @@ pub async fn bind(address: SocketAddr, setting: &str) -> anyhow::Result<TcpListe
 }
 
 /// Serves until `shutdown`; answers under way are finished within a second.
-pub async fn serve(listener: TcpListener, state: ApiState, shutdown: CancellationToken) {
-    let router = router(state);
-    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    loop {
-        let accepted = async {
-            let permit = Arc::clone(&connections).acquire_owned().await;
-            (permit, listener.accept().await)
-        };
-        let (permit, stream) = tokio::select! {
-            accepted = accepted => accepted,
-            () = shutdown.cancelled() => break,
-        };
-        match stream {
-            Ok((stream, _)) => {
-                let router = router.clone();
-                tokio::spawn(async move {
-                    let _permit = permit;
-                    answer(stream, router).await;
-                });
-            }
-            // Out of file descriptors, mostly: connections under way must end before another try makes sense.
-            Err(error) => {
-                tracing::warn!("health and metrics: cannot accept a connection: {error}");
-                tokio::time::sleep(Duration::from_secs(1)).await;
+pub fn serve(listener: TcpListener, state: ApiState, shutdown: CancellationToken) -> Work {
+    Box::pin(async move {
+        let router = router(state);
+        let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        loop {
+            let accepted = async {
+                let permit = Arc::clone(&connections).acquire_owned().await;
+                (permit, listener.accept().await)
+            };
+            let (permit, stream) = tokio::select! {
+                accepted = accepted => accepted,
+                () = shutdown.cancelled() => break,
+            };
+            match stream {
+                Ok((stream, _)) => {
+                    let router = router.clone();
+                    tokio::spawn(async move {
+                        let _permit = permit;
+                        answer(stream, router).await;
+                    });
+                }
+                // Out of file descriptors, mostly: connections under way must end before another try makes
+                // sense.
+                Err(error) => {
+                    tracing::warn!("health and metrics: cannot accept a connection: {error}");
+                    tokio::time::sleep(Duration::from_secs(1)).await;
+                }
             }
         }
-    }
-    let all = u32::try_from(MAX_CONNECTIONS).unwrap_or(u32::MAX);
-    let _ = tokio::time::timeout(Duration::from_secs(1), connections.acquire_many(all)).await;
+        let all = u32::try_from(MAX_CONNECTIONS).unwrap_or(u32::MAX);
+        let _ = tokio::time::timeout(Duration::from_secs(1), connections.acquire_many(all)).await;
+    })
 }
 
 /// One connection, one request.

@@ -25,6 +25,7 @@ use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
 use beelet_base::kubelet_counter::KubeletCounter;
+use beelet_base::work::Work;
 use beelet_devices::Devices;
 use beelet_model::status::has_ended;
 use beelet_model::table::{PodEntry, PodName, PodTable};
@@ -87,27 +88,29 @@ impl Metrics {
 
 /// Serves until `shutdown`. Without the socket monitors see nothing; everything else goes on, and it is said
 /// why.
-pub async fn serve(
+pub fn serve(
     devices: Devices,
     pods: watch::Receiver<Arc<PodTable>>,
     metrics: Metrics,
     shutdown: CancellationToken,
-) {
-    let socket = devices.settings().pod_resources_socket();
-    let listener = match grpc::bind(&socket).await {
-        Ok(listener) => listener,
-        Err(error) => {
-            tracing::error!("pod resources are not served: {error:#}");
-            return shutdown.cancelled().await;
+) -> Work {
+    Box::pin(async move {
+        let socket = devices.settings().pod_resources_socket();
+        let listener = match grpc::bind(&socket).await {
+            Ok(listener) => listener,
+            Err(error) => {
+                tracing::error!("pod resources are not served: {error:#}");
+                return shutdown.cancelled().await;
+            }
+        };
+        let lister = Lister { devices, pods, metrics };
+        let routes =
+            Routes::new(v1alpha1::pod_resources_lister_server::PodResourcesListerServer::new(lister.clone()));
+        let routes = routes.add_service(PodResourcesListerServer::new(lister));
+        if let Err(error) = grpc::serve_others(listener, routes, shutdown).await {
+            tracing::error!("pod resources are not served any more: {error:#}");
         }
-    };
-    let lister = Lister { devices, pods, metrics };
-    let routes =
-        Routes::new(v1alpha1::pod_resources_lister_server::PodResourcesListerServer::new(lister.clone()));
-    let routes = routes.add_service(PodResourcesListerServer::new(lister));
-    if let Err(error) = grpc::serve_others(listener, routes, shutdown).await {
-        tracing::error!("pod resources are not served any more: {error:#}");
-    }
+    })
 }
 
 #[derive(Clone, Debug)]

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use beelet_base::work::Work;
 use beelet_codec::protobuf;
 use beelet_model::table::{Complete, PodEntry, PodTable};
 use beelet_proto::pods::{
@@ -41,19 +42,21 @@ pub struct Inputs {
 
 /// Serves until `shutdown`. Without the socket its clients see nothing; everything else goes on, and it is
 /// said why.
-pub async fn serve(inputs: Inputs, shutdown: CancellationToken) {
-    let Inputs { folder, pods, complete } = inputs;
-    let listener = match grpc::bind(&folder.join(SOCKET)).await {
-        Ok(listener) => listener,
-        Err(error) => {
-            tracing::error!("the pods API is not served: {error:#}");
-            return shutdown.cancelled().await;
+pub fn serve(inputs: Inputs, shutdown: CancellationToken) -> Work {
+    Box::pin(async move {
+        let Inputs { folder, pods, complete } = inputs;
+        let listener = match grpc::bind(&folder.join(SOCKET)).await {
+            Ok(listener) => listener,
+            Err(error) => {
+                tracing::error!("the pods API is not served: {error:#}");
+                return shutdown.cancelled().await;
+            }
+        };
+        let service = PodsServer::new(Server { pods, complete, known: Arc::default() });
+        if let Err(error) = grpc::serve_others(listener, Routes::new(service), shutdown).await {
+            tracing::error!("the pods API is not served any more: {error:#}");
         }
-    };
-    let service = PodsServer::new(Server { pods, complete, known: Arc::default() });
-    if let Err(error) = grpc::serve_others(listener, Routes::new(service), shutdown).await {
-        tracing::error!("the pods API is not served any more: {error:#}");
-    }
+    })
 }
 
 struct Server {

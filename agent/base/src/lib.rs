@@ -17,5 +17,6 @@ pub mod process;
 pub mod spans;
 pub mod tls;
 pub mod walk;
+pub mod work;
 
 pub use self::error::Error;

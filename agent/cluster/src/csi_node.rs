@@ -4,6 +4,7 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
+use beelet_base::work::Work;
 use beelet_codec::{ApiType, data};
 use beelet_policy::{
     csi::{self, Drivers, NODE_IDS},
@@ -35,8 +36,10 @@ pub struct Inputs {
 }
 
 /// Keeps it until `stop`.
-pub async fn keep(client: Client, inputs: Inputs, stop: CancellationToken) {
-    stop.run_until_cancelled(run(client, inputs)).await;
+pub fn keep(client: Client, inputs: Inputs, stop: CancellationToken) -> Work {
+    Box::pin(async move {
+        stop.run_until_cancelled(run(client, inputs)).await;
+    })
 }
 
 async fn run(client: Client, inputs: Inputs) {

@@ -10,6 +10,7 @@
 
 use std::{sync::Arc, thread, time::Duration};
 
+use beelet_base::work::Work;
 use beelet_codec::ApiType;
 use jiff::Timestamp;
 use k8s_openapi::{
@@ -87,18 +88,20 @@ pub struct Inputs {
 }
 
 /// Renews the lease until `stop`. Ends early only if the thread does, which is a bug.
-pub async fn keep(connections: Connections, inputs: Inputs, stop: CancellationToken) {
-    let (ending, ended) = oneshot::channel::<()>();
-    let spawned = thread::Builder::new().name("node-lease".to_owned()).spawn(move || {
-        // Dropped when the thread ends, also by a panic.
-        let _ending = ending;
-        work(connections, inputs, &stop);
-    });
-    if let Err(cause) = spawned {
-        warn!(%cause, "cannot start the thread that renews the node's lease");
-        return;
-    }
-    let _ = ended.await;
+pub fn keep(connections: Connections, inputs: Inputs, stop: CancellationToken) -> Work {
+    Box::pin(async move {
+        let (ending, ended) = oneshot::channel::<()>();
+        let spawned = thread::Builder::new().name("node-lease".to_owned()).spawn(move || {
+            // Dropped when the thread ends, also by a panic.
+            let _ending = ending;
+            work(connections, inputs, &stop);
+        });
+        if let Err(cause) = spawned {
+            warn!(%cause, "cannot start the thread that renews the node's lease");
+            return;
+        }
+        let _ = ended.await;
+    })
 }
 
 fn work(connections: Connections, inputs: Inputs, stop: &CancellationToken) {

@@ -11,6 +11,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::work::Work;
 use beelet_codec::ApiType;
 use beelet_policy::node_status::{self, Change, NodeReport, Registration};
 use beelet_state::events::{Object, Recorder};
@@ -100,21 +101,23 @@ impl fmt::Debug for Inputs {
 }
 
 /// Keeps the Node until `stop`.
-pub async fn keep(client: Client, inputs: Inputs, stop: CancellationToken) {
-    let labels = node_status::labels(&inputs.registration, &inputs.arch);
-    let path = format!("{NODES}/{}", inputs.registration.name);
-    let keeper = Keeper {
-        client,
-        inputs,
-        labels,
-        path,
-        version: None,
-        written: None,
-        ignored: None,
-        ready: None,
-        failing: false,
-    };
-    stop.run_until_cancelled(keeper.run()).await;
+pub fn keep(client: Client, inputs: Inputs, stop: CancellationToken) -> Work {
+    Box::pin(async move {
+        let labels = node_status::labels(&inputs.registration, &inputs.arch);
+        let path = format!("{NODES}/{}", inputs.registration.name);
+        let keeper = Keeper {
+            client,
+            inputs,
+            labels,
+            path,
+            version: None,
+            written: None,
+            ignored: None,
+            ready: None,
+            failing: false,
+        };
+        stop.run_until_cancelled(keeper.run()).await;
+    })
 }
 
 /// What became of the Node.

@@ -7,6 +7,7 @@
 
 use std::{fmt, os::unix::fs::MetadataExt, path::PathBuf, sync::atomic::AtomicU64, time::Duration};
 
+use beelet_base::work::Work;
 use beelet_base::{blocking::blocking, kubelet_counter::KubeletCounter};
 use jiff::Timestamp;
 use prometheus_client::{
@@ -94,8 +95,10 @@ impl Identity {
     }
 
     /// Keeps it until `stop`.
-    pub async fn keep(self, client: Client, stop: CancellationToken) {
-        stop.run_until_cancelled(self.run(client)).await;
+    pub fn keep(self, client: Client, stop: CancellationToken) -> Work {
+        Box::pin(async move {
+            stop.run_until_cancelled(self.run(client)).await;
+        })
     }
 
     async fn run(self, client: Client) {

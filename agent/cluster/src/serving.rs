@@ -4,6 +4,7 @@
 
 use std::{collections::BTreeSet, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 
+use beelet_base::work::Work;
 use beelet_base::{blocking::blocking, kubelet_counter::KubeletCounter};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
@@ -52,8 +53,10 @@ pub struct Inputs {
 }
 
 /// Keeps the certificate until `stop`.
-pub async fn keep(client: Client, inputs: Inputs, stop: CancellationToken) {
-    stop.run_until_cancelled(run(client, inputs)).await;
+pub fn keep(client: Client, inputs: Inputs, stop: CancellationToken) -> Work {
+    Box::pin(async move {
+        stop.run_until_cancelled(run(client, inputs)).await;
+    })
 }
 
 async fn run(client: Client, inputs: Inputs) {

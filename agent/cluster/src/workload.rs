@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use beelet_base::work::Work;
 use beelet_model::{
     desired::Desired,
     request::Request,
@@ -73,48 +74,52 @@ impl Workload {
     /// Follows the pods, writes their status and keeps mirrors of static ones, from when there is a client
     /// on. Until the API server has answered, what it said to an earlier life of the agent counts. Ends when
     /// `stop` is cancelled, after the last statuses were tried once.
-    pub async fn run(self, client: impl Future<Output = Client>, inputs: Inputs, stop: CancellationToken) {
-        let memory = Memory::open(inputs.state, inputs.autonomy, inputs.node_name.clone()).await;
-        let remembered = memory.load().await;
-        let (out, pods) = watch::channel(None);
-        let (held_out, held) = watch::channel(Held::default());
-        let (released_out, released) = watch::channel(None);
-        let collection = assigned::collection(&inputs.node_name);
-        let known = remembered.as_ref().map_or(0, Remembered::count);
-        let mut sink = Assigned::new(inputs.node_name.clone(), out, inputs.events.clone(), known);
-        let before = remembered.as_ref().map(Remembered::held).unwrap_or_default();
-        let release = async {
-            if let Some(remembered) = remembered {
-                memory.release(remembered, inputs.presence, pods.clone(), released_out, inputs.events).await;
-            }
-        };
-        let asking = async {
-            let Some(client) = stop.run_until_cancelled(client).await else { return };
-            let mirrors = Mirrors {
-                client: client.clone(),
-                node_name: inputs.node_name.clone(),
-                node: inputs.node.clone(),
-                table: inputs.table.clone(),
-                pods: pods.clone(),
-                complete: inputs.complete.clone(),
-                count: inputs.mirrors,
+    pub fn run(self, client: Work<Client>, inputs: Inputs, stop: CancellationToken) -> Work {
+        Box::pin(async move {
+            let memory = Memory::open(inputs.state, inputs.autonomy, inputs.node_name.clone()).await;
+            let remembered = memory.load().await;
+            let (out, pods) = watch::channel(None);
+            let (held_out, held) = watch::channel(Held::default());
+            let (released_out, released) = watch::channel(None);
+            let collection = assigned::collection(&inputs.node_name);
+            let known = remembered.as_ref().map_or(0, Remembered::count);
+            let mut sink = Assigned::new(inputs.node_name.clone(), out, inputs.events.clone(), known);
+            let before = remembered.as_ref().map(Remembered::held).unwrap_or_default();
+            let release = async {
+                if let Some(remembered) = remembered {
+                    memory
+                        .release(remembered, inputs.presence, pods.clone(), released_out, inputs.events)
+                        .await;
+                }
             };
-            let writer = Writer::new(client.clone(), pods.clone(), inputs.table.clone(), inputs.written);
-            let following = async {
-                tokio::join!(
-                    follow(&client, &collection, &mut sink),
-                    objects::keep(client.clone(), pods.clone(), held_out),
-                    mirrors.keep(),
-                );
+            let asking = async {
+                let Some(client) = stop.run_until_cancelled(client).await else { return };
+                let mirrors = Mirrors {
+                    client: client.clone(),
+                    node_name: inputs.node_name.clone(),
+                    node: inputs.node.clone(),
+                    table: inputs.table.clone(),
+                    pods: pods.clone(),
+                    complete: inputs.complete.clone(),
+                    count: inputs.mirrors,
+                };
+                let writer = Writer::new(client.clone(), pods.clone(), inputs.table.clone(), inputs.written);
+                let following = async {
+                    tokio::join!(
+                        follow(&client, &collection, &mut sink),
+                        objects::keep(client.clone(), pods.clone(), held_out),
+                        mirrors.keep(),
+                    );
+                };
+                tokio::join!(stop.run_until_cancelled(following), writer.run(stop.clone()));
             };
-            tokio::join!(stop.run_until_cancelled(following), writer.run(stop.clone()));
-        };
-        let publishing = self.publish(pods.clone(), held.clone(), inputs.node.clone(), released);
-        tokio::join!(
-            asking,
-            stop.run_until_cancelled(async { tokio::join!(release, publishing) }),
-            memory.keep(before, pods.clone(), held, inputs.node.clone(), stop.clone()),
-        );
+            let publishing = self.publish(pods.clone(), held.clone(), inputs.node.clone(), released);
+            tokio::join!(
+                asking,
+                stop.run_until_cancelled(async { tokio::join!(release, publishing) }),
+                memory.keep(before, pods.clone(), held, inputs.node.clone(), stop.clone()),
+            );
+        })
     }
 
     /// Keeps what should run current.

@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::work::Work;
 use beelet_base::{blocking::blocking, mountinfo};
 use beelet_proto::csi::{NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest};
 use futures::future::join_all;
@@ -101,24 +102,31 @@ impl Csi {
 
     /// Unstages what no pod has, until `cancel`: as soon as a pod has given a volume back, and again and
     /// again what an agent that was killed, or a driver that was away, has left.
-    pub async fn sweep(self, cancel: CancellationToken) {
-        let mut drivers = self.drivers();
-        let mut told: BTreeSet<VolumeId> = BTreeSet::new();
-        loop {
-            let Some(failed) = cancel.run_until_cancelled(self.unstage_all_unused()).await else { return };
-            for (volume, error) in &failed {
-                if !told.contains(volume) {
-                    warn!(volume = volume.unique_name(), "a volume that no pod has stays staged: {error}");
+    pub fn sweep(self, cancel: CancellationToken) -> Work {
+        Box::pin(async move {
+            let mut drivers = self.drivers();
+            let mut told: BTreeSet<VolumeId> = BTreeSet::new();
+            loop {
+                let Some(failed) = cancel.run_until_cancelled(self.unstage_all_unused()).await else {
+                    return;
+                };
+                for (volume, error) in &failed {
+                    if !told.contains(volume) {
+                        warn!(
+                            volume = volume.unique_name(),
+                            "a volume that no pod has stays staged: {error}"
+                        );
+                    }
+                }
+                told = failed.into_iter().map(|(volume, _)| volume).collect();
+                tokio::select! {
+                    () = tokio::time::sleep(SWEEP) => {}
+                    () = self.0.released.notified() => {}
+                    Ok(()) = drivers.changed() => {}
+                    () = cancel.cancelled() => return,
                 }
             }
-            told = failed.into_iter().map(|(volume, _)| volume).collect();
-            tokio::select! {
-                () = tokio::time::sleep(SWEEP) => {}
-                () = self.0.released.notified() => {}
-                Ok(()) = drivers.changed() => {}
-                () = cancel.cancelled() => return,
-            }
-        }
+        })
     }
 
     /// Forgets the sizes of volumes of which nothing is on disk.

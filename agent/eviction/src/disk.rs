@@ -19,6 +19,7 @@ use tracing::info;
 use super::{Readings, gauges::Gauge};
 use beelet_base::blocking::blocking;
 use beelet_base::filesystem::{Space, container_mountpoint, image_mountpoint};
+use beelet_base::work::Work;
 use beelet_cri::Runtime;
 use beelet_model::disk::{self, DiskUse, PodDisk, Taken};
 
@@ -90,19 +91,20 @@ impl Filesystems {
     }
 
     /// Learns from the runtime where images and containers are, and what shares a file system with what.
-    pub async fn follow(self, runtime: Runtime, layout: watch::Sender<DiskLayout>) {
-        loop {
-            let known = match runtime.image_fs_info().await {
-                Ok(answer) => {
-                    let place = |path: Option<&str>| path.map(PathBuf::from);
-                    let mut places = self.places();
-                    places.images = place(image_mountpoint(&answer));
-                    places.containers = place(container_mountpoint(&answer));
-                    places.all_images = image_use(&answer);
-                    *self.places.lock().unwrap_or_else(PoisonError::into_inner) = places.clone();
-                    let found = blocking("comparing file systems", move || layout_of(&places)).await;
-                    if let Some(found) = found {
-                        layout.send_if_modified(|known| {
+    pub fn follow(self, runtime: Runtime, layout: watch::Sender<DiskLayout>) -> Work {
+        Box::pin(async move {
+            loop {
+                let known = match runtime.image_fs_info().await {
+                    Ok(answer) => {
+                        let place = |path: Option<&str>| path.map(PathBuf::from);
+                        let mut places = self.places();
+                        places.images = place(image_mountpoint(&answer));
+                        places.containers = place(container_mountpoint(&answer));
+                        places.all_images = image_use(&answer);
+                        *self.places.lock().unwrap_or_else(PoisonError::into_inner) = places.clone();
+                        let found = blocking("comparing file systems", move || layout_of(&places)).await;
+                        if let Some(found) = found {
+                            layout.send_if_modified(|known| {
                             let new = *known != found;
                             if new {
                                 info!(layout = ?found, "the file systems of images, containers and volumes are known");
@@ -110,13 +112,14 @@ impl Filesystems {
                             *known = found;
                             new
                         });
+                        }
+                        found.is_some()
                     }
-                    found.is_some()
-                }
-                Err(_) => false,
-            };
-            tokio::time::sleep(if known { ASK_PERIOD } else { ASK_FIRST }).await;
-        }
+                    Err(_) => false,
+                };
+                tokio::time::sleep(if known { ASK_PERIOD } else { ASK_FIRST }).await;
+            }
+        })
     }
 
     fn places(&self) -> Places {

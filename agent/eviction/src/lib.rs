@@ -36,6 +36,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::work::Work;
 use beelet_policy::eviction::{
     DiskLayout, Reclaim, Threshold, Tracker, derive_allocatable, derive_container_fs,
 };
@@ -206,28 +207,35 @@ impl Eviction {
     }
 
     /// Works until `shutdown`.
-    pub async fn run(mut self, shutdown: CancellationToken) {
-        let mut gauges = JoinSet::new();
-        for gauge in std::mem::take(&mut self.parts.gauges) {
-            let hints = if gauge.of_memory { &self.parts.hints } else { &self.look_again };
-            gauges.spawn(gauge.run(self.board.clone(), hints.clone(), self.thresholds.clone(), self.began));
-        }
-        let work = async {
-            loop {
-                self.decide().await;
-                self.wait().await;
+    pub fn run(mut self, shutdown: CancellationToken) -> Work {
+        Box::pin(async move {
+            let mut gauges = JoinSet::new();
+            for gauge in std::mem::take(&mut self.parts.gauges) {
+                let hints = if gauge.of_memory { &self.parts.hints } else { &self.look_again };
+                gauges.spawn(gauge.run(
+                    self.board.clone(),
+                    hints.clone(),
+                    self.thresholds.clone(),
+                    self.began,
+                ));
             }
-        };
-        tokio::select! {
-            () = shutdown.cancelled() => {}
-            () = work => {}
-            // None ends by itself, and without one eviction would be blind.
-            Some(Err(failed)) = gauges.join_next() => {
-                if let Ok(panic) = failed.try_into_panic() {
-                    std::panic::resume_unwind(panic);
+            let work = async {
+                loop {
+                    self.decide().await;
+                    self.wait().await;
+                }
+            };
+            tokio::select! {
+                () = shutdown.cancelled() => {}
+                () = work => {}
+                // None ends by itself, and without one eviction would be blind.
+                Some(Err(failed)) = gauges.join_next() => {
+                    if let Ok(panic) = failed.try_into_panic() {
+                        std::panic::resume_unwind(panic);
+                    }
                 }
             }
-        }
+        })
     }
 
     /// Waits until there may be something new to decide.

@@ -34,6 +34,7 @@ use super::{
     metrics::Metrics,
     walk::{Budget, Measure},
 };
+use beelet_base::work::Work;
 use beelet_base::{blocking::blocking, clock::processor_time};
 use beelet_bpf::quota;
 use beelet_cri::Runtime;
@@ -242,22 +243,24 @@ impl Default for Rounds {
 
 impl LocalStorage {
     /// Works until `shutdown`.
-    pub async fn run(self, shutdown: CancellationToken) {
-        let work = async {
-            let (mut rounds, mut asked) = (Rounds::default(), self.usages.asked());
-            loop {
-                self.round(&mut rounds, &mut asked).await;
-                if rounds.under_way.is_empty() {
-                    pause(ROUND, &mut asked).await;
-                } else if rounds.under_way.values().all(Measuring::is_walked) {
-                    pause(LAYERS_AGAIN, &mut asked).await;
+    pub fn run(self, shutdown: CancellationToken) -> Work {
+        Box::pin(async move {
+            let work = async {
+                let (mut rounds, mut asked) = (Rounds::default(), self.usages.asked());
+                loop {
+                    self.round(&mut rounds, &mut asked).await;
+                    if rounds.under_way.is_empty() {
+                        pause(ROUND, &mut asked).await;
+                    } else if rounds.under_way.values().all(Measuring::is_walked) {
+                        pause(LAYERS_AGAIN, &mut asked).await;
+                    }
                 }
+            };
+            tokio::select! {
+                () = shutdown.cancelled() => {}
+                () = work => {}
             }
-        };
-        tokio::select! {
-            () = shutdown.cancelled() => {}
-            () = work => {}
-        }
+        })
     }
 
     /// A turn of each pod whose measurement is due or under way; those with limits come first.

@@ -13,6 +13,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use beelet_base::work::Work;
 use beelet_proto::cri;
 use futures::future::try_join_all;
 use prometheus_client::metrics::counter::Counter;
@@ -136,32 +137,34 @@ impl Observer {
     }
 
     /// Keeps the table up to date until `shutdown`.
-    pub async fn run(mut self, shutdown: CancellationToken) {
-        let mut said = None;
-        loop {
-            let started = Instant::now();
-            // First, so that nothing falls between the list and the watching.
-            self.hints.watch().await;
-            let Some(looked) = shutdown.run_until_cancelled(self.look()).await else { return };
-            match looked {
-                Ok(()) => said = None,
-                Err(error) => {
-                    self.metrics.failures.inc();
-                    if said.replace(error.kind) != Some(error.kind) {
-                        tracing::warn!("what runs here can't be told: {error}; asked again");
+    pub fn run(mut self, shutdown: CancellationToken) -> Work {
+        Box::pin(async move {
+            let mut said = None;
+            loop {
+                let started = Instant::now();
+                // First, so that nothing falls between the list and the watching.
+                self.hints.watch().await;
+                let Some(looked) = shutdown.run_until_cancelled(self.look()).await else { return };
+                match looked {
+                    Ok(()) => said = None,
+                    Err(error) => {
+                        self.metrics.failures.inc();
+                        if said.replace(error.kind) != Some(error.kind) {
+                            tracing::warn!("what runs here can't be told: {error}; asked again");
+                        }
                     }
                 }
+                tokio::select! {
+                    () = shutdown.cancelled() => return,
+                    () = self.hints.next() => {}
+                    () = sleep_until(started + AT_LEAST) => continue,
+                }
+                let pause = SETTLE.max(AT_MOST.saturating_sub(started.elapsed()));
+                if shutdown.run_until_cancelled(sleep(pause)).await.is_none() {
+                    return;
+                }
             }
-            tokio::select! {
-                () = shutdown.cancelled() => return,
-                () = self.hints.next() => {}
-                () = sleep_until(started + AT_LEAST) => continue,
-            }
-            let pause = SETTLE.max(AT_MOST.saturating_sub(started.elapsed()));
-            if shutdown.run_until_cancelled(sleep(pause)).await.is_none() {
-                return;
-            }
-        }
+        })
     }
 
     /// Asks once, and publishes what is new.

@@ -14,6 +14,7 @@ use std::{
 };
 
 use beelet_base::blocking::blocking;
+use beelet_base::work::Work;
 use beelet_codec::data;
 use beelet_cri::Runtime;
 use beelet_policy::image_credentials::{Credentials, OfPod, PulledRecord, Verdict, Verification};
@@ -184,19 +185,21 @@ impl Access {
 
     /// Makes records of pulls that an earlier instance did not see end, and takes away those of images that
     /// are gone, until `cancel`.
-    pub async fn keep(self: Arc<Self>, runtime: Runtime, cancel: CancellationToken) {
-        let mut ticks = interval(PRUNE);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        loop {
-            tokio::select! {
-                _ = ticks.tick() => {}
-                () = cancel.cancelled() => return,
+    pub fn keep(self: Arc<Self>, runtime: Runtime, cancel: CancellationToken) -> Work {
+        Box::pin(async move {
+            let mut ticks = interval(PRUNE);
+            ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            loop {
+                tokio::select! {
+                    _ = ticks.tick() => {}
+                    () = cancel.cancelled() => return,
+                }
+                tokio::select! {
+                    () = self.settle(&runtime) => {}
+                    () = cancel.cancelled() => return,
+                }
             }
-            tokio::select! {
-                () = self.settle(&runtime) => {}
-                () = cancel.cancelled() => return,
-            }
-        }
+        })
     }
 
     async fn settle(&self, runtime: &Runtime) {

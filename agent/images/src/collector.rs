@@ -1,6 +1,7 @@
 //! What the collections of images and of dead containers have in common: one at a time, at intervals and when
 //! somebody asks.
 
+use beelet_base::work::Work;
 use std::future::Future;
 
 use tokio::{
@@ -67,23 +68,26 @@ impl<G: Garbage> Collector<G> {
         (Self { garbage, commands }, Handle { commands: sender })
     }
 
-    /// Works until `shutdown`. Requests come before what is due.
-    pub async fn run(mut self, shutdown: CancellationToken) {
-        let work = async {
-            let mut timers = self.garbage.begin().await;
-            loop {
-                select! {
-                    biased;
-                    Some(Command { request, reply }) = self.commands.recv() => {
-                        let collected = self.garbage.collect(request).await;
-                        // The client may have gone away meanwhile.
-                        let _ = reply.send(collected);
+    /// Works until `shutdown`. Requests come before what is due. Each kind of garbage has a `run` of its own
+    /// beside it: code for a type that is filled in is generated where that is done.
+    pub(crate) fn working(mut self, shutdown: CancellationToken) -> Work {
+        Box::pin(async move {
+            let work = async {
+                let mut timers = self.garbage.begin().await;
+                loop {
+                    select! {
+                        biased;
+                        Some(Command { request, reply }) = self.commands.recv() => {
+                            let collected = self.garbage.collect(request).await;
+                            // The client may have gone away meanwhile.
+                            let _ = reply.send(collected);
+                        }
+                        due = G::due(&mut timers) => self.garbage.work(due).await,
                     }
-                    due = G::due(&mut timers) => self.garbage.work(due).await,
                 }
-            }
-        };
-        shutdown.run_until_cancelled(work).await;
+            };
+            shutdown.run_until_cancelled(work).await;
+        })
     }
 }
 
@@ -139,7 +143,7 @@ mod tests {
     async fn a_collector_works_by_itself_answers_requests_and_ends() {
         let (collector, handle) = Collector::new(Counter::default());
         let shutdown = CancellationToken::new();
-        let running = tokio::spawn(collector.run(shutdown.clone()));
+        let running = tokio::spawn(collector.working(shutdown.clone()));
         tokio::time::sleep(Duration::from_secs(90)).await;
         assert_eq!(handle.collect(Ok(7)).await, Ok((1, 2, 7)));
         assert_eq!(handle.collect(Err(Error::NoMountpoint)).await, Err(Error::NoMountpoint));

@@ -24,13 +24,14 @@ use tokio::{
     sync::watch,
     time::{Instant, Interval, MissedTickBehavior, interval_at},
 };
+use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, debug, trace_span};
 
 use super::{
     Error,
     collector::{self, Collector, Garbage},
 };
-use beelet_base::{blocking::blocking, kubelet_counter::KubeletCounter, spans::TARGET};
+use beelet_base::{blocking::blocking, kubelet_counter::KubeletCounter, spans::TARGET, work::Work};
 use beelet_cri::Runtime;
 use beelet_model::{
     labels,
@@ -160,6 +161,13 @@ impl Garbage for ContainerGc {
 
     async fn collect(&mut self, request: ContainerGcRequest) -> Result<Collected, Error> {
         self.collect_once(request).await
+    }
+}
+
+impl Collector<ContainerGc> {
+    /// Works until `shutdown`. Requests come before what is due.
+    pub fn run(self, shutdown: CancellationToken) -> Work {
+        self.working(shutdown)
     }
 }
 

@@ -12,6 +12,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use beelet_base::work::Work;
 use beelet_base::{blocking::blocking, own_file};
 use beelet_cri::Runtime;
 use beelet_state::events::NodeEvents;
@@ -56,31 +57,33 @@ struct Known {
 
 impl Folder {
     /// Imports what is there and what comes, until `cancel`.
-    pub async fn run(self, cancel: CancellationToken) {
-        let mut known = Known::default();
-        let mut events = None;
-        loop {
-            // Watched first, so that what comes while the folder is read is told.
-            if events.is_none() {
-                events = watch(&self.path);
-            }
-            if cancel.run_until_cancelled(self.look(&mut known)).await.is_none() {
-                return;
-            }
-            let next = async {
-                match &mut events {
-                    Some(stream) => stream.next().await.is_some_and(|event| event.is_ok()),
-                    None => std::future::pending().await,
+    pub fn run(self, cancel: CancellationToken) -> Work {
+        Box::pin(async move {
+            let mut known = Known::default();
+            let mut events = None;
+            loop {
+                // Watched first, so that what comes while the folder is read is told.
+                if events.is_none() {
+                    events = watch(&self.path);
                 }
-            };
-            let waited = cancel.run_until_cancelled(tokio::time::timeout(PERIOD, next)).await;
-            match waited {
-                None => return,
-                Some(Ok(true)) => {}
-                // The folder may be another one by now.
-                Some(Ok(false) | Err(_)) => events = None,
+                if cancel.run_until_cancelled(self.look(&mut known)).await.is_none() {
+                    return;
+                }
+                let next = async {
+                    match &mut events {
+                        Some(stream) => stream.next().await.is_some_and(|event| event.is_ok()),
+                        None => std::future::pending().await,
+                    }
+                };
+                let waited = cancel.run_until_cancelled(tokio::time::timeout(PERIOD, next)).await;
+                match waited {
+                    None => return,
+                    Some(Ok(true)) => {}
+                    // The folder may be another one by now.
+                    Some(Ok(false) | Err(_)) => events = None,
+                }
             }
-        }
+        })
     }
 
     async fn look(&self, known: &mut Known) {

@@ -24,6 +24,7 @@ use tokio::{
     sync::watch,
     time::{Instant, Interval, MissedTickBehavior, interval, interval_at},
 };
+use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, info, trace_span, warn};
 
 use super::{
@@ -37,6 +38,7 @@ use super::{
 use beelet_base::clock::WallClock;
 use beelet_base::filesystem::{Space, image_mountpoint};
 use beelet_base::spans::TARGET;
+use beelet_base::work::Work;
 use beelet_cri::{Runtime, sandbox_image};
 use beelet_model::table::PodTable;
 use beelet_state::{State, events::NodeEvents};
@@ -204,6 +206,13 @@ impl Garbage for ImageGc {
     }
 }
 
+impl Collector<ImageGc> {
+    /// Works until `shutdown`. Requests come before what is due.
+    pub fn run(self, shutdown: CancellationToken) -> Work {
+        self.working(shutdown)
+    }
+}
+
 impl ImageGc {
     /// A collector that has not looked yet, and how to ask it.
     #[must_use]
@@ -334,7 +343,8 @@ impl ImageGc {
         let mode = if request.all_unused {
             CollectionMode::AllUnused
         } else {
-            CollectionMode::Policy { began: self.began(now) }
+            let up = self.started.elapsed();
+            CollectionMode::Policy { began: self.parts.policy.began(self.known.began, up, PERIOD, now) }
         };
         let policy = self.parts.policy;
         let mut run = Collection::new(&policy, mode, now, &records, &in_use);
@@ -371,13 +381,6 @@ impl ImageGc {
                 CollectionStep::Done => return Ok(Collected { outcome: run.outcome(), images: gone }),
             }
         }
-    }
-
-    /// From when on ages count. An agent that has just started lets no image go for its age alone: what was
-    /// used since the last look of its earlier life is about to be seen.
-    fn began(&self, now: Timestamp) -> Option<Timestamp> {
-        let patience = self.parts.policy.max_age().unwrap_or_default().min(PERIOD);
-        if self.started.elapsed() <= patience { Some(now) } else { self.known.began }
     }
 
     /// Removes one image, if really nobody has it: nobody can come to have it while this lasts.

@@ -42,6 +42,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use beelet_base::blocking::blocking;
+use beelet_base::work::Work;
 use beelet_config::{Authorization, Server};
 use beelet_cri::Runtime;
 use beelet_model::table::PodTable;
@@ -227,8 +228,10 @@ impl Bound {
     }
 
     /// Serves until `shutdown`.
-    pub async fn serve(self, shutdown: CancellationToken) {
-        connection::serve(self, shutdown).await;
+    pub fn serve(self, shutdown: CancellationToken) -> Work {
+        Box::pin(async move {
+            connection::serve(self, shutdown).await;
+        })
     }
 }
 

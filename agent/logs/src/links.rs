@@ -12,6 +12,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::work::Work;
 use beelet_base::{
     blocking::blocking,
     folder::{READABLE, make_folder},
@@ -29,35 +30,37 @@ const NAME: usize = 255;
 const SUFFIX: &str = ".log";
 
 /// Keeps the links until `stop`.
-pub async fn follow(
+pub fn follow(
     mut table: watch::Receiver<Arc<PodTable>>,
     folder: PathBuf,
     pod_logs_dir: PathBuf,
     stop: CancellationToken,
-) {
-    let mut known = BTreeMap::new();
-    let mut failing = false;
-    let work = async {
-        loop {
-            let wanted = links(&table.borrow_and_update(), &pod_logs_dir);
-            if wanted != known {
-                let (at, logs, links) = (folder.clone(), pod_logs_dir.clone(), wanted.clone());
-                match blocking("links to logs", move || apply(&at, &logs, &links)).await {
-                    Ok(()) => (known, failing) = (wanted, false),
-                    Err(error) if !failing => {
-                        warn!(folder = %folder.display(), "cannot keep links to containers' logs: {error}");
-                        failing = true;
+) -> Work {
+    Box::pin(async move {
+        let mut known = BTreeMap::new();
+        let mut failing = false;
+        let work = async {
+            loop {
+                let wanted = links(&table.borrow_and_update(), &pod_logs_dir);
+                if wanted != known {
+                    let (at, logs, links) = (folder.clone(), pod_logs_dir.clone(), wanted.clone());
+                    match blocking("links to logs", move || apply(&at, &logs, &links)).await {
+                        Ok(()) => (known, failing) = (wanted, false),
+                        Err(error) if !failing => {
+                            warn!(folder = %folder.display(), "cannot keep links to containers' logs: {error}");
+                            failing = true;
+                        }
+                        Err(_) => {}
                     }
-                    Err(_) => {}
                 }
+                if table.changed().await.is_err() {
+                    std::future::pending::<()>().await;
+                }
+                sleep(TOGETHER).await;
             }
-            if table.changed().await.is_err() {
-                std::future::pending::<()>().await;
-            }
-            sleep(TOGETHER).await;
-        }
-    };
-    stop.run_until_cancelled(work).await;
+        };
+        stop.run_until_cancelled(work).await;
+    })
 }
 
 /// The names of the links that should be there, and where they lead.

@@ -26,6 +26,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 use super::Error;
+use beelet_base::work::Work;
 use beelet_base::{blocking::blocking, walk};
 use beelet_cri::Runtime;
 use beelet_model::pod::{log_folder, log_path};
@@ -78,27 +79,29 @@ impl Rotator {
     }
 
     /// Rotates until `cancel`.
-    pub async fn run(mut self, cancel: CancellationToken) {
-        let mut check = tokio::time::interval(self.limits.interval.max(Duration::from_millis(100)));
-        check.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        loop {
-            tokio::select! {
-                _ = check.tick() => {}
-                () = cancel.cancelled() => return,
+    pub fn run(mut self, cancel: CancellationToken) -> Work {
+        Box::pin(async move {
+            let mut check = tokio::time::interval(self.limits.interval.max(Duration::from_millis(100)));
+            check.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+            loop {
+                tokio::select! {
+                    _ = check.tick() => {}
+                    () = cancel.cancelled() => return,
+                }
+                let written = written(&self.table.borrow(), &self.logs);
+                let (max, logs) = (self.limits.max_size, self.logs.clone());
+                let due = blocking("looking at the sizes of logs", move || {
+                    let is_due = |log: &Written| Log::open(&logs, &log.path).is_ok_and(|log| log.is_due(max));
+                    written.into_iter().filter(is_due).collect::<Vec<_>>()
+                });
+                let due = due.await;
+                self.failing.retain(|path, _| due.iter().any(|log| log.path == *path));
+                for log in due {
+                    let rotated = self.rotate(&log).await;
+                    self.record(&log.path, rotated);
+                }
             }
-            let written = written(&self.table.borrow(), &self.logs);
-            let (max, logs) = (self.limits.max_size, self.logs.clone());
-            let due = blocking("looking at the sizes of logs", move || {
-                let is_due = |log: &Written| Log::open(&logs, &log.path).is_ok_and(|log| log.is_due(max));
-                written.into_iter().filter(is_due).collect::<Vec<_>>()
-            });
-            let due = due.await;
-            self.failing.retain(|path, _| due.iter().any(|log| log.path == *path));
-            for log in due {
-                let rotated = self.rotate(&log).await;
-                self.record(&log.path, rotated);
-            }
-        }
+        })
     }
 
     async fn rotate(&self, log: &Written) -> Result<(), Error> {

@@ -27,6 +27,7 @@ use tracing::{debug, info, warn};
 use super::{ExitHint, Pace};
 use beelet_base::blocking::blocking;
 use beelet_base::clock::monotonic_ns;
+use beelet_base::work::Work;
 use beelet_bpf::OomKill;
 use beelet_cgroups::Cgroups;
 use beelet_cri::{Error, Runtime};
@@ -163,23 +164,25 @@ impl Exits {
     }
 
     /// Works until `shutdown`.
-    pub async fn run(mut self, shutdown: CancellationToken) {
-        self.on_processes().await;
-        loop {
-            let ask = self.next_ask;
-            tokio::select! {
-                biased;
-                () = shutdown.cancelled() => return,
-                changed = self.parts.processes.changed() => {
-                    if changed.is_err() { return }
-                    self.on_processes().await;
-                }
-                Some(hint) = self.parts.hints.recv() => self.on_hint(hint).await,
-                () = tokio::time::sleep_until(ask), if !self.pending.is_empty() => {
-                    if self.ask().await.is_err() { return }
+    pub fn run(mut self, shutdown: CancellationToken) -> Work {
+        Box::pin(async move {
+            self.on_processes().await;
+            loop {
+                let ask = self.next_ask;
+                tokio::select! {
+                    biased;
+                    () = shutdown.cancelled() => return,
+                    changed = self.parts.processes.changed() => {
+                        if changed.is_err() { return }
+                        self.on_processes().await;
+                    }
+                    Some(hint) = self.parts.hints.recv() => self.on_hint(hint).await,
+                    () = tokio::time::sleep_until(ask), if !self.pending.is_empty() => {
+                        if self.ask().await.is_err() { return }
+                    }
                 }
             }
-        }
+        })
     }
 
     async fn on_hint(&mut self, hint: ExitHint) {

@@ -20,6 +20,7 @@ use std::sync::{
 use tokio::sync::{Notify, mpsc};
 use tokio_util::sync::CancellationToken;
 
+use beelet_base::work::Work;
 use beelet_bpf::{Edge, Edges, OomKill};
 
 /// Hints on their way to [`exits`]. While that channel is full the kernel's edges wait in their own, which
@@ -53,22 +54,24 @@ pub enum ExitHint {
 }
 
 /// Hands the kernel's edges on as hints, until `shutdown`.
-pub async fn forward(edges: Edges, hints: mpsc::Sender<ExitHint>, shutdown: CancellationToken) {
-    loop {
-        let edge = tokio::select! {
-            () = shutdown.cancelled() => return,
-            edge = edges.recv() => edge,
-        };
-        let hint = match edge {
-            Edge::ContainerExited { pid, at_ns, .. } => ExitHint::Exited { pid, at_ns },
-            Edge::OomKill { cgroup_id, kill, .. } => ExitHint::OomKilled { cgroup_id, kill },
-            Edge::Lost => ExitHint::Lost,
-            _ => continue,
-        };
-        if hints.send(hint).await.is_err() {
-            return;
+pub fn forward(edges: Edges, hints: mpsc::Sender<ExitHint>, shutdown: CancellationToken) -> Work {
+    Box::pin(async move {
+        loop {
+            let edge = tokio::select! {
+                () = shutdown.cancelled() => return,
+                edge = edges.recv() => edge,
+            };
+            let hint = match edge {
+                Edge::ContainerExited { pid, at_ns, .. } => ExitHint::Exited { pid, at_ns },
+                Edge::OomKill { cgroup_id, kill, .. } => ExitHint::OomKilled { cgroup_id, kill },
+                Edge::Lost => ExitHint::Lost,
+                _ => continue,
+            };
+            if hints.send(hint).await.is_err() {
+                return;
+            }
         }
-    }
+    })
 }
 
 /// How much the relist is needed: what the other sources know of themselves. Clones share it.

@@ -9,6 +9,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
+use beelet_base::work::Work;
 use beelet_proto::cri;
 use prometheus_client::{
     metrics::{counter::Counter, gauge::Gauge, histogram::Histogram},
@@ -168,55 +169,57 @@ impl Relist {
     }
 
     /// Asks until `shutdown`, at once and then periodically. A failure is logged once, and so is its end.
-    pub async fn run(mut self, shutdown: CancellationToken) {
-        let mut failing = false;
-        // A slow answer delays the next look; it does not make a burst of them.
-        let (mut last, mut period) = (Instant::now(), Duration::ZERO);
-        let (mut began, mut gap) = (None::<Instant>, GAP);
-        loop {
-            tokio::select! {
-                () = shutdown.cancelled() => return,
-                () = sleep_until(last + period) => {}
-                () = self.pace.nudged() => sleep_until(last + gap.min(period)).await,
-            }
-            let asked = Instant::now();
-            if let Some(before) = began.replace(asked) {
-                self.metrics.interval.observe(before.elapsed().as_secs_f64());
-            }
-            let listed = tokio::select! {
-                () = shutdown.cancelled() => return,
-                listed = self.list() => listed,
-            };
-            last = Instant::now();
-            gap = GAP.max((last - asked) * SHARE);
-            let quiet = matches!(&listed, Ok(news) if news.changed.is_empty()) && !failing;
-            let longest = if quiet && self.pace.is_trusted() { PERIOD_MAX } else { PERIOD };
-            period = (period * 2).clamp(PERIOD, longest);
-            match listed {
-                Ok(news) => {
-                    if failing {
-                        info!("the container runtime answers again");
+    pub fn run(mut self, shutdown: CancellationToken) -> Work {
+        Box::pin(async move {
+            let mut failing = false;
+            // A slow answer delays the next look; it does not make a burst of them.
+            let (mut last, mut period) = (Instant::now(), Duration::ZERO);
+            let (mut began, mut gap) = (None::<Instant>, GAP);
+            loop {
+                tokio::select! {
+                    () = shutdown.cancelled() => return,
+                    () = sleep_until(last + period) => {}
+                    () = self.pace.nudged() => sleep_until(last + gap.min(period)).await,
+                }
+                let asked = Instant::now();
+                if let Some(before) = began.replace(asked) {
+                    self.metrics.interval.observe(before.elapsed().as_secs_f64());
+                }
+                let listed = tokio::select! {
+                    () = shutdown.cancelled() => return,
+                    listed = self.list() => listed,
+                };
+                last = Instant::now();
+                gap = GAP.max((last - asked) * SHARE);
+                let quiet = matches!(&listed, Ok(news) if news.changed.is_empty()) && !failing;
+                let longest = if quiet && self.pace.is_trusted() { PERIOD_MAX } else { PERIOD };
+                period = (period * 2).clamp(PERIOD, longest);
+                match listed {
+                    Ok(news) => {
+                        if failing {
+                            info!("the container runtime answers again");
+                        }
+                        // When it is back, every worker must look: anything may have happened meanwhile.
+                        let news = RuntimePods { recovered: failing, ..news };
+                        failing = false;
+                        self.pulse.beat();
+                        self.metrics.seen(SystemTime::now());
+                        // Without changes too: what came and went between two looks is missed by those who
+                        // saw it.
+                        if self.requests.send(Request::Runtime(news)).await.is_err() {
+                            return;
+                        }
                     }
-                    // When it is back, every worker must look: anything may have happened meanwhile.
-                    let news = RuntimePods { recovered: failing, ..news };
-                    failing = false;
-                    self.pulse.beat();
-                    self.metrics.seen(SystemTime::now());
-                    // Without changes too: what came and went between two looks is missed by those who saw
-                    // it.
-                    if self.requests.send(Request::Runtime(news)).await.is_err() {
-                        return;
+                    Err(error) => {
+                        self.metrics.errors.inc();
+                        if !failing {
+                            warn!(%error, "the container runtime does not answer; pods keep running, changes wait");
+                        }
+                        failing = true;
                     }
                 }
-                Err(error) => {
-                    self.metrics.errors.inc();
-                    if !failing {
-                        warn!(%error, "the container runtime does not answer; pods keep running, changes wait");
-                    }
-                    failing = true;
-                }
             }
-        }
+        })
     }
 
     /// Asks, and compares.

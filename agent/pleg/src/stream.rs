@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use beelet_base::work::Work;
 use beelet_proto::cri::ContainerEventType;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
@@ -17,36 +18,40 @@ const RETRY: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(30);
 
 /// Follows the stream until `shutdown`, or until the runtime says that it has none.
-pub async fn follow(
+pub fn follow(
     runtime: Runtime,
     hints: mpsc::Sender<ExitHint>,
     pace: Pace,
     shutdown: CancellationToken,
-) {
-    let mut pause = RETRY;
-    loop {
-        let ended = tokio::select! {
-            () = shutdown.cancelled() => return,
-            ended = once(&runtime, &hints, &pace) => ended,
-        };
-        if pace.is_streaming() {
-            pause = RETRY;
-        }
-        pace.set_streaming(false);
-        match ended {
-            Err(error) if error.kind == Kind::Unimplemented => {
-                info!("the container runtime streams no events; exits come from the kernel and the relist");
-                return;
+) -> Work {
+    Box::pin(async move {
+        let mut pause = RETRY;
+        loop {
+            let ended = tokio::select! {
+                () = shutdown.cancelled() => return,
+                ended = once(&runtime, &hints, &pace) => ended,
+            };
+            if pace.is_streaming() {
+                pause = RETRY;
             }
-            Err(error) => warn!(%error, "the container runtime's events broke off; the relist stands in"),
-            Ok(()) => debug!("the container runtime ended its event stream"),
+            pace.set_streaming(false);
+            match ended {
+                Err(error) if error.kind == Kind::Unimplemented => {
+                    info!(
+                        "the container runtime streams no events; exits come from the kernel and the relist"
+                    );
+                    return;
+                }
+                Err(error) => warn!(%error, "the container runtime's events broke off; the relist stands in"),
+                Ok(()) => debug!("the container runtime ended its event stream"),
+            }
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                () = tokio::time::sleep(pause) => {}
+            }
+            pause = (pause * 2).min(RETRY_MAX);
         }
-        tokio::select! {
-            () = shutdown.cancelled() => return,
-            () = tokio::time::sleep(pause) => {}
-        }
-        pause = (pause * 2).min(RETRY_MAX);
-    }
+    })
 }
 
 /// One subscription, to its end. It counts as working from its first event on: a runtime may accept it, and

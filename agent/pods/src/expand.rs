@@ -7,6 +7,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::work::Work;
 use beelet_csi::{Error as CsiError, Source, Wanted};
 use beelet_model::{
     storage::{Claimed, Storage},
@@ -59,20 +60,22 @@ fn source(claimed: &Claimed) -> Option<&CSIPersistentVolumeSource> {
 }
 
 /// Has the volumes of running pods grow, until `cancel`.
-pub async fn follow(
+pub fn follow(
     table: watch::Receiver<Arc<PodTable>>,
     launcher: Arc<Launcher>,
     cancel: CancellationToken,
-) {
-    let Some(storage) = launcher.storage.clone() else { return cancel.cancelled().await };
-    let mut rounds = Rounds::new(table, &launcher.csi, PERIOD, |pod| runs_with(pod, is_claim));
-    let work = async {
-        loop {
-            let all = rounds.next().await.into_iter().map(|pod| grow_all(&launcher, &*storage, pod));
-            stream::iter(all).buffer_unordered(AT_A_TIME).collect::<Vec<()>>().await;
-        }
-    };
-    cancel.run_until_cancelled(work).await;
+) -> Work {
+    Box::pin(async move {
+        let Some(storage) = launcher.storage.clone() else { return cancel.cancelled().await };
+        let mut rounds = Rounds::new(table, &launcher.csi, PERIOD, |pod| runs_with(pod, is_claim));
+        let work = async {
+            loop {
+                let all = rounds.next().await.into_iter().map(|pod| grow_all(&launcher, &*storage, pod));
+                stream::iter(all).buffer_unordered(AT_A_TIME).collect::<Vec<()>>().await;
+            }
+        };
+        cancel.run_until_cancelled(work).await;
+    })
 }
 
 /// Has the volumes of a pod grow that drivers have brought to it, of drivers that can.

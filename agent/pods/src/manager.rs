@@ -36,6 +36,7 @@ use super::{
     worker::{Control, Stage, Terminate, Worker, WorkerReport},
 };
 use beelet_base::clock::monotonic_ns;
+use beelet_base::work::Work;
 use beelet_devices::{Active, NodeDevices};
 use beelet_model::{
     desired::Desired,
@@ -252,45 +253,47 @@ impl Manager {
     }
 
     /// Runs until `shutdown`. Then pods are left as they are, or terminated where the configuration says so.
-    pub async fn run(mut self, shutdown: CancellationToken) {
-        let mut stopping = false;
-        let mut source_open = true;
-        self.reconcile();
-        self.publish_changes();
-        loop {
-            let deadline = self.next_deadline();
-            self.publish_active();
-            tokio::select! {
-                () = shutdown.cancelled(), if !stopping => {
-                    if !self.parts.stop_pods_on_exit { break }
-                    stopping = true;
-                    info!(pods = self.pods.len(), "terminating all pods before the agent ends");
-                    for uid in self.pods.keys().cloned().collect::<Vec<_>>() {
-                        self.terminate(&uid);
+    pub fn run(mut self, shutdown: CancellationToken) -> Work {
+        Box::pin(async move {
+            let mut stopping = false;
+            let mut source_open = true;
+            self.reconcile();
+            self.publish_changes();
+            loop {
+                let deadline = self.next_deadline();
+                self.publish_active();
+                tokio::select! {
+                    () = shutdown.cancelled(), if !stopping => {
+                        if !self.parts.stop_pods_on_exit { break }
+                        stopping = true;
+                        info!(pods = self.pods.len(), "terminating all pods before the agent ends");
+                        for uid in self.pods.keys().cloned().collect::<Vec<_>>() {
+                            self.terminate(&uid);
+                        }
                     }
+                    changed = self.parts.desired.changed(), if source_open && !stopping => {
+                        source_open = changed.is_ok();
+                        self.reconcile();
+                    }
+                    Some(report) = self.reports_in.recv() => self.on_reports(report),
+                    Some(request) = self.parts.requests.recv() => self.on_requests(request, stopping),
+                    Ok(()) = self.devices.changed() => self.on_devices(),
+                    () = until(deadline), if !stopping => self.fail_overdue(),
                 }
-                changed = self.parts.desired.changed(), if source_open && !stopping => {
-                    source_open = changed.is_ok();
+                if std::mem::take(&mut self.due.reconcile) && !stopping {
                     self.reconcile();
                 }
-                Some(report) = self.reports_in.recv() => self.on_reports(report),
-                Some(request) = self.parts.requests.recv() => self.on_requests(request, stopping),
-                Ok(()) = self.devices.changed() => self.on_devices(),
-                () = until(deadline), if !stopping => self.fail_overdue(),
+                self.left.clear();
+                self.publish_changes();
+                self.note_complete();
+                if stopping && self.pods.is_empty() {
+                    break;
+                }
             }
-            if std::mem::take(&mut self.due.reconcile) && !stopping {
-                self.reconcile();
+            for managed in self.pods.values() {
+                managed.task.abort();
             }
-            self.left.clear();
-            self.publish_changes();
-            self.note_complete();
-            if stopping && self.pods.is_empty() {
-                break;
-            }
-        }
-        for managed in self.pods.values() {
-            managed.task.abort();
-        }
+        })
     }
 
     /// Tells once that every pod was looked at.

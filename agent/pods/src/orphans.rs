@@ -22,6 +22,7 @@ use tracing::{info, warn};
 use crate::{error::Error, records::KnownPods};
 use beelet_base::blocking::blocking;
 use beelet_base::walk::remove_folder;
+use beelet_base::work::Work;
 use beelet_cri::Runtime;
 use beelet_csi::Csi;
 use beelet_model::{desired::Desired, table::PodTable};
@@ -49,20 +50,22 @@ pub struct Sweep {
 }
 
 /// Looks for them until `cancel`.
-pub async fn sweep(parts: Sweep, cancel: CancellationToken) {
-    let mut ticks = interval(parts.period);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut found = Found::default();
-    loop {
-        tokio::select! {
-            _ = ticks.tick() => {}
-            () = cancel.cancelled() => return,
+pub fn sweep(parts: Sweep, cancel: CancellationToken) -> Work {
+    Box::pin(async move {
+        let mut ticks = interval(parts.period);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut found = Found::default();
+        loop {
+            tokio::select! {
+                _ = ticks.tick() => {}
+                () = cancel.cancelled() => return,
+            }
+            tokio::select! {
+                () = found.look(&parts) => {}
+                () = cancel.cancelled() => return,
+            }
         }
-        tokio::select! {
-            () = found.look(&parts) => {}
-            () = cancel.cancelled() => return,
-        }
-    }
+    })
 }
 
 /// Folders that were nobody's when last looked at.

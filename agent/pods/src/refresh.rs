@@ -11,45 +11,49 @@ use tracing::{info, warn};
 
 use crate::launch::Launcher;
 use beelet_base::blocking::blocking;
+use beelet_base::work::Work;
 use beelet_model::objects::Objects;
 use beelet_model::table::{PodChanges, PodEntry, PodName, PodTable, Pods};
 use beelet_volumes::Volumes;
 
 /// Follows the objects until `cancel`. A change that can't be shown (a key that a volume needs is gone) is
 /// told, and leaves the volume as it was.
-pub async fn follow(
+pub fn follow(
     mut table: watch::Receiver<Arc<PodTable>>,
     launcher: Arc<Launcher>,
     cancel: CancellationToken,
-) {
-    let mut desired = launcher.desired.clone();
-    let mut shown = Arc::clone(&desired.borrow_and_update().objects);
-    // The pods that were brought up to date. One that was adopted wasn't: its objects may have changed while
-    // the agent was away.
-    let mut current = Pods::new();
-    let mut told: BTreeSet<String> = BTreeSet::new();
-    loop {
-        let objects = Arc::clone(&desired.borrow_and_update().objects);
-        if shown != objects {
-            current = Pods::new();
-            told.clear();
+) -> Work {
+    Box::pin(async move {
+        let mut desired = launcher.desired.clone();
+        let mut shown = Arc::clone(&desired.borrow_and_update().objects);
+        // The pods that were brought up to date. One that was adopted wasn't: its objects may have changed
+        // while the agent was away.
+        let mut current = Pods::new();
+        let mut told: BTreeSet<String> = BTreeSet::new();
+        loop {
+            let objects = Arc::clone(&desired.borrow_and_update().objects);
+            if shown != objects {
+                current = Pods::new();
+                told.clear();
+            }
+            shown = Arc::clone(&objects);
+            let here = table.borrow_and_update().pods.clone();
+            let due = due(&current, &here);
+            if !due.is_empty() {
+                let worker = Arc::clone(&launcher);
+                let failures =
+                    blocking("refreshing volumes", move || refresh_all(&due, &worker, &objects)).await;
+                told = warn_of_new(&failures, &told);
+            }
+            current = here;
+            tokio::select! {
+                // Without a source of pods there is nobody to say anything.
+                Ok(()) = desired.changed() => {}
+                changed = table.changed() => if changed.is_err() { return },
+                () = cancel.cancelled() => return,
+            }
         }
-        shown = Arc::clone(&objects);
-        let here = table.borrow_and_update().pods.clone();
-        let due = due(&current, &here);
-        if !due.is_empty() {
-            let worker = Arc::clone(&launcher);
-            let failures = blocking("refreshing volumes", move || refresh_all(&due, &worker, &objects)).await;
-            told = warn_of_new(&failures, &told);
-        }
-        current = here;
-        tokio::select! {
-            // Without a source of pods there is nobody to say anything.
-            Ok(()) = desired.changed() => {}
-            changed = table.changed() => if changed.is_err() { return },
-            () = cancel.cancelled() => return,
-        }
-    }
+    })
 }
 
 /// The pods that have come since, by name: another one of the same name is one, too.

@@ -7,6 +7,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::work::Work;
 use beelet_model::{
     storage::Storage,
     table::{PodName, PodTable},
@@ -31,32 +32,34 @@ const PERIOD: Duration = Duration::from_secs(60);
 const AT_A_TIME: usize = 16;
 
 /// Publishes until `cancel`.
-pub async fn follow(
+pub fn follow(
     table: watch::Receiver<Arc<PodTable>>,
     launcher: Arc<Launcher>,
     cancel: CancellationToken,
-) {
-    let Some(storage) = launcher.storage.clone() else { return cancel.cancelled().await };
-    let is_wanted = |pod: &Pod| runs_with(pod, |volume| volume.csi.is_some() || is_claim(volume));
-    let mut rounds = Rounds::new(table, &launcher.csi, PERIOD, is_wanted);
-    let mut told: BTreeSet<String> = BTreeSet::new();
-    let work = async {
-        loop {
-            let pods = rounds.next().await;
-            let all = round(pods, &launcher, &*storage).await;
-            told.retain(|uid| rounds.knows(uid));
-            for (pod, published) in all {
-                match published {
-                    Ok(()) => drop(told.remove(uid(&pod))),
-                    Err(error) if told.insert(uid(&pod).to_owned()) => {
-                        warn!(pod = %PodName::of(&pod), "volumes can't be published again: {error}");
+) -> Work {
+    Box::pin(async move {
+        let Some(storage) = launcher.storage.clone() else { return cancel.cancelled().await };
+        let is_wanted = |pod: &Pod| runs_with(pod, |volume| volume.csi.is_some() || is_claim(volume));
+        let mut rounds = Rounds::new(table, &launcher.csi, PERIOD, is_wanted);
+        let mut told: BTreeSet<String> = BTreeSet::new();
+        let work = async {
+            loop {
+                let pods = rounds.next().await;
+                let all = round(pods, &launcher, &*storage).await;
+                told.retain(|uid| rounds.knows(uid));
+                for (pod, published) in all {
+                    match published {
+                        Ok(()) => drop(told.remove(uid(&pod))),
+                        Err(error) if told.insert(uid(&pod).to_owned()) => {
+                            warn!(pod = %PodName::of(&pod), "volumes can't be published again: {error}");
+                        }
+                        Err(_) => {}
                     }
-                    Err(_) => {}
                 }
             }
-        }
-    };
-    cancel.run_until_cancelled(work).await;
+        };
+        cancel.run_until_cancelled(work).await;
+    })
 }
 
 /// Publishes once; what came of it.

@@ -11,6 +11,7 @@ use std::{
 };
 
 use beelet_base::blocking::blocking;
+use beelet_base::work::Work;
 use beelet_csi::Usage;
 use beelet_model::{
     disk::{VolumeUse, VolumesUse},
@@ -56,27 +57,29 @@ pub struct Asking {
 }
 
 /// Asks once per period, and as soon as a pod has its volumes, until `cancel`.
-pub async fn follow(asking: Asking, cancel: CancellationToken) {
-    let Asking { table, launcher, period } = asking;
-    let metrics = &launcher.metrics.volume_stats;
-    let mut rounds = Rounds::new(table, &launcher.csi, period, is_asked);
-    let mut told: Told = BTreeMap::new();
-    let work = async {
-        loop {
-            let pods = rounds.next().await;
-            let found = stream::iter(pods).map(|pod| of_pod(&launcher, pod)).buffer_unordered(AT_A_TIME);
-            let found: Vec<_> = found.collect().await;
-            told.retain(|(uid, _), _| rounds.knows(uid));
-            tell(&launcher, &mut told, &found);
-            let mut seen = (**metrics.seen.borrow()).clone();
-            seen.retain(|uid, _| rounds.knows(uid));
-            seen.extend(found.into_iter().map(|(pod, volumes)| {
-                (uid(&pod).to_owned(), volumes.into_iter().map(|(volume, _)| volume).collect())
-            }));
-            metrics.seen.send_replace(Arc::new(seen));
-        }
-    };
-    cancel.run_until_cancelled(work).await;
+pub fn follow(asking: Asking, cancel: CancellationToken) -> Work {
+    Box::pin(async move {
+        let Asking { table, launcher, period } = asking;
+        let metrics = &launcher.metrics.volume_stats;
+        let mut rounds = Rounds::new(table, &launcher.csi, period, is_asked);
+        let mut told: Told = BTreeMap::new();
+        let work = async {
+            loop {
+                let pods = rounds.next().await;
+                let found = stream::iter(pods).map(|pod| of_pod(&launcher, pod)).buffer_unordered(AT_A_TIME);
+                let found: Vec<_> = found.collect().await;
+                told.retain(|(uid, _), _| rounds.knows(uid));
+                tell(&launcher, &mut told, &found);
+                let mut seen = (**metrics.seen.borrow()).clone();
+                seen.retain(|uid, _| rounds.knows(uid));
+                seen.extend(found.into_iter().map(|(pod, volumes)| {
+                    (uid(&pod).to_owned(), volumes.into_iter().map(|(volume, _)| volume).collect())
+                }));
+                metrics.seen.send_replace(Arc::new(seen));
+            }
+        };
+        cancel.run_until_cancelled(work).await;
+    })
 }
 
 /// Returns true if a pod has volumes of claims or of storage plugins.

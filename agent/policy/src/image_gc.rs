@@ -73,6 +73,22 @@ impl ImageGcPolicy {
     pub fn max_age(&self) -> Option<Duration> {
         self.max_age
     }
+
+    /// From when on ages count, for [`CollectionMode::Policy`], at `now`. `first` is when collecting began on
+    /// this machine, and `up` how long this life of the agent has lasted. An agent that has just started lets
+    /// no image go for its age alone: what was used since the last look of its earlier life is about to be
+    /// seen, within one `period` of looks (or within the maximum age, where that is shorter).
+    #[must_use]
+    pub fn began(
+        &self,
+        first: Option<Timestamp>,
+        up: Duration,
+        period: Duration,
+        now: Timestamp,
+    ) -> Option<Timestamp> {
+        let patience = self.max_age.unwrap_or_default().min(period);
+        if up <= patience { Some(now) } else { first }
+    }
 }
 
 /// What is remembered of an image on this machine.

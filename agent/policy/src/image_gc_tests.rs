@@ -186,6 +186,18 @@ fn past_the_maximum_age_images_go_whatever_their_youth_and_the_disk() {
 }
 
 #[test]
+fn an_agent_that_has_just_started_lets_no_image_go_for_its_age() {
+    let seconds = Duration::from_secs;
+    let began =
+        |max_age, up| policy(85, 80, 60, max_age).began(Some(at(-900)), seconds(up), seconds(300), at(0));
+    assert_eq!(began(1000, 300), Some(at(0)));
+    assert_eq!(began(1000, 301), Some(at(-900)));
+    // Where images go younger than that, so long is patience enough.
+    assert_eq!(began(100, 100), Some(at(0)));
+    assert_eq!(began(100, 101), Some(at(-900)));
+}
+
+#[test]
 fn a_failed_removal_for_age_ends_the_run_before_the_disk_is_looked_at() {
     let images = [image("stuck", 1, -999, None), image("b", 1, -99, None)];
     let outcome = run(

@@ -9,6 +9,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::work::Work;
 use beelet_policy::probe::{Outcome, ProbeKind, Suspension, Transition};
 use futures::FutureExt as _;
 use jiff::Timestamp;
@@ -139,31 +140,33 @@ impl Probes {
 
     /// Probes until `shutdown`, or until this future is dropped: on a thread of its own, since most of what a
     /// regular look costs is waking up for it, and a runtime of several threads wakes two.
-    pub async fn run(self, shutdown: CancellationToken) {
-        let stop = shutdown.child_token();
-        let _stop_with_us = stop.clone().drop_guard();
-        let (running, ended) = oneshot::channel::<()>();
-        let thread = Builder::new_current_thread().enable_io().build().and_then(|runtime| {
-            let alarm = {
-                let _here = runtime.enter();
-                Alarm::new()?
-            };
-            let work = move || {
-                let _running = running;
-                runtime.block_on(self.work(alarm, stop));
-            };
-            std::thread::Builder::new().name("probes".to_owned()).spawn(work)
-        });
-        match thread {
-            Ok(thread) => {
-                // It sends nothing: it ends.
-                let _ = ended.await;
-                if let Err(panic) = thread.join() {
-                    std::panic::resume_unwind(panic);
+    pub fn run(self, shutdown: CancellationToken) -> Work {
+        Box::pin(async move {
+            let stop = shutdown.child_token();
+            let _stop_with_us = stop.clone().drop_guard();
+            let (running, ended) = oneshot::channel::<()>();
+            let thread = Builder::new_current_thread().enable_io().build().and_then(|runtime| {
+                let alarm = {
+                    let _here = runtime.enter();
+                    Alarm::new()?
+                };
+                let work = move || {
+                    let _running = running;
+                    runtime.block_on(self.work(alarm, stop));
+                };
+                std::thread::Builder::new().name("probes".to_owned()).spawn(work)
+            });
+            match thread {
+                Ok(thread) => {
+                    // It sends nothing: it ends.
+                    let _ = ended.await;
+                    if let Err(panic) = thread.join() {
+                        std::panic::resume_unwind(panic);
+                    }
                 }
+                Err(error) => error!(%error, "no probe can be run: the system gives no thread or no timer"),
             }
-            Err(error) => error!(%error, "no probe can be run: the system gives no thread or no timer"),
-        }
+        })
     }
 
     async fn work(mut self, mut alarm: Alarm, shutdown: CancellationToken) {

@@ -1,6 +1,7 @@
 //! gRPC on unix sockets that only the agent's own user may use: mode 0600, and the peer must be root or that
 //! user.
 
+use futures::future::BoxFuture;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -51,9 +52,15 @@ pub async fn bind(path: &Path) -> anyhow::Result<Listener> {
 ///
 /// # Errors
 /// The server fails as a whole; a failed connection is only its own.
-pub async fn serve(listener: Listener, services: Routes, shutdown: CancellationToken) -> anyhow::Result<()> {
-    let Listener { listener, socket } = listener;
-    serve_all(connections(listener), MAX_STREAMS, services, socket, shutdown).await
+pub fn serve(
+    listener: Listener,
+    services: Routes,
+    shutdown: CancellationToken,
+) -> BoxFuture<'static, anyhow::Result<()>> {
+    Box::pin(async move {
+        let Listener { listener, socket } = listener;
+        serve_all(connections(listener), MAX_STREAMS, services, socket, shutdown).await
+    })
 }
 
 /// The same for other people's clients, at sockets that are where the kubelet has them: device plugins that
@@ -62,13 +69,15 @@ pub async fn serve(listener: Listener, services: Routes, shutdown: CancellationT
 ///
 /// # Errors
 /// As [`serve`].
-pub async fn serve_others(
+pub fn serve_others(
     listener: Listener,
     services: Routes,
     shutdown: CancellationToken,
-) -> anyhow::Result<()> {
-    let Listener { listener, socket } = listener;
-    serve_all(connections_of_others(listener), MAX_STREAMS_OTHERS, services, socket, shutdown).await
+) -> BoxFuture<'static, anyhow::Result<()>> {
+    Box::pin(async move {
+        let Listener { listener, socket } = listener;
+        serve_all(connections_of_others(listener), MAX_STREAMS_OTHERS, services, socket, shutdown).await
+    })
 }
 
 async fn serve_all<C>(

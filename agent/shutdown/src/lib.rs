@@ -15,6 +15,7 @@ mod room;
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use beelet_base::blocking::blocking;
+use beelet_base::work::Work;
 use beelet_model::{request::Request, table::PodTable};
 use beelet_policy::node_shutdown::{self, Periods};
 use beelet_state::{Loaded, State, events::NodeEvents};
@@ -95,15 +96,17 @@ impl Shutdown {
     }
 
     /// Works until `stop`. Returns at once where pods get no time at all.
-    pub async fn run(mut self, stop: CancellationToken) {
-        if self.parts.periods.is_off() {
-            return;
-        }
-        stop.run_until_cancelled(async {
-            self.show_last().await;
-            self.follow().await;
+    pub fn run(mut self, stop: CancellationToken) -> Work {
+        Box::pin(async move {
+            if self.parts.periods.is_off() {
+                return;
+            }
+            stop.run_until_cancelled(async {
+                self.show_last().await;
+                self.follow().await;
+            })
+            .await;
         })
-        .await;
     }
 
     async fn follow(&mut self) {

@@ -32,6 +32,7 @@ pub use self::model::NodeStats;
 pub use self::sampler::{KernelReading, Snapshot};
 
 use self::sampler::Sampler;
+use beelet_base::work::Work;
 use beelet_cgroups::Cgroups;
 use beelet_model::{
     disk::{DiskUse, VolumesUse},
@@ -179,28 +180,30 @@ impl Sampling {
     }
 
     /// Reads for subscribers and questions, until `shutdown`.
-    pub async fn run(mut self, shutdown: CancellationToken) {
-        loop {
-            let tracks = self.sampler.as_ref().is_some_and(Sampler::tracks);
-            let idle = tokio::select! {
-                () = shutdown.cancelled() => return,
-                question = self.inbox.questions.recv() => question,
-                () = self.inbox.viewers.notified() => None,
-                Ok(()) = self.table.changed(), if tracks => {
-                    self.forget_gone();
-                    continue;
-                }
-            };
-            if let Some(question) = idle {
-                self.answer(question).await;
-            }
-            if self.inbox.latest.receiver_count() > 0 {
-                tokio::select! {
+    pub fn run(mut self, shutdown: CancellationToken) -> Work {
+        Box::pin(async move {
+            loop {
+                let tracks = self.sampler.as_ref().is_some_and(Sampler::tracks);
+                let idle = tokio::select! {
                     () = shutdown.cancelled() => return,
-                    () = self.tick() => {}
+                    question = self.inbox.questions.recv() => question,
+                    () = self.inbox.viewers.notified() => None,
+                    Ok(()) = self.table.changed(), if tracks => {
+                        self.forget_gone();
+                        continue;
+                    }
+                };
+                if let Some(question) = idle {
+                    self.answer(question).await;
+                }
+                if self.inbox.latest.receiver_count() > 0 {
+                    tokio::select! {
+                        () = shutdown.cancelled() => return,
+                        () = self.tick() => {}
+                    }
                 }
             }
-        }
+        })
     }
 
     /// Closes what is open of pods that are gone: the next one who looks may come in an hour.

@@ -7,36 +7,39 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::view::{Outcome, TunerRecord, View};
+use beelet_base::work::Work;
 use beelet_state::events::{Object, Recorder};
 
 /// Records an event for each step that `view` shows from now on, and one for a scheduler that is lost, until
 /// `shutdown`. What was only advised is no step.
-pub async fn tell(
+pub fn tell(
     mut view: watch::Receiver<Arc<View>>,
     events: Recorder,
     node: String,
     shutdown: CancellationToken,
-) {
-    let (mut told, mut lost) = (Timestamp::now(), None);
-    while let Some(Ok(())) = shutdown.run_until_cancelled(view.changed()).await {
-        let (history, why) = {
-            let view = view.borrow_and_update();
-            (Arc::clone(&view.history), view.scheduler_lost.clone())
-        };
-        if let Some(why) = why.as_ref().filter(|_| why != lost) {
-            events.warning(Object::node(&node), "TunerSchedulerLost", why.clone());
-        }
-        lost = why;
-        for step in history.iter().filter(|step| step.at > told) {
-            let object = || Object::node(&node);
-            match words(step) {
-                Some((reason, message, true)) => events.normal(object(), reason, message),
-                Some((reason, message, false)) => events.warning(object(), reason, message),
-                None => {}
+) -> Work {
+    Box::pin(async move {
+        let (mut told, mut lost) = (Timestamp::now(), None);
+        while let Some(Ok(())) = shutdown.run_until_cancelled(view.changed()).await {
+            let (history, why) = {
+                let view = view.borrow_and_update();
+                (Arc::clone(&view.history), view.scheduler_lost.clone())
+            };
+            if let Some(why) = why.as_ref().filter(|_| why != lost) {
+                events.warning(Object::node(&node), "TunerSchedulerLost", why.clone());
             }
+            lost = why;
+            for step in history.iter().filter(|step| step.at > told) {
+                let object = || Object::node(&node);
+                match words(step) {
+                    Some((reason, message, true)) => events.normal(object(), reason, message),
+                    Some((reason, message, false)) => events.warning(object(), reason, message),
+                    None => {}
+                }
+            }
+            told = history.last().map_or(told, |step| step.at.max(told));
         }
-        told = history.last().map_or(told, |step| step.at.max(told));
-    }
+    })
 }
 
 /// The event's reason and message, and whether all went its way; None for an advice.

@@ -44,6 +44,7 @@ pub use self::{
 };
 use self::{foreign::Foreign, targets::Targets};
 use beelet_base::clock::processor_time;
+use beelet_base::work::Work;
 use beelet_cgroups::Cgroups;
 use beelet_model::table::PodTable;
 use beelet_policy::tuner::TunerMode;
@@ -111,45 +112,47 @@ fn longer_pause(interval: Duration, took: Duration) -> Option<Duration> {
 }
 
 /// Runs until `shutdown`, then gives back all that is held.
-pub async fn run(parts: Parts, shutdown: CancellationToken) {
-    if parts.settings.mode == TunerMode::Off {
-        let history = history::History::load(&parts.state).shown();
-        parts.view.send_replace(Arc::new(View { history, ..View::off() }));
-        return;
-    }
-    let (mut engine, mut finder) = (parts.engine(), parts.finder());
-    let mut ticks = interval(parts.settings.interval);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        tokio::select! {
-            () = shutdown.cancelled() => break,
-            _ = ticks.tick() => {}
+pub fn run(parts: Parts, shutdown: CancellationToken) -> Work {
+    Box::pin(async move {
+        if parts.settings.mode == TunerMode::Off {
+            let history = history::History::load(&parts.state).shown();
+            parts.view.send_replace(Arc::new(View { history, ..View::off() }));
+            return;
         }
-        let (table, mut moved) = (Arc::clone(&parts.table.borrow()), finder);
-        let ticked = spawn_blocking(move || {
-            let (now, before) = (Instant::now().into_std(), processor_time());
-            let pods = moved.find(&table, &mut engine, now);
-            let view = engine.tick(&pods, now);
-            (engine, moved, view, processor_time().saturating_sub(before))
-        });
-        (engine, finder) = match ticked.await {
-            Ok((engine, finder, view, took)) => {
-                parts.view.send_replace(Arc::new(view));
-                if let Some(pause) = longer_pause(parts.settings.interval, took) {
-                    ticks.reset_after(pause);
+        let (mut engine, mut finder) = (parts.engine(), parts.finder());
+        let mut ticks = interval(parts.settings.interval);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                () = shutdown.cancelled() => break,
+                _ = ticks.tick() => {}
+            }
+            let (table, mut moved) = (Arc::clone(&parts.table.borrow()), finder);
+            let ticked = spawn_blocking(move || {
+                let (now, before) = (Instant::now().into_std(), processor_time());
+                let pods = moved.find(&table, &mut engine, now);
+                let view = engine.tick(&pods, now);
+                (engine, moved, view, processor_time().saturating_sub(before))
+            });
+            (engine, finder) = match ticked.await {
+                Ok((engine, finder, view, took)) => {
+                    parts.view.send_replace(Arc::new(view));
+                    if let Some(pause) = longer_pause(parts.settings.interval, took) {
+                        ticks.reset_after(pause);
+                    }
+                    (engine, finder)
                 }
-                (engine, finder)
-            }
-            Err(failed) => {
-                error!(%failed, "the tuner failed; it starts anew, with everything given back");
-                (parts.recovered_engine().await, parts.finder())
-            }
-        };
-    }
-    let restored = spawn_blocking(move || engine.restore()).await.unwrap_or_default();
-    if restored > 0 {
-        info!(settings = restored, "all that the tuner held is given back");
-    }
+                Err(failed) => {
+                    error!(%failed, "the tuner failed; it starts anew, with everything given back");
+                    (parts.recovered_engine().await, parts.finder())
+                }
+            };
+        }
+        let restored = spawn_blocking(move || engine.restore()).await.unwrap_or_default();
+        if restored > 0 {
+            info!(settings = restored, "all that the tuner held is given back");
+        }
+    })
 }
 
 /// Finds the pods that run.

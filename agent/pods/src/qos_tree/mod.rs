@@ -29,6 +29,7 @@ pub use self::metrics::{Level, Metrics};
 use self::{orphans::Orphans, wanted::Wanted};
 use crate::error::Error;
 use beelet_base::blocking::blocking;
+use beelet_base::work::Work;
 use beelet_cgroups::{Adjust, Adjusted, Cgroups};
 use beelet_cri::Runtime;
 use beelet_model::{
@@ -85,41 +86,43 @@ pub struct Parts {
 }
 
 /// Follows the table until `shutdown`.
-pub async fn follow(parts: Parts, shutdown: CancellationToken) {
-    let check = parts.check;
-    let mut keeper = Keeper::new(parts);
-    let (mut next_check, mut pause) = (Instant::now() + check, RETRY);
-    let mut everything = true;
-    let mut rewrites = keeper.parts.cgroups.rewrites();
-    loop {
-        let table = Arc::clone(&keeper.parts.table.borrow_and_update());
-        if keeper.sync(&table, everything).await {
-            pause = RETRY;
-        } else {
-            next_check = next_check.min(Instant::now() + pause);
-            pause = (pause * 2).min(check);
-        }
-        if everything {
-            keeper.orphans.look(&keeper.parts, &table).await;
-        }
-        tokio::select! {
-            () = shutdown.cancelled() => return,
-            changed = keeper.parts.table.changed() => {
-                if changed.is_err() {
-                    return;
+pub fn follow(parts: Parts, shutdown: CancellationToken) -> Work {
+    Box::pin(async move {
+        let check = parts.check;
+        let mut keeper = Keeper::new(parts);
+        let (mut next_check, mut pause) = (Instant::now() + check, RETRY);
+        let mut everything = true;
+        let mut rewrites = keeper.parts.cgroups.rewrites();
+        loop {
+            let table = Arc::clone(&keeper.parts.table.borrow_and_update());
+            if keeper.sync(&table, everything).await {
+                pause = RETRY;
+            } else {
+                next_check = next_check.min(Instant::now() + pause);
+                pause = (pause * 2).min(check);
+            }
+            if everything {
+                keeper.orphans.look(&keeper.parts, &table).await;
+            }
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                changed = keeper.parts.table.changed() => {
+                    if changed.is_err() {
+                        return;
+                    }
+                    everything = false;
                 }
-                everything = false;
-            }
-            () = rewritten(&mut rewrites) => {
-                next_check = next_check.min(Instant::now() + REWRITE);
-                everything = false;
-            }
-            () = tokio::time::sleep_until(next_check) => {
-                next_check = Instant::now() + check;
-                everything = true;
+                () = rewritten(&mut rewrites) => {
+                    next_check = next_check.min(Instant::now() + REWRITE);
+                    everything = false;
+                }
+                () = tokio::time::sleep_until(next_check) => {
+                    next_check = Instant::now() + check;
+                    everything = true;
+                }
             }
         }
-    }
+    })
 }
 
 /// Waits until somebody else has written all values anew; for ever where nobody does that.

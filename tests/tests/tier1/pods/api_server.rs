@@ -71,7 +71,7 @@ impl Cluster {
             written: watch::Sender::new(None),
         };
         let client = std::future::ready(client);
-        let working = tokio::spawn(workload.run(client, inputs, stop.clone()));
+        let working = tokio::spawn(workload.run(Box::pin(client), inputs, stop.clone()));
         Cluster { node, api, stop, working, _identity: identity, _object: object }
     }
 
