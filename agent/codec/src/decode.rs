@@ -61,21 +61,28 @@ fn visit_mut(value: &mut Value, pattern: &str, f: &mut impl FnMut(&mut Value)) {
 }
 
 /// Decodes an object, and finds the fields that such an object does not have; or finds every field that has
-/// the wrong type.
+/// the wrong type, and with them the fields that it doesn't have.
 pub(crate) fn object<T: DeserializeOwned + Serialize>(
     value: &Value,
 ) -> Result<(T, Vec<Problem>), Vec<Problem>> {
     let decoded: T =
         serde_path_to_error::deserialize(value).map_err(|error| type_errors::<T>(value, error))?;
-    let mut unknown = Vec::new();
-    if let Ok(known) = serde_json::to_value(&decoded) {
-        unknown_fields(value, &known, &mut String::new(), &mut unknown);
-    }
+    let unknown = unknown_to(&decoded, value);
     Ok((decoded, unknown))
 }
 
-/// Every field that has the wrong type; `error` is the first one.
-fn type_errors<T: DeserializeOwned>(
+/// The fields of `written` that `decoded`, which was made from it, does not have.
+fn unknown_to<T: Serialize>(decoded: &T, written: &Value) -> Vec<Problem> {
+    let mut unknown = Vec::new();
+    if let Ok(known) = serde_json::to_value(decoded) {
+        unknown_fields(written, &known, &mut String::new(), &mut unknown);
+    }
+    unknown
+}
+
+/// Every field that has the wrong type, and then those that such an object does not have; `error` is the
+/// first one.
+fn type_errors<T: DeserializeOwned + Serialize>(
     value: &Value,
     mut error: serde_path_to_error::Error<serde_json::Error>,
 ) -> Vec<Problem> {
@@ -88,7 +95,10 @@ fn type_errors<T: DeserializeOwned>(
             return problems;
         }
         match serde_path_to_error::deserialize::<_, T>(&value) {
-            Ok(_) => return problems,
+            Ok(decoded) => {
+                problems.extend(unknown_to(&decoded, &value));
+                return problems;
+            }
             Err(next) => error = next,
         }
     }

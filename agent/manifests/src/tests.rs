@@ -206,6 +206,10 @@ fn all_errors_come_at_once_in_the_order_of_the_file() {
 fn type_errors_come_all_at_once_too() {
     let error = error_of(&with_container("stdin: 1\ntty: 2\nargs: 3\ncommand: [4, 5]")).to_string();
     assert_eq!(error.lines().count(), 4, "{error}");
+    // A misspelt field has no effect beside right ones. Beside a wrong one it is told with it.
+    let error = error_of(&with_container("stdin: 1\nstdinOnse: true")).to_string();
+    assert_eq!(error.lines().count(), 2, "{error}");
+    assert!(error.contains("spec.containers[0].stdinOnse: there is no such field"), "{error}");
 }
 
 #[test]
