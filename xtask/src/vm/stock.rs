@@ -92,7 +92,7 @@ WantedBy=multi-user.target
 pub(super) fn run(name: &str, agent: Option<&Path>, deadline: Duration, write_docs: bool) -> Result<()> {
     let stock = known(name)?;
     let began = Instant::now();
-    let (work, root) = unpacked(stock)?;
+    let (work, root, _lock) = unpacked(stock)?;
     install(&root, stock, agent)?;
     let machine = Machine::new(stock, &work, root)?;
     let made = began.elapsed();
@@ -117,15 +117,21 @@ fn known(name: &str) -> Result<&'static Stock> {
     found.with_context(|| format!("there is no machine {name}; there are: {}", known.join(", ")))
 }
 
-/// The machine's folder, and in it a new one with what Debian's packages make.
-fn unpacked(stock: &Stock) -> Result<(PathBuf, PathBuf)> {
+/// The machine's folder, and in it a new one with what Debian's packages make. The folder is this run's alone
+/// as long as the file is open.
+fn unpacked(stock: &Stock) -> Result<(PathBuf, PathBuf, fs::File)> {
     let machines = super::work().join("machines");
     let work = machines.join(stock.name);
     fs::create_dir_all(&work).with_context(|| format!("could not make {}", work.display()))?;
+    let file = work.join("lock");
+    let lock = fs::File::create(&file).with_context(|| format!("could not make {}", file.display()))?;
+    if lock.try_lock().is_err() {
+        bail!("another run uses {} now: wait for its end", work.display());
+    }
     let root = work.join("root");
     let packages = rootfs::packages(&machines, "machine", stock.release, PACKAGES, Made::Installed)?;
     rootfs::unpack(&packages, &root)?;
-    Ok((work, root))
+    Ok((work, root, lock))
 }
 
 /// Every check passed, and the last one came.

@@ -72,7 +72,7 @@ pub(crate) fn end_to_end(wanted: &EndToEnd<'_>) -> Result<()> {
     if driver == "systemd" && stock.cgroups != "v2" {
         bail!("{} has cgroups of version 1, which systemd's driver is not for", stock.name);
     }
-    let (work, root) = unpacked(stock)?;
+    let (work, root, _lock) = unpacked(stock)?;
     let (plan, all) = install(&root, stock, wanted, driver)?;
     let machine = Machine::new(stock, &work, root)?;
     machine.make_disks()?;
