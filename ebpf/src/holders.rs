@@ -6,17 +6,16 @@
 //! `PRESSURE_FLOOR_NS`. For the scheduler's hook alone: nothing comes between on this CPU.
 
 use aya_ebpf::Global;
-use beelet_ebpf_abi::{HELD_HALF_LIFE_BITS, Held, Holders, MAX_HELD, NOBODY, Running, STRETCHES, Stretch};
+use beelet_ebpf_abi::{HALF_LIFE_BITS, NOBODY, Running, STRETCHES, Stretch};
 
 use crate::{
     containers::slot,
     maps::{HOLDERS, RUNNING},
+    shares::{add, age},
     tasks::Task,
 };
 
-/// [`MAX_HELD`] and [`STRETCHES`], which the verifier knows and the compiler doesn't: it would write the
-/// loops out.
-static HELD: Global<u32> = Global::new(MAX_HELD as u32);
+/// [`STRETCHES`], which the verifier knows and the compiler doesn't: it would write the loop out.
 static WALKED: Global<u32> = Global::new(STRETCHES as u32);
 
 /// Notes that the thread `next`, of that cgroup, has this CPU from `now` on.
@@ -47,8 +46,8 @@ pub(crate) extern "C" fn waited_for(cgroup_id: u64, all: u64, here: u64, now: u6
     let (Some(found), Some(cpu)) = (HOLDERS.get_ptr_mut(slot), RUNNING.get_ptr(0)) else { return all };
     // SAFETY: this CPU's live elements, and nothing comes between.
     let (found, cpu) = unsafe { (&mut *found, &*cpu) };
-    age(found, cgroup_id, now.wrapping_add(cpu.ahead_ns) >> HELD_HALF_LIFE_BITS);
-    found.waited_ns = found.waited_ns.wrapping_add(all);
+    age(found, cgroup_id, now.wrapping_add(cpu.ahead_ns) >> HALF_LIFE_BITS);
+    found.total = found.total.wrapping_add(all);
     let newest = cpu.newest;
     let (mut left, mut until) = (here, now);
     let mut back = 0;
@@ -67,58 +66,11 @@ pub(crate) extern "C" fn waited_for(cgroup_id: u64, all: u64, here: u64, now: u6
     left
 }
 
-/// Halves what is old, and clears what is another cgroup's.
-#[inline(always)]
-fn age(found: &mut Holders, cgroup_id: u64, epoch: u64) {
-    let passed = epoch.wrapping_sub(found.epoch);
-    if found.cgroup_id == cgroup_id && passed == 0 {
-        return;
-    }
-    // Nothing is left after 63 halvings. The next is also where the clock went back, as it never does.
-    let by = if found.cgroup_id != cgroup_id || passed > 63 { 64 } else { passed };
-    found.cgroup_id = cgroup_id;
-    found.epoch = epoch;
-    found.waited_ns = halved(found.waited_ns, by);
-    let mut index = 0;
-    while index < HELD.load() {
-        let held = &mut found.held[core::hint::black_box(index) as usize % MAX_HELD];
-        // Hidden, too: of a loop that only clears, the compiler would make a `memset`, which BPF lacks.
-        held.held_ns = halved(held.held_ns, core::hint::black_box(by));
-        if held.held_ns == 0 {
-            held.cgroup_id = 0;
-        }
-        index += 1;
-    }
-}
-
-#[inline(always)]
-fn halved(value: u64, by: u64) -> u64 {
-    if by > 63 { 0 } else { value >> by }
-}
-
 /// Adds time during which `holder` had the CPU to the owner's of a slot. Returns that one's time now.
 #[inline(never)]
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn charge(slot: u32, holder: u64, part_ns: u64) -> u64 {
     let Some(found) = HOLDERS.get_ptr_mut(slot) else { return 0 };
     // SAFETY: as in `waited_for`.
-    let found = unsafe { &mut *found };
-    let (mut place, mut least) = (0, u64::MAX);
-    let mut index = 0;
-    while index < HELD.load() {
-        let held = found.held[core::hint::black_box(index) as usize % MAX_HELD];
-        if held.cgroup_id == holder {
-            place = index;
-            least = held.held_ns;
-            break;
-        }
-        if held.held_ns < least {
-            place = index;
-            least = held.held_ns;
-        }
-        index += 1;
-    }
-    let held_ns = least.wrapping_add(part_ns);
-    found.held[core::hint::black_box(place) as usize % MAX_HELD] = Held { cgroup_id: holder, held_ns };
-    held_ns
+    add(unsafe { &mut *found }, holder, part_ns)
 }

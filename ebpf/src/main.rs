@@ -28,6 +28,7 @@ mod oom;
 mod pressure;
 mod reclaim;
 mod sched;
+mod shares;
 mod sockets;
 mod tasks;
 mod traffic;

@@ -9,9 +9,9 @@ use aya_ebpf::{
     macros::btf_map,
 };
 use beelet_ebpf_abi::{
-    ANCESTRY_SLOTS, Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, Holders,
-    ListenerRecord, MAX_ADDRESSES, MAX_CONTAINERS, MAX_EXITED, MAX_LISTENERS, MAX_TASKS, Meta, Pressure,
-    RING_BYTES, Running, Settings, Slot, SocketCookie, TaskKey, TaskState,
+    ANCESTRY_SLOTS, Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, ListenerRecord,
+    MAX_ADDRESSES, MAX_CONTAINERS, MAX_EXITED, MAX_LISTENERS, MAX_TASKS, Meta, Pressure, RING_BYTES, Running,
+    Settings, Shares, Slot, SocketCookie, TaskKey, TaskState, reclaim,
 };
 
 /// The sockets that listen now.
@@ -57,7 +57,11 @@ pub(crate) static SLOTS: Array<Slot, MAX_CONTAINERS, { BPF_F_MMAPABLE as usize }
 /// Who had the CPUs while each of these waited: beside `CONTAINERS`, which the scheduler's hooks touch much
 /// more often, and read only of those that waited.
 #[btf_map]
-pub(crate) static HOLDERS: PerCpuArray<Holders, MAX_CONTAINERS> = PerCpuArray::new();
+pub(crate) static HOLDERS: PerCpuArray<Shares, MAX_CONTAINERS> = PerCpuArray::new();
+
+/// Whose threads had to free memory for what they needed, by the kind of reclaim.
+#[btf_map]
+pub(crate) static RECLAIMERS: PerCpuArray<Shares, { reclaim::KINDS }> = PerCpuArray::new();
 
 /// What the edges about pressure are decided from.
 ///

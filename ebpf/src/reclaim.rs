@@ -1,5 +1,6 @@
 //! How long threads of a cgroup look for free memory instead of running: because their own cgroup is at its
-//! limit, or because the whole machine is short.
+//! limit, or because the whole machine is short. And who makes that necessary: a thread frees memory as it
+//! needs some, so those that grow are those that free most.
 //!
 //! The hooks run in the thread that reclaims, so it is the current one that counts, whatever the tracepoints
 //! pass (their arguments have been reordered between kernels). Work that a kernel thread does for a cgroup
@@ -10,14 +11,17 @@ use aya_ebpf::{
     macros::btf_tracepoint,
     programs::BtfTracePointContext,
 };
-use beelet_ebpf_abi::{Counters, fields::group, pressure};
+use beelet_ebpf_abi::{Counters, HALF_LIFE_BITS, fields::group, pressure, reclaim};
 
 use crate::{
+    args::argument,
     atomic::atomic_add,
     containers::{counters, pod_of_uncached},
     events::is_current,
-    kernel::known,
+    kernel::{POS_DIRECT_RECLAIMED, POS_MEMCG_RECLAIMED, known},
+    maps::RECLAIMERS,
     pressure::waited,
+    shares::{add, age},
     tasks::Task,
 };
 
@@ -32,13 +36,19 @@ pub(crate) fn direct_reclaim_begin(_ctx: BtfTracePointContext) -> i32 {
 }
 
 #[btf_tracepoint(function = "mm_vmscan_memcg_reclaim_end")]
-pub(crate) fn memcg_reclaim_end(_ctx: BtfTracePointContext) -> i32 {
-    end(|counters| (&raw mut counters.memcg_reclaim_ns, &raw mut counters.memcg_reclaims))
+pub(crate) fn memcg_reclaim_end(ctx: BtfTracePointContext) -> i32 {
+    let freed = argument(&ctx, &POS_MEMCG_RECLAIMED);
+    end(reclaim::MEMCG, freed, |counters| {
+        (&raw mut counters.memcg_reclaim_ns, &raw mut counters.memcg_reclaims)
+    })
 }
 
 #[btf_tracepoint(function = "mm_vmscan_direct_reclaim_end")]
-pub(crate) fn direct_reclaim_end(_ctx: BtfTracePointContext) -> i32 {
-    end(|counters| (&raw mut counters.direct_reclaim_ns, &raw mut counters.direct_reclaims))
+pub(crate) fn direct_reclaim_end(ctx: BtfTracePointContext) -> i32 {
+    let freed = argument(&ctx, &POS_DIRECT_RECLAIMED);
+    end(reclaim::DIRECT, freed, |counters| {
+        (&raw mut counters.direct_reclaim_ns, &raw mut counters.direct_reclaims)
+    })
 }
 
 #[inline(always)]
@@ -58,8 +68,9 @@ fn begin() -> i32 {
     0
 }
 
+/// A thread has freed so many pages.
 #[inline(always)]
-fn end(fields: impl FnOnce(&mut Counters) -> (*mut u64, *mut u64)) -> i32 {
+fn end(kind: u32, freed: u64, fields: impl FnOnce(&mut Counters) -> (*mut u64, *mut u64)) -> i32 {
     if !known::<{ group::CGROUP }>() || !is_current() {
         return 0;
     }
@@ -75,6 +86,10 @@ fn end(fields: impl FnOnce(&mut Counters) -> (*mut u64, *mut u64)) -> i32 {
         return 0;
     }
     let (cgroup, cgroup_id) = task.cgroup();
+    // Also outside pods: what the machine's daemons need, pods miss.
+    if freed > 0 {
+        charge_freed(kind, cgroup_id, freed, now);
+    }
     let pod = pod_of_uncached(cgroup);
     if pod.is_none() {
         return 0;
@@ -89,4 +104,19 @@ fn end(fields: impl FnOnce(&mut Counters) -> (*mut u64, *mut u64)) -> i32 {
     }
     waited::<{ pressure::RECLAIM as usize }>(cgroup_id, pod.qos, now - since, now);
     0
+}
+
+/// Adds pages to those that threads of a cgroup have freed. Returns how many these are now.
+///
+/// A function that the verifier checks by itself: the same for both programs, of which neither interrupts
+/// itself on one CPU, and each has an element of its own.
+#[inline(never)]
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn charge_freed(kind: u32, cgroup_id: u64, pages: u64, now: u64) -> u64 {
+    let Some(found) = RECLAIMERS.get_ptr_mut(kind) else { return 0 };
+    // SAFETY: this CPU's live element, and nothing that writes it comes between.
+    let found = unsafe { &mut *found };
+    age(found, 0, now >> HALF_LIFE_BITS);
+    found.total = found.total.wrapping_add(pages);
+    add(found, cgroup_id, pages)
 }

@@ -119,6 +119,7 @@ fn print_commands(kernel: &Kernel, pins: &Path) {
             "SETTINGS" => "which cgroups are pods', and from what on waiting is told",
             "CONTAINERS" => "what each container used, waited for and moved, for each CPU",
             "HOLDERS" => "who had each CPU while these waited for it",
+            "RECLAIMERS" => "whose threads had to free memory, for each CPU",
             "SLOTS" => "which of these is which container's",
             "PRESSURE" => "what the edges about waiting are decided from",
             "RUNNING" => "which container runs on each CPU",

@@ -6,8 +6,8 @@ use super::pins::{self, MAPS};
 use super::{KernelError, MapMemory, sys};
 use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray};
 use beelet_ebpf_abi::{
-    Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, Held, Holders, ListenerRecord,
-    Meta, Pressure, Running, Settings, Slot, SocketCookie, Stretch, TaskKey, TaskState,
+    Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, ListenerRecord, Meta, Part,
+    Pressure, Running, Settings, Shares, Slot, SocketCookie, Stretch, TaskKey, TaskState,
 };
 use serde_json::{Map as Object, Value, json};
 use std::os::fd::{AsFd, OwnedFd};
@@ -124,7 +124,8 @@ pub fn dump(bpffs: &Path, pin_name: &str, name: &str) -> Result<Vec<Value>, Kern
         "RUNNING" => per_cpu_array::<Running>(map, name),
         "ANCESTRY" => per_cpu_array::<Ancestry>(map, name),
         "CONTAINERS" => per_cpu_array::<Counters>(map, name),
-        "HOLDERS" => per_cpu_array::<Holders>(map, name),
+        "HOLDERS" => per_cpu_array::<Shares>(map, name),
+        "RECLAIMERS" => per_cpu_array::<Shares>(map, name),
         "SLOTS" => slots(map, name),
         "EVENTS" => Err(KernelError::new(
             "EVENTS is the ring buffer: what goes through it is read once, by the agent",
@@ -232,7 +233,7 @@ macro_rules! show_arrays {
     )+};
 }
 
-show_arrays!(Stretch, Held);
+show_arrays!(Stretch, Part);
 
 macro_rules! show {
     ($($type:ident { $($field:ident),+ })+) => {$(
@@ -265,8 +266,8 @@ show! {
         since_ns, ahead_ns, compared_ns, cgroup_id, pod_id, wait_ns, qos, waited, newest, stretches
     }
     Stretch { cgroup_id, since_ns }
-    Holders { cgroup_id, epoch, waited_ns, held }
-    Held { cgroup_id, held_ns }
+    Shares { cgroup_id, epoch, total, parts }
+    Part { cgroup_id, amount }
     Ancestry { cgroup_id, pod_id, qos, generation }
     Slot { cgroup_id }
     Counters {

@@ -26,6 +26,7 @@ pub mod quota;
 pub mod reader;
 mod scheduler;
 mod settings;
+mod shares;
 mod stale_counters;
 mod sweep;
 mod sys;
@@ -38,7 +39,7 @@ pub use capability::{Capability, NOT_NEEDED, ProgramInfo, programs};
 pub use check::{AcceptQueues, CheckTarget, CheckedNetns, Checker, Found};
 pub use edges::{Edge, Edges, Interest, PressureKind};
 pub use error::KernelError;
-pub use holders::{Interference, WaitedFor};
+pub use holders::{Interference, Interfering, Reclaimers, WaitedFor};
 pub use inspect::{Pinned, PinnedProgram, RunStatistics, count_runs, dump, pinned};
 pub use listeners::{Listener, Listeners};
 pub use measures::{Measures, wait_bucket_floor_ns};
@@ -266,8 +267,9 @@ impl Kernel {
             || containers::Containers::open(map("SLOTS")?, loader::duplicate(map("CONTAINERS")?)?);
         let pressure = loader::duplicate(map("PRESSURE")?)?;
         let stale_counters = stale_counters::StaleCounters::new(containers()?, pressure, &options.cgroup)?;
-        let [running, holders] = ["RUNNING", "HOLDERS"].map(|name| map(name).and_then(loader::duplicate));
-        let measures = Measures::new(containers()?, running?, holders?)?;
+        let [running, holders, reclaimers] =
+            ["RUNNING", "HOLDERS", "RECLAIMERS"].map(|name| map(name).and_then(loader::duplicate));
+        let measures = Measures::new(containers()?, [running?, holders?, reclaimers?])?;
         let drops = |data: MapData| -> Result<PerCpuArray<MapData, Drops>, KernelError> {
             aya::maps::Map::from_map_data(data)
                 .and_then(PerCpuArray::try_from)

@@ -3,8 +3,9 @@
 use super::KernelError;
 use super::containers::{Containers, add};
 use super::holders::WaitedFor;
+use super::shares::Sum;
 use aya::maps::{Map, MapData, PerCpuArray, PerCpuValues};
-use beelet_ebpf_abi::{Counters, FIRST_BUCKET_BITS, Holders, Running, WAIT_BUCKETS};
+use beelet_ebpf_abi::{Counters, FIRST_BUCKET_BITS, Running, Shares, WAIT_BUCKETS, reclaim};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -26,22 +27,26 @@ impl std::fmt::Debug for Measures {
 struct Maps {
     containers: Containers,
     running: PerCpuArray<MapData, Running>,
-    holders: PerCpuArray<MapData, Holders>,
+    holders: PerCpuArray<MapData, Shares>,
+    reclaimers: PerCpuArray<MapData, Shares>,
+}
+
+fn per_cpu<T: aya::Pod>(map: MapData, name: &str) -> Result<PerCpuArray<MapData, T>, KernelError> {
+    Map::from_map_data(map).and_then(PerCpuArray::try_from).map_err(|error| KernelError::map(name, &error))
 }
 
 impl Measures {
     pub(super) fn new(
         containers: Containers,
-        running: MapData,
-        holders: MapData,
+        [running, holders, reclaimers]: [MapData; 3],
     ) -> Result<Measures, KernelError> {
-        let running = Map::from_map_data(running)
-            .and_then(PerCpuArray::try_from)
-            .map_err(|error| KernelError::map("RUNNING", &error))?;
-        let holders = Map::from_map_data(holders)
-            .and_then(PerCpuArray::try_from)
-            .map_err(|error| KernelError::map("HOLDERS", &error))?;
-        Ok(Measures { maps: Arc::new(Maps { containers, running, holders }) })
+        let maps = Maps {
+            containers,
+            running: per_cpu(running, "RUNNING")?,
+            holders: per_cpu(holders, "HOLDERS")?,
+            reclaimers: per_cpu(reclaimers, "RECLAIMERS")?,
+        };
+        Ok(Measures { maps: Arc::new(maps) })
     }
 
     /// The counters of every cgroup that did anything yet, by cgroup2 id: all CPUs added up, with what its
@@ -97,17 +102,36 @@ impl Measures {
     /// # Errors
     /// The kernel refused to read a map.
     pub fn waited_for(&self, wanted: impl Fn(u64) -> bool) -> Result<BTreeMap<u64, WaitedFor>, KernelError> {
-        let mut found: BTreeMap<u64, WaitedFor> = BTreeMap::new();
+        let now_ns = super::monotonic_ns();
+        Ok(self.held(wanted)?.into_iter().map(|(id, sum)| (id, WaitedFor::at(&sum, now_ns))).collect())
+    }
+
+    pub(super) fn held(&self, wanted: impl Fn(u64) -> bool) -> Result<BTreeMap<u64, Sum>, KernelError> {
+        let mut found: BTreeMap<u64, Sum> = BTreeMap::new();
         for taken in self.maps.containers.taken().filter(|taken| wanted(taken.cgroup_id)) {
             let cpus = self.maps.holders.get(&taken.slot, 0);
             let cpus = cpus.map_err(|error| KernelError::map("HOLDERS", &error))?;
             let now_ns = super::monotonic_ns();
             for cpu in cpus.iter().filter(|cpu| cpu.cgroup_id == taken.cgroup_id) {
-                found.entry(taken.cgroup_id).or_insert_with(|| WaitedFor::none(now_ns)).add(cpu, now_ns);
+                found.entry(taken.cgroup_id).or_insert_with(|| Sum::none(now_ns)).add(cpu, now_ns);
             }
         }
-        found.values_mut().for_each(WaitedFor::sort);
+        found.values_mut().for_each(Sum::sort);
         Ok(found)
+    }
+
+    /// Pages that the threads of each cgroup freed, in direct reclaim and in that of cgroups.
+    pub(super) fn freed(&self) -> Result<[Sum; 2], KernelError> {
+        let of = |kind: u32| {
+            let cpus = self.maps.reclaimers.get(&kind, 0);
+            let cpus = cpus.map_err(|error| KernelError::map("RECLAIMERS", &error))?;
+            let now_ns = super::monotonic_ns();
+            let mut sum = Sum::none(now_ns);
+            cpus.iter().for_each(|cpu| sum.add(cpu, now_ns));
+            sum.sort();
+            Ok::<Sum, KernelError>(sum)
+        };
+        Ok([of(reclaim::DIRECT)?, of(reclaim::MEMCG)?])
     }
 
     fn counted(&self, cgroup_id: u64) -> Result<Option<Counters>, KernelError> {

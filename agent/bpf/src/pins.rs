@@ -11,8 +11,8 @@ use super::sys::{self, ObjectKind};
 use aya::maps::{Array, Map, MapData, MapType};
 use beelet_ebpf_abi::{
     ABI_VERSION, ANCESTRY_SLOTS, Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey,
-    Holders, ListenerRecord, MAGIC, MAX_ADDRESSES, MAX_CONTAINERS, MAX_EXITED, MAX_LISTENERS, MAX_TASKS,
-    Meta, Pressure, RING_BYTES, Running, Settings, Slot, SocketCookie, TaskKey, TaskState,
+    ListenerRecord, MAGIC, MAX_ADDRESSES, MAX_CONTAINERS, MAX_EXITED, MAX_LISTENERS, MAX_TASKS, Meta,
+    Pressure, RING_BYTES, Running, Settings, Shares, Slot, SocketCookie, TaskKey, TaskState, reclaim,
 };
 use rustix::mount::{MountFlags, UnmountFlags};
 use std::os::fd::AsFd;
@@ -97,7 +97,8 @@ pub(super) const MAPS: &[MapShape] = &[
     shape("DROPS", MapType::PerCpuArray, 4, size_of::<Drops>(), 1),
     shape("SETTINGS", MapType::Array, 4, size_of::<Settings>(), 1),
     shape("CONTAINERS", MapType::PerCpuArray, 4, size_of::<Counters>(), MAX_CONTAINERS),
-    shape("HOLDERS", MapType::PerCpuArray, 4, size_of::<Holders>(), MAX_CONTAINERS),
+    shape("HOLDERS", MapType::PerCpuArray, 4, size_of::<Shares>(), MAX_CONTAINERS),
+    shape("RECLAIMERS", MapType::PerCpuArray, 4, size_of::<Shares>(), reclaim::KINDS),
     shape("SLOTS", MapType::Array, 4, size_of::<Slot>(), MAX_CONTAINERS),
     shape("PRESSURE", MapType::Hash, size_of::<CgroupKey>(), size_of::<Pressure>(), MAX_CONTAINERS),
     shape("RUNNING", MapType::PerCpuArray, 4, size_of::<Running>(), 1),

@@ -1,64 +1,97 @@
-//! Whom a container waited for, as a sentence: "waited 14 % of the last minute, mostly for batch-7 (62 %) and
+//! Who made a container wait, as a sentence: "waited 14 % of the last minute, mostly for batch-7 (62 %) and
 //! system.slice/containerd.service (21 %)".
 
-use beelet_proto::beelet::{SignalContainer, SignalHolder};
+use beelet_proto::beelet::{SignalContainer, SignalHolder, SignalWaitedFor};
 
 use crate::plain;
 
 /// Less of the minute is not worth a sentence.
 const LEAST_WAIT: f64 = 0.01;
-/// Who had the CPU for less of the wait is not named.
+/// Who had less of it is not named.
 const LEAST_SHARE: f64 = 0.05;
 
-/// The sentence about a container of the pod `namespace`/`pod`; `None` if it hardly waited for a CPU.
-pub(crate) fn sentence(container: &SignalContainer, namespace: &str, pod: &str) -> Option<String> {
-    let waited = container.waited_for.as_ref().filter(|waited| waited.some >= LEAST_WAIT)?;
-    let mut named: Vec<(String, f64)> = Vec::new();
-    for holder in &waited.holders {
-        let who = who(holder, namespace, pod, &container.name);
-        // Several containers of one pod are one.
-        match named.iter_mut().find(|(known, _)| *known == who) {
-            Some((_, share)) => *share += holder.share,
-            None => named.push((who, holder.share)),
-        }
-    }
-    named.retain(|(_, share)| *share >= LEAST_SHARE);
-    named.sort_by(|(_, a), (_, b)| b.total_cmp(a));
-    let words: Vec<String> =
-        named.iter().map(|(who, share)| format!("{who} ({:.0} %)", share.min(1.0) * 100.0)).collect();
-    let whom = match &words[..] {
-        [] => String::new(),
-        [one] => format!(", mostly for {one}"),
-        [some @ .., last] => format!(", mostly for {} and {last}", some.join(", ")),
-    };
-    Some(format!("waited {:.0} % of the last minute{whom}", waited.some * 100.0))
+/// What a container of the pod `namespace`/`pod` waits for.
+#[derive(Clone, Copy)]
+struct Waiting<'a> {
+    waited: Option<&'a SignalWaitedFor>,
+    container: &'a str,
+    namespace: &'a str,
+    pod: &'a str,
+    /// What it calls itself, and its own bound.
+    own: [&'a str; 2],
 }
 
-fn who(holder: &SignalHolder, namespace: &str, pod: &str, container: &str) -> String {
-    let is_own = (holder.namespace.as_str(), holder.pod.as_str()) == (namespace, pod);
-    if is_own && holder.container == container {
-        "its own threads".to_owned()
-    } else if is_own {
-        "the pod's other containers".to_owned()
-    } else if !holder.pod.is_empty() && holder.namespace == namespace {
-        plain::line(&holder.pod).into_owned()
-    } else if !holder.pod.is_empty() {
-        plain::line(&format!("{}/{}", holder.namespace, holder.pod)).into_owned()
-    } else if holder.cgroup == "/" {
-        "kernel threads".to_owned()
-    } else if !holder.cgroup.is_empty() {
-        plain::line(holder.cgroup.trim_start_matches('/')).into_owned()
-    } else if holder.own_quota {
-        "its own CPU quota".to_owned()
-    } else {
-        "what is gone".to_owned()
+/// The sentence about a container of the pod `namespace`/`pod` that waited for CPUs; `None` if it hardly did.
+pub(crate) fn for_cpu(of: &SignalContainer, namespace: &str, pod: &str) -> Option<String> {
+    let own = ["its own threads", "its own CPU quota"];
+    let waited = of.waited_for.as_ref();
+    Waiting { waited, container: &of.name, namespace, pod, own }.sentence("", "mostly for")
+}
+
+/// The same about memory: "waited 8 % of the last minute for memory, mostly for the growth of batch-7 (62
+/// %)".
+pub(crate) fn for_memory(of: &SignalContainer, namespace: &str, pod: &str) -> Option<String> {
+    let waiting = Waiting {
+        waited: of.waited_for_memory.as_ref(),
+        container: &of.name,
+        namespace,
+        pod,
+        own: ["itself", "its own limit"],
+    };
+    let of_limit = waiting.waited.is_some_and(|waited| waited.holders.iter().any(|holder| holder.own_quota));
+    waiting.sentence(" for memory", if of_limit { "because of" } else { "mostly for the growth of" })
+}
+
+impl Waiting<'_> {
+    fn sentence(self, what: &str, because: &str) -> Option<String> {
+        let waited = self.waited.filter(|waited| waited.some >= LEAST_WAIT)?;
+        let mut named: Vec<(String, f64)> = Vec::new();
+        for holder in &waited.holders {
+            let who = self.who(holder);
+            // Several containers of one pod are one.
+            match named.iter_mut().find(|(known, _)| *known == who) {
+                Some((_, share)) => *share += holder.share,
+                None => named.push((who, holder.share)),
+            }
+        }
+        named.retain(|(_, share)| *share >= LEAST_SHARE);
+        named.sort_by(|(_, a), (_, b)| b.total_cmp(a));
+        let words: Vec<String> =
+            named.iter().map(|(who, share)| format!("{who} ({:.0} %)", share.min(1.0) * 100.0)).collect();
+        let whom = match &words[..] {
+            [] => String::new(),
+            [one] => format!(", {because} {one}"),
+            [some @ .., last] => format!(", {because} {} and {last}", some.join(", ")),
+        };
+        Some(format!("waited {:.0} % of the last minute{what}{whom}", waited.some * 100.0))
+    }
+
+    fn who(self, holder: &SignalHolder) -> String {
+        let [itself, own_bound] = self.own;
+        let is_own = (holder.namespace.as_str(), holder.pod.as_str()) == (self.namespace, self.pod);
+        if is_own && holder.container == self.container {
+            itself.to_owned()
+        } else if is_own {
+            "the pod's other containers".to_owned()
+        } else if !holder.pod.is_empty() && holder.namespace == self.namespace {
+            plain::line(&holder.pod).into_owned()
+        } else if !holder.pod.is_empty() {
+            plain::line(&format!("{}/{}", holder.namespace, holder.pod)).into_owned()
+        } else if holder.cgroup == "/" {
+            "kernel threads".to_owned()
+        } else if !holder.cgroup.is_empty() {
+            plain::line(holder.cgroup.trim_start_matches('/')).into_owned()
+        } else if holder.own_quota {
+            own_bound.to_owned()
+        } else {
+            "what is gone".to_owned()
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use beelet_proto::beelet::SignalWaitedFor;
 
     fn of_pod(namespace: &str, pod: &str, container: &str, share: f64) -> SignalHolder {
         let (namespace, pod, container) = (namespace.into(), pod.into(), container.into());
@@ -73,7 +106,7 @@ mod tests {
     fn check(some: f64, holders: &[SignalHolder], expected: Option<&str>) {
         let waited_for = Some(SignalWaitedFor { some, holders: holders.to_vec() });
         let container = SignalContainer { name: "app".into(), waited_for, ..SignalContainer::default() };
-        assert_eq!(sentence(&container, "shop", "web").as_deref(), expected);
+        assert_eq!(for_cpu(&container, "shop", "web").as_deref(), expected);
     }
 
     #[test]
@@ -116,5 +149,23 @@ mod tests {
     fn a_cgroups_name_cannot_leave_its_line() {
         let holders = [of_machine("/a\n\u{1b}[2J", 0.3)];
         check(0.5, &holders, Some("waited 50 % of the last minute, mostly for a\\n\\u{1b}[2J (30 %)"));
+    }
+
+    #[test]
+    fn whose_growth_it_waited_for_is_said_of_memory() {
+        let check = |holders: &[SignalHolder], expected: &str| {
+            let waited_for_memory = Some(SignalWaitedFor { some: 0.08, holders: holders.to_vec() });
+            let container =
+                SignalContainer { name: "app".into(), waited_for_memory, ..SignalContainer::default() };
+            assert_eq!(for_memory(&container, "shop", "web").as_deref(), Some(expected));
+            assert_eq!(for_cpu(&container, "shop", "web"), None);
+        };
+        let holders = [of_pod("shop", "batch-7", "main", 0.62), of_pod("shop", "web", "app", 0.3)];
+        check(
+            &holders,
+            "waited 8 % of the last minute for memory, mostly for the growth of batch-7 (62 %) and itself (30 %)",
+        );
+        let limit = SignalHolder { own_quota: true, share: 1.0, ..SignalHolder::default() };
+        check(&[limit], "waited 8 % of the last minute for memory, because of its own limit (100 %)");
     }
 }

@@ -35,6 +35,7 @@ pub mod preemption;
 pub mod probe;
 pub mod qos;
 pub mod quantity;
+pub mod reclaim;
 pub mod references;
 pub mod resources;
 pub mod scheduler;

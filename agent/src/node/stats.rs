@@ -100,8 +100,8 @@ fn snapshot(kernel: &Kernel) -> beelet_stats::Snapshot {
     let mut interference = Interference::new(measures.clone());
     let mut read = move || {
         let counters = measures.snapshot()?;
-        let waited_for = interference.read(&counters)?;
-        Ok::<_, KernelError>(KernelReading { counters, waited_for })
+        let interfering = interference.read(&counters)?;
+        Ok::<_, KernelError>(KernelReading { counters, interfering })
     };
     let mut said = false;
     Box::new(move || match read() {

@@ -18,7 +18,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 
 use super::Stats;
-use super::model::{ContainerStats, NodeStats, PodStats, Reading, WAIT_BUCKETS, Who};
+use super::model::{ContainerStats, NodeStats, PodStats, Reading, WAIT_BUCKETS, WaitedFor, Who};
 use super::rates::{bucket_bounds, reclaim_ns};
 
 /// Metrics of the sampling itself. Clones count together.
@@ -378,6 +378,12 @@ pub const HELD: (&str, &str) = (
     "Share of the last minute's long waits for a CPU during which another had it; of the three that had it most",
 );
 
+/// Whose growth made a container wait for memory.
+pub const GREW: (&str, &str) = (
+    "beelet_container_memory_growth_ratio",
+    "Share of the memory that was needed in the last minute, while the container waited for some, that another needed; of the three that needed most",
+);
+
 /// The labels that every container's metric of ours has. `pod_uid` is empty, and left out, unless it is
 /// configured.
 #[derive(Debug, Clone)]
@@ -443,20 +449,28 @@ impl Collector for Containers {
                 }
             }
         }
-        self.held(&pressure, &mut encoder)?;
+        self.waits(HELD, |one| one.waited_for.as_ref(), "cpu-quota", &pressure, &mut encoder)?;
+        self.waits(GREW, |one| one.waited_for_memory.as_ref(), "memory-limit", &pressure, &mut encoder)?;
         self.histogram(&pressure, encoder)
     }
 }
 
 impl Containers {
-    fn held(&self, pressure: &NodeStats, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-        let (name, help) = HELD;
+    /// Who made containers wait; `own` is said of a container's own bounds.
+    fn waits(
+        &self,
+        (name, help): (&str, &str),
+        of: impl Fn(&ContainerStats) -> Option<&WaitedFor>,
+        own: &str,
+        pressure: &NodeStats,
+        encoder: &mut DescriptorEncoder<'_>,
+    ) -> fmt::Result {
         let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
         for (pod, container) in pressure.containers() {
             // Several containers of one pod are one: a sample's labels must be its own.
             let mut shares: BTreeMap<String, f64> = BTreeMap::new();
-            for holder in container.waited_for.iter().flat_map(|waited| &waited.holders) {
-                *shares.entry(label_of(&holder.who)).or_default() += holder.share;
+            for holder in of(container).into_iter().flat_map(|waited| &waited.holders) {
+                *shares.entry(label_of(&holder.who, own)).or_default() += holder.share;
             }
             for (by, share) in shares {
                 let labels = Labels { pod, container, own: &[("by", &by)], pod_uid: self.pod_uid };
@@ -486,11 +500,11 @@ impl Containers {
 }
 
 /// `namespace/pod` of a pod, the path of a cgroup of the machine's, and words for what is neither.
-fn label_of(who: &Who) -> String {
+fn label_of(who: &Who, own: &str) -> String {
     match who {
         Who::Pod { pod, .. } => format!("{}/{}", pod.namespace, pod.name),
         Who::Machine(path) => path.clone(),
-        Who::Nobody => "cpu-quota".to_owned(),
+        Who::Nobody => own.to_owned(),
         Who::Gone => "gone".to_owned(),
     }
 }

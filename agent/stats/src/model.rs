@@ -285,29 +285,32 @@ pub struct ContainerStats {
     /// Who had the CPUs while it waited for them; `None` if it did not wait lately, and where no kernel
     /// program measures.
     pub waited_for: Option<WaitedFor>,
+    /// Whose growth made it wait for memory; `None` if it did not lately, and where no kernel program
+    /// measures.
+    pub waited_for_memory: Option<WaitedFor>,
 }
 
-/// Who had the CPUs while a container's threads waited for them, in about the last minute. Waits below 100 µs
-/// are left out.
+/// Who made a container's threads wait, in about the last minute: who had the CPUs meanwhile (waits below 100
+/// µs are left out), or whose threads needed the memory ([`beelet_policy::reclaim`]).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct WaitedFor {
     /// Share of the last minute (0 to 1) in which some thread waited: PSI's, or where there is none, the
     /// number of threads that waited on average, at most 1.
     pub some: f64,
-    /// Those that had the CPUs most, three at most, the most first.
+    /// Those that had most, three at most, the most first.
     pub holders: Vec<Holder>,
 }
 
-/// One of those that had a CPU while others waited for it.
+/// One of those that had what others waited for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Holder {
     /// Who.
     pub who: Who,
-    /// The share of the wait (0 to 1) during which it had the CPU.
+    /// The share of the wait (0 to 1) during which it had the CPU; its share of the memory that was needed.
     pub share: f64,
 }
 
-/// Who can have a CPU.
+/// Who can have a CPU, or need memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Who {
     /// A container, or the sandbox of a pod: then `container` is empty.
@@ -320,7 +323,7 @@ pub enum Who {
     /// A cgroup of the machine's, by its path from the root of cgroup2. `/` has kernel threads, and what is
     /// in no cgroup.
     Machine(String),
-    /// Nothing ran: its own CPU quota, or its pod's, held the container back.
+    /// Nothing ran: its own CPU quota, or its pod's, held the container back; or its own memory limit did.
     Nobody,
     /// A cgroup that is gone.
     Gone,

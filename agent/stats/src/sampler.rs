@@ -20,6 +20,7 @@ use super::rates::{grown, share};
 use super::who::Names;
 use beelet_base::clock::monotonic_ns;
 use beelet_base::kernel_file;
+use beelet_bpf::Interfering;
 use beelet_cgroups::Cgroups;
 use beelet_cgroups::read::CgroupDirs;
 use beelet_model::disk::{DiskUse, Places, VolumesUse};
@@ -38,8 +39,8 @@ const SEARCH_LONGEST: u64 = 30_000_000_000;
 pub struct KernelReading {
     /// What they counted.
     pub counters: BTreeMap<u64, KernelCounters>,
-    /// Who had the CPUs while these waited: of those that did.
-    pub waited_for: BTreeMap<u64, beelet_bpf::WaitedFor>,
+    /// Who made them wait.
+    pub interfering: Interfering,
 }
 
 /// Reads that; `None` where no program measures.
@@ -145,7 +146,7 @@ impl Sampler {
             }
         }
         if let Some(kernel) = &kernel {
-            self.names.name_holders(&mut pods, &kernel.waited_for, &self.cgroups, at_ns);
+            self.names.tell(&mut pods, &kernel.interfering, &self.cgroups, at_ns);
         }
         let machine = self.machine(at_ns, full);
         if machine.swap.is_none() {

@@ -1,11 +1,13 @@
-//! Names those that had the CPUs while containers waited: the kernel programs know them by cgroup ids.
+//! Names those that made containers wait: who had the CPUs meanwhile, and who needed the memory. The kernel
+//! programs know them by cgroup ids.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use beelet_bpf::NOBODY;
+use beelet_bpf::{Interfering, NOBODY, Reclaimers};
 use beelet_cgroups::Cgroups;
+use beelet_policy::reclaim::{self, Freed, Place, ShortBelow, is_at_limit};
 
-use super::model::{ContainerStats, Holder, PodStats, WaitedFor, Who};
+use super::model::{ContainerStats, Holder, PodStats, Reading, WaitedFor, Who};
 
 /// So many are named of each container.
 const MOST: usize = 3;
@@ -23,31 +25,46 @@ pub(super) struct Names {
 }
 
 impl Names {
-    /// Says of each container whom it waited for.
-    pub(super) fn name_holders(
+    /// Says of each container who made it wait.
+    pub(super) fn tell(
         &mut self,
         pods: &mut [PodStats],
-        waited_for: &BTreeMap<u64, beelet_bpf::WaitedFor>,
+        interfering: &Interfering,
         cgroups: &Cgroups,
         now_ns: u64,
     ) {
-        let of = |container: &ContainerStats| waited_for.get(&container.cgroup_id?);
+        let growers = growers(pods, &interfering.reclaimers);
+        let of = |container: &ContainerStats| interfering.waited_for.get(&container.cgroup_id?);
         let waiting = pods.iter().flat_map(|pod| &pod.containers).filter_map(of);
-        let holders: HashSet<u64> =
-            waiting.flat_map(|of| of.held.iter().take(MOST)).map(|(id, _)| *id).collect();
-        self.learn(&holders, pods, cgroups, now_ns);
+        let holders = waiting.flat_map(|of| of.held.iter().take(MOST)).map(|(id, _)| *id);
+        let grown = growers.values().flatten().map(|(id, _)| *id);
+        let named: HashSet<u64> = holders.chain(grown).collect();
+        self.learn(&named, pods, cgroups, now_ns);
         for container in pods.iter_mut().flat_map(|pod| &mut pod.containers) {
-            let Some(of) = container.cgroup_id.and_then(|id| waited_for.get(&id)) else { continue };
-            let share = |part: u64| (part as f64 / of.waited_ns.max(1) as f64).min(1.0);
-            let holder = |(id, held_ns): &(u64, u64)| Holder {
-                who: self.known.get(id).cloned().unwrap_or(Who::Gone),
-                share: share(*held_ns),
-            };
-            container.waited_for = Some(WaitedFor {
-                some: some(container, of),
-                holders: of.held.iter().take(MOST).map(holder).collect(),
-            });
+            let Some(id) = container.cgroup_id else { continue };
+            if let Some(of) = interfering.waited_for.get(&id) {
+                let share = |part: u64| (part as f64 / of.waited_ns.max(1) as f64).min(1.0);
+                let holders =
+                    of.held.iter().take(MOST).map(|(id, held_ns)| self.holder(*id, share(*held_ns)));
+                container.waited_for =
+                    Some(WaitedFor { some: some(container, of), holders: holders.collect() });
+            }
+            if let Some(of) = growers.get(&id) {
+                let own_limit =
+                    |container: &ContainerStats| short_below(container, None) == ShortBelow::Container;
+                let holders = match of[..] {
+                    [(only, share)] if only == id && own_limit(container) => {
+                        vec![Holder { who: Who::Nobody, share }]
+                    }
+                    _ => of.iter().map(|(id, share)| self.holder(*id, *share)).collect(),
+                };
+                container.waited_for_memory = Some(WaitedFor { some: some_for_memory(container), holders });
+            }
         }
+    }
+
+    fn holder(&self, id: u64, share: f64) -> Holder {
+        Holder { who: self.known.get(&id).cloned().unwrap_or(Who::Gone), share }
     }
 
     /// Finds the names of these cgroups. One that is gone keeps the name that it had.
@@ -97,10 +114,53 @@ fn some(container: &ContainerStats, of: &beelet_bpf::WaitedFor) -> f64 {
     }
 }
 
+/// The share of the last minute in which some thread waited for memory.
+fn some_for_memory(container: &ContainerStats) -> f64 {
+    let stalls = container.reading.as_ref().and_then(|reading| reading.counters.memory_stalls);
+    match stalls {
+        Some(stalls) => f64::from(stalls.averages[0][MINUTE]) / 10_000.0,
+        None => container.windows[2].and_then(|rates| rates.reclaim).map_or(0.0, |reclaim| reclaim.min(1.0)),
+    }
+}
+
+/// The three whose growth made each container wait for memory that did, by its cgroup2 id.
+fn growers(pods: &[PodStats], reclaimers: &Reclaimers) -> BTreeMap<u64, Vec<(u64, f64)>> {
+    let freed = Freed { machine: &reclaimers.direct, limits: &reclaimers.memcg };
+    if freed.machine.is_empty() && freed.limits.is_empty() {
+        return BTreeMap::new();
+    }
+    let mut places = BTreeMap::new();
+    for pod in pods {
+        for container in &pod.containers {
+            if let Some(id) = container.cgroup_id {
+                let short = short_below(container, pod.reading.as_ref());
+                places.insert(id, Place { pod: pod.uid.as_str(), short });
+            }
+        }
+    }
+    let waiting = pods.iter().flat_map(|pod| &pod.containers).filter(|one| some_for_memory(one) > 0.0);
+    let of = |id: u64| {
+        let mut growers = reclaim::growers(id, freed, &places);
+        growers.truncate(MOST);
+        Some((id, growers)).filter(|(_, growers)| !growers.is_empty())
+    };
+    waiting.filter_map(|one| of(one.cgroup_id?)).collect()
+}
+
+/// Where a container's memory is short, if it is. A pod's own cgroup is read in full readings only.
+fn short_below(container: &ContainerStats, pod: Option<&Reading>) -> ShortBelow {
+    let is_at = |reading: &Reading| is_at_limit(reading.gauges.memory_usage, reading.gauges.memory_limit);
+    match (container.reading.as_ref().is_some_and(is_at), pod.is_some_and(is_at)) {
+        (true, _) => ShortBelow::Container,
+        (false, true) => ShortBelow::Pod,
+        (false, false) => ShortBelow::Pods,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Counters, Reading, Stalls};
+    use crate::model::{Counters, Gauges, Stalls};
     use beelet_cgroups::{Hierarchy, Layout, Version};
     use beelet_model::table::PodName;
     use std::os::unix::fs::MetadataExt as _;
@@ -132,27 +192,32 @@ mod tests {
         }
     }
 
+    /// Cgroups of version 2 in a folder.
+    fn over(dir: &std::path::Path) -> Cgroups {
+        std::fs::write(dir.join("cgroup.controllers"), "cpu memory").unwrap();
+        let hierarchies = vec![Hierarchy { mount: dir.to_owned(), is_v2: true, controllers: [].into() }];
+        Cgroups::over_folders(Layout { version: Version::V2, hierarchies }, "/").unwrap()
+    }
+
     #[test]
     fn who_had_the_cpus_is_named_as_long_as_it_is_known() {
         let dir = tempfile::tempdir().unwrap();
         for path in ["system.slice/containerd.service", "kubepods/podb/sandbox"] {
             std::fs::create_dir_all(dir.path().join(path)).unwrap();
         }
-        std::fs::write(dir.path().join("cgroup.controllers"), "cpu memory").unwrap();
         let id = |path: &str| std::fs::metadata(dir.path().join(path)).unwrap().ino();
-        let hierarchies =
-            vec![Hierarchy { mount: dir.path().to_owned(), is_v2: true, controllers: [].into() }];
-        let cgroups = Cgroups::over_folders(Layout { version: Version::V2, hierarchies }, "/").unwrap();
+        let cgroups = over(dir.path());
         let (web, batch) = (u64::MAX - 2, u64::MAX - 3);
         let held = vec![(batch, 620), (id("system.slice/containerd.service"), 210), (web, 100), (5, 70)];
-        let mut waited_for: BTreeMap<u64, beelet_bpf::WaitedFor> =
-            [(web, beelet_bpf::WaitedFor::of(1000, 2000, held))].into();
+        let waited = |waited_ns, over_ns, held| beelet_bpf::WaitedFor { waited_ns, over_ns, held };
+        let waited_for = [(web, waited(1000, 2000, held))].into();
+        let mut interfering = Interfering { waited_for, reclaimers: Reclaimers::default() };
         let mut pods = [
             pod("web", "/kubepods/podw", &[("app", web)]),
             pod("batch", "/kubepods/podb", &[("main", batch)]),
         ];
         let mut names = Names::default();
-        names.name_holders(&mut pods, &waited_for, &cgroups, 1);
+        names.tell(&mut pods, &interfering, &cgroups, 1);
         let in_pod = |name: &str, container: &str| Who::Pod {
             pod: PodName { namespace: "shop".to_owned(), name: name.to_owned() },
             container: container.to_owned(),
@@ -167,17 +232,58 @@ mod tests {
         // The batch is gone, but was known; the sandbox is found once a search is due again.
         let sandbox = id("kubepods/podb/sandbox");
         let held = vec![(batch, 4), (sandbox, 3), (NOBODY, 2), (web, 1)];
-        waited_for.insert(web, beelet_bpf::WaitedFor::of(10, 20, held));
+        interfering.waited_for.insert(web, waited(10, 20, held));
         let stalls = Stalls { averages: [[0, 1400, 0], [0; 3]], ..Stalls::default() };
         let counters = Counters { cpu_stalls: Some(stalls), ..Counters::default() };
         pods[0].containers[0].reading = Some(Reading { counters, ..Reading::default() });
         pods[1].containers.clear();
         for (at, of_sandbox) in [(2, Who::Gone), (SEARCH_AGAIN + 1, in_pod("batch", ""))] {
-            names.name_holders(&mut pods, &waited_for, &cgroups, at);
+            names.tell(&mut pods, &interfering, &cgroups, at);
             let told = pods[0].containers[0].waited_for.clone().unwrap();
             assert!((told.some - 0.14).abs() < 1e-9, "{}", told.some);
             let who: Vec<Who> = told.holders.into_iter().map(|holder| holder.who).collect();
             assert_eq!(who, [in_pod("batch", "main"), of_sandbox, Who::Nobody]);
         }
+    }
+
+    fn stalled(usage: u64, limit: Option<u64>) -> Option<Reading> {
+        let stalls = Stalls { averages: [[0, 800, 0], [0; 3]], ..Stalls::default() };
+        Some(Reading {
+            counters: Counters { memory_stalls: Some(stalls), ..Counters::default() },
+            gauges: Gauges { memory_usage: usage, memory_limit: limit, ..Gauges::default() },
+            ..Reading::default()
+        })
+    }
+
+    #[test]
+    fn whose_growth_made_the_reclaim_is_told_of_those_that_waited_for_memory() {
+        let dir = tempfile::tempdir().unwrap();
+        let cgroups = over(dir.path());
+        let mut pods = [
+            pod("web", "/kubepods/podw", &[("app", 1), ("idle", 2)]),
+            pod("batch", "/kubepods/podb", &[("main", 3)]),
+            pod("full", "/kubepods/podf", &[("main", 4)]),
+        ];
+        pods[0].containers[0].reading = stalled(10, None);
+        pods[2].containers[0].reading = stalled(100, Some(100));
+        let reclaimers = Reclaimers { direct: Vec::new(), memcg: vec![(4, 5000), (3, 75), (1, 25)] };
+        let interfering = Interfering { waited_for: BTreeMap::new(), reclaimers };
+        Names::default().tell(&mut pods, &interfering, &cgroups, 1);
+        let told = |pod: usize, container: usize| pods[pod].containers[container].waited_for_memory.clone();
+        let in_pod = |name: &str, container: &str, share| Holder {
+            who: Who::Pod {
+                pod: PodName { namespace: "shop".to_owned(), name: name.to_owned() },
+                container: container.to_owned(),
+            },
+            share,
+        };
+        let of_web = WaitedFor {
+            some: 0.08,
+            holders: vec![in_pod("batch", "main", 0.75), in_pod("web", "app", 0.25)],
+        };
+        assert_eq!(told(0, 0), Some(of_web));
+        assert_eq!((told(0, 1), told(1, 0)), (None, None), "they did not wait");
+        let own_limit = Holder { who: Who::Nobody, share: 1.0 };
+        assert_eq!(told(2, 0), Some(WaitedFor { some: 0.08, holders: vec![own_limit] }));
     }
 }

@@ -195,6 +195,9 @@ macro_rules! kernel_fields {
                 POS_WAKEUP_TASK: task("sched_wakeup", "p", 0) [WAKEUP];
                 POS_FORK_CHILD: task("sched_process_fork", "child", 1) [FORK];
                 POS_EXIT_TASK: task("sched_process_exit", "p", 0) [EXIT_TASK];
+                /// Pages that it freed
+                POS_MEMCG_RECLAIMED: integer("mm_vmscan_memcg_reclaim_end", "nr_reclaimed", 0) [];
+                POS_DIRECT_RECLAIMED: integer("mm_vmscan_direct_reclaim_end", "nr_reclaimed", 0) [];
                 /// The victim (Linux 6.9)
                 POS_OOM_TASK: task("mark_victim", "task", 0) [];
                 /// Its number, before

@@ -18,14 +18,14 @@ mod user;
 
 pub use measures::{
     ANCESTRY_SLOTS, Ancestry, CONTAINER_BITS, CgroupKey, Counters, ExitEvent, ExitedKey, FIRST_BUCKET_BITS,
-    HELD_HALF_LIFE_BITS, HOME_FACTOR, Held, Holders, MAX_CONTAINERS, MAX_EXITED, MAX_HELD, MAX_TASKS, NOBODY,
-    OomEvent, OomKill, PRESSURE_FLOOR_NS, PRESSURE_WINDOW_NS, Pressure, PressureEvent, Running, SLOT_TRIES,
-    STRETCHES, Settings, Slot, Stretch, TaskKey, TaskState, WAIT_BUCKETS, pressure, qos,
+    HALF_LIFE_BITS, HOME_FACTOR, MAX_CONTAINERS, MAX_EXITED, MAX_PARTS, MAX_TASKS, NOBODY, OomEvent, OomKill,
+    PRESSURE_FLOOR_NS, PRESSURE_WINDOW_NS, Part, Pressure, PressureEvent, Running, SLOT_TRIES, STRETCHES,
+    Settings, Shares, Slot, Stretch, TaskKey, TaskState, WAIT_BUCKETS, pressure, qos, reclaim,
 };
 
 /// The version of everything in this crate. Pins live under `<bpffs>/<name>/v<ABI_VERSION>/`, so two versions
 /// never read each other's maps.
-pub const ABI_VERSION: u32 = 5;
+pub const ABI_VERSION: u32 = 6;
 
 /// Marks a [`Meta`] record as ours: `beelet` and two zero bytes, little endian.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"beelet\0\0");

@@ -37,11 +37,10 @@ pub const PRESSURE_FLOOR_NS: u64 = 100_000;
 /// Stretches of time that are remembered of each CPU: [`Running::stretches`]. A power of two, so that a mask
 /// keeps an index in bounds.
 pub const STRETCHES: usize = 16;
-/// Those that had the CPU while a cgroup waited, as many as are told apart: [`Holders::held`]. A power of
-/// two.
-pub const MAX_HELD: usize = 8;
-/// What was held counts half after 2^35 ns (34 s), a quarter after twice that, and so on.
-pub const HELD_HALF_LIFE_BITS: u32 = 35;
+/// As many cgroups are told apart in [`Shares`]. A power of two.
+pub const MAX_PARTS: usize = 8;
+/// What [`Shares`] say counts half after 2^35 ns (34 s), a quarter after twice that, and so on.
+pub const HALF_LIFE_BITS: u32 = 35;
 /// Who has a CPU on which nothing runs: a thread that waits there is held back by its own CPU quota.
 pub const NOBODY: u64 = u64::MAX;
 
@@ -192,33 +191,47 @@ pub struct Stretch {
     pub since_ns: u64,
 }
 
-/// Value of the per-CPU `HOLDERS` map, of which an element belongs to the cgroup that has the same element of
-/// `SLOTS`: who had this CPU while threads of that cgroup waited for it at least [`PRESSURE_FLOOR_NS`].
+/// How much of something each of several cgroups had, lately. Value of two per-CPU maps:
 ///
-/// All times count half with each [`HELD_HALF_LIFE_BITS`] that have passed. If all of `held` are taken, the
-/// one with the least time gives its place and its time to the next (space saving: Metwally et al., Efficient
-/// computation of frequent and top-k elements in data streams, 2005).
+/// - `HOLDERS`, of which an element belongs to the cgroup that has the same element of `SLOTS`: how long each
+///   had this CPU while threads of that cgroup waited for it at least [`PRESSURE_FLOOR_NS`], in nanoseconds.
+/// - `RECLAIMERS`, with an element for each kind of [`reclaim`], which belongs to nobody: how many pages the
+///   threads of each freed on this CPU, because they needed as many.
+///
+/// All amounts count half with each 2^[`HALF_LIFE_BITS`] ns that have passed. If all of `parts` are taken,
+/// the one with the least gives its place and its amount to the next (space saving: Metwally et al.,
+/// Efficient computation of frequent and top-k elements in data streams, 2005).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Holders {
-    /// The cgroup2 id of the owner, on this CPU: as in [`Counters::cgroup_id`].
+pub struct Shares {
+    /// The cgroup2 id of the owner, on this CPU: as in [`Counters::cgroup_id`]; 0: nobody's.
     pub cgroup_id: u64,
-    /// `CLOCK_MONOTONIC` divided by 2^[`HELD_HALF_LIFE_BITS`], up to which the times were halved.
+    /// `CLOCK_MONOTONIC` divided by 2^[`HALF_LIFE_BITS`], up to which the amounts were halved.
     pub epoch: u64,
-    /// Time waited in all, nanoseconds: also what nobody is named for.
-    pub waited_ns: u64,
-    /// Who had the CPU meanwhile.
-    pub held: [Held; MAX_HELD],
+    /// All of it: also what nobody is named for.
+    pub total: u64,
+    /// Who had how much.
+    pub parts: [Part; MAX_PARTS],
 }
 
-/// One of [`Holders::held`].
+/// One of [`Shares::parts`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Held {
+pub struct Part {
     /// As in [`Stretch::cgroup_id`]; 0: free.
     pub cgroup_id: u64,
-    /// For how long, nanoseconds.
-    pub held_ns: u64,
+    /// How much it had.
+    pub amount: u64,
+}
+
+/// Kinds of reclaim: the elements of the `RECLAIMERS` map.
+pub mod reclaim {
+    /// The machine was short of memory.
+    pub const DIRECT: u32 = 0;
+    /// A cgroup was at its limit: the thread's own one, or one above it.
+    pub const MEMCG: u32 = 1;
+    /// How many kinds there are.
+    pub const KINDS: usize = 2;
 }
 
 /// Value of the per-CPU `ANCESTRY` cache: what cgroup belongs to what pod.
@@ -379,8 +392,8 @@ const _: () = {
 
     assert!(size_of::<Running>() == 64 + 16 * STRETCHES && offset_of!(Running, qos) == 48);
     assert!(offset_of!(Running, stretches) == 64 && STRETCHES.is_power_of_two());
-    assert!(size_of::<Holders>() == 24 + 16 * MAX_HELD && offset_of!(Holders, held) == 24);
-    assert!(size_of::<Held>() == 16 && size_of::<Stretch>() == 16 && MAX_HELD.is_power_of_two());
+    assert!(size_of::<Shares>() == 24 + 16 * MAX_PARTS && offset_of!(Shares, parts) == 24);
+    assert!(size_of::<Part>() == 16 && size_of::<Stretch>() == 16 && MAX_PARTS.is_power_of_two());
     assert!(size_of::<Ancestry>() == 24 && offset_of!(Ancestry, qos) == 16);
     assert!(size_of::<TaskKey>() == 4);
     assert!(size_of::<TaskState>() == 40);

@@ -1,8 +1,8 @@
 //! User space reads and writes these records as plain bytes.
 
 use crate::{
-    Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, Holders, ListenerRecord, Meta,
-    Pressure, Running, Settings, Slot, SocketCookie, TaskKey, TaskState, scheduler,
+    Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, ListenerRecord, Meta, Pressure,
+    Running, Settings, Shares, Slot, SocketCookie, TaskKey, TaskState, scheduler,
 };
 
 macro_rules! pod {
@@ -21,12 +21,12 @@ pod!(
     Counters,
     Drops,
     ExitedKey,
-    Holders,
     ListenerRecord,
     Meta,
     Pressure,
     Running,
     Settings,
+    Shares,
     Slot,
     SocketCookie,
     TaskKey,

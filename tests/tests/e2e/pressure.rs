@@ -17,7 +17,7 @@ use beelet_tests::manifests::{self, CONTROL};
 use beelet_tests::oom::OomWatch;
 use beelet_tests::pods::PodView;
 use beelet_tests::workdir::{self, PATIENCE};
-use beelet_tests::{guards, require};
+use beelet_tests::{guards, require, requires};
 use k8s_openapi::api::core::v1 as core;
 use serde_json::{Value, json};
 
@@ -131,6 +131,40 @@ fn message(pod: &PodView) -> &str {
 /// How its container ended: `OOMKilled` if the kernel killed it.
 fn end(pod: &PodView) -> Option<String> {
     pod.container("main")?.state.as_ref()?.terminated.as_ref()?.reason.clone()
+}
+
+#[test]
+fn a_pod_that_waits_for_memory_is_told_whose_growth_that_is() {
+    require!(containerd);
+    require!(bpf);
+    if std::fs::metadata("/proc/pressure/memory").is_err() {
+        let what = "the kernel counts no pressure, so no pod is seen to wait".to_owned();
+        requires::skip(&requires::Missing { what, remedy: "boot with psi=1".to_owned() });
+        return;
+    }
+    // Nobody is evicted: both read more than all pods have, again and again.
+    let node =
+        Node::start(|options| small(options).kubelet("evictionHard", json!({ "memory.available": "0%" })));
+    let reading = |name: &str, mib: &str| manifests::pod(name, &["/bin/testapp", "hog", "memory", mib]);
+    node.apply(&manifests::with_resources(reading("server", "200"), ("100m", "32Mi"), ("", "")));
+    node.apply(&reading("hog", "512"));
+    node.wait("server", "to run", |pod| pod.phase() == "Running");
+    workdir::wait_for("the server to be told of the hog", PATIENCE, || {
+        let text = node.cli(&["describe", "pod", "server"]);
+        let told = text.lines().find(|line| line.trim_start().starts_with("Memory:"));
+        match told
+            .and_then(|line| line.split_once(" % of the last minute for memory, mostly for the growth of "))
+        {
+            Some((_, whose)) if whose.contains("hog-") => Ok(()),
+            _ => Err(text),
+        }
+    })
+    .unwrap();
+    let (_, page) = node.agent.get("/metrics").unwrap();
+    let mut shares = page.lines().filter(|line| line.starts_with("beelet_container_memory_growth_ratio{"));
+    let of_hog = shares.find(|line| line.contains("default/hog-") && line.contains("pod=\"server-"));
+    let share: f64 = of_hog.and_then(|line| line.rsplit_once(' ')).unwrap().1.parse().unwrap();
+    assert!(share > 0.0 && share <= 1.0, "{share}");
 }
 
 #[test]

@@ -3,7 +3,8 @@
 
 use crate::place::{Container, Place, load, start};
 use beelet_bpf::{
-    ByQos, Counters, Edge, Edges, Interest, Kernel, KernelOptions, PressureKind, Thresholds, WaitedFor,
+    ByQos, Counters, Edge, Edges, Interest, Interference, Kernel, KernelOptions, PressureKind, Thresholds,
+    WaitedFor,
 };
 use beelet_tests::load::{Load, Seat};
 use beelet_tests::workdir::PATIENCE;
@@ -461,6 +462,56 @@ const TMPFS: rustix::fs::FsWord = 0x0102_1994;
 /// include/uapi/linux/magic.h
 const RAMFS: rustix::fs::FsWord = 0x8584_58f6;
 
+/// A file to be read. It costs no disk, and each page is read once: nothing is refaulted, which PSI would
+/// count as well. Skips the test where there can be none.
+fn sparse_file(bytes: u64) -> Option<tempfile::NamedTempFile> {
+    let file = tempfile::NamedTempFile::new_in(beelet_tests::workdir::target_dir()).unwrap();
+    file.as_file().set_len(bytes).unwrap();
+    if [TMPFS, RAMFS].contains(&rustix::fs::fstatfs(file.as_file()).unwrap().f_type) {
+        requires::skip(&requires::Missing {
+            what: "the files here are memory themselves: their pages can't be reclaimed".to_owned(),
+            remedy: "CARGO_TARGET_DIR on a disk".to_owned(),
+        });
+        return None;
+    }
+    Some(file)
+}
+
+#[test]
+fn those_whose_threads_had_to_free_memory_are_told_with_the_pages() {
+    require!(bpf);
+    let Some(file) = sparse_file(1 << 30) else { return };
+    let Some(small) = sparse_file(256 << 20) else { return };
+    let place = Place::new("bk-growth");
+    let outside = Place::new("bk-growth2");
+    let kernel = place.start();
+    let measures = kernel.measures().unwrap();
+    let mut interference = Interference::new(measures.clone());
+    let hog = place.container("besteffort/pod1/hog", &["memory"]);
+    let other = place.container("pod2/other", &["memory"]);
+    let daemon = outside.container("daemon", &["memory"]);
+    let mut read = |place: &Place, container: &Container, file: &tempfile::NamedTempFile| {
+        let mut load = container.load(None);
+        limit_memory(place, container, 24 << 20);
+        load.tell(&format!("stream {}", file.path().display())).unwrap();
+        interference.read(&measures.snapshot().unwrap()).unwrap().reclaimers.memcg
+    };
+    let pages = |told: &[(u64, u64)], of: &Container| {
+        told.iter().find(|(id, _)| *id == of.id()).map_or(0, |(_, pages)| *pages)
+    };
+    assert_eq!(pages(&read(&place, &other, &small), &hog), 0);
+    // The daemon is no container's, so nothing tells by itself that it reclaimed: the hog does.
+    read(&outside, &daemon, &small);
+    let told = read(&place, &hog, &file);
+    let [hog, other, daemon] = [&hog, &other, &daemon].map(|of| pages(&told, of));
+    println!("pages freed: hog {hog}, other {other}, daemon {daemon}: {told:?}");
+    // All of what was read but for the limit had to be freed, a part of it by kernel threads perhaps, and a
+    // half-life may have ended meanwhile.
+    let read_by_hog = (1 << 30) / 4096;
+    assert!(hog > read_by_hog / 4 && hog < read_by_hog * 2, "{hog} of {read_by_hog} pages");
+    assert!(other > 0 && other < hog && daemon > 0 && daemon < hog, "{other} and {daemon} beside {hog}");
+}
+
 #[test]
 fn reclaim_of_a_full_cgroup_is_as_memory_pressure_says_it() {
     require!(bpf);
@@ -471,17 +522,7 @@ fn reclaim_of_a_full_cgroup_is_as_memory_pressure_says_it() {
         });
         return;
     }
-    // A sparse file costs no disk, and each page is read once: nothing is refaulted, which PSI would count as
-    // well.
-    let file = tempfile::NamedTempFile::new_in(beelet_tests::workdir::target_dir()).unwrap();
-    file.as_file().set_len(6 << 30).unwrap();
-    if [TMPFS, RAMFS].contains(&rustix::fs::fstatfs(file.as_file()).unwrap().f_type) {
-        requires::skip(&requires::Missing {
-            what: "the files here are memory themselves: their pages can't be reclaimed".to_owned(),
-            remedy: "CARGO_TARGET_DIR on a disk".to_owned(),
-        });
-        return;
-    }
+    let Some(file) = sparse_file(6 << 30) else { return };
     let place = Place::new("bk-reclaim");
     // Of reclaim alone: a cgroup has one edge per second, and waits for the CPU could take it each time.
     let thresholds = Thresholds { run_queue_wait: touchy(0).run_queue_wait, ..touchy(1) };

@@ -499,6 +499,7 @@ fn the_memory_of_each_map_is_said() {
         "LISTENERS",
         "META",
         "PRESSURE",
+        "RECLAIMERS",
         "RUNNING",
         "SETTINGS",
         "SLOTS",

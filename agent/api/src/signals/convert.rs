@@ -96,6 +96,7 @@ fn container(container: &ContainerStats) -> proto::SignalContainer {
         last_10s: ten,
         last_60s: minute,
         waited_for: container.waited_for.as_ref().map(waited_for),
+        waited_for_memory: container.waited_for_memory.as_ref().map(waited_for),
     }
 }
 

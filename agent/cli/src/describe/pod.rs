@@ -17,7 +17,7 @@ use serde_json::Value;
 use crate::events::last_seen;
 use crate::get::columns::Columns;
 use crate::plain;
-use crate::waited::sentence;
+use crate::waited;
 use crate::why::Warnings;
 
 /// The width of the first column of a level.
@@ -77,14 +77,13 @@ pub(super) fn text(
     let status = pod.status.as_ref().unwrap_or(&no_status);
     let mut text = Text::default();
     head(&mut text, pod, spec, status);
-    let (namespace, name) = (pod.metadata.namespace.as_deref(), pod.metadata.name.as_deref());
-    let waited: BTreeMap<&str, String> = signals
-        .iter()
-        .filter_map(|container| {
-            let sentence = sentence(container, namespace.unwrap_or_default(), name.unwrap_or_default())?;
-            Some((container.name.as_str(), sentence))
-        })
-        .collect();
+    let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+    let name = pod.metadata.name.as_deref().unwrap_or_default();
+    let waits = |of: &proto::SignalContainer| Waits {
+        cpu: waited::for_cpu(of, namespace, name),
+        memory: waited::for_memory(of, namespace, name),
+    };
+    let waited: BTreeMap<&str, Waits> = signals.iter().map(|of| (of.name.as_str(), waits(of))).collect();
     text.set(0, "Why", Warnings::of(events.iter().cloned()).why(pod, now).as_deref());
     let statuses = |all: &Option<Vec<ContainerStatus>>| -> BTreeMap<String, ContainerStatus> {
         all.iter().flatten().map(|status| (status.name.clone(), status.clone())).collect()
@@ -140,11 +139,17 @@ fn head(text: &mut Text, pod: &Pod, spec: &PodSpec, status: &PodStatus) {
     text.list(0, "IPs", status.pod_ips.iter().flatten().map(|ip| ip.ip.clone()));
 }
 
+/// Sentences about what a container waited for.
+struct Waits {
+    cpu: Option<String>,
+    memory: Option<String>,
+}
+
 fn container(
     text: &mut Text,
     container: &Container,
     status: Option<&ContainerStatus>,
-    waited: Option<&String>,
+    waits: Option<&Waits>,
 ) {
     text.push(&format!("  {}:", container.name));
     text.line(2, "Container ID", status.and_then(|s| s.container_id.as_deref()).unwrap_or_default());
@@ -168,7 +173,8 @@ fn container(
         text.line(2, "Ready", if status.ready { "True" } else { "False" });
         text.line(2, "Restart Count", &status.restart_count.to_string());
     }
-    text.set(2, "CPU", waited.map(String::as_str));
+    text.set(2, "CPU", waits.and_then(|waits| waits.cpu.as_deref()));
+    text.set(2, "Memory", waits.and_then(|waits| waits.memory.as_deref()));
     let resources = container.resources.clone().unwrap_or_default();
     amounts(text, "Limits", resources.limits.as_ref());
     amounts(text, "Requests", resources.requests.as_ref());
@@ -391,7 +397,8 @@ mod tests {
         };
         let waiting = proto::SignalContainer {
             name: "main".to_owned(),
-            waited_for: Some(proto::SignalWaitedFor { some: 0.14, holders: vec![holder] }),
+            waited_for: Some(proto::SignalWaitedFor { some: 0.14, holders: vec![holder.clone()] }),
+            waited_for_memory: Some(proto::SignalWaitedFor { some: 0.08, holders: vec![holder] }),
             ..Default::default()
         };
         let text = text(&pod, &[waiting], &[event], Timestamp::from_second(60).unwrap());
@@ -404,7 +411,8 @@ mod tests {
             "    State:            Waiting\n      Reason:         CrashLoopBackOff\n",
             "    Last State:       Terminated\n      Reason:         OOMKilled\n      Message:        panic: no room\n",
             "\n                      \\u{1b}[2J  Ready: True\n      Exit Code:      137\n",
-            "    CPU:              waited 14 % of the last minute, mostly for batch-7 (62 %)\n",
+            "    CPU:              waited 14 % of the last minute, mostly for batch-7 (62 %)\n    Memory:           waited \
+             8 % of the last minute for memory, mostly for the growth of batch-7 (62 %)\n",
             "    Limits:\n      memory:         64Mi\n",
             "tcp-socket :80 delay=0s timeout=1s period=10s #success=1 #failure=3\n",
             "      /v from v (ro)\n",

@@ -302,9 +302,7 @@ fn details(row: &Row) -> Line<'static> {
     } else if row.state != "Running" {
         parts.push(row.state.clone());
     }
-    if let Some(waited) = &row.waited {
-        parts.push(waited.clone());
-    }
+    parts.extend(row.waited.iter().cloned());
     if let Some(limit) = numbers.memory_limit {
         parts.push(format!("memory limit {}", bytes(limit as f64)));
     }

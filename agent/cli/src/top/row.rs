@@ -44,8 +44,8 @@ pub(super) struct Row {
     pub(super) state: String,
     /// Why it isn't ready, or doesn't run.
     pub(super) why: String,
-    /// Whom it waited for, where it did.
-    pub(super) waited: Option<String>,
+    /// Who made it wait, where it did.
+    pub(super) waited: Vec<String>,
     pub(super) numbers: Numbers,
     /// The last seconds' run-queue p99 (CPU pressure where no program measures), oldest first.
     pub(super) trend: Vec<u64>,

@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use beelet_proto::beelet::{SignalContainer, SignalPod, SignalRates, SignalSnapshot};
+use beelet_proto::beelet::{SignalContainer, SignalPod, SignalRates, SignalSnapshot, SignalWaitedFor};
 
 use super::columns::Column;
 use super::row::{Numbers, Row};
@@ -172,7 +172,7 @@ fn outside_row(snapshot: &SignalSnapshot, view: &View) -> Option<Row> {
         why: String::new(),
         numbers: Numbers { cpu: Some(cpu), ..Numbers::default() },
         trend: Vec::new(),
-        waited: None,
+        waited: Vec::new(),
     })
 }
 
@@ -222,7 +222,7 @@ fn container_row(pod: &SignalPod, container: &SignalContainer, now: i64, window:
         name: plain::line(&container.name).into_owned(),
         state,
         why,
-        waited: waited::sentence(container, &pod.namespace, &pod.name),
+        waited: waits(pod, [container, container]),
         numbers,
         trend: Vec::new(),
     }
@@ -277,16 +277,26 @@ fn pod_row(pod: &SignalPod, containers: &[Row], now: i64) -> Row {
         name: plain::line(&format!("{}/{}", pod.namespace, pod.name)).into_owned(),
         state: plain::line(&state).into_owned(),
         why: if pod.ready == Some(false) { plain::line(&pod.not_ready).into_owned() } else { String::new() },
-        waited: most_waiting(pod).and_then(|c| waited::sentence(c, &pod.namespace, &pod.name)),
+        waited: most_waiting(pod).map_or_else(Vec::new, |worst| waits(pod, worst)),
         numbers,
         trend: Vec::new(),
     }
 }
 
-/// The container that waited most for a CPU.
-fn most_waiting(pod: &SignalPod) -> Option<&SignalContainer> {
-    let some = |container: &SignalContainer| container.waited_for.as_ref().map_or(0.0, |of| of.some);
-    pod.containers.iter().max_by(|a, b| some(a).total_cmp(&some(b)))
+/// Who made these containers wait: one for a CPU, one for memory.
+fn waits(pod: &SignalPod, [cpu, memory]: [&SignalContainer; 2]) -> Vec<String> {
+    let (namespace, name) = (&pod.namespace, &pod.name);
+    let of = [waited::for_cpu(cpu, namespace, name), waited::for_memory(memory, namespace, name)];
+    of.into_iter().flatten().collect()
+}
+
+/// The containers that waited most: for a CPU, and for memory.
+fn most_waiting(pod: &SignalPod) -> Option<[&SignalContainer; 2]> {
+    let most = |of: fn(&SignalContainer) -> &Option<SignalWaitedFor>| {
+        let some = |container: &SignalContainer| of(container).as_ref().map_or(0.0, |of| of.some);
+        pod.containers.iter().max_by(|a, b| some(a).total_cmp(&some(b)))
+    };
+    Some([most(|container| &container.waited_for)?, most(|container| &container.waited_for_memory)?])
 }
 
 #[cfg(test)]
