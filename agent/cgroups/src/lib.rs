@@ -40,7 +40,7 @@ pub use error::CgroupError;
 pub use layout::{Hierarchy, Layout, Version};
 pub use memory::MemoryUse;
 pub use metrics::Metrics;
-pub use stats::{CpuUse, Pressure};
+pub use stats::{CpuUse, Pressure, Stalled};
 
 use self::names::Names;
 use self::order::Change;

@@ -24,6 +24,15 @@ pub enum Pressure {
     Memory,
 }
 
+/// How long tasks of a cgroup stalled for something, in microseconds (Documentation/accounting/psi.rst).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stalled {
+    /// One at least.
+    pub some_us: u64,
+    /// All that could have done something; None where that is not counted (CPUs, on older kernels).
+    pub full_us: Option<u64>,
+}
+
 impl Cgroups {
     /// CPU time of `path`; None if the cgroup is gone.
     #[must_use]
@@ -54,15 +63,16 @@ impl Cgroups {
         }
     }
 
-    /// Microseconds that some task of `path` stalled, since it was made; None where the kernel doesn't count
-    /// them. On a hybrid machine the cgroup2 side has them.
+    /// How long tasks of `path` stalled, since it was made; None where the kernel doesn't count it. On a
+    /// hybrid machine the cgroup2 side has it.
     #[must_use]
-    pub fn stalled_us(&self, path: &str, pressure: Pressure) -> Option<u64> {
+    pub fn stalled(&self, path: &str, pressure: Pressure) -> Option<Stalled> {
         let file = match pressure {
             Pressure::Cpu => "cpu.pressure",
             Pressure::Memory => "memory.pressure",
         };
-        some_total(&kernel_file::read_to_string(self.cgroup2_path(path)?.join(file)).ok()?)
+        let text = kernel_file::read_to_string(self.cgroup2_path(path)?.join(file)).ok()?;
+        Some(Stalled { some_us: total(&text, "some ")?, full_us: total(&text, "full ") })
     }
 
     fn text(&self, controller: &str, path: &str, file: &str) -> Option<String> {
@@ -83,9 +93,9 @@ fn field(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
-/// The total of the line `some avg10=… avg60=… avg300=… total=…`.
-fn some_total(text: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix("some "))?;
+/// The total of the line that begins with `kind`: `some avg10=… avg60=… avg300=… total=…`.
+fn total(text: &str, kind: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(kind))?;
     line.split(' ').find_map(|word| word.strip_prefix("total=")?.parse().ok())
 }
 
@@ -102,9 +112,9 @@ mod tests {
     }
 
     #[test]
-    fn the_total_of_some_is_read_and_not_that_of_full() {
+    fn the_total_of_some_is_told_from_that_of_full() {
         let text = "some avg10=0.12 avg60=0.00 avg300=0.00 total=1234\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=9\n";
-        assert_eq!(some_total(text), Some(1234));
-        assert_eq!(some_total("full avg10=0.00 avg60=0.00 avg300=0.00 total=9\n"), None);
+        assert_eq!((total(text, "some "), total(text, "full ")), (Some(1234), Some(9)));
+        assert_eq!(total("full avg10=0.00 avg60=0.00 avg300=0.00 total=9\n", "some "), None);
     }
 }

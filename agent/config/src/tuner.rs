@@ -34,6 +34,7 @@ pub(super) struct TunerWire {
     burst_percent: Option<u32>,
     helpless_steps: Option<u32>,
     gain_percent: Option<u32>,
+    standstill_ticks: Option<u32>,
 }
 
 /// YAML reads a bare `off` as false.
@@ -77,6 +78,7 @@ impl TunerWire {
             burst_percent: Some(law.burst_percent),
             helpless_steps: Some(law.helpless_steps),
             gain_percent: Some(law.gain_percent),
+            standstill_ticks: Some(law.standstill_ticks),
         }
     }
 }
@@ -138,6 +140,13 @@ pub(super) fn resolve(wire: Option<&TunerWire>) -> Result<Tuner, Problem> {
         retry_ticks: u32::try_from(back_off.as_nanos() / interval.as_nanos().max(1))
             .unwrap_or(u32::MAX)
             .max(1),
+        standstill_ticks: number(
+            "standstillTicks",
+            wire.standstill_ticks,
+            default.standstill_ticks,
+            0,
+            10_000,
+        )?,
     };
     let mode = wire.mode.unwrap_or(TunerMode::Advise);
     let scheduler = wire.scheduler.unwrap_or_default();

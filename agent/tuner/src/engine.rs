@@ -176,6 +176,7 @@ impl Engine {
         if is_moot || self.is_guest && self.cgroups.version() != Version::V2 {
             seen.pods.iter_mut().for_each(|pod| pod.can_cap = false);
         }
+        seen.supports.weights &= !is_moot;
         self.act(&seen, now)
     }
 
@@ -188,7 +189,7 @@ impl Engine {
         }
         let mut supports = knobs::supports(&self.cgroups, &self.best_effort);
         if self.is_guest {
-            (supports.idle, supports.burst) = (false, false);
+            (supports.idle, supports.burst, supports.weights) = (false, false, false);
         }
         self.supports = (supports != Supports::default()).then_some((now, supports));
         supports

@@ -31,7 +31,11 @@ pub(super) fn settings(cgroups: &Cgroups, knob: &Knob, value: u64) -> Vec<Settin
         // (kernel/sched/fair.c, `sched_group_set_idle`): it is written again once the cgroup is not idle any
         // more, and so comes after it.
         KnobKind::Idle => vec![Setting::new("cpu.idle", &value), Setting { file: weight, value: None }],
-        KnobKind::Weight => vec![Setting::new(weight, if v2 { &1 } else { &2 })],
+        KnobKind::Weight if v2 => vec![Setting::new(weight, &value)],
+        // The kubelet's formula backwards: weights 1 to 10,000 onto shares 2 to 262,144.
+        KnobKind::Weight => {
+            vec![Setting::new(weight, &(2 + (value.clamp(1, 10_000) - 1) * 262_142 / 9999))]
+        }
         KnobKind::CpuCap => {
             let quota = |period: u64| (value * period / 1000).max(SHORTEST_QUOTA);
             let number = |file| cgroups.read(&knob.cgroup, file).and_then(|text| text.parse::<u64>().ok());
@@ -68,6 +72,7 @@ pub(super) fn supports(cgroups: &Cgroups, best_effort: &str) -> Supports {
         idle: has("cpu.idle"),
         memory_high: cgroups.version() == Version::V2 && has("memory.high"),
         burst: has(burst_file(cgroups)),
+        weights: true,
     }
 }
 

@@ -88,7 +88,7 @@ struct StallLook<'a> {
 
 impl StallLook<'_> {
     fn at(&self, cgroup: &str) -> Option<StallCount> {
-        Some(StallCount { at: self.now, us: self.cgroups.stalled_us(cgroup, self.pressure)? })
+        Some(StallCount { at: self.now, us: self.cgroups.stalled(cgroup, self.pressure)?.some_us })
     }
 }
 

@@ -7,6 +7,7 @@ use std::{
 };
 
 use beelet_ebpf_abi::Counters as KernelCounters;
+use beelet_policy::reclaim::is_at_limit;
 use beelet_policy::tuner::{ContainerSample, Observed, PodSample, Supports};
 
 use super::{
@@ -17,8 +18,6 @@ use beelet_cgroups::{Cgroups, Pressure, Version};
 
 /// Two looks nearer to each other than this say nothing.
 pub(super) const LEAST_MICROS: u128 = 10_000;
-/// A container that uses this much of its own limit, in percent, reclaims for its own sake.
-const AT_LIMIT_PERCENT: u64 = 95;
 
 /// What the kernel half counted, by cgroup id, all at once.
 pub type Source = Arc<dyn Fn() -> BTreeMap<u64, KernelCounters> + Send + Sync>;
@@ -35,6 +34,7 @@ struct CgroupCounters {
     throttled_ns: u64,
     cpu_stall_us: Option<u64>,
     memory_stall_us: Option<u64>,
+    memory_still_us: Option<u64>,
     kernel: Option<KernelCounters>,
 }
 
@@ -136,6 +136,7 @@ impl SampleRound<'_> {
             memory_request: pod.memory_request,
             memory_used: memory.usage,
             working_set: memory.working_set,
+            memory_still_permille: rates.memory_still,
             containers,
         })
     }
@@ -150,14 +151,13 @@ impl SampleRound<'_> {
         let cgroup = self.cgroups.container_path(&pod.cgroup, &container.id)?;
         let rates = self.rates(&cgroup)?;
         let memory = self.cgroups.memory_use(&cgroup)?;
-        let near = |limit: u64| memory.usage >= limit / 100 * AT_LIMIT_PERCENT;
         Some(ContainerSample {
             name: container.name.clone(),
             cpu_wait_permille: rates.cpu_wait,
             cpu_wait_p99_us: rates.cpu_wait_p99_us,
             throttled_permille: rates.throttled.max(pod_throttled),
             memory_stall_permille: rates.memory_stall,
-            at_memory_limit: memory.limit.is_some_and(near),
+            at_memory_limit: is_at_limit(memory.usage, memory.limit),
             quota_us: quota(self.cgroups, &cgroup),
             held_by: None,
             cgroup,
@@ -170,12 +170,14 @@ impl SampleRound<'_> {
         let id = if self.kernel.is_empty() { None } else { self.cgroups.cgroup_id(cgroup) };
         self.ids.extend(id.map(|id| (cgroup.to_owned(), id)));
         let kernel = id.and_then(|id| self.kernel.get(&id)).copied();
+        let memory = self.cgroups.stalled(cgroup, Pressure::Memory);
         let now = CgroupCounters {
             at: self.now,
             used_ns: cpu.used_ns,
             throttled_ns: cpu.throttled_ns,
-            cpu_stall_us: self.cgroups.stalled_us(cgroup, Pressure::Cpu),
-            memory_stall_us: self.cgroups.stalled_us(cgroup, Pressure::Memory),
+            cpu_stall_us: self.cgroups.stalled(cgroup, Pressure::Cpu).map(|stalled| stalled.some_us),
+            memory_stall_us: memory.map(|stalled| stalled.some_us),
+            memory_still_us: memory.and_then(|stalled| stalled.full_us),
             kernel,
         };
         let rates = self.before.get(cgroup).map(|before| Rates::between(before, &now)).unwrap_or_default();
@@ -193,6 +195,7 @@ struct Rates {
     cpu_wait: Option<u32>,
     cpu_wait_p99_us: Option<u64>,
     memory_stall: Option<u32>,
+    memory_still: Option<u32>,
 }
 
 impl Rates {
@@ -220,6 +223,7 @@ impl Rates {
             memory_stall: grown(before.memory_stall_us, now.memory_stall_us).or_else(|| {
                 by_kernel(|kernel| kernel.memcg_reclaim_ns.wrapping_add(kernel.direct_reclaim_ns))
             }),
+            memory_still: grown(before.memory_still_us, now.memory_still_us),
         }
     }
 }
@@ -268,6 +272,7 @@ mod tests {
             throttled_ns: 0,
             cpu_stall_us: Some(0),
             memory_stall_us: None,
+            memory_still_us: None,
             kernel: None,
         }
     }
@@ -287,6 +292,7 @@ mod tests {
             cpu_wait: Some(50),
             cpu_wait_p99_us: None,
             memory_stall: None,
+            memory_still: None,
         };
         assert_eq!(rates, expected);
         // A container that was started again has counters of its own, which may be smaller.

@@ -77,13 +77,14 @@ fn seen(wait: u32) -> Observed {
         memory_request: 0,
         memory_used: 0,
         working_set: 0,
+        memory_still_permille: None,
         containers: vec![ContainerSample { cpu_wait_permille: Some(wait), ..ContainerSample::default() }],
     };
     Observed {
         cpus: 2000,
         best_effort: BEST_EFFORT.to_owned(),
         best_effort_used: if wait > 0 { 1000 } else { 0 },
-        supports: Supports { idle: true, memory_high: true, burst: false },
+        supports: Supports { idle: true, memory_high: true, burst: false, weights: false },
         pods: vec![
             pod("server", QosClass::Guaranteed, "/kubepods/pods"),
             pod("hog", QosClass::BestEffort, "/x"),

@@ -123,6 +123,7 @@ fn seen(cgroups: &Cgroups, trouble: bool) -> Observed {
         memory_request: 0,
         memory_used: 512 << 20,
         working_set: 128 << 20,
+        memory_still_permille: None,
         containers: vec![ContainerSample {
             name: "main".to_owned(),
             cgroup: format!("{cgroup}/{id}"),
@@ -141,6 +142,7 @@ fn seen(cgroups: &Cgroups, trouble: bool) -> Observed {
             idle: cgroups.read(BEST_EFFORT, "cpu.idle").is_some(),
             memory_high: cgroups.version() == Version::V2,
             burst: false,
+            weights: false,
         },
         pods: vec![
             pod("server", QosClass::Guaranteed, SERVER, "c1"),

@@ -3,10 +3,11 @@
 //!
 //! Protected are Guaranteed and Burstable pods. When one of them waits too long for a CPU or stalls for
 //! memory, what was promised nothing is squeezed first (BestEffort), then what uses more than it requested
-//! (Burstable, never below its request), one step per tick; when they are well again, it is given back in
-//! the reverse order. A pod that waits for its own threads is not helped by that: after some steps without a
-//! gain ([`Help`]) they are given back as well. The shape is the one of Koordinator's and Katalyst's
-//! suppression of best-effort pods, with hysteresis in time ([`Ladder`]) instead of bare thresholds.
+//! (Burstable, never below its request: its turn first, then its time), one step per tick; when they are well again, it is given back in the
+//! reverse order. A pod that waits for its own threads is not helped by that: after some steps without a gain
+//! ([`Help`]) they are given back as well, and so is memory to a pod that does nothing but reclaim without it
+//! ([`Standstill`]). The shape is the one of Koordinator's and Katalyst's suppression of best-effort pods,
+//! with hysteresis in time ([`Ladder`]) instead of bare thresholds.
 //!
 //! Decides and says why; must never read or write a cgroup, nor know which file of which version a [`Knob`]
 //! is.
@@ -14,6 +15,7 @@
 mod help;
 mod ladder;
 mod round;
+mod standstill;
 mod words;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,6 +25,7 @@ use serde::{Deserialize, Serialize};
 
 pub use help::Help;
 pub use ladder::{Heat, Ladder};
+pub use standstill::Standstill;
 
 use crate::qos::QosClass;
 
@@ -77,6 +80,9 @@ pub struct Law {
     pub gain_percent: u32,
     /// Ticks after which a container that could not be helped is tried again.
     pub retry_ticks: u32,
+    /// Ticks that a pod may stand still for memory that was taken from it; then it is given back. 0: any
+    /// number.
+    pub standstill_ticks: u32,
 }
 
 impl Default for Law {
@@ -98,6 +104,7 @@ impl Default for Law {
             helpless_steps: 3,
             gain_percent: 10,
             retry_ticks: 1200,
+            standstill_ticks: 20,
         }
     }
 }
@@ -117,7 +124,7 @@ pub struct Knob {
 pub enum KnobKind {
     /// 1: runs only when nothing else wants the CPU (`SCHED_IDLE` for a group, kernel 5.15).
     Idle,
-    /// The least CPU weight there is, as 1. Where there is no [`KnobKind::Idle`].
+    /// A CPU weight, as version 2 counts it: 1 is the least, in place of [`KnobKind::Idle`] where there is none.
     Weight,
     /// Millicores, as a quota.
     CpuCap,
@@ -136,6 +143,8 @@ pub struct Supports {
     pub memory_high: bool,
     /// [`KnobKind::Burst`].
     pub burst: bool,
+    /// [`KnobKind::Weight`] of pods: theirs is the tuner's owner's to set.
+    pub weights: bool,
 }
 
 /// A node at one tick. Rates are averages since the tick before.
@@ -177,6 +186,8 @@ pub struct PodSample {
     pub memory_used: u64,
     /// Bytes it really needs: less what it could give back at once.
     pub working_set: u64,
+    /// How much of the time all its tasks that could have done something stood still for memory.
+    pub memory_still_permille: Option<u32>,
     /// Its running containers.
     pub containers: Vec<ContainerSample>,
 }
@@ -218,6 +229,8 @@ pub struct State {
     pub cpu_help: BTreeMap<String, Help>,
     /// The same for memory.
     pub memory_help: BTreeMap<String, Help>,
+    /// Pods that stand still for memory that was taken from them, or did, by their cgroups.
+    pub standstill: BTreeMap<String, Standstill>,
     /// What is set otherwise than its owner would, and to what.
     pub held: BTreeMap<Knob, u64>,
 }

@@ -3,15 +3,19 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    ContainerSample, Decision, Heat, Help, Knob, KnobKind, Law, Observed, PodSample, State, TunerStep,
+    ContainerSample, Decision, Heat, Help, Knob, KnobKind, Law, Observed, PodSample, Standstill, State,
+    TunerStep,
     help::{ComplaintState, Judgement},
     ladder::Move,
     words,
 };
+use crate::cgroups::{millis_to_shares, shares_to_weight_linear};
 use crate::qos::QosClass;
 
 /// No pod is capped below this, in millicores: the kernel's shortest quota in a period of 100 ms.
 const LEAST_CAP: u64 = 10;
+/// Whom a container waits for less than this part of the time is not named, in thousandths.
+const WORTH_NAMING: u32 = 100;
 /// A cap that is loosened grows by this at least, in millicores, however small it is.
 const LEAST_GROWTH: u64 = 50;
 
@@ -61,6 +65,9 @@ impl<'a> Round<'a> {
             self.complaints(|container| self.cpu_complaint(container), "no protected pod waits for a CPU");
         for complaint in &mut cpu.all {
             complaint.hopeless = self.is_hopeless(complaint);
+            if let Some(whom) = self.waits_for(complaint).filter(|_| complaint.ratio > 1000) {
+                complaint.words.push_str(&whom);
+            }
         }
         let heat = self.heat(&cpu, |state| &mut state.cpu_help);
         match self.state.cpu.tick(self.law, heat) {
@@ -70,6 +77,7 @@ impl<'a> Round<'a> {
         }
         let memory = self
             .complaints(|container| self.memory_complaint(container), "no protected pod stalls for memory");
+        self.free_what_stands_still();
         let heat = self.heat(&memory, |state| &mut state.memory_help);
         match self.state.memory.tick(self.law, heat) {
             Move::Tighten => self.tighten(&memory, |state| &mut state.memory_help, Self::squeeze_memory),
@@ -95,6 +103,7 @@ impl<'a> Round<'a> {
         self.state.throttled.retain(|cgroup, _| is_there(cgroup));
         self.state.cpu_help.retain(|cgroup, _| is_there(cgroup));
         self.state.memory_help.retain(|cgroup, _| is_there(cgroup));
+        self.state.standstill.retain(|cgroup, _| is_there(cgroup));
     }
 
     // ---- How things stand ----
@@ -210,16 +219,35 @@ impl<'a> Round<'a> {
         };
         let others = self.seen.pods.iter().filter(|pod| pod.cgroup != complaint.pod.cgroup);
         let within_reach = others
-            .filter(|pod| pod.class == QosClass::BestEffort || self.uses_more_than_it_requests(pod))
+            .filter(|pod| pod.class == QosClass::BestEffort || self.is_greedier(pod, complaint.pod))
             .filter_map(|pod| held_by.get(&pod.cgroup));
         within_reach.sum::<u32>() < self.law.gain_percent * 10
     }
 
-    fn uses_more_than_it_requests(&self, pod: &PodSample) -> bool {
+    /// For whom it waits most, in words; None if that is not measured, or nobody stands out.
+    fn waits_for(&self, complaint: &Complaint<'_>) -> Option<String> {
+        let held_by = complaint.container.held_by.as_ref()?;
+        let (cgroup, permille) = held_by.iter().max_by_key(|(_, permille)| **permille)?;
+        let whom = match self.seen.pods.iter().find(|pod| pod.cgroup == *cgroup)? {
+            pod if pod.cgroup == complaint.pod.cgroup => "its own threads",
+            pod => pod.name.as_str(),
+        };
+        (*permille >= WORTH_NAMING).then(|| format!(", {} of that for {whom}", words::percent(*permille)))
+    }
+
+    /// Returns true if a Burstable pod uses more than it requests, and more of it than the one that
+    /// complains, which has no better right to what is left. A little more than it requests is not worth a
+    /// cap, which would hold it back in each of its own bursts.
+    fn is_greedier(&self, pod: &PodSample, than: &PodSample) -> bool {
+        let (used, theirs) = (pod.cpu_used.unwrap_or(0), than.cpu_used.unwrap_or(0));
+        // used / request > theirs / request, of one that requests nothing as of one that requests next to it.
+        let uses_more = used > pod.cpu_request + self.quiet()
+            && u128::from(used) * u128::from(than.cpu_request.max(1))
+                > u128::from(theirs) * u128::from(pod.cpu_request.max(1));
         pod.class == QosClass::Burstable
             && pod.can_cap
             // One that is capped is kept from it.
-            && (pod.cpu_used.unwrap_or(0) > pod.cpu_request || self.held(&pod.cgroup, KnobKind::CpuCap).is_some())
+            && (uses_more || self.held(&pod.cgroup, KnobKind::CpuCap).is_some())
     }
 
     /// The same for memory. A container at its own limit stalls for its own reasons.
@@ -247,10 +275,21 @@ impl<'a> Round<'a> {
             .seen
             .pods
             .iter()
-            .filter(|pod| pod.class == QosClass::Burstable && pod.can_cap && pod.name != complaint.pod.name)
-            .filter(|pod| pod.cpu_used.unwrap_or(0) > pod.cpu_request)
+            .filter(|pod| pod.name != complaint.pod.name && self.is_greedier(pod, complaint.pod))
             .collect();
-        over.sort_by_key(|pod| std::cmp::Reverse(pod.cpu_used.unwrap_or(0) - pod.cpu_request));
+        over.sort_by_key(|pod| std::cmp::Reverse(pod.cpu_used.unwrap_or(0).saturating_sub(pod.cpu_request)));
+        for pod in &over {
+            let Some(weight) = self.least_weight(pod) else { continue };
+            let words = format!(
+                "{}: {} uses more than the {} it requests, so it gets its turn by those alone",
+                complaint.words,
+                pod.name,
+                words::cpus(pod.cpu_request)
+            );
+            if self.hold(&pod.cgroup, KnobKind::Weight, weight, &words) {
+                return;
+            }
+        }
         for pod in over {
             let floor = pod.cpu_request.max(LEAST_CAP);
             let words =
@@ -259,6 +298,25 @@ impl<'a> Round<'a> {
                 return;
             }
         }
+    }
+
+    /// The least CPU weight with which a Burstable pod still gets what it requests while all others want all
+    /// that they can have, where that is far below its own. It takes nothing from the pod while CPUs are free,
+    /// but a thread that wakes up beside it gets the CPU at once, and need not wait for the end of a turn.
+    fn least_weight(&self, pod: &PodSample) -> Option<u64> {
+        let requested = |class: QosClass| -> u64 {
+            let of_class = self.seen.pods.iter().filter(|other| other.class == class);
+            of_class.filter(|other| other.cgroup != pod.cgroup).map(|other| other.cpu_request).sum()
+        };
+        // Guaranteed pods have no more than they request. A quarter is left to the machine's daemons.
+        let all = (self.seen.cpus * 3 / 4).checked_sub(requested(QosClass::Guaranteed))?;
+        let beyond = all.checked_sub(pod.cpu_request).filter(|beyond| *beyond > 0)?;
+        // request = all * weight / (weight + the others' weights), which are as what they request.
+        let enough = (pod.cpu_request * requested(QosClass::Burstable)).div_ceil(beyond);
+        let worth_it = self.seen.supports.weights && enough * 2 < pod.cpu_request;
+        // Rounded up: a weight is coarse.
+        worth_it
+            .then(|| 1 + shares_to_weight_linear(millis_to_shares(i64::try_from(enough).unwrap_or(i64::MAX))))
     }
 
     /// Returns true if there was still something to take from the BestEffort pods.
@@ -305,6 +363,7 @@ impl<'a> Round<'a> {
             self.set(knob, to, "all protected pods get their CPUs in time again");
             return;
         }
+        self.give_back_weights();
         let nobody = self.seen.pods.iter().all(|pod| pod.class == QosClass::BestEffort);
         // cpu.idle takes nothing from a BestEffort pod but its turn before others: it stays while they want
         // many.
@@ -319,12 +378,50 @@ impl<'a> Round<'a> {
         }
     }
 
+    /// A weight takes nothing from a pod but its turn before others: it stays while the pod uses more than it
+    /// requests, and somebody is there to wait for it.
+    fn give_back_weights(&mut self) {
+        let seen = self.seen;
+        for pod in &seen.pods {
+            let knob = Knob { cgroup: pod.cgroup.clone(), kind: KnobKind::Weight };
+            if !self.state.held.contains_key(&knob) {
+                continue;
+            }
+            let is_protected = |other: &PodSample| other.class != QosClass::BestEffort;
+            let alone = !seen.pods.iter().any(|other| is_protected(other) && other.cgroup != pod.cgroup);
+            if alone || pod.cpu_used.unwrap_or(0) <= pod.cpu_request + self.quiet() {
+                let words = format!("{} uses what it requests, or nobody is there to protect", pod.name);
+                self.set(&knob, None, &words);
+            }
+        }
+    }
+
     /// Less than this is not worth a step, in millicores.
     fn quiet(&self) -> u64 {
         self.seen.cpus * u64::from(self.law.quiet_percent) / 100
     }
 
     // ---- Memory ----
+
+    /// Gives back what was taken from pods that do nothing any more but look for memory.
+    fn free_what_stands_still(&mut self) {
+        let seen = self.seen;
+        for pod in &seen.pods {
+            let held = self.held(&pod.cgroup, KnobKind::MemoryHigh).is_some();
+            let mut standstill = self.state.standstill.get(&pod.cgroup).copied().unwrap_or_default();
+            let give_back = standstill.tick(self.law, held, pod.memory_still_permille);
+            if standstill.is_over() {
+                self.state.standstill.remove(&pod.cgroup);
+            } else {
+                self.state.standstill.insert(pod.cgroup.clone(), standstill);
+            }
+            if give_back {
+                let knob = Knob { cgroup: pod.cgroup.clone(), kind: KnobKind::MemoryHigh };
+                let words = format!("{} stands still without the memory that was taken from it", pod.name);
+                self.set(&knob, None, &words);
+            }
+        }
+    }
 
     fn squeeze_memory(&mut self, complaint: &Complaint<'a>) {
         if !self.seen.supports.memory_high {
@@ -335,7 +432,10 @@ impl<'a> Round<'a> {
             QosClass::Burstable => pod.working_set > pod.memory_request && pod.name != complaint.pod.name,
             QosClass::Guaranteed => false,
         };
-        let mut order: Vec<&PodSample> = self.seen.pods.iter().filter(may).collect();
+        let spared =
+            |pod: &&PodSample| self.state.standstill.get(&pod.cgroup).is_some_and(Standstill::is_spared);
+        let mut order: Vec<&PodSample> =
+            self.seen.pods.iter().filter(may).filter(|pod| !spared(pod)).collect();
         order.sort_by_key(|pod| (pod.class, std::cmp::Reverse(pod.working_set)));
         for pod in order {
             let request = if pod.class == QosClass::Burstable { pod.memory_request } else { 0 };
@@ -445,8 +545,10 @@ impl<'a> Round<'a> {
             calm if calm < self.law.release_percent * 10 => Heat::Calm,
             _ => Heat::Warm,
         };
+        // What was saved before costs nobody anything until it is needed, and then it is needed at once.
+        let patient = Law { calm_ticks: self.law.retry_ticks, ..*self.law };
         let ladder = self.state.throttled.entry(container.cgroup.clone()).or_default();
-        match ladder.tick(self.law, heat) {
+        match ladder.tick(&patient, heat) {
             Move::Tighten => {
                 // The kernel adds up the CPUs.
                 let part = words::percent(throttled.min(1000));

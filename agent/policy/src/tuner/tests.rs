@@ -33,6 +33,7 @@ fn pod(name: &str, class: QosClass) -> PodSample {
         memory_request: 0,
         memory_used: 0,
         working_set: 0,
+        memory_still_permille: Some(0),
         containers: vec![ContainerSample {
             cpu_wait_permille: Some(0),
             throttled_permille: Some(0),
@@ -46,7 +47,7 @@ fn pod(name: &str, class: QosClass) -> PodSample {
 fn node(wait_permille: u32, best_effort_used: u64) -> Observed {
     let mut server = pod("server", QosClass::Guaranteed);
     server.containers[0].cpu_wait_permille = Some(wait_permille);
-    let supports = Supports { idle: true, memory_high: true, burst: true };
+    let supports = Supports { idle: true, memory_high: true, burst: true, weights: false };
     let pods = vec![server, pod("hog", QosClass::BestEffort)];
     Observed { cpus: 2000, best_effort: BEST_EFFORT.to_owned(), best_effort_used, supports, pods }
 }
@@ -101,6 +102,33 @@ fn caps_come_back_before_idle_and_idle_only_when_little_is_asked_for() {
     assert_eq!(state.held.len(), 1);
     assert_eq!(run(&law, &mut state, &node(0, 10), 1), ["cpu.idle-"]);
     assert!(state.held.is_empty());
+}
+
+#[test]
+fn what_stands_still_gets_its_memory_back_and_is_spared_for_a_while() {
+    let law = Law { standstill_ticks: 3, retry_ticks: 10, ..quick() };
+    let mut state = State::default();
+    let mut seen = stalled(100);
+    assert_eq!(run(&law, &mut state, &seen, 1), ["memory.high=943718400"]);
+    seen.pods[1].memory_still_permille = Some(900);
+    // Two ticks are no standstill; then all comes back, and no step is made until the pod is no longer
+    // spared.
+    let steps = run(&law, &mut state, &seen, 2);
+    assert!(steps.iter().all(|step| step.starts_with("memory.high=")), "{steps:?}");
+    assert_eq!(run(&law, &mut state, &seen, 1), ["memory.high-"]);
+    assert!(run(&law, &mut state, &seen, 9).is_empty());
+    assert_eq!(run(&law, &mut state, &seen, 2).len(), 2);
+    // One that works a little between is slow, and nothing else.
+    let mut slow = State::default();
+    run(&law, &mut slow, &seen, 1);
+    for _ in 0..5 {
+        run(&law, &mut slow, &seen, 2);
+        run(&law, &mut slow, &stalled(100), 1);
+    }
+    assert!(!slow.held.is_empty(), "{slow:?}");
+    // Asked never to give it back, it doesn't.
+    let (never, mut state) = (Law { standstill_ticks: 0, ..law }, State::default());
+    assert!(!run(&never, &mut state, &seen, 50).contains(&"memory.high-".to_owned()));
 }
 
 #[test]
@@ -163,6 +191,59 @@ fn burstable_pods_are_capped_only_above_their_request_and_never_for_their_own_co
 }
 
 #[test]
+fn a_pod_far_above_its_request_takes_nothing_from_one_that_hardly_is() {
+    let mut seen = node(0, 0);
+    let mut greedy = pod("greedy", QosClass::Burstable);
+    (greedy.cpu_request, greedy.cpu_used) = (300, Some(1600));
+    let mut server = pod("web", QosClass::Burstable);
+    (server.cpu_request, server.cpu_used) = (300, Some(350));
+    seen.pods.extend([greedy, server]);
+    // Its many threads wait for each other, and for the server.
+    seen.pods[2].containers[0].cpu_wait_permille = Some(660);
+    assert!(run(&quick(), &mut State::default(), &seen, 20).is_empty());
+    let waits = BTreeMap::from([(seen.pods[2].cgroup.clone(), 700), (seen.pods[3].cgroup.clone(), 300)]);
+    seen.pods[2].containers[0].held_by = Some(waits);
+    assert!(run(&asking(), &mut State::default(), &seen, 20).is_empty());
+    // The server has a better right.
+    seen.pods[3].containers[0].cpu_wait_permille = Some(700);
+    let mut state = State::default();
+    assert_eq!(run(&quick(), &mut state, &seen, 1), ["cpu.max=1200"]);
+    assert_eq!(
+        state.held.keys().map(|knob| knob.cgroup.as_str()).collect::<Vec<_>>(),
+        ["/kubepods/burstable/podgreedy"]
+    );
+    // One that uses a little more than it requests is not capped, whoever waits.
+    seen.pods[2].cpu_used = Some(330);
+    assert!(run(&quick(), &mut State::default(), &seen, 20).is_empty());
+}
+
+#[test]
+fn a_greedy_pod_loses_its_turn_before_its_time_and_no_more_than_its_request_allows() {
+    let mut seen = node(0, 0);
+    seen.supports.weights = true;
+    let mut greedy = pod("greedy", QosClass::Burstable);
+    (greedy.cpu_request, greedy.cpu_used) = (300, Some(1600));
+    let mut web = pod("web", QosClass::Burstable);
+    (web.cpu_request, web.cpu_used) = (300, Some(310));
+    web.containers[0].cpu_wait_permille = Some(200);
+    seen.pods.extend([greedy, web]);
+    let mut state = State::default();
+    // 300 of 1,500 beside one of 300: a quarter of its weight is enough.
+    assert_eq!(run(&quick(), &mut state, &seen, 2), ["cpu.weight=4", "cpu.max=1200"]);
+    let held = knob("/kubepods/burstable/podgreedy", KnobKind::Weight);
+    assert!(state.held.contains_key(&held), "{state:?}");
+    // The cap comes back; the turn stays away while more is used than requested.
+    seen.pods[3].containers[0].cpu_wait_permille = Some(0);
+    assert_eq!(run(&quick(), &mut state, &seen, 20), ["cpu.max=1600", "cpu.max-"]);
+    seen.pods[2].cpu_used = Some(300);
+    assert_eq!(run(&quick(), &mut state, &seen, 2), ["cpu.weight-"]);
+    // On a node that is full nobody's weight is more than it needs.
+    seen.pods[3].containers[0].cpu_wait_permille = Some(200);
+    (seen.pods[2].cpu_used, seen.pods[0].cpu_request) = (Some(1600), 800);
+    assert_eq!(run(&quick(), &mut State::default(), &seen, 1), ["cpu.max=1200"]);
+}
+
+#[test]
 fn memory_is_taken_down_to_the_working_set_and_no_further_in_one_step() {
     let (law, mut state) = (quick(), State::default());
     let mut seen = stalled(100);
@@ -210,8 +291,10 @@ fn a_throttled_container_is_lent_a_burst_within_its_quota() {
     // The quota is lowered by a resize.
     seen.pods[0].containers[0].quota_us = Some(20_000);
     assert_eq!(run(&law, &mut state, &seen, 1), ["cpu.max.burst=20000"]);
+    // It stays as long as anything that may be needed again.
     seen.pods[0].containers[0].throttled_permille = Some(0);
-    assert_eq!(run(&law, &mut state, &seen, 5), ["cpu.max.burst-"]);
+    assert!(run(&law, &mut state, &seen, usize::try_from(law.retry_ticks).unwrap() - 1).is_empty());
+    assert_eq!(run(&law, &mut state, &seen, 1), ["cpu.max.burst-"]);
     assert!(state.held.is_empty());
 }
 
@@ -301,14 +384,20 @@ fn nothing_is_taken_from_those_that_the_server_does_not_wait_for() {
     let decision = decide(&law, &State::default(), &of_own_making, &nothing());
     assert_eq!(
         decision.findings[0],
-        "default/server (main) waits for a CPU 20 % of the time (5 % at most); those that had the CPUs meanwhile are \
-         none that anything can be taken from, so nothing is"
+        "default/server (main) waits for a CPU 20 % of the time (5 % at most), 90 % of that for its own threads; those \
+         that had the CPUs meanwhile are none that anything can be taken from, so nothing is"
     );
     // The machine's own daemons, and nobody at all.
     assert!(run(&law, &mut State::default(), &waits_for(node(200, 1600), &[]), 50).is_empty());
     // From a tenth of the wait on it is worth a try; with all steps wanted, always.
     let hog = waits_for(node(200, 1600), &[("server", 900), ("hog", 100)]);
     assert_eq!(run(&law, &mut State::default(), &hog, 1), ["cpu.idle=1"]);
+    let hog = waits_for(node(200, 1600), &[("server", 100), ("hog", 625)]);
+    assert_eq!(
+        decide(&law, &State::default(), &hog, &nothing()).steps[0].reason,
+        "default/server (main) waits for a CPU 20 % of the time (5 % at most), 62.5 % of that for default/hog: BestEffort \
+         pods run only when nobody else wants the CPU"
+    );
     assert_eq!(run(&quick(), &mut State::default(), &of_own_making, 1), ["cpu.idle=1"]);
 }
 
@@ -443,14 +532,15 @@ fn any_pod() -> impl Strategy<Value = PodSample> {
             memory_request: memory_request * MIB,
             memory_used: memory_used * MIB,
             working_set: memory_used * needed / 100 * MIB,
+            memory_still_permille: Some(u32::try_from(needed * 10).unwrap()),
             containers,
         },
     )
 }
 
 fn any_node() -> impl Strategy<Value = Observed> {
-    (1..8_u64, 0..8000_u64, any::<[bool; 3]>(), prop::collection::vec(any_pod(), 0..5)).prop_map(
-        |(cpus, best_effort_used, [idle, memory_high, burst], mut pods)| {
+    (1..8_u64, 0..8000_u64, any::<[bool; 4]>(), prop::collection::vec(any_pod(), 0..5)).prop_map(
+        |(cpus, best_effort_used, [idle, memory_high, burst, weights], mut pods)| {
             for (index, pod) in pods.iter_mut().enumerate() {
                 pod.name = format!("default/p{index}");
                 pod.cgroup = format!("/kubepods/pod{index}");
@@ -459,7 +549,7 @@ fn any_node() -> impl Strategy<Value = Observed> {
                 }
             }
             let best_effort = BEST_EFFORT.to_owned();
-            let supports = Supports { idle, memory_high, burst };
+            let supports = Supports { idle, memory_high, burst, weights };
             Observed { cpus: cpus * 1000, best_effort, best_effort_used, supports, pods }
         },
     )
@@ -499,7 +589,10 @@ proptest! {
                         prop_assert!(burst <= quota.unwrap() && seen.supports.burst);
                     }
                     (KnobKind::Idle, Some(_)) => prop_assert!(seen.supports.idle && pod.is_none()),
-                    (KnobKind::Weight, Some(_)) => prop_assert!(!seen.supports.idle && pod.is_none()),
+                    (KnobKind::Weight, Some(weight)) => match pod {
+                        None => prop_assert!(!seen.supports.idle && weight == 1),
+                        Some(pod) => prop_assert!(seen.supports.weights && pod.class == QosClass::Burstable),
+                    },
                     (_, None) => {}
                 }
             }
