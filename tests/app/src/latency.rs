@@ -18,12 +18,16 @@ struct Load {
     warm_up: Duration,
     /// How long those come that are.
     measured: Duration,
+    /// Where somebody has to connect before they begin to come.
+    on: Option<u16>,
 }
 
-/// `--rate HZ --work MICROSECONDS --warm-up SECONDS --seconds SECONDS`. Prints `measuring` when the warm-up
-/// is over, and at the end `result N` with a `PERCENTILE:MICROSECONDS` for each of many percentiles.
+/// `--rate HZ --work MICROSECONDS --warm-up SECONDS --seconds SECONDS [--on PORT]`. Prints `measuring` when
+/// the warm-up is over, and at the end `result N` with a `PERCENTILE:MICROSECONDS` for each of many
+/// percentiles.
 pub(super) fn run(arguments: &[String]) -> Result<(), String> {
     let load = parse(arguments)?;
+    load.on.map_or(Ok(()), wait_for_connection)?;
     let (requests, arrived) = mpsc::channel::<Instant>();
     let server = std::thread::spawn(move || {
         let mut latencies = Vec::new();
@@ -60,6 +64,7 @@ fn parse(arguments: &[String]) -> Result<Load, String> {
         work: Duration::from_micros(1000),
         warm_up: Duration::ZERO,
         measured: Duration::from_secs(10),
+        on: None,
     };
     for pair in arguments.chunks(2) {
         let [option, value] = pair else { return Err(format!("{} needs a value", pair[0])) };
@@ -69,6 +74,9 @@ fn parse(arguments: &[String]) -> Result<Load, String> {
             "--work" => load.work = Duration::from_micros(number.into()),
             "--warm-up" => load.warm_up = Duration::from_secs(number.into()),
             "--seconds" => load.measured = Duration::from_secs(number.into()),
+            "--on" => {
+                load.on = Some(u16::try_from(number).map_err(|_| format!("{option} {value}: not a port"))?);
+            }
             _ => return Err(format!("unknown option {option}")),
         }
     }
@@ -116,24 +124,80 @@ impl Random {
     }
 }
 
-/// `busy THREADS`, or `memory MIB`: a neighbour that takes all the CPU it gets, or that keeps reading more
-/// than there is memory for, until it is stopped.
+/// A noisy neighbour, until it is stopped: see the kinds. With `--on PORT` it is quiet until somebody
+/// connects there, so that all that takes part can be started before the noise.
 pub(super) fn hog(arguments: &[String]) -> Result<(), String> {
-    let number = |text: &String| text.parse::<usize>().map_err(|_| format!("{text}: not a number"));
-    match arguments {
-        [kind, threads] if kind == "busy" => {
-            for _ in 1..number(threads)? {
-                std::thread::spawn(spin);
-            }
-            spin()
+    let arguments = match arguments {
+        [option, port, rest @ ..] if option == "--on" => {
+            wait_for_connection(port.parse().map_err(|_| format!("{port}: not a port"))?)?;
+            rest
         }
-        [kind, mebibytes] if kind == "memory" => read_over_and_over(number(mebibytes)?),
-        _ => Err("usage: testapp hog busy THREADS | memory MIB".to_owned()),
+        _ => arguments,
+    };
+    let [kind, number] = arguments else { return Err(USAGE.to_owned()) };
+    let number: usize = number.parse().map_err(|_| format!("{number}: not a number"))?;
+    match kind.as_str() {
+        "busy" => on_threads(number, spin),
+        "memory" => read_over_and_over(number),
+        "grow" => grow_over_and_over(number),
+        "build" => on_threads(number, build),
+        "duty" => duty(number),
+        _ => Err(USAGE.to_owned()),
     }
 }
 
-/// Reads a file of so many mebibytes again and again: memory that the kernel can take back, so that the
-/// reader lives on where there is less of it, and everybody beside it has to reclaim.
+fn wait_for_connection(port: u16) -> Result<(), String> {
+    crate::bind(port)?.accept().map(drop).map_err(|error| error.to_string())
+}
+
+const USAGE: &str =
+    "usage: testapp hog [--on PORT] busy THREADS | memory MIB | grow MIB | build JOBS | duty PERMILLE";
+
+/// `busy THREADS` takes all the CPU that it gets; `build JOBS` does something on so many threads.
+fn on_threads(number: usize, work: fn() -> Result<(), String>) -> Result<(), String> {
+    for _ in 1..number {
+        std::thread::spawn(work);
+    }
+    work()
+}
+
+/// A process after another, each of which takes some CPU and writes a file: a compiler, as the machine sees
+/// it.
+fn build() -> Result<(), String> {
+    let file = format!("/tmp/object-{:?}", std::thread::current().id());
+    loop {
+        work(Duration::from_millis(30));
+        let mut compiler = crate::own()?.args(["probe", "ok"]).spawn().map_err(|error| error.to_string())?;
+        compiler.wait().map_err(|error| error.to_string())?;
+        std::fs::write(&file, vec![1_u8; 1 << 20]).map_err(|error| format!("{file}: {error}"))?;
+    }
+}
+
+/// So many thousandths of a CPU, as a daemon takes them: a part of each 50 ms.
+fn duty(permille: usize) -> Result<(), String> {
+    let busy = Duration::from_micros(50 * permille.min(1000) as u64);
+    loop {
+        work(busy);
+        std::thread::sleep(Duration::from_millis(50).saturating_sub(busy));
+    }
+}
+
+/// Takes so many mebibytes, a hundred per second, gives them back, and begins again: memory that the kernel
+/// cannot take back.
+fn grow_over_and_over(mebibytes: usize) -> Result<(), String> {
+    loop {
+        let mut held = Vec::new();
+        for _ in 0..mebibytes {
+            // Not zeroes: every page must really be there.
+            held.push(vec![1_u8; 1 << 20]);
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// Reads a file of so many mebibytes again and again, more than there is memory for: memory that the kernel
+/// can take back, so that the reader lives on where there is less of it, and everybody beside it has to
+/// reclaim.
 fn read_over_and_over(mebibytes: usize) -> Result<(), String> {
     let failed = |error: std::io::Error| format!("/tmp/hog: {error}");
     let mut file = std::fs::File::options()
@@ -153,7 +217,7 @@ fn read_over_and_over(mebibytes: usize) -> Result<(), String> {
     }
 }
 
-fn spin() -> ! {
+fn spin() -> Result<(), String> {
     loop {
         std::hint::spin_loop();
     }

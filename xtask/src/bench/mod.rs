@@ -54,6 +54,11 @@ pub(crate) struct Args {
     #[arg(long)]
     quick: bool,
 
+    /// Of the tuner, measure these only: busy, quota, burstable, crowd, memory, mixed (an hour, and only if
+    /// named)
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    scenario: Vec<String>,
+
     /// One JSON object per row instead of a table
     #[arg(long)]
     json: bool,
@@ -213,7 +218,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let mut rows = Vec::new();
     let measured = whats.iter().try_for_each(|what| {
         let (disturbance, first) = (Disturbance::begin()?, rows.len());
-        let measured = measure(*what, &binary, args.quick, &mut rows);
+        let measured = measure(*what, &binary, args, &mut rows);
         rows.extend(disturbance.row(&rows[first..])?);
         measured
     });
@@ -253,7 +258,8 @@ impl Disturbance {
 }
 
 /// Adds the rows of `what`, as far as they can be had.
-fn measure(what: What, binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
+fn measure(what: What, binary: &Path, args: &Args, rows: &mut Vec<Row>) -> Result<()> {
+    let quick = args.quick;
     match what {
         What::Bpf => rows.extend(bpf::run(quick)?),
         What::Cluster => cluster::run(binary, quick, rows)?,
@@ -267,7 +273,7 @@ fn measure(what: What, binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Resul
         What::Pressure => rows.extend(pressure::run(binary, quick)?),
         What::Lifecycle => lifecycle::run(binary, quick, rows)?,
         What::Simulated => simulated::run(binary, quick, rows)?,
-        What::Tuner => rows.extend(tuner::run(binary, quick)?),
+        What::Tuner => rows.extend(tuner::run(binary, quick, &args.scenario)?),
     }
     Ok(())
 }
