@@ -276,14 +276,18 @@ fn parse(result: &str) -> Result<Vec<(f64, f64)>> {
     result.split(' ').skip(2).map(latency).collect()
 }
 
-/// When the tuner did something first, in milliseconds after `since`. None if it did nothing.
+/// When the tuner did something first, in milliseconds after `since`. None if it did nothing. The history has
+/// the steps of earlier runs, too.
 fn first_step(agent: &Agent, since: jiff::Timestamp) -> Result<Option<f64>> {
     let output = agent.cli(&["tune", "history", "-o", "json"]).output().context("could not ask the tuner")?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    let Some(line) = text.lines().next() else { return Ok(None) };
-    let step: Value = serde_json::from_str(line)?;
-    let at: jiff::Timestamp = step["at"].as_str().context("a step without a time")?.parse()?;
-    Ok(Some((at.duration_since(since).as_secs_f64() * 1000.0).max(0.0)))
+    for line in String::from_utf8_lossy(&output.stdout).lines() {
+        let step: Value = serde_json::from_str(line)?;
+        let at: jiff::Timestamp = step["at"].as_str().context("a step without a time")?.parse()?;
+        if at >= since {
+            return Ok(Some(at.duration_since(since).as_secs_f64() * 1000.0));
+        }
+    }
+    Ok(None)
 }
 
 #[cfg(test)]
