@@ -9,21 +9,22 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use std::path::Path;
 
-/// Panels side by side.
+/// Panels side by side, at most.
 const COLUMNS: usize = 2;
 /// Pixels of each.
 const PANEL: (u32, u32) = (460, 300);
 
 /// Draws of each scenario the run whose 99th percentile is the median.
 pub(super) fn draw(file: &Path, alone: &[Run], scenarios: &[&Scenario], all: &[Measured]) -> Result<()> {
-    let rows = scenarios.len().div_ceil(COLUMNS);
+    let columns = scenarios.len().clamp(1, COLUMNS);
+    let rows = scenarios.len().div_ceil(columns);
     let area =
-        SVGBackend::new(file, (PANEL.0 * COLUMNS as u32, PANEL.1 * u32::try_from(rows)?)).into_drawing_area();
+        SVGBackend::new(file, (PANEL.0 * columns as u32, PANEL.1 * u32::try_from(rows)?)).into_drawing_area();
     area.fill(&WHITE)?;
     let runs =
         alone.iter().chain(all.iter().flat_map(|measured| measured.off.iter().chain(&measured.enforce)));
     let most = runs.map(|run| run.at(99.99)).fold(1.0, f64::max) * 1.5;
-    for ((panel, scenario), measured) in area.split_evenly((rows, COLUMNS)).iter().zip(scenarios).zip(all) {
+    for ((panel, scenario), measured) in area.split_evenly((rows, columns)).iter().zip(scenarios).zip(all) {
         let lines = [
             ("alone", typical(alone)),
             ("tuner off", typical(&measured.off)),
