@@ -12,7 +12,7 @@ use beelet_api::http::{numbers, summary};
 use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
 
 use beelet_cri::Runtime;
-use beelet_stats::metrics::{CADVISOR, ContainerMetric, HELD, KERNEL, Kind, RUNQUEUE};
+use beelet_stats::metrics::{CADVISOR, ContainerMetric, GREW, HELD, KERNEL, Kind, RUNQUEUE};
 
 const HEAD: &str = "\
 # Metrics
@@ -220,10 +220,10 @@ fn page() -> String {
     table(&mut text, "`/metrics`: `beelet observe` alone", &observe, |_| true);
     let labels = "`namespace`, `pod`, `container`, and `pod_uid` where configured";
     containers(&mut text, "`/metrics`: containers, by kernel programs", labels, KERNEL);
-    let (name, help) = HELD;
-    let by =
-        ["shop/batch-7", "/system.slice/containerd.service", "cpu-quota"].map(|by| format!("`by=\"{by}\"`"));
-    let _ = writeln!(text, "| `{name}` | gauge | {help} ({}) |", by.join(", "));
+    for ((name, help), own) in [(HELD, "cpu-quota"), (GREW, "memory-limit")] {
+        let by = ["shop/batch-7", "/system.slice/containerd.service", own].map(|by| format!("`by=\"{by}\"`"));
+        let _ = writeln!(text, "| `{name}` | gauge | {help} ({}) |", by.join(", "));
+    }
     let (name, help) = RUNQUEUE;
     let _ = writeln!(text, "| `{name}` | histogram | {help} |");
     table(&mut text, "`/metrics/probes`", &run, |name| name.starts_with("prober_"));

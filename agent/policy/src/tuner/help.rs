@@ -19,6 +19,8 @@ pub struct Help {
     tries: u32,
     /// One has.
     helped: bool,
+    /// A step was made at all: there may be nothing that can be taken from anybody.
+    stepped: bool,
     /// What the knobs that were tightened since were held at before; None: their owner's value stood.
     taken: BTreeMap<Knob, Option<u64>>,
     given_up: Option<GivenUp>,
@@ -34,6 +36,8 @@ struct GivenUp {
     ticks: u32,
     /// Ticks in a row in which it was much worse.
     worse: u32,
+    /// How long it stays given up, in ticks.
+    lasts: u32,
 }
 
 /// What to do when it is time for a step.
@@ -65,7 +69,7 @@ impl Help {
         if let Some(given) = &mut self.given_up {
             given.ticks += 1;
             given.worse = if much_worse(ratio, given.ratio) { given.worse + 1 } else { 0 };
-            if given.ticks >= law.retry_ticks || given.worse >= law.hot_ticks.max(1) {
+            if given.ticks >= given.lasts || given.worse >= law.hot_ticks.max(1) {
                 return false;
             }
         }
@@ -92,12 +96,15 @@ impl Help {
         if law.helpless_steps == 0 || self.tries < law.helpless_steps {
             return Judgement::GoOn;
         }
-        self.given_up = Some(GivenUp { ratio: now, ticks: 0, worse: 0 });
+        // Where nothing was there to be taken, nothing was tried: something may be there soon.
+        let lasts = if self.stepped { law.retry_ticks } else { law.calm_ticks.max(1) };
+        self.given_up = Some(GivenUp { ratio: now, ticks: 0, worse: 0, lasts });
         Judgement::GiveUp(self.tries, std::mem::take(&mut self.taken))
     }
 
     /// Remembers what a step has taken. A turn after others costs nothing, so it isn't given back for this.
     pub(super) fn took(&mut self, step: &TunerStep) {
+        self.stepped = true;
         if !matches!(step.knob.kind, KnobKind::Idle | KnobKind::Weight) {
             self.taken.entry(step.knob.clone()).or_insert(step.from);
         }
@@ -159,6 +166,16 @@ mod tests {
     #[test]
     fn steps_that_change_nothing_are_given_back_after_some_tries_all_but_the_turn() {
         assert_eq!(given_up().standing(), ComplaintState::Void);
+    }
+
+    #[test]
+    fn where_nothing_could_be_taken_it_is_tried_again_soon() {
+        let mut help = Help::default();
+        for _ in 0..3 {
+            assert_eq!(next(&mut help, 4000), Judgement::GoOn);
+        }
+        assert_eq!(next(&mut help, 4000), Judgement::GiveUp(3, BTreeMap::new()));
+        assert_eq!((1..=9).find(|_| !help.tick(&law(), 4000)), Some(law().calm_ticks));
     }
 
     #[test]
