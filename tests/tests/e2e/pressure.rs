@@ -146,7 +146,7 @@ fn a_pod_that_waits_for_memory_is_told_whose_growth_that_is() {
     let node =
         Node::start(|options| small(options).kubelet("evictionHard", json!({ "memory.available": "0%" })));
     let reading = |name: &str, mib: &str| manifests::pod(name, &["/bin/testapp", "hog", "memory", mib]);
-    node.apply(&manifests::with_resources(reading("server", "200"), ("100m", "32Mi"), ("", "")));
+    node.apply(&manifests::with_resources(reading("server", "512"), ("100m", "32Mi"), ("", "")));
     node.apply(&reading("hog", "512"));
     node.wait("server", "to run", |pod| pod.phase() == "Running");
     workdir::wait_for("the server to be told of the hog", PATIENCE, || {
