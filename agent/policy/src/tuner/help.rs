@@ -36,8 +36,6 @@ struct GivenUp {
     ticks: u32,
     /// Ticks in a row in which it was much worse.
     worse: u32,
-    /// How long it stays given up, in ticks.
-    lasts: u32,
 }
 
 /// What to do when it is time for a step.
@@ -69,7 +67,9 @@ impl Help {
         if let Some(given) = &mut self.given_up {
             given.ticks += 1;
             given.worse = if much_worse(ratio, given.ratio) { given.worse + 1 } else { 0 };
-            if given.ticks >= given.lasts || given.worse >= law.hot_ticks.max(1) {
+            // Where nothing was there to be taken, nothing was tried: something may be there soon.
+            let lasts = if self.stepped { law.retry_ticks } else { law.calm_ticks.max(1) };
+            if given.ticks >= lasts || given.worse >= law.hot_ticks.max(1) {
                 return false;
             }
         }
@@ -96,9 +96,7 @@ impl Help {
         if law.helpless_steps == 0 || self.tries < law.helpless_steps {
             return Judgement::GoOn;
         }
-        // Where nothing was there to be taken, nothing was tried: something may be there soon.
-        let lasts = if self.stepped { law.retry_ticks } else { law.calm_ticks.max(1) };
-        self.given_up = Some(GivenUp { ratio: now, ticks: 0, worse: 0, lasts });
+        self.given_up = Some(GivenUp { ratio: now, ticks: 0, worse: 0 });
         Judgement::GiveUp(self.tries, std::mem::take(&mut self.taken))
     }
 

@@ -3,11 +3,11 @@
 //!
 //! Protected are Guaranteed and Burstable pods. When one of them waits too long for a CPU or stalls for
 //! memory, what was promised nothing is squeezed first (BestEffort), then what uses more than it requested
-//! (Burstable, never below its request: its turn first, then its time), one step per tick; when they are well again, it is given back in the
-//! reverse order. A pod that waits for its own threads is not helped by that: after some steps without a gain
-//! ([`Help`]) they are given back as well, and so is memory to a pod that does nothing but reclaim without it
-//! ([`Standstill`]). The shape is the one of Koordinator's and Katalyst's suppression of best-effort pods,
-//! with hysteresis in time ([`Ladder`]) instead of bare thresholds.
+//! (Burstable, never below its request: its turn first, then its time), one step per tick; when they are well
+//! again, it is given back in the reverse order. A pod that waits for its own threads is not helped by that:
+//! after some steps without a gain ([`Help`]) they are given back as well, and so is memory to a pod that
+//! does nothing but reclaim without it ([`Standstill`]). The shape is the one of Koordinator's and Katalyst's
+//! suppression of best-effort pods, with hysteresis in time ([`Ladder`]) instead of bare thresholds.
 //!
 //! Decides and says why; must never read or write a cgroup, nor know which file of which version a [`Knob`]
 //! is.
@@ -124,7 +124,8 @@ pub struct Knob {
 pub enum KnobKind {
     /// 1: runs only when nothing else wants the CPU (`SCHED_IDLE` for a group, kernel 5.15).
     Idle,
-    /// A CPU weight, as version 2 counts it: 1 is the least, in place of [`KnobKind::Idle`] where there is none.
+    /// A CPU weight, as version 2 counts it: 1 is the least, in place of [`KnobKind::Idle`] where there is
+    /// none.
     Weight,
     /// Millicores, as a quota.
     CpuCap,

@@ -301,8 +301,9 @@ impl<'a> Round<'a> {
     }
 
     /// The least CPU weight with which a Burstable pod still gets what it requests while all others want all
-    /// that they can have, where that is far below its own. It takes nothing from the pod while CPUs are free,
-    /// but a thread that wakes up beside it gets the CPU at once, and need not wait for the end of a turn.
+    /// that they can have, where that is far below its own. It takes nothing from the pod while CPUs are
+    /// free, but a thread that wakes up beside it gets the CPU at once, and need not wait for the end of a
+    /// turn.
     fn least_weight(&self, pod: &PodSample) -> Option<u64> {
         let requested = |class: QosClass| -> u64 {
             let of_class = self.seen.pods.iter().filter(|other| other.class == class);
