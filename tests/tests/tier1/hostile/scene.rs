@@ -216,9 +216,13 @@ impl Scene {
             .to_owned()
     }
 
-    /// Waits until a condition of the node is so.
+    /// Waits until a condition of the node is so. An agent that still waits for its runtime has none.
     pub(crate) fn until_condition(&self, name: &str, status: &str) {
         self.look_until(&format!("{name} to be {status}"), || {
+            let asked = self.cli(&["get", "node"]);
+            if !asked.status.success() {
+                return Err(String::from_utf8_lossy(&asked.stderr).into_owned());
+            }
             let found = self.condition(name);
             if found == status { Ok(()) } else { Err(found) }
         });
