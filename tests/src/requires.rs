@@ -263,6 +263,14 @@ pub fn python_with(module: &str, named: Option<PathBuf>) -> Option<PathBuf> {
     named.into_iter().chain(machines).find(has_it)
 }
 
+/// The test sees who waits by the kernel's pressure stall information.
+pub fn psi() -> Result<(), Missing> {
+    if Path::new("/proc/pressure/cpu").exists() {
+        return Ok(());
+    }
+    Err(missing("the kernel counts no pressure", "boot with psi=1, on a kernel with CONFIG_PSI"))
+}
+
 /// The test takes minutes: only with `cargo xtask test --long`.
 pub fn long() -> Result<(), Missing> {
     if std::env::var_os("BEELET_LONG").is_some() {

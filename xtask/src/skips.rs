@@ -26,7 +26,6 @@ const ALLOWED: &[Allowed] = &[
     allowed("cgroup version 2 has no such rule", ONE_VERSION),
     allowed("this kernel lets everybody have a window of a second", KERNEL),
     allowed("no cgroup2 counts stalls", KERNEL),
-    allowed("the kernel has no pressure information", KERNEL),
     allowed("the kernel counts no pressure", KERNEL),
     allowed("the kernel has no cpu.idle", KERNEL),
     allowed("the kernel has no null_blk device", KERNEL),

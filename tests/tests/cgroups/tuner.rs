@@ -227,11 +227,7 @@ fn after_kill_9_in_the_middle_of_enforcing_the_owners_values_are_back_a_hundred_
 
 #[test]
 fn a_server_that_waits_has_the_hog_made_idle_until_the_hog_is_gone() {
-    require!(root);
-    if std::fs::metadata("/proc/pressure/cpu").is_err() {
-        skip("the kernel counts no pressure", "boot with psi=1, on a kernel with CONFIG_PSI");
-        return;
-    }
+    require!(root, psi);
     let node = Node::new("beelet-tuner-loop");
     if node.cgroups.read(BEST_EFFORT, "cpu.idle").is_none() {
         skip("the kernel has no cpu.idle", "Linux 5.15");

@@ -17,7 +17,7 @@ use beelet_tests::manifests::{self, CONTROL};
 use beelet_tests::oom::OomWatch;
 use beelet_tests::pods::PodView;
 use beelet_tests::workdir::{self, PATIENCE};
-use beelet_tests::{guards, require, requires};
+use beelet_tests::{guards, require};
 use k8s_openapi::api::core::v1 as core;
 use serde_json::{Value, json};
 
@@ -135,13 +135,7 @@ fn end(pod: &PodView) -> Option<String> {
 
 #[test]
 fn a_pod_that_waits_for_memory_is_told_whose_growth_that_is() {
-    require!(containerd);
-    require!(bpf);
-    if std::fs::metadata("/proc/pressure/memory").is_err() {
-        let what = "the kernel counts no pressure, so no pod is seen to wait".to_owned();
-        requires::skip(&requires::Missing { what, remedy: "boot with psi=1".to_owned() });
-        return;
-    }
+    require!(containerd, bpf, psi);
     // Nobody is evicted: both read more than all pods have, again and again.
     let node =
         Node::start(|options| small(options).kubelet("evictionHard", json!({ "memory.available": "0%" })));
@@ -152,9 +146,8 @@ fn a_pod_that_waits_for_memory_is_told_whose_growth_that_is() {
     workdir::wait_for("the server to be told of the hog", PATIENCE, || {
         let text = node.cli(&["describe", "pod", "server"]);
         let told = text.lines().find(|line| line.trim_start().starts_with("Memory:"));
-        match told
-            .and_then(|line| line.split_once(" % of the last minute for memory, mostly for the growth of "))
-        {
+        let because = " % of the last minute for memory, mostly for the growth of ";
+        match told.and_then(|line| line.split_once(because)) {
             Some((_, whose)) if whose.contains("hog-") => Ok(()),
             _ => Err(text),
         }

@@ -65,12 +65,7 @@ fn wait_until_held(node: &Node) -> Vec<Value> {
 
 #[test]
 fn what_the_tuner_holds_is_shown_and_put_back_after_kill_9_even_by_an_agent_that_does_not_tune() {
-    require!(containerd);
-    if std::fs::metadata("/proc/pressure/cpu").is_err() {
-        let what = "the kernel counts no pressure, so no pod is seen to wait".to_owned();
-        requires::skip(&requires::Missing { what, remedy: "boot with psi=1".to_owned() });
-        return;
-    }
+    require!(containerd, psi);
     let mut node = Node::start(|options| options.beelet("tuner", json!({ "mode": "off" })));
     let cpus = std::thread::available_parallelism().unwrap().get();
     // A server with more threads than there are CPUs always waits.

@@ -514,14 +514,7 @@ fn those_whose_threads_had_to_free_memory_are_told_with_the_pages() {
 
 #[test]
 fn reclaim_of_a_full_cgroup_is_as_memory_pressure_says_it() {
-    require!(bpf);
-    if !std::path::Path::new("/proc/pressure/memory").exists() {
-        requires::skip(&requires::Missing {
-            what: "the kernel has no pressure information".to_owned(),
-            remedy: "boot with psi=1".to_owned(),
-        });
-        return;
-    }
+    require!(bpf, psi);
     let Some(file) = sparse_file(6 << 30) else { return };
     let place = Place::new("bk-reclaim");
     // Of reclaim alone: a cgroup has one edge per second, and waits for the CPU could take it each time.

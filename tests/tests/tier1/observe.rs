@@ -353,21 +353,9 @@ async fn tuner(node: &Node, what: &str, so: impl Fn(&api::TunerStatus) -> bool) 
     .await
 }
 
-fn lacks_pressure() -> bool {
-    let lacks = std::fs::metadata("/proc/pressure/cpu").is_err();
-    if lacks {
-        let what = "the kernel counts no pressure".to_owned();
-        requires::skip(&Missing { what, remedy: "boot it with psi=1".to_owned() });
-    }
-    lacks
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn where_it_is_allowed_the_hog_is_capped_and_its_owners_value_comes_back_at_stop_and_after_kill() {
-    require!(root);
-    if lacks_pressure() {
-        return;
-    }
+    require!(root, psi);
     let owned = Owned::new();
     let owners = read(&owned.cap());
 
@@ -406,10 +394,7 @@ async fn where_it_is_allowed_the_hog_is_capped_and_its_owners_value_comes_back_a
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_the_owner_overwrites_is_the_owners_from_then_on() {
-    require!(root);
-    if lacks_pressure() {
-        return;
-    }
+    require!(root, psi);
     let owned = Owned::new();
     let node = owned.observer(TunerMode::Enforce);
     tuner(&node, "a cap", |status| !status.held.is_empty()).await;
