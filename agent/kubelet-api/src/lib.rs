@@ -229,9 +229,7 @@ impl Bound {
 
     /// Serves until `shutdown`.
     pub fn serve(self, shutdown: CancellationToken) -> Work {
-        Box::pin(async move {
-            connection::serve(self, shutdown).await;
-        })
+        Box::pin(connection::serve(self, shutdown))
     }
 }
 

@@ -50,16 +50,22 @@ impl Names {
                     Some(WaitedFor { some: some(container, of), holders: holders.collect() });
             }
             if let Some(of) = growers.get(&id) {
-                let own_limit =
-                    |container: &ContainerStats| short_below(container, None) == ShortBelow::Container;
-                let holders = match of[..] {
-                    [(only, share)] if only == id && own_limit(container) => {
-                        vec![Holder { who: Who::Nobody, share }]
-                    }
-                    _ => of.iter().map(|(id, share)| self.holder(*id, *share)).collect(),
-                };
-                container.waited_for_memory = Some(WaitedFor { some: some_for_memory(container), holders });
+                let (some, holders) = (some_for_memory(container), self.growers(container, of));
+                container.waited_for_memory = Some(WaitedFor { some, holders });
             }
+        }
+    }
+
+    /// Those whose growth a container waited for; its own limit, if it is at that and alone made itself wait.
+    fn growers(&self, container: &ContainerStats, of: &[(u64, f64)]) -> Vec<Holder> {
+        match *of {
+            [(only, share)]
+                if container.cgroup_id == Some(only)
+                    && short_below(container, None) == ShortBelow::Container =>
+            {
+                vec![Holder { who: Who::Nobody, share }]
+            }
+            _ => of.iter().map(|(id, share)| self.holder(*id, *share)).collect(),
         }
     }
 

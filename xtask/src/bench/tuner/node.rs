@@ -132,13 +132,13 @@ impl Node<'_> {
             })?;
         }
         let log = Log { folder: logs, uid: uid.clone() };
-        log.wait_for("measuring", PATIENCE)?;
+        log.wait_for("measuring")?;
         let server = pod_path("Burstable", &uid);
         let (before, began) = (self.used(&server, &others)?, Instant::now());
         // The pod's cgroup goes with the server, so the last look is a moment before.
         std::thread::sleep(Duration::from_secs(seconds.into()).mul_f64(0.95).saturating_sub(began.elapsed()));
         let (after, took) = (self.used(&server, &others)?, began.elapsed().as_secs_f64());
-        let latencies = parse(&log.wait_for("result ", PATIENCE)?)?;
+        let latencies = parse(&log.wait_for("result ")?)?;
         let reaction = first_step(&agent, noise)?;
         agent.terminate()?;
         let [server, others, stolen, still] = std::array::from_fn(|i| (after[i] - before[i]) / took);
@@ -242,7 +242,7 @@ struct Log {
 }
 
 impl Log {
-    fn wait_for(&self, start: &str, patience: Duration) -> Result<String> {
+    fn wait_for(&self, start: &str) -> Result<String> {
         let mut waited = Duration::ZERO;
         loop {
             let text = self.read().unwrap_or_default();
@@ -250,7 +250,7 @@ impl Log {
             if let Some(line) = found.into_iter().find(|line| line.starts_with(start)) {
                 return Ok(line.to_owned());
             }
-            if interrupted() || waited > patience {
+            if interrupted() || waited > PATIENCE {
                 bail!("the server never said {start:?}; its log:\n{text}");
             }
             // A log can't be waited for.
