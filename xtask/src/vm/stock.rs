@@ -66,6 +66,11 @@ const COMMAND_LINE: &str = "console=ttyS0 root=/dev/vda rw quiet mitigations=off
 /// every deadline inside come early. QEMU can do so with one thread for both processors only.
 const CLOCK: [&str; 4] = ["-accel", "tcg,thread=single,tb-size=512", "-icount", "shift=0,sleep=on"];
 
+/// All that QEMU can emulate, less what makes programs copy and clear byte by byte with one instruction: that
+/// is quick in silicon, while an emulator whose clock goes by instructions leaves its loop at every byte. A
+/// machine comes up in two thirds of the time without.
+const CPU: &str = "max,erms=off,fsrm=off,fzrm=off,fsrs=off,fsrc=off";
+
 const CHECK: &str = include_str!("stock/check.sh");
 
 const CHECK_UNIT: &str = "\
@@ -325,7 +330,7 @@ impl Machine {
         // QEMU doubles a comma in a file's name.
         let named = |path: &Path| path.display().to_string().replace(',', ",,");
         let mut command = qemu::mortal(&self.qemu.command());
-        command.args(["-machine", "q35", "-cpu", "max", "-smp", "2"]).args(CLOCK);
+        command.args(["-machine", "q35", "-cpu", CPU, "-smp", "2"]).args(CLOCK);
         command.args(["-m", "2048", "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
         for node in ["0", "1"] {
             command.args(["-object", &format!("memory-backend-ram,id=m{node},size=1G")]);
