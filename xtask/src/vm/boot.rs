@@ -71,6 +71,8 @@ pub(super) enum End {
     Died(String),
     /// The deadline came first.
     Late(Duration),
+    /// This signal asked us to stop before that.
+    Stopped(&'static str),
 }
 
 impl Machine {

@@ -80,9 +80,9 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N")]
     jobs: Option<std::num::NonZeroUsize>,
 
-    /// How long a boot with all its tests may take
-    #[arg(long, value_name = "SECONDS", default_value_t = Options::DEADLINE.as_secs())]
-    deadline: u64,
+    /// How long a boot with all its tests may take [default: 1800; with --e2e 300, and 120 per test]
+    #[arg(long, value_name = "SECONDS")]
+    deadline: Option<u64>,
 
     /// Leave the machine as it is: install nothing
     #[arg(long)]
@@ -122,10 +122,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         }
     }
     if let Some(machine) = &args.machine {
-        let (agent, deadline) = (args.agent.as_deref(), Duration::from_secs(args.deadline));
+        let (agent, deadline) = (args.agent.as_deref(), args.deadline.map(Duration::from_secs));
         let (driver, write_docs) = (args.driver.as_deref(), args.write_docs);
         return match args.e2e.as_slice() {
-            [] => stock::run(machine, agent, deadline, write_docs),
+            [] => stock::run(machine, agent, deadline.unwrap_or(Options::DEADLINE), write_docs),
             prefixes => {
                 stock::end_to_end(&stock::EndToEnd { machine, agent, driver, prefixes, deadline, write_docs })
             }
@@ -139,7 +139,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         }
     }
     let jobs = args.jobs.map(std::num::NonZeroUsize::get);
-    let deadline = Duration::from_secs(args.deadline);
+    let deadline = args.deadline.map_or(Options::DEADLINE, Duration::from_secs);
     let summary = run_all(&Options { arch: args.arch, kernels, jobs, deadline })?;
     if args.write_docs {
         let file = shell::repository().join("docs/kernels.md");
@@ -261,7 +261,7 @@ async fn boot_twice(kernel: String, machine: &Machine, plan: &[Test], deadline: 
     }
     let last_words = if end == End::Done { Vec::new() } else { machine.last_words() };
     match &end {
-        End::Done => {}
+        End::Done | End::Stopped(_) => {}
         End::Died(_) => transcript.ended_early("the VM died"),
         End::Late(_) => transcript.ended_early("the VM's deadline came"),
     }

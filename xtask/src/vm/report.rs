@@ -39,6 +39,7 @@ impl Run {
             End::Done => None,
             End::Died(why) => Some(format!("it died, twice: {why}")),
             End::Late(deadline) => Some(format!("it had not ended after {} s", deadline.as_secs())),
+            End::Stopped(signal) => Some(format!("{signal} came before its end")),
         }
     }
 
@@ -402,6 +403,13 @@ mod tests {
         let summary = summary(vec![run("6.1", "", End::Late(Duration::from_secs(90)))]);
         let error = summary.verdict().unwrap_err().to_string();
         assert_eq!(error, "kernel 6.1: it had not ended after 90 s");
+    }
+
+    #[test]
+    fn a_machine_that_was_stopped_is_an_error_that_keeps_what_it_found() {
+        let summary = summary(vec![run("6.1", "begin 0 1\nend 0 2 0", End::Stopped("SIGTERM"))]);
+        assert_eq!(summary.verdict().unwrap_err().to_string(), "kernel 6.1: SIGTERM came before its end");
+        assert!(summary.markdown("").contains("| `kernel x` | 1 passed, 1 not reached |"));
     }
 
     #[test]

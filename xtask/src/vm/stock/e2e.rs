@@ -11,6 +11,7 @@ use crate::vm::{doctor, guest, page, programs};
 use crate::{cross::Arch, shell};
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::{images, workdir};
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,10 +20,13 @@ use std::time::{Duration, Instant};
 
 pub(super) const SCRIPT: &str = include_str!("e2e.sh");
 
-/// No test takes longer, in seconds.
-const LIMIT: u32 = 900;
-/// So many times longer than on a real machine does a test wait.
+/// No test takes longer, in seconds of a real machine: as .config/nextest.toml has it.
+const LIMIT: u32 = 300;
+/// So many times longer than on a real machine does a test wait, where BEELET_PATIENCE says nothing else.
 const PATIENCE: u32 = 4;
+/// By the host's clock: what a boot takes, and each of its tests. Half of that is usual beside other work.
+const BOOT: Duration = Duration::from_secs(300);
+const TEST: Duration = Duration::from_secs(120);
 /// How often the machine is booted, if the emulator dies each time.
 const BOOTS: u32 = 3;
 /// The tests' target folder in the machine, and the program in it.
@@ -54,8 +58,8 @@ pub(crate) struct EndToEnd<'a> {
     pub(crate) driver: Option<&'a str>,
     /// How the names of the tests begin; `all` for all of them.
     pub(crate) prefixes: &'a [String],
-    /// How long a boot with all its tests may take.
-    pub(crate) deadline: Duration,
+    /// How long a boot with all its tests may take; else as long as that many tests take on a busy host.
+    pub(crate) deadline: Option<Duration>,
     /// Whether what came out goes into docs/machines.md.
     pub(crate) write_docs: bool,
 }
@@ -78,7 +82,9 @@ pub(crate) fn end_to_end(wanted: &EndToEnd<'_>) -> Result<()> {
     machine.make_disks()?;
     let made = began.elapsed();
     let title = format!("{}, {driver}", stock.name);
-    let (transcript, end) = boots(&machine, &work, &title, &plan, wanted.deadline)?;
+    let tests = u32::try_from(plan.len()).unwrap_or(u32::MAX);
+    let deadline = wanted.deadline.unwrap_or_else(|| BOOT.saturating_add(TEST.saturating_mul(tests)));
+    let (transcript, end) = boots(&machine, &work, &title, &plan, deadline)?;
     let last_words = if end == End::Done { Vec::new() } else { boot::last_lines(&console(&work)) };
     let up = transcript.facts.get("up").cloned().unwrap_or_default();
     let can_run = doctor::can_run(&transcript.doctor_json);
@@ -126,12 +132,16 @@ fn boots(
             let mut command = machine.command(&console(work));
             command.args(["-serial", "stdio"]).stdout(Stdio::piped()).stderr(Stdio::piped());
             let child = command.spawn().context("could not start QEMU")?;
-            let event =
-                |event: &Event, transcript: &Transcript| crate::vm::show(title, plan, event, transcript);
+            let known = RefCell::new(Transcript::default());
+            let event = |event: &Event, transcript: &Transcript| {
+                crate::vm::show(title, plan, event, transcript);
+                known.replace(transcript.clone());
+            };
             let broken = |status: i32| (status != 0).then(|| format!("QEMU ended with {status}"));
             tokio::select! {
                 followed = boot::follow(child, deadline, event, broken) => followed,
-                signal = crate::vm::interrupted() => bail!("{} came: the VM was ended", signal?),
+                // What is known by then is kept: tests take minutes.
+                signal = crate::vm::interrupted() => Ok((known.take(), End::Stopped(signal?))),
             }
         })?;
         whole.append(transcript);
@@ -139,7 +149,7 @@ fn boots(
             End::Died(why) if boot < BOOTS => eprintln!(".. the VM died ({why})"),
             End::Died(_) => whole.ended_early("the VM died"),
             End::Late(_) => cut_short(&mut whole, plan),
-            End::Done => {}
+            End::Done | End::Stopped(_) => {}
         }
         if boot == BOOTS || !matches!(end, End::Died(_)) {
             return Ok((whole, end));
@@ -206,6 +216,13 @@ fn given(root: &Path, named: impl Fn(&str) -> Option<PathBuf>) -> Result<String>
     Ok(lines)
 }
 
+/// The patience that `said` asks for; without it, what an emulated machine needs.
+fn patience(said: Option<&str>) -> Result<u32> {
+    let Some(said) = said.filter(|said| !said.is_empty()) else { return Ok(PATIENCE) };
+    let factor = said.parse().ok().filter(|factor| *factor > 0);
+    factor.with_context(|| format!("BEELET_PATIENCE is {said:?}, not a whole number above 0"))
+}
+
 /// Takes the logs of failed tests off the disk.
 fn keep_logs(machine: &Machine, work: &Path) {
     let logs = work.join("test-logs");
@@ -252,7 +269,8 @@ fn install(
     }
     fs::copy(images::busybox()?, root.join("bin/busybox")).context("could not copy busybox")?;
     fs::copy(images::testapp()?, root.join("check/testapp")).context("could not copy the test app")?;
-    let mut environment = format!("BEELET_CGROUP_DRIVER={driver}\nBEELET_PATIENCE={PATIENCE}\n");
+    let patience = patience(std::env::var("BEELET_PATIENCE").ok().as_deref())?;
+    let mut environment = format!("BEELET_CGROUP_DRIVER={driver}\nBEELET_PATIENCE={patience}\n");
     let named =
         |variable: &str| std::env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from);
     environment.push_str(&given(root, named)?);
@@ -260,7 +278,7 @@ fn install(
         ("check/check.sh", SCRIPT.to_owned()),
         ("check/run", guest::RUN.to_owned()),
         ("check/plan", plan_of(&plan, |_| true)),
-        ("check/limit", format!("{LIMIT}\n")),
+        ("check/limit", format!("{}\n", LIMIT.saturating_mul(patience))),
         ("check/environment", environment),
         // It makes the folder a target folder, which tests write into.
         ("check/e2e/CACHEDIR.TAG", String::new()),
@@ -310,6 +328,16 @@ mod tests {
         }
         let gone = given(&root, |variable| (variable == "KUBECTL").then(|| here.join("kubectl")));
         assert!(gone.unwrap_err().to_string().starts_with("KUBECTL names "));
+    }
+
+    #[test]
+    fn a_patience_is_a_number_above_zero() {
+        let said = |said| patience(said).map_err(|error| error.to_string());
+        assert_eq!([None, Some(""), Some("1"), Some("10")].map(said), [PATIENCE, PATIENCE, 1, 10].map(Ok));
+        for wrong in ["0", "-1", "1.5", "much"] {
+            let why = format!("BEELET_PATIENCE is {wrong:?}, not a whole number above 0");
+            assert_eq!(said(Some(wrong)), Err(why));
+        }
     }
 
     #[test]
