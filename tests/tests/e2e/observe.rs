@@ -13,12 +13,14 @@ use std::time::{Duration, Instant};
 use crate::node::installed;
 use beelet_cri::Runtime;
 use beelet_tests::agent::{self, Agent, http_get};
+use beelet_tests::cgroup_values::pod_path;
 use beelet_tests::confine::{Installed, Supervisor};
 use beelet_tests::containerd::{Containerd, block_on};
 use beelet_tests::guards::{CgroupRoot, Process};
 use beelet_tests::kubelet::{self, Kubelet};
 use beelet_tests::machine::{cpu_seconds_of, stolen_seconds};
 use beelet_tests::pages::{Format, PAGES, families};
+use beelet_tests::pods::{PodView, Watch};
 use beelet_tests::requires::{self, Missing, python_prometheus};
 use beelet_tests::workdir::{self, PATIENCE, wait_for};
 use beelet_tests::{manifests, ports, require};
@@ -114,17 +116,38 @@ fn container(snapshot: &Value, pod: &str) -> Option<Value> {
     Some(pod["containers"][0].clone())
 }
 
+/// What a request of 50m weighs in a container (KEP-2254, by the formula that runtimes have since 2025).
+const BUSY_WEIGHT: &str = "11";
+
 /// A pod that keeps a CPU busy, up to its limit.
 fn busy(name: &str) -> Value {
     let pod = manifests::pod(name, &["sh", "-c", "while true; do :; done"]);
     manifests::with_resources(pod, ("50m", "32Mi"), ("200m", "64Mi"))
 }
 
-fn apply(owner: &Agent, manifest: &Value) {
+fn apply(owner: &Agent, manifest: &Value) -> PodView {
     let name = manifest["metadata"]["name"].as_str().unwrap();
     owner.apply(&format!("{name}.yaml"), manifest.to_string()).unwrap();
-    let found = |watch: &beelet_tests::pods::Watch| watch.pod(name).filter(|pod| pod.ready()).cloned();
-    owner.until(&format!("{name} to be ready"), found).unwrap();
+    let found = |watch: &Watch| watch.pod(name).filter(|pod| pod.ready()).cloned();
+    owner.until(&format!("{name} to be ready"), found).unwrap()
+}
+
+/// Waits until the container of a pod of [`busy`] has its last weight: on version 2 an older runtime makes
+/// another one of its shares than the kubelet, which the owner sets right a moment after its start.
+fn weighed(root: &CgroupRoot, pod: &PodView) {
+    let id = pod.container("main").unwrap().container_id.as_deref().unwrap();
+    let id = id.trim_start_matches("containerd://");
+    let folder = root.folder("cpu", &format!("{}/{id}", pod_path("Burstable", pod.uid()))).unwrap();
+    if folder.join("cpu.shares").exists() {
+        return;
+    }
+    wait_for("the owner to set the container's weight", PATIENCE, || {
+        match std::fs::read_to_string(folder.join("cpu.weight")) {
+            Ok(weight) if weight.trim() == BUSY_WEIGHT => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .unwrap();
 }
 
 /// Everything below the root that somebody could have set, by file.
@@ -172,7 +195,7 @@ fn an_observer_sees_what_the_kernel_says_and_leaves_no_trace() {
     require!(containerd, bpf);
     let containerd = Containerd::start_for_test().unwrap();
     let owner = Agent::start(installed(&containerd)).unwrap();
-    apply(&owner, &busy("busy"));
+    weighed(containerd.cgroup(), &apply(&owner, &busy("busy")));
     let (set, made) = (settings(containerd.cgroup()), containers(&containerd));
     let mut observer = Observer::start_at(&owner.dir().join("bpf"), &containerd);
 

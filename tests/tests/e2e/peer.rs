@@ -128,7 +128,7 @@ fn the_examples_get_the_values_that_a_kubelet_writes() {
         kubelet.apply_text(name, &manifest).unwrap();
     }
     // It writes the values of its classes of pods once per minute.
-    wait_for("a kubelet's values to be ours", PATIENCE * 3, || {
+    wait_for("a kubelet's values to be ours", PATIENCE * 2, || {
         assert!(!kubelet.has_ended(), "the kubelet ended:\n{}", kubelet.log());
         match values(&containerd).map(|theirs| apart(&ours, &theirs)) {
             Ok(apart) if apart.is_empty() => Ok(()),
