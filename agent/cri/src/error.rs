@@ -155,11 +155,16 @@ impl Failure {
 }
 
 fn answer(status: &Status, endpoint: &str) -> String {
-    let said = match quote(status.message()) {
+    let said = match without_ids(&quote(status.message())) {
         said if said.is_empty() => {
             format!("the container runtime answered {:?} and nothing more", status.code())
         }
-        said => said,
+        said => match sandbox_image(&said) {
+            Some(image) => {
+                format!("no image for sandboxes: {image} is not here; `beelet images import` it ({said})")
+            }
+            None => said,
+        },
     };
     match status.code() {
         Code::Unimplemented => format!(
@@ -173,6 +178,36 @@ fn answer(status: &Status, endpoint: &str) -> String {
         ),
         _ => said,
     }
+}
+
+/// The image that the runtime makes sandboxes of, where it says that it has none.
+fn sandbox_image(said: &str) -> Option<&str> {
+    let (image, why) = said.split_once("failed to get sandbox image \"")?.1.split_once('"')?;
+    why.contains("failed to pull image").then_some(image)
+}
+
+/// The text without the identifiers of sandboxes and commands that did not come about: nobody can look for
+/// them, and with them each try would be an event of its own.
+fn without_ids(said: &str) -> String {
+    /// Hexadecimal digits of an identifier of containerd's.
+    const ID: usize = 64;
+    let mut text = String::with_capacity(said.len());
+    let mut rest = said;
+    while let Some((before, after)) = rest.split_once(" \"") {
+        text.push_str(before);
+        let is_failed = before.ends_with("sandbox") || before.ends_with("exec");
+        let id = after
+            .split_once('"')
+            .filter(|(id, _)| is_failed && id.len() == ID && id.bytes().all(|byte| byte.is_ascii_hexdigit()));
+        rest = match id {
+            Some((_, rest)) => rest,
+            None => {
+                text.push_str(" \"");
+                after
+            }
+        };
+    }
+    text + rest
 }
 
 /// A text from outside on one line, and not without end.
@@ -193,6 +228,36 @@ mod tests {
         let (kind, message) = (failure.kind(), failure.message("/run/x.sock"));
         Error { operation: Operation::StartContainer, subject: "container web".into(), kind, message }
             .to_string()
+    }
+
+    #[test]
+    fn a_missing_image_of_sandboxes_is_named_first_and_every_try_says_the_same() {
+        let said = |id: char| {
+            let id = String::from(id).repeat(64);
+            format!(
+                "failed to start sandbox \"{id}\": failed to get sandbox image \"pause:3.10\": failed to pull \
+                 image \"pause:3.10\": failed to resolve image: connection refused"
+            )
+        };
+        let expected = "cannot start container web: no image for sandboxes: pause:3.10 is not here; `beelet images \
+                        import` it (failed to start sandbox: failed to get sandbox image \"pause:3.10\": failed to \
+                        pull image \"pause:3.10\": failed to resolve image: connection refused)";
+        for id in ['a', '5'] {
+            check_answer(Code::Unknown, &said(id), Kind::Other, expected);
+        }
+    }
+
+    #[test]
+    fn only_identifiers_of_what_did_not_come_about_are_left_out() {
+        let id = "0d87c6c6b3ff08d7".repeat(4);
+        let check = |text: &str, expected: &str| {
+            assert_eq!(without_ids(&text.replace("ID", &id)), expected.replace("ID", &id));
+        };
+        check("network for sandbox \"ID\": no address", "network for sandbox: no address");
+        check("failed to start exec \"ID\": \"x\" not found", "failed to start exec: \"x\" not found");
+        check("container \"ID\" not found", "container \"ID\" not found");
+        check("sandbox \"web\" and sandbox \"ID", "sandbox \"web\" and sandbox \"ID");
+        check("", "");
     }
 
     fn check_answer(code: Code, text: &str, kind: Kind, expected: &str) {

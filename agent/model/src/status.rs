@@ -1,6 +1,7 @@
 //! What a pod's status and its containers' facts say, read in one way by all parts.
 
 pub use beelet_ebpf_abi::OomKill;
+use beelet_policy::why::OOM;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
 
@@ -64,8 +65,7 @@ impl OomFacts {
         );
         let command = if self.command.is_empty() { String::new() } else { format!(" ({})", self.command) };
         format!(
-            "the kernel killed process {}{command} for want of memory: it had {} of its own, {} of files and {} shared; \
-             {limit}",
+            "{OOM} {}{command} for want of memory: it had {} of its own, {} of files and {} shared; {limit}",
             self.kill.pid,
             mib(self.kill.anon_rss),
             mib(self.kill.file_rss),

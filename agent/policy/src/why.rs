@@ -3,13 +3,22 @@
 //! A status says "containers with unready status: [c]" (the kubelet's words, which others read); a person
 //! wants to know what is wrong with c.
 
+use std::borrow::Cow;
+
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Container, ContainerStateTerminated, ContainerStatus, Pod, PodStatus};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 /// Longest text of a container's or a runtime's that the line quotes, in characters.
 const MAX_QUOTE: usize = 160;
 /// Reasons of waiting that are the ordinary way to a start.
 const STARTING: &[&str] = &["", "ContainerCreating", "PodInitializing"];
+
+/// How warnings begin of probes whose failure ends a container.
+const FATAL_PROBES: [&str; 2] = ["Liveness probe failed", "Startup probe failed"];
+
+/// What the message of a container begins with that the kernel killed for want of memory.
+pub const OOM: &str = "the kernel killed process";
 
 /// The reason of the event that tells how a container has ended whose last words are in its log alone.
 pub const ENDED: &str = "Ended";
@@ -106,13 +115,28 @@ impl PodFacts<'_> {
         let is_cause = |warning: &&Warning<'_>| warning.container == container && warning.reason != ENDED;
         let found = self.warnings.iter().rev().find(is_cause)?;
         let found = Some(found).filter(|warning| is_recent(warning.at))?;
-        let words = quote(found.message);
+        let words = quote(&without_subject(found.message));
         Some(if container.is_empty() { words } else { format!("container {container}: {words}") })
     }
 
     fn last_end(&self, container: &ContainerStatus) -> Option<String> {
         let ended = container.last_state.as_ref()?.terminated.as_ref()?;
-        Some(self.end(&container.name, ended))
+        let end = self.end(&container.name, ended);
+        Some(match self.ended_for(&container.name, ended) {
+            Some(probe) => format!("{}, so it was ended ({end})", quote(probe)),
+            None => end,
+        })
+    }
+
+    /// The probe that an instance was ended for: it failed while the instance ran.
+    fn ended_for(&self, container: &str, ended: &ContainerStateTerminated) -> Option<&str> {
+        let second = |time: &Option<Time>| Some(time.as_ref()?.0.as_second());
+        let ran = second(&ended.started_at)?..=second(&ended.finished_at)?;
+        let is_its = |warning: &&Warning<'_>| {
+            let is_fatal = FATAL_PROBES.iter().any(|probe| warning.message.starts_with(probe));
+            warning.container == container && is_fatal && ran.contains(&warning.at.as_second())
+        };
+        self.warnings.iter().rev().find(is_its).map(|warning| warning.message)
     }
 
     /// "exit 3, last words: cannot open app.conf"
@@ -126,9 +150,16 @@ impl PodFacts<'_> {
         };
         let words = ended.message.as_deref().unwrap_or_default();
         let last = words.lines().rev().find(|line| !line.trim().is_empty());
-        match last.or_else(|| self.last_line(container, ended)) {
-            Some(line) => format!("{what}, last words: {}", quote(line)),
-            None => what,
+        match (ended.reason.as_deref().unwrap_or_default(), last.or_else(|| self.last_line(container, ended)))
+        {
+            // The agent's own words, which say all of it.
+            ("OOMKilled", Some(line)) if line.starts_with(OOM) => shortened(line, 2 * MAX_QUOTE),
+            ("" | "Error" | "Completed" | "OOMKilled", Some(line)) => {
+                format!("{what}, last words: {}", quote(line))
+            }
+            // It has never said anything: these are the runtime's words.
+            (_, Some(line)) => format!("{what}: {}", quote(line)),
+            (_, None) => what,
         }
     }
 
@@ -167,11 +198,22 @@ fn with(reason: &str, message: Option<&str>) -> String {
     }
 }
 
+/// A message without the words that say of which pod it is: the line is that pod's.
+fn without_subject(message: &str) -> Cow<'_, str> {
+    let parts = message.split_once("cannot run the sandbox of pod ");
+    let parts = parts.and_then(|(before, after)| Some((before, after.split_once(": ")?.1)));
+    parts.map_or(Cow::Borrowed(message), |(before, cause)| Cow::Owned(format!("{before}{cause}")))
+}
+
 /// The first line of a text, shortened. An error's first words say what failed, its last ones why.
 fn quote(text: &str) -> String {
+    shortened(text, MAX_QUOTE)
+}
+
+fn shortened(text: &str, most: usize) -> String {
     let line: Vec<char> = text.trim().lines().next().unwrap_or_default().chars().collect();
-    let Some(over) = line.len().checked_sub(MAX_QUOTE + 1) else { return line.iter().collect() };
-    let (begin, end) = line.split_at(MAX_QUOTE / 2);
+    let Some(over) = line.len().checked_sub(most + 1) else { return line.iter().collect() };
+    let (begin, end) = line.split_at(most / 2);
     let end = end.iter().skip(over + 1);
     begin.iter().chain(&['…']).chain(end).collect()
 }
@@ -254,6 +296,22 @@ mod tests {
             Some("container c: ended by signal 9"),
         );
         check(main(json!({"terminated": {"exitCode": 0, "reason": "Completed"}}), none()), &[], None);
+        let oom = "the kernel killed process 4711 (java) for want of memory: it had 63 MiB of its own";
+        check(
+            main(json!({"terminated": {"exitCode": 137, "reason": "OOMKilled", "message": oom}}), none()),
+            &[],
+            Some(
+                "container c: the kernel killed process 4711 (java) for want of memory: it had 63 MiB of its own",
+            ),
+        );
+        check(
+            main(
+                json!({"terminated": {"exitCode": 128, "reason": "StartError", "message": "exec: \"x\": not found"}}),
+                none(),
+            ),
+            &[],
+            Some("container c: StartError, exit 128: exec: \"x\": not found"),
+        );
     }
 
     #[test]
@@ -273,6 +331,23 @@ mod tests {
         let running = main(json!({"running": {"startedAt": "1970-01-01T00:16:30Z"}}), json!({}));
         let of_earlier = line(running, &[("c", &told)]).unwrap();
         assert_eq!(of_earlier, "container c: its probes have not passed yet");
+    }
+
+    #[test]
+    fn one_that_a_probe_has_ended_is_explained_by_the_probe() {
+        let failed = "Liveness probe failed: nothing listens on port 1884";
+        let check = |[started, finished]: [&str; 2], of: &str, expected: &str| {
+            let end = json!({"terminated": {"exitCode": 0, "reason": "Completed", "startedAt": started, "finishedAt": finished}});
+            let crashing = json!({"waiting": {"reason": "CrashLoopBackOff"}});
+            let line = line(main(crashing, end), &[(of, failed), ("c", "Readiness probe failed")]).unwrap();
+            assert_eq!(line, format!("container c: {expected}; it is started again after a back-off"));
+        };
+        // The warnings are of second 990.
+        let ended = format!("{failed}, so it was ended (exit 0)");
+        check(["1970-01-01T00:16:20Z", "1970-01-01T00:16:30Z"], "c", &ended);
+        check(["1970-01-01T00:16:20Z", "1970-01-01T00:16:29Z"], "c", "exit 0");
+        check(["1970-01-01T00:16:31Z", "1970-01-01T00:16:40Z"], "c", "exit 0");
+        check(["1970-01-01T00:16:20Z", "1970-01-01T00:16:30Z"], "other", "exit 0");
     }
 
     #[test]
@@ -327,6 +402,14 @@ mod tests {
         let expected = "MountVolume.SetUp failed for volume \"v\": configmap \"x\" not found";
         assert_eq!(line(status.clone(), &warnings).as_deref(), Some(expected));
         assert_eq!(line(status, &[]), None);
+        let refused = "x".repeat(200);
+        let told = format!(
+            "Failed to create pod sandbox: cannot run the sandbox of pod default/tiny-edge: no image for sandboxes: \
+             registry.k8s.io/pause:3.10 is not here ({refused})"
+        );
+        let shown = line(json!({"phase": "Pending"}), &[("", &told)]).unwrap();
+        let start = "Failed to create pod sandbox: no image for sandboxes: registry.k8s.io/pause:3.10";
+        assert!(shown.starts_with(start), "{shown}");
         let long = "x".repeat(500);
         assert_eq!(line(json!({"phase": "Pending"}), &[("", &long)]).unwrap().chars().count(), MAX_QUOTE + 1);
         let pull = format!("cannot pull: {long}: no such host");

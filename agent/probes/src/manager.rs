@@ -506,7 +506,8 @@ impl Probes {
     /// Events for people, in the kubelet's words (pkg/kubelet/prober/prober.go).
     pub(super) fn record_event(&self, id: Id, answer: &Answer) {
         let Some(worker) = self.workers.get(id) else { return };
-        let (kind, detail) = (worker.key.kind.title(), &answer.detail);
+        // What a command printed ends with a line's end.
+        let (kind, detail) = (worker.key.kind.title(), answer.detail.trim_end());
         let (reason, message) = match answer.outcome {
             Outcome::Success if answer.warning => ("ProbeWarning", format!("{kind} probe warning: {detail}")),
             Outcome::Success => return,

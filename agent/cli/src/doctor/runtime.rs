@@ -26,6 +26,8 @@ pub(super) struct Facts {
     missing: Option<Vec<String>>,
     /// The image of sandboxes, if the runtime told it, and the same again if it is not there.
     sandbox: Option<(BTreeSet<String>, Vec<String>)>,
+    /// The images that are pinned; None if it did not say.
+    pinned: Option<Vec<String>>,
 }
 
 impl Facts {
@@ -52,9 +54,16 @@ pub(super) fn facts(config: &Config, images: &BTreeSet<String>) -> anyhow::Resul
             driver: runtime.runtime_config().await,
             missing: missing(&runtime, images).await.ok(),
             sandbox: missing(&runtime, &sandbox).await.ok().map(|missing| (sandbox, missing)),
+            pinned: runtime.list_images().await.ok().map(|images| pinned(&images)),
             status,
         })
     })
+}
+
+/// The names of the images that the runtime keeps whatever happens, that of sandboxes among them.
+fn pinned(images: &[cri::Image]) -> Vec<String> {
+    let name = |image: &cri::Image| image.repo_tags.first().unwrap_or(&image.id).clone();
+    images.iter().filter(|image| image.pinned).map(name).collect()
 }
 
 async fn missing(runtime: &Runtime, images: &BTreeSet<String>) -> Result<Vec<String>, Error> {
@@ -109,6 +118,14 @@ pub(super) fn sandbox(patient: &Patient) -> Vec<Finding> {
     let Some((told, missing)) = &patient.runtime.sandbox else { return Vec::new() };
     let here = told.iter().map(|image| Finding::ok(check, format!("{image} is here")));
     match missing.first() {
+        None if told.is_empty() => {
+            let version = patient.runtime.version.as_ref().ok();
+            version
+                .zip(patient.runtime.pinned.as_ref())
+                .and_then(|(of, pinned)| guess(of, pinned))
+                .into_iter()
+                .collect()
+        }
         None => here.collect(),
         Some(image) => vec![Finding::degraded(
             check,
@@ -117,6 +134,26 @@ pub(super) fn sandbox(patient: &Patient) -> Vec<Finding> {
             "`beelet images pull IMAGE`, import it, or name another one in the runtime's configuration (sandbox_image)",
         )],
     }
+}
+
+/// containerd 2 does not say which image it makes sandboxes of, but pins it as soon as it is there.
+fn guess(version: &cri::VersionResponse, pinned: &[String]) -> Option<Finding> {
+    let is_silent = version.runtime_name == "containerd"
+        && version.runtime_version.trim_start_matches('v').starts_with("2.");
+    if !is_silent {
+        return None;
+    }
+    let check = "sandbox image";
+    if pinned.is_empty() {
+        return Some(Finding::degraded(
+            check,
+            "not here, it seems: the runtime does not say its name, and none of its images is pinned",
+            "every pod waits until it is pulled; without a registry, for ever",
+            "import it under the name in the runtime's configuration (`sandbox` below `pinned_images`; by default \
+             registry.k8s.io/pause): docs/air-gapped.md",
+        ));
+    }
+    Some(Finding::ok(check, format!("pinned by the runtime: {}", pinned.join(", "))))
 }
 
 fn judge_condition(
