@@ -302,16 +302,9 @@ fn show_rejected(rejected: &[RejectedManifest]) {
     rejected.iter().flat_map(reasons).for_each(|line| eprintln!("  {line}"));
 }
 
-/// A line for each reason, each with the file's whole path, which the message abbreviates to its name.
+/// A line for each reason.
 fn reasons(rejected: &RejectedManifest) -> Vec<String> {
-    let path = rejected.file.display().to_string();
-    let name = rejected.file.file_name().unwrap_or_default().to_string_lossy();
-    let one = |line: &str| match line.strip_prefix(&*name) {
-        Some(rest) if rest.starts_with(':') => format!("{path}{rest}"),
-        _ if line.starts_with(&format!("{path}:")) => line.to_owned(),
-        _ => format!("{path}: {line}"),
-    };
-    rejected.message.lines().map(|line| plain::line(&one(line)).into_owned()).collect()
+    rejected.reasons().iter().map(|line| plain::line(line).into_owned()).collect()
 }
 
 #[cfg(test)]
@@ -319,17 +312,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_reason_of_a_rejected_manifest_is_a_line_that_names_the_path_once() {
-        let check = |message: &str, expected: &[&str]| {
-            let rejected = RejectedManifest { file: "/m/web.yaml".into(), message: message.to_owned() };
-            assert_eq!(reasons(&rejected), expected);
-        };
-        check(
-            "web.yaml:3:1: metadata.name: must be there\nweb.yaml: and 3 more",
-            &["/m/web.yaml:3:1: metadata.name: must be there", "/m/web.yaml: and 3 more"],
-        );
-        check("/m/web.yaml: was taken away", &["/m/web.yaml: was taken away"]);
-        check("3:1: not a pod", &["/m/web.yaml: 3:1: not a pod"]);
-        check("web.yaml: \u{1b}[2J", &["/m/web.yaml: \\u{1b}[2J"]);
+    fn a_reason_of_a_rejected_manifest_cannot_leave_its_line() {
+        let rejected = RejectedManifest { file: "/m/web.yaml".into(), message: "web.yaml: \u{1b}[2J".into() };
+        assert_eq!(reasons(&rejected), ["/m/web.yaml: \\u{1b}[2J"]);
     }
 }

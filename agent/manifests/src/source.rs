@@ -338,9 +338,9 @@ async fn next_changes(watcher: &mut Option<Watcher>) -> Changes {
 /// Reports, once each, what is rejected and what no longer is: to the log, and as events of the node.
 fn report_changes(events: &Recorder, node: &Object, before: &Desired, after: &Desired) {
     for rejected in after.rejected.iter().filter(|rejected| !before.rejected.contains(rejected)) {
-        for line in rejected.message.lines() {
-            tracing::warn!(file = %rejected.file.display(), "manifest rejected: {line}");
-            events.warning(node.clone(), "ManifestRejected", format!("{}: {line}", rejected.file.display()));
+        for reason in rejected.reasons() {
+            tracing::warn!("manifest rejected: {reason}");
+            events.warning(node.clone(), "ManifestRejected", reason);
         }
     }
     let still = |file: &Path| after.rejected.iter().any(|rejected| rejected.file == file);

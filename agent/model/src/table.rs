@@ -183,11 +183,40 @@ pub struct RejectedManifest {
     pub message: String,
 }
 
+impl RejectedManifest {
+    /// A line for each reason, each with the file's whole path, which the message abbreviates to its name.
+    #[must_use]
+    pub fn reasons(&self) -> Vec<String> {
+        let path = self.file.display().to_string();
+        let name = self.file.file_name().unwrap_or_default().to_string_lossy();
+        let one = |line: &str| match line.strip_prefix(&*name) {
+            Some(rest) if rest.starts_with(':') => format!("{path}{rest}"),
+            _ if line.starts_with(&format!("{path}:")) => line.to_owned(),
+            _ => format!("{path}: {line}"),
+        };
+        self.message.lines().map(one).collect()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn each_reason_of_a_rejected_manifest_is_a_line_that_names_the_path_once() {
+        let check = |message: &str, expected: &[&str]| {
+            let rejected = RejectedManifest { file: "/m/web.yaml".into(), message: message.to_owned() };
+            assert_eq!(rejected.reasons(), expected);
+        };
+        check(
+            "web.yaml:3:1: metadata.name: must be there\nweb.yaml: and 3 more",
+            &["/m/web.yaml:3:1: metadata.name: must be there", "/m/web.yaml: and 3 more"],
+        );
+        check("/m/web.yaml: was taken away", &["/m/web.yaml: was taken away"]);
+        check("3:1: not a pod", &["/m/web.yaml: 3:1: not a pod"]);
+    }
 
     #[test]
     fn what_changed_between_two_tables_is_found_among_what_both_share() {
