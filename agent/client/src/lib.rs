@@ -94,6 +94,15 @@ pub enum ClientError {
 }
 
 impl ClientError {
+    /// Why a container's log can't be read yet: it has not started. None if it is something else.
+    #[must_use]
+    pub fn not_started(&self) -> Option<&str> {
+        match self {
+            Self::Status(status) if status.code() == Code::FailedPrecondition => Some(status.message()),
+            _ => None,
+        }
+    }
+
     /// Returns true if the same call may succeed later: the agent starts, or is started again.
     #[must_use]
     pub fn is_transient(&self) -> bool {

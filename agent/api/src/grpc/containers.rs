@@ -62,6 +62,8 @@ struct Found {
     status: core::ContainerStatus,
     /// The init container that the pod's other containers wait for.
     initializing: Option<String>,
+    /// The names of the pod's own containers.
+    others: Vec<String>,
 }
 
 impl Found {
@@ -87,7 +89,11 @@ impl Containers for Service {
 
     async fn logs(&self, request: Request<proto::LogsRequest>) -> Result<Response<Self::LogsStream>, Status> {
         let request = request.into_inner();
-        let found = find(&self.pods.borrow(), &request.target.unwrap_or_default())?;
+        let target = request.target.unwrap_or_default();
+        let found = find(&self.pods.borrow(), &target)?;
+        let others = found.others.join(", ");
+        let is_chosen = target.container.is_empty() && found.others.len() > 1;
+        let chosen = is_chosen.then(|| format!("{} of {others}", found.status.name));
         let attempt = attempt(&found, request.previous)?;
         let folder = log_folder(&self.logs, &found.pod, &found.uid).join(&found.status.name);
         let path = folder.join(format!("{attempt}.log"));
@@ -99,7 +105,12 @@ impl Containers for Service {
         let runs = found.status.state.as_ref().is_some_and(|state| state.running.is_some());
         let ended = (request.follow && !request.previous && runs).then(|| ended(self.pods.clone(), found));
         let (pieces, read) = mpsc::channel(QUEUE);
-        let (sender, receiver) = mpsc::channel(QUEUE);
+        // Its end alone says that the container has ended: there is always room to say that the agent does.
+        let (sender, receiver) = mpsc::channel(QUEUE + 2);
+        let last = sender.clone().try_reserve_owned();
+        if let Some(chosen) = chosen {
+            let _ = sender.try_send(Ok(proto::LogsPiece { chosen, ..proto::LogsPiece::default() }));
+        }
         let shutdown = self.shutdown.clone();
         tokio::spawn(async move {
             let reading = read::read(path, wanted, pieces, ended);
@@ -107,8 +118,9 @@ impl Containers for Service {
                 () = forward(reading, read, &sender) => {}
                 () = sender.closed() => {}
                 () = shutdown.cancelled() => {
-                    // Where there is no room, the end of the stream says the same.
-                    let _ = sender.try_send(Err(Status::unavailable("the agent stops")));
+                    if let Ok(last) = last {
+                        last.send(Err(Status::unavailable("the agent stops")));
+                    }
                 }
             }
         });
@@ -217,6 +229,7 @@ async fn forward(
                 stderr: piece.stream == Stream::Err,
                 data: piece.bytes,
                 time_ns: time_ns.unwrap_or_default(),
+                chosen: String::new(),
             };
             if sender.send(Ok(piece)).await.is_err() {
                 return;
@@ -313,16 +326,34 @@ fn find(table: &PodTable, target: &proto::ContainerTarget) -> Result<Found, Stat
     let status = entry.pod.status.as_ref();
     let statuses: Vec<&core::ContainerStatus> = status.into_iter().flat_map(statuses_of).collect();
     let found = statuses.iter().find(|status| status.name == wanted).ok_or_else(|| {
-        let names: Vec<&str> = statuses.iter().map(|status| status.name.as_str()).collect();
-        Status::not_found(format!("{name} has no container {wanted:?}; it has {}", names.join(", ")))
+        let names = names_of(&spec);
+        if !names.contains(&wanted) {
+            return Status::not_found(format!(
+                "{name} has no container {wanted:?}; it has {}",
+                names.join(", ")
+            ));
+        }
+        // A pod that was refused has none.
+        let words = [status.and_then(|s| s.reason.as_ref()), status.and_then(|s| s.message.as_ref())];
+        let why: Vec<&str> = words.into_iter().flatten().map(String::as_str).collect();
+        let why = if why.is_empty() { String::new() } else { format!(": {}", why.join(": ")) };
+        Status::not_found(format!("the container {wanted} of {name} was never started{why}"))
     })?;
+    let others = spec.containers.iter().map(|container| container.name.clone()).collect();
     let uid = entry.pod.metadata.uid.clone().unwrap_or_default();
     let ephemeral = ephemeral_containers(&spec);
     let usual = spec.containers.into_iter().chain(spec.init_containers.into_iter().flatten());
     let mut containers = usual.chain(ephemeral);
     let spec = containers.find(|container| container.name == wanted).unwrap_or_default();
     let initializing = status.and_then(initializing);
-    Ok(Found { pod: name.clone(), uid, spec, status: (*found).clone(), initializing })
+    Ok(Found { pod: name.clone(), uid, spec, status: (*found).clone(), initializing, others })
+}
+
+/// The names of a pod's containers of every kind.
+fn names_of(spec: &core::PodSpec) -> Vec<String> {
+    let usual = spec.containers.iter().chain(spec.init_containers.iter().flatten());
+    let ephemeral = ephemeral_containers(spec);
+    usual.chain(&ephemeral).map(|container| container.name.clone()).collect()
 }
 
 /// The first init container that has neither ended well nor, as a sidecar, started.
@@ -375,8 +406,10 @@ async fn ended(mut pods: watch::Receiver<Arc<PodTable>>, found: Found) {
         let same = now.is_some_and(|now| now.container_id == found.status.container_id);
         !same || now.is_none_or(|now| now.state.as_ref().is_none_or(|state| state.running.is_none()))
     };
-    // Nothing is told any more when the table is gone: the agent ends.
-    let _ = pods.wait_for(over).await;
+    if pods.wait_for(over).await.is_err() {
+        // The table is gone: the agent ends, not the container.
+        std::future::pending::<()>().await;
+    }
 }
 
 #[cfg(test)]
@@ -461,6 +494,59 @@ mod tests {
         assert!(error(ask("side", false).await).contains("has not started yet (ErrImagePull)"));
         assert!(error(ask("side", true).await).contains("was not restarted yet"));
         assert!(error(ask("none", false).await).contains("it has main, side"));
+    }
+
+    #[tokio::test]
+    async fn which_container_was_taken_is_told_where_it_was_not_named() {
+        let fixture = fixture(0);
+        let chosen = async |container: &str| {
+            let request = proto::LogsRequest { target: Some(target(container)), ..Default::default() };
+            let mut pieces = fixture.service.logs(Request::new(request)).await.unwrap().into_inner();
+            pieces.next().await.unwrap().unwrap().chosen
+        };
+        assert_eq!(chosen("").await, "main of main, side");
+        assert_eq!(chosen("main").await, "");
+    }
+
+    #[test]
+    fn a_pod_that_was_refused_has_its_containers_all_the_same() {
+        let pod = json!({"metadata": {"name": "web-n1", "namespace": "default"},
+            "spec": {"nodeName": "n1", "containers": [{"name": "main"}]},
+            "status": {"phase": "Failed", "reason": "OutOfcpu", "message": "no room"}});
+        let entry = PodEntry::of(serde_json::from_value(pod).unwrap());
+        let mut table = PodTable::default();
+        table.pods.insert(PodName::of(&entry.pod), Arc::new(entry));
+        let error = |container: &str| match find(&table, &target(container)) {
+            Ok(_) => String::new(),
+            Err(status) => status.message().to_owned(),
+        };
+        assert_eq!(error(""), "the container main of default/web-n1 was never started: OutOfcpu: no room");
+        assert_eq!(error("none"), "default/web-n1 has no container \"none\"; it has main");
+    }
+
+    #[tokio::test]
+    async fn a_followed_log_does_not_end_with_the_agent_as_if_its_container_had() {
+        let fixture = fixture(0);
+        let found = find(&fixture.service.pods.borrow(), &target("main")).unwrap();
+        let log = fixture.dir.path().join("default_web-n1_u1/main/0.log");
+        // More than waits for one reader.
+        let lines = "2026-11-21T19:00:00Z stdout F attempt 0\n".repeat(100_000);
+        std::fs::write(&log, lines).unwrap();
+        let request = proto::LogsRequest { target: Some(target("main")), follow: true, ..Default::default() };
+        let mut stream = fixture.service.logs(Request::new(request)).await.unwrap().into_inner();
+        assert!(stream.next().await.unwrap().is_ok());
+        // The table goes first.
+        let mut over = std::pin::pin!(ended(fixture.service.pods.clone(), found));
+        drop(fixture.table);
+        let polled =
+            std::future::poll_fn(|context| std::task::Poll::Ready(over.as_mut().poll(context))).await;
+        assert!(polled.is_pending(), "it is not known that the container has ended");
+        fixture.service.shutdown.cancel();
+        let mut last = None;
+        while let Some(piece) = stream.next().await {
+            last = Some(piece);
+        }
+        assert_eq!(last.unwrap().unwrap_err().code(), tonic::Code::Unavailable);
     }
 
     #[tokio::test]
