@@ -4,6 +4,7 @@
 //! asks the agent for snapshots and draws when one comes or a key is pressed, never in between.
 
 mod app;
+mod causes;
 mod columns;
 mod draw;
 mod row;
@@ -18,6 +19,7 @@ use anyhow::Context;
 use beelet_proto::beelet::SignalSnapshot;
 use clap::Args;
 
+use self::causes::Causes;
 use self::columns::{COLUMNS, Column};
 use self::row::Row;
 use self::rows::{Trends, View, Window, rows};
@@ -85,13 +87,18 @@ async fn watch(args: &TopArgs) -> anyhow::Result<()> {
 }
 
 async fn print_once(args: &TopArgs) -> anyhow::Result<()> {
-    let snapshot = tokio::select! {
+    let mut snapshot = tokio::select! {
         snapshot = with_rates(args) => snapshot?,
         interrupted = tokio::signal::ctrl_c() => return interrupted.context("cannot wait for Ctrl-C"),
     };
     let text = match args.output {
         Some(Output::Json) => format!("{}\n", serde_json::to_string_pretty(&snapshot)?),
-        _ => table(&snapshot, &args.view()),
+        _ => {
+            if causes::are_wanted(&snapshot) {
+                Causes::ask(&args.agent.socket).await.put_into(&mut snapshot);
+            }
+            table(&snapshot, &args.view())
+        }
     };
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes())?;

@@ -96,6 +96,11 @@ fn edge(edge: &ReadinessEdge) -> String {
     format!("{to} in {}µs", edge.published_ns.saturating_sub(edge.kernel_ns) / 1_000)
 }
 
+/// The state that its line shows.
+pub(crate) fn state(pod: &Pod) -> String {
+    summary(pod).reason
+}
+
 #[derive(Debug, PartialEq)]
 struct Summary {
     ready: usize,
@@ -134,7 +139,7 @@ fn summary(pod: &Pod) -> Summary {
             if let Some(reason) = still {
                 summary.reason = reason;
             }
-            main_containers(status, &mut summary);
+            main_containers(pod, status, &mut summary);
         }
     }
     if let Some(reason) = status.reason.clone().filter(|reason| phase == "Failed" && !reason.is_empty()) {
@@ -171,7 +176,7 @@ fn initializing(init: &[Container], status: &PodStatus) -> Option<String> {
 }
 
 /// The first container with something to say names the pod's state.
-fn main_containers(status: &PodStatus, summary: &mut Summary) {
+fn main_containers(pod: &Pod, status: &PodStatus, summary: &mut Summary) {
     let mut any_running = false;
     for container in status.container_statuses.as_deref().unwrap_or_default().iter().rev() {
         let state = container.state.as_ref();
@@ -187,7 +192,9 @@ fn main_containers(status: &PodStatus, summary: &mut Summary) {
         }
     }
     if summary.reason == "Completed" && any_running {
-        summary.reason = if condition(status, "Ready") { "Running" } else { "NotReady" }.to_owned();
+        // Of a pod that is observed one that has ended well may be one of `kubectl debug`.
+        let is_well = condition(status, "Ready") || !is_readiness_known(pod);
+        summary.reason = if is_well { "Running" } else { "NotReady" }.to_owned();
     }
 }
 
@@ -325,6 +332,9 @@ mod tests {
             "1/2 Signal:9 0",
         );
         check(two_containers(), statuses(ended(0, "Completed"), running()), "1/2 NotReady 0");
+        let mut observed = statuses(ended(0, "Completed"), running());
+        observed["conditions"] = json!([{"type": "Ready", "status": "Unknown", "reason": OBSERVED}]);
+        check(two_containers(), observed, "?/2 Running 0");
         let mut status = statuses(ended(0, "Completed"), running());
         status["conditions"] = json!([{"type": "Ready", "status": "True"}]);
         check(two_containers(), status, "1/2 Running 0");

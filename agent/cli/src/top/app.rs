@@ -1,11 +1,13 @@
 //! What a person at the terminal has chosen, and what each key does. No terminal in here.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::time::Instant;
 
 use beelet_proto::beelet::SignalSnapshot;
 use ratatui::crossterm::event::{Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
+use super::causes::Causes;
 use super::columns::{COLUMNS, Column};
 use super::row::Row;
 use super::rows::{Trends, View, rows};
@@ -16,6 +18,8 @@ pub(super) struct App {
     pub(super) view: View,
     /// What the agent sent last; `None` before the first.
     pub(super) snapshot: Option<SignalSnapshot>,
+    /// Why pods aren't ready, as far as it was told.
+    causes: Arc<Causes>,
     trends: Trends,
     /// The rows on the screen, in order.
     pub(super) rows: Vec<Row>,
@@ -44,6 +48,7 @@ impl App {
         Self {
             view,
             snapshot: None,
+            causes: Arc::default(),
             trends: Trends::default(),
             rows: Vec::new(),
             selected: None,
@@ -60,13 +65,23 @@ impl App {
     }
 
     /// Takes what the agent sent. False if the screen stays as it is.
-    pub(super) fn take(&mut self, snapshot: SignalSnapshot) -> bool {
+    pub(super) fn take(&mut self, mut snapshot: SignalSnapshot) -> bool {
         self.trouble = None;
         self.trends.add(&snapshot);
         if self.frozen {
             return false;
         }
+        self.causes.put_into(&mut snapshot);
         self.snapshot = Some(snapshot);
+        self.arrange();
+        true
+    }
+
+    /// Takes what was told of pods that aren't ready. False if the screen stays as it is.
+    pub(super) fn learn(&mut self, causes: Arc<Causes>) -> bool {
+        self.causes = causes;
+        let Some(snapshot) = self.snapshot.as_mut().filter(|_| !self.frozen) else { return false };
+        self.causes.put_into(snapshot);
         self.arrange();
         true
     }

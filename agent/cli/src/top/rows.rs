@@ -265,7 +265,9 @@ fn pod_row(pod: &SignalPod, containers: &[Row], now: i64) -> Row {
         age_seconds: age(pod.started_unix_ns, now),
     };
     // What a container waits for says more than the pod's own phase.
-    let trouble = pod.containers.iter().find(|c| !c.running && !c.init).map(|c| c.state.clone());
+    let runs = pod.containers.iter().any(|c| c.running && !c.init);
+    let is_well = |c: &SignalContainer| c.running || c.init || runs && c.state == "Completed";
+    let trouble = pod.containers.iter().find(|c| !is_well(c)).map(|c| c.state.clone());
     let state = match (pod.phase.as_str(), trouble) {
         ("Running" | "Pending", Some(trouble)) => trouble,
         (phase, _) => phase.to_owned(),
@@ -470,6 +472,9 @@ pub(super) mod tests {
         snapshot.pods[0].not_ready = "ContainersNotReady: [app]".into();
         let row = &rows(&snapshot, &view(), &Trends::default())[0];
         assert_eq!((row.state.as_str(), row.why.as_str()), ("CrashLoopBackOff", "ContainersNotReady: [app]"));
+        // One that has ended well beside one that runs is no trouble.
+        snapshot.pods[0].containers[0].state = "Completed".into();
+        assert_eq!(rows(&snapshot, &view(), &Trends::default())[0].state, "Running");
         snapshot.pods[0].containers[0].init = true;
         let row = &rows(&snapshot, &View { all_expanded: true, ..view() }, &Trends::default());
         assert_eq!(row.len(), 2, "an init container that has ended is not shown");

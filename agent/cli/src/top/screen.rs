@@ -16,6 +16,7 @@ use tonic::Streaming;
 
 use super::TopArgs;
 use super::app::App;
+use super::causes::{self, Asker};
 use super::draw::draw;
 use beelet_client::{ClientError, signals::Client};
 
@@ -59,6 +60,7 @@ pub(super) async fn run(
     let mut int = signal(SignalKind::interrupt()).context("cannot handle SIGINT")?;
     let mut hangup = signal(SignalKind::hangup()).context("cannot handle SIGHUP")?;
     let mut source = Source { args, snapshots: Some(snapshots) };
+    let mut asker = Asker::start(args.agent.socket.clone());
     let mut screen = Screen::take()?;
     let mut keys = read_keys();
     let mut changed = true;
@@ -73,12 +75,18 @@ pub(super) async fn run(
                 None => return Ok(()),
             },
             next = source.next() => match next {
-                Ok(snapshot) => app.take(snapshot),
+                Ok(snapshot) => {
+                    if causes::are_wanted(&snapshot) {
+                        asker.want();
+                    }
+                    app.take(snapshot)
+                }
                 Err(why) => {
                     app.lost(why);
                     true
                 }
             },
+            causes = asker.next() => app.learn(causes),
             _ = term.recv() => return Ok(()),
             _ = int.recv() => return Ok(()),
             _ = hangup.recv() => return Ok(()),
