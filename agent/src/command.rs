@@ -62,6 +62,20 @@ mod tests {
         check("beelet get nodse", None);
         check("beelet get \u{1b}[2J", None);
         check("beelet nonsense web", None);
+        // Another word is wrong.
+        check("beelet get pod web -o name", None);
+        let tip = |line: &str| {
+            let arguments = beelet_cli::kinds(line.split(' ').map(Into::into));
+            let error = Cli::try_parse_from(&arguments).unwrap_err();
+            let told = beelet_cli::with_hint(error, &arguments).to_string();
+            told.lines().find_map(|line| Some(line.trim().strip_prefix("tip: ")?.to_owned())).unwrap_or(told)
+        };
+        let elsewhere = "a node has no such objects; 'beelet get --help' lists the kinds that it has";
+        assert_eq!(tip("beelet get svc"), elsewhere);
+        assert_eq!(tip("beelet get deployment/web"), elsewhere);
+        let shown = "'beelet get cm web -o yaml' shows all that there is of it";
+        assert_eq!(tip("beelet describe cm web"), shown);
+        assert_eq!(tip("beelet describe cm/web"), shown);
     }
 
     #[test]

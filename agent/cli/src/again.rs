@@ -5,6 +5,15 @@ use std::time::Duration;
 
 use beelet_client::{Client, ClientError};
 
+/// That it is waited for the agent, and why.
+fn waiting(why: &ClientError) -> String {
+    match why {
+        // What its sentence advises is being done.
+        ClientError::Gone => "the agent stopped, or was started anew; waiting for it".to_owned(),
+        why => format!("{why}; waiting for it"),
+    }
+}
+
 /// The pause between two tries to reach it.
 const PAUSE: Duration = Duration::from_millis(500);
 
@@ -17,7 +26,7 @@ pub(super) async fn again(socket: &Path, why: ClientError) -> Result<Client, Cli
     if !why.is_transient() {
         return Err(why);
     }
-    eprintln!("{why}; waiting for it");
+    eprintln!("{}", waiting(&why));
     loop {
         tokio::time::sleep(PAUSE).await;
         let back = async {
@@ -33,5 +42,16 @@ pub(super) async fn again(socket: &Path, why: ClientError) -> Result<Client, Cli
             Err(error) if error.is_transient() => {}
             Err(error) => return Err(error),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_is_told_to_ask_again_while_that_is_done() {
+        assert_eq!(waiting(&ClientError::Gone), "the agent stopped, or was started anew; waiting for it");
+        assert!(waiting(&ClientError::Hangs).ends_with("its log; waiting for it"));
     }
 }

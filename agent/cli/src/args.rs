@@ -50,16 +50,59 @@ pub fn with_hint(mut error: clap::Error, arguments: &[OsString]) -> clap::Error 
     };
     let is_of_kind = matches!(error.kind(), ErrorKind::InvalidSubcommand | ErrorKind::InvalidValue);
     let is_guessed = [ContextKind::SuggestedSubcommand, ContextKind::SuggestedValue];
+    // The word that is wrong may be another one: `get pod web -o name`.
+    let is_wrong = |word: &&str| {
+        let wrong = error.get(ContextKind::InvalidSubcommand).or(error.get(ContextKind::InvalidValue));
+        matches!(wrong, Some(ContextValue::String(wrong)) if wrong == word)
+    };
     if is_of_kind
         && is_guessed.into_iter().all(|guess| error.get(guess).is_none())
         && let Some(command) = text(1).filter(|command| TAKE_A_KIND.contains(command))
-        && let Some(name) = text(2).filter(is_name)
+        && let Some(name) = text(2).filter(is_name).filter(is_wrong)
     {
-        let hint = format!("a pod is meant by 'beelet {command} pod {name}'");
+        let hint = if OBJECTS.contains(&name) {
+            let of = text(3).filter(is_name).map_or_else(String::new, |of| format!(" {of}"));
+            format!("'beelet get {name}{of} -o yaml' shows all that there is of it")
+        } else if CLUSTER.contains(&name) {
+            format!("a node has no such objects; 'beelet {command} --help' lists the kinds that it has")
+        } else {
+            format!("a pod is meant by 'beelet {command} pod {name}'")
+        };
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
     }
     error
 }
+
+/// Kinds that `get` shows and `describe` does not.
+const OBJECTS: [&str; 7] =
+    ["configmap", "configmaps", "cm", "secret", "secrets", "priorityclass", "runtimeclass"];
+/// What people ask a cluster for.
+const CLUSTER: [&str; 24] = [
+    "all",
+    "cronjob",
+    "cronjobs",
+    "daemonset",
+    "daemonsets",
+    "deploy",
+    "deployment",
+    "deployments",
+    "ds",
+    "endpoints",
+    "ing",
+    "ingress",
+    "job",
+    "jobs",
+    "namespace",
+    "namespaces",
+    "ns",
+    "pv",
+    "pvc",
+    "sa",
+    "service",
+    "services",
+    "statefulset",
+    "svc",
+];
 
 /// The agent that a command asks.
 #[derive(Debug, Args)]
@@ -109,7 +152,7 @@ pub(crate) struct ShownArgs {
 pub(crate) enum Output {
     /// For people.
     Table,
-    /// One JSON document; of events and of the tuner's steps one per line.
+    /// JSON: one document; of what happens one after the other one per line.
     Json,
 }
 

@@ -225,14 +225,12 @@ mod tests {
 
     /// Reads the text as a configuration.
     fn load(text: &str) -> Config {
-        let folder =
-            std::env::temp_dir().join(format!("beelet-config-{}-{}", std::process::id(), text.len()));
-        let path = folder.join("a/beelet.yaml");
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a/beelet.yaml");
         write(&path, text, false).unwrap();
         let loaded = Config::load(&path).unwrap();
         assert!(write(&path, text, false).unwrap_err().to_string().contains("--force"));
         write(&path, text, true).unwrap();
-        fs::remove_dir_all(folder).unwrap();
         assert!(loaded.1.is_empty(), "{:?}", loaded.1);
         loaded.0
     }

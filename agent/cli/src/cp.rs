@@ -193,8 +193,8 @@ fn no_tar(words: &str) -> anyhow::Error {
         || words.contains("not found")
     {
         return anyhow::anyhow!(
-            "the container has no tar, which copies need: {}; `beelet exec -i … -- cat` copies one file",
-            plain::line(words)
+            "the container has no tar, which copies need; one file is copied by `beelet exec POD -- cat PATH > FILE`, or by \
+             `beelet exec -i POD -- sh -c 'cat > PATH' < FILE`"
         );
     }
     anyhow::anyhow!("{}", plain::line(words))

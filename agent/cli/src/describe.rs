@@ -36,7 +36,7 @@ enum What {
 struct PodArgs {
     /// The pod's name, with or without the node's name behind it.
     name: String,
-    /// The pod's namespace.
+    /// The pod's namespace; needed only where two pods have the name.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
     #[command(flatten)]

@@ -61,6 +61,11 @@ pub(super) async fn events(args: &EventsArgs) -> anyhow::Result<()> {
     if !args.watch {
         let mut kept = client.kept_events(wanted).await?;
         kept.retain(|event| args.wants(event));
+        if let Some(pod) = args.pod.as_deref().filter(|_| kept.is_empty()) {
+            // A misspelt name has no events either.
+            let namespace = args.namespace.as_deref().unwrap_or_default();
+            client.pods().await?.0.find(namespace, pod).map_err(anyhow::Error::msg)?;
+        }
         return table(args, &mut Columns::new(TITLES), &kept);
     }
     tokio::select! {

@@ -9,6 +9,7 @@ use beelet_model::status::runtime_id;
 use beelet_model::table::{PodEntry, PodTable};
 use beelet_proto::beelet as proto;
 use clap::Args;
+use k8s_openapi::api::core::v1::ContainerStatus;
 
 use super::args::{AgentArgs, ContainerArgs};
 use super::{finish, plain, until};
@@ -51,7 +52,7 @@ async fn restart(args: &RestartArgs) -> anyhow::Result<()> {
             .for_each(|one| println!("container {} of pod {} is being restarted", one.name, asked.pod));
         return Ok(());
     }
-    match tokio::time::timeout(args.timeout, running_again(&mut client, &asked)).await {
+    match tokio::time::timeout(args.timeout, running_again(&mut client, &asked, &args.of.pod)).await {
         Ok(done) => done,
         Err(_) => bail!(
             "not all containers of pod {} run again within {} s: see `beelet describe pod {}`",
@@ -63,11 +64,11 @@ async fn restart(args: &RestartArgs) -> anyhow::Result<()> {
 }
 
 /// Waits until the containers have been started since.
-async fn running_again(client: &mut Client, asked: &proto::RestartResponse) -> anyhow::Result<()> {
+async fn running_again(client: &mut Client, asked: &proto::RestartResponse, pod: &str) -> anyhow::Result<()> {
     let mut waiting: BTreeMap<&str, &str> =
         asked.containers.iter().map(|one| (one.name.as_str(), one.id.as_str())).collect();
     let mut watch = client.watch().await?;
-    let (mut table, mut is_synced) = (PodTable::default(), false);
+    let (mut table, mut is_synced, mut told) = (PodTable::default(), false, BTreeMap::new());
     while let Some(event) = watch.next().await? {
         is_synced |= event == Event::Synced;
         event.apply(&mut table);
@@ -88,17 +89,93 @@ async fn running_again(client: &mut Client, asked: &proto::RestartResponse) -> a
         if waiting.is_empty() {
             return Ok(());
         }
+        for (name, before) in &waiting {
+            let Some(status) = status_of(entry, name) else { continue };
+            if let Some(end) = ended_since(status, before) {
+                let end = plain::line(&format!("container {name} was started again and has ended: {end}"))
+                    .into_owned();
+                bail!("{end}; `beelet describe pod {pod}` says more");
+            }
+            let Some(why) = waits_for(status).filter(|why| told.get(name) != Some(why)) else { continue };
+            eprintln!("{}", plain::line(&format!("container {name} waits: {why}")));
+            told.insert(*name, why);
+        }
     }
     bail!("the agent stopped")
 }
 
+fn status_of<'e>(entry: &'e PodEntry, name: &str) -> Option<&'e ContainerStatus> {
+    let status = entry.pod.status.as_ref()?;
+    let all = status.container_statuses.iter().chain(&status.init_container_statuses).flatten();
+    all.into_iter().find(|status| status.name == name)
+}
+
+/// How the instance has ended that was started since.
+fn ended_since(status: &ContainerStatus, before: &str) -> Option<String> {
+    runtime_id(status).filter(|id| *id != before)?;
+    let [now, last] = [&status.state, &status.last_state].map(|state| state.as_ref()?.terminated.as_ref());
+    let is_waiting = status.state.as_ref().is_some_and(|state| state.waiting.is_some());
+    let end = now.or_else(|| last.filter(|_| is_waiting))?;
+    let words = end.message.as_deref().unwrap_or_default();
+    let words = words.lines().rev().find(|line| !line.trim().is_empty());
+    let (code, reason) = (end.exit_code, end.reason.as_deref().unwrap_or_default());
+    let what = if reason.is_empty() { String::new() } else { format!(" ({reason})") };
+    Some(format!("exit code {code}{what}{}", words.map_or_else(String::new, |words| format!(": {words}"))))
+}
+
+/// What a container waits for that does not start, if that is more than its turn.
+fn waits_for(status: &ContainerStatus) -> Option<String> {
+    let waiting = status.state.as_ref()?.waiting.as_ref()?;
+    let message = waiting.message.as_deref().filter(|message| !message.is_empty())?;
+    Some(format!("{}: {message}", waiting.reason.as_deref().unwrap_or_default()))
+}
+
 /// Returns true if another instance of a container runs than the one before.
 fn runs_since(entry: &PodEntry, name: &str, before: &str) -> bool {
-    let status = entry.pod.status.as_ref();
-    let main = status.and_then(|status| status.container_statuses.as_ref()).into_iter().flatten();
-    let init = status.and_then(|status| status.init_container_statuses.as_ref()).into_iter().flatten();
-    main.chain(init).filter(|status| status.name == name).any(|status| {
+    status_of(entry, name).is_some_and(|status| {
         let runs = status.state.as_ref().is_some_and(|state| state.running.is_some());
         runs && runtime_id(status).is_some_and(|id| id != before)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn status(id: &str, state: &Value, last: &Value) -> ContainerStatus {
+        let status = json!({"name": "c", "ready": false, "restartCount": 1, "image": "", "imageID": "",
+            "containerID": id, "state": state, "lastState": last});
+        serde_json::from_value(status).unwrap()
+    }
+
+    #[test]
+    fn one_that_ends_at_once_is_told_with_its_end() {
+        let crash = json!({"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}});
+        let end =
+            json!({"terminated": {"exitCode": 128, "reason": "StartError", "message": "a\nno such file\n"}});
+        let (running, none) = (json!({"running": {}}), json!({}));
+        let check = |id: &str, state: &Value, last: &Value, expected: Option<&str>| {
+            assert_eq!(ended_since(&status(id, state, last), "1").as_deref(), expected, "{id} {state}");
+        };
+        let told = Some("exit code 128 (StartError): no such file");
+        check("x://2", &crash, &end, told);
+        check("x://2", &end, &none, told);
+        // That was the end of the one before.
+        check("x://1", &crash, &end, None);
+        check("x://2", &running, &end, None);
+        check("x://2", &json!({"terminated": {"exitCode": 3}}), &none, Some("exit code 3"));
+    }
+
+    #[test]
+    fn what_a_container_waits_for_is_told_but_not_its_turn() {
+        let check = |state: &Value, expected: Option<&str>| {
+            assert_eq!(waits_for(&status("x://1", state, &json!({}))).as_deref(), expected, "{state}");
+        };
+        let absent = json!({"waiting": {"reason": "ErrImageNeverPull", "message": "x is not here"}});
+        check(&absent, Some("ErrImageNeverPull: x is not here"));
+        check(&json!({"waiting": {"reason": "ContainerCreating"}}), None);
+        check(&json!({"running": {}}), None);
+    }
 }

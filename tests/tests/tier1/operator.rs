@@ -283,3 +283,26 @@ fn images_show_whose_they_are_and_one_in_use_is_kept() {
     assert_eq!(value["missing"][0]["name"], "example.com/none:1");
     assert!(said.out.contains("example.com/more:1") && !said.out.contains(other), "{}", said.out);
 }
+
+#[test]
+fn why_a_pod_does_not_start_is_told_wherever_somebody_looks() {
+    require!(root);
+    let node = Node::start();
+    let mut absent = pod("absent", "shop");
+    absent["spec"]["containers"][0]["imagePullPolicy"] = "Never".into();
+    absent["spec"]["containers"][0]["image"] = "example.com/none:1".into();
+    let large = manifests::with_resources(pod("large", "shop"), ("900", ""), ("", ""));
+    node.feed(&["apply", "-f", "-"], &format!("{absent}\n---\n{large}")).well();
+    let why = "ErrImageNeverPull: image example.com/none:1 is not";
+    let said = node.run(&["restart", "absent", "--timeout", "2s"]);
+    assert_eq!(said.code, Some(1));
+    assert!(said.err.contains(&format!("container main waits: {why}")), "{}", said.err);
+    let top = node.run(&["top", "--once"]).well().out;
+    let of = |name: &str| top.lines().find(|line| line.contains(name)).unwrap_or_default().to_owned();
+    assert!(of("absent-testnode").contains(&format!("container main: {why}")), "{top}");
+    assert!(of("large-testnode").contains("OutOfcpu: Pod was rejected: Node didn't have enough"), "{top}");
+    let said = node.run(&["logs", "large"]);
+    let refused = "the container main of default/large-testnode was never started: OutOfcpu";
+    assert!(said.err.contains(refused), "{}", said.err);
+    assert!(node.run(&["logs", "-f", "large"]).err.contains(refused), "nothing is there to wait for");
+}

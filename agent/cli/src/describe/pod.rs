@@ -321,10 +321,17 @@ fn volumes(text: &mut Text, spec: &PodSpec) {
         for (kind, source) in fields.iter().filter(|(key, _)| *key != "name") {
             text.line(2, "Type", kind);
             for (key, value) in source.as_object().into_iter().flatten() {
-                let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-                text.line(2, key, &value);
+                text.line(2, key, &volume_value(key, value));
             }
         }
+    }
+}
+
+/// A value of a volume's; modes as they are written in manifests.
+fn volume_value(key: &str, value: &Value) -> String {
+    match (key, value.as_u64()) {
+        ("defaultMode", Some(mode)) => format!("{mode:04o}"),
+        _ => value.as_str().map_or_else(|| value.to_string(), str::to_owned),
     }
 }
 
