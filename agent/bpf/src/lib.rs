@@ -20,6 +20,7 @@ mod measures;
 mod netns;
 mod nsid;
 pub mod offsets;
+mod own_memory;
 mod pace;
 mod pins;
 pub mod quota;
@@ -32,7 +33,7 @@ mod sweep;
 mod sys;
 mod traffic;
 
-pub use sys::{give_memory_back, tame_allocator, watched};
+pub use sys::watched;
 
 pub use beelet_ebpf_abi::{Counters, Drops, NOBODY, OomKill, WAIT_BUCKETS};
 pub use capability::{Capability, NOT_NEEDED, ProgramInfo, programs};
@@ -44,6 +45,7 @@ pub use inspect::{Pinned, PinnedProgram, RunStatistics, count_runs, dump, pinned
 pub use listeners::{Listener, Listeners};
 pub use measures::{Measures, wait_bucket_floor_ns};
 pub use netns::{ListeningSocket, NetnsHandle};
+pub use own_memory::{give_memory_back, tame_allocator};
 pub use scheduler::{PodFolders, PodShare, Scheduler, SchedulerEnd, SchedulingClass};
 pub use settings::{ByQos, Thresholds};
 pub use traffic::Traffic;

@@ -134,6 +134,21 @@ impl Measures {
         Ok([of(reclaim::DIRECT)?, of(reclaim::MEMCG)?])
     }
 
+    /// Pages that the threads of each cgroup freed lately because they needed some, by cgroup2 id, whatever was
+    /// short.
+    ///
+    /// # Errors
+    /// The map can't be read.
+    pub fn freed_pages(&self) -> Result<BTreeMap<u64, u64>, KernelError> {
+        let now_ns = super::monotonic_ns();
+        let mut freed: BTreeMap<u64, u64> = BTreeMap::new();
+        for (id, pages) in self.freed()?.iter().flat_map(|sum| sum.at(now_ns).parts) {
+            let sum = freed.entry(id).or_default();
+            *sum = sum.saturating_add(pages);
+        }
+        Ok(freed)
+    }
+
     fn counted(&self, cgroup_id: u64) -> Result<Option<Counters>, KernelError> {
         let mut found = None;
         for taken in self.maps.containers.taken().filter(|taken| taken.cgroup_id == cgroup_id) {

@@ -272,33 +272,3 @@ pub fn watched(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> 
     // owns it.
     Ok(unsafe { AsyncFd::register_with_interest(fd, interest) }?)
 }
-
-/// Gives back to the system what the C library's allocator keeps of freed memory. Takes some milliseconds
-/// where there is much.
-pub fn give_memory_back() {
-    #[cfg(target_env = "gnu")]
-    // SAFETY: malloc_trim(3) takes a number, locks the allocator as free(3) does, and changes no memory that
-    // is in use.
-    unsafe {
-        libc::malloc_trim(0);
-    }
-}
-
-/// Makes the C library's allocator keep less of what was freed. All threads share a few arenas: by default
-/// each of dozens of short-lived threads gets one of its own, and keeps what was freed in it. And large
-/// pieces stay outside of them: by default the first list of a runtime that is freed makes the allocator put
-/// all that are no larger between the small pieces that stay, where each leaves a hole (docs/density.md). To
-/// be called before there are threads.
-pub fn tame_allocator() {
-    #[cfg(target_env = "gnu")]
-    const ARENAS: libc::c_int = 2;
-    #[cfg(target_env = "gnu")]
-    const LARGE_BYTES: libc::c_int = 64 << 10;
-    #[cfg(target_env = "gnu")]
-    // SAFETY: mallopt(3) takes two numbers and changes only the allocator's settings; before there are other
-    // threads nobody reads them meanwhile. A refusal (0) leaves things as they were.
-    unsafe {
-        libc::mallopt(libc::M_ARENA_MAX, ARENAS);
-        libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE_BYTES);
-    }
-}

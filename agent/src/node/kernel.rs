@@ -36,9 +36,18 @@ pub(super) async fn stop(kernel: Kernel, keep_pins: bool) {
     }
 }
 
-/// Who had the CPUs while others waited, for the tuner. A failure is the counters' too, which are read
-/// before, and say so.
-pub(super) fn holders(measures: beelet_bpf::Measures) -> beelet_tuner::Holders {
+/// What the tuner asks of it. A failure is the counters' too, which are read before, and say so.
+pub(super) fn for_tuner(measures: beelet_bpf::Measures) -> beelet_tuner::KernelHalf {
+    let freed = measures.clone();
+    beelet_tuner::KernelHalf {
+        counters: waits(measures.clone()),
+        holders: holders(measures),
+        freed: Arc::new(move || freed.freed_pages().unwrap_or_default()),
+    }
+}
+
+/// Who had the CPUs while others waited.
+fn holders(measures: beelet_bpf::Measures) -> beelet_tuner::Holders {
     Arc::new(move |waiting| {
         let found = measures.waited_for(|id| waiting.contains(&id)).unwrap_or_default();
         let permille = |part: u64, of: u64| {
@@ -52,8 +61,8 @@ pub(super) fn holders(measures: beelet_bpf::Measures) -> beelet_tuner::Holders {
     })
 }
 
-/// What the kernel programs count, for the tuner. It reads twice per second, so a failure is logged once.
-pub(super) fn waits(measures: beelet_bpf::Measures) -> beelet_tuner::Source {
+/// What the kernel programs count. The tuner reads twice per second, so a failure is logged once.
+fn waits(measures: beelet_bpf::Measures) -> beelet_tuner::Source {
     let warned = AtomicBool::new(false);
     Arc::new(move || match measures.snapshot() {
         Ok(counters) => {

@@ -711,8 +711,7 @@ impl Node {
             scheduler: (configured.scheduler == SchedulerKind::SchedExt)
                 .then(|| kernel::scheduler(Arc::clone(&self.cgroups))),
             state: Arc::clone(&self.state),
-            waits: self.kernel.measures().map(kernel::waits),
-            holders: self.kernel.measures().map(kernel::holders),
+            kernel: self.kernel.measures().map(kernel::for_tuner),
             settings: beelet_tuner::Settings {
                 mode: configured.mode,
                 interval: configured.interval,
@@ -813,8 +812,8 @@ fn kernel_options(config: &Config, cgroups: &Cgroups) -> KernelOptions {
     }
 }
 
-/// Gives the memory back, every [`MEMORY_PERIOD`], that a burst needed (a hundred pods that start at once)
-/// and nothing uses any more.
+/// Gives the memory back, every [`MEMORY_PERIOD`], that the start or a burst needed (a hundred pods that start
+/// at once) and nothing uses any more.
 async fn give_memory_back(shutdown: CancellationToken) {
     loop {
         tokio::select! {

@@ -18,7 +18,7 @@ use super::{
     metrics::Metrics,
     quiet::Quiet,
     rung::{Rung, StartScheduler},
-    sample::{Holders, Sampler, Source},
+    sample::{KernelHalf, Sampler},
     targets::Target,
     throttled::Throttled,
     view::{Blocked, HeldSetting, Outcome, TunerRecord, View},
@@ -63,8 +63,7 @@ struct Block {
 pub struct Engine {
     cgroups: Arc<Cgroups>,
     durable: Arc<State>,
-    waits: Option<Source>,
-    holders: Option<Holders>,
+    kernel: Option<KernelHalf>,
     settings: Settings,
     metrics: Metrics,
     sampler: Sampler,
@@ -100,7 +99,7 @@ impl Engine {
     pub fn new(
         cgroups: Arc<Cgroups>,
         durable: Arc<State>,
-        (waits, holders): (Option<Source>, Option<Holders>),
+        kernel: Option<KernelHalf>,
         settings: Settings,
         metrics: Metrics,
     ) -> Self {
@@ -109,8 +108,7 @@ impl Engine {
             history: History::load(&durable),
             cgroups,
             durable,
-            waits,
-            holders,
+            kernel,
             settings,
             metrics,
             sampler: Sampler::default(),
@@ -162,7 +160,8 @@ impl Engine {
         let all_pods = self.best_effort.rsplit_once('/').map_or("/", |(parent, _)| parent);
         let law = &self.settings.law;
         let looked = (all_pods, pods, self.state.is_at_rest());
-        let waits = self.quiet.tick(&self.cgroups, looked, self.waits.as_ref(), law, now);
+        let source = self.kernel.as_ref().map(|kernel| &kernel.counters);
+        let waits = self.quiet.tick(&self.cgroups, looked, source, law, now);
         let throttled = self.throttled.tick(&self.cgroups, pods, &self.state.held, law, now);
         let sampled = if waits.is_some() { pods.iter().collect() } else { throttled };
         if sampled.is_empty() && self.state.is_at_rest() {
@@ -170,7 +169,7 @@ impl Engine {
             self.sampler = Sampler::default();
             return self.act(&Observed { supports, ..Observed::default() }, now);
         }
-        let kernel = (waits.unwrap_or_default(), self.holders.as_ref());
+        let kernel = (waits.unwrap_or_default(), self.kernel.as_ref());
         let mut seen = self.sampler.sample(&self.cgroups, kernel, &self.best_effort, supports, &sampled, now);
         let is_moot = self.rung.is_loaded();
         if is_moot || self.is_guest && self.cgroups.version() != Version::V2 {

@@ -38,7 +38,7 @@ pub use self::{
     events::tell,
     metrics::Metrics,
     rung::{Scheduling, StartScheduler},
-    sample::{Holders, Source},
+    sample::{Freed, Holders, KernelHalf, Source},
     targets::{Target, TargetContainer},
     view::{Blocked, HeldSetting, Outcome, TunerRecord, View},
 };
@@ -82,10 +82,8 @@ pub struct Parts {
     pub owner: Owner,
     /// Where the journal is kept.
     pub state: Arc<State>,
-    /// Single waits, where the kernel half measures them.
-    pub waits: Option<Source>,
-    /// Who had the CPUs meanwhile, where it knows.
-    pub holders: Option<Holders>,
+    /// What the kernel half measures, where it does.
+    pub kernel: Option<KernelHalf>,
     /// How its own scheduler is loaded, where one is wanted.
     pub scheduler: Option<StartScheduler>,
     /// How it is set up.
@@ -180,7 +178,7 @@ impl Parts {
         let engine = Engine::new(
             Arc::clone(&self.cgroups),
             Arc::clone(&self.state),
-            (self.waits.clone(), self.holders.clone()),
+            self.kernel.clone(),
             self.settings,
             self.metrics.clone(),
         );

@@ -26,6 +26,20 @@ pub type Source = Arc<dyn Fn() -> BTreeMap<u64, KernelCounters> + Send + Sync>;
 /// of the wait in permille.
 pub type Holders = Arc<dyn Fn(&BTreeSet<u64>) -> BTreeMap<u64, Vec<(u64, u32)>> + Send + Sync>;
 
+/// Pages that the threads of each cgroup freed lately, because they needed some and none were free.
+pub type Freed = Arc<dyn Fn() -> BTreeMap<u64, u64> + Send + Sync>;
+
+/// What the kernel half measures.
+#[derive(Clone)]
+pub struct KernelHalf {
+    /// Single waits.
+    pub counters: Source,
+    /// Who had the CPUs meanwhile.
+    pub holders: Holders,
+    /// Who needed memory.
+    pub freed: Freed,
+}
+
 /// The counters of one cgroup at one time.
 #[derive(Clone, Debug)]
 struct CgroupCounters {
@@ -49,7 +63,7 @@ impl Sampler {
     pub(super) fn sample(
         &mut self,
         cgroups: &Cgroups,
-        (kernel, holders): (BTreeMap<u64, KernelCounters>, Option<&Holders>),
+        (counted, kernel): (BTreeMap<u64, KernelCounters>, Option<&KernelHalf>),
         best_effort: &str,
         supports: Supports,
         pods: &[&Target],
@@ -57,7 +71,7 @@ impl Sampler {
     ) -> Observed {
         let mut look = SampleRound {
             cgroups,
-            kernel,
+            kernel: counted,
             now,
             before: &self.before,
             seen: BTreeMap::new(),
@@ -65,8 +79,9 @@ impl Sampler {
         };
         let best_effort_used = look.rates(best_effort).and_then(|rates| rates.used).unwrap_or(0);
         let mut samples: Vec<PodSample> = pods.iter().filter_map(|pod| look.pod(pod)).collect();
-        if let Some(holders) = holders {
-            look.name_holders(&mut samples, holders);
+        if let Some(kernel) = kernel {
+            look.name_holders(&mut samples, &kernel.holders);
+            look.name_growers(&mut samples, &kernel.freed);
         }
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get) as u64 * 1000;
         self.before = look.seen;
@@ -114,6 +129,27 @@ impl SampleRound<'_> {
         }
     }
 
+    /// Says whose growth made containers stall for memory, if any did. One at its own limit grows at nobody
+    /// else's cost.
+    fn name_growers(&self, pods: &mut [PodSample], freed: &Freed) {
+        let stalls =
+            |container: &ContainerSample| container.memory_stall_permille.is_some_and(|stall| stall > 0);
+        if !pods.iter().flat_map(|pod| &pod.containers).any(stalls) {
+            return;
+        }
+        let mut freed = freed();
+        let at_limit = pods.iter().flat_map(|pod| &pod.containers).filter(|one| one.at_memory_limit);
+        for id in at_limit.filter_map(|container| self.ids.get(&container.cgroup)) {
+            freed.remove(id);
+        }
+        let all = freed.values().fold(0_u64, |sum, pages| sum.saturating_add(*pages));
+        for pod in pods {
+            let ids = pod.containers.iter().filter_map(|container| self.ids.get(&container.cgroup));
+            let own = ids.filter_map(|id| freed.get(id)).fold(0_u64, |sum, pages| sum.saturating_add(*pages));
+            pod.memory_growth_permille = Some(permille(own, u128::from(all)));
+        }
+    }
+
     fn pod(&mut self, pod: &Target) -> Option<PodSample> {
         let memory = self.cgroups.memory_use(&pod.cgroup)?;
         let rates = self.rates(&pod.cgroup)?;
@@ -137,6 +173,7 @@ impl SampleRound<'_> {
             memory_used: memory.usage,
             working_set: memory.working_set,
             memory_still_permille: rates.memory_still,
+            memory_growth_permille: None,
             containers,
         })
     }
@@ -228,9 +265,9 @@ impl Rates {
     }
 }
 
-/// The part that `delta_us` is of `micros`, both in microseconds.
-pub(super) fn permille(delta_us: u64, micros: u128) -> u32 {
-    u32::try_from(u128::from(delta_us) * 1000 / micros.max(1)).unwrap_or(u32::MAX)
+/// The share that `part` is of `all`, both in the same unit.
+pub(super) fn permille(part: u64, all: u128) -> u32 {
+    u32::try_from(u128::from(part) * 1000 / all.max(1)).unwrap_or(u32::MAX)
 }
 
 /// The 99th percentile of what came between two states of a histogram of powers of two, evenly spread within

@@ -53,7 +53,7 @@ impl Fake {
     fn engine_by(&self, law: Law) -> Engine {
         let (interval, back_off) = (Duration::from_secs(1), Duration::from_secs(60));
         let settings = Settings { mode: TunerMode::Enforce, interval, back_off, law };
-        Engine::new(Arc::clone(&self.cgroups), self.state(), (None, None), settings, Metrics::default())
+        Engine::new(Arc::clone(&self.cgroups), self.state(), None, settings, Metrics::default())
     }
 
     fn file(&self, name: &str) -> PathBuf {
@@ -78,6 +78,7 @@ fn seen(wait: u32) -> Observed {
         memory_used: 0,
         working_set: 0,
         memory_still_permille: None,
+        memory_growth_permille: None,
         containers: vec![ContainerSample { cpu_wait_permille: Some(wait), ..ContainerSample::default() }],
     };
     Observed {

@@ -99,7 +99,7 @@ fn owners_values(cgroups: &Cgroups) -> Vec<(String, Files)> {
 fn engine(cgroups: &Arc<Cgroups>, state: Arc<State>, mode: TunerMode, law: Law) -> Engine {
     let settings =
         Settings { mode, interval: Duration::from_millis(100), back_off: Duration::from_secs(600), law };
-    Engine::new(Arc::clone(cgroups), state, (None, None), settings, Metrics::default())
+    Engine::new(Arc::clone(cgroups), state, None, settings, Metrics::default())
 }
 
 fn skip(what: &str, remedy: &str) {
@@ -124,6 +124,7 @@ fn seen(cgroups: &Cgroups, trouble: bool) -> Observed {
         memory_used: 512 << 20,
         working_set: 128 << 20,
         memory_still_permille: None,
+        memory_growth_permille: None,
         containers: vec![ContainerSample {
             name: "main".to_owned(),
             cgroup: format!("{cgroup}/{id}"),

@@ -75,10 +75,13 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
     }
     setup::ensure(Part::Cluster)?;
     let ours = ours(binary, quick)?;
+    // What was measured of beelet is worth telling, whatever becomes of the other.
+    let not_beside =
+        |why: &dyn std::fmt::Display| eprintln!("cluster: not measured beside a kubelet: {why:#}");
     let beside = match kubelet::given() {
-        Ok(kubelet) => Some(peer(&kubelet, quick)?),
+        Ok(kubelet) => peer(&kubelet, quick).inspect_err(|error| not_beside(error)).ok(),
         Err(missing) => {
-            eprintln!("not measured beside: {missing}");
+            not_beside(&missing);
             None
         }
     };
@@ -133,9 +136,13 @@ fn peer(binary: &Path, quick: bool) -> Result<Samples> {
     let kubeconfig = cluster.node_kubeconfig(kubelet::NODE)?;
     let [port] = ports::free()?;
     let member = Member { kubeconfig, port, keys: cluster.serving_files(kubelet::NODE)? };
-    let _kubelet = Kubelet::join(binary, &containerd, &member)?;
+    let kubelet = Kubelet::join(binary, &containerd, &member)?;
     let server = server(&cluster, port);
-    measure("the kubelet", &cluster, (kubelet::NODE, &server), quick)
+    measure("the kubelet", &cluster, (kubelet::NODE, &server), quick).with_context(|| {
+        let log = kubelet.log();
+        let last: Vec<&str> = log.lines().rev().take(20).collect();
+        format!("the kubelet's last words:\n{}", last.into_iter().rev().collect::<Vec<_>>().join("\n"))
+    })
 }
 
 fn server(cluster: &Cluster, port: u16) -> Server {

@@ -108,6 +108,11 @@ impl Help {
         }
     }
 
+    /// Returns true if there was nothing that could have been taken from anybody.
+    pub(super) fn found_nothing(&self) -> bool {
+        self.given_up.is_some() && !self.stepped
+    }
+
     pub(super) fn standing(&self) -> ComplaintState {
         match (&self.given_up, self.helped) {
             (None, _) => ComplaintState::Open,

@@ -437,15 +437,23 @@ impl<'a> Round<'a> {
             |pod: &&PodSample| self.state.standstill.get(&pod.cgroup).is_some_and(Standstill::is_spared);
         let mut order: Vec<&PodSample> =
             self.seen.pods.iter().filter(may).filter(|pod| !spared(pod)).collect();
-        order.sort_by_key(|pod| (pod.class, std::cmp::Reverse(pod.working_set)));
+        // Who grows takes again at once what anybody else is made to give.
+        let growth = |pod: &PodSample| pod.memory_growth_permille.unwrap_or(0);
+        order.sort_by_key(|pod| {
+            (pod.class, std::cmp::Reverse(growth(pod)), std::cmp::Reverse(pod.working_set))
+        });
         for pod in order {
             let request = if pod.class == QosClass::Burstable { pod.memory_request } else { 0 };
             let now = self.held(&pod.cgroup, KnobKind::MemoryHigh).unwrap_or(pod.memory_used);
             // Never below what is really needed now: each step takes what the one before made it let go.
             let least = pod.working_set.max(request).max(self.law.memory_floor);
             let next = shrink(now, self.law.memory_step_percent).max(least);
+            let grew = match growth(pod) {
+                WORTH_NAMING.. => format!(", whose growth is {} of all,", words::percent(growth(pod))),
+                _ => String::new(),
+            };
             let words = format!(
-                "{}: {} ({}) is held at {}",
+                "{}: {} ({}){grew} is held at {}",
                 complaint.words,
                 pod.name,
                 pod.class,
@@ -625,6 +633,9 @@ fn finding(complaints: &Complaints<'_>, helps: &BTreeMap<String, Help>) -> Strin
         ),
         ComplaintState::Kept => {
             format!("{}; more steps have not helped it, so no more are made", worst.words)
+        }
+        ComplaintState::Void if helps.get(&worst.container.cgroup).is_some_and(Help::found_nothing) => {
+            format!("{}; nobody has anything that can be taken for it now", worst.words)
         }
         ComplaintState::Void => {
             format!("{}; taking from others has not helped it, so it is left at that", worst.words)

@@ -34,6 +34,7 @@ fn pod(name: &str, class: QosClass) -> PodSample {
         memory_used: 0,
         working_set: 0,
         memory_still_permille: Some(0),
+        memory_growth_permille: None,
         containers: vec![ContainerSample {
             cpu_wait_permille: Some(0),
             throttled_permille: Some(0),
@@ -102,6 +103,38 @@ fn caps_come_back_before_idle_and_idle_only_when_little_is_asked_for() {
     assert_eq!(state.held.len(), 1);
     assert_eq!(run(&law, &mut state, &node(0, 10), 1), ["cpu.idle-"]);
     assert!(state.held.is_empty());
+}
+
+#[test]
+fn who_grows_is_held_before_who_only_has_much() {
+    let mut seen = stalled(100);
+    let mut grower = pod("grower", QosClass::BestEffort);
+    (grower.memory_used, grower.working_set) = (300 * MIB, 200 * MIB);
+    seen.pods.push(grower);
+    let first = |seen: &Observed| {
+        let mut steps = decide(&quick(), &State::default(), seen, &nothing()).steps;
+        assert_eq!(steps.len(), 1, "{steps:?}");
+        let step = steps.remove(0);
+        (step.knob.cgroup, step.reason)
+    };
+    assert!(first(&seen).0.ends_with("podhog"), "nothing is known of growth");
+    seen.pods[1].memory_growth_permille = Some(50);
+    seen.pods[2].memory_growth_permille = Some(700);
+    let (cgroup, reason) = first(&seen);
+    assert!(cgroup.ends_with("podgrower"), "{cgroup}");
+    assert!(
+        reason.ends_with("default/grower (BestEffort), whose growth is 70 % of all, is held at 270 MiB"),
+        "{reason}"
+    );
+}
+
+#[test]
+fn where_nobody_has_anything_to_give_it_is_said_so() {
+    let mut state = State::default();
+    let seen = node(200, 0);
+    assert!(run(&asking(), &mut state, &seen, 3).is_empty());
+    let findings = decide(&asking(), &state, &seen, &nothing()).findings;
+    assert!(findings[0].ends_with("nobody has anything that can be taken for it now"), "{findings:?}");
 }
 
 #[test]
@@ -533,6 +566,7 @@ fn any_pod() -> impl Strategy<Value = PodSample> {
             memory_used: memory_used * MIB,
             working_set: memory_used * needed / 100 * MIB,
             memory_still_permille: Some(u32::try_from(needed * 10).unwrap()),
+            memory_growth_permille: used.map(|used| u32::try_from(used / 3).unwrap()),
             containers,
         },
     )
