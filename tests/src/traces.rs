@@ -92,8 +92,18 @@ impl Traces {
         })
     }
 
+    /// Takes out what the runtime itself has lost: shims and mounts of containers that it says are gone. It keeps
+    /// nothing by which an agent could ask for their removal.
+    pub fn take_lost(&mut self, containerd: &Containerd) -> Vec<String> {
+        let lost = self.shims.extract_if(.., |shim| containerd.says_it_is_gone(shim));
+        let mut lost: Vec<String> = lost.collect();
+        let mounts = self.mounts.extract_if(.., |mount| containerd.says_it_is_gone(&mount.to_string_lossy()));
+        lost.extend(mounts.map(|mount| mount.display().to_string()));
+        lost
+    }
+
     /// What `now` has more and less, a line each.
-    fn difference(&self, now: &Traces) -> Vec<String> {
+    pub fn difference(&self, now: &Traces) -> Vec<String> {
         let mut told = Vec::new();
         for ((what, before), (_, after)) in self.counts().into_iter().zip(now.counts()) {
             if before != after {

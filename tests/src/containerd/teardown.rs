@@ -231,6 +231,20 @@ pub(super) fn whose(dir: &Path, text: &str) -> String {
     told.collect()
 }
 
+/// The length of the ids that containerd gives.
+const CONTAINER_ID: usize = 64;
+
+/// Returns true if a log of containerd says that one whose id is in the text is removed, or has ended.
+pub(super) fn says_it_is_gone(log: &str, text: &str) -> bool {
+    let words = text.split(|c: char| !c.is_ascii_hexdigit());
+    let ids: Vec<&str> = words.filter(|word| word.len() == CONTAINER_ID).collect();
+    let says_so = |line: &&str| {
+        line.contains("shim disconnected")
+            || (line.contains("Remove") && line.contains("returns successfully"))
+    };
+    log.lines().filter(says_so).any(|line| ids.iter().any(|id| line.contains(id)))
+}
+
 /// Kills the containers and then their shims, and waits until they are gone.
 fn kill_shims(names: &Names) -> Result<()> {
     wait_regardless("shims and containers to end", PATIENCE, || {
@@ -286,4 +300,26 @@ fn cni_results(names: &Names) -> Vec<PathBuf> {
             || sandboxes.iter().any(|sandbox| name == format!("cni-loopback-{sandbox}-lo"))
     };
     entries().filter(ours).map(|entry| entry.path()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::says_it_is_gone;
+
+    #[test]
+    fn what_the_runtime_says_it_removed_is_its_own_to_clear_up() {
+        let [removed, ended, runs] = ["a", "b", "c"].map(|digit| digit.repeat(64));
+        let log = format!(
+            "msg=\"RemovePodSandbox \\\"{removed}\\\" returns successfully\"\n\
+             msg=\"shim disconnected\" id={ended}\n\
+             msg=\"StartContainer for \\\"{runs}\\\" returns successfully\"\n"
+        );
+        assert!(says_it_is_gone(
+            &log,
+            &format!("3799 (/usr/bin/containerd-shim-runc-v2) for {removed}, of a pod")
+        ));
+        assert!(says_it_is_gone(&log, &format!("/state/k8s.io/{ended}/rootfs")));
+        assert!(!says_it_is_gone(&log, &format!("/state/k8s.io/{runs}/rootfs")));
+        assert!(!says_it_is_gone(&log, "/state/k8s.io"));
+    }
 }

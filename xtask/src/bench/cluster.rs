@@ -12,9 +12,13 @@
 //! - `idle_writes`: what a node without anything to say writes per minute, by the audit log, some time after
 //!   its last pod went; `idle_lists` beside it.
 //! - `status_writes`: what one pod's life writes: made, ready, deleted.
+//! - What the node asked of the API server, by verb and resource, is a table below the rows: per pod that came and
+//!   went, and per hour in which nothing happened (measured for two minutes, or for `BEELET_IDLE_MINUTES`), with
+//!   what the API server refused. What is asked once per hour or less need not be in it.
 //! - `exec_round_trip`: `true` in a container, by the node's own HTTPS server: connection, TLS, upgrade, the
 //!   command, its status. `exec_throughput`: what a command prints, through the same.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -65,6 +69,60 @@ struct Samples {
     idle_lists: f64,
     exec: Vec<f64>,
     throughput: Vec<f64>,
+    requests: Requests,
+}
+
+/// What a node asked of the API server, by verb and resource.
+#[derive(Default)]
+struct Requests {
+    /// In the lives of all pods.
+    pods: BTreeMap<(String, String), usize>,
+    lives: usize,
+    /// While nothing happened.
+    idle: BTreeMap<(String, String), usize>,
+    hours: f64,
+    /// Those that were answered with 401 or 403.
+    refused: usize,
+}
+
+impl Requests {
+    /// What one pod, and one hour, had of a kind of request.
+    fn of(&self, kind: &(String, String)) -> String {
+        let mean = |all: &BTreeMap<(String, String), usize>, by: f64| {
+            all.get(kind)
+                .map_or_else(|| "-".to_owned(), |count| format!("{:.1}", *count as f64 / by.max(1e-9)))
+        };
+        format!("{:>9} {:>9}", mean(&self.pods, self.lives as f64), mean(&self.idle, self.hours))
+    }
+}
+
+/// Prints what was asked, a line per verb and resource.
+fn print_requests(ours: &Requests, beside: Option<&Requests>) {
+    let all = [Some(ours), beside];
+    let all: Vec<&Requests> = all.into_iter().flatten().collect();
+    let kinds: BTreeSet<&(String, String)> =
+        all.iter().flat_map(|one| one.pods.keys().chain(one.idle.keys())).collect();
+    println!(
+        "{:<8} {:<40} {:>9} {:>9}  (a kubelet: the same two)",
+        "VERB", "RESOURCE", "PER POD", "PER HOUR"
+    );
+    for kind in kinds {
+        let counts: Vec<String> = all.iter().map(|one| one.of(kind)).collect();
+        println!("{:<8} {:<40} {}", kind.0, kind.1, counts.join("  "));
+    }
+    let refused: Vec<String> = all.iter().map(|one| one.refused.to_string()).collect();
+    println!("refused (401, 403): {}", refused.join("; a kubelet: "));
+}
+
+/// How many of each kind there are.
+fn counted(asked: &[(String, String, u64)]) -> BTreeMap<(String, String), usize> {
+    let mut counts = BTreeMap::new();
+    for (verb, resource, _) in asked {
+        // A path that is no resource may have parameters.
+        let resource = resource.split('?').next().unwrap_or_default();
+        *counts.entry((verb.clone(), resource.to_owned())).or_default() += 1;
+    }
+    counts
 }
 
 /// Adds all rows.
@@ -106,6 +164,7 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
     let unbound = |name, unit, samples| Row::unbound("cluster", name, unit, samples);
     add(unbound("exec_round_trip", "ms", ours.exec), |all| all.exec.clone());
     add(unbound("exec_throughput", "MiB/s", ours.throughput), |all| all.throughput.clone());
+    print_requests(&ours.requests, beside.as_ref().map(|beside| &beside.requests));
     Ok(())
 }
 
@@ -155,6 +214,7 @@ fn measure(who: &str, cluster: &Cluster, (node, server): (&str, &Server), quick:
     cluster.until("the Node to be ready", &format!("/api/v1/nodes/{node}"), ready)?;
     let mut all = Samples::default();
     let pods = if quick { 3 } else { 20 };
+    let asked = cluster.asked_by(node)?.len();
     for round in 0..pods {
         step.detail(&format!("{round} of {pods}"));
         let before = writes(cluster, node, "pods/status")?;
@@ -164,7 +224,9 @@ fn measure(who: &str, cluster: &Cluster, (node, server): (&str, &Server), quick:
             all.status_writes.push((writes(cluster, node, "pods/status")? - before) as f64);
         }
     }
-    let time = Duration::from_secs(if quick { 20 } else { 120 });
+    (all.requests.pods, all.requests.lives) = (counted(&cluster.asked_by(node)?[asked..]), pods);
+    let asked_for = std::env::var("BEELET_IDLE_MINUTES").ok().and_then(|minutes| minutes.parse::<u64>().ok());
+    let time = Duration::from_secs(asked_for.map_or(if quick { 20 } else { 120 }, |minutes| minutes * 60));
     step.detail("nothing happens");
     pause(REST)?;
     let asked = cluster.asked_by(node)?.len();
@@ -175,8 +237,11 @@ fn measure(who: &str, cluster: &Cluster, (node, server): (&str, &Server), quick:
     let count = |verbs: &[&str]| asked.iter().filter(|(verb, ..)| verbs.contains(&&**verb)).count() as f64;
     all.idle_writes = count(&["create", "update", "patch", "delete"]) / minutes;
     all.idle_lists = count(&["list"]) / minutes;
+    (all.requests.idle, all.requests.hours) = (counted(&asked), minutes / 60.0);
     step.detail("commands");
     exec(cluster, (node, server), quick, &mut all)?;
+    let refused = |(_, _, code): &&(String, String, u64)| [401, 403].contains(code);
+    all.requests.refused = cluster.asked_by(node)?.iter().filter(refused).count();
     step.done(&format!("{pods} pods"));
     Ok(all)
 }
