@@ -92,8 +92,8 @@ impl Traces {
         })
     }
 
-    /// Takes out what the runtime itself has lost: shims and mounts of containers that it says are gone. It keeps
-    /// nothing by which an agent could ask for their removal.
+    /// Takes out what the runtime itself has lost: shims and mounts of containers that it says are gone. It
+    /// keeps nothing by which an agent could ask for their removal.
     pub fn take_lost(&mut self, containerd: &Containerd) -> Vec<String> {
         let lost = self.shims.extract_if(.., |shim| containerd.says_it_is_gone(shim));
         let mut lost: Vec<String> = lost.collect();

@@ -134,8 +134,8 @@ impl Measures {
         Ok([of(reclaim::DIRECT)?, of(reclaim::MEMCG)?])
     }
 
-    /// Pages that the threads of each cgroup freed lately because they needed some, by cgroup2 id, whatever was
-    /// short.
+    /// Pages that the threads of each cgroup freed lately because they needed some, by cgroup2 id, whatever
+    /// was short.
     ///
     /// # Errors
     /// The map can't be read.

@@ -1,10 +1,10 @@
-//! The agent's own memory: how little of it the C library's allocator and the kernel keep for us. Here because
-//! that takes `unsafe`, and this is the crate that may. Must not decide when.
+//! The agent's own memory: how little of it the C library's allocator and the kernel keep for us. Here
+//! because that takes `unsafe`, and this is the crate that may. Must not decide when.
 
-/// Gives back to the system what the C library's allocator keeps of freed memory, and unmaps the program's own
-/// code and constants. What of them is still used is mapped again, 16 pages at a time, from the kernel's page
-/// cache; what only the start or a rare command needed is not, and the kernel may drop it where memory is
-/// short. Takes some milliseconds where there is much.
+/// Gives back to the system what the C library's allocator keeps of freed memory, and unmaps the program's
+/// own code and constants. What of them is still used is mapped again, 16 pages at a time, from the kernel's
+/// page cache; what only the start or a rare command needed is not, and the kernel may drop it where memory
+/// is short. Takes some milliseconds where there is much.
 pub fn give_memory_back() {
     #[cfg(target_env = "gnu")]
     // SAFETY: malloc_trim(3) takes a number, locks the allocator as free(3) does, and changes no memory that

@@ -812,8 +812,8 @@ fn kernel_options(config: &Config, cgroups: &Cgroups) -> KernelOptions {
     }
 }
 
-/// Gives the memory back, every [`MEMORY_PERIOD`], that the start or a burst needed (a hundred pods that start
-/// at once) and nothing uses any more.
+/// Gives the memory back, every [`MEMORY_PERIOD`], that the start or a burst needed (a hundred pods that
+/// start at once) and nothing uses any more.
 async fn give_memory_back(shutdown: CancellationToken) {
     loop {
         tokio::select! {

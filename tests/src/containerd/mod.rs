@@ -207,9 +207,9 @@ impl Containerd {
         teardown::whose(self.dir(), text)
     }
 
-    /// Returns true if its log says that one whose id is in the text (a path, a command) is removed or has ended:
-    /// what is still there of it then, the runtime itself has lost. Under a heavy load containerd 1.6 gives up
-    /// on shims that answer late, and forgets them.
+    /// Returns true if its log says that one whose id is in the text (a path, a command) is removed or has
+    /// ended: what is still there of it then, the runtime itself has lost. Under a heavy load containerd 1.6
+    /// gives up on shims that answer late, and forgets them.
     pub fn says_it_is_gone(&self, text: &str) -> bool {
         teardown::says_it_is_gone(
             &std::fs::read_to_string(self.dir().join("containerd.log")).unwrap_or_default(),

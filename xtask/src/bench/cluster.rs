@@ -12,9 +12,10 @@
 //! - `idle_writes`: what a node without anything to say writes per minute, by the audit log, some time after
 //!   its last pod went; `idle_lists` beside it.
 //! - `status_writes`: what one pod's life writes: made, ready, deleted.
-//! - What the node asked of the API server, by verb and resource, is a table below the rows: per pod that came and
-//!   went, and per hour in which nothing happened (measured for two minutes, or for `BEELET_IDLE_MINUTES`), with
-//!   what the API server refused. What is asked once per hour or less need not be in it.
+//! - What the node asked of the API server, by verb and resource, is a table below the rows: per pod that
+//!   came and went, and per hour in which nothing happened (measured for two minutes, or for
+//!   `BEELET_IDLE_MINUTES`), with what the API server refused. What is asked once per hour or less need not
+//!   be in it.
 //! - `exec_round_trip`: `true` in a container, by the node's own HTTPS server: connection, TLS, upgrade, the
 //!   command, its status. `exec_throughput`: what a command prints, through the same.
 

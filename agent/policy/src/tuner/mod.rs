@@ -189,8 +189,8 @@ pub struct PodSample {
     pub working_set: u64,
     /// How much of the time all its tasks that could have done something stood still for memory.
     pub memory_still_permille: Option<u32>,
-    /// Its part of the growth that made others reclaim, in permille, as its threads freed pages lately. `None`:
-    /// not measured.
+    /// Its part of the growth that made others reclaim, in permille, as its threads freed pages lately.
+    /// `None`: not measured.
     pub memory_growth_permille: Option<u32>,
     /// Its running containers.
     pub containers: Vec<ContainerSample>,
