@@ -71,6 +71,8 @@ impl Kubelet {
             "failSwapOn": false, "enableServer": false, "healthzPort": 0, "volumePluginDir": dir.join("plugins"),
             "evictionHard": {"memory.available": "1Mi"}, "authentication": {"webhook": {"enabled": false}},
             "authorization": {"mode": "AlwaysAllow"}, "maxPods": 1100,
+            // On a full disk it would remove the image of sandboxes, which no registry can give back.
+            "imageGCHighThresholdPercent": 100,
         });
         if let Some(Member { port, keys: (certificate, key), .. }) = member {
             config["enableServer"] = true.into();

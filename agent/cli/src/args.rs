@@ -56,9 +56,12 @@ pub fn with_hint(mut error: clap::Error, arguments: &[OsString]) -> clap::Error 
         matches!(wrong, Some(ContextValue::String(wrong)) if wrong == word)
     };
     if is_of_kind
-        && is_guessed.into_iter().all(|guess| error.get(guess).is_none())
         && let Some(command) = text(1).filter(|command| TAKE_A_KIND.contains(command))
         && let Some(name) = text(2).filter(is_name).filter(is_wrong)
+        // What is known need not be guessed: `deployment` is none of `po`.
+        && (OBJECTS.contains(&name)
+            || CLUSTER.contains(&name)
+            || is_guessed.into_iter().all(|guess| error.get(guess).is_none()))
     {
         let hint = if OBJECTS.contains(&name) {
             let of = text(3).filter(is_name).map_or_else(String::new, |of| format!(" {of}"));
@@ -68,6 +71,9 @@ pub fn with_hint(mut error: clap::Error, arguments: &[OsString]) -> clap::Error 
         } else {
             format!("a pod is meant by 'beelet {command} pod {name}'")
         };
+        for guess in is_guessed {
+            error.remove(guess);
+        }
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
     }
     error
