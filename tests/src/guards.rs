@@ -11,7 +11,7 @@ use std::process::{Child, Command};
 use std::time::Duration;
 
 /// The length of the ids that containerd gives.
-const CONTAINER_ID: usize = 64;
+pub(crate) const CONTAINER_ID: usize = 64;
 
 /// How long what a test made may take to go away.
 const TEARDOWN: Duration = Duration::from_secs(30);

@@ -2,7 +2,7 @@
 //! before and after.
 
 use crate::agent::Agent;
-use crate::containerd::Containerd;
+use crate::containerd::{Containerd, says_it_is_gone};
 use crate::guards;
 use crate::machine;
 use crate::workdir::{PATIENCE, wait_for};
@@ -95,9 +95,10 @@ impl Traces {
     /// Takes out what the runtime itself has lost: shims and mounts of containers that it says are gone. It
     /// keeps nothing by which an agent could ask for their removal.
     pub fn take_lost(&mut self, containerd: &Containerd) -> Vec<String> {
-        let lost = self.shims.extract_if(.., |shim| containerd.says_it_is_gone(shim));
-        let mut lost: Vec<String> = lost.collect();
-        let mounts = self.mounts.extract_if(.., |mount| containerd.says_it_is_gone(&mount.to_string_lossy()));
+        let log = containerd.log();
+        let is_gone = |text: &str| says_it_is_gone(&log, text);
+        let mut lost: Vec<String> = self.shims.extract_if(.., |shim| is_gone(shim)).collect();
+        let mounts = self.mounts.extract_if(.., |mount| is_gone(&mount.to_string_lossy()));
         lost.extend(mounts.map(|mount| mount.display().to_string()));
         lost
     }

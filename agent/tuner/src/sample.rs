@@ -81,7 +81,9 @@ impl Sampler {
         let mut samples: Vec<PodSample> = pods.iter().filter_map(|pod| look.pod(pod)).collect();
         if let Some(kernel) = kernel {
             look.name_holders(&mut samples, &kernel.holders);
-            look.name_growers(&mut samples, &kernel.freed);
+            if supports.memory_high {
+                look.name_growers(&mut samples, &kernel.freed);
+            }
         }
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get) as u64 * 1000;
         self.before = look.seen;

@@ -8,6 +8,7 @@
 mod config;
 mod teardown;
 
+pub(crate) use teardown::says_it_is_gone;
 pub use teardown::{Leftovers, teardown};
 pub(crate) use teardown::{MARKER, keep_logs, write_pid};
 
@@ -207,14 +208,9 @@ impl Containerd {
         teardown::whose(self.dir(), text)
     }
 
-    /// Returns true if its log says that one whose id is in the text (a path, a command) is removed or has
-    /// ended: what is still there of it then, the runtime itself has lost. Under a heavy load containerd 1.6
-    /// gives up on shims that answer late, and forgets them.
-    pub fn says_it_is_gone(&self, text: &str) -> bool {
-        teardown::says_it_is_gone(
-            &std::fs::read_to_string(self.dir().join("containerd.log")).unwrap_or_default(),
-            text,
-        )
+    /// What it has printed so far.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.dir().join("containerd.log")).unwrap_or_default()
     }
 
     /// The bridge that its pods' networks hang on.
@@ -290,7 +286,7 @@ impl Containerd {
         if self.child.is_some() {
             return Ok(());
         }
-        let log = self.log()?;
+        let log = self.open_log()?;
         let bin_dir = self.binary.parent().unwrap_or(Path::new("/"));
         let path = std::env::var_os("PATH").unwrap_or_default();
         let path = std::iter::once(bin_dir.to_path_buf())
@@ -356,7 +352,7 @@ impl Containerd {
         self.cgroup.keep();
     }
 
-    fn log(&self) -> Result<std::fs::File> {
+    fn open_log(&self) -> Result<std::fs::File> {
         let path = self.dir().join("containerd.log");
         let opened = std::fs::OpenOptions::new().append(true).create(true).open(&path);
         opened.with_context(|| format!("could not open {}", path.display()))
@@ -386,7 +382,7 @@ impl Containerd {
             Err(error) => format!("{error:#}"),
         };
         self.child = None;
-        let log = workdir::read(&self.dir().join("containerd.log")).unwrap_or_default();
+        let log = self.log();
         let telling: Vec<&str> = log.lines().filter(|line| !line.contains("level=info")).collect();
         keep_logs(self.dir());
         bail!("containerd did not start: {failure}. From its log:\n{}", telling.join("\n"))

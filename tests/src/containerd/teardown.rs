@@ -1,7 +1,7 @@
 //! Takes down an instance from its folder alone: after a test, after a killed test, after `demo --keep`.
 
 use super::Names;
-use crate::guards::{self, CgroupRoot, chosen_driver};
+use crate::guards::{self, CONTAINER_ID, CgroupRoot, chosen_driver};
 use crate::workdir::{self, wait_regardless};
 use anyhow::{Context as _, Result, bail};
 use rustix::process::{Pid, Signal};
@@ -231,11 +231,10 @@ pub(super) fn whose(dir: &Path, text: &str) -> String {
     told.collect()
 }
 
-/// The length of the ids that containerd gives.
-const CONTAINER_ID: usize = 64;
-
-/// Returns true if a log of containerd says that one whose id is in the text is removed, or has ended.
-pub(super) fn says_it_is_gone(log: &str, text: &str) -> bool {
+/// Returns true if a log of containerd says that one whose id is in the text (a path, a command) is removed
+/// or has ended: what is still there of it then, the runtime itself has lost. Under a heavy load containerd
+/// 1.6 gives up on shims that answer late, and forgets them.
+pub(crate) fn says_it_is_gone(log: &str, text: &str) -> bool {
     let words = text.split(|c: char| !c.is_ascii_hexdigit());
     let ids: Vec<&str> = words.filter(|word| word.len() == CONTAINER_ID).collect();
     let says_so = |line: &&str| {

@@ -12,8 +12,8 @@
 //! - `idle_writes`: what a node without anything to say writes per minute, by the audit log, some time after
 //!   its last pod went; `idle_lists` beside it.
 //! - `status_writes`: what one pod's life writes: made, ready, deleted.
-//! - What the node asked of the API server, by verb and resource, is a table below the rows: per pod but the
-//!   first, and per hour in which nothing happened (measured for two minutes, or for
+//! - What the node asked of the API server, by verb and resource, is a table on standard error: per pod but
+//!   the first, and per hour in which nothing happened (measured for two minutes, or for
 //!   `BEELET_IDLE_MINUTES`), with what the API server refused. What is asked once per hour or less need not
 //!   be in it.
 //! - `exec_round_trip`: `true` in a container, by the node's own HTTPS server: connection, TLS, upgrade, the
@@ -97,22 +97,22 @@ impl Requests {
     }
 }
 
-/// Prints what was asked, a line per verb and resource.
-fn print_requests(ours: &Requests, beside: Option<&Requests>) {
+/// Tells what was asked, a line per verb and resource; not among the rows, which programs read too.
+fn tell_requests(ours: &Requests, beside: Option<&Requests>) {
     let all = [Some(ours), beside];
     let all: Vec<&Requests> = all.into_iter().flatten().collect();
     let kinds: BTreeSet<&(String, String)> =
         all.iter().flat_map(|one| one.pods.keys().chain(one.idle.keys())).collect();
-    println!(
+    eprintln!(
         "{:<8} {:<40} {:>9} {:>9}  (a kubelet: the same two)",
         "VERB", "RESOURCE", "PER POD", "PER HOUR"
     );
     for kind in kinds {
         let counts: Vec<String> = all.iter().map(|one| one.of(kind)).collect();
-        println!("{:<8} {:<40} {}", kind.0, kind.1, counts.join("  "));
+        eprintln!("{:<8} {:<40} {}", kind.0, kind.1, counts.join("  "));
     }
     let refused: Vec<String> = all.iter().map(|one| one.refused.to_string()).collect();
-    println!("refused (401, 403): {}", refused.join("; a kubelet: "));
+    eprintln!("refused (401, 403): {}", refused.join("; a kubelet: "));
 }
 
 /// How many of each kind there are.
@@ -165,7 +165,7 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
     let unbound = |name, unit, samples| Row::unbound("cluster", name, unit, samples);
     add(unbound("exec_round_trip", "ms", ours.exec), |all| all.exec.clone());
     add(unbound("exec_throughput", "MiB/s", ours.throughput), |all| all.throughput.clone());
-    print_requests(&ours.requests, beside.as_ref().map(|beside| &beside.requests));
+    tell_requests(&ours.requests, beside.as_ref().map(|beside| &beside.requests));
     Ok(())
 }
 
