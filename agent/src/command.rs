@@ -73,9 +73,6 @@ mod tests {
         let elsewhere = "a node has no such objects; 'beelet get --help' lists the kinds that it has";
         assert_eq!(tip("beelet get svc"), elsewhere);
         assert_eq!(tip("beelet get deployment/web"), elsewhere);
-        let shown = "'beelet get cm web -o yaml' shows all that there is of it";
-        assert_eq!(tip("beelet describe cm web"), shown);
-        assert_eq!(tip("beelet describe cm/web"), shown);
     }
 
     #[test]

@@ -4,14 +4,14 @@
 //!
 //! As KEP-4188 has it, nothing is said (`FAILED_PRECONDITION`) before all that runs is known.
 
-use std::collections::BTreeMap;
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use beelet_base::work::Work;
 use beelet_codec::protobuf;
-use beelet_model::table::{Complete, PodEntry, PodTable};
+use beelet_model::table::{Complete, PodChanges, PodEntry, PodTable};
 use beelet_proto::pods::{
     EventType, GetPodRequest, GetPodResponse, ListPodsRequest, ListPodsResponse, WatchPodsEvent,
     WatchPodsRequest,
@@ -65,27 +65,61 @@ struct Server {
     known: Arc<Known>,
 }
 
-/// Pods by UID, with their bytes.
-type Written = BTreeMap<String, (Arc<PodEntry>, Bytes)>;
-
-/// What was written last: clients share it.
+/// The bytes of pods by UID, as they were written last: clients share them.
 #[derive(Default)]
-struct Known(Mutex<Written>);
+struct Known(Mutex<HashMap<String, (Arc<PodEntry>, Bytes)>>);
 
 impl Known {
-    /// All pods of a table, in the order of their UIDs.
-    fn all(&self, table: &PodTable) -> Written {
+    /// A pod's bytes.
+    fn bytes(&self, entry: &Arc<PodEntry>) -> Option<Bytes> {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut all = Written::new();
-        for entry in table.pods.values() {
-            let uid = entry.pod.metadata.uid.clone().unwrap_or_default();
-            let kept = known.remove(&uid).filter(|(before, _)| Arc::ptr_eq(before, entry));
-            let written = kept.or_else(|| Some((Arc::clone(entry), write(&entry.pod)?)));
-            all.extend(written.map(|written| (uid, written)));
+        if let Some((before, bytes)) = known.get(uid(entry))
+            && Arc::ptr_eq(before, entry)
+        {
+            return Some(bytes.clone());
         }
-        known.clone_from(&all);
-        all
+        let bytes = write(&entry.pod)?;
+        known.insert(uid(entry).to_owned(), (Arc::clone(entry), bytes.clone()));
+        Some(bytes)
     }
+
+    /// Forgets what is in the table no more.
+    fn keep(&self, table: &PodTable) {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.len() > table.pods.len() {
+            let here: HashSet<&str> = table.pods.values().map(|entry| uid(entry)).collect();
+            known.retain(|uid, _| here.contains(uid.as_str()));
+        }
+    }
+
+    /// The events that lead from one table to the next: what both share is not looked at.
+    fn events(&self, before: &PodTable, after: &PodTable) -> Vec<WatchPodsEvent> {
+        let changes = PodChanges::between(&before.pods, &after.pods);
+        let (mut events, mut here) = (Vec::new(), Vec::new());
+        for (_, entry) in changes.gone {
+            events.extend(deleted(entry));
+        }
+        for (name, entry) in changes.changed {
+            let kind = match before.pods.get(name) {
+                Some(old) if old.pod == entry.pod => continue,
+                Some(old) if uid(old) == uid(entry) => EventType::Modified,
+                // Another pod of that name.
+                Some(old) => {
+                    events.extend(deleted(old));
+                    EventType::Added
+                }
+                None => EventType::Added,
+            };
+            here.extend(self.bytes(entry).map(|bytes| event(kind, bytes)));
+        }
+        self.keep(after);
+        events.append(&mut here);
+        events
+    }
+}
+
+fn uid(entry: &PodEntry) -> &str {
+    entry.pod.metadata.uid.as_deref().unwrap_or_default()
 }
 
 fn write(pod: &core::Pod) -> Option<Bytes> {
@@ -103,19 +137,12 @@ fn gone(pod: &core::Pod) -> core::Pod {
     }
 }
 
-/// The events that lead from one state to the next.
-fn events(before: &Written, after: &Written) -> Vec<WatchPodsEvent> {
-    let event = |kind: EventType, pod: Bytes| WatchPodsEvent { r#type: kind.into(), pod };
-    let left = before.iter().filter(|(uid, _)| !after.contains_key(*uid));
-    let left = left.filter_map(|(_, (entry, _))| Some(event(EventType::Deleted, write(&gone(&entry.pod))?)));
-    let here = after.iter().filter_map(|(uid, (entry, bytes))| match before.get(uid) {
-        None => Some(event(EventType::Added, bytes.clone())),
-        Some((known, old)) if !Arc::ptr_eq(known, entry) && old != bytes => {
-            Some(event(EventType::Modified, bytes.clone()))
-        }
-        Some(_) => None,
-    });
-    left.chain(here).collect()
+fn event(kind: EventType, pod: Bytes) -> WatchPodsEvent {
+    WatchPodsEvent { r#type: kind.into(), pod }
+}
+
+fn deleted(entry: &PodEntry) -> Option<WatchPodsEvent> {
+    Some(event(EventType::Deleted, write(&gone(&entry.pod))?))
 }
 
 impl Server {
@@ -137,28 +164,32 @@ impl Pods for Server {
     ) -> Result<Response<Self::WatchPodsStream>, Status> {
         self.table()?;
         let (mut pods, known) = (self.pods.clone(), Arc::clone(&self.known));
-        let first = known.all(&pods.borrow_and_update().clone());
-        let mut start = events(&Written::new(), &first);
-        start.push(WatchPodsEvent { r#type: EventType::InitialSyncComplete.into(), pod: Bytes::new() });
+        let first = Arc::clone(&pods.borrow_and_update());
+        let mut start = known.events(&PodTable::default(), &first);
+        start.push(event(EventType::InitialSyncComplete, Bytes::new()));
         // A slow client is told less, never something old: what it has and what there is are compared.
         let changes = stream::unfold((pods, known, first), |(mut pods, known, before)| async move {
             pods.changed().await.ok()?;
-            let after = known.all(&pods.borrow_and_update().clone());
-            Some((events(&before, &after), (pods, known, after)))
+            let after = Arc::clone(&pods.borrow_and_update());
+            Some((known.events(&before, &after), (pods, known, after)))
         });
         let all = stream::iter(start).chain(changes.flat_map(stream::iter)).map(Ok);
         Ok(Response::new(Box::pin(all)))
     }
 
     async fn list_pods(&self, _: Request<ListPodsRequest>) -> Result<Response<ListPodsResponse>, Status> {
-        let all = self.known.all(&*self.table()?);
-        Ok(Response::new(ListPodsResponse { pods: all.into_values().map(|(_, bytes)| bytes).collect() }))
+        let table = self.table()?;
+        let pods = table.pods.values().filter_map(|entry| self.known.bytes(entry)).collect();
+        self.known.keep(&table);
+        Ok(Response::new(ListPodsResponse { pods }))
     }
 
     async fn get_pod(&self, request: Request<GetPodRequest>) -> Result<Response<GetPodResponse>, Status> {
-        let uid = request.into_inner().pod_uid;
-        let missing = || Status::not_found(format!("pod with UID {uid} not found"));
-        let (_, pod) = self.known.all(&*self.table()?).remove(&uid).ok_or_else(missing)?;
+        let wanted = request.into_inner().pod_uid;
+        let table = self.table()?;
+        let entry = table.pods.values().find(|entry| uid(entry) == wanted);
+        let missing = || Status::not_found(format!("pod with UID {wanted} not found"));
+        let pod = entry.and_then(|entry| self.known.bytes(entry)).ok_or_else(missing)?;
         Ok(Response::new(GetPodResponse { pod }))
     }
 }
@@ -226,5 +257,7 @@ mod tests {
         assert!(text(&deleted, "pod-u2") && text(&deleted, "shop") && !text(&deleted, "Running"));
         assert!(text(&next(EventType::Modified).await, "Failed"));
         assert!(text(&next(EventType::Added).await, "pod-u3"));
+        let known = server.known.0.lock().unwrap();
+        assert!(known.len() == 2 && !known.contains_key("u2"), "what is gone is forgotten");
     }
 }

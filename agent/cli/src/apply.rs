@@ -108,7 +108,8 @@ async fn apply(args: &ApplyArgs, manifests: &[Manifest]) -> anyhow::Result<bool>
     let answer = client.apply(request).await?;
     let mut taken = true;
     for (manifest, applied) in manifests.iter().zip(&answer.applied) {
-        println!("{}", sentence(applied, args.dry_run));
+        let refused = if applied.refused.is_empty() { "" } else { ", but refused" };
+        println!("{}{refused}", sentence(applied, args.dry_run));
         for reason in &applied.refused {
             taken = false;
             eprintln!("error: {}", plain::line(&format!("{}: the node refuses it: {reason}", manifest.name)));

@@ -59,14 +59,9 @@ pub fn with_hint(mut error: clap::Error, arguments: &[OsString]) -> clap::Error 
         && let Some(command) = text(1).filter(|command| TAKE_A_KIND.contains(command))
         && let Some(name) = text(2).filter(is_name).filter(is_wrong)
         // What is known need not be guessed: `deployment` is none of `po`.
-        && (OBJECTS.contains(&name)
-            || CLUSTER.contains(&name)
-            || is_guessed.into_iter().all(|guess| error.get(guess).is_none()))
+        && (CLUSTER.contains(&name) || is_guessed.into_iter().all(|guess| error.get(guess).is_none()))
     {
-        let hint = if OBJECTS.contains(&name) {
-            let of = text(3).filter(is_name).map_or_else(String::new, |of| format!(" {of}"));
-            format!("'beelet get {name}{of} -o yaml' shows all that there is of it")
-        } else if CLUSTER.contains(&name) {
+        let hint = if CLUSTER.contains(&name) {
             format!("a node has no such objects; 'beelet {command} --help' lists the kinds that it has")
         } else {
             format!("a pod is meant by 'beelet {command} pod {name}'")
@@ -79,9 +74,6 @@ pub fn with_hint(mut error: clap::Error, arguments: &[OsString]) -> clap::Error 
     error
 }
 
-/// Kinds that `get` shows and `describe` does not.
-const OBJECTS: [&str; 7] =
-    ["configmap", "configmaps", "cm", "secret", "secrets", "priorityclass", "runtimeclass"];
 /// What people ask a cluster for.
 const CLUSTER: [&str; 24] = [
     "all",

@@ -1,7 +1,9 @@
-//! `beelet describe`: a pod, or the node, with all that is known of it, and what happened to it.
+//! `beelet describe`: a pod, the node, or an object, with all that is known of it, and what happened to it.
 
 mod node;
+mod object;
 mod pod;
+mod text;
 
 use std::process::ExitCode;
 
@@ -30,6 +32,18 @@ enum What {
     /// The node: its conditions, what pods request of it and which pods those are, its events.
     #[command(visible_aliases = ["nodes", "no"])]
     Node(AgentArgs),
+    /// A ConfigMap of the manifests' folder, and the pods that use it.
+    #[command(name = "configmap", visible_aliases = ["configmaps", "cm"])]
+    ConfigMap(object::ObjectArgs),
+    /// A Secret of the manifests' folder, and the pods that use it; without its values.
+    #[command(visible_alias = "secrets")]
+    Secret(object::ObjectArgs),
+    /// A PriorityClass of the manifests' folder, and the pods that name it.
+    #[command(name = "priorityclass", visible_aliases = ["priorityclasses", "pc"])]
+    PriorityClass(object::ObjectArgs),
+    /// A RuntimeClass of the manifests' folder, and the pods that name it.
+    #[command(name = "runtimeclass", visible_alias = "runtimeclasses")]
+    RuntimeClass(object::ObjectArgs),
 }
 
 #[derive(Debug, Args)]
@@ -50,6 +64,10 @@ pub fn run(args: &DescribeArgs) -> ExitCode {
         match &args.what {
             What::Pod(args) => describe(args).await,
             What::Node(args) => describe_node(args).await,
+            What::ConfigMap(args) => object::describe("ConfigMap", args).await,
+            What::Secret(args) => object::describe("Secret", args).await,
+            What::PriorityClass(args) => object::describe("PriorityClass", args).await,
+            What::RuntimeClass(args) => object::describe("RuntimeClass", args).await,
         }
     })
 }

@@ -2,7 +2,7 @@
 
 pub(super) mod columns;
 pub(super) mod node;
-mod objects;
+pub(super) mod objects;
 pub(super) mod pod;
 
 use std::collections::BTreeMap;

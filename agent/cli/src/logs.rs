@@ -1,25 +1,48 @@
-//! `beelet logs`: what a container has printed.
+//! `beelet logs`: what containers have printed.
+
+mod lines;
+mod sources;
 
 use std::collections::BTreeSet;
 use std::io::{self, Write};
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use beelet_proto::beelet as proto;
 use clap::Args;
+use futures::future::join_all;
 use jiff::{SignedDuration, Timestamp};
+use tokio::sync::Mutex;
 
+use self::lines::Lines;
+use self::sources::{Choice, Containers, Source};
 use super::again::again;
-use super::args::{AgentArgs, ContainerArgs};
-use super::{finish, plain, until};
+use super::args::{AgentArgs, pod_name};
+use super::{complete, finish, is_broken_pipe, plain, until};
 use beelet_client::{Client, ClientError};
+use beelet_policy::selector::Selector;
 
 /// Arguments of `beelet logs`.
 #[derive(Debug, Args)]
 pub struct LogsArgs {
-    #[command(flatten)]
-    of: ContainerArgs,
+    /// The pod, with or without the node's name at its end.
+    #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods(),
+          required_unless_present = "selector")]
+    pod: Option<String>,
+    /// The container; else the pod's default or first one.
+    #[arg(short, long, value_name = "CONTAINER", add = complete::containers())]
+    container: Option<String>,
+    /// All containers of the pod, those of its start first.
+    #[arg(long, conflicts_with = "container")]
+    all_containers: bool,
+    /// Of all pods with such labels (`app=shop,tier!=db`): their last 10 lines, if --tail does not say how many.
+    #[arg(short = 'l', long, value_name = "SELECTOR", conflicts_with = "pod")]
+    selector: Option<Selector>,
+    /// The pod's namespace; needed only where two pods have the name.
+    #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
+    namespace: Option<String>,
     /// Go on with what is printed, until the container has ended; one that has not started is waited for.
     #[arg(short, long)]
     follow: bool,
@@ -38,6 +61,9 @@ pub struct LogsArgs {
     /// With the time before each line.
     #[arg(long)]
     timestamps: bool,
+    /// With the pod and the container before each line.
+    #[arg(long)]
+    prefix: bool,
     #[command(flatten)]
     agent: AgentArgs,
 }
@@ -45,32 +71,104 @@ pub struct LogsArgs {
 /// Prints them.
 #[must_use]
 pub fn run(args: &LogsArgs) -> ExitCode {
-    finish(logs(args))
+    finish(async {
+        tokio::select! {
+            done = logs(args) => done,
+            interrupted = tokio::signal::ctrl_c() => interrupted.context("cannot wait for Ctrl-C"),
+        }
+    })
 }
 
-async fn logs(args: &LogsArgs) -> anyhow::Result<()> {
-    let client = Client::connect(&args.agent.socket).await?;
-    let request = args.request(Timestamp::now())?;
-    tokio::select! {
-        done = follow(args, client, request) => done,
-        interrupted = tokio::signal::ctrl_c() => interrupted.context("cannot wait for Ctrl-C"),
-    }
-}
-
+/// The last lines that are shown of each pod that a selector chooses, as in kubectl.
+const TAIL_OF_SELECTED: u64 = 10;
 /// The pause between two looks at a container that has not started.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// Prints what comes; a followed log begins when its container starts, and goes on where it was when the
+async fn logs(args: &LogsArgs) -> anyhow::Result<()> {
+    let request = args.request(Timestamp::now())?;
+    let agent = Agent::connect(&args.agent.socket).await?;
+    if !args.asks_for_several() {
+        return print_all(&agent, request, &mut Shown::default()).await;
+    }
+    let (table, _) = agent.client.lock().await.1.pods().await?;
+    let sources = args.choice().of(&table)?;
+    let printed = async |source: &Source| {
+        let prefix = if args.prefix { source.prefix() } else { String::new() };
+        let mut shown = Shown { lines: Some(Lines::new(prefix)), ..Shown::default() };
+        let request = proto::LogsRequest { target: Some(source.target()), ..request.clone() };
+        print_all(&agent, request, &mut shown).await
+    };
+    if let [one] = sources.as_slice() {
+        return printed(one).await;
+    }
+    let results = if args.follow {
+        join_all(sources.iter().map(printed)).await
+    } else {
+        let mut results = Vec::new();
+        for source in &sources {
+            results.push(printed(source).await);
+        }
+        results
+    };
+    all_well(sources.iter().zip(results))
+}
+
+/// What one container lacks does not keep the others' lines away.
+fn all_well<'s>(results: impl Iterator<Item = (&'s Source, anyhow::Result<()>)>) -> anyhow::Result<()> {
+    let (mut all, mut missing) = (0, 0);
+    for (source, result) in results {
+        all += 1;
+        let Err(error) = result else { continue };
+        if is_broken_pipe(&error) {
+            return Err(error);
+        }
+        eprintln!("{}", plain::line(&format!("{}: {error:#}", source.pod)));
+        missing += 1;
+    }
+    if missing > 0 {
+        bail!("{missing} of {all} logs could not be printed to their end");
+    }
+    Ok(())
+}
+
+/// The way to the agent that all logs share: where it went away, one of them waits for it, and says so once.
+struct Agent<'a> {
+    socket: &'a Path,
+    /// How often it came back, and the way to it.
+    client: Mutex<(u64, Client)>,
+}
+
+impl<'a> Agent<'a> {
+    async fn connect(socket: &'a Path) -> Result<Self, ClientError> {
+        Ok(Self { socket, client: Mutex::new((0, Client::connect(socket).await?)) })
+    }
+
+    /// Connects again, if nobody has since the life that failed with `why`.
+    async fn again(&self, life: u64, why: ClientError) -> Result<(), ClientError> {
+        let mut current = self.client.lock().await;
+        if current.0 == life {
+            *current = (life + 1, again(self.socket, why).await?);
+        }
+        Ok(())
+    }
+}
+
+/// Prints a log to its end; a followed one begins when its container starts, and goes on where it was when the
 /// agent comes back.
-async fn follow(args: &LogsArgs, mut client: Client, mut request: proto::LogsRequest) -> anyhow::Result<()> {
-    let (mut shown, mut told) = (Shown::default(), BTreeSet::new());
+async fn print_all(
+    agent: &Agent<'_>,
+    mut request: proto::LogsRequest,
+    shown: &mut Shown,
+) -> anyhow::Result<()> {
+    let mut told = BTreeSet::new();
     loop {
+        let (life, mut client) = agent.client.lock().await.clone();
         let ended = match client.logs(request.clone()).await {
-            Ok(pieces) => print(pieces, &mut shown).await?,
+            Ok(pieces) => print(pieces, shown).await?,
             Err(error) => Err(error),
         };
         let Err(error) = ended else { return Ok(()) };
-        if let Some(why) = error.not_started().filter(|_| args.follow) {
+        if let Some(why) = error.not_started().filter(|_| request.follow) {
             if told.insert(why.to_owned()) {
                 eprintln!("{}; waiting for it", plain::line(why));
             }
@@ -78,10 +176,10 @@ async fn follow(args: &LogsArgs, mut client: Client, mut request: proto::LogsReq
             continue;
         }
         // Before the first line there is nothing to go on from.
-        if !args.follow || shown.newest.is_none() && told.is_empty() {
+        if !request.follow || shown.newest.is_none() && told.is_empty() {
             return Err(error.into());
         }
-        client = again(&args.agent.socket, error).await?;
+        agent.again(life, error).await?;
         if let Some(since) = shown.newest {
             request = proto::LogsRequest { tail: None, since_ns: Some(since + 1), ..request };
         }
@@ -95,6 +193,8 @@ struct Shown {
     newest: Option<i64>,
     /// Which container it is of was said.
     chosen: bool,
+    /// Its lines among those of others; None: it is the only one.
+    lines: Option<Lines>,
 }
 
 /// An age as people write it.
@@ -106,20 +206,46 @@ fn age(text: &str) -> Result<SignedDuration, String> {
 }
 
 impl LogsArgs {
+    /// What is asked of each of the logs.
     fn request(&self, now: Timestamp) -> anyhow::Result<proto::LogsRequest> {
         let since = match self.since {
             Some(age) => Some(now.checked_sub(age).context("--since reaches too far back")?),
             None => self.since_time,
         };
         let since_ns = since.map(|since| i64::try_from(since.as_nanosecond())).transpose();
+        let target = proto::ContainerTarget {
+            namespace: self.namespace.clone().unwrap_or_default(),
+            pod: self.pod.clone().unwrap_or_default(),
+            container: self.container.clone().unwrap_or_default(),
+        };
         Ok(proto::LogsRequest {
-            target: Some(self.of.target()),
+            target: Some(target),
             follow: self.follow,
             previous: self.previous,
-            tail: self.tail,
+            tail: self.tail.or(self.selector.is_some().then_some(TAIL_OF_SELECTED)),
             since_ns: since_ns.context("the time is too far away")?,
             timestamps: self.timestamps,
         })
+    }
+
+    /// The agent itself knows which container is meant by one that is not named; whoever wants more than one,
+    /// or their names, has to look at the pods first.
+    fn asks_for_several(&self) -> bool {
+        self.all_containers || self.selector.is_some() || self.prefix
+    }
+
+    fn choice(&self) -> Choice<'_> {
+        let containers = match &self.container {
+            Some(name) => Containers::Named(name),
+            None if self.all_containers => Containers::All,
+            None => Containers::Default,
+        };
+        Choice {
+            pod: self.pod.as_deref(),
+            selector: self.selector.as_ref(),
+            namespace: self.namespace.as_deref().unwrap_or_default(),
+            containers,
+        }
     }
 }
 
@@ -132,13 +258,20 @@ async fn print(
     loop {
         let piece = match pieces.message().await {
             Ok(Some(piece)) => piece,
-            Ok(None) => return Ok(Ok(())),
+            Ok(None) => {
+                shown.lines.as_mut().map_or(Ok(()), |lines| lines.end(&mut out))?;
+                out.flush()?;
+                return Ok(Ok(()));
+            }
             Err(status) => return Ok(Err(status.into())),
         };
         if !piece.chosen.is_empty() && !std::mem::replace(&mut shown.chosen, true) {
             eprintln!("container {}; -c chooses another one", plain::line(&piece.chosen));
         }
-        out.write_all(&piece.data)?;
+        match &mut shown.lines {
+            Some(lines) => lines.write(&piece.data, &mut out)?,
+            None => out.write_all(&piece.data)?,
+        }
         out.flush()?;
         if piece.time_ns != 0 {
             shown.newest = Some(piece.time_ns);

@@ -24,6 +24,26 @@ pub fn container_of<'a>(pod: &'a core::Pod, name: &str) -> Option<&'a core::Cont
     spec.init_containers.iter().flatten().chain(&spec.containers).find(|c| c.name == name)
 }
 
+/// The annotation that says which of a pod's containers is meant by default, as to kubectl.
+const DEFAULT_CONTAINER: &str = "kubectl.kubernetes.io/default-container";
+
+/// The container that is meant where nobody named one: the one of the annotation that kubectl knows, else the
+/// first. Empty for a pod without any.
+#[must_use]
+pub fn default_container(pod: &core::Pod) -> &str {
+    let annotated = pod.metadata.annotations.as_ref().and_then(|all| all.get(DEFAULT_CONTAINER));
+    let first = || pod.spec.as_ref()?.containers.first().map(|container| &container.name);
+    annotated.or_else(first).map_or("", String::as_str)
+}
+
+/// The names of a pod's containers of every kind, in the order in which they begin.
+#[must_use]
+pub fn container_names(spec: &core::PodSpec) -> Vec<&str> {
+    let usual = spec.init_containers.iter().flatten().chain(&spec.containers);
+    let ephemeral = spec.ephemeral_containers.iter().flatten().map(|container| container.name.as_str());
+    usual.map(|container| container.name.as_str()).chain(ephemeral).collect()
+}
+
 /// Returns true if a port of the machine is to lead to a pod that has a network of its own.
 #[must_use]
 pub fn has_host_port(pod: &core::Pod) -> bool {

@@ -108,7 +108,7 @@ fn a_dry_run_tells_what_apply_then_does_and_apply_keeps_comments() {
     let dry = node.run(&["apply", "--dry-run", "-f", &file]);
     assert_eq!(
         (dry.code, dry.out.as_str()),
-        (Some(1), "pod/web created (dry run)\npod/wrong created (dry run)\n")
+        (Some(1), "pod/web created (dry run)\npod/wrong created (dry run), but refused\n")
     );
     assert!(
         dry.err.contains(&format!("line {line}: spec.containers[0].comand: there is no such field")),
@@ -118,7 +118,8 @@ fn a_dry_run_tells_what_apply_then_does_and_apply_keeps_comments() {
     assert!(dry.err.contains("the node refuses it: wrong.yaml: spec.priorityClassName"), "{}", dry.err);
     assert!(!node.manifest("web.yaml").exists());
     let real = node.run(&["apply", "-f", &file]);
-    assert_eq!((real.code, &real.out[..32]), (Some(1), "pod/web created\npod/wrong create"));
+    let said = "pod/web created\npod/wrong created, but refused\n";
+    assert_eq!((real.code, real.out.as_str()), (Some(1), said));
     assert_eq!(real.err.lines().take(2).collect::<Vec<_>>(), dry.err.lines().take(2).collect::<Vec<_>>());
     assert_eq!(fs::read_to_string(node.manifest("web.yaml")).unwrap(), web);
 }
@@ -305,4 +306,72 @@ fn why_a_pod_does_not_start_is_told_wherever_somebody_looks() {
     let refused = "the container main of default/large-testnode was never started: OutOfcpu";
     assert!(said.err.contains(refused), "{}", said.err);
     assert!(node.run(&["logs", "-f", "large"]).err.contains(refused), "nothing is there to wait for");
+}
+
+/// Writes what a container of the pod has printed, as a runtime does.
+fn write_log(node: &Node, pod: &str, container: &str, lines: &[&str]) {
+    let all: Value = serde_json::from_str(&node.run(&["get", "pod", pod, "-o", "json"]).well().out).unwrap();
+    let uid = all["items"][0]["metadata"]["uid"].as_str().unwrap();
+    let folder = node.agent.dir().join(format!("logs/default_{pod}-testnode_{uid}/{container}"));
+    fs::create_dir_all(&folder).unwrap();
+    let line = |text: &&str| format!("2026-11-21T19:00:00.5Z stdout F {text}\n");
+    fs::write(folder.join("0.log"), lines.iter().map(line).collect::<String>()).unwrap();
+}
+
+#[test]
+fn logs_of_several_containers_and_pods_are_printed_with_whose_they_are() {
+    require!(root);
+    let node = Node::start();
+    let mut web = pod("web", "shop");
+    let mut side = web["spec"]["containers"][0].clone();
+    side["name"] = "side".into();
+    web["spec"]["containers"].as_array_mut().unwrap().push(side);
+    let list = format!("{web}\n---\n{}\n---\n{}", pod("db", "shop"), pod("other", "bank"));
+    node.feed(&["apply", "--wait", "-f", "-"], &list).well();
+    write_log(&node, "web", "main", &["one", "two"]);
+    write_log(&node, "web", "side", &["three"]);
+    write_log(&node, "db", "main", &(1..=12).map(|_| "row").collect::<Vec<_>>());
+    write_log(&node, "other", "main", &["none of these"]);
+    let check = |arguments: &[&str], expected: &str| {
+        let said = node.run(&[&["logs"][..], arguments].concat()).well();
+        assert_eq!((said.out.as_str(), said.err.as_str()), (expected, ""), "{arguments:?}");
+    };
+    check(&["web", "--all-containers"], "one\ntwo\nthree\n");
+    let (main, side) = ("[pod/web-testnode/main] ", "[pod/web-testnode/side] ");
+    check(&["web", "--all-containers", "--prefix"], &format!("{main}one\n{main}two\n{side}three\n"));
+    check(&["web", "--prefix", "--tail=1"], &format!("{main}two\n"));
+    // Of each only its last ten.
+    check(&["-l", "app=shop"], &format!("{}one\ntwo\n", "row\n".repeat(10)));
+    check(&["-l", "app=shop", "-c", "side"], "three\n");
+    // One that cannot be read keeps the others' lines from nobody.
+    let folder = node.agent.dir().join("logs");
+    for entry in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+        if entry.to_string_lossy().contains("default_db") {
+            fs::remove_dir_all(entry.join("main")).unwrap();
+        }
+    }
+    let said = node.run(&["logs", "-l", "app=shop"]);
+    assert_eq!((said.code, said.out.as_str()), (Some(1), "one\ntwo\n"));
+    assert!(said.err.contains("default/db-testnode: the agent: the logs of main are gone"), "{}", said.err);
+    assert!(said.err.contains("1 of 2 logs could not be printed to their end"), "{}", said.err);
+    let none = node.run(&["logs", "-l", "app=none"]);
+    assert!(none.code == Some(1) && none.err.contains("no pod has such labels"), "{}", none.err);
+}
+
+#[test]
+fn a_config_map_is_described_with_the_pods_that_use_it() {
+    require!(root);
+    let node = Node::start();
+    let map =
+        json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "conf"}, "data": {"a": "b"}});
+    let mut web = pod("web", "shop");
+    web["spec"]["containers"][0]["envFrom"] = json!([{"configMapRef": {"name": "conf"}}]);
+    node.feed(&["apply", "--wait", "-f", "-"], &format!("{map}\n---\n{web}")).well();
+    for name in [&["configmap", "conf"][..], &["cm/conf"]] {
+        let said = node.run(&[&["describe"][..], name].concat()).well().out;
+        assert!(said.contains("default/web-testnode") && said.contains("a:\n----\nb\n"), "{said}");
+    }
+    let said = node.run(&["describe", "secret", "conf"]);
+    assert_eq!(said.code, Some(1));
+    assert!(said.err.contains("no manifest describes a secret \"conf\""), "{}", said.err);
 }

@@ -24,15 +24,13 @@ use super::manifests::Running;
 use beelet_cri::{Runtime, stream as exec};
 use beelet_logs::read::{self, Piece, Wanted};
 use beelet_logs::{Error as LogError, Stream};
-use beelet_model::pod::log_folder;
+use beelet_model::pod::{container_names, default_container, log_folder};
 use beelet_model::status::runtime_id;
 use beelet_model::table::{FindError, PodName, PodTable};
 use beelet_policy::pod::ephemeral_containers;
 
 /// Pieces on their way to one reader, and from one. A slower one holds the other side up, as a pipe does.
 const QUEUE: usize = 16;
-/// The annotation that says which of a pod's containers is meant by default, as to kubectl.
-const DEFAULT_CONTAINER: &str = "kubectl.kubernetes.io/default-container";
 
 /// The service, to be added to the agent's. `logs` is the folder of all pods' logs.
 #[must_use]
@@ -315,19 +313,15 @@ fn not_found(error: FindError) -> Status {
 fn find(table: &PodTable, target: &proto::ContainerTarget) -> Result<Found, Status> {
     let (name, entry) = table.find(&target.namespace, &target.pod).map_err(not_found)?;
     let spec = entry.pod.spec.clone().unwrap_or_default();
-    let annotations = entry.pod.metadata.annotations.as_ref();
-    let by_default = annotations.and_then(|all| all.get(DEFAULT_CONTAINER).cloned());
     let wanted = match target.container.as_str() {
-        "" => by_default
-            .or_else(|| spec.containers.first().map(|container| container.name.clone()))
-            .unwrap_or_default(),
+        "" => default_container(&entry.pod).to_owned(),
         container => container.to_owned(),
     };
     let status = entry.pod.status.as_ref();
     let statuses: Vec<&core::ContainerStatus> = status.into_iter().flat_map(statuses_of).collect();
     let found = statuses.iter().find(|status| status.name == wanted).ok_or_else(|| {
-        let names = names_of(&spec);
-        if !names.contains(&wanted) {
+        let names = container_names(&spec);
+        if !names.contains(&wanted.as_str()) {
             return Status::not_found(format!(
                 "{name} has no container {wanted:?}; it has {}",
                 names.join(", ")
@@ -347,13 +341,6 @@ fn find(table: &PodTable, target: &proto::ContainerTarget) -> Result<Found, Stat
     let spec = containers.find(|container| container.name == wanted).unwrap_or_default();
     let initializing = status.and_then(initializing);
     Ok(Found { pod: name.clone(), uid, spec, status: (*found).clone(), initializing, others })
-}
-
-/// The names of a pod's containers of every kind.
-fn names_of(spec: &core::PodSpec) -> Vec<String> {
-    let usual = spec.containers.iter().chain(spec.init_containers.iter().flatten());
-    let ephemeral = ephemeral_containers(spec);
-    usual.chain(&ephemeral).map(|container| container.name.clone()).collect()
 }
 
 /// The first init container that has neither ended well nor, as a sidecar, started.

@@ -14,56 +14,11 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use serde_json::Value;
 
+use super::text::Text;
 use crate::events::last_seen;
 use crate::get::columns::Columns;
-use crate::plain;
 use crate::waited;
 use crate::why::Warnings;
-
-/// The width of the first column of a level.
-const LABEL: usize = 22;
-
-/// Lines of `label: value`, indented by levels of two.
-#[derive(Default)]
-struct Text(String);
-
-impl Text {
-    /// Of a value with several lines, each begins where the first one does.
-    fn line(&mut self, level: usize, label: &str, value: &str) {
-        let (label, mut values) = (format!("{label}:"), value.lines());
-        let first = values.next().unwrap_or_default();
-        self.push(&format!(
-            "{:indent$}{label:<width$}{first}",
-            "",
-            indent = level * 2,
-            width = LABEL - level * 2
-        ));
-        for value in values {
-            self.push(&format!("{:LABEL$}{value}", ""));
-        }
-    }
-
-    /// A line, whatever is in it, without blanks at its end.
-    fn push(&mut self, line: &str) {
-        self.0.push_str(plain::line(line).trim_end());
-        self.0.push('\n');
-    }
-
-    fn set(&mut self, level: usize, label: &str, value: Option<&str>) {
-        if let Some(value) = value.filter(|value| !value.is_empty()) {
-            self.line(level, label, value);
-        }
-    }
-
-    /// One value per line, the label before the first.
-    fn list(&mut self, level: usize, label: &str, values: impl IntoIterator<Item = String>) {
-        let mut values = values.into_iter();
-        self.line(level, label, &values.next().unwrap_or_else(|| "<none>".to_owned()));
-        for value in values.collect::<Vec<_>>().iter().flat_map(|value| value.lines()) {
-            self.push(&format!("{:LABEL$}{value}", ""));
-        }
-    }
-}
 
 /// The whole description.
 pub(super) fn text(
@@ -120,11 +75,7 @@ fn head(text: &mut Text, pod: &Pod, spec: &PodSpec, status: &PodStatus) {
     let node = spec.node_name.as_deref().unwrap_or("<none>");
     text.line(0, "Node", &format!("{node}/{}", status.host_ip.as_deref().unwrap_or_default()));
     text.set(0, "Start Time", status.start_time.as_ref().map(time).as_deref());
-    let pairs = |map: &Option<BTreeMap<String, String>>, sign: &str| -> Vec<String> {
-        map.iter().flatten().map(|(key, value)| format!("{key}{sign}{}", value.trim_end())).collect()
-    };
-    text.list(0, "Labels", pairs(&meta.labels, "="));
-    text.list(0, "Annotations", pairs(&meta.annotations, ": "));
+    text.metadata(meta);
     match &meta.deletion_timestamp {
         Some(at) => {
             text.line(0, "Status", &format!("Terminating (until {})", time(at)));

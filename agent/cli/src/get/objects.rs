@@ -47,15 +47,14 @@ pub(super) async fn get(kind: &str, args: &ObjectsArgs) -> anyhow::Result<()> {
     };
     let mut objects = client.list(request).await?;
     if let Some(missing) = args.names.iter().find(|name| !objects.iter().any(|one| one.name == **name)) {
-        let kind = kind.to_lowercase();
-        anyhow::bail!("no manifest describes a {kind} {missing:?}; `beelet get {kind}s` shows all");
+        return Err(no_such(kind, missing));
     }
     objects.retain(|one| args.names.is_empty() || args.names.contains(&one.name));
     let values =
         objects.iter().map(|one| serde_json::from_slice(&one.json)).collect::<Result<Vec<Value>, _>>();
     let values = values.context("the agent sent an object that is no JSON; is it of another version?")?;
     if objects.is_empty() && args.output == ObjectOutput::Table {
-        eprintln!("No {}s found.", kind.to_lowercase());
+        eprintln!("No {} found.", plural(kind));
         return Ok(());
     }
     let list = json!({"apiVersion": "v1", "kind": "List", "metadata": {}, "items": values});
@@ -66,6 +65,18 @@ pub(super) async fn get(kind: &str, args: &ObjectsArgs) -> anyhow::Result<()> {
     };
     let text = args.output.text(&list, table)?;
     Ok(print(&text)?)
+}
+
+/// No manifest describes the object.
+pub(crate) fn no_such(kind: &str, name: &str) -> anyhow::Error {
+    let (one, all) = (kind.to_lowercase(), plural(kind));
+    anyhow::anyhow!("no manifest describes a {one} {name:?}; `beelet get {all}` shows all")
+}
+
+/// A kind as the command line names several of it.
+fn plural(kind: &str) -> String {
+    let kind = kind.to_lowercase();
+    if kind.ends_with('s') { format!("{kind}es") } else { format!("{kind}s") }
 }
 
 /// The cells for [`TITLES`].
@@ -86,6 +97,13 @@ fn row(object: &proto::Described, value: &Value, now: Timestamp) -> Vec<String> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_asks_for_what_is_not_there_is_told_how_to_see_all() {
+        let told = |kind: &str| no_such(kind, "x").to_string();
+        assert!(told("Secret").ends_with("a secret \"x\"; `beelet get secrets` shows all"));
+        assert!(told("RuntimeClass").ends_with("`beelet get runtimeclasses` shows all"));
+    }
 
     #[test]
     fn a_line_says_how_much_is_in_it_and_where_it_is() {

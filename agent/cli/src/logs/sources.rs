@@ -1,0 +1,148 @@
+//! Which containers' logs are meant.
+
+use std::collections::BTreeMap;
+
+use anyhow::bail;
+use beelet_model::pod::{container_names, default_container};
+use beelet_model::table::{PodEntry, PodName, PodTable};
+use beelet_policy::selector::Selector;
+use beelet_proto::beelet as proto;
+
+/// A container whose log is printed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Source {
+    pub(super) pod: PodName,
+    pub(super) container: String,
+}
+
+impl Source {
+    /// What stands before each of its lines, as in kubectl.
+    pub(super) fn prefix(&self) -> String {
+        format!("[pod/{}/{}] ", self.pod.name, self.container)
+    }
+
+    /// The same as the agent is asked for it.
+    pub(super) fn target(&self) -> proto::ContainerTarget {
+        proto::ContainerTarget {
+            namespace: self.pod.namespace.clone(),
+            pod: self.pod.name.clone(),
+            container: self.container.clone(),
+        }
+    }
+}
+
+/// Which pods, and which of their containers.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Choice<'a> {
+    /// The pod of this name; None: those that the selector chooses.
+    pub(super) pod: Option<&'a str>,
+    pub(super) selector: Option<&'a Selector>,
+    /// Empty: of any.
+    pub(super) namespace: &'a str,
+    pub(super) containers: Containers<'a>,
+}
+
+/// Which of a pod's containers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Containers<'a> {
+    /// The default or first one.
+    Default,
+    /// The one of this name; of pods that a selector chooses those that have one.
+    Named(&'a str),
+    All,
+}
+
+impl Choice<'_> {
+    /// The containers, a pod's in the order in which they begin.
+    ///
+    /// # Errors
+    /// There is no such pod, or more than one has the name, or none has such a container.
+    pub(super) fn of(&self, table: &PodTable) -> anyhow::Result<Vec<Source>> {
+        let pods = match self.pod {
+            Some(name) => vec![table.find(self.namespace, name).map_err(anyhow::Error::msg)?],
+            None => table.pods.iter().filter(|(name, entry)| self.chooses(name, entry)).collect(),
+        };
+        if pods.is_empty() {
+            bail!("no pod has such labels; `beelet get pods -o json` shows those that there are");
+        }
+        let sources: Vec<_> = pods.iter().flat_map(|(name, entry)| self.containers(name, entry)).collect();
+        if let (Containers::Named(container), true) = (self.containers, sources.is_empty()) {
+            bail!(
+                "none of these pods has a container {container:?}; --all-containers shows those that they have"
+            );
+        }
+        Ok(sources)
+    }
+
+    fn chooses(&self, name: &PodName, entry: &PodEntry) -> bool {
+        let none = BTreeMap::new();
+        let labels = entry.pod.metadata.labels.as_ref().unwrap_or(&none);
+        let is_there = self.namespace.is_empty() || self.namespace == name.namespace;
+        is_there && self.selector.is_none_or(|selector| selector.matches(labels))
+    }
+
+    fn containers(&self, name: &PodName, entry: &PodEntry) -> Vec<Source> {
+        let mut names = entry.pod.spec.as_ref().map(container_names).unwrap_or_default();
+        match self.containers {
+            Containers::All => {}
+            Containers::Default => names = vec![default_container(&entry.pod)],
+            Containers::Named(wanted) => names.retain(|one| *one == wanted),
+        }
+        let source = |container: &str| Source { pod: name.clone(), container: container.to_owned() };
+        names.into_iter().map(source).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn table() -> PodTable {
+        let mut table = PodTable::default();
+        let mut add = |namespace: &str, name: &str, app: &str, spec: serde_json::Value| {
+            let pod = json!({"metadata": {"name": name, "namespace": namespace, "labels": {"app": app}},
+                             "spec": spec});
+            let entry = PodEntry::of(serde_json::from_value(pod).unwrap());
+            table.pods.insert(PodName::of(&entry.pod), entry.into());
+        };
+        let of = |names: &[&str]| names.iter().map(|name| json!({"name": name})).collect::<Vec<_>>();
+        let web = json!({"initContainers": of(&["setup"]), "containers": of(&["main", "side"]),
+                         "ephemeralContainers": of(&["look"])});
+        add("default", "web-n1", "shop", web);
+        add("default", "db-n1", "shop", json!({"containers": of(&["main"])}));
+        add("other", "db-n2", "bank", json!({"containers": of(&["main", "side"])}));
+        table
+    }
+
+    #[test]
+    fn a_pod_or_a_selector_and_which_containers_say_whose_logs_are_meant() {
+        let table = table();
+        let shop: Selector = "app=shop".parse().unwrap();
+        let check = |pod: Option<&str>, containers: Containers<'_>, expected: &[&str]| {
+            let selector = pod.is_none().then_some(&shop);
+            let choice = Choice { pod, selector, namespace: "", containers };
+            let found: Vec<_> = choice.of(&table).unwrap().iter().map(Source::prefix).collect();
+            let expected: Vec<_> = expected.iter().map(|name| format!("[pod/{name}] ")).collect();
+            assert_eq!(found, expected);
+        };
+        check(Some("web-n1"), Containers::Default, &["web-n1/main"]);
+        check(Some("web-n1"), Containers::Named("side"), &["web-n1/side"]);
+        let all = ["web-n1/setup", "web-n1/main", "web-n1/side", "web-n1/look"];
+        check(Some("web-n1"), Containers::All, &all);
+        check(None, Containers::Default, &["db-n1/main", "web-n1/main"]);
+        check(None, Containers::Named("side"), &["web-n1/side"]);
+    }
+
+    #[test]
+    fn nothing_that_fits_is_an_error() {
+        let (table, shop) = (table(), "app=shop".parse().unwrap());
+        let choice =
+            Choice { pod: None, selector: Some(&shop), namespace: "other", containers: Containers::All };
+        assert!(choice.of(&table).unwrap_err().to_string().starts_with("no pod has such labels"));
+        let choice = Choice { namespace: "default", containers: Containers::Named("x"), ..choice };
+        assert!(choice.of(&table).unwrap_err().to_string().contains("has a container \"x\""));
+        let choice = Choice { pod: Some("none"), selector: None, ..choice };
+        assert!(choice.of(&table).unwrap_err().to_string().contains("there is no pod \"none\""));
+    }
+}
