@@ -24,7 +24,7 @@ use beelet_model::{
     failure::OUT_OF,
     origin::Origin,
     request::Request,
-    table::{PodName, PodTable},
+    table::{PodChanges, PodEntry, PodName, PodTable, Pods},
 };
 
 /// How often it is looked again whether there is room for a pod that could come back. Room comes without a
@@ -55,10 +55,10 @@ impl RetryEvicted {
         Box::pin(async move {
             // What was short before the agent began isn't known: only from here on nothing has been. So it
             // doesn't matter either when by the wall's clock, which may have been set, a pod was ended.
-            let mut ended = HashMap::new();
+            let mut ended = Candidates::default();
             loop {
-                let pods = self.candidates(&mut ended);
-                let wait = self.bring_back(&pods).await;
+                ended.follow(&self.table.borrow_and_update(), self.transition);
+                let wait = self.bring_back(&ended.in_order()).await;
                 let timer = async {
                     match wait {
                         Some(wait) => tokio::time::sleep(wait).await,
@@ -75,37 +75,11 @@ impl RetryEvicted {
         })
     }
 
-    /// The pods that the node ended, the most important first, with the time at which that was first seen.
-    /// `ended` has that time from one look to the next, by UID and by when the pod says that it was ended: it
-    /// can be ended again.
-    fn candidates(&mut self, ended: &mut HashMap<(String, Ended), Instant>) -> Vec<Candidate> {
-        let table = Arc::clone(&self.table.borrow_and_update());
-        let before = std::mem::take(ended);
-        let mut pods: Vec<_> = table
-            .pods
-            .values()
-            .filter(|entry| entry.pod.metadata.deletion_timestamp.is_none())
-            // In a cluster somebody makes a new pod.
-            .filter(|entry| !Origin::of(&entry.pod).is_api())
-            .filter_map(|entry| {
-                let how = how_ended(&entry.pod)?;
-                let patience = if how == Ended::Refused { REFUSED_FOR } else { self.transition };
-                let key = (entry.pod.metadata.uid.clone()?, how);
-                let at = before.get(&key).copied().unwrap_or_else(Instant::now);
-                ended.insert(key, at);
-                let pod = Arc::new(core::Pod { status: None, ..entry.pod.clone() });
-                Some(Candidate { pod, at, patience, is_refused: how == Ended::Refused })
-            })
-            .collect();
-        pods.sort_by_cached_key(|one| (std::cmp::Reverse(priority(&one.pod)), PodName::of(&one.pod)));
-        pods
-    }
-
     /// Asks for those that may; when to look again, if there are others.
-    async fn bring_back(&mut self, pods: &[Candidate]) -> Option<Duration> {
+    async fn bring_back(&mut self, pods: &[&Candidate]) -> Option<Duration> {
         let short = !self.conditions.borrow_and_update().is_empty();
         let mut wait: Option<Duration> = None;
-        for Candidate { pod, at, patience, is_refused } in pods {
+        for Candidate { pod, at, patience, is_refused, .. } in pods.iter().copied() {
             let left = patience.saturating_sub(at.elapsed());
             if !left.is_zero() {
                 wait = Some(wait.map_or(left, |known| known.min(left)));
@@ -125,18 +99,68 @@ impl RetryEvicted {
     }
 }
 
+/// The pods that the node ended.
+#[derive(Default)]
+struct Candidates {
+    /// The pods as they were when they were last looked at: only what has changed since is looked at again.
+    known: Pods,
+    ended: HashMap<PodName, Candidate>,
+}
+
+impl Candidates {
+    /// Takes over what has changed.
+    fn follow(&mut self, table: &PodTable, transition: Duration) {
+        let changes = PodChanges::between(&self.known, &table.pods);
+        for (name, _) in changes.gone {
+            self.ended.remove(name);
+        }
+        for (name, entry) in changes.changed {
+            let before = self.ended.remove(name);
+            let now = Candidate::of(entry, transition, before.as_ref());
+            self.ended.extend(now.map(|candidate| (name.clone(), candidate)));
+        }
+        self.known = table.pods.clone();
+    }
+
+    /// The most important first.
+    fn in_order(&self) -> Vec<&Candidate> {
+        let mut pods: Vec<_> = self.ended.iter().collect();
+        pods.sort_by_cached_key(|(name, one)| (std::cmp::Reverse(priority(&one.pod)), *name));
+        pods.into_iter().map(|(_, one)| one).collect()
+    }
+}
+
 /// A pod that may run again.
 struct Candidate {
     pod: Arc<core::Pod>,
-    /// Since when it is known to have ended.
+    how: Ended,
+    /// When it was first seen to have ended.
     at: Instant,
     /// How long it has to have ended.
     patience: Duration,
     is_refused: bool,
 }
 
+impl Candidate {
+    /// The pod, if the node ended it. It may have been ended `before`, at the same time by what it says, or at
+    /// another.
+    fn of(entry: &PodEntry, transition: Duration, before: Option<&Self>) -> Option<Self> {
+        // In a cluster somebody makes a new pod.
+        if entry.pod.metadata.deletion_timestamp.is_some() || Origin::of(&entry.pod).is_api() {
+            return None;
+        }
+        let how = how_ended(&entry.pod)?;
+        let is_refused = how == Ended::Refused;
+        let is_same = |known: &&Self| known.how == how && known.pod.metadata.uid == entry.pod.metadata.uid;
+        let at = before.filter(is_same).map_or_else(Instant::now, |known| known.at);
+        let patience = if is_refused { REFUSED_FOR } else { transition };
+        let pod = Arc::new(core::Pod { status: None, ..entry.pod.clone() });
+        Some(Self { pod, how, at, patience, is_refused })
+    }
+}
+
 /// How the node ended a pod.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ended {
     /// It ran, until then.
     At(Timestamp),
@@ -166,6 +190,38 @@ mod tests {
 
     fn pod(status: &Value) -> core::Pod {
         serde_json::from_value(json!({"metadata": {"name": "p", "uid": "u"}, "status": status})).unwrap()
+    }
+
+    #[test]
+    fn the_time_counts_from_when_a_pods_end_was_first_seen() {
+        let transition = Duration::from_secs(300);
+        let table = |pods: &[(&str, &str, &str)]| {
+            let entry = |(name, uid, reason): &(&str, &str, &str)| {
+                let pod = json!({"metadata": {"name": name, "uid": uid},
+                                 "status": {"phase": "Failed", "reason": reason}});
+                let pod: core::Pod = serde_json::from_value(pod).unwrap();
+                (PodName::of(&pod), Arc::new(PodEntry::of(pod)))
+            };
+            PodTable { pods: pods.iter().map(entry).collect(), ..PodTable::default() }
+        };
+        let mut candidates = Candidates::default();
+        let seen = |candidates: &Candidates| -> Vec<(String, Instant)> {
+            let name = |one: &Candidate| one.pod.metadata.name.clone().unwrap();
+            candidates.in_order().into_iter().map(|one| (name(one), one.at)).collect()
+        };
+        candidates.follow(
+            &table(&[("b", "1", "OutOfcpu"), ("a", "2", "OutOfcpu"), ("c", "3", "Error")]),
+            transition,
+        );
+        let first = seen(&candidates);
+        assert_eq!(first.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["a", "b"]);
+        // The same end with other words is the same; another pod of that name is not.
+        candidates.follow(&table(&[("b", "1", "OutOfmemory"), ("a", "4", "OutOfcpu")]), transition);
+        let second = seen(&candidates);
+        assert_eq!(second[1], first[1]);
+        assert!(second[0].1 > first[0].1);
+        candidates.follow(&table(&[("b", "1", "Error")]), transition);
+        assert!(seen(&candidates).is_empty());
     }
 
     #[test]

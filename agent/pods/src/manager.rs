@@ -57,6 +57,9 @@ mod debugging;
 mod exits;
 mod failing;
 mod resizing;
+mod totals;
+
+use self::totals::{Share, Totals};
 
 /// Reports under way from workers. A worker waits while the manager is behind by this many.
 const REPORTS: usize = 256;
@@ -129,6 +132,11 @@ impl Managed {
         self.control.borrow().terminate.is_some()
     }
 
+    /// What it adds to what is known of all pods together.
+    fn share(&self) -> Share {
+        Share { counted: self.counted(), is_active: self.may_have_containers(), deadline: self.deadline() }
+    }
+
     /// What it counts as in the gauges of pods.
     fn counted(&self) -> Counted {
         let lifecycle =
@@ -196,6 +204,8 @@ pub struct Manager {
     runtime: Option<Arc<BTreeMap<String, RuntimePod>>>,
     /// The table as it is published at the end of a turn.
     table: Arc<PodTable>,
+    /// What is known of all pods together.
+    totals: Totals,
     /// What else is due at the end of a turn.
     due: Due,
     /// UIDs of the pods that the runtime itself named, when it was last asked.
@@ -225,6 +235,8 @@ struct Due {
     processes: bool,
     /// A pod is gone for which another of its name may have waited.
     reconcile: bool,
+    /// Other pods may have containers than before.
+    active: bool,
 }
 
 impl Manager {
@@ -239,7 +251,8 @@ impl Manager {
             pods,
             runtime: None,
             table,
-            due: Due::default(),
+            totals: Totals::default(),
+            due: Due { active: true, ..Due::default() },
             present,
             objects: Arc::default(),
             listed: BTreeMap::new(),
@@ -260,7 +273,7 @@ impl Manager {
             self.reconcile();
             self.publish_changes();
             loop {
-                let deadline = self.next_deadline();
+                let deadline = self.totals.next_deadline();
                 self.publish_active();
                 tokio::select! {
                     () = shutdown.cancelled(), if !stopping => {
@@ -311,6 +324,7 @@ impl Manager {
     /// Makes workers fit what is desired: starts the missing, terminates the others.
     fn reconcile(&mut self) {
         let desired = Arc::clone(&self.parts.desired.borrow_and_update());
+        self.due.active = true;
         self.publish_rejected(&desired);
         if self.objects != desired.objects {
             let before = std::mem::replace(&mut self.objects, Arc::clone(&desired.objects));
@@ -514,6 +528,8 @@ impl Manager {
             self.parts.metrics.starts.begin(&managed.name, &uid);
         }
         self.pods.insert(uid.clone(), managed);
+        self.note(&uid);
+        self.due.active = true;
         // A pod that runs, but of which nothing is known, is not called pending before it was looked at.
         if is_known || !may_run {
             self.publish(&uid);
@@ -586,6 +602,8 @@ impl Manager {
             if let Some(runtime) = &mut self.runtime {
                 Arc::make_mut(runtime).remove(&report.uid);
             }
+            self.note(&report.uid);
+            self.due.active = true;
             self.unpublish(&name, &report.uid);
             self.due.processes = true;
             self.due.reconcile = true;
@@ -654,6 +672,7 @@ impl Manager {
                 let in_runtime: BTreeMap<_, _> = earlier.into_iter().chain(seen.pods).collect();
                 if self.runtime.as_deref() != Some(&in_runtime) {
                     self.runtime = Some(Arc::new(in_runtime));
+                    self.due.active = true;
                     if !stopping {
                         self.reconcile();
                     }
@@ -705,9 +724,19 @@ impl Manager {
 
     /// Computes a pod's status anew and publishes it if it changed.
     fn publish(&mut self, uid: &str) {
-        if self.is_shadowed(uid) {
-            return;
+        if !self.is_shadowed(uid) {
+            self.publish_status(uid);
         }
+        self.note(uid);
+    }
+
+    /// Brings what is known of all pods up to date with one that may have changed, or is gone.
+    fn note(&mut self, uid: &str) {
+        let share = self.pods.get(uid).map(Managed::share);
+        self.due.active |= self.totals.set(uid, share);
+    }
+
+    fn publish_status(&mut self, uid: &str) {
         let Some(managed) = self.pods.get_mut(uid) else { return };
         let mut status = managed.status_now(&self.parts);
         if managed.seen.is_some() {
@@ -748,8 +777,18 @@ impl Manager {
         if std::mem::take(&mut self.due.table) {
             self.parts.table.send_replace(Arc::clone(&self.table));
             self.parts.metrics.show(&self.table);
-            self.parts.metrics.count(self.pods.values().map(Managed::counted));
+            self.parts.metrics.count(self.totals.working());
         }
+        debug_assert_eq!(self.totals, self.whole(), "a change of a pod was not noted");
+    }
+
+    /// What is known of all pods together, from all of them.
+    fn whole(&self) -> Totals {
+        let mut totals = Totals::default();
+        for (uid, managed) in &self.pods {
+            totals.set(uid, Some(managed.share()));
+        }
+        totals
     }
 
     /// Returns true if it is on its way out while another pod has its name: readers see that one.

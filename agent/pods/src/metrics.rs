@@ -40,13 +40,24 @@ pub(crate) enum Lifecycle {
 }
 
 /// What a pod counts as in the gauges of pods.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Counted {
     /// It is not from the API server.
     pub(crate) is_static: bool,
     /// Its source still has it.
     pub(crate) is_desired: bool,
     pub(crate) lifecycle: Lifecycle,
+}
+
+/// How many pods count as what: [static][orphan][lifecycle].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Working([[[i64; 3]; 2]; 2]);
+
+impl Working {
+    /// So many more count as this.
+    pub(crate) fn add(&mut self, pod: Counted, more: i64) {
+        self.0[usize::from(pod.is_static)][usize::from(!pod.is_desired)][pod.lifecycle as usize] += more;
+    }
 }
 
 /// The kubelet writes "true" or nothing.
@@ -193,13 +204,8 @@ impl Metrics {
     }
 
     /// Counts pods by what they are on their way to.
-    pub(crate) fn count(&self, pods: impl Iterator<Item = Counted>) {
-        // [static][desired or orphan][lifecycle]
-        let mut working = [[[0_i64; 3]; 2]; 2];
-        for pod in pods {
-            working[usize::from(pod.is_static)][usize::from(!pod.is_desired)][pod.lifecycle as usize] += 1;
-        }
-        for (is_static, of_source) in [false, true].into_iter().zip(working) {
+    pub(crate) fn count(&self, working: &Working) {
+        for (is_static, of_source) in [false, true].into_iter().zip(working.0) {
             let label = StaticLabel::of(is_static);
             let [sync, terminating, terminated] = of_source[0];
             self.desired_pods.get_or_create(&label).set(sync + terminating + terminated);
@@ -244,15 +250,16 @@ mod tests {
     fn pods_are_counted_by_their_lifecycle_and_by_whether_they_are_wanted() {
         let pod = |is_static, is_desired, lifecycle| Counted { is_static, is_desired, lifecycle };
         let metrics = Metrics::default();
-        metrics.count(
-            [
-                pod(false, true, Lifecycle::Sync),
-                pod(false, true, Lifecycle::Terminating),
-                pod(false, true, Lifecycle::Terminated),
-                pod(true, false, Lifecycle::Terminating),
-            ]
-            .into_iter(),
-        );
+        let mut working = Working::default();
+        for one in [
+            pod(false, true, Lifecycle::Sync),
+            pod(false, true, Lifecycle::Terminating),
+            pod(false, true, Lifecycle::Terminated),
+            pod(true, false, Lifecycle::Terminating),
+        ] {
+            working.add(one, 1);
+        }
+        metrics.count(&working);
         let mut registry = Registry::default();
         metrics.register(&mut registry);
         let mut text = String::new();

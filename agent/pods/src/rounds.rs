@@ -4,7 +4,10 @@
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use beelet_csi::Csi;
-use beelet_model::{pod::is_active, table::PodTable};
+use beelet_model::{
+    pod::is_active,
+    table::{PodChanges, PodEntry, PodTable, Pods},
+};
 use beelet_policy::csi::Drivers;
 use k8s_openapi::api::core::v1::{Pod, Volume};
 use tokio::{
@@ -23,6 +26,8 @@ pub(crate) struct Rounds {
     is_wanted: fn(&Pod) -> bool,
     /// The UIDs of the pods that are here and were looked at.
     seen: BTreeSet<String>,
+    /// The pods among which nobody is new.
+    known: Pods,
     /// When all pods are due.
     due: Instant,
     /// The last round was one of all pods.
@@ -39,8 +44,8 @@ impl Rounds {
     ) -> Self {
         let mut plugins = plugins.drivers();
         plugins.mark_changed();
-        let (seen, due) = (BTreeSet::new(), Instant::now());
-        Self { table, plugins, period, is_wanted, seen, due, was_whole: false }
+        let (seen, known, due) = (BTreeSet::new(), Pods::new(), Instant::now());
+        Self { table, plugins, period, is_wanted, seen, known, due, was_whole: false }
     }
 
     /// Waits until pods are due. May be dropped at any time.
@@ -48,18 +53,18 @@ impl Rounds {
         if self.was_whole {
             self.due = Instant::now() + self.period;
         }
-        let (is_wanted, seen) = (self.is_wanted, &self.seen);
-        let is_new = |table: &Arc<PodTable>| of(table, is_wanted).any(|pod| !seen.contains(uid(pod)));
         self.was_whole = tokio::select! {
             biased;
             Ok(()) = self.plugins.changed() => true,
             () = sleep_until(self.due) => true,
-            Ok(_) = self.table.wait_for(is_new) => false,
+            () = new_one(&mut self.table, &mut self.known, self.is_wanted, &self.seen) => false,
         };
+        let is_wanted = self.is_wanted;
         let table = self.table.borrow_and_update();
         let is_due = |pod: &&Pod| self.was_whole || !self.seen.contains(uid(pod));
         let pods = of(&table, is_wanted).filter(is_due).map(|pod| Arc::new(pod.clone())).collect();
         self.seen = of(&table, is_wanted).map(|pod| uid(pod).to_owned()).collect();
+        self.known = table.pods.clone();
         pods
     }
 
@@ -69,9 +74,35 @@ impl Rounds {
     }
 }
 
+/// Waits for a pod that was not looked at. Only pods that have changed are asked: of the others `known` says
+/// that there is none.
+async fn new_one(
+    table: &mut watch::Receiver<Arc<PodTable>>,
+    known: &mut Pods,
+    is_wanted: fn(&Pod) -> bool,
+    seen: &BTreeSet<String>,
+) {
+    loop {
+        let now = table.borrow_and_update().pods.clone();
+        let mut changed = PodChanges::between(known, &now).changed.into_iter();
+        if changed.any(|(_, entry)| is_due(entry, is_wanted) && !seen.contains(uid(&entry.pod))) {
+            return;
+        }
+        *known = now;
+        if table.changed().await.is_err() {
+            // The table goes with the agent.
+            return std::future::pending().await;
+        }
+    }
+}
+
+/// Returns true if a pod has its volumes, and such as are looked at.
+fn is_due(entry: &PodEntry, is_wanted: fn(&Pod) -> bool) -> bool {
+    is_wanted(&entry.pod) && has_volumes(entry)
+}
+
 fn of(table: &PodTable, is_wanted: fn(&Pod) -> bool) -> impl Iterator<Item = &Pod> {
-    let wanted = table.pods.values().filter(move |entry| is_wanted(&entry.pod));
-    wanted.filter(|entry| has_volumes(entry)).map(|entry| &entry.pod)
+    table.pods.values().filter(move |entry| is_due(entry, is_wanted)).map(|entry| &entry.pod)
 }
 
 /// Returns true if a pod runs, and has such volumes.

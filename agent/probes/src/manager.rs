@@ -109,7 +109,7 @@ impl Netns {
 pub struct Probes {
     pub(super) parts: Parts,
     known: Pods,
-    ids: HashMap<Key, Id>,
+    ids: BTreeMap<Key, Id>,
     pub(super) workers: Workers,
     pub(super) timetable: Timetable,
     /// The probes that the kernel answers, by namespace cookie and port.
@@ -128,7 +128,7 @@ impl Probes {
             probers: Probers::new(parts.runtime.clone()),
             parts,
             known: Pods::new(),
-            ids: HashMap::new(),
+            ids: BTreeMap::new(),
             workers: Workers::default(),
             timetable: Timetable::default(),
             by_port: BTreeMap::new(),
@@ -223,19 +223,21 @@ impl Probes {
             let used: BTreeSet<Netns> = self.known.values().map(|entry| Netns::of(entry)).collect();
             self.namespaces.retain(|netns, _| used.contains(netns));
         }
-        let connecting =
-            self.workers.iter().filter(|(_, worker)| matches!(worker.method, Method::Ask(Some(_))));
-        self.parts.metrics.fallbacks.set(i64::try_from(connecting.count()).unwrap_or(i64::MAX));
     }
 
     /// Drops the probes of a pod: of all its containers, or of those without probes now.
     fn forget(&mut self, entry: &PodEntry, keep: Option<&BTreeSet<Key>>) {
         let uid = entry.pod.metadata.uid.clone().unwrap_or_default();
-        let gone = |key: &Key| *key.uid == *uid && keep.is_none_or(|k| !k.contains(key));
-        let ids: Vec<Id> = self.ids.extract_if(|key, _| gone(key)).map(|(_, id)| id).collect();
-        for id in ids {
+        // No container is called "": those of the pod follow.
+        let first = Key { uid: uid.into(), container: "".into(), kind: ProbeKind::Liveness };
+        let of_pod = self.ids.range(&first..).take_while(|(key, _)| key.uid == first.uid);
+        let gone = of_pod.filter(|(key, _)| keep.is_none_or(|keep| !keep.contains(key)));
+        let gone: Vec<(Key, Id)> = gone.map(|(key, id)| (key.clone(), *id)).collect();
+        for (key, id) in gone {
+            self.ids.remove(&key);
             self.leave_port(id);
             if let Some(mut worker) = self.workers.remove(id) {
+                self.count_fallback(&worker.method, -1);
                 self.timetable.remove(id, &mut worker.hot.due);
                 self.parts.metrics.forget(&worker.hot.tally);
             }
@@ -385,13 +387,23 @@ impl Probes {
                 }
             }
         };
+        self.count_fallback(&method, 1);
         let Some(worker) = self.workers.get_mut(id) else { return false };
-        (worker.method, worker.netns) = (method, entry.netns.clone());
+        worker.netns.clone_from(&entry.netns);
+        let before = std::mem::replace(&mut worker.method, method);
         if let Some((netns, port)) = worker.in_kernel() {
             let place = (netns.handle().cookie(), port);
             self.by_port.entry(place).or_default().insert(id);
         }
+        self.count_fallback(&before, -1);
         true
+    }
+
+    /// So many more probes are answered so; those that connect where the kernel should have answered are counted.
+    fn count_fallback(&self, method: &Method, more: i64) {
+        if matches!(method, Method::Ask(Some(_))) {
+            self.parts.metrics.fallbacks.inc_by(more);
+        }
     }
 
     fn namespace(&mut self, netns: Netns) -> Result<Arc<CheckedNetns>, KernelError> {

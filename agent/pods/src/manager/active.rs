@@ -7,12 +7,14 @@ use super::Manager;
 impl Manager {
     /// Tells who may hold devices: every pod that hasn't ended or still has containers, and those in the
     /// runtime that are left alone. Nothing as long as it isn't known what the runtime has or what is wanted.
-    pub(super) fn publish_active(&self) {
+    pub(super) fn publish_active(&mut self) {
+        if !std::mem::take(&mut self.due.active) {
+            return;
+        }
         let known = self.runtime.as_ref().filter(|_| !self.parts.desired.borrow().is_incomplete());
         let active = known.map(|in_runtime| {
-            let managed = self.pods.iter().filter(|(_, managed)| managed.may_have_containers());
             let left_alone = in_runtime.keys().filter(|uid| !self.pods.contains_key(*uid));
-            managed.map(|(uid, _)| uid).chain(left_alone).cloned().collect::<BTreeSet<String>>()
+            self.totals.active().iter().chain(left_alone).cloned().collect::<BTreeSet<String>>()
         });
         self.parts.active.send_if_modified(|published| {
             if published.as_deref() == active.as_ref() {
@@ -38,7 +40,7 @@ impl Manager {
 
 impl super::Managed {
     /// One that was ended for good may have containers until it has given everything back.
-    fn may_have_containers(&self) -> bool {
+    pub(super) fn may_have_containers(&self) -> bool {
         match &self.kept.failure {
             Some(failure) => !failure.cleared,
             None => !self.ended(),

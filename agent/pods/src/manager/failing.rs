@@ -138,18 +138,9 @@ impl Manager {
         }
     }
 
-    /// The time at which the next pod's activeDeadlineSeconds are over.
-    pub(super) fn next_deadline(&self) -> Option<Instant> {
-        self.pods.values().filter_map(super::Managed::deadline).min()
-    }
-
     /// Ends the pods whose activeDeadlineSeconds are over.
     pub(super) fn fail_overdue(&mut self) {
-        let now = Instant::now();
-        let overdue = |m: &super::Managed| m.deadline().is_some_and(|deadline| deadline <= now);
-        let uids: Vec<String> =
-            self.pods.iter().filter(|(_, m)| overdue(m)).map(|(uid, _)| uid.clone()).collect();
-        for uid in uids {
+        for uid in self.totals.overdue(Instant::now()) {
             // The kubelet's words.
             let message = "Pod was active on the node longer than the specified deadline";
             self.fail(&uid, &PodFailure::new(DEADLINE_EXCEEDED, message, None));
@@ -164,7 +155,7 @@ impl super::Managed {
     }
 
     /// When it must have ended, if it has a deadline that still means anything.
-    fn deadline(&self) -> Option<Instant> {
+    pub(super) fn deadline(&self) -> Option<Instant> {
         if self.kept.failure.is_some() || self.terminating() || self.ended() {
             return None;
         }
