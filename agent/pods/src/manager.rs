@@ -163,9 +163,25 @@ impl Managed {
     /// Its status as of now. Until the runtime was asked, what was known before the restart stands.
     fn status_now(&self, parts: &Parts) -> core::PodStatus {
         let Self { kept, seen, .. } = self;
+        let nothing = Observation::default();
+        let control = self.control.borrow();
+        let inputs = Inputs {
+            pod: &self.pod,
+            seen: seen.as_deref().unwrap_or(&nothing),
+            waiting: &self.waiting,
+            condemned: &control.verdicts.condemned,
+            probes: &kept.probes,
+            oom: &kept.oom,
+            previous: kept.status.as_deref(),
+            failure: kept.failure.as_ref(),
+            resize: &self.resize,
+            node: &parts.launcher.node,
+            runtime_name: &parts.runtime_name,
+            now: Timestamp::now(),
+        };
         match (seen, &kept.status) {
             (None, Some(known)) => {
-                let mut status = (**known).clone();
+                let mut status = inputs.known(known);
                 if let Some(failure) = &kept.failure {
                     failure.mark(&mut status, Some(known), Timestamp::now());
                 }
@@ -174,21 +190,7 @@ impl Managed {
             (Some(seen), Some(known)) if kept.failure.is_none() && is_forgotten(known, seen) => {
                 (**known).clone()
             }
-            _ => Inputs {
-                pod: &self.pod,
-                seen: seen.as_deref().unwrap_or(&Observation::default()),
-                waiting: &self.waiting,
-                condemned: &self.control.borrow().verdicts.condemned,
-                probes: &kept.probes,
-                oom: &kept.oom,
-                previous: kept.status.as_deref(),
-                failure: kept.failure.as_ref(),
-                resize: &self.resize,
-                node: &parts.launcher.node,
-                runtime_name: &parts.runtime_name,
-                now: Timestamp::now(),
-            }
-            .status(),
+            _ => inputs.status(),
         }
     }
 }

@@ -166,8 +166,9 @@ impl Observer {
 
     /// Asks the runtime. Objects that vanish while it answers are left out.
     pub(crate) async fn observe(&mut self) -> Result<Observation, Error> {
-        let Listed { sandboxes, containers } = match self.known.listed.take() {
-            Some(listed) => listed,
+        // Kept until the look succeeds: one that fails is made again, and need not list anew.
+        let Listed { sandboxes, containers } = match &self.known.listed {
+            Some(listed) => listed.clone(),
             None => self.list().await?,
         };
         let sandboxes: Vec<pod::Sandbox> = sandboxes.into_iter().map(sandbox).collect();

@@ -13,7 +13,12 @@ use jiff::Timestamp;
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
 
 use super::runtime_view::Observation;
-use beelet_model::{failure::PodFailure, origin::Origin, pod::NodeFacts, status::timestamp};
+use beelet_model::{
+    failure::PodFailure,
+    origin::Origin,
+    pod::{NodeFacts, container_of},
+    status::{runtime_id, timestamp},
+};
 use beelet_spec::{
     resize::{self, ResizeFacts},
     signals,
@@ -112,6 +117,14 @@ enum Role {
     Ephemeral,
 }
 
+/// Whether a pod's containers are ready of which these are not.
+fn are_ready(unready: &[&str]) -> Result<(), (&'static str, String)> {
+    if unready.is_empty() {
+        return Ok(());
+    }
+    Err(("ContainersNotReady", format!("containers with unready status: [{}]", unready.join(" "))))
+}
+
 impl Inputs<'_> {
     /// The pod's status.
     pub(crate) fn status(&self) -> core::PodStatus {
@@ -165,6 +178,46 @@ impl Inputs<'_> {
             }
         }
         status
+    }
+
+    /// What was known before the runtime was asked, with what probes have said since: a listener that comes or
+    /// goes while the runtime hangs is seen all the same.
+    pub(crate) fn known(&self, known: &core::PodStatus) -> core::PodStatus {
+        let mut status = known.clone();
+        let is_sidecar = |name: &str| container_of(self.pod, name).is_some_and(pod::is_sidecar);
+        let inits = status.init_container_statuses.iter_mut().flatten().filter(|one| is_sidecar(&one.name));
+        let mut is_changed = false;
+        for one in inits.chain(status.container_statuses.iter_mut().flatten()) {
+            is_changed |= self.take_over(one);
+        }
+        if is_changed {
+            let sidecars =
+                status.init_container_statuses.iter().flatten().filter(|one| is_sidecar(&one.name));
+            let all = status.container_statuses.iter().flatten().chain(sidecars);
+            let unready: Vec<&str> = all.filter(|one| !one.ready).map(|one| one.name.as_str()).collect();
+            let ready = are_ready(&unready);
+            for one in status.conditions.iter_mut().flatten() {
+                if matches!(one.type_.as_str(), "Ready" | "ContainersReady") {
+                    *one = self.condition(&one.type_, ready.clone());
+                }
+            }
+        }
+        status
+    }
+
+    /// Takes over into the status of a container that runs what probes have said. Returns true if it is ready now
+    /// and was not, or the other way round.
+    fn take_over(&self, status: &mut core::ContainerStatus) -> bool {
+        let Some(spec) = container_of(self.pod, &status.name) else { return false };
+        let facts = runtime_id(status).and_then(|id| self.probes.get(id));
+        let runs = status.state.as_ref().is_some_and(|state| state.running.is_some());
+        let Some(facts) = facts.filter(|_| runs) else { return false };
+        if facts.started == Some(true) {
+            status.started = Some(true);
+        }
+        let has_probe = spec.readiness_probe.is_some();
+        let ready = status.started == Some(true) && (!has_probe || facts.ready == Some(true));
+        std::mem::replace(&mut status.ready, ready) != ready
     }
 
     /// The addresses of the pod's sandbox; while it has none, those that it had last: who looks at a pod that
@@ -482,10 +535,8 @@ impl Inputs<'_> {
             } else {
                 ("PodFailed", String::new())
             })
-        } else if unready.is_empty() {
-            Ok(())
         } else {
-            Err(("ContainersNotReady", format!("containers with unready status: [{}]", unready.join(" "))))
+            are_ready(&unready)
         };
         let init = if initialized || phase == "Succeeded" {
             Ok(())

@@ -1,6 +1,6 @@
 //! The order in which workers ask the runtime to make sandboxes and containers: no more at once than
-//! [`StartLimit`] says, the most urgent first. Nothing else of a worker waits here: what is stopped, pulled,
-//! probed or looked at has its time however many pods start.
+//! [`StartLimit`] says, the most urgent first. What is stopped, pulled or probed waits for nobody, however many
+//! pods start; what is looked at only for others that are.
 
 use std::{
     cmp::Reverse,
@@ -11,10 +11,16 @@ use std::{
 };
 
 use beelet_policy::start_limit::{Call, StartLimit};
-use tokio::{sync::oneshot, time::Instant};
+use tokio::{
+    sync::{Semaphore, oneshot},
+    time::{Instant, sleep},
+};
 
 /// A call that takes longer hangs: its turn is another's, and what it took says nothing.
 const HANGS: Duration = Duration::from_secs(10);
+/// Pods that are looked at at the same time. An agent that starts on a node of thousands has a question about each:
+/// all of them at once take longer than a call may, and end the connection that they share.
+const LOOKS: usize = 128;
 
 /// How urgent a call is: by the pod's priority, then those first that ran before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -31,9 +37,16 @@ impl Urgency {
 }
 
 /// Gives turns. Clones share them.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Turns {
     inner: Arc<Mutex<Inner>>,
+    looks: Arc<Semaphore>,
+}
+
+impl Default for Turns {
+    fn default() -> Self {
+        Self { inner: Arc::default(), looks: Arc::new(Semaphore::new(LOOKS)) }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -66,13 +79,27 @@ impl Turns {
         let began = Instant::now();
         let made = tokio::select! {
             made = &mut work => made,
-            () = tokio::time::sleep(HANGS) => {
+            () = sleep(HANGS) => {
                 drop(turn);
                 return work.await;
             }
         };
         self.with(|inner| inner.limit.learn(call, began.elapsed(), turn.under_way, made.is_err()));
         made
+    }
+
+    /// Looks at a pod when no more than [`LOOKS`] others are looked at.
+    pub(crate) async fn look<T>(&self, look: impl Future<Output = T>) -> T {
+        // Nobody closes it.
+        let turn = self.looks.acquire().await;
+        let mut look = std::pin::pin!(look);
+        tokio::select! {
+            seen = &mut look => seen,
+            () = sleep(HANGS) => {
+                drop(turn);
+                look.await
+            }
+        }
     }
 
     async fn turn(&self, urgency: Urgency) -> Turn {
@@ -217,5 +244,27 @@ mod tests {
             task.await.unwrap();
         }
         assert_eq!(calls.turns.with(|inner| inner.under_way), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn only_so_many_pods_are_looked_at_at_once_and_a_look_that_hangs_holds_up_nobody() {
+        let turns = Turns::default();
+        let (begun, mut beginnings) = mpsc::unbounded_channel();
+        for _ in 0..LOOKS + 1 {
+            let (turns, begun) = (turns.clone(), begun.clone());
+            tokio::spawn(async move {
+                turns
+                    .look(async move {
+                        let _ = begun.send(Instant::now());
+                        std::future::pending::<()>().await;
+                    })
+                    .await;
+            });
+        }
+        let began = Instant::now();
+        for _ in 0..LOOKS {
+            assert_eq!(beginnings.recv().await, Some(began));
+        }
+        assert_eq!(beginnings.recv().await, Some(began + HANGS));
     }
 }

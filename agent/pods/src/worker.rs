@@ -427,7 +427,7 @@ impl Worker {
             self.listed_at = *at;
             self.observer.expect((**listed).clone());
         }
-        Ok(Arc::new(self.observer.observe().await?))
+        Ok(Arc::new(self.launcher.turns.look(self.observer.observe()).await?))
     }
 
     /// Waits for room on the node before anything of the pod is started. False if it was refused: its end is
@@ -653,7 +653,7 @@ impl Worker {
     async fn terminate(&mut self, control: &Control, grace: Duration) -> Result<Option<Step>, Error> {
         // What was listed before doesn't show what was being done until now.
         self.listed_at = Instant::now();
-        let seen = Arc::new(self.observer.observe().await?);
+        let seen = Arc::new(self.launcher.turns.look(self.observer.observe()).await?);
         let nothing = Actions::default();
         let empty = seen.pod.containers.is_empty() && seen.pod.sandboxes.is_empty();
         // With its containers removed a pod would look as if it had never run: its last states stand.

@@ -76,7 +76,11 @@ struct Case {
 
 impl Case {
     fn status(&self, pod: &core::Pod, seen: &Observation) -> core::PodStatus {
-        Inputs {
+        self.with(pod, seen, |inputs| inputs.status())
+    }
+
+    fn with<T>(&self, pod: &core::Pod, seen: &Observation, work: impl FnOnce(Inputs<'_>) -> T) -> T {
+        work(Inputs {
             pod,
             seen,
             waiting: &self.waiting,
@@ -89,8 +93,7 @@ impl Case {
             node: &node(),
             runtime_name: "containerd",
             now: Timestamp::from_second(self.now.unwrap_or(NOW)).unwrap(),
-        }
-        .status()
+        })
     }
 }
 
@@ -152,6 +155,30 @@ fn a_probed_container_is_ready_when_its_probe_says_so() {
     check(probed(), &["a 0 running"], &with(Some(true)), "Running Ready=True a: running ready");
     // What was said of the instance before says nothing of this one.
     check(probed(), &["a 0 exit 1", "a 1 running"], &with(Some(true)), "Running Ready=False a: running");
+}
+
+#[test]
+fn what_a_probe_says_before_the_runtime_was_asked_is_told() {
+    let facts = |ready| [("a-0".to_owned(), ProbeFacts { ready: Some(ready), started: None })].into();
+    let (pod, runs) = (pod(probed()), seen(&["a 0 running"]));
+    let before = Case { probes: facts(false), ..Case::default() }.status(&pod, &runs);
+    let after = |ready, known: &core::PodStatus| {
+        let case = Case {
+            probes: facts(ready),
+            previous: Some(known.clone()),
+            now: Some(NOW + 9),
+            ..Case::default()
+        };
+        case.with(&pod, &Observation::default(), |inputs| inputs.known(known))
+    };
+    assert_eq!(after(false, &before), before);
+    let open = after(true, &before);
+    assert_eq!(line(&open), "Running Ready=True a: running ready");
+    let changed = condition(&open, "ContainersReady");
+    assert_eq!((changed.status.as_str(), &changed.reason), ("True", &None));
+    assert_eq!(changed.last_transition_time.as_ref().unwrap().0.as_second(), NOW + 9);
+    assert_eq!(condition(&open, "Initialized"), condition(&before, "Initialized"));
+    assert_eq!(line(&after(false, &open)), "Running Ready=False a: running");
 }
 
 #[test]
