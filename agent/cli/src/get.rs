@@ -5,7 +5,6 @@ pub(super) mod node;
 pub(super) mod objects;
 pub(super) mod pod;
 
-use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -130,11 +129,7 @@ async fn get(args: &PodsArgs) -> anyhow::Result<()> {
 
 impl PodsArgs {
     fn wants(&self, name: &PodName, entry: &PodEntry) -> bool {
-        let metadata = &entry.pod.metadata;
-        let has_labels = |selector: &Selector| match &metadata.labels {
-            Some(labels) => selector.matches(labels),
-            None => selector.matches(&BTreeMap::new()),
-        };
+        let has_labels = |selector: &Selector| selector.matches(entry.pod.metadata.labels.as_ref());
         self.namespace.as_ref().is_none_or(|namespace| *namespace == name.namespace)
             && (self.names.is_empty() || self.names.iter().any(|wanted| entry.is_called(name, wanted)))
             && self.selector.as_ref().is_none_or(has_labels)

@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use beelet_proto::beelet as proto;
 use clap::Args;
-use futures::future::join_all;
+use futures::{StreamExt as _, stream};
 use jiff::{SignedDuration, Timestamp};
 use tokio::sync::Mutex;
 
@@ -91,37 +91,24 @@ async fn logs(args: &LogsArgs) -> anyhow::Result<()> {
         return print_all(&agent, request, &mut Shown::default()).await;
     }
     let (table, _) = agent.client.lock().await.1.pods().await?;
-    let sources = args.choice().of(&table)?;
-    let printed = async |source: &Source| {
+    let sources = args.choice(&args.selector.clone().unwrap_or_default()).of(&table)?;
+    let print = |source: Source| {
         let prefix = if args.prefix { source.prefix() } else { String::new() };
         let mut shown = Shown { lines: Some(Lines::new(prefix)), ..Shown::default() };
         let request = proto::LogsRequest { target: Some(source.target()), ..request.clone() };
-        print_all(&agent, request, &mut shown).await
+        let agent = &agent;
+        async move { (source, print_all(agent, request, &mut shown).await) }
     };
-    if let [one] = sources.as_slice() {
-        return printed(one).await;
-    }
-    let results = if args.follow {
-        join_all(sources.iter().map(printed)).await
-    } else {
-        let mut results = Vec::new();
-        for source in &sources {
-            results.push(printed(source).await);
-        }
-        results
-    };
-    all_well(sources.iter().zip(results))
-}
-
-/// What one container lacks does not keep the others' lines away.
-fn all_well<'s>(results: impl Iterator<Item = (&'s Source, anyhow::Result<()>)>) -> anyhow::Result<()> {
-    let (mut all, mut missing) = (0, 0);
-    for (source, result) in results {
-        all += 1;
+    let all = sources.len();
+    let at_once = if args.follow { all } else { 1 };
+    let mut printed = stream::iter(sources).map(print).buffer_unordered(at_once);
+    let mut missing = 0;
+    while let Some((source, result)) = printed.next().await {
         let Err(error) = result else { continue };
-        if is_broken_pipe(&error) {
+        if all == 1 || is_broken_pipe(&error) {
             return Err(error);
         }
+        // What one container lacks does not keep the others' lines away.
         eprintln!("{}", plain::line(&format!("{}: {error:#}", source.pod)));
         missing += 1;
     }
@@ -234,7 +221,7 @@ impl LogsArgs {
         self.all_containers || self.selector.is_some() || self.prefix
     }
 
-    fn choice(&self) -> Choice<'_> {
+    fn choice<'a>(&'a self, selector: &'a Selector) -> Choice<'a> {
         let containers = match &self.container {
             Some(name) => Containers::Named(name),
             None if self.all_containers => Containers::All,
@@ -242,7 +229,7 @@ impl LogsArgs {
         };
         Choice {
             pod: self.pod.as_deref(),
-            selector: self.selector.as_ref(),
+            selector,
             namespace: self.namespace.as_deref().unwrap_or_default(),
             containers,
         }

@@ -88,11 +88,7 @@ async fn targets(args: &WaitArgs, client: &mut Client) -> anyhow::Result<Vec<Tar
     }
     if args.pods.is_empty() {
         let selector = args.selector.clone().unwrap_or_default();
-        let chosen = table.pods.iter().filter(|(name, entry)| {
-            (namespace.is_empty() || name.namespace == namespace)
-                && selector.matches(&entry.pod.metadata.labels.clone().unwrap_or_default())
-        });
-        targets.extend(chosen.map(|(name, entry)| target(name, entry)));
+        targets.extend(table.chosen(namespace, &selector).map(|(name, entry)| target(name, entry)));
     }
     Ok(targets)
 }

@@ -5,6 +5,7 @@
 
 use std::{fmt, path::PathBuf, sync::Arc};
 
+use beelet_policy::selector::Selector;
 use imbl::ordmap::DiffItem;
 use k8s_openapi::api::core::v1::Pod;
 use serde::{Deserialize, Serialize};
@@ -79,6 +80,18 @@ pub struct PodTable {
 }
 
 impl PodTable {
+    /// The pods with such labels. An empty namespace means any.
+    pub fn chosen(
+        &self,
+        namespace: &str,
+        selector: &Selector,
+    ) -> impl Iterator<Item = (&PodName, &Arc<PodEntry>)> {
+        self.pods.iter().filter(move |(name, entry)| {
+            (namespace.is_empty() || name.namespace == namespace)
+                && selector.matches(entry.pod.metadata.labels.as_ref())
+        })
+    }
+
     /// The pod that somebody calls `name`: by its whole name, or by its manifest's, without the node's name
     /// at its end. An empty namespace means any.
     ///

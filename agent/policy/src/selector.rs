@@ -43,11 +43,11 @@ impl std::str::FromStr for Selector {
 }
 
 impl Selector {
-    /// Returns true if these labels are as required.
+    /// Returns true if an object's labels, which may have none, are as required.
     #[must_use]
-    pub fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
+    pub fn matches(&self, labels: Option<&BTreeMap<String, String>>) -> bool {
         self.0.iter().all(|one| {
-            let value = labels.get(&one.key);
+            let value = labels.and_then(|labels| labels.get(&one.key));
             match &one.test {
                 Test::Exists => value.is_some(),
                 Test::Absent => value.is_none(),
@@ -121,7 +121,7 @@ mod tests {
     fn check(selector: &str, expected: bool) {
         let labels = [("app", "web"), ("example.com/tier", "front"), ("empty", "")];
         let labels = labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into();
-        assert_eq!(selector.parse::<Selector>().unwrap().matches(&labels), expected, "{selector}");
+        assert_eq!(selector.parse::<Selector>().unwrap().matches(Some(&labels)), expected, "{selector}");
     }
 
     #[test]

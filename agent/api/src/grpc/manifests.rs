@@ -381,10 +381,7 @@ fn users(desired: &Desired, request: &proto::DeleteRequest, name: &str) -> Vec<S
 }
 
 fn has_labels(object: &Object, selector: &Selector) -> bool {
-    match &object.metadata().labels {
-        Some(labels) => selector.matches(labels),
-        None => selector.matches(&BTreeMap::new()),
-    }
+    selector.matches(object.metadata().labels.as_ref())
 }
 
 fn changed_ns(file: &Path) -> i64 {

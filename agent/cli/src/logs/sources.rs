@@ -1,7 +1,5 @@
 //! Which containers' logs are meant.
 
-use std::collections::BTreeMap;
-
 use anyhow::bail;
 use beelet_model::pod::{container_names, default_container};
 use beelet_model::table::{PodEntry, PodName, PodTable};
@@ -36,7 +34,7 @@ impl Source {
 pub(super) struct Choice<'a> {
     /// The pod of this name; None: those that the selector chooses.
     pub(super) pod: Option<&'a str>,
-    pub(super) selector: Option<&'a Selector>,
+    pub(super) selector: &'a Selector,
     /// Empty: of any.
     pub(super) namespace: &'a str,
     pub(super) containers: Containers<'a>,
@@ -60,7 +58,7 @@ impl Choice<'_> {
     pub(super) fn of(&self, table: &PodTable) -> anyhow::Result<Vec<Source>> {
         let pods = match self.pod {
             Some(name) => vec![table.find(self.namespace, name).map_err(anyhow::Error::msg)?],
-            None => table.pods.iter().filter(|(name, entry)| self.chooses(name, entry)).collect(),
+            None => table.chosen(self.namespace, self.selector).collect(),
         };
         if pods.is_empty() {
             bail!("no pod has such labels; `beelet get pods -o json` shows those that there are");
@@ -72,13 +70,6 @@ impl Choice<'_> {
             );
         }
         Ok(sources)
-    }
-
-    fn chooses(&self, name: &PodName, entry: &PodEntry) -> bool {
-        let none = BTreeMap::new();
-        let labels = entry.pod.metadata.labels.as_ref().unwrap_or(&none);
-        let is_there = self.namespace.is_empty() || self.namespace == name.namespace;
-        is_there && self.selector.is_none_or(|selector| selector.matches(labels))
     }
 
     fn containers(&self, name: &PodName, entry: &PodEntry) -> Vec<Source> {
@@ -120,8 +111,7 @@ mod tests {
         let table = table();
         let shop: Selector = "app=shop".parse().unwrap();
         let check = |pod: Option<&str>, containers: Containers<'_>, expected: &[&str]| {
-            let selector = pod.is_none().then_some(&shop);
-            let choice = Choice { pod, selector, namespace: "", containers };
+            let choice = Choice { pod, selector: &shop, namespace: "", containers };
             let found: Vec<_> = choice.of(&table).unwrap().iter().map(Source::prefix).collect();
             let expected: Vec<_> = expected.iter().map(|name| format!("[pod/{name}] ")).collect();
             assert_eq!(found, expected);
@@ -137,12 +127,11 @@ mod tests {
     #[test]
     fn nothing_that_fits_is_an_error() {
         let (table, shop) = (table(), "app=shop".parse().unwrap());
-        let choice =
-            Choice { pod: None, selector: Some(&shop), namespace: "other", containers: Containers::All };
+        let choice = Choice { pod: None, selector: &shop, namespace: "other", containers: Containers::All };
         assert!(choice.of(&table).unwrap_err().to_string().starts_with("no pod has such labels"));
         let choice = Choice { namespace: "default", containers: Containers::Named("x"), ..choice };
         assert!(choice.of(&table).unwrap_err().to_string().contains("has a container \"x\""));
-        let choice = Choice { pod: Some("none"), selector: None, ..choice };
+        let choice = Choice { pod: Some("none"), ..choice };
         assert!(choice.of(&table).unwrap_err().to_string().contains("there is no pod \"none\""));
     }
 }
