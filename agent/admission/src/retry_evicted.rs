@@ -142,8 +142,8 @@ struct Candidate {
 }
 
 impl Candidate {
-    /// The pod, if the node ended it. It may have been ended `before`, at the same time by what it says, or at
-    /// another.
+    /// The pod, if the node ended it. It may have been ended `before`, at the same time by what it says, or
+    /// at another.
     fn of(entry: &PodEntry, transition: Duration, before: Option<&Self>) -> Option<Self> {
         // In a cluster somebody makes a new pod.
         if entry.pod.metadata.deletion_timestamp.is_some() || Origin::of(&entry.pod).is_api() {

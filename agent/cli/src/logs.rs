@@ -37,7 +37,8 @@ pub struct LogsArgs {
     /// All containers of the pod, those of its start first.
     #[arg(long, conflicts_with = "container")]
     all_containers: bool,
-    /// Of all pods with such labels (`app=shop,tier!=db`): their last 10 lines, if --tail does not say how many.
+    /// Of all pods with such labels (`app=shop,tier!=db`): their last 10 lines, if --tail does not say how
+    /// many.
     #[arg(short = 'l', long, value_name = "SELECTOR", conflicts_with = "pod")]
     selector: Option<Selector>,
     /// The pod's namespace; needed only where two pods have the name.
@@ -140,8 +141,8 @@ impl<'a> Agent<'a> {
     }
 }
 
-/// Prints a log to its end; a followed one begins when its container starts, and goes on where it was when the
-/// agent comes back.
+/// Prints a log to its end; a followed one begins when its container starts, and goes on where it was when
+/// the agent comes back.
 async fn print_all(
     agent: &Agent<'_>,
     mut request: proto::LogsRequest,

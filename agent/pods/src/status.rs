@@ -180,8 +180,8 @@ impl Inputs<'_> {
         status
     }
 
-    /// What was known before the runtime was asked, with what probes have said since: a listener that comes or
-    /// goes while the runtime hangs is seen all the same.
+    /// What was known before the runtime was asked, with what probes have said since: a listener that comes
+    /// or goes while the runtime hangs is seen all the same.
     pub(crate) fn known(&self, known: &core::PodStatus) -> core::PodStatus {
         let mut status = known.clone();
         let is_sidecar = |name: &str| container_of(self.pod, name).is_some_and(pod::is_sidecar);
@@ -205,8 +205,8 @@ impl Inputs<'_> {
         status
     }
 
-    /// Takes over into the status of a container that runs what probes have said. Returns true if it is ready now
-    /// and was not, or the other way round.
+    /// Takes over into the status of a container that runs what probes have said. Returns true if it is
+    /// ready now and was not, or the other way round.
     fn take_over(&self, status: &mut core::ContainerStatus) -> bool {
         let Some(spec) = container_of(self.pod, &status.name) else { return false };
         let facts = runtime_id(status).and_then(|id| self.probes.get(id));

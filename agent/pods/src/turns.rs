@@ -1,6 +1,6 @@
 //! The order in which workers ask the runtime to make sandboxes and containers: no more at once than
-//! [`StartLimit`] says, the most urgent first. What is stopped, pulled or probed waits for nobody, however many
-//! pods start; what is looked at only for others that are.
+//! [`StartLimit`] says, the most urgent first. What is stopped, pulled or probed waits for nobody, however
+//! many pods start; what is looked at only for others that are.
 
 use std::{
     cmp::Reverse,
@@ -18,8 +18,8 @@ use tokio::{
 
 /// A call that takes longer hangs: its turn is another's, and what it took says nothing.
 const HANGS: Duration = Duration::from_secs(10);
-/// Pods that are looked at at the same time. An agent that starts on a node of thousands has a question about each:
-/// all of them at once take longer than a call may, and end the connection that they share.
+/// Pods that are looked at at the same time. An agent that starts on a node of thousands has a question
+/// about each: all of them at once take longer than a call may, and end the connection that they share.
 const LOOKS: usize = 128;
 
 /// How urgent a call is: by the pod's priority, then those first that ran before.

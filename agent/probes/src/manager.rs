@@ -399,7 +399,8 @@ impl Probes {
         true
     }
 
-    /// So many more probes are answered so; those that connect where the kernel should have answered are counted.
+    /// So many more probes are answered so; those that connect where the kernel should have answered are
+    /// counted.
     fn count_fallback(&self, method: &Method, more: i64) {
         if matches!(method, Method::Ask(Some(_))) {
             self.parts.metrics.fallbacks.inc_by(more);

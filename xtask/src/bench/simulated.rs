@@ -24,7 +24,6 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Of the larger pods' share over the smaller ones'.
@@ -170,8 +169,7 @@ impl Node {
 
         let step =
             Step::start(format!("simulated: the agent of {} pods killed and started again", size.pods));
-        let listener = self.listeners.first().context("there are no pods")?.try_clone()?;
-        let (relaunch, lost) = accepting(listener, || killed_and_started(&mut self.agent, size.pods, quick))?;
+        let (relaunch, lost) = killed_and_started(&mut self.agent, size.pods, quick)?;
         flips += lost;
         step.done(&format!("{relaunch:.0} ms, {flips} flips"));
         rows.extend([
@@ -207,24 +205,6 @@ impl Node {
         }
         Ok((to_ready, to_not_ready))
     }
-}
-
-/// Accepts connections while something is done, as an application does: an agent that is killed may leave one of
-/// its own in the queue, and an application that accepts none is not ready.
-fn accepting<T>(listener: TcpListener, work: impl FnOnce() -> Result<T>) -> Result<T> {
-    listener.set_nonblocking(true).context("could not look at a listener")?;
-    let is_over = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            while !is_over.load(Ordering::Relaxed) {
-                drop(listener.accept());
-                std::thread::sleep(Duration::from_millis(50));
-            }
-        });
-        let done = work();
-        is_over.store(true, Ordering::Relaxed);
-        done
-    })
 }
 
 fn name(n: usize) -> String {

@@ -1,5 +1,5 @@
-//! What is known of all pods together, kept up with each change of one: a node of thousands of pods would else
-//! look at all of them whenever a probe of one says something new.
+//! What is known of all pods together, kept up with each change of one: a node of thousands of pods would
+//! else look at all of them whenever a probe of one says something new.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -29,8 +29,8 @@ pub(super) struct Totals {
 }
 
 impl Totals {
-    /// Takes over what a pod adds now; None once it is gone. Returns true if it began or ceased to be one that
-    /// may have containers.
+    /// Takes over what a pod adds now; None once it is gone. Returns true if it began or ceased to be one
+    /// that may have containers.
     pub(super) fn set(&mut self, uid: &str, share: Option<Share>) -> bool {
         let before = self.shares.get(uid).copied();
         if before == share {
