@@ -57,7 +57,7 @@ impl RetryEvicted {
             // doesn't matter either when by the wall's clock, which may have been set, a pod was ended.
             let mut ended = Candidates::default();
             loop {
-                ended.follow(&self.table.borrow_and_update(), self.transition);
+                ended.follow(&self.table.borrow_and_update());
                 let wait = self.bring_back(&ended.in_order()).await;
                 let timer = async {
                     match wait {
@@ -79,7 +79,9 @@ impl RetryEvicted {
     async fn bring_back(&mut self, pods: &[&Candidate]) -> Option<Duration> {
         let short = !self.conditions.borrow_and_update().is_empty();
         let mut wait: Option<Duration> = None;
-        for Candidate { pod, at, patience, is_refused, .. } in pods.iter().copied() {
+        for Candidate { pod, how, at } in pods.iter().copied() {
+            let is_refused = *how == Ended::Refused;
+            let patience = if is_refused { REFUSED_FOR } else { self.transition };
             let left = patience.saturating_sub(at.elapsed());
             if !left.is_zero() {
                 wait = Some(wait.map_or(left, |known| known.min(left)));
@@ -109,14 +111,14 @@ struct Candidates {
 
 impl Candidates {
     /// Takes over what has changed.
-    fn follow(&mut self, table: &PodTable, transition: Duration) {
+    fn follow(&mut self, table: &PodTable) {
         let changes = PodChanges::between(&self.known, &table.pods);
         for (name, _) in changes.gone {
             self.ended.remove(name);
         }
         for (name, entry) in changes.changed {
             let before = self.ended.remove(name);
-            let now = Candidate::of(entry, transition, before.as_ref());
+            let now = Candidate::of(entry, before.as_ref());
             self.ended.extend(now.map(|candidate| (name.clone(), candidate)));
         }
         self.known = table.pods.clone();
@@ -136,26 +138,21 @@ struct Candidate {
     how: Ended,
     /// When it was first seen to have ended.
     at: Instant,
-    /// How long it has to have ended.
-    patience: Duration,
-    is_refused: bool,
 }
 
 impl Candidate {
     /// The pod, if the node ended it. It may have been ended `before`, at the same time by what it says, or
     /// at another.
-    fn of(entry: &PodEntry, transition: Duration, before: Option<&Self>) -> Option<Self> {
+    fn of(entry: &PodEntry, before: Option<&Self>) -> Option<Self> {
         // In a cluster somebody makes a new pod.
         if entry.pod.metadata.deletion_timestamp.is_some() || Origin::of(&entry.pod).is_api() {
             return None;
         }
         let how = how_ended(&entry.pod)?;
-        let is_refused = how == Ended::Refused;
         let is_same = |known: &&Self| known.how == how && known.pod.metadata.uid == entry.pod.metadata.uid;
         let at = before.filter(is_same).map_or_else(Instant::now, |known| known.at);
-        let patience = if is_refused { REFUSED_FOR } else { transition };
         let pod = Arc::new(core::Pod { status: None, ..entry.pod.clone() });
-        Some(Self { pod, how, at, patience, is_refused })
+        Some(Self { pod, how, at })
     }
 }
 
@@ -194,7 +191,6 @@ mod tests {
 
     #[test]
     fn the_time_counts_from_when_a_pods_end_was_first_seen() {
-        let transition = Duration::from_secs(300);
         let table = |pods: &[(&str, &str, &str)]| {
             let entry = |(name, uid, reason): &(&str, &str, &str)| {
                 let pod = json!({"metadata": {"name": name, "uid": uid},
@@ -209,18 +205,15 @@ mod tests {
             let name = |one: &Candidate| one.pod.metadata.name.clone().unwrap();
             candidates.in_order().into_iter().map(|one| (name(one), one.at)).collect()
         };
-        candidates.follow(
-            &table(&[("b", "1", "OutOfcpu"), ("a", "2", "OutOfcpu"), ("c", "3", "Error")]),
-            transition,
-        );
+        candidates.follow(&table(&[("b", "1", "OutOfcpu"), ("a", "2", "OutOfcpu"), ("c", "3", "Error")]));
         let first = seen(&candidates);
         assert_eq!(first.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["a", "b"]);
         // The same end with other words is the same; another pod of that name is not.
-        candidates.follow(&table(&[("b", "1", "OutOfmemory"), ("a", "4", "OutOfcpu")]), transition);
+        candidates.follow(&table(&[("b", "1", "OutOfmemory"), ("a", "4", "OutOfcpu")]));
         let second = seen(&candidates);
         assert_eq!(second[1], first[1]);
         assert!(second[0].1 > first[0].1);
-        candidates.follow(&table(&[("b", "1", "Error")]), transition);
+        candidates.follow(&table(&[("b", "1", "Error")]));
         assert!(seen(&candidates).is_empty());
     }
 

@@ -180,13 +180,7 @@ impl Managed {
             now: Timestamp::now(),
         };
         match (seen, &kept.status) {
-            (None, Some(known)) => {
-                let mut status = inputs.known(known);
-                if let Some(failure) = &kept.failure {
-                    failure.mark(&mut status, Some(known), Timestamp::now());
-                }
-                status
-            }
+            (None, Some(known)) => inputs.known(known),
             (Some(seen), Some(known)) if kept.failure.is_none() && is_forgotten(known, seen) => {
                 (**known).clone()
             }

@@ -202,6 +202,9 @@ impl Inputs<'_> {
                 }
             }
         }
+        if let Some(failure) = self.failure {
+            failure.mark(&mut status, self.previous, self.now);
+        }
         status
     }
 

@@ -73,18 +73,14 @@ impl Turns {
         &self,
         urgency: Urgency,
         call: Call,
-        mut work: Pin<Box<impl Future<Output = Result<T, E>>>>,
+        work: Pin<Box<impl Future<Output = Result<T, E>>>>,
     ) -> Result<T, E> {
         let turn = self.turn(urgency).await;
         let began = Instant::now();
-        let made = tokio::select! {
-            made = &mut work => made,
-            () = sleep(HANGS) => {
-                drop(turn);
-                return work.await;
-            }
-        };
-        self.with(|inner| inner.limit.learn(call, began.elapsed(), turn.under_way, made.is_err()));
+        let (made, turn) = holding(turn, work).await;
+        if let Some(turn) = turn {
+            self.with(|inner| inner.limit.learn(call, began.elapsed(), turn.under_way, made.is_err()));
+        }
         made
     }
 
@@ -92,14 +88,7 @@ impl Turns {
     pub(crate) async fn look<T>(&self, look: impl Future<Output = T>) -> T {
         // Nobody closes it.
         let turn = self.looks.acquire().await;
-        let mut look = std::pin::pin!(look);
-        tokio::select! {
-            seen = &mut look => seen,
-            () = sleep(HANGS) => {
-                drop(turn);
-                look.await
-            }
-        }
+        holding(turn, look).await.0
     }
 
     async fn turn(&self, urgency: Urgency) -> Turn {
@@ -126,6 +115,18 @@ impl Turns {
 
     fn with<T>(&self, work: impl FnOnce(&mut Inner) -> T) -> T {
         work(&mut self.inner.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// Does work with a turn, which is another's once the work hangs: then it does not come back.
+async fn holding<G, T>(turn: G, work: impl Future<Output = T>) -> (T, Option<G>) {
+    let mut work = std::pin::pin!(work);
+    tokio::select! {
+        done = &mut work => (done, Some(turn)),
+        () = sleep(HANGS) => {
+            drop(turn);
+            (work.await, None)
+        }
     }
 }
 
