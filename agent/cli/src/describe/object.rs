@@ -166,6 +166,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::get::objects::tests::described;
 
     /// The description's lines, each with single blanks.
     fn check(kind: &str, namespace: &str, json: &Value, expected: &str) {
@@ -175,14 +176,7 @@ mod tests {
         let mut table = PodTable::default();
         let entry = PodEntry::of(Pod::from_value(&pod).unwrap());
         table.pods.insert(PodName::of(&entry.pod), entry.into());
-        let object = proto::Described {
-            kind: kind.to_owned(),
-            namespace: namespace.to_owned(),
-            name: "conf".to_owned(),
-            file: "/m/conf.yaml".to_owned(),
-            changed_ns: 1_000_000_000,
-            json: json.to_string().into_bytes(),
-        };
+        let object = described(kind, namespace, json);
         let text = text(&object, &table, Timestamp::from_second(61).unwrap()).unwrap();
         let lines: Vec<String> =
             text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();

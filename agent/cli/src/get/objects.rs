@@ -95,8 +95,20 @@ fn row(object: &proto::Described, value: &Value, now: Timestamp) -> Vec<String> 
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    /// An object called `conf` of a manifest that was changed a second after 1970 began.
+    pub(crate) fn described(kind: &str, namespace: &str, json: &Value) -> proto::Described {
+        proto::Described {
+            kind: kind.to_owned(),
+            namespace: namespace.to_owned(),
+            name: "conf".to_owned(),
+            file: "/m/conf.yaml".to_owned(),
+            changed_ns: 1_000_000_000,
+            json: json.to_string().into_bytes(),
+        }
+    }
 
     #[test]
     fn who_asks_for_what_is_not_there_is_told_how_to_see_all() {
@@ -108,14 +120,7 @@ mod tests {
     #[test]
     fn a_line_says_how_much_is_in_it_and_where_it_is() {
         let check = |kind: &str, namespace: &str, value: Value, expected: [&str; 5]| {
-            let object = proto::Described {
-                kind: kind.to_owned(),
-                namespace: namespace.to_owned(),
-                name: "conf".to_owned(),
-                file: "/m/conf.yaml".to_owned(),
-                changed_ns: 1_000_000_000,
-                ..Default::default()
-            };
+            let object = described(kind, namespace, &value);
             assert_eq!(row(&object, &value, Timestamp::from_second(61).unwrap()), expected);
         };
         let map = json!({"data": {"a": "b", "c": "d"}, "binaryData": {"e": ""}});
