@@ -17,6 +17,7 @@ use crate::{
     expand, hosts,
     metrics::Metrics,
     plan::{PodPlan, Site},
+    records::WrittenRecords,
     runtime_view::{Observation, SandboxDetail},
     termination,
     turns::{Turns, Urgency},
@@ -90,6 +91,8 @@ pub struct Launcher {
     pub admission: Arc<Admission>,
     /// Images that containers are about to be made from.
     pub leases: Leases,
+    /// What of the pods the next agent would know.
+    pub written: WrittenRecords,
     /// Says how many sandboxes and containers are made at once, and whose is next.
     pub turns: Turns,
     /// Counters.
@@ -216,6 +219,10 @@ impl Launcher {
             return Ok(id.clone());
         }
         let container = plan.container(&start.name)?;
+        if plan.is_debugger(&start.name) {
+            // Nothing but the record says that it belongs to the pod.
+            self.written.have_debugger(&plan.uid, &start.name).await;
+        }
         let process_target = process_target(plan, &start.name, seen)?;
         let objects = self.objects();
         let starting = Starting { plan, container, sandbox, process_target, start, objects, chores };

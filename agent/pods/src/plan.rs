@@ -136,6 +136,12 @@ impl PodPlan {
         found.ok_or_else(|| Error::Spec(format!("the pod has no container {name}")))
     }
 
+    /// Returns true for an ephemeral container that was added to a static pod; those of others are known to the
+    /// API server.
+    pub(crate) fn is_debugger(&self, name: &str) -> bool {
+        !Origin::of(&self.pod).is_api() && self.ephemeral.iter().any(|container| container.name == name)
+    }
+
     /// The container whose processes the ephemeral container of this name asks to share.
     pub(crate) fn process_target(&self, name: &str) -> Option<&str> {
         let mut all = self.pod.spec.iter().flat_map(|spec| spec.ephemeral_containers.iter().flatten());

@@ -46,6 +46,8 @@ const RETRY: Duration = Duration::from_secs(10);
 const PAUSE_PER_WRITE: u32 = 9;
 /// How long the words of the records are kept for the next write: on a node at rest they are only in the way.
 const TEXTS_KEPT: Duration = Duration::from_secs(10);
+/// How long something is put off because what the next agent must know of it is not written.
+const LONGEST_WAIT: Duration = Duration::from_secs(5);
 /// What a sudden end of the agent may cost of what was learned last.
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
@@ -102,6 +104,11 @@ impl PodRecord {
         }
     }
 
+    /// Returns true if an ephemeral container of this name was added to the pod.
+    pub(crate) fn has_debugger(&self, name: &str) -> bool {
+        self.debuggers.iter().any(|debugger| debugger.name == name)
+    }
+
     /// What of it nobody could find out again: how it ended, its debuggers, the hooks that are done.
     fn lasting(&self) -> (Option<&PodFailure>, bool, &[core::EphemeralContainer], Vec<&String>) {
         let ended = has_ended(self.status.as_deref());
@@ -127,6 +134,8 @@ fn sound(mut map: Map) -> Map {
 #[derive(Debug)]
 pub struct Records {
     newest: watch::Sender<Map>,
+    /// As they were written last.
+    written: watch::Sender<Map>,
     /// Rung when what has changed can't wait.
     urgent: Arc<Notify>,
 }
@@ -140,6 +149,21 @@ impl KnownPods {
     #[must_use]
     pub fn has(&self, uid: &str) -> bool {
         self.0.borrow().contains_key(uid)
+    }
+}
+
+/// The records as they were written last, for those who may not act on what the next agent would not know.
+#[derive(Clone, Debug)]
+pub struct WrittenRecords(watch::Receiver<Map>);
+
+impl WrittenRecords {
+    /// Waits until an ephemeral container that was added to a static pod is written down. While nothing can be
+    /// written, on a full disk, it gives up: that is when a person needs to look into a pod.
+    pub(crate) async fn have_debugger(&self, uid: &str, name: &str) {
+        let mut written = self.0.clone();
+        let has = |map: &Map| map.get(uid).is_some_and(|record| record.has_debugger(name));
+        // It fails, too, when the agent ends.
+        let _ = timeout(LONGEST_WAIT, written.wait_for(has)).await;
     }
 }
 
@@ -165,7 +189,9 @@ impl Records {
                 Map::new()
             }
         };
-        Self { newest: watch::Sender::new(sound(map)), urgent: Arc::default() }
+        let map = sound(map);
+        let written = watch::Sender::new(map.clone());
+        Self { newest: watch::Sender::new(map), written, urgent: Arc::default() }
     }
 
     /// The record of a pod.
@@ -177,6 +203,12 @@ impl Records {
     #[must_use]
     pub fn known(&self) -> KnownPods {
         KnownPods(self.newest.subscribe())
+    }
+
+    /// The records as they were written last, now and later.
+    #[must_use]
+    pub fn written(&self) -> WrittenRecords {
+        WrittenRecords(self.written.subscribe())
     }
 
     /// All pods of which anything is known.
@@ -208,6 +240,7 @@ impl Records {
     pub fn writer(&self, state: Arc<State>, metrics: Metrics) -> impl Future<Output = ()> + Send + use<> {
         let mut newest = self.newest.subscribe();
         let (mut dropped, urgent) = (self.newest.subscribe(), Arc::clone(&self.urgent));
+        let told = self.written.clone();
         async move {
             let mut failing = false;
             // Of those that an earlier instance left nobody knows whether they were waited for.
@@ -240,6 +273,7 @@ impl Records {
                         }
                         failing = false;
                         ends_on_disk = ends;
+                        told.send_replace(map);
                         break;
                     };
                     metrics.state_write_errors.inc();
@@ -371,5 +405,20 @@ mod tests {
         };
         assert_eq!(known_in("a"), (Some(1), Some("/run/netns/one".into())));
         assert_eq!(known_in("b"), (None, None));
+    }
+
+    #[tokio::test]
+    async fn a_debugger_that_was_waited_for_is_known_to_the_next_agent() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = Arc::new(State::open_in_boot(dir.path(), "a").unwrap());
+        let records = Records::load(&state);
+        let writer = tokio::spawn(records.writer(Arc::clone(&state), Metrics::default()));
+        let mut one = record("Running", None);
+        one.debuggers.push(core::EphemeralContainer { name: "debugger".to_owned(), ..Default::default() });
+        records.set("0", one);
+        records.written().have_debugger("0", "debugger").await;
+        assert!(Records::load(&state).get("0").unwrap().has_debugger("debugger"));
+        drop(records);
+        writer.await.unwrap();
     }
 }

@@ -68,7 +68,7 @@ use beelet_pods::{
     launch::Launcher,
     manager::{self, Manager},
     qos_tree,
-    records::Records,
+    records::{Records, WrittenRecords},
     user_namespaces::UserNamespaces,
 };
 use beelet_probes::Probes;
@@ -455,7 +455,8 @@ impl Node {
         tasks.spawn_optional("records", records.writer(Arc::clone(&self.state), self.metrics.pods.clone()));
         let protection = NodeProtection::build(&self, &requests, goes_down.subscribe()).await;
         let desired = self.desired(inputs.sources, &mut tasks, &working).await;
-        let launcher = Arc::new(self.launcher(desired.clone(), &devices, &protection)?);
+        let launcher = self.launcher(desired.clone(), records.written(), &devices, &protection)?;
+        let launcher = Arc::new(launcher);
         let exits = self.follow_exits(&mut tasks, &requests, processes, &working);
         let handles = self.handles(desired, requests, devices, exits, &protection, &mut tasks);
         tasks.spawn_optional("node shutdown", self.shutdown(&handles, goes_down).run(working.clone()));
@@ -739,6 +740,7 @@ impl Node {
     fn launcher(
         &self,
         desired: watch::Receiver<Arc<Desired>>,
+        written: WrittenRecords,
         devices: &Devices,
         protection: &NodeProtection,
     ) -> Result<Launcher> {
@@ -760,6 +762,7 @@ impl Node {
             users: Arc::new(UserNamespaces::new(self.user_ids, self.config.beelet.pods_dir.clone())),
             admission: Arc::clone(&protection.admission),
             leases: protection.leases.clone(),
+            written,
             turns: beelet_pods::turns::Turns::default(),
             metrics: self.metrics.pods.clone(),
         })

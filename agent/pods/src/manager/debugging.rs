@@ -31,7 +31,7 @@ impl Manager {
     /// See [`beelet_model::request::Request::Debug`].
     pub(super) fn debug(&mut self, uid: &str, container: core::EphemeralContainer) {
         let Some(managed) = self.pods.get_mut(uid) else { return };
-        let known = managed.kept.debuggers.iter().any(|other| other.name == container.name);
+        let known = managed.kept.has_debugger(&container.name);
         if managed.origin().is_api() || managed.terminating() || managed.kept.failure.is_some() || known {
             return;
         }
