@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::bail;
 use beelet_model::status::runtime_id;
 use beelet_model::table::{PodEntry, PodTable};
+use beelet_policy::why::end_of;
 use beelet_proto::beelet as proto;
 use clap::Args;
 use k8s_openapi::api::core::v1::ContainerStatus;
@@ -115,12 +116,7 @@ fn ended_since(status: &ContainerStatus, before: &str) -> Option<String> {
     runtime_id(status).filter(|id| *id != before)?;
     let [now, last] = [&status.state, &status.last_state].map(|state| state.as_ref()?.terminated.as_ref());
     let is_waiting = status.state.as_ref().is_some_and(|state| state.waiting.is_some());
-    let end = now.or_else(|| last.filter(|_| is_waiting))?;
-    let words = end.message.as_deref().unwrap_or_default();
-    let words = words.lines().rev().find(|line| !line.trim().is_empty());
-    let (code, reason) = (end.exit_code, end.reason.as_deref().unwrap_or_default());
-    let what = if reason.is_empty() { String::new() } else { format!(" ({reason})") };
-    Some(format!("exit code {code}{what}{}", words.map_or_else(String::new, |words| format!(": {words}"))))
+    Some(end_of(now.or_else(|| last.filter(|_| is_waiting))?, None))
 }
 
 /// What a container waits for that does not start, if that is more than its turn.
@@ -159,13 +155,13 @@ mod tests {
         let check = |id: &str, state: &Value, last: &Value, expected: Option<&str>| {
             assert_eq!(ended_since(&status(id, state, last), "1").as_deref(), expected, "{id} {state}");
         };
-        let told = Some("exit code 128 (StartError): no such file");
+        let told = Some("StartError, exit 128: no such file");
         check("x://2", &crash, &end, told);
         check("x://2", &end, &none, told);
         // That was the end of the one before.
         check("x://1", &crash, &end, None);
         check("x://2", &running, &end, None);
-        check("x://2", &json!({"terminated": {"exitCode": 3}}), &none, Some("exit code 3"));
+        check("x://2", &json!({"terminated": {"exitCode": 3}}), &none, Some("exit 3"));
     }
 
     #[test]

@@ -31,6 +31,32 @@ pub fn ended(exit_code: i32, line: &str) -> String {
     format!("exit code {exit_code}, {LAST_LINE}{}", quote(line))
 }
 
+/// How a container has ended: "exit 3, last words: cannot open app.conf". `logged` is the last line of its
+/// log, for one that has left no message.
+#[must_use]
+pub fn end_of(ended: &ContainerStateTerminated, logged: Option<&str>) -> String {
+    let code = ended.exit_code;
+    let reason = ended.reason.as_deref().unwrap_or_default();
+    let what = match (reason, ended.signal) {
+        ("OOMKilled", _) => "killed by the kernel for want of memory".to_owned(),
+        ("" | "Error" | "Completed", Some(signal)) if signal != 0 => format!("ended by signal {signal}"),
+        ("" | "Error" | "Completed", _) => format!("exit {code}"),
+        (reason, _) => format!("{reason}, exit {code}"),
+    };
+    let words = ended.message.as_deref().unwrap_or_default();
+    let last = words.lines().rev().find(|line| !line.trim().is_empty());
+    match (reason, last.or(logged)) {
+        // The agent's own words, which say all of it.
+        ("OOMKilled", Some(line)) if line.starts_with(OOM) => shortened(line, 2 * MAX_QUOTE),
+        ("" | "Error" | "Completed" | "OOMKilled", Some(line)) => {
+            format!("{what}, last words: {}", quote(line))
+        }
+        // It has never said anything: these are the runtime's words.
+        (_, Some(line)) => format!("{what}: {}", quote(line)),
+        (_, None) => what,
+    }
+}
+
 /// A warning among a pod's events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Warning<'a> {
@@ -139,28 +165,8 @@ impl PodFacts<'_> {
         self.warnings.iter().rev().find(is_its).map(|warning| warning.message)
     }
 
-    /// "exit 3, last words: cannot open app.conf"
     fn end(&self, container: &str, ended: &ContainerStateTerminated) -> String {
-        let code = ended.exit_code;
-        let what = match (ended.reason.as_deref().unwrap_or_default(), ended.signal) {
-            ("OOMKilled", _) => "killed by the kernel for want of memory".to_owned(),
-            ("" | "Error" | "Completed", Some(signal)) if signal != 0 => format!("ended by signal {signal}"),
-            ("" | "Error" | "Completed", _) => format!("exit {code}"),
-            (reason, _) => format!("{reason}, exit {code}"),
-        };
-        let words = ended.message.as_deref().unwrap_or_default();
-        let last = words.lines().rev().find(|line| !line.trim().is_empty());
-        match (ended.reason.as_deref().unwrap_or_default(), last.or_else(|| self.last_line(container, ended)))
-        {
-            // The agent's own words, which say all of it.
-            ("OOMKilled", Some(line)) if line.starts_with(OOM) => shortened(line, 2 * MAX_QUOTE),
-            ("" | "Error" | "Completed" | "OOMKilled", Some(line)) => {
-                format!("{what}, last words: {}", quote(line))
-            }
-            // It has never said anything: these are the runtime's words.
-            (_, Some(line)) => format!("{what}: {}", quote(line)),
-            (_, None) => what,
-        }
+        end_of(ended, self.last_line(container, ended))
     }
 
     /// The last line of the container's log, as it was told when this instance had ended.

@@ -207,8 +207,12 @@ fn command_of(proc: &Path, pid: u32) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use std::process::{Child, Command, Stdio};
+    use std::sync::{Mutex, PoisonError};
 
     use super::*;
+
+    /// Each test stands for a shim, whose children are its own: one at a time in this process.
+    static SHIM: Mutex<()> = Mutex::new(());
 
     fn process(pid: u32, parent: u32, session: u32, started: u64) -> Process {
         Process { pid, parent, session, started: Moment(started) }
@@ -296,6 +300,7 @@ mod tests {
     /// processes that sleep for this many seconds. It has started all of them when it prints a line, and then
     /// runs as `runs_as`.
     fn check(command: &[&str], runs_as: &[&str], at_least: usize, sleepers: std::ops::RangeInclusive<u32>) {
+        let _alone = SHIM.lock().unwrap_or_else(PoisonError::into_inner);
         // This process stands for the shim: both the container's first process and the probe are its
         // children.
         let owned = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
