@@ -209,6 +209,22 @@ pub fn containerd_2() -> Result<(), Missing> {
     }
 }
 
+/// The test writes a running container's state into an archive: CRIU, for this kernel.
+pub fn criu() -> Result<(), Missing> {
+    let Some(criu) = find_program("criu") else {
+        return Err(missing("criu is not installed", "install CRIU, or put it into PATH"));
+    };
+    match std::process::Command::new(criu).arg("check").output() {
+        Ok(checked) if checked.status.success() => Ok(()),
+        Ok(checked) => {
+            let why = String::from_utf8_lossy(&checked.stderr);
+            let why = why.lines().next().unwrap_or("criu check failed");
+            Err(missing(format!("criu can't work on this kernel: {why}"), "put a newer CRIU into PATH"))
+        }
+        Err(error) => Err(missing(format!("criu can't be run: {error}"), "put another CRIU into PATH")),
+    }
+}
+
 /// The test runs a device plugin that nobody here wrote: `DEVICE_PLUGIN` must name one, and how to start it.
 pub fn device_plugin() -> Result<(), Missing> {
     match given_device_plugin() {

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use beelet_cri::stream::{Input, Output, Streams, stream};
@@ -13,7 +13,7 @@ use beelet_tests::exec::frame;
 use beelet_tests::pods::PodView;
 use beelet_tests::workdir::PATIENCE;
 use beelet_tests::{images, ports, require};
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
@@ -58,6 +58,19 @@ async fn connect(dir: &Path, address: SocketAddr) -> TlsStream<TcpStream> {
     let stream = TcpStream::connect(address).await.unwrap();
     let name = ServerName::try_from(NODE).unwrap();
     TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap()
+}
+
+/// What the server answers to a request without a body: its head, and its body.
+async fn post(dir: &Path, address: SocketAddr, path: &str) -> (String, String) {
+    let mut socket = connect(dir, address).await;
+    let request =
+        format!("POST {path} HTTP/1.1\r\nHost: {NODE}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+    socket.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = Vec::new();
+    socket.read_to_end(&mut answer).await.unwrap();
+    let answer = String::from_utf8(answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    (head.to_owned(), body.to_owned())
 }
 
 /// A port before the server that speaks plain HTTP: the agent's own client of streams is asked for no more.
@@ -172,4 +185,32 @@ fn a_forwarded_port_reaches_the_pod_by_websocket() {
         data
     });
     assert_eq!(&answer[..2], &[80, 0]);
+}
+
+#[test]
+fn the_state_of_a_running_container_is_written_into_an_archive_and_it_runs_on() {
+    require!(containerd_2, criu);
+    let (node, address) = serving(Containerd::start_version_2_for_test().unwrap());
+    node.apply(&script("web", "i=0; while sleep 0.1; do i=$((i + 1)); echo $i; done"));
+    let before = node.wait("web", "to run", PodView::ready);
+    let dir = node.agent.dir().to_owned();
+    let ask = format!("/checkpoint/default/web-{NODE}/main?timeout=60");
+    let (head, body) = block_on(post(&dir, address, &ask));
+    assert!(head.starts_with("HTTP/1.1 200 "), "{head}\n{body}");
+    let answer: Value = serde_json::from_str(&body).unwrap();
+    let archive = PathBuf::from(answer["items"][0].as_str().unwrap());
+    assert_eq!(archive.parent(), Some(&*dir.join("kubelet/checkpoints")));
+    let name = archive.file_name().unwrap().to_str().unwrap();
+    assert!(name.starts_with(&format!("checkpoint-web-{NODE}_default-main-")), "{name}");
+    let mut within = tar::Archive::new(std::fs::File::open(&archive).unwrap());
+    let names: Vec<_> =
+        within.entries().unwrap().map(|entry| entry.unwrap().path().unwrap().into_owned()).collect();
+    for part in ["config.dump", "spec.dump", "checkpoint/inventory.img"] {
+        assert!(names.iter().any(|name| name == Path::new(part)), "no {part} among {names:?}");
+    }
+    let lines = node.log(&before, "main", 0).lines().count();
+    node.wait_file(&node.log_path(&before, "main", 0), |log| log.lines().count() > lines);
+    let after = node.wait("web", "to be there", PodView::ready);
+    let id = |pod: &PodView| pod.container("main").unwrap().container_id.clone();
+    assert_eq!((after.restarts(), id(&after)), (0, id(&before)));
 }
