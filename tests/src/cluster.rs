@@ -16,6 +16,7 @@ use base64::Engine as _;
 use beelet_cluster::client::{Client, Event};
 use futures::StreamExt as _;
 use http::Method;
+use jiff::Timestamp;
 use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, KeyPair, SanType};
 use serde_json::{Value, json};
 
@@ -543,6 +544,22 @@ impl Cluster {
             (text(&event["verb"]), resource, event["responseStatus"]["code"].as_u64().unwrap_or(0))
         });
         Ok(asked.collect())
+    }
+
+    /// When a node's lease was renewed, oldest first, by the API server's clock.
+    ///
+    /// # Errors
+    /// The audit log can't be read.
+    pub fn renewals(&self, node: &str) -> Result<Vec<Timestamp>> {
+        let name = format!("system:node:{node}");
+        let is_renewal = |event: &Value| {
+            event["user"]["username"] == name
+                && event["verb"] == "update"
+                && event["objectRef"]["resource"] == "leases"
+                && event["responseStatus"]["code"] == 200
+        };
+        let events = self.audit()?.into_iter().filter(is_renewal);
+        events.map(|event| Ok(event["stageTimestamp"].as_str().unwrap_or_default().parse()?)).collect()
     }
 
     /// Leaves it running when the value is dropped; the instance's teardown ends it.

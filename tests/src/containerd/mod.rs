@@ -21,6 +21,7 @@ use beelet_proto::cri;
 use beelet_proto::cri::image_service_client::ImageServiceClient;
 use beelet_proto::cri::runtime_service_client::RuntimeServiceClient;
 use hyper_util::rt::TokioIo;
+use rustix::process::{Pid, Signal, kill_process};
 use sha2::{Digest as _, Sha256};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -107,6 +108,16 @@ impl Names {
 
     pub(crate) fn cgroup(&self) -> String {
         format!("beelet-{}", self.id)
+    }
+}
+
+/// A containerd that hangs as long as the value lives.
+#[derive(Debug)]
+pub struct Hanging(Pid);
+
+impl Drop for Hanging {
+    fn drop(&mut self) {
+        let _ = kill_process(self.0, Signal::CONT); // it may be gone
     }
 }
 
@@ -246,14 +257,22 @@ impl Containerd {
     /// Tells it to stop, and waits; containers keep running.
     pub fn stop(&mut self) -> Result<()> {
         let Some(mut child) = self.child.take() else { return Ok(()) };
-        let pid = rustix::process::Pid::from_child(&child.0);
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM)
-            .context("could not stop containerd")?;
+        let pid = Pid::from_child(&child.0);
+        kill_process(pid, Signal::TERM).context("could not stop containerd")?;
         wait_for("containerd to stop", PATIENCE, || match child.0.try_wait() {
             Ok(Some(_)) => Ok(()),
             Ok(None) => Err("it still runs".to_owned()),
             Err(error) => Err(error.to_string()),
         })
+    }
+
+    /// Makes it hang, as a debugger would (SIGSTOP): its socket still takes connections, and nobody answers
+    /// on them. It goes on when the value is dropped.
+    pub fn hang(&self) -> Result<Hanging> {
+        let pid = self.pid().and_then(|pid| Pid::from_raw(pid.try_into().ok()?));
+        let pid = pid.context("containerd does not run")?;
+        kill_process(pid, Signal::STOP).context("could not stop containerd")?;
+        Ok(Hanging(pid))
     }
 
     /// Kills it at once; containers keep running.

@@ -12,7 +12,6 @@ use beelet_tests::manifests::{self, CONTROL, PORT};
 use beelet_tests::pages::Format;
 use beelet_tests::pods::PodView;
 use beelet_tests::{require, workdir};
-use rustix::process::{Pid, Signal, kill_process};
 
 fn start() -> (Containerd, Agent) {
     let containerd = Containerd::start_for_test().unwrap();
@@ -297,11 +296,10 @@ fn a_containerd_that_hangs_or_dies_makes_the_node_not_ready_and_costs_no_pod_any
         workdir::wait_for(&format!("/healthz to say {words:?}"), workdir::PATIENCE, look).unwrap();
     };
     let silent = format!("the container runtime at {} has not answered since", containerd.endpoint());
-    let pid = containerd.pid().and_then(|pid| Pid::from_raw(pid.try_into().ok()?)).unwrap();
     until_health_is(200, "ok");
-    kill_process(pid, Signal::STOP).unwrap();
+    let hanging = containerd.hang().unwrap();
     until_health_is(500, &silent);
-    kill_process(pid, Signal::CONT).unwrap();
+    drop(hanging);
     until_health_is(200, "ok");
     containerd.kill9();
     until_health_is(500, &silent);

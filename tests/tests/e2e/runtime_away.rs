@@ -12,24 +12,6 @@ use beelet_tests::containerd::Containerd;
 use beelet_tests::manifests::{self, CONTROL, PORT};
 use beelet_tests::pods::PodView;
 use beelet_tests::{require, workdir};
-use rustix::process::{Pid, Signal, kill_process};
-
-/// A process that is stopped as long as the value lives.
-struct Stopped(Pid);
-
-impl Stopped {
-    fn stop(pid: u32) -> Stopped {
-        let pid = Pid::from_raw(pid.try_into().unwrap()).unwrap();
-        kill_process(pid, Signal::STOP).unwrap();
-        Stopped(pid)
-    }
-}
-
-impl Drop for Stopped {
-    fn drop(&mut self) {
-        let _ = kill_process(self.0, Signal::CONT); // it may be gone
-    }
-}
 
 fn identity(pod: &PodView) -> (String, Vec<(Option<String>, i32)>) {
     let containers = pod.containers().iter().map(|one| (one.container_id.clone(), one.restart_count));
@@ -49,7 +31,7 @@ fn hangs(containerd: Containerd, time: Duration) {
     let mut doomed = Control::connect(crashes.ip().unwrap(), CONTROL).unwrap();
 
     let began = Instant::now();
-    let stopped = Stopped::stop(node.containerd.pid().unwrap());
+    let hanging = node.containerd.hang().unwrap();
     // What the kernel tells needs no containerd: readiness, and that a process is gone.
     control.send(&format!("close {PORT}")).unwrap();
     node.wait("web", "to be not ready", |pod| !pod.ready());
@@ -72,7 +54,7 @@ fn hangs(containerd: Containerd, time: Duration) {
         std::thread::park_timeout(Duration::from_millis(500));
     }
 
-    drop(stopped);
+    drop(hanging);
     node.wait("late", "to be ready", PodView::ready);
     node.wait("crashes", "to run again", |pod| pod.ready() && pod.restarts() == 1);
     node.wait_gone("goes");

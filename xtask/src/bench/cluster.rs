@@ -18,6 +18,9 @@
 //!   be in it.
 //! - `exec_round_trip`: `true` in a container, by the node's own HTTPS server: connection, TLS, upgrade, the
 //!   command, its status. `exec_throughput`: what a command prints, through the same.
+//! - `lease_gap`: between two renewals of the node's lease, while a hundred pods start at once beside one that
+//!   forks without end, and while the container runtime hangs. Controllers take a node for gone whose lease
+//!   is 40 s old.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
@@ -33,6 +36,7 @@ use beelet_tests::kubelet::{self, Kubelet, Member};
 use beelet_tests::manifests::{self, CONTROL, PORT};
 use beelet_tests::workdir;
 use beelet_tests::{ports, requires};
+use jiff::Timestamp;
 use serde_json::{Value, json};
 
 use super::owner::pause;
@@ -55,6 +59,11 @@ const STATUS_WRITES: f64 = 4.0;
 const REST: Duration = Duration::from_secs(15);
 /// Listeners closed in one pod.
 const CLOSED: usize = 10;
+/// p99, in milliseconds: the lease is renewed every 10 s.
+const LEASE_GAP: f64 = 11_000.0;
+/// Pods that are started at once, and how many processes one has that fork without end.
+const STORM: usize = 100;
+const FORKING: usize = 200;
 /// Bytes that a command prints.
 const PRINTED: u64 = 256 << 20;
 
@@ -70,6 +79,7 @@ struct Samples {
     idle_lists: f64,
     exec: Vec<f64>,
     throughput: Vec<f64>,
+    lease_gaps: Vec<f64>,
     requests: Requests,
 }
 
@@ -165,6 +175,7 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
     let unbound = |name, unit, samples| Row::unbound("cluster", name, unit, samples);
     add(unbound("exec_round_trip", "ms", ours.exec), |all| all.exec.clone());
     add(unbound("exec_throughput", "MiB/s", ours.throughput), |all| all.throughput.clone());
+    add(Row::new("cluster", "lease_gap", "ms", ours.lease_gaps, LEASE_GAP), |all| all.lease_gaps.clone());
     tell_requests(&ours.requests, beside.as_ref().map(|beside| &beside.requests));
     Ok(())
 }
@@ -187,7 +198,7 @@ fn ours(binary: &Path, quick: bool) -> Result<Samples> {
         .kubelet("authorization", json!({ "mode": "AlwaysAllow" }));
     let _agent = Agent::start(options)?;
     let server = server(&cluster, port);
-    measure("beelet", &cluster, (agent::NODE, &server), quick)
+    measure("beelet", (&cluster, &containerd), (agent::NODE, &server), quick)
 }
 
 fn peer(binary: &Path, quick: bool) -> Result<Samples> {
@@ -198,7 +209,7 @@ fn peer(binary: &Path, quick: bool) -> Result<Samples> {
     let member = Member { kubeconfig, port, keys: cluster.serving_files(kubelet::NODE)? };
     let kubelet = Kubelet::join(binary, &containerd, &member)?;
     let server = server(&cluster, port);
-    measure("the kubelet", &cluster, (kubelet::NODE, &server), quick).with_context(|| {
+    measure("the kubelet", (&cluster, &containerd), (kubelet::NODE, &server), quick).with_context(|| {
         let log = kubelet.log();
         let last: Vec<&str> = log.lines().rev().take(20).collect();
         format!("the kubelet's last words:\n{}", last.into_iter().rev().collect::<Vec<_>>().join("\n"))
@@ -209,7 +220,12 @@ fn server(cluster: &Cluster, port: u16) -> Server {
     Server { address: (Ipv4Addr::LOCALHOST, port).into(), authority: cluster.authority_file() }
 }
 
-fn measure(who: &str, cluster: &Cluster, (node, server): (&str, &Server), quick: bool) -> Result<Samples> {
+fn measure(
+    who: &str,
+    (cluster, containerd): (&Cluster, &Containerd),
+    (node, server): (&str, &Server),
+    quick: bool,
+) -> Result<Samples> {
     let step = Step::start(format!("cluster: pods of {who}"));
     let ready = |node: &Value| condition(node, "Ready").then_some(());
     cluster.until("the Node to be ready", &format!("/api/v1/nodes/{node}"), ready)?;
@@ -244,6 +260,8 @@ fn measure(who: &str, cluster: &Cluster, (node, server): (&str, &Server), quick:
     (all.requests.idle, all.requests.hours) = (counted(&asked), minutes / 60.0);
     step.detail("commands");
     exec(cluster, (node, server), quick, &mut all)?;
+    step.detail("the lease in trouble");
+    all.lease_gaps = lease_gaps(cluster, containerd, node, quick)?;
     let refused = |(_, _, code): &&(String, String, u64)| [401, 403].contains(code);
     all.requests.refused = cluster.asked_by(node)?.iter().filter(refused).count();
     step.done(&format!("{pods} pods"));
@@ -252,10 +270,7 @@ fn measure(who: &str, cluster: &Cluster, (node, server): (&str, &Server), quick:
 
 /// Commands in a pod of their own.
 fn exec(cluster: &Cluster, (node, server): (&str, &Server), quick: bool, all: &mut Samples) -> Result<()> {
-    let mut pod = manifests::pod("shell", &["sleep", "100000"]);
-    pod["spec"]["automountServiceAccountToken"] = json!(false);
-    pod["spec"]["enableServiceLinks"] = json!(false);
-    cluster.run(node, &pod)?;
+    cluster.run(node, &plain(manifests::pod("shell", &["sleep", "100000"])))?;
     cluster.until("the pod to run", &Cluster::pod("shell"), |pod| condition(pod, "Ready").then_some(()))?;
     let (trips, prints) = if quick { (5, 1) } else { (50, 5) };
     let timed = |command: &[&str], count: u32| -> Result<Vec<(u64, Duration)>> {
@@ -276,6 +291,37 @@ fn exec(cluster: &Cluster, (node, server): (&str, &Server), quick: bool, all: &m
     Ok(())
 }
 
+/// The times between two renewals of the node's lease, in milliseconds, while the node has trouble.
+fn lease_gaps(cluster: &Cluster, containerd: &Containerd, node: &str, quick: bool) -> Result<Vec<f64>> {
+    let (pods, time) = if quick { (10, 20) } else { (STORM, 60) };
+    let time = Duration::from_secs(time);
+    let before = cluster.renewals(node)?.len();
+    let script = format!("for i in $(seq {FORKING}); do (while :; do (:); done) & done; wait");
+    cluster.run(node, &plain(manifests::pod("forks", &["sh", "-c", &script])))?;
+    cluster.until("the pod to fork", &Cluster::pod("forks"), |pod| condition(pod, "Ready").then_some(()))?;
+    for n in 0..pods {
+        cluster.run(node, &plain(manifests::pod(&format!("storm{n}"), &["sleep", "100000"])))?;
+    }
+    pause(time)?;
+    let hanging = containerd.hang()?;
+    pause(time)?;
+    drop(hanging);
+    let mut renewals = cluster.renewals(node)?;
+    // One that is still to come is late already.
+    renewals.push(Timestamp::now());
+    let times = &renewals[before.saturating_sub(1)..];
+    cluster.delete(&Cluster::pod("forks"), Some(0))?;
+    let gap = |pair: &[Timestamp]| pair[0].duration_until(pair[1]).as_secs_f64() * 1e3;
+    Ok(times.windows(2).map(gap).collect())
+}
+
+/// The pod without what the API server adds to it for its account and the services.
+fn plain(mut pod: Value) -> Value {
+    pod["spec"]["automountServiceAccountToken"] = json!(false);
+    pod["spec"]["enableServiceLinks"] = json!(false);
+    pod
+}
+
 /// How many writes of such a resource the node has made.
 fn writes(cluster: &Cluster, node: &str, resource: &str) -> Result<usize> {
     let asked = cluster.asked_by(node)?;
@@ -284,12 +330,10 @@ fn writes(cluster: &Cluster, node: &str, resource: &str) -> Result<usize> {
 
 /// One pod's life.
 fn pod(cluster: &Cluster, node: &str, name: &str, close: bool, all: &mut Samples) -> Result<()> {
-    let mut pod = manifests::serving(name);
+    let mut pod = plain(manifests::serving(name));
     pod["spec"]["containers"][0]["readinessProbe"]["periodSeconds"] = json!(1);
     pod["spec"]["containers"][0]["readinessProbe"]["failureThreshold"] = json!(1);
     pod["spec"]["terminationGracePeriodSeconds"] = json!(1);
-    pod["spec"]["automountServiceAccountToken"] = json!(false);
-    pod["spec"]["enableServiceLinks"] = json!(false);
     let watcher = cluster.watch(&Cluster::pod(name))?;
     watcher.until("nothing", Value::is_null)?;
     let began = monotonic_ns();
