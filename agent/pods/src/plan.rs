@@ -136,8 +136,8 @@ impl PodPlan {
         found.ok_or_else(|| Error::Spec(format!("the pod has no container {name}")))
     }
 
-    /// Returns true for an ephemeral container that was added to a static pod; those of others are known to the
-    /// API server.
+    /// Returns true for an ephemeral container that was added to a static pod; those of others are known to
+    /// the API server.
     pub(crate) fn is_debugger(&self, name: &str) -> bool {
         !Origin::of(&self.pod).is_api() && self.ephemeral.iter().any(|container| container.name == name)
     }

@@ -157,8 +157,8 @@ impl KnownPods {
 pub struct WrittenRecords(watch::Receiver<Map>);
 
 impl WrittenRecords {
-    /// Waits until an ephemeral container that was added to a static pod is written down. While nothing can be
-    /// written, on a full disk, it gives up: that is when a person needs to look into a pod.
+    /// Waits until an ephemeral container that was added to a static pod is written down. While nothing can
+    /// be written, on a full disk, it gives up: that is when a person needs to look into a pod.
     pub(crate) async fn have_debugger(&self, uid: &str, name: &str) {
         let mut written = self.0.clone();
         let has = |map: &Map| map.get(uid).is_some_and(|record| record.has_debugger(name));

@@ -18,9 +18,9 @@
 //!   be in it.
 //! - `exec_round_trip`: `true` in a container, by the node's own HTTPS server: connection, TLS, upgrade, the
 //!   command, its status. `exec_throughput`: what a command prints, through the same.
-//! - `lease_gap`: between two renewals of the node's lease, while a hundred pods start at once beside one that
-//!   forks without end, and while the container runtime hangs. Controllers take a node for gone whose lease
-//!   is 40 s old.
+//! - `lease_gap`: between two renewals of the node's lease, while a hundred pods start at once beside one
+//!   that forks without end, and while the container runtime hangs. Controllers take a node for gone whose
+//!   lease is 40 s old.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
