@@ -312,7 +312,7 @@ impl Slot {
         // Of an object that is being removed there is nothing to write or delete: both would be refused.
         let patience = match &patch {
             _ if api_status::vanishes(&newest) => Some(api_status::VANISHING),
-            Some(_) => api_status::patience(&in_api, &merged),
+            Some(_) => api_status::patience(&newest, &merged),
             None => None,
         };
         let held = self.held;

@@ -35,6 +35,10 @@ const SANDBOX: &str = "PodReadyToStartContainers";
 const BETWEEN_CONTAINERS: Duration = Duration::from_secs(2);
 /// A container is mostly made and started in this time once its sandbox is there.
 const SANDBOX_ONLY: Duration = Duration::from_millis(300);
+/// A container that has begun is mostly found ready in this time, if at once at all.
+const READY_AT_ONCE: Duration = Duration::from_millis(30);
+/// Most containers that are told to stop have ended in this time, and their pod with them.
+const ENDING: Duration = Duration::from_millis(500);
 /// An object that vanishes is gone long before this. If it stays, its removal was broken off in the middle.
 pub const VANISHING: Duration = Duration::from_secs(2);
 /// The node may set it, others too.
@@ -136,16 +140,36 @@ pub fn vanishes(pod: &Pod) -> bool {
         && finalizers.as_ref().is_none_or(Vec::is_empty)
 }
 
-/// How long a status may wait for another that mostly follows at once; none: it is written now.
+/// How long a status may wait for another that mostly follows at once; none: it is written now. `pod` is as
+/// the API server has it.
 #[must_use]
-pub fn patience(in_api: &PodStatus, ours: &PodStatus) -> Option<Duration> {
+pub fn patience(pod: &Pod, ours: &PodStatus) -> Option<Duration> {
+    let none = PodStatus::default();
+    let in_api = pod.status.as_ref().unwrap_or(&none);
     if is_between_containers(in_api, ours) {
         Some(BETWEEN_CONTAINERS)
     } else if is_only_the_sandbox(in_api, ours) {
         Some(SANDBOX_ONLY)
+    } else if urgency(in_api, ours) == Urgency::Traffic {
+        None
+    } else if pod.metadata.deletion_timestamp.is_some() {
+        // Its readiness goes next, and then its end comes.
+        Some(ENDING)
+    } else if has_just_begun(in_api, ours) {
+        Some(READY_AT_ONCE)
     } else {
         None
     }
+}
+
+/// Returns true if all containers run, as far as the API server knows for the first time, and what is missing
+/// is the readiness of some: a probe that looks at once.
+fn has_just_begun(in_api: &PodStatus, ours: &PodStatus) -> bool {
+    let runs = |c: &ContainerStatus| c.state.as_ref().is_some_and(|state| state.running.is_some());
+    let mut own = ours.container_statuses.iter().flatten();
+    in_api.phase.as_deref() == Some("Pending")
+        && ours.phase.as_deref() == Some("Running")
+        && own.all(|c| runs(c) && c.started == Some(true))
 }
 
 /// Returns true if a container that runs, as the API server knows it, has ended here for its next one, which

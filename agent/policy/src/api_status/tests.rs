@@ -59,6 +59,11 @@ fn what_others_own_stays_and_what_is_ours_is_written() {
     );
 }
 
+/// A pod as the API server has it.
+fn assigned(status: &PodStatus) -> Pod {
+    Pod { status: Some(status.clone()), ..Pod::default() }
+}
+
 #[test]
 fn a_pod_ends_there_only_once_nothing_of_it_runs() {
     let before = of("Running", json!([condition("Ready", "True", 1)]), running());
@@ -85,7 +90,7 @@ fn a_container_that_ended_for_its_next_one_is_told_from_one_that_crashed() {
     let runs = one("c://1", running(), json!({}));
     let check = |in_api: &PodStatus, ours: PodStatus, expected: bool| {
         let expected = expected.then_some(BETWEEN_CONTAINERS);
-        assert_eq!(patience(in_api, &ours), expected, "{ours:?}");
+        assert_eq!(patience(&assigned(in_api), &ours), expected, "{ours:?}");
     };
     check(&runs, one("c://1", waiting("ContainerCreating"), ended("c://1")), true);
     // Its next one is made, and does not run yet.
@@ -105,7 +110,8 @@ fn the_sandbox_alone_is_told_with_the_first_container_or_a_moment_later() {
         of(phase, conditions, json!({"waiting": {"reason": reason}}))
     };
     let check = |ours: PodStatus, expected: Option<Duration>| {
-        assert_eq!(patience(&one("Pending", "False", "ContainerCreating"), &ours), expected, "{ours:?}");
+        let in_api = one("Pending", "False", "ContainerCreating");
+        assert_eq!(patience(&assigned(&in_api), &ours), expected, "{ours:?}");
     };
     check(one("Pending", "True", "ContainerCreating"), Some(SANDBOX_ONLY));
     check(one("Pending", "True", "PodInitializing"), Some(SANDBOX_ONLY));
@@ -117,10 +123,45 @@ fn the_sandbox_alone_is_told_with_the_first_container_or_a_moment_later() {
     // An init container runs.
     check(of("Pending", conditions, running()), None);
     // The first status is written at once.
-    assert_eq!(
-        patience(&status(json!({"phase": "Pending"})), &one("Pending", "False", "ContainerCreating")),
-        None
-    );
+    let first = assigned(&status(json!({"phase": "Pending"})));
+    assert_eq!(patience(&first, &one("Pending", "False", "ContainerCreating")), None);
+}
+
+#[test]
+fn a_container_that_begins_is_told_with_its_readiness_if_that_comes_at_once() {
+    let one = |phase: &str, ready: &str, started: bool, state: Value| {
+        status(json!({"phase": phase, "conditions": [condition("Ready", ready, 1)], "containerStatuses": [
+            {"name": "main", "image": "a", "imageID": "", "ready": ready == "True", "started": started,
+             "restartCount": 0, "state": state}]}))
+    };
+    let waiting = json!({"waiting": {"reason": "ContainerCreating"}});
+    let pending = assigned(&one("Pending", "False", false, waiting));
+    let check = |in_api: &Pod, ours: PodStatus, expected: Option<Duration>| {
+        assert_eq!(patience(in_api, &ours), expected, "{ours:?}");
+    };
+    check(&pending, one("Running", "False", true, running()), Some(READY_AT_ONCE));
+    check(&pending, one("Running", "True", true, running()), None);
+    // Its startup probe looks first.
+    check(&pending, one("Running", "False", false, running()), None);
+    check(&pending, one("Running", "False", true, ended(1)), None);
+    let known = assigned(&one("Running", "False", true, running()));
+    check(&known, one("Running", "False", true, running()), None);
+}
+
+#[test]
+fn of_a_pod_that_is_deleted_only_readiness_and_the_end_are_told_at_once() {
+    let mut pod = assigned(&of("Running", json!([condition("Ready", "True", 1)]), running()));
+    let mut next = pod.status.clone().unwrap();
+    next.observed_generation = Some(2);
+    assert_eq!(patience(&pod, &next), None);
+    pod.metadata.deletion_timestamp = Some(Time(jiff::Timestamp::UNIX_EPOCH));
+    let check = |ours: &PodStatus, expected: Option<Duration>| {
+        assert_eq!(patience(&pod, ours), expected, "{ours:?}");
+    };
+    check(&next, Some(ENDING));
+    check(&of("Running", json!([condition("Ready", "False", 5)]), running()), None);
+    check(&of("Running", json!([condition("Ready", "True", 1)]), ended(0)), Some(ENDING));
+    check(&of("Succeeded", json!([condition("Ready", "False", 5)]), ended(0)), None);
 }
 
 #[test]
