@@ -166,10 +166,11 @@ pub fn patience(pod: &Pod, ours: &PodStatus) -> Option<Duration> {
 /// is the readiness of some: a probe that looks at once.
 fn has_just_begun(in_api: &PodStatus, ours: &PodStatus) -> bool {
     let runs = |c: &ContainerStatus| c.state.as_ref().is_some_and(|state| state.running.is_some());
-    let mut own = ours.container_statuses.iter().flatten();
+    let own = ours.container_statuses.as_deref().unwrap_or_default();
     in_api.phase.as_deref() == Some("Pending")
         && ours.phase.as_deref() == Some("Running")
-        && own.all(|c| runs(c) && c.started == Some(true))
+        && !own.is_empty()
+        && own.iter().all(|c| runs(c) && c.started == Some(true))
 }
 
 /// Returns true if a container that runs, as the API server knows it, has ended here for its next one, which
