@@ -524,15 +524,19 @@ impl Cluster {
         Ok(log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
     }
 
+    /// The audit log's events of a node.
+    fn audit_of(&self, node: &str) -> Result<impl Iterator<Item = Value> + use<>> {
+        let name = format!("system:node:{node}");
+        Ok(self.audit()?.into_iter().filter(move |event| event["user"]["username"] == name))
+    }
+
     /// A node's requests so far: verb, resource with its subresource, status code.
     ///
     /// # Errors
     /// The audit log can't be read.
     pub fn asked_by(&self, node: &str) -> Result<Vec<(String, String, u64)>> {
-        let name = format!("system:node:{node}");
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-        let events = self.audit()?.into_iter().filter(|event| event["user"]["username"] == name);
-        let asked = events.map(|event| {
+        let asked = self.audit_of(node)?.map(|event| {
             let object = &event["objectRef"];
             let mut resource = match object["resource"].as_str() {
                 Some(resource) => resource.to_owned(),
@@ -551,15 +555,13 @@ impl Cluster {
     /// # Errors
     /// The audit log can't be read.
     pub fn renewals(&self, node: &str) -> Result<Vec<Timestamp>> {
-        let name = format!("system:node:{node}");
         let is_renewal = |event: &Value| {
-            event["user"]["username"] == name
-                && event["verb"] == "update"
+            event["verb"] == "update"
                 && event["objectRef"]["resource"] == "leases"
                 && event["responseStatus"]["code"] == 200
         };
-        let events = self.audit()?.into_iter().filter(is_renewal);
-        events.map(|event| Ok(event["stageTimestamp"].as_str().unwrap_or_default().parse()?)).collect()
+        let renewals = self.audit_of(node)?.filter(is_renewal);
+        renewals.map(|event| Ok(event["stageTimestamp"].as_str().unwrap_or_default().parse()?)).collect()
     }
 
     /// Leaves it running when the value is dropped; the instance's teardown ends it.

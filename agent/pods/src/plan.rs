@@ -139,7 +139,7 @@ impl PodPlan {
     /// Returns true for an ephemeral container that was added to a static pod; those of others are known to
     /// the API server.
     pub(crate) fn is_debugger(&self, name: &str) -> bool {
-        !Origin::of(&self.pod).is_api() && self.ephemeral.iter().any(|container| container.name == name)
+        self.ephemeral.iter().any(|container| container.name == name) && !Origin::of(&self.pod).is_api()
     }
 
     /// The container whose processes the ephemeral container of this name asks to share.

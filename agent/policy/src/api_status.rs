@@ -165,7 +165,6 @@ pub fn patience(pod: &Pod, ours: &PodStatus) -> Option<Duration> {
 /// Returns true if all containers run, as far as the API server knows for the first time, and what is missing
 /// is the readiness of some: a probe that looks at once.
 fn has_just_begun(in_api: &PodStatus, ours: &PodStatus) -> bool {
-    let runs = |c: &ContainerStatus| c.state.as_ref().is_some_and(|state| state.running.is_some());
     let own = ours.container_statuses.as_deref().unwrap_or_default();
     in_api.phase.as_deref() == Some("Pending")
         && ours.phase.as_deref() == Some("Running")
@@ -178,12 +177,8 @@ fn has_just_begun(in_api: &PodStatus, ours: &PodStatus) -> bool {
 /// and starts the other in one step (`SyncPod`), and its status does not show what is between them.
 fn is_between_containers(in_api: &PodStatus, ours: &PodStatus) -> bool {
     let ended = |c: &ContainerStatus| c.last_state.as_ref()?.terminated.as_ref()?.container_id.clone();
-    let runs = |id: &String| {
-        all_statuses(in_api).any(|c| {
-            c.container_id.as_ref() == Some(id) && c.state.as_ref().is_some_and(|s| s.running.is_some())
-        })
-    };
-    all_statuses(ours).filter(|c| is_begun(c)).filter_map(ended).any(|id| runs(&id))
+    let ran = |id: &String| all_statuses(in_api).any(|c| c.container_id.as_ref() == Some(id) && runs(c));
+    all_statuses(ours).filter(|c| is_begun(c)).filter_map(ended).any(|id| ran(&id))
 }
 
 /// Returns true if all that is new is the pod's sandbox: its first container mostly runs in the next moment.
@@ -217,7 +212,11 @@ fn waits_for(status: &ContainerStatus) -> Option<&str> {
 }
 
 fn any_running(status: &PodStatus) -> bool {
-    all_statuses(status).any(|c| c.state.as_ref().is_some_and(|state| state.running.is_some()))
+    all_statuses(status).any(runs)
+}
+
+fn runs(status: &ContainerStatus) -> bool {
+    status.state.as_ref().is_some_and(|state| state.running.is_some())
 }
 
 fn all_statuses(status: &PodStatus) -> impl Iterator<Item = &ContainerStatus> {

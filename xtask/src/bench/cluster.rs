@@ -51,8 +51,8 @@ const READY: f64 = 300.0;
 const UNREADY: f64 = 50.0;
 /// The median, in milliseconds.
 const GONE: f64 = 500.0;
-/// Per minute: the lease every ten seconds, and the node's status every five minutes.
-const IDLE_WRITES: f64 = 6.2;
+/// Per minute.
+const IDLE_WRITES: f64 = 6.0;
 /// In one pod's life.
 const STATUS_WRITES: f64 = 4.0;
 /// What is still said of the last pod that went is no longer in the window in which nothing happens.
