@@ -42,6 +42,11 @@ const ALLOWED: &[Allowed] = &[
     allowed("there is no kubectl", NO_PACKAGE),
     allowed("kubectl debug needs an API server of 1.25", NO_PACKAGE),
     allowed("trust bundles need an API server of 1.33", NO_PACKAGE),
+    allowed(
+        "criu can't work on this kernel",
+        "the distribution's CRIU is older than the kernel that CI happens to have",
+    ),
+    allowed("criu is not installed", "not every release of the distribution has a package of it"),
     allowed("there is no promtool", "its package brings a server that starts at once; .ci/run unpacks it"),
     allowed("there is no prometheus", "its package brings a server that starts at once; .ci/run unpacks it"),
     allowed("there is no metrics-server", NO_PACKAGE),

@@ -18,13 +18,14 @@
 //!   be in it.
 //! - `exec_round_trip`: `true` in a container, by the node's own HTTPS server: connection, TLS, upgrade, the
 //!   command, its status. `exec_throughput`: what a command prints, through the same.
-//! - `lease_gap`: between two renewals of the node's lease, while a hundred pods start at once beside one
-//!   that forks without end, and while the container runtime hangs. Controllers take a node for gone whose
-//!   lease is 40 s old.
+//! - `lease_gap`: between two renewals of the node's lease, while a thousand pods start at once beside one
+//!   that forks without end, while the container runtime hangs, and while the disk of all that the agent
+//!   writes is full. Controllers take a node for gone whose lease is 40 s old.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write as _;
 use std::net::Ipv4Addr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
@@ -32,6 +33,7 @@ use beelet_tests::agent::{self, Agent, Control, Options, monotonic_ns};
 use beelet_tests::cluster::{Cluster, Watcher, condition};
 use beelet_tests::containerd::Containerd;
 use beelet_tests::exec::Server;
+use beelet_tests::guards::Mount;
 use beelet_tests::kubelet::{self, Kubelet, Member};
 use beelet_tests::manifests::{self, CONTROL, PORT};
 use beelet_tests::workdir;
@@ -61,9 +63,12 @@ const REST: Duration = Duration::from_secs(15);
 const CLOSED: usize = 10;
 /// p99, in milliseconds: the lease is renewed every 10 s.
 const LEASE_GAP: f64 = 11_000.0;
-/// Pods that are started at once, and how many processes one has that fork without end.
-const STORM: usize = 100;
+/// Pods that are started at once, as many as a bridge has room for, and how many processes one has that fork
+/// without end.
+const STORM: usize = 1000;
 const FORKING: usize = 200;
+/// The disk of what an agent writes, in bytes.
+const DISK: u64 = 512 << 20;
 /// Bytes that a command prints.
 const PRINTED: u64 = 256 << 20;
 
@@ -182,8 +187,9 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
 
 fn ours(binary: &Path, quick: bool) -> Result<Samples> {
     let containerd = Containerd::start(&workdir::target_dir().join("bench/node"))?;
+    let disk = Mount::tmpfs(&containerd.dir().join("agent"), DISK)?;
     let cluster = Cluster::start(containerd.dir())?;
-    let mut options = Options::on(&containerd);
+    let mut options = Options::on(&containerd).kubelet("maxPods", 1100);
     options.binary = Some(binary.to_path_buf());
     let kubeconfig = cluster.node_kubeconfig(agent::NODE)?;
     options.arguments.extend(["--kubeconfig".to_owned(), kubeconfig.display().to_string()]);
@@ -198,18 +204,20 @@ fn ours(binary: &Path, quick: bool) -> Result<Samples> {
         .kubelet("authorization", json!({ "mode": "AlwaysAllow" }));
     let _agent = Agent::start(options)?;
     let server = server(&cluster, port);
-    measure("beelet", (&cluster, &containerd), (agent::NODE, &server), quick)
+    measure("beelet", (&cluster, &containerd, disk.path()), (agent::NODE, &server), quick)
 }
 
 fn peer(binary: &Path, quick: bool) -> Result<Samples> {
     let containerd = Containerd::start(&workdir::target_dir().join("bench/peer"))?;
+    let disk = Mount::tmpfs(&containerd.dir().join("kubelet"), DISK)?;
     let cluster = Cluster::start(containerd.dir())?;
     let kubeconfig = cluster.node_kubeconfig(kubelet::NODE)?;
     let [port] = ports::free()?;
     let member = Member { kubeconfig, port, keys: cluster.serving_files(kubelet::NODE)? };
     let kubelet = Kubelet::join(binary, &containerd, &member)?;
     let server = server(&cluster, port);
-    measure("the kubelet", (&cluster, &containerd), (kubelet::NODE, &server), quick).with_context(|| {
+    let machine = (&cluster, &containerd, disk.path());
+    measure("the kubelet", machine, (kubelet::NODE, &server), quick).with_context(|| {
         let log = kubelet.log();
         let last: Vec<&str> = log.lines().rev().take(20).collect();
         format!("the kubelet's last words:\n{}", last.into_iter().rev().collect::<Vec<_>>().join("\n"))
@@ -222,7 +230,7 @@ fn server(cluster: &Cluster, port: u16) -> Server {
 
 fn measure(
     who: &str,
-    (cluster, containerd): (&Cluster, &Containerd),
+    (cluster, containerd, disk): (&Cluster, &Containerd, &Path),
     (node, server): (&str, &Server),
     quick: bool,
 ) -> Result<Samples> {
@@ -261,7 +269,7 @@ fn measure(
     step.detail("commands");
     exec(cluster, (node, server), quick, &mut all)?;
     step.detail("the lease in trouble");
-    all.lease_gaps = lease_gaps(cluster, containerd, node, quick)?;
+    all.lease_gaps = lease_gaps((cluster, containerd, disk), node, quick, &step)?;
     let refused = |(_, _, code): &&(String, String, u64)| [401, 403].contains(code);
     all.requests.refused = cluster.asked_by(node)?.iter().filter(refused).count();
     step.done(&format!("{pods} pods"));
@@ -292,20 +300,31 @@ fn exec(cluster: &Cluster, (node, server): (&str, &Server), quick: bool, all: &m
 }
 
 /// The times between two renewals of the node's lease, in milliseconds, while the node has trouble.
-fn lease_gaps(cluster: &Cluster, containerd: &Containerd, node: &str, quick: bool) -> Result<Vec<f64>> {
+fn lease_gaps(
+    (cluster, containerd, disk): (&Cluster, &Containerd, &Path),
+    node: &str,
+    quick: bool,
+    step: &Step,
+) -> Result<Vec<f64>> {
     let (pods, time) = if quick { (10, 20) } else { (STORM, 60) };
     let time = Duration::from_secs(time);
     let before = cluster.renewals(node)?.len();
     let script = format!("for i in $(seq {FORKING}); do (while :; do (:); done) & done; wait");
     cluster.run(node, &plain(manifests::pod("forks", &["sh", "-c", &script])))?;
     cluster.until("the pod to fork", &Cluster::pod("forks"), |pod| condition(pod, "Ready").then_some(()))?;
+    step.detail(&format!("the lease while {pods} pods start"));
     for n in 0..pods {
         cluster.run(node, &plain(manifests::pod(&format!("storm{n}"), &["sleep", "100000"])))?;
     }
     pause(time)?;
+    step.detail("the lease while the runtime hangs");
     let hanging = containerd.hang()?;
     pause(time)?;
     drop(hanging);
+    step.detail("the lease while the disk is full");
+    let filler = fill(disk)?;
+    pause(time)?;
+    std::fs::remove_file(filler)?;
     let mut renewals = cluster.renewals(node)?;
     // One that is still to come is late already.
     renewals.push(Timestamp::now());
@@ -313,6 +332,20 @@ fn lease_gaps(cluster: &Cluster, containerd: &Containerd, node: &str, quick: boo
     cluster.delete(&Cluster::pod("forks"), Some(0))?;
     let gap = |pair: &[Timestamp]| pair[0].duration_until(pair[1]).as_secs_f64() * 1e3;
     Ok(times.windows(2).map(gap).collect())
+}
+
+/// Leaves no byte of the disk free, by a file whose path it returns.
+fn fill(disk: &Path) -> Result<PathBuf> {
+    let path = disk.join("filler");
+    let mut file = std::fs::File::create(&path)?;
+    let block = vec![0; 1 << 16];
+    loop {
+        match file.write_all(&block) {
+            Ok(()) => {}
+            Err(full) if full.kind() == std::io::ErrorKind::StorageFull => return Ok(path),
+            Err(error) => return Err(error).with_context(|| format!("could not fill {}", disk.display())),
+        }
+    }
 }
 
 /// The pod without what the API server adds to it for its account and the services.

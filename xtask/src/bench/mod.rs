@@ -280,7 +280,11 @@ fn measure(what: What, binary: &Path, args: &Args, rows: &mut Vec<Row>) -> Resul
 
 /// What is measured on real pods needs them, and an agent as it is shipped, unless one was given.
 fn prepare_pods(build: bool) -> Result<()> {
-    setup::ensure(Part::Demo)?;
+    // Where the agent and the test app are given, as in a stock machine, nothing is built, and nothing
+    // installed for it.
+    if build || std::env::var_os("BEELET_TESTAPP").is_none() {
+        setup::ensure(Part::Demo)?;
+    }
     if let Err(missing) = requires::containerd() {
         bail!("the benches can't run here: {missing}");
     }
@@ -288,7 +292,7 @@ fn prepare_pods(build: bool) -> Result<()> {
     if build {
         step.run(shell::cargo().args(["build", "--release", "--package", "beelet"]))?;
     }
-    images::build_testapp()?;
+    images::testapp()?;
     step.done("");
     Ok(())
 }

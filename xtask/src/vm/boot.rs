@@ -75,6 +75,18 @@ pub(super) enum End {
     Stopped(&'static str),
 }
 
+impl End {
+    /// What went wrong with the machine itself.
+    pub(super) fn trouble(&self) -> Option<String> {
+        match self {
+            End::Done => None,
+            End::Died(why) => Some(format!("it died each time: {why}")),
+            End::Late(deadline) => Some(format!("it had not ended after {} s", deadline.as_secs())),
+            End::Stopped(signal) => Some(format!("{signal} came before its end")),
+        }
+    }
+}
+
 impl Machine {
     /// Starts it and waits for its end. `event` hears about each test.
     pub(super) async fn run(

@@ -66,9 +66,14 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PREFIX", value_delimiter = ',', requires = "machine")]
     e2e: Vec<String>,
 
-    /// Who drives the cgroups of the end-to-end tests' containerd and of the agents on it [default: who
+    /// Measure in the machine instead, with these arguments of `cargo xtask bench`: 'tuner --scenario memory'.
+    /// Its clock goes by instructions: other work on the host makes nothing in it later
+    #[arg(long, value_name = "ARGUMENTS", requires = "machine", conflicts_with_all = ["e2e", "write_docs"])]
+    bench: Option<String>,
+
+    /// Who drives the cgroups of the tests' (or the bench's) containerd and of the agents on it [default: who
     /// drives the machine's]
-    #[arg(long, value_name = "DRIVER", requires = "e2e", value_parser = ["cgroupfs", "systemd"])]
+    #[arg(long, value_name = "DRIVER", requires = "machine", value_parser = ["cgroupfs", "systemd"])]
     driver: Option<String>,
 
     /// Write the processor's part of docs/kernels.md from this run, which then includes this machine's kernel
@@ -80,7 +85,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N")]
     jobs: Option<std::num::NonZeroUsize>,
 
-    /// How long a boot with all its tests may take [default: 1800; with --e2e 300, and 120 per test]
+    /// How long a boot with all its tests may take [default: 1800; with --e2e 300, and 120 per test; with
+    /// --bench 14400]
     #[arg(long, value_name = "SECONDS")]
     deadline: Option<u64>,
 
@@ -123,12 +129,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     if let Some(machine) = &args.machine {
         let (agent, deadline) = (args.agent.as_deref(), args.deadline.map(Duration::from_secs));
-        let (driver, write_docs) = (args.driver.as_deref(), args.write_docs);
-        return match args.e2e.as_slice() {
-            [] => stock::run(machine, agent, deadline.unwrap_or(Options::DEADLINE), write_docs),
-            prefixes => {
-                stock::end_to_end(&stock::EndToEnd { machine, agent, driver, prefixes, deadline, write_docs })
-            }
+        let driver = args.driver.as_deref();
+        let wanted = stock::Wanted { machine, agent, driver, deadline };
+        return match (args.e2e.as_slice(), &args.bench) {
+            (_, Some(arguments)) => stock::bench(&wanted, arguments),
+            ([], None) if driver.is_some() => bail!("--driver is for --e2e and --bench"),
+            ([], None) => stock::run(machine, agent, deadline.unwrap_or(Options::DEADLINE), args.write_docs),
+            (prefixes, None) => stock::end_to_end(&wanted, prefixes, args.write_docs),
         };
     }
     let mut kernels = args.kernels.clone();
@@ -287,9 +294,12 @@ async fn on_this_machine(programs: &Programs, plan: &[Test], deadline: Duration)
     Ok(Run { kernel: HOST.to_owned(), transcript, end, last_words: Vec::new() })
 }
 
-/// A line for each test, as it ends.
+/// A line for each test, as it ends, and each that a bench says.
 fn show(kernel: &str, plan: &[Test], event: &Event, transcript: &Transcript) {
-    let Event::Ended { number, seconds } = event;
+    let (number, seconds) = match event {
+        Event::Ended { number, seconds } => (number, seconds),
+        Event::Said(line) => return println!("{line}"),
+    };
     let (Some(test), verdict) = (plan.get(*number), transcript.verdicts.get(number)) else { return };
     let word = report::word(verdict);
     let style = match word {

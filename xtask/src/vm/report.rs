@@ -33,16 +33,6 @@ pub(crate) struct Summary {
 }
 
 impl Run {
-    /// What went wrong with the machine itself.
-    fn trouble(&self) -> Option<String> {
-        match &self.end {
-            End::Done => None,
-            End::Died(why) => Some(format!("it died, twice: {why}")),
-            End::Late(deadline) => Some(format!("it had not ended after {} s", deadline.as_secs())),
-            End::Stopped(signal) => Some(format!("{signal} came before its end")),
-        }
-    }
-
     /// A kernel's name and, where it says something more, its release.
     fn title(&self) -> String {
         match self.transcript.facts.get("release") {
@@ -82,7 +72,7 @@ impl Summary {
     pub(crate) fn verdict(&self) -> anyhow::Result<()> {
         let mut wrong = Vec::new();
         for run in &self.runs {
-            wrong.extend(run.trouble().map(|trouble| format!("kernel {}: {trouble}", run.title())));
+            wrong.extend(run.end.trouble().map(|trouble| format!("kernel {}: {trouble}", run.title())));
             let failed = self.count(run, |verdict| matches!(verdict, Some(Verdict::Failed(..))));
             if failed > 0 {
                 wrong.push(format!("kernel {}: {failed} test(s) failed", run.title()));
@@ -139,7 +129,7 @@ impl Summary {
                 Some(Verdict::Passed) | None => {}
             }
         }
-        if let Some(trouble) = run.trouble() {
+        if let Some(trouble) = run.end.trouble() {
             let _ = writeln!(text, "\nkernel {}: {trouble}. Its console said last:", run.title());
             for line in &run.last_words {
                 let _ = writeln!(text, "    {line}");
@@ -392,7 +382,7 @@ mod tests {
     #[test]
     fn a_machine_that_died_is_an_error_with_its_last_words() {
         let summary = summary(vec![run("6.1", "begin 0 1\nend 0 2 0", End::Died("status 0".into()))]);
-        assert_eq!(summary.verdict().unwrap_err().to_string(), "kernel 6.1: it died, twice: status 0");
+        assert_eq!(summary.verdict().unwrap_err().to_string(), "kernel 6.1: it died each time: status 0");
         let text = summary.text();
         assert!(text.contains("Its console said last:\n    Oops\n"), "{text}");
         assert!(summary.markdown("").contains("| `kernel x` | 1 passed, 1 not reached |"));

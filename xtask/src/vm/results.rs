@@ -41,6 +41,8 @@ pub(super) enum Verdict {
 pub(super) enum Event {
     /// The test with this number ended, after so many seconds of the guest's clock.
     Ended { number: usize, seconds: f64 },
+    /// A bench printed this line.
+    Said(String),
 }
 
 /// Everything that one kernel said, as far as it came.
@@ -95,6 +97,7 @@ impl Transcript {
                     running.skipped.push(reason(&text));
                 }
             }
+            "said" => return Some(Event::Said(rest.to_owned())),
             "end" => return self.end(rest),
             "done" => self.done = true,
             _ => {}

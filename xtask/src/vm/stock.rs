@@ -9,7 +9,7 @@
 
 mod e2e;
 
-pub(super) use self::e2e::{EndToEnd, end_to_end};
+pub(super) use self::e2e::{Wanted, bench, end_to_end};
 
 use super::qemu::{self, Qemu};
 use super::rootfs::{self, Made};

@@ -193,7 +193,7 @@ impl Node<'_> {
             self.containerd.cgroup().dirs().iter().map(|dir| dir.join(neighbour.name)).collect();
         let [kind, number] = neighbour.work.words()?;
         let [port] = ports::free()?;
-        let child = Command::new(images::build_testapp()?)
+        let child = Command::new(images::testapp()?)
             .args(["hog", "--on", &port.to_string(), &kind, &number])
             .stdin(Stdio::null())
             .spawn()

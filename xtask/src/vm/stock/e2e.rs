@@ -1,5 +1,5 @@
-//! End-to-end tests in a stock machine, in place of its checks: on its kernel, its systemd and its
-//! containerd, with either driver of cgroups.
+//! End-to-end tests, or a bench, in a stock machine, in place of its checks: on its kernel, its systemd and
+//! its containerd, with either driver of cgroups.
 
 use super::{
     CHECK_UNIT, FSTAB, Machine, NETWORK, Stock, agent_config, containerd_config, known, unpacked, want,
@@ -27,6 +27,8 @@ const PATIENCE: u32 = 4;
 /// By the host's clock: what a boot takes, and each of its tests. Half of that is usual beside other work.
 const BOOT: Duration = Duration::from_secs(300);
 const TEST: Duration = Duration::from_secs(120);
+/// By the host's clock: what a bench takes that lasts ten minutes by the machine's.
+const BENCH: Duration = Duration::from_secs(14_400);
 /// How often the machine is booted, if the emulator dies each time.
 const BOOTS: u32 = 3;
 /// The tests' target folder in the machine, and the program in it.
@@ -47,8 +49,8 @@ const READ: &[&str] = &[
     "tests/tests/e2e/data/kubernetes-mixin.rules.yaml",
 ];
 
-/// What is to be run.
-pub(crate) struct EndToEnd<'a> {
+/// Where something is to be run, and how.
+pub(crate) struct Wanted<'a> {
     /// The machine's name.
     pub(crate) machine: &'a str,
     /// The agent; else a debug build of it.
@@ -56,28 +58,34 @@ pub(crate) struct EndToEnd<'a> {
     /// Who drives the cgroups of the tests' own containerd and of the agents on it; else who drives the
     /// machine's.
     pub(crate) driver: Option<&'a str>,
-    /// How the names of the tests begin; `all` for all of them.
-    pub(crate) prefixes: &'a [String],
-    /// How long a boot with all its tests may take; else as long as that many tests take on a busy host.
+    /// How long a boot with all that runs there may take; else long enough on a busy host.
     pub(crate) deadline: Option<Duration>,
-    /// Whether what came out goes into docs/machines.md.
-    pub(crate) write_docs: bool,
 }
 
-/// Boots a machine and runs end-to-end tests there.
+impl Wanted<'_> {
+    /// The machine, and who drives the cgroups.
+    fn stock(&self) -> Result<(&'static Stock, &str)> {
+        let stock = known(self.machine)?;
+        let driver = self.driver.unwrap_or(stock.driver);
+        if driver == "systemd" && stock.cgroups != "v2" {
+            bail!("{} has cgroups of version 1, which systemd's driver is not for", stock.name);
+        }
+        Ok((stock, driver))
+    }
+}
+
+/// Boots a machine and runs end-to-end tests there: those whose names begin with one of the prefixes, or all
+/// of them for `all`. With `write_docs` what came out goes into docs/machines.md.
 ///
 /// # Errors
 /// A test failed, the doctor found that the agent can't run on the machine's own containerd, or the machine
 /// could not be made or did not come to its end.
-pub(crate) fn end_to_end(wanted: &EndToEnd<'_>) -> Result<()> {
+pub(crate) fn end_to_end(wanted: &Wanted<'_>, prefixes: &[String], write_docs: bool) -> Result<()> {
     let began = Instant::now();
-    let stock = known(wanted.machine)?;
-    let driver = wanted.driver.unwrap_or(stock.driver);
-    if driver == "systemd" && stock.cgroups != "v2" {
-        bail!("{} has cgroups of version 1, which systemd's driver is not for", stock.name);
-    }
+    let (stock, driver) = wanted.stock()?;
     let (work, root, _lock) = unpacked(stock)?;
-    let (plan, all) = install(&root, stock, wanted, driver)?;
+    let test = install(&root, stock, wanted, driver)?;
+    let (plan, all) = plan_tests(&root, &test, prefixes)?;
     let machine = Machine::new(stock, &work, root)?;
     machine.make_disks()?;
     let made = began.elapsed();
@@ -100,7 +108,7 @@ pub(crate) fn end_to_end(wanted: &EndToEnd<'_>) -> Result<()> {
     if verdict.is_err() {
         keep_logs(&machine, &work);
     }
-    for run in summary.runs.iter().filter(|_| wanted.write_docs) {
+    for run in summary.runs.iter().filter(|_| write_docs) {
         let ended = run.transcript.verdicts.len();
         let known = [
             format!("{made} s"),
@@ -112,6 +120,33 @@ pub(crate) fn end_to_end(wanted: &EndToEnd<'_>) -> Result<()> {
         page::write_tests(&page::Tests { column: title.clone(), facts, tests, all: all.clone() })?;
     }
     verdict
+}
+
+/// Boots a machine and runs `cargo xtask bench` there with these arguments; what it says comes as it says it.
+///
+/// # Errors
+/// A bound does not hold, or the machine could not be made or did not come to its end.
+pub(crate) fn bench(wanted: &Wanted<'_>, arguments: &str) -> Result<()> {
+    let (stock, driver) = wanted.stock()?;
+    let (work, root, _lock) = unpacked(stock)?;
+    install(&root, stock, wanted, driver)?;
+    strip(
+        &std::env::current_exe().context("could not find this program")?,
+        &root.join(TARGET).join("xtask"),
+    )?;
+    workdir::write(&root.join("check/bench"), format!("{arguments}\n"))?;
+    workdir::write(&root.join("check/plan"), "")?;
+    let machine = Machine::new(stock, &work, root)?;
+    machine.make_disks()?;
+    let title = format!("{}, {driver}", stock.name);
+    let (transcript, end) = boots(&machine, &work, &title, &[], wanted.deadline.unwrap_or(BENCH))?;
+    if let Some(trouble) = end.trouble() {
+        bail!("{title}: {trouble}; see {}", console(&work).display());
+    }
+    match transcript.facts.get("status").map(String::as_str) {
+        Some("0") => Ok(()),
+        status => bail!("the bench ended with status {}", status.unwrap_or("unknown")),
+    }
 }
 
 /// Runs the plan. Where the emulator dies, what was not run yet is run in another boot.
@@ -127,7 +162,10 @@ fn boots(
     let mut whole = Transcript::default();
     let mut boot = 1;
     loop {
-        eprintln!(".. {title} boots, for {} tests", plan.len() - whole.verdicts.len());
+        match plan.len() - whole.verdicts.len() {
+            0 => eprintln!(".. {title} boots"),
+            tests => eprintln!(".. {title} boots, for {tests} tests"),
+        }
         let (transcript, end) = runtime.block_on(async {
             let mut command = machine.command(&console(work));
             command.args(["-serial", "stdio"]).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -235,32 +273,34 @@ fn keep_logs(machine: &Machine, work: &Path) {
     }
 }
 
-/// The tests and all that they start; those to be run, and the names of all.
-fn install(
-    root: &Path,
-    stock: &Stock,
-    wanted: &EndToEnd<'_>,
-    driver: &str,
-) -> Result<(Vec<Test>, BTreeSet<String>)> {
+/// The program without what only a debugger reads, at another place.
+fn strip(from: &Path, to: &Path) -> Result<()> {
+    fs::create_dir_all(to.parent().unwrap_or(to))?;
+    shell::run(Command::new("strip").arg("-o").arg(to).arg(from))
+}
+
+/// The tests to be run, which are written into the machine's plan, and the names of all.
+fn plan_tests(root: &Path, program: &Path, prefixes: &[String]) -> Result<(Vec<Test>, BTreeSet<String>)> {
+    let chosen = |test: &Test| prefixes.iter().any(|prefix| prefix == "all" || test.name.starts_with(prefix));
+    let tests = programs::tests("e2e", program)?;
+    let all = tests.iter().map(Test::to_string).collect();
+    let plan: Vec<Test> = tests.into_iter().filter(chosen).collect();
+    if plan.is_empty() {
+        bail!("no end-to-end test's name begins with {}", prefixes.join(" or "));
+    }
+    workdir::write(&root.join("check/plan"), plan_of(&plan, |_| true))?;
+    Ok((plan, all))
+}
+
+/// The tests' program, which it returns, and all that it and a bench start.
+fn install(root: &Path, stock: &Stock, wanted: &Wanted<'_>, driver: &str) -> Result<PathBuf> {
     let at = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
     eprintln!(".. build the agent and the tests");
     let built = programs::dynamic("e2e", wanted.agent)?;
-    let strip = |from: &Path, to: &Path| {
-        fs::create_dir_all(to.parent().unwrap_or(to))?;
-        shell::run(Command::new("strip").arg("-o").arg(to).arg(from))
-    };
     strip(&built.agent, &root.join(TARGET).join("beelet"))?;
     strip(&built.test, &root.join(PROGRAM))?;
     for helper in &built.helpers {
         strip(helper, &at(helper))?;
-    }
-    let chosen =
-        |test: &Test| wanted.prefixes.iter().any(|prefix| prefix == "all" || test.name.starts_with(prefix));
-    let tests = programs::tests("e2e", &built.test)?;
-    let all = tests.iter().map(Test::to_string).collect();
-    let plan: Vec<Test> = tests.into_iter().filter(chosen).collect();
-    if plan.is_empty() {
-        bail!("no end-to-end test's name begins with {}", wanted.prefixes.join(" or "));
     }
     for file in READ {
         let file = shell::repository().join(file);
@@ -277,7 +317,6 @@ fn install(
     for (path, text) in [
         ("check/check.sh", SCRIPT.to_owned()),
         ("check/run", guest::RUN.to_owned()),
-        ("check/plan", plan_of(&plan, |_| true)),
         ("check/limit", format!("{}\n", LIMIT.saturating_mul(patience))),
         ("check/environment", environment),
         // It makes the folder a target folder, which tests write into.
@@ -300,7 +339,7 @@ fn install(
         fs::copy(&image.path, root.join("check/images").join(name))?;
     }
     want(root, "check.service")?;
-    Ok((plan, all))
+    Ok(built.test)
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Runs in a stock machine, from a unit, in place of check.sh: end-to-end tests, each on a containerd of its
-# own, which is the machine's program. What came out goes to the second serial line, as guest/run says it.
+# own, which is the machine's program, or a bench. What came out goes to the second serial line, as guest/run
+# says it.
 export LC_ALL=C HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin
 export BEELET_BIN=/check/e2e/beelet BEELET_TESTAPP=/check/testapp
 set -a
@@ -14,4 +15,12 @@ export AFTER_DOCTOR="systemctl stop containerd.service"
 stty -F /dev/ttyS1 raw -echo
 exec >/dev/ttyS1
 echo "fact up $(cut -d ' ' -f 1 /proc/uptime)"
+if [ -e /check/bench ]; then
+  systemctl stop containerd.service
+  # shellcheck disable=SC2046 # its words are the arguments
+  { /check/e2e/xtask bench --agent "$BEELET_BIN" $(cat /check/bench) 2>&1; echo $? >/check/status; } | sed -u 's/^/said /'
+  echo "fact status $(cat /check/status)"
+  echo "done 0"
+  exit
+fi
 sh /check/run /check/plan "$(cat /check/limit)"
