@@ -13,6 +13,7 @@ use axum::{Extension, Router};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::{Notify, Semaphore};
@@ -27,7 +28,7 @@ use crate::metrics::Metrics;
 use crate::tls::Keyring;
 
 /// Connections at a time. More wait in the kernel's queue until one has ended.
-const CONNECTIONS: usize = 1024;
+pub(crate) const CONNECTIONS: usize = 1024;
 /// What a client has for its handshake, and for a request's first lines, the wait for a next request
 /// included.
 const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -38,6 +39,8 @@ const HEAD_MAX: usize = 128 << 10;
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 /// A connection on which no byte has moved for so long is closed, unless it waits for a container.
 const SILENCE: Duration = Duration::from_secs(120);
+/// A silent connection is asked whether anybody is there after this time, so often, and so many times.
+const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(15), Duration::from_secs(15), 9);
 /// What connections get to end when the server does.
 const FAREWELL: Duration = Duration::from_secs(1);
 
@@ -109,8 +112,11 @@ async fn answer(
     router: Router,
     metrics: &Metrics,
 ) {
-    // A key that was typed must not wait for the next one.
+    // A key that was typed must not wait for the next one, and a client whose machine is gone holds nothing.
     let _ = stream.set_nodelay(true);
+    let (idle, interval, retries) = KEEPALIVE;
+    let keepalive = TcpKeepalive::new().with_time(idle).with_interval(interval).with_retries(retries);
+    let _ = SockRef::from(&stream).set_tcp_keepalive(&keepalive);
     let Some(server) = keyring.newest().await.server else {
         metrics.failed_connections.inc();
         return tracing::debug!(

@@ -33,7 +33,7 @@ use anyhow::{Result, bail};
 use axum::extract::{Request, State};
 use axum::http::StatusCode;
 use axum::middleware::Next;
-use axum::response::{IntoResponse, Response};
+use axum::response::{IntoResponse, Redirect, Response};
 use axum::routing::{any, get, post};
 use axum::{Router, middleware};
 use tokio::net::TcpListener;
@@ -109,6 +109,8 @@ pub(crate) struct App {
     pub(crate) verbosity: Option<Verbosity>,
     /// Room for streams.
     pub(crate) streams: Arc<Semaphore>,
+    /// Room for those who read logs: half of all connections, so that others find one.
+    pub(crate) log_readers: Arc<Semaphore>,
     /// Streams under way.
     pub(crate) tasks: TaskTracker,
     pub(crate) shutdown: CancellationToken,
@@ -142,9 +144,13 @@ fn own_pages(app: App) -> Router {
         router = router.route("/debug/flags/v", any(flags::verbosity));
     }
     router = if app.config.debugging_handlers && app.config.system_logs {
-        router.route("/logs/", get(system_logs::top)).route("/logs/{*path}", get(system_logs::below))
+        router
+            .route("/logs", get(|| async { Redirect::permanent("/logs/") }))
+            .route("/logs/", get(system_logs::top))
+            .route("/logs/{*path}", get(system_logs::below))
     } else {
-        router.route("/logs/", any(pages::no_logs)).route("/logs/{*path}", any(pages::no_logs))
+        let none = any(pages::no_logs);
+        router.route("/logs", none.clone()).route("/logs/", none.clone()).route("/logs/{*path}", none)
     };
     router.with_state(app)
 }
@@ -207,6 +213,7 @@ pub async fn bind(parts: Parts, port: u16) -> Result<Bound> {
         checkpoints: parts.checkpoints.into(),
         verbosity: parts.verbosity,
         streams: streams::room(),
+        log_readers: Arc::new(Semaphore::new(connection::CONNECTIONS / 2)),
         tasks: TaskTracker::new(),
         shutdown: parts.shutdown,
     };
@@ -263,7 +270,9 @@ async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Respon
         }
         Ok(user) => {
             tracing::debug!("{method} {path} from {} by {:?}", peer.address, user.name);
-            if node_access::is_long_running(page) {
+            // The memory of a large container takes its time too, and the runtime's call has an end of its
+            // own.
+            if node_access::is_long_running(page) || page == "checkpoint" {
                 peer.take_your_time();
                 next.run(request).await
             } else {

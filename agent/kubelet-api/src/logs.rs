@@ -4,7 +4,7 @@
 //! Sources: getContainerLogs in pkg/kubelet/server/server.go, validateContainerLogStatus in
 //! pkg/kubelet/kubelet_pods.go, ValidatePodLogOptions in pkg/apis/core/validation.
 
-use std::convert::Infallible;
+use std::io;
 use std::sync::Arc;
 
 use axum::body::Body;
@@ -14,10 +14,11 @@ use axum::response::{IntoResponse, Response};
 use futures::stream::unfold;
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1 as core;
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::task::JoinHandle;
 
 use beelet_logs::Stream;
-use beelet_logs::read::{self, Wanted};
+use beelet_logs::read::{self, Piece, Wanted};
 use beelet_model::pod::{log_folder, log_path};
 use beelet_model::status::runtime_id;
 
@@ -146,6 +147,8 @@ pub(crate) async fn container_logs(
     Query(pairs): Query<Pairs>,
 ) -> Result<Response, Failure> {
     let options = Options::read(&pairs)?;
+    let full = |_| Failure::new(StatusCode::SERVICE_UNAVAILABLE, "too many logs are being read\n");
+    let room = Arc::clone(&app.log_readers).try_acquire_owned().map_err(full)?;
     let target = Target { namespace, pod, uid: None, container };
     let found = target.find(&app.table.borrow());
     let (name, entry) = found
@@ -170,30 +173,55 @@ pub(crate) async fn container_logs(
     let (pieces, read) = mpsc::channel(QUEUE);
     let wanted = options.wanted(Timestamp::now());
     let stop = app.shutdown.clone();
-    tokio::spawn(async move {
+    let reading = tokio::spawn(async move {
         tokio::select! {
-            done = read::read(path, wanted, pieces, end) => if let Err(error) = done {
-                tracing::debug!("a log could not be read to its end: {error}");
-            },
-            () = stop.cancelled() => {}
+            done = read::read(path, wanted, pieces, end) => done,
+            () = stop.cancelled() => Ok(()),
         }
     });
     let left = options.limit.and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
-    let limited = unfold((read, left, peer), |(mut read, left, peer)| async move {
-        let piece = if left == 0 { None } else { read.recv().await };
-        let Some(mut bytes) = piece.map(|piece| piece.bytes) else {
-            // The end never shares a TLS record with a last line, as it never does where the kubelet writes
-            // it: an API server that hands a log on over a WebSocket drops what comes together with the end
-            // (messageCopy in apimachinery's util/httpstream/wsstream ignores what it read with io.EOF).
-            peer.has_written().await;
-            return None;
-        };
-        bytes.truncate(left);
-        let left = left - bytes.len();
-        Some((Ok::<_, Infallible>(bytes), (read, left, peer)))
-    });
-    let body = Body::from_stream(limited);
+    let answer = Answer { read, left, peer, reading: Some(reading), _room: room };
+    let body = Body::from_stream(unfold(answer, Answer::next));
     Ok(([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], body).into_response())
+}
+
+/// A log on its way to a client.
+struct Answer {
+    read: mpsc::Receiver<Piece>,
+    /// Bytes that it may still have.
+    left: usize,
+    peer: Arc<Peer>,
+    /// Says how the reading ended; none once that is known.
+    reading: Option<JoinHandle<Result<(), beelet_logs::Error>>>,
+    _room: OwnedSemaphorePermit,
+}
+
+impl Answer {
+    async fn next(mut self) -> Option<(io::Result<Vec<u8>>, Self)> {
+        let piece = if self.left == 0 { None } else { self.read.recv().await };
+        let Some(mut bytes) = piece.map(|piece| piece.bytes) else {
+            return self.end().await;
+        };
+        bytes.truncate(self.left);
+        self.left -= bytes.len();
+        Some((Ok(bytes), self))
+    }
+
+    /// After the last piece: a log that could not be read to its end doesn't end as if it had been.
+    async fn end(mut self) -> Option<(io::Result<Vec<u8>>, Self)> {
+        let reading = self.reading.take().filter(|_| self.left > 0);
+        if let Some(reading) = reading
+            && let Ok(Err(error)) = reading.await
+        {
+            tracing::warn!("a log could not be read to its end: {error}");
+            return Some((Err(io::Error::other(error)), self));
+        }
+        // The end never shares a TLS record with a last line, as it never does where the kubelet writes it:
+        // an API server that hands a log on over a WebSocket drops what comes together with the end
+        // (messageCopy in apimachinery's util/httpstream/wsstream ignores what it read with io.EOF).
+        self.peer.has_written().await;
+        None
+    }
 }
 
 #[cfg(test)]

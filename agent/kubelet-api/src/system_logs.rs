@@ -1,17 +1,19 @@
 //! `/logs/`: the machine's own logs, as files. Nothing outside their folder is reached, whatever links say: a
 //! container with a hostPath there could point anywhere.
 
-use std::convert::Infallible;
+use std::ffi::OsStr;
 use std::fmt::Write as _;
 use std::fs::File;
-use std::io::Read;
-use std::path::Path;
+use std::io::{self, Read};
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
 
 use axum::body::Body;
 use axum::extract::{self, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use rustix::fs::{Dir, FileType, Mode, OFlags, ResolveFlags, fstat, openat2};
+use rustix::fs::{Dir, FileType, Mode, OFlags, ResolveFlags, fstat, openat2, readlinkat};
 use rustix::io::Errno;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -84,7 +86,7 @@ async fn show(app: App, path: String) -> Result<Response, Failure> {
         }
         Found::File(file) => {
             let (pieces, read) = mpsc::channel(QUEUE);
-            app.tasks.spawn_blocking(move || send(file, &pieces));
+            app.tasks.spawn(send(file, pieces));
             let body = Body::from_stream(ReceiverStream::new(read));
             Ok(([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], body).into_response())
         }
@@ -109,12 +111,29 @@ fn find(folder: &Path, path: &str) -> Result<Found, Errno> {
     // A FIFO isn't waited for.
     let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY;
     let within = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
-    let found = openat2(&root, path, flags, Mode::empty(), within)?;
+    let found = match openat2(&root, path, flags, Mode::empty(), within) {
+        // Those in `containers` name the whole path of what lies here.
+        Err(Errno::XDEV) => {
+            let inside = inside(root.as_fd(), folder, path)?;
+            openat2(&root, inside, flags, Mode::empty(), within)
+        }
+        found => found,
+    }?;
     match FileType::from_raw_mode(fstat(&found)?.st_mode) {
         FileType::RegularFile => Ok(Found::File(found.into())),
         FileType::Directory => listing(&found).map(Found::Listing),
         _ => Err(Errno::ACCESS),
     }
+}
+
+/// Where a link by its whole path leads to within the folder.
+fn inside(root: BorrowedFd<'_>, folder: &Path, path: &str) -> Result<PathBuf, Errno> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let within = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+    let link = openat2(root, path, flags, Mode::empty(), within)?;
+    let target = readlinkat(&link, "", Vec::new()).map_err(|_| Errno::XDEV)?;
+    let target = Path::new(OsStr::from_bytes(target.as_bytes()));
+    target.strip_prefix(folder).map(Path::to_owned).map_err(|_| Errno::XDEV)
 }
 
 /// As Go's file server lists a folder.
@@ -164,18 +183,30 @@ fn encoded(name: &str) -> String {
     })
 }
 
-/// Sends what is in the file now, until nobody listens.
-fn send(mut file: File, pieces: &mpsc::Sender<Result<Vec<u8>, Infallible>>) {
+/// Sends what is in the file now, until nobody listens. No thread waits for a listener: a piece is read on
+/// one, and sent from here.
+async fn send(mut file: File, pieces: mpsc::Sender<io::Result<Vec<u8>>>) {
     // What is written meanwhile is for the next reader: one that grows faster than it is read has no end.
-    let length = file.metadata().map(|found| found.len()).unwrap_or(0);
-    let mut left = length;
+    let mut left = file.metadata().map_or(0, |found| found.len());
     while left > 0 {
-        let mut piece = Vec::new();
-        match file.by_ref().take(left.min(PIECE as u64)).read_to_end(&mut piece) {
-            Ok(0) | Err(_) => return,
-            Ok(count) => left -= count as u64,
-        }
-        if pieces.blocking_send(Ok(piece)).is_err() {
+        let read = blocking("reading the machine's logs", move || {
+            let mut piece = Vec::new();
+            file.by_ref().take(left.min(PIECE as u64)).read_to_end(&mut piece)?;
+            Ok::<_, io::Error>((file, piece))
+        });
+        let piece = match read.await {
+            Ok((_, piece)) if piece.is_empty() => return,
+            Ok((same, piece)) => {
+                file = same;
+                left -= piece.len() as u64;
+                piece
+            }
+            Err(error) => {
+                let _ = pieces.send(Err(error)).await; // who doesn't listen any more needs no error
+                return;
+            }
+        };
+        if pieces.send(Ok(piece)).await.is_err() {
             return;
         }
     }
@@ -197,6 +228,8 @@ mod tests {
         symlink("../secret", logs.join("relative")).unwrap();
         symlink("/etc/hostname", logs.join("absolute")).unwrap();
         symlink("sub/a<b", logs.join("inside")).unwrap();
+        symlink(logs.join("sub/a<b"), logs.join("by its whole path")).unwrap();
+        symlink(logs.join("sub/../../secret"), logs.join("and out again")).unwrap();
         let check = |path: &str, expected: Result<&str, Errno>| {
             let found = find(&logs, path).map(|found| match found {
                 Found::Listing(page) => page,
@@ -216,6 +249,8 @@ mod tests {
         check("sub/", Ok("<a href=\"./a%3Cb\">a&lt;b</a>"));
         check("sub/a<b", Ok("text"));
         check("inside", Ok("text"));
+        check("by its whole path", Ok("text"));
+        check("and out again", Err(Errno::XDEV));
         check("nothing", Err(Errno::NOENT));
         check("../secret", Err(Errno::XDEV));
         check("sub/../../secret", Err(Errno::XDEV));

@@ -5,8 +5,11 @@
 //! but links into the pods' logs is ever removed.
 
 use std::{
-    collections::BTreeMap,
-    fs, io,
+    collections::{BTreeMap, BTreeSet},
+    ffi::OsStr,
+    io,
+    os::fd::OwnedFd,
+    os::unix::ffi::OsStrExt as _,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -19,6 +22,10 @@ use beelet_base::{
 };
 use beelet_model::table::PodTable;
 use k8s_openapi::api::core::v1 as core;
+use rustix::{
+    fs::{AtFlags, Dir, Mode, OFlags, readlinkat, symlinkat, unlinkat},
+    io::Errno,
+};
 use tokio::{sync::watch, time::sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
@@ -101,29 +108,56 @@ fn instances(status: &core::ContainerStatus) -> impl Iterator<Item = (&str, i32)
 }
 
 /// Makes the links that are missing, and removes those into the pods' logs that nobody wants. Blocking.
+///
+/// All of it is done in the one folder that was opened: a container that may write into the machine's logs
+/// can put a link to any folder in its place.
 fn apply(folder: &Path, pod_logs_dir: &Path, wanted: &BTreeMap<String, PathBuf>) -> io::Result<()> {
-    make_folder(folder, READABLE).map_err(io::Error::other)?;
-    for entry in fs::read_dir(folder)? {
+    let folder = open(folder)?;
+    let mut there = BTreeSet::new();
+    for entry in Dir::read_from(&folder)? {
         let entry = entry?;
         let name = entry.file_name();
-        let Ok(target) = fs::read_link(entry.path()) else { continue };
-        let ours = target.starts_with(pod_logs_dir);
-        let as_wanted = name.to_str().and_then(|name| wanted.get(name)) == Some(&target);
-        if ours && !as_wanted {
-            fs::remove_file(entry.path())?;
+        let Ok(target) = readlinkat(&folder, name, Vec::new()) else { continue };
+        let target = Path::new(OsStr::from_bytes(target.as_bytes()));
+        let as_wanted = name.to_str().is_ok_and(|name| wanted.get(name).is_some_and(|path| path == target));
+        if as_wanted {
+            there.insert(name.to_string_lossy().into_owned());
+        } else if target.starts_with(pod_logs_dir) {
+            unlinkat(&folder, name, AtFlags::empty())?;
         }
     }
-    for (name, target) in wanted {
-        match std::os::unix::fs::symlink(target, folder.join(name)) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+    for (name, target) in wanted.iter().filter(|(name, _)| !there.contains(*name)) {
+        match symlinkat(target, &folder, name) {
+            Err(error) if error != Errno::EXIST => return Err(error.into()),
             _ => {}
         }
     }
     Ok(())
 }
 
+/// The folder itself, made where there is none, and never what a link in its place leads to.
+fn open(folder: &Path) -> io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let open = || rustix::fs::open(folder, flags, Mode::empty());
+    let opened = match open() {
+        Err(Errno::NOENT) => {
+            make_folder(folder, READABLE).map_err(io::Error::other)?;
+            open()
+        }
+        opened => opened,
+    };
+    opened.map_err(|error| match error {
+        Errno::LOOP | Errno::NOTDIR => {
+            io::Error::other(format!("{} is a link, or no folder: remove it", folder.display()))
+        }
+        other => other.into(),
+    })
+}
+
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use serde_json::json;
 
     use super::*;
@@ -182,5 +216,18 @@ mod tests {
             fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         left.sort();
         assert_eq!(left, ["file", "other"]);
+    }
+
+    #[test]
+    fn a_link_in_place_of_the_folder_is_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (folder, logs) = (dir.path().join("containers"), dir.path().join("pods"));
+        let elsewhere = dir.path().join("logrotate.d");
+        fs::create_dir(&elsewhere).unwrap();
+        std::os::unix::fs::symlink(&elsewhere, &folder).unwrap();
+        let one = BTreeMap::from([("a.log".to_owned(), logs.join("a/0.log"))]);
+        let refused = apply(&folder, &logs, &one).unwrap_err().to_string();
+        assert!(refused.ends_with("containers is a link, or no folder: remove it"), "{refused}");
+        assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), 0);
     }
 }

@@ -1,23 +1,28 @@
 //! Reads a container's log from its rotated files on, and follows it: by inotify, over rotations, until the
 //! container has ended.
 
+use std::collections::VecDeque;
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use flate2::read::GzDecoder;
 use futures::StreamExt;
-use inotify::{Inotify, WatchMask};
+use inotify::{EventStream, Inotify, WatchMask};
 use jiff::Timestamp;
 use tokio::sync::mpsc;
 
 use super::{Error, Stream, own_file, parse, rotate};
 use beelet_base::blocking::blocking;
 
-/// Most bytes of a piece that is handed on.
+/// Bytes of a piece that is handed on, and how many are read ahead.
 const PIECE: usize = 32 << 10;
+const PIECES: usize = 4;
+/// How often a log is looked at where nothing tells that it has changed.
+const LOOK: Duration = Duration::from_secs(1);
 /// Longest line that is kept whole; a longer one comes in pieces. Runtimes cut lines at 16 KiB.
 const LINE_MAX: u64 = 1 << 20;
 /// Bytes of inotify events read at once.
@@ -59,94 +64,184 @@ pub async fn read(
     ended: Option<impl Future<Output = ()> + Send>,
 ) -> Result<(), Error> {
     let Some(ended) = ended else {
-        return blocking("reading a log", move || Reader::new(path, wanted, pieces).all().map(drop)).await;
+        let reader = blocking("reading a log", move || Reader::new(path, wanted)).await?;
+        return hand_on(reader, &pieces).await.map(drop);
     };
     // Watched before it is read: what comes in between is told.
-    let folder = path.parent().unwrap_or(Path::new("/")).to_owned();
-    let inotify = Inotify::init()?;
-    let mask = WatchMask::MODIFY | WatchMask::CREATE | WatchMask::MOVED_TO | WatchMask::CLOSE_WRITE;
-    inotify.watches().add(&folder, mask)?;
-    let mut events = inotify.into_event_stream(vec![0; EVENTS])?;
-    let listener = pieces.clone();
-    let mut reader = blocking("reading a log", move || Reader::new(path, wanted, pieces).all()).await?;
+    let mut changes = Changes::of(path.parent().unwrap_or(Path::new("/")));
+    let reader = blocking("reading a log", move || Reader::new(path, wanted)).await?;
+    let mut reader = hand_on(reader, &pieces).await?;
     let mut ended = std::pin::pin!(ended);
     loop {
         let over = tokio::select! {
-            event = events.next() => match event {
-                Some(event) => {
-                    event?;
-                    // What else is there says the same.
-                    while futures::FutureExt::now_or_never(events.next()).flatten().is_some() {}
-                    false
-                }
-                None => return Err(io::Error::other("the kernel ended the stream of inotify events").into()),
-            },
+            change = changes.next() => change.map(|()| false)?,
             () = &mut ended => true,
-            () = listener.closed() => return Err(Error::Closed),
+            () = pieces.closed() => return Err(Error::Closed),
         };
-        reader = blocking("following a log", move || {
-            reader.more()?;
-            Ok::<_, Error>(reader)
-        })
-        .await?;
+        reader = hand_on(reader, &pieces).await?;
         if over {
             return Ok(());
         }
     }
 }
 
-/// Reads; all of it blocks.
+/// Sends all that there is to read now. No thread waits for a listener that is slow, or that has stopped
+/// listening and doesn't say so: a piece is read on a thread, and sent from here.
+async fn hand_on(mut reader: Reader, pieces: &mpsc::Sender<Piece>) -> Result<Reader, Error> {
+    loop {
+        let is_all;
+        (reader, is_all) = blocking("reading a log", move || {
+            let is_all = reader.step()?;
+            Ok::<_, Error>((reader, is_all))
+        })
+        .await?;
+        for piece in std::mem::take(&mut reader.ready) {
+            pieces.send(piece).await.map_err(|_| Error::Closed)?;
+        }
+        if is_all {
+            return Ok(reader);
+        }
+    }
+}
+
+/// Tells when something in a folder has changed.
+enum Changes {
+    Told(EventStream<Vec<u8>>),
+    /// The kernel has no inotify instance left (fs.inotify.max_user_instances): a look per [`LOOK`].
+    Looked,
+}
+
+impl Changes {
+    fn of(folder: &Path) -> Self {
+        let watch = || {
+            let inotify = Inotify::init()?;
+            let mask = WatchMask::MODIFY | WatchMask::CREATE | WatchMask::MOVED_TO | WatchMask::CLOSE_WRITE;
+            inotify.watches().add(folder, mask)?;
+            inotify.into_event_stream(vec![0; EVENTS])
+        };
+        match watch() {
+            Ok(events) => Self::Told(events),
+            Err(error) => {
+                let folder = folder.display();
+                tracing::debug!("inotify doesn't watch {folder}, it is looked at once per second: {error}");
+                Self::Looked
+            }
+        }
+    }
+
+    async fn next(&mut self) -> io::Result<()> {
+        let Self::Told(events) = self else {
+            tokio::time::sleep(LOOK).await;
+            return Ok(());
+        };
+        let event = events.next().await;
+        event.ok_or_else(|| io::Error::other("the kernel ended the stream of inotify events"))??;
+        // What else is there says the same.
+        while futures::FutureExt::now_or_never(events.next()).flatten().is_some() {}
+        Ok(())
+    }
+}
+
+/// Reads; all of it blocks, and none of it waits for the listener.
 struct Reader {
     path: PathBuf,
     wanted: Wanted,
-    pieces: mpsc::Sender<Piece>,
+    /// Rotated files that have not been read, and the one that is being read.
+    files: VecDeque<PathBuf>,
+    rotated: Option<Box<dyn BufRead + Send>>,
     /// The file that is being written, as far as it has been read.
     open: Option<BufReader<File>>,
     /// The one before, for what was written to it while the runtime opened the new one.
     before: Option<BufReader<File>>,
+    /// How many lines are left out before the first that is wanted.
+    skip: u64,
     /// A line whose end has not been written yet.
     begun: Vec<u8>,
     /// The container's line that was handed on last goes on in the next one: no time stands before that.
     goes_on: bool,
     gathered: Option<Piece>,
+    /// What is to be sent before anything else is read.
+    ready: Vec<Piece>,
 }
 
 impl Reader {
-    fn new(path: PathBuf, wanted: Wanted, pieces: mpsc::Sender<Piece>) -> Self {
-        Self {
-            path,
-            wanted,
-            pieces,
-            open: None,
-            before: None,
-            begun: Vec::new(),
-            goes_on: false,
-            gathered: None,
-        }
-    }
-
-    /// What there is now.
-    fn all(mut self) -> Result<Self, Error> {
+    /// Finds out where to begin.
+    fn new(path: PathBuf, wanted: Wanted) -> Result<Self, Error> {
         // Opened first: what is rotated from now on is still read here, and must not be read twice.
-        let current = match own_file::read(&self.path) {
+        let current = match own_file::read(&path) {
             Ok(file) => Some(file),
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,
             Err(e) => return Err(e.into()),
         };
-        let files = self.rotated(current.as_ref())?;
-        let (first, mut skip) = self.start(&files, current.as_ref())?;
-        for path in &files[first..] {
-            // One that is removed meanwhile is not missed: its lines are the oldest.
-            let Some(mut file) = open(path)? else { continue };
-            self.lines(&mut file, &mut skip)?;
+        let mut reader = Self {
+            path,
+            wanted,
+            files: VecDeque::new(),
+            rotated: None,
+            open: None,
+            before: None,
+            skip: 0,
+            begun: Vec::new(),
+            goes_on: false,
+            gathered: None,
+            ready: Vec::new(),
+        };
+        let files = reader.rotated(current.as_ref())?;
+        let (first, skip) = reader.start(&files, current.as_ref())?;
+        reader.files = files.into_iter().skip(first).collect();
+        reader.skip = skip;
+        reader.open = current.map(BufReader::new);
+        Ok(reader)
+    }
+
+    /// Reads on until enough is ready to be sent. Returns true once nothing more is to be read for now.
+    fn step(&mut self) -> Result<bool, Error> {
+        loop {
+            if self.rotated.is_none() {
+                let Some(path) = self.files.pop_front() else { break };
+                // One that is removed meanwhile is not missed: its lines are the oldest.
+                self.rotated = open(&path)?;
+            }
+            if let Some(mut file) = self.rotated.take()
+                && !self.lines(&mut file)?
+            {
+                self.rotated = Some(file);
+                return Ok(false);
+            }
         }
-        if let Some(current) = current {
-            let mut file = BufReader::new(current);
-            self.lines(&mut file, &mut skip)?;
-            self.open = Some(file);
+        if let Some(mut before) = self.before.take()
+            && !self.lines(&mut before)?
+        {
+            self.before = Some(before);
+            return Ok(false);
         }
-        self.flush()?;
-        Ok(self)
+        if let Some(mut open) = self.open.take() {
+            let is_all = self.lines(&mut open)?;
+            if is_all && self.was_replaced(&open)? {
+                self.before = Some(open);
+            } else {
+                self.open = Some(open);
+            }
+            if !is_all {
+                return Ok(false);
+            }
+        }
+        if self.open.is_none() {
+            match own_file::read(&self.path) {
+                Ok(file) => {
+                    let mut file = BufReader::new(file);
+                    let is_all = self.lines(&mut file)?;
+                    self.open = Some(file);
+                    if !is_all {
+                        return Ok(false);
+                    }
+                }
+                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+        self.flush();
+        Ok(true)
     }
 
     /// The rotated files but the one that is open already.
@@ -185,34 +280,6 @@ impl Reader {
         Ok((0, 0))
     }
 
-    /// What has been written since.
-    fn more(&mut self) -> Result<(), Error> {
-        let mut none = 0;
-        if let Some(mut before) = self.before.take() {
-            self.lines(&mut before, &mut none)?;
-        }
-        if let Some(mut open) = self.open.take() {
-            self.lines(&mut open, &mut none)?;
-            if self.was_replaced(&open)? {
-                self.before = Some(open);
-            } else {
-                self.open = Some(open);
-            }
-        }
-        if self.open.is_none() {
-            match own_file::read(&self.path) {
-                Ok(file) => {
-                    let mut file = BufReader::new(file);
-                    self.lines(&mut file, &mut none)?;
-                    self.open = Some(file);
-                }
-                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                Err(e) => return Err(e.into()),
-            }
-        }
-        self.flush()
-    }
-
     /// Returns true if another file has the log's name by now.
     fn was_replaced(&self, open: &BufReader<File>) -> Result<bool, Error> {
         let ours = open.get_ref().metadata()?;
@@ -224,58 +291,58 @@ impl Reader {
         }
     }
 
-    /// Hands on all whole lines that are left in a file, but the first `skip`.
-    fn lines(&mut self, file: &mut dyn BufRead, skip: &mut u64) -> Result<(), Error> {
+    /// Takes the whole lines that are left in a file, but those to be skipped. Returns true if that were all,
+    /// false if enough is ready to be sent.
+    fn lines(&mut self, file: &mut dyn BufRead) -> Result<bool, Error> {
         loop {
+            if self.ready.len() >= PIECES {
+                return Ok(false);
+            }
             let mut line = std::mem::take(&mut self.begun);
             let read = file.take(LINE_MAX).read_until(b'\n', &mut line)?;
             let whole = line.ends_with(b"\n");
             if !whole && (read == 0 || (line.len() as u64) < LINE_MAX) {
                 self.begun = line;
-                return Ok(());
+                return Ok(true);
             }
-            if *skip > 0 {
-                *skip -= 1;
+            if self.skip > 0 {
+                self.skip -= 1;
                 continue;
             }
-            self.hand_on(&line)?;
+            self.take(&line);
         }
     }
 
-    fn hand_on(&mut self, line: &[u8]) -> Result<(), Error> {
+    fn take(&mut self, line: &[u8]) {
         // A line of no known form is shown as it is.
         let Some(parsed) = parse(line) else { return self.gather(Stream::Out, None, &[line]) };
         let time = parsed.time.parse::<Timestamp>().ok();
         if self.wanted.since.zip(time).is_some_and(|(since, time)| time < since) {
-            return Ok(());
+            return;
         }
         if self.wanted.stream.is_some_and(|stream| stream != parsed.stream) {
-            return Ok(());
+            return;
         }
         let end: &[u8] = if parsed.partial { b"" } else { b"\n" };
         let goes_on = std::mem::replace(&mut self.goes_on, parsed.partial);
         if self.wanted.timestamps && !goes_on {
-            self.gather(parsed.stream, time, &[&fixed(parsed.time), b" ", parsed.text, end])
+            self.gather(parsed.stream, time, &[&fixed(parsed.time), b" ", parsed.text, end]);
         } else {
-            self.gather(parsed.stream, time, &[parsed.text, end])
+            self.gather(parsed.stream, time, &[parsed.text, end]);
         }
     }
 
-    fn gather(&mut self, stream: Stream, time: Option<Timestamp>, parts: &[&[u8]]) -> Result<(), Error> {
+    fn gather(&mut self, stream: Stream, time: Option<Timestamp>, parts: &[&[u8]]) {
         if self.gathered.as_ref().is_some_and(|piece| piece.stream != stream || piece.bytes.len() >= PIECE) {
-            self.flush()?;
+            self.flush();
         }
         let piece = self.gathered.get_or_insert_with(|| Piece { stream, bytes: Vec::new(), time: None });
         piece.time = time.or(piece.time);
         parts.iter().for_each(|part| piece.bytes.extend_from_slice(part));
-        Ok(())
     }
 
-    fn flush(&mut self) -> Result<(), Error> {
-        match self.gathered.take() {
-            Some(piece) => self.pieces.blocking_send(piece).map_err(|_| Error::Closed),
-            None => Ok(()),
-        }
+    fn flush(&mut self) {
+        self.ready.extend(self.gathered.take());
     }
 }
 
@@ -293,7 +360,7 @@ pub fn fixed(time: &str) -> Vec<u8> {
 }
 
 /// Opens a log, compressed or not; None where it is gone. One may be compressed just now.
-fn open(path: &Path) -> Result<Option<Box<dyn BufRead>>, Error> {
+fn open(path: &Path) -> Result<Option<Box<dyn BufRead + Send>>, Error> {
     let compressed = path.extension().is_some_and(|end| end == "gz");
     match own_file::read(path) {
         Ok(file) if compressed => Ok(Some(Box::new(BufReader::new(GzDecoder::new(BufReader::new(file)))))),
@@ -375,6 +442,26 @@ mod tests {
         let timed = Wanted { timestamps: true, ..tail(1) };
         check(timed, "2026-11-21T19:00:05.500000000Z e\n").await;
         check(Wanted { stream: Some(Stream::Err), ..Wanted::default() }, "c\n").await;
+    }
+
+    #[tokio::test]
+    async fn readers_whose_listeners_stand_still_keep_no_thread() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("0.log");
+        fs::write(&log, line(1, "stdout", &"x".repeat(1000)).repeat(1000)).unwrap();
+        // More than there are threads that may block.
+        let mut listeners = Vec::new();
+        for _ in 0..600 {
+            let (sender, receiver) = mpsc::channel(1);
+            let ended = None::<std::future::Ready<()>>;
+            tokio::spawn(read(log.clone(), Wanted::default(), sender, ended));
+            listeners.push(receiver);
+        }
+        for listener in &mut listeners {
+            assert!(!listener.recv().await.unwrap().bytes.is_empty());
+        }
+        let answered = tokio::time::timeout(PATIENCE, blocking("another", || 7)).await;
+        assert_eq!(answered, Ok(7));
     }
 
     #[test]
