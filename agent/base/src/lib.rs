@@ -4,6 +4,7 @@
 pub mod archive;
 pub mod blocking;
 pub mod clock;
+pub mod cpus;
 mod error;
 pub mod filesystem;
 pub mod folder;
@@ -14,6 +15,7 @@ pub mod mountinfo;
 pub mod own_file;
 pub mod pieces;
 pub mod process;
+pub mod redirect;
 pub mod spans;
 pub mod tls;
 pub mod walk;

@@ -1,7 +1,7 @@
 //! A container's last words: the file at its `terminationMessagePath`, or, where that is empty and the policy
 //! says so, the end of its log. Bounded as in the kubelet: a container must not fill the pod's status.
 
-use std::io::Read;
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use beelet_proto::cri;
@@ -81,9 +81,12 @@ fn file_of(status: &cri::ContainerStatus) -> Option<PathBuf> {
     Some(PathBuf::from(&mount.host_path))
 }
 
-/// The beginning of a file that a container wrote: never through a link, never of anything but a plain file.
+/// The end of a file that a container wrote, where a stack trace has its cause: never through a link, never
+/// of anything but a plain file.
 fn read_file(path: &Path) -> Option<String> {
     let mut file = own_file::read(path).ok()?;
+    let length = file.metadata().ok()?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(MESSAGE_MAX as u64))).ok()?;
     let mut bytes = vec![0; MESSAGE_MAX];
     let mut length = 0;
     while length < bytes.len() {
@@ -93,7 +96,13 @@ fn read_file(path: &Path) -> Option<String> {
         }
     }
     bytes.truncate(length);
-    Some(beelet_logs::lossy(&bytes, MESSAGE_MAX))
+    // What is no text becomes longer as text, and its end is what counts.
+    let text = String::from_utf8_lossy(&bytes);
+    let mut start = text.len().saturating_sub(MESSAGE_MAX);
+    while !text.is_char_boundary(start) {
+        start += 1;
+    }
+    Some(text[start..].to_owned())
 }
 
 #[cfg(test)]
@@ -154,8 +163,9 @@ mod tests {
         assert_eq!(said(), None);
         std::fs::write(&file, "out of cheese").unwrap();
         assert_eq!(said().as_deref(), Some("out of cheese"));
-        std::fs::write(&file, "é".repeat(4000)).unwrap();
-        assert!(said().unwrap().len() <= MESSAGE_MAX);
+        std::fs::write(&file, "é".repeat(4000) + "the cause").unwrap();
+        let end = said().unwrap();
+        assert!(end.len() <= MESSAGE_MAX && end.ends_with("the cause"), "{end}");
         std::fs::remove_file(&file).unwrap();
         std::os::unix::fs::symlink("/etc/passwd", &file).unwrap();
         assert_eq!(said(), None);

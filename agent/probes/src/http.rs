@@ -6,7 +6,7 @@ use std::{net::SocketAddr, pin::Pin, sync::Arc, time::Duration};
 
 use http_body_util::{BodyExt, Empty};
 use hyper::{
-    Request, Response, StatusCode, Uri,
+    Request, Response, StatusCode,
     body::{Bytes, Incoming},
     client::conn::http1,
     header,
@@ -23,16 +23,15 @@ use tokio_rustls::{
 };
 use tokio_util::task::AbortOnDropHandle;
 
+use beelet_base::redirect::{MAX_REDIRECTS, Place, is_redirect};
+
 use super::{
     answer::{Answer, MAX_OUTPUT},
     tcp,
 };
 
-/// What applications see as the client.
-pub(super) const USER_AGENT: &str = concat!("beelet-probe/", env!("CARGO_PKG_VERSION"));
-/// The most redirects that are followed, Go's own limit.
-const MAX_REDIRECTS: usize = 10;
-
+/// What applications see as the client: the kubelet's name, which some let pass without a login.
+pub(super) const USER_AGENT: &str = "kube-probe/1.36";
 /// What to get.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Get {
@@ -59,15 +58,6 @@ struct Reply {
     body: String,
 }
 
-/// One place on the way of redirects.
-struct Stop {
-    tls: bool,
-    port: u16,
-    path: String,
-    /// The probe's own Host header still applies.
-    own_host: bool,
-}
-
 /// Asks `host` and says what came back.
 pub(super) async fn get(
     get: &Get,
@@ -88,13 +78,13 @@ pub(super) async fn get(
 
 /// Follows redirects within the host, and judges the last reply.
 async fn follow(get: &Get, host: &str, port: u16, tls: &Arc<ClientConfig>) -> Result<Answer, Broken> {
-    let mut stop = Stop { tls: get.tls, port, path: get.path.clone(), own_host: true };
+    let mut stop = Place { tls: get.tls, port, path: get.path.clone(), own_host: true };
     for _ in 0..=MAX_REDIRECTS {
         let address = tcp::resolve(host, stop.port).await.map_err(Broken::Answer)?;
         let reply = exchange(get, &stop, host, address, tls).await?;
-        let moved = matches!(reply.status.as_u16(), 301 | 302 | 303 | 307 | 308);
+        let moved = is_redirect(reply.status.as_u16());
         match reply.location.as_deref().filter(|_| moved) {
-            Some(location) => match next_stop(&stop, host, location) {
+            Some(location) => match stop.next(host, location) {
                 Ok(Some(next)) => stop = next,
                 Ok(None) => return Ok(judge(reply)),
                 Err(error) => return Err(Broken::Answer(error)),
@@ -113,53 +103,13 @@ fn judge(reply: Reply) -> Answer {
     }
 }
 
-/// Where `location` leads; `None` if to another host.
-fn next_stop(from: &Stop, host: &str, location: &str) -> Result<Option<Stop>, String> {
-    let bad = || format!("a redirect to {location:?}, which is no address");
-    let absolute = match location.split_once(':') {
-        Some((scheme, rest)) if rest.starts_with("//") && !scheme.contains('/') => location.to_owned(),
-        _ if location.starts_with("//") => format!("{}:{location}", if from.tls { "https" } else { "http" }),
-        _ => {
-            let path = match location {
-                path if path.starts_with('/') => path.to_owned(),
-                query if query.starts_with('?') => format!("{}{query}", folderless(&from.path)),
-                relative => {
-                    let base = folderless(&from.path);
-                    let folder = &base[..base.rfind('/').map_or(0, |slash| slash + 1)];
-                    format!("{folder}{relative}")
-                }
-            };
-            let path = path.split('#').next().unwrap_or_default().to_owned();
-            return Ok(Some(Stop { path, tls: from.tls, port: from.port, own_host: from.own_host }));
-        }
-    };
-    let uri: Uri = absolute.split('#').next().unwrap_or_default().parse().map_err(|_| bad())?;
-    let tls = match uri.scheme_str() {
-        Some("http") => false,
-        Some("https") => true,
-        other => return Err(format!("a redirect to the unknown scheme {:?}", other.unwrap_or_default())),
-    };
-    let to = uri.host().ok_or_else(bad)?.trim_start_matches('[').trim_end_matches(']');
-    if !to.eq_ignore_ascii_case(host) {
-        return Ok(None);
-    }
-    let path = uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
-    let port = uri.port_u16().unwrap_or(if tls { 443 } else { 80 });
-    Ok(Some(Stop { tls, port, path, own_host: false }))
-}
-
 /// For fuzzing: follows one redirect, which must stay on the host and lead to what can be asked for.
 pub fn redirect(tls: bool, path: &str, host: &str, location: &str) {
-    let from = Stop { tls, port: 80, path: path.to_owned(), own_host: true };
-    if let Ok(Some(next)) = next_stop(&from, host, location) {
+    let from = Place { tls, port: 80, path: path.to_owned(), own_host: true };
+    if let Ok(Some(next)) = from.next(host, location) {
         assert!(next.port != 0 || location.contains(":0"), "{location:?} leads to no port");
         let _ = Request::builder().uri(&next.path).body(Empty::<Bytes>::new());
     }
-}
-
-/// A path without its query.
-fn folderless(path: &str) -> &str {
-    path.split('?').next().unwrap_or_default()
 }
 
 fn bracketed(host: &str) -> String {
@@ -168,7 +118,7 @@ fn bracketed(host: &str) -> String {
 
 async fn exchange(
     get: &Get,
-    stop: &Stop,
+    stop: &Place,
     host: &str,
     address: SocketAddr,
     tls: &Arc<ClientConfig>,
@@ -212,7 +162,7 @@ async fn read(response: Response<Incoming>) -> Result<String, hyper::Error> {
     Ok(String::from_utf8_lossy(&read).into_owned())
 }
 
-fn request(get: &Get, stop: &Stop, host: &str) -> Result<Request<Empty<Bytes>>, Broken> {
+fn request(get: &Get, stop: &Place, host: &str) -> Result<Request<Empty<Bytes>>, Broken> {
     let mut request = Request::get(stop.path.as_str());
     let given = |wanted: &str| get.headers.iter().any(|(name, _)| name.eq_ignore_ascii_case(wanted));
     if !(stop.own_host && given("host")) {

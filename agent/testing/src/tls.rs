@@ -1,4 +1,5 @@
-//! A TLS server with nobody's certificate, of no authority: what probes and hooks must put up with.
+//! A TLS server with nobody's certificate, of no authority and of version 1 of X.509: what probes and hooks
+//! must put up with.
 
 use std::sync::Arc;
 
@@ -7,6 +8,7 @@ use tokio_rustls::rustls::ServerConfig;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::rustls::sign::{CertifiedKey, SingleCertAndKey};
 
 const CERTIFICATE: &[u8] = include_bytes!("server.pem");
 const KEY: &[u8] = include_bytes!("server.key");
@@ -14,11 +16,13 @@ const KEY: &[u8] = include_bytes!("server.key");
 /// Accepts TLS connections with that certificate.
 pub fn acceptor() -> TlsAcceptor {
     let certificate = CertificateDer::from_pem_slice(CERTIFICATE).unwrap();
+    let key = ring::sign::any_supported_type(&PrivateKeyDer::from_pem_slice(KEY).unwrap()).unwrap();
+    // Not looked at: this side would refuse the certificate.
+    let key = SingleCertAndKey::from(CertifiedKey::new(vec![certificate], key));
     let settings = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_safe_default_protocol_versions()
         .unwrap()
         .with_no_client_auth()
-        .with_single_cert(vec![certificate], PrivateKeyDer::from_pem_slice(KEY).unwrap())
-        .unwrap();
+        .with_cert_resolver(Arc::new(key));
     TlsAcceptor::from(Arc::new(settings))
 }

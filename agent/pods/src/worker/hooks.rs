@@ -2,7 +2,7 @@
 //! kubelet gives them (pkg/kubelet/lifecycle/handlers.go). A hook may run twice if the agent is killed while
 //! it runs.
 
-use std::{net::IpAddr, time::Duration};
+use std::{io, net::IpAddr, time::Duration};
 
 use http_body_util::{BodyExt, Empty};
 use hyper::{Request, body::Bytes, client::conn::http1};
@@ -13,14 +13,19 @@ use tokio::{
     net::TcpStream,
     time::timeout,
 };
-use tokio_rustls::{TlsConnector, rustls::pki_types::ServerName};
+use tokio_rustls::{
+    TlsConnector,
+    rustls::{self, pki_types::ServerName},
+};
 use tokio_util::task::AbortOnDropHandle;
+use tracing::info;
 
+use beelet_base::redirect::{MAX_REDIRECTS, Place, is_redirect};
 use beelet_base::tls;
 use beelet_cri::Runtime;
 
-/// What applications see as the client.
-const USER_AGENT: &str = concat!("beelet-lifecycle/", env!("CARGO_PKG_VERSION"));
+/// What applications see as the client: the kubelet's name, which some let pass without a login.
+const USER_AGENT: &str = "kube-lifecycle/1.36";
 /// How long a command that is waited for no longer may go on at most: it ends with its container.
 const LEFT_ALONE: Duration = Duration::from_secs(60);
 /// As much of a failed command's words as an error repeats.
@@ -90,40 +95,95 @@ fn said(stderr: &[u8]) -> String {
     if line.is_empty() { line } else { format!(": {line}") }
 }
 
-/// The kubelet asks, and takes any answer: only one that can't be asked has failed.
+/// The kubelet asks, and takes any answer: only one that can't be asked has failed. Redirects are followed
+/// within the host, and one that was to be asked by HTTPS and answers by HTTP is asked again so.
 async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<(), String> {
     let host = action.host.as_deref().filter(|host| !host.is_empty()).or(subject.pod_ip);
     let host = host.ok_or("the pod has no address to ask yet")?;
     let port = port(&action.port, subject.spec)?;
     let path = action.path.as_deref().filter(|path| !path.is_empty()).unwrap_or("/");
     let path = if path.starts_with('/') { path.to_owned() } else { format!("/{path}") };
-    let https = action.scheme.as_deref().is_some_and(|scheme| scheme.eq_ignore_ascii_case("HTTPS"));
-    let authority = match host.parse::<IpAddr>() {
+    let tls = action.scheme.as_deref().is_some_and(|scheme| scheme.eq_ignore_ascii_case("HTTPS"));
+    let mut place = Place { tls, port, path, own_host: true };
+    for _ in 0..=MAX_REDIRECTS {
+        let asked = ask(action, host, &place).await;
+        let reply = match asked {
+            Err(Broken { speaks_http: true, cause }) if place.tls => {
+                info!(
+                    host,
+                    port = place.port,
+                    "a hook's HTTPS request was answered by HTTP, it is made so: {cause}"
+                );
+                place.tls = false;
+                continue;
+            }
+            Err(Broken { cause, .. }) => return Err(format!("GET {}: {cause}", url(host, &place))),
+            Ok(reply) => reply,
+        };
+        match reply.map(|location| place.next(host, &location)).transpose()?.flatten() {
+            Some(next) => place = next,
+            None => return Ok(()),
+        }
+    }
+    Err(format!("GET {}: stopped after {MAX_REDIRECTS} redirects", url(host, &place)))
+}
+
+fn authority(host: &str, port: u16) -> String {
+    match host.parse::<IpAddr>() {
         Ok(IpAddr::V6(_)) => format!("[{host}]:{port}"),
         _ => format!("{host}:{port}"),
-    };
-    let url = format!("{}://{authority}{path}", if https { "https" } else { "http" });
-    let failed = |e: &dyn std::fmt::Display| format!("GET {url}: {e}");
-    let request = request(action, &authority, &path).map_err(|e| failed(&e))?;
-    let stream = TcpStream::connect((host, port)).await.map_err(|e| failed(&e))?;
-    if !https {
-        return exchange(stream, request).await.map_err(|e| failed(&e));
     }
-    let name = ServerName::try_from(host.to_owned()).map_err(|e| failed(&e))?;
-    let connector = TlsConnector::from(tls::settings().map_err(|e| failed(&e))?);
-    let stream = connector.connect(name, stream).await.map_err(|e| failed(&e))?;
-    exchange(stream, request).await.map_err(|e| failed(&e))
+}
+
+fn url(host: &str, place: &Place) -> String {
+    let scheme = if place.tls { "https" } else { "http" };
+    format!("{scheme}://{}{}", authority(host, place.port), place.path)
+}
+
+/// Why there was no answer.
+struct Broken {
+    cause: String,
+    /// What should have been the beginning of a TLS handshake was not.
+    speaks_http: bool,
+}
+
+impl<E: std::fmt::Display> From<E> for Broken {
+    fn from(error: E) -> Self {
+        Broken { cause: error.to_string(), speaks_http: false }
+    }
+}
+
+/// Asks, and waits for any answer; where it leads on, if it does.
+async fn ask(action: &core::HTTPGetAction, host: &str, place: &Place) -> Result<Option<String>, Broken> {
+    let request = request(action, host, place)?;
+    let stream = TcpStream::connect((host, place.port)).await?;
+    if !place.tls {
+        return Ok(exchange(stream, request).await?);
+    }
+    let name = ServerName::try_from(host.to_owned())?;
+    let connector = TlsConnector::from(tls::settings()?);
+    let no_tls = |error: &io::Error| {
+        let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
+        matches!(inner, Some(rustls::Error::InvalidMessage(_)))
+    };
+    let stream = connector
+        .connect(name, stream)
+        .await
+        .map_err(|error| Broken { speaks_http: no_tls(&error), cause: error.to_string() })?;
+    Ok(exchange(stream, request).await?)
 }
 
 fn request(
     action: &core::HTTPGetAction,
-    authority: &str,
-    path: &str,
+    host: &str,
+    place: &Place,
 ) -> Result<Request<Empty<Bytes>>, http::Error> {
-    let mut request = Request::get(path);
-    let headers = action.http_headers.iter().flatten();
+    let mut request = Request::get(&place.path);
+    let is_host = |header: &core::HTTPHeader| header.name.eq_ignore_ascii_case("Host");
+    let headers = action.http_headers.iter().flatten().filter(|header| place.own_host || !is_host(header));
     let given = |name: &str| headers.clone().any(|header| header.name.eq_ignore_ascii_case(name));
-    for (name, value) in [("Host", authority), ("User-Agent", USER_AGENT), ("Connection", "close")] {
+    let authority = authority(host, place.port);
+    for (name, value) in [("Host", authority.as_str()), ("User-Agent", USER_AGENT), ("Connection", "close")] {
         if !given(name) {
             request = request.header(name, value);
         }
@@ -134,18 +194,21 @@ fn request(
     request.body(Empty::new())
 }
 
-/// Asks, and waits for any answer.
+/// Asks, and waits for any answer; the Location of a redirect.
 async fn exchange(
     stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
     request: Request<Empty<Bytes>>,
-) -> Result<(), hyper::Error> {
+) -> Result<Option<String>, hyper::Error> {
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
     // Ends with this function, however it is left.
     let _driver = AbortOnDropHandle::new(tokio::spawn(connection));
     let response = sender.send_request(request).await?;
+    let location = response.headers().get(http::header::LOCATION);
+    let location = location.map(|value| String::from_utf8_lossy(value.as_bytes()).into_owned());
+    let location = location.filter(|_| is_redirect(response.status().as_u16()));
     // One piece of the body is read so that short answers end cleanly.
     let _ = response.into_body().frame().await;
-    Ok(())
+    Ok(location)
 }
 
 /// A port by its number, or by the name that the container gives it.
@@ -219,14 +282,46 @@ mod tests {
         let subject = Subject { spec: &spec, id: "c", pod_ip: Some("127.0.0.1") };
         get(&action, subject).await.unwrap();
         assert!(server.await.unwrap().starts_with("GET / HTTP/1.1\r\n"));
-        // One that speaks no TLS is no answer.
+        // One that speaks no TLS is asked again by HTTP.
         let plain = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = plain.local_addr().unwrap().port();
-        let server = tokio::spawn(async move { answer(plain.accept().await.unwrap().0).await });
+        let server = tokio::spawn(async move {
+            answer(plain.accept().await.unwrap().0).await;
+            answer(plain.accept().await.unwrap().0).await
+        });
         let action = core::HTTPGetAction { port: IntOrString::Int(port.into()), ..action };
+        get(&action, subject).await.unwrap();
+        assert!(server.await.unwrap().starts_with("GET / HTTP/1.1\r\n"));
+        // Nobody listens there any more.
         let error = get(&action, subject).await.unwrap_err();
         assert!(error.starts_with(&format!("GET https://127.0.0.1:{port}/: ")), "{error}");
-        let _ = server.await;
+    }
+
+    #[tokio::test]
+    async fn redirects_are_followed_within_the_host() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let server = tokio::spawn(async move {
+            let mut asked = Vec::new();
+            for location in ["/drain/", "http://elsewhere.example/"] {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                let mut request = vec![0; 4096];
+                let read = stream.read(&mut request).await.unwrap();
+                let text = String::from_utf8_lossy(&request[..read]).into_owned();
+                asked.push(text.lines().next().unwrap_or_default().to_owned());
+                let reply = format!("HTTP/1.1 301 M\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n");
+                stream.write_all(reply.as_bytes()).await.unwrap();
+            }
+            asked
+        });
+        let action = core::HTTPGetAction {
+            port: IntOrString::Int(port.into()),
+            path: Some("/drain".to_owned()),
+            ..Default::default()
+        };
+        let spec = container();
+        get(&action, Subject { spec: &spec, id: "c", pod_ip: Some("127.0.0.1") }).await.unwrap();
+        assert_eq!(server.await.unwrap(), ["GET /drain HTTP/1.1", "GET /drain/ HTTP/1.1"]);
     }
 
     #[tokio::test]
@@ -245,7 +340,7 @@ mod tests {
         get(&action, subject).await.unwrap();
         let request = server.await.unwrap();
         assert!(request.starts_with("GET /stop?now HTTP/1.1\r\n"), "{request}");
-        assert!(request.contains("x-a: b\r\n") && request.contains("beelet-lifecycle/"), "{request}");
+        assert!(request.contains("x-a: b\r\n") && request.contains("kube-lifecycle/"), "{request}");
         // Nobody listens there any more.
         let error = get(&action, subject).await.unwrap_err();
         assert!(error.starts_with(&format!("GET http://127.0.0.1:{port}/stop?now: ")), "{error}");

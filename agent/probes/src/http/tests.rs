@@ -77,7 +77,7 @@ async fn the_request_has_the_probes_headers() {
     let request = requests[0].to_lowercase();
     assert!(requests[0].starts_with("GET /healthz?x=1 HTTP/1.1\r\n"), "{request}");
     assert!(request.contains("x-probe: yes\r\n"), "{request}");
-    assert!(request.contains("user-agent: beelet-probe/") && request.contains("accept: */*"), "{request}");
+    assert!(request.contains("user-agent: kube-probe/") && request.contains("accept: */*"), "{request}");
     let own = plain("/", &[("Host", "app.example"), ("Accept", ""), ("User-Agent", "me")]);
     let request = run(&own, &[&reply("200 OK")]).await.1[0].to_lowercase();
     assert!(request.contains("host: app.example\r\n"), "{request}");
