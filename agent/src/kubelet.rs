@@ -98,6 +98,8 @@ pub(crate) fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
 
 fn command() -> Command {
     let value = |name: &'static str| Arg::new(name).long(name).action(ArgAction::Set);
+    // Said more than once, all of it counts, as in Go.
+    let several = |name: &'static str| Arg::new(name).long(name).action(ArgAction::Append);
     let mut command = Command::new(NAME)
         .about("A node agent that takes the kubelet's place (beelet)")
         .disable_version_flag(true)
@@ -106,10 +108,15 @@ fn command() -> Command {
         .arg(value("v").short('v').value_name("LEVEL").help("Say more: 4 what is done, 6 why"))
         .arg(switch("version").help("Print the version and end"));
     for (name, placeholder, help) in OWN {
-        command = command.arg(value(name).value_name(placeholder).help(help));
+        let arg = if name == "node-labels" { several(name) } else { value(name) };
+        command = command.arg(arg.value_name(placeholder).help(help));
     }
     for Flag { name, field, shape } in FLAGS {
-        let arg = if *shape == Shape::Switch { switch(name) } else { value(name) };
+        let arg = match shape {
+            Shape::Switch => switch(name),
+            shape if shape.has_parts() => several(name),
+            _ => value(name),
+        };
         command = command.arg(arg.help(format!("Sets {field} of the configuration")));
     }
     for (name, why, is_switch) in IGNORED {
@@ -169,6 +176,12 @@ fn text<'m>(matches: &'m ArgMatches, name: &str) -> Option<&'m str> {
     matches.get_one::<String>(name).map(String::as_str).filter(|text| !text.is_empty())
 }
 
+/// What a flag says, each time that it is there.
+fn all(matches: &ArgMatches, name: &str) -> Option<String> {
+    let said: Vec<&str> = matches.get_many::<String>(name)?.map(String::as_str).collect();
+    Some(said.join(","))
+}
+
 fn read(matches: &ArgMatches) -> Result<(Config, Option<Membership>, Vec<Warning>), String> {
     let sources = Sources {
         file: text(matches, "config").map(PathBuf::from),
@@ -198,7 +211,7 @@ fn read(matches: &ArgMatches) -> Result<(Config, Option<Membership>, Vec<Warning
         bootstrap_kubeconfig: text(matches, "bootstrap-kubeconfig").map(PathBuf::from),
         cert_dir: Some(text(matches, "cert-dir").map_or_else(|| Path::new(root).join("pki"), PathBuf::from)),
         node_ip: ips(text(matches, "node-ip").unwrap_or_default())?,
-        node_labels: labels(text(matches, "node-labels").unwrap_or_default())?,
+        node_labels: labels(&all(matches, "node-labels").unwrap_or_default())?,
     };
     let membership = args.resolve(&mut config)?;
     let providers = ProviderArgs {
@@ -219,17 +232,20 @@ fn settings(matches: &ArgMatches) -> Result<Vec<Setting>, String> {
     ours.insert("kubeletDir".to_owned(), json!(root));
     ours.insert("podsDir".to_owned(), json!(format!("{root}/pods")));
     ours.insert("seccompProfileRoot".to_owned(), json!(format!("{root}/seccomp")));
-    let mut settings = vec![Setting { name: "--root-dir".to_owned(), kubelet: Map::new(), beelet: ours }];
+    let setting =
+        |name: &str, kubelet, beelet| Setting { name: format!("--{name}"), kubelet, beelet, replaces: None };
+    let mut settings = vec![setting("root-dir", Map::new(), ours)];
     if let Some(name) = text(matches, "hostname-override") {
         let beelet = Map::from_iter([("nodeName".to_owned(), json!(name.trim().to_lowercase()))]);
-        settings.push(Setting { name: "--hostname-override".to_owned(), kubelet: Map::new(), beelet });
+        settings.push(setting("hostname-override", Map::new(), beelet));
     }
     for flag in FLAGS {
-        if let Some(value) = matches.get_one::<String>(flag.name) {
-            let kubelet = flag.fields(value).map_err(|error| {
+        if let Some(value) = all(matches, flag.name) {
+            let kubelet = flag.fields(&value).map_err(|error| {
                 format!("invalid argument {value:?} for \"--{}\" flag: {error}", flag.name)
             })?;
-            settings.push(Setting { name: format!("--{}", flag.name), kubelet, beelet: Map::new() });
+            let replaces = flag.shape.is_map().then_some(flag.field);
+            settings.push(Setting { replaces, ..setting(flag.name, kubelet, Map::new()) });
         }
     }
     Ok(settings)
@@ -244,7 +260,10 @@ fn ips(text: &str) -> Result<Vec<std::net::IpAddr>, String> {
 fn labels(text: &str) -> Result<Vec<(String, String)>, String> {
     let each = text.split(',').filter(|label| !label.trim().is_empty());
     let pairs: Vec<(String, String)> = each
-        .map(|label| cluster::label(label.trim()))
+        .map(|label| match label.trim() {
+            label if label.contains('=') => cluster::label(label),
+            key => cluster::label(&format!("{key}=")),
+        })
         .collect::<Result<_, _>>()
         .map_err(|error| format!("--node-labels: {error}"))?;
     let refused: Vec<&str> =

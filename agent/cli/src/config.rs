@@ -144,8 +144,7 @@ impl Machine {
         #[allow(clippy::useless_conversion)]
         let total = u64::try_from(pages.totalram).unwrap_or_default();
         let memory = u64::from(pages.mem_unit).saturating_mul(total);
-        let cpus =
-            std::thread::available_parallelism().map_or(1, |cpus| u64::try_from(cpus.get()).unwrap_or(1));
+        let cpus = u64::try_from(beelet_base::cpus::count()).unwrap_or(1);
         Ok(Self { name: defaults.node_name, cpus, memory, socket: socket.to_owned(), answers, driver })
     }
 

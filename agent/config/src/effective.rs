@@ -65,6 +65,7 @@ fn kubelet(config: &Config) -> KubeletWire {
         pod_pids_limit: Some(config.pod_pids_limit),
         system_reserved: Some(amounts(&config.system_reserved)),
         kube_reserved: Some(amounts(&config.kube_reserved)),
+        reserved_system_cpus: Some(config.reserved_system_cpus.clone()).filter(|cpus| !cpus.is_empty()),
         enforce_node_allocatable: Some(enforced(config)),
         system_reserved_cgroup: config.system_reserved_cgroup.as_ref().map(|cgroup| cgroup.path.clone()),
         kube_reserved_cgroup: config.kube_reserved_cgroup.as_ref().map(|cgroup| cgroup.path.clone()),
@@ -87,6 +88,7 @@ fn kubelet(config: &Config) -> KubeletWire {
         preloaded_images_verification_allowlist: Some(config.image_verification.allowlist.clone())
             .filter(|list| !list.is_empty()),
         fail_swap_on: Some(config.fail_swap_on),
+        protect_kernel_defaults: Some(config.protect_kernel_defaults),
         memory_swap: Some(MemorySwapWire { swap_behavior: word(&config.swap_behavior) }),
         user_namespaces: Some(UserNamespacesWire { ids_per_pod: Some(config.user_ids_per_pod.into()) }),
         topology_manager_policy: word(&config.topology.0),

@@ -33,6 +33,8 @@ pub(super) struct KubeletWire {
     pub(super) pod_pids_limit: Option<i64>,
     pub(super) system_reserved: Option<Amounts>,
     pub(super) kube_reserved: Option<Amounts>,
+    #[serde(rename = "reservedSystemCPUs", skip_serializing_if = "Option::is_none")]
+    pub(super) reserved_system_cpus: Option<String>,
     pub(super) enforce_node_allocatable: Option<Vec<String>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) system_reserved_cgroup: Option<String>,
@@ -51,6 +53,7 @@ pub(super) struct KubeletWire {
     pub(super) resolv_conf: Option<String>,
     pub(super) crash_loop_back_off: Option<CrashLoopBackOffWire>,
     pub(super) fail_swap_on: Option<bool>,
+    pub(super) protect_kernel_defaults: Option<bool>,
     pub(super) memory_swap: Option<MemorySwapWire>,
     pub(super) user_namespaces: Option<UserNamespacesWire>,
     pub(super) topology_manager_policy: Option<String>,

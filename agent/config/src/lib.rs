@@ -86,6 +86,9 @@ pub struct Config {
     pub system_reserved: BTreeMap<String, Quantity>,
     /// Kept for the node's own agents: not for pods.
     pub kube_reserved: BTreeMap<String, Quantity>,
+    /// `reservedSystemCPUs` as it was written: their number is in `system_reserved`. They are not kept from
+    /// pods.
+    pub reserved_system_cpus: String,
     /// The cgroup that is held to `system_reserved`; None: it is not enforced.
     pub system_reserved_cgroup: Option<ReservedCgroup>,
     /// The cgroup that is held to `kube_reserved`; None: it is not enforced.
@@ -107,6 +110,8 @@ pub struct Config {
     /// Refuse to run on a machine with swap. Unlike the kubelet's, our default is false: no container gets
     /// any.
     pub fail_swap_on: bool,
+    /// Does the agent refuse to run where the kernel is not set as a kubelet sets it?
+    pub protect_kernel_defaults: bool,
     /// Which containers may use swap.
     pub swap_behavior: SwapBehavior,
     /// User and group ids of each pod with a user namespace of its own; a multiple of 65,536.

@@ -43,6 +43,9 @@ pub struct Setting {
     pub kubelet: Map<String, Value>,
     /// Fields of a `BeeletConfiguration`.
     pub beelet: Map<String, Value>,
+    /// The field of the `KubeletConfiguration` of which nothing stays that files said: a map of the command
+    /// line takes the place of theirs.
+    pub replaces: Option<&'static str>,
 }
 
 /// The most drop-in files that are read.
@@ -58,6 +61,9 @@ pub(super) fn layered(sources: Sources) -> Result<(Config, Vec<Warning>), Config
     }
     for setting in sources.flags {
         let name = PathBuf::from(setting.name);
+        if let Some((field, known)) = setting.replaces.zip(layers.kubelet.value.as_object_mut()) {
+            known.remove(field);
+        }
         layers.kubelet.add(&name, None, setting.kubelet, &mut layers.warnings)?;
         layers.beelet.add(&name, None, setting.beelet, &mut layers.warnings)?;
     }

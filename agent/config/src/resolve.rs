@@ -8,6 +8,7 @@ use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use beelet_policy::cgroups::{MemoryQos, MemoryReservationPolicy, SwapBehavior};
+use beelet_policy::cpu_list;
 use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
 use beelet_policy::image_credentials::{Policy, Verification, wrong_entry};
 use beelet_policy::quantity::Quantity;
@@ -52,6 +53,7 @@ const RESERVABLE: [&str; 4] = ["cpu", "memory", "ephemeral-storage", "pid"];
 
 pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> Result<Config, Problem> {
     refuse_without_cgroups(wire)?;
+    let [system_reserved, kube_reserved] = reserves(wire)?;
     let runtime_endpoint =
         endpoint("containerRuntimeEndpoint", &wire.container_runtime_endpoint, DEFAULT_ENDPOINT)?;
     Ok(Config {
@@ -70,8 +72,9 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         cpu_cfs_quota: wire.cpu_cfs_quota.unwrap_or(true),
         cpu_cfs_quota_period: cfs_period(duration(wire.cpu_cfs_quota_period, Duration::from_millis(100)))?,
         pod_pids_limit: number("podPidsLimit", wire.pod_pids_limit, -1, -1, i64::MAX)?,
-        system_reserved: reserved("systemReserved", wire.system_reserved.as_ref())?,
-        kube_reserved: reserved("kubeReserved", wire.kube_reserved.as_ref())?,
+        system_reserved,
+        kube_reserved,
+        reserved_system_cpus: wire.reserved_system_cpus.clone().unwrap_or_default(),
         system_reserved_cgroup: reserved_cgroup(wire, "system", wire.system_reserved_cgroup.as_deref())?,
         kube_reserved_cgroup: reserved_cgroup(wire, "kube", wire.kube_reserved_cgroup.as_deref())?,
         memory_qos: memory_qos(wire)?,
@@ -81,6 +84,7 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         cluster_domain: wire.cluster_domain.clone().unwrap_or_default(),
         resolv_conf: resolv_conf(wire.resolv_conf.as_deref())?,
         fail_swap_on: wire.fail_swap_on.unwrap_or(false),
+        protect_kernel_defaults: wire.protect_kernel_defaults.unwrap_or(false),
         swap_behavior: word(
             "memorySwap.swapBehavior",
             wire.memory_swap.as_ref().and_then(|swap| swap.swap_behavior.as_deref()),
@@ -362,6 +366,22 @@ fn reserved(field: &str, wire: Option<&AmountsWire>) -> Result<BTreeMap<String, 
         amounts.insert(name.clone(), quantity(format!("{field}.{name}"), amount)?);
     }
     Ok(amounts)
+}
+
+/// `systemReserved` and `kubeReserved`. `reservedSystemCPUs` says all that is reserved of CPUs, by their
+/// numbers.
+fn reserves(wire: &KubeletWire) -> Result<[BTreeMap<String, Quantity>; 2], Problem> {
+    let mut system = reserved("systemReserved", wire.system_reserved.as_ref())?;
+    let mut kube = reserved("kubeReserved", wire.kube_reserved.as_ref())?;
+    if let Some(list) = wire.reserved_system_cpus.as_deref().filter(|list| !list.is_empty()) {
+        let cpus = cpu_list::parse(list).ok_or_else(|| {
+            Problem::new("reservedSystemCPUs", format!("{list:?} is no list of CPUs, such as 0-3,8"))
+        })?;
+        let count = i64::try_from(cpus.len()).unwrap_or(i64::MAX);
+        system.insert("cpu".to_owned(), Quantity::from_units(count));
+        kube.remove("cpu");
+    }
+    Ok([system, kube])
 }
 
 /// Pods always live in cgroups by QoS class, and are held together to what is not reserved.

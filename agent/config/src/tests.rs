@@ -498,6 +498,7 @@ fn layered(
         name: (*name).to_owned(),
         kubelet: fields.as_object().unwrap().clone(),
         beelet: serde_json::Map::new(),
+        replaces: None,
     });
     Config::layered(Sources { file: Some(path), drop_ins: Some(folder), flags: flags.collect() })
 }

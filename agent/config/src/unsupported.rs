@@ -87,7 +87,6 @@ const GROUPS: &[Group] = &[
             "cpuManagerReconcilePeriod",
             "memoryManagerPolicy",
             "topologyManagerPolicyOptions",
-            "reservedSystemCPUs",
             "reservedMemory",
             "draManagerReconcilePeriod",
         ],
@@ -105,10 +104,6 @@ const GROUPS: &[Group] = &[
     Group {
         reason: "pods are compared with the runtime whenever something happens, and all of them at every relist",
         fields: &["syncFrequency"],
-    },
-    Group {
-        reason: "kernel settings are neither checked nor changed by beelet",
-        fields: &["protectKernelDefaults"],
     },
     Group {
         reason: "beelet has no feature gates: what it can do, it does as its own section says",

@@ -8,6 +8,7 @@ pub mod api_status;
 pub mod cgroups;
 pub mod claims;
 pub mod container_gc;
+pub mod cpu_list;
 pub mod critical;
 pub mod csi;
 pub mod devices;

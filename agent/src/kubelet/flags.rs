@@ -26,6 +26,18 @@ pub(super) enum Shape {
     Taints,
 }
 
+impl Shape {
+    /// Whether its value is parts between commas, which may also come by the flag said again.
+    pub(super) fn has_parts(self) -> bool {
+        matches!(self, Shape::List | Shape::Map | Shape::Gates | Shape::Thresholds)
+    }
+
+    /// Whether it is a map that takes the place of the file's. Of feature gates, both count.
+    pub(super) fn is_map(self) -> bool {
+        matches!(self, Shape::Map | Shape::Thresholds)
+    }
+}
+
 /// A flag and what it sets.
 #[derive(Debug)]
 pub(super) struct Flag {
@@ -151,6 +163,7 @@ pub(super) const FLAGS: &[Flag] = &[
     flag("image-gc-high-threshold", "imageGCHighThresholdPercent", Shape::Number),
     flag("image-gc-low-threshold", "imageGCLowThresholdPercent", Shape::Number),
     flag("image-service-endpoint", "imageServiceEndpoint", Shape::Text),
+    flag("kernel-memcg-notification", "kernelMemcgNotification", Shape::Switch),
     flag("kube-api-burst", "kubeAPIBurst", Shape::Number),
     flag("kube-api-content-type", "contentType", Shape::Text),
     flag("kube-api-qps", "kubeAPIQPS", Shape::Number),
@@ -204,18 +217,39 @@ pub(super) const FLAGS: &[Flag] = &[
     flag("volume-stats-agg-period", "volumeStatsAggPeriod", Shape::Duration),
 ];
 
+const OF_CADVISOR: &str = "it is cAdvisor's, and containers are measured without it here";
+
 /// Flags that are taken and do nothing, each with its reason, and whether it may stand alone.
 pub(super) const IGNORED: &[(&str, &str, bool)] = &[
+    ("application-metrics-count-limit", OF_CADVISOR, false),
+    ("boot-id-file", OF_CADVISOR, false),
     ("cloud-config", "clouds are run by their own controller", false),
+    ("container-hints", OF_CADVISOR, false),
     ("container-runtime", "the runtime is what answers at containerRuntimeEndpoint", false),
+    ("containerd", OF_CADVISOR, false),
+    ("containerd-namespace", OF_CADVISOR, false),
+    ("enable-load-reader", OF_CADVISOR, true),
+    ("event-storage-age-limit", OF_CADVISOR, false),
+    ("event-storage-event-limit", OF_CADVISOR, false),
     ("exit-on-lock-contention", "a second agent is always refused", true),
     (
         "experimental-allocatable-ignore-eviction",
         "eviction thresholds always lessen what pods may have",
         true,
     ),
+    ("experimental-mounter-path", "volumes are mounted by the agent itself", false),
+    ("global-housekeeping-interval", OF_CADVISOR, false),
+    ("housekeeping-interval", OF_CADVISOR, false),
     ("lock-file", "a second agent is always refused", false),
     ("log-flush-frequency", "log lines are written at once", false),
+    ("log-cadvisor-usage", OF_CADVISOR, true),
+    ("log-json-info-buffer-size", "log lines are written at once", false),
+    ("log-json-split-stream", "all log lines go to standard error", true),
+    ("log-text-info-buffer-size", "log lines are written at once", false),
+    ("log-text-split-stream", "all log lines go to standard error", true),
+    ("machine-id-file", OF_CADVISOR, false),
+    ("manifest-url-header", "pods come from the files of staticPodPath only", false),
+    ("max-housekeeping-interval", OF_CADVISOR, false),
     ("maximum-dead-containers", "set containerGCMaxContainers of the BeeletConfiguration", false),
     (
         "maximum-dead-containers-per-container",
@@ -226,7 +260,15 @@ pub(super) const IGNORED: &[(&str, &str, bool)] = &[
     ("network-plugin", "the container runtime runs the network plugin", false),
     ("pod-infra-container-image", "the container runtime knows its sandbox image and keeps it", false),
     ("register-schedulable", "register with a taint instead", true),
+    ("reserved-memory", "memory is not pinned to NUMA nodes in this version", false),
     ("runtime-cgroups", "the runtime's own cgroup is left alone", false),
+    ("storage-driver-buffer-duration", OF_CADVISOR, false),
+    ("storage-driver-db", OF_CADVISOR, false),
+    ("storage-driver-host", OF_CADVISOR, false),
+    ("storage-driver-password", OF_CADVISOR, false),
+    ("storage-driver-secure", OF_CADVISOR, true),
+    ("storage-driver-table", OF_CADVISOR, false),
+    ("storage-driver-user", OF_CADVISOR, false),
     ("vmodule", "RUST_LOG sets levels by module", false),
 ];
 
@@ -264,6 +306,13 @@ mod tests {
                 { "key": "c", "value": "", "effect": "NoExecute" },
             ] }),
         );
+    }
+
+    #[test]
+    fn flags_of_the_kubelet_that_nobody_needs_keep_nobody_from_starting() {
+        for name in ["containerd", "housekeeping-interval", "reserved-memory", "log-text-split-stream"] {
+            assert!(IGNORED.iter().any(|(known, ..)| *known == name), "{name}");
+        }
     }
 
     #[test]

@@ -49,6 +49,30 @@ fn a_command_line_of_kubeadm_is_taken() {
 }
 
 #[test]
+fn what_a_flag_says_again_is_added_and_a_map_takes_the_place_of_the_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("config.yaml");
+    let text = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n\
+                systemReserved: {memory: 1Gi}\nclusterDNS: [10.0.0.9]\n";
+    std::fs::write(&file, text).unwrap();
+    let config = format!("--config={}", file.display());
+    let (config, _) = read_line(&[
+        &config,
+        "--node-labels=a=1",
+        "--node-labels=b=2,c",
+        "--system-reserved=cpu=1",
+        "--system-reserved=pid=100",
+        "--cluster-dns=10.0.0.1",
+        "--cluster-dns=10.0.0.2",
+    ])
+    .unwrap();
+    let labels: Vec<_> = config.node.labels.iter().map(|(key, value)| format!("{key}={value}")).collect();
+    assert_eq!(labels, ["a=1", "b=2", "c="]);
+    assert_eq!(config.system_reserved.keys().collect::<Vec<_>>(), ["cpu", "pid"]);
+    assert_eq!(config.cluster_dns.len(), 2);
+}
+
+#[test]
 fn the_roots_folders_follow_the_root() {
     let (config, _) = read_line(&["--root-dir=/data/kubelet", "--fail-swap-on=false"]).unwrap();
     assert_eq!(config.beelet.pods_dir, Path::new("/data/kubelet/pods"));

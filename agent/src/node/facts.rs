@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     fs, io,
     net::{IpAddr, Ipv4Addr, UdpSocket},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use anyhow::{Context, Result, bail};
@@ -29,11 +29,11 @@ const MEMINFO: &str = "/proc/meminfo";
 /// What the machine has, and its address.
 #[derive(Clone, Debug)]
 pub struct Machine {
-    /// CPUs that this process may use.
+    /// CPUs that are online.
     pub cpus: usize,
     /// Bytes of memory.
     pub memory_bytes: u64,
-    /// Bytes of the file system of the state folder, as eviction measures it; `None` if it can't be measured.
+    /// Bytes of the file system of pods' volumes, as eviction measures it; `None` if it can't be measured.
     pub storage_bytes: Option<u64>,
     /// Bytes of swap.
     pub swap_bytes: u64,
@@ -46,13 +46,13 @@ pub struct Machine {
 impl Machine {
     /// Inspects this machine.
     pub(super) async fn inspect(config: &Config) -> Result<Self> {
-        let dir = config.beelet.state_dir.clone();
-        let storage = blocking("measuring the state folder", move || filesystem::statvfs(&dir)).await;
+        let dir = volumes_folder(config);
+        let storage = blocking("measuring the folder of volumes", move || filesystem::statvfs(&dir)).await;
         let storage_bytes = storage.map(|disk| disk.bytes.capacity_bytes).inspect_err(|error| {
-            warn!(%error, "cannot measure the state folder's file system; pods that request ephemeral-storage find none here");
+            warn!(%error, "cannot measure the file system of pods' volumes; pods that request ephemeral-storage find none here");
         });
         Ok(Self {
-            cpus: std::thread::available_parallelism().context("cannot count the CPUs")?.get(),
+            cpus: beelet_base::cpus::count(),
             memory_bytes: memory()?,
             swap_bytes: swap_total(&fs::read_to_string(MEMINFO).unwrap_or_default()),
             storage_bytes: storage_bytes.ok(),
@@ -60,6 +60,13 @@ impl Machine {
             address: config.node.ips.iter().copied().find(|ip| !ip.is_unspecified()).unwrap_or_else(host_ip),
         })
     }
+}
+
+/// A folder on the file system of pods' volumes, whose pressure is the node's: the volumes' own, or where
+/// there is none yet the nearest that it will be made in.
+pub(super) fn volumes_folder(config: &Config) -> PathBuf {
+    let folder = &config.beelet.pods_dir;
+    folder.ancestors().find(|there| there.exists()).unwrap_or(folder).to_owned()
 }
 
 /// A whole number of a resource's units.
@@ -111,8 +118,17 @@ pub(super) fn cgroup_config(config: &Config, machine: &Machine, cgroups: &Cgroup
             .filter_map(|(name, bytes)| Some((huge_pages::size_of_resource(name)?, bytes.value())))
             .collect(),
         limit_huge_pages: has_hugetlb(cgroups),
+        node_pids: pids().map(|pids| pids.saturating_sub(config.reserved("pid").value()).max(0)),
         ..CgroupConfig::new(version, node)
     }
+}
+
+/// Processes and threads that the kernel has at most: whichever of its two limits is lower
+/// (pkg/kubelet/stats/pidlimit).
+fn pids() -> Option<i64> {
+    let number = |file: &str| fs::read_to_string(file).ok()?.trim().parse::<i64>().ok();
+    let limits = [number("/proc/sys/kernel/pid_max"), number("/proc/sys/kernel/threads-max")];
+    limits.into_iter().flatten().min()
 }
 
 /// Returns true if huge pages can be limited where the pods' other values are: a hybrid machine may have the

@@ -12,6 +12,7 @@ pub mod facts;
 mod frame;
 mod health;
 mod kernel;
+mod kernel_settings;
 pub mod metrics;
 pub mod observe;
 mod own_use;

@@ -101,7 +101,7 @@ impl NodeProtection {
         let disk = DiskUsages::default();
         let local_storage = local_storage(node, &disk, requests);
         let reclaimer = reclaimer(images.clone(), containers.clone());
-        let filesystems = Filesystems::new(node.config.beelet.state_dir.clone(), node.doors.space.clone());
+        let filesystems = Filesystems::new(facts::volumes_folder(&node.config), node.doors.space.clone());
         let disk = DiskView { usages: disk, filesystems };
         let (eviction, sources) = eviction(node, disk.clone(), requests, reclaimer, conditions);
         let _ = metrics.collectors.set(Collectors { images, containers });

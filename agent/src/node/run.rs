@@ -1,7 +1,13 @@
 //! `beelet run`: a node that runs pods. The servers come first, so that somebody can see what is missing; all
 //! else is built once the container runtime answers.
 
-use std::{net::SocketAddr, ops::Deref, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    net::SocketAddr,
+    ops::Deref,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use anyhow::{Context, Result, bail};
 use beelet_base::folder::{PRIVATE, make_folder};
@@ -25,7 +31,7 @@ use super::{
     farewell,
     frame::Frame,
     health::Health,
-    kernel,
+    kernel, kernel_settings,
     metrics::Metrics,
     parts::{Failures, Parts},
     process,
@@ -404,6 +410,19 @@ impl Deref for Node {
     }
 }
 
+/// `protectKernelDefaults`: not on a machine whose kernel is not set as a kubelet would set it.
+fn check_kernel_settings(config: &Config) -> Result<()> {
+    let differing = kernel_settings::differing(Path::new("/proc/sys"));
+    if config.protect_kernel_defaults && !differing.is_empty() {
+        bail!(
+            "protectKernelDefaults is true, and this machine's kernel is set otherwise than a kubelet sets it. As root: \
+             sysctl -w {}  (and a file in /etc/sysctl.d for the next boot)",
+            differing.join(" ")
+        );
+    }
+    Ok(())
+}
+
 impl Node {
     async fn build(base: Base, version: cri::VersionResponse) -> Result<Self> {
         let told = runtimes_cgroup_driver(&base.runtime).await?;
@@ -422,6 +441,7 @@ impl Node {
                  failSwapOn: false"
             );
         }
+        check_kernel_settings(&base.config)?;
         let mut cgroup_config = facts::cgroup_config(&base.config, &machine, &base.cgroups);
         let (held, journal) = (Arc::clone(&base.cgroups), Arc::clone(&base.state));
         spawn_blocking(move || beelet_tuner::recover(&held, &journal))

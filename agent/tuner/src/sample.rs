@@ -85,7 +85,7 @@ impl Sampler {
                 look.name_growers(&mut samples, &kernel.freed);
             }
         }
-        let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get) as u64 * 1000;
+        let cpus = beelet_base::cpus::count() as u64 * 1000;
         self.before = look.seen;
         Observed { cpus, best_effort: best_effort.to_owned(), best_effort_used, supports, pods: samples }
     }

@@ -134,6 +134,8 @@ pub struct CgroupConfig {
     pub limit_huge_pages: bool,
     /// The machine's swap and who may use it; None: swap can't be limited.
     pub swap: Option<Swap>,
+    /// Processes and threads of all pods together, where they are limited.
+    pub node_pids: Option<i64>,
     /// The node's amounts.
     pub node: NodeAmounts,
 }
@@ -155,6 +157,7 @@ impl CgroupConfig {
             huge_pages: BTreeMap::new(),
             limit_huge_pages: false,
             swap: None,
+            node_pids: None,
             node,
         }
     }

@@ -85,6 +85,7 @@ pub(crate) fn kubepods_cgroup(totals: &QosTotals, config: &CgroupConfig) -> Cgro
         cpu_millis: Some(config.node.allocatable_millis),
         memory_max: Some(config.node.allocatable_memory),
         memory_min: reserved(requested, config),
+        pids_max: config.node_pids,
         ..Settings::default()
     };
     let mut files = settings.files(Level::Above, config);

@@ -1,0 +1,45 @@
+//! The kernel settings that a kubelet makes at its start (`setupKernelTunables`, pkg/kubelet/cm). The agent
+//! changes none of them: they are the machine's, and outlive it. With `protectKernelDefaults` it doesn't run
+//! where one differs.
+
+use std::path::Path;
+
+/// Each by its path below /proc/sys, and the kubelet's value.
+const SETTINGS: [(&str, u64); 6] = [
+    ("vm/overcommit_memory", 1),
+    ("vm/panic_on_oom", 0),
+    ("kernel/panic", 10),
+    ("kernel/panic_on_oops", 1),
+    ("kernel/keys/root_maxkeys", 1_000_000),
+    ("kernel/keys/root_maxbytes", 25_000_000),
+];
+
+/// Those that are not as a kubelet sets them, as `sysctl` would set them; `sys` is /proc/sys.
+#[must_use]
+pub(super) fn differing(sys: &Path) -> Vec<String> {
+    let differs = |(name, wanted): &(&str, u64)| {
+        let value = std::fs::read_to_string(sys.join(name)).ok()?;
+        (value.trim() != wanted.to_string()).then(|| format!("{}={wanted}", name.replace('/', ".")))
+    };
+    SETTINGS.iter().filter_map(differs).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_as_a_kubelet_sets_it_is_told_as_sysctl_takes_it() {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, value) in SETTINGS {
+            let file = dir.path().join(name);
+            std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+            std::fs::write(file, format!("{value}\n")).unwrap();
+        }
+        assert_eq!(differing(dir.path()), Vec::<String>::new());
+        std::fs::write(dir.path().join("kernel/panic"), "0\n").unwrap();
+        // A kernel without the setting has nothing to be set.
+        std::fs::remove_file(dir.path().join("kernel/keys/root_maxkeys")).unwrap();
+        assert_eq!(differing(dir.path()), ["kernel.panic=10"]);
+    }
+}
