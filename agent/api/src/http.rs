@@ -142,7 +142,7 @@ pub fn router(state: ApiState) -> Router {
         .route("/metrics/resource", get(numbers::resource))
         .route("/metrics/slis", get(slis::slis));
     if state.summary {
-        router = router.route("/stats/summary", get(summary::summary));
+        router = router.route("/stats/summary", get(summary::summary).post(summary::summary));
     }
     router.route("/pods", if state.specs { get(pods) } else { get(no_pods) }).with_state(state)
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use futures::stream::{self, Stream};
+use rustix::net::sockopt::set_socket_send_buffer_size_force;
 use rustix::process::geteuid;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{UnixListener, UnixStream};
@@ -29,6 +30,10 @@ const MAX_STREAMS_OTHERS: u32 = 16;
 /// Connections of other people's clients at a time. One more waits in the kernel's queue until another has
 /// ended.
 const MAX_CONNECTIONS_OTHERS: usize = 256;
+
+/// What may wait in a connection for its client, in bytes: a list of some hundred pods is written at once.
+/// With the kernel's usual 208 KiB the agent and its client had to wait for each other's turn many times.
+const SEND_BUFFER: usize = 2 << 20;
 
 /// The socket, listening, but not answering yet.
 #[derive(Debug)]
@@ -127,7 +132,11 @@ fn connections_of_others(listener: UnixListener) -> impl Stream<Item = io::Resul
 async fn accept(listener: &UnixListener) -> UnixStream {
     loop {
         match listener.accept().await {
-            Ok((stream, _)) => return stream,
+            Ok((stream, _)) => {
+                // Without it (no CAP_NET_ADMIN) answers are only slower.
+                let _ = set_socket_send_buffer_size_force(&stream, SEND_BUFFER);
+                return stream;
+            }
             Err(error) => {
                 tracing::warn!("a connection can't be accepted: {error}");
                 tokio::time::sleep(Duration::from_secs(1)).await;

@@ -4,6 +4,8 @@
 //! A file that isn't there (an old kernel, a controller that is off, PSI switched off) leaves its numbers
 //! out; only a cgroup without memory and CPU time is no reading.
 
+use std::io::Read as _;
+
 use super::model::{Details, Gauges, Net, Reading, Stalls};
 use super::parse;
 use beelet_cgroups::read::{CgroupDirs, Controller};
@@ -14,6 +16,10 @@ pub(super) const OFTEN: u64 = 10;
 /// Processes of a cgroup, and their open files: of more than so many the files are not counted.
 const MAX_PROCESSES: usize = 256;
 const MAX_FILES: u64 = 4096;
+
+/// Interfaces of a pod that are counted, and bytes of a file that tells of them.
+const INTERFACES: usize = 32;
+const NETWORK_FILE: u64 = 64 << 10;
 
 /// How much of a cgroup is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -270,9 +276,17 @@ fn open_files(pids: &[u32]) -> Option<(u64, u64)> {
 
 /// The network of the process `pid`: its interfaces, and on the first of them the TCP segments sent again.
 /// None if the process has gone.
+///
+/// The process may have made as many interfaces as it likes, by any names, in a namespace of its own: only
+/// the first ones are looked at.
 pub(super) fn network(pid: u32) -> Option<Vec<(String, Net)>> {
-    let read = |file: &str| std::fs::read_to_string(format!("/proc/{pid}/net/{file}")).ok();
-    let mut interfaces = parse::interfaces(&read("dev")?);
+    let read = |file: &str| {
+        let mut text = Vec::new();
+        let file = std::fs::File::open(format!("/proc/{pid}/net/{file}")).ok()?;
+        file.take(NETWORK_FILE).read_to_end(&mut text).ok()?;
+        Some(String::from_utf8_lossy(&text).into_owned())
+    };
+    let mut interfaces = parse::interfaces(&read("dev")?, INTERFACES);
     let retransmits = read("snmp").as_deref().and_then(parse::retransmits);
     if let Some((_, first)) = interfaces.first_mut() {
         first.retransmits = retransmits.unwrap_or(0);

@@ -154,8 +154,8 @@ pub fn faults(text: &str) -> Option<[u64; 2]> {
     Some([of("pgfault")?, of("pgmajfault")?])
 }
 
-/// `/proc/PID/net/dev`: every interface but the loopback one.
-pub fn interfaces(text: &str) -> Vec<(String, Net)> {
+/// `/proc/PID/net/dev`: every interface but the loopback one, so many at most.
+pub fn interfaces(text: &str, most: usize) -> Vec<(String, Net)> {
     let interface = |line: &str| {
         let (name, numbers) = line.split_once(':')?;
         let numbers: Vec<u64> = numbers.split_whitespace().map_while(|word| word.parse().ok()).collect();
@@ -190,7 +190,7 @@ pub fn interfaces(text: &str) -> Vec<(String, Net)> {
         };
         Some((name.trim().to_owned(), net))
     };
-    text.lines().filter_map(interface).filter(|(name, _)| name != "lo").collect()
+    text.lines().filter_map(interface).filter(|(name, _)| name != "lo").take(most).collect()
 }
 
 /// `RetransSegs` of `/proc/PID/net/snmp`: two lines, names and values.
@@ -338,13 +338,16 @@ Inter-|   Receive                                                |  Transmit
     lo:     500       5    0    0    0     0          0         0      500       5    0    0    0     0       0          0
   eth0:    1000      10    1    2    0     0          0         0     2000      20    3    4    0     0       0          0
 ";
-        let found = interfaces(text);
+        let found = interfaces(text, 8);
         assert_eq!(found.len(), 1);
         let (name, net) = &found[0];
         assert_eq!(
             (name.as_str(), net.rx_bytes, net.rx_dropped, net.tx_packets, net.tx_errors),
             ("eth0", 1000, 2, 20, 3)
         );
+        let many: String =
+            (0..99).map(|n| format!("v{n}: 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16\n")).collect();
+        assert_eq!(interfaces(&many, 8).len(), 8);
         let snmp = "Ip: A B\nIp: 1 2\nTcp: RtoAlgorithm InSegs RetransSegs InErrs\nTcp: 1 -1 42 0\n";
         assert_eq!((retransmits(snmp), retransmits("Tcp: a\n")), (Some(42), None));
     }
@@ -366,7 +369,7 @@ Inter-|   Receive                                                |  Transmit
             let _ = (keyed(&text).count(), limit(&text), cpu_max(&text), stalls(&text), io_stat(&text), blkio(&text));
             let _ = (io_stat_devices(&text), blkio_devices(&text, &text), disks(&text), descriptors_limit(&text));
             let _ = machine_modes(&text, 0);
-            let _ = (interfaces(&text), retransmits(&text), meminfo(&text, "a"), machine_cpu(&text, 0), load(&text));
+            let _ = (interfaces(&text, 8), retransmits(&text), meminfo(&text, "a"), machine_cpu(&text, 0), load(&text));
         }
     }
 }

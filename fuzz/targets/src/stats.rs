@@ -6,8 +6,8 @@ use beelet_stats::parse;
 pub(crate) fn files(text: &str) {
     let _ = (parse::keyed(text).count(), parse::limit(text), parse::cpu_max(text), parse::stalls(text));
     let _ = (parse::io_stat(text), parse::blkio(text), parse::faults(text), parse::retransmits(text));
-    let interfaces = parse::interfaces(text);
-    assert!(interfaces.iter().all(|(name, _)| name != "lo"));
+    let interfaces = parse::interfaces(text, 32);
+    assert!(interfaces.len() <= 32 && interfaces.iter().all(|(name, _)| name != "lo"));
     let name = text.split([':', ' ', '\n']).next().unwrap_or_default();
     let _ = (parse::meminfo(text, name), parse::machine_cpu(text, 100), parse::load(text));
 }

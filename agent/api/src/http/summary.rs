@@ -335,7 +335,9 @@ fn of(pressure: &NodeStats, sizes: &Sizes) -> Summary {
         }),
         io: io_psi.map(|psi| Io { time: at.clone(), psi }),
     };
-    Summary { node, pods: pressure.pods.iter().map(|one| pod(one, sizes, &at)).collect() }
+    // As there: one of which nothing runs, yet or any more, is not among them.
+    let running = pressure.pods.iter().filter(|one| !one.containers.is_empty() || one.reading.is_some());
+    Summary { node, pods: running.map(|one| pod(one, sizes, &at)).collect() }
 }
 
 /// The runtime's file systems, once it has said where they are.
