@@ -66,8 +66,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PREFIX", value_delimiter = ',', requires = "machine")]
     e2e: Vec<String>,
 
-    /// Measure in the machine instead, with these arguments of `cargo xtask bench`: 'tuner --scenario memory'.
-    /// Its clock goes by instructions: other work on the host makes nothing in it later
+    /// Measure in the machine instead, with these arguments of `cargo xtask bench`: 'tuner --scenario
+    /// memory'. Its clock goes by instructions: other work on the host makes nothing in it later
     #[arg(long, value_name = "ARGUMENTS", requires = "machine", conflicts_with_all = ["e2e", "write_docs"])]
     bench: Option<String>,
 
