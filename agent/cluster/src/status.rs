@@ -363,7 +363,7 @@ fn is_of(entry: &PodEntry, pod: &Pod) -> bool {
 /// A pod's status as this node sees it.
 fn ours(entry: &PodEntry, object: &core::Pod, in_api: &core::PodStatus) -> core::PodStatus {
     let status = entry.pod.status.clone().unwrap_or_default();
-    let mut status = if entry.cleared { api_status::finished(object, &status) } else { status };
+    let mut status = if entry.stopped { api_status::finished(object, &status) } else { status };
     api_status::open_gates(object, in_api, &mut status, &Time(whole_second(Timestamp::now())));
     status
 }
@@ -470,7 +470,7 @@ mod tests {
             })
         };
         let (kept, vanishing) = (doomed(json!(["a.io/b"])), doomed(json!([])));
-        let ended = Arc::new(PodEntry { cleared: true, ..entry(&vanishing, "Succeeded") });
+        let ended = Arc::new(PodEntry { stopped: true, cleared: true, ..entry(&vanishing, "Succeeded") });
         assert!(patch(&mut Slot::default(), &kept, &ended).unwrap().contains("Succeeded"));
         let mut slot = Slot::default();
         assert_eq!(patch(&mut slot, &vanishing, &ended), None);
@@ -480,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deleted_pod_is_deleted_once_its_last_status_is_written_and_nothing_is_left() {
+    fn a_deleted_pod_has_ended_once_nothing_runs_and_is_deleted_once_nothing_is_left() {
         let mut slot = Slot::default();
         let deleted = pod(|pod| {
             pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
@@ -488,13 +488,16 @@ mod tests {
         });
         let stopping = Arc::new(entry(&deleted, "Running"));
         assert_eq!(patch(&mut slot, &deleted, &stopping), None);
-        let cleared = Arc::new(PodEntry { cleared: true, ..(*stopping).clone() });
+        let stopped = Arc::new(PodEntry { stopped: true, ..(*stopping).clone() });
+        assert_eq!(patch(&mut slot, &deleted, &stopped).unwrap(), r#"{"phase":"Failed"}"#);
+        let cleared = Arc::new(PodEntry { cleared: true, ..(*stopped).clone() });
         assert_eq!(patch(&mut slot, &deleted, &cleared).unwrap(), r#"{"phase":"Failed"}"#);
         let ended = pod(|pod| {
             pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
             pod["metadata"]["resourceVersion"] = json!("6");
             pod["status"]["phase"] = json!("Failed");
         });
+        assert_eq!(patch(&mut slot, &ended, &stopped), None, "its volumes may still be there");
         assert_eq!(patch(&mut slot, &ended, &cleared).unwrap(), "delete");
     }
 

@@ -26,8 +26,7 @@ use super::{
 use beelet_model::{
     pressure::{Conditions, EVICTED},
     request::Request,
-    status::has_ended,
-    table::PodName,
+    table::{PodEntry, PodName},
 };
 
 /// What a pod gets under a hard threshold, as the kubelet's `immediateEvictionGracePeriodSeconds`.
@@ -124,11 +123,8 @@ impl Eviction {
     fn forget_the_gone(&mut self) {
         let table = Arc::clone(&self.parts.table.borrow_and_update());
         let here = |uid: &str| {
-            table.pods.values().any(|entry| {
-                let status = entry.pod.status.as_ref();
-                entry.pod.metadata.uid.as_deref() == Some(uid)
-                    && status.and_then(|status| status.phase.as_deref()) != Some("Failed")
-            })
+            let of_uid = |entry: &&Arc<PodEntry>| entry.pod.metadata.uid.as_deref() == Some(uid);
+            table.pods.values().filter(of_uid).any(|entry| !entry.is_gone())
         };
         let gone: Vec<Leaving> = self.leaving.extract_if(|uid, _| !here(uid)).map(|(_, gone)| gone).collect();
         let now = Instant::now();
@@ -235,7 +231,7 @@ impl Eviction {
     /// Returns true if what every pod has on disk was measured since then.
     fn are_measured(&self, since: Instant) -> bool {
         let table = Arc::clone(&self.parts.table.borrow());
-        let mut holding = table.pods.values().filter(|entry| !has_ended(entry.pod.status.as_ref()));
+        let mut holding = table.pods.values().filter(|entry| !entry.is_gone());
         holding.all(|entry| {
             let uid = entry.pod.metadata.uid.as_deref();
             uid.is_none_or(|uid| self.parts.usage.disk.is_measured(uid, since))
@@ -334,8 +330,8 @@ impl Eviction {
         let pods: Vec<(String, Arc<core::Pod>)> = table
             .pods
             .values()
+            .filter(|entry| !entry.is_gone())
             .map(|entry| &entry.pod)
-            .filter(|pod| !has_ended(pod.status.as_ref()))
             .filter_map(|pod| Some((pod.metadata.uid.clone()?, Arc::new(pod.clone()))))
             .collect();
         let mut known = self.survey.look(&pods, signal, measured).await;

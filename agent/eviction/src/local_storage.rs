@@ -43,7 +43,7 @@ use beelet_model::{
     pod::managed,
     pressure::EVICTED,
     request::Request,
-    status::{has_ended, runtime_id},
+    status::runtime_id,
     table::{PodEntry, PodName, PodTable},
 };
 
@@ -360,7 +360,7 @@ impl LocalStorage {
     /// Pods that hold anything, those on their way out too: what they have is what will be free.
     fn pods(&self) -> Vec<(String, Arc<PodEntry>)> {
         let table = self.table.borrow();
-        let entries = table.pods.values().filter(|entry| !has_ended(entry.pod.status.as_ref()));
+        let entries = table.pods.values().filter(|entry| !entry.is_gone());
         entries.filter_map(|entry| Some((entry.pod.metadata.uid.clone()?, Arc::clone(entry)))).collect()
     }
 

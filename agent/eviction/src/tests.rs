@@ -229,10 +229,13 @@ impl Node {
     }
 
     fn publish(&self, pod: core::Pod) {
+        self.publish_entry(PodEntry::of(pod));
+    }
+
+    fn publish_entry(&self, entry: PodEntry) {
         self.table.send_modify(|table| {
             let mut pods = table.pods.clone();
-            let entry = PodEntry::of(pod.clone());
-            pods.insert(PodName::of(&pod), Arc::new(entry));
+            pods.insert(PodName::of(&entry.pod), Arc::new(entry));
             *table = Arc::new(PodTable { pods, rejected: Arc::clone(&table.rejected) });
         });
     }
@@ -262,7 +265,7 @@ impl Node {
     fn gone(&self, name: &str) {
         let mut pod = self.pod(name);
         pod.status.as_mut().unwrap().phase = Some("Failed".to_owned());
-        self.publish(pod);
+        self.publish_entry(PodEntry { ending: true, stopped: true, cleared: true, ..PodEntry::of(pod) });
     }
 
     fn set(&self, dial: &Dial, shows: Shows) {

@@ -52,7 +52,10 @@ pub struct PodFailure {
     pub message: String,
     /// How long its containers get to end by themselves; `None` for the pod's own grace period.
     pub grace: Option<Duration>,
-    /// Nothing of it runs any more, and its cgroup and volumes are gone. Only then is its phase `Failed`.
+    /// Nothing of it runs any more: its phase is `Failed`, and whoever makes another pod in its place may do so.
+    #[serde(default)]
+    pub stopped: bool,
+    /// Its cgroup and its volumes are gone too. Only then is its room free.
     pub cleared: bool,
 }
 
@@ -60,7 +63,13 @@ impl PodFailure {
     /// A failure of a pod that still has everything.
     #[must_use]
     pub fn new(reason: impl Into<String>, message: impl Into<String>, grace: Option<Duration>) -> Self {
-        Self { reason: reason.into(), message: message.into(), grace, cleared: false }
+        Self { reason: reason.into(), message: message.into(), grace, stopped: false, cleared: false }
+    }
+
+    /// Returns true if nothing of it runs any more. A record of before that was noted has only the whole end.
+    #[must_use]
+    pub fn has_stopped(&self) -> bool {
+        self.stopped || self.cleared
     }
 
     /// Returns true if the pod was not let in, for lack of room, devices, ports. The kubelet remembers such a
@@ -91,7 +100,7 @@ impl PodFailure {
     pub fn mark(&self, status: &mut core::PodStatus, previous: Option<&core::PodStatus>, now: Timestamp) {
         status.reason = Some(self.reason.clone());
         status.message = Some(self.message.clone());
-        if self.cleared {
+        if self.has_stopped() {
             status.phase = Some("Failed".to_owned());
         }
         if DISRUPTIONS.contains(&self.reason.as_str()) {
@@ -156,14 +165,14 @@ mod tests {
     }
 
     #[test]
-    fn the_phase_is_failed_only_once_everything_is_given_back() {
+    fn the_phase_is_failed_once_nothing_runs_whatever_is_still_given_back() {
         let now = Timestamp::from_second(1_700_000_000).unwrap();
         let mut failure = PodFailure::new("Evicted", "The node was low on resource: memory.", None);
         let mut status = core::PodStatus { phase: Some("Running".to_owned()), ..Default::default() };
         failure.mark(&mut status, None, now);
         assert_eq!(status.phase.as_deref(), Some("Running"));
         assert_eq!(status.reason.as_deref(), Some("Evicted"));
-        failure.cleared = true;
+        failure.stopped = true;
         let before = status.clone();
         let later = now.saturating_add(Duration::from_secs(60)).unwrap();
         failure.mark(&mut status, Some(&before), later);

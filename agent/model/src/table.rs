@@ -11,6 +11,8 @@ use k8s_openapi::api::core::v1::Pod;
 use serde::{Deserialize, Serialize};
 use tokio::sync::SetOnce;
 
+use crate::status::has_ended;
+
 /// A pod's full name, unique on a node. Prints as `namespace/name`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct PodName {
@@ -148,6 +150,8 @@ pub struct PodEntry {
     /// It is on its way out, or out: deleted, or ended for good (evicted, preempted, past its deadline,
     /// refused).
     pub ending: bool,
+    /// It was ended, and nothing of it runs any more.
+    pub stopped: bool,
     /// It was ended, and has given back everything that it had: containers, volumes, cgroup.
     pub cleared: bool,
 }
@@ -161,7 +165,14 @@ impl PodEntry {
     #[must_use]
     pub fn of(pod: Pod) -> Self {
         let ending = pod.metadata.deletion_timestamp.is_some();
-        Self { pod, readiness_edge: None, netns: None, ending, cleared: false }
+        Self { pod, readiness_edge: None, netns: None, ending, stopped: false, cleared: false }
+    }
+
+    /// Returns true if it has given everything back, or ended by itself before anybody told it to. One that
+    /// was ended may be `Failed` and still have volumes.
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        self.cleared || !self.ending && has_ended(self.pod.status.as_ref())
     }
 
     /// Returns true if somebody who says `name` may mean this pod: it is its whole name, or its manifest's,
@@ -229,6 +240,18 @@ mod tests {
         );
         check("/m/web.yaml: was taken away", &["/m/web.yaml: was taken away"]);
         check("3:1: not a pod", &["/m/web.yaml: 3:1: not a pod"]);
+    }
+
+    #[test]
+    fn a_pod_that_was_ended_is_gone_once_it_has_given_everything_back() {
+        let entry = |phase: &str| {
+            let pod = json!({"metadata": {"uid": "1"}, "spec": {"containers": []}, "status": {"phase": phase}});
+            PodEntry::of(serde_json::from_value(pod).unwrap())
+        };
+        assert!(!entry("Running").is_gone() && entry("Succeeded").is_gone());
+        let stopped = PodEntry { ending: true, stopped: true, ..entry("Failed") };
+        assert!(!stopped.is_gone(), "it may still have volumes");
+        assert!(PodEntry { cleared: true, ..stopped }.is_gone());
     }
 
     #[test]

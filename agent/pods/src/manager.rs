@@ -57,8 +57,10 @@ mod debugging;
 mod exits;
 mod failing;
 mod resizing;
+mod resuming;
 mod totals;
 
+use self::resuming::{control_of, next_counts};
 use self::totals::{Share, Totals};
 
 /// Reports under way from workers. A worker waits while the manager is behind by this many.
@@ -489,7 +491,9 @@ impl Manager {
             kept.status = pod.status.clone().filter(|status| has_ended(Some(status))).map(Arc::new);
         }
         let mut deletion = assigned.as_deref().and_then(assigned::Deletion::of);
-        deletion.iter_mut().for_each(|d| d.cleared = kept.failure.as_ref().is_some_and(|f| f.cleared));
+        if let (Some(deletion), Some(failure)) = (&mut deletion, &kept.failure) {
+            (deletion.stopped, deletion.cleared) = (failure.has_stopped(), failure.cleared);
+        }
         self.admit_leaving(&uid, &pod, deletion.as_ref(), terminate);
         let control = Control {
             terminate: terminate.then_some(Terminate { grace: None }),
@@ -607,9 +611,15 @@ impl Manager {
             self.left.insert(report.uid, counts);
             return;
         }
-        if report.stage == Stage::Cleared {
-            self.on_cleared(&report.uid);
-            return;
+        match report.stage {
+            Stage::Cleared => return self.on_cleared(&report.uid),
+            Stage::Stopped => {
+                managed.note_stopped();
+                if report.seen.pod.sandboxes.is_empty() && report.seen.pod.containers.is_empty() {
+                    return self.publish(&report.uid);
+                }
+            }
+            Stage::Here | Stage::Gone => {}
         }
         // What probes said of containers that are gone is of no use any more.
         managed.kept.probes.retain(|id, _| report.seen.containers.contains_key(id));
@@ -745,10 +755,13 @@ impl Manager {
         managed.note_start();
         if has_ended(Some(&status)) {
             // What has ended needs no room, and does not start again when the runtime forgets how it ended.
+            // What was ended needs its room until it has given everything back.
             if managed.kept.failure.is_none() {
                 managed.control.send_if_modified(|c| !std::mem::replace(&mut c.ended, true));
             }
-            self.parts.launcher.admission.released(uid);
+            if managed.kept.failure.as_ref().is_none_or(|failure| failure.cleared) {
+                self.parts.launcher.admission.released(uid);
+            }
         }
         managed.kept.origin = runtime_pod(&managed.pod);
         let entry = PodEntry {
@@ -756,6 +769,7 @@ impl Manager {
             readiness_edge: managed.kept.edge.clone(),
             netns: managed.kept.netns.clone(),
             ending: managed.terminating() || managed.kept.failure.is_some(),
+            stopped: managed.has_stopped(),
             cleared: managed.is_cleared(),
         };
         if self.table.pods.get(&managed.name).is_none_or(|known| **known != entry) {
@@ -816,34 +830,6 @@ fn is_forgotten(known: &core::PodStatus, seen: &Observation) -> bool {
 /// How often a pod's manifest was put back so far.
 fn put_back(desired: &Desired, uid: &str) -> u64 {
     desired.put_back.get(uid).copied().unwrap_or_default()
-}
-
-/// The restart counts of the next containers of a pod, as far as it has had any.
-fn next_counts(status: Option<&core::PodStatus>) -> BTreeMap<String, u32> {
-    let all = status
-        .into_iter()
-        .flat_map(|status| status.init_container_statuses.iter().chain(&status.container_statuses).flatten());
-    let ran = all.filter(|status| status.container_id.is_some());
-    ran.filter_map(|status| {
-        Some((status.name.clone(), u32::try_from(status.restart_count).ok()?.checked_add(1)?))
-    })
-    .collect()
-}
-
-/// What a worker begins with.
-fn control_of(
-    kept: &PodRecord,
-    deletion: Option<&assigned::Deletion>,
-    counts: Arc<BTreeMap<String, u32>>,
-) -> Control {
-    let failed = kept.failure.as_ref().map(|failure| Terminate { grace: failure.grace });
-    let deleted = deletion.map(|deletion| Terminate { grace: Some(deletion.grace) });
-    let ended = kept.failure.is_none() && has_ended(kept.status.as_deref());
-    let mut control = Control { failed: deleted.or(failed), ended, counts, ..Control::default() };
-    let started = kept.probes.iter().filter(|(_, facts)| facts.started == Some(true));
-    control.verdicts.started = started.map(|(id, _)| id.clone()).collect();
-    control.verdicts.hooked.clone_from(&kept.hooked);
-    control
 }
 
 /// As much of a pod as takes it away again.

@@ -32,11 +32,12 @@ impl Observation {
     /// Returns true if anything in a sandbox may still run, itself included.
     pub(crate) fn may_run_in(&self, sandbox: &str) -> bool {
         let ready = self.pod.sandboxes.iter().any(|s| s.id == sandbox && s.ready);
-        let alive = |c: &pod::Container| {
-            c.sandbox_id == sandbox
-                && matches!(c.state, pod::ContainerState::Running { .. } | pod::ContainerState::Unknown)
-        };
-        ready || self.pod.containers.iter().any(alive)
+        ready || self.pod.containers.iter().any(|c| c.sandbox_id == sandbox && is_alive(c))
+    }
+
+    /// Returns true if anything of the pod may still run.
+    pub(crate) fn may_run(&self) -> bool {
+        self.pod.sandboxes.iter().any(|s| s.ready) || self.pod.containers.iter().any(is_alive)
     }
 
     /// The newest container of a name: the one the pod's status speaks of.
@@ -60,6 +61,11 @@ impl Observation {
         }
         self
     }
+}
+
+/// Returns true if a container runs, or may run for all that is known.
+fn is_alive(container: &pod::Container) -> bool {
+    matches!(container.state, pod::ContainerState::Running { .. } | pod::ContainerState::Unknown)
 }
 
 /// What one step has made of a pod, as the runtime's answers tell. A runtime goes through all it has for each

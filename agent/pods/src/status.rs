@@ -144,7 +144,7 @@ impl Inputs<'_> {
         // been let in, a sandbox may be on its way that nobody has seen yet.
         let is_untouched = self.seen.pod.sandboxes.is_empty() && self.seen.pod.containers.is_empty();
         let phase = match self.failure {
-            Some(failure) if failure.cleared || failure.is_refusal() && is_untouched => "Failed",
+            Some(failure) if failure.has_stopped() || failure.is_refusal() && is_untouched => "Failed",
             _ => pod::phase(tally),
         };
         let ips = self.pod_ips(spec);

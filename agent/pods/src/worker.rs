@@ -102,6 +102,8 @@ pub(super) struct Terminate {
 pub(super) enum Stage {
     /// It runs, or is still being stopped.
     Here,
+    /// It has ended for good, and nothing of it runs any more: what is left of it may take its time.
+    Stopped,
     /// It has ended for good and given everything back: nothing of it is in the runtime, its cgroup and its
     /// volumes are gone. Its logs stay.
     Cleared,
@@ -667,7 +669,8 @@ impl Worker {
         if !empty {
             // The last states are worth seeing before the records go.
             let last = Arc::new(self.observer.observe().await?);
-            if !self.report(&last, &nothing, Stage::Here).await {
+            let stage = if last.may_run() { Stage::Here } else { Stage::Stopped };
+            if !self.report(&last, &nothing, stage).await {
                 return Ok(None);
             }
             for container in &last.pod.containers {
@@ -681,6 +684,10 @@ impl Worker {
         self.failed_starts.clear();
         (self.last_done, self.ending) = (None, None);
         self.devices.revoke();
+        // A volume may hang. The pod's end doesn't wait for it (SyncTerminatingPod).
+        if !self.report(&seen, &nothing, Stage::Stopped).await {
+            return Ok(None);
+        }
         self.launcher.release(&self.plan, &self.chores).await?;
         if control.terminate.is_none() {
             info!(pod = %self.plan.name, uid = self.plan.uid, "pod has given back everything it had");

@@ -7,7 +7,6 @@ use beelet_model::{
     origin::Origin,
     pod::grace_period,
     request::Request,
-    status::has_ended,
     table::{PodEntry, PodTable},
 };
 use beelet_policy::{
@@ -90,7 +89,7 @@ async fn await_gone(
 
 /// Pods that have not ended, with their priorities.
 fn active(table: &PodTable) -> Vec<(Going, i32)> {
-    let active = table.pods.values().filter(|entry| !is_gone(entry));
+    let active = table.pods.values().filter(|entry| !entry.is_gone());
     let going = |entry: &PodEntry| {
         let uid = entry.pod.metadata.uid.clone()?;
         Some((Going { uid, grace: grace_period(&entry.pod) }, priority(&entry.pod)))
@@ -102,13 +101,8 @@ fn active(table: &PodTable) -> Vec<(Going, i32)> {
 fn left_of(table: &PodTable, uids: &[String]) -> Vec<String> {
     let uids: BTreeSet<&str> = uids.iter().map(String::as_str).collect();
     let is_asked = |entry: &PodEntry| entry.pod.metadata.uid.as_deref().is_some_and(|uid| uids.contains(uid));
-    let left = table.pods.iter().filter(|(_, entry)| is_asked(entry) && !is_gone(entry));
+    let left = table.pods.iter().filter(|(_, entry)| is_asked(entry) && !entry.is_gone());
     left.map(|(name, _)| name.to_string()).collect()
-}
-
-/// Whether a pod has given everything back, or ended by itself before anybody told it to.
-fn is_gone(entry: &PodEntry) -> bool {
-    entry.cleared || !entry.ending && has_ended(entry.pod.status.as_ref())
 }
 
 /// Lets pods run again that went with the machine, or were not let in for it, and that nobody makes anew:

@@ -22,6 +22,8 @@ use beelet_spec::resize;
 pub(super) struct Deletion {
     /// What its containers get to end by themselves.
     pub(super) grace: Duration,
+    /// Nothing of it runs any more.
+    pub(super) stopped: bool,
     /// Nothing is left of it but logs.
     pub(super) cleared: bool,
 }
@@ -33,7 +35,7 @@ impl Deletion {
         let seconds = pod.metadata.deletion_grace_period_seconds;
         let grace =
             seconds.map_or_else(|| grace_period(pod), |s| Duration::from_secs(s.try_into().unwrap_or(0)));
-        Some(Self { grace, cleared: false })
+        Some(Self { grace, stopped: false, cleared: false })
     }
 }
 
@@ -74,9 +76,9 @@ impl Managed {
     /// Begins the deletion that `wanted` asks for, if it does, or hastens it.
     fn delete(&mut self, wanted: &Arc<core::Pod>) {
         let Some(asked) = Deletion::of(wanted) else { return };
-        let cleared = self.is_cleared();
+        let (stopped, cleared) = (self.has_stopped(), self.is_cleared());
         let grace = self.deletion.map_or(asked.grace, |known| known.grace.min(asked.grace));
-        self.deletion = Some(Deletion { grace, cleared });
+        self.deletion = Some(Deletion { grace, stopped, cleared });
         self.pod = with_amounts_of(wanted, &self.pod);
         self.control.send_if_modified(|c| {
             let before = c.failed.and_then(|failed| failed.grace);
@@ -98,6 +100,12 @@ impl Managed {
         }
         let pod = Arc::clone(&self.pod);
         self.control.send_modify(|c| c.updated = Some(pod));
+    }
+
+    /// Returns true if it was ended, and nothing of it runs any more.
+    pub(super) fn has_stopped(&self) -> bool {
+        self.deletion.is_some_and(|deletion| deletion.stopped)
+            || self.kept.failure.as_ref().is_some_and(PodFailure::has_stopped)
     }
 
     /// Returns true if it was ended, and nothing is left of it but logs.

@@ -127,6 +127,7 @@ impl Manager {
         if managed.kept.failure.is_none() && managed.deletion.is_none() {
             return;
         }
+        managed.note_stopped();
         managed.kept.failure.iter_mut().for_each(|failure| failure.cleared = true);
         managed.deletion.iter_mut().for_each(|deletion| deletion.cleared = true);
         self.parts.launcher.admission.released(uid);
@@ -152,6 +153,12 @@ impl super::Managed {
     /// Returns true if its containers have all ended, and none will be started again.
     pub(super) fn ended(&self) -> bool {
         has_ended(self.kept.status.as_deref())
+    }
+
+    /// Notes that nothing of a pod runs any more that was ended for good, or deleted.
+    pub(super) fn note_stopped(&mut self) {
+        self.kept.failure.iter_mut().for_each(|failure| failure.stopped = true);
+        self.deletion.iter_mut().for_each(|deletion| deletion.stopped = true);
     }
 
     /// When it must have ended, if it has a deadline that still means anything.

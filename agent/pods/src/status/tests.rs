@@ -453,6 +453,11 @@ fn a_pod_that_was_ended_for_good_keeps_what_is_known_of_its_containers() {
     let seen_end = ending.status(&pod(one()), &seen(&["a 0 exit 143"]));
     let cleared = Case { previous: Some(seen_end), failure: Some(evicted(true)), ..Case::default() };
     assert_eq!(line(&cleared.status(&pod(one()), &seen(&[]))), "Failed Ready=False a: Error");
+    // Its volumes may take longer: it has failed as soon as nothing runs.
+    let stopped = PodFailure { stopped: true, ..evicted(false) };
+    let stopped = Case { failure: Some(stopped), previous: ending.previous.clone(), ..Case::default() };
+    let status = stopped.status(&pod(one()), &seen(&["a 0 exit 143"]));
+    assert_eq!(line(&status), "Failed Ready=False a: Error");
     // Nobody saw its end.
     let cleared = Case { failure: Some(evicted(true)), ..ending };
     let status = cleared.status(&pod(one()), &seen(&[]));
@@ -462,8 +467,8 @@ fn a_pod_that_was_ended_for_good_keeps_what_is_known_of_its_containers() {
 
 #[test]
 fn a_pod_that_is_ended_while_its_first_sandbox_is_made_has_not_failed_before_that_is_gone() {
-    let phase = |cleared| {
-        let failure = PodFailure { cleared, ..PodFailure::new("DeadlineExceeded", "too long", None) };
+    let phase = |stopped| {
+        let failure = PodFailure { stopped, ..PodFailure::new("DeadlineExceeded", "too long", None) };
         let case = Case { failure: Some(failure), ..Case::default() };
         case.status(&pod(one()), &Observation::default()).phase.unwrap()
     };

@@ -214,9 +214,10 @@ async fn metadata_and_a_deadline_change_without_a_restart() {
     assert_eq!(node.containers("api"), "main/0+");
     changed["spec"]["activeDeadlineSeconds"] = json!(1);
     source.send_replace(desired(&[changed]));
-    let ended = node.until_pod("api", "to be past its deadline", |pod| pod.phase() == "Failed").await;
+    let failed = |pod: &View| pod.phase() == "Failed" && is_cleared(pod);
+    let ended = node.until_pod("api", "to be past its deadline", failed).await;
     assert_eq!(ended.0.pod.status.as_ref().unwrap().reason.as_deref(), Some("DeadlineExceeded"));
-    assert!(is_cleared(&ended) && !ended.terminating());
+    assert!(!ended.terminating());
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ use beelet_model::request::Request;
 use beelet_tests::cri::{Asked, CHANGES, Op};
 use serde_json::json;
 
-use super::node::{Node, View, of_everything, pod, with};
+use super::node::{Node, View, container, of_everything, pod, with};
 
 fn evict(pod: &View, grace: Option<u64>) -> Request {
     Request::Fail {
@@ -24,7 +24,8 @@ fn reason(pod: &View) -> Option<String> {
 
 async fn until_failed(node: &Node, expected: &str) -> View {
     let failed = |pod: &View| pod.phase() == "Failed" && reason(pod).as_deref() == Some(expected);
-    node.until_pod("web", &format!("to have failed: {expected}"), failed).await
+    let cleared = |pod: &View| failed(pod) && pod.0.cleared;
+    node.until_pod("web", &format!("to have failed, with nothing left: {expected}"), cleared).await
 }
 
 /// What a pod has on disk and in cgroups, its logs left out.
@@ -64,6 +65,32 @@ async fn an_evicted_pod_gives_everything_back_and_stays_failed_until_it_may_run_
     node.until_ready("web").await;
     node.remove("web");
     node.until_nothing_is_left(&again).await;
+}
+
+/// A pod that is made in its place must not wait for a volume that hangs.
+#[tokio::test]
+async fn an_evicted_pod_has_failed_once_it_has_stopped_and_keeps_its_room_until_nothing_is_left() {
+    let wanting = |name: &str| {
+        let mut main = container("main");
+        main["resources"] = json!({"requests": {"cpu": "3"}});
+        with(pod(name), "containers", json!([main]))
+    };
+    let node = Node::with(&[wanting("web")]).await;
+    let web = node.until_ready("web").await;
+    let held = node.cri.on(Op::RemovePodSandbox).hold();
+    node.request(evict(&web, Some(1))).await;
+    held.reached().await;
+    let failed = node.until_pod("web", "to have failed", |pod| pod.phase() == "Failed").await;
+    assert!(failed.0.stopped && !failed.0.cleared, "{:?}", failed.0);
+    assert_eq!(reason(&failed).as_deref(), Some("Evicted"));
+    assert!(failed.container("main").state.unwrap().terminated.is_some(), "{:?}", failed.0.pod.status);
+    node.apply(&wanting("other"));
+    node.until_pod("other", "to be known", |_| true).await;
+    node.until_relisted().await;
+    assert_eq!(node.cri.count(Op::RunPodSandbox), 1, "{}", node.cri.transcript());
+    held.release();
+    until_failed(&node, "Evicted").await;
+    node.until_ready("other").await;
 }
 
 #[tokio::test]
@@ -108,7 +135,7 @@ async fn an_end_that_was_begun_goes_on_after_a_kill() {
     node.request(evict(&web, Some(1))).await;
     held.reached().await;
     let ending = node.until_pod("web", "to be told why it ends", |pod| reason(pod).is_some()).await;
-    assert_ne!(ending.phase(), "Failed", "it has not given everything back yet");
+    assert_ne!(ending.phase(), "Failed", "it may still run");
     // The record of it is written soon, but not at once.
     let record = node.path("state/pods.json");
     let written = || {
