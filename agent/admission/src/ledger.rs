@@ -171,17 +171,20 @@ impl Ledger {
         }
     }
 
-    /// Counts a pod that is here with other amounts, if there is room for them.
+    /// Counts a pod that is here with other amounts, if there is room for them. One that has no room yet is
+    /// only told whether there would be some.
     pub(super) fn resize(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Result<(), ResizeDeferral> {
         let uid = uid_of(pod);
-        let Some(tenant) = self.tenants.remove(&uid) else { return Ok(()) };
+        let tenant = self.tenants.remove(&uid);
         let room = match self.ask(pod, Count::All, now) {
             Ok((decided, _)) if fits(&decided) => Ok(()),
             Ok((decided, _)) => Err(deferral(&decided)),
             Err(rejection) => Err(ResizeDeferral { infeasible: true, message: rejection.message }),
         };
-        let pod = if room.is_ok() { Arc::clone(pod) } else { tenant.pod };
-        self.tenants.insert(uid, Tenant { pod, leaves_by: tenant.leaves_by });
+        if let Some(Tenant { pod: before, leaves_by }) = tenant {
+            let pod = if room.is_ok() { Arc::clone(pod) } else { before };
+            self.tenants.insert(uid, Tenant { pod, leaves_by });
+        }
         room
     }
 

@@ -292,6 +292,7 @@ async fn a_pod_that_runs_may_grow_only_as_far_as_there_is_room() {
     let sentence = "Node didn't have enough resource: cpu, requested: 3000, used: 2000, capacity: 4000";
     assert_eq!((refused.infeasible, refused.message.as_str()), (false, sentence));
     assert!(node.admission.resize(&plain("a", "5")).unwrap_err().infeasible, "the node has only four");
+    assert!(node.admission.resize(&plain("new", "5")).unwrap_err().infeasible, "one that isn't in yet, too");
     // What was refused is not counted.
     assert!(node.admission.resize(&plain("b", "3")).is_ok());
     assert!(node.admission.resize(&plain("b", "1")).is_ok());

@@ -464,9 +464,13 @@ impl Manager {
 
     /// A pod that an earlier instance of the agent let in is not asked again, whatever the node is like now.
     fn adopt(&self, uid: &str, pod: &Arc<core::Pod>) {
-        let failed = || self.parts.records.get(uid).is_some_and(|record| record.failure.is_some());
-        if self.present.contains(uid) && !self.pods.contains_key(uid) && !failed() {
-            self.parts.launcher.admission.adopt(pod);
+        if !self.present.contains(uid) || self.pods.contains_key(uid) {
+            return;
+        }
+        let record = self.parts.records.get(uid);
+        if record.as_ref().is_none_or(|record| record.failure.is_none()) {
+            let accepted = record.and_then(|record| record.accepted);
+            self.parts.launcher.admission.adopt(&resizing::as_accepted(pod, accepted.as_ref()));
         }
     }
 
@@ -484,8 +488,9 @@ impl Manager {
         let mut kept = record.unwrap_or_else(|| PodRecord::new(runtime_pod(&pod)));
         let left = self.left.remove(&uid);
         let counts = left.unwrap_or_else(|| Arc::new(next_counts(kept.status.as_deref())));
-        let pod = debugging::with_debuggers(pod, &kept.debuggers);
-        let assigned = Origin::of(&pod).is_api().then(|| Arc::clone(&pod));
+        let wanted = debugging::with_debuggers(pod, &kept.debuggers);
+        let assigned = Origin::of(&wanted).is_api().then(|| Arc::clone(&wanted));
+        let pod = resizing::as_accepted(&wanted, kept.accepted.as_ref());
         if kept.status.is_none() {
             // What has ended by the API server's word never runs again, whatever was forgotten here.
             kept.status = pod.status.clone().filter(|status| has_ended(Some(status))).map(Arc::new);
@@ -528,6 +533,7 @@ impl Manager {
             self.parts.metrics.starts.begin(&managed.name, &uid);
         }
         self.pods.insert(uid.clone(), managed);
+        self.ask_for_amounts(&uid, &wanted);
         self.note(&uid);
         self.due.active = true;
         // A pod that runs, but of which nothing is known, is not called pending before it was looked at.
@@ -764,6 +770,7 @@ impl Manager {
             }
         }
         managed.kept.origin = runtime_pod(&managed.pod);
+        managed.kept.accepted = Some(resize::Accepted::of(&managed.pod));
         let entry = PodEntry {
             pod: core::Pod { status: Some(status), ..(*managed.pod).clone() },
             readiness_edge: managed.kept.edge.clone(),

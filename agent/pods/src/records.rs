@@ -35,6 +35,7 @@ use beelet_model::{
     status::{OomFacts, ProbeFacts, has_ended},
     table::ReadinessEdge,
 };
+use beelet_spec::resize::Accepted;
 use beelet_state::{Loaded, State, StateError, json_text};
 
 /// The name of the durable record.
@@ -69,6 +70,10 @@ pub struct PodRecord {
     /// Set if the pod was ended for good: it must not start again by itself.
     #[serde(default)]
     pub failure: Option<PodFailure>,
+    /// The amounts that it was let in with, or that it was resized to since. What is wanted may be others,
+    /// which wait for room (the kubelet's allocated_pods_state).
+    #[serde(default)]
+    pub accepted: Option<Accepted>,
     /// Ephemeral containers that were added to a static pod.
     #[serde(default)]
     pub debuggers: Vec<core::EphemeralContainer>,
@@ -97,6 +102,7 @@ impl PodRecord {
             hooked: BTreeSet::new(),
             oom: BTreeMap::new(),
             failure: None,
+            accepted: None,
             debuggers: Vec::new(),
             edge: None,
             netns: None,

@@ -13,6 +13,7 @@ use k8s_openapi::{
     api::core::v1::{Container, Pod, PodStatus, ResourceRequirements},
     apimachinery::pkg::api::resource::Quantity,
 };
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use beelet_model::{
@@ -72,15 +73,42 @@ pub fn same_amounts(one: &Pod, other: &Pod) -> bool {
     amounts(one) == amounts(other) && pod_amounts(one) == pod_amounts(other)
 }
 
-/// Gives `pod` and its containers the amounts that `other` and its containers have.
-pub fn take_amounts(pod: &mut Pod, other: &Pod) {
-    let Some(spec) = &mut pod.spec else { return };
-    spec.resources = other.spec.as_ref().and_then(|spec| spec.resources.clone());
-    for container in spec.init_containers.iter_mut().flatten().chain(&mut spec.containers) {
-        if let Some(before) = containers(other).find(|before| before.name == container.name) {
-            container.resources.clone_from(&before.resources);
+/// The resources of a pod and of its containers, as they were accepted: what is wanted may be more than there
+/// is room for.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Accepted {
+    /// Of the pod as a whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pod: Option<ResourceRequirements>,
+    /// By container.
+    containers: BTreeMap<String, Option<ResourceRequirements>>,
+}
+
+impl Accepted {
+    /// Those that `pod` has.
+    #[must_use]
+    pub fn of(pod: &Pod) -> Self {
+        Self {
+            pod: pod.spec.as_ref().and_then(|spec| spec.resources.clone()),
+            containers: containers(pod).map(|c| (c.name.clone(), c.resources.clone())).collect(),
         }
     }
+
+    /// Gives them to `pod`.
+    pub fn give(&self, pod: &mut Pod) {
+        let Some(spec) = &mut pod.spec else { return };
+        spec.resources.clone_from(&self.pod);
+        for container in spec.init_containers.iter_mut().flatten().chain(&mut spec.containers) {
+            if let Some(resources) = self.containers.get(&container.name) {
+                container.resources.clone_from(resources);
+            }
+        }
+    }
+}
+
+/// Gives `pod` and its containers the amounts that `other` and its containers have.
+pub fn take_amounts(pod: &mut Pod, other: &Pod) {
+    Accepted::of(other).give(pod);
 }
 
 fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
@@ -188,6 +216,26 @@ mod tests {
             pod["spec"]["priority"] = json!(7);
         });
         check(true, "a debugger", |pod| pod["spec"]["ephemeralContainers"] = json!([{"name": "debugger"}]));
+    }
+
+    #[test]
+    fn accepted_amounts_are_kept_as_text_and_given_to_the_pod_that_wants_others() {
+        let whole = json!({"limits": {"cpu": "2"}});
+        let accepted = Accepted::of(&pod(|pod| pod["spec"]["resources"] = whole.clone()));
+        let text = serde_json::to_string(&accepted).unwrap();
+        let kept: Accepted = serde_json::from_str(&text).unwrap();
+        assert_eq!(kept, accepted);
+        let mut wanted = pod(|pod| {
+            resources(pod)["requests"]["cpu"] = json!("64");
+            let more = json!({"name": "more", "resources": {"limits": {"cpu": "1"}}});
+            pod["spec"]["containers"].as_array_mut().unwrap().push(more);
+        });
+        kept.give(&mut wanted);
+        let spec = wanted.spec.unwrap();
+        assert_eq!(serde_json::to_value(&spec.resources).unwrap(), whole);
+        let request = |c: &Container| c.resources.clone().unwrap().requests.map(|all| all["cpu"].0.clone());
+        assert_eq!(request(&spec.containers[0]).as_deref(), Some("100m"));
+        assert!(spec.containers[1].resources.is_some(), "of this one nothing was accepted yet");
     }
 
     #[test]

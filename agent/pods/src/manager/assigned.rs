@@ -88,7 +88,7 @@ impl Managed {
     }
 
     /// Changes a pod while it runs. Amounts for which there is no room stay as they are.
-    fn update(&mut self, wanted: &Arc<core::Pod>, launcher: &super::Launcher) {
+    pub(super) fn update(&mut self, wanted: &Arc<core::Pod>, launcher: &super::Launcher) {
         if resize::same_amounts(wanted, &self.pod) {
             self.resize.pending = None;
             self.pod = Arc::clone(wanted);

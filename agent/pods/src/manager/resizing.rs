@@ -8,7 +8,7 @@ use tracing::info;
 use super::{Managed, Manager};
 use crate::launch::Launcher;
 use beelet_policy::cgroups::resize_changes_swap;
-use beelet_spec::resize::{self, Pending, ResizeFacts};
+use beelet_spec::resize::{self, Accepted, Pending, ResizeFacts};
 use beelet_state::events::Object;
 
 impl Managed {
@@ -41,7 +41,24 @@ impl Managed {
     }
 }
 
+/// A pod with the amounts that were accepted, if it is known which, whatever amounts are wanted of it by now.
+pub(super) fn as_accepted(wanted: &Arc<core::Pod>, accepted: Option<&Accepted>) -> Arc<core::Pod> {
+    let Some(accepted) = accepted else { return Arc::clone(wanted) };
+    let mut pod = (**wanted).clone();
+    accepted.give(&mut pod);
+    if resize::same_amounts(&pod, wanted) { Arc::clone(wanted) } else { Arc::new(pod) }
+}
+
 impl Manager {
+    /// Asks for the amounts that are wanted of a pod which another instance of the agent let in with others:
+    /// nobody has looked yet whether there is room for them (the kubelet's allocation manager asks anew, too).
+    pub(super) fn ask_for_amounts(&mut self, uid: &str, wanted: &Arc<core::Pod>) {
+        let Some(managed) = self.pods.get_mut(uid) else { return };
+        if !managed.terminating() && !resize::same_amounts(wanted, &managed.pod) {
+            managed.update(wanted, &self.parts.launcher);
+        }
+    }
+
     /// See [`beelet_model::request::Request::Enacted`].
     pub(super) fn on_enacted(
         &mut self,

@@ -245,6 +245,38 @@ async fn a_resize_waits_for_room_and_other_changes_do_not_wait_for_it() {
     assert_eq!(node.containers("api"), "main/0+");
 }
 
+/// Not even by a new agent: it would run with amounts that nobody has room for, and count them.
+#[tokio::test]
+async fn a_resize_without_room_waits_over_a_restart_of_the_agent_and_over_a_reboot() {
+    let sized = |cpu: &str| {
+        let mut pod = assigned(UID);
+        pod["spec"]["containers"][0]["resources"] = json!({"requests": {"cpu": cpu, "memory": "64Mi"}});
+        pod
+    };
+    let has = |pod: &View, cpu: &str, pending: bool| {
+        let resources = pod.0.pod.spec.as_ref().unwrap().containers[0].resources.clone().unwrap();
+        let mut conditions = pod.0.pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+        let waits = conditions.any(|one| one.type_ == "PodResizePending");
+        resources.requests.unwrap()["cpu"].0 == cpu && waits == pending
+    };
+    let (mut node, source) = node_with(&[sized("100m")]).await;
+    node.until_ready("api").await;
+    source.send_replace(desired(&[sized("64")]));
+    node.until_pod("api", "to wait for room", |pod| has(pod, "100m", true)).await;
+    node.kill_and_start().await;
+    node.until_pod("api", "to wait still", |pod| has(pod, "100m", true) && pod.ready()).await;
+    node.kill().await;
+    node.cri.reboot();
+    node.start().await;
+    node.until_pod("api", "to run as before", |pod| {
+        has(pod, "100m", true) && pod.ready() && pod.restarts()["main"] == 1
+    })
+    .await;
+    source.send_replace(desired(&[sized("200m")]));
+    node.until_pod("api", "to have the new request", |pod| has(pod, "200m", false)).await;
+    assert_eq!(node.containers("api"), "main/0- main/1+");
+}
+
 #[tokio::test]
 async fn what_has_ended_by_the_api_servers_word_never_starts() {
     let mut ended = assigned(UID);
