@@ -537,8 +537,33 @@ impl<'a> Decision<'a> {
         let ContainerState::Exited { started_at, finished_at, .. } = container.state else { return None };
         let ran = started_at.map_or(Duration::ZERO, |s| elapsed(s, finished_at));
         let delay = restart_delay(container.attempt, container.restart_delay, ran, self.max_restart_delay);
-        let ended = self.times.ended.get(&container.id).copied().unwrap_or(self.times.now);
+        let ended = self.ended_at(container);
+        if self.waits_for_nothing(container, ended, delay) {
+            return Some((delay, ended));
+        }
         Some((delay, ended.plus(delay)))
+    }
+
+    fn ended_at(&self, container: &Container) -> Moment {
+        self.times.ended.get(&container.id).copied().unwrap_or(self.times.now)
+    }
+
+    /// Returns true if a container that a probe had stopped is replaced at once: the kubelet stops the one and
+    /// starts the other in one step, and counts the delay from the end that it knows then, which is the one
+    /// before (doBackOff). Without any there is no delay. Where that one isn't over, a later step looks, and
+    /// counts from this one's end.
+    fn waits_for_nothing(&self, container: &Container, ended: Moment, delay: Duration) -> bool {
+        let reason = self.verdicts.condemned.get(&container.id);
+        if !matches!(reason, Some(KillReason::Liveness | KillReason::Startup)) {
+            return false;
+        }
+        let is_before = |c: &&Container| {
+            c.name == container.name
+                && c.attempt < container.attempt
+                && matches!(c.state, ContainerState::Exited { .. })
+        };
+        let before = self.observed.containers.iter().filter(is_before).max_by_key(|c| (c.attempt, &c.id));
+        before.is_none_or(|before| self.ended_at(before).plus(delay) <= ended)
     }
 
     fn start(&mut self, name: &str, attempt: u32, restart_delay: Duration, created: Option<String>) {

@@ -591,6 +591,34 @@ fn a_container_that_a_probe_stopped_starts_again_whatever_code_it_ends_with() {
 }
 
 #[test]
+fn the_delay_after_a_failed_probe_counts_from_the_end_of_the_container_before() {
+    let p = pod("Always", &[], &["a"]);
+    let mut stopped = verdicts(&[], &["a-3"]);
+    let check = |before: Option<&str>, stopped: &Verdicts, expect: &str| {
+        let mut last = container("a", 3, 0, "exit 137 @99999 after 35");
+        last.restart_delay = Duration::from_secs(10);
+        let before = before.map(|state| container("a", 2, 0, state));
+        let o = observed(&[(0, true)], before.into_iter().chain([last]).collect());
+        let decided = decided_at(NOW, &p, &o, stopped);
+        assert_eq!(line(&decided), expect, "{before:?}", before = o.containers.first());
+        // The next delay grows all the same.
+        assert!(decided.start.iter().all(|start| start.restart_delay == Duration::from_secs(20)));
+        decided.wake_at()
+    };
+    check(Some("exit 1 @99964"), &stopped, "start a/4");
+    check(Some("exit 1 @99979"), &stopped, "start a/4");
+    // It had not passed: then it counts from this one's own end.
+    assert_eq!(check(Some("exit 1 @99980"), &stopped, "wait a"), Some(moment(99_999 + 20)));
+    check(None, &stopped, "start a/4");
+    stopped.condemned = [("a-3".to_owned(), KillReason::Startup)].into();
+    check(Some("exit 1 @99964"), &stopped, "start a/4");
+    // One that crashed waits, and so does one whose hook failed.
+    check(Some("exit 1 @99964"), &verdicts(&[], &[]), "wait a");
+    stopped.condemned = [("a-3".to_owned(), KillReason::PostStartHook)].into();
+    check(Some("exit 1 @99964"), &stopped, "wait a");
+}
+
+#[test]
 fn another_image_begins_without_the_back_off_of_the_one_before() {
     let now = i64::try_from(NOW).unwrap();
     let mut crashed = container("a", 6, 0, &format!("exit 143 @{now} after 5"));
