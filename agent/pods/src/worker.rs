@@ -155,6 +155,10 @@ pub(super) struct Worker {
     failed_hooks: BTreeSet<String>,
     /// Containers that ran, and are not what the pod asks for any more.
     outdated: BTreeMap<String, KillReason>,
+    /// Containers, by name, whose image or resources have changed since the last look, and those instances that
+    /// were the last ones before: how often they crashed says nothing of the next.
+    renewed: BTreeSet<String>,
+    of_before: BTreeSet<String>,
     /// Containers that ran at the last look, or were started since.
     alive: BTreeSet<String>,
     /// Containers that were held back by a restart delay at the last look.
@@ -210,6 +214,8 @@ impl Worker {
             hooked,
             failed_hooks: BTreeSet::new(),
             outdated: BTreeMap::new(),
+            renewed: BTreeSet::new(),
+            of_before: BTreeSet::new(),
             alive: BTreeSet::new(),
             backing_off: BTreeSet::new(),
             ends: Ends::new(),
@@ -250,8 +256,7 @@ impl Worker {
         loop {
             let control = self.control.borrow_and_update().clone();
             if let Some(pod) = control.updated.as_ref().filter(|pod| !Arc::ptr_eq(pod, &self.plan.pod)) {
-                // For containers that start from now on; those that run are the QoS tree's.
-                self.plan = self.launcher.plan(Arc::clone(pod));
+                self.take_over(pod);
                 purpose = metrics::Purpose::Update;
             }
             if control.end().is_some() {
@@ -309,6 +314,15 @@ impl Worker {
                 return;
             }
         }
+    }
+
+    /// Takes over the pod as it is now, for containers that start from now on; those that run are the QoS
+    /// tree's.
+    fn take_over(&mut self, pod: &Arc<core::Pod>) {
+        let (of_image, of_any) = definition::renewed(&self.plan.pod, pod);
+        self.failed_starts.retain(|name, _| !of_image.contains(name));
+        self.renewed.extend(of_any);
+        self.plan = self.launcher.plan(Arc::clone(pod));
     }
 
     /// Waits for a change of what is wanted or seen, or for a time; false if the manager is gone.
@@ -471,7 +485,11 @@ impl Worker {
             verdicts.started.extend(seen.newest(&container.name).map(|c| c.id.clone()));
         }
         self.note_outdated(seen);
+        let before = std::mem::take(&mut self.renewed).into_iter();
+        self.of_before.extend(before.filter_map(|name| seen.newest(&name).map(|c| c.id.clone())));
+        self.of_before.retain(|id| seen.containers.contains_key(id));
         verdicts.hurried.extend(self.replaced(seen));
+        verdicts.hurried.extend(self.of_before.iter().cloned());
         for (id, reason) in &self.outdated {
             verdicts.condemned.entry(id.clone()).or_insert(*reason);
         }

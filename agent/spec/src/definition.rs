@@ -28,6 +28,28 @@ pub fn is_redefined(spec: &Container, made: &cri::ContainerStatus) -> bool {
     made.annotations.get(CONTAINER_HASH).is_some_and(|noted| *noted != digest(spec))
 }
 
+/// The containers that are not in `now` as they were in `before`, as far as the delays after failures ask: of
+/// the first list the image is another one (what failed to be pulled is not wanted any more), of the second the
+/// image or the resources (the kubelet's GetBackoffKey).
+#[must_use]
+pub fn renewed(before: &Pod, now: &Pod) -> (Vec<String>, Vec<String>) {
+    let find = |name: &str| all(before).find(|container| container.name == name);
+    let both: Vec<_> = all(now).filter_map(|now| Some((find(&now.name)?, now))).collect();
+    let names = |differ: fn(&Container, &Container) -> bool| {
+        let differing = both.iter().filter(|(before, now)| differ(before, now));
+        differing.map(|(_, now)| now.name.clone()).collect()
+    };
+    let of_image = |before: &Container, now: &Container| before.image != now.image;
+    let of_any = |before: &Container, now: &Container| {
+        before.image != now.image || before.resources != now.resources
+    };
+    (names(of_image), names(of_any))
+}
+
+fn all(pod: &Pod) -> impl Iterator<Item = &Container> {
+    pod.spec.iter().flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers))
+}
+
 /// The amounts of a container that only a restart changes (`resizePolicy` with `RestartContainer`); None if
 /// it has no such resource.
 pub fn amounts(spec: &Container) -> Option<String> {
@@ -103,6 +125,24 @@ mod tests {
             ],
         }))
         .unwrap()
+    }
+
+    #[test]
+    fn another_image_or_other_amounts_begin_without_the_delays_of_the_ones_before() {
+        let pod = |image: &str, cpu: &str| -> Pod {
+            let main = json!({"name": "a", "image": image, "resources": {"limits": {"cpu": cpu}}});
+            let spec = json!({"containers": [main, {"name": "b"}], "initContainers": [{"name": "i", "image": image}]});
+            serde_json::from_value(json!({"spec": spec})).unwrap()
+        };
+        let check = |now: &Pod, image: &[&str], any: &[&str]| {
+            let (of_image, of_any) = renewed(&pod("x:1", "1"), now);
+            assert_eq!(of_image, image);
+            assert_eq!(of_any, any);
+        };
+        check(&pod("x:1", "1"), &[], &[]);
+        check(&pod("x:2", "1"), &["i", "a"], &["i", "a"]);
+        check(&pod("x:1", "2"), &[], &["a"]);
+        check(&Pod::default(), &[], &[]);
     }
 
     #[test]

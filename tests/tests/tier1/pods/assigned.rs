@@ -113,6 +113,48 @@ async fn another_image_ends_the_back_off_of_a_container_that_crashed() {
 }
 
 #[tokio::test]
+async fn other_amounts_end_the_back_off_of_a_container_that_crashed() {
+    let sized = |cpu: &str| {
+        let mut pod = assigned(UID);
+        pod["spec"]["containers"][0]["resources"] = json!({"requests": {"cpu": cpu}});
+        pod
+    };
+    let (node, source) = node_with(&[sized("100m")]).await;
+    node.until_ready("api").await;
+    for restarts in 1..=2 {
+        let main = node.cri.container("api-n1", "main").unwrap();
+        node.cri.exit(&main.id, 1);
+        if restarts == 1 {
+            let again = |pod: &View| pod.restarts()["main"] == 1 && pod.running("main");
+            node.until_pod("api", "to be restarted", again).await;
+        }
+    }
+    node.until_pod("api", "to back off", |pod| pod.waits_for("main", "CrashLoopBackOff")).await;
+    source.send_replace(desired(&[sized("200m")]));
+    let again = |pod: &View| pod.restarts()["main"] == 2 && pod.running("main");
+    node.until_pod("api", "to run with other amounts", again).await;
+    let annotations = node.cri.container("api-n1", "main").unwrap().config.annotations;
+    assert_eq!(annotations[beelet_model::labels::RESTART_DELAY], "0");
+}
+
+#[tokio::test]
+async fn a_corrected_image_is_pulled_at_once() {
+    let mut wrong = assigned(UID);
+    wrong["spec"]["containers"][0]["image"] = json!("registry.example/wrnog:1");
+    let (node, source) = node_with(&[wrong]).await;
+    node.cri.add_to_registry("registry.example/right:1");
+    let tried = || node.cri.count(Op::PullImage);
+    // The next try is 20 s away.
+    node.until_pod("api", "to back off", |pod| pod.waits_for("main", "ImagePullBackOff") && tried() == 2).await;
+    let mut right = assigned(UID);
+    right["spec"]["containers"][0]["image"] = json!("registry.example/right:1");
+    let corrected = std::time::Instant::now();
+    source.send_replace(desired(&[right]));
+    node.until_ready("api").await;
+    assert!(corrected.elapsed() < Duration::from_secs(15), "it has waited for the back-off of the other image");
+}
+
+#[tokio::test]
 async fn a_pod_that_is_gone_by_force_is_stopped() {
     let (node, source) = node_with(&[assigned(UID)]).await;
     let pod = node.until_ready("api").await;
