@@ -497,12 +497,15 @@ impl Worker {
     }
 
     /// Looks which running containers are not what the pod asks for now. Once they have ended that can't be
-    /// told any more: they may have ended before.
+    /// told any more: they may have ended before. An init container runs to its end as it was made, unless it
+    /// is a sidecar (computeInitContainerActions).
     fn note_outdated(&mut self, seen: &Observation) {
         self.outdated.retain(|id, _| seen.containers.contains_key(id) && !seen.is_running(id));
         let spec = self.plan.pod.spec.as_ref();
-        let all = spec.into_iter().flat_map(|s| s.init_containers.iter().flatten().chain(&s.containers));
-        for container in all {
+        let lasting = spec.into_iter().flat_map(|s| {
+            s.init_containers.iter().flatten().filter(|init| pod::is_sidecar(init)).chain(&s.containers)
+        });
+        for container in lasting {
             let made = seen.newest(&container.name).and_then(|c| seen.containers.get(&c.id));
             let Some(made) = made.filter(|made| seen.is_running(&made.id)) else { continue };
             if definition::is_redefined(container, made) {

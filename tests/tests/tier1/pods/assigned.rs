@@ -1,7 +1,7 @@
 //! Pods that an API server assigns to the node: known by their UID, changed while they run, deleted in two
 //! steps.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use beelet_model::desired::Desired;
 use beelet_model::objects::{Objects, Services};
@@ -11,7 +11,7 @@ use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
-use super::node::{Node, Settings, View, pod, view};
+use super::node::{IMAGE, Node, Settings, View, container, containers, pod, view};
 
 pub(super) const UID: &str = "7d5f41d6-0000-4000-8000-000000000001";
 const OTHER: &str = "7d5f41d6-0000-4000-8000-000000000002";
@@ -242,6 +242,28 @@ async fn another_image_restarts_the_container_in_its_sandbox() {
     assert_eq!(new.0.pod.status.as_ref().unwrap().observed_generation, Some(2));
     assert_eq!(node.done(&[Op::RunPodSandbox]), 1);
     assert!(node.events().iter().any(|event| event.contains("definition changed, will be restarted")));
+}
+
+#[tokio::test]
+async fn another_image_leaves_an_init_container_alone_that_runs() {
+    let prepared = |image: &str, label: &str| {
+        let mut pod = assigned(UID);
+        pod["metadata"]["labels"] = json!({"is": label});
+        pod["spec"]["initContainers"] = json!([container("prepare")]);
+        pod["spec"]["initContainers"][0]["image"] = json!(image);
+        pod
+    };
+    let (node, source) = node_with(&[prepared(IMAGE, "old")]).await;
+    node.cri.add_image("busybox:1.37");
+    node.cri.wait_until("it to run", |world| containers(world, "api") == "prepare/0+").await;
+    source.send_replace(desired(&[prepared("busybox:1.37", "new")]));
+    let label = |pod: &View| pod.0.pod.metadata.labels.as_ref().is_some_and(|all| all["is"] == "new");
+    node.until_pod("api", "to be known as it is now", label).await;
+    node.until_relisted().await;
+    assert_eq!((node.containers("api").as_str(), stops(&node)), ("prepare/0+", Vec::new()));
+    node.cri.exit(&node.cri.container("api-n1", "prepare").unwrap().id, 0);
+    node.until_ready("api").await;
+    assert_eq!(node.containers("api"), "main/0+ prepare/0-");
 }
 
 #[tokio::test]
