@@ -3,6 +3,7 @@
 //! names.
 pub mod archive;
 pub mod blocking;
+pub mod chance;
 pub mod clock;
 pub mod cpus;
 mod error;

@@ -1,11 +1,9 @@
 //! How long to wait before a request is tried again: each time twice as long, up to a bound, and never two
 //! nodes at the same moment.
 
-use std::{
-    hash::{BuildHasher, RandomState},
-    time::Duration,
-};
+use std::time::Duration;
 
+pub(crate) use beelet_base::chance::{chance, random};
 use tokio::time::sleep;
 
 use crate::client::Error;
@@ -97,17 +95,6 @@ impl Pauses {
 /// From `time` to half as much again.
 pub(crate) fn jittered(time: Duration) -> Duration {
     time + time.mul_f64(random() / 2.0)
-}
-
-/// A number from 0 to 1 by chance.
-pub(crate) fn random() -> f64 {
-    f64::from(chance()) / f64::from(u8::MAX)
-}
-
-/// Any of 256 numbers.
-pub(crate) fn chance() -> u8 {
-    // Each state has keys of its own.
-    RandomState::new().hash_one(0_u8).to_le_bytes()[0]
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use beelet_cgroups::CgroupError;
 use beelet_images::pull::PullError;
+use beelet_policy::pod::StartFailure;
 
 /// Why a step of a pod's life failed: a sentence.
 #[derive(Debug, thiserror::Error)]
@@ -121,6 +122,15 @@ impl StartError {
             Self::Pull(error) => error.reason,
             Self::Create(_) => "CreateContainerError",
             Self::Run(_) => "RunContainerError",
+        }
+    }
+
+    /// What is known against the container.
+    pub(crate) fn failure(&self) -> StartFailure {
+        match self {
+            _ if self.is_transient() => StartFailure::Runtime,
+            Self::Pull(_) | Self::Run(_) => StartFailure::Image,
+            Self::Config(_) | Self::Create(_) => StartFailure::Making,
         }
     }
 

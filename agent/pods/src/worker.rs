@@ -8,8 +8,11 @@ use std::{
     time::Duration,
 };
 
-use beelet_base::spans::{self, TARGET};
-use beelet_policy::pod::{self, Actions, KillReason, Verdicts};
+use beelet_base::{
+    chance::chance,
+    spans::{self, TARGET},
+};
+use beelet_policy::pod::{self, Actions, KillReason, StartFailure, Verdicts};
 use beelet_proto::cri;
 use futures::future::join_all;
 use jiff::Timestamp;
@@ -48,8 +51,6 @@ use stop::Window;
 const RETRY_INITIAL: Duration = Duration::from_secs(1);
 /// The longest pause after a failed step. A change that the runtime reports ends it early.
 const RETRY_MAX: Duration = Duration::from_secs(30);
-/// The pauses between tries to start one container (to pull its image, to create it), as the kubelet's.
-const START_RETRY: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(300));
 
 /// What the manager wants of a worker. A state, not a queue: only the newest counts.
 #[derive(Clone, Debug, Default)]
@@ -130,6 +131,7 @@ pub(super) struct WorkerReport {
 #[derive(Clone, Debug)]
 struct FailedStart {
     waiting: Waiting,
+    failure: StartFailure,
     tries: u32,
     delay: Duration,
     retry_at: Instant,
@@ -653,9 +655,10 @@ impl Worker {
 
     /// A container that can't be started waits, and doesn't hold the others back.
     fn note_failed_start(&mut self, name: &str, error: &StartError) {
-        let (initial, max) = if error.is_transient() { (RETRY_INITIAL, RETRY_MAX) } else { START_RETRY };
+        let failure = error.failure();
         let before = self.failed_starts.get(name);
-        let delay = before.map_or(initial, |before| (before.delay * 2).clamp(initial, max));
+        let same = before.filter(|before| before.failure == failure);
+        let delay = pod::start_pause(failure, same.map(|before| before.delay), chance());
         let tries = before.map_or(0, |before| before.tries) + 1;
         warn!(pod = %self.plan.name, container = name, reason = error.reason(), %error,
             retry_in_seconds = delay.as_secs(), "container could not be started");
@@ -663,7 +666,7 @@ impl Worker {
         let told = format!("Error: {}: {}", waiting.reason, waiting.message);
         self.launcher.events.warning(Object::container(&self.plan.pod, name), "Failed", told);
         let lacks = matches!(error, StartError::Config(_));
-        let failed = FailedStart { waiting, tries, delay, retry_at: Instant::now() + delay, lacks };
+        let failed = FailedStart { waiting, failure, tries, delay, retry_at: Instant::now() + delay, lacks };
         self.failed_starts.insert(name.to_owned(), failed);
     }
 

@@ -20,6 +20,7 @@ use crate::moment::Moment;
 mod ephemeral;
 mod restart;
 mod round;
+mod start_retry;
 
 pub use ephemeral::ephemeral_containers;
 use restart::RESTART_DELAY_MAX;
@@ -27,6 +28,7 @@ use restart::RESTART_DELAY_MAX;
 use restart::RESTART_DELAY_RESET;
 pub use restart::{Tally, init_restarts, is_sidecar, phase, restart_delay, restarts, restarts_when_killed};
 pub use round::{Round, may_restart_all};
+pub use start_retry::{StartFailure, start_pause};
 
 /// What the runtime has of one pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -1,0 +1,51 @@
+//! The pauses between tries to start one container.
+
+use std::time::Duration;
+
+/// What is known against a container that could not be started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StartFailure {
+    /// Nothing: the runtime couldn't be reached, or didn't answer in time.
+    Runtime,
+    /// Its image can't be pulled, or its process can't be started.
+    Image,
+    /// What it needs isn't there, or the runtime doesn't create it.
+    Making,
+}
+
+/// The first pause and the longest one; they double.
+const RUNTIME: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+const IMAGE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(300));
+/// The kubelet's backOffPeriod: it tries again with the next look at the pod.
+const MAKING: Duration = Duration::from_secs(10);
+
+/// The pause before the next try. `before` is the one before this try if that failed in the same way, `chance`
+/// any number. Only pulls and what runs have back-offs that grow (`image_manager.go`, `doBackOff`); after any
+/// other error the kubelet looks again within ten seconds to fifteen (`pod_workers.go`, `completeWork`).
+#[must_use]
+pub fn start_pause(failure: StartFailure, before: Option<Duration>, chance: u8) -> Duration {
+    let (least, most) = match failure {
+        StartFailure::Runtime => RUNTIME,
+        StartFailure::Image => IMAGE,
+        StartFailure::Making => return MAKING + MAKING * u32::from(chance) / (2 * u32::from(u8::MAX)),
+    };
+    before.map_or(least, |before| (before * 2).clamp(least, most))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_pauses_after_pulls_and_runs_grow() {
+        let seconds = |failure: StartFailure, chance: u8| {
+            let mut pause = None;
+            let mut next = || *pause.insert(start_pause(failure, pause, chance));
+            [next(), next(), next(), next(), next(), next(), next()].map(|pause| pause.as_secs())
+        };
+        assert_eq!(seconds(StartFailure::Image, 255), [10, 20, 40, 80, 160, 300, 300]);
+        assert_eq!(seconds(StartFailure::Runtime, 255), [1, 2, 4, 8, 16, 30, 30]);
+        assert_eq!(seconds(StartFailure::Making, 0), [10; 7]);
+        assert_eq!(seconds(StartFailure::Making, 255), [15; 7]);
+    }
+}
