@@ -60,7 +60,7 @@ mod resizing;
 mod resuming;
 mod totals;
 
-use self::resuming::{control_of, next_counts};
+use self::resuming::{control_of, next_counts, remember};
 use self::totals::{Share, Totals};
 
 /// Reports under way from workers. A worker waits while the manager is behind by this many.
@@ -172,6 +172,7 @@ impl Managed {
             seen: seen.as_deref().unwrap_or(&nothing),
             waiting: &self.waiting,
             condemned: &control.verdicts.condemned,
+            last_codes: &control.verdicts.last_codes,
             probes: &kept.probes,
             oom: &kept.oom,
             previous: kept.status.as_deref(),
@@ -753,6 +754,7 @@ impl Manager {
         let mut status = managed.status_now(&self.parts);
         if managed.seen.is_some() {
             self.parts.launcher.devices.annotate(uid, &mut status);
+            remember(&managed.control, &status);
         }
         managed.note_gates(&mut status);
         managed.note_generation(&mut status);

@@ -44,6 +44,8 @@ pub(crate) struct Inputs<'a> {
     pub waiting: &'a BTreeMap<String, Waiting>,
     /// Why containers were or are stopped, by the runtime's container identifier.
     pub condemned: &'a BTreeMap<String, KillReason>,
+    /// How containers count as ended, by name, of which the runtime has nothing any more.
+    pub last_codes: &'a BTreeMap<String, i32>,
     /// What probes say, by the runtime's container identifier.
     pub probes: &'a BTreeMap<String, ProbeFacts>,
     /// OOM kills in containers, by the runtime's container identifier.
@@ -256,10 +258,14 @@ impl Inputs<'_> {
 
     /// Whether one of the pod's own containers has been made in its sandbox, or ran in the one that is gone.
     fn begun<'c>(&self, mains: impl IntoIterator<Item = &'c core::Container>) -> bool {
-        let mut newest = mains.into_iter().filter_map(|c| self.seen.newest(&c.name));
+        let mut mains = mains.into_iter();
         match &self.seen.sandbox {
-            Some(sandbox) => newest.any(|n| n.sandbox_id == sandbox.id),
-            None => newest.any(|n| !matches!(n.state, pod::ContainerState::Created)),
+            Some(sandbox) => mains.filter_map(|c| self.seen.newest(&c.name)).any(|n| n.sandbox_id == sandbox.id),
+            None => mains.any(|c| match self.seen.newest(&c.name) {
+                Some(newest) => !matches!(newest.state, pod::ContainerState::Created),
+                // It never runs again, and so nothing runs before it.
+                None => self.last_codes.get(&c.name).is_some_and(|code| !self.restarts(c, Role::Running, *code)),
+            }),
         }
     }
 
@@ -338,6 +344,11 @@ impl Inputs<'_> {
             && self.begun(self.pod.spec.iter().flat_map(|pod| &pod.containers))
         {
             return self.forgotten(spec);
+        }
+        if newest.is_none()
+            && let Some(lost) = self.lost(spec, role, may_run)
+        {
+            return lost;
         }
         let runtime = newest.and_then(|c| self.seen.containers.get(&c.id)).map(Arc::as_ref);
         let started = newest.is_some_and(|c| self.started(spec, c));
@@ -420,6 +431,47 @@ impl Inputs<'_> {
         }
         (last.ready, last.started) = (false, last.started.and(Some(false)));
         Some(last)
+    }
+
+    /// A container that the runtime has lost after it ran: it has ended, nobody knows how, and the next one is
+    /// one more (convertToAPIContainerStatuses).
+    fn lost(&self, spec: &core::Container, role: Role, may_run: bool) -> Option<core::ContainerStatus> {
+        let code = *self.last_codes.get(&spec.name)?;
+        if matches!(role, Role::Init) && code == 0 {
+            return None; // it runs again with the pod's next sandbox, or is forgotten
+        }
+        let mut status = self.last_known(&spec.name)?;
+        if self.ran(&spec.name) && self.pod.metadata.deletion_timestamp.is_none() {
+            status.restart_count = status.restart_count.saturating_add(1);
+        }
+        if self.restarts(spec, role, code) {
+            if status.state.as_ref().is_some_and(|state| state.terminated.is_some()) {
+                status.last_state = status.state.take();
+            }
+            let fallback = if may_run { "ContainerCreating" } else { "PodInitializing" };
+            let default = Waiting { reason: fallback.to_owned(), message: String::new() };
+            status.state = Some(waiting_state(self.waiting.get(&spec.name).unwrap_or(&default)));
+        }
+        status.container_id = None;
+        Some(status)
+    }
+
+    /// Returns true if a container ran when its pod's status was last made.
+    fn ran(&self, name: &str) -> bool {
+        let status = self.previous.into_iter();
+        let all = status.flat_map(|s| s.init_container_statuses.iter().chain(&s.container_statuses).flatten());
+        let mut of_name = all.filter(|status| status.name == name);
+        of_name.any(|status| status.state.as_ref().is_some_and(|state| state.running.is_some()))
+    }
+
+    /// Returns true if a container that ended with this code is started again.
+    fn restarts(&self, container: &core::Container, role: Role, code: i32) -> bool {
+        let Some(spec) = &self.pod.spec else { return false };
+        match role {
+            Role::Init => pod::init_restarts(spec, container, code),
+            Role::Running => pod::restarts(spec, container, code),
+            Role::Ephemeral => false,
+        }
     }
 
     /// An init container that the runtime has forgotten after it had done its part. Of a static pod, whose

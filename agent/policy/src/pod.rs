@@ -105,7 +105,13 @@ pub struct Verdicts {
     /// Containers that somebody asked to be started again: their restart delay counts as over, and the next
     /// one begins from nothing.
     pub hurried: BTreeSet<String>,
+    /// How containers count as ended, by name, should the runtime have lost all that it knew of them: those
+    /// that ran were killed for all that is known. Those that never ran aren't here.
+    pub last_codes: BTreeMap<String, i32>,
 }
+
+/// The exit code of a container of which nobody knows how it ended (the kubelet's ContainerStatusUnknown).
+pub const UNKNOWN_EXIT: i32 = 137;
 
 /// Why a container is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -327,10 +333,14 @@ impl<'a> Decision<'a> {
         self.newest.get(name).copied().filter(|c| c.sandbox_id == current.id && !self.round.is_past(c))
     }
 
-    /// How the newest container of this name ended, if it has. What is started anew in any case has no end.
+    /// How the newest container of this name ended, if it has. What is started anew in any case has no end; one
+    /// that the runtime has lost has the end that is last known.
     fn exit_code(&self, name: &str) -> Option<i32> {
+        let Some(newest) = self.newest.get(name) else {
+            return self.verdicts.last_codes.get(name).copied();
+        };
         let counts = |c: &&&Container| !self.round.is_past(c) && !self.is_outdated(c) && !self.comes_back(c);
-        match self.newest.get(name).filter(counts).map(|c| &c.state) {
+        match Some(newest).filter(counts).map(|c| &c.state) {
             Some(ContainerState::Exited { exit_code, .. }) => Some(*exit_code),
             _ => None,
         }

@@ -2,19 +2,54 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use beelet_policy::pod::UNKNOWN_EXIT;
 use k8s_openapi::api::core::v1 as core;
+use tokio::sync::watch;
 
 use super::{Control, PodRecord, Terminate, assigned::Deletion};
 use beelet_model::status::has_ended;
+
+/// Notes how the containers of a pod are, by its newest status, for the worker: the runtime may lose all that it
+/// knows of them. The worker need not look for that.
+pub(super) fn remember(control: &watch::Sender<Control>, status: &core::PodStatus) {
+    control.send_if_modified(|c| {
+        for (name, count) in next_counts(Some(status)) {
+            if c.counts.get(&name).is_none_or(|known| *known < count) {
+                Arc::make_mut(&mut c.counts).insert(name, count);
+            }
+        }
+        let codes = last_codes(status);
+        if c.verdicts.last_codes != codes {
+            c.verdicts.last_codes = codes;
+        }
+        false
+    });
+}
+
+/// How the containers of a pod have ended by its status, or would have, did the runtime lose them now.
+fn last_codes(status: &core::PodStatus) -> BTreeMap<String, i32> {
+    let all = status.init_container_statuses.iter().chain(&status.container_statuses).flatten();
+    let code = |status: &core::ContainerStatus| {
+        let state = status.state.as_ref()?;
+        if state.running.is_some() {
+            return Some(UNKNOWN_EXIT);
+        }
+        let ended = state.terminated.as_ref().or_else(|| status.last_state.as_ref()?.terminated.as_ref());
+        ended.map(|ended| ended.exit_code)
+    };
+    all.filter_map(|status| Some((status.name.clone(), code(status)?))).collect()
+}
 
 /// The restart counts of the next containers of a pod, as far as it has had any.
 pub(super) fn next_counts(status: Option<&core::PodStatus>) -> BTreeMap<String, u32> {
     let all = status
         .into_iter()
         .flat_map(|status| status.init_container_statuses.iter().chain(&status.container_statuses).flatten());
-    let ran = all.filter(|status| status.container_id.is_some());
-    ran.filter_map(|status| {
-        Some((status.name.clone(), u32::try_from(status.restart_count).ok()?.checked_add(1)?))
+    all.filter_map(|status| {
+        let count = u32::try_from(status.restart_count).ok()?;
+        // One that the runtime has lost counts already as the one after it.
+        let next = if status.container_id.is_some() { count.checked_add(1)? } else { count };
+        (next > 0).then(|| (status.name.clone(), next))
     })
     .collect()
 }
@@ -32,5 +67,51 @@ pub(super) fn control_of(
     let started = kept.probes.iter().filter(|(_, facts)| facts.started == Some(true));
     control.verdicts.started = started.map(|(id, _)| id.clone()).collect();
     control.verdicts.hooked.clone_from(&kept.hooked);
+    // Of a static pod the kubelet forgets its status when it ends itself: it runs again.
+    let status = kept.status.as_deref().filter(|_| kept.origin.origin.is_api());
+    control.verdicts.last_codes = status.map(last_codes).unwrap_or_default();
     control
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn status(states: &[(&str, i32, Option<&str>, Value, Value)]) -> core::PodStatus {
+        let of = |(name, count, id, state, last): &(&str, i32, Option<&str>, Value, Value)| {
+            json!({"name": name, "image": "", "imageID": "", "ready": false, "restartCount": count,
+                "containerID": id, "state": state, "lastState": last})
+        };
+        let all: Vec<Value> = states.iter().map(of).collect();
+        serde_json::from_value(json!({ "containerStatuses": all })).unwrap()
+    }
+
+    #[test]
+    fn what_runs_now_is_known_should_the_runtime_lose_it() {
+        let (none, ended) = (json!({}), |code: i32| json!({"terminated": {"exitCode": code}}));
+        let waits = json!({"waiting": {"reason": "ContainerCreating"}});
+        let control = watch::Sender::new(Control::default());
+        let worker = control.subscribe();
+        let known = |worker: &watch::Receiver<Control>| {
+            let control = worker.borrow();
+            let counts: Vec<_> = control.counts.iter().map(|(name, count)| (name.clone(), *count)).collect();
+            (counts, control.verdicts.last_codes.clone().into_iter().collect::<Vec<_>>())
+        };
+        let named = |all: &[(&str, i32)]| all.iter().map(|(n, c)| ((*n).to_owned(), *c)).collect::<Vec<_>>();
+        let counted = |all: &[(&str, u32)]| all.iter().map(|(n, c)| ((*n).to_owned(), *c)).collect::<Vec<_>>();
+        remember(&control, &status(&[
+            ("new", 0, None, waits.clone(), none.clone()),
+            ("runs", 2, Some("c://1"), json!({"running": {}}), ended(1)),
+            ("done", 0, Some("c://2"), ended(0), none.clone()),
+        ]));
+        let codes = named(&[("done", 0), ("runs", 137)]);
+        assert_eq!(known(&worker), (counted(&[("done", 1), ("runs", 3)]), codes.clone()));
+        assert!(!worker.has_changed().unwrap(), "there is nothing to look at");
+        // Lost, they count as one more, once.
+        let lost = status(&[("runs", 3, None, waits, ended(137)), ("done", 0, None, ended(0), none)]);
+        remember(&control, &lost);
+        assert_eq!(known(&worker), (counted(&[("done", 1), ("runs", 3)]), codes));
+    }
 }

@@ -66,6 +66,7 @@ fn seen(containers: &[&str]) -> Observation {
 struct Case {
     waiting: BTreeMap<String, Waiting>,
     condemned: BTreeMap<String, KillReason>,
+    last_codes: BTreeMap<String, i32>,
     probes: BTreeMap<String, ProbeFacts>,
     previous: Option<core::PodStatus>,
     failure: Option<PodFailure>,
@@ -85,6 +86,7 @@ impl Case {
             seen,
             waiting: &self.waiting,
             condemned: &self.condemned,
+            last_codes: &self.last_codes,
             probes: &self.probes,
             previous: self.previous.as_ref(),
             failure: self.failure.as_ref(),
@@ -463,6 +465,33 @@ fn a_pod_that_was_ended_for_good_keeps_what_is_known_of_its_containers() {
     let status = cleared.status(&pod(one()), &seen(&[]));
     assert_eq!(line(&status), "Failed Ready=False a: ContainerStatusUnknown");
     assert_eq!(condition(&status, "Ready").reason.as_deref(), Some("PodFailed"));
+}
+
+#[test]
+fn a_container_that_the_runtime_has_lost_has_ended_nobody_knows_how() {
+    let spec = |policy: &str| {
+        let init = json!([{"name": "i", "image": "i"}]);
+        json!({"restartPolicy": policy, "initContainers": init, "containers": [{"name": "a", "image": "i"}]})
+    };
+    let after = |policy: &str, lost: bool| {
+        let pod = pod(spec(policy));
+        let previous = Some(Case::default().status(&pod, &seen(&["i 0 exit 0", "a 2 running"])));
+        let codes = [("i".to_owned(), 0), ("a".to_owned(), 137)];
+        let last_codes = codes.into_iter().filter(|_| lost).collect();
+        let mut case = Case { previous, last_codes, ..Case::default() };
+        let first = case.status(&pod, &Observation::default());
+        case.previous = Some(first.clone());
+        // What was said of it once stays.
+        assert_eq!(case.status(&pod, &Observation::default()).container_statuses, first.container_statuses);
+        let a = first.container_statuses.as_ref().unwrap()[0].clone();
+        let code = |state: &Option<core::ContainerState>| state.as_ref()?.terminated.as_ref().map(|t| t.exit_code);
+        (line(&first), a.restart_count, code(&a.state), code(&a.last_state))
+    };
+    let unknown = "Failed Ready=False i: Completed ready, a: ContainerStatusUnknown".to_owned();
+    assert_eq!(after("Never", true), (unknown, 3, Some(137), None));
+    let waiting = "Pending Ready=False i: PodInitializing, a: PodInitializing".to_owned();
+    assert_eq!(after("Always", true), (waiting.clone(), 3, None, Some(137)));
+    assert_eq!(after("Always", false), (waiting, 0, None, None), "one of which nothing was known");
 }
 
 #[test]

@@ -66,6 +66,7 @@ fn verdicts(started: &[&str], condemned: &[&str]) -> Verdicts {
         hooked: BTreeSet::new(),
         condemned: condemned.iter().map(|s| ((*s).to_owned(), KillReason::Liveness)).collect(),
         hurried: BTreeSet::new(),
+        last_codes: BTreeMap::new(),
     }
 }
 
@@ -616,6 +617,30 @@ fn the_delay_after_a_failed_probe_counts_from_the_end_of_the_container_before() 
     check(Some("exit 1 @99964"), &verdicts(&[], &[]), "wait a");
     stopped.condemned = [("a-3".to_owned(), KillReason::PostStartHook)].into();
     check(Some("exit 1 @99964"), &stopped, "wait a");
+}
+
+#[test]
+fn a_container_that_the_runtime_has_lost_has_ended_all_the_same() {
+    let check = |policy: &str, init: &[&str], codes: &[(&str, i32)], seen: &Observed, expect: &str| {
+        let last_codes = codes.iter().map(|(name, code)| ((*name).to_owned(), *code)).collect();
+        let verdicts = Verdicts { last_codes, ..verdicts(&[], &[]) };
+        check(&pod(policy, init, &["a", "b"]), seen, &verdicts, expect);
+    };
+    let (gone, ran) = (Observed::default(), [("a", 137), ("b", 137)]);
+    check("Never", &[], &ran, &gone, "Failed; release");
+    check("Never", &[], &[("a", 0), ("b", 137)], &gone, "Failed; release");
+    check("Never", &[], &[("a", 0), ("b", 0)], &gone, "Succeeded; release");
+    check("Never", &["i"], &[("i", 137)], &gone, "Failed; release");
+    // One that never ran still may.
+    check("Never", &[], &[], &gone, "create 0");
+    check("Never", &[], &[("a", 137)], &gone, "create 0");
+    check("Always", &[], &ran, &gone, "create 0");
+    check("OnFailure", &[], &ran, &gone, "create 0");
+    let again = observed(&[(0, true)], vec![]);
+    check("OnFailure", &[], &[("a", 0), ("b", 137)], &again, "start b/0");
+    // What the runtime has counts.
+    let runs = observed(&[(0, true)], vec![container("a", 0, 0, "running"), container("b", 0, 0, "running")]);
+    check("Never", &[], &ran, &runs, "");
 }
 
 #[test]

@@ -141,9 +141,44 @@ async fn a_runtime_that_lost_its_state_gets_the_pods_anew() {
     })
     .await;
     node.until_ready("all").await;
-    assert_eq!(node.containers("web"), "main/0+");
-    assert_eq!(node.containers("all"), "a/0+ b/0+ init/0- side/0+");
+    // Restart counts never fall.
+    assert_eq!(node.containers("web"), "main/1+");
+    assert_eq!(node.containers("all"), "a/1+ b/1+ init/1- side/1+");
     assert_eq!(node.cri.world().sandboxes.len(), 2);
+}
+
+/// It may have done its work, or a half of it: nobody may do it a second time.
+#[tokio::test]
+async fn a_pod_that_is_never_restarted_has_failed_when_the_runtime_lost_it() {
+    let job = |name: &str| with(pod(name), "restartPolicy", "Never".into());
+    let (mut node, _source) = super::assigned::node_with(&[with(
+        super::assigned::assigned(super::assigned::UID),
+        "restartPolicy",
+        "Never".into(),
+    )])
+    .await;
+    node.apply(&job("job"));
+    node.until_ready("api").await;
+    node.until_ready("job").await;
+    let lose = async |node: &mut Node| {
+        node.cri.crash();
+        node.cri.forget();
+        node.cri.add_image(IMAGE);
+        node.cri.come_back();
+    };
+    lose(&mut node).await;
+    for name in ["api", "job"] {
+        let failed = node.until_pod(name, "to have failed", |pod| pod.phase() == "Failed").await;
+        let main = failed.container("main");
+        let end = main.state.unwrap().terminated.unwrap();
+        assert_eq!((end.reason.as_deref(), end.exit_code), (Some("ContainerStatusUnknown"), 137), "{name}");
+        assert_eq!(main.restart_count, 1, "{name}");
+    }
+    // They stay so, for a new agent too.
+    node.kill_and_start().await;
+    node.until_relisted().await;
+    assert_eq!((node.containers("api"), node.containers("job")), (String::new(), String::new()));
+    assert!(["api", "job"].iter().all(|name| node.cri.sandbox(&format!("{name}-n1")).is_none()));
 }
 
 #[tokio::test]
