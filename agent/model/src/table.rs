@@ -245,7 +245,8 @@ mod tests {
     #[test]
     fn a_pod_that_was_ended_is_gone_once_it_has_given_everything_back() {
         let entry = |phase: &str| {
-            let pod = json!({"metadata": {"uid": "1"}, "spec": {"containers": []}, "status": {"phase": phase}});
+            let pod =
+                json!({"metadata": {"uid": "1"}, "spec": {"containers": []}, "status": {"phase": phase}});
             PodEntry::of(serde_json::from_value(pod).unwrap())
         };
         assert!(!entry("Running").is_gone() && entry("Succeeded").is_gone());

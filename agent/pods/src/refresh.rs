@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{self as core, Pod};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -56,14 +56,28 @@ pub fn follow(
     })
 }
 
-/// The pods that have come since, by name: another one of the same name is one, too.
+/// The pods that have come since, by name (another one of the same name is one, too), and those that say
+/// something else of themselves, which volumes of the downward API show.
 fn due(known: &Pods, here: &Pods) -> Vec<(PodName, Arc<PodEntry>)> {
     let is_new = |name: &PodName, entry: &PodEntry| {
-        known.get(name).is_none_or(|known| known.pod.metadata.uid != entry.pod.metadata.uid)
+        known.get(name).is_none_or(|known| !says_the_same(&known.pod, &entry.pod))
     };
     let changed = PodChanges::between(known, here).changed.into_iter();
     let new = changed.filter(|(name, entry)| is_new(name, entry));
     new.map(|(name, entry)| (name.clone(), Arc::clone(entry))).collect()
+}
+
+/// Returns true if both are the same pod, and the downward API would tell the same of both.
+fn says_the_same(one: &Pod, other: &Pod) -> bool {
+    let (a, b) = (&one.metadata, &other.metadata);
+    (&a.uid, &a.labels, &a.annotations) == (&b.uid, &b.labels, &b.annotations)
+        && resources(one).eq(resources(other))
+}
+
+fn resources(pod: &Pod) -> impl Iterator<Item = Option<&core::ResourceRequirements>> {
+    let spec = pod.spec.iter();
+    let containers = spec.flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers));
+    containers.map(|container| container.resources.as_ref())
 }
 
 /// Brings pods up to date. What went wrong, a sentence each.
@@ -109,4 +123,39 @@ fn warn_of_new(failures: &BTreeSet<String>, before: &BTreeSet<String>) -> BTreeS
         warn!("{failure}");
     }
     failures.union(before).cloned().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_pod_is_due_once_it_is_new_or_says_something_else_of_itself() {
+        let entry = |more: serde_json::Value| {
+            let mut pod = json!({
+                "metadata": {"name": "a", "namespace": "n", "uid": "1", "labels": {"tier": "web"}},
+                "spec": {"containers": [{"name": "c", "resources": {"limits": {"cpu": "1"}}}]},
+                "status": {"phase": "Running"},
+            });
+            for (path, value) in more.as_object().unwrap() {
+                *pod.pointer_mut(path).unwrap() = value.clone();
+            }
+            Arc::new(PodEntry::of(serde_json::from_value(pod).unwrap()))
+        };
+        let pods = |entry: &Arc<PodEntry>| -> Pods {
+            [(PodName::of(&entry.pod), Arc::clone(entry))].into_iter().collect()
+        };
+        let first = entry(json!({}));
+        assert_eq!(due(&Pods::new(), &pods(&first)).len(), 1);
+        let check = |more: serde_json::Value, expected: usize| {
+            assert_eq!(due(&pods(&first), &pods(&entry(more.clone()))).len(), expected, "{more}");
+        };
+        check(json!({}), 0);
+        check(json!({"/status/phase": "Succeeded"}), 0);
+        check(json!({"/metadata/uid": "2"}), 1);
+        check(json!({"/metadata/labels/tier": "db"}), 1);
+        check(json!({"/spec/containers/0/resources/limits/cpu": "2"}), 1);
+    }
 }

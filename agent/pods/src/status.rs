@@ -260,11 +260,15 @@ impl Inputs<'_> {
     fn begun<'c>(&self, mains: impl IntoIterator<Item = &'c core::Container>) -> bool {
         let mut mains = mains.into_iter();
         match &self.seen.sandbox {
-            Some(sandbox) => mains.filter_map(|c| self.seen.newest(&c.name)).any(|n| n.sandbox_id == sandbox.id),
+            Some(sandbox) => {
+                mains.filter_map(|c| self.seen.newest(&c.name)).any(|n| n.sandbox_id == sandbox.id)
+            }
             None => mains.any(|c| match self.seen.newest(&c.name) {
                 Some(newest) => !matches!(newest.state, pod::ContainerState::Created),
                 // It never runs again, and so nothing runs before it.
-                None => self.last_codes.get(&c.name).is_some_and(|code| !self.restarts(c, Role::Running, *code)),
+                None => {
+                    self.last_codes.get(&c.name).is_some_and(|code| !self.restarts(c, Role::Running, *code))
+                }
             }),
         }
     }
@@ -459,7 +463,8 @@ impl Inputs<'_> {
     /// Returns true if a container ran when its pod's status was last made.
     fn ran(&self, name: &str) -> bool {
         let status = self.previous.into_iter();
-        let all = status.flat_map(|s| s.init_container_statuses.iter().chain(&s.container_statuses).flatten());
+        let all =
+            status.flat_map(|s| s.init_container_statuses.iter().chain(&s.container_statuses).flatten());
         let mut of_name = all.filter(|status| status.name == name);
         of_name.any(|status| status.state.as_ref().is_some_and(|state| state.running.is_some()))
     }

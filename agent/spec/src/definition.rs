@@ -40,9 +40,8 @@ pub fn renewed(before: &Pod, now: &Pod) -> (Vec<String>, Vec<String>) {
         differing.map(|(_, now)| now.name.clone()).collect()
     };
     let of_image = |before: &Container, now: &Container| before.image != now.image;
-    let of_any = |before: &Container, now: &Container| {
-        before.image != now.image || before.resources != now.resources
-    };
+    let of_any =
+        |before: &Container, now: &Container| before.image != now.image || before.resources != now.resources;
     (names(of_image), names(of_any))
 }
 

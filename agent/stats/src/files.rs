@@ -5,6 +5,8 @@
 //! out; only a cgroup without memory and CPU time is no reading.
 
 use std::io::Read as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
 
 use super::model::{Details, Gauges, Net, Reading, Stalls};
 use super::parse;
@@ -292,6 +294,13 @@ pub(super) fn network(pid: u32) -> Option<Vec<(String, Net)>> {
         first.retransmits = retransmits.unwrap_or(0);
     }
     Some(interfaces)
+}
+
+/// Returns true if a process is in that network namespace, or that can't be told.
+pub(super) fn is_in_network(pid: u32, netns: &Path) -> bool {
+    let of = |path: &Path| std::fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
+    let (its, pods) = (of(Path::new(&format!("/proc/{pid}/ns/net"))), of(netns));
+    its.zip(pods).is_none_or(|(its, pods)| its == pods)
 }
 
 /// The first process of the cgroup.

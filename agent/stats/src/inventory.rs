@@ -25,6 +25,7 @@ fn pod(name: &PodName, entry: &PodEntry) -> PodStats {
         not_ready,
         started_at: status.start_time.as_ref().map(|time| time.0),
         host_network: pod.spec.as_ref().is_some_and(|spec| spec.host_network == Some(true)),
+        netns: entry.netns.clone(),
         cgroup: None,
         reading: None,
         net: Vec::new(),

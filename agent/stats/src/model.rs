@@ -1,6 +1,7 @@
 //! What is known of the node's containers at one moment: counters as the kernel keeps them, and rates over
 //! windows.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -362,6 +363,8 @@ pub struct PodStats {
     pub started_at: Option<Timestamp>,
     /// It shares the node's network: then `net` is `None`.
     pub host_network: bool,
+    /// Its network namespace, where that is known.
+    pub netns: Option<PathBuf>,
     /// The pod's own cgroup, which its containers' are in.
     pub cgroup: Option<String>,
     /// What that one said: containers and pause together. Only in full readings.

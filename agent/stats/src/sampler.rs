@@ -292,6 +292,9 @@ impl Sampler {
         }
         let Some(dirs) = self.containers.get(&container.id).map(|tracked| &tracked.dirs) else { return };
         let pid = files::first_pid(dirs, &mut self.buffer);
+        // A process may have a network of its own making, which is not the pod's.
+        let pid =
+            pid.filter(|pid| pod.netns.as_deref().is_none_or(|netns| files::is_in_network(*pid, netns)));
         let Some(interfaces) = pid.and_then(files::network) else { return };
         tracked.net.push(monotonic_ns(), sum(&interfaces));
         pod.net_windows = tracked.net.windows(|then, now, over| NetRates {

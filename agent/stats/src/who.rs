@@ -181,6 +181,7 @@ mod tests {
             not_ready: String::new(),
             started_at: None,
             host_network: false,
+            netns: None,
             cgroup: Some(cgroup.to_owned()),
             reading: None,
             net: Vec::new(),

@@ -12,6 +12,7 @@ use k8s_openapi::api::core::v1 as core;
 use rustix::fs::{AtFlags, CWD, FileType, Gid, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::path::Arg;
+use tracing::warn;
 
 use super::Error;
 use beelet_base::walk::{Walk, WalkStep};
@@ -61,10 +62,14 @@ impl FsGroup {
     }
 
     /// The children first, so that an interrupted change is seen at the top. What goes or is replaced
-    /// meanwhile is passed over, and what is mounted below belongs to somebody else.
+    /// meanwhile is passed over, and what is mounted below belongs to somebody else. What the file system
+    /// doesn't give away (root squashed, immutable) stays as it is, and the pod runs all the same, as under the
+    /// kubelet.
     fn own_all(&self, folder: OwnedFd, access: Access) -> Result<(), Errno> {
         let mut walk = Walk::of(folder)?;
+        let (mut refused, mut why) = (0_u64, None);
         while let Some(step) = walk.step()? {
+            let is_entered = matches!(step, WalkStep::Entry(_, FileType::Directory));
             let owned = match step {
                 WalkStep::Entry(name, FileType::Directory) => walk.enter(&name),
                 WalkStep::Entry(name, FileType::RegularFile) => {
@@ -79,8 +84,12 @@ impl FsGroup {
             };
             match owned {
                 Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::NXIO | Errno::XDEV) => {}
-                Err(e) => return Err(e),
+                Err(e) if is_entered => return Err(e),
+                Err(e) => (refused, why) = (refused + 1, why.or(Some(e))),
             }
+        }
+        if let Some(why) = why {
+            warn!("{refused} files of a volume could not be given to group {}: {why}", self.group.as_raw());
         }
         Ok(())
     }

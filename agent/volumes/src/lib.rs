@@ -35,6 +35,7 @@ use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
+use tracing::debug;
 
 pub use self::content::Sources;
 pub use self::error::Error;
@@ -96,12 +97,19 @@ impl Volumes {
         self.folder.join(VOLUMES).join(volume)
     }
 
-    /// Makes what must be there before the first container runs. Harmless to repeat.
+    /// Makes what must be there before the first container runs.
+    ///
+    /// Harmless to repeat. For a volume that no container uses nobody waits.
     pub fn set_up(&self, sources: &Sources<'_>) -> Result<(), Error> {
+        let (mounts, devices) = claims::used(sources.pod);
         for volume in &self.volumes {
+            let is_used = mounts.contains(volume.name.as_str()) || devices.contains(volume.name.as_str());
+            if !is_used && volume.host_path.is_some() {
+                continue;
+            }
             let (claimed, published) =
                 (sources.claims.get(&volume.name), sources.published.get(&volume.name));
-            let is_mounted_by_us = volume.nfs.is_some() && is_used(sources.pod, volume);
+            let is_mounted_by_us = volume.nfs.is_some() && mounts.contains(volume.name.as_str());
             if is_elsewhere(volume) && claimed.is_none() && published.is_none() && !is_mounted_by_us {
                 // No container uses it.
                 continue;
@@ -112,7 +120,11 @@ impl Volumes {
                 (None, Some(claimed)) => self.set_up_claim(&volume.name, claimed),
                 (None, None) => self.set_up_one(volume, sources),
             });
-            made.map_err(|e| e.of_volume(&volume.name))?;
+            match made.map_err(|e| e.of_volume(&volume.name)) {
+                Err(error) if is_used => return Err(error),
+                Err(error) => debug!("a volume that no container uses is not made: {error}"),
+                Ok(()) => {}
+            }
         }
         Ok(())
     }
@@ -225,6 +237,7 @@ impl Volumes {
     /// changed.
     pub fn refresh(&self, sources: &Sources<'_>) -> Result<usize, Error> {
         let mut changed = 0;
+        let (mounts, _) = claims::used(sources.pod);
         for volume in self.volumes.iter().filter(|volume| has_content(volume)) {
             let path = self.path(&volume.name);
             // One that isn't set up yet, or is being taken away, is left alone.
@@ -238,7 +251,10 @@ impl Volumes {
                 Some(payload) => atomic::write(&path, &top, &payload, self.fs_group.as_ref()),
                 None => Ok(false),
             });
-            changed += usize::from(refreshed.map_err(|e| e.of_volume(&volume.name))?);
+            match refreshed.map_err(|e| e.of_volume(&volume.name)) {
+                Err(_) if !mounts.contains(volume.name.as_str()) => {} // nobody looks at it
+                refreshed => changed += usize::from(refreshed?),
+            }
         }
         Ok(changed)
     }
@@ -387,11 +403,6 @@ fn has_content(volume: &core::Volume) -> bool {
 /// Returns true if a volume's own path is a link to where it is.
 fn is_elsewhere(volume: &core::Volume) -> bool {
     claims::is_claim(volume) || volume.csi.is_some() || volume.nfs.is_some()
-}
-
-/// Returns true if a container uses a volume.
-fn is_used(pod: &core::Pod, volume: &core::Volume) -> bool {
-    claims::used(pod).0.contains(volume.name.as_str())
 }
 
 /// Returns true if nobody may write to a volume: what is made of objects is replaced as a whole, and of a

@@ -73,6 +73,7 @@ pub(super) fn pressure() -> NodeStats {
         not_ready: String::new(),
         started_at: Timestamp::from_second(1_600_000_000).ok(),
         host_network: false,
+        netns: None,
         cgroup: Some("/kubepods/podu".into()),
         reading: Some(whole),
         net: vec![("eth0".into(), Net { rx_bytes: 10, tx_bytes: 20, ..Net::default() })],

@@ -100,12 +100,16 @@ mod tests {
             (counts, control.verdicts.last_codes.clone().into_iter().collect::<Vec<_>>())
         };
         let named = |all: &[(&str, i32)]| all.iter().map(|(n, c)| ((*n).to_owned(), *c)).collect::<Vec<_>>();
-        let counted = |all: &[(&str, u32)]| all.iter().map(|(n, c)| ((*n).to_owned(), *c)).collect::<Vec<_>>();
-        remember(&control, &status(&[
-            ("new", 0, None, waits.clone(), none.clone()),
-            ("runs", 2, Some("c://1"), json!({"running": {}}), ended(1)),
-            ("done", 0, Some("c://2"), ended(0), none.clone()),
-        ]));
+        let counted =
+            |all: &[(&str, u32)]| all.iter().map(|(n, c)| ((*n).to_owned(), *c)).collect::<Vec<_>>();
+        remember(
+            &control,
+            &status(&[
+                ("new", 0, None, waits.clone(), none.clone()),
+                ("runs", 2, Some("c://1"), json!({"running": {}}), ended(1)),
+                ("done", 0, Some("c://2"), ended(0), none.clone()),
+            ]),
+        );
         let codes = named(&[("done", 0), ("runs", 137)]);
         assert_eq!(known(&worker), (counted(&[("done", 1), ("runs", 3)]), codes.clone()));
         assert!(!worker.has_changed().unwrap(), "there is nothing to look at");

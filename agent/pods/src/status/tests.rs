@@ -484,7 +484,8 @@ fn a_container_that_the_runtime_has_lost_has_ended_nobody_knows_how() {
         // What was said of it once stays.
         assert_eq!(case.status(&pod, &Observation::default()).container_statuses, first.container_statuses);
         let a = first.container_statuses.as_ref().unwrap()[0].clone();
-        let code = |state: &Option<core::ContainerState>| state.as_ref()?.terminated.as_ref().map(|t| t.exit_code);
+        let code =
+            |state: &Option<core::ContainerState>| state.as_ref()?.terminated.as_ref().map(|t| t.exit_code);
         (line(&first), a.restart_count, code(&a.state), code(&a.last_state))
     };
     let unknown = "Failed Ready=False i: Completed ready, a: ContainerStatusUnknown".to_owned();

@@ -142,11 +142,13 @@ pub(super) fn of_container(
     if own.run_as_non_root.or(of_pod.run_as_non_root) == Some(true) {
         refuse_root(user, &facts.image_user)?;
     }
-    let (uid, username) = match user {
-        Some(uid) => (Some(uid), String::new()),
-        None => (facts.image_user.uid, facts.image_user.name.clone()),
+    // One of both, as the kubelet tells them. An image that names nobody is root's (getImageUser): without a
+    // user the runtime would take no group.
+    let (uid, username) = match (user.or(facts.image_user.uid), facts.image_user.name.as_str()) {
+        (None, "") => (Some(0), String::new()),
+        (None, name) => (None, name.to_owned()),
+        (uid, _) => (uid, String::new()),
     };
-    let has_user = uid.is_some() || !username.is_empty();
     let capabilities = own.capabilities.unwrap_or_default();
     Ok(cri::LinuxContainerSecurityContext {
         capabilities: Some(cri::Capability {
@@ -158,11 +160,7 @@ pub(super) fn of_container(
         namespace_options: Some(namespaces_of_container(pod_spec, facts)),
         run_as_user: uid.map(|value| cri::Int64Value { value }),
         run_as_username: username,
-        run_as_group: own
-            .run_as_group
-            .or(of_pod.run_as_group)
-            .filter(|_| has_user)
-            .map(|value| cri::Int64Value { value }),
+        run_as_group: own.run_as_group.or(of_pod.run_as_group).map(|value| cri::Int64Value { value }),
         readonly_rootfs: own.read_only_root_filesystem.unwrap_or(false),
         supplemental_groups: supplemental_groups(&of_pod),
         supplemental_groups_policy: groups_policy(&of_pod, facts)?.into(),
@@ -262,8 +260,11 @@ mod tests {
             json!({"runAsUser": 7, "runAsGroup": 8}),
             (Some(7), Some(8), false, &[]),
         );
-        // A group alone goes with the image's user.
+        // A group alone goes with the image's user, and with root where the image has none.
         check(json!({"runAsGroup": 6}), json!({}), (Some(0), Some(6), false, &[]));
+        let nobodys = context(json!({"runAsGroup": 6}), json!({}), ImageUser::default()).unwrap();
+        let ids = (nobodys.run_as_user.map(|id| id.value), nobodys.run_as_group.map(|id| id.value));
+        assert_eq!(ids, (Some(0), Some(6)));
         check(
             json!({"fsGroup": 9, "supplementalGroups": [1, 2]}),
             json!({}),

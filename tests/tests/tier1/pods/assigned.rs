@@ -145,13 +145,17 @@ async fn a_corrected_image_is_pulled_at_once() {
     node.cri.add_to_registry("registry.example/right:1");
     let tried = || node.cri.count(Op::PullImage);
     // The next try is 20 s away.
-    node.until_pod("api", "to back off", |pod| pod.waits_for("main", "ImagePullBackOff") && tried() == 2).await;
+    node.until_pod("api", "to back off", |pod| pod.waits_for("main", "ImagePullBackOff") && tried() == 2)
+        .await;
     let mut right = assigned(UID);
     right["spec"]["containers"][0]["image"] = json!("registry.example/right:1");
     let corrected = std::time::Instant::now();
     source.send_replace(desired(&[right]));
     node.until_ready("api").await;
-    assert!(corrected.elapsed() < Duration::from_secs(15), "it has waited for the back-off of the other image");
+    assert!(
+        corrected.elapsed() < Duration::from_secs(15),
+        "it has waited for the back-off of the other image"
+    );
 }
 
 #[tokio::test]
