@@ -32,9 +32,8 @@ pub(super) fn kubelet_value(config: &Config) -> serde_json::Value {
     // Plain structs of strings, numbers and maps: the writer has nothing to refuse.
     let mut value = data::to_value(&kubelet(config)).unwrap_or_default();
     if let Some(object) = value.as_object_mut() {
-        for (name, value) in unsupported::defaults().into_iter().chain(config.unread.clone()) {
-            object.insert(name, value);
-        }
+        object.extend(unsupported::defaults());
+        object.extend(unsupported::set(&config.unread));
         object.insert("kind".to_owned(), "KubeletConfiguration".into());
         object.insert("apiVersion".to_owned(), "kubelet.config.k8s.io/v1beta1".into());
     }

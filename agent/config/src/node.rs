@@ -12,7 +12,8 @@ use super::{NodeConfig, Taint};
 const EFFECTS: [&str; 3] = ["NoSchedule", "PreferNoSchedule", "NoExecute"];
 
 pub(super) fn resolve(wire: &KubeletWire) -> Result<NodeConfig, Problem> {
-    let update = wire.node_status_update_frequency;
+    // A zero is no value to the kubelet, and kubeadm writes every duration it does not know as `0s`.
+    let update = wire.node_status_update_frequency.filter(|every| !every.0.is_zero());
     let looked_at = duration(update, Duration::from_secs(10));
     // A file that says only how often to look means that each look is reported
     // (`SetDefaults_KubeletConfiguration`).

@@ -143,6 +143,47 @@ fn the_number_of_pods_is_limited_by_cpus_too() {
 }
 
 #[test]
+fn kubeadms_zeros_are_the_kubelets_defaults() {
+    let (config, warnings) = load(include_str!("testdata/kubeadm.yaml")).unwrap();
+    let unread: Vec<&str> = warnings.iter().map(|warning| warning.field.as_str()).collect();
+    assert_eq!(unread, ["cpuManagerReconcilePeriod", "httpCheckFrequency", "logging", "syncFrequency"]);
+    // What it does set, over the defaults: all the rest must be these.
+    let expected = set(&kubelet(
+        "authentication: {x509: {clientCAFile: /etc/kubernetes/pki/ca.crt}}\ncgroupDriver: systemd\n\
+         clusterDNS: [10.96.0.10]\nclusterDomain: cluster.local\nresolvConf: /run/systemd/resolve/resolv.conf\n\
+         rotateCertificates: true\nstaticPodPath: /etc/kubernetes/manifests",
+    ));
+    assert_eq!(config.effective(), expected.effective());
+    assert_eq!(config.node.status_update_frequency, Duration::from_secs(10));
+    assert_eq!(config.node.status_report_frequency, Duration::from_secs(300));
+    let shown = config.effective_kubelet();
+    for (field, value) in
+        [("syncFrequency", "1m0s"), ("httpCheckFrequency", "20s"), ("cpuManagerReconcilePeriod", "10s")]
+    {
+        assert_eq!(shown[field], value, "{field}");
+    }
+}
+
+#[test]
+fn a_number_of_zero_is_no_value_where_the_kubelet_has_it_so() {
+    let field = |body: &str| set(&kubelet(body));
+    assert_eq!(field("maxPods: 0").max_pods, 110);
+    assert_eq!(field("registryBurst: 0").registry_burst, 10);
+    assert_eq!(field("eventBurst: 0").node.event_burst, 100);
+    assert_eq!(field("maxOpenFiles: 0").max_open_files, 1_000_000);
+    assert_eq!(field("nodeLeaseDurationSeconds: 0").node.lease_duration, Duration::from_secs(40));
+    // These are pointers there: their zeros count.
+    assert_eq!(field("registryPullQPS: 0").registry_pull_qps, 0);
+    assert_eq!(field("eventRecordQPS: 0").node.event_qps, 0);
+    // Only an update frequency that is set is the report frequency too.
+    let report = |body: &str| field(body).node.status_report_frequency;
+    assert_eq!(report("nodeStatusUpdateFrequency: 20s"), Duration::from_secs(20));
+    assert_eq!(report("nodeStatusUpdateFrequency: 0s"), Duration::from_secs(300));
+    let both = report("nodeStatusUpdateFrequency: 0s\nnodeStatusReportFrequency: 1m");
+    assert_eq!(both, Duration::from_secs(60));
+}
+
+#[test]
 fn image_collection_is_off_at_a_hundred_percent_without_a_maximum_age() {
     let gc = |body: &str| set(&kubelet(body)).image_gc;
     assert!(gc("").is_on());

@@ -40,6 +40,25 @@ pub(super) fn defaults() -> Map<String, Value> {
     defaults.as_object().cloned().unwrap_or_default()
 }
 
+/// Those of the fields that were written with a value. What the kubelet has a default for, and is written as
+/// zero, is not: kubeadm writes `0s` and the like for whatever it does not set.
+pub(super) fn set(fields: &Map<String, Value>) -> Map<String, Value> {
+    let defaults = defaults();
+    // Their zeros are values: they are pointers in the kubelet's type.
+    let pointers = ["kubeAPIQPS", "iptablesDropBit", "iptablesMasqueradeBit", "containerLogMaxWorkers"];
+    let is_zero = |value: &Value| match value {
+        Value::String(text) => {
+            text.is_empty() || beelet_policy::duration::parse(text).is_ok_and(|time| time.is_zero())
+        }
+        value => value.as_i64() == Some(0),
+    };
+    let is_unset = |name: &str, value: &Value| {
+        defaults.contains_key(name) && !pointers.contains(&name) && is_zero(value)
+    };
+    let set = fields.iter().filter(|(name, value)| !is_unset(name, value));
+    set.map(|(name, value)| (name.clone(), value.clone())).collect()
+}
+
 struct Group {
     reason: &'static str,
     fields: &'static [&'static str],
