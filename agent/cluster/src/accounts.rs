@@ -16,6 +16,7 @@ use crate::{
     backoff::chance,
     client::{Client, Error},
     objects::request_token,
+    url::escaped,
 };
 
 /// The most tokens that are kept.
@@ -49,7 +50,7 @@ impl Accounts {
     /// # Errors
     /// It isn't there, or the API server gives no answer.
     pub async fn account(&self, namespace: &str, name: &str) -> Result<Account, AccountError> {
-        let path = format!("/api/v1/namespaces/{namespace}/serviceaccounts/{name}");
+        let path = format!("/api/v1/namespaces/{}/serviceaccounts/{}", escaped(namespace), escaped(name));
         let found = self.client.get(&path).await.map_err(|error| told(&error))?;
         let metadata = &found["metadata"];
         let annotations = metadata["annotations"].as_object().into_iter().flatten();

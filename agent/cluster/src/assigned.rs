@@ -38,8 +38,8 @@ pub(crate) type Pods = Option<Arc<BTreeMap<PodName, Pod>>>;
 
 /// The collection that they are in.
 pub(crate) fn collection(node: &str) -> Collection {
-    let fields = format!("spec.nodeName={node}");
-    Collection { path: "/api/v1/pods".to_owned(), fields, streamed: false }
+    let field = Some(("spec.nodeName", node.to_owned()));
+    Collection { path: "/api/v1/pods".to_owned(), field, streamed: false }
 }
 
 /// What should run by these pods.

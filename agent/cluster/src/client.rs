@@ -22,7 +22,7 @@ use tokio::{
 };
 use tokio_util::io::StreamReader;
 
-use crate::presence::Presence;
+use crate::{presence::Presence, url};
 
 /// Longest answer, in bytes: a list of 110 pods of the largest size that etcd takes.
 const MAX_ANSWER: usize = 256 << 20;
@@ -82,6 +82,8 @@ pub enum Kind {
     Unreachable,
     /// The server's certificate is not one that the kubeconfig's authority signed, or is not valid now.
     Untrusted,
+    /// The request can't be made: a name in it can't be one. Nobody was asked, so it says nothing of the server.
+    Unaskable,
     /// The server answered with this status.
     Status {
         /// The HTTP status.
@@ -98,6 +100,7 @@ impl Error {
         match self.kind {
             Kind::Unreachable | Kind::Untrusted => true,
             Kind::Status { code, .. } => code == 429 || code >= 500,
+            Kind::Unaskable => false,
         }
     }
 
@@ -116,7 +119,7 @@ impl Error {
     pub fn code(&self) -> Option<u16> {
         match self.kind {
             Kind::Status { code, .. } => Some(code),
-            Kind::Unreachable | Kind::Untrusted => None,
+            Kind::Unreachable | Kind::Untrusted | Kind::Unaskable => None,
         }
     }
 
@@ -149,7 +152,7 @@ impl Error {
     pub fn retry_after(&self) -> Option<Duration> {
         match self.kind {
             Kind::Status { retry_after, .. } => retry_after,
-            Kind::Unreachable | Kind::Untrusted => None,
+            Kind::Unreachable | Kind::Untrusted | Kind::Unaskable => None,
         }
     }
 }
@@ -164,6 +167,7 @@ impl fmt::Display for Error {
                 "{request}: the API server's certificate is not trusted: {message}. If the cluster's CA has changed, put the \
                  new one into the kubeconfig; if this machine's clock is wrong, set it"
             ),
+            Kind::Unaskable => write!(f, "{request}: the API server can't be asked this: {message}"),
             Kind::Status { code, .. } => write!(f, "{request}: the API server says {code}: {message}"),
         }
     }
@@ -283,22 +287,22 @@ impl Client {
 
     /// The answer to a request for a watch.
     async fn open(&self, request: &str, path: &str) -> Result<Response<Body>, Error> {
-        let fail = |error: Failure| failed(request.to_owned(), &error);
-        let sent = self.send(build(Method::GET, path, None).map_err(fail)?);
-        let answer = timeout(ANSWER, sent).await.map_err(|_| late(request))?.map_err(fail)?;
+        let sent = self.send(build(request, Method::GET, path, None)?);
+        let answer = timeout(ANSWER, sent).await.map_err(|_| late(request))?;
+        let answer = answer.map_err(|error| failed(request.to_owned(), &error))?;
         accepted(request, answer).await
     }
 
-    async fn send(&self, request: Request<Body>) -> Result<Response<Body>, Failure> {
+    async fn send(&self, request: Request<Body>) -> Result<Response<Body>, kube::Error> {
         let client = self.newest.borrow().clone();
-        client.send(request).await.map_err(Failure::from)
+        client.send(request).await
     }
 
     async fn ask(&self, method: Method, path: &str, body: Option<(&str, &Value)>) -> Result<Value, Error> {
         // Queries may be long, and say nothing to the reader of an error.
         let request = format!("{method} {}", path.split('?').next().unwrap_or(path));
         let whole = async {
-            let built = build(method, path, body).map_err(|error| failed(request.clone(), &error))?;
+            let built = build(&request, method, path, body)?;
             let answer = self.send(built).await.map_err(|error| failed(request.clone(), &error))?;
             let answer = accepted(&request, answer).await?;
             let read = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
@@ -314,23 +318,28 @@ impl Client {
     }
 }
 
-/// What may go wrong before there is an answer.
-#[derive(Debug, thiserror::Error)]
-enum Failure {
-    #[error("{0}")]
-    Http(#[from] http::Error),
-    #[error("{0}")]
-    Kube(#[from] kube::Error),
+/// The request that errors call `name`.
+fn build(
+    name: &str,
+    method: Method,
+    path: &str,
+    body: Option<(&str, &Value)>,
+) -> Result<Request<Body>, Error> {
+    if let Some(why) = url::wrong_part(path) {
+        return Err(unaskable(name, why));
+    }
+    let request = Request::builder().method(method).uri(path).header(header::ACCEPT, "application/json");
+    let request = match body {
+        None => request.body(Body::empty()),
+        Some((kind, value)) => {
+            request.header(header::CONTENT_TYPE, kind).body(Body::from(value.to_string().into_bytes()))
+        }
+    };
+    request.map_err(|error| unaskable(name, error.to_string()))
 }
 
-fn build(method: Method, path: &str, body: Option<(&str, &Value)>) -> Result<Request<Body>, Failure> {
-    let request = Request::builder().method(method).uri(path).header(header::ACCEPT, "application/json");
-    Ok(match body {
-        None => request.body(Body::empty())?,
-        Some((kind, value)) => {
-            request.header(header::CONTENT_TYPE, kind).body(Body::from(value.to_string().into_bytes()))?
-        }
-    })
+fn unaskable(request: &str, message: String) -> Error {
+    Error { request: request.to_owned(), kind: Kind::Unaskable, message }
 }
 
 /// The answer, if its status is one of success.
@@ -365,7 +374,7 @@ fn refused(request: &str, code: u16, status: &Value, retry_after: Option<Duratio
     }
 }
 
-fn failed(request: String, failure: &Failure) -> Error {
+fn failed(request: String, failure: &kube::Error) -> Error {
     let mut causes = vec![failure.to_string()];
     let mut source = std::error::Error::source(failure);
     while let Some(cause) = source {
@@ -454,6 +463,23 @@ mod tests {
             error.to_string(),
             "watch /api/v1/pods: the API server says 410: too old resource version: 1 (9)"
         );
+    }
+
+    #[tokio::test]
+    async fn a_request_that_can_not_be_made_reaches_nobody_and_says_nothing_of_the_server() {
+        let server = crate::testing::Server::default();
+        let client = server.client();
+        let path = "/api/v1/namespaces/shop/secrets/..";
+        for error in [client.get(path).await.unwrap_err(), client.watch(path).await.map(drop).unwrap_err()] {
+            assert_eq!(error.kind, Kind::Unaskable);
+            assert!(!error.is_transient() && !error.is_absence());
+            let words = "the API server can't be asked this: the name \"..\" may not be '..'";
+            assert!(error.to_string().ends_with(words), "{error}");
+        }
+        // A character that no URL may have, which nobody escaped.
+        assert_eq!(client.get("/api/v1/a b").await.unwrap_err().kind, Kind::Unaskable);
+        assert!(server.requests().is_empty());
+        assert!(client.presence().is_unknown());
     }
 
     #[tokio::test]

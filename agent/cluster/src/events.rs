@@ -26,6 +26,7 @@ use tracing::{debug, info, warn};
 use crate::{
     backoff::Backoff,
     client::{Client, Error, Patch},
+    url::escaped,
 };
 
 /// The reporting component: what looks for a kubelet's events finds them.
@@ -152,14 +153,14 @@ impl Sender {
             Object::Claim { namespace, .. } => namespace,
             Object::Node { .. } => DEFAULT,
         };
-        let path = format!("/api/v1/namespaces/{namespace}/events");
+        let path = format!("/api/v1/namespaces/{}/events", escaped(namespace));
         if let Some(name) = &outgoing.name {
             let body = json!({
                 "count": outgoing.count,
                 "lastTimestamp": rfc3339(outgoing.last),
                 "message": outgoing.message,
             });
-            self.client.patch(&format!("{path}/{name}"), Patch::StrategicMerge, &body).await?;
+            self.client.patch(&format!("{path}/{}", escaped(name)), Patch::StrategicMerge, &body).await?;
             return Ok(name.clone());
         }
         let object = reference(about);

@@ -28,6 +28,7 @@ mod status;
 pub mod storage;
 #[cfg(test)]
 mod testing;
+mod url;
 mod watch;
 pub mod workload;
 

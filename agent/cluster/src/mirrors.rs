@@ -21,6 +21,7 @@ use crate::{
     assigned::Pods,
     backoff::Backoff,
     client::{Client, Error},
+    url::escaped,
 };
 
 /// What mirrors follow from.
@@ -97,11 +98,13 @@ impl Mirrors {
         match step {
             MirrorStep::Create(pod) => {
                 let (namespace, name) = mirror::name_of(pod);
-                self.client.create(&format!("/api/v1/namespaces/{namespace}/pods"), &pod.to_value()).await?;
+                self.client
+                    .create(&format!("/api/v1/namespaces/{}/pods", escaped(&namespace)), &pod.to_value())
+                    .await?;
                 info!(namespace, name, "the static pod is shown in the API server");
             }
             MirrorStep::Delete { name: (namespace, name), uid } => {
-                let path = format!("/api/v1/namespaces/{namespace}/pods/{name}");
+                let path = format!("/api/v1/namespaces/{}/pods/{}", escaped(namespace), escaped(name));
                 match self.client.delete(&path, Some(uid)).await {
                     Ok(_) => debug!(namespace, name, "a mirror that no longer shows its pod is deleted"),
                     Err(error) if error.is_not_found() || error.is_conflict() => {}

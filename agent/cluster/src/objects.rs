@@ -35,6 +35,7 @@ use crate::{
     assigned::Pods,
     backoff::{Pauses, chance},
     client::{Client, Error},
+    url::escaped,
     watch::{Collection, Sink, follow, key_of},
 };
 
@@ -202,8 +203,8 @@ async fn keep_object(client: Client, reference: Reference, out: Arc<watch::Sende
         Kind::Secret => "secrets",
     };
     let collection = Collection {
-        path: format!("/api/v1/namespaces/{}/{resource}", reference.namespace),
-        fields: format!("metadata.name={}", reference.name),
+        path: format!("/api/v1/namespaces/{}/{resource}", escaped(&reference.namespace)),
+        field: Some(("metadata.name", reference.name.clone())),
         // There are many of them: one request each instead of two.
         streamed: true,
     };
@@ -321,7 +322,7 @@ impl Gathered for core::Service {
 
 /// Follows all objects of a type.
 async fn keep_all<T: Gathered>(client: Client, out: Arc<watch::Sender<Held>>) {
-    let collection = Collection { path: T::PATH.to_owned(), fields: String::new(), streamed: false };
+    let collection = Collection { path: T::PATH.to_owned(), field: None, streamed: false };
     follow(&client, &collection, &mut All::<T> { known: BTreeMap::new(), out }).await;
 }
 
@@ -422,7 +423,11 @@ pub(crate) async fn request_token(
 
 /// Asks for a token of a service account; the whole answer, which has one.
 pub(crate) async fn token_status(client: &Client, of: &TokenReference) -> Result<Value, Error> {
-    let path = format!("/api/v1/namespaces/{}/serviceaccounts/{}/token", of.namespace, of.service_account);
+    let path = format!(
+        "/api/v1/namespaces/{}/serviceaccounts/{}/token",
+        escaped(&of.namespace),
+        escaped(&of.service_account)
+    );
     let audiences: Vec<&str> = Some(of.audience.as_str()).into_iter().filter(|a| !a.is_empty()).collect();
     let request = json!({
         "apiVersion": "authentication.k8s.io/v1",

@@ -34,6 +34,8 @@ impl Presence {
     /// Takes in how a request went.
     pub(crate) fn note<T>(&self, answer: &Result<T, Error>) {
         let found = match answer.as_ref().map_err(|error| error.kind) {
+            // Nobody was asked.
+            Err(Kind::Unaskable) => return,
             Err(Kind::Unreachable | Kind::Untrusted) => Found::Away,
             // It stands there, but does nothing for this one now; of others that says nothing.
             Err(Kind::Status { code, .. }) if code == 429 || code >= 500 => match *self.0.borrow() {
@@ -43,6 +45,11 @@ impl Presence {
             Ok(_) | Err(Kind::Status { .. }) => Found::Here,
         };
         self.0.send_if_modified(|known| std::mem::replace(known, found) != found);
+    }
+
+    #[cfg(test)]
+    pub(crate) fn is_unknown(&self) -> bool {
+        *self.0.borrow() == Found::Nothing
     }
 
     /// Waits until it answers.
@@ -134,5 +141,7 @@ mod tests {
         check(&[None, status(503)], Found::Here);
         check(&[None, Some(Kind::Unreachable), status(503)], Found::Away);
         check(&[Some(Kind::Untrusted), None], Found::Here);
+        check(&[None, Some(Kind::Unaskable)], Found::Here);
+        check(&[Some(Kind::Unreachable), Some(Kind::Unaskable)], Found::Away);
     }
 }

@@ -37,6 +37,7 @@ use crate::{
     backoff::Backoff,
     client::{Client, Error, Patch},
     presence::moment,
+    url,
     watch::is_older,
 };
 
@@ -202,7 +203,8 @@ impl Writer {
         self.slots.entry(job.uid.clone()).or_default().busy = true;
         let client = self.client.clone();
         let request = async move {
-            let path = format!("/api/v1/namespaces/{}/pods/{}", job.name.namespace, job.name.name);
+            let (namespace, name) = (url::escaped(&job.name.namespace), url::escaped(&job.name.name));
+            let path = format!("/api/v1/namespaces/{namespace}/pods/{name}");
             let answer = match &job.what {
                 What::Write(write) => {
                     client.patch(&format!("{path}/status"), Patch::StrategicMerge, &write.patch).await

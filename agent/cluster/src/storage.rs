@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use crate::{
     client::{Client, Error, Patch},
     objects::token_status,
+    url::escaped,
 };
 
 /// Asks the API server.
@@ -34,7 +35,7 @@ impl Storage {
     /// # Errors
     /// It isn't there, or the API server gives no answer.
     pub async fn claim(&self, namespace: &str, name: &str) -> Result<PersistentVolumeClaim, StorageError> {
-        self.get(&format!("/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}")).await
+        self.get(&claim_path(namespace, name)).await
     }
 
     /// Changes the status of a claim, if nobody has changed the claim since it was read; the claim then.
@@ -49,7 +50,7 @@ impl Storage {
         let of = &claim.metadata;
         let (namespace, name) =
             (of.namespace.as_deref().unwrap_or_default(), of.name.as_deref().unwrap_or_default());
-        let path = format!("/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}/status");
+        let path = format!("{}/status", claim_path(namespace, name));
         let change = json!({"metadata": {"resourceVersion": of.resource_version}, "status": status.0});
         let changed = self.client.patch(&path, Patch::Merge, &change).await.map_err(|error| told(&error))?;
         read(&path, &changed)
@@ -60,7 +61,7 @@ impl Storage {
     /// # Errors
     /// It isn't there, or the API server gives no answer.
     pub async fn volume(&self, name: &str) -> Result<PersistentVolume, StorageError> {
-        self.get(&format!("/api/v1/persistentvolumes/{name}")).await
+        self.get(&format!("/api/v1/persistentvolumes/{}", escaped(name))).await
     }
 
     /// An attachment of a volume by its name.
@@ -68,7 +69,7 @@ impl Storage {
     /// # Errors
     /// It isn't there, or the API server gives no answer.
     pub async fn attachment(&self, name: &str) -> Result<VolumeAttachment, StorageError> {
-        self.get(&format!("/apis/storage.k8s.io/v1/volumeattachments/{name}")).await
+        self.get(&format!("/apis/storage.k8s.io/v1/volumeattachments/{}", escaped(name))).await
     }
 
     /// How a storage plugin is used; None if nobody said so.
@@ -76,7 +77,7 @@ impl Storage {
     /// # Errors
     /// The API server gives no answer.
     pub async fn driver(&self, name: &str) -> Result<Option<CSIDriver>, StorageError> {
-        match self.get(&format!("/apis/storage.k8s.io/v1/csidrivers/{name}")).await {
+        match self.get(&format!("/apis/storage.k8s.io/v1/csidrivers/{}", escaped(name))).await {
             Err(error) if error.is_not_found => Ok(None),
             found => found.map(Some),
         }
@@ -87,7 +88,7 @@ impl Storage {
     /// # Errors
     /// It isn't there, or the API server gives no answer.
     pub async fn secret(&self, namespace: &str, name: &str) -> Result<Secret, StorageError> {
-        self.get(&format!("/api/v1/namespaces/{namespace}/secrets/{name}")).await
+        self.get(&format!("/api/v1/namespaces/{}/secrets/{}", escaped(namespace), escaped(name))).await
     }
 
     /// A new token of a service account.
@@ -104,6 +105,10 @@ impl Storage {
         let found = self.client.get(path).await.map_err(|error| told(&error))?;
         read(path, &found)
     }
+}
+
+fn claim_path(namespace: &str, name: &str) -> String {
+    format!("/api/v1/namespaces/{}/persistentvolumeclaims/{}", escaped(namespace), escaped(name))
 }
 
 /// An answer of the API server.

@@ -15,6 +15,7 @@ use tracing::{debug, info, warn};
 use crate::{
     backoff::{Pauses, chance},
     client::{ANSWER, Client, Error, Event, forget_managers},
+    url::field_selector,
 };
 
 /// How long the server is asked to keep a watch, at least.
@@ -29,8 +30,8 @@ const LASTED: Duration = Duration::from_secs(5);
 pub(crate) struct Collection {
     /// Its path, as `/api/v1/pods`.
     pub(crate) path: String,
-    /// Which of its objects, as a field selector; empty for all.
-    pub(crate) fields: String,
+    /// Which of its objects: a field and its value; None for all.
+    pub(crate) field: Option<(&'static str, String)>,
     /// The watch begins with the list.
     pub(crate) streamed: bool,
 }
@@ -164,12 +165,9 @@ impl Line<'_> {
     }
 
     fn url(&self, query: &str) -> String {
-        let Collection { path, fields, .. } = self.of;
-        let fields = match fields.as_str() {
-            "" => String::new(),
-            fields => format!("fieldSelector={}", fields.replace('=', "%3D")),
-        };
-        let all: Vec<&str> = [fields.as_str(), query].into_iter().filter(|part| !part.is_empty()).collect();
+        let Collection { path, field, .. } = self.of;
+        let field = field.as_ref().map_or_else(String::new, |(field, value)| field_selector(field, value));
+        let all: Vec<&str> = [field.as_str(), query].into_iter().filter(|part| !part.is_empty()).collect();
         if all.is_empty() { path.clone() } else { format!("{path}?{}", all.join("&")) }
     }
 

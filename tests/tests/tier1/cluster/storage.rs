@@ -124,6 +124,27 @@ async fn a_pod_waits_until_its_claim_is_bound_and_gives_the_volume_back() {
     member.scene.is_well();
 }
 
+/// Admission of the API server takes any text for these names.
+#[tokio::test]
+async fn a_pod_that_names_what_can_have_no_name_waits_and_says_so_and_others_do_not_notice() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    member.api.put(
+        &path("claiming"),
+        pod_with("claiming", &json!({"persistentVolumeClaim": {"claimName": "../secrets"}})),
+    );
+    member
+        .until_event("FailedMount", "can't be asked this: the name \"../secrets\" may not contain '/'")
+        .await;
+    member.api.put(&path("spaced"), pod_with("spaced", &json!({"configMap": {"name": "a b,c=d&e%"}})));
+    member.until_event("FailedMount", "configmap \"a b,c=d&e%\" not found").await;
+    member.api.put(&path("other"), pod("other"));
+    member.until_running("other").await;
+    let stray = |path: &str| path.contains("secrets") || path.contains("..");
+    assert!(!member.api.asked().iter().any(|asked| stray(&asked.path)), "{}", member.api.transcript());
+    member.scene.is_well();
+}
+
 #[tokio::test]
 async fn a_pod_with_a_claim_survives_the_agent_and_starts_its_container_again_without_the_server() {
     require!(root);
