@@ -381,7 +381,7 @@ fn keep_node(
         let inputs = node::Inputs {
             arch: info.architecture.clone(),
             registration: registration(&name, &settings),
-            address: handles.address,
+            host: handles.host.clone(),
             register: settings.register,
             update: settings.status_update_frequency,
             report_every: settings.status_report_frequency,

@@ -6,13 +6,13 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,
-    net::IpAddr,
     sync::{Arc, atomic::AtomicU64},
     time::Duration,
 };
 
 use beelet_base::work::Work;
 use beelet_codec::ApiType;
+use beelet_model::pod::HostIps;
 use beelet_policy::node_status::{self, Change, NodeReport, Registration};
 use beelet_state::events::{Object, Recorder};
 use futures::StreamExt;
@@ -74,8 +74,8 @@ pub struct Inputs {
     pub registration: Registration,
     /// The processor architecture, in Go's words.
     pub arch: String,
-    /// The machine's own address.
-    pub address: IpAddr,
+    /// The machine's own addresses.
+    pub host: HostIps,
     /// The machine's state as of now; its addresses are set here.
     pub report: Arc<dyn Fn() -> NodeReport + Send + Sync>,
     /// Says that the report may have changed.
@@ -315,7 +315,7 @@ impl Keeper {
     fn change(&self, existing: &NodeStatus) -> Change {
         let mut report = (self.inputs.report)();
         let before: &[NodeAddress] = existing.addresses.as_deref().unwrap_or_default();
-        report.addresses = node_status::addresses(&self.inputs.registration, self.inputs.address, before);
+        report.addresses = node_status::addresses(&self.inputs.registration, &self.inputs.host.now(), before);
         node_status::change(existing, &report, Timestamp::now())
     }
 

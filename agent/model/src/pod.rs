@@ -2,12 +2,14 @@
 
 use std::{
     collections::HashMap,
+    fmt,
     net::IpAddr,
     path::{Path, PathBuf},
+    sync::Arc,
     time::Duration,
 };
 
-use beelet_policy::quantity::Quantity;
+use beelet_policy::{node_addresses, quantity::Quantity};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 use serde::{Deserialize, Serialize};
@@ -121,13 +123,50 @@ pub fn log_path(container: &str, attempt: u32) -> String {
     format!("{container}/{attempt}.log")
 }
 
+/// The node's own addresses: one, or one of each family, or none. They may change while the node runs, or come
+/// late, so they are asked for each time.
+#[derive(Clone)]
+pub struct HostIps {
+    /// Pods' addresses of IPv6 come before those of IPv4.
+    pub is_ipv6_first: bool,
+    ask: Arc<dyn Fn() -> Vec<IpAddr> + Send + Sync>,
+}
+
+impl HostIps {
+    /// Those that `ask` answers, which must be quick: it is called from async tasks.
+    pub fn new(is_ipv6_first: bool, ask: impl Fn() -> Vec<IpAddr> + Send + Sync + 'static) -> Self {
+        Self { is_ipv6_first, ask: Arc::new(ask) }
+    }
+
+    /// These, for good.
+    pub fn fixed(ips: Vec<IpAddr>) -> Self {
+        Self::new(ips.first().is_some_and(IpAddr::is_ipv6), move || ips.clone())
+    }
+
+    /// The addresses as of now, the primary one first.
+    pub fn now(&self) -> Vec<IpAddr> {
+        (self.ask)()
+    }
+
+    /// A pod's addresses of those that the runtime told.
+    pub fn sorted(&self, of_pod: &[String]) -> Vec<String> {
+        node_addresses::sort_pod_ips(of_pod, self.is_ipv6_first)
+    }
+}
+
+impl fmt::Debug for HostIps {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("HostIps").field(&self.now()).finish()
+    }
+}
+
 /// What the node adds to a pod's spec.
 #[derive(Clone, Debug)]
 pub struct NodeFacts {
     /// The node's name.
     pub node_name: String,
-    /// The node's own address, `status.hostIP`.
-    pub host_ip: IpAddr,
+    /// The node's own addresses, `status.hostIPs`.
+    pub host: HostIps,
     /// The folder that holds a folder of logs for each pod.
     pub pod_logs_dir: PathBuf,
     /// The node's own name resolution, for pods with dnsPolicy `Default`.

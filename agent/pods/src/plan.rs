@@ -10,6 +10,7 @@ use std::{
 use beelet_policy::{
     cgroups::{self as values, CgroupConfig, CgroupValues},
     field::FieldError,
+    node_addresses::host_network_ips,
     pod::ephemeral_containers,
     qos::QosClass,
 };
@@ -20,7 +21,7 @@ use crate::error::Error;
 use beelet_admission::AdmissionRejection;
 use beelet_model::{
     origin::Origin,
-    pod::{NodeFacts, container_of, grace_period, log_folder},
+    pod::{HostIps, NodeFacts, container_of, grace_period, log_folder},
     table::PodName,
 };
 use beelet_spec::{app_armor, cri_config, support::unsupported, sysctls};
@@ -61,8 +62,9 @@ pub(crate) struct PodPlan {
     ephemeral: Vec<core::Container>,
     /// Where its cgroup may be. An adopted pod whose manifest is gone has no spec, and so no class.
     pub cgroups: Vec<String>,
-    /// Its address on the node's network, if that is where it is.
-    host_ip: Option<String>,
+    /// The node's own addresses: the pod's too, if it is on the node's network.
+    host: HostIps,
+    on_host: bool,
     /// Why it may not run here, whatever else runs.
     pub refused: Option<AdmissionRejection>,
     /// Its cgroup with its values, and its sandbox; or why there can be none.
@@ -101,7 +103,8 @@ impl PodPlan {
             logs: log_folder(&site.node.pod_logs_dir, &name, &uid),
             volumes: Volumes::of(&pod, site.pods_dir),
             cgroups: paths.into_iter().flatten().collect(),
-            host_ip: on_host.then(|| site.node.host_ip.to_string()),
+            host: site.node.host.clone(),
+            on_host,
             refused: refusal(&pod, site.node),
             own_users: pod.spec.as_ref().and_then(|spec| spec.host_users) == Some(false),
             ephemeral: pod.spec.as_ref().map(ephemeral_containers).unwrap_or_default(),
@@ -151,7 +154,7 @@ impl PodPlan {
 
     /// The pod's addresses, the primary one first; `of_sandbox` are those that its sandbox has.
     pub(crate) fn ips(&self, of_sandbox: &[String]) -> Vec<String> {
-        self.host_ip.as_ref().map_or_else(|| of_sandbox.to_vec(), |ip| vec![ip.clone()])
+        if self.on_host { host_network_ips(&self.host.now(), None) } else { self.host.sorted(of_sandbox) }
     }
 
     fn placement(&self) -> Result<&Placement, Error> {
@@ -243,6 +246,9 @@ mod tests {
     fn addresses_are_the_sandboxs_but_for_pods_on_the_nodes_network() {
         let of_sandbox = ["10.0.0.7".to_owned(), "fd00::7".to_owned()];
         assert_eq!(plan(|_| {}).ips(&of_sandbox), of_sandbox);
+        // One of each family, the node's first, in whatever order the runtime tells them.
+        let all = ["fd00::7", "10.0.0.7", "10.0.0.8"].map(str::to_owned);
+        assert_eq!(plan(|_| {}).ips(&all), of_sandbox);
         let on_host = plan(|pod| pod["spec"]["hostNetwork"] = true.into());
         assert_eq!(on_host.ips(&of_sandbox), ["192.0.2.1"]);
     }

@@ -5,6 +5,7 @@ use beelet_model::status::{OomFacts, ProbeFacts, whole_second};
 use std::{collections::BTreeMap, sync::Arc};
 
 use beelet_policy::{
+    node_addresses::host_network_ips,
     pod::{self, KillReason, Tally},
     qos,
 };
@@ -149,15 +150,16 @@ impl Inputs<'_> {
             Some(failure) if failure.has_stopped() || failure.is_refusal() && is_untouched => "Failed",
             _ => pod::phase(tally),
         };
-        let ips = self.pod_ips(spec);
+        let (ips, host) = (self.pod_ips(spec), self.node.host.now());
         // A pod that was refused before it had a container has no status of one, as under the kubelet.
         let never_ran = self.failure.is_some()
             && statuses.iter().chain(&init_statuses).all(|status| status.container_id.is_none());
         let mut status = core::PodStatus {
             phase: Some(phase.to_owned()),
             conditions: Some(self.conditions(phase, initialized, &inits, &init_statuses, &statuses)),
-            host_ip: Some(self.node.host_ip.to_string()),
-            host_ips: Some(vec![core::HostIP { ip: self.node.host_ip.to_string() }]),
+            host_ip: host.first().map(ToString::to_string),
+            host_ips: (!host.is_empty())
+                .then(|| host.iter().map(|ip| core::HostIP { ip: ip.to_string() }).collect()),
             pod_ip: ips.first().cloned(),
             pod_ips: (!ips.is_empty()).then(|| ips.into_iter().map(|ip| core::PodIP { ip }).collect()),
             resources: self.pod_in_force(phase).or_else(|| resize::pod_amounts(self.pod)),
@@ -229,8 +231,10 @@ impl Inputs<'_> {
     /// has ended wants to know them too (the kubelet's getPodIPs).
     fn pod_ips(&self, spec: &core::PodSpec) -> Vec<String> {
         let ips = match &self.seen.sandbox {
-            Some(_) if spec.host_network == Some(true) => vec![self.node.host_ip.to_string()],
-            Some(sandbox) => sandbox.ips.clone(),
+            Some(_) if spec.host_network == Some(true) => {
+                host_network_ips(&self.node.host.now(), self.previous)
+            }
+            Some(sandbox) => self.node.host.sorted(&sandbox.ips),
             None => Vec::new(),
         };
         if !ips.is_empty() {

@@ -27,6 +27,7 @@ pub mod log_query;
 pub mod mirror;
 pub mod moment;
 pub mod node_access;
+pub mod node_addresses;
 pub mod node_fit;
 pub mod node_labels;
 pub mod node_shutdown;

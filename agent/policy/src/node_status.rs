@@ -20,7 +20,7 @@ use k8s_openapi::{
     },
 };
 
-use crate::quantity::Quantity;
+use crate::{node_addresses::configured, quantity::Quantity};
 
 /// Labels that a kubelet sets right on an existing Node (`updateDefaultLabels`), those that beelet knows.
 const DEFAULT_LABELS: [&str; 9] = [
@@ -168,8 +168,10 @@ pub const CONTROLLER_ATTACHES: &str = "volumes.kubernetes.io/controller-managed-
 /// addresses were configured.
 fn annotations(registration: &Registration) -> BTreeMap<String, String> {
     let mut all = BTreeMap::from([(CONTROLLER_ATTACHES.to_owned(), "true".to_owned())]);
-    if registration.external_cloud && !registration.ips.is_empty() {
-        let ips: Vec<String> = registration.ips.iter().map(ToString::to_string).collect();
+    // `0.0.0.0` and `::` only say which family is wanted: they are no address to look for.
+    let named = registration.ips.first().is_some_and(|ip| !ip.is_unspecified());
+    if registration.external_cloud && named {
+        let ips: Vec<String> = configured(&registration.ips).iter().map(ToString::to_string).collect();
         all.insert("alpha.kubernetes.io/provided-node-ip".to_owned(), ips.join(","));
     }
     all
@@ -189,9 +191,10 @@ pub fn stale_labels(
         .collect()
 }
 
-/// The Node's addresses: those that were configured, or the machine's own one, and its name.
+/// The Node's addresses: the machine's own, and its name. While the machine has none (no route, no setting),
+/// those that the Node has stay, as under the kubelet.
 #[must_use]
-pub fn addresses(registration: &Registration, own: IpAddr, existing: &[NodeAddress]) -> Vec<NodeAddress> {
+pub fn addresses(registration: &Registration, own: &[IpAddr], existing: &[NodeAddress]) -> Vec<NodeAddress> {
     let address = |kind: &str, address: String| NodeAddress { type_: kind.to_owned(), address };
     let name = address("Hostname", registration.hostname.clone());
     if registration.external_cloud {
@@ -202,12 +205,10 @@ pub fn addresses(registration: &Registration, own: IpAddr, existing: &[NodeAddre
             return vec![name];
         }
     }
-    let mut ips: Vec<IpAddr> =
-        registration.ips.iter().copied().filter(|address| !address.is_unspecified()).collect();
-    if ips.is_empty() {
-        ips.push(own);
+    if own.is_empty() && !existing.is_empty() {
+        return existing.to_vec();
     }
-    ips.into_iter().map(|ip| address("InternalIP", ip.to_string())).chain([name]).collect()
+    own.iter().map(|ip| address("InternalIP", ip.to_string())).chain([name]).collect()
 }
 
 /// The images as a status has them: the largest first, at most `most`, each with few names.

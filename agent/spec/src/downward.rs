@@ -35,7 +35,12 @@ pub fn field(pod: &core::Pod, path: &str, pod_ips: &[String], node: &NodeFacts) 
         "metadata.annotations" => whole_map(meta.annotations.as_ref()),
         "spec.nodeName" => node.node_name.clone(),
         "spec.serviceAccountName" => spec.and_then(|s| s.service_account_name.clone()).unwrap_or_default(),
-        "status.hostIP" | "status.hostIPs" => node.host_ip.to_string(),
+        "status.hostIP" | "status.hostIPs" => {
+            let ips = node.host.now();
+            let shown: Vec<String> = ips.iter().map(ToString::to_string).collect();
+            let primary = shown.first().ok_or(Error::NoHostIp)?;
+            if path == "status.hostIP" { primary.clone() } else { shown.join(",") }
+        }
         "status.podIP" => pod_ips.first().cloned().unwrap_or_default(),
         "status.podIPs" => pod_ips.join(","),
         _ => return Err(unknown()),
@@ -150,6 +155,7 @@ fn in_units(name: &str, amount: Quantity, divisor: Quantity) -> i64 {
 
 #[cfg(test)]
 mod tests {
+    use beelet_model::pod::HostIps;
     use serde_json::json;
 
     use super::*;
@@ -160,6 +166,19 @@ mod tests {
         let map = map.into_iter().map(|(k, v)| (k.to_owned(), v.to_owned())).collect();
         assert_eq!(whole_map(Some(&map)), "a=\"say \\\"hi\\\"\\n\"\nb=\"x y\"\nc=\"é\\x01\"");
         assert_eq!(whole_map(None), "");
+    }
+
+    #[test]
+    fn a_pod_is_told_all_addresses_of_its_node_and_waits_while_there_are_none() {
+        let told = |ips: &[&str], path: &str| {
+            let host = HostIps::fixed(ips.iter().map(|ip| ip.parse().unwrap()).collect());
+            let node = NodeFacts { host, ..crate::fixtures::node() };
+            field(&core::Pod::default(), path, &[], &node).map_err(|error| error.to_string())
+        };
+        let both = ["fd00::1", "192.0.2.1"];
+        assert_eq!(told(&both, "status.hostIP").as_deref(), Ok("fd00::1"));
+        assert_eq!(told(&both, "status.hostIPs").as_deref(), Ok("fd00::1,192.0.2.1"));
+        assert_eq!(told(&[], "status.hostIP"), Err("the node has no address".to_owned()));
     }
 
     #[test]

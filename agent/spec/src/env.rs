@@ -272,6 +272,7 @@ mod tests {
         check(&field("metadata.labels['none']"), Ok(&[("F", "")]));
         check(&field("status.podIP"), Ok(&[("F", "10.0.0.7")]));
         check(&field("status.hostIP"), Ok(&[("F", "192.0.2.1")]));
+        check(&field("status.hostIPs"), Ok(&[("F", "192.0.2.1")]));
         check(
             &field("metadata.color"),
             Err("environment variable F of container c: fieldPath \"metadata.color\" is not known"),

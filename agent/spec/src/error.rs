@@ -9,6 +9,9 @@ pub enum Error {
     /// A field of the downward API that there isn't.
     #[error("fieldPath {0:?} is not known")]
     UnknownField(String),
+    /// The node's address, while the node has none.
+    #[error("the node has no address")]
+    NoHostIp,
     /// A resource of the downward API that there isn't.
     #[error("resource {0:?} is not known")]
     UnknownResource(String),

@@ -1,7 +1,7 @@
 //! The one way to build an agent. `run` and `observe` take it as it is; tests give it other [`Doors`]; what
 //! is built elsewhere (a cluster's part) adds sources of pods and parts of its own.
 
-use std::{fmt, net::IpAddr, sync::Arc, time::Duration};
+use std::{fmt, sync::Arc, time::Duration};
 
 use anyhow::Result;
 use futures::{FutureExt, future::BoxFuture};
@@ -22,6 +22,7 @@ use beelet_kubelet_api::{Verbosity, auth::Reviewers};
 use beelet_model::{
     accounts::ServiceAccounts,
     desired::Desired,
+    pod::HostIps,
     request::Request,
     storage::Storage,
     table::{Complete, PodTable},
@@ -102,8 +103,8 @@ pub struct Handles {
     pub state: Arc<State>,
     /// The container runtime.
     pub runtime: Runtime,
-    /// The node's own address.
-    pub address: IpAddr,
+    /// The node's own addresses.
+    pub host: HostIps,
     /// Capacity and allocatable, without devices.
     pub resources: NodeResources,
     /// The devices of the node.

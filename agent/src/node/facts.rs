@@ -3,10 +3,10 @@
 use std::{
     collections::BTreeMap,
     fs, io,
-    net::{IpAddr, Ipv4Addr, UdpSocket},
     path::{Path, PathBuf},
 };
 
+use super::addresses;
 use anyhow::{Context, Result, bail};
 use beelet_policy::{
     cgroups::{CgroupConfig, CgroupValues, CgroupVersion, NodeAmounts, Swap, reserved_cgroup},
@@ -21,7 +21,7 @@ use beelet_api::grpc::devices::NodeResources;
 use beelet_base::{blocking::blocking, filesystem};
 use beelet_cgroups::{Cgroups, Hierarchy, Version};
 use beelet_config::Config;
-use beelet_model::pod::{Allocatable, NodeFacts};
+use beelet_model::pod::{Allocatable, HostIps, NodeFacts};
 
 /// What the kernel says of memory.
 const MEMINFO: &str = "/proc/meminfo";
@@ -39,8 +39,8 @@ pub struct Machine {
     pub swap_bytes: u64,
     /// Huge pages by resource name.
     pub hugepages: BTreeMap<String, Quantity>,
-    /// The node's own address, `status.hostIP`.
-    pub address: IpAddr,
+    /// The node's own addresses, `status.hostIPs`.
+    pub host: HostIps,
 }
 
 impl Machine {
@@ -57,7 +57,7 @@ impl Machine {
             swap_bytes: swap_total(&fs::read_to_string(MEMINFO).unwrap_or_default()),
             storage_bytes: storage_bytes.ok(),
             hugepages: beelet_admission::hugepages(),
-            address: config.node.ips.iter().copied().find(|ip| !ip.is_unspecified()).unwrap_or_else(host_ip),
+            host: addresses::of(&config.node.ips),
         })
     }
 }
@@ -221,12 +221,12 @@ fn in_bytes(meminfo: &str, name: &str) -> Option<u64> {
 pub(super) fn node_facts(config: &Config, machine: &Machine, amounts: &NodeAmounts) -> Result<NodeFacts> {
     let host_dns = match &config.resolv_conf {
         Some(path) => resolver(path)?,
-        None => no_resolver(machine.address),
+        None => no_resolver(machine.host.is_ipv6_first),
     };
     let storage = whole(machine.storage_bytes.unwrap_or(0));
     Ok(NodeFacts {
         node_name: config.node_name.clone(),
-        host_ip: machine.address,
+        host: machine.host.clone(),
         pod_logs_dir: config.pod_logs_dir.clone(),
         host_dns,
         cluster_dns: config.cluster_dns.clone(),
@@ -250,22 +250,10 @@ fn app_armor_enabled() -> bool {
     enabled.is_ok_and(|text| text.starts_with('Y')) && Path::new("/sys/kernel/security/apparmor").exists()
 }
 
-/// The address that the node's default route leaves from; the loopback address where there is no route.
-/// Connecting a UDP socket asks the routing table and sends nothing.
-fn host_ip() -> IpAddr {
-    let routed = || -> io::Result<IpAddr> {
-        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
-        // An address for documentation (RFC 5737), never the node's own.
-        socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9))?;
-        Ok(socket.local_addr()?.ip())
-    };
-    routed().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
-}
-
 /// What there is without a resolver configuration: the machine itself, whether it answers or not
 /// (`GetPodDNS`).
-fn no_resolver(address: IpAddr) -> cri::DnsConfig {
-    let server = if address.is_ipv6() { "::1" } else { "127.0.0.1" };
+fn no_resolver(is_ipv6: bool) -> cri::DnsConfig {
+    let server = if is_ipv6 { "::1" } else { "127.0.0.1" };
     cri::DnsConfig { servers: vec![server.to_owned()], searches: vec![".".to_owned()], ..Default::default() }
 }
 

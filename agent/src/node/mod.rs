@@ -3,6 +3,7 @@
 //! [`builder`] is the way in. [`run`](mod@run) connects a node that runs pods, [`observe`] one that watches
 //! the pods of another kubelet; [`frame`] is what both have around their parts.
 
+mod addresses;
 pub mod builder;
 mod conditions;
 mod devices;

@@ -626,7 +626,7 @@ impl Node {
             events: self.events.clone(),
             state: Arc::clone(&self.state),
             runtime: self.runtime.clone(),
-            address: self.machine.address,
+            host: self.machine.host.clone(),
             resources: protection.resources(&self.config),
             devices,
             csi: self.csi.clone(),

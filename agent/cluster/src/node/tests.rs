@@ -46,7 +46,7 @@ fn start(server: &Server, register: bool) -> Kept {
             ..Registration::default()
         },
         arch: "amd64".to_owned(),
-        address: IpAddr::from([10, 0, 0, 1]),
+        host: HostIps::fixed(vec![[10, 0, 0, 1].into()]),
         report: Arc::new(report),
         changes: changed,
         register,

@@ -3,7 +3,7 @@ use serde_json::json;
 
 use super::*;
 use crate::runtime_view::SandboxDetail;
-use beelet_model::status::OomKill;
+use beelet_model::{pod::HostIps, status::OomKill};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
 const NOW: i64 = 1_700_000_100;
@@ -73,6 +73,7 @@ struct Case {
     oom: BTreeMap<String, OomFacts>,
     now: Option<i64>,
     resize: ResizeFacts,
+    node: Option<NodeFacts>,
 }
 
 impl Case {
@@ -92,7 +93,7 @@ impl Case {
             failure: self.failure.as_ref(),
             resize: &self.resize,
             oom: &self.oom,
-            node: &node(),
+            node: &self.node.clone().unwrap_or_else(node),
             runtime_name: "containerd",
             now: Timestamp::from_second(self.now.unwrap_or(NOW)).unwrap(),
         })
@@ -441,6 +442,27 @@ fn a_host_network_pod_has_the_nodes_address() {
     let spec = json!({"hostNetwork": true, "containers": [{"name": "a", "image": "i"}]});
     let status = Case::default().status(&pod(spec), &seen(&["a 0 running"]));
     assert_eq!(status.pod_ip.as_deref(), Some("192.0.2.1"));
+}
+
+#[test]
+fn a_node_of_both_families_shows_both_and_its_own_first() {
+    let mut node = node();
+    node.host = HostIps::fixed(vec!["fd00::1".parse().unwrap(), [192, 0, 2, 1].into()]);
+    let ips = |spec: serde_json::Value| {
+        let case = Case { node: Some(node.clone()), ..Case::default() };
+        let mut told = seen(&["a 0 running"]);
+        told.sandbox.as_mut().unwrap().ips = ["10.0.0.7", "10.0.0.8", "fd00::7"].map(str::to_owned).to_vec();
+        let status = case.status(&pod(spec), &told);
+        let hosts: Vec<String> = status.host_ips.unwrap().into_iter().map(|host| host.ip).collect();
+        assert_eq!(
+            (status.host_ip.as_deref(), hosts.join(" ").as_str()),
+            (Some("fd00::1"), "fd00::1 192.0.2.1")
+        );
+        status.pod_ips.unwrap().into_iter().map(|pod| pod.ip).collect::<Vec<_>>().join(" ")
+    };
+    let containers = json!([{"name": "a", "image": "i"}]);
+    assert_eq!(ips(json!({"containers": containers})), "fd00::7 10.0.0.7");
+    assert_eq!(ips(json!({"hostNetwork": true, "containers": containers})), "fd00::1 192.0.2.1");
 }
 
 #[test]

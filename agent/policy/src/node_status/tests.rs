@@ -30,7 +30,7 @@ fn report() -> NodeReport {
         capacity: map(&[("cpu", "2"), ("memory", "1024Ki"), ("example.com/gpu", "1000")]),
         allocatable: map(&[("cpu", "1900m"), ("memory", "1024Ki"), ("example.com/gpu", "0")]),
         conditions: vec![ready("True", "fine")],
-        addresses: addresses(&registration(), IpAddr::from([10, 0, 0, 1]), &[]),
+        addresses: addresses(&registration(), &[IpAddr::from([10, 0, 0, 1])], &[]),
         port: 10250,
         ..NodeReport::default()
     }
@@ -83,6 +83,10 @@ fn a_node_is_made_with_labels_taints_and_the_clouds_taint() {
     );
     assert_eq!(node.spec.unwrap().taints.unwrap()[0].key, UNINITIALIZED);
     assert_eq!(node.metadata.annotations.unwrap()["alpha.kubernetes.io/provided-node-ip"], "10.0.0.9");
+    // An unspecified address says which family, not where.
+    let any = Registration { external_cloud: true, ips: vec!["::".parse().unwrap()], ..registration() };
+    let annotations = initial(&any, "amd64").metadata.annotations.unwrap();
+    assert!(!annotations.contains_key("alpha.kubernetes.io/provided-node-ip"), "{annotations:?}");
     assert_eq!(initial(&registration(), "amd64").spec, Some(NodeSpec::default()));
 }
 
@@ -96,17 +100,19 @@ fn only_default_labels_of_an_existing_node_are_set_right() {
 
 #[test]
 fn addresses_are_configured_found_or_the_clouds() {
-    let own = IpAddr::from([10, 0, 0, 1]);
-    let said = |registration: &Registration, existing: &[NodeAddress]| -> Vec<String> {
+    let (v4, v6) = (IpAddr::from([10, 0, 0, 1]), "fd00::2".parse().unwrap());
+    let of = |registration: &Registration, own: &[IpAddr], existing: &[NodeAddress]| -> Vec<String> {
         let all = addresses(registration, own, existing);
         all.into_iter().map(|address| format!("{} {}", address.type_, address.address)).collect()
     };
+    let said = |registration: &Registration, existing: &[NodeAddress]| of(registration, &[v4], existing);
     assert_eq!(said(&registration(), &[]), ["InternalIP 10.0.0.1", "Hostname n1"]);
-    let mut dual = registration();
-    dual.ips = vec!["10.0.0.2".parse().unwrap(), "fd00::2".parse().unwrap()];
-    assert_eq!(said(&dual, &[]), ["InternalIP 10.0.0.2", "InternalIP fd00::2", "Hostname n1"]);
-    let any = Registration { ips: vec!["0.0.0.0".parse().unwrap()], ..registration() };
-    assert_eq!(said(&any, &[]), ["InternalIP 10.0.0.1", "Hostname n1"]);
+    let both = of(&registration(), &[v4, v6], &[]);
+    assert_eq!(both, ["InternalIP 10.0.0.1", "InternalIP fd00::2", "Hostname n1"]);
+    // A machine without a route: never the loopback address, and what was known stays.
+    assert_eq!(of(&registration(), &[], &[]), ["Hostname n1"]);
+    let known = NodeAddress { type_: "InternalIP".to_owned(), address: "10.0.0.9".to_owned() };
+    assert_eq!(of(&registration(), &[], &[known]), ["InternalIP 10.0.0.9"]);
     let cloud = Registration { external_cloud: true, ..registration() };
     assert_eq!(said(&cloud, &[]), ["Hostname n1"]);
     let given = NodeAddress { type_: "ExternalIP".to_owned(), address: "192.0.2.1".to_owned() };
