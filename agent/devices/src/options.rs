@@ -117,7 +117,8 @@ impl ContainerOptions {
     pub fn apply(self, config: &mut cri::ContainerConfig, by_annotation: bool) {
         let own: BTreeSet<String> = config.envs.iter().map(|env| env.key.clone()).collect();
         let more = self.envs.into_iter().filter(|(key, _)| !own.contains(key));
-        let more: Vec<cri::KeyValue> = more.map(|(key, value)| cri::KeyValue { key, value }).collect();
+        let pair = |(key, value): (String, String)| cri::KeyValue { key, value: value.into_bytes() };
+        let more: Vec<cri::KeyValue> = more.map(pair).collect();
         config.envs.splice(0..0, more);
         let taken: BTreeSet<String> = config.mounts.iter().map(|m| m.container_path.clone()).collect();
         let more = self.mounts.into_iter().filter(|mount| !taken.contains(&mount.container_path));
@@ -198,7 +199,7 @@ mod tests {
         options.clone().apply(&mut config.clone(), false);
         options.apply(&mut config, true);
         assert_eq!(config.envs.len(), 1);
-        assert_eq!(config.envs[0].value, "mine");
+        assert_eq!(config.envs[0].value, b"mine");
         assert_eq!(config.annotations[CDI_ANNOTATION], "vendor/class=one");
         assert_eq!(config.cdi_devices[0].name, "vendor/class=one");
         assert_eq!(config.devices[0].permissions, "rw");

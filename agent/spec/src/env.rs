@@ -13,7 +13,8 @@ use beelet_model::{objects::Objects, origin::Origin, pod::NodeFacts};
 #[derive(Clone, Default)]
 pub struct Environment {
     order: Vec<String>,
-    values: BTreeMap<String, String>,
+    /// Bytes: a Secret's value need not be text.
+    values: BTreeMap<String, Vec<u8>>,
 }
 
 impl std::fmt::Debug for Environment {
@@ -24,24 +25,24 @@ impl std::fmt::Debug for Environment {
 }
 
 impl Environment {
-    /// The value of a variable.
+    /// The value of a variable as text, as `$(VAR)` has it: what is none is replaced (U+FFFD).
     pub fn get(&self, name: &str) -> Option<String> {
-        self.values.get(name).cloned()
+        self.values.get(name).map(|value| String::from_utf8_lossy(value).into_owned())
     }
 
     /// All variables, in order.
-    pub(super) fn into_pairs(mut self) -> impl Iterator<Item = (String, String)> {
+    pub(super) fn into_pairs(mut self) -> impl Iterator<Item = (String, Vec<u8>)> {
         self.order.into_iter().filter_map(move |name| self.values.remove(&name).map(|value| (name, value)))
     }
 
     /// Sets a variable unless it is set.
-    fn set_missing(&mut self, name: &str, value: String) {
+    fn set_missing(&mut self, name: &str, value: Vec<u8>) {
         if !self.values.contains_key(name) {
             self.set(name, value);
         }
     }
 
-    fn set(&mut self, name: &str, value: String) {
+    fn set(&mut self, name: &str, value: Vec<u8>) {
         if self.values.insert(name.to_owned(), value).is_none() {
             self.order.push(name.to_owned());
         }
@@ -66,7 +67,7 @@ impl Sources<'_> {
     /// which may refer to those before it and to those of services, which come last and replace none.
     ///
     /// # Errors
-    /// A variable's source is missing, or its value is no text.
+    /// A variable's source is missing.
     pub fn environment(&self, container: &core::Container) -> Result<Environment, Error> {
         let mut env = Environment::default();
         for source in container.env_from.iter().flatten() {
@@ -82,16 +83,17 @@ impl Sources<'_> {
                     cause: cause.into(),
                 })?,
                 (Some(text), None) => {
-                    Some(expand(text, |name| env.get(name).or_else(|| services.get(name).cloned())))
+                    let value = expand(text, |name| env.get(name).or_else(|| services.get(name).cloned()));
+                    Some(value.into_bytes())
                 }
-                (None, None) => Some(String::new()),
+                (None, None) => Some(Vec::new()),
             };
             if let Some(value) = value {
                 env.set(&variable.name, value);
             }
         }
         for (name, value) in services {
-            env.set_missing(&name, value);
+            env.set_missing(&name, value.into_bytes());
         }
         Ok(env)
     }
@@ -112,26 +114,28 @@ impl Sources<'_> {
         &self,
         container: &core::Container,
         source: &core::EnvVarSource,
-    ) -> Result<Option<String>, Error> {
+    ) -> Result<Option<Vec<u8>>, Error> {
+        let told = |value: String| Some(value.into_bytes());
         if let Some(field) = &source.field_ref {
-            return downward::field(self.pod, &field.field_path, self.pod_ips, self.node).map(Some);
+            return downward::field(self.pod, &field.field_path, self.pod_ips, self.node).map(told);
         }
         if let Some(selector) = &source.resource_field_ref {
-            return downward::resource(self.pod, Some(container), selector, self.node).map(Some);
+            return downward::resource(self.pod, Some(container), selector, self.node).map(told);
         }
         if let Some(selector) = &source.config_map_key_ref {
             let map = self.objects.config_map(self.namespace(), &selector.name);
-            let found = map.map(|map| map.data.as_ref().and_then(|data| data.get(&selector.key)).cloned());
+            let found = map.map(|map| {
+                let text = map.data.as_ref().and_then(|data| data.get(&selector.key));
+                text.map(|text| text.clone().into_bytes())
+            });
             return self.keyed("ConfigMap", &selector.name, &selector.key, selector.optional, found);
         }
         if let Some(selector) = &source.secret_key_ref {
             let secret = self.objects.secret(self.namespace(), &selector.name);
-            let found = secret.map(|secret| secret.data.as_ref().and_then(|data| data.get(&selector.key)));
-            let found = match found {
-                Some(Some(bytes)) => Some(Some(text(&selector.key, &bytes.0)?)),
-                Some(None) => Some(None),
-                None => None,
-            };
+            let found = secret.map(|secret| {
+                let bytes = secret.data.as_ref().and_then(|data| data.get(&selector.key));
+                bytes.map(|bytes| bytes.0.clone())
+            });
             return self.keyed("Secret", &selector.name, &selector.key, selector.optional, found);
         }
         Err(Error::UnknownSource)
@@ -143,8 +147,8 @@ impl Sources<'_> {
         name: &str,
         key: &str,
         optional: Option<bool>,
-        found: Option<Option<String>>,
-    ) -> Result<Option<String>, Error> {
+        found: Option<Option<Vec<u8>>>,
+    ) -> Result<Option<Vec<u8>>, Error> {
         match found {
             Some(Some(value)) => Ok(Some(value)),
             _ if optional == Some(true) => Ok(None),
@@ -156,7 +160,7 @@ impl Sources<'_> {
     /// Takes all keys of an object as variables. Keys that can't name one are passed over, as by the kubelet.
     fn take_whole(&self, source: &core::EnvFromSource, env: &mut Environment) -> Result<(), Error> {
         let prefix = source.prefix.as_deref().unwrap_or_default();
-        let mut set = |key: &str, value: String| {
+        let mut set = |key: &str, value: Vec<u8>| {
             let name = format!("{prefix}{key}");
             if is_variable_name(&name) {
                 env.set(&name, value);
@@ -166,7 +170,9 @@ impl Sources<'_> {
         };
         if let Some(reference) = &source.config_map_ref {
             match self.objects.config_map(self.namespace(), &reference.name) {
-                Some(map) => map.data.iter().flatten().for_each(|(key, value)| set(key, value.clone())),
+                Some(map) => {
+                    map.data.iter().flatten().for_each(|(key, value)| set(key, value.clone().into_bytes()))
+                }
                 None if reference.optional == Some(true) => {}
                 None => return Err(Error::NoObject(missing(self.pod, "ConfigMap", &reference.name))),
             }
@@ -174,9 +180,7 @@ impl Sources<'_> {
         if let Some(reference) = &source.secret_ref {
             match self.objects.secret(self.namespace(), &reference.name) {
                 Some(secret) => {
-                    for (key, bytes) in secret.data.iter().flatten() {
-                        set(key, text(key, &bytes.0)?);
-                    }
+                    secret.data.iter().flatten().for_each(|(key, bytes)| set(key, bytes.0.clone()));
                 }
                 None if reference.optional == Some(true) => {}
                 None => return Err(Error::NoObject(missing(self.pod, "Secret", &reference.name))),
@@ -193,11 +197,6 @@ pub fn missing(pod: &core::Pod, kind: &str, name: &str) -> String {
     }
     let namespace = pod.metadata.namespace.as_deref().unwrap_or("default");
     format!("there is no {kind} {namespace}/{name}; put its manifest beside the pod's")
-}
-
-fn text(key: &str, bytes: &[u8]) -> Result<String, Error> {
-    let text = std::str::from_utf8(bytes).map_err(|_| Error::NotText(key.to_owned()))?;
-    Ok(text.to_owned())
 }
 
 /// Printable ASCII without '=', as the API has it.
@@ -237,8 +236,9 @@ mod tests {
         let ips = ["10.0.0.7".to_owned()];
         let sources = Sources { pod: &pod, pod_ips: &ips, objects: &objects, node: &node };
         let pairs = sources.environment(&container).map(|e| e.into_pairs().collect::<Vec<_>>());
-        let expect = expect
-            .map(|list| list.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect::<Vec<_>>());
+        let expect = expect.map(|list| {
+            list.iter().map(|(k, v)| ((*k).to_owned(), v.as_bytes().to_vec())).collect::<Vec<_>>()
+        });
         assert_eq!(pairs.map_err(|error| error.to_string()), expect.map_err(str::to_owned));
     }
 
@@ -295,10 +295,23 @@ mod tests {
             of("secretKeyRef", "none", "x", false),
             Err(&wrong("there is no Secret shop/none; put its manifest beside the pod's")),
         );
-        check_container(
-            of("secretKeyRef", "s", "raw", false),
-            Err(&wrong("the value of key raw is not UTF-8 text")),
-        );
+    }
+
+    #[test]
+    fn a_value_that_is_no_text_reaches_the_container_as_it_is_and_is_text_only_where_it_is_expanded() {
+        let container: core::Container = serde_json::from_value(json!({"name": "c",
+            "envFrom": [{"secretRef": {"name": "s"}, "prefix": "ALL_"}],
+            "env": [{"name": "RAW", "valueFrom": {"secretKeyRef": {"name": "s", "key": "raw"}}},
+                {"name": "SAID", "value": "<$(RAW)>"}]}))
+        .unwrap();
+        let pod: core::Pod =
+            serde_json::from_value(json!({"metadata": {"name": "web", "namespace": "shop"}})).unwrap();
+        let (objects, node) = (objects(), crate::fixtures::node());
+        let sources = Sources { pod: &pod, pod_ips: &[], objects: &objects, node: &node };
+        let all: BTreeMap<_, _> = sources.environment(&container).unwrap().into_pairs().collect();
+        assert_eq!(all["RAW"], [0xff]);
+        assert_eq!(all["ALL_raw"], [0xff]);
+        assert_eq!(all["SAID"], "<\u{fffd}>".as_bytes());
     }
 
     #[test]

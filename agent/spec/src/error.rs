@@ -54,9 +54,6 @@ pub enum Error {
         /// The key.
         key: String,
     },
-    /// A key of a Secret that can be no variable.
-    #[error("the value of key {0} is not UTF-8 text")]
-    NotText(String),
     /// A container's variable that can't be made.
     #[error("environment variable {variable} of container {container}: {cause}")]
     Variable {

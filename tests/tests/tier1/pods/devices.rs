@@ -56,7 +56,7 @@ pub(crate) fn config(node: &Node, pod: &str, container: &str) -> cri::ContainerC
 }
 
 pub(crate) fn env(config: &cri::ContainerConfig, name: &str) -> Option<String> {
-    config.envs.iter().find(|env| env.key == name).map(|env| env.value.clone())
+    config.envs.iter().find(|env| env.key == name).map(|env| String::from_utf8(env.value.clone()).unwrap())
 }
 
 /// The devices that a container was started with, from what the plugin put into its environment.

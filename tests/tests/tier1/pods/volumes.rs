@@ -132,7 +132,7 @@ async fn a_key_that_comes_ends_the_back_off_of_the_container_that_lacked_it() {
     }
     node.apply_text("conf", &conf(&KEYS));
     node.until_ready("web").await;
-    assert_eq!(created(&node, "web").envs.iter().filter(|variable| variable.value == "here").count(), 4);
+    assert_eq!(created(&node, "web").envs.iter().filter(|variable| variable.value == b"here").count(), 4);
 }
 
 #[tokio::test]
@@ -164,7 +164,7 @@ async fn the_runtime_is_told_what_the_spec_says() {
     let linux = sandbox.config.linux.unwrap();
     assert_eq!(linux.sysctls["net.ipv4.tcp_syncookies"], "1");
     let config = created(&node, "web");
-    assert_eq!(config.envs[0].value, "4", "what the node has");
+    assert_eq!(config.envs[0].value, b"4", "what the node has");
     let context = config.linux.clone().unwrap().security_context.unwrap();
     assert!(context.no_new_privs);
     assert_eq!((context.run_as_user.unwrap().value, context.supplemental_groups), (7, vec![9]));
@@ -322,5 +322,5 @@ async fn a_variable_comes_from_a_file_that_an_init_container_has_written() {
     node.until_ready("web").await;
     let config = created(&node, "web");
     let shade = config.envs.iter().find(|one| one.key == "SHADE").unwrap();
-    assert_eq!(shade.value, "$(SHADE) blue");
+    assert_eq!(shade.value, b"$(SHADE) blue");
 }
