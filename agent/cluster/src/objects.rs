@@ -13,11 +13,13 @@ use beelet_codec::ApiType;
 use beelet_model::{
     objects::{Object, Objects, Services, TrustBundles},
     status::has_ended,
+    table::PodName,
 };
 use beelet_policy::{
     references::{self, Kind, Reference, TokenReference},
     token,
 };
+use beelet_state::events::{self, Recorder};
 use futures::{
     FutureExt, StreamExt,
     future::{AbortHandle, Abortable, Aborted, BoxFuture},
@@ -146,15 +148,25 @@ impl Held {
 }
 
 /// Reads, and reads again, what the pods refer to, until dropped.
-pub(crate) async fn keep(client: Client, pods: watch::Receiver<Pods>, held: watch::Sender<Held>) {
+pub(crate) async fn keep(
+    client: Client,
+    pods: watch::Receiver<Pods>,
+    held: watch::Sender<Held>,
+    events: Recorder,
+) {
     let held = Arc::new(held);
     tokio::join!(
         keep_all::<core::Service>(client.clone(), Arc::clone(&held)),
-        keep_referred(&client, pods, &held)
+        keep_referred(&client, pods, &held, &events)
     );
 }
 
-async fn keep_referred(client: &Client, mut pods: watch::Receiver<Pods>, held: &Arc<watch::Sender<Held>>) {
+async fn keep_referred(
+    client: &Client,
+    mut pods: watch::Receiver<Pods>,
+    held: &Arc<watch::Sender<Held>>,
+    events: &Recorder,
+) {
     let mut running: BTreeMap<Item, AbortHandle> = BTreeMap::new();
     let mut work: FuturesUnordered<Abortable<BoxFuture<'static, ()>>> = FuturesUnordered::new();
     loop {
@@ -173,7 +185,10 @@ async fn keep_referred(client: &Client, mut pods: watch::Receiver<Pods>, held: &
                 let (client, out) = (client.clone(), Arc::clone(held));
                 let task = match item.clone() {
                     Item::Object(reference) => keep_object(client, reference, out).boxed(),
-                    Item::Token(of) => keep_token(client, of, out).boxed(),
+                    Item::Token(of) => {
+                        let waiting = Waiting { of, pods: pods.clone(), events: events.clone(), said: None };
+                        keep_token(client, waiting, out).boxed()
+                    }
                     Item::TrustBundles => keep_all::<ClusterTrustBundle>(client, out).boxed(),
                 };
                 work.push(Abortable::new(task, registration));
@@ -383,8 +398,40 @@ fn reduced(service: core::Service) -> Option<core::Service> {
     Some(core::Service { metadata, spec: Some(spec), status: None })
 }
 
+/// A token, and the pod that waits for it.
+struct Waiting {
+    of: TokenReference,
+    pods: watch::Receiver<Pods>,
+    events: Recorder,
+    /// Why, as its last event says.
+    said: Option<String>,
+}
+
+impl Waiting {
+    /// Says once per cause, in the kubelet's words, why the pod has no token. A pod that has an older one does
+    /// not wait.
+    fn say(&mut self, held: &Held, error: &Error) {
+        if held.tokens_optional || held.tokens.contains_key(&self.of) {
+            return;
+        }
+        let why = if error.code().is_some() { error.message.clone() } else { error.to_string() };
+        if self.said.as_ref() == Some(&why) {
+            return;
+        }
+        let pods = self.pods.borrow().clone();
+        let name = PodName { namespace: self.of.namespace.clone(), name: self.of.pod.clone() };
+        let Some(pod) = pods.as_ref().and_then(|pods| pods.get(&name)?.wanted.as_ref()) else { return };
+        let volume = references::volume_of_token(pod, &self.of).unwrap_or_default();
+        let message =
+            format!("MountVolume.SetUp failed for volume {volume:?} : failed to fetch token: {why}");
+        self.events.warning(events::Object::pod(pod), "FailedMount", message);
+        self.said = Some(why);
+    }
+}
+
 /// Keeps a token of a service account fresh.
-async fn keep_token(client: Client, of: TokenReference, out: Arc<watch::Sender<Held>>) {
+async fn keep_token(client: Client, mut waiting: Waiting, out: Arc<watch::Sender<Held>>) {
+    let of = waiting.of.clone();
     let mut pauses = Pauses::default();
     let mut failing = false;
     loop {
@@ -400,8 +447,11 @@ async fn keep_token(client: Client, of: TokenReference, out: Arc<watch::Sender<H
             Err(error) => {
                 if pauses.may_be_early(&error) {
                     debug!(pod = of.pod, %error, "there is no token for the pod yet");
-                } else if !std::mem::replace(&mut failing, true) {
-                    warn!(pod = of.pod, account = of.service_account, %error, "there is no new token for the pod");
+                } else {
+                    waiting.say(&out.borrow(), &error);
+                    if !std::mem::replace(&mut failing, true) {
+                        warn!(pod = of.pod, account = of.service_account, %error, "there is no new token for the pod");
+                    }
                 }
                 client.presence().pause(pauses.of(&error), &error).await;
             }
@@ -452,10 +502,8 @@ pub(crate) async fn token_status(client: &Client, of: &TokenReference) -> Result
 
 #[cfg(test)]
 mod tests {
-    use beelet_model::table::PodName;
-
     use super::*;
-    use crate::assigned::Pod;
+    use crate::{assigned::Pod, client::Kind as Failure};
 
     fn pods(volumes: &Value) -> Pods {
         let pod: core::Pod = serde_json::from_value(json!({
@@ -509,6 +557,35 @@ mod tests {
         let objects = held.objects(&pods);
         assert!(!objects.is_unread(&pod));
         assert_eq!(objects.token(&of), Some("t"));
+    }
+
+    #[test]
+    fn a_pod_that_gets_no_token_is_told_why_once_per_cause() {
+        let token = json!({"sources": [{"serviceAccountToken": {"path": "token"}}]});
+        let pods = pods(&json!([{"name": "kube-api-access-x", "projected": token}]));
+        let pod = pods.as_ref().unwrap().values().next().unwrap().wanted.clone().unwrap();
+        let of = references::tokens(&pod).into_iter().next().unwrap();
+        let (_out, pods) = watch::channel(pods);
+        let events = Recorder::default();
+        let mut waiting = Waiting { of: of.clone(), pods, events: events.clone(), said: None };
+        let error = |code, message: &str| Error {
+            request: "POST /token".to_owned(),
+            kind: Failure::Status { code, retry_after: None },
+            message: message.to_owned(),
+        };
+        let mut held = Held::default();
+        for _ in 0..2 {
+            waiting.say(&held, &error(404, "serviceaccounts \"app\" not found"));
+        }
+        waiting.say(&held, &error(403, "forbidden"));
+        held.tokens.insert(of, "t".into());
+        waiting.say(&held, &error(500, "a pod that has one does not wait"));
+        let log = events.subscribe().borrow().all();
+        let said: Vec<_> = log.iter().map(|event| (event.reason.clone(), event.message.clone())).collect();
+        let words = "MountVolume.SetUp failed for volume \"kube-api-access-x\" : failed to fetch token: ";
+        let expected = ["serviceaccounts \"app\" not found", "forbidden"]
+            .map(|why| ("FailedMount".to_owned(), format!("{words}{why}")));
+        assert_eq!(said, expected);
     }
 
     #[test]

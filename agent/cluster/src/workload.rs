@@ -85,6 +85,7 @@ impl Workload {
             let known = remembered.as_ref().map_or(0, Remembered::count);
             let mut sink = Assigned::new(inputs.node_name.clone(), out, inputs.events.clone(), known);
             let before = remembered.as_ref().map(Remembered::held).unwrap_or_default();
+            let events = inputs.events.clone();
             let release = async {
                 if let Some(remembered) = remembered {
                     memory
@@ -107,7 +108,7 @@ impl Workload {
                 let following = async {
                     tokio::join!(
                         follow(&client, &collection, &mut sink),
-                        objects::keep(client.clone(), pods.clone(), held_out),
+                        objects::keep(client.clone(), pods.clone(), held_out, events),
                         mirrors.keep(),
                     );
                 };

@@ -91,6 +91,17 @@ pub fn tokens(pod: &Pod) -> BTreeSet<TokenReference> {
     wanted.map(|source| token(pod, source)).collect()
 }
 
+/// The first volume of a pod that a token is for.
+#[must_use]
+pub fn volume_of_token<'a>(pod: &'a Pod, of: &TokenReference) -> Option<&'a str> {
+    let asks = |source: &ProjectedVolumeSource| {
+        let mut wanted = projections(source).filter_map(|part| part.service_account_token.as_ref());
+        wanted.any(|source| token(pod, source) == *of)
+    };
+    let mut volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+    volumes.find(|volume| volume.projected.as_ref().is_some_and(asks)).map(|volume| volume.name.as_str())
+}
+
 /// Returns true if any of a pod's volumes has certificates of trust bundles.
 #[must_use]
 pub fn wants_trust_bundles(pod: &Pod) -> bool {

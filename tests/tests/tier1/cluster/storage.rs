@@ -146,6 +146,22 @@ async fn a_pod_that_names_what_can_have_no_name_waits_and_says_so_and_others_do_
 }
 
 #[tokio::test]
+async fn a_pod_that_gets_no_token_says_why_and_starts_once_it_has_one() {
+    require!(root);
+    const ACCOUNT: &str = "/api/v1/namespaces/default/serviceaccounts/robot";
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let token = json!({"projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}});
+    let mut pod = pod_with("web", &token);
+    pod["spec"]["serviceAccountName"] = "robot".into();
+    member.api.put(&path("web"), pod);
+    let words = "MountVolume.SetUp failed for volume \"data\" : failed to fetch token: serviceaccounts \"robot\" not found";
+    member.until_event("FailedMount", words).await;
+    member.api.put(ACCOUNT, json!({}));
+    member.until_running("web").await;
+    member.scene.is_well();
+}
+
+#[tokio::test]
 async fn a_pod_with_a_claim_survives_the_agent_and_starts_its_container_again_without_the_server() {
     require!(root);
     let mut member = Member::start(FakeApi::start(), |options| options).await;
