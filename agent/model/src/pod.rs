@@ -2,10 +2,10 @@
 
 use std::{
     collections::HashMap,
-    fmt,
+    fmt, io,
     net::IpAddr,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, PoisonError, RwLock},
     time::Duration,
 };
 
@@ -160,6 +160,46 @@ impl fmt::Debug for HostIps {
     }
 }
 
+/// The node's own name resolution. Read again for each sandbox: the network's daemons rewrite its file.
+#[derive(Clone)]
+pub struct HostDns {
+    last: Arc<RwLock<cri::DnsConfig>>,
+    read: Arc<dyn Fn() -> io::Result<cri::DnsConfig> + Send + Sync>,
+}
+
+impl HostDns {
+    /// The one that `read` reads; empty until it has been read.
+    pub fn new(read: impl Fn() -> io::Result<cri::DnsConfig> + Send + Sync + 'static) -> Self {
+        Self { last: Arc::default(), read: Arc::new(read) }
+    }
+
+    /// This one, for good.
+    pub fn fixed(dns: cri::DnsConfig) -> Self {
+        Self { last: Arc::new(RwLock::new(dns.clone())), read: Arc::new(move || Ok(dns.clone())) }
+    }
+
+    /// Reads it anew. It may block.
+    ///
+    /// # Errors
+    /// It can't be read; the sentence says what to do. What was read last stays known.
+    pub fn read(&self) -> io::Result<()> {
+        let dns = (self.read)()?;
+        *self.last.write().unwrap_or_else(PoisonError::into_inner) = dns;
+        Ok(())
+    }
+
+    /// As it was read last.
+    pub fn last(&self) -> cri::DnsConfig {
+        self.last.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl fmt::Debug for HostDns {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("HostDns").field(&self.last()).finish()
+    }
+}
+
 /// What the node adds to a pod's spec.
 #[derive(Clone, Debug)]
 pub struct NodeFacts {
@@ -170,7 +210,7 @@ pub struct NodeFacts {
     /// The folder that holds a folder of logs for each pod.
     pub pod_logs_dir: PathBuf,
     /// The node's own name resolution, for pods with dnsPolicy `Default`.
-    pub host_dns: cri::DnsConfig,
+    pub host_dns: HostDns,
     /// Name servers for pods with dnsPolicy `ClusterFirst`; without any they get the node's.
     pub cluster_dns: Vec<IpAddr>,
     /// The domain that those pods' search list is made of.

@@ -155,6 +155,7 @@ impl Launcher {
             self.refuse_without_user_namespaces(&handler).await?;
         }
         self.user_namespace(plan, chores).await?.apply_to_sandbox(&mut config);
+        config.dns_config = Some(self.name_resolution(plan, chores).await?);
         let pod = || Object::pod(&plan.pod);
         // On the heap: few pods have any, and all would keep room for them.
         let (storage, node) = (self.storage.as_deref(), self.desired.borrow().node.clone());
@@ -191,6 +192,16 @@ impl Launcher {
         });
         let sandbox = self.turns.make(urgency, Call::RunSandbox, run);
         Ok(self.waited(pod, "its sandbox and its network, which the runtime makes", sandbox).await?)
+    }
+
+    /// The pod's name resolution, by the machine's own as of now.
+    async fn name_resolution(&self, plan: &Arc<PodPlan>, chores: &Chores) -> Result<cri::DnsConfig, Error> {
+        let (node, of_pod) = (self.node.clone(), Arc::clone(plan));
+        let read = move || {
+            node.host_dns.read().map_err(Error::of_files)?;
+            Ok(cri_config::name_resolution(&of_pod.pod, &node))
+        };
+        chores.run(read).await
     }
 
     /// Waits for `work`; if that takes long, an event says for what the pod waits, and again while it does.

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use beelet_model::pod::{Allocatable, HostIps, ImageUser, NodeFacts};
+use beelet_model::pod::{Allocatable, HostDns, HostIps, ImageUser, NodeFacts};
 use beelet_policy::cgroups::ContainerResources;
 use beelet_proto::cri;
 
@@ -19,7 +19,7 @@ pub fn node() -> NodeFacts {
         node_name: "n1".to_owned(),
         host: HostIps::fixed(vec![[192, 0, 2, 1].into()]),
         pod_logs_dir: "/logs".into(),
-        host_dns,
+        host_dns: HostDns::fixed(host_dns),
         cluster_dns: vec![[10, 96, 0, 10].into()],
         cluster_domain: "cluster.test".to_owned(),
         seccomp_root: "/seccomp".into(),

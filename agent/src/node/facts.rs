@@ -2,7 +2,8 @@
 
 use std::{
     collections::BTreeMap,
-    fs, io,
+    fs::{self, File},
+    io::{self, Read},
     path::{Path, PathBuf},
 };
 
@@ -21,8 +22,10 @@ use beelet_api::grpc::devices::NodeResources;
 use beelet_base::{blocking::blocking, filesystem};
 use beelet_cgroups::{Cgroups, Hierarchy, Version};
 use beelet_config::Config;
-use beelet_model::pod::{Allocatable, HostIps, NodeFacts};
+use beelet_model::pod::{Allocatable, HostDns, HostIps, NodeFacts};
 
+/// The largest resolver configuration that is read: the kubelet's bound.
+const RESOLVER_MAX: u64 = 10 << 20;
 /// What the kernel says of memory.
 const MEMINFO: &str = "/proc/meminfo";
 
@@ -219,10 +222,13 @@ fn in_bytes(meminfo: &str, name: &str) -> Option<u64> {
 
 /// What the node adds to every pod.
 pub(super) fn node_facts(config: &Config, machine: &Machine, amounts: &NodeAmounts) -> Result<NodeFacts> {
-    let host_dns = match &config.resolv_conf {
-        Some(path) => resolver(path)?,
-        None => no_resolver(machine.host.is_ipv6_first),
+    let host_dns = match config.resolv_conf.clone() {
+        Some(path) => HostDns::new(move || resolver(&path)),
+        None => HostDns::fixed(no_resolver(machine.host.is_ipv6_first)),
     };
+    if let Err(error) = host_dns.read() {
+        warn!(%error, "pods wait for the machine's name resolution");
+    }
     let storage = whole(machine.storage_bytes.unwrap_or(0));
     Ok(NodeFacts {
         node_name: config.node_name.clone(),
@@ -257,13 +263,22 @@ fn no_resolver(is_ipv6: bool) -> cri::DnsConfig {
     cri::DnsConfig { servers: vec![server.to_owned()], searches: vec![".".to_owned()], ..Default::default() }
 }
 
-/// A resolver configuration. A file that isn't there is an empty one, as for the C library.
-fn resolver(path: &Path) -> Result<cri::DnsConfig> {
-    match fs::read(path) {
-        Ok(bytes) => Ok(parse_resolver(&String::from_utf8_lossy(&bytes))),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(cri::DnsConfig::default()),
-        Err(e) => Err(e).with_context(|| format!("resolvConf: cannot read {}", path.display())),
-    }
+/// A resolver configuration. A file that isn't there is an error, as to the kubelet (`getHostDNSConfig`): a pod
+/// that starts without name servers would be broken for as long as it lives.
+fn resolver(path: &Path) -> io::Result<cri::DnsConfig> {
+    let read = || {
+        let mut bytes = Vec::new();
+        File::open(path)?.take(RESOLVER_MAX + 1).read_to_end(&mut bytes)?;
+        if bytes.len() as u64 > RESOLVER_MAX {
+            return Err(io::Error::other(format!("it has more than {RESOLVER_MAX} bytes")));
+        }
+        Ok(parse_resolver(&String::from_utf8_lossy(&bytes)))
+    };
+    let told = |error: io::Error| {
+        let words = format!("cannot read resolvConf {}: {error}", path.display());
+        io::Error::new(error.kind(), format!("{words}; name another file, or \"\" for none, as resolvConf"))
+    };
+    read().map_err(told)
 }
 
 /// resolv.conf(5): all name servers, the last search line, all options.
@@ -295,6 +310,24 @@ mod tests {
         assert_eq!(swap_total("MemTotal: 1 kB\nSwapTotal:        1024 kB\n"), 1 << 20);
         assert_eq!(swap_total("MemTotal: 1 kB\n"), 0);
         assert_eq!(memory_total("MemTotal: 18446744073709551615 kB\n"), None);
+    }
+
+    #[test]
+    fn the_resolver_configuration_is_read_again_and_one_that_is_gone_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("resolv.conf");
+        let read = file.clone();
+        let dns = HostDns::new(move || resolver(&read));
+        let error = dns.read().unwrap_err().to_string();
+        assert!(error.starts_with("cannot read resolvConf /") && error.contains("No such file"), "{error}");
+        for server in ["10.0.0.1", "10.0.0.2"] {
+            fs::write(&file, format!("nameserver {server}\n")).unwrap();
+            dns.read().unwrap();
+            assert_eq!(dns.last().servers, [server]);
+        }
+        File::create(&file).unwrap().set_len(RESOLVER_MAX + 1).unwrap();
+        assert!(dns.read().unwrap_err().to_string().contains("more than"));
+        assert_eq!(dns.last().servers, ["10.0.0.2"]);
     }
 
     #[test]

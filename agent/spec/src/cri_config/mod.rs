@@ -21,7 +21,7 @@ use k8s_openapi::api::core::v1 as core;
 use super::{Error, app_armor, definition, env::Environment, resize, signals};
 use beelet_model::{labels, table::PodName};
 
-pub use self::network::{HostName, dns_warnings};
+pub use self::network::{HostName, dns_warnings, name_resolution};
 pub(crate) use self::security::with_dots;
 pub use self::users::UserNamespace;
 

@@ -1,5 +1,7 @@
 //! A pod's network as the runtime is told of it: names, name resolution, ports on the machine.
 
+use std::borrow::Cow;
+
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
@@ -71,6 +73,12 @@ pub(super) fn dns(spec: &core::PodSpec, namespace: &str, node: &NodeFacts) -> cr
     resolution(spec, namespace, node).0
 }
 
+/// A pod's name resolution, by the node's own as it was read last.
+pub fn name_resolution(pod: &core::Pod, node: &NodeFacts) -> cri::DnsConfig {
+    let spec = pod.spec.as_ref().map_or_else(Cow::default, Cow::Borrowed);
+    dns(&spec, &PodName::of(pod).namespace, node)
+}
+
 /// What a pod's name resolution lacks of what was asked for: reasons and sentences, the kubelet's.
 pub fn dns_warnings(pod: &core::Pod, node: &NodeFacts) -> Vec<(&'static str, String)> {
     let Some(spec) = &pod.spec else { return Vec::new() };
@@ -99,7 +107,7 @@ fn resolution(spec: &core::PodSpec, namespace: &str, node: &NodeFacts) -> (cri::
         "None" => cri::DnsConfig::default(),
         "ClusterFirst" if !on_host_network => cluster_dns(namespace, node),
         "ClusterFirstWithHostNet" => cluster_dns(namespace, node),
-        _ => node.host_dns.clone(),
+        _ => node.host_dns.last(),
     };
     if let Some(extra) = &spec.dns_config {
         dns.servers.extend(extra.nameservers.iter().flatten().cloned());
@@ -164,14 +172,14 @@ fn limit(dns: &mut cri::DnsConfig) -> Vec<String> {
 /// A cluster's name servers and search list, or the node's own where it has no cluster.
 fn cluster_dns(namespace: &str, node: &NodeFacts) -> cri::DnsConfig {
     if node.cluster_dns.is_empty() {
-        return node.host_dns.clone();
+        return node.host_dns.last();
     }
     let domain = &node.cluster_domain;
     let mut searches = Vec::new();
     if !domain.is_empty() {
         searches.extend([format!("{namespace}.svc.{domain}"), format!("svc.{domain}"), domain.clone()]);
     }
-    searches.extend(node.host_dns.searches.iter().filter(|domain| *domain != ".").cloned());
+    searches.extend(node.host_dns.last().searches.into_iter().filter(|domain| domain != "."));
     cri::DnsConfig {
         servers: node.cluster_dns.iter().map(ToString::to_string).collect(),
         searches,

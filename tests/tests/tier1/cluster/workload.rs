@@ -1,7 +1,7 @@
 //! Pods of the API server on the node, through every fault of the server.
 
 use beelet_proto::cri::ContainerState;
-use beelet_tests::agent::NODE;
+use beelet_tests::agent::{NODE, Options};
 use beelet_tests::apiserver::{FakeApi, Verb};
 use beelet_tests::cri::Op;
 use beelet_tests::{manifests, require};
@@ -95,6 +95,29 @@ async fn a_pod_runs_says_so_and_is_forgotten_when_all_of_it_is_gone() {
     // The name is free.
     member.api.put(&path("web"), pod("web"));
     member.until_running("web").await;
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn each_pod_has_the_machines_name_resolution_of_its_start_and_waits_while_there_is_none() {
+    require!(root);
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("resolv.conf");
+    let options = |options: Options| options.kubelet("resolvConf", file.display().to_string());
+    let member = Member::start(FakeApi::start(), options).await;
+    member.api.put(&path("first"), pod("first"));
+    member
+        .until_event("FailedCreatePodSandBox", "Failed to create pod sandbox: cannot read resolvConf /")
+        .await;
+    for (name, server) in [("first", "10.9.8.1"), ("second", "10.9.8.2")] {
+        std::fs::write(&file, format!("nameserver {server}\n")).unwrap();
+        if member.api.get(&path(name)).is_none() {
+            member.api.put(&path(name), pod(name));
+        }
+        member.until_running(name).await;
+        let sandbox = member.scene.cri.sandbox(name).unwrap();
+        assert_eq!(sandbox.config.dns_config.unwrap().servers, [server]);
+    }
     member.scene.is_well();
 }
 
