@@ -114,6 +114,8 @@ pub fn keep(client: Client, inputs: Inputs, stop: CancellationToken) -> Work {
             written: None,
             ignored: None,
             ready: None,
+            unschedulable: false,
+            rebooted: false,
             failing: false,
         };
         stop.run_until_cancelled(keeper.run()).await;
@@ -145,6 +147,10 @@ struct Keeper {
     ignored: Option<Rest>,
     /// What was said last of readiness.
     ready: Option<bool>,
+    /// What was said last of whether pods may be placed here.
+    unschedulable: bool,
+    /// It was said that the machine has rebooted.
+    rebooted: bool,
     failing: bool,
 }
 
@@ -277,6 +283,8 @@ impl Keeper {
     async fn look(&mut self) -> Result<Instant, Fate> {
         let Some(node) = self.inputs.node.borrow().clone() else { return Err(Fate::Unknown) };
         let change = self.change(node.status.as_ref().unwrap_or(&NodeStatus::default()));
+        self.say_schedulable(&node);
+        self.say_rebooted(&node, &change);
         let existing = node.metadata.labels.clone().unwrap_or_default();
         let stale = node_status::stale_labels(&existing, &self.labels);
         let reported = self.written.is_some_and(|at| at.elapsed() < self.inputs.report_every);
@@ -334,6 +342,32 @@ impl Keeper {
             self.inputs.events.normal(Object::node(name), word, format!("Node {name} status is now: {word}"));
         }
         self.ready = Some(ready);
+    }
+
+    /// Records that somebody has cordoned the node, or has let pods onto it again
+    /// (`recordNodeSchedulableEvent`).
+    fn say_schedulable(&mut self, node: &Node) {
+        let unschedulable = node.spec.as_ref().and_then(|spec| spec.unschedulable) == Some(true);
+        if std::mem::replace(&mut self.unschedulable, unschedulable) != unschedulable {
+            let word = if unschedulable { "NodeNotSchedulable" } else { "NodeSchedulable" };
+            let name = &self.inputs.registration.name;
+            self.inputs.events.normal(Object::node(name), word, format!("Node {name} status is now: {word}"));
+        }
+    }
+
+    /// Records, once, that the machine has booted since its Node was written last (`MachineInfo` of the
+    /// kubelet's setters).
+    fn say_rebooted(&mut self, node: &Node, change: &Change) {
+        let before = node.status.as_ref().and_then(|status| status.node_info.as_ref());
+        let before = before.map(|info| info.boot_id.as_str()).filter(|id| !id.is_empty());
+        // Only what differs is in a change.
+        let Some((before, info)) = before.zip(change.status.node_info.as_ref()) else { return };
+        if info.boot_id == before || std::mem::replace(&mut self.rebooted, true) {
+            return;
+        }
+        let name = &self.inputs.registration.name;
+        let message = format!("Node {name} has been rebooted, boot id: {}", info.boot_id);
+        self.inputs.events.warning(Object::node(name), "Rebooted", message);
     }
 
     /// Publishes the Node, unless a newer one is known: an answer and a watch may cross.

@@ -423,6 +423,20 @@ fn check_kernel_settings(config: &Config) -> Result<()> {
     Ok(())
 }
 
+/// Records whether the pods together are held to what the node has for them
+/// (`enforceNodeAllocatableCgroups`).
+fn say_enforced(events: &NodeEvents, error: Option<&beelet_pods::error::Error>) {
+    match error {
+        None => {
+            events.normal("NodeAllocatableEnforced", "Updated Node Allocatable limit across pods");
+        }
+        Some(error) => {
+            let message = format!("Failed to update Node Allocatable Limits \"/kubepods\": {error}");
+            events.warning("FailedNodeAllocatableEnforcement", &message);
+        }
+    }
+}
+
 impl Node {
     async fn build(base: Base, version: cri::VersionResponse) -> Result<Self> {
         let told = runtimes_cgroup_driver(&base.runtime).await?;
@@ -448,7 +462,9 @@ impl Node {
             .await
             .context("the tuner's journal")?;
         let values = qos_tree::values(&[], &cgroup_config)?;
-        qos_tree::write(&base.cgroups, values).await?;
+        let written = qos_tree::write(&base.cgroups, values).await;
+        say_enforced(&NodeEvents::new(base.events.clone(), &base.config.node_name), written.as_ref().err());
+        written?;
         cgroup_config.swap = facts::swap(&base.config, &machine, &base.cgroups);
         let (per_pod, pods) = (base.config.user_ids_per_pod, base.config.pod_limit(machine.cpus));
         let ids = spawn_blocking(move || subordinate_ids::pool(per_pod, pods)).await;

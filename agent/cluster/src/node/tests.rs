@@ -1,6 +1,6 @@
 use std::sync::Mutex;
 
-use k8s_openapi::api::core::v1::{NodeCondition, NodeRuntimeHandler};
+use k8s_openapi::api::core::v1::{NodeCondition, NodeRuntimeHandler, NodeSystemInfo};
 
 use super::*;
 use crate::testing::Server;
@@ -37,7 +37,14 @@ fn start(server: &Server, register: bool) -> Kept {
             ..NodeCondition::default()
         };
         let handler = NodeRuntimeHandler { name: Some("runc".to_owned()), ..NodeRuntimeHandler::default() };
-        NodeReport { conditions: vec![ready], handlers: vec![handler], port: 10250, ..NodeReport::default() }
+        let info = NodeSystemInfo { boot_id: "now".to_owned(), ..NodeSystemInfo::default() };
+        NodeReport {
+            conditions: vec![ready],
+            handlers: vec![handler],
+            port: 10250,
+            info,
+            ..NodeReport::default()
+        }
     };
     let inputs = Inputs {
         registration: Registration {
@@ -150,6 +157,39 @@ async fn an_existing_node_keeps_what_others_put_on_it() {
     assert_eq!(status.conditions.as_ref().unwrap().len(), 2);
     assert_eq!(status.allocatable.as_ref().unwrap()["example.com/dongle"].0, "4");
     assert_eq!(status.addresses.as_ref().unwrap().len(), 2);
+    kept.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cordon_its_end_and_a_reboot_are_events_of_the_node_each_once() {
+    let server = Server::default();
+    let node = |unschedulable: bool| {
+        json!({
+            "apiVersion": "v1", "kind": "Node", "metadata": { "name": "n1" },
+            "spec": { "unschedulable": unschedulable }, "status": { "nodeInfo": { "bootID": "before" } }
+        })
+    };
+    server.put(OWN, node(true));
+    let mut kept = start(&server, true);
+    let boot =
+        |node: &Node| node.status.as_ref().and_then(|s| s.node_info.as_ref()).map(|i| i.boot_id.clone());
+    kept.until(|node| boot(node).as_deref() == Some("now")).await;
+    // Somebody writes what is ours again: that is no other reboot.
+    server.put(OWN, node(false));
+    kept.until(|node| boot(node).as_deref() == Some("before")).await;
+    kept.until(|node| boot(node).as_deref() == Some("now")).await;
+    let log = kept.events.subscribe();
+    let said: Vec<(String, String)> =
+        log.borrow().all().iter().map(|event| (event.reason.clone(), event.message.clone())).collect();
+    for (reason, message) in [
+        ("NodeNotSchedulable", "Node n1 status is now: NodeNotSchedulable"),
+        ("NodeSchedulable", "Node n1 status is now: NodeSchedulable"),
+        ("Rebooted", "Node n1 has been rebooted, boot id: now"),
+    ] {
+        let same = said.iter().filter(|event| event.0 == reason && event.1 == message);
+        assert_eq!(same.count(), 1, "{reason}: {said:?}");
+    }
+    assert!(log.borrow().all().iter().all(|event| event.count == 1), "{said:?}");
     kept.end().await;
 }
 
