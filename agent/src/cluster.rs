@@ -27,7 +27,10 @@ use tokio::{
 };
 use tracing::warn;
 
-use crate::node::{Builder, Handles};
+use crate::{
+    node::{Builder, Handles},
+    pod_cidr,
+};
 use beelet_base::blocking::blocking;
 use beelet_cluster::{
     accounts::Accounts,
@@ -253,6 +256,7 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
     let builder = follow_pods(builder, config, &shared);
     let builder = send_events(builder, config, &shared);
     let builder = keep_csi_node(builder, config, &shared);
+    let builder = pod_cidr::keep(builder, pod_cidr::Source::Node(shared.node.clone()));
     keep_node(builder, config, shared, node_out)
 }
 

@@ -18,6 +18,7 @@ use serde_json::{Map, Value, json};
 use crate::{
     cluster::{self, ClusterArgs, Membership},
     node::Builder,
+    pod_cidr,
     run::{self, LogFormat, ProviderArgs},
 };
 use beelet_cluster::node::KUBELET_VERSION;
@@ -90,9 +91,10 @@ pub(crate) fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         tracing::warn!("{warning}");
     }
     let mut builder = Builder::default().verbosity(logging.verbosity.clone());
-    if let Some(membership) = membership {
-        builder = cluster::join(builder, &config, membership);
-    }
+    builder = match membership {
+        Some(membership) => cluster::join(builder, &config, membership),
+        None => pod_cidr::configured(builder, &config),
+    };
     run::end(run::start(builder, config))
 }
 

@@ -9,6 +9,7 @@ pub mod command;
 mod kubelet;
 pub mod node;
 mod observe;
+mod pod_cidr;
 mod run;
 mod spans;
 mod threads;

@@ -13,6 +13,7 @@ use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 use crate::{
     cluster::{self, ClusterArgs},
     node::Builder,
+    pod_cidr,
     spans::Exporter,
 };
 use beelet_cli::{USAGE, failed};
@@ -137,9 +138,10 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
         tracing::warn!("{warning}");
     }
     let mut builder = Builder::default().verbosity(logging.verbosity.clone());
-    if let Some(membership) = membership {
-        builder = cluster::join(builder, &config, membership);
-    }
+    builder = match membership {
+        Some(membership) => cluster::join(builder, &config, membership),
+        None => pod_cidr::configured(builder, &config),
+    };
     end(start(builder, config))
 }
 

@@ -107,6 +107,7 @@ fn kubelet(config: &Config) -> KubeletWire {
         oom_score_adj: Some(config.oom_score_adj.into()),
         max_open_files: Some(config.max_open_files.try_into().unwrap_or(i64::MAX)),
         max_pods: Some(config.max_pods.into()),
+        pod_cidr: Some(config.pod_cidr.clone()),
         pods_per_core: Some(config.pods_per_core.into()),
         image_minimum_gc_age: Some(GoDuration(config.image_gc.min_age)),
         image_maximum_gc_age: Some(GoDuration(config.image_gc.max_age)),

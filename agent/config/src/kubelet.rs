@@ -74,6 +74,8 @@ pub(super) struct KubeletWire {
     pub(super) oom_score_adj: Option<i64>,
     pub(super) max_open_files: Option<i64>,
     pub(super) max_pods: Option<i64>,
+    #[serde(rename = "podCIDR")]
+    pub(super) pod_cidr: Option<String>,
     pub(super) pods_per_core: Option<i64>,
     #[serde(rename = "imageMinimumGCAge")]
     pub(super) image_minimum_gc_age: Option<GoDuration>,

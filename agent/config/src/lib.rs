@@ -146,6 +146,9 @@ pub struct Config {
     pub max_open_files: u64,
     /// Most pods at a time, `podsPerCore` taken into account by [`Config::pod_limit`].
     pub max_pods: u32,
+    /// The addresses of pods, for a runtime that makes its network of them, on a node without an API server;
+    /// empty: they are nobody's business here. In a cluster the Node says them.
+    pub pod_cidr: String,
     /// Most pods for each CPU; 0: only `max_pods` counts.
     pub pods_per_core: u32,
     /// When images go.

@@ -121,6 +121,7 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
             i64::MAX,
         )?,
         max_pods: number("maxPods", wire.max_pods.filter(|most| *most != 0), 110, 0, i64::from(i32::MAX))?,
+        pod_cidr: wire.pod_cidr.clone().unwrap_or_default(),
         pods_per_core: number("podsPerCore", wire.pods_per_core, 0, 0, i64::from(i32::MAX))?,
         image_gc: pressure::image_gc(wire)?,
         eviction: pressure::eviction(wire)?,

@@ -481,6 +481,7 @@ fn the_effective_configuration_reads_back_as_itself() {
              systemReservedCgroup: /system\nkubeReservedCgroup: /kube/lets\nmemoryReservationPolicy: TieredReservation",
         ),
         kubelet("memoryThrottlingFactor: 0.8"),
+        kubelet("podCIDR: 10.244.1.0/24,fd00:1::/64"),
         kubelet("singleProcessOOMKill: true"),
         kubelet("tracing: {samplingRatePerMillion: 1000}"),
         kubelet("tracing: {endpoint: 'unix:///run/otel.sock', samplingRatePerMillion: 1000000}"),
@@ -579,9 +580,13 @@ fn an_error_names_the_source_that_has_the_last_word() {
 
 #[test]
 fn a_flag_without_effect_is_a_warning_with_the_flags_name() {
-    let flags = [("--pod-cidr", serde_json::json!({ "podCIDR": "10.0.0.0/24" }))];
+    let flags = [("--kube-api-qps", serde_json::json!({ "kubeAPIQPS": 9 }))];
     let (_, warnings) = layered("", &[], &flags).unwrap();
-    assert!(warnings[0].to_string().starts_with("--pod-cidr: podCIDR: has no effect: "), "{}", warnings[0]);
+    assert!(
+        warnings[0].to_string().starts_with("--kube-api-qps: kubeAPIQPS: has no effect: "),
+        "{}",
+        warnings[0]
+    );
 }
 
 #[test]

@@ -85,7 +85,6 @@ const GROUPS: &[Group] = &[
         reason: "volumes are neither attached nor detached in this version",
         fields: &["enableControllerAttachDetach"],
     },
-    Group { reason: "the network plugin hands out addresses", fields: &["podCIDR"] },
     Group {
         reason: "the agent runs until it is told to end, as the kubelet does since 1.30",
         fields: &["runOnce"],

@@ -188,6 +188,23 @@ impl Runtime {
         }
     }
 
+    /// Tells the runtime which addresses its network plugin may give to pods.
+    ///
+    /// # Errors
+    /// As for every call: [`Error`].
+    pub async fn update_runtime_config(&self, pod_cidr: &str) -> Result<(), Error> {
+        let network_config = Some(cri::NetworkConfig { pod_cidr: pod_cidr.to_owned() });
+        let request =
+            cri::UpdateRuntimeConfigRequest { runtime_config: Some(cri::RuntimeConfig { network_config }) };
+        self.call(Operation::UpdateRuntimeConfig, String::new())
+            .runtime(
+                request,
+                |mut client, request| async move { client.update_runtime_config(request).await },
+            )
+            .await
+            .map(drop)
+    }
+
     /// The file systems that hold images and containers, with their use in bytes and inodes.
     ///
     /// # Errors

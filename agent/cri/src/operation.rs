@@ -57,6 +57,8 @@ operations! {
     Status, "status", "ask the container runtime for its status", true, Runtime Status;
     RuntimeConfig, "runtime_config", "ask the container runtime for its configuration", true,
         Runtime RuntimeConfig;
+    UpdateRuntimeConfig, "update_runtime_config", "tell the container runtime the addresses of pods", false,
+        Runtime UpdateRuntimeConfig;
     ImageFsInfo, "image_fs_info", "ask for the file systems that hold the images", true, Image ImageFsInfo;
     ListSandboxes, "list_podsandbox", "list the pod sandboxes", true, Runtime ListPodSandbox;
     SandboxStatus, "podsandbox_status", "read the status of", true, Runtime PodSandboxStatus;

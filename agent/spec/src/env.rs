@@ -171,7 +171,9 @@ impl Sources<'_> {
         if let Some(reference) = &source.config_map_ref {
             match self.objects.config_map(self.namespace(), &reference.name) {
                 Some(map) => {
-                    map.data.iter().flatten().for_each(|(key, value)| set(key, value.clone().into_bytes()))
+                    for (key, value) in map.data.iter().flatten() {
+                        set(key, value.clone().into_bytes());
+                    }
                 }
                 None if reference.optional == Some(true) => {}
                 None => return Err(Error::NoObject(missing(self.pod, "ConfigMap", &reference.name))),
@@ -180,7 +182,9 @@ impl Sources<'_> {
         if let Some(reference) = &source.secret_ref {
             match self.objects.secret(self.namespace(), &reference.name) {
                 Some(secret) => {
-                    secret.data.iter().flatten().for_each(|(key, bytes)| set(key, bytes.0.clone()));
+                    for (key, bytes) in secret.data.iter().flatten() {
+                        set(key, bytes.0.clone());
+                    }
                 }
                 None if reference.optional == Some(true) => {}
                 None => return Err(Error::NoObject(missing(self.pod, "Secret", &reference.name))),

@@ -77,8 +77,8 @@ fn the_roots_folders_follow_the_root() {
     let (config, _) = read_line(&["--root-dir=/data/kubelet", "--fail-swap-on=false"]).unwrap();
     assert_eq!(config.beelet.pods_dir, Path::new("/data/kubelet/pods"));
     assert_eq!(config.beelet.kubelet_dir, Path::new("/data/kubelet"));
-    let (_, warnings) = read_line(&["--pod-cidr=10.0.0.0/24"]).unwrap();
-    assert!(warnings[0].starts_with("--pod-cidr: podCIDR: has no effect: "), "{}", warnings[0]);
+    let (_, warnings) = read_line(&["--kube-api-qps=9"]).unwrap();
+    assert!(warnings[0].starts_with("--kube-api-qps: kubeAPIQPS: has no effect: "), "{}", warnings[0]);
 }
 
 #[test]

@@ -203,7 +203,7 @@ service! { RuntimeService {
     version: Version(VersionRequest) -> VersionResponse = World::version;
     status: Status(StatusRequest) -> StatusResponse = World::status;
     runtime_config: RuntimeConfig(RuntimeConfigRequest) -> RuntimeConfigResponse = World::runtime_config;
-    update_runtime_config: UpdateRuntimeConfig(UpdateRuntimeConfigRequest) -> UpdateRuntimeConfigResponse = lacking;
+    update_runtime_config: UpdateRuntimeConfig(UpdateRuntimeConfigRequest) -> UpdateRuntimeConfigResponse = World::update_runtime_config;
     run_pod_sandbox: RunPodSandbox(RunPodSandboxRequest) -> RunPodSandboxResponse = World::run_pod_sandbox;
     stop_pod_sandbox: StopPodSandbox(StopPodSandboxRequest) -> StopPodSandboxResponse = World::stop_pod_sandbox;
     remove_pod_sandbox: RemovePodSandbox(RemovePodSandboxRequest) -> RemovePodSandboxResponse = World::remove_pod_sandbox;

@@ -279,6 +279,13 @@ impl World {
         Ok(cri::RuntimeConfigResponse { linux: Some(linux) })
     }
 
+    pub(super) fn update_runtime_config(
+        &mut self,
+        _: cri::UpdateRuntimeConfigRequest,
+    ) -> Result<cri::UpdateRuntimeConfigResponse, Status> {
+        Ok(cri::UpdateRuntimeConfigResponse {})
+    }
+
     pub(super) fn run_pod_sandbox(
         &mut self,
         request: cri::RunPodSandboxRequest,

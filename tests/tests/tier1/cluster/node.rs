@@ -1,6 +1,7 @@
 //! The Node and its lease.
 
 use beelet_tests::apiserver::{FakeApi, Verb};
+use beelet_tests::cri::Asked;
 use beelet_tests::require;
 use serde_json::{Value, json};
 
@@ -179,4 +180,35 @@ async fn a_node_is_followed_through_watches_that_break_lie_and_are_too_old() {
     })
     .await;
     member.scene.is_well();
+}
+
+#[tokio::test]
+async fn a_cordon_is_an_event_and_the_pods_addresses_are_told_to_the_runtime_and_to_its_successor() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let name = |asked: &Asked| match asked {
+        Asked::UpdateRuntimeConfig(request) => {
+            request.runtime_config.as_ref()?.network_config.as_ref().map(|network| network.pod_cidr.clone())
+        }
+        _ => None,
+    };
+    let told =
+        || -> Vec<String> { member.scene.cri.calls().iter().filter_map(|call| name(&call.asked)).collect() };
+    member.until_event("NodeAllocatableEnforced", "Updated Node Allocatable limit across pods").await;
+    assert_eq!(told(), Vec::<String>::new());
+    let change = json!({"spec": {"unschedulable": true, "podCIDRs": ["10.244.1.0/24", "fd00:1::/64"]}});
+    member.api.patch(&own_node(), &change);
+    member.until_event("NodeNotSchedulable", "Node testnode status is now: NodeNotSchedulable").await;
+    let until = |times: usize| {
+        member.scene.look_until("the addresses to be told", || {
+            let told = told();
+            if told == vec!["10.244.1.0/24,fd00:1::/64"; times] { Ok(()) } else { Err(format!("{told:?}")) }
+        });
+    };
+    until(1);
+    member.scene.cri.crash();
+    member.scene.cri.come_back();
+    until(2);
+    member.api.patch(&own_node(), &json!({"spec": {"unschedulable": false}}));
+    member.until_event("NodeSchedulable", "Node testnode status is now: NodeSchedulable").await;
 }

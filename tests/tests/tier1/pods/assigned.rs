@@ -1,7 +1,7 @@
 //! Pods that an API server assigns to the node: known by their UID, changed while they run, deleted in two
 //! steps.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use beelet_model::desired::Desired;
 use beelet_model::objects::{Objects, Services};
@@ -153,7 +153,7 @@ async fn a_corrected_image_is_pulled_at_once() {
     source.send_replace(desired(&[right]));
     node.until_ready("api").await;
     assert!(
-        corrected.elapsed() < Duration::from_secs(15),
+        corrected.elapsed() < std::time::Duration::from_secs(15),
         "it has waited for the back-off of the other image"
     );
 }
@@ -368,7 +368,8 @@ async fn what_somebody_else_ended_in_the_api_server_stops() {
     let mut ended = assigned(UID);
     ended["status"] = json!({"phase": "Failed", "reason": "NodeLost", "message": "the node was away"});
     source.send_replace(desired(&[ended]));
-    let pod = node.until_pod("api", "to have ended", |pod| pod.phase() == "Failed").await;
+    let failed = |pod: &View| pod.phase() == "Failed" && is_cleared(pod);
+    let pod = node.until_pod("api", "to have ended", failed).await;
     assert_eq!(pod.0.pod.status.as_ref().unwrap().reason.as_deref(), Some("NodeLost"));
     assert_eq!(node.containers("api"), "");
 }

@@ -130,6 +130,7 @@ async fn what_was_wanted_while_the_runtime_was_away_is_done_when_it_is_back() {
 async fn a_runtime_that_lost_its_state_gets_the_pods_anew() {
     let node = Node::with(&[pod("web"), of_everything("all")]).await;
     node.until_ready("web").await;
+    node.until_ready("all").await;
     let before = node.cri.sandbox("web-n1").unwrap().id;
     crash(&node).await;
     node.cri.forget();
@@ -140,7 +141,7 @@ async fn a_runtime_that_lost_its_state_gets_the_pods_anew() {
         sandbox.is_some_and(|id| id != before) && pod.ready()
     })
     .await;
-    node.until_ready("all").await;
+    node.until_pod("all", "to run anew", |pod| pod.restarts()["a"] == 1 && pod.ready()).await;
     // Restart counts never fall.
     assert_eq!(node.containers("web"), "main/1+");
     assert_eq!(node.containers("all"), "a/1+ b/1+ init/1- side/1+");
@@ -174,7 +175,13 @@ async fn a_pod_that_is_never_restarted_has_failed_when_the_runtime_lost_it() {
         assert_eq!((end.reason.as_deref(), end.exit_code), (Some("ContainerStatusUnknown"), 137), "{name}");
         assert_eq!(main.restart_count, 1, "{name}");
     }
-    // They stay so, for a new agent too.
+    // They stay so, for a new agent too, once that is written down.
+    let record = node.path("state/pods.json");
+    let written = || match std::fs::read_to_string(&record).unwrap_or_default().matches("Unknown").count() {
+        0 | 1 => Err("the records lack an end"),
+        _ => Ok(()),
+    };
+    beelet_tests::workdir::wait_for("the records", PATIENCE, written).unwrap();
     node.kill_and_start().await;
     node.until_relisted().await;
     assert_eq!((node.containers("api"), node.containers("job")), (String::new(), String::new()));

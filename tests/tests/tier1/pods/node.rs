@@ -3,7 +3,7 @@
 //! and with doors of its own to the machine.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -18,6 +18,7 @@ use beelet_eviction::gauges::Gauge;
 use beelet_kubelet_api::auth::Reviewers;
 use beelet_model::desired::Desired;
 use beelet_model::labels;
+use beelet_model::pod::HostIps;
 use beelet_model::request::Request;
 use beelet_model::table::{PodEntry, PodName, PodTable};
 use beelet_pleg::ExitHint;
@@ -238,7 +239,7 @@ impl Node {
                 storage_bytes: Some(STORAGE),
                 swap_bytes: 0,
                 hugepages: BTreeMap::new(),
-                address: IpAddr::V4(Ipv4Addr::LOCALHOST),
+                host: HostIps::fixed(vec![Ipv4Addr::LOCALHOST.into()]),
             }),
             checkpoint: Some(Arc::clone(&self.store) as Arc<dyn Store>),
             space: Space::by(move |_| Ok(half_full)),
