@@ -82,7 +82,8 @@ pub enum Kind {
     Unreachable,
     /// The server's certificate is not one that the kubeconfig's authority signed, or is not valid now.
     Untrusted,
-    /// The request can't be made: a name in it can't be one. Nobody was asked, so it says nothing of the server.
+    /// The request can't be made: a name in it can't be one. Nobody was asked, so it says nothing of the
+    /// server.
     Unaskable,
     /// The server answered with this status.
     Status {

@@ -408,8 +408,8 @@ struct Waiting {
 }
 
 impl Waiting {
-    /// Says once per cause, in the kubelet's words, why the pod has no token. A pod that has an older one does
-    /// not wait.
+    /// Says once per cause, in the kubelet's words, why the pod has no token. A pod that has an older one
+    /// does not wait.
     fn say(&mut self, held: &Held, error: &Error) {
         if held.tokens_optional || held.tokens.contains_key(&self.of) {
             return;

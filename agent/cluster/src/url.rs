@@ -18,7 +18,8 @@ pub(crate) fn field_selector(field: &str, value: &str) -> String {
     format!("fieldSelector={}", escaped(&format!("{field}={value}")))
 }
 
-/// Why nobody may ask for `path`: one of its parts can't be a name (`IsValidPathSegmentName` of apimachinery).
+/// Why nobody may ask for `path`: one of its parts can't be a name (`IsValidPathSegmentName` of
+/// apimachinery).
 pub(crate) fn wrong_part(path: &str) -> Option<String> {
     let path = path.split('?').next().unwrap_or(path);
     path.split('/').skip(1).find_map(|part| {

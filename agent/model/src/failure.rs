@@ -52,7 +52,8 @@ pub struct PodFailure {
     pub message: String,
     /// How long its containers get to end by themselves; `None` for the pod's own grace period.
     pub grace: Option<Duration>,
-    /// Nothing of it runs any more: its phase is `Failed`, and whoever makes another pod in its place may do so.
+    /// Nothing of it runs any more: its phase is `Failed`, and whoever makes another pod in its place may do
+    /// so.
     #[serde(default)]
     pub stopped: bool,
     /// Its cgroup and its volumes are gone too. Only then is its room free.

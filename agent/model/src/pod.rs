@@ -123,8 +123,8 @@ pub fn log_path(container: &str, attempt: u32) -> String {
     format!("{container}/{attempt}.log")
 }
 
-/// The node's own addresses: one, or one of each family, or none. They may change while the node runs, or come
-/// late, so they are asked for each time.
+/// The node's own addresses: one, or one of each family, or none. They may change while the node runs, or
+/// come late, so they are asked for each time.
 #[derive(Clone)]
 pub struct HostIps {
     /// Pods' addresses of IPv6 come before those of IPv4.

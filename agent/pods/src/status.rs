@@ -441,8 +441,8 @@ impl Inputs<'_> {
         Some(last)
     }
 
-    /// A container that the runtime has lost after it ran: it has ended, nobody knows how, and the next one is
-    /// one more (convertToAPIContainerStatuses).
+    /// A container that the runtime has lost after it ran: it has ended, nobody knows how, and the next one
+    /// is one more (convertToAPIContainerStatuses).
     fn lost(&self, spec: &core::Container, role: Role, may_run: bool) -> Option<core::ContainerStatus> {
         let code = *self.last_codes.get(&spec.name)?;
         if matches!(role, Role::Init) && code == 0 {

@@ -157,8 +157,8 @@ pub(super) struct Worker {
     failed_hooks: BTreeSet<String>,
     /// Containers that ran, and are not what the pod asks for any more.
     outdated: BTreeMap<String, KillReason>,
-    /// Containers, by name, whose image or resources have changed since the last look, and those instances that
-    /// were the last ones before: how often they crashed says nothing of the next.
+    /// Containers, by name, whose image or resources have changed since the last look, and those instances
+    /// that were the last ones before: how often they crashed says nothing of the next.
     renewed: BTreeSet<String>,
     of_before: BTreeSet<String>,
     /// Containers that ran at the last look, or were started since.

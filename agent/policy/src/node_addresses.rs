@@ -48,8 +48,8 @@ pub fn sort_pod_ips(told: &[String], is_ipv6_first: bool) -> Vec<String> {
     [first(is_ipv6_first), first(!is_ipv6_first)].into_iter().flatten().collect()
 }
 
-/// The addresses of a pod on the node's network. They stay what they were, whatever becomes of the node's; the
-/// second one may come later.
+/// The addresses of a pod on the node's network. They stay what they were, whatever becomes of the node's;
+/// the second one may come later.
 #[must_use]
 pub fn host_network_ips(node: &[IpAddr], before: Option<&PodStatus>) -> Vec<String> {
     let before = before.iter().flat_map(|status| status.pod_ips.iter().flatten());

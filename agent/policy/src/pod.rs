@@ -333,8 +333,8 @@ impl<'a> Decision<'a> {
         self.newest.get(name).copied().filter(|c| c.sandbox_id == current.id && !self.round.is_past(c))
     }
 
-    /// How the newest container of this name ended, if it has. What is started anew in any case has no end; one
-    /// that the runtime has lost has the end that is last known.
+    /// How the newest container of this name ended, if it has. What is started anew in any case has no end;
+    /// one that the runtime has lost has the end that is last known.
     fn exit_code(&self, name: &str) -> Option<i32> {
         let Some(newest) = self.newest.get(name) else {
             return self.verdicts.last_codes.get(name).copied();
@@ -560,10 +560,10 @@ impl<'a> Decision<'a> {
         self.times.ended.get(&container.id).copied().unwrap_or(self.times.now)
     }
 
-    /// Returns true if a container that a probe had stopped is replaced at once: the kubelet stops the one and
-    /// starts the other in one step, and counts the delay from the end that it knows then, which is the one
-    /// before (doBackOff). Without any there is no delay. Where that one isn't over, a later step looks, and
-    /// counts from this one's end.
+    /// Returns true if a container that a probe had stopped is replaced at once: the kubelet stops the one
+    /// and starts the other in one step, and counts the delay from the end that it knows then, which is the
+    /// one before (doBackOff). Without any there is no delay. Where that one isn't over, a later step looks,
+    /// and counts from this one's end.
     fn waits_for_nothing(&self, container: &Container, ended: Moment, delay: Duration) -> bool {
         let reason = self.verdicts.condemned.get(&container.id);
         if !matches!(reason, Some(KillReason::Liveness | KillReason::Startup)) {

@@ -29,8 +29,8 @@ pub fn is_redefined(spec: &Container, made: &cri::ContainerStatus) -> bool {
 }
 
 /// The containers that are not in `now` as they were in `before`, as far as the delays after failures ask: of
-/// the first list the image is another one (what failed to be pulled is not wanted any more), of the second the
-/// image or the resources (the kubelet's GetBackoffKey).
+/// the first list the image is another one (what failed to be pulled is not wanted any more), of the second
+/// the image or the resources (the kubelet's GetBackoffKey).
 #[must_use]
 pub fn renewed(before: &Pod, now: &Pod) -> (Vec<String>, Vec<String>) {
     let find = |name: &str| all(before).find(|container| container.name == name);

@@ -1,5 +1,5 @@
-//! The node's own addresses: those that were configured, else the one that the routing table has packets leave
-//! from. Asked again while the node runs: a machine may boot before its network, and be renumbered.
+//! The node's own addresses: those that were configured, else the one that the routing table has packets
+//! leave from. Asked again while the node runs: a machine may boot before its network, and be renumbered.
 
 use std::{
     io,

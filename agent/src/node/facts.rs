@@ -263,8 +263,8 @@ fn no_resolver(is_ipv6: bool) -> cri::DnsConfig {
     cri::DnsConfig { servers: vec![server.to_owned()], searches: vec![".".to_owned()], ..Default::default() }
 }
 
-/// A resolver configuration. A file that isn't there is an error, as to the kubelet (`getHostDNSConfig`): a pod
-/// that starts without name servers would be broken for as long as it lives.
+/// A resolver configuration. A file that isn't there is an error, as to the kubelet (`getHostDNSConfig`): a
+/// pod that starts without name servers would be broken for as long as it lives.
 fn resolver(path: &Path) -> io::Result<cri::DnsConfig> {
     let read = || {
         let mut bytes = Vec::new();

@@ -63,8 +63,8 @@ impl FsGroup {
 
     /// The children first, so that an interrupted change is seen at the top. What goes or is replaced
     /// meanwhile is passed over, and what is mounted below belongs to somebody else. What the file system
-    /// doesn't give away (root squashed, immutable) stays as it is, and the pod runs all the same, as under the
-    /// kubelet.
+    /// doesn't give away (root squashed, immutable) stays as it is, and the pod runs all the same, as under
+    /// the kubelet.
     fn own_all(&self, folder: OwnedFd, access: Access) -> Result<(), Errno> {
         let mut walk = Walk::of(folder)?;
         let (mut refused, mut why) = (0_u64, None);

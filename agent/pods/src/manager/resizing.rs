@@ -51,7 +51,8 @@ pub(super) fn as_accepted(wanted: &Arc<core::Pod>, accepted: Option<&Accepted>) 
 
 impl Manager {
     /// Asks for the amounts that are wanted of a pod which another instance of the agent let in with others:
-    /// nobody has looked yet whether there is room for them (the kubelet's allocation manager asks anew, too).
+    /// nobody has looked yet whether there is room for them (the kubelet's allocation manager asks anew,
+    /// too).
     pub(super) fn ask_for_amounts(&mut self, uid: &str, wanted: &Arc<core::Pod>) {
         let Some(managed) = self.pods.get_mut(uid) else { return };
         if !managed.terminating() && !resize::same_amounts(wanted, &managed.pod) {

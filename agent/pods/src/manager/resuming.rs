@@ -9,8 +9,8 @@ use tokio::sync::watch;
 use super::{Control, PodRecord, Terminate, assigned::Deletion};
 use beelet_model::status::has_ended;
 
-/// Notes how the containers of a pod are, by its newest status, for the worker: the runtime may lose all that it
-/// knows of them. The worker need not look for that.
+/// Notes how the containers of a pod are, by its newest status, for the worker: the runtime may lose all that
+/// it knows of them. The worker need not look for that.
 pub(super) fn remember(control: &watch::Sender<Control>, status: &core::PodStatus) {
     control.send_if_modified(|c| {
         for (name, count) in next_counts(Some(status)) {

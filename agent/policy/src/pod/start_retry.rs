@@ -19,9 +19,10 @@ const IMAGE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_sec
 /// The kubelet's backOffPeriod: it tries again with the next look at the pod.
 const MAKING: Duration = Duration::from_secs(10);
 
-/// The pause before the next try. `before` is the one before this try if that failed in the same way, `chance`
-/// any number. Only pulls and what runs have back-offs that grow (`image_manager.go`, `doBackOff`); after any
-/// other error the kubelet looks again within ten seconds to fifteen (`pod_workers.go`, `completeWork`).
+/// The pause before the next try. `before` is the one before this try if that failed in the same way,
+/// `chance` any number. Only pulls and what runs have back-offs that grow (`image_manager.go`, `doBackOff`);
+/// after any other error the kubelet looks again within ten seconds to fifteen (`pod_workers.go`,
+/// `completeWork`).
 #[must_use]
 pub fn start_pause(failure: StartFailure, before: Option<Duration>, chance: u8) -> Duration {
     let (least, most) = match failure {
