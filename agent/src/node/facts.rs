@@ -120,8 +120,10 @@ pub(super) fn cgroup_config(config: &Config, machine: &Machine, cgroups: &Cgroup
             .iter()
             .filter_map(|(name, bytes)| Some((huge_pages::size_of_resource(name)?, bytes.value())))
             .collect(),
-        limit_huge_pages: has_hugetlb(cgroups),
-        node_pids: pids().map(|pids| pids.saturating_sub(config.reserved("pid").value()).max(0)),
+        limit_huge_pages: has_controller(cgroups, "hugetlb"),
+        node_pids: pids()
+            .filter(|_| has_controller(cgroups, "pids"))
+            .map(|pids| pids.saturating_sub(config.reserved("pid").value()).max(0)),
         ..CgroupConfig::new(version, node)
     }
 }
@@ -134,12 +136,12 @@ fn pids() -> Option<i64> {
     limits.into_iter().flatten().min()
 }
 
-/// Returns true if huge pages can be limited where the pods' other values are: a hybrid machine may have the
-/// controller in cgroup2, where pods have none of its files.
-fn has_hugetlb(cgroups: &Cgroups) -> bool {
-    let of_version_1 = |hierarchy: &Hierarchy| !hierarchy.is_v2 && hierarchy.controllers.contains("hugetlb");
+/// Returns true if a controller is where the pods' other values are: a hybrid machine may have it in cgroup2,
+/// where pods have none of its files.
+fn has_controller(cgroups: &Cgroups, controller: &str) -> bool {
+    let of_version_1 = |hierarchy: &Hierarchy| !hierarchy.is_v2 && hierarchy.controllers.contains(controller);
     match cgroups.version() {
-        Version::V2 => cgroups.controllers().contains("hugetlb"),
+        Version::V2 => cgroups.controllers().contains(controller),
         Version::V1 | Version::Hybrid => cgroups.hierarchies().iter().any(of_version_1),
     }
 }
