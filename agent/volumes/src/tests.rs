@@ -44,14 +44,27 @@ fn tearing_down_does_not_follow_symbolic_links() {
 }
 
 #[test]
-fn a_volume_that_misses_its_object_says_so() {
+fn a_volume_that_misses_its_object_says_so_if_a_container_mounts_it() {
     let dir = tempfile::tempdir().unwrap();
-    let pod = pod(json!({"containers": [], "volumes": [{"name": "conf", "configMap": {"name": "m"}}]}));
-    let (_, done) = set_up(&pod, dir.path());
+    let volumes = json!([
+        {"name": "conf", "configMap": {"name": "m"}}, {"name": "none", "hostPath": {"path": "/none", "type": "Directory"}},
+    ]);
+    let of = |mounts: serde_json::Value| {
+        let containers = json!([{"name": "c", "volumeMounts": mounts}]);
+        set_up(&pod(json!({"containers": containers, "volumes": volumes})), dir.path()).1
+    };
     assert_eq!(
-        done.unwrap_err().to_string(),
+        of(json!([{"name": "conf", "mountPath": "/etc/app"}])).unwrap_err().to_string(),
         "volume conf: there is no ConfigMap shop/m; put its manifest beside the pod's"
     );
+    assert!(
+        of(json!([{"name": "none", "mountPath": "/x"}]))
+            .unwrap_err()
+            .to_string()
+            .starts_with("volume none: ")
+    );
+    // For what nobody mounts nobody waits.
+    of(json!([])).unwrap();
 }
 
 #[test]
