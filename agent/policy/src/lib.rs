@@ -26,6 +26,7 @@ pub mod local_storage;
 pub mod log_query;
 pub mod mirror;
 pub mod moment;
+pub mod mount_points;
 pub mod node_access;
 pub mod node_addresses;
 pub mod node_fit;

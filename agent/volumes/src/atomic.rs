@@ -89,6 +89,26 @@ pub(super) fn write(
     Ok(true)
 }
 
+/// Makes folders in the open folder `root` that other volumes will be mounted on; `path` is its name in
+/// errors. Containers see the volume read-only, so that the runtime can't. Before the first [`write`]: a name
+/// that is a folder gets no link, as in the kubelet.
+pub(super) fn make_mount_points(
+    path: &Path,
+    root: &OwnedFd,
+    wanted: &[String],
+    group: Option<&FsGroup>,
+) -> Result<(), Error> {
+    // The names of sets and of the link to them are ours.
+    for way in wanted.iter().filter(|way| !way.starts_with("..")) {
+        match make_folders(root, Path::new(way), group) {
+            // A link or a file is there. It is not followed, and the runtime says if it can't mount there.
+            Ok(_) | Err(Errno::LOOP | Errno::NOTDIR) => {}
+            Err(e) => return Err(Error::io("make a mount point in", path)(e)),
+        }
+    }
+    Ok(())
+}
+
 /// What a path in a volume must be: relative, without `..`, and not one of our own names.
 fn check_path(path: &str) -> Result<(), Error> {
     let mut parts = Path::new(path).components();
@@ -394,6 +414,32 @@ mod tests {
         fs::create_dir(dir.path().join("made")).unwrap();
         write(dir.path(), &payload(&[("b", "1")]), None).unwrap();
         assert_eq!(names(dir.path())[1..], ["..data", "b", "made"]);
+    }
+
+    #[test]
+    fn mount_points_stay_over_changes_and_are_never_made_through_links() {
+        let dir = tempfile::tempdir().unwrap();
+        let (volume, outside) = (dir.path().join("v"), dir.path().join("outside"));
+        fs::create_dir(&volume).unwrap();
+        fs::create_dir(&outside).unwrap();
+        let make = |wanted: &[&str]| {
+            let wanted: Vec<String> = wanted.iter().map(|way| (*way).to_owned()).collect();
+            make_mount_points(&volume, &File::open(&volume).unwrap().into(), &wanted, None).unwrap();
+        };
+        let mode = |path: &str| fs::symlink_metadata(volume.join(path)).unwrap().permissions().mode();
+        make(&["cache", "deep/er", "..data"]);
+        for files in [[("a", "1"), ("cache/x", "1")], [("a", "2"), ("cache/x", "2")]] {
+            assert_eq!(write(&volume, &payload(&files), None), Ok(true));
+            assert_eq!(fs::read_to_string(volume.join("a")).unwrap(), files[0].1);
+            for made in ["cache", "deep", "deep/er"] {
+                assert_eq!(mode(made), 0o40755, "{made}");
+            }
+        }
+        // What a container with a hostPath may have put there, and what a key is.
+        std::os::unix::fs::symlink(&outside, volume.join("way")).unwrap();
+        make(&["way/x", "way", "a", "a/b", "cache"]);
+        assert!(names(&outside).is_empty());
+        assert!(volume.join("a").is_symlink());
     }
 
     #[test]

@@ -31,6 +31,7 @@ use std::path::{Path, PathBuf};
 use beelet_model::storage::{Claimed, Published};
 use beelet_policy::claims;
 use beelet_policy::expand::expand_strict;
+use beelet_policy::mount_points;
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 use rustix::fs::{Mode, OFlags};
@@ -223,6 +224,8 @@ impl Volumes {
                 mounts::mount_tmpfs(&path, None, 0o755)?;
             }
             let top = open_top(&path, in_memory)?.ok_or_else(|| Error::Vanished(path.clone()))?;
+            let nested = mount_points::nested(sources.pod, &volume.name);
+            atomic::make_mount_points(&path, &top, &nested, self.fs_group.as_ref())?;
             if content::lacks_token(volume, sources) && atomic::is_set_up(&top) {
                 return Ok(());
             }

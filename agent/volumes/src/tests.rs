@@ -68,6 +68,22 @@ fn a_volume_that_misses_its_object_says_so_if_a_container_mounts_it() {
 }
 
 #[test]
+fn a_volume_of_objects_has_mount_points_for_volumes_that_are_mounted_below_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let pod = pod(json!({
+        "containers": [{"name": "c", "volumeMounts": [
+            {"name": "conf", "mountPath": "/etc/app"}, {"name": "cache", "mountPath": "/etc/app/var/cache"},
+        ]}],
+        "volumes": [
+            {"name": "conf", "configMap": {"name": "m", "optional": true}}, {"name": "cache", "emptyDir": {}},
+        ],
+    }));
+    let (volumes, done) = set_up(&pod, dir.path());
+    done.unwrap();
+    assert!(volumes.path("conf").join("var/cache").is_dir());
+}
+
+#[test]
 fn a_volumes_top_folder_is_for_any_user_and_the_way_to_it_is_not() {
     use std::os::unix::fs::PermissionsExt;
     let name = "a_volumes_top_folder_is_for_any_user_and_the_way_to_it_is_not";
