@@ -21,11 +21,11 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path};
 
 use jiff::Timestamp;
-use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, Uid};
 use rustix::io::Errno;
 
 use super::Error;
-use super::fs_group::{Access, FsGroup};
+use super::fs_group::{Access, FsGroup, mask};
 use beelet_base::walk::remove;
 
 /// The link that leads to the set in force.
@@ -44,6 +44,8 @@ pub(super) struct PayloadFile {
     pub(super) bytes: Vec<u8>,
     /// Its permissions.
     pub(super) mode: u32,
+    /// The user it belongs to; None: the agent's own.
+    pub(super) owner: Option<u32>,
 }
 
 impl std::fmt::Debug for PayloadFile {
@@ -75,7 +77,7 @@ pub(super) fn write(
     }
     let current = current(root).map_err(|e| failed(e.into()))?;
     if let Some(current) = &current
-        && holds(root, current, payload).unwrap_or(false)
+        && holds(root, current, payload, group.is_some()).unwrap_or(false)
     {
         return Ok(false);
     }
@@ -141,14 +143,21 @@ fn current(root: &OwnedFd) -> Result<Option<OsString>, Errno> {
     }
 }
 
-/// Returns true if a set has these files and no others, with their contents and modes' owner part.
-fn holds(root: &OwnedFd, set: &OsStr, payload: &Payload) -> Result<bool, std::io::Error> {
+/// Returns true if a set has these files and no others, with their contents, modes and users: a pod that gets
+/// an ephemeral container may get others. `for_group`: the pod has a group, which may read them.
+fn holds(root: &OwnedFd, set: &OsStr, payload: &Payload, for_group: bool) -> Result<bool, std::io::Error> {
     let folder = open_folder(root, set)?;
     if count(&folder, "", payload)? != Some(payload.len()) {
         return Ok(false);
     }
+    let more = if for_group { mask(FileType::RegularFile, Access::ReadOnly).bits() } else { 0 };
     for (path, wanted) in payload {
         let file = File::from(open_beneath(&folder, path)?);
+        let stat = rustix::fs::fstat(&file)?;
+        let owner = wanted.owner.map_or_else(rustix::process::geteuid, Uid::from_raw);
+        if stat.st_mode & 0o7777 != wanted.mode & 0o777 | more || stat.st_uid != owner.as_raw() {
+            return Ok(false);
+        }
         let mut bytes = Vec::new();
         file.take(wanted.bytes.len() as u64 + 1).read_to_end(&mut bytes)?;
         if bytes != wanted.bytes {
@@ -200,6 +209,9 @@ fn write_set(root: &OwnedFd, payload: &Payload, group: Option<&FsGroup>) -> Resu
         let name = path.file_name().unwrap_or_default();
         let mut file = File::from(rustix::fs::openat(&folder, name, flags, Mode::from_raw_mode(0o600))?);
         file.write_all(&content.bytes)?;
+        if let Some(owner) = content.owner {
+            rustix::fs::fchown(&file, Some(Uid::from_raw(owner)), None)?;
+        }
         rustix::fs::fchmod(&file, Mode::from_raw_mode(content.mode & 0o777))?;
         own(group, &file, FileType::RegularFile)?;
     }
@@ -305,12 +317,12 @@ fn open_beneath(folder: &OwnedFd, path: &str) -> Result<OwnedFd, Errno> {
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
     use super::*;
 
     fn payload(files: &[(&str, &str)]) -> Payload {
-        let file = |text: &str| PayloadFile { bytes: text.into(), mode: 0o644 };
+        let file = |text: &str| PayloadFile { bytes: text.into(), mode: 0o644, owner: None };
         files.iter().map(|(path, text)| ((*path).to_owned(), file(text))).collect()
     }
 
@@ -358,10 +370,34 @@ mod tests {
     #[test]
     fn modes_are_what_they_should_be_whatever_the_umask() {
         let dir = tempfile::tempdir().unwrap();
-        let file = PayloadFile { bytes: vec![], mode: 0o466 };
+        let file = PayloadFile { bytes: vec![], mode: 0o466, owner: None };
         write(dir.path(), &[("a".to_owned(), file)].into(), None).unwrap();
         let mode = |path: &str| fs::metadata(dir.path().join(path)).unwrap().permissions().mode() & 0o7777;
         assert_eq!((mode("a"), mode("..data/")), (0o466, 0o755));
+    }
+
+    #[test]
+    fn files_that_have_another_mode_or_user_than_they_should_are_written_anew() {
+        let dir = tempfile::tempdir().unwrap();
+        // An ordinary user may give files to itself and its group alone.
+        let root = rustix::process::geteuid().is_root();
+        let (uid, gid) =
+            (if root { 1234 } else { rustix::process::geteuid().as_raw() }, rustix::process::getgid());
+        let context = serde_json::from_value(serde_json::json!({"fsGroup": gid.as_raw()})).unwrap();
+        let group = FsGroup::of(Some(&context));
+        let check = |mode: u32, owner: Option<u32>, group: Option<&FsGroup>, expected: (bool, u32, u32)| {
+            let files = [("token".to_owned(), PayloadFile { bytes: b"t".into(), mode, owner })].into();
+            let changed = write(dir.path(), &files, group).unwrap();
+            let found = fs::metadata(dir.path().join("token")).unwrap();
+            assert_eq!((changed, found.mode() & 0o7777, found.uid()), expected);
+            assert_eq!(write(dir.path(), &files, group), Ok(false), "a second time");
+        };
+        let own = rustix::process::geteuid().as_raw();
+        check(0o644, None, None, (true, 0o644, own));
+        check(0o600, None, None, (true, 0o600, own));
+        check(0o600, Some(uid), None, (root, 0o600, uid));
+        check(0o600, Some(uid), group.as_ref(), (true, 0o640, uid));
+        check(0o644, None, None, (true, 0o644, own));
     }
 
     #[test]
@@ -390,7 +426,7 @@ mod tests {
         for more in ["other/folder", "deep/other"] {
             fs::create_dir_all(set.join(more)).unwrap();
             let root = File::open(dir.path()).unwrap().into();
-            assert!(!holds(&root, set.file_name().unwrap(), &files).unwrap(), "{more}");
+            assert!(!holds(&root, set.file_name().unwrap(), &files, false).unwrap(), "{more}");
             fs::remove_dir(set.join(more)).unwrap();
         }
         fs::remove_dir(set.join("other")).unwrap();

@@ -74,6 +74,19 @@ fn mode_of(mode: Option<i32>) -> i32 {
     mode.unwrap_or(DEFAULT_MODE)
 }
 
+/// The user that all containers of a pod run as, if they say so and it is one (`FsUserFrom`).
+fn fs_user(pod: &core::Pod) -> Option<i64> {
+    let spec = pod.spec.as_ref()?;
+    let of_pod = spec.security_context.as_ref().and_then(|context| context.run_as_user);
+    let containers = spec.init_containers.iter().flatten().chain(&spec.containers);
+    let ephemeral = spec.ephemeral_containers.iter().flatten();
+    let mut contexts =
+        containers.map(|one| &one.security_context).chain(ephemeral.map(|one| &one.security_context));
+    let user = |own: &Option<core::SecurityContext>| own.as_ref().and_then(|own| own.run_as_user).or(of_pod);
+    let first = user(contexts.next()?)?;
+    contexts.all(|own| user(own) == Some(first)).then_some(first)
+}
+
 /// A reference to an object, whatever field it is written in.
 struct Reference<'a> {
     name: &'a str,
@@ -105,7 +118,19 @@ impl Files<'_> {
     fn add(&mut self, path: &str, bytes: &[u8], mode: i32) {
         // Of two sources for one path the later one wins.
         let mode = u32::try_from(mode).unwrap_or(0) & 0o777;
-        self.payload.insert(path.to_owned(), PayloadFile { bytes: bytes.to_vec(), mode });
+        self.payload.insert(path.to_owned(), PayloadFile { bytes: bytes.to_vec(), mode, owner: None });
+    }
+
+    /// Adds what identifies the pod, or whom it trusts. It is the pod's user's and nobody else's, if the pod
+    /// says who that is: the kubelet's `collectData` (`pkg/volume/projected`). A group gets its part later.
+    fn add_identity(&mut self, path: &str, bytes: &[u8], mode: i32) {
+        let pod = self.sources.pod;
+        let context = pod.spec.as_ref().and_then(|spec| spec.security_context.as_ref());
+        let (user, group) = (fs_user(pod), context.and_then(|context| context.fs_group));
+        self.add(path, bytes, if user.is_some() || group.is_some() { 0o600 } else { mode });
+        if let Some(file) = self.payload.get_mut(path) {
+            file.owner = user.and_then(|user| u32::try_from(user).ok()).filter(|user| *user != u32::MAX);
+        }
     }
 
     fn namespace(&self) -> &str {
@@ -197,14 +222,14 @@ impl Files<'_> {
                     )));
                 }
             };
-            self.add(&source.path, token.as_bytes(), mode);
+            self.add_identity(&source.path, token.as_bytes(), mode);
             Ok(())
         } else if let Some(source) = &projection.cluster_trust_bundle {
             let bundles = self.sources.objects.trust_bundles();
             let bundles =
                 bundles.ok_or_else(|| Error::unmet("the API server has told no ClusterTrustBundles yet"))?;
             let file = trust_bundles::file(source, bundles).map_err(Error::unmet)?;
-            self.add(&source.path, &file, mode);
+            self.add_identity(&source.path, &file, mode);
             Ok(())
         } else {
             Err(Error::unmet("a projection of a kind that beelet doesn't know"))
@@ -308,6 +333,57 @@ mod tests {
         });
         objects.add_token(of.into_iter().next().unwrap(), "t".into());
         assert_eq!(look(&objects), (Some(b"t".to_vec()), false));
+    }
+
+    #[test]
+    fn the_user_of_a_pods_files_is_the_one_that_all_its_containers_run_as() {
+        let check = |of_pod: Option<i64>, own: [serde_json::Value; 3], expected: Option<i64>| {
+            let [init, main, ephemeral] =
+                own.map(|user| json!([{"name": "c", "securityContext": {"runAsUser": user}}]));
+            let pod = json!({"spec": {
+                "securityContext": {"runAsUser": of_pod},
+                "initContainers": init, "containers": main, "ephemeralContainers": ephemeral,
+            }});
+            let shown = pod.to_string();
+            assert_eq!(fs_user(&serde_json::from_value(pod).unwrap()), expected, "{shown}");
+        };
+        let none = serde_json::Value::Null;
+        check(None, [none.clone(), none.clone(), none.clone()], None);
+        check(Some(7), [none.clone(), none.clone(), none.clone()], Some(7));
+        check(None, [json!(7), json!(7), json!(7)], Some(7));
+        check(None, [json!(0), json!(0), json!(0)], Some(0));
+        check(None, [json!(7), json!(7), none.clone()], None);
+        check(Some(7), [json!(8), none.clone(), none.clone()], None);
+        check(Some(8), [json!(7), json!(7), json!(7)], Some(7));
+        assert_eq!(fs_user(&core::Pod::default()), None);
+    }
+
+    #[test]
+    fn a_token_is_its_containers_users_alone_and_other_files_are_as_the_volume_says() {
+        let check = |context: serde_json::Value, expected: [(u32, Option<u32>); 2]| {
+            let pod = json!({
+                "metadata": {"name": "web", "namespace": "shop"},
+                "spec": {"containers": [{"name": "c"}], "securityContext": context},
+            });
+            let volume = json!({"name": "v", "projected": {"defaultMode": 0o444, "sources": [
+                {"serviceAccountToken": {"path": "token"}},
+                {"configMap": {"name": "m", "items": [{"key": "a", "path": "a"}]}},
+            ]}});
+            let (pod, volume) =
+                (serde_json::from_value(pod).unwrap(), serde_json::from_value(volume).unwrap());
+            let (mut objects, node) = (objects(), beelet_spec::fixtures::node());
+            objects.do_without_tokens();
+            let (claims, published) = (BTreeMap::new(), BTreeMap::new());
+            let sources =
+                Sources { pod: &pod, objects: &objects, node: &node, claims: &claims, published: &published };
+            let files = payload(&volume, &sources).unwrap().unwrap();
+            let shown = ["token", "a"].map(|path| (files[path].mode, files[path].owner));
+            assert_eq!(shown, expected, "{context}");
+        };
+        check(json!({}), [(0o444, None), (0o444, None)]);
+        check(json!({"runAsUser": 7}), [(0o600, Some(7)), (0o444, None)]);
+        check(json!({"fsGroup": 9}), [(0o600, None), (0o444, None)]);
+        check(json!({"runAsUser": 7, "fsGroup": 9}), [(0o600, Some(7)), (0o444, None)]);
     }
 
     #[test]

@@ -108,7 +108,7 @@ impl FsGroup {
 }
 
 /// What is added to a file's mode.
-fn mask(kind: FileType, access: Access) -> Mode {
+pub(super) fn mask(kind: FileType, access: Access) -> Mode {
     let rights = match access {
         Access::ReadWrite => 0o660,
         Access::ReadOnly => 0o440,
