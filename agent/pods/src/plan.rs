@@ -182,7 +182,8 @@ fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<AdmissionRejection> {
 fn place(pod: &core::Pod, site: &Site<'_>) -> Result<Placement, PlacementError> {
     let cgroup = values::pod_cgroup(pod, site.cgroup_config)?;
     let parent = (site.cgroup_parent)(&cgroup.path);
-    Ok(Placement { sandbox: cri_config::sandbox(pod, 0, parent, site.node)?, cgroup })
+    let resources = values::sandbox_resources(pod, site.cgroup_config)?;
+    Ok(Placement { sandbox: cri_config::sandbox(pod, 0, parent, resources, site.node)?, cgroup })
 }
 
 #[cfg(test)]
@@ -237,7 +238,9 @@ mod tests {
         assert_eq!(cgroup.path, "/kubepods/burstable/podu1");
         assert_eq!(cgroup.files.get("cpu.weight").map(String::as_str), Some("4"));
         let sandbox = plan.sandbox_of_attempt(3).unwrap();
-        assert_eq!(sandbox.linux.unwrap().cgroup_parent, "/machine/kubepods/burstable/podu1");
+        let linux = sandbox.linux.unwrap();
+        assert_eq!(linux.cgroup_parent, "/machine/kubepods/burstable/podu1");
+        assert_eq!(linux.resources.unwrap().cpu_shares, 102);
         assert_eq!(sandbox.metadata.unwrap().attempt, 3);
         assert_eq!(plan.sandbox().unwrap().metadata.as_ref().unwrap().attempt, 0);
     }

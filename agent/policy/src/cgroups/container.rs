@@ -127,7 +127,7 @@ pub fn container_cgroup(
 }
 
 /// Does a kill for want of memory take whole containers?
-fn kills_as_group(config: &CgroupConfig) -> bool {
+pub(super) fn kills_as_group(config: &CgroupConfig) -> bool {
     config.version == CgroupVersion::V2 && config.oom_group
 }
 

@@ -21,7 +21,7 @@ pub use cpu::{
 };
 pub use names::{pod_path, slice_path};
 pub use node::{node_cgroups, reserved_cgroup};
-pub use pod::pod_cgroup;
+pub use pod::{pod_cgroup, sandbox_resources};
 pub use swap::{Swap, SwapBehavior, resize_changes_swap};
 
 use cpu::proportional_weight;

@@ -1,10 +1,14 @@
 //! The values of a pod's cgroup (`ResourceConfigForPod` of the kubelet).
 
+use std::collections::BTreeMap;
+
 use k8s_openapi::api::core::v1::Pod;
 
 use crate::{
     cgroups::{
-        CgroupConfig, CgroupValues, Level, MemoryReservationPolicy, Settings, cpu::millis_to_quota,
+        CgroupConfig, CgroupValues, ContainerResources, Level, MemoryReservationPolicy, Settings,
+        container::{OOM_GROUP, kills_as_group},
+        cpu::{millis_to_quota, millis_to_shares},
         names::pod_path,
     },
     field::FieldError,
@@ -25,6 +29,30 @@ pub fn pod_cgroup(pod: &Pod, config: &CgroupConfig) -> Result<CgroupValues, Fiel
     let mut files = settings(&demand, class, config).files(Level::Above, config);
     files.extend(config.huge_page_files(|size| huge_pages(&demand, size)));
     Ok(CgroupValues { path, files })
+}
+
+/// The resources that the runtime is told of a pod's sandbox: those of its containers together, without the
+/// overhead, which is told beside them. Runtimes that size a virtual machine do it by these
+/// (`calculateSandboxResources`).
+///
+/// # Errors
+/// The path of the first amount in the pod that is not a quantity.
+pub fn sandbox_resources(pod: &Pod, config: &CgroupConfig) -> Result<ContainerResources, FieldError> {
+    let demand = PodDemand { overhead: None, ..PodDemand::read(pod)? };
+    let (requests, limits) = (demand.requests(), demand.limits());
+    // Without a request the limit counts, as the API server would default it.
+    let request = requests.get(CPU).unwrap_or_else(|| limits.amount(CPU));
+    let quota = millis_to_quota(limits.amount(CPU).milli_value(), config.cpu_cfs_quota_period_us);
+    Ok(ContainerResources {
+        cpu_shares: millis_to_shares(request.milli_value()),
+        cpu_quota: if config.cpu_cfs_quota { quota } else { 0 },
+        cpu_period: if config.cpu_cfs_quota { config.cpu_cfs_quota_period_us } else { 0 },
+        memory_limit_bytes: limits.amount(MEMORY).value(),
+        oom_score_adj: 0,
+        memory_swap_limit_bytes: 0,
+        huge_page_limits: BTreeMap::new(),
+        unified: kills_as_group(config).then(|| (OOM_GROUP.to_owned(), "1".to_owned())).into_iter().collect(),
+    })
 }
 
 fn settings(demand: &PodDemand<'_>, class: QosClass, config: &CgroupConfig) -> Settings {

@@ -47,6 +47,43 @@ fn the_out_of_memory_killer_spares_what_asked_for_its_memory() {
 }
 
 #[test]
+fn a_sandbox_is_told_what_the_containers_need_together_without_the_overhead() {
+    let amounts = |requests: Value, limits: Value| json!({"requests": requests, "limits": limits});
+    let check = |spec: &Value, expected: (u64, i64, u64, i64)| {
+        let told = sandbox_resources(&pod(spec), &config(CgroupVersion::V2)).unwrap();
+        let shown = (told.cpu_shares, told.cpu_quota, told.cpu_period, told.memory_limit_bytes);
+        assert_eq!(shown, expected, "{spec}");
+        assert_eq!((told.oom_score_adj, told.memory_swap_limit_bytes), (0, 0));
+        assert!(told.huge_page_limits.is_empty() && told.unified.is_empty());
+    };
+    let one = json!({"name": "a", "resources": amounts(json!({"cpu": "250m"}), json!({"cpu": "1", "memory": "1Gi"}))});
+    let two = json!({"name": "b", "resources": amounts(json!({"cpu": "750m"}), json!({"memory": "1Gi"}))});
+    let costs = json!({"cpu": "250m", "memory": "64Mi"});
+    check(&json!({"containers": [{"name": "c"}]}), (2, 0, 100_000, 0));
+    check(&json!({"containers": [one, two]}), (1024, 100_000, 100_000, 2 * GIB));
+    check(&json!({"containers": [one, two], "overhead": costs}), (1024, 100_000, 100_000, 2 * GIB));
+    check(
+        &json!({"containers": [{"name": "a", "resources": {"limits": {"cpu": "2"}}}]}),
+        (2048, 200_000, 100_000, 0),
+    );
+    let of_pod = amounts(json!({"cpu": "2"}), json!({"cpu": "4", "memory": "4Gi"}));
+    check(&json!({"containers": [one], "resources": of_pod}), (2048, 400_000, 100_000, 4 * GIB));
+}
+
+#[test]
+fn a_sandbox_is_told_of_no_quota_that_is_not_enforced_and_of_kills_by_container() {
+    let spec = json!({"containers": [{"name": "a", "resources": {"limits": {"cpu": "2"}}}]});
+    let told = |version: CgroupVersion| {
+        let config = CgroupConfig { cpu_cfs_quota: false, oom_group: true, ..config(version) };
+        let told = sandbox_resources(&pod(&spec), &config).unwrap();
+        assert_eq!((told.cpu_shares, told.cpu_quota, told.cpu_period), (2048, 0, 0));
+        told.unified
+    };
+    assert_eq!(told(CgroupVersion::V2), [(OOM_GROUP.to_owned(), "1".to_owned())].into());
+    assert!(told(CgroupVersion::V1).is_empty());
+}
+
+#[test]
 fn a_sidecar_is_no_likelier_to_be_killed_than_the_containers_it_serves() {
     let sidecar = |memory: &str| json!({"name": "s", "restartPolicy": "Always", "resources": {"requests": {"memory": memory}}});
     let main = |memory: &str| json!({"name": "c", "resources": {"requests": {"memory": memory}}});

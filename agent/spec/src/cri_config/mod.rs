@@ -39,7 +39,7 @@ fn pod_labels(pod: &core::Pod) -> HashMap<String, String> {
     all
 }
 
-/// The configuration of a pod's sandbox.
+/// The configuration of a pod's sandbox. `wanted` is what its containers need together.
 ///
 /// # Errors
 /// Its names make none that Linux takes, or its overhead can't be read.
@@ -47,6 +47,7 @@ pub fn sandbox(
     pod: &core::Pod,
     attempt: u32,
     cgroup_parent: String,
+    wanted: ContainerResources,
     node: &NodeFacts,
 ) -> Result<cri::PodSandboxConfig, Error> {
     let name = PodName::of(pod);
@@ -69,7 +70,7 @@ pub fn sandbox(
             security_context: Some(security::of_sandbox(spec)),
             sysctls: security::sysctls(spec),
             overhead: overhead(spec)?,
-            ..Default::default()
+            resources: Some(resources(wanted)),
         }),
         metadata: Some(cri::PodSandboxMetadata { name: name.name, uid, namespace: name.namespace, attempt }),
         ..Default::default()
@@ -224,14 +225,17 @@ mod tests {
     use crate::fixtures::{facts, node};
 
     #[test]
-    fn a_runtime_classs_overhead_is_told_to_the_runtime() {
+    fn what_the_containers_need_and_a_runtime_classs_overhead_are_told_to_the_runtime() {
         let pod: core::Pod = serde_json::from_value(json!({
             "metadata": {"name": "web", "namespace": "shop", "uid": "u1"},
             "spec": {"containers": [], "overhead": {"cpu": "250m", "memory": "64Mi"}}
         }))
         .unwrap();
-        let config = sandbox(&pod, 0, "/kubepods/x".to_owned(), &node()).unwrap();
-        let overhead = config.linux.unwrap().overhead.unwrap();
+        let wanted = ContainerResources { memory_limit_bytes: 1 << 30, ..facts().resources };
+        let config = sandbox(&pod, 0, "/kubepods/x".to_owned(), wanted, &node()).unwrap();
+        let linux = config.linux.unwrap();
+        assert_eq!(linux.resources.unwrap().memory_limit_in_bytes, 1 << 30);
+        let overhead = linux.overhead.unwrap();
         assert_eq!(
             (overhead.cpu_shares, overhead.cpu_quota, overhead.memory_limit_in_bytes),
             (256, 25_000, 64 << 20)

@@ -76,7 +76,7 @@ mod tests {
         let expected = vec![cri::IdMapping { host_id: 131_072, container_id: 0, length: 65_536 }];
         assert_eq!((&made.mounts[0].uid_mappings, &made.mounts[0].gid_mappings), (&expected, &expected));
         let of_container = made.linux.unwrap().security_context.unwrap().namespace_options.unwrap();
-        let mut config = sandbox(&pod, 0, "/kubepods/x".to_owned(), &node).unwrap();
+        let mut config = sandbox(&pod, 0, "/kubepods/x".to_owned(), facts().resources, &node).unwrap();
         users.apply_to_sandbox(&mut config);
         let of_sandbox = config.linux.unwrap().security_context.unwrap().namespace_options.unwrap();
         let namespace = of_sandbox.userns_options.unwrap();
