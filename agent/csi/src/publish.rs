@@ -8,6 +8,7 @@ use beelet_base::{
 };
 use beelet_model::storage::{Published, Storage};
 use beelet_policy::{
+    claims,
     csi::{self as policy, Ownership},
     references::TokenReference,
 };
@@ -197,8 +198,27 @@ impl Csi {
         let abilities = driver.abilities().await?;
         let facts = Facts { wanted, id, object, abilities, publish_context };
         let _held = self.hold(&facts.id).await;
+        self.check_no_other_pod(&facts, &uid).await?;
         let staged = if facts.abilities.stages { self.stage(storage, &driver, &facts).await? } else { None };
         self.publish_staged(storage, &driver, &facts, staged, &uid).await
+    }
+
+    /// Refuses a volume that is for one pod at a time while another has it. Under the volume's hold: who has it
+    /// is on disk before anybody else looks.
+    async fn check_no_other_pod(&self, facts: &Facts<'_>, uid: &str) -> Result<(), Error> {
+        if !facts.persistent().is_some_and(|(volume, _)| claims::is_for_one_pod(volume)) {
+            return Ok(());
+        }
+        let pods = self.0.pods_dir.clone();
+        let all = blocking("looking for who has a volume", move || records::published(&pods)).await;
+        let pods = all.iter().filter(|(.., one)| VolumeId::of(one) == facts.id);
+        if is_anothers(pods.map(|(pod, ..)| pod.as_str()), uid) {
+            return Err(Error::Unmet(
+                "volume uses the ReadWriteOncePod access mode and is already in use by another pod"
+                    .to_owned(),
+            ));
+        }
+        Ok(())
     }
 
     /// Waits until a controller has attached the volume; what the attachment says to the driver.
@@ -368,6 +388,11 @@ impl Csi {
     }
 }
 
+/// Returns true if one of these pods has a volume, and the pod with this UID hasn't: one that has it keeps it.
+fn is_anothers<'p>(mut having: impl Iterator<Item = &'p str> + Clone, uid: &str) -> bool {
+    !having.clone().any(|pod| pod == uid) && having.next().is_some()
+}
+
 /// Returns true if a name is one part of a path: it comes from a server.
 fn is_one_part(name: &str) -> bool {
     !matches!(name, "" | "." | "..") && !name.contains(['/', '\0'])
@@ -420,4 +445,61 @@ async fn tokens(
         found.insert(request.audience.clone(), status);
     }
     Ok(Some(serde_json::Value::Object(found).to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::Metrics;
+
+    /// Writes down that a pod has a volume.
+    fn published(pods: &Path, uid: &str, handle: &str) {
+        let folder = records::folder_of(&pods.join(uid)).join("pv");
+        std::fs::create_dir_all(&folder).unwrap();
+        let record = VolumeRecord {
+            driver_name: "d.example".to_owned(),
+            volume_handle: handle.to_owned(),
+            ..VolumeRecord::default()
+        };
+        record.write(&folder).unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_volume_for_one_pod_is_refused_while_another_has_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let pods = dir.path().join("pods");
+        let csi = Csi::open("n1", &dir.path().join("kubelet"), &pods, Metrics::default());
+        let check = async |modes: Value, expected: bool| {
+            let source = json!({"driver": "d.example", "volumeHandle": "h"});
+            let volume: PersistentVolume =
+                serde_json::from_value(json!({"spec": {"csi": source, "accessModes": modes}})).unwrap();
+            let source = volume.spec.as_ref().unwrap().csi.as_ref().unwrap();
+            let (pod, source) = (Pod::default(), Source::Persistent(&volume, source));
+            let wanted =
+                Wanted { pod: &pod, name: "pv", source, read_only: false, group: None, again: false };
+            let facts = Facts {
+                wanted,
+                id: VolumeId::new("d.example", "h"),
+                object: None,
+                abilities: Abilities::default(),
+                publish_context: BTreeMap::new(),
+            };
+            let done = csi.check_no_other_pod(&facts, "u1").await;
+            assert_eq!(done.is_ok(), expected, "{modes}: {done:?}");
+        };
+        let alone = json!(["ReadWriteOncePod"]);
+        check(alone.clone(), true).await;
+        published(&pods, "u2", "another");
+        check(alone.clone(), true).await;
+        published(&pods, "u3", "h");
+        check(alone.clone(), false).await;
+        check(json!(["ReadWriteOnce"]), true).await;
+        check(json!(["ReadWriteOncePod", "ReadWriteMany"]), true).await;
+        published(&pods, "u1", "h");
+        check(alone, true).await;
+    }
 }
