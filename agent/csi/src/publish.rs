@@ -203,8 +203,8 @@ impl Csi {
         self.publish_staged(storage, &driver, &facts, staged, &uid).await
     }
 
-    /// Refuses a volume that is for one pod at a time while another has it. Under the volume's hold: who has it
-    /// is on disk before anybody else looks.
+    /// Refuses a volume that is for one pod at a time while another has it. Under the volume's hold: who has
+    /// it is on disk before anybody else looks.
     async fn check_no_other_pod(&self, facts: &Facts<'_>, uid: &str) -> Result<(), Error> {
         if !facts.persistent().is_some_and(|(volume, _)| claims::is_for_one_pod(volume)) {
             return Ok(());
@@ -388,7 +388,8 @@ impl Csi {
     }
 }
 
-/// Returns true if one of these pods has a volume, and the pod with this UID hasn't: one that has it keeps it.
+/// Returns true if one of these pods has a volume, and the pod with this UID hasn't: one that has it keeps
+/// it.
 fn is_anothers<'p>(mut having: impl Iterator<Item = &'p str> + Clone, uid: &str) -> bool {
     !having.clone().any(|pod| pod == uid) && having.next().is_some()
 }
