@@ -1,7 +1,12 @@
 //! What a probe looks at, resolved from the spec: named ports become numbers, a missing host the pod's
 //! own address.
 
-use std::{collections::BTreeMap, fmt, net::IpAddr, time::Duration};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    net::{IpAddr, Ipv4Addr},
+    time::Duration,
+};
 
 use beelet_policy::{
     expand::expand_probe_command,
@@ -180,16 +185,34 @@ pub(super) fn probes_of(container: &core::Container) -> BTreeMap<ProbeKind, &cor
     .collect()
 }
 
-/// The address that probes look at: the pod's first, as the kubelet's do.
+/// The address that probes look at: the pod's first, as the kubelet's do. On a machine that has none, pods on
+/// its network are asked by loopback, as an empty host is in Go.
 pub(super) fn pod_ip(pod: &core::Pod) -> Option<IpAddr> {
     let status = pod.status.as_ref()?;
     let first = status.pod_ips.iter().flatten().next().map(|ip| ip.ip.as_str());
-    first.or(status.pod_ip.as_deref())?.parse().ok()
+    match first.or(status.pod_ip.as_deref()) {
+        Some(ip) => ip.parse().ok(),
+        None => (pod.spec.as_ref()?.host_network == Some(true)).then_some(IpAddr::V4(Ipv4Addr::LOCALHOST)),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pod_on_the_network_of_a_machine_without_an_address_is_asked_by_loopback() {
+        let check = |host_network: bool, ips: serde_json::Value, expected: Option<&str>| {
+            let pod = serde_json::json!({
+                "spec": {"containers": [], "hostNetwork": host_network}, "status": {"podIPs": ips},
+            });
+            let pod: core::Pod = serde_json::from_value(pod).unwrap();
+            assert_eq!(pod_ip(&pod), expected.map(|ip| ip.parse().unwrap()), "{pod:?}");
+        };
+        check(true, serde_json::json!([{"ip": "10.0.0.1"}, {"ip": "fd00::1"}]), Some("10.0.0.1"));
+        check(true, serde_json::json!([]), Some("127.0.0.1"));
+        check(false, serde_json::json!([]), None);
+    }
 
     fn check(probe: serde_json::Value, expect: Result<Target, &str>) {
         let probe: core::Probe = serde_json::from_value(probe).unwrap();

@@ -202,7 +202,9 @@ impl Worker {
 
     fn pod_ip(&self, seen: &Observation) -> Option<String> {
         let sandbox = seen.sandbox.as_ref()?;
-        self.plan.ips(&sandbox.ips).into_iter().next()
+        let on_host = self.plan.pod.spec.as_ref().is_some_and(|spec| spec.host_network == Some(true));
+        // On a machine without an address, as an empty host is in Go.
+        self.plan.ips(&sandbox.ips).into_iter().next().or_else(|| on_host.then(|| "127.0.0.1".to_owned()))
     }
 
     /// Where to record an event of a container, and its subject.
