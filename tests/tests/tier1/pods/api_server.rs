@@ -222,6 +222,7 @@ async fn a_pod_waits_for_its_config_map_and_shows_its_changes() {
     let api = FakeApi::start();
     let mut pod = bound();
     pod["spec"]["volumes"] = json!([{"name": "v", "configMap": {"name": "m"}}]);
+    pod["spec"]["containers"][0]["volumeMounts"] = json!([{"name": "v", "mountPath": "/etc/app"}]);
     let uid = api.put(POD, pod)["metadata"]["uid"].as_str().unwrap().to_owned();
     let cluster = Cluster::start(api, &[]).await;
     let told = |event: &String| {
