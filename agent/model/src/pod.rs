@@ -224,6 +224,8 @@ pub struct NodeFacts {
     pub allowed_unsafe_sysctls: Vec<String>,
     /// The kernel enforces AppArmor profiles.
     pub app_armor: bool,
+    /// Folders of this machine that containers don't see, beside those that no machine shows.
+    pub masked: Vec<String>,
     /// What the node has for pods.
     pub allocatable: Allocatable,
 }

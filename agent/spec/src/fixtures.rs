@@ -26,6 +26,7 @@ pub fn node() -> NodeFacts {
         seccomp_default: false,
         allowed_unsafe_sysctls: Vec::new(),
         app_armor: true,
+        masked: vec!["/sys/of/this/machine".to_owned()],
         allocatable: Allocatable { cpu_millis: 4000, memory_bytes: 8 << 30, storage_bytes: 100 << 30 },
     }
 }

@@ -55,7 +55,7 @@ impl Found {
                  its Node have no address until there is one; set the network up, or name the address with --node-ip"
             ),
             (None, Some(address)) if self.asked.is_some() => {
-                info!(%address, "this machine has an address now")
+                info!(%address, "this machine has an address now");
             }
             (Some(before), Some(address)) if before != address => {
                 info!(%before, %address, "this machine's address has changed");

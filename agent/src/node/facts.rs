@@ -243,12 +243,22 @@ pub(super) fn node_facts(config: &Config, machine: &Machine, amounts: &NodeAmoun
         seccomp_default: config.seccomp_default,
         allowed_unsafe_sysctls: config.allowed_unsafe_sysctls.clone(),
         app_armor: app_armor_enabled(),
+        masked: throttle_folders(Path::new("/sys/devices/system/cpu")),
         allocatable: Allocatable {
             cpu_millis: amounts.allocatable_millis,
             memory_bytes: amounts.allocatable_memory,
             storage_bytes: storage.saturating_sub(config.reserved(EPHEMERAL_STORAGE)).value().max(0),
         },
     })
+}
+
+/// What each CPU tells of its throttling, by which containers could read what others compute.
+fn throttle_folders(cpus: &Path) -> Vec<String> {
+    let entries = fs::read_dir(cpus).into_iter().flatten().flatten();
+    let folders = entries.map(|cpu| cpu.path().join("thermal_throttle")).filter(|folder| folder.is_dir());
+    let mut folders: Vec<String> = folders.map(|folder| folder.display().to_string()).collect();
+    folders.sort();
+    folders
 }
 
 /// Returns true if the kernel enforces AppArmor profiles, and its interface is mounted for the runtime to
@@ -304,6 +314,18 @@ pub fn parse_resolver(text: &str) -> cri::DnsConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_cpus_tell_of_their_throttling_is_hidden_where_there_is_any() {
+        let dir = tempfile::tempdir().unwrap();
+        for folder in ["cpu1/thermal_throttle", "cpu0/thermal_throttle", "cpu2", "cpufreq"] {
+            fs::create_dir_all(dir.path().join(folder)).unwrap();
+        }
+        let found = throttle_folders(dir.path());
+        let expected = ["cpu0", "cpu1"].map(|cpu| dir.path().join(cpu).join("thermal_throttle"));
+        assert_eq!(found, expected.map(|folder| folder.display().to_string()));
+        assert_eq!(throttle_folders(Path::new("/none")), Vec::<String>::new());
+    }
 
     #[test]
     fn the_machines_memory_is_in_bytes() {

@@ -167,7 +167,10 @@ pub(super) fn of_container(
         no_new_privs: own.allow_privilege_escalation == Some(false),
         // A container's label goes before its pod's as a whole, not part by part.
         selinux_options: own.se_linux_options.as_ref().or(of_pod.se_linux_options.as_ref()).map(selinux),
-        masked_paths: paths(MASKED_PATHS),
+        masked_paths: paths(MASKED_PATHS)
+            .into_iter()
+            .chain(node.masked.iter().filter(|_| !unmasked).cloned())
+            .collect(),
         readonly_paths: paths(READONLY_PATHS),
         seccomp: Some(seccomp(seccomp_profile, privileged, node)),
         ..Default::default()
@@ -336,7 +339,8 @@ mod tests {
     #[test]
     fn proc_is_masked_unless_that_is_asked_for() {
         let masked = |own: Value| !context(json!({}), own, root()).unwrap().masked_paths.is_empty();
-        assert!(masked(json!({})));
+        let all = context(json!({}), json!({}), root()).unwrap().masked_paths;
+        assert!(["/proc/kcore", "/sys/of/this/machine"].iter().all(|path| all.iter().any(|one| one == path)));
         assert!(!masked(json!({"procMount": "Unmasked"})));
         assert!(!masked(json!({"privileged": true})));
     }
