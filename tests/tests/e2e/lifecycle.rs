@@ -8,6 +8,7 @@ use beelet_tests::containerd::Containerd;
 use beelet_tests::manifests::{self, CONTROL, PORT};
 use beelet_tests::pods::PodView;
 use beelet_tests::require;
+use beelet_tests::workdir::{self, PATIENCE};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -97,7 +98,10 @@ fn a_pod_past_its_deadline_fails_gives_everything_back_and_stays_so() {
     };
     let pod = wait(&agent, "late", "to fail", failed);
     let path = beelet_tests::cgroup_values::pod_path("BestEffort", pod.uid());
-    assert!(!containerd.cgroup().folder("pids", &path).unwrap().exists());
+    // It has failed once nothing of it runs, and gives back the rest then.
+    let cgroup = containerd.cgroup().folder("pids", &path).unwrap();
+    let is_gone = || if cgroup.exists() { Err("it is there") } else { Ok(()) };
+    workdir::wait_for("the pod's cgroup to go", PATIENCE, is_gone).unwrap();
     agent.kill9();
     agent.resume().unwrap();
     wait(&agent, "late", "to stay failed", failed);
