@@ -95,6 +95,13 @@ fn modes(umask: &str) -> BTreeMap<String, u32> {
         volumes.push(json!({ "name": "file", "hostPath": made("FileOrCreate", "host/file") }));
         volumes.push(json!({ "name": "secret", "secret": { "secretName": "hidden" } }));
         volumes.push(json!({ "name": "memory", "emptyDir": { "medium": "Memory" } }));
+        let mount = |name: &str| json!({ "name": name, "mountPath": format!("/mnt/{name}") });
+        let mounts: Vec<Value> = ["dir", "file", "secret", "memory"].map(mount).into();
+        let first = &mut web["spec"]["containers"][0];
+        match first["volumeMounts"].as_array_mut() {
+            Some(known) => known.extend(mounts),
+            None => first["volumeMounts"] = mounts.into(),
+        }
         let secret = json!({
             "apiVersion": "v1", "kind": "Secret", "metadata": { "name": "hidden" }, "stringData": { "a": "b" },
         });
