@@ -26,6 +26,20 @@ pub fn is_redirect(status: u16) -> bool {
 }
 
 impl Place {
+    /// The host with its port, as a Host header has it.
+    #[must_use]
+    pub fn authority(&self, host: &str) -> String {
+        let port = self.port;
+        if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+    }
+
+    /// The whole address.
+    #[must_use]
+    pub fn url(&self, host: &str) -> String {
+        let scheme = if self.tls { "https" } else { "http" };
+        format!("{scheme}://{}{}", self.authority(host), self.path)
+    }
+
     /// Where `location` leads; `None` if to another host.
     ///
     /// # Errors
@@ -74,6 +88,13 @@ fn without_query(path: &str) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_address_has_brackets_where_colons_are_its_own() {
+        let place = Place { tls: true, port: 8443, path: "/a?b".to_owned(), own_host: true };
+        assert_eq!(place.url("10.0.0.7"), "https://10.0.0.7:8443/a?b");
+        assert_eq!(place.url("fd00::1"), "https://[fd00::1]:8443/a?b");
+    }
 
     #[test]
     fn a_redirect_leads_on_within_the_host_and_nowhere_else() {

@@ -66,9 +66,9 @@ pub(super) async fn get(
     tls: &Arc<ClientConfig>,
     within: Duration,
 ) -> Answer {
-    let scheme = if get.tls { "https" } else { "http" };
-    let url = format!("{scheme}://{}:{port}{}", bracketed(host), get.path);
-    match timeout(within, follow(get, host, port, tls)).await {
+    let place = Place { tls: get.tls, port, path: get.path.clone(), own_host: true };
+    let url = place.url(host);
+    match timeout(within, follow(get, host, place, tls)).await {
         Ok(Ok(answer)) => answer,
         Ok(Err(Broken::Request(error))) => Answer::error(error),
         Ok(Err(Broken::Answer(error))) => Answer::failure(format!("Get {url:?}: {error}")),
@@ -77,8 +77,8 @@ pub(super) async fn get(
 }
 
 /// Follows redirects within the host, and judges the last reply.
-async fn follow(get: &Get, host: &str, port: u16, tls: &Arc<ClientConfig>) -> Result<Answer, Broken> {
-    let mut stop = Place { tls: get.tls, port, path: get.path.clone(), own_host: true };
+async fn follow(get: &Get, host: &str, first: Place, tls: &Arc<ClientConfig>) -> Result<Answer, Broken> {
+    let mut stop = first;
     for _ in 0..=MAX_REDIRECTS {
         let address = tcp::resolve(host, stop.port).await.map_err(Broken::Answer)?;
         let reply = exchange(get, &stop, host, address, tls).await?;
@@ -110,10 +110,6 @@ pub fn redirect(tls: bool, path: &str, host: &str, location: &str) {
         assert!(next.port != 0 || location.contains(":0"), "{location:?} leads to no port");
         let _ = Request::builder().uri(&next.path).body(Empty::<Bytes>::new());
     }
-}
-
-fn bracketed(host: &str) -> String {
-    if host.contains(':') { format!("[{host}]") } else { host.to_owned() }
 }
 
 async fn exchange(
@@ -166,7 +162,7 @@ fn request(get: &Get, stop: &Place, host: &str) -> Result<Request<Empty<Bytes>>,
     let mut request = Request::get(stop.path.as_str());
     let given = |wanted: &str| get.headers.iter().any(|(name, _)| name.eq_ignore_ascii_case(wanted));
     if !(stop.own_host && given("host")) {
-        request = request.header("Host", format!("{}:{}", bracketed(host), stop.port));
+        request = request.header("Host", stop.authority(host));
     }
     for (name, default) in [("User-Agent", USER_AGENT), ("Accept", "*/*"), ("Connection", "close")] {
         if !given(name) {

@@ -2,7 +2,7 @@
 //! kubelet gives them (pkg/kubelet/lifecycle/handlers.go). A hook may run twice if the agent is killed while
 //! it runs.
 
-use std::{io, net::IpAddr, time::Duration};
+use std::{io, time::Duration};
 
 use http_body_util::{BodyExt, Empty};
 use hyper::{Request, body::Bytes, client::conn::http1};
@@ -117,7 +117,7 @@ async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<(), S
                 place.tls = false;
                 continue;
             }
-            Err(Broken { cause, .. }) => return Err(format!("GET {}: {cause}", url(host, &place))),
+            Err(Broken { cause, .. }) => return Err(format!("GET {}: {cause}", place.url(host))),
             Ok(reply) => reply,
         };
         match reply.map(|location| place.next(host, &location)).transpose()?.flatten() {
@@ -125,19 +125,7 @@ async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<(), S
             None => return Ok(()),
         }
     }
-    Err(format!("GET {}: stopped after {MAX_REDIRECTS} redirects", url(host, &place)))
-}
-
-fn authority(host: &str, port: u16) -> String {
-    match host.parse::<IpAddr>() {
-        Ok(IpAddr::V6(_)) => format!("[{host}]:{port}"),
-        _ => format!("{host}:{port}"),
-    }
-}
-
-fn url(host: &str, place: &Place) -> String {
-    let scheme = if place.tls { "https" } else { "http" };
-    format!("{scheme}://{}{}", authority(host, place.port), place.path)
+    Err(format!("GET {}: stopped after {MAX_REDIRECTS} redirects", place.url(host)))
 }
 
 /// Why there was no answer.
@@ -182,7 +170,7 @@ fn request(
     let is_host = |header: &core::HTTPHeader| header.name.eq_ignore_ascii_case("Host");
     let headers = action.http_headers.iter().flatten().filter(|header| place.own_host || !is_host(header));
     let given = |name: &str| headers.clone().any(|header| header.name.eq_ignore_ascii_case(name));
-    let authority = authority(host, place.port);
+    let authority = place.authority(host);
     for (name, value) in [("Host", authority.as_str()), ("User-Agent", USER_AGENT), ("Connection", "close")] {
         if !given(name) {
             request = request.header(name, value);

@@ -137,6 +137,10 @@ pub(super) fn of_container(
     let unmasked = privileged || own.proc_mount.as_deref() == Some("Unmasked");
     let paths =
         |list: &[&str]| if unmasked { Vec::new() } else { list.iter().map(|p| (*p).to_owned()).collect() };
+    let mut masked = paths(MASKED_PATHS);
+    if !unmasked {
+        masked.extend_from_slice(&node.masked);
+    }
     let seccomp_profile = own.seccomp_profile.as_ref().or(of_pod.seccomp_profile.as_ref());
     let user = own.run_as_user.or(of_pod.run_as_user);
     if own.run_as_non_root.or(of_pod.run_as_non_root) == Some(true) {
@@ -167,10 +171,7 @@ pub(super) fn of_container(
         no_new_privs: own.allow_privilege_escalation == Some(false),
         // A container's label goes before its pod's as a whole, not part by part.
         selinux_options: own.se_linux_options.as_ref().or(of_pod.se_linux_options.as_ref()).map(selinux),
-        masked_paths: paths(MASKED_PATHS)
-            .into_iter()
-            .chain(node.masked.iter().filter(|_| !unmasked).cloned())
-            .collect(),
+        masked_paths: masked,
         readonly_paths: paths(READONLY_PATHS),
         seccomp: Some(seccomp(seccomp_profile, privileged, node)),
         ..Default::default()
