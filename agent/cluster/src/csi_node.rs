@@ -1,6 +1,7 @@
 //! What storage plugins say of the node: its CSINode, and what of it is on the Node: the annotation with its
-//! names in their words, and the labels of their topology. As the kubelet's `nodeinfomanager`. Must never
-//! take a driver out that has merely not registered again yet.
+//! names in their words, and the labels of their topology. The CSINode says too which kinds of volumes the
+//! node hands to storage plugins. As the kubelet's `nodeinfomanager`. Must never take a driver out that has
+//! merely not registered again yet.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -8,6 +9,7 @@ use beelet_base::work::Work;
 use beelet_codec::{ApiType, data};
 use beelet_policy::{
     csi::{self, Drivers, NODE_IDS},
+    migration,
     node_status::CONTROLLER_ATTACHES,
 };
 use k8s_openapi::api::{core::v1::Node, storage::v1::CSINode};
@@ -98,10 +100,25 @@ async fn write(client: &Client, name: &str, node: &Node, drivers: &Drivers) -> R
             read(&path, &client.create(CSI_NODES, &csi::new_node(name, uid).to_value()).await?)?
         }
     };
-    let Some(drivers) = csi::changed_drivers(&found, drivers) else { return Ok(()) };
-    let mut wanted = found;
-    wanted.spec.drivers = drivers;
-    client.replace(&path, &wanted.to_value()).await.map(drop)
+    match changed(found, drivers) {
+        Some(wanted) => client.replace(&path, &wanted.to_value()).await.map(drop),
+        None => Ok(()),
+    }
+}
+
+/// A CSINode as it should be; None if it is.
+fn changed(mut found: CSINode, drivers: &Drivers) -> Option<CSINode> {
+    let (drivers, migrated) = (csi::changed_drivers(&found, drivers), migration::changed_annotation(&found));
+    if drivers.is_none() && migrated.is_none() {
+        return None;
+    }
+    if let Some(drivers) = drivers {
+        found.spec.drivers = drivers;
+    }
+    if let Some(kinds) = migrated {
+        found.metadata.annotations.get_or_insert_default().insert(migration::ANNOTATION.to_owned(), kinds);
+    }
+    Some(found)
 }
 
 fn read(path: &str, value: &Value) -> Result<CSINode, Error> {

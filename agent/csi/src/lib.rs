@@ -153,7 +153,7 @@ impl Csi {
     /// Where a volume is staged, by its record.
     fn staging_path(&self, record: &VolumeRecord) -> PathBuf {
         if record.block {
-            return self.0.staging.join("volumeDevices/staging").join(&record.spec_volume);
+            return self.0.staging.join("volumeDevices/staging").join(one_part(&record.spec_volume));
         }
         self.staging_folder(&VolumeId::of(record)).join("globalmount")
     }
@@ -161,15 +161,20 @@ impl Csi {
     /// Where a volume is published for a pod, by its record.
     fn publish_path(&self, record: &VolumeRecord, uid: &str) -> PathBuf {
         if record.block {
-            return self.0.staging.join("volumeDevices/publish").join(&record.spec_volume).join(uid);
+            return self.0.staging.join("volumeDevices/publish").join(one_part(&record.spec_volume)).join(uid);
         }
-        records::folder_of(&self.0.pods_dir.join(uid)).join(&record.spec_volume).join("mount")
+        records::folder_of(&self.0.pods_dir.join(uid)).join(one_part(&record.spec_volume)).join("mount")
     }
 
     /// The folder of a staged volume: `<driver>/<digest of the handle>`.
     fn staging_folder(&self, volume: &VolumeId) -> PathBuf {
         self.0.staging.join(&volume.driver).join(records::digest(&[&volume.handle]))
     }
+}
+
+/// The name of a volume as a part of paths: of some kinds, such as Azure's disks, it is a path itself.
+fn one_part(name: &str) -> String {
+    name.replace('/', "~")
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

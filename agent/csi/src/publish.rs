@@ -28,7 +28,7 @@ use tokio::time::timeout;
 use crate::{
     Csi, Error, VolumeId,
     driver::{Abilities, Driver},
-    lock,
+    lock, one_part,
     records::{self, VolumeRecord, digest},
 };
 
@@ -180,7 +180,7 @@ impl Csi {
             }
             Source::Persistent(_, source) => (source.driver.as_str(), source.volume_handle.clone(), false),
         };
-        if handle.is_empty() || !is_one_part(wanted.name) {
+        if handle.is_empty() || !is_one_part(&one_part(wanted.name)) {
             return Err(Error::Unmet(format!(
                 "{:?} is no name of a volume, or it has no handle",
                 wanted.name
@@ -317,7 +317,7 @@ impl Csi {
     ) -> Result<Published, Error> {
         let Facts { wanted, id, object, .. } = facts;
         let inline = facts.persistent().is_none();
-        let folder = records::folder_of(&self.0.pods_dir.join(uid)).join(wanted.name);
+        let folder = records::folder_of(&self.0.pods_dir.join(uid)).join(one_part(wanted.name));
         let record = facts.record(&self.0.node);
         let path = self.publish_path(&record, uid);
         let mut secrets = match wanted.source {

@@ -1,5 +1,6 @@
 //! What the volume claims of a pod are bound to, as the API server says it now, and what storage plugins
-//! bring to it.
+//! bring to it. Volumes of kinds that storage plugins have taken over are spoken of in CSI's words from here
+//! on.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -7,7 +8,9 @@ use beelet_csi::{Csi, Source, Wanted};
 use beelet_model::storage::{Claimed, Published, Storage};
 use beelet_policy::{
     claims::{self, ClaimName},
+    migration,
     node_fit::NodeView,
+    removed_volumes,
 };
 use futures::future::join_all;
 use k8s_openapi::api::core::v1 as core;
@@ -17,21 +20,30 @@ use crate::error::Error;
 /// Reads the claims that containers of the pod use, by volume.
 ///
 /// # Errors
-/// One isn't there or isn't bound, or is not for this pod or this node; or nobody answers.
+/// One isn't there or isn't bound, or is not for this pod or this node; or nobody answers. Or nothing makes
+/// one of the pod's own volumes.
 pub(crate) async fn read(
     storage: Option<&dyn Storage>,
     pod: &core::Pod,
     node: Option<Arc<NodeView>>,
 ) -> Result<BTreeMap<String, Claimed>, Error> {
     let (mounts, devices) = claims::used(pod);
-    let used = volumes(pod)
-        .filter(|volume| mounts.contains(volume.name.as_str()) || devices.contains(volume.name.as_str()));
-    let claimed = used.filter_map(|volume| Some((volume, claims::claim_of(pod, volume)?)));
+    let used = || {
+        volumes(pod)
+            .filter(|volume| mounts.contains(volume.name.as_str()) || devices.contains(volume.name.as_str()))
+    };
+    let (mut found, mut volumes, mut whys) = (BTreeMap::new(), Vec::new(), Vec::new());
+    for volume in used() {
+        if let Err(why) = claims::check_kind(volume, namespace_of(pod)) {
+            volumes.push(volume.name.clone());
+            whys.push(why);
+        }
+    }
+    let claimed = used().filter_map(|volume| Some((volume, claims::claim_of(pod, volume)?)));
     let asked = claimed.map(async |(volume, name)| {
         let found = read_one(storage, pod, volume, &name).await;
         (volume.name.clone(), found)
     });
-    let (mut found, mut volumes, mut whys) = (BTreeMap::new(), Vec::new(), Vec::new());
     for (volume, claimed) in join_all(asked).await {
         match claimed {
             Ok(claimed) => drop(found.insert(volume, claimed)),
@@ -55,6 +67,11 @@ pub(crate) async fn read(
     Ok(found)
 }
 
+/// The pod's namespace.
+pub(crate) fn namespace_of(pod: &core::Pod) -> &str {
+    pod.metadata.namespace.as_deref().unwrap_or("default")
+}
+
 fn volumes(pod: &core::Pod) -> impl Iterator<Item = &core::Volume> {
     pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten())
 }
@@ -75,21 +92,25 @@ pub(crate) async fn publish(
     let (mounts, devices) = claims::used(pod);
     let context = pod.spec.as_ref().and_then(|spec| spec.security_context.as_ref());
     let group = context.and_then(|context| context.fs_group);
-    let used = |name: &str| mounts.contains(name) || devices.contains(name);
-    let wanted = volumes(pod).filter(|volume| used(&volume.name)).filter_map(|volume| {
-        let wanted = match (&volume.csi, claims.get(&volume.name)) {
-            (Some(source), _) => {
-                let read_only = source.read_only == Some(true);
-                Wanted { pod, name: &volume.name, source: Source::Inline(source), read_only, group, again }
-            }
-            (None, Some(claimed)) => {
-                let source = claimed.volume.spec.as_ref()?.csi.as_ref()?;
-                let source = Source::Persistent(&claimed.volume, source);
-                Wanted { pod, name: claimed.name(), source, read_only: claimed.read_only, group, again }
-            }
+    let used = |volume: &&core::Volume| {
+        mounts.contains(volume.name.as_str()) || devices.contains(volume.name.as_str())
+    };
+    let migrated = |volume: &core::Volume| migration::of_pod(volume, namespace_of(pod))?.ok();
+    let used: Vec<_> = volumes(pod).filter(used).map(|volume| (volume, migrated(volume))).collect();
+    let wanted = used.iter().filter_map(|(volume, migrated)| {
+        if let Some(source) = &volume.csi {
+            let (name, read_only) = (volume.name.as_str(), source.read_only == Some(true));
+            let source = Source::Inline(source);
+            return Some((volume, Wanted { pod, name, source, read_only, group, again }));
+        }
+        let (found, read_only) = match (migrated, claims.get(&volume.name)) {
+            (Some(found), _) => (found, migration::is_read_only(volume)),
+            (None, Some(claimed)) => (&*claimed.volume, claimed.read_only),
             (None, None) => return None,
         };
-        Some((volume, wanted))
+        let source = Source::Persistent(found, found.spec.as_ref()?.csi.as_ref()?);
+        let name = found.metadata.name.as_deref().unwrap_or_default();
+        Some((volume, Wanted { pod, name, source, read_only, group, again }))
     });
     let bring = wanted.map(async |(volume, wanted)| {
         let brought = csi.publish(storage, wanted).await;
@@ -106,7 +127,7 @@ async fn read_one(
     volume: &core::Volume,
     name: &ClaimName,
 ) -> Result<Claimed, String> {
-    let namespace = pod.metadata.namespace.as_deref().unwrap_or("default");
+    let namespace = namespace_of(pod);
     let failed = |why: String| format!("error processing PVC {namespace}/{}: {why}", name.name);
     let storage = storage.ok_or_else(|| failed("this node has no API server".to_owned()))?;
     let claim = storage.claim(namespace, &name.name).await;
@@ -115,5 +136,12 @@ async fn read_one(
     let found = storage.volume(bound).await;
     let found = found.map_err(|why| failed(format!("failed to fetch PV {bound} from API server: {why}")))?;
     claims::check_volume(pod, volume, &claim, &found).map_err(failed)?;
+    if removed_volumes::is_removed_of_claim(&found) {
+        return Err(removed_volumes::no_plugin(bound));
+    }
+    let found = match migration::of_claim(&found) {
+        Some(migrated) => migrated?,
+        None => found,
+    };
     Ok(Claimed { volume: Arc::new(found), claim: Arc::new(claim), read_only: name.read_only })
 }

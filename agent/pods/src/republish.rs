@@ -12,7 +12,7 @@ use beelet_model::{
     storage::Storage,
     table::{PodName, PodTable},
 };
-use beelet_policy::{claims::is_claim, csi};
+use beelet_policy::{claims::may_be_of_driver, csi};
 use futures::{StreamExt, stream};
 use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::watch;
@@ -39,7 +39,7 @@ pub fn follow(
 ) -> Work {
     Box::pin(async move {
         let Some(storage) = launcher.storage.clone() else { return cancel.cancelled().await };
-        let is_wanted = |pod: &Pod| runs_with(pod, |volume| volume.csi.is_some() || is_claim(volume));
+        let is_wanted = |pod: &Pod| runs_with(pod, may_be_of_driver);
         let mut rounds = Rounds::new(table, &launcher.csi, PERIOD, is_wanted);
         let mut told: BTreeSet<String> = BTreeSet::new();
         let work = async {

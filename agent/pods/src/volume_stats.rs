@@ -84,7 +84,7 @@ pub fn follow(asking: Asking, cancel: CancellationToken) -> Work {
 
 /// Returns true if a pod has volumes of claims or of storage plugins.
 fn is_asked(pod: &Pod) -> bool {
-    has(pod, |volume| claims::is_claim(volume) || volume.csi.is_some() || volume.nfs.is_some())
+    has(pod, |volume| claims::may_be_of_driver(volume) || volume.nfs.is_some())
 }
 
 /// What was told to be wrong, by the pod's UID and the volume.

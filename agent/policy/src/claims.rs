@@ -7,7 +7,11 @@ use std::collections::BTreeSet;
 
 use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim, Pod, Volume};
 
-use crate::node_fit::{NodeView, selects};
+use crate::{
+    migration,
+    node_fit::{NodeView, selects},
+    removed_volumes,
+};
 
 /// Keeps a claim from being removed while a pod uses it; a claim without it is about to go.
 const PROTECTED: &str = "kubernetes.io/pvc-protection";
@@ -39,6 +43,23 @@ pub fn claim_of(pod: &Pod, volume: &Volume) -> Option<ClaimName> {
 #[must_use]
 pub fn is_claim(volume: &Volume) -> bool {
     volume.persistent_volume_claim.is_some() || volume.ephemeral.is_some()
+}
+
+/// Returns true if a storage plugin may bring a volume: a claim's, or a pod's own.
+#[must_use]
+pub fn may_be_of_driver(volume: &Volume) -> bool {
+    is_claim(volume) || volume.csi.is_some() || migration::is_migrated(volume)
+}
+
+/// Checks that anything makes a pod's own volume.
+///
+/// # Errors
+/// Nothing does, or it can't be said in the words of its storage plugin: the kubelet's words.
+pub fn check_kind(volume: &Volume, namespace: &str) -> Result<(), String> {
+    if removed_volumes::is_removed(volume) {
+        return Err(removed_volumes::no_plugin(&volume.name));
+    }
+    migration::of_pod(volume, namespace).transpose().map(drop)
 }
 
 /// The volumes of a pod that containers use: as file systems, and as block devices. Nobody waits for others.

@@ -7,12 +7,12 @@ use std::collections::BTreeMap;
 use k8s_openapi::{
     api::{
         core::v1::Pod,
-        storage::v1::{
-            CSIDriver, CSINode, CSINodeDriver, CSINodeSpec, VolumeAttachment, VolumeNodeResources,
-        },
+        storage::v1::{CSIDriver, CSINode, CSINodeDriver, VolumeAttachment, VolumeNodeResources},
     },
-    apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference},
+    apimachinery::pkg::apis::meta::v1::OwnerReference,
 };
+
+use crate::migration;
 
 /// The name of CSI in the paths of volumes.
 pub const PLUGIN: &str = "kubernetes.io~csi";
@@ -195,6 +195,9 @@ pub fn is_given_to_group(of: &Ownership<'_>) -> bool {
 /// The CSINode of a Node, without drivers.
 #[must_use]
 pub fn new_node(name: &str, uid: &str) -> CSINode {
+    let mut node = CSINode::default();
+    let migrated = migration::changed_annotation(&node);
+    node.metadata.annotations = migrated.map(|kinds| BTreeMap::from([(migration::ANNOTATION.to_owned(), kinds)]));
     let owner = OwnerReference {
         api_version: "v1".to_owned(),
         kind: "Node".to_owned(),
@@ -202,14 +205,9 @@ pub fn new_node(name: &str, uid: &str) -> CSINode {
         uid: uid.to_owned(),
         ..OwnerReference::default()
     };
-    CSINode {
-        metadata: ObjectMeta {
-            name: Some(name.to_owned()),
-            owner_references: Some(vec![owner]),
-            ..ObjectMeta::default()
-        },
-        spec: CSINodeSpec { drivers: Vec::new() },
-    }
+    node.metadata.name = Some(name.to_owned());
+    node.metadata.owner_references = Some(vec![owner]);
+    node
 }
 
 /// Returns true if a CSINode is of the Node with this UID, and not of one of that name before it.

@@ -22,10 +22,13 @@ enum Verdict {
     /// Refused in a manifest: it is for nodes of another operating system. In a pod of the API server it has
     /// no effect, as under the kubelet.
     OtherSystem,
+    /// Refused in a manifest: Kubernetes has removed it. A pod of the API server waits for such a volume, as
+    /// under the kubelet.
+    Removed,
     /// Accepted with a warning: it has no effect here.
     NoEffect,
 }
-use Verdict::{ApiObject, ApiObjectNotYet, NoEffect, OtherSystem, VolumeNotYet};
+use Verdict::{ApiObject, ApiObjectNotYet, NoEffect, OtherSystem, Removed, VolumeNotYet};
 
 /// One row: the field, the verdict, what it is in words. Any value of the field is meant but those that say
 /// nothing: null, false and empty ones.
@@ -53,7 +56,9 @@ const TABLE: &[Row] = &[
     ("spec.volumes[*].{persistentVolumeClaim,ephemeral}", ApiObject, "volume claims"),
     ("spec.volumes[*].csi", ApiObject, "storage plugins, of which the API server says how they are used"),
     ("spec.volumes[*].projected.sources[*].{serviceAccountToken,clusterTrustBundle,podCertificate}", ApiObject, "objects to project"),
-    ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cephfs,cinder,fc,flexVolume,flocker,gcePersistentDisk,gitRepo,glusterfs,iscsi,photonPersistentDisk,portworxVolume,quobyte,rbd,scaleIO,storageos,vsphereVolume}", VolumeNotYet, "network storage"),
+    ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cinder,gcePersistentDisk,portworxVolume,vsphereVolume}", ApiObject, "storage plugins, of which the API server says how they are used"),
+    ("spec.volumes[*].{cephfs,flocker,gitRepo,glusterfs,photonPersistentDisk,quobyte,rbd,scaleIO,storageos}", Removed, "volumes of this kind"),
+    ("spec.volumes[*].{fc,flexVolume,iscsi}", VolumeNotYet, "network storage"),
 ];
 
 /// What the table says of a manifest.
@@ -92,7 +97,7 @@ pub fn check(manifest: &Value) -> Found {
             }
             let problem = Problem::new(path, sentence(*verdict, what));
             match verdict {
-                VolumeNotYet | ApiObject | ApiObjectNotYet | OtherSystem => {
+                VolumeNotYet | ApiObject | ApiObjectNotYet | OtherSystem | Removed => {
                     found.refused.push(problem);
                 }
                 NoEffect => found.ignored.push(problem),
@@ -108,6 +113,7 @@ fn sentence(verdict: Verdict, what: &str) -> String {
         ApiObject | ApiObjectNotYet => {
             format!("a static pod may not refer to objects of the API server ({what}); take it out")
         }
+        Removed => format!("Kubernetes has removed {what}: nothing makes them any more; take it out"),
         OtherSystem => format!("{what} are for nodes of Windows, and this one runs Linux; take it out"),
         NoEffect => format!("has no effect: {what}"),
     }
@@ -222,6 +228,18 @@ mod tests {
                 list.contains(&format!("`{name}")),
                 "docs/pods.md does not say that `{name}` is not there"
             );
+        }
+    }
+
+    #[test]
+    fn what_kubernetes_has_removed_is_what_the_node_knows_of() {
+        let rows = TABLE.iter().filter(|row| row.1 == Removed);
+        let names: Vec<&str> = rows.flat_map(|row| names_of(row.0)).collect();
+        let known: Vec<&str> = beelet_policy::removed_volumes::REMOVED.iter().map(|(name, _)| *name).collect();
+        assert_eq!(names, known);
+        let page = include_str!("../../../docs/pods.md");
+        for (name, version) in beelet_policy::removed_volumes::REMOVED {
+            assert!(page.contains(&format!("`{name}` ({version})")), "docs/pods.md: {name}");
         }
     }
 

@@ -31,7 +31,9 @@ use std::path::{Path, PathBuf};
 use beelet_model::storage::{Claimed, Published};
 use beelet_policy::claims;
 use beelet_policy::expand::expand_strict;
+use beelet_policy::migration;
 use beelet_policy::mount_points;
+use beelet_policy::removed_volumes;
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 use rustix::fs::{Mode, OFlags};
@@ -230,6 +232,8 @@ impl Volumes {
                 return Ok(());
             }
             atomic::write(&path, &top, &payload, self.fs_group.as_ref())?;
+        } else if volume.git_repo.is_some() {
+            return Err(Error::unmet(removed_volumes::GIT_REPO));
         } else if volume.image.is_none() {
             return Err(Error::unmet("beelet can't make volumes of this kind"));
         }
@@ -405,7 +409,7 @@ fn has_content(volume: &core::Volume) -> bool {
 
 /// Returns true if a volume's own path is a link to where it is.
 fn is_elsewhere(volume: &core::Volume) -> bool {
-    claims::is_claim(volume) || volume.csi.is_some() || volume.nfs.is_some()
+    claims::may_be_of_driver(volume) || volume.nfs.is_some()
 }
 
 /// Returns true if nobody may write to a volume: what is made of objects is replaced as a whole, and of a
@@ -415,6 +419,7 @@ fn is_read_only(volume: &core::Volume) -> bool {
         (Some(claim), ..) => claim.read_only == Some(true),
         (_, Some(source), _) => source.read_only == Some(true),
         (.., Some(source)) => source.read_only == Some(true),
+        _ if migration::is_migrated(volume) => migration::is_read_only(volume),
         _ => volume.empty_dir.is_none() && volume.host_path.is_none() && volume.ephemeral.is_none(),
     }
 }

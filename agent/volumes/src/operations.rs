@@ -129,7 +129,7 @@ pub fn plugin(volume: &core::Volume) -> &'static str {
         (downward_api.is_some(), "kubernetes.io/downward-api"),
         (image.is_some(), "kubernetes.io/image"),
         (volume.nfs.is_some(), NFS),
-        (volume.csi.is_some() || claims::is_claim(volume), CSI),
+        (claims::may_be_of_driver(volume), CSI),
     ];
     kinds.into_iter().find(|(is_there, _)| *is_there).map_or("N/A", |(_, name)| name)
 }

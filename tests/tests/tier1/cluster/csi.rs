@@ -14,6 +14,8 @@ use super::scene::{Member, own_node};
 use super::storage::{bind, claiming, measuring, pending, pod_with};
 use super::workload::{path, pod};
 
+mod migrated;
+
 const DRIVER: &str = "shelf.example.com";
 const CLAIM: &str = "/api/v1/namespaces/default/persistentvolumeclaims/data";
 const OBJECT: &str = "/apis/storage.k8s.io/v1/csidrivers/shelf.example.com";
