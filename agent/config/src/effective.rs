@@ -125,6 +125,7 @@ fn kubelet(config: &Config) -> KubeletWire {
         eviction_minimum_reclaim: Some(Amounts(config.eviction.texts.min_reclaim.clone())),
         local_storage_capacity_isolation: Some(config.local_storage_isolation),
         volume_stats_agg_period: Some(GoDuration(config.volume_stats_period)),
+        volume_plugin_dir: text(&config.volume_plugin_dir),
         register_node: Some(config.node.register),
         register_with_taints: Some(super::node::taint_wires(&config.node)),
         provider_id: Some(config.node.provider_id.clone()),

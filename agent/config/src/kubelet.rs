@@ -94,6 +94,7 @@ pub(super) struct KubeletWire {
     pub(super) eviction_minimum_reclaim: Option<Amounts>,
     pub(super) local_storage_capacity_isolation: Option<bool>,
     pub(super) volume_stats_agg_period: Option<GoDuration>,
+    pub(super) volume_plugin_dir: Option<String>,
     pub(super) register_node: Option<bool>,
     pub(super) register_with_taints: Option<Vec<TaintWire>>,
     #[serde(rename = "providerID")]

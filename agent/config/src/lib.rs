@@ -161,6 +161,8 @@ pub struct Config {
     pub local_storage_isolation: bool,
     /// How old the measured size of a volume may get before it is measured again.
     pub volume_stats_period: Duration,
+    /// The folder with the drivers of `flexVolume`.
+    pub volume_plugin_dir: PathBuf,
     /// In the kubelet's place alone: where links to containers' logs are kept. None: nowhere.
     pub log_links: Option<PathBuf>,
     /// In the kubelet's place alone: a manifest that is deleted and put back ends the pod that runs by it.

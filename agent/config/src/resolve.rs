@@ -128,6 +128,8 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         shutdown: super::shutdown::resolve(wire)?,
         local_storage_isolation: wire.local_storage_capacity_isolation.unwrap_or(true),
         volume_stats_period: duration(wire.volume_stats_agg_period, Duration::from_secs(60)),
+        volume_plugin_dir: path("volumePluginDir", &wire.volume_plugin_dir)?
+            .unwrap_or_else(|| "/usr/libexec/kubernetes/kubelet-plugins/volume/exec".into()),
         log_links: None,
         put_back_restarts: false,
         unread: serde_json::Map::new(),

@@ -35,7 +35,6 @@ pub(super) fn defaults() -> Map<String, Value> {
         "makeIPTablesUtilChains": true,
         "memoryManagerPolicy": "None",
         "syncFrequency": "1m0s",
-        "volumePluginDir": "/usr/libexec/kubernetes/kubelet-plugins/volume/exec/",
     });
     defaults.as_object().cloned().unwrap_or_default()
 }
@@ -82,7 +81,8 @@ const GROUPS: &[Group] = &[
         fields: &["configMapAndSecretChangeDetectionStrategy"],
     },
     Group {
-        reason: "volumes are neither attached nor detached in this version",
+        reason: "volumes are attached and detached by a controller where there is an API server, and by the agent \
+                 where there is none",
         fields: &["enableControllerAttachDetach"],
     },
     Group {
@@ -118,7 +118,6 @@ const GROUPS: &[Group] = &[
         reason: "the network is the CNI plugin's business",
         fields: &["hairpinMode", "makeIPTablesUtilChains", "iptablesMasqueradeBit", "iptablesDropBit"],
     },
-    Group { reason: "there are no volume plugins", fields: &["volumePluginDir"] },
     Group {
         reason: "pods are compared with the runtime whenever something happens, and all of them at every relist",
         fields: &["syncFrequency"],

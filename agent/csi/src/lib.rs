@@ -23,6 +23,7 @@ use std::{
 };
 
 use beelet_base::blocking::blocking;
+use beelet_model::storage::{InUse, VolumesInUse};
 use beelet_policy::{
     csi::{self as policy, Drivers},
     quantity::Quantity,
@@ -38,9 +39,6 @@ pub use self::{
     usage::{Brought, Usage},
 };
 
-/// The names of volumes that pods use or will use, as a Node's status has them, each with those pods' UIDs.
-pub type InUse = Arc<BTreeMap<String, BTreeSet<String>>>;
-
 /// Storage plugins and their volumes. Clones share them.
 #[derive(Clone, Debug)]
 pub struct Csi(Arc<Inner>);
@@ -54,7 +52,7 @@ struct Inner {
     staging: PathBuf,
     drivers: Mutex<BTreeMap<String, Driver>>,
     known: watch::Sender<Arc<Drivers>>,
-    in_use: watch::Sender<InUse>,
+    in_use: VolumesInUse,
     /// A pod has given volumes back.
     released: Notify,
     /// The volumes that are staged since this agent began.
@@ -88,18 +86,23 @@ impl VolumeId {
 }
 
 impl Csi {
-    /// The plugins of the node of this name, and what is on disk of their volumes. Blocks.
+    /// The plugins of the node of this name, and what is on disk of their volumes, which are `in_use` then.
+    /// Blocks.
     #[must_use]
-    pub fn open(node: &str, kubelet_dir: &Path, pods_dir: &Path, metrics: Metrics) -> Self {
+    pub fn open(
+        node: &str,
+        (kubelet_dir, pods_dir): (&Path, &Path),
+        in_use: VolumesInUse,
+        metrics: Metrics,
+    ) -> Self {
         let staging = kubelet_dir.join("plugins/kubernetes.io/csi");
-        let mut in_use: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
         for (uid, _, record) in records::published(pods_dir) {
             if record.is_attached() {
-                in_use.entry(VolumeId::of(&record).unique_name()).or_default().insert(uid);
+                in_use.use_by(&VolumeId::of(&record).unique_name(), Some(&uid));
             }
         }
         for (_, record) in records::staged(&staging) {
-            in_use.entry(VolumeId::of(&record).unique_name()).or_default();
+            in_use.use_by(&VolumeId::of(&record).unique_name(), None);
         }
         Self(Arc::new(Inner {
             node: node.to_owned(),
@@ -107,7 +110,7 @@ impl Csi {
             staging,
             drivers: Mutex::default(),
             known: watch::Sender::default(),
-            in_use: watch::Sender::new(Arc::new(in_use)),
+            in_use,
             released: Notify::new(),
             staged: Mutex::default(),
             sizes: Mutex::default(),
@@ -122,7 +125,7 @@ impl Csi {
         self.0.known.subscribe()
     }
 
-    /// The volumes that pods use or will use.
+    /// The volumes that pods use or will use; those of other kinds too.
     #[must_use]
     pub fn in_use(&self) -> watch::Receiver<InUse> {
         self.0.in_use.subscribe()
@@ -161,7 +164,12 @@ impl Csi {
     /// Where a volume is published for a pod, by its record.
     fn publish_path(&self, record: &VolumeRecord, uid: &str) -> PathBuf {
         if record.block {
-            return self.0.staging.join("volumeDevices/publish").join(one_part(&record.spec_volume)).join(uid);
+            return self
+                .0
+                .staging
+                .join("volumeDevices/publish")
+                .join(one_part(&record.spec_volume))
+                .join(uid);
         }
         records::folder_of(&self.0.pods_dir.join(uid)).join(one_part(&record.spec_volume)).join("mount")
     }

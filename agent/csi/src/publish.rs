@@ -231,11 +231,11 @@ impl Csi {
     ) -> Result<BTreeMap<String, String>, Error> {
         let name = id.unique_name();
         // Said before it is used: no controller may detach it meanwhile.
-        self.0.in_use.send_if_modified(|in_use| {
-            Arc::make_mut(in_use).entry(name.clone()).or_default().insert(uid.to_owned())
-        });
+        self.0.in_use.use_by(&name, Some(uid));
         let mut node = storage.node();
-        let is_attached = |node: &Option<Arc<Node>>| node.as_ref().is_some_and(|node| lists(node, &name));
+        let is_attached = |node: &Option<Arc<Node>>| {
+            node.as_ref().is_some_and(|node| policy::attached_device(node, &name).is_some())
+        };
         match timeout(ATTACH, node.wait_for(is_attached)).await {
             Ok(Ok(_)) => {}
             Ok(Err(_)) | Err(_) => {
@@ -399,13 +399,6 @@ fn is_one_part(name: &str) -> bool {
     !matches!(name, "" | "." | "..") && !name.contains(['/', '\0'])
 }
 
-/// Returns true if a Node's status says that a volume is attached, and that it is known to be in use.
-fn lists(node: &Node, name: &str) -> bool {
-    let Some(status) = &node.status else { return false };
-    status.volumes_in_use.iter().flatten().any(|one| one == name)
-        && status.volumes_attached.iter().flatten().any(|one| one.name == name)
-}
-
 /// What is in a Secret that a volume names.
 pub(crate) async fn secret(
     storage: &dyn Storage,
@@ -454,6 +447,8 @@ mod tests {
 
     use serde_json::{Value, json};
 
+    use beelet_model::storage::VolumesInUse;
+
     use super::*;
     use crate::Metrics;
 
@@ -473,7 +468,12 @@ mod tests {
     async fn a_volume_for_one_pod_is_refused_while_another_has_it() {
         let dir = tempfile::tempdir().unwrap();
         let pods = dir.path().join("pods");
-        let csi = Csi::open("n1", &dir.path().join("kubelet"), &pods, Metrics::default());
+        let csi = Csi::open(
+            "n1",
+            (&dir.path().join("kubelet"), &pods),
+            VolumesInUse::default(),
+            Metrics::default(),
+        );
         let check = async |modes: Value, expected: bool| {
             let source = json!({"driver": "d.example", "volumeHandle": "h"});
             let volume: PersistentVolume =

@@ -4,12 +4,12 @@ use std::{
     collections::BTreeSet,
     fs,
     path::{Path, PathBuf},
-    sync::Arc,
     time::Duration,
 };
 
 use beelet_base::work::Work;
 use beelet_base::{blocking::blocking, mountinfo};
+use beelet_policy::csi as policy;
 use beelet_proto::csi::{NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest};
 use futures::future::join_all;
 use tokio_util::sync::CancellationToken;
@@ -34,15 +34,8 @@ impl Csi {
         let all = blocking("looking for published volumes", move || records::of_pod(&folder)).await;
         let given_back = all.into_iter().map(|(place, record)| self.unpublish(place, record, uid));
         join_all(given_back).await.into_iter().collect::<Result<(), Error>>()?;
-        self.0.in_use.send_if_modified(|in_use| {
-            if in_use.values().any(|pods| pods.contains(uid)) {
-                for pods in Arc::make_mut(in_use).values_mut() {
-                    pods.remove(uid);
-                }
-            }
-            // The names stay until nothing is staged.
-            false
-        });
+        // The names stay until nothing is staged.
+        self.0.in_use.leave(uid, policy::is_unique_name);
         self.0.released.notify_one();
         Ok(())
     }
@@ -91,13 +84,7 @@ impl Csi {
         if on_disk.await {
             return;
         }
-        self.0.in_use.send_if_modified(|in_use| {
-            let is_unused = in_use.get(&name).is_some_and(BTreeSet::is_empty);
-            if is_unused {
-                Arc::make_mut(in_use).remove(&name);
-            }
-            is_unused
-        });
+        self.0.in_use.forget(&name);
     }
 
     /// Unstages what no pod has, until `cancel`: as soon as a pod has given a volume back, and again and
@@ -155,9 +142,8 @@ impl Csi {
         });
         let failed = join_all(unstaged).await;
         self.forget_sizes().await;
-        let in_use = Arc::clone(&self.0.in_use.borrow());
-        for (name, _) in in_use.iter().filter(|(_, pods)| pods.is_empty()) {
-            self.forget(name.clone()).await;
+        for name in self.0.in_use.unused().into_iter().filter(|name| policy::is_unique_name(name)) {
+            self.forget(name).await;
         }
         failed.into_iter().flatten().collect()
     }

@@ -14,7 +14,7 @@ use tracing::{Instrument, trace_span};
 use crate::{
     claims, env_files,
     error::{Error, StartError},
-    expand, hosts,
+    expand, flex, hosts,
     metrics::Metrics,
     plan::{PodPlan, Site},
     records::WrittenRecords,
@@ -48,7 +48,7 @@ use beelet_spec::{
     env,
 };
 use beelet_state::events::{Object, Recorder};
-use beelet_volumes::{LocalDisks, MountFacts, Sources, Volumes};
+use beelet_volumes::{Disks, MountFacts, Sources, Volumes};
 
 /// What a pod waits for longer than this is told, and told again each time this much later.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -81,8 +81,8 @@ pub struct Launcher {
     pub cdi_by_annotation: bool,
     /// Knows what claims are bound to; None on a node of its own.
     pub storage: Option<Arc<dyn Storage>>,
-    /// The disks that are mounted for pods.
-    pub disks: LocalDisks,
+    /// The disks that are mounted for pods, and the volumes of drivers.
+    pub disks: Disks,
     /// Storage plugins.
     pub csi: Csi,
     /// Gives pods with user namespaces of their own their ids.
@@ -163,15 +163,18 @@ impl Launcher {
         let claims = self.waited(pod, "what its volume claims are bound to", claims).await?;
         let publishing = Box::pin(claims::publish(&self.csi, storage, &plan.pod, &claims, false));
         let published = self.waited(pod, "the volumes that storage plugins bring", publishing).await?;
+        let objects = self.objects();
+        let attaching = Box::pin(flex::prepare(self, &plan.pod, &claims, &objects));
+        let flex = self.waited(pod, "the volumes of flexVolume drivers", attaching).await?;
         let growing = Box::pin(expand::at_mount(self, &plan.pod, &claims));
         self.waited(pod, "its volumes to grow", growing).await?;
         let (cgroups, decided) = (Arc::clone(&self.cgroups), plan.cgroup()?.clone());
         let cgroups = chores.run(move || Ok(cgroups.ensure(&decided.path, &decided.files)?));
-        let (of_pod, objects, node) = (Arc::clone(plan), self.objects(), self.node.clone());
+        let (of_pod, node) = (Arc::clone(plan), self.node.clone());
         let folders = chores.run(move || {
             make_folder(&of_pod.logs, READABLE).map_err(Error::of_files)?;
-            let (pod, claims, published) = (&of_pod.pod, &claims, &published);
-            let sources = Sources { pod, objects: &objects, node: &node, claims, published };
+            let (pod, claims, published, flex) = (&of_pod.pod, &claims, &published, &flex);
+            let sources = Sources { pod, objects: &objects, node: &node, claims, published, flex };
             of_pod.volumes.set_up(&sources).map_err(Error::of_volumes)
         });
         // Both to their end: nothing may still be made when what was made is taken away.

@@ -21,6 +21,7 @@ pub mod volume_stats;
 
 mod claims;
 mod env_files;
+mod flex;
 mod hosts;
 mod launches;
 mod plan;

@@ -26,15 +26,15 @@ use beelet_base::work::Work;
 use beelet_cri::Runtime;
 use beelet_csi::Csi;
 use beelet_model::{desired::Desired, table::PodTable};
-use beelet_volumes::LocalDisks;
+use beelet_volumes::Disks;
 
 /// What is needed to tell whose a folder is.
 #[derive(Debug)]
 pub struct Sweep {
     /// The folder with a folder for each pod.
     pub pods_dir: PathBuf,
-    /// The disks that are mounted for pods.
-    pub disks: LocalDisks,
+    /// The disks that are mounted for pods, and the volumes of drivers.
+    pub disks: Disks,
     /// Storage plugins.
     pub csi: Csi,
     /// The pods that are here.

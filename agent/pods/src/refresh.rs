@@ -112,9 +112,9 @@ fn refresh(entry: &PodEntry, launcher: &Launcher, objects: &Objects) -> Result<u
         return Ok(0);
     }
     // Only what is made of objects is brought up to date.
-    let (claims, published) = (BTreeMap::new(), BTreeMap::new());
-    let node = &launcher.node;
-    volumes.refresh(&beelet_volumes::Sources { pod, objects, node, claims: &claims, published: &published })
+    let (claims, published, flex) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+    let (node, claims, published, flex) = (&launcher.node, &claims, &published, &flex);
+    volumes.refresh(&beelet_volumes::Sources { pod, objects, node, claims, published, flex })
 }
 
 /// Tells what wasn't told of the same objects before.

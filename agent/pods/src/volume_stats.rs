@@ -84,7 +84,9 @@ pub fn follow(asking: Asking, cancel: CancellationToken) -> Work {
 
 /// Returns true if a pod has volumes of claims or of storage plugins.
 fn is_asked(pod: &Pod) -> bool {
-    has(pod, |volume| claims::may_be_of_driver(volume) || volume.nfs.is_some())
+    has(pod, |volume| {
+        claims::may_be_of_driver(volume) || volume.nfs.is_some() || volume.flex_volume.is_some()
+    })
 }
 
 /// What was told to be wrong, by the pod's UID and the volume.
@@ -94,7 +96,7 @@ type Told = BTreeMap<(String, String), String>;
 type Found = (VolumeUse, String);
 
 async fn of_pod(launcher: &Launcher, pod: Arc<Pod>) -> (Arc<Pod>, Vec<Found>) {
-    let volumes = Volumes::of(&pod, &launcher.pods_dir);
+    let volumes = Volumes::of(&pod, &launcher.pods_dir).on(&launcher.metrics.operations, &launcher.disks);
     let places = blocking("looking for volumes", move || volumes.places()).await;
     let brought = launcher.csi.volumes_of(uid(&pod)).await;
     let ask = places.into_iter().map(async |(volume, place)| {

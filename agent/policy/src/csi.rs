@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::{
     api::{
-        core::v1::Pod,
+        core::v1::{Node, Pod},
         storage::v1::{CSIDriver, CSINode, CSINodeDriver, VolumeAttachment, VolumeNodeResources},
     },
     apimachinery::pkg::apis::meta::v1::OwnerReference,
@@ -81,10 +81,29 @@ pub fn is_supported(versions: &[String]) -> bool {
     versions.iter().any(|version| major(version).as_deref() == Some("1"))
 }
 
+/// How the unique names of such volumes begin.
+const UNIQUE: &str = "kubernetes.io/csi/";
+
 /// The unique name of a volume, as a Node's status has it.
 #[must_use]
 pub fn unique_name(driver: &str, handle: &str) -> String {
-    format!("kubernetes.io/csi/{driver}^{handle}")
+    format!("{UNIQUE}{driver}^{handle}")
+}
+
+/// Returns true if a unique name is of such a volume.
+#[must_use]
+pub fn is_unique_name(name: &str) -> bool {
+    name.starts_with(UNIQUE)
+}
+
+/// The device that a volume is on the node, if it has one, once a Node's status says that it is attached, and
+/// that it is known to be in use. Of volumes of other kinds too.
+#[must_use]
+pub fn attached_device<'n>(node: &'n Node, name: &str) -> Option<&'n str> {
+    let status = node.status.as_ref()?;
+    let is_known = status.volumes_in_use.iter().flatten().any(|one| one == name);
+    let attached = status.volumes_attached.iter().flatten().find(|one| one.name == name)?;
+    is_known.then_some(attached.device_path.as_str())
 }
 
 /// Returns true if a controller must attach a driver's volumes to the node. Of one that nobody knows, yes.
@@ -197,7 +216,8 @@ pub fn is_given_to_group(of: &Ownership<'_>) -> bool {
 pub fn new_node(name: &str, uid: &str) -> CSINode {
     let mut node = CSINode::default();
     let migrated = migration::changed_annotation(&node);
-    node.metadata.annotations = migrated.map(|kinds| BTreeMap::from([(migration::ANNOTATION.to_owned(), kinds)]));
+    node.metadata.annotations =
+        migrated.map(|kinds| BTreeMap::from([(migration::ANNOTATION.to_owned(), kinds)]));
     let owner = OwnerReference {
         api_version: "v1".to_owned(),
         kind: "Node".to_owned(),

@@ -19,6 +19,7 @@ pub mod eviction;
 pub mod expand;
 pub mod expansion;
 pub mod field;
+pub mod flex_volume;
 pub mod huge_pages;
 pub mod image_credentials;
 pub mod image_gc;

@@ -58,7 +58,7 @@ const TABLE: &[Row] = &[
     ("spec.volumes[*].projected.sources[*].{serviceAccountToken,clusterTrustBundle,podCertificate}", ApiObject, "objects to project"),
     ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cinder,gcePersistentDisk,portworxVolume,vsphereVolume}", ApiObject, "storage plugins, of which the API server says how they are used"),
     ("spec.volumes[*].{cephfs,flocker,gitRepo,glusterfs,photonPersistentDisk,quobyte,rbd,scaleIO,storageos}", Removed, "volumes of this kind"),
-    ("spec.volumes[*].{fc,flexVolume,iscsi}", VolumeNotYet, "network storage"),
+    ("spec.volumes[*].{fc,iscsi}", VolumeNotYet, "network storage"),
 ];
 
 /// What the table says of a manifest.
@@ -235,7 +235,8 @@ mod tests {
     fn what_kubernetes_has_removed_is_what_the_node_knows_of() {
         let rows = TABLE.iter().filter(|row| row.1 == Removed);
         let names: Vec<&str> = rows.flat_map(|row| names_of(row.0)).collect();
-        let known: Vec<&str> = beelet_policy::removed_volumes::REMOVED.iter().map(|(name, _)| *name).collect();
+        let known: Vec<&str> =
+            beelet_policy::removed_volumes::REMOVED.iter().map(|(name, _)| *name).collect();
         assert_eq!(names, known);
         let page = include_str!("../../../docs/pods.md");
         for (name, version) in beelet_policy::removed_volumes::REMOVED {

@@ -61,8 +61,12 @@ use beelet_kubelet_api::{Verbosity, auth::Reviewers};
 use beelet_logs::rotate::{self, Rotator};
 use beelet_manifests::source::{ManifestSource, Options, Rules};
 use beelet_model::{
-    accounts::ServiceAccounts, desired::Desired, processes::Shared as Processes, request::Request,
-    storage::Storage, table::PodTable,
+    accounts::ServiceAccounts,
+    desired::Desired,
+    processes::Shared as Processes,
+    request::Request,
+    storage::{Storage, VolumesInUse},
+    table::PodTable,
 };
 use beelet_pleg::{
     Pace,
@@ -83,7 +87,7 @@ use beelet_state::{
     State,
     events::{NodeEvents, Recorder},
 };
-use beelet_volumes::LocalDisks;
+use beelet_volumes::{Disks, FlexVolumes, LocalDisks};
 
 mod upkeep;
 
@@ -119,7 +123,7 @@ pub(super) struct Base {
     probes: beelet_probes::Handle,
     accounts: Option<Arc<dyn ServiceAccounts>>,
     storage: Option<Arc<dyn Storage>>,
-    disks: LocalDisks,
+    disks: Disks,
     pub(super) csi: Csi,
     late: LateServices,
 }
@@ -157,7 +161,7 @@ pub(super) async fn run(builder: Builder, config: Config, shutdown: Cancellation
     let (stats, inbox) = Stats::new();
     let (probes, commands) = beelet_probes::handle();
     let metrics = Metrics::of_node(&config.node_name);
-    let csi = open_csi(&config, &metrics).await?;
+    let (csi, disks) = open_volumes(&config, &metrics).await?;
     let base = Base {
         events: Recorder::load(&state),
         health: Health::new(&config.runtime_endpoint),
@@ -166,7 +170,7 @@ pub(super) async fn run(builder: Builder, config: Config, shutdown: Cancellation
         late: LateServices::default(),
         accounts,
         storage,
-        disks: LocalDisks::new(&config.beelet.kubelet_dir, &config.beelet.pods_dir),
+        disks,
         config,
         doors,
         state,
@@ -207,11 +211,17 @@ async fn open_runtime(doors: &Doors, config: &Config) -> Result<(Runtime, Option
     Ok((runtime, Some(taken.context("the runtime could not be taken")??)))
 }
 
-/// Storage plugins, with what is on disk of their volumes.
-async fn open_csi(config: &Config, metrics: &Metrics) -> Result<Csi> {
+/// Storage plugins, and disks and drivers, with what is on disk of their volumes.
+async fn open_volumes(config: &Config, metrics: &Metrics) -> Result<(Csi, Disks)> {
     let (node, metrics) = (config.node_name.clone(), metrics.csi.clone());
     let (kubelet_dir, pods_dir) = (config.beelet.kubelet_dir.clone(), config.beelet.pods_dir.clone());
-    let open = move || Csi::open(&node, &kubelet_dir, &pods_dir, metrics);
+    let drivers = config.volume_plugin_dir.clone();
+    let open = move || {
+        let (dirs, in_use) = ((&*kubelet_dir, &*pods_dir), VolumesInUse::default());
+        let csi = Csi::open(&node, dirs, in_use.clone(), metrics);
+        let flex = FlexVolumes::open(&node, dirs, &drivers, in_use);
+        (csi, Disks::new(LocalDisks::new(&kubelet_dir, &pods_dir), flex))
+    };
     spawn_blocking(open).await.context("the volumes of storage plugins")
 }
 

@@ -7,6 +7,7 @@ use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1 as core;
 
 use super::Error;
+use super::FlexWanted;
 use super::atomic::{Payload, PayloadFile};
 use beelet_model::objects::Objects;
 use beelet_model::pod::NodeFacts;
@@ -30,6 +31,8 @@ pub struct Sources<'a> {
     pub claims: &'a BTreeMap<String, Claimed>,
     /// What storage plugins have brought to the pod, by volume.
     pub published: &'a BTreeMap<String, Published>,
+    /// What was found out for the volumes of `flexVolume` drivers, by volume.
+    pub flex: &'a BTreeMap<String, FlexWanted>,
 }
 
 /// Returns true if a volume's files are kept in memory, as the kubelet keeps them: secrets must not reach the
@@ -275,6 +278,7 @@ mod tests {
             node: &node,
             claims: &BTreeMap::new(),
             published: &BTreeMap::new(),
+            flex: &BTreeMap::new(),
         };
         let shown = payload(&volume_of, &sources).map(|payload| {
             let show = |(path, file): (&String, &PayloadFile)| {
@@ -320,6 +324,7 @@ mod tests {
                 node: &node,
                 claims: &BTreeMap::new(),
                 published: &BTreeMap::new(),
+                flex: &BTreeMap::new(),
             };
             let files = payload(&volume, &sources).map(Option::unwrap_or_default);
             (files.ok().map(|files| files["token"].bytes.clone()), lacks_token(&volume, &sources))
@@ -374,8 +379,14 @@ mod tests {
             let (mut objects, node) = (objects(), beelet_spec::fixtures::node());
             objects.do_without_tokens();
             let (claims, published) = (BTreeMap::new(), BTreeMap::new());
-            let sources =
-                Sources { pod: &pod, objects: &objects, node: &node, claims: &claims, published: &published };
+            let sources = Sources {
+                pod: &pod,
+                objects: &objects,
+                node: &node,
+                claims: &claims,
+                published: &published,
+                flex: &BTreeMap::new(),
+            };
             let files = payload(&volume, &sources).unwrap().unwrap();
             let shown = ["token", "a"].map(|path| (files[path].mode, files[path].owner));
             assert_eq!(shown, expected, "{context}");
@@ -433,7 +444,8 @@ mod tests {
                     objects: &objects,
                     node: &node,
                     claims: &BTreeMap::new(),
-                    published: &BTreeMap::new()
+                    published: &BTreeMap::new(),
+                    flex: &BTreeMap::new(),
                 }
             )
             .unwrap(),

@@ -3,7 +3,8 @@
 
 use std::{
     fs,
-    io::Read as _,
+    io::{PipeReader, Read as _},
+    os::{fd::OwnedFd, unix::process::CommandExt as _},
     path::Path,
     process::{Command, ExitStatus, Stdio},
     time::{Duration, Instant},
@@ -14,6 +15,7 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
     mount::MountFlags,
+    process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open},
 };
 
 use crate::{Error, mounts};
@@ -94,7 +96,7 @@ pub(crate) fn bind(from: &Path, target: &Path, options: &[String]) -> Result<(),
 fn format_of(disk: &Path) -> Result<String, Error> {
     let mut command = Command::new("blkid");
     command.args(["-p", "-s", "TYPE", "-s", "PTTYPE", "-o", "export"]).arg(disk);
-    let (status, said) = run(command, SHORT)?;
+    let (status, said) = say(command, SHORT)?;
     match status.code() {
         Some(0) => {
             read_format(&said).ok_or_else(|| Error::unmet(format!("blkid returns invalid output: {said}")))
@@ -135,7 +137,7 @@ fn format(disk: &Path, file_system: &str) -> Result<(), Error> {
 fn check(disk: &Path) -> Result<(), Error> {
     let mut command = Command::new("fsck");
     command.arg("-a").arg(disk);
-    let Ok((status, said)) = run(command, LONG) else { return Ok(()) };
+    let Ok((status, said)) = say(command, LONG) else { return Ok(()) };
     if status.code() == Some(UNCORRECTED) {
         let disk = disk.display();
         return Err(Error::unmet(format!(
@@ -147,7 +149,7 @@ fn check(disk: &Path) -> Result<(), Error> {
 
 pub(crate) fn succeed(command: Command, within: Duration) -> Result<(), Error> {
     let program = command.get_program().to_string_lossy().into_owned();
-    let (status, said) = run(command, within)?;
+    let (status, said) = say(command, within)?;
     if status.success() { Ok(()) } else { Err(failed(&program, status, &said)) }
 }
 
@@ -155,43 +157,83 @@ fn failed(program: &str, status: ExitStatus, said: &str) -> Error {
     Error::unmet(format!("{program} failed ({status}): {}", said.trim()))
 }
 
-/// Runs a tool; how it ended, and the beginning of what it said. One that takes too long is killed.
-fn run(mut command: Command, within: Duration) -> Result<(ExitStatus, String), Error> {
+/// Runs a tool; how it ended, and the beginning of what it said, as text.
+fn say(command: Command, within: Duration) -> Result<(ExitStatus, String), Error> {
+    let (status, said) = run(command, within, SAID)?;
+    Ok((status, String::from_utf8_lossy(&said).into_owned()))
+}
+
+/// Runs a program; how it ended, and the first `most` bytes of what it said. One that takes too long is
+/// killed, with those that it started. For those that live on after it, and could still say something, nobody
+/// waits.
+pub(crate) fn run(
+    mut command: Command,
+    within: Duration,
+    most: usize,
+) -> Result<(ExitStatus, Vec<u8>), Error> {
     let program = command.get_program().to_string_lossy().into_owned();
     let wrong =
         |cause: std::io::Error| Error::unmet(format!("cannot run {program}: {cause}; is it installed?"));
     let (mut reader, writer) = std::io::pipe().map_err(wrong)?;
     let errors = writer.try_clone().map_err(wrong)?;
-    command.stdin(Stdio::null()).stdout(writer).stderr(errors);
+    command.stdin(Stdio::null()).stdout(writer).stderr(errors).process_group(0);
     let mut child = command.spawn().map_err(wrong)?;
     // Its ends of the pipe: with them open, reading would never come to an end.
     drop(command);
+    let process = Pid::from_child(&child);
+    // None on a kernel that is too old: then all that have the pipe are waited for.
+    let end = pidfd_open(process, PidfdFlags::empty()).ok();
     let (began, mut said) = (Instant::now(), Vec::new());
     loop {
         let left = within.saturating_sub(began.elapsed());
-        let timeout = Timespec::try_from(left).unwrap_or_default();
-        let mut ready = [PollFd::new(&reader, PollFlags::IN)];
-        match poll(&mut ready, Some(&timeout)) {
-            Err(Errno::INTR) => continue,
-            Ok(0) => {
+        match next(&reader, end.as_ref(), left).map_err(|e| wrong(e.into()))? {
+            Next::Again => {}
+            Next::Ended => break,
+            Next::Late => {
+                let _ = kill_process_group(process, Signal::KILL);
                 // It may hang in the kernel: whoever waits for its end waits elsewhere.
-                let _ = child.kill();
                 std::thread::spawn(move || child.wait());
                 return Err(Error::unmet(format!("{program} took longer than {} s", within.as_secs())));
             }
-            Ok(_) => {}
-            Err(e) => return Err(wrong(e.into())),
+            Next::Said => {
+                let mut piece = [0; 1024];
+                let count = reader.read(&mut piece).map_err(wrong)?;
+                if count == 0 {
+                    break;
+                }
+                let room = most.saturating_sub(said.len());
+                said.extend_from_slice(&piece[..count.min(room)]);
+            }
         }
-        let mut piece = [0; 1024];
-        let count = reader.read(&mut piece).map_err(wrong)?;
-        if count == 0 {
-            break;
-        }
-        let room = SAID.saturating_sub(said.len());
-        said.extend_from_slice(&piece[..count.min(room)]);
     }
     let status = child.wait().map_err(wrong)?;
-    Ok((status, String::from_utf8_lossy(&said).into_owned()))
+    Ok((status, said))
+}
+
+/// What becomes of a program that runs.
+enum Next {
+    /// It says something, or nobody can any more.
+    Said,
+    /// It has ended, and has said all.
+    Ended,
+    /// Its time is up.
+    Late,
+    /// Something else was in between.
+    Again,
+}
+
+fn next(reader: &PipeReader, end: Option<&OwnedFd>, left: Duration) -> Result<Next, Errno> {
+    let timeout = Timespec::try_from(left).unwrap_or_default();
+    let mut ready = vec![PollFd::new(reader, PollFlags::IN)];
+    ready.extend(end.map(|end| PollFd::new(end, PollFlags::IN)));
+    match poll(&mut ready, Some(&timeout)) {
+        Err(Errno::INTR) => Ok(Next::Again),
+        Err(e) => Err(e),
+        Ok(0) => Ok(Next::Late),
+        // What it has said last comes before its end.
+        Ok(_) if !ready[0].revents().is_empty() => Ok(Next::Said),
+        Ok(_) => Ok(Next::Ended),
+    }
 }
 
 #[cfg(test)]
@@ -216,13 +258,16 @@ mod tests {
 
     #[test]
     fn a_tool_is_heard_and_one_that_hangs_is_ended() {
-        let (status, said) = run(shell("echo out; echo err >&2; exit 3"), SHORT).unwrap();
+        let (status, said) = say(shell("echo out; echo err >&2; exit 3"), SHORT).unwrap();
         assert_eq!((status.code(), said.as_str()), (Some(3), "out\nerr\n"));
-        let (_, said) = run(shell("head -c 100000 /dev/zero"), SHORT).unwrap();
+        let (_, said) = say(shell("head -c 100000 /dev/zero"), SHORT).unwrap();
         assert_eq!(said.len(), SAID);
-        let late = run(shell("exec sleep 1000"), Duration::from_millis(50)).unwrap_err().to_string();
+        // One that it leaves behind may say something still; nobody waits for that.
+        let (status, said) = say(shell("sleep 1000 & echo done; exec kill -9 $$"), SHORT).unwrap();
+        assert_eq!((status.code(), said.as_str()), (None, "done\n"));
+        let late = say(shell("sleep 1000"), Duration::from_millis(50)).unwrap_err().to_string();
         assert!(late.starts_with("sh took longer than"), "{late}");
-        let none = run(Command::new("beelet-no-such-tool"), SHORT).unwrap_err().to_string();
+        let none = say(Command::new("beelet-no-such-tool"), SHORT).unwrap_err().to_string();
         assert!(none.contains("beelet-no-such-tool") && none.ends_with("is it installed?"), "{none}");
         let failed = succeed(shell("echo broken; exit 1"), SHORT).unwrap_err().to_string();
         assert!(failed.contains("broken"), "{failed}");

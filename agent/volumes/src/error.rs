@@ -98,6 +98,11 @@ impl Error {
         Self::Unmet(why.into())
     }
 
+    /// For `map_err`: what another part says.
+    pub(super) fn unmet_of(why: impl std::fmt::Display) -> Self {
+        Self::Unmet(why.to_string())
+    }
+
     /// For `map_err`: what was tried, and with what.
     pub(super) fn io<E: Into<io::Error>>(
         action: &'static str,

@@ -43,6 +43,11 @@ impl FsGroup {
         Some(Self { group: Gid::from_raw(id), on_root_mismatch })
     }
 
+    /// Its number.
+    pub(super) fn id(&self) -> u32 {
+        self.group.as_raw()
+    }
+
     /// Gives the folder at `path` and all in it to the group.
     pub(super) fn own(&self, path: &Path, access: Access) -> Result<(), Error> {
         let failed =

@@ -11,10 +11,13 @@
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
 mod atomic;
+mod busy;
 mod content;
 mod disk;
+mod disks;
 mod empty_dir;
 mod error;
+mod flex;
 mod fs_group;
 mod host_path;
 mod local;
@@ -41,7 +44,9 @@ use rustix::io::Errno;
 use tracing::debug;
 
 pub use self::content::Sources;
+pub use self::disks::Disks;
 pub use self::error::Error;
+pub use self::flex::{FlexVolumes, FlexWanted};
 pub use self::local::LocalDisks;
 pub use self::operations::{Operations, plugin};
 pub use self::room::room;
@@ -66,7 +71,7 @@ pub struct Volumes {
     volumes: Vec<core::Volume>,
     fs_group: Option<FsGroup>,
     operations: Operations,
-    disks: Option<LocalDisks>,
+    disks: Option<Disks>,
 }
 
 /// What a container's mounts are made of besides its spec.
@@ -90,9 +95,9 @@ impl Volumes {
         Self { folder: pods_dir.join(uid), volumes, fs_group, operations, disks: None }
     }
 
-    /// The same, counted in `operations`, with the machine's disks.
+    /// The same, counted in `operations`, with the machine's disks and drivers.
     #[must_use]
-    pub fn on(self, operations: &Operations, disks: &LocalDisks) -> Self {
+    pub fn on(self, operations: &Operations, disks: &Disks) -> Self {
         Self { operations: operations.clone(), disks: Some(disks.clone()), ..self }
     }
 
@@ -112,7 +117,8 @@ impl Volumes {
             }
             let (claimed, published) =
                 (sources.claims.get(&volume.name), sources.published.get(&volume.name));
-            let is_mounted_by_us = volume.nfs.is_some() && mounts.contains(volume.name.as_str());
+            let is_mounted_by_us = (volume.nfs.is_some() || volume.flex_volume.is_some())
+                && mounts.contains(volume.name.as_str());
             if is_elsewhere(volume) && claimed.is_none() && published.is_none() && !is_mounted_by_us {
                 // No container uses it.
                 continue;
@@ -120,7 +126,7 @@ impl Volumes {
             let plugin = claimed.map_or_else(|| plugin(volume), operations::plugin_of_claim);
             let made = self.operations.time(Operation::Mount, &[plugin], || match (published, claimed) {
                 (Some(published), _) => self.set_up_published(&volume.name, published),
-                (None, Some(claimed)) => self.set_up_claim(&volume.name, claimed),
+                (None, Some(claimed)) => self.set_up_claim(&volume.name, claimed, sources),
                 (None, None) => self.set_up_one(volume, sources),
             });
             match made.map_err(|e| e.of_volume(&volume.name)) {
@@ -141,13 +147,13 @@ impl Volumes {
     }
 
     /// Mounts a PersistentVolume, and links to it.
-    fn set_up_claim(&self, name: &str, claimed: &Claimed) -> Result<(), Error> {
+    fn set_up_claim(&self, name: &str, claimed: &Claimed, sources: &Sources<'_>) -> Result<(), Error> {
         let spec = claimed.volume.spec.clone().unwrap_or_default();
         let is_block = spec.volume_mode.as_deref() == Some("Block");
         let place = match (&spec.local, &spec.host_path, &self.disks) {
             (Some(source), _, _) if is_block => local::device(source)?,
             (Some(source), _, Some(disks)) => {
-                disks.set_up(&self.folder, claimed, source, self.fs_group.as_ref())?
+                disks.local().set_up(&self.folder, claimed, source, self.fs_group.as_ref())?
             }
             (_, Some(source), _) => local::host_path(claimed, source)?,
             _ if spec.nfs.is_some() => {
@@ -155,9 +161,18 @@ impl Volumes {
                 let read_only = claimed.read_only || source.read_only == Some(true);
                 nfs::set_up(&self.folder, claimed.name(), &source, read_only, &local::options_of(claimed))?
             }
+            _ if spec.flex_volume.is_some() => self.set_up_flex(name, sources)?,
             _ => return Err(Error::unmet("beelet can't mount PersistentVolumes of this kind")),
         };
         self.link(name, &place)
+    }
+
+    /// Has a driver mount a volume; where it is then.
+    fn set_up_flex(&self, name: &str, sources: &Sources<'_>) -> Result<PathBuf, Error> {
+        let (Some(disks), Some(wanted)) = (&self.disks, sources.flex.get(name)) else {
+            return Err(Error::unmet("it is not known what the flexVolume is"));
+        };
+        disks.flex().set_up(&self.folder, sources.pod, wanted, self.fs_group.as_ref())
     }
 
     /// Links from a volume's own path to where it is.
@@ -181,7 +196,10 @@ impl Volumes {
         let place = |volume: &core::Volume| {
             Some((volume.name.clone(), std::fs::read_link(self.path(&volume.name)).ok()?))
         };
-        elsewhere.filter_map(place).collect()
+        let is_measured = |(_, place): &(String, PathBuf)| {
+            self.disks.as_ref().is_none_or(|disks| disks.flex().is_measured(&self.folder, place))
+        };
+        elsewhere.filter_map(place).filter(is_measured).collect()
     }
 
     /// Where a PersistentVolume is. What was mounted in the pod's folder must still be: a container must not
@@ -203,7 +221,8 @@ impl Volumes {
             return plugin(volume);
         }
         let place = std::fs::read_link(self.path(&volume.name)).unwrap_or_default();
-        operations::plugin_at(&place)
+        let is_of_driver = self.disks.as_ref().is_some_and(|disks| disks.flex().has(&self.folder, &place));
+        if is_of_driver { operations::FLEX } else { operations::plugin_at(&place) }
     }
 
     fn set_up_one(&self, volume: &core::Volume, sources: &Sources<'_>) -> Result<(), Error> {
@@ -217,6 +236,8 @@ impl Volumes {
             let read_only = source.read_only == Some(true);
             let place = nfs::set_up(&self.folder, &volume.name, source, read_only, &[])?;
             self.link(&volume.name, &place)?;
+        } else if volume.flex_volume.is_some() {
+            self.link(&volume.name, &self.set_up_flex(&volume.name, sources)?)?;
         } else if let Some(source) = &volume.host_path {
             host_path::check(source)?;
         } else if let Some(payload) = content::payload(volume, sources)? {
@@ -341,7 +362,9 @@ impl Volumes {
         };
         // What is the host's keeps its SELinux label; what the agent made gets the container's.
         let is_network = whole.starts_with(self.folder.join(VOLUMES).join(nfs::PLUGIN));
-        made.selinux_relabel = whole.starts_with(&self.folder) && !is_network;
+        let may_relabel =
+            || self.disks.as_ref().is_none_or(|disks| disks.flex().may_relabel(&self.folder, &whole));
+        made.selinux_relabel = whole.starts_with(&self.folder) && !is_network && may_relabel();
         let source = match sub_path {
             Some(part) => {
                 let name = Path::new(&volume.name).join(&container.name).join(index.to_string());
@@ -409,7 +432,7 @@ fn has_content(volume: &core::Volume) -> bool {
 
 /// Returns true if a volume's own path is a link to where it is.
 fn is_elsewhere(volume: &core::Volume) -> bool {
-    claims::may_be_of_driver(volume) || volume.nfs.is_some()
+    claims::may_be_of_driver(volume) || volume.nfs.is_some() || volume.flex_volume.is_some()
 }
 
 /// Returns true if nobody may write to a volume: what is made of objects is replaced as a whole, and of a
@@ -419,6 +442,9 @@ fn is_read_only(volume: &core::Volume) -> bool {
         (Some(claim), ..) => claim.read_only == Some(true),
         (_, Some(source), _) => source.read_only == Some(true),
         (.., Some(source)) => source.read_only == Some(true),
+        _ if volume.flex_volume.is_some() => {
+            volume.flex_volume.as_ref().is_some_and(|source| source.read_only == Some(true))
+        }
         _ if migration::is_migrated(volume) => migration::is_read_only(volume),
         _ => volume.empty_dir.is_none() && volume.host_path.is_none() && volume.ephemeral.is_none(),
     }

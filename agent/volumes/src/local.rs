@@ -5,11 +5,9 @@
 //! A disk is mounted once for all pods, in the folder of [`LocalDisks`], and unmounted with the last of them.
 
 use std::{
-    collections::BTreeSet,
     fs,
     os::unix::fs::FileTypeExt,
     path::{Component, Path, PathBuf},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
 };
 
 use beelet_base::folder::{PRIVATE, make_folder};
@@ -18,7 +16,9 @@ use beelet_policy::claims;
 use k8s_openapi::api::core::v1 as core;
 
 use crate::{
-    Error, VOLUMES, disk,
+    Error, VOLUMES,
+    busy::Busy,
+    disk,
     fs_group::{Access, FsGroup},
     mounts,
 };
@@ -35,21 +35,7 @@ pub struct LocalDisks {
     folder: PathBuf,
     /// The folder with a folder for each pod.
     pods_dir: PathBuf,
-    /// The volumes that somebody is working on.
-    busy: Arc<(Mutex<BTreeSet<String>>, Condvar)>,
-}
-
-/// A volume that nobody else works on while this lives.
-struct Held<'d> {
-    disks: &'d LocalDisks,
-    name: String,
-}
-
-impl Drop for Held<'_> {
-    fn drop(&mut self) {
-        self.disks.busy().remove(&self.name);
-        self.disks.busy.1.notify_all();
-    }
+    busy: Busy,
 }
 
 impl LocalDisks {
@@ -57,21 +43,7 @@ impl LocalDisks {
     #[must_use]
     pub fn new(kubelet_dir: &Path, pods_dir: &Path) -> Self {
         let folder = kubelet_dir.join("plugins/kubernetes.io/local-volume/mounts");
-        Self { folder, pods_dir: pods_dir.to_owned(), busy: Arc::default() }
-    }
-
-    fn busy(&self) -> MutexGuard<'_, BTreeSet<String>> {
-        self.busy.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits until nobody works on the volume. Only pods of the same volume wait for each other.
-    fn hold(&self, name: &str) -> Held<'_> {
-        let mut busy = self.busy();
-        while !busy.insert(name.to_owned()) {
-            busy = self.busy.1.wait(busy).unwrap_or_else(PoisonError::into_inner);
-        }
-        drop(busy);
-        Held { disks: self, name: name.to_owned() }
+        Self { folder, pods_dir: pods_dir.to_owned(), busy: Busy::default() }
     }
 
     /// The places in pods' folders where a volume is mounted, but for this one.
@@ -85,7 +57,7 @@ impl LocalDisks {
     /// Unmounts the disks of these volumes that no pod has mounted any more.
     fn release(&self, volumes: &[String]) -> Result<(), Error> {
         for name in volumes {
-            let _held = self.hold(name);
+            let _held = self.busy.hold(name);
             let mounted = self.folder.join(name);
             if mounts::is_mount_point(&mounted)? && self.others(name, None)?.is_empty() {
                 mounts::unmount(&mounted)?;
@@ -96,7 +68,7 @@ impl LocalDisks {
     }
 
     /// Unmounts all that is mounted in a pod's folder, and the disks that were the pod's alone.
-    pub fn unmount_all(&self, folder: &Path) -> Result<(), Error> {
+    pub(crate) fn unmount_all(&self, folder: &Path) -> Result<(), Error> {
         let volumes = folder.join(VOLUMES).join(PLUGIN);
         let entries = fs::read_dir(volumes).into_iter().flatten().flatten();
         let volumes: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
@@ -118,7 +90,7 @@ impl LocalDisks {
             return Err(Error::unmet(format!("invalid path: {} must not contain '..'", source.path)));
         }
         let target = folder.join(VOLUMES).join(PLUGIN).join(name);
-        let _held = self.hold(name);
+        let _held = self.busy.hold(name);
         if mounts::is_mount_point(&target)? {
             return Ok(target);
         }
@@ -208,25 +180,5 @@ mod tests {
         check("a/b", false);
         check("a/", false);
         check("/a", false);
-    }
-
-    #[test]
-    fn pods_of_one_volume_wait_for_each_other_and_for_no_other() {
-        let dir = tempfile::tempdir().unwrap();
-        let disks = LocalDisks::new(dir.path(), &dir.path().join("pods"));
-        let held = disks.hold("a");
-        drop(disks.hold("b"));
-        let (sender, receiver) = std::sync::mpsc::channel();
-        let waiting = std::thread::spawn({
-            let disks = disks.clone();
-            move || {
-                let _held = disks.hold("a");
-                sender.send(()).unwrap();
-            }
-        });
-        assert!(receiver.try_recv().is_err());
-        drop(held);
-        receiver.recv().unwrap();
-        waiting.join().unwrap();
     }
 }

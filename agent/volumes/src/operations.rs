@@ -24,6 +24,8 @@ const HOST_PATH: &str = "kubernetes.io/host-path";
 const LOCAL: &str = "kubernetes.io/local-volume";
 const CSI: &str = "kubernetes.io/csi";
 const NFS: &str = "kubernetes.io/nfs";
+/// Of all drivers: their own names would be any number.
+pub(crate) const FLEX: &str = "kubernetes.io/flexvolume";
 
 /// What is done with a volume, in the kubelet's words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,6 +131,7 @@ pub fn plugin(volume: &core::Volume) -> &'static str {
         (downward_api.is_some(), "kubernetes.io/downward-api"),
         (image.is_some(), "kubernetes.io/image"),
         (volume.nfs.is_some(), NFS),
+        (volume.flex_volume.is_some(), FLEX),
         (claims::may_be_of_driver(volume), CSI),
     ];
     kinds.into_iter().find(|(is_there, _)| *is_there).map_or("N/A", |(_, name)| name)
@@ -143,6 +146,7 @@ pub(crate) fn plugin_of_claim(claimed: &Claimed) -> &'static str {
         (spec.host_path.is_some(), HOST_PATH),
         (spec.csi.is_some(), CSI),
         (spec.nfs.is_some(), NFS),
+        (spec.flex_volume.is_some(), FLEX),
     ];
     kinds.into_iter().find(|(is_it, _)| *is_it).map_or("N/A", |(_, name)| name)
 }

@@ -6,6 +6,7 @@ use serde_json::json;
 
 use super::*;
 use beelet_model::objects::Objects;
+use beelet_model::storage::VolumesInUse;
 
 fn pod(spec: serde_json::Value) -> core::Pod {
     serde_json::from_value(json!({"metadata": {"uid": "u1", "namespace": "shop"}, "spec": spec})).unwrap()
@@ -24,6 +25,7 @@ fn set_up(pod: &core::Pod, dir: &Path) -> (Volumes, Result<(), Error>) {
         node: &node,
         claims: &BTreeMap::new(),
         published: &BTreeMap::new(),
+        flex: &BTreeMap::new(),
     });
     (volumes, done)
 }
@@ -123,6 +125,7 @@ fn a_secret_is_not_written_to_the_disk_below_a_volume_that_was_unmounted() {
         node: &node,
         claims: &BTreeMap::new(),
         published: &BTreeMap::new(),
+        flex: &BTreeMap::new(),
     };
     assert_eq!(volumes.refresh(&sources).unwrap(), 0);
     assert_eq!(fs::read_dir(&path).unwrap().count(), 1, "nothing was written");
@@ -237,13 +240,19 @@ fn claiming(uid: &str, group: Option<u32>) -> core::Pod {
     .unwrap()
 }
 
+/// These disks, and no drivers.
+fn disks_only(local: &LocalDisks, pods: &Path) -> Disks {
+    let flex = FlexVolumes::open("n1", (pods, pods), pods, VolumesInUse::default());
+    Disks::new(local.clone(), flex)
+}
+
 /// Makes the pod's volume `data` of what its claim is bound to; where a container finds it on the machine.
 fn set_up_claim(
     pod: &core::Pod,
     (pods, disks): (&Path, &LocalDisks),
     claimed: &Claimed,
 ) -> (Volumes, Result<PathBuf, Error>) {
-    let volumes = Volumes::of(pod, pods).on(&Operations::default(), disks);
+    let volumes = Volumes::of(pod, pods).on(&Operations::default(), &disks_only(disks, pods));
     let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
     let claims = [("data".to_owned(), claimed.clone())].into();
     let done = volumes.set_up(&Sources {
@@ -252,6 +261,7 @@ fn set_up_claim(
         node: &node,
         claims: &claims,
         published: &BTreeMap::new(),
+        flex: &BTreeMap::new(),
     });
     let container = &pod.spec.as_ref().unwrap().containers[0];
     let place = done.and_then(|()| Ok(PathBuf::from(&volumes.mounts(container, &facts())?[0].host_path)));
@@ -344,10 +354,17 @@ fn a_volume_of_objects_is_kept_current_beside_a_claims_volume() {
     };
     let (old, new, node) = (objects("1"), objects("2"), beelet_spec::fixtures::node());
     let claims = [("data".to_owned(), claimed("pv", json!({"hostPath": {"path": shelf}}), false))].into();
-    let sources =
-        Sources { pod: &pod, objects: &old, node: &node, claims: &claims, published: &BTreeMap::new() };
+    let sources = Sources {
+        pod: &pod,
+        objects: &old,
+        node: &node,
+        claims: &claims,
+        published: &BTreeMap::new(),
+        flex: &BTreeMap::new(),
+    };
     let pods = dir.path().join("pods");
-    let volumes = Volumes::of(&pod, &pods).on(&Operations::default(), &LocalDisks::new(dir.path(), &pods));
+    let disks = disks_only(&LocalDisks::new(dir.path(), &pods), &pods);
+    let volumes = Volumes::of(&pod, &pods).on(&Operations::default(), &disks);
     volumes.set_up(&sources).unwrap();
     assert_eq!(volumes.refresh(&Sources { objects: &new, ..sources }).unwrap(), 1);
     assert_eq!(fs::read_to_string(volumes.path("conf").join("a")).unwrap(), "2");

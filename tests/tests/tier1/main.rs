@@ -4,6 +4,7 @@
 
 mod cluster;
 mod daemon;
+mod flex;
 mod hostile;
 mod image_gc;
 mod manifest_source;

@@ -10,14 +10,14 @@ use serde_json::{Value, json};
 use crate::hostile::scene::Scene;
 
 /// Where Nodes are.
-pub(super) const NODES: &str = "/api/v1/nodes";
+pub(crate) const NODES: &str = "/api/v1/nodes";
 /// Where the node's lease is.
-pub(super) const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/testnode";
+pub(crate) const LEASE: &str = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/testnode";
 
 /// The agent, its runtime, and the API server, which goes last.
-pub(super) struct Member {
-    pub(super) scene: Scene,
-    pub(super) api: FakeApi,
+pub(crate) struct Member {
+    pub(crate) scene: Scene,
+    pub(crate) api: FakeApi,
 }
 
 impl Drop for Member {
@@ -29,26 +29,26 @@ impl Drop for Member {
 }
 
 /// The path of the test's Node.
-pub(super) fn own_node() -> String {
+pub(crate) fn own_node() -> String {
     format!("{NODES}/{NODE}")
 }
 
 impl Member {
     /// An agent that was started as a node of the cluster of `api`.
-    pub(super) fn spawn(api: FakeApi, change: impl FnOnce(Options) -> Options) -> Member {
+    pub(crate) fn spawn(api: FakeApi, change: impl FnOnce(Options) -> Options) -> Member {
         let scene = Scene::spawn(|dir, options| change(joined(&api, dir, options)));
         Member { scene, api }
     }
 
     /// One whose Node is registered, or adopted, and ready.
-    pub(super) async fn start(api: FakeApi, change: impl FnOnce(Options) -> Options) -> Member {
+    pub(crate) async fn start(api: FakeApi, change: impl FnOnce(Options) -> Options) -> Member {
         let member = Member::spawn(api, change);
         member.until_ready().await;
         member
     }
 
     /// Waits until the Node says that it is ready.
-    pub(super) async fn until_ready(&self) -> Value {
+    pub(crate) async fn until_ready(&self) -> Value {
         self.api
             .wait_until("the Node to be ready", |api| {
                 api.get(&own_node()).filter(|node| status_of(node, "Ready").as_deref() == Some("True"))
@@ -57,7 +57,7 @@ impl Member {
     }
 
     /// Waits for such a request that was done, from number `first` on.
-    pub(super) async fn until_done(&self, first: usize, verb: Verb, pattern: &str) -> Asked {
+    pub(crate) async fn until_done(&self, first: usize, verb: Verb, pattern: &str) -> Asked {
         let what = format!("{verb} {pattern}");
         self.api.wait_for_after(&what, first, |asked| asked.is(verb, pattern) && asked.succeeded()).await
     }
@@ -74,13 +74,13 @@ fn joined(api: &FakeApi, dir: &Path, mut options: Options) -> Options {
 }
 
 /// The status of a condition.
-pub(super) fn status_of(object: &Value, kind: &str) -> Option<String> {
+pub(crate) fn status_of(object: &Value, kind: &str) -> Option<String> {
     let all = object["status"]["conditions"].as_array()?;
     let found = all.iter().find(|condition| condition["type"] == kind)?;
     found["status"].as_str().map(str::to_owned)
 }
 
 /// A Node that is there before the agent.
-pub(super) fn node(metadata: &Value, status: &Value) -> Value {
+pub(crate) fn node(metadata: &Value, status: &Value) -> Value {
     json!({ "apiVersion": "v1", "kind": "Node", "metadata": metadata, "spec": {}, "status": status })
 }

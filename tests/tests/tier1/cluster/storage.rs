@@ -14,7 +14,7 @@ const CLAIM: &str = "/api/v1/namespaces/default/persistentvolumeclaims/data";
 const VOLUME: &str = "/api/v1/persistentvolumes/pv-1";
 
 /// A pod with a volume `data` of this source, which its container mounts.
-pub(super) fn pod_with(name: &str, source: &Value) -> Value {
+pub(crate) fn pod_with(name: &str, source: &Value) -> Value {
     let mut pod = pod(name);
     let mut volume = source.clone();
     volume["name"] = "data".into();
@@ -23,28 +23,28 @@ pub(super) fn pod_with(name: &str, source: &Value) -> Value {
     pod
 }
 
-pub(super) fn claiming(name: &str) -> Value {
+pub(crate) fn claiming(name: &str) -> Value {
     pod_with(name, &json!({"persistentVolumeClaim": {"claimName": "data"}}))
 }
 
 /// Binds the claim at `claim` to a PersistentVolume of this kind.
-pub(super) fn bind(api: &FakeApi, claim: &str, spec: &Value) {
+pub(crate) fn bind(api: &FakeApi, claim: &str, spec: &Value) {
     let found = api.patch(claim, &json!({"spec": {"volumeName": "pv-1"}, "status": {"phase": "Bound"}}));
     let mut spec = spec.clone();
     spec["claimRef"] = json!({"uid": found["metadata"]["uid"]});
     api.put(VOLUME, json!({"spec": spec}));
 }
 
-pub(super) fn pending() -> Value {
+pub(crate) fn pending() -> Value {
     json!({"spec": {}, "status": {"phase": "Pending"}})
 }
 
 /// Where the agent's pages are.
-pub(super) struct Pages(String);
+pub(crate) struct Pages(String);
 
 impl Pages {
     /// Waits until a page says this; the page.
-    pub(super) fn until(&self, member: &Member, path: &str, words: &str) -> String {
+    pub(crate) fn until(&self, member: &Member, path: &str, words: &str) -> String {
         member.scene.look_until(&format!("{words} on {path}"), || {
             let page = http_get(&self.0, path).map_err(|error| error.to_string())?.1;
             if page.contains(words) { Ok(page) } else { Err(page) }
@@ -53,7 +53,7 @@ impl Pages {
 }
 
 /// A node that asks each second how much room volumes have.
-pub(super) async fn measuring(api: FakeApi) -> (Member, Pages) {
+pub(crate) async fn measuring(api: FakeApi) -> (Member, Pages) {
     let [port] = ports::free().unwrap();
     let options =
         |options: Options| options.kubelet("volumeStatsAggPeriod", "1s").kubelet("healthzPort", port);
@@ -62,7 +62,7 @@ pub(super) async fn measuring(api: FakeApi) -> (Member, Pages) {
 
 impl Member {
     /// Waits until an event of this reason says something like this.
-    pub(super) async fn until_event(&self, reason: &str, words: &str) {
+    pub(crate) async fn until_event(&self, reason: &str, words: &str) {
         let told = |event: &Value| {
             let text = |field: &str| event[field].as_str().unwrap_or_default().to_owned();
             event["reason"] == reason && (text("message") + &text("note")).contains(words)
@@ -75,14 +75,14 @@ impl Member {
     }
 
     /// Where the container's volume is on the machine.
-    pub(super) fn mounted(&self, pod: &str) -> String {
+    pub(crate) fn mounted(&self, pod: &str) -> String {
         let container = self.scene.cri.container(pod, "main").unwrap();
         let mount = container.config.mounts.iter().find(|mount| mount.container_path == "/data").unwrap();
         mount.host_path.clone()
     }
 
     /// Nothing is mounted in the pods' folders, and none is left.
-    pub(super) fn until_nothing_is_mounted(&self) {
+    pub(crate) fn until_nothing_is_mounted(&self) {
         let pods = self.scene.dir.path().join("agent/pods");
         self.scene.look_until("nothing to be mounted", || {
             let mounts = guards::mounts().map_err(|error| error.to_string())?;

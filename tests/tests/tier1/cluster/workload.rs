@@ -12,12 +12,12 @@ use super::scene::{Member, status_of};
 const PODS: &str = "/api/v1/pods";
 const STATUS: &str = "/api/v1/namespaces/default/pods/*/status";
 
-pub(super) fn path(name: &str) -> String {
+pub(crate) fn path(name: &str) -> String {
     format!("/api/v1/namespaces/default/pods/{name}")
 }
 
 /// A pod with the defaults that an API server sets.
-pub(super) fn pod(name: &str) -> Value {
+pub(crate) fn pod(name: &str) -> Value {
     let mut pod = manifests::pod(name, &["/bin/testapp"]);
     pod["spec"]["nodeName"] = NODE.into();
     pod["spec"]["restartPolicy"] = "Always".into();
@@ -40,7 +40,7 @@ impl Member {
         self.api.wait_until(&what, |api| api.get(&path(name)).filter(|pod| wanted(pod))).await
     }
 
-    pub(super) async fn until_running(&self, name: &str) -> Value {
+    pub(crate) async fn until_running(&self, name: &str) -> Value {
         let is_ready = |pod: &Value| status_of(pod, "Ready").as_deref() == Some("True");
         self.until_pod(name, "to be ready", is_ready).await
     }
@@ -51,13 +51,13 @@ impl Member {
     }
 
     /// Waits until no container of the pod runs.
-    pub(super) fn until_stopped(&self, name: &str) {
+    pub(crate) fn until_stopped(&self, name: &str) {
         self.scene.look_until(&format!("{name} to be stopped"), || {
             if self.runs(name) { Err("it runs".to_owned()) } else { Ok(()) }
         });
     }
 
-    pub(super) fn runs(&self, name: &str) -> bool {
+    pub(crate) fn runs(&self, name: &str) -> bool {
         let container = self.scene.cri.container(name, "main");
         container.is_some_and(|container| container.state == ContainerState::ContainerRunning)
     }

@@ -1,0 +1,189 @@
+//! The drivers of `flexVolume`: programs in a folder of the machine's, which root has put there. Called
+//! without a shell, for a bounded time, and heard for so many bytes: they may be wrong in any way.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ffi::OsStr,
+    fs,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use beelet_policy::flex_volume::{self as policy, Answer, Capabilities, Refusal};
+
+use crate::{Error, disk};
+
+/// How long a driver may take to say what it can.
+const INIT: Duration = Duration::from_secs(30);
+/// How long anything else may take: what the kubelet waits for a volume to be attached.
+const LONG: Duration = Duration::from_secs(600);
+/// The longest answer, in bytes.
+const ANSWER: usize = 64 << 10;
+
+/// The drivers in a folder, as they are found there.
+#[derive(Debug)]
+pub(crate) struct Drivers {
+    folder: PathBuf,
+    known: Mutex<BTreeMap<String, Arc<Driver>>>,
+}
+
+/// A driver that was called, and has said what it can.
+#[derive(Debug)]
+pub(crate) struct Driver {
+    program: PathBuf,
+    version: Version,
+    pub(crate) capabilities: Capabilities,
+    /// The commands that it has not.
+    unsupported: Mutex<BTreeSet<&'static str>>,
+}
+
+/// What tells a program from one that took its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Version {
+    file: (u64, u64),
+    size: u64,
+    changed: (i64, i64),
+}
+
+impl Version {
+    /// That of the program at `path`. None: there is none.
+    fn of(path: &Path) -> Option<Self> {
+        let found = fs::metadata(path).ok().filter(fs::Metadata::is_file)?;
+        let (file, changed) = ((found.dev(), found.ino()), (found.ctime(), found.ctime_nsec()));
+        Some(Self { file, size: found.size(), changed })
+    }
+}
+
+impl Drivers {
+    pub(crate) fn new(folder: &Path) -> Self {
+        Self { folder: folder.to_owned(), known: Mutex::default() }
+    }
+
+    fn known(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Driver>>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A driver by its name; one that is new, or was replaced, is asked what it can.
+    pub(crate) fn get(&self, name: &str) -> Result<Arc<Driver>, Error> {
+        let folder = policy::folder_of(name).ok_or_else(|| no_driver(name, "no driver can be called so"))?;
+        let program = self.folder.join(&folder).join(policy::program_of(&folder));
+        let Some(version) = Version::of(&program) else {
+            self.known().remove(name);
+            return Err(no_driver(name, &format!("there is no {}", program.display())));
+        };
+        if let Some(known) = self.known().get(name).filter(|known| known.version == version) {
+            return Ok(Arc::clone(known));
+        }
+        let mut driver =
+            Driver { program, version, capabilities: Capabilities::default(), unsupported: Mutex::default() };
+        let said = driver.call("init", &[]).map_err(|why| no_driver(name, &why.to_string()))?;
+        let said = said.ok_or_else(|| no_driver(name, "init is not supported"))?;
+        driver.capabilities = said.capabilities;
+        let driver = Arc::new(driver);
+        self.known().insert(name.to_owned(), Arc::clone(&driver));
+        Ok(driver)
+    }
+}
+
+/// The kubelet's words, and why.
+fn no_driver(name: &str, why: &str) -> Error {
+    Error::unmet(format!("no volume plugin matched (flexVolume driver {name:?}: {why})"))
+}
+
+impl Driver {
+    fn unsupported(&self) -> MutexGuard<'_, BTreeSet<&'static str>> {
+        self.unsupported.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has a command carried out; None if the driver has it not. What it is told may be secret, and is in no
+    /// error.
+    pub(crate) fn call(&self, command: &'static str, told: &[&OsStr]) -> Result<Option<Answer>, Error> {
+        if self.unsupported().contains(command) {
+            return Ok(None);
+        }
+        let mut program = Command::new(&self.program);
+        program.arg(command).args(told);
+        let within = if command == "init" { INIT } else { LONG };
+        let (status, said) = disk::run(program, within, ANSWER)?;
+        match policy::read_answer(command, &said) {
+            Ok(answer) if status.success() => Ok(Some(answer)),
+            Ok(_) => {
+                Err(Error::unmet(format!("{command} command failed ({status}), though it said Success")))
+            }
+            Err(Refusal::NotSupported) => {
+                self.unsupported().insert(command);
+                Ok(None)
+            }
+            Err(Refusal::Failed(why)) if status.success() => Err(Error::unmet(why)),
+            Err(Refusal::Failed(why)) => Err(Error::unmet(format!("{why} ({status})"))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn install(folder: &Path, script: &str) {
+        let place = folder.join("v~d");
+        fs::create_dir_all(&place).unwrap();
+        // A new file each time: one that runs can't be written.
+        let temporary = place.join("new");
+        fs::write(&temporary, format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(&temporary, fs::Permissions::from_mode(0o755)).unwrap();
+        fs::rename(temporary, place.join("d")).unwrap();
+    }
+
+    #[test]
+    fn a_driver_is_asked_once_what_it_can_and_again_when_it_was_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let drivers = Drivers::new(dir.path());
+        let none = drivers.get("v/d").unwrap_err().to_string();
+        assert!(none.starts_with("no volume plugin matched") && none.contains("v~d/d"), "{none}");
+        assert!(drivers.get("../d").unwrap_err().to_string().contains("can be called so"));
+        let calls = dir.path().join("calls");
+        let says = |answer: &str| format!("echo \"$@\" >> {}; echo '{answer}'", calls.display());
+        install(dir.path(), &says(r#"{"status": "Success", "capabilities": {"attach": false}}"#));
+        assert!(!drivers.get("v/d").unwrap().capabilities.attach);
+        assert!(!drivers.get("v/d").unwrap().capabilities.attach);
+        assert_eq!(fs::read_to_string(&calls).unwrap(), "init\n");
+        install(dir.path(), &says(r#"{"status": "Success"}"#));
+        assert!(drivers.get("v/d").unwrap().capabilities.attach);
+        install(dir.path(), "exit 1");
+        let broken = drivers.get("v/d").unwrap_err().to_string();
+        assert!(broken.contains("can't be read"), "{broken}");
+    }
+
+    #[test]
+    fn a_command_that_a_driver_has_not_is_not_asked_for_again_and_a_failure_says_why() {
+        let dir = tempfile::tempdir().unwrap();
+        let drivers = Drivers::new(dir.path());
+        let calls = dir.path().join("calls");
+        let script = format!(
+            "echo $1 >> {}\ncase $1 in\ninit) echo '{{\"status\": \"Success\"}}';;\n\
+             mount) echo '{{\"status\": \"Failure\", \"message\": \"no disk\"}}'; exit 1;;\n\
+             unmount) echo '{{\"status\": \"Success\"}}'; exit 3;;\n\
+             waitforattach) head -c 1000000 /dev/zero; exit 0;;\n\
+             *) echo '{{\"status\": \"Not supported\"}}'; exit 1;;\nesac",
+            calls.display()
+        );
+        install(dir.path(), &script);
+        let driver = drivers.get("v/d").unwrap();
+        let fails = |command: &'static str, words: &str| {
+            let why = driver.call(command, &[OsStr::new("secret")]).unwrap_err().to_string();
+            assert!(why.contains(words) && !why.contains("secret") && why.len() < 3000, "{why}");
+        };
+        fails("mount", "mount command failed, status: Failure, reason: no disk (exit status: 1)");
+        fails("unmount", "though it said Success");
+        fails("waitforattach", "can't be read");
+        assert_eq!(driver.call("attach", &[]).unwrap(), None);
+        assert_eq!(driver.call("attach", &[]).unwrap(), None);
+        let called = fs::read_to_string(&calls).unwrap();
+        assert_eq!(called.matches("\nattach\n").count(), 1, "{called}");
+    }
+}

@@ -1,0 +1,217 @@
+//! Drivers that note what they are called with, and mount nothing: with mounts, `tests/tests/tier1/flex.rs`.
+
+use std::os::unix::fs::PermissionsExt;
+
+use serde_json::{Value, json};
+
+use super::*;
+
+/// A node with one driver, `v/d`, and the pods' folders.
+struct Node {
+    dir: tempfile::TempDir,
+    in_use: VolumesInUse,
+}
+
+impl Node {
+    /// The driver answers each command as `script` says; what it doesn't, it has not.
+    fn new(script: &str) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let place = dir.path().join("drivers/v~d");
+        fs::create_dir_all(&place).unwrap();
+        let script = format!(
+            "#!/bin/sh\nfor one in \"$@\"; do printf '%s\\t' \"$one\"; done >> {0}\necho >> {0}\n\
+             case $1 in\n{script}\n*) echo '{{\"status\": \"Not supported\"}}'; exit 1;;\nesac\n",
+            dir.path().join("calls").display()
+        );
+        fs::write(place.join("d"), script).unwrap();
+        fs::set_permissions(place.join("d"), fs::Permissions::from_mode(0o755)).unwrap();
+        Self { dir, in_use: VolumesInUse::default() }
+    }
+
+    fn volumes(&self) -> FlexVolumes {
+        let (kubelet, pods) = (self.dir.path().join("kubelet"), self.pods());
+        FlexVolumes::open("n1", (&kubelet, &pods), &self.dir.path().join("drivers"), self.in_use.clone())
+    }
+
+    fn pods(&self) -> PathBuf {
+        self.dir.path().join("pods")
+    }
+
+    /// What the driver was called with, the first words of each call, and forgets it.
+    fn calls(&self) -> Vec<Vec<String>> {
+        let text = fs::read_to_string(self.dir.path().join("calls")).unwrap_or_default();
+        fs::write(self.dir.path().join("calls"), "").unwrap();
+        let words = |line: &str| line.trim_end_matches('\t').split('\t').map(str::to_owned).collect();
+        text.lines().map(words).collect()
+    }
+
+    fn commands(&self) -> Vec<String> {
+        self.calls().into_iter().map(|call| call[0].clone()).collect()
+    }
+
+    fn names_in_use(&self) -> Vec<String> {
+        self.in_use.subscribe().borrow().keys().cloned().collect()
+    }
+}
+
+const OK: &str = r#"echo '{"status": "Success"}'"#;
+const FLAT: &str = r#"init) echo '{"status": "Success", "capabilities": {"attach": false}}';;"#;
+
+fn pod(uid: &str) -> Pod {
+    let spec = json!({"containers": [], "volumes": [{"name": "data", "flexVolume": {"driver": "v/d"}}]});
+    serde_json::from_value(
+        json!({"metadata": {"name": "web", "namespace": "shop", "uid": uid}, "spec": spec}),
+    )
+    .unwrap()
+}
+
+fn wanted(change: &Value) -> FlexWanted {
+    let mut of = json!({"driver": "v/d", "options": {"size": "1m"}});
+    of.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+    let volume = serde_json::from_value(json!({"name": "data", "flexVolume": of})).unwrap();
+    let secret = BTreeMap::from([("password".to_owned(), b"hush".to_vec())]);
+    FlexWanted { volume: policy::of_pod(&volume, "shop").unwrap(), secret, device: None }
+}
+
+#[test]
+fn a_driver_that_only_mounts_is_told_of_the_pod_and_gives_the_volume_back() {
+    let node = Node::new(&format!("{FLAT}\nmount) touch $2/made; {OK};;\nunmount) rm $2/made; {OK};;"));
+    let (volumes, folder) = (node.volumes(), node.pods().join("u1"));
+    assert!(!volumes.attaches("v/d").unwrap());
+    let place = volumes.set_up(&folder, &pod("u1"), &wanted(&json!({})), None).unwrap();
+    assert_eq!(place, folder.join("volumes/v~d/data"));
+    assert!(place.join("made").exists() && volumes.has(&folder, &place));
+    let calls = node.calls();
+    assert_eq!((calls.len(), &*calls[0][0], &*calls[1][0]), (2, "init", "mount"));
+    assert_eq!(calls[1][1], place.display().to_string());
+    let told: Value = serde_json::from_str(&calls[1][2]).unwrap();
+    let expected = json!({
+        "size": "1m", "kubernetes.io/fsType": "", "kubernetes.io/readwrite": "rw",
+        "kubernetes.io/pvOrVolumeName": "data", "kubernetes.io/pod.name": "web",
+        "kubernetes.io/pod.namespace": "shop", "kubernetes.io/pod.uid": "u1",
+        "kubernetes.io/serviceAccount.name": "", "kubernetes.io/secret/password": "aHVzaA==",
+    });
+    assert_eq!(told, expected);
+    assert!(!volumes.is_measured(&folder, &place) && volumes.may_relabel(&folder, &place));
+    // An agent that knows nothing else takes it away, and once.
+    let volumes = node.volumes();
+    volumes.release(&folder).unwrap();
+    volumes.release(&folder).unwrap();
+    assert_eq!(node.commands(), ["init", "unmount"]);
+    assert!(!place.exists() && records::all_of_pod(&folder).is_empty());
+}
+
+#[test]
+fn a_driver_that_can_not_holds_its_pod_until_it_can() {
+    let fails = r#"echo '{"status": "Failure", "message": "busy"}'; exit 1"#;
+    let node = Node::new(&format!(
+        "{FLAT}\nmount) if [ -e {0} ]; then {OK}; else {fails}; fi;;\n\
+         unmount) if [ -e {0} ]; then {OK}; else {fails}; fi;;",
+        "$(dirname $0)/healed"
+    ));
+    let (volumes, folder) = (node.volumes(), node.pods().join("u1"));
+    let set_up = || volumes.set_up(&folder, &pod("u1"), &wanted(&json!({})), None);
+    let why = set_up().unwrap_err().to_string();
+    assert!(why.contains("mount command failed, status: Failure, reason: busy"), "{why}");
+    assert!(!folder.join("volumes/v~d/data").exists());
+    // What it may have done all the same is taken away; nothing is there, so nobody is asked.
+    volumes.release(&folder).unwrap();
+    let healed = node.dir.path().join("drivers/v~d/healed");
+    fs::write(&healed, "").unwrap();
+    let place = set_up().unwrap();
+    fs::remove_file(&healed).unwrap();
+    let why = volumes.release(&folder).unwrap_err().to_string();
+    assert!(why.contains("reason: busy") && place.exists(), "{why}");
+    // Nor does it go without its driver.
+    let driver = node.dir.path().join("drivers/v~d/d");
+    let away = node.dir.path().join("away");
+    fs::rename(&driver, &away).unwrap();
+    assert!(volumes.release(&folder).unwrap_err().to_string().contains("no volume plugin matched"));
+    fs::rename(&away, &driver).unwrap();
+    fs::write(&healed, "").unwrap();
+    volumes.release(&folder).unwrap();
+    assert!(!place.exists());
+}
+
+#[test]
+fn a_device_is_attached_for_the_first_pod_and_detached_with_the_last() {
+    let node = Node::new(&format!(
+        "init) {OK};;\nattach) echo '{{\"status\": \"Success\", \"device\": \"/dev/x\"}}';;\n\
+         waitforattach) echo '{{\"status\": \"Success\", \"device\": \"/dev/y\"}}';;\n\
+         mountdevice) {OK};;\nmount) {OK};;\nunmount) {OK};;\ndetach) {OK};;"
+    ));
+    let (volumes, wanted) = (node.volumes(), wanted(&json!({})));
+    let folders = ["u1", "u2"].map(|uid| node.pods().join(uid));
+    for (folder, uid) in folders.iter().zip(["u1", "u2"]) {
+        volumes.set_up(folder, &pod(uid), &wanted, None).unwrap();
+    }
+    let calls = node.calls();
+    let commands: Vec<&str> = calls.iter().map(|call| &*call[0]).collect();
+    // The driver mounts nothing here, so that it is asked again for the second pod.
+    let once = ["attach", "waitforattach", "mountdevice", "mount"];
+    assert_eq!(commands, [&["init"][..], &once, &once].concat());
+    let device = node.dir.path().join("kubelet/plugins/kubernetes.io/flexvolume/v/d/mounts/data");
+    assert_eq!((&*calls[1][2], &*calls[2][1]), ("n1", "/dev/x"));
+    assert_eq!((&*calls[3][1], &*calls[3][2]), (&*device.display().to_string(), "/dev/y"));
+    assert!(!calls[3][3].contains("password"), "the Secret is for mounts alone");
+    // One of the same name with other options is another volume.
+    let mut other = wanted;
+    other.volume.options.insert("size".to_owned(), "2m".to_owned());
+    let third = node.pods().join("u3");
+    let why = volumes.set_up(&third, &pod("u3"), &other, None).unwrap_err().to_string();
+    assert!(why.contains("with other options"), "{why}");
+    volumes.release(&third).unwrap();
+    // What is on disk is in use, also after a restart.
+    let volumes = node.volumes();
+    assert_eq!(node.names_in_use(), ["v/d/data"]);
+    drop(node.calls());
+    volumes.release(&folders[0]).unwrap();
+    assert_eq!(node.commands(), ["init", "unmount"]);
+    assert!(device.exists());
+    assert_eq!(node.names_in_use(), ["v/d/data"]);
+    volumes.release(&folders[1]).unwrap();
+    let calls = node.calls();
+    assert_eq!(calls.iter().map(|call| &*call[0]).collect::<Vec<_>>(), ["unmount", "detach"]);
+    assert_eq!(&calls[1][1..], ["data", "n1"]);
+    assert!(!device.exists() && node.names_in_use().is_empty());
+}
+
+#[test]
+fn what_a_controller_attaches_is_neither_attached_nor_detached_here() {
+    let node = Node::new(&format!("init) {OK};;\nmountdevice) {OK};;\nmount) {OK};;\nunmount) {OK};;"));
+    let (volumes, folder) = (node.volumes(), node.pods().join("u1"));
+    let wanted = FlexWanted { device: Some("/dev/z".to_owned()), ..wanted(&json!({})) };
+    volumes.use_by(&wanted.volume, "u1");
+    volumes.use_by(&wanted.volume, "u2");
+    volumes.set_up(&folder, &pod("u1"), &wanted, None).unwrap();
+    let calls = node.calls();
+    let commands: Vec<&str> = calls.iter().map(|call| &*call[0]).collect();
+    assert_eq!(commands, ["init", "waitforattach", "mountdevice", "mount"]);
+    assert_eq!(calls[2][2], "/dev/z", "a driver without waitforattach has the device that was told");
+    volumes.release(&folder).unwrap();
+    assert_eq!(node.commands(), ["unmount"]);
+    assert_eq!(node.names_in_use(), ["v/d/data"], "another pod waits for it");
+    volumes.release(&node.pods().join("u2")).unwrap();
+    assert!(node.names_in_use().is_empty());
+}
+
+#[test]
+fn hostile_names_lead_nowhere() {
+    let node = Node::new(&format!("{FLAT}\nmount) {OK};;"));
+    let (volumes, folder) = (node.volumes(), node.pods().join("u1"));
+    let refused = |change: &dyn Fn(&mut FlexVolume), pod: &Pod, words: &str| {
+        let mut wanted = wanted(&json!({}));
+        change(&mut wanted.volume);
+        let why = volumes.set_up(&folder, pod, &wanted, None).unwrap_err().to_string();
+        assert!(why.contains(words), "{why}");
+    };
+    refused(&|volume| volume.name = "../x".to_owned(), &pod("u1"), "is no name");
+    refused(&|volume| volume.driver = "../v/d".to_owned(), &pod("u1"), "no volume plugin matched");
+    refused(&|volume| volume.driver = "kubernetes.io/csi".to_owned(), &pod("u1"), "no volume plugin matched");
+    let mut namesake = pod("u1");
+    namesake.spec.as_mut().unwrap().volumes.as_mut().unwrap()[0].name = "v~d".to_owned();
+    refused(&|_| {}, &namesake, "rename it");
+    assert!(!folder.exists());
+    let failed = |device: &str| mount_disk(device, Path::new("/nowhere"), &wanted(&json!({})).volume);
+    assert!(failed("-o").unwrap_err().to_string().contains("is no path of a device"));
+}
