@@ -19,6 +19,7 @@ use clap::Args;
 use jiff::Timestamp;
 use k8s_openapi::api::{
     core::v1 as core,
+    resource::v1::ResourceClaim,
     storage::v1::{CSIDriver, VolumeAttachment},
 };
 use tokio::{
@@ -39,6 +40,7 @@ use beelet_cluster::{
     connect::{self, Connections},
     csi_node, events, lease, machine, node,
     presence::Presence,
+    resource_slices,
     reviews::Reviews,
     rotation::Identity,
     serving, storage,
@@ -232,6 +234,10 @@ impl Storage for LateStorage {
         Box::pin(async move { self.storage()?.driver(name).await })
     }
 
+    fn resource_claim<'a>(&'a self, namespace: &'a str, name: &'a str) -> Answer<'a, ResourceClaim> {
+        Box::pin(async move { self.storage()?.resource_claim(namespace, name).await })
+    }
+
     fn secret<'a>(&'a self, namespace: &'a str, name: &'a str) -> Answer<'a, core::Secret> {
         Box::pin(async move { self.storage()?.secret(namespace, name).await })
     }
@@ -256,6 +262,7 @@ pub(crate) fn join(builder: Builder, config: &Config, membership: Membership) ->
     let builder = follow_pods(builder, config, &shared);
     let builder = send_events(builder, config, &shared);
     let builder = keep_csi_node(builder, config, &shared);
+    let builder = keep_resource_slices(builder, config, &shared);
     let builder = pod_cidr::keep(builder, pod_cidr::Source::Node(shared.node.clone()));
     keep_node(builder, config, shared, node_out)
 }
@@ -360,6 +367,17 @@ fn keep_csi_node(builder: Builder, config: &Config, shared: &Shared) -> Builder 
         let Some(session) = stop.run_until_cancelled(session.wait()).await else { return };
         let inputs = csi_node::Inputs { node_name, node, drivers: handles.csi.drivers() };
         csi_node::keep(session.client.clone(), inputs, stop).await;
+    })
+}
+
+/// Removes what drivers that are away say they have here.
+fn keep_resource_slices(builder: Builder, config: &Config, shared: &Shared) -> Builder {
+    let (session, node) = (Arc::clone(&shared.session), shared.node.clone());
+    let node_name = config.node_name.clone();
+    builder.attach("ResourceSlices", move |handles, stop| async move {
+        let Some(session) = stop.run_until_cancelled(session.wait()).await else { return };
+        let inputs = resource_slices::Inputs { node_name, node, drivers: handles.dra.drivers() };
+        resource_slices::keep(session.client.clone(), inputs, stop).await;
     })
 }
 

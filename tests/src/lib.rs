@@ -15,6 +15,7 @@ pub mod containerd;
 pub mod cri;
 pub mod csi_driver;
 pub mod device_plugin;
+pub mod dra_driver;
 pub mod exec;
 pub mod faults;
 pub mod guards;

@@ -4,16 +4,16 @@
 //! Monitors written for v1alpha1 (devices by pod and container, nothing else) are answered at the same
 //! socket.
 //!
-//! Only what is handed out one by one is told: devices. No container has CPUs or memory of its own here, as
-//! with the kubelet's default policies.
+//! Only what is handed out one by one is told: devices, by plugins and by claims (KEP-3695). No container has
+//! CPUs or memory of its own here, as with the kubelet's default policies.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use beelet_proto::podresources::{
-    AllocatableResourcesRequest, AllocatableResourcesResponse, ContainerDevices, ContainerResources,
-    GetPodResourcesRequest, GetPodResourcesResponse, ListPodResourcesRequest, ListPodResourcesResponse,
-    NumaNode, PodResources, TopologyInfo,
+    AllocatableResourcesRequest, AllocatableResourcesResponse, CdiDevice, ClaimResource, ContainerDevices,
+    ContainerResources, DynamicResource, GetPodResourcesRequest, GetPodResourcesResponse,
+    ListPodResourcesRequest, ListPodResourcesResponse, NumaNode, PodResources, TopologyInfo,
     pod_resources_lister_server::{PodResourcesLister, PodResourcesListerServer},
 };
 use beelet_proto::podresources_v1alpha1 as v1alpha1;
@@ -27,6 +27,7 @@ use tonic::{Request, Response, Status};
 use beelet_base::kubelet_counter::KubeletCounter;
 use beelet_base::work::Work;
 use beelet_devices::Devices;
+use beelet_dra::{ClaimView, DeviceView, Dra};
 use beelet_model::status::has_ended;
 use beelet_model::table::{PodEntry, PodName, PodTable};
 use beelet_serve::grpc;
@@ -89,7 +90,7 @@ impl Metrics {
 /// Serves until `shutdown`. Without the socket monitors see nothing; everything else goes on, and it is said
 /// why.
 pub fn serve(
-    devices: Devices,
+    (devices, dra): (Devices, Dra),
     pods: watch::Receiver<Arc<PodTable>>,
     metrics: Metrics,
     shutdown: CancellationToken,
@@ -103,7 +104,7 @@ pub fn serve(
                 return shutdown.cancelled().await;
             }
         };
-        let lister = Lister { devices, pods, metrics };
+        let lister = Lister { devices, dra, pods, metrics };
         let routes =
             Routes::new(v1alpha1::pod_resources_lister_server::PodResourcesListerServer::new(lister.clone()));
         let routes = routes.add_service(PodResourcesListerServer::new(lister));
@@ -116,6 +117,7 @@ pub fn serve(
 #[derive(Clone, Debug)]
 struct Lister {
     devices: Devices,
+    dra: Dra,
     pods: watch::Receiver<Arc<PodTable>>,
     metrics: Metrics,
 }
@@ -123,10 +125,10 @@ struct Lister {
 impl Lister {
     async fn listed(&self) -> Result<Vec<PodResources>, Status> {
         let table = Arc::clone(&self.pods.borrow());
-        let devices = self.devices.clone();
+        let handed_out = (self.devices.clone(), self.dra.clone());
         let listed = spawn_blocking(move || {
             let active = table.pods.iter().filter(|(_, entry)| is_active(entry));
-            active.map(|(name, entry)| pod_resources(&devices, name, entry)).collect()
+            active.map(|(name, entry)| pod_resources(&handed_out, name, entry)).collect()
         });
         listed.await.map_err(|error| Status::internal(error.to_string()))
     }
@@ -146,7 +148,8 @@ impl Lister {
         let missing =
             || Status::not_found(format!("pod {} in namespace {} not found", name.name, name.namespace));
         let entry = entry.ok_or_else(missing)?;
-        let pod_resources = Some(pod_resources(&self.devices, &name, entry));
+        let handed_out = (self.devices.clone(), self.dra.clone());
+        let pod_resources = Some(pod_resources(&handed_out, &name, entry));
         Ok(GetPodResourcesResponse { pod_resources })
     }
 }
@@ -170,7 +173,7 @@ fn container_devices(of_resource: BTreeMap<String, Ids>) -> Vec<ContainerDevices
 }
 
 /// A pod with all its containers, those without devices too.
-fn pod_resources(devices: &Devices, name: &PodName, entry: &PodEntry) -> PodResources {
+fn pod_resources((devices, dra): &(Devices, Dra), name: &PodName, entry: &PodEntry) -> PodResources {
     let uid = entry.pod.metadata.uid.as_deref().unwrap_or_default();
     let mut held = devices.held_by(uid);
     let spec = entry.pod.spec.as_ref();
@@ -180,12 +183,29 @@ fn pod_resources(devices: &Devices, name: &PodName, entry: &PodEntry) -> PodReso
     let containers = all.map(|container| ContainerResources {
         name: container.name.clone(),
         devices: container_devices(held.remove(&container.name).unwrap_or_default()),
+        dynamic_resources: dra.claims_of(&entry.pod, container).into_iter().map(dynamic_resource).collect(),
         ..ContainerResources::default()
     });
     PodResources {
         name: name.name.clone(),
         namespace: name.namespace.clone(),
         containers: containers.collect(),
+    }
+}
+
+/// A claim with its devices, each with its own CDI devices.
+fn dynamic_resource(claim: ClaimView) -> DynamicResource {
+    let resource = |DeviceView { driver, device }| ClaimResource {
+        cdi_devices: device.cdi.into_iter().map(|name| CdiDevice { name }).collect(),
+        driver_name: driver,
+        pool_name: device.pool,
+        device_name: device.name,
+        share_id: device.share,
+    };
+    DynamicResource {
+        claim_name: claim.name,
+        claim_namespace: claim.namespace,
+        claim_resources: claim.devices.into_iter().map(resource).collect(),
     }
 }
 

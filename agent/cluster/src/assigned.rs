@@ -177,8 +177,8 @@ fn wanted(pod: &core::Pod) -> core::Pod {
     let annotations = metadata.annotations.get_or_insert_default();
     annotations.retain(|key, _| !key.starts_with(OWN) && key != ANNOTATION_HASH && key != ANNOTATION_SEEN);
     annotations.insert(ANNOTATION_SOURCE.to_owned(), SOURCE_API.to_owned());
-    // The API server knows two things better: that a pod has ended, and what others say of its readiness
-    // gates.
+    // The API server knows three things better: that a pod has ended, what others say of its readiness gates,
+    // and which claims were made for it.
     let status = pod.status.take();
     pod.status = status.and_then(|status| {
         if has_ended(Some(&status)) {
@@ -188,8 +188,13 @@ fn wanted(pod: &core::Pod) -> core::Pod {
         let gates: BTreeSet<&str> = gates.map(|gate| gate.condition_type.as_str()).collect();
         let mut conditions = status.conditions.unwrap_or_default();
         conditions.retain(|condition| gates.contains(condition.type_.as_str()));
-        (!conditions.is_empty())
-            .then(|| core::PodStatus { conditions: Some(conditions), ..core::PodStatus::default() })
+        let kept = core::PodStatus {
+            conditions: (!conditions.is_empty()).then_some(conditions),
+            resource_claim_statuses: status.resource_claim_statuses.filter(|claims| !claims.is_empty()),
+            extended_resource_claim_status: status.extended_resource_claim_status,
+            ..core::PodStatus::default()
+        };
+        (kept != core::PodStatus::default()).then_some(kept)
     });
     pod
 }

@@ -20,6 +20,7 @@ pub mod node;
 mod objects;
 pub mod presence;
 pub mod requests;
+pub mod resource_slices;
 pub mod reviews;
 pub mod rotation;
 mod seal;

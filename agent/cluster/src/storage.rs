@@ -6,6 +6,7 @@ use beelet_model::storage::{StorageError, Token};
 use beelet_policy::{expansion::StatusPatch, references::TokenReference};
 use k8s_openapi::api::{
     core::v1::{PersistentVolume, PersistentVolumeClaim, Secret},
+    resource::v1::ResourceClaim,
     storage::v1::{CSIDriver, VolumeAttachment},
 };
 
@@ -81,6 +82,15 @@ impl Storage {
             Err(error) if error.is_not_found => Ok(None),
             found => found.map(Some),
         }
+    }
+
+    /// A claim to devices by its namespace and name.
+    ///
+    /// # Errors
+    /// It isn't there, or the API server gives no answer.
+    pub async fn resource_claim(&self, namespace: &str, name: &str) -> Result<ResourceClaim, StorageError> {
+        let (namespace, name) = (escaped(namespace), escaped(name));
+        self.get(&format!("/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}")).await
     }
 
     /// A Secret by its namespace and name.

@@ -5,6 +5,7 @@ use k8s_openapi::api::certificates::v1beta1::ClusterTrustBundle;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::node::v1::RuntimeClass;
+use k8s_openapi::api::resource::v1::ResourceClaim;
 use k8s_openapi::api::scheduling::v1::PriorityClass;
 use k8s_openapi::api::storage::v1::{CSIDriver, CSINode, VolumeAttachment};
 use k8s_openapi::{ListableResource, Resource};
@@ -95,6 +96,7 @@ api_types![
     CSINode,
     Lease,
     PriorityClass,
+    ResourceClaim,
     RuntimeClass,
     VolumeAttachment,
 ];

@@ -112,6 +112,15 @@ fn add(
 }
 
 impl ContainerOptions {
+    /// Adds CDI devices that are not the plugins'. Each is handed on once.
+    pub fn add_cdi(&mut self, more: Vec<String>) {
+        for name in more {
+            if !self.cdi_devices.contains(&name) {
+                self.cdi_devices.push(name);
+            }
+        }
+    }
+
     /// Adds these to a container's configuration. What the configuration says itself stays as it is.
     /// `by_annotation`: CDI devices are named in an annotation too, for a runtime without the field.
     pub fn apply(self, config: &mut cri::ContainerConfig, by_annotation: bool) {

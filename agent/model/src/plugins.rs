@@ -1,6 +1,11 @@
 //! Plugins of the node, and who takes them in by what they say they are.
 
-use std::{fmt, future::Future, path::Path, pin::Pin};
+use std::{collections::BTreeMap, fmt, future::Future, path::Path, pin::Pin};
+
+use tokio::time::Instant;
+
+/// Drivers by name, each with the time since when nobody answers for it, if nobody does.
+pub type Presences = BTreeMap<String, Option<Instant>>;
 
 /// A registration under way; its error is a sentence for the plugin.
 pub type Registering<'a> = Pin<Box<dyn Future<Output = Result<(), String>> + Send + 'a>>;

@@ -1,4 +1,5 @@
-//! The storage of a cluster: what claims are bound to, and who asks the API server for it.
+//! The storage of a cluster: what claims are bound to (those to devices too), and who asks the API server for
+//! it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,6 +13,7 @@ use std::{
 use beelet_policy::{expansion::StatusPatch, references::TokenReference};
 use k8s_openapi::api::{
     core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Secret},
+    resource::v1::ResourceClaim,
     storage::v1::{CSIDriver, VolumeAttachment},
 };
 use tokio::sync::watch;
@@ -36,7 +38,7 @@ impl fmt::Display for StorageError {
 
 impl std::error::Error for StorageError {}
 
-/// Knows the storage of a cluster. Nothing is kept: each question is asked anew.
+/// Knows the storage of a cluster, and its claims to devices. Nothing is kept: each question is asked anew.
 pub trait Storage: Send + Sync + fmt::Debug {
     /// A claim by its namespace and name.
     fn claim<'a>(&'a self, namespace: &'a str, name: &'a str) -> Answer<'a, PersistentVolumeClaim>;
@@ -52,6 +54,8 @@ pub trait Storage: Send + Sync + fmt::Debug {
     fn attachment<'a>(&'a self, name: &'a str) -> Answer<'a, VolumeAttachment>;
     /// How a storage plugin is used, if anybody said so.
     fn driver<'a>(&'a self, name: &'a str) -> Answer<'a, Option<CSIDriver>>;
+    /// A ResourceClaim by its namespace and name.
+    fn resource_claim<'a>(&'a self, namespace: &'a str, name: &'a str) -> Answer<'a, ResourceClaim>;
     /// A Secret that a PersistentVolume or a pod's volume names.
     fn secret<'a>(&'a self, namespace: &'a str, name: &'a str) -> Answer<'a, Secret>;
     /// A new token of a pod's service account.

@@ -38,6 +38,12 @@ pub enum Error {
         /// Why.
         why: String,
     },
+    /// The pod's claims to devices can't be prepared, or not yet.
+    #[error("prepare dynamic resources: {0}")]
+    Unprepared(#[source] beelet_dra::Error),
+    /// What was prepared for the pod can't be given back, or not yet.
+    #[error("unprepare dynamic resources: {0}")]
+    StillPrepared(#[source] beelet_dra::Error),
     /// The runtime did not do what it said it did.
     #[error("{0}")]
     Unseen(&'static str),

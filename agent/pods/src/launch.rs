@@ -33,6 +33,7 @@ use beelet_cgroups::Cgroups;
 use beelet_cri::Runtime;
 use beelet_csi::Csi;
 use beelet_devices::Devices;
+use beelet_dra::Dra;
 use beelet_images::{
     Lease, Leases,
     pull::{Image, Progress, Puller, Wanted},
@@ -77,6 +78,8 @@ pub struct Launcher {
     pub events: Recorder,
     /// Hands out devices.
     pub devices: Devices,
+    /// Drivers that claims to devices are prepared by.
+    pub dra: Dra,
     /// CDI devices are named in an annotation too: the runtime is too old for the field.
     pub cdi_by_annotation: bool,
     /// Knows what claims are bound to; None on a node of its own.
@@ -181,6 +184,9 @@ impl Launcher {
         let made = async { tokio::join!(cgroups, folders) };
         let (cgroups, folders) = self.waited(pod, "its volumes and its cgroup", made).await;
         cgroups.and(folders)?;
+        let preparing = Box::pin(self.dra.prepare(storage, &plan.pod));
+        let prepared = self.waited(pod, "its resource claims, which drivers prepare", preparing).await;
+        prepared.map_err(Error::Unprepared)?;
         if has_host_port(&plan.pod)
             && let Some(why) = self.runtime.unmapped_host_ports().await
         {
@@ -310,7 +316,10 @@ impl Launcher {
         let mut config = config.map_err(Error::of_spec)?;
         config.devices.extend(block_devices);
         let devices = self.devices.container_options(&plan.uid, &container.name).await;
-        let devices = devices.map_err(Error::of_spec)?;
+        let mut devices = devices.map_err(Error::of_spec)?;
+        let claimed = Box::pin(self.dra.cdi_devices(self.storage.as_deref(), pod, container));
+        let claimed = claimed.await.map_err(Error::Unprepared)?;
+        devices.add_cdi(claimed);
         devices.apply(&mut config, self.cdi_by_annotation);
         Ok(config)
     }
@@ -490,6 +499,19 @@ impl Launcher {
         };
         let preparing = starting.chores.run(move || prepare().map_err(Error::of_files));
         self.waited(object, "its volumes and its logs", preparing).await
+    }
+
+    /// Gives back the pod's claims, once nothing of it runs any more and before anybody is told so: who waits
+    /// for that takes its devices for free (`SyncTerminatingPod`).
+    pub(crate) async fn unprepare(&self, plan: &PodPlan) -> Result<(), Error> {
+        let pod = || Object::pod(&plan.pod);
+        let giving_back = Box::pin(self.dra.unprepare(&plan.uid));
+        let given = self.waited(pod, "drivers to take back its resource claims", giving_back).await;
+        given.map_err(|error| {
+            let message = format!("Failed to unprepare dynamic resources: {error}");
+            self.events.warning(pod(), "FailedUnprepareDynamicResources", message);
+            Error::StillPrepared(error)
+        })
     }
 
     /// Takes away the cgroup, the volumes and the devices of a pod whose containers and sandboxes are gone.

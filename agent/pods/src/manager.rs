@@ -756,6 +756,7 @@ impl Manager {
             self.parts.launcher.devices.annotate(uid, &mut status);
             remember(&managed.control, &status);
         }
+        managed.note_claims(&mut status);
         managed.note_gates(&mut status);
         managed.note_generation(&mut status);
         self.parts.metrics.starts.record(uid, &managed.pod, &status, Timestamp::now());

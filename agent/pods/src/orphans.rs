@@ -1,5 +1,6 @@
-//! Pods' folders that no pod belongs to: what an agent that was killed, or lost its records, has left. As the
-//! kubelet's `cleanupOrphanedPodDirs`, but what is mounted in them is unmounted.
+//! Pods' folders that no pod belongs to, and claims that are prepared for none: what an agent that was
+//! killed, or lost its records, has left. As the kubelet's `cleanupOrphanedPodDirs` and the reconciliation of
+//! its DRA manager, but what is mounted in the folders is unmounted.
 //!
 //! Nothing is touched but folders that are called as a UID is, and those only once they have been nobody's
 //! for a while. Must never remove what is a pod's: one that is here, one that the records know, one that has
@@ -25,6 +26,7 @@ use beelet_base::walk::remove_folder;
 use beelet_base::work::Work;
 use beelet_cri::Runtime;
 use beelet_csi::Csi;
+use beelet_dra::Dra;
 use beelet_model::{desired::Desired, table::PodTable};
 use beelet_volumes::Disks;
 
@@ -37,6 +39,8 @@ pub struct Sweep {
     pub disks: Disks,
     /// Storage plugins.
     pub csi: Csi,
+    /// Drivers that claims to devices are prepared by.
+    pub dra: Dra,
     /// The pods that are here.
     pub table: watch::Receiver<Arc<PodTable>>,
     /// The pods of which anything is known.
@@ -83,6 +87,7 @@ impl Found {
             entries.filter_map(|entry| entry.file_name().into_string().ok()).collect::<BTreeSet<String>>()
         });
         let mut unknown = listed.await;
+        unknown.extend(parts.dra.pods());
         unknown.retain(|uid| is_uid(uid) && !parts.is_known(uid));
         self.since.retain(|uid, _| unknown.contains(uid));
         self.told.retain(|uid| unknown.contains(uid));
@@ -106,8 +111,10 @@ impl Found {
     async fn remove(&mut self, parts: &Sweep, uid: String) {
         let (folder, disks) = (parts.pods_dir.join(&uid), parts.disks.clone());
         let of_plugins = parts.csi.release(&uid).await.map_err(Error::of_files);
+        let of_drivers = parts.dra.unprepare(&uid).await.map_err(Error::StillPrepared);
         let remove = async || {
             of_plugins?;
+            of_drivers?;
             let removing = blocking("removing a folder of volumes", move || {
                 disks.unmount_all(&folder)?;
                 Ok::<_, beelet_volumes::Error>(remove_folder(&folder)?)
@@ -116,12 +123,12 @@ impl Found {
         };
         match remove().await {
             Ok(()) => {
-                info!(uid, "the volumes of a pod that nobody knows are removed");
+                info!(uid, "the volumes and the claims of a pod that nobody knows are given back");
                 self.since.remove(&uid);
             }
             Err(error) => {
                 if self.told.insert(uid) {
-                    warn!("a folder of volumes belongs to no pod of this node, and stays: {error}");
+                    warn!("what a pod has left that nobody knows stays: {error}");
                 }
             }
         }

@@ -24,7 +24,7 @@ use beelet_model::{
     pod::{HostIps, NodeFacts, container_of, grace_period, log_folder},
     table::PodName,
 };
-use beelet_spec::{app_armor, cri_config, support::unsupported, sysctls};
+use beelet_spec::{app_armor, cri_config, sysctls};
 use beelet_volumes::Volumes;
 
 /// What of the node goes into every pod's plan.
@@ -162,8 +162,8 @@ impl PodPlan {
     }
 }
 
-/// Why a pod may not run on this node. Of a pod with a setting that it may not have, or a field that the
-/// agent can't do anything for, only if it is the API server's: such a manifest becomes no pod.
+/// Why a pod may not run on this node. Of a pod with a setting that it may not have only if it is the API
+/// server's: such a manifest becomes no pod.
 fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<AdmissionRejection> {
     let rejection = |reason: &str, message: String| AdmissionRejection { reason: reason.to_owned(), message };
     if let Some(why) = app_armor::refusal(pod, node) {
@@ -173,10 +173,7 @@ fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<AdmissionRejection> {
         return None;
     }
     let forbidden = pod.spec.as_ref().and_then(|spec| sysctls::refused(spec, &node.allowed_unsafe_sysctls));
-    if let Some(why) = forbidden {
-        return Some(rejection("SysctlForbidden", why));
-    }
-    unsupported(pod).map(|field| rejection("UnexpectedAdmissionError", field.to_string()))
+    forbidden.map(|why| rejection("SysctlForbidden", why))
 }
 
 fn place(pod: &core::Pod, site: &Site<'_>) -> Result<Placement, PlacementError> {

@@ -366,6 +366,9 @@ impl Worker {
             actions.backoff.clear();
             actions.release = actions.stop_sandboxes.is_empty();
         }
+        if self.gives_back_claims(&actions, &seen).await? {
+            return Ok(Some(Step::Done));
+        }
         self.release_ended(&seen);
         self.failed_starts.retain(|name, _| actions.start.iter().any(|s| s.name == *name));
         self.record_backoff(&actions);
@@ -413,6 +416,19 @@ impl Worker {
         }
         self.last_done = Some(doing);
         Ok(Some(Step::Done))
+    }
+
+    /// A pod that has ended gives back its claims before its status says so, and is looked at again; false if
+    /// it has none.
+    async fn gives_back_claims(&self, actions: &Actions, seen: &Observation) -> Result<bool, Error> {
+        if actions.outcome.is_none() || !self.launcher.dra.has(&self.plan.uid) {
+            return Ok(false);
+        }
+        for id in &actions.stop_sandboxes {
+            self.stop_sandbox(id, seen, Window::new(self.plan.grace)).await?;
+        }
+        self.launcher.unprepare(&self.plan).await?;
+        Ok(true)
     }
 
     /// A pod that has ended gives back its volumes and its cgroup, once.
@@ -574,6 +590,10 @@ impl Worker {
                         let message = format!("MountVolume.SetUp failed for volume {volume:?} : {why}");
                         events.warning(pod(), "FailedMount", message);
                     }
+                    Error::Unprepared(_) => {
+                        let message = format!("Failed to prepare dynamic resources: {error}");
+                        events.warning(pod(), "FailedPrepareDynamicResources", message);
+                    }
                     Error::Claims { .. } => {
                         let message = format!("Unable to attach or mount volumes: {error}");
                         events.warning(pod(), "FailedMount", message);
@@ -694,6 +714,9 @@ impl Worker {
             // The last states are worth seeing before the records go.
             let last = Arc::new(self.observer.observe().await?);
             let stage = if last.may_run() { Stage::Here } else { Stage::Stopped };
+            if stage == Stage::Stopped {
+                self.launcher.unprepare(&self.plan).await?;
+            }
             if !self.report(&last, &nothing, stage).await {
                 return Ok(None);
             }
@@ -708,6 +731,7 @@ impl Worker {
         self.failed_starts.clear();
         (self.last_done, self.ending) = (None, None);
         self.devices.revoke();
+        self.launcher.unprepare(&self.plan).await?;
         // A volume may hang. The pod's end doesn't wait for it (SyncTerminatingPod).
         if !self.report(&seen, &nothing, Stage::Stopped).await {
             return Ok(None);

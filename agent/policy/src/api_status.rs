@@ -126,6 +126,8 @@ pub fn merged(in_api: &PodStatus, ours: &PodStatus) -> PodStatus {
     if in_api.start_time.is_some() {
         status.start_time.clone_from(&in_api.start_time);
     }
+    status.resource_claim_statuses.clone_from(&in_api.resource_claim_statuses);
+    status.extended_resource_claim_status.clone_from(&in_api.extended_resource_claim_status);
     shorten_last_words(&mut status);
     status
 }

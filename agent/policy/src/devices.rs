@@ -18,7 +18,7 @@ use std::{
 use k8s_openapi::api::core::v1::{Container, Pod};
 use serde::{Deserialize, Serialize};
 
-use crate::{field::FieldError, resources};
+use crate::{dra::is_claimed, field::FieldError, resources};
 
 pub mod admission;
 pub mod checkpoint;
@@ -127,7 +127,8 @@ pub struct ContainerRequest<'a> {
     pub limits: Vec<(&'a str, usize)>,
 }
 
-/// The devices that the containers of a pod request, in the order in which they are to be served.
+/// The devices that the containers of a pod request, in the order in which they are to be served; those left
+/// out that a claim gives them.
 ///
 /// # Errors
 /// The path of the first limit that is not a quantity.
@@ -137,20 +138,25 @@ pub fn container_requests(pod: &Pod) -> Result<Vec<ContainerRequest<'_>>, FieldE
     let inits = inits.map(|(i, container)| {
         let kind =
             if resources::is_restartable(container) { ContainerKind::Lasting } else { ContainerKind::Init };
-        container_request(container, kind).map_err(|e| e.under(&format!("spec.initContainers[{i}]")))
+        container_request(pod, container, kind).map_err(|e| e.under(&format!("spec.initContainers[{i}]")))
     });
     let containers = spec.containers.iter().enumerate().map(|(i, container)| {
-        container_request(container, ContainerKind::Lasting)
+        container_request(pod, container, ContainerKind::Lasting)
             .map_err(|e| e.under(&format!("spec.containers[{i}]")))
     });
     inits.chain(containers).collect()
 }
 
-fn container_request(container: &Container, kind: ContainerKind) -> Result<ContainerRequest<'_>, FieldError> {
+fn container_request<'a>(
+    pod: &Pod,
+    container: &'a Container,
+    kind: ContainerKind,
+) -> Result<ContainerRequest<'a>, FieldError> {
     let limits = container.resources.as_ref().and_then(|resources| resources.limits.as_ref());
     let limits = resources::ResourceList::read(limits).map_err(|e| e.under("resources.limits"))?;
     let limits = limits
         .iter()
+        .filter(|(name, _)| !is_claimed(pod, &container.name, name))
         .map(|(name, quantity)| (name, usize::try_from(quantity.value()).unwrap_or(0)))
         .collect();
     Ok(ContainerRequest { container: &container.name, kind, limits })

@@ -12,6 +12,7 @@ pub mod cpu_list;
 pub mod critical;
 pub mod csi;
 pub mod devices;
+pub mod dra;
 pub mod duration;
 pub mod env_file;
 pub mod event_correlation;

@@ -61,6 +61,21 @@ pub mod deviceplugin {
     tonic::include_proto!("v1beta1");
 }
 
+/// The DRA plugin API, by version.
+pub mod dra {
+    /// v1.
+    #[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
+    pub mod v1 {
+        tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1");
+    }
+
+    /// v1beta1.
+    #[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
+    pub mod v1beta1 {
+        tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1beta1");
+    }
+}
+
 /// The plugin registration API v1.
 #[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
 pub mod pluginregistration {

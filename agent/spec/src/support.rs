@@ -5,8 +5,7 @@
 //! pod is probed, confined or limited when it isn't. Fields that only a scheduler reads are passed over with
 //! a warning.
 
-use beelet_codec::{ApiType as _, error::Problem};
-use k8s_openapi::api::core::v1::Pod;
+use beelet_codec::error::Problem;
 use serde_json::Value;
 
 /// What becomes of a pod with such a field.
@@ -17,8 +16,6 @@ enum Verdict {
     VolumeNotYet,
     /// Refused in a manifest: it refers to the API server or its objects, which a static pod may not.
     ApiObject,
-    /// The same, and refused in a pod of the API server too: the agent can't do this yet.
-    ApiObjectNotYet,
     /// Refused in a manifest: it is for nodes of another operating system. In a pod of the API server it has
     /// no effect, as under the kubelet.
     OtherSystem,
@@ -28,7 +25,7 @@ enum Verdict {
     /// Accepted with a warning: it has no effect here.
     NoEffect,
 }
-use Verdict::{ApiObject, ApiObjectNotYet, NoEffect, OtherSystem, Removed, VolumeNotYet};
+use Verdict::{ApiObject, NoEffect, OtherSystem, Removed, VolumeNotYet};
 
 /// One row: the field, the verdict, what it is in words. Any value of the field is meant but those that say
 /// nothing: null, false and empty ones.
@@ -40,17 +37,17 @@ const TABLE: &[Row] = &[
     // The pod as a whole.
     ("spec.ephemeralContainers", ApiObject, "ephemeral containers (they are added through the API server)"),
     ("spec.readinessGates", ApiObject, "readiness gates (others set their conditions through the API server)"),
-    ("spec.resources.claims", ApiObjectNotYet, "resource claims"),
+    ("spec.resources.claims", ApiObject, "resource claims"),
     ("spec.schedulingGates", ApiObject, "scheduling gates (others open them through the API server before a pod gets a node; this one has its node)"),
     ("spec.schedulingGroup", ApiObject, "scheduling groups"),
     ("spec.{serviceAccount,serviceAccountName}", ApiObject, "service accounts"),
-    ("spec.resourceClaims", ApiObjectNotYet, "resource claims"),
+    ("spec.resourceClaims", ApiObject, "resource claims"),
     ("spec.{affinity,nodeSelector,topologySpreadConstraints}", NoEffect, "there is no scheduler; the pod runs on this node"),
     // Security.
     ("spec.securityContext.windowsOptions", OtherSystem, "windowsOptions"),
     ("spec.{containers,initContainers}[*].securityContext.windowsOptions", OtherSystem, "windowsOptions"),
     // Containers.
-    ("spec.{containers,initContainers}[*].resources.claims", ApiObjectNotYet, "resource claims"),
+    ("spec.{containers,initContainers}[*].resources.claims", ApiObject, "resource claims"),
     // Volumes.
     ("spec.{containers,initContainers}[*].volumeDevices", ApiObject, "block devices of volume claims"),
     ("spec.volumes[*].{persistentVolumeClaim,ephemeral}", ApiObject, "volume claims"),
@@ -70,22 +67,6 @@ pub struct Found {
     pub ignored: Vec<Problem>,
 }
 
-/// The first field of a pod of the API server that the agent can't do anything for yet.
-#[must_use]
-pub fn unsupported(pod: &Pod) -> Option<Problem> {
-    let pod = pod.to_value();
-    let mut found = Vec::new();
-    let rows = TABLE.iter().filter(|(_, verdict, _)| matches!(verdict, ApiObjectNotYet));
-    for (pattern, _, what) in rows {
-        visit(&pod, pattern, &mut String::new(), &mut |path, node| {
-            if !says_nothing(node) {
-                found.push(Problem::new(path, format!("beelet can't do this yet ({what})")));
-            }
-        });
-    }
-    found.into_iter().next()
-}
-
 /// Looks every row of the table up in a manifest.
 #[must_use]
 pub fn check(manifest: &Value) -> Found {
@@ -97,7 +78,7 @@ pub fn check(manifest: &Value) -> Found {
             }
             let problem = Problem::new(path, sentence(*verdict, what));
             match verdict {
-                VolumeNotYet | ApiObject | ApiObjectNotYet | OtherSystem | Removed => {
+                VolumeNotYet | ApiObject | OtherSystem | Removed => {
                     found.refused.push(problem);
                 }
                 NoEffect => found.ignored.push(problem),
@@ -110,7 +91,7 @@ pub fn check(manifest: &Value) -> Found {
 fn sentence(verdict: Verdict, what: &str) -> String {
     match verdict {
         VolumeNotYet => format!("beelet can't do this yet ({what}); take it out"),
-        ApiObject | ApiObjectNotYet => {
+        ApiObject => {
             format!("a static pod may not refer to objects of the API server ({what}); take it out")
         }
         Removed => format!("Kubernetes has removed {what}: nothing makes them any more; take it out"),
@@ -191,25 +172,6 @@ mod tests {
             &[],
         );
         check_refused(&json!("text"), &[]);
-    }
-
-    #[test]
-    fn a_pod_of_the_api_server_may_refer_to_its_objects_and_is_refused_what_can_not_be_done() {
-        let check = |spec: Value, expected: Option<&str>| {
-            let mut spec = spec;
-            spec["containers"] = json!([{"name": "c"}]);
-            let pod = Pod::from_value(&json!({"spec": spec})).unwrap();
-            assert_eq!(unsupported(&pod).map(|problem| problem.path).as_deref(), expected);
-        };
-        check(json!({"serviceAccountName": "default", "readinessGates": [{"conditionType": "x"}]}), None);
-        check(json!({"nodeSelector": {"a": "b"}, "volumes": [{"name": "v", "fc": {"lun": 1}}]}), None);
-        check(
-            json!({"securityContext": {"seLinuxOptions": {"level": "s0"}, "seLinuxChangePolicy": "Recursive"}}),
-            None,
-        );
-        check(json!({"schedulingGroup": {"podGroupName": "x"}}), None);
-        check(json!({"resourceClaims": [{"name": "x"}]}), Some("spec.resourceClaims"));
-        check(json!({"securityContext": {"windowsOptions": {"hostProcess": true}}}), None);
     }
 
     /// The fields' own names: of `a.{b,c}[*].{d,e}` these are d and e.

@@ -17,6 +17,7 @@ use beelet_config::Config;
 use beelet_cri::Runtime;
 use beelet_csi::Csi;
 use beelet_devices::{Devices, Store};
+use beelet_dra::Dra;
 use beelet_eviction::gauges::Gauge;
 use beelet_kubelet_api::{Verbosity, auth::Reviewers};
 use beelet_model::{
@@ -111,6 +112,8 @@ pub struct Handles {
     pub devices: Devices,
     /// Storage plugins and their volumes.
     pub csi: Csi,
+    /// Drivers that claims to devices are prepared by.
+    pub dra: Dra,
     /// The node's conditions as of now, as a v1.Node's status has them.
     pub conditions: Arc<dyn Fn() -> Vec<core::NodeCondition> + Send + Sync>,
     /// Asks the probes.

@@ -48,6 +48,11 @@ impl Node {
         };
         let open = move || Devices::open(parts, || remnants(&containers));
         let (devices, tasks) = spawn_blocking(open).await.context("the devices could not be opened")?;
-        Ok((devices, tasks.with_handler(beelet_csi::KIND, Arc::new(self.csi.clone()))))
+        let tasks = tasks.with_handler(beelet_csi::KIND, Arc::new(self.csi.clone()));
+        // On a node of its own no pod has claims.
+        if self.storage.is_some() {
+            return Ok((devices, tasks.with_handler(beelet_dra::KIND, Arc::new(self.dra.clone()))));
+        }
+        Ok((devices, tasks))
     }
 }

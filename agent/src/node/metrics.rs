@@ -57,6 +57,7 @@ pub struct Metrics {
     pub(super) relist: relist::Metrics,
     pub(super) devices: beelet_devices::Metrics,
     pub(super) csi: beelet_csi::Metrics,
+    pub(super) dra: beelet_dra::Metrics,
     pub(super) exits: exits::Metrics,
     pub(super) protection: protection::Metrics,
     pub(super) pod_resources: beelet_api::podresources::Metrics,
@@ -83,6 +84,7 @@ impl Metrics {
         self.relist.register(&mut registry);
         self.devices.register(&mut registry);
         self.csi.register(&mut registry);
+        self.dra.register(&mut registry);
         self.exits.register(&mut registry);
         self.protection.register(&mut registry);
         self.pod_resources.register(&mut registry);

@@ -51,6 +51,7 @@ use beelet_config::{Config, TcpProbes};
 use beelet_cri::{Runtime, ownership::Ownership};
 use beelet_csi::Csi;
 use beelet_devices::{Devices, cdi_by_annotation};
+use beelet_dra::Dra;
 use beelet_images::{
     access::Access,
     credentials::Keys,
@@ -122,9 +123,10 @@ pub(super) struct Base {
     stats: Stats,
     probes: beelet_probes::Handle,
     accounts: Option<Arc<dyn ServiceAccounts>>,
-    storage: Option<Arc<dyn Storage>>,
+    pub(super) storage: Option<Arc<dyn Storage>>,
     disks: Disks,
     pub(super) csi: Csi,
+    pub(super) dra: Dra,
     late: LateServices,
 }
 
@@ -162,11 +164,14 @@ pub(super) async fn run(builder: Builder, config: Config, shutdown: Cancellation
     let (probes, commands) = beelet_probes::handle();
     let metrics = Metrics::of_node(&config.node_name);
     let (csi, disks) = open_volumes(&config, &metrics).await?;
+    let events = Recorder::load(&state);
+    let dra = open_dra(&config, &metrics, events.clone()).await?;
     let base = Base {
-        events: Recorder::load(&state),
+        events,
         health: Health::new(&config.runtime_endpoint),
         metrics,
         csi,
+        dra,
         late: LateServices::default(),
         accounts,
         storage,
@@ -223,6 +228,14 @@ async fn open_volumes(config: &Config, metrics: &Metrics) -> Result<(Csi, Disks)
         (csi, Disks::new(LocalDisks::new(&kubelet_dir, &pods_dir), flex))
     };
     spawn_blocking(open).await.context("the volumes of storage plugins")
+}
+
+/// Drivers, with what is on disk of the claims that they have prepared.
+async fn open_dra(config: &Config, metrics: &Metrics, events: Recorder) -> Result<Dra> {
+    let (dir, metrics) = (config.beelet.kubelet_dir.clone(), metrics.dra.clone());
+    let events = NodeEvents::new(events, &config.node_name);
+    let open = move || Dra::open(&dir, metrics, |reason, message| events.warning(reason, &message));
+    spawn_blocking(open).await.context("the record of resource claims")
 }
 
 /// Several parts make folders in it: it has one mode, whichever comes first.
@@ -656,6 +669,7 @@ impl Node {
             resources: protection.resources(&self.config),
             devices,
             csi: self.csi.clone(),
+            dra: self.dra.clone(),
             conditions: protection.conditions(&self.health, tasks),
             probes: self.probes.clone(),
             exits,
@@ -805,6 +819,7 @@ impl Node {
             storage: self.storage.clone(),
             disks: self.disks.clone(),
             csi: self.csi.clone(),
+            dra: self.dra.clone(),
             users: Arc::new(UserNamespaces::new(self.user_ids, self.config.beelet.pods_dir.clone())),
             admission: Arc::clone(&protection.admission),
             leases: protection.leases.clone(),

@@ -31,7 +31,10 @@ use std::time::Duration;
 
 use arbitrary::Unstructured;
 use beelet_plan::{Input, WHATS};
-use beelet_policy::devices::{Devices, checkpoint::Data};
+use beelet_policy::{
+    devices::{Devices, checkpoint::Data},
+    dra::checkpoint as claims,
+};
 use beelet_policy::{duration, expand as expansion, quantity::Quantity};
 use serde_json::Value;
 
@@ -59,6 +62,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("archive", archive),
     ("btf", btf),
     ("checkpoint", checkpoint),
+    ("claims_record", claims_record),
     ("config", config),
     ("credentials", credentials),
     ("device_plugin", device_plugin),
@@ -165,6 +169,15 @@ pub fn checkpoint(input: &[u8]) {
         assert_eq!(devices.held(pod), again.held(pod));
     }
     assert!(devices.resources().eq(again.resources()));
+}
+
+/// The record of resource claims, and its data under a checksum that fits: what is written of it is read
+/// back.
+pub fn claims_record(input: &[u8]) {
+    let _ = claims::read(input);
+    let Ok(text) = std::str::from_utf8(input) else { return };
+    let Ok(ledger) = claims::read(&claims::seal(text.to_owned()).unwrap()) else { return };
+    assert_eq!(claims::read(&claims::write(&ledger).unwrap()).unwrap(), ledger);
 }
 
 /// A scenario of `beelet plan` in JSON: what is answered is one line of JSON, the same each time, and the

@@ -197,6 +197,7 @@ fn change(shared: &Shared, asked: &Asked, target: &Target) -> Result<Value, Refu
         }
         Verb::Update => state.store.update(target, body()?),
         Verb::Patch => state.store.patch(target, &asked.content_type, &body()?),
+        Verb::Delete if target.name.is_none() => Ok(state.store.delete_all(target, &asked.query)),
         Verb::Delete => {
             let mut options = asked.body.clone();
             if let Some(grace) =

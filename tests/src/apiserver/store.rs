@@ -301,6 +301,18 @@ impl Store {
         Ok(self.write(key, object))
     }
 
+    /// Removes the objects of a collection that a query selects; what was removed.
+    pub(super) fn delete_all(&mut self, target: &Target, query: &BTreeMap<String, String>) -> Value {
+        let removed = self.list(target, query);
+        for object in removed["items"].as_array().into_iter().flatten() {
+            let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
+            let one = Target { name: Some(text("name")), namespace: text("namespace"), ..target.clone() };
+            // Selected, it is there.
+            let _ = self.delete(&one, &Value::Null);
+        }
+        removed
+    }
+
     fn grace(&self, target: &Target, object: &Value, options: &Value) -> u64 {
         let ended = ["Succeeded", "Failed"].iter().any(|phase| object["status"]["phase"] == *phase);
         if target.resource() != "pods" || object["spec"]["nodeName"].is_null() || ended {
@@ -481,6 +493,8 @@ fn kind(resource: &str) -> &str {
         ("persistentvolumeclaims", "PersistentVolumeClaim"),
         ("persistentvolumes", "PersistentVolume"),
         ("pods", "Pod"),
+        ("resourceclaims", "ResourceClaim"),
+        ("resourceslices", "ResourceSlice"),
         ("runtimeclasses", "RuntimeClass"),
         ("secrets", "Secret"),
         ("serviceaccounts", "ServiceAccount"),

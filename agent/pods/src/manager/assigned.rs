@@ -114,6 +114,13 @@ impl Managed {
             || self.kept.failure.as_ref().is_some_and(|failure| failure.cleared)
     }
 
+    /// Notes in a status which claims others have made for the pod.
+    pub(super) fn note_claims(&self, status: &mut core::PodStatus) {
+        let Some(of) = self.assigned.as_ref().and_then(|pod| pod.status.as_ref()) else { return };
+        status.resource_claim_statuses.clone_from(&of.resource_claim_statuses);
+        status.extended_resource_claim_status.clone_from(&of.extended_resource_claim_status);
+    }
+
     /// Notes in a status how the pod's readiness gates stand, which others open in the API server: until then
     /// it isn't ready.
     pub(super) fn note_gates(&self, status: &mut core::PodStatus) {

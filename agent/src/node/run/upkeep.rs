@@ -20,6 +20,7 @@ impl Node {
             pods_dir: self.config.beelet.pods_dir.clone(),
             disks: self.disks.clone(),
             csi: self.csi.clone(),
+            dra: self.dra.clone(),
             table: self.table.clone(),
             known: records.known(),
             desired: handles.desired.clone(),
@@ -47,6 +48,7 @@ impl Node {
         let (table, launcher, stop) = of();
         tasks.spawn("volumes that are published again", republish::follow(table, launcher, stop));
         tasks.spawn("volumes of storage plugins", self.csi.clone().sweep(working.clone()));
+        tasks.spawn("DRA drivers", self.dra.clone().follow(working.clone()));
         tasks.spawn("pod folders", orphans::sweep(sweep, working.clone()));
     }
 
@@ -72,8 +74,9 @@ impl Node {
 
     /// Starts the kubelet's sockets for other programs of the node.
     pub(super) fn serve_beside(&self, tasks: &mut Parts, handles: &Handles, working: &CancellationToken) {
-        let (devices, calls) = (handles.devices.clone(), self.metrics.pod_resources.clone());
-        let served = podresources::serve(devices, self.table.clone(), calls, working.clone());
+        let handed_out = (handles.devices.clone(), handles.dra.clone());
+        let calls = self.metrics.pod_resources.clone();
+        let served = podresources::serve(handed_out, self.table.clone(), calls, working.clone());
         tasks.spawn("pod resources", served);
         let folder = self.config.beelet.kubelet_dir.clone();
         let (pods, complete) = (self.table.clone(), Arc::clone(&self.health.complete));

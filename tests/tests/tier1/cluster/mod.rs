@@ -6,6 +6,7 @@
 mod autonomy;
 mod away;
 mod csi;
+mod dra;
 mod node;
 pub(crate) mod scene;
 mod serving;

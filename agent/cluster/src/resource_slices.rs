@@ -1,0 +1,140 @@
+//! The ResourceSlices of the node, in which drivers say what they have here. Those of drivers that are away
+//! are removed: no pod may be sent here for devices that nobody can prepare (the kubelet's
+//! `wipeResourceSlices`). Drivers write them anew when they are back.
+
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
+
+use beelet_base::work::Work;
+use beelet_model::plugins::Presences;
+use k8s_openapi::api::core::v1::Node;
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep_until},
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::{
+    backoff::Backoff,
+    client::{Client, Error},
+    url::escaped,
+};
+
+const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
+/// Time that a driver has to come back: the kubelet's.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What it is made of.
+#[derive(Debug)]
+pub struct Inputs {
+    /// The node's name.
+    pub node_name: String,
+    /// The Node as it is seen; None until it is registered.
+    pub node: watch::Receiver<Option<Arc<Node>>>,
+    /// The drivers.
+    pub drivers: watch::Receiver<Arc<Presences>>,
+}
+
+/// Removes them until `stop`.
+pub fn keep(client: Client, inputs: Inputs, stop: CancellationToken) -> Work {
+    Box::pin(async move {
+        stop.run_until_cancelled(run(client, inputs)).await;
+    })
+}
+
+async fn run(client: Client, inputs: Inputs) {
+    let Inputs { node_name, mut node, mut drivers } = inputs;
+    if node.wait_for(Option::is_some).await.is_err() {
+        return;
+    }
+    let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(300));
+    let (mut began, mut wiped) = (false, BTreeSet::new());
+    loop {
+        let seen = Arc::clone(&drivers.borrow_and_update());
+        let done = if began {
+            away(&client, &node_name, &seen, &mut wiped).await
+        } else {
+            first(&client, &node_name, &seen).await
+        };
+        if let Err(error) = done {
+            warn!(%error, "cannot remove the ResourceSlices of drivers that are away; trying again");
+            client.presence().pause(&mut backoff, &error).await;
+            continue;
+        }
+        backoff.reset();
+        began = true;
+        let next = due(&seen, &wiped, Instant::now()).1;
+        let later = next.unwrap_or_else(|| Instant::now() + PATIENCE);
+        tokio::select! {
+            changed = drivers.changed() => if changed.is_err() { return },
+            () = sleep_until(later), if next.is_some() => {}
+        }
+    }
+}
+
+/// When the agent begins: the slices of all drivers that have not registered yet. They may never come back.
+async fn first(client: &Client, node: &str, drivers: &Presences) -> Result<(), Error> {
+    let here = drivers.iter().filter(|(_, away)| away.is_none()).map(|(name, _)| format!("!={name}"));
+    wipe(client, node, here).await
+}
+
+/// The slices of the drivers that have been away for too long.
+async fn away(
+    client: &Client,
+    node: &str,
+    drivers: &Presences,
+    wiped: &mut BTreeSet<String>,
+) -> Result<(), Error> {
+    // One that has come back may go again.
+    wiped.retain(|name| drivers.get(name).is_some_and(Option::is_some));
+    for name in due(drivers, wiped, Instant::now()).0 {
+        wipe(client, node, [format!("={name}")]).await?;
+        info!(driver = name, "the ResourceSlices of a DRA driver that is away are removed");
+        wiped.insert(name);
+    }
+    Ok(())
+}
+
+/// Removes the node's slices that these terms about their driver select.
+async fn wipe(client: &Client, node: &str, terms: impl IntoIterator<Item = String>) -> Result<(), Error> {
+    let mut selector = format!("spec.nodeName={node}");
+    for term in terms {
+        selector.push_str(&format!(",spec.driver{term}"));
+    }
+    match client.delete(&format!("{SLICES}?fieldSelector={}", escaped(&selector)), None).await {
+        // An API server without them has none.
+        Err(error) if error.is_not_found() => Ok(()),
+        removed => removed.map(drop),
+    }
+}
+
+/// The drivers whose slices are to go now, and when the next ones are.
+fn due(drivers: &Presences, wiped: &BTreeSet<String>, now: Instant) -> (Vec<String>, Option<Instant>) {
+    let waiting = drivers.iter().filter(|(name, _)| !wiped.contains(*name));
+    let waiting = waiting.filter_map(|(name, away)| Some((name, (*away)? + PATIENCE)));
+    let (now_due, later): (Vec<_>, Vec<_>) = waiting.partition(|(_, at)| *at <= now);
+    let next = later.into_iter().map(|(_, at)| at).min();
+    (now_due.into_iter().map(|(name, _)| name.clone()).collect(), next)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_driver_has_half_a_minute_to_come_back() {
+        let now = Instant::now() + Duration::from_secs(60);
+        let since = |seconds| Some(now - Duration::from_secs(seconds));
+        let check =
+            |drivers: &[(&str, Option<Instant>)], wiped: &[&str], expected: &[&str], next: Option<u64>| {
+                let drivers = drivers.iter().map(|(name, away)| ((*name).to_owned(), *away)).collect();
+                let wiped = wiped.iter().map(|name| (*name).to_owned()).collect();
+                let (found, at) = due(&drivers, &wiped, now);
+                assert_eq!(found, expected);
+                assert_eq!(at.map(|at| (at - now).as_secs()), next);
+            };
+        check(&[("a", None)], &[], &[], None);
+        check(&[("a", since(30)), ("b", since(29)), ("c", since(5)), ("d", None)], &[], &["a"], Some(1));
+        check(&[("a", since(40)), ("b", since(30))], &["a"], &["b"], None);
+    }
+}

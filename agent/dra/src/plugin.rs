@@ -1,0 +1,130 @@
+//! One registered plugin of a driver, as its client sees it: every call has a deadline, every answer a
+//! largest size.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use beelet_proto::dra::v1 as wire;
+use beelet_serve::client::{DialError, Link, dial_linked};
+use prost::Message;
+use tokio::sync::Notify;
+use tonic::{Code, Request, Status, client::Grpc, codegen::http::uri::PathAndQuery, transport::Channel};
+use tonic_prost::ProstCodec;
+
+use crate::{Error, Metrics, lock};
+
+/// Time that a driver gets for a call: the kubelet's.
+const TIMEOUT: Duration = Duration::from_secs(45);
+/// The largest answer, in bytes: gRPC's default.
+const MAX_ANSWER: usize = 4 << 20;
+/// More characters of a driver's words aren't passed on.
+pub(crate) const WORDS: usize = 1024;
+
+pub(crate) const PREPARE: &str = "NodePrepareResources";
+pub(crate) const UNPREPARE: &str = "NodeUnprepareResources";
+
+/// A registered plugin. Clones share the connection.
+#[derive(Clone, Debug)]
+pub(crate) struct Plugin {
+    driver: String,
+    socket: PathBuf,
+    /// `v1.DRAPlugin`
+    service: &'static str,
+    link: Link,
+    channel: Arc<Mutex<Channel>>,
+    metrics: Metrics,
+}
+
+impl Plugin {
+    /// Connects to a plugin; `wake` is told when that changes.
+    ///
+    /// # Errors
+    /// Nobody answers at the socket.
+    pub(crate) async fn dial(
+        driver: &str,
+        socket: &Path,
+        service: &'static str,
+        wake: Arc<Notify>,
+        metrics: Metrics,
+    ) -> Result<Self, DialError> {
+        let link = Link::waking(wake);
+        let channel = Arc::new(Mutex::new(dial_linked(socket, &link).await?));
+        let (driver, socket) = (driver.to_owned(), socket.to_owned());
+        Ok(Self { driver, socket, service, link, channel, metrics })
+    }
+
+    /// Where it listens.
+    pub(crate) fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Returns true while there is a connection.
+    pub(crate) fn is_connected(&self) -> bool {
+        self.link.is_connected()
+    }
+
+    /// Connects again, if somebody is there.
+    pub(crate) async fn reconnect(&self) {
+        if let Ok(channel) = dial_linked(&self.socket, &self.link).await {
+            *lock(&self.channel) = channel;
+        }
+    }
+
+    pub(crate) async fn prepare(
+        &self,
+        claims: Vec<wire::Claim>,
+    ) -> Result<wire::NodePrepareResourcesResponse, Error> {
+        self.call(PREPARE, wire::NodePrepareResourcesRequest { claims }).await
+    }
+
+    pub(crate) async fn unprepare(
+        &self,
+        claims: Vec<wire::Claim>,
+    ) -> Result<wire::NodeUnprepareResourcesResponse, Error> {
+        self.call(UNPREPARE, wire::NodeUnprepareResourcesRequest { claims }).await
+    }
+
+    async fn call<Q, A>(&self, method: &'static str, asked: Q) -> Result<A, Error>
+    where
+        Q: Message + 'static,
+        A: Message + Default + 'static,
+    {
+        // v1beta1 has the same messages but for a field that it lacks: the path alone differs.
+        let path = format!("/k8s.io.kubelet.pkg.apis.dra.{}/{method}", self.service);
+        let began = Instant::now();
+        let answer = tokio::time::timeout(TIMEOUT, self.ask(&path, asked)).await;
+        let answer = answer.unwrap_or_else(|_| Err(Status::deadline_exceeded("the driver did not answer")));
+        let code = in_go(answer.as_ref().err().map_or(Code::Ok, Status::code));
+        self.metrics.called(&self.driver, &path, &code, began.elapsed());
+        answer.map_err(|status| Error::Call {
+            method,
+            code,
+            message: status.message().chars().take(WORDS).collect(),
+        })
+    }
+
+    async fn ask<Q, A>(&self, path: &str, asked: Q) -> Result<A, Status>
+    where
+        Q: Message + 'static,
+        A: Message + Default + 'static,
+    {
+        let path = PathAndQuery::try_from(path).map_err(|error| Status::internal(error.to_string()))?;
+        let channel = lock(&self.channel).clone();
+        let mut client = Grpc::new(channel).max_decoding_message_size(MAX_ANSWER);
+        client.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
+        let answer = client.unary(Request::new(asked), path, ProstCodec::default()).await?;
+        Ok(answer.into_inner())
+    }
+}
+
+/// A code's name as Go has it.
+fn in_go(code: Code) -> String {
+    match code {
+        Code::Ok => "OK".to_owned(),
+        Code::Cancelled => "Canceled".to_owned(),
+        other => format!("{other:?}"),
+    }
+}

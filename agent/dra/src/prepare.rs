@@ -1,0 +1,234 @@
+//! A pod's claims are prepared before its sandbox is made, and given back when nothing of it runs any more.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Instant,
+};
+
+use beelet_model::storage::Storage;
+use beelet_policy::dra::{ClaimInfo, ClaimKey, Device, Unprepared, check_devices};
+use beelet_proto::dra::v1 as wire;
+use futures::future::join_all;
+use k8s_openapi::api::core::v1 as core;
+
+use crate::{
+    Dra, Error, lock,
+    plugin::{PREPARE, UNPREPARE, WORDS},
+    policy,
+};
+
+/// Claims with their UIDs.
+type Batch = Vec<(ClaimKey, String)>;
+
+impl Dra {
+    /// Has drivers prepare the claims of a pod, as the API server has them now. Those that are prepared
+    /// already are left as they are.
+    ///
+    /// # Errors
+    /// The pod may not have one, or a driver can't, or not yet.
+    pub async fn prepare(&self, storage: Option<&dyn Storage>, pod: &core::Pod) -> Result<(), Error> {
+        if !policy::has_claims(pod) {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let prepared = self.prepare_all(storage, pod).await;
+        self.0.metrics.operated("PrepareResources", prepared.is_err(), began.elapsed());
+        prepared
+    }
+
+    async fn prepare_all(&self, storage: Option<&dyn Storage>, pod: &core::Pod) -> Result<(), Error> {
+        // Nothing is noted before all is known: a pod whose driver was never here can be deleted.
+        let claims = read(storage, pod).await?;
+        for driver in claims.iter().flat_map(|(_, info)| info.drivers.keys()) {
+            self.plugin(driver)?;
+        }
+        let keys: BTreeSet<ClaimKey> = claims.iter().map(|(key, _)| key.clone()).collect();
+        let _held = self.hold(&keys).await;
+        let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+        self.change(|ledger| ledger.enter(uid, &claims)).map_err(Error::Unmet)?;
+        self.save().await?;
+        let batches = lock(&self.0.ledger).unprepared(&keys);
+        if batches.is_empty() {
+            return Ok(());
+        }
+        let asked = batches.into_iter().map(|(driver, batch)| self.prepare_by(driver, batch));
+        join_all(asked).await.into_iter().collect::<Result<(), Error>>()?;
+        self.change(|ledger| ledger.set_prepared(&keys));
+        self.save().await
+    }
+
+    async fn prepare_by(&self, driver: String, batch: Batch) -> Result<(), Error> {
+        let answer = self.plugin(&driver)?.prepare(on_wire(&batch)).await?;
+        let said = answer.claims.into_iter();
+        let said = said.map(|(uid, of)| (uid, (of.error, of.devices.into_iter().map(device).collect())));
+        for (key, devices) in checked(PREPARE, &batch, said.collect())? {
+            let devices: Vec<Device> = devices;
+            check_devices(&devices).map_err(|why| {
+                let what = format!("gave an impossible answer for ResourceClaim {}: {why}", key.name);
+                Error::Answer { method: PREPARE, what }
+            })?;
+            self.change(|ledger| ledger.set_devices(key, &driver, devices));
+        }
+        Ok(())
+    }
+
+    /// Has drivers take back what they have prepared for a pod, all but what other pods use too. Nothing is
+    /// asked where it has nothing.
+    ///
+    /// # Errors
+    /// A driver can't, or not yet: what it did not take back stays noted.
+    pub async fn unprepare(&self, uid: &str) -> Result<(), Error> {
+        let keys: BTreeSet<ClaimKey> = lock(&self.0.ledger).of_pod(uid).into_iter().collect();
+        if keys.is_empty() {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let _held = self.hold(&keys).await;
+        let unprepared = self.unprepare_all(uid).await;
+        self.0.metrics.operated("UnprepareResources", unprepared.is_err(), began.elapsed());
+        unprepared
+    }
+
+    async fn unprepare_all(&self, uid: &str) -> Result<(), Error> {
+        let Unprepared { last, shared } = lock(&self.0.ledger).leaving(uid);
+        let mut batches: BTreeMap<&str, Batch> = BTreeMap::new();
+        for (key, claim, drivers) in &last {
+            for driver in drivers {
+                batches.entry(driver).or_default().push((key.clone(), claim.clone()));
+            }
+        }
+        let asked = batches.into_iter().map(async |(driver, batch)| {
+            let done = self.unprepare_by(driver, &batch).await;
+            (batch, done)
+        });
+        let (mut kept, mut failure) = (BTreeSet::new(), None);
+        for (batch, done) in join_all(asked).await {
+            if let Err(error) = done {
+                kept.extend(batch.into_iter().map(|(key, _)| key));
+                failure.get_or_insert(error);
+            }
+        }
+        self.change(|ledger| {
+            let given_back = last.iter().map(|(key, _, _)| key).filter(|key| !kept.contains(*key));
+            shared.iter().chain(given_back).for_each(|key| ledger.leave(uid, key));
+        });
+        self.save().await?;
+        failure.map_or(Ok(()), Err)
+    }
+
+    async fn unprepare_by(&self, driver: &str, batch: &Batch) -> Result<(), Error> {
+        let answer = self.plugin(driver)?.unprepare(on_wire(batch)).await?;
+        let said = answer.claims.into_iter().map(|(uid, of)| (uid, (of.error, ())));
+        checked(UNPREPARE, batch, said.collect()).map(drop)
+    }
+
+    /// The CDI devices of a container. A record that was lost is made up for by the claims as they are now.
+    ///
+    /// # Errors
+    /// As of [`Self::prepare`].
+    pub async fn cdi_devices(
+        &self,
+        storage: Option<&dyn Storage>,
+        pod: &core::Pod,
+        container: &core::Container,
+    ) -> Result<Vec<String>, Error> {
+        let known = || policy::cdi_devices(&lock(&self.0.ledger), pod, container).map_err(Error::Unmet);
+        if let Some(devices) = known()? {
+            return Ok(devices);
+        }
+        self.prepare(storage, pod).await?;
+        known()?
+            .ok_or_else(|| Error::Unmet("a claim of the container is not among those of its pod".to_owned()))
+    }
+}
+
+/// The claims of a pod, as the API server has them.
+async fn read(storage: Option<&dyn Storage>, pod: &core::Pod) -> Result<Vec<(ClaimKey, ClaimInfo)>, Error> {
+    let wanted = policy::wanted(pod).map_err(Error::Unmet)?;
+    let storage = storage.ok_or_else(|| Error::Unmet("this node has no API server".to_owned()))?;
+    let asked = wanted.into_iter().map(async |wanted| {
+        let ClaimKey { namespace, name } = &wanted.key;
+        let claim = storage.resource_claim(namespace, name).await;
+        let claim = claim.map_err(|cause| Error::Unread { name: name.clone(), cause })?;
+        let info = policy::accept(pod, &wanted, &claim).map_err(Error::Unmet)?;
+        Ok((wanted.key, info))
+    });
+    join_all(asked).await.into_iter().collect()
+}
+
+fn on_wire(batch: &Batch) -> Vec<wire::Claim> {
+    let claim = |(key, uid): &(ClaimKey, String)| wire::Claim {
+        namespace: key.namespace.clone(),
+        uid: uid.clone(),
+        name: key.name.clone(),
+    };
+    batch.iter().map(claim).collect()
+}
+
+fn device(device: wire::Device) -> Device {
+    Device {
+        pool: device.pool_name,
+        name: device.device_name,
+        share: device.share_id,
+        requests: device.request_names,
+        cdi: device.cdi_device_ids,
+    }
+}
+
+/// What a driver says of each claim that it was asked for: by UID, an error or none, and more.
+///
+/// # Errors
+/// It failed for one, left one out, or answered for one that it was not asked for.
+fn checked<'b, T>(
+    method: &'static str,
+    batch: &'b Batch,
+    mut said: BTreeMap<String, (String, T)>,
+) -> Result<Vec<(&'b ClaimKey, T)>, Error> {
+    let mut found = Vec::with_capacity(batch.len());
+    let mut skipped = 0;
+    for (key, uid) in batch {
+        match said.remove(uid) {
+            Some((error, more)) if error.is_empty() => found.push((key, more)),
+            Some((error, _)) => {
+                let error: String = error.chars().take(WORDS).collect();
+                let what = format!("failed for ResourceClaim {}: {error}", key.name);
+                return Err(Error::Answer { method, what });
+            }
+            None => skipped += 1,
+        }
+    }
+    if let Some((uid, _)) = said.first_key_value() {
+        return Err(Error::Answer {
+            method,
+            what: format!("returned result for unknown claim UID {uid:.64}"),
+        });
+    }
+    if skipped > 0 {
+        return Err(Error::Answer { method, what: format!("skipped {skipped} ResourceClaims") });
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_driver_answers_for_each_claim_that_it_was_asked_for_and_for_no_other() {
+        let key = |name: &str| ClaimKey { namespace: "shop".to_owned(), name: name.to_owned() };
+        let batch = vec![(key("a"), "u-a".to_owned()), (key("b"), "u-b".to_owned())];
+        let check = |said: &[(&str, &str)], expected: Result<usize, &str>| {
+            let said = said.iter().map(|(uid, error)| ((*uid).to_owned(), ((*error).to_owned(), ())));
+            let found = checked(PREPARE, &batch, said.collect());
+            let found = found.map(|all| all.len()).map_err(|error| error.to_string());
+            assert_eq!(found, expected.map_err(str::to_owned));
+        };
+        check(&[("u-a", ""), ("u-b", "")], Ok(2));
+        check(&[("u-a", "")], Err("NodePrepareResources skipped 1 ResourceClaims"));
+        check(&[("u-a", ""), ("u-b", "no")], Err("NodePrepareResources failed for ResourceClaim b: no"));
+        check(
+            &[("u-a", ""), ("u-b", ""), ("u-c", "")],
+            Err("NodePrepareResources returned result for unknown claim UID u-c"),
+        );
+    }
+}

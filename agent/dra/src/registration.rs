@@ -1,0 +1,127 @@
+//! Drivers come and go: what the registry of plugins finds in its folder, and which of them are connected.
+
+use std::{path::Path, sync::Arc, time::Duration};
+
+use beelet_base::work::Work;
+use beelet_model::plugins::{PluginHandler, Presences, Registering};
+use tokio_util::sync::CancellationToken;
+
+use super::{Dra, Instant, Plugin, info, join_all, lock, policy, warn};
+
+/// What drivers say that they are, in the registry of plugins.
+pub const KIND: &str = "DRAPlugin";
+/// Plugins of one driver at a time: two, while one is replaced, and some that forgot to go.
+const MAX_PLUGINS: usize = 16;
+/// Drivers that are remembered after they went.
+const MAX_DRIVERS: usize = 256;
+/// How often a broken connection is tried again.
+const RECONNECT: Duration = Duration::from_secs(1);
+
+impl PluginHandler for Dra {
+    fn register<'a>(&'a self, name: &'a str, versions: &'a [String], socket: &'a Path) -> Registering<'a> {
+        Box::pin(self.meet(name, versions, socket))
+    }
+
+    /// Forgets the plugin of a driver that listens there. Another one may be left.
+    fn deregister(&self, name: &str, socket: &Path) {
+        let mut plugins = lock(&self.0.plugins);
+        let Some(all) = plugins.get_mut(name) else { return };
+        let before = all.len();
+        all.retain(|plugin| plugin.socket() != socket);
+        if all.len() < before {
+            info!(driver = name, socket = %socket.display(), left = all.len(), "a plugin of a DRA driver is gone");
+        }
+        if all.is_empty() {
+            plugins.remove(name);
+        }
+        drop(plugins);
+        self.note();
+    }
+}
+
+impl Dra {
+    async fn meet(&self, name: &str, versions: &[String], socket: &Path) -> Result<(), String> {
+        let service = policy::service(versions).map_err(|why| {
+            let endpoint = socket.display();
+            format!(
+                "invalid supported gRPC versions of DRA driver plugin {name:.64} at endpoint {endpoint}: {why:.1024}"
+            )
+        })?;
+        if !policy::is_driver_name(name) {
+            return Err(format!("{name:.64?} is no name of a DRA driver"));
+        }
+        let dialled =
+            Plugin::dial(name, socket, service, Arc::clone(&self.0.wake), self.0.metrics.clone()).await;
+        let plugin = dialled.map_err(|error| error.to_string())?;
+        let mut plugins = lock(&self.0.plugins);
+        let all = plugins.entry(name.to_owned()).or_default();
+        if all.iter().any(|known| known.socket() == socket) {
+            let endpoint = socket.display();
+            return Err(format!("endpoint {endpoint} already registered for DRA driver plugin {name}"));
+        }
+        if all.len() >= MAX_PLUGINS {
+            return Err(format!("DRA driver {name} has {MAX_PLUGINS} plugins already"));
+        }
+        all.push(plugin);
+        info!(driver = name, socket = %socket.display(), service, plugins = all.len(), "a plugin of a DRA driver has registered");
+        drop(plugins);
+        self.note();
+        Ok(())
+    }
+
+    /// Follows the connections until `stop`: who is away is known by that, and a plugin that comes back
+    /// without registering is found.
+    #[must_use]
+    pub fn follow(self, stop: CancellationToken) -> Work {
+        Box::pin(async move {
+            stop.run_until_cancelled(self.watch()).await;
+        })
+    }
+
+    async fn watch(&self) {
+        loop {
+            self.note();
+            let broken: Vec<Plugin> = {
+                let plugins = lock(&self.0.plugins);
+                plugins.values().flatten().filter(|plugin| !plugin.is_connected()).cloned().collect()
+            };
+            if broken.is_empty() {
+                self.0.wake.notified().await;
+                continue;
+            }
+            tokio::time::sleep(RECONNECT).await;
+            join_all(broken.iter().map(Plugin::reconnect)).await;
+        }
+    }
+
+    /// Publishes which drivers somebody answers for.
+    fn note(&self) {
+        let plugins = lock(&self.0.plugins);
+        let answers =
+            |driver: &str| plugins.get(driver).is_some_and(|all| all.iter().any(Plugin::is_connected));
+        self.0.known.send_if_modified(|known| {
+            let mut now = Presences::clone(known);
+            for driver in plugins.keys() {
+                now.entry(driver.clone()).or_default();
+            }
+            for (driver, away) in &mut now {
+                match (answers(driver), &away) {
+                    (true, _) => *away = None,
+                    (false, None) => {
+                        warn!(driver, "nobody answers for a DRA driver");
+                        *away = Some(Instant::now());
+                    }
+                    (false, Some(_)) => {}
+                }
+            }
+            while now.len() > MAX_DRIVERS {
+                let oldest = now.iter().filter_map(|(name, away)| Some((away.as_ref()?, name))).min();
+                let Some(oldest) = oldest.map(|(_, name)| name.clone()) else { break };
+                now.remove(&oldest);
+            }
+            let differs = now != **known;
+            *known = Arc::new(now);
+            differs
+        });
+    }
+}

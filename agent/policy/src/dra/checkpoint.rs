@@ -1,0 +1,171 @@
+//! The kubelet's own record of prepared claims, `dra_manager_state` (`pkg/kubelet/cm/dra/state`): a node can
+//! go from the kubelet to this agent and back while pods have their claims.
+//!
+//! The data is JSON inside of JSON, with a CRC-32 of the inner text. Must never panic, whatever the file
+//! holds.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::{ClaimInfo, ClaimKey, Device, Ledger, check_devices};
+
+const KIND: &str = "DRACheckpoint";
+const VERSION: &str = "checkpoint.dra.kubelet.k8s.io/v1";
+
+/// Why a record can't be used.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// It isn't JSON of the expected form.
+    #[error("the record of resource claims can't be read: {0}")]
+    Malformed(#[from] serde_json::Error),
+    /// It was changed or cut after it was written.
+    #[error(
+        "the record of resource claims is corrupt: its checksum is {stored}, its content's is {computed}"
+    )]
+    Checksum {
+        /// As the file says.
+        stored: u32,
+        /// As the content has it.
+        computed: u32,
+    },
+    /// It is of another version of Kubernetes, or says what can't be.
+    #[error("the record of resource claims can't be used: {0}")]
+    Unusable(String),
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct File {
+    #[serde(rename = "Data")]
+    data: String,
+    #[serde(rename = "Checksum")]
+    checksum: u32,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Data {
+    kind: String,
+    #[serde(rename = "apiVersion")]
+    version: String,
+    #[serde(rename = "ClaimInfoStateList")]
+    claims: Option<Vec<Claim>>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Claim {
+    #[serde(rename = "ClaimUID")]
+    uid: String,
+    claim_name: String,
+    namespace: String,
+    /// Go's set: each with nothing.
+    #[serde(rename = "PodUIDs")]
+    pods: Option<BTreeMap<String, Value>>,
+    driver_state: Option<BTreeMap<String, Driver>>,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Driver {
+    devices: Option<Vec<Prepared>>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Prepared {
+    pool_name: String,
+    device_name: String,
+    #[serde(rename = "ShareID", default)]
+    share: Option<String>,
+    request_names: Option<Vec<String>>,
+    #[serde(rename = "CDIDeviceIDs")]
+    cdi: Option<Vec<String>>,
+}
+
+/// The file's content, checksum included.
+///
+/// # Errors
+/// Never for what came from a ledger; serialization is fallible as such.
+pub fn write(ledger: &Ledger) -> Result<Vec<u8>, CheckpointError> {
+    let claims = ledger.iter().map(|(key, info)| Claim {
+        uid: info.uid.clone(),
+        claim_name: key.name.clone(),
+        namespace: key.namespace.clone(),
+        pods: Some(info.pods.iter().map(|uid| (uid.clone(), Value::Object(Default::default()))).collect()),
+        driver_state: Some(
+            info.drivers.iter().map(|(name, devices)| (name.clone(), driver(devices))).collect(),
+        ),
+    });
+    let data = Data { kind: KIND.to_owned(), version: VERSION.to_owned(), claims: Some(claims.collect()) };
+    seal(serde_json::to_string(&data)?)
+}
+
+/// Data as a file, with its checksum.
+///
+/// # Errors
+/// Never for a text; serialization is fallible as such.
+pub fn seal(data: String) -> Result<Vec<u8>, CheckpointError> {
+    let checksum = crc32(data.as_bytes());
+    Ok(serde_json::to_vec(&File { data, checksum })?)
+}
+
+fn driver(devices: &[Device]) -> Driver {
+    let prepared = devices.iter().map(|device| Prepared {
+        pool_name: device.pool.clone(),
+        device_name: device.name.clone(),
+        share: device.share.clone(),
+        request_names: Some(device.requests.clone()),
+        cdi: Some(device.cdi.clone()),
+    });
+    Driver { devices: (!devices.is_empty()).then(|| prepared.collect()) }
+}
+
+/// What was known when it was written. No claim counts as prepared: drivers are asked again.
+///
+/// # Errors
+/// It is not what was written.
+pub fn read(bytes: &[u8]) -> Result<Ledger, CheckpointError> {
+    let File { data, checksum: stored } = serde_json::from_slice(bytes)?;
+    let computed = crc32(data.as_bytes());
+    if stored != computed {
+        return Err(CheckpointError::Checksum { stored, computed });
+    }
+    let Data { kind, version, claims } = serde_json::from_str(&data)?;
+    if (kind.as_str(), version.as_str()) != (KIND, VERSION) {
+        return Err(CheckpointError::Unusable(format!("it is {version:.64} {kind:.64}")));
+    }
+    claims.into_iter().flatten().map(known).collect::<Result<_, String>>().map_err(CheckpointError::Unusable)
+}
+
+fn known(claim: Claim) -> Result<(ClaimKey, ClaimInfo), String> {
+    let drivers = claim.driver_state.unwrap_or_default().into_iter().map(|(name, driver)| {
+        let devices: Vec<Device> = driver.devices.into_iter().flatten().map(device).collect();
+        check_devices(&devices)?;
+        Ok((name, devices))
+    });
+    let info = ClaimInfo {
+        uid: claim.uid,
+        pods: claim.pods.unwrap_or_default().into_keys().collect(),
+        drivers: drivers.collect::<Result<_, String>>()?,
+        prepared: false,
+    };
+    Ok((ClaimKey { namespace: claim.namespace, name: claim.claim_name }, info))
+}
+
+fn device(prepared: Prepared) -> Device {
+    Device {
+        pool: prepared.pool_name,
+        name: prepared.device_name,
+        share: prepared.share,
+        requests: prepared.request_names.unwrap_or_default(),
+        cdi: prepared.cdi.unwrap_or_default(),
+    }
+}
+
+/// The CRC-32 of IEEE 802.3, bit by bit: the text is short.
+fn crc32(bytes: &[u8]) -> u32 {
+    const POLYNOMIAL: u32 = 0xEDB8_8320;
+    let step = |crc: u32, _| (crc >> 1) ^ (POLYNOMIAL & (crc & 1).wrapping_neg());
+    !bytes.iter().fold(u32::MAX, |crc, byte| (0..8).fold(crc ^ u32::from(*byte), step))
+}

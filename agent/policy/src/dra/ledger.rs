@@ -1,0 +1,141 @@
+//! The claims that pods of this node use: who uses which, and what is left to be done for it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{ClaimInfo, ClaimKey, Device};
+
+/// Claims by namespace and name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ledger(BTreeMap<ClaimKey, ClaimInfo>);
+
+/// What a pod's end asks for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Unprepared {
+    /// Claims that nobody else uses, with their UIDs and the drivers to ask.
+    pub last: Vec<(ClaimKey, String, Vec<String>)>,
+    /// Claims that other pods use too: the pod is only taken off.
+    pub shared: Vec<ClaimKey>,
+}
+
+impl FromIterator<(ClaimKey, ClaimInfo)> for Ledger {
+    fn from_iter<I: IntoIterator<Item = (ClaimKey, ClaimInfo)>>(claims: I) -> Self {
+        Self(claims.into_iter().collect())
+    }
+}
+
+impl Ledger {
+    /// A claim.
+    #[must_use]
+    pub fn get(&self, key: &ClaimKey) -> Option<&ClaimInfo> {
+        self.0.get(key)
+    }
+
+    /// All claims.
+    pub fn iter(&self) -> impl Iterator<Item = (&ClaimKey, &ClaimInfo)> {
+        self.0.iter()
+    }
+
+    /// The UIDs of the pods that use claims.
+    #[must_use]
+    pub fn pods(&self) -> BTreeSet<String> {
+        self.0.values().flat_map(|info| &info.pods).cloned().collect()
+    }
+
+    /// The claims that a pod uses.
+    #[must_use]
+    pub fn of_pod(&self, uid: &str) -> Vec<ClaimKey> {
+        let all = self.0.iter().filter(|(_, info)| info.pods.contains(uid));
+        all.map(|(key, _)| key.clone()).collect()
+    }
+
+    /// Notes that a pod uses these claims. Nothing is noted if one can't be used.
+    ///
+    /// # Errors
+    /// Another claim of the same name is still here: its pods have not given it back.
+    pub fn enter(&mut self, pod: &str, claims: &[(ClaimKey, ClaimInfo)]) -> Result<(), String> {
+        for (key, info) in claims {
+            if let Some(old) = self.0.get(key).filter(|old| old.uid != info.uid) {
+                return Err(format!(
+                    "old ResourceClaim with same name {} and different UID {} still exists (previous pod force-deleted?!)",
+                    key.name, old.uid
+                ));
+            }
+        }
+        for (key, info) in claims {
+            let known = self.0.entry(key.clone()).or_insert_with(|| info.clone());
+            known.pods.insert(pod.to_owned());
+            for driver in info.drivers.keys() {
+                known.drivers.entry(driver.clone()).or_insert_with(|| {
+                    // Allocated since: what was prepared before is not all of it.
+                    known.prepared = false;
+                    Vec::new()
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Those of these claims that are to be prepared, by driver; each with its UID.
+    #[must_use]
+    pub fn unprepared(&self, keys: &BTreeSet<ClaimKey>) -> BTreeMap<String, Vec<(ClaimKey, String)>> {
+        let mut batches: BTreeMap<String, Vec<(ClaimKey, String)>> = BTreeMap::new();
+        let claims = keys.iter().filter_map(|key| Some((key, self.0.get(key)?)));
+        for (key, info) in claims.filter(|(_, info)| !info.prepared) {
+            for driver in info.drivers.keys() {
+                batches.entry(driver.clone()).or_default().push((key.clone(), info.uid.clone()));
+            }
+        }
+        batches
+    }
+
+    /// Notes what a driver has prepared for a claim, in place of what it said before.
+    pub fn set_devices(&mut self, key: &ClaimKey, driver: &str, devices: Vec<Device>) {
+        if let Some(info) = self.0.get_mut(key) {
+            info.drivers.insert(driver.to_owned(), devices);
+        }
+    }
+
+    /// Notes that all drivers have prepared these claims.
+    pub fn set_prepared(&mut self, keys: &BTreeSet<ClaimKey>) {
+        for key in keys {
+            if let Some(info) = self.0.get_mut(key) {
+                info.prepared = true;
+            }
+        }
+    }
+
+    /// What must be done before a pod has given back its claims.
+    #[must_use]
+    pub fn leaving(&self, uid: &str) -> Unprepared {
+        let mut found = Unprepared::default();
+        for (key, info) in self.0.iter().filter(|(_, info)| info.pods.contains(uid)) {
+            if info.pods.len() > 1 {
+                found.shared.push(key.clone());
+            } else {
+                let drivers = info.drivers.keys().cloned().collect();
+                found.last.push((key.clone(), info.uid.clone(), drivers));
+            }
+        }
+        found
+    }
+
+    /// A pod uses this claim no more; it is forgotten with its last pod.
+    pub fn leave(&mut self, uid: &str, key: &ClaimKey) {
+        let Some(info) = self.0.get_mut(key) else { return };
+        info.pods.remove(uid);
+        if info.pods.is_empty() {
+            self.0.remove(key);
+        }
+    }
+
+    /// How many prepared claims there are of each driver, and in all.
+    #[must_use]
+    pub fn in_use(&self) -> (BTreeMap<String, usize>, usize) {
+        let prepared: Vec<&ClaimInfo> = self.0.values().filter(|info| info.prepared).collect();
+        let mut counts = BTreeMap::new();
+        for driver in prepared.iter().flat_map(|info| info.drivers.keys()) {
+            *counts.entry(driver.clone()).or_default() += 1;
+        }
+        (counts, prepared.len())
+    }
+}

@@ -1,0 +1,290 @@
+//! A driver of Dynamic Resource Allocation that does as it is told: it registers as the drivers' library for
+//! Go does (a socket in the registry, another one for the node), prepares devices that are named after
+//! claims, records every call, and goes wrong on demand. On a thread of its own.
+
+use std::{
+    collections::{BTreeMap, HashMap, VecDeque},
+    fs,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread::JoinHandle,
+};
+
+use anyhow::{Context as _, Result};
+use beelet_proto::{
+    dra::{v1, v1beta1},
+    pluginregistration::{
+        InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse,
+        registration_server::{Registration, RegistrationServer},
+    },
+};
+use tokio::{net::UnixListener, sync::oneshot};
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::{Request, Response, Status};
+
+/// How a driver is.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Its name.
+    pub name: String,
+    /// Tells two instances of one driver apart, of which the one replaces the other.
+    pub instance: String,
+    /// The services that it says it has.
+    pub services: Vec<String>,
+}
+
+impl Settings {
+    /// A driver of both versions.
+    #[must_use]
+    pub fn named(name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            instance: "a".to_owned(),
+            services: vec!["v1.DRAPlugin".to_owned(), "v1beta1.DRAPlugin".to_owned()],
+        }
+    }
+}
+
+/// What a driver answers in place of the usual.
+#[derive(Clone, Debug)]
+pub enum Fault {
+    /// The call is refused.
+    Refuse(String),
+    /// The claims are said to have failed.
+    Fail(String),
+    /// Nothing is said of any claim.
+    Skip,
+    /// A claim is named that nobody asked for.
+    Stranger,
+    /// Each claim has this CDI device.
+    Device(String),
+    /// There is no answer.
+    Hang,
+}
+
+/// A running driver. Dropped, it goes, and its sockets with it.
+#[derive(Debug)]
+pub struct DraDriver {
+    shared: Arc<Shared>,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+    sockets: [PathBuf; 2],
+}
+
+#[derive(Debug)]
+struct Shared {
+    settings: Settings,
+    socket: PathBuf,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// What was called, with the claims' names.
+    calls: Vec<(String, Vec<String>)>,
+    faults: BTreeMap<String, VecDeque<Fault>>,
+    registered: Vec<RegistrationStatus>,
+}
+
+impl DraDriver {
+    /// Starts a driver for the agent whose kubelet folder is `kubelet_dir`.
+    ///
+    /// # Errors
+    /// Its sockets can't be made.
+    pub fn start(kubelet_dir: &Path, settings: Settings) -> Result<Self> {
+        let own = kubelet_dir.join("plugins").join(&settings.name);
+        fs::create_dir_all(&own)?;
+        fs::create_dir_all(kubelet_dir.join("plugins_registry"))?;
+        let socket = own.join(format!("dra.{}.sock", settings.instance));
+        let registry = format!("{}-{}-reg.sock", settings.name, settings.instance);
+        let registry = kubelet_dir.join("plugins_registry").join(registry);
+        let shared = Arc::new(Shared { settings, socket: socket.clone(), state: Mutex::default() });
+        let (stop, stopped) = oneshot::channel();
+        let (ready, started) = std::sync::mpsc::channel();
+        let (serving, paths) = (Arc::clone(&shared), [socket.clone(), registry.clone()]);
+        let thread = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+            let Ok(runtime) = runtime else { return };
+            runtime.block_on(async {
+                let [socket, registry] = paths.map(|path| {
+                    let _ = fs::remove_file(&path);
+                    UnixListener::bind(&path)
+                });
+                let (Ok(socket), Ok(registry)) = (socket, registry) else { return };
+                let _ = ready.send(());
+                let node = tonic::transport::Server::builder()
+                    .add_service(v1::dra_plugin_server::DraPluginServer::new(Service(Arc::clone(&serving))))
+                    .add_service(v1beta1::dra_plugin_server::DraPluginServer::new(Service(Arc::clone(
+                        &serving,
+                    ))))
+                    .serve_with_incoming(UnixListenerStream::new(socket));
+                let registration = tonic::transport::Server::builder()
+                    .add_service(RegistrationServer::new(Service(serving)))
+                    .serve_with_incoming(UnixListenerStream::new(registry));
+                tokio::select! {
+                    _ = stopped => {}
+                    _ = node => {}
+                    _ = registration => {}
+                }
+            });
+        });
+        started.recv().context("the driver's sockets could not be made")?;
+        Ok(Self { shared, stop: Some(stop), thread: Some(thread), sockets: [socket, registry] })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.shared.state()
+    }
+
+    /// The claims' names of every call of this method, in order: `v1.NodePrepareResources`.
+    #[must_use]
+    pub fn calls(&self, method: &str) -> Vec<Vec<String>> {
+        let calls = &self.state().calls;
+        calls.iter().filter(|(name, _)| name == method).map(|(_, claims)| claims.clone()).collect()
+    }
+
+    /// Lets the next call of a method go wrong.
+    pub fn spoil(&self, method: &str, fault: Fault) {
+        self.state().faults.entry(method.to_owned()).or_default().push_back(fault);
+    }
+
+    /// What it was told of its registration, last.
+    #[must_use]
+    pub fn registration(&self) -> Option<(bool, String)> {
+        self.state().registered.last().map(|status| (status.plugin_registered, status.error.clone()))
+    }
+
+    /// Ends it as a kill does: its sockets stay.
+    pub fn kill(&mut self) {
+        if let Some(stop) = self.stop.take() {
+            let _ = stop.send(());
+        }
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for DraDriver {
+    fn drop(&mut self) {
+        self.kill();
+        for socket in &self.sockets {
+            let _ = fs::remove_file(socket);
+        }
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[derive(Clone)]
+struct Service(Arc<Shared>);
+
+/// What is said of a claim: an error, or a device.
+type Said = HashMap<String, Result<v1::Device, String>>;
+
+impl Service {
+    /// Records a call, and says what is to be said.
+    async fn asked(&self, method: &str, claims: Vec<(String, String)>) -> Result<Said, Status> {
+        let fault = {
+            let mut state = self.0.state();
+            state.calls.push((method.to_owned(), claims.iter().map(|(_, name)| name.clone()).collect()));
+            state.faults.get_mut(method).and_then(VecDeque::pop_front)
+        };
+        let device = |name: &str, cdi: String| v1::Device {
+            request_names: Vec::new(),
+            pool_name: "pool".to_owned(),
+            device_name: format!("device-of-{name}"),
+            cdi_device_ids: vec![cdi],
+            share_id: None,
+        };
+        let said = claims.into_iter().map(|(uid, name)| {
+            let of = match &fault {
+                Some(Fault::Fail(why)) => Err(why.clone()),
+                Some(Fault::Device(cdi)) => Ok(device(&name, cdi.clone())),
+                _ => Ok(device(&name, format!("example.com/gpu={name}"))),
+            };
+            (uid, of)
+        });
+        let mut said: Said = said.collect();
+        match fault {
+            Some(Fault::Refuse(why)) => return Err(Status::internal(why)),
+            Some(Fault::Hang) => std::future::pending().await,
+            Some(Fault::Skip) => said.clear(),
+            Some(Fault::Stranger) => drop(said.insert("stranger".to_owned(), Err(String::new()))),
+            _ => {}
+        }
+        Ok(said)
+    }
+}
+
+#[tonic::async_trait]
+impl Registration for Service {
+    async fn get_info(&self, _: Request<InfoRequest>) -> Result<Response<PluginInfo>, Status> {
+        Ok(Response::new(PluginInfo {
+            r#type: "DRAPlugin".to_owned(),
+            name: self.0.settings.name.clone(),
+            endpoint: self.0.socket.display().to_string(),
+            supported_versions: self.0.settings.services.clone(),
+        }))
+    }
+
+    async fn notify_registration_status(
+        &self,
+        request: Request<RegistrationStatus>,
+    ) -> Result<Response<RegistrationStatusResponse>, Status> {
+        self.0.state().registered.push(request.into_inner());
+        Ok(Response::new(RegistrationStatusResponse {}))
+    }
+}
+
+/// Serves one version; the fields of its device that not all have come last.
+macro_rules! serve {
+    ($version:ident, $name:literal, |$device:ident| $convert:expr) => {
+        #[tonic::async_trait]
+        impl $version::dra_plugin_server::DraPlugin for Service {
+            async fn node_prepare_resources(
+                &self,
+                request: Request<$version::NodePrepareResourcesRequest>,
+            ) -> Result<Response<$version::NodePrepareResourcesResponse>, Status> {
+                let claims = request.into_inner().claims.into_iter().map(|claim| (claim.uid, claim.name));
+                let said = self.asked(concat!($name, ".NodePrepareResources"), claims.collect()).await?;
+                let claims = said.into_iter().map(|(uid, of)| {
+                    let of = match of {
+                        Ok($device) => $version::NodePrepareResourceResponse {
+                            devices: vec![$convert],
+                            error: String::new(),
+                        },
+                        Err(error) => $version::NodePrepareResourceResponse { devices: Vec::new(), error },
+                    };
+                    (uid, of)
+                });
+                Ok(Response::new($version::NodePrepareResourcesResponse { claims: claims.collect() }))
+            }
+
+            async fn node_unprepare_resources(
+                &self,
+                request: Request<$version::NodeUnprepareResourcesRequest>,
+            ) -> Result<Response<$version::NodeUnprepareResourcesResponse>, Status> {
+                let claims = request.into_inner().claims.into_iter().map(|claim| (claim.uid, claim.name));
+                let said = self.asked(concat!($name, ".NodeUnprepareResources"), claims.collect()).await?;
+                let claims = said.into_iter().map(|(uid, of)| {
+                    let error = of.err().unwrap_or_default();
+                    (uid, $version::NodeUnprepareResourceResponse { error })
+                });
+                Ok(Response::new($version::NodeUnprepareResourcesResponse { claims: claims.collect() }))
+            }
+        }
+    };
+}
+
+serve!(v1, "v1", |device| device);
+serve!(v1beta1, "v1beta1", |device| v1beta1::Device {
+    request_names: device.request_names,
+    pool_name: device.pool_name,
+    device_name: device.device_name,
+    cdi_device_ids: device.cdi_device_ids,
+});
