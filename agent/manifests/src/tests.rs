@@ -417,10 +417,10 @@ fn a_stop_signal_is_one_of_the_pods_operating_system() {
 }
 
 #[test]
-fn what_cannot_be_done_yet_is_refused() {
+fn what_kubernetes_has_removed_is_refused() {
     check_spec(
-        "volumes: [{name: a, fc: {lun: 1}}]",
-        "5:23: spec.volumes[0].fc: beelet can't do this yet (network storage); take it out",
+        "volumes: [{name: a, rbd: {image: i}}]",
+        "5:23: spec.volumes[0].rbd: Kubernetes has removed volumes of this kind: nothing makes them any more; take it out",
     );
 }
 

@@ -12,9 +12,9 @@ use tokio_util::task::TaskTracker;
 use tracing::{Instrument, trace_span};
 
 use crate::{
-    claims, env_files,
+    attached, claims, env_files,
     error::{Error, StartError},
-    expand, flex, hosts,
+    expand, hosts,
     metrics::Metrics,
     plan::{PodPlan, Site},
     records::WrittenRecords,
@@ -167,8 +167,8 @@ impl Launcher {
         let publishing = Box::pin(claims::publish(&self.csi, storage, &plan.pod, &claims, false));
         let published = self.waited(pod, "the volumes that storage plugins bring", publishing).await?;
         let objects = self.objects();
-        let attaching = Box::pin(flex::prepare(self, &plan.pod, &claims, &objects));
-        let flex = self.waited(pod, "the volumes of flexVolume drivers", attaching).await?;
+        let attaching = Box::pin(attached::prepare(self, &plan.pod, &claims, &objects));
+        let attached = self.waited(pod, "its volumes to be attached", attaching).await?;
         let growing = Box::pin(expand::at_mount(self, &plan.pod, &claims));
         self.waited(pod, "its volumes to grow", growing).await?;
         let (cgroups, decided) = (Arc::clone(&self.cgroups), plan.cgroup()?.clone());
@@ -176,8 +176,8 @@ impl Launcher {
         let (of_pod, node) = (Arc::clone(plan), self.node.clone());
         let folders = chores.run(move || {
             make_folder(&of_pod.logs, READABLE).map_err(Error::of_files)?;
-            let (pod, claims, published, flex) = (&of_pod.pod, &claims, &published, &flex);
-            let sources = Sources { pod, objects: &objects, node: &node, claims, published, flex };
+            let (pod, claims, published, attached) = (&of_pod.pod, &claims, &published, &attached);
+            let sources = Sources { pod, objects: &objects, node: &node, claims, published, attached };
             of_pod.volumes.set_up(&sources).map_err(Error::of_volumes)
         });
         // Both to their end: nothing may still be made when what was made is taken away.

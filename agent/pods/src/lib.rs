@@ -19,9 +19,9 @@ pub mod republish;
 pub mod user_namespaces;
 pub mod volume_stats;
 
+mod attached;
 mod claims;
 mod env_files;
-mod flex;
 mod hosts;
 mod launches;
 mod plan;

@@ -112,9 +112,9 @@ fn refresh(entry: &PodEntry, launcher: &Launcher, objects: &Objects) -> Result<u
         return Ok(0);
     }
     // Only what is made of objects is brought up to date.
-    let (claims, published, flex) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-    let (node, claims, published, flex) = (&launcher.node, &claims, &published, &flex);
-    volumes.refresh(&beelet_volumes::Sources { pod, objects, node, claims, published, flex })
+    let (claims, published, attached) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+    let (node, claims, published, attached) = (&launcher.node, &claims, &published, &attached);
+    volumes.refresh(&beelet_volumes::Sources { pod, objects, node, claims, published, attached })
 }
 
 /// Tells what wasn't told of the same objects before.

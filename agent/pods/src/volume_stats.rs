@@ -85,7 +85,8 @@ pub fn follow(asking: Asking, cancel: CancellationToken) -> Work {
 /// Returns true if a pod has volumes of claims or of storage plugins.
 fn is_asked(pod: &Pod) -> bool {
     has(pod, |volume| {
-        claims::may_be_of_driver(volume) || volume.nfs.is_some() || volume.flex_volume.is_some()
+        let is_attached = volume.flex_volume.is_some() || volume.fc.is_some() || volume.iscsi.is_some();
+        claims::may_be_of_driver(volume) || volume.nfs.is_some() || is_attached
     })
 }
 

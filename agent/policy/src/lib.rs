@@ -43,6 +43,7 @@ pub mod qos;
 pub mod quantity;
 pub mod reclaim;
 pub mod references;
+pub mod remote_disk;
 pub mod removed_volumes;
 pub mod resources;
 pub mod scheduler;

@@ -11,9 +11,6 @@ use serde_json::Value;
 /// What becomes of a pod with such a field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
-    /// Refused in a manifest: the agent can't do this yet. A pod of the API server waits for the volume,
-    /// whose events say so.
-    VolumeNotYet,
     /// Refused in a manifest: it refers to the API server or its objects, which a static pod may not.
     ApiObject,
     /// Refused in a manifest: it is for nodes of another operating system. In a pod of the API server it has
@@ -25,7 +22,7 @@ enum Verdict {
     /// Accepted with a warning: it has no effect here.
     NoEffect,
 }
-use Verdict::{ApiObject, NoEffect, OtherSystem, Removed, VolumeNotYet};
+use Verdict::{ApiObject, NoEffect, OtherSystem, Removed};
 
 /// One row: the field, the verdict, what it is in words. Any value of the field is meant but those that say
 /// nothing: null, false and empty ones.
@@ -55,7 +52,6 @@ const TABLE: &[Row] = &[
     ("spec.volumes[*].projected.sources[*].{serviceAccountToken,clusterTrustBundle,podCertificate}", ApiObject, "objects to project"),
     ("spec.volumes[*].{awsElasticBlockStore,azureDisk,azureFile,cinder,gcePersistentDisk,portworxVolume,vsphereVolume}", ApiObject, "storage plugins, of which the API server says how they are used"),
     ("spec.volumes[*].{cephfs,flocker,gitRepo,glusterfs,photonPersistentDisk,quobyte,rbd,scaleIO,storageos}", Removed, "volumes of this kind"),
-    ("spec.volumes[*].{fc,iscsi}", VolumeNotYet, "network storage"),
 ];
 
 /// What the table says of a manifest.
@@ -78,7 +74,7 @@ pub fn check(manifest: &Value) -> Found {
             }
             let problem = Problem::new(path, sentence(*verdict, what));
             match verdict {
-                VolumeNotYet | ApiObject | OtherSystem | Removed => {
+                ApiObject | OtherSystem | Removed => {
                     found.refused.push(problem);
                 }
                 NoEffect => found.ignored.push(problem),
@@ -90,7 +86,6 @@ pub fn check(manifest: &Value) -> Found {
 
 fn sentence(verdict: Verdict, what: &str) -> String {
     match verdict {
-        VolumeNotYet => format!("beelet can't do this yet ({what}); take it out"),
         ApiObject => {
             format!("a static pod may not refer to objects of the API server ({what}); take it out")
         }

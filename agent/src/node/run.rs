@@ -88,7 +88,7 @@ use beelet_state::{
     State,
     events::{NodeEvents, Recorder},
 };
-use beelet_volumes::{Disks, FlexVolumes, LocalDisks};
+use beelet_volumes::{Disks, FlexVolumes, LocalDisks, RemoteDisks};
 
 mod upkeep;
 
@@ -224,8 +224,9 @@ async fn open_volumes(config: &Config, metrics: &Metrics) -> Result<(Csi, Disks)
     let open = move || {
         let (dirs, in_use) = ((&*kubelet_dir, &*pods_dir), VolumesInUse::default());
         let csi = Csi::open(&node, dirs, in_use.clone(), metrics);
-        let flex = FlexVolumes::open(&node, dirs, &drivers, in_use);
-        (csi, Disks::new(LocalDisks::new(&kubelet_dir, &pods_dir), flex))
+        let flex = FlexVolumes::open(&node, dirs, &drivers, in_use.clone());
+        let remote = RemoteDisks::open(dirs, in_use);
+        (csi, Disks::new(LocalDisks::new(&kubelet_dir, &pods_dir), flex, remote))
     };
     spawn_blocking(open).await.context("the volumes of storage plugins")
 }

@@ -6,9 +6,8 @@ use beelet_model::storage::{Claimed, Published};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1 as core;
 
-use super::Error;
-use super::FlexWanted;
 use super::atomic::{Payload, PayloadFile};
+use super::{Attached, Error};
 use beelet_model::objects::Objects;
 use beelet_model::pod::NodeFacts;
 use beelet_policy::{references, trust_bundles};
@@ -31,8 +30,8 @@ pub struct Sources<'a> {
     pub claims: &'a BTreeMap<String, Claimed>,
     /// What storage plugins have brought to the pod, by volume.
     pub published: &'a BTreeMap<String, Published>,
-    /// What was found out for the volumes of `flexVolume` drivers, by volume.
-    pub flex: &'a BTreeMap<String, FlexWanted>,
+    /// What was found out for volumes that are attached, or may be, by volume.
+    pub attached: &'a BTreeMap<String, Attached>,
 }
 
 /// Returns true if a volume's files are kept in memory, as the kubelet keeps them: secrets must not reach the
@@ -278,7 +277,7 @@ mod tests {
             node: &node,
             claims: &BTreeMap::new(),
             published: &BTreeMap::new(),
-            flex: &BTreeMap::new(),
+            attached: &BTreeMap::new(),
         };
         let shown = payload(&volume_of, &sources).map(|payload| {
             let show = |(path, file): (&String, &PayloadFile)| {
@@ -324,7 +323,7 @@ mod tests {
                 node: &node,
                 claims: &BTreeMap::new(),
                 published: &BTreeMap::new(),
-                flex: &BTreeMap::new(),
+                attached: &BTreeMap::new(),
             };
             let files = payload(&volume, &sources).map(Option::unwrap_or_default);
             (files.ok().map(|files| files["token"].bytes.clone()), lacks_token(&volume, &sources))
@@ -385,7 +384,7 @@ mod tests {
                 node: &node,
                 claims: &claims,
                 published: &published,
-                flex: &BTreeMap::new(),
+                attached: &BTreeMap::new(),
             };
             let files = payload(&volume, &sources).unwrap().unwrap();
             let shown = ["token", "a"].map(|path| (files[path].mode, files[path].owner));
@@ -445,7 +444,7 @@ mod tests {
                     node: &node,
                     claims: &BTreeMap::new(),
                     published: &BTreeMap::new(),
-                    flex: &BTreeMap::new(),
+                    attached: &BTreeMap::new(),
                 }
             )
             .unwrap(),

@@ -7,7 +7,6 @@
 //! is taken back from there. A driver that hangs holds up the pods of its own volumes alone.
 
 mod driver;
-mod records;
 
 use std::{
     collections::BTreeMap,
@@ -23,23 +22,25 @@ use beelet_model::storage::VolumesInUse;
 use beelet_policy::{
     csi,
     flex_volume::{self as policy, FlexVolume},
+    remote_disk,
 };
 use k8s_openapi::api::core::v1::Pod;
 use tracing::warn;
 
-use self::{
-    driver::{Driver, Drivers},
-    records::{DeviceRecord, PodRecord},
-};
+use serde::{Deserialize, Serialize};
+
+use self::driver::{Driver, Drivers};
 use crate::{
     Error, VOLUMES,
     busy::Busy,
     disk,
     fs_group::{Access, FsGroup},
     local::one_name,
-    mounts,
+    mounts, records,
 };
 
+/// Where records are in a pod's folder.
+const OF_POD: &str = "plugins/kubernetes.io~flexvolume";
 /// The folder with the records of devices, among those of drivers: none of them begins with a dot.
 const DEVICES: &str = ".devices";
 /// The file system that a disk gets where nobody says.
@@ -62,6 +63,33 @@ impl fmt::Debug for FlexWanted {
         let Self { volume, device, .. } = self;
         f.debug_struct("FlexWanted").field("volume", volume).field("device", device).finish_non_exhaustive()
     }
+}
+
+/// A volume that a driver has mounted for a pod, or may have.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct PodRecord {
+    driver: String,
+    /// The volume's name, of its PersistentVolume or in the pod.
+    name: String,
+    /// Other pods may have it too: it is attached to the node, or for one pod at a time.
+    shared: bool,
+    /// The driver takes SELinux labels.
+    relabel: bool,
+    /// How much room there is may be asked.
+    metrics: bool,
+}
+
+/// A volume that a driver has mounted for all pods, or may have.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct DeviceRecord {
+    driver: String,
+    name: String,
+    /// What was asked for: its options and its file system.
+    asked: (BTreeMap<String, String>, String),
+    /// The agent has had it attached, not a controller.
+    attached_here: bool,
 }
 
 /// The volumes of drivers. Clones share them.
@@ -143,7 +171,7 @@ impl FlexVolumes {
         let can = driver.capabilities;
         let shared = can.attach || volume.for_one_pod;
         let _held = self.0.busy.hold(&key(folder, &volume.unique_name(), shared));
-        let place = records::of_pod(folder, &of_driver, name);
+        let place = record_of(folder, &of_driver, name);
         if mounts::is_mount_point(&target)? && records::read::<PodRecord>(&place)?.is_some() {
             return Ok(target);
         }
@@ -264,7 +292,7 @@ impl FlexVolumes {
     /// Returns true if a pod with another folder has a volume, or may have.
     fn has_another(&self, driver: &str, name: &str, folder: &Path) -> bool {
         let folder_of = policy::folder_of(driver).unwrap_or_default();
-        let has = |pod: &PathBuf| records::of_pod(pod, &folder_of, name).exists();
+        let has = |pod: &PathBuf| record_of(pod, &folder_of, name).exists();
         records::folders(&self.0.pods_dir).iter().any(|pod| pod != folder && has(pod))
     }
 
@@ -274,13 +302,13 @@ impl FlexVolumes {
     /// # Errors
     /// A driver is not there, or can't: the pod can't go yet.
     pub(crate) fn release(&self, folder: &Path) -> Result<(), Error> {
-        let all = records::all_of_pod(folder);
+        let all = records::all::<PodRecord>(&folder.join(OF_POD));
         let released = all.iter().map(|(place, record)| self.release_one(folder, place, record));
         // Each is tried, whatever becomes of the others.
         let released: Vec<Result<(), Error>> = released.collect();
         released.into_iter().collect::<Result<(), Error>>()?;
         let uid = folder.file_name().unwrap_or_default().to_string_lossy();
-        let is_ours = |name: &str| !csi::is_unique_name(name);
+        let is_ours = |name: &str| !csi::is_unique_name(name) && !remote_disk::is_unique_name(name);
         self.0.in_use.leave(&uid, is_ours);
         for name in self.0.in_use.unused().into_iter().filter(|name| is_ours(name)) {
             if !self.has_device(&name) {
@@ -304,6 +332,8 @@ impl FlexVolumes {
         let _held = self.0.busy.hold(&key(folder, &format!("{driver}/{name}"), record.shared));
         let target = folder.join(VOLUMES).join(&of_driver).join(name);
         if is_there(&target) {
+            // What containers have mounted in it would keep the driver from unmounting it.
+            mounts::unmount_within(&target)?;
             self.unmount("unmount", driver, &target)?;
         }
         if record.shared && !self.has_another(driver, name, folder) {
@@ -352,7 +382,7 @@ impl FlexVolumes {
     fn record_at(&self, folder: &Path, target: &Path) -> Option<PodRecord> {
         let mut parts = target.strip_prefix(folder.join(VOLUMES)).ok()?.components();
         let (driver, name) = (parts.next()?, parts.next()?);
-        let place = records::of_pod(folder, driver.as_os_str().to_str()?, name.as_os_str().to_str()?);
+        let place = record_of(folder, driver.as_os_str().to_str()?, name.as_os_str().to_str()?);
         records::read(&place).ok()?
     }
 
@@ -370,6 +400,11 @@ impl FlexVolumes {
     pub(crate) fn is_measured(&self, folder: &Path, target: &Path) -> bool {
         self.record_at(folder, target).is_none_or(|record| record.metrics)
     }
+}
+
+/// Where the record of a pod's volume is, by the pod's folder and the driver's.
+fn record_of(folder: &Path, driver: &str, name: &str) -> PathBuf {
+    folder.join(OF_POD).join(driver).join(name)
 }
 
 /// What is worked on alone: a volume that several pods may have, or that of one pod.

@@ -24,6 +24,8 @@ mod local;
 pub mod mounts;
 mod nfs;
 mod operations;
+mod records;
+mod remote;
 mod room;
 mod sub_path;
 
@@ -49,6 +51,7 @@ pub use self::error::Error;
 pub use self::flex::{FlexVolumes, FlexWanted};
 pub use self::local::LocalDisks;
 pub use self::operations::{Operations, plugin};
+pub use self::remote::{RemoteDisks, RemoteWanted};
 pub use self::room::room;
 
 use self::fs_group::FsGroup;
@@ -72,6 +75,16 @@ pub struct Volumes {
     fs_group: Option<FsGroup>,
     operations: Operations,
     disks: Option<Disks>,
+}
+
+/// A volume that is attached to the node, or may be, by others than storage plugins, with what was found out
+/// for it.
+#[derive(Clone, Debug)]
+pub enum Attached {
+    /// Of a driver of `flexVolume`.
+    Flex(FlexWanted),
+    /// A disk on a network.
+    Remote(RemoteWanted),
 }
 
 /// What a container's mounts are made of besides its spec.
@@ -117,8 +130,8 @@ impl Volumes {
             }
             let (claimed, published) =
                 (sources.claims.get(&volume.name), sources.published.get(&volume.name));
-            let is_mounted_by_us = (volume.nfs.is_some() || volume.flex_volume.is_some())
-                && mounts.contains(volume.name.as_str());
+            let is_mounted_by_us =
+                (volume.nfs.is_some() || is_attached(volume)) && mounts.contains(volume.name.as_str());
             if is_elsewhere(volume) && claimed.is_none() && published.is_none() && !is_mounted_by_us {
                 // No container uses it.
                 continue;
@@ -161,18 +174,24 @@ impl Volumes {
                 let read_only = claimed.read_only || source.read_only == Some(true);
                 nfs::set_up(&self.folder, claimed.name(), &source, read_only, &local::options_of(claimed))?
             }
-            _ if spec.flex_volume.is_some() => self.set_up_flex(name, sources)?,
+            _ if spec.flex_volume.is_some() || spec.fc.is_some() || spec.iscsi.is_some() => {
+                self.set_up_attached(name, sources)?
+            }
             _ => return Err(Error::unmet("beelet can't mount PersistentVolumes of this kind")),
         };
         self.link(name, &place)
     }
 
-    /// Has a driver mount a volume; where it is then.
-    fn set_up_flex(&self, name: &str, sources: &Sources<'_>) -> Result<PathBuf, Error> {
-        let (Some(disks), Some(wanted)) = (&self.disks, sources.flex.get(name)) else {
-            return Err(Error::unmet("it is not known what the flexVolume is"));
+    /// Has a volume that is attached mounted, by its driver or from its disk; where it is then.
+    fn set_up_attached(&self, name: &str, sources: &Sources<'_>) -> Result<PathBuf, Error> {
+        let (Some(disks), Some(wanted)) = (&self.disks, sources.attached.get(name)) else {
+            return Err(Error::unmet("it is not known whether the volume is attached"));
         };
-        disks.flex().set_up(&self.folder, sources.pod, wanted, self.fs_group.as_ref())
+        let group = self.fs_group.as_ref();
+        match wanted {
+            Attached::Flex(wanted) => disks.flex().set_up(&self.folder, sources.pod, wanted, group),
+            Attached::Remote(wanted) => disks.remote().set_up(&self.folder, wanted, group),
+        }
     }
 
     /// Links from a volume's own path to where it is.
@@ -208,7 +227,8 @@ impl Volumes {
         let path = self.path(name);
         let place = std::fs::read_link(&path).map_err(Error::io("find", &path))?;
         let own = self.folder.join(VOLUMES);
-        let is_ours = place.starts_with(own.join(local::PLUGIN)) || place.starts_with(own.join(nfs::PLUGIN));
+        let plugins = [local::PLUGIN, nfs::PLUGIN, remote::FC, remote::ISCSI];
+        let is_ours = plugins.iter().any(|plugin| place.starts_with(own.join(plugin)));
         if is_ours && !mounts::is_mount_point(&place)? {
             return Err(Error::unmet(format!("{} is mounted no longer", place.display())));
         }
@@ -236,8 +256,8 @@ impl Volumes {
             let read_only = source.read_only == Some(true);
             let place = nfs::set_up(&self.folder, &volume.name, source, read_only, &[])?;
             self.link(&volume.name, &place)?;
-        } else if volume.flex_volume.is_some() {
-            self.link(&volume.name, &self.set_up_flex(&volume.name, sources)?)?;
+        } else if is_attached(volume) {
+            self.link(&volume.name, &self.set_up_attached(&volume.name, sources)?)?;
         } else if let Some(source) = &volume.host_path {
             host_path::check(source)?;
         } else if let Some(payload) = content::payload(volume, sources)? {
@@ -432,7 +452,12 @@ fn has_content(volume: &core::Volume) -> bool {
 
 /// Returns true if a volume's own path is a link to where it is.
 fn is_elsewhere(volume: &core::Volume) -> bool {
-    claims::may_be_of_driver(volume) || volume.nfs.is_some() || volume.flex_volume.is_some()
+    claims::may_be_of_driver(volume) || volume.nfs.is_some() || is_attached(volume)
+}
+
+/// Returns true if a pod's own volume is attached to the node, or may be, by others than storage plugins.
+fn is_attached(volume: &core::Volume) -> bool {
+    volume.flex_volume.is_some() || volume.fc.is_some() || volume.iscsi.is_some()
 }
 
 /// Returns true if nobody may write to a volume: what is made of objects is replaced as a whole, and of a
@@ -442,8 +467,13 @@ fn is_read_only(volume: &core::Volume) -> bool {
         (Some(claim), ..) => claim.read_only == Some(true),
         (_, Some(source), _) => source.read_only == Some(true),
         (.., Some(source)) => source.read_only == Some(true),
-        _ if volume.flex_volume.is_some() => {
-            volume.flex_volume.as_ref().is_some_and(|source| source.read_only == Some(true))
+        _ if is_attached(volume) => {
+            let said = [
+                volume.flex_volume.as_ref().and_then(|source| source.read_only),
+                volume.fc.as_ref().and_then(|source| source.read_only),
+                volume.iscsi.as_ref().and_then(|source| source.read_only),
+            ];
+            said.contains(&Some(true))
         }
         _ if migration::is_migrated(volume) => migration::is_read_only(volume),
         _ => volume.empty_dir.is_none() && volume.host_path.is_none() && volume.ephemeral.is_none(),

@@ -2,6 +2,7 @@
 
 use std::ffi::CString;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::time::Duration;
@@ -62,8 +63,32 @@ pub(super) fn is_tmpfs(folder: &OwnedFd) -> Result<bool, Errno> {
 
 /// Unmounts everything at and below `folder`, the innermost first.
 pub fn unmount_below(folder: &Path) -> Result<(), Error> {
+    unmount_all(&real(folder), |_| true)
+}
+
+/// Unmounts everything at and below a mount point, which is not looked at: its server may be away.
+pub(super) fn unmount_at(point: &Path) -> Result<(), Error> {
+    unmount_all(&as_in_table(point), |_| true)
+}
+
+/// Unmounts everything below `folder`, and nothing at it: what containers have mounted in a volume.
+pub(super) fn unmount_within(folder: &Path) -> Result<(), Error> {
+    let own = as_in_table(folder);
+    unmount_all(&own, |point| point != own)
+}
+
+/// A mount point as the kernel shows it, without a look at what is mounted there.
+fn as_in_table(point: &Path) -> PathBuf {
+    match (point.parent(), point.file_name()) {
+        (Some(parent), Some(name)) => real(parent).join(name),
+        _ => point.to_owned(),
+    }
+}
+
+fn unmount_all(folder: &Path, is_meant: impl Fn(&Path) -> bool) -> Result<(), Error> {
     let table = table()?;
-    let mut mounts: Vec<Mount<'_>> = mounts_below(&table, folder).collect();
+    let is_meant = |mount: &Mount<'_>| mount.point.starts_with(folder) && is_meant(&mount.point);
+    let mut mounts: Vec<Mount<'_>> = mountinfo::mounts(&table).filter(is_meant).collect();
     // The last mounted comes off first: of two on one folder it is on top.
     mounts.reverse();
     mounts.sort_by_key(|mount| std::cmp::Reverse(mount.point.components().count()));
@@ -97,12 +122,18 @@ pub(super) fn unmount(point: &Path) -> Result<(), Error> {
 
 /// Returns true if something is mounted at `path`.
 pub(super) fn is_mount_point(path: &Path) -> Result<bool, Error> {
-    // Not what is mounted there is looked at: its server may be away.
-    let real = match (path.parent(), path.file_name()) {
-        (Some(parent), Some(name)) => real(parent).join(name),
-        _ => path.to_owned(),
-    };
+    let real = as_in_table(path);
     Ok(mountinfo::mounts(&table()?).any(|mount| mount.point == real))
+}
+
+/// Returns true if a file system on this device is mounted anywhere that the agent sees.
+pub(super) fn is_mounted(device: &Path) -> Result<bool, Error> {
+    let found = std::fs::metadata(device).map_err(Error::io("find", device))?;
+    if !found.file_type().is_block_device() {
+        return Ok(false);
+    }
+    let numbers = (rustix::fs::major(found.rdev()), rustix::fs::minor(found.rdev()));
+    Ok(mountinfo::mounts(&table()?).any(|mount| mount.device == Some(numbers)))
 }
 
 /// A path as the kernel shows it: our own may lead through links (/var/run).

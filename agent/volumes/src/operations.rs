@@ -24,6 +24,8 @@ const HOST_PATH: &str = "kubernetes.io/host-path";
 const LOCAL: &str = "kubernetes.io/local-volume";
 const CSI: &str = "kubernetes.io/csi";
 const NFS: &str = "kubernetes.io/nfs";
+const FC: &str = "kubernetes.io/fc";
+const ISCSI: &str = "kubernetes.io/iscsi";
 /// Of all drivers: their own names would be any number.
 pub(crate) const FLEX: &str = "kubernetes.io/flexvolume";
 
@@ -132,6 +134,8 @@ pub fn plugin(volume: &core::Volume) -> &'static str {
         (image.is_some(), "kubernetes.io/image"),
         (volume.nfs.is_some(), NFS),
         (volume.flex_volume.is_some(), FLEX),
+        (volume.fc.is_some(), FC),
+        (volume.iscsi.is_some(), ISCSI),
         (claims::may_be_of_driver(volume), CSI),
     ];
     kinds.into_iter().find(|(is_there, _)| *is_there).map_or("N/A", |(_, name)| name)
@@ -147,6 +151,8 @@ pub(crate) fn plugin_of_claim(claimed: &Claimed) -> &'static str {
         (spec.csi.is_some(), CSI),
         (spec.nfs.is_some(), NFS),
         (spec.flex_volume.is_some(), FLEX),
+        (spec.fc.is_some(), FC),
+        (spec.iscsi.is_some(), ISCSI),
     ];
     kinds.into_iter().find(|(is_it, _)| *is_it).map_or("N/A", |(_, name)| name)
 }
@@ -158,6 +164,8 @@ pub(crate) fn plugin_at(place: &Path) -> &'static str {
         () if is_in(crate::local::PLUGIN) => LOCAL,
         () if is_in(beelet_policy::csi::PLUGIN) => CSI,
         () if is_in(crate::nfs::PLUGIN) => NFS,
+        () if is_in(crate::remote::FC) => FC,
+        () if is_in(crate::remote::ISCSI) => ISCSI,
         () => HOST_PATH,
     }
 }

@@ -25,7 +25,7 @@ fn set_up(pod: &core::Pod, dir: &Path) -> (Volumes, Result<(), Error>) {
         node: &node,
         claims: &BTreeMap::new(),
         published: &BTreeMap::new(),
-        flex: &BTreeMap::new(),
+        attached: &BTreeMap::new(),
     });
     (volumes, done)
 }
@@ -125,7 +125,7 @@ fn a_secret_is_not_written_to_the_disk_below_a_volume_that_was_unmounted() {
         node: &node,
         claims: &BTreeMap::new(),
         published: &BTreeMap::new(),
-        flex: &BTreeMap::new(),
+        attached: &BTreeMap::new(),
     };
     assert_eq!(volumes.refresh(&sources).unwrap(), 0);
     assert_eq!(fs::read_dir(&path).unwrap().count(), 1, "nothing was written");
@@ -243,7 +243,8 @@ fn claiming(uid: &str, group: Option<u32>) -> core::Pod {
 /// These disks, and no drivers.
 fn disks_only(local: &LocalDisks, pods: &Path) -> Disks {
     let flex = FlexVolumes::open("n1", (pods, pods), pods, VolumesInUse::default());
-    Disks::new(local.clone(), flex)
+    let remote = RemoteDisks::open((pods, pods), VolumesInUse::default());
+    Disks::new(local.clone(), flex, remote)
 }
 
 /// Makes the pod's volume `data` of what its claim is bound to; where a container finds it on the machine.
@@ -261,7 +262,7 @@ fn set_up_claim(
         node: &node,
         claims: &claims,
         published: &BTreeMap::new(),
-        flex: &BTreeMap::new(),
+        attached: &BTreeMap::new(),
     });
     let container = &pod.spec.as_ref().unwrap().containers[0];
     let place = done.and_then(|()| Ok(PathBuf::from(&volumes.mounts(container, &facts())?[0].host_path)));
@@ -327,7 +328,11 @@ fn a_persistent_volume_of_the_machine_is_where_it_is_and_stays_when_the_pod_goes
     check("r", json!([]), true, false);
     check("o", json!(["noexec"]), true, false);
 
-    let (_, place) = set_up_claim(&claiming("u5", None), at, &claimed("n", json!({"fc": {"lun": 1}}), false));
+    let (_, place) = set_up_claim(
+        &claiming("u5", None),
+        at,
+        &claimed("n", json!({"rbd": {"image": "i", "monitors": []}}), false),
+    );
     assert!(place.unwrap_err().to_string().contains("of this kind"));
     assert_eq!(fs::read_to_string(shelf.join("kept")).unwrap(), "1");
     assert!(mounts::below(dir.path()).unwrap().is_empty());
@@ -360,7 +365,7 @@ fn a_volume_of_objects_is_kept_current_beside_a_claims_volume() {
         node: &node,
         claims: &claims,
         published: &BTreeMap::new(),
-        flex: &BTreeMap::new(),
+        attached: &BTreeMap::new(),
     };
     let pods = dir.path().join("pods");
     let disks = disks_only(&LocalDisks::new(dir.path(), &pods), &pods);

@@ -35,7 +35,8 @@ use beelet_policy::{
     devices::{Devices, checkpoint::Data},
     dra::checkpoint as claims,
 };
-use beelet_policy::{duration, expand as expansion, quantity::Quantity};
+use beelet_policy::{duration, expand as expansion, flex_volume, migration, quantity::Quantity, remote_disk};
+use k8s_openapi::api::core::v1::Volume;
 use serde_json::Value;
 
 pub use crate::{
@@ -66,6 +67,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("config", config),
     ("credentials", credentials),
     ("device_plugin", device_plugin),
+    ("disk_programs", disk_programs),
     ("expand", expand),
     ("http2_authority", http2_authority),
     ("image_reference", image_reference),
@@ -80,6 +82,39 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("state_records", state_records),
     ("stream_frames", stream_frames),
 ];
+
+/// What the programs say that bring disks to a node, drivers of `flexVolume` and iscsiadm, and what volumes
+/// say of such disks: a sentence about it is short, and no name leads out of a folder.
+pub fn disk_programs(input: &[u8]) {
+    if let Err(flex_volume::Refusal::Failed(why)) = flex_volume::read_answer("mount", input) {
+        assert!(why.len() < 16 << 10, "a sentence of {} bytes", why.len());
+    }
+    let text = String::from_utf8_lossy(input);
+    let _ = remote_disk::transport(&text);
+    if let Ok(settings) = remote_disk::interface_like(&text, "iqn.x") {
+        assert!(settings.keys().all(|key| key.starts_with("iface.")), "{settings:?}");
+    }
+    if let Some(folder) = flex_volume::folder_of(&text) {
+        let program = flex_volume::program_of(&folder);
+        assert!(is_one_part(&folder) && is_one_part(program), "{folder:?}");
+    }
+    let Ok(Value::Object(mut volume)) = serde_json::from_slice(input) else { return };
+    volume.insert("name".to_owned(), "data".into());
+    let Ok(volume) = serde_json::from_value::<Volume>(Value::Object(volume)) else { return };
+    if let Some(Ok(found)) = remote_disk::of_pod(&volume, "shop") {
+        let folder = found.disk.folder();
+        assert!(folder.split('/').count() <= 2 && folder.split('/').all(is_one_part), "{folder:?}");
+        assert!(remote_disk::is_unique_name(&found.disk.unique_name()), "{found:?}");
+    }
+    if let Some(Ok(found)) = migration::of_pod(&volume, "shop") {
+        let csi = found.spec.and_then(|spec| spec.csi);
+        assert!(csi.is_some_and(|csi| !csi.driver.is_empty()), "nobody brings it");
+    }
+}
+
+fn is_one_part(name: &str) -> bool {
+    !matches!(name, "" | "." | "..") && !name.contains(['/', '\0'])
+}
 
 /// Quantities and durations, one per line: what is printed reads back as the same, and sums don't depend on
 /// an order.

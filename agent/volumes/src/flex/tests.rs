@@ -98,7 +98,7 @@ fn a_driver_that_only_mounts_is_told_of_the_pod_and_gives_the_volume_back() {
     volumes.release(&folder).unwrap();
     volumes.release(&folder).unwrap();
     assert_eq!(node.commands(), ["init", "unmount"]);
-    assert!(!place.exists() && records::all_of_pod(&folder).is_empty());
+    assert!(!place.exists() && records::all::<PodRecord>(&folder.join(OF_POD)).is_empty());
 }
 
 #[test]

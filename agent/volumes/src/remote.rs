@@ -1,0 +1,317 @@
+//! Disks on a network (`iscsi`, `fc`), as `pkg/volume/iscsi` and `pkg/volume/fc` of Kubernetes have them, and
+//! with their paths: found, mounted once for all pods below `plugins/kubernetes.io/<kind>` of the kubelet's
+//! folder, and shown at `volumes/kubernetes.io~<kind>/<volume>` in the pod's folder; or a device of
+//! containers. With the last pod the kernel forgets the disk.
+//!
+//! What may have been done is on disk before it is done, and is taken back from there. A disk that doesn't
+//! answer holds up its own pods alone. Must never make a disk go that anything has mounted.
+
+mod fc;
+mod iscsi;
+mod machine;
+
+use std::{
+    collections::BTreeMap,
+    fmt, fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use beelet_base::folder::{PRIVATE, make_folder};
+use beelet_model::storage::VolumesInUse;
+use beelet_policy::remote_disk::{IscsiDisk, RemoteDisk, RemoteVolume, is_unique_name};
+use serde::{Deserialize, Serialize};
+
+use self::{iscsi::Login, machine::Machine};
+use crate::{
+    Error, VOLUMES,
+    busy::Busy,
+    disk,
+    fs_group::{Access, FsGroup},
+    local::one_name,
+    mounts, records,
+};
+
+/// The kubelet's names of these kinds of volumes, as they are in paths.
+pub(crate) const FC: &str = "kubernetes.io~fc";
+pub(crate) const ISCSI: &str = "kubernetes.io~iscsi";
+/// Where records are in a pod's folder.
+const OF_POD: &str = "plugins/kubernetes.io~remote-disk";
+/// The folder with the records of disks, beside those that are mounted.
+const DISKS: &str = ".disks";
+/// The file system that a disk gets where nobody says.
+const FILE_SYSTEM: &str = "ext4";
+
+/// A volume that a pod needs, with what is in its Secret.
+#[derive(Clone)]
+pub struct RemoteWanted {
+    /// The volume.
+    pub volume: RemoteVolume,
+    /// What is in its Secret.
+    pub secret: BTreeMap<String, String>,
+}
+
+impl fmt::Debug for RemoteWanted {
+    /// Not the secret.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RemoteWanted").field("volume", &self.volume).finish_non_exhaustive()
+    }
+}
+
+/// A disk that a pod has, or may have.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct PodRecord {
+    name: String,
+    disk: RemoteDisk,
+}
+
+/// A disk that is on the node, or may be.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct DiskRecord {
+    disk: RemoteDisk,
+    /// Its device; None: it was not found yet.
+    device: Option<PathBuf>,
+}
+
+/// Disks on networks. Clones share them.
+#[derive(Clone, Debug)]
+pub struct RemoteDisks(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    /// `<kubelet dir>/plugins`.
+    plugins: PathBuf,
+    /// The folder with a folder for each pod.
+    pods_dir: PathBuf,
+    machine: Machine,
+    busy: Busy,
+    in_use: VolumesInUse,
+}
+
+/// The name of a disk's kind in paths.
+fn plugin_in_paths(disk: &RemoteDisk) -> String {
+    disk.plugin().replace('/', "~")
+}
+
+impl RemoteDisks {
+    /// Disks that are mounted in the kubelet's folder. What is on disk of them is `in_use` then. Blocks.
+    #[must_use]
+    pub fn open((kubelet_dir, pods_dir): (&Path, &Path), in_use: VolumesInUse) -> Self {
+        Self::on(Machine::own(), (kubelet_dir, pods_dir), in_use)
+    }
+
+    fn on(machine: Machine, (kubelet_dir, pods_dir): (&Path, &Path), in_use: VolumesInUse) -> Self {
+        let plugins = kubelet_dir.join("plugins");
+        for kind in ["fc", "iscsi"] {
+            for (_, DiskRecord { disk, .. }) in
+                records::all(&plugins.join("kubernetes.io").join(kind).join(DISKS))
+            {
+                in_use.use_by(&disk.unique_name(), None);
+            }
+        }
+        let pods_dir = pods_dir.to_owned();
+        Self(Arc::new(Inner { plugins, pods_dir, machine, busy: Busy::default(), in_use }))
+    }
+
+    /// Says that a pod will use a volume that a controller attaches: it detaches it no more.
+    pub fn use_by(&self, volume: &RemoteVolume, uid: &str) {
+        self.0.in_use.use_by(&volume.disk.unique_name(), Some(uid));
+    }
+
+    /// Has a disk mounted for the pod with this folder, or found; where it is then. Harmless to repeat.
+    pub(crate) fn set_up(
+        &self,
+        folder: &Path,
+        wanted: &RemoteWanted,
+        group: Option<&FsGroup>,
+    ) -> Result<PathBuf, Error> {
+        let volume = &wanted.volume;
+        let name = one_name(&volume.name)?;
+        let plugin = plugin_in_paths(&volume.disk);
+        let target = folder.join(VOLUMES).join(&plugin).join(name);
+        let unique = volume.disk.unique_name();
+        let _held = self.0.busy.hold(&unique);
+        let place = folder.join(OF_POD).join(&plugin).join(name);
+        let is_known = records::read::<PodRecord>(&place)?.is_some();
+        if is_known && !volume.is_block && mounts::is_mount_point(&target)? {
+            return Ok(target);
+        }
+        if volume.for_one_pod && self.others(&place).iter().any(|other| other.disk.unique_name() == unique) {
+            return Err(Error::unmet(
+                "volume uses the ReadWriteOncePod access mode and is already in use by another pod",
+            ));
+        }
+        records::write(&place, &PodRecord { name: name.to_owned(), disk: volume.disk.clone() })?;
+        let device = self.find(wanted)?;
+        if volume.is_block {
+            return Ok(device);
+        }
+        let mounted = self.mounted_at(&volume.disk);
+        let kind = if volume.file_system.is_empty() { FILE_SYSTEM } else { &volume.file_system };
+        disk::mount(&device, &mounted, kind, volume.read_only, &volume.options)?;
+        let mut options = volume.options.clone();
+        options.extend(volume.read_only.then(|| "ro".to_owned()));
+        make_folder(&target, PRIVATE)?;
+        disk::bind(&mounted, &target, &options)?;
+        if let Some(group) = group.filter(|_| !volume.read_only)
+            && let Err(error) = group.own(&target, Access::ReadWrite)
+        {
+            // Mounted, it would be taken for done the next time.
+            mounts::unmount(&target)?;
+            return Err(error);
+        }
+        Ok(target)
+    }
+
+    /// The device of a disk.
+    fn find(&self, wanted: &RemoteWanted) -> Result<PathBuf, Error> {
+        let disk = &wanted.volume.disk;
+        let place = self.record_of(disk);
+        let known = records::read::<DiskRecord>(&place)?;
+        let device = known.as_ref().and_then(|known| known.device.as_ref()).filter(|device| device.exists());
+        if let Some(device) = device
+            && mounts::is_mount_point(&self.mounted_at(disk))?
+        {
+            return Ok(device.clone());
+        }
+        // What is known of it stays: another pod may have it.
+        let mut record = known.unwrap_or_else(|| DiskRecord { disk: disk.clone(), device: None });
+        records::write(&place, &record)?;
+        let found = match disk {
+            RemoteDisk::Fc(disk) => fc::find(&self.0.machine, disk)?,
+            RemoteDisk::Iscsi(disk) => {
+                // Two disks of one target log in and out of it.
+                let _held = self.0.busy.hold(&target_of(disk));
+                Login { machine: &self.0.machine, disk, secret: &wanted.secret }.find()?
+            }
+        };
+        record.device = Some(found.clone());
+        records::write(&place, &record)?;
+        Ok(found)
+    }
+
+    fn folder_of(&self, disk: &RemoteDisk) -> PathBuf {
+        self.0.plugins.join(disk.plugin())
+    }
+
+    /// Where a disk is mounted for all pods.
+    fn mounted_at(&self, disk: &RemoteDisk) -> PathBuf {
+        self.folder_of(disk).join(disk.folder())
+    }
+
+    /// Where the record of a disk is: two folders deep, whatever it is called.
+    fn record_of(&self, disk: &RemoteDisk) -> PathBuf {
+        let folder = self.folder_of(disk).join(DISKS);
+        match disk {
+            RemoteDisk::Fc(_) => folder.join("all").join(disk.folder()),
+            RemoteDisk::Iscsi(_) => folder.join(disk.folder()),
+        }
+    }
+
+    /// The records of all pods' disks, but for that one.
+    fn others(&self, than: &Path) -> Vec<PodRecord> {
+        let pods = records::folders(&self.0.pods_dir);
+        let all = pods.iter().flat_map(|pod| records::all(&pod.join(OF_POD)));
+        all.filter(|(place, _)| place != than).map(|(_, record)| record).collect()
+    }
+
+    /// Takes all disks of the pod with this folder away, and those that were the pod's alone from the kernel.
+    /// Harmless to repeat.
+    ///
+    /// # Errors
+    /// A mount is in use, or a target doesn't let go: the pod can't go yet.
+    pub(crate) fn release(&self, folder: &Path) -> Result<(), Error> {
+        let all = records::all(&folder.join(OF_POD));
+        let released = all.iter().map(|(place, record)| self.release_one(folder, place, record));
+        // Each is tried, whatever becomes of the others.
+        let released: Vec<Result<(), Error>> = released.collect();
+        released.into_iter().collect::<Result<(), Error>>()?;
+        let uid = folder.file_name().unwrap_or_default().to_string_lossy();
+        self.0.in_use.leave(&uid, is_unique_name);
+        let names: Vec<String> =
+            self.0.in_use.unused().into_iter().filter(|name| is_unique_name(name)).collect();
+        if !names.is_empty() {
+            let here: Vec<String> = self.disks().iter().map(RemoteDisk::unique_name).collect();
+            names.iter().filter(|name| !here.contains(name)).for_each(|name| self.0.in_use.forget(name));
+        }
+        Ok(())
+    }
+
+    /// The disks that are on the node, or may be.
+    fn disks(&self) -> Vec<RemoteDisk> {
+        let kinds = ["fc", "iscsi"].map(|kind| self.0.plugins.join("kubernetes.io").join(kind).join(DISKS));
+        let all = kinds.iter().flat_map(|folder| records::all::<DiskRecord>(folder));
+        all.map(|(_, record)| record.disk).collect()
+    }
+
+    fn release_one(&self, folder: &Path, place: &Path, record: &PodRecord) -> Result<(), Error> {
+        let PodRecord { name, disk } = record;
+        let target = folder.join(VOLUMES).join(plugin_in_paths(disk)).join(one_name(name)?);
+        let unique = disk.unique_name();
+        let _held = self.0.busy.hold(&unique);
+        mounts::unmount_at(&target)?;
+        // Until the record is gone: of two disks of one target the second to go logs out.
+        let _target = match disk {
+            RemoteDisk::Iscsi(disk) => Some(self.0.busy.hold(&target_of(disk))),
+            RemoteDisk::Fc(_) => None,
+        };
+        let others = self.others(place);
+        if !others.iter().any(|other| other.disk.unique_name() == unique) {
+            // Of one name there is more than one where pods have it by several interfaces.
+            for disk in self.disks().iter().filter(|disk| disk.unique_name() == unique) {
+                self.release_disk(disk, &others)?;
+            }
+        }
+        // Last: an agent that is killed before does all of it again.
+        records::remove(place)
+    }
+
+    /// Takes a disk away that no pod has. Under the hold of its target.
+    fn release_disk(&self, disk: &RemoteDisk, others: &[PodRecord]) -> Result<(), Error> {
+        let place = self.record_of(disk);
+        let Some(record) = records::read::<DiskRecord>(&place)? else { return Ok(()) };
+        let mounted = self.mounted_at(disk);
+        mounts::unmount_at(&mounted)?;
+        let _ = fs::remove_dir(&mounted);
+        let device = record.device.filter(|device| device.exists());
+        let is_free = match &device {
+            Some(device) => !mounts::is_mounted(device)?,
+            None => true,
+        };
+        match disk {
+            // Somebody else on the machine has it.
+            _ if !is_free => {}
+            RemoteDisk::Fc(_) => {
+                if let Some(device) = &device {
+                    fc::forget(&self.0.machine, device);
+                }
+            }
+            RemoteDisk::Iscsi(disk) => {
+                let secret = BTreeMap::new();
+                let is_last = !others.iter().any(|other| shares_target(&other.disk, disk));
+                Login { machine: &self.0.machine, disk, secret: &secret }.forget(is_last)?;
+            }
+        }
+        records::remove(&place)
+    }
+}
+
+/// What is worked on alone besides the disk itself.
+fn target_of(disk: &IscsiDisk) -> String {
+    format!("target {}", disk.target)
+}
+
+/// Returns true if a disk is on a target that another one is on, by the same portal.
+fn shares_target(other: &RemoteDisk, disk: &IscsiDisk) -> bool {
+    match other {
+        RemoteDisk::Iscsi(other) => {
+            other.target == disk.target && other.portals.first() == disk.portals.first()
+        }
+        RemoteDisk::Fc(_) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests;

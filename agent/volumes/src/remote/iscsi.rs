@@ -1,0 +1,254 @@
+//! Disks on iSCSI: logged in to by `iscsiadm`, found by udev's links, logged out from with the last of a
+//! target.
+
+use std::{collections::BTreeMap, path::PathBuf, process::ExitStatus, time::Duration};
+
+use beelet_policy::remote_disk::{self as policy, IscsiDisk};
+use tracing::warn;
+
+use super::machine::Machine;
+use crate::{Error, disk};
+
+/// Rounds over the portals that don't answer, until there are two, and at all.
+const ROUNDS_FOR_TWO: usize = 2;
+const ROUNDS: usize = 5;
+/// How long multipath may take to make one device of several.
+const MULTIPATH: Duration = Duration::from_secs(10);
+/// The most bytes of what iscsiadm says.
+const SAID: usize = 16 << 10;
+/// iscsiadm(8): no session was found, there is one already, nothing was found to work on.
+const NO_SESSION: i32 = 2;
+const EXISTS: i32 = 15;
+const NOTHING: i32 = 21;
+
+/// A disk that is being had.
+pub(crate) struct Login<'a> {
+    pub(crate) machine: &'a Machine,
+    pub(crate) disk: &'a IscsiDisk,
+    /// What is in its Secret.
+    pub(crate) secret: &'a BTreeMap<String, String>,
+}
+
+impl Login<'_> {
+    /// The disk's device, by as many portals as answer: that of multipath, if it made one.
+    pub(crate) fn find(&self) -> Result<PathBuf, Error> {
+        let Self { machine, disk, .. } = self;
+        let shown = self.succeed(&["-m", "iface", "-I", &disk.base_interface, "-o", "show"])?;
+        let transport = policy::transport(&shown)
+            .ok_or_else(|| Error::unmet(format!("could not parse iface file for {}", disk.base_interface)))?;
+        if let Some(initiator) = &disk.initiator {
+            self.make_interface(&shown, initiator)?;
+        }
+        let (mut found, mut last): (BTreeMap<&str, PathBuf>, _) = (BTreeMap::new(), None);
+        for round in 1..=ROUNDS {
+            for portal in &disk.portals {
+                if !found.contains_key(portal.as_str()) {
+                    match self.reach(portal, &transport) {
+                        Ok(path) => drop(found.insert(portal, path)),
+                        Err(why) => last = Some(why),
+                    }
+                }
+            }
+            let is_enough = found.len() == disk.portals.len() || (found.len() > 1 && round >= ROUNDS_FOR_TWO);
+            if found.is_empty() || is_enough {
+                break;
+            }
+        }
+        let Some(first) = found.values().next().cloned() else {
+            self.remove_interface();
+            let why = last.map(|why| why.to_string()).unwrap_or_default();
+            return Err(Error::unmet(format!(
+                "failed to get any path for iscsi disk, last err seen:\n{why}"
+            )));
+        };
+        let patience = if disk.portals.len() > 1 { MULTIPATH.min(machine.patience) } else { Duration::ZERO };
+        let made = machine.wait_for(patience, || found.values().find_map(|path| machine.multipath(path)));
+        Ok(made.unwrap_or(first))
+    }
+
+    /// The link to the disk by one portal, which is logged in to if it isn't.
+    fn reach(&self, portal: &str, transport: &str) -> Result<PathBuf, Error> {
+        let Self { machine, disk, .. } = self;
+        let mut hosts = hosts(machine, &disk.target);
+        if !hosts.contains_key(portal) {
+            self.login(portal)?;
+            hosts = self::hosts(machine, &disk.target);
+        }
+        let host = hosts.get(portal).ok_or_else(|| {
+            Error::unmet(format!("could not get SCSI host number for portal {portal} after logging in"))
+        })?;
+        // That unit alone: others are nobody's business, and would stay when they go.
+        let scan = machine.sys.join(format!("class/scsi_host/host{host}/scan"));
+        machine.tell(&scan, &format!("0 0 {}", disk.unit))?;
+        let link = || {
+            let mut links = machine.links("by-path").into_iter();
+            let link = links.find(|(name, _)| policy::is_iscsi_path(name, disk, portal, transport));
+            link.filter(|(_, path)| path.exists()).map(|(_, path)| path)
+        };
+        machine.wait_for(machine.patience, link).ok_or_else(|| {
+            let seconds = machine.patience.as_secs();
+            Error::unmet(format!("Timed out waiting for the device of portal {portal} after {seconds}s"))
+        })
+    }
+
+    fn login(&self, portal: &str) -> Result<(), Error> {
+        let Self { disk: IscsiDisk { interface, target, .. }, .. } = self;
+        let discovery = ["-m", "discoverydb", "-t", "sendtargets", "-p", portal, "-I", interface];
+        let node = ["-m", "node", "-p", portal, "-T", target, "-I", interface];
+        // One that is there already will do.
+        let _ = self.run(&[&discovery[..], &["-o", "new"]].concat());
+        if self.disk.chap_discovery {
+            self.chap(&discovery, "discovery.sendtargets.auth.authmethod", false)?;
+        }
+        if let Err(why) = self.succeed(&[&discovery[..], &["--discover"]].concat()) {
+            let _ = self.run(&[&discovery[..], &["-o", "delete"]].concat());
+            return Err(Error::unmet(format!("iscsi: failed to sendtargets to portal {portal}: {why}")));
+        }
+        // Else the kernel finds all units of the target, others' too.
+        self.wish(&[&node[..], &["-o", "update", "-n", "node.session.scan", "-v", "manual"]].concat());
+        if self.disk.chap_session {
+            self.chap(&node, "node.session.auth.authmethod", true)?;
+        }
+        if let Err(why) = self.succeed(&[&node[..], &["--login"]].concat()) {
+            let _ = self.run(&[&node[..], &["-o", "delete"]].concat());
+            return Err(Error::unmet(format!("iscsi: failed to attach disk: {why}")));
+        }
+        // A machine that boots must not wait for it.
+        let startup = ["-m", "node", "-p", portal, "-T", target];
+        self.wish(&[&startup[..], &["-o", "update", "-n", "node.startup", "-v", "manual"]].concat());
+        Ok(())
+    }
+
+    /// Says who the node is.
+    fn chap(&self, to: &[&str], method: &str, of_session: bool) -> Result<(), Error> {
+        let settings = [(method, "CHAP")].into_iter().chain(policy::chap(of_session, self.secret));
+        for (key, value) in settings {
+            let told = self.succeed(&[to, &["-o", "update", "-n", key, "-v", value]].concat());
+            // What iscsiadm says may have the value in it.
+            told.map_err(|_| Error::unmet(format!("iscsi: failed to update {key:?} for CHAP")))?;
+        }
+        Ok(())
+    }
+
+    /// Makes an interface like that which is there, with an initiator's name of its own.
+    fn make_interface(&self, shown: &str, initiator: &str) -> Result<(), Error> {
+        let settings = policy::interface_like(shown, initiator).map_err(Error::unmet)?;
+        let interface = ["-m", "iface", "-I", &self.disk.interface];
+        let (status, said) = self.run(&[&interface[..], &["-o", "new"]].concat())?;
+        if !status.success() && status.code() != Some(EXISTS) {
+            return Err(Error::unmet(format!("iscsi: failed to create new iface: {}", said.trim())));
+        }
+        for (key, value) in &settings {
+            let update = [&interface[..], &["-o", "update", "-n", key, "-v", value]].concat();
+            if let Err(why) = self.succeed(&update) {
+                self.remove_interface();
+                return Err(Error::unmet(format!("iscsi: failed to update iface records: {why}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes the interface that was made for the initiator.
+    fn remove_interface(&self) {
+        if self.disk.initiator.is_some() {
+            self.wish(&["-m", "iface", "-I", &self.disk.interface, "-o", "delete"]);
+        }
+    }
+
+    /// Has the kernel forget the disk, and, if nobody has another one of the target, logs out.
+    pub(crate) fn forget(&self, is_last: bool) -> Result<(), Error> {
+        let Self { machine, disk, .. } = self;
+        let devices = devices_of(machine, disk);
+        let made = devices.iter().filter_map(|name| machine.multipath(&machine.dev.join(name)));
+        let mut made: Vec<PathBuf> = made.collect();
+        made.sort();
+        made.dedup();
+        machine.forget(&devices, &made);
+        if !is_last || sessions(machine, &disk.target).is_empty() {
+            return Ok(());
+        }
+        for portal in &disk.portals {
+            let node = ["-m", "node", "-p", portal, "-T", &disk.target, "-I", &disk.interface];
+            self.let_go(&[&node[..], &["--logout"]].concat())?;
+            self.let_go(&[&node[..], &["-o", "delete"]].concat())?;
+        }
+        self.remove_interface();
+        Ok(())
+    }
+
+    /// Does what may be done already.
+    fn let_go(&self, arguments: &[&str]) -> Result<(), Error> {
+        let (status, said) = self.run(arguments)?;
+        if status.success() || matches!(status.code(), Some(NO_SESSION | NOTHING)) {
+            return Ok(());
+        }
+        Err(Error::unmet(format!("iscsi: failed to detach disk: {} ({status})", said.trim())))
+    }
+
+    /// Does what is good to have.
+    fn wish(&self, arguments: &[&str]) {
+        if let Err(why) = self.succeed(arguments) {
+            warn!("{why}");
+        }
+    }
+
+    /// What iscsiadm says, if it succeeds.
+    fn succeed(&self, arguments: &[&str]) -> Result<String, Error> {
+        match self.run(arguments)? {
+            (status, said) if status.success() => Ok(said),
+            (status, said) => Err(Error::unmet(format!("iscsiadm failed ({status}): {}", said.trim()))),
+        }
+    }
+
+    fn run(&self, arguments: &[&str]) -> Result<(ExitStatus, String), Error> {
+        let mut program = self.machine.program("iscsiadm");
+        program.args(arguments);
+        let (status, said) = disk::run(program, disk::SHORT, SAID)?;
+        Ok((status, String::from_utf8_lossy(&said).into_owned()))
+    }
+}
+
+/// A session with a target: the number of its SCSI host, and where the kernel shows it.
+fn sessions(machine: &Machine, target: &str) -> Vec<(u32, PathBuf)> {
+    let all = machine.sys.join("class/iscsi_host");
+    let mut found = Vec::new();
+    for host in machine.names(&all) {
+        let Some(number) = host.strip_prefix("host").and_then(|number| number.parse().ok()) else { continue };
+        let device = all.join(&host).join("device");
+        for session in machine.names(&device).into_iter().filter(|name| name.starts_with("session")) {
+            let place = device.join(&session);
+            let name = machine.text(&place.join("iscsi_session").join(&session).join("targetname"));
+            if name.as_deref() == Some(target) {
+                found.push((number, place));
+            }
+        }
+    }
+    found
+}
+
+/// The SCSI hosts of a target's sessions, by portal.
+fn hosts(machine: &Machine, target: &str) -> BTreeMap<String, u32> {
+    let mut hosts = BTreeMap::new();
+    for (number, session) in sessions(machine, target) {
+        let connections = machine.names(&session).into_iter().filter(|name| name.starts_with("connection"));
+        for connection in connections {
+            let place = session.join(&connection).join("iscsi_connection").join(&connection);
+            for kind in ["", "persistent_"] {
+                let text = |what: &str| machine.text(&place.join(format!("{kind}{what}")));
+                if let (Some(address), Some(port)) = (text("address"), text("port")) {
+                    hosts.insert(policy::portal(&address, &port), number);
+                }
+            }
+        }
+    }
+    hosts
+}
+
+/// The kernel's names of a disk, one for each session with its target.
+fn devices_of(machine: &Machine, disk: &IscsiDisk) -> Vec<String> {
+    let unit = |(number, session): (u32, PathBuf)| {
+        let place = format!("target{number}:0:0/{number}:0:0:{}/block", disk.unit);
+        machine.names(&session.join(place)).into_iter().next()
+    };
+    sessions(machine, &disk.target).into_iter().filter_map(unit).collect()
+}
