@@ -129,6 +129,22 @@ impl Managed {
         self.deletion.is_some() || self.is_dropped()
     }
 
+    /// Returns true if something of it may wait for an object of the API server, or of the folder: not all of
+    /// its containers run.
+    fn may_lack(&self) -> bool {
+        let waits = |c: &core::ContainerStatus| c.state.as_ref().is_none_or(|s| s.waiting.is_some());
+        let runs = |c: &core::ContainerStatus| c.state.as_ref().is_some_and(|s| s.running.is_some());
+        self.kept.status.as_ref().is_none_or(|status| {
+            let [init, mut usual, ephemeral] = [
+                &status.init_container_statuses,
+                &status.container_statuses,
+                &status.ephemeral_container_statuses,
+            ]
+            .map(|list| list.iter().flatten());
+            status.phase.as_deref() == Some("Pending") || init.chain(ephemeral).any(waits) || !usual.all(runs)
+        })
+    }
+
     /// Returns true if nobody wants it any more: once nothing is left of it, it is forgotten.
     fn is_dropped(&self) -> bool {
         self.control.borrow().terminate.is_some()
@@ -328,11 +344,12 @@ impl Manager {
         if self.objects != desired.objects {
             let before = std::mem::replace(&mut self.objects, Arc::clone(&desired.objects));
             for managed in self.pods.values() {
-                // A pod may have waited for one of them.
+                // A pod may have waited for one of them. All others are left alone: in a cluster somebody's
+                // Service or token changes all the time, and each pod that is woken is work.
                 let concerned = !before.are_same_for(&desired.objects, &managed.pod);
-                managed.control.send_modify(|c| {
-                    c.changes += 1;
+                managed.control.send_if_modified(|c| {
                     c.objects += u64::from(concerned);
+                    concerned || managed.may_lack()
                 });
             }
         }

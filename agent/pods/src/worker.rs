@@ -441,21 +441,22 @@ impl Worker {
         Ok(())
     }
 
-    /// Looks at the pod. Where all that is new is that containers have ended, and how, the runtime isn't
-    /// asked again.
+    /// Looks at the pod. Where nothing was done since the last look, and the runtime has changed nothing but
+    /// that containers have ended, and how, it isn't asked again: it goes through all it has for each list.
     async fn look(&mut self, control: &Control) -> Result<Arc<Observation>, Error> {
         if let Some((last, changes)) = self.last_look.take()
             && changes == control.changes
         {
             let ended = control.exited.values().filter(|status| last.is_running(&status.id));
             let ended: Vec<_> = ended.map(|status| (**status).clone()).collect();
-            if !ended.is_empty() {
-                let ended = runtime_view::with_last_words(ended).await;
-                let ended: Vec<_> = ended.into_iter().map(Arc::new).collect();
-                let seen = ended.iter().fold((*last).clone(), Observation::with_newer);
-                ended.into_iter().for_each(|status| self.observer.record(status));
-                return Ok(Arc::new(seen));
+            if ended.is_empty() {
+                return Ok(last);
             }
+            let ended = runtime_view::with_last_words(ended).await;
+            let ended: Vec<_> = ended.into_iter().map(Arc::new).collect();
+            let seen = ended.iter().fold((*last).clone(), Observation::with_newer);
+            ended.into_iter().for_each(|status| self.observer.record(status));
+            return Ok(Arc::new(seen));
         }
         if let Some((at, listed)) = control.listed.as_ref().filter(|(at, _)| *at > self.listed_at) {
             self.listed_at = *at;

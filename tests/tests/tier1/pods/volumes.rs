@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use beelet_proto::cri;
-use beelet_tests::cri::Asked;
+use beelet_tests::cri::{Asked, Call};
 use serde_json::{Value, json};
 
 use super::node::{Node, Settings, container, containers, pod, until_file, until_seen, with};
@@ -100,6 +100,32 @@ async fn a_pod_starts_as_soon_as_its_config_map_is_there() {
     node.until_pod("web", "to be pending", |pod| pod.phase() == "Pending").await;
     node.apply_text("conf", &config_map("red"));
     node.until_ready("web").await;
+}
+
+/// Each list is a walk over all that the runtime has: a thousand pods must not be listed for each ConfigMap.
+#[tokio::test]
+async fn a_running_pod_is_not_listed_for_what_others_need() {
+    let mut node = Node::new(Settings::default());
+    node.apply(&pod("other"));
+    node.start().await;
+    let other = node.until_ready("other").await.uid().to_owned();
+    node.until_relisted().await;
+    let first = node.cri.calls().len();
+    node.apply(&with_conf("web"));
+    node.until_pod("web", "to be pending", |pod| pod.phase() == "Pending").await;
+    node.apply_text("conf", &config_map("red"));
+    let web = node.until_ready("web").await.uid().to_owned();
+    node.until_relisted().await;
+    let lists = |uid: &str| {
+        let of_pod = |call: &Call| match &call.asked {
+            Asked::ListContainers(request) => {
+                request.filter.iter().any(|filter| filter.label_selector.values().any(|value| value == uid))
+            }
+            _ => false,
+        };
+        node.cri.calls().iter().skip(first).filter(|call| of_pod(call)).count()
+    };
+    assert_eq!((lists(&other), lists(&web) > 0), (0, true), "{}", node.cri.transcript());
 }
 
 #[tokio::test]
