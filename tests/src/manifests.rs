@@ -24,9 +24,15 @@ pub fn pod(name: &str, command: &[&str]) -> Value {
 /// A pod whose test app listens on [`PORT`], with a readiness probe on it that looks once in ten seconds:
 /// whatever happens sooner, the kernel reported.
 pub fn serving(name: &str) -> Value {
-    let (port, control) = (PORT.to_string(), CONTROL.to_string());
-    let pod = pod(name, &["/bin/testapp", "serve", "--tcp", &port, "--control", &control]);
+    let command = serving_command();
+    let pod = pod(name, &command.iter().map(String::as_str).collect::<Vec<_>>());
     with(pod, "readinessProbe", json!({ "tcpSocket": { "port": PORT }, "periodSeconds": 10 }))
+}
+
+/// What a [`serving`] pod's container runs.
+pub fn serving_command() -> Vec<String> {
+    let (port, control) = (PORT.to_string(), CONTROL.to_string());
+    ["/bin/testapp", "serve", "--tcp", &port, "--control", &control].map(str::to_owned).to_vec()
 }
 
 /// A pod whose test app answers HTTP on [`PORT`], with a liveness probe that gives up at the first failure,

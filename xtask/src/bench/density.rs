@@ -15,8 +15,8 @@
 //!
 //! And once:
 //! - `start_over_bare`: from the first manifest of 100 pods that are applied at once to the last one's
-//!   container's start, over the same of the bare calls of CRI for as many pods, [`AT_ONCE`] at once. Both by
-//!   the runtime's stamp.
+//!   container's start, over the same of the bare calls of CRI for as many pods, [`AT_ONCE`] at once, whose
+//!   containers run the same. Both by the runtime's stamp.
 //! - `healthz`: how long `/healthz` takes to answer while pods are started.
 //! - `per_pod`: what one more pod takes of the agent's memory, between the smallest and the largest node.
 
@@ -30,7 +30,7 @@ use beelet_tests::agent::{Agent, Control, Options};
 use beelet_tests::containerd::{Containerd, block_on};
 use beelet_tests::kubelet::{self, Kubelet};
 use beelet_tests::machine::{cpu_of, proportional_kib, resident_kib};
-use beelet_tests::manifests::CONTROL;
+use beelet_tests::manifests::{self, CONTROL};
 use beelet_tests::pods::PodView;
 use beelet_tests::workdir::{self, interrupted};
 use std::collections::BTreeSet;
@@ -269,6 +269,7 @@ impl Taken {
 fn bare(containerd: &Containerd, pods: usize) -> Result<f64> {
     let step = Step::start(format!("density: {pods} pods by bare calls"));
     let next = std::sync::atomic::AtomicUsize::new(0);
+    let command = manifests::serving_command();
     let began = now_ns();
     let made: Vec<Result<Vec<super::lifecycle::Bare>>> = std::thread::scope(|scope| {
         let caller = || {
@@ -278,7 +279,7 @@ fn bare(containerd: &Containerd, pods: usize) -> Result<f64> {
                 if n >= pods || interrupted() {
                     return Ok(mine);
                 }
-                mine.push(block_on(bare_calls(containerd, &format!("bare{n}")))?);
+                mine.push(block_on(bare_calls(containerd, &format!("bare{n}"), &command))?);
             }
         };
         let callers: Vec<_> = (0..AT_ONCE).map(|_| scope.spawn(caller)).collect();

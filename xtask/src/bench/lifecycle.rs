@@ -344,7 +344,8 @@ fn starts(containerd: &Containerd, agent: &Agent, rounds: usize) -> Result<Row> 
         agent.remove(&format!("{name}.yaml"))?;
         agent.until(&format!("{name} to go"), |watch| watch.pod(&name).is_none().then_some(()))?;
         let alone = block_on(async {
-            let pod = bare_calls(containerd, &format!("bare{round}")).await?;
+            let command = ["/bin/testapp", "pause"].map(str::to_owned);
+            let pod = bare_calls(containerd, &format!("bare{round}"), &command).await?;
             pod.remove(containerd).await?;
             Ok(pod.took)
         })?;
@@ -402,7 +403,7 @@ pub(super) async fn last_start(socket: &Path) -> Result<i64> {
 /// The same pod by three calls, one after the other; its time is by the stamp that counts for the agent's pod
 /// too. It is asked for as the agent asks: with a cgroup of its own where the agent's pods have theirs, the
 /// files that are mounted, and what is hidden from it.
-pub(super) async fn bare_calls(containerd: &Containerd, name: &str) -> Result<Bare> {
+pub(super) async fn bare_calls(containerd: &Containerd, name: &str, command: &[String]) -> Result<Bare> {
     let mut cri = Cri::connect(&containerd.socket()).await?;
     let logs = containerd.dir().join("bare-logs").join(name);
     std::fs::create_dir_all(logs.join("main"))?;
@@ -440,7 +441,7 @@ pub(super) async fn bare_calls(containerd: &Containerd, name: &str) -> Result<Ba
     let container_config = cri::ContainerConfig {
         metadata: Some(cri::ContainerMetadata { name: "main".to_owned(), attempt: 0 }),
         image: Some(cri::ImageSpec { image: images::APP.to_owned(), ..Default::default() }),
-        command: vec!["/bin/testapp".to_owned(), "pause".to_owned()],
+        command: command.to_vec(),
         labels: HashMap::new(),
         mounts,
         log_path: "main/0.log".to_owned(),
