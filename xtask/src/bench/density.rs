@@ -7,8 +7,9 @@
 //!   at once.
 //! - `cpu`: what the agent uses of a core afterwards. `rss`, `pss`: its memory.
 //! - `listen_to_ready`, `close_to_not_ready`: of one pod among all, as `bench probes` measures them.
-//! - `pods_api_list`: one list of all pods by the pods API (KEP-4188). `pods_api_push`: from close(2) in one
-//!   pod among all to the event of that API's watch, and from listen(2).
+//! - `pods_api_list`: one list of all pods by the pods API (KEP-4188), and `pods_api_get`: one pod, which shows
+//!   what of a list's tail is the machine's. `pods_api_push`: from close(2) in one pod among all to the event
+//!   of that API's watch, and from listen(2).
 //! - `relaunch`: the agent killed with SIGKILL; from its next start until its API shows every pod ready.
 //! - `flips`: pods that were ready and then weren't, while the agent was measured and after its next start.
 //!   `restarts`: containers that were started again.
@@ -71,6 +72,7 @@ struct Size {
     to_ready: &'static str,
     to_not_ready: &'static str,
     pods_list: &'static str,
+    pods_get: &'static str,
     pods_push: &'static str,
     relaunch: &'static str,
     flips: &'static str,
@@ -88,6 +90,7 @@ macro_rules! size {
             to_ready: concat!("listen_to_ready_", $pods),
             to_not_ready: concat!("close_to_not_ready_", $pods),
             pods_list: concat!("pods_api_list_", $pods),
+            pods_get: concat!("pods_api_get_", $pods),
             pods_push: concat!("pods_api_push_", $pods),
             relaunch: concat!("relaunch_", $pods),
             flips: concat!("flips_", $pods),
@@ -194,6 +197,7 @@ fn settle(owner: &mut Owner, size: &Size, quick: bool, rows: &mut Vec<Row>) -> R
     let (to_ready, to_not_ready) = listeners(&mut control, &changes, rounds, &step)?;
     drop(changes);
     let lists = podsapi::lists(agent, rounds, size.pods)?;
+    let gets = podsapi::gets(agent, rounds, "idle0")?;
     let changes = podsapi::watch_readiness(agent, "idle0")?;
     let (mut pushes, closed) = listeners(&mut control, &changes, rounds, &step)?;
     pushes.extend(closed);
@@ -207,6 +211,7 @@ fn settle(owner: &mut Owner, size: &Size, quick: bool, rows: &mut Vec<Row>) -> R
         Row::new("density", size.to_ready, "ms", to_ready, EDGE),
         Row::new("density", size.to_not_ready, "ms", to_not_ready, EDGE),
         Row::new("density", size.pods_list, "ms", lists, PODS_API),
+        Row::unbound("density", size.pods_get, "ms", gets),
         Row::new("density", size.pods_push, "ms", pushes, PODS_API),
         Row::one("density", size.relaunch, "ms", relaunch, RELAUNCH),
         Row::one("density", size.flips, "", flips as f64, 0.0),

@@ -2,7 +2,9 @@
 
 use super::probes::Change;
 use anyhow::{Context as _, Result};
-use beelet_proto::pods::{EventType, ListPodsRequest, WatchPodsRequest, pods_client::PodsClient};
+use beelet_proto::pods::{
+    EventType, GetPodRequest, ListPodsRequest, WatchPodsRequest, pods_client::PodsClient,
+};
 use beelet_tests::agent::{Agent, monotonic_ns};
 use beelet_tests::containerd::{block_on, connect};
 use std::path::PathBuf;
@@ -27,6 +29,23 @@ pub(super) fn lists(agent: &Agent, calls: usize, pods: usize) -> Result<Vec<f64>
             let listed = client.list_pods(ListPodsRequest {}).await.context("ListPods")?.into_inner();
             samples.push(began.elapsed().as_secs_f64() * 1e3);
             anyhow::ensure!(listed.pods.len() == pods, "{} pods are listed of {pods}", listed.pods.len());
+        }
+        Ok(samples)
+    })
+}
+
+/// How long each of `calls` questions for one pod takes, in milliseconds, on one connection: what a call takes
+/// that has next to nothing to carry.
+pub(super) fn gets(agent: &Agent, calls: usize, pod: &str) -> Result<Vec<f64>> {
+    let socket = socket(agent);
+    let pod_uid = agent.until("the pod's UID", |watch| Some(watch.pod(pod)?.uid().to_owned()))?;
+    block_on(async move {
+        let mut client = PodsClient::new(connect(&socket).await?);
+        let mut samples = Vec::new();
+        for _ in 0..calls {
+            let began = Instant::now();
+            client.get_pod(GetPodRequest { pod_uid: pod_uid.clone() }).await.context("GetPod")?;
+            samples.push(began.elapsed().as_secs_f64() * 1e3);
         }
         Ok(samples)
     })

@@ -71,6 +71,11 @@ pub(crate) struct Args {
     #[arg(long, value_name = "ARGUMENTS", requires = "machine", conflicts_with_all = ["e2e", "write_docs"])]
     bench: Option<String>,
 
+    /// An instruction of the machine takes 2^N nanoseconds of its time, for --bench: at 2 it is a machine of a
+    /// quarter of the speed, whose minute is over here in a quarter of the time
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "bench", value_parser = clap::value_parser!(u8).range(..=8))]
+    pace: u8,
+
     /// Who drives the cgroups of the tests' (or the bench's) containerd and of the agents on it [default: who
     /// drives the machine's]
     #[arg(long, value_name = "DRIVER", requires = "machine", value_parser = ["cgroupfs", "systemd"])]
@@ -130,7 +135,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if let Some(machine) = &args.machine {
         let (agent, deadline) = (args.agent.as_deref(), args.deadline.map(Duration::from_secs));
         let driver = args.driver.as_deref();
-        let wanted = stock::Wanted { machine, agent, driver, deadline };
+        let wanted = stock::Wanted { machine, agent, driver, deadline, pace: args.pace };
         return match (args.e2e.as_slice(), &args.bench) {
             (_, Some(arguments)) => stock::bench(&wanted, arguments),
             ([], None) if driver.is_some() => bail!("--driver is for --e2e and --bench"),

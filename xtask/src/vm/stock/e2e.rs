@@ -60,6 +60,8 @@ pub(crate) struct Wanted<'a> {
     pub(crate) driver: Option<&'a str>,
     /// How long a boot with all that runs there may take; else long enough on a busy host.
     pub(crate) deadline: Option<Duration>,
+    /// An instruction takes `2^pace` nanoseconds in a bench's machine.
+    pub(crate) pace: u8,
 }
 
 impl Wanted<'_> {
@@ -136,7 +138,7 @@ pub(crate) fn bench(wanted: &Wanted<'_>, arguments: &str) -> Result<()> {
     )?;
     workdir::write(&root.join("check/bench"), format!("{arguments}\n"))?;
     workdir::write(&root.join("check/plan"), "")?;
-    let machine = Machine::new(stock, &work, root)?;
+    let machine = Machine { pace: wanted.pace, ..Machine::new(stock, &work, root)? };
     machine.make_disks()?;
     let title = format!("{}, {driver}", stock.name);
     let (transcript, end) = boots(&machine, &work, &title, &[], wanted.deadline.unwrap_or(BENCH))?;
