@@ -463,7 +463,7 @@ impl Hierarchy {
     }
 
     fn has(&self, controller: &str) -> bool {
-        self.names().contains(controller)
+        if self.is_v2 { self.names().contains(controller) } else { self.controllers.contains(controller) }
     }
 }
 

@@ -199,6 +199,19 @@ impl Objects {
         })
     }
 
+    /// Returns true if the volumes of `pod` that are made of objects show the same with both.
+    pub fn show_the_same_to(&self, others: &Self, pod: &Pod) -> bool {
+        self.is_unread(pod) == others.is_unread(pod)
+            && self.are_same_for(others, pod)
+            && references::tokens(pod).iter().all(|token| self.token(token) == others.token(token))
+            && (self.trust_bundles == others.trust_bundles || !references::wants_trust_bundles(pod))
+    }
+
+    /// Returns true if both are the same, at once where they are one.
+    pub fn are_same(one: &Arc<Self>, other: &Arc<Self>) -> bool {
+        Arc::ptr_eq(one, other) || one == other
+    }
+
     /// Adds what `others` has and this lacks.
     pub(crate) fn add_missing(&mut self, others: &Self) {
         for (of, token) in &others.tokens {

@@ -51,6 +51,8 @@ const SCHEDULE_STREAMED: [(Duration, Duration); 2] = [
     (Duration::from_secs(3), Duration::from_millis(50)),
     (Duration::from_secs(30), Duration::from_millis(250)),
 ];
+/// Questions take this much less of the runtime's time than what it has for itself.
+const SHARE: u32 = 4;
 /// More containers than this are asked for in one listing.
 const ONE_BY_ONE: usize = 4;
 /// Exits of unknown processes that are remembered, and for how long.
@@ -237,6 +239,7 @@ impl Exits {
 
     /// Asks the runtime about all that are awaited; an error if nobody wants to know any more.
     async fn ask(&mut self) -> Result<(), ()> {
+        let began = Instant::now();
         let statuses = match self.ask_runtime().await {
             Ok(statuses) => statuses,
             Err(error) => {
@@ -264,8 +267,9 @@ impl Exits {
             self.parts.requests.send(request).await.map_err(drop)?;
         }
         self.give_up();
-        // One question at a time: a runtime that is slow to answer isn't asked more often than it can.
-        self.next_ask = Instant::now() + self.interval();
+        // One question at a time, which leaves a runtime that is slow to answer the most of its time: those
+        // that end together, a thousand of them at worst, are being stopped by it.
+        self.next_ask = Instant::now() + self.interval().max(began.elapsed() * SHARE);
         Ok(())
     }
 

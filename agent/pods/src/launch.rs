@@ -357,6 +357,15 @@ impl Launcher {
         self.desired.borrow().objects.is_unread(pod)
     }
 
+    /// Returns once the API server has answered for all that the pod refers to.
+    pub(crate) async fn answered(&self, pod: &core::Pod) {
+        let mut desired = self.desired.clone();
+        if desired.wait_for(|desired| !desired.objects.is_unread(pod)).await.is_err() {
+            // Nobody is there any more who could say so.
+            std::future::pending::<()>().await;
+        }
+    }
+
     /// The objects that pods may refer to now.
     fn objects(&self) -> Arc<Objects> {
         Arc::clone(&self.desired.borrow().objects)

@@ -129,20 +129,9 @@ impl Managed {
         self.deletion.is_some() || self.is_dropped()
     }
 
-    /// Returns true if something of it may wait for an object of the API server, or of the folder: not all of
-    /// its containers run.
-    fn may_lack(&self) -> bool {
-        let waits = |c: &core::ContainerStatus| c.state.as_ref().is_none_or(|s| s.waiting.is_some());
-        let runs = |c: &core::ContainerStatus| c.state.as_ref().is_some_and(|s| s.running.is_some());
-        self.kept.status.as_ref().is_none_or(|status| {
-            let [init, mut usual, ephemeral] = [
-                &status.init_container_statuses,
-                &status.container_statuses,
-                &status.ephemeral_container_statuses,
-            ]
-            .map(|list| list.iter().flatten());
-            status.phase.as_deref() == Some("Pending") || init.chain(ephemeral).any(waits) || !usual.all(runs)
-        })
+    /// Returns true if an object that has come may be what it has waited for.
+    fn is_pending(&self) -> bool {
+        self.kept.status.as_ref().is_none_or(|status| status.phase.as_deref() == Some("Pending"))
     }
 
     /// Returns true if nobody wants it any more: once nothing is left of it, it is forgotten.
@@ -341,15 +330,18 @@ impl Manager {
         let desired = Arc::clone(&self.parts.desired.borrow_and_update());
         self.due.active = true;
         self.publish_rejected(&desired);
-        if self.objects != desired.objects {
+        if !Objects::are_same(&self.objects, &desired.objects) {
             let before = std::mem::replace(&mut self.objects, Arc::clone(&desired.objects));
             for managed in self.pods.values() {
                 // A pod may have waited for one of them. All others are left alone: in a cluster somebody's
                 // Service or token changes all the time, and each pod that is woken is work.
+                if managed.kept.failure.is_some() || managed.terminating() || managed.ended() {
+                    continue;
+                }
                 let concerned = !before.are_same_for(&desired.objects, &managed.pod);
                 managed.control.send_if_modified(|c| {
                     c.objects += u64::from(concerned);
-                    concerned || managed.may_lack()
+                    concerned || managed.is_pending()
                 });
             }
         }

@@ -29,21 +29,25 @@ pub fn follow(
         // The pods that were brought up to date. One that was adopted wasn't: its objects may have changed
         // while the agent was away.
         let mut current = Pods::new();
-        let mut told: BTreeSet<String> = BTreeSet::new();
+        // Those of which something could not be shown, and what was told of that.
+        let (mut failing, mut told) = (BTreeSet::new(), BTreeSet::new());
         loop {
             let objects = Arc::clone(&desired.borrow_and_update().objects);
-            if shown != objects {
-                current = Pods::new();
+            let here = table.borrow_and_update().pods.clone();
+            let mut due = due(&current, &here);
+            if !Objects::are_same(&shown, &objects) {
+                due.extend(concerned((&shown, &objects), &current, &here, &failing));
                 told.clear();
             }
             shown = Arc::clone(&objects);
-            let here = table.borrow_and_update().pods.clone();
-            let due = due(&current, &here);
             if !due.is_empty() {
+                failing.retain(|name| !due.contains_key(name));
                 let worker = Arc::clone(&launcher);
                 let failures =
                     blocking("refreshing volumes", move || refresh_all(&due, &worker, &objects)).await;
-                told = warn_of_new(&failures, &told);
+                let sentences = failures.iter().map(|(name, error)| sentence(name, error)).collect();
+                failing.extend(failures.into_keys());
+                told = warn_of_new(&sentences, &told);
             }
             current = here;
             tokio::select! {
@@ -56,15 +60,33 @@ pub fn follow(
     })
 }
 
+type Due = BTreeMap<PodName, Arc<PodEntry>>;
+
 /// The pods that have come since, by name (another one of the same name is one, too), and those that say
 /// something else of themselves, which volumes of the downward API show.
-fn due(known: &Pods, here: &Pods) -> Vec<(PodName, Arc<PodEntry>)> {
+fn due(known: &Pods, here: &Pods) -> Due {
     let is_new = |name: &PodName, entry: &PodEntry| {
         known.get(name).is_none_or(|known| !says_the_same(&known.pod, &entry.pod))
     };
     let changed = PodChanges::between(known, here).changed.into_iter();
     let new = changed.filter(|(name, entry)| is_new(name, entry));
     new.map(|(name, entry)| (name.clone(), Arc::clone(entry))).collect()
+}
+
+/// The pods that were here before and to which other objects, or tokens, say something else now. In a cluster
+/// some pod's token changes every few seconds, and looking at a pod's volumes is some dozens of system calls.
+fn concerned(
+    (before, now): (&Objects, &Objects),
+    known: &Pods,
+    here: &Pods,
+    failing: &BTreeSet<PodName>,
+) -> Due {
+    let is_concerned = |name: &PodName, entry: &PodEntry| {
+        failing.contains(name) || !before.show_the_same_to(now, &entry.pod)
+    };
+    let known = here.iter().filter(|(name, _)| known.contains_key(*name));
+    let all = known.filter(|(name, entry)| is_concerned(name, entry));
+    all.map(|(name, entry)| (name.clone(), Arc::clone(entry))).collect()
 }
 
 /// Returns true if both are the same pod, and the downward API would tell the same of both.
@@ -80,13 +102,9 @@ fn resources(pod: &Pod) -> impl Iterator<Item = Option<&core::ResourceRequiremen
     containers.map(|container| container.resources.as_ref())
 }
 
-/// Brings pods up to date. What went wrong, a sentence each.
-fn refresh_all(
-    pods: &[(PodName, Arc<PodEntry>)],
-    launcher: &Launcher,
-    objects: &Objects,
-) -> BTreeSet<String> {
-    let mut failures = BTreeSet::new();
+/// Brings pods up to date. What went wrong, by pod.
+fn refresh_all(pods: &Due, launcher: &Launcher, objects: &Objects) -> BTreeMap<PodName, String> {
+    let mut failures = BTreeMap::new();
     for (name, entry) in pods {
         match refresh(entry, launcher, objects) {
             Ok(0) => {}
@@ -94,7 +112,7 @@ fn refresh_all(
                 info!(pod = %name, volumes = changed, "volumes show their objects as they are now");
             }
             Err(error) => {
-                failures.insert(sentence(name, &error.to_string()));
+                failures.insert(name.clone(), error.to_string());
             }
         }
     }

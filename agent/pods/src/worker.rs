@@ -172,13 +172,25 @@ pub(super) struct Worker {
     last_look: Option<(Arc<Observation>, u64)>,
     /// What was seen when something was last done, and what was done.
     last_done: Option<(pod::Observed, Actions)>,
+    /// What the runtime would list after what was just made, the changes that were known before, and whether
+    /// something ran then.
+    expected: Option<Expected>,
     /// When something was last done, or a list taken over: earlier lists don't show it.
     listed_at: Instant,
+    /// Nothing new is made before the API server has answered for all that the pod refers to.
+    held_back: bool,
     devices: Grant,
     /// What blocks, also what was begun for this pod by a worker before this one.
     chores: Chores,
     /// The pod has ended, and has given back all but its containers and logs.
     released: bool,
+}
+
+/// See [`Worker::expected`].
+struct Expected {
+    listed: Listed,
+    changes: u64,
+    runs: bool,
 }
 
 /// How a step ended.
@@ -224,7 +236,9 @@ impl Worker {
             ending: None,
             last_look: None,
             last_done: None,
+            expected: None,
             listed_at: Instant::now(),
+            held_back: false,
             devices,
             chores,
             released: false,
@@ -336,8 +350,10 @@ impl Worker {
             }
         };
         let waits = self.waits_for_devices();
+        let answered = Box::pin(self.launcher.answered(&self.plan.pod));
         tokio::select! {
             changed = self.control.changed() => changed.is_ok(),
+            () = answered, if self.held_back => true,
             _ = self.devices.changes.changed(), if waits => true,
             () = timer => true,
         }
@@ -376,11 +392,12 @@ impl Worker {
             return Ok(None);
         }
         self.release_volumes(&actions).await?;
-        if self.launcher.waits_for_objects(&self.plan.pod) {
-            // The manager says when they have been read.
+        self.held_back = self.launcher.waits_for_objects(&self.plan.pod);
+        let mut retry_at = self.failed_starts.values().map(|f| f.retry_at).min();
+        if self.held_back {
             hold_back(&mut actions, &seen);
+            retry_at = None;
         }
-        let retry_at = self.failed_starts.values().map(|f| f.retry_at).min();
         let due = actions.start.iter().any(|s| self.may_start(&s.name));
         if actions.is_idle() || (actions.start.len() == count(&actions) && !due) {
             self.last_look = Some((Arc::clone(&seen), control.changes));
@@ -412,7 +429,9 @@ impl Worker {
         let made = made?;
         // A start that failed may have left a container behind.
         if only_makes && self.failed_starts.is_empty() {
-            self.observer.expect(made.listed_after(&seen));
+            let runs = seen.pod.containers.iter().any(|c| seen.is_running(&c.id));
+            self.expected =
+                Some(Expected { listed: made.listed_after(&seen), changes: control.changes, runs });
         }
         self.last_done = Some(doing);
         Ok(Some(Step::Done))
@@ -444,19 +463,29 @@ impl Worker {
     /// Looks at the pod. Where nothing was done since the last look, and the runtime has changed nothing but
     /// that containers have ended, and how, it isn't asked again: it goes through all it has for each list.
     async fn look(&mut self, control: &Control) -> Result<Arc<Observation>, Error> {
-        if let Some((last, changes)) = self.last_look.take()
-            && changes == control.changes
-        {
-            let ended = control.exited.values().filter(|status| last.is_running(&status.id));
-            let ended: Vec<_> = ended.map(|status| (**status).clone()).collect();
-            if ended.is_empty() {
-                return Ok(last);
-            }
-            let ended = runtime_view::with_last_words(ended).await;
-            let ended: Vec<_> = ended.into_iter().map(Arc::new).collect();
-            let seen = ended.iter().fold((*last).clone(), Observation::with_newer);
-            ended.into_iter().for_each(|status| self.observer.record(status));
-            return Ok(Arc::new(seen));
+        let last = self.last_look.take().filter(|(_, changes)| *changes == control.changes);
+        let seen = match last {
+            Some((last, _)) => last,
+            None => self.look_anew(control).await?,
+        };
+        // The runtime's word on an end is newer than any list from before it.
+        let ended = control.exited.values().filter(|status| seen.is_running(&status.id));
+        let ended: Vec<_> = ended.map(|status| (**status).clone()).collect();
+        if ended.is_empty() {
+            return Ok(seen);
+        }
+        let ended = runtime_view::with_last_words(ended).await;
+        let ended: Vec<_> = ended.into_iter().map(Arc::new).collect();
+        let seen = ended.iter().fold((*seen).clone(), Observation::with_newer);
+        ended.into_iter().for_each(|status| self.observer.record(status));
+        Ok(Arc::new(seen))
+    }
+
+    async fn look_anew(&mut self, control: &Control) -> Result<Arc<Observation>, Error> {
+        // What ran beside what was made may have ended meanwhile.
+        let expected = self.expected.take().filter(|e| !e.runs || e.changes == control.changes);
+        if let Some(expected) = expected {
+            self.observer.expect(expected.listed);
         }
         if let Some((at, listed)) = control.listed.as_ref().filter(|(at, _)| *at > self.listed_at) {
             self.listed_at = *at;
@@ -700,6 +729,7 @@ impl Worker {
     async fn terminate(&mut self, control: &Control, grace: Duration) -> Result<Option<Step>, Error> {
         // What was listed before doesn't show what was being done until now.
         self.listed_at = Instant::now();
+        (self.last_look, self.expected, self.held_back) = (None, None, false);
         let seen = Arc::new(self.launcher.turns.look(self.observer.observe()).await?);
         let nothing = Actions::default();
         let empty = seen.pod.containers.is_empty() && seen.pod.sandboxes.is_empty();

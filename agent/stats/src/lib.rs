@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::task::spawn_blocking;
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
 pub use self::model::NodeStats;
@@ -46,6 +46,10 @@ const FRESH: Duration = Duration::from_millis(100);
 /// How long a question waits: the first reading of hundreds of new containers takes some tens of
 /// milliseconds.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What is open of pods that are gone is closed at most this often: a look at all pods, for each of a
+/// hundred changes per second while many start, would cost more than it frees.
+const FORGET: Duration = Duration::from_secs(1);
 
 /// Answers with the node's stats. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -163,6 +167,15 @@ pub struct Sampling {
     full: Option<Instant>,
 }
 
+/// Waits for a change of the table, which may be older than `then`; not before `then`.
+async fn changed_after(
+    table: &mut watch::Receiver<Arc<PodTable>>,
+    then: Instant,
+) -> Result<(), watch::error::RecvError> {
+    sleep_until(then).await;
+    table.changed().await
+}
+
 impl Sampling {
     /// Not reading yet.
     #[must_use]
@@ -182,14 +195,16 @@ impl Sampling {
     /// Reads for subscribers and questions, until `shutdown`.
     pub fn run(mut self, shutdown: CancellationToken) -> Work {
         Box::pin(async move {
+            let mut forgot = Instant::now();
             loop {
                 let tracks = self.sampler.as_ref().is_some_and(Sampler::tracks);
                 let idle = tokio::select! {
                     () = shutdown.cancelled() => return,
                     question = self.inbox.questions.recv() => question,
                     () = self.inbox.viewers.notified() => None,
-                    Ok(()) = self.table.changed(), if tracks => {
+                    Ok(()) = changed_after(&mut self.table, forgot), if tracks => {
                         self.forget_gone();
+                        forgot = Instant::now() + FORGET;
                         continue;
                     }
                 };

@@ -189,14 +189,16 @@ impl SampleRound<'_> {
     ) -> Option<ContainerSample> {
         let cgroup = self.cgroups.container_path(&pod.cgroup, &container.id)?;
         let rates = self.rates(&cgroup)?;
-        let memory = self.cgroups.memory_use(&cgroup)?;
+        // One that never waits for memory is not held by its limit either. The files are the dearest ones.
+        let waits = rates.memory_stall.is_some_and(|stall| stall > 0);
+        let memory = if waits { self.cgroups.memory_use(&cgroup) } else { None };
         Some(ContainerSample {
             name: container.name.clone(),
             cpu_wait_permille: rates.cpu_wait,
             cpu_wait_p99_us: rates.cpu_wait_p99_us,
             throttled_permille: rates.throttled.max(pod_throttled),
             memory_stall_permille: rates.memory_stall,
-            at_memory_limit: is_at_limit(memory.usage, memory.limit),
+            at_memory_limit: memory.is_some_and(|memory| is_at_limit(memory.usage, memory.limit)),
             quota_us: quota(self.cgroups, &cgroup),
             held_by: None,
             cgroup,

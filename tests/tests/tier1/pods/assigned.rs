@@ -233,6 +233,29 @@ async fn after_a_reboot_a_pod_that_waits_for_its_objects_asks_the_runtime_for_no
     assert_eq!(node.done(&[Op::StopPodSandbox, Op::RunPodSandbox]), 3);
 }
 
+/// Its status says nothing of a wait: the pod runs, and its sidecar has ended.
+#[tokio::test]
+async fn a_sidecar_that_ended_while_its_pod_waited_for_its_objects_runs_again() {
+    let mut with_sidecar = assigned(UID);
+    let mut sidecar = container("proxy");
+    sidecar["restartPolicy"] = json!("Always");
+    with_sidecar["spec"]["initContainers"] = json!([sidecar]);
+    let (mut node, source) = node_with(&[with_sidecar.clone()]).await;
+    node.until_ready("api").await;
+    node.kill().await;
+    node.cri.exit(&node.cri.container("api-n1", "proxy").unwrap().id, 1);
+    // Of services nothing has been told yet.
+    let told = desired(&[with_sidecar]);
+    source.send_replace(Arc::new(Desired { objects: Arc::default(), ..(*told).clone() }));
+    node.start().await;
+    node.until_pod("api", "to be known", |pod| !pod.running("proxy")).await;
+    node.until_relisted().await;
+    assert!(node.containers("api").contains("proxy/0-"), "{}", node.cri.transcript());
+    source.send_replace(told);
+    node.until_pod("api", "to have its sidecar back", |pod| pod.running("proxy")).await;
+    assert_eq!(node.done(&[Op::RunPodSandbox]), 1);
+}
+
 #[tokio::test]
 async fn another_image_restarts_the_container_in_its_sandbox() {
     let (node, source) = node_with(&[assigned(UID)]).await;

@@ -65,6 +65,29 @@ async fn the_kernels_word_starts_a_wait_for_the_runtimes_and_only_that_restarts(
 }
 
 #[tokio::test]
+async fn an_end_while_another_container_is_made_is_not_missed() {
+    let two = with(pod("web"), "containers", json!([container("main"), container("other")]));
+    let node = Node::with_settings(AT_ONCE, &[two]).await;
+    node.until_ready("web").await;
+    let _held = without_relist(&node).await;
+    let container = |name: &str| node.cri.container("web-n1", name).unwrap();
+    let (main, other) = (container("main"), container("other"));
+    let created = node.cri.on(Op::CreateContainer).hold();
+    node.signal(exited(&main)).await;
+    node.cri.exit(&main.id, 1);
+    created.reached().await;
+    // The worker makes the next `main` when the runtime's word on `other` comes.
+    let from = node.cri.calls().len();
+    node.signal(exited(&other)).await;
+    node.cri.exit(&other.id, 1);
+    node.cri.wait_for_after("a question", from, asks_about(other.id.clone())).await;
+    created.release();
+    let both =
+        |pod: &View| ["main", "other"].iter().all(|name| pod.restarts()[*name] == 1 && pod.running(name));
+    node.until_pod("web", "to have started both again", both).await;
+}
+
+#[tokio::test]
 async fn the_runtimes_events_are_followed_where_it_has_any() {
     let mut node = Node::new(AT_ONCE);
     node.cri.change(|world| world.streams_events = true);
