@@ -56,6 +56,8 @@ pub fn etcd() -> Result<PathBuf, Missing> {
 
 /// The first minor version that serves ClusterTrustBundles as v1beta1.
 pub const TRUST_BUNDLES: u32 = 33;
+/// The first minor version that serves ResourceClaims as v1.
+pub const RESOURCE_CLAIMS: u32 = 34;
 /// The name in the API server's certificate for kubelets, as kubeadm writes it.
 const KUBELET_CLIENT: &str = "kube-apiserver-kubelet-client";
 

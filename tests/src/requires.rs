@@ -103,11 +103,21 @@ pub fn apiserver() -> Result<(), Missing> {
 
 /// The test asks an API server for ClusterTrustBundles.
 pub fn trust_bundles() -> Result<(), Missing> {
+    apiserver_of(crate::cluster::TRUST_BUNDLES, "trust bundles")
+}
+
+/// The test asks an API server for ResourceClaims.
+pub fn resource_claims() -> Result<(), Missing> {
+    apiserver_of(crate::cluster::RESOURCE_CLAIMS, "resource claims")
+}
+
+/// An API server of at least this minor version.
+fn apiserver_of(least: u32, what: &str) -> Result<(), Missing> {
     apiserver()?;
     let remedy = "name a newer kube-apiserver in KUBE_APISERVER";
     match crate::cluster::minor_version() {
-        Ok(crate::cluster::TRUST_BUNDLES..) => Ok(()),
-        Ok(minor) => Err(missing(format!("trust bundles need an API server of 1.33, not 1.{minor}"), remedy)),
+        Ok(minor) if minor >= least => Ok(()),
+        Ok(minor) => Err(missing(format!("{what} need an API server of 1.{least}, not 1.{minor}"), remedy)),
         Err(error) => Err(missing(format!("{error:#}"), remedy)),
     }
 }

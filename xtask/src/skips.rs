@@ -42,6 +42,7 @@ const ALLOWED: &[Allowed] = &[
     allowed("there is no kubectl", NO_PACKAGE),
     allowed("kubectl debug needs an API server of 1.25", NO_PACKAGE),
     allowed("trust bundles need an API server of 1.33", NO_PACKAGE),
+    allowed("resource claims need an API server of 1.34", NO_PACKAGE),
     allowed(
         "criu can't work on this kernel",
         "the distribution's CRIU is older than the kernel that CI happens to have",

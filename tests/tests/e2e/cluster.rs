@@ -25,7 +25,15 @@ impl Scene {
 
     /// One with this address, and with options of the test's own.
     pub(crate) fn start_at(address: &str, change: impl FnOnce(Options, &Cluster) -> Options) -> Scene {
-        let containerd = Containerd::start_for_test().unwrap();
+        Scene::start_on(Containerd::start_for_test().unwrap(), address, change)
+    }
+
+    /// The same on a runtime of the test's own.
+    fn start_on(
+        containerd: Containerd,
+        address: &str,
+        change: impl FnOnce(Options, &Cluster) -> Options,
+    ) -> Scene {
         let cluster = Cluster::start(containerd.dir()).unwrap();
         let kubeconfig = cluster.node_kubeconfig(NODE).unwrap();
         let mut options = Options::on(&containerd);
@@ -315,6 +323,65 @@ fn claims_of_a_folder_and_of_a_storage_plugin_are_mounted_and_given_back() {
     scene.cluster.delete(&Cluster::pod("web"), None).unwrap();
     scene.until_gone("web");
     assert!(said.iter().all(|file| file.exists()));
+    scene.nothing_was_forbidden();
+}
+
+#[test]
+fn the_devices_of_a_claim_are_in_its_container_and_given_back_before_the_pod_has_ended() {
+    use beelet_tests::dra_driver::{DraDriver, Settings};
+    require!(containerd_2, bpf, resource_claims);
+    let containerd = Containerd::start_version_2_for_test().unwrap();
+    let scene = Scene::start_on(containerd, "192.0.2.7", |options, _| options);
+    let spec = json!({
+        "cdiVersion": "0.6.0",
+        "kind": "example.com/gpu",
+        "devices": [{ "name": "big", "containerEdits": {
+            "env": ["BY_CDI=the claim"],
+            "deviceNodes": [{ "path": "/dev/by-cdi", "hostPath": "/dev/null" }],
+        }}],
+    });
+    let file = scene.containerd.cdi_dir().join("example.json");
+    beelet_tests::workdir::write(&file, spec.to_string()).unwrap();
+    let kubelet_dir = scene.agent.dir().join("kubelet");
+    let driver = DraDriver::start(&kubelet_dir, Settings::named("gpu.example.com")).unwrap();
+    let slice = json!({
+        "metadata": { "name": "slice" },
+        "spec": {
+            "nodeName": NODE, "driver": "gpu.example.com", "devices": [{ "name": "d" }],
+            "pool": { "name": "pool", "generation": 1, "resourceSliceCount": 1 },
+        },
+    });
+    let registered =
+        || driver.registration().filter(|(well, _)| *well).map(drop).ok_or("it is not".to_owned());
+    let patience = beelet_tests::workdir::PATIENCE;
+    beelet_tests::workdir::wait_for("the driver to be registered", patience, registered).unwrap();
+    scene.cluster.create("/apis/resource.k8s.io/v1/resourceslices", &slice).unwrap();
+    let mut pod = crate::node::script(
+        "web",
+        "test \"$BY_CDI\" = 'the claim' && test -c /dev/by-cdi && echo x > /dev/by-cdi",
+    );
+    pod["spec"]["automountServiceAccountToken"] = false.into();
+    pod["spec"]["enableServiceLinks"] = false.into();
+    pod["spec"]["resourceClaims"] = json!([{ "name": "gpu", "resourceClaimName": "big" }]);
+    pod["spec"]["containers"][0]["resources"] = json!({ "claims": [{ "name": "gpu", "request": "r" }] });
+    let claims = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims";
+    let request = json!({ "name": "r", "exactly": { "deviceClassName": "gpu.example.com" } });
+    let claim = json!({ "metadata": { "name": "big" }, "spec": { "devices": { "requests": [request] } } });
+    scene.cluster.create(claims, &claim).unwrap();
+    let made = scene.cluster.run(NODE, &pod).unwrap();
+    let result = json!({ "request": "r", "driver": "gpu.example.com", "pool": "pool", "device": "d" });
+    let status = json!({ "status": {
+        "allocation": { "devices": { "results": [result] } },
+        "reservedFor": [{ "resource": "pods", "name": "web", "uid": made["metadata"]["uid"] }],
+    }});
+    scene.cluster.patch(&format!("{claims}/big/status"), &status).unwrap();
+    scene.until("web to end well", &Cluster::pod("web"), |pod| pod["status"]["phase"] == "Succeeded");
+    assert_eq!(driver.calls("v1.NodePrepareResources"), [["big"]]);
+    assert_eq!(driver.calls("v1.NodeUnprepareResources"), [["big"]]);
+    scene.cluster.delete(&Cluster::pod("web"), None).unwrap();
+    scene.until_gone("web");
+    drop(driver);
+    scene.until("the slice to be gone", "/apis/resource.k8s.io/v1/resourceslices/slice", Value::is_null);
     scene.nothing_was_forbidden();
 }
 
