@@ -173,9 +173,7 @@ impl ObserveArgs {
 pub(crate) fn run(args: &ObserveArgs) -> ExitCode {
     let _logging = start_logging(args.log_format, args.verbose, None);
     // One thread waits for everything; readings have their own.
-    let done = crate::threads::runtime(1)
-        .map_err(anyhow::Error::from)
-        .and_then(|runtime| runtime.block_on(observe::run(args.options()?)));
+    let done = args.options().and_then(|options| crate::threads::run(1, observe::run(options)));
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failed(&error),

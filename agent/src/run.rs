@@ -156,7 +156,7 @@ pub(crate) fn end(ran: anyhow::Result<()>) -> ExitCode {
 /// Runs a node until it is told to stop.
 pub(crate) fn start(builder: Builder, config: Config) -> anyhow::Result<()> {
     // Nearly all work is waiting: two threads are enough for any node.
-    crate::threads::runtime(2)?.block_on(crate::node::run(builder, config))
+    crate::threads::run(2, crate::node::run(builder, config))
 }
 
 /// The verbosity at the kubelet's levels: 2 is usual, 4 says what is done, 6 and above why.

@@ -33,7 +33,7 @@ fn address(endpoint: &str) -> String {
 pub(crate) struct Exporter {
     provider: SdkTracerProvider,
     /// The connection is served here, and not among the agent's own threads.
-    _runtime: Runtime,
+    runtime: Option<Runtime>,
 }
 
 impl Exporter {
@@ -63,7 +63,7 @@ impl Exporter {
             .with_resource(resource)
             .build();
         drop(entered);
-        Ok(Self { provider, _runtime: runtime })
+        Ok(Self { provider, runtime: Some(runtime) })
     }
 
     /// What takes the spans, and nothing else, from the agent's code.
@@ -84,6 +84,10 @@ impl Drop for Exporter {
     fn drop(&mut self) {
         if let Err(error) = self.provider.shutdown_with_timeout(FAREWELL) {
             tracing::debug!("the last spans were not sent: {error}");
+        }
+        // Dropped, it would wait for as long as the endpoint's name is looked up.
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
         }
     }
 }

@@ -13,7 +13,7 @@ use crate::claims::is_for_one_pod;
 const NAME: usize = 255;
 /// More characters of a driver's words aren't passed on.
 const WORDS: usize = 1024;
-/// What makes volumes by itself: no driver is called so.
+/// What makes volumes by itself: no driver is called so, and none has a name below it.
 const OWN: [&str; 5] = ["csi", "fc", "iscsi", "local-volume", "nfs"];
 
 /// A volume of such a driver.
@@ -90,7 +90,8 @@ pub fn of_claim(
 #[must_use]
 pub fn folder_of(driver: &str) -> Option<String> {
     let is_part = |part: &str| !matches!(part, "" | "." | "..");
-    let is_own = driver.strip_prefix("kubernetes.io/").is_some_and(|name| OWN.contains(&name));
+    let own = driver.strip_prefix("kubernetes.io/").and_then(|name| name.split('/').next());
+    let is_own = own.is_some_and(|name| OWN.contains(&name));
     let is_driver = driver.len() <= NAME
         && !driver.starts_with('.')
         && !driver.contains(['~', '\0'])
@@ -155,6 +156,21 @@ pub fn of_mount(
     all
 }
 
+/// What a driver is told of a volume (`options`) that must not get into an error, because of what is in its
+/// Secret: the whole of it, and each value, plain too, since a driver decodes it. Nothing without a Secret.
+#[must_use]
+pub fn secrets(options: &str, secret: &BTreeMap<String, Vec<u8>>) -> Vec<String> {
+    let plain = |value: &Vec<u8>| String::from_utf8_lossy(value).trim().to_owned();
+    let values = secret.values().flat_map(|value| [STANDARD.encode(value), plain(value)]);
+    let mut all: Vec<String> = values.filter(|text| !text.is_empty()).collect();
+    if !all.is_empty() {
+        all.push(options.to_owned());
+    }
+    // The longest first: one that is a part of another would leave the rest of that one.
+    all.sort_by_key(|text| std::cmp::Reverse(text.len()));
+    all
+}
+
 /// What a driver can do, as it says when it is called the first time. What it doesn't say is as here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capabilities {
@@ -192,13 +208,23 @@ pub enum Refusal {
     Failed(String),
 }
 
-/// Reads what a driver has printed.
+/// Reads what a driver has printed, which was told these `secrets`: see [`secrets`].
 ///
 /// # Errors
-/// It has not carried the command out, or what it says can't be read.
-pub fn read_answer(command: &str, said: &[u8]) -> Result<Answer, Refusal> {
-    let shortened = |text: &str| text.chars().take(WORDS).collect::<String>();
+/// It has not carried the command out, or what it says can't be read. No secret is in there: what can't be
+/// read is left out if there are any, for it may have them in any form.
+pub fn read_answer(command: &str, said: &[u8], secrets: &[String]) -> Result<Answer, Refusal> {
+    // Before it is made shorter: half a secret isn't found any more.
+    let shortened = |text: &str| {
+        let hidden = secrets.iter().fold(text.to_owned(), |text, secret| text.replace(secret, "***"));
+        hidden.chars().take(WORDS).collect::<String>()
+    };
     let unreadable = |why: &str| {
+        if !secrets.is_empty() {
+            return Refusal::Failed(format!(
+                "the driver's answer to {command} can't be read ({why}); it isn't shown: the driver was told secrets"
+            ));
+        }
         let said = shortened(String::from_utf8_lossy(said).trim());
         Refusal::Failed(format!("the driver's answer to {command} can't be read ({why}): {said:?}"))
     };
@@ -250,6 +276,8 @@ mod tests {
         }
         check("kubernetes.io/csi", None);
         check("kubernetes.io/nfs", None);
+        check("kubernetes.io/csi/driver", None);
+        check("kubernetes.io/nfsd/driver", Some("kubernetes.io~nfsd~driver"));
         check(&"a".repeat(256), None);
         let programs = ["vendor~driver", "driver", "a~b~c"].map(program_of);
         assert_eq!(programs, ["driver", "driver", "c"]);
@@ -305,7 +333,7 @@ mod tests {
     #[test]
     fn an_answer_is_read_whatever_letters_its_fields_have_and_says_why_not() {
         let check = |said: &str, expected: Result<(&str, [bool; 4]), &str>| {
-            let found = read_answer("init", said.as_bytes());
+            let found = read_answer("init", said.as_bytes(), &[]);
             match (&found, expected) {
                 (Ok(Answer { device, capabilities: c }), Ok(expected)) => {
                     assert_eq!((&**device, [c.attach, c.relabel, c.group, c.metrics]), expected, "{said}");
@@ -334,7 +362,32 @@ mod tests {
         check("[]", Err("it is no object"));
         check("mount: failed", Err("\"mount: failed\""));
         check(&format!(r#"{{"status": "{}"}}"#, "x".repeat(5000)), Err("xxx"));
-        let Err(Refusal::Failed(why)) = read_answer("init", &[b'x'; 100_000]) else { panic!() };
+        let Err(Refusal::Failed(why)) = read_answer("init", &[b'x'; 100_000], &[]) else { panic!() };
         assert!(why.len() < 2000, "{}", why.len());
+    }
+
+    #[test]
+    fn no_secret_of_a_driver_is_in_an_error() {
+        let secret = [("a", "hush"), ("b", "hush-hush\n"), ("empty", "")];
+        let secret = secret.map(|(key, value)| (key.to_owned(), value.as_bytes().to_vec())).into();
+        let known = secrets(r#"{"a":"aHVzaA=="}"#, &secret);
+        let fails = |said: &str| match read_answer("mount", said.as_bytes(), &known) {
+            Err(Refusal::Failed(why)) => why,
+            read => panic!("{said}: {read:?}"),
+        };
+        let reason = |message: &str| {
+            let why = fails(&json!({"status": "Failure", "message": message}).to_string());
+            why.split_once("reason: ").unwrap().1.to_owned()
+        };
+        assert_eq!(reason("no disk"), "no disk");
+        assert_eq!(reason("-o pass=hush-hush, hush or aHVzaA=="), "-o pass=***, *** or ***");
+        assert_eq!(reason(r#"told {"a":"aHVzaA=="}"#), "told ***");
+        // One that is at the edge of what is passed on isn't cut before it is found.
+        let edge = "x".repeat(WORDS - 2);
+        assert_eq!(reason(&format!("{edge}hush")), format!("{edge}**"));
+        let why = fails("+ mount 'aHVz'");
+        assert!(why.contains("can't be read (expected value") && !why.contains("aHVz"), "{why}");
+        assert!(!fails("[\"hush\"]").contains("hush"));
+        assert!(secrets("{}", &BTreeMap::new()).is_empty());
     }
 }

@@ -3,17 +3,18 @@
 
 use std::{
     fs,
-    io::{PipeReader, Read as _},
+    io::{self, ErrorKind, PipeReader, Read as _},
     os::{fd::OwnedFd, unix::process::CommandExt as _},
     path::Path,
-    process::{Command, ExitStatus, Stdio},
+    process::{Child, Command, ExitStatus, Stdio},
+    thread,
     time::{Duration, Instant},
 };
 
 use beelet_base::folder::{PRIVATE, make_folder};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    io::Errno,
+    io::{Errno, ioctl_fionbio},
     mount::MountFlags,
     process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open},
 };
@@ -23,9 +24,13 @@ use crate::{Error, mounts};
 /// How long a look at a disk or a mount may take.
 pub(crate) const SHORT: Duration = Duration::from_secs(120);
 /// How long a disk may take to be formatted or mended.
-const LONG: Duration = Duration::from_secs(3600);
+pub(crate) const LONG: Duration = Duration::from_secs(3600);
 /// Bytes that are kept of what a tool says.
 const SAID: usize = 4096;
+/// Bytes that a pipe holds, see pipe(7). No more are read of what a program said before it ended.
+const PIPE: usize = 64 << 10;
+/// How often a program is asked whether it has ended, on a kernel that has no file for it.
+const ASK: Duration = Duration::from_millis(50);
 /// fsck(8): errors were left uncorrected.
 const UNCORRECTED: i32 = 4;
 /// blkid(8): nothing was found.
@@ -166,73 +171,97 @@ fn say(command: Command, within: Duration) -> Result<(ExitStatus, String), Error
 /// Runs a program; how it ended, and the first `most` bytes of what it said. One that takes too long is
 /// killed, with those that it started. For those that live on after it, and could still say something, nobody
 /// waits.
-pub(crate) fn run(
-    mut command: Command,
-    within: Duration,
-    most: usize,
-) -> Result<(ExitStatus, Vec<u8>), Error> {
+pub(crate) fn run(command: Command, within: Duration, most: usize) -> Result<(ExitStatus, Vec<u8>), Error> {
     let program = command.get_program().to_string_lossy().into_owned();
-    let wrong =
-        |cause: std::io::Error| Error::unmet(format!("cannot run {program}: {cause}; is it installed?"));
-    let (mut reader, writer) = std::io::pipe().map_err(wrong)?;
-    let errors = writer.try_clone().map_err(wrong)?;
-    command.stdin(Stdio::null()).stdout(writer).stderr(errors).process_group(0);
-    let mut child = command.spawn().map_err(wrong)?;
-    // Its ends of the pipe: with them open, reading would never come to an end.
-    drop(command);
-    let process = Pid::from_child(&child);
-    // None on a kernel that is too old: then all that have the pipe are waited for.
-    let end = pidfd_open(process, PidfdFlags::empty()).ok();
-    let (began, mut said) = (Instant::now(), Vec::new());
+    let wrong = |cause: io::Error| Error::unmet(format!("cannot run {program}: {cause}; is it installed?"));
+    let began = Instant::now();
+    let (mut child, pipe) = start(command).map_err(wrong)?;
+    // None on a kernel that is too old.
+    let end = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).ok();
+    let mut heard = Heard { pipe: Some(pipe), text: Vec::new(), most, buffer: vec![0; PIPE] };
+    let waited = wait(&mut child, &mut heard, end.as_ref(), || within.checked_sub(began.elapsed()));
+    if let Ok(Some(status)) = waited {
+        return Ok((status, heard.text));
+    }
+    let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
+    // It may hang in the kernel: whoever waits for its end waits elsewhere. A system without a thread left
+    // keeps a dead process until the agent ends.
+    let _ = thread::Builder::new().name("late-program".to_owned()).spawn(move || child.wait());
+    match waited {
+        Err(cause) => Err(wrong(cause)),
+        Ok(_) => Err(Error::unmet(format!("{program} took longer than {} s", within.as_secs()))),
+    }
+}
+
+/// Starts a program in a group of its own; the pipe has what it says, and reading it never waits.
+fn start(mut command: Command) -> io::Result<(Child, PipeReader)> {
+    let (pipe, writer) = io::pipe()?;
+    ioctl_fionbio(&pipe, true)?;
+    let errors = writer.try_clone()?;
+    // The command's ends of the pipe go with it: with them open, the pipe would never come to an end.
+    let child = command.stdin(Stdio::null()).stdout(writer).stderr(errors).process_group(0).spawn()?;
+    Ok((child, pipe))
+}
+
+/// Waits for a program's end, and hears it meanwhile. None: its time is up. `left` is asked each time, since
+/// a program may say something without end, and may live on after it has closed the pipe.
+fn wait(
+    child: &mut Child,
+    heard: &mut Heard,
+    end: Option<&OwnedFd>,
+    left: impl Fn() -> Option<Duration>,
+) -> io::Result<Option<ExitStatus>> {
     loop {
-        let left = within.saturating_sub(began.elapsed());
-        match next(&reader, end.as_ref(), left).map_err(|e| wrong(e.into()))? {
-            Next::Again => {}
-            Next::Ended => break,
-            Next::Late => {
-                let _ = kill_process_group(process, Signal::KILL);
-                // It may hang in the kernel: whoever waits for its end waits elsewhere.
-                std::thread::spawn(move || child.wait());
-                return Err(Error::unmet(format!("{program} took longer than {} s", within.as_secs())));
-            }
-            Next::Said => {
-                let mut piece = [0; 1024];
-                let count = reader.read(&mut piece).map_err(wrong)?;
-                if count == 0 {
-                    break;
-                }
-                let room = most.saturating_sub(said.len());
-                said.extend_from_slice(&piece[..count.min(room)]);
-            }
+        if let Some(status) = child.try_wait()? {
+            // Its last words. The pipe may be written to by others still, so it is read once.
+            heard.hear()?;
+            return Ok(Some(status));
+        }
+        let Some(left) = left().filter(|left| !left.is_zero()) else { return Ok(None) };
+        let left = if end.is_some() { left } else { left.min(ASK) };
+        if heard.has_more(end, left)? {
+            heard.hear()?;
         }
     }
-    let status = child.wait().map_err(wrong)?;
-    Ok((status, said))
 }
 
-/// What becomes of a program that runs.
-enum Next {
-    /// It says something, or nobody can any more.
-    Said,
-    /// It has ended, and has said all.
-    Ended,
-    /// Its time is up.
-    Late,
-    /// Something else was in between.
-    Again,
+/// What a program says.
+struct Heard {
+    /// None: nobody can say anything any more.
+    pipe: Option<PipeReader>,
+    text: Vec<u8>,
+    /// More bytes aren't kept.
+    most: usize,
+    buffer: Vec<u8>,
 }
 
-fn next(reader: &PipeReader, end: Option<&OwnedFd>, left: Duration) -> Result<Next, Errno> {
-    let timeout = Timespec::try_from(left).unwrap_or_default();
-    let mut ready = vec![PollFd::new(reader, PollFlags::IN)];
-    ready.extend(end.map(|end| PollFd::new(end, PollFlags::IN)));
-    match poll(&mut ready, Some(&timeout)) {
-        Err(Errno::INTR) => Ok(Next::Again),
-        Err(e) => Err(e),
-        Ok(0) => Ok(Next::Late),
-        // What it has said last comes before its end.
-        Ok(_) if !ready[0].revents().is_empty() => Ok(Next::Said),
-        Ok(_) => Ok(Next::Ended),
+impl Heard {
+    /// Waits until there is something to hear, `end` says that the program has ended, or the time is over.
+    fn has_more(&self, end: Option<&OwnedFd>, left: Duration) -> io::Result<bool> {
+        let timeout = Timespec::try_from(left).unwrap_or_default();
+        let mut ready: Vec<PollFd<'_>> = Vec::with_capacity(2);
+        ready.extend(self.pipe.as_ref().map(|pipe| PollFd::new(pipe, PollFlags::IN)));
+        ready.extend(end.map(|end| PollFd::new(end, PollFlags::IN)));
+        match poll(&mut ready, Some(&timeout)) {
+            Err(Errno::INTR) => Ok(false),
+            Err(cause) => Err(cause.into()),
+            Ok(_) => Ok(self.pipe.is_some() && !ready[0].revents().is_empty()),
+        }
+    }
+
+    /// Reads what the pipe has now, once.
+    fn hear(&mut self) -> io::Result<()> {
+        let Some(pipe) = &mut self.pipe else { return Ok(()) };
+        match pipe.read(&mut self.buffer) {
+            Ok(0) => self.pipe = None,
+            Ok(count) => {
+                let room = self.most.saturating_sub(self.text.len());
+                self.text.extend_from_slice(&self.buffer[..count.min(room)]);
+            }
+            Err(cause) if matches!(cause.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+            Err(cause) => return Err(cause),
+        }
+        Ok(())
     }
 }
 
@@ -271,6 +300,39 @@ mod tests {
         assert!(none.contains("beelet-no-such-tool") && none.ends_with("is it installed?"), "{none}");
         let failed = succeed(shell("echo broken; exit 1"), SHORT).unwrap_err().to_string();
         assert!(failed.contains("broken"), "{failed}");
+    }
+
+    #[test]
+    fn a_tool_that_never_ends_is_late_whatever_it_says() {
+        let late = |script: &str| {
+            let why = say(shell(script), Duration::from_millis(100)).unwrap_err().to_string();
+            assert!(why.starts_with("sh took longer than"), "{script}: {why}");
+        };
+        late("yes");
+        late("exec >&- 2>&-; sleep 1000");
+        late("exec >&- 2>&-; sleep 1000 & wait");
+    }
+
+    #[test]
+    fn a_tools_child_that_never_stops_writing_holds_up_nobody() {
+        let (status, said) = say(shell("yes & echo done; exit 3"), SHORT).unwrap();
+        assert_eq!(status.code(), Some(3));
+        assert!(said.contains("done") || said.len() == SAID, "{said}");
+    }
+
+    #[test]
+    fn a_kernel_without_a_file_for_a_process_hears_and_ends_it_too() {
+        let ends = |script: &str, left: Option<Duration>| {
+            let (mut child, pipe) = start(shell(script)).unwrap();
+            let mut heard = Heard { pipe: Some(pipe), text: Vec::new(), most: SAID, buffer: vec![0; PIPE] };
+            let status = wait(&mut child, &mut heard, None, || left).unwrap();
+            let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
+            let _ = child.wait();
+            (status.and_then(|status| status.code()), String::from_utf8(heard.text).unwrap())
+        };
+        assert_eq!(ends("echo out; exit 3", Some(SHORT)), (Some(3), "out\n".to_owned()));
+        assert_eq!(ends("echo out; exec >&- 2>&-; exit 4", Some(SHORT)), (Some(4), "out\n".to_owned()));
+        assert_eq!(ends("exec >&- 2>&-; sleep 1000", None), (None, String::new()));
     }
 
     #[test]

@@ -180,6 +180,11 @@ impl FlexVolumes {
                 "volume uses the ReadWriteOncePod access mode and is already in use by another pod",
             ));
         }
+        let way = Way { wanted, driver: &driver, folder: &of_driver };
+        if can.attach {
+            // Before the record: a pod that is refused has no part in what the other has.
+            self.check_asked(&way, folder)?;
+        }
         let record = PodRecord {
             driver: volume.driver.clone(),
             name: name.to_owned(),
@@ -188,9 +193,7 @@ impl FlexVolumes {
             metrics: can.metrics,
         };
         records::write(&place, &record)?;
-        let way = Way { wanted, driver: &driver, folder: &of_driver };
         if can.attach {
-            self.check_asked(&way, folder)?;
             self.mount_device(&way)?;
         }
         self.mount(&way, pod, &target, group.map(FsGroup::id))?;
@@ -208,8 +211,10 @@ impl FlexVolumes {
     fn mount(&self, way: &Way<'_>, pod: &Pod, target: &Path, group: Option<u32>) -> Result<(), Error> {
         let volume = &way.wanted.volume;
         let options = volume.options(policy::of_mount(pod, group, &way.wanted.secret));
+        let secrets = policy::secrets(&options, &way.wanted.secret);
         make_folder(target, PRIVATE)?;
-        let mounted = match way.driver.call("mount", &[target.as_os_str(), OsStr::new(&options)]) {
+        let told = [target.as_os_str(), OsStr::new(&options)];
+        let mounted = match way.driver.call_with("mount", &told, &secrets) {
             Ok(None) => {
                 let options: &[String] = if volume.read_only { &["ro".to_owned()] } else { &[] };
                 disk::bind(&self.device_path(way.folder, &volume.name), target, options)
@@ -231,7 +236,7 @@ impl FlexVolumes {
         let Some(known) = known.filter(|_| self.has_another(&volume.driver, &volume.name, folder)) else {
             return Ok(());
         };
-        if known.asked == (volume.options.clone(), volume.file_system.clone()) {
+        if known.asked == asked(volume) {
             return Ok(());
         }
         Err(Error::unmet(format!(
@@ -240,20 +245,26 @@ impl FlexVolumes {
         )))
     }
 
-    /// Mounts an attached volume once for all pods.
+    /// Mounts an attached volume once for all pods. No other pod has one of this name that was asked for
+    /// otherwise: see `check_asked`.
     fn mount_device(&self, way: &Way<'_>) -> Result<(), Error> {
         let FlexWanted { volume, device, .. } = way.wanted;
         let (target, place) =
             (self.device_path(way.folder, &volume.name), self.device_record(way.folder, &volume.name));
-        if mounts::is_mount_point(&target)? && records::read::<DeviceRecord>(&place)?.is_some() {
-            return Ok(());
+        match records::read::<DeviceRecord>(&place)? {
+            // What a pod that is gone has left behind is another volume, of the same name.
+            Some(known) if known.asked != asked(volume) => {
+                self.release_device(&volume.driver, way.folder, &volume.name)?;
+            }
+            Some(_) if mounts::is_mount_point(&target)? => return Ok(()),
+            _ => {}
         }
         let options = volume.options(BTreeMap::new());
         let options = OsStr::new(&options);
         let record = DeviceRecord {
             driver: volume.driver.clone(),
             name: volume.name.clone(),
-            asked: (volume.options.clone(), volume.file_system.clone()),
+            asked: asked(volume),
             attached_here: device.is_none(),
         };
         records::write(&place, &record)?;
@@ -292,7 +303,7 @@ impl FlexVolumes {
     /// Returns true if a pod with another folder has a volume, or may have.
     fn has_another(&self, driver: &str, name: &str, folder: &Path) -> bool {
         let folder_of = policy::folder_of(driver).unwrap_or_default();
-        let has = |pod: &PathBuf| record_of(pod, &folder_of, name).exists();
+        let has = |pod: &PathBuf| records::exists(&record_of(pod, &folder_of, name));
         records::folders(&self.0.pods_dir).iter().any(|pod| pod != folder && has(pod))
     }
 
@@ -321,7 +332,7 @@ impl FlexVolumes {
     /// Returns true if anything is on disk of a device, by its unique name.
     fn has_device(&self, name: &str) -> bool {
         let Some((driver, name)) = name.rsplit_once('/') else { return false };
-        policy::folder_of(driver).is_some_and(|folder| self.device_record(&folder, name).exists())
+        policy::folder_of(driver).is_some_and(|folder| records::exists(&self.device_record(&folder, name)))
     }
 
     fn release_one(&self, folder: &Path, place: &Path, record: &PodRecord) -> Result<(), Error> {
@@ -405,6 +416,11 @@ impl FlexVolumes {
 /// Where the record of a pod's volume is, by the pod's folder and the driver's.
 fn record_of(folder: &Path, driver: &str, name: &str) -> PathBuf {
     folder.join(OF_POD).join(driver).join(name)
+}
+
+/// What tells a volume from others of its name: its options and its file system.
+fn asked(volume: &FlexVolume) -> (BTreeMap<String, String>, String) {
+    (volume.options.clone(), volume.file_system.clone())
 }
 
 /// What is worked on alone: a volume that several pods may have, or that of one pod.

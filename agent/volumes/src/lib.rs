@@ -380,11 +380,15 @@ impl Volumes {
             None if is_elsewhere(volume) => self.place(&volume.name)?,
             None => self.path(&volume.name),
         };
-        // What is the host's keeps its SELinux label; what the agent made gets the container's.
+        // What is the host's keeps its SELinux label; what the agent made gets the container's. What was
+        // mounted read-only can't have it: the kubelet's plugins call that not managed. Files of ConfigMaps
+        // and the like are read-only for containers alone.
+        let is_changeable = !(is_elsewhere(volume) && is_read_only(volume));
         let is_network = whole.starts_with(self.folder.join(VOLUMES).join(nfs::PLUGIN));
         let may_relabel =
             || self.disks.as_ref().is_none_or(|disks| disks.flex().may_relabel(&self.folder, &whole));
-        made.selinux_relabel = whole.starts_with(&self.folder) && !is_network && may_relabel();
+        made.selinux_relabel =
+            whole.starts_with(&self.folder) && !is_network && is_changeable && may_relabel();
         let source = match sub_path {
             Some(part) => {
                 let name = Path::new(&volume.name).join(&container.name).join(index.to_string());

@@ -40,6 +40,11 @@ pub(crate) fn read<T: DeserializeOwned>(place: &Path) -> Result<Option<T>, Error
     serde_json::from_slice(&text).map(Some).map_err(why)
 }
 
+/// Returns true if there is a record, or may be one: a folder that lost its record is none.
+pub(crate) fn exists(place: &Path) -> bool {
+    !matches!(fs::symlink_metadata(place.join(FILE)), Err(why) if why.kind() == ErrorKind::NotFound)
+}
+
 pub(crate) fn write<T: Serialize>(place: &Path, record: &T) -> Result<(), Error> {
     let file = ForeignFile::new(place.join(FILE));
     let text = serde_json::to_vec(record).map_err(Error::unmet_of)?;

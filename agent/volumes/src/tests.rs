@@ -165,6 +165,35 @@ fn volumes_are_mounted_from_where_they_are() {
 }
 
 #[test]
+fn a_label_of_containers_is_for_what_the_agent_made_and_nobody_mounted_read_only() {
+    let check = |source: serde_json::Value, expected: bool| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut volume = json!({"name": "data"});
+        volume.as_object_mut().unwrap().extend(source.as_object().unwrap().clone());
+        let pod = pod(json!({
+            "containers": [{"name": "c", "volumeMounts": [{"name": "data", "mountPath": "/data"}]}],
+            "volumes": [volume],
+        }));
+        let volumes = Volumes::of(&pod, dir.path());
+        // Of those that a driver has mounted, a link says where.
+        let place = dir.path().join("u1/volumes/vendor~driver/data");
+        volumes.link("data", &place).unwrap();
+        let made = volumes.mounts(&pod.spec.as_ref().unwrap().containers[0], &facts()).unwrap();
+        assert_eq!(made[0].selinux_relabel, expected, "{source}");
+    };
+    check(json!({"emptyDir": {}}), true);
+    check(json!({"configMap": {"name": "m"}}), true);
+    check(json!({"secret": {"secretName": "s"}}), true);
+    check(json!({"hostPath": {"path": "/srv"}}), false);
+    for (read_only, expected) in [(false, true), (true, false)] {
+        check(json!({"flexVolume": {"driver": "vendor/driver", "readOnly": read_only}}), expected);
+        check(json!({"csi": {"driver": "vendor", "readOnly": read_only}}), expected);
+        check(json!({"persistentVolumeClaim": {"claimName": "c", "readOnly": read_only}}), expected);
+        check(json!({"gcePersistentDisk": {"pdName": "d", "readOnly": read_only}}), expected);
+    }
+}
+
+#[test]
 fn the_runtime_is_told_which_part_of_an_image_to_mount() {
     let pod = pod(json!({
         "containers": [{"name": "c", "volumeMounts": [{"name": "image", "mountPath": "/a", "subPath": "x/y"}]}],

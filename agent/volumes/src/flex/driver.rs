@@ -20,6 +20,8 @@ use crate::{Error, disk};
 const INIT: Duration = Duration::from_secs(30);
 /// How long anything else may take: what the kubelet waits for a volume to be attached.
 const LONG: Duration = Duration::from_secs(600);
+/// What may make or mend a file system, or has to write one out: it has as long as the agent's own tools.
+const OF_DISK: [&str; 4] = ["mountdevice", "mount", "unmount", "unmountdevice"];
 /// The longest answer, in bytes.
 const ANSWER: usize = 64 << 10;
 
@@ -93,22 +95,40 @@ fn no_driver(name: &str, why: &str) -> Error {
     Error::unmet(format!("no volume plugin matched (flexVolume driver {name:?}: {why})"))
 }
 
+/// How long a command may take.
+fn time_for(command: &str) -> Duration {
+    match command {
+        "init" => INIT,
+        command if OF_DISK.contains(&command) => disk::LONG,
+        _ => LONG,
+    }
+}
+
 impl Driver {
     fn unsupported(&self) -> MutexGuard<'_, BTreeSet<&'static str>> {
         self.unsupported.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has a command carried out; None if the driver has it not. What it is told may be secret, and is in no
-    /// error.
+    /// Has a command carried out that is told no secrets; None if the driver has it not.
     pub(crate) fn call(&self, command: &'static str, told: &[&OsStr]) -> Result<Option<Answer>, Error> {
+        self.call_with(command, told, &[])
+    }
+
+    /// Has a command carried out; None if the driver has it not. Of what it is told, the `secrets` are in no
+    /// error, though a driver may say them: a shell's `set -x` does, and errors become events.
+    pub(crate) fn call_with(
+        &self,
+        command: &'static str,
+        told: &[&OsStr],
+        secrets: &[String],
+    ) -> Result<Option<Answer>, Error> {
         if self.unsupported().contains(command) {
             return Ok(None);
         }
         let mut program = Command::new(&self.program);
         program.arg(command).args(told);
-        let within = if command == "init" { INIT } else { LONG };
-        let (status, said) = disk::run(program, within, ANSWER)?;
-        match policy::read_answer(command, &said) {
+        let (status, said) = disk::run(program, time_for(command), ANSWER)?;
+        match policy::read_answer(command, &said, secrets) {
             Ok(answer) if status.success() => Ok(Some(answer)),
             Ok(_) => {
                 Err(Error::unmet(format!("{command} command failed ({status}), though it said Success")))
@@ -185,5 +205,41 @@ mod tests {
         assert_eq!(driver.call("attach", &[]).unwrap(), None);
         let called = fs::read_to_string(&calls).unwrap();
         assert_eq!(called.matches("\nattach\n").count(), 1, "{called}");
+    }
+
+    #[test]
+    fn what_may_format_a_disk_has_as_long_as_the_agents_own_tools() {
+        let check =
+            |command: &str, seconds: u64| assert_eq!(time_for(command).as_secs(), seconds, "{command}");
+        check("init", 30);
+        for command in ["attach", "waitforattach", "detach"] {
+            check(command, 600);
+        }
+        for command in ["mountdevice", "mount", "unmount", "unmountdevice"] {
+            check(command, 3600);
+        }
+    }
+
+    #[test]
+    fn a_driver_that_prints_its_arguments_gives_no_secret_away() {
+        let dir = tempfile::tempdir().unwrap();
+        let drivers = Drivers::new(dir.path());
+        let script = r#"case $1 in
+            init) echo '{"status": "Success"}';;
+            mount) set -x; true "$@"; exit 1;;
+            *) echo "{\"status\": \"Failure\", \"message\": \"$2 is wrong\"}"; exit 1;;
+            esac"#;
+        install(dir.path(), script);
+        let driver = drivers.get("v/d").unwrap();
+        let fails = |command: &'static str, secrets: &[String]| {
+            driver.call_with(command, &[OsStr::new("aHVzaA==")], secrets).unwrap_err().to_string()
+        };
+        assert!(fails("mount", &[]).contains("aHVzaA=="), "the driver says it");
+        assert!(fails("unmount", &[]).contains("aHVzaA=="), "the driver says it");
+        let secrets = ["aHVzaA==".to_owned()];
+        let why = fails("mount", &secrets);
+        assert!(why.contains("can't be read") && !why.contains("aHVz") && !why.contains("true"), "{why}");
+        let why = fails("unmount", &secrets);
+        assert!(why.contains("reason: *** is wrong"), "{why}");
     }
 }

@@ -177,6 +177,51 @@ fn a_device_is_attached_for_the_first_pod_and_detached_with_the_last() {
 }
 
 #[test]
+fn a_volume_never_gets_the_device_of_another_of_its_name() {
+    let node = Node::new(&format!(
+        "init) {OK};;\nattach) {OK};;\nmountdevice) {OK};;\nmount) {OK};;\nunmount) {OK};;\ndetach) {OK};;"
+    ));
+    let volumes = node.volumes();
+    let folders = ["u1", "u2", "u3", "u4"].map(|uid| node.pods().join(uid));
+    let set_up = |at: usize, size: &str| {
+        let wanted = wanted(&json!({"options": {"size": size}}));
+        volumes.set_up(&folders[at], &pod(&format!("u{}", at + 1)), &wanted, None)
+    };
+    let record = |at: usize| record_of(&folders[at], "v~d", "data");
+    let known = || {
+        let place = volumes.device_record("v~d", "data");
+        records::read::<DeviceRecord>(&place).unwrap().map(|record| record.asked.0["size"].clone())
+    };
+    set_up(0, "1m").unwrap();
+    assert!(set_up(1, "2m").unwrap_err().to_string().contains("with other options"));
+    assert!(!records::exists(&record(1)), "who is refused has no part in it");
+    drop(node.calls());
+    volumes.release(&folders[0]).unwrap();
+    assert_eq!((node.commands(), known()), (vec!["unmount".to_owned(), "detach".to_owned()], None));
+    set_up(1, "2m").unwrap();
+    assert_eq!(known().as_deref(), Some("2m"));
+    // A pod whose folder went without its driver leaves the device behind.
+    fs::remove_dir_all(&folders[1]).unwrap();
+    drop(node.calls());
+    set_up(2, "1m").unwrap();
+    assert_eq!(node.commands(), ["detach", "attach", "mountdevice", "mount"]);
+    assert_eq!(known().as_deref(), Some("1m"));
+    // A folder that has lost its record holds nothing.
+    fs::create_dir_all(record(3)).unwrap();
+    volumes.release(&folders[2]).unwrap();
+    assert_eq!((node.commands(), known()), (vec!["unmount".to_owned(), "detach".to_owned()], None));
+}
+
+#[test]
+fn a_driver_that_prints_its_arguments_fails_without_the_secret() {
+    let node = Node::new(&format!("{FLAT}\nmount) echo \"+ $3\"; exit 1;;"));
+    let folder = node.pods().join("u1");
+    let why = node.volumes().set_up(&folder, &pod("u1"), &wanted(&json!({})), None).unwrap_err().to_string();
+    assert!(why.contains("answer to mount can't be read"), "{why}");
+    assert!(!why.contains("aHVzaA==") && !why.contains("hush") && !why.contains("size"), "{why}");
+}
+
+#[test]
 fn what_a_controller_attaches_is_neither_attached_nor_detached_here() {
     let node = Node::new(&format!("init) {OK};;\nmountdevice) {OK};;\nmount) {OK};;\nunmount) {OK};;"));
     let (volumes, folder) = (node.volumes(), node.pods().join("u1"));
