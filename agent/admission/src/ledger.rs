@@ -1,13 +1,18 @@
 //! Who has room, who waits for it, who is on the way out: the arithmetic of admission, with the time as an
 //! argument.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use beelet_model::failure::REJECTED;
 use beelet_policy::{
     admission::{self, Refusal},
     critical::is_critical,
     devices::registration::is_extended_resource_name,
+    dra::is_claimed,
     preemption,
     quantity::Quantity,
 };
@@ -220,7 +225,8 @@ impl Ledger {
         asked.extend(self.before(pod).map(|claim| unmovable(&claim.pod)));
         let mut list = self.resources.list();
         // Devices are given out one by one, by `devices/`, which knows what an ended init container has left
-        // and what a plugin has: as an amount there is always enough of them here.
+        // and what a plugin has, or by a claim that the scheduler has allocated: as an amount there is always
+        // enough of them here.
         for name in extended_resources(pod) {
             list.set(name, Quantity::from_units(i64::MAX / 1_000_000));
         }
@@ -306,13 +312,25 @@ fn deferral(decided: &admission::Admission) -> ResizeDeferral {
     ResizeDeferral { infeasible, message }
 }
 
-/// The resources of device plugins that a pod asks for.
-fn extended_resources(pod: &core::Pod) -> impl Iterator<Item = &str> {
+/// The resources that admission leaves to others: those of device plugins, and those that a claim of the pod
+/// gives to every container that asks for them. What a DeviceClass stands behind without a name of its own
+/// (`deviceclass.resource.kubernetes.io/…`) is no device plugin's: without a claim the pod is refused.
+fn extended_resources(pod: &core::Pod) -> BTreeSet<&str> {
     let spec = pod.spec.iter();
     let containers = spec.flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers));
-    let resources = containers.filter_map(|container| container.resources.as_ref());
-    let names = resources.flat_map(|resources| resources.limits.iter().chain(&resources.requests));
-    names.flat_map(|list| list.keys()).map(String::as_str).filter(|name| is_extended_resource_name(name))
+    let (mut lifted, mut counted) = (BTreeSet::new(), BTreeSet::new());
+    for container in containers {
+        let resources = container.resources.iter();
+        let lists = resources.flat_map(|resources| resources.limits.iter().chain(&resources.requests));
+        for (name, amount) in lists.flatten() {
+            if is_extended_resource_name(name) || is_claimed(pod, &container.name, name) {
+                lifted.insert(name.as_str());
+            } else if Quantity::parse(&amount.0).is_ok_and(|amount| amount.value() != 0) {
+                counted.insert(name.as_str());
+            }
+        }
+    }
+    &lifted - &counted
 }
 
 fn uid_of(pod: &core::Pod) -> String {

@@ -127,6 +127,34 @@ async fn a_taken_port_and_another_system_are_reasons_of_their_own() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_a_device_class_stands_behind_is_left_to_the_pods_claim() {
+    const GPU: &str = "deviceclass.resource.kubernetes.io/gpu";
+    let node = Node::new();
+    let of = |name: &str, claimed: &[&str]| {
+        let resources = json!({"requests": {GPU: "1"}, "limits": {GPU: "1"}});
+        let containers =
+            json!([{"name": "a", "resources": resources}, {"name": "b", "resources": resources}]);
+        let mut pod = core::Pod::clone(&pod(name, "0", &json!({"containers": containers})));
+        let mapping = |of: &&str| json!({"containerName": of, "resourceName": GPU, "requestName": "r"});
+        let mappings: Vec<Value> = claimed.iter().map(mapping).collect();
+        let status =
+            json!({"extendedResourceClaimStatus": {"resourceClaimName": "x", "requestMappings": mappings}});
+        pod.status = Some(serde_json::from_value(status).unwrap());
+        Arc::new(pod)
+    };
+    node.admits(&of("both", &["a", "b"])).await;
+    let words = |used: u32| {
+        format!(
+            "Pod was rejected: Node didn't have enough resource: {GPU}, requested: 2, used: {used}, capacity: 0"
+        )
+    };
+    let reason = format!("OutOf{GPU}");
+    node.rejects(&of("none", &[]), &reason, &words(2)).await;
+    // What one container has by a claim is not another's.
+    node.rejects(&of("one", &["a"]), &reason, &words(2)).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn what_runs_already_is_never_refused_and_counts() {
     let node = Node::new();
     node.admission.adopt(&plain("big", "6"));

@@ -270,14 +270,23 @@ fn asks_for(container: &Container, resource: &str) -> bool {
     let requests = container.resources.as_ref().and_then(|resources| resources.requests.as_ref());
     let Some(amount) = requests.and_then(|requests| requests.get(resource)) else { return false };
     let is_some = Quantity::parse(&amount.0).is_ok_and(|amount| amount.value() != 0);
-    is_some && (is_extended_resource_name(resource) || resource.starts_with(CLASS_PREFIX))
+    is_some && is_claimable(resource)
+}
+
+/// Returns true if a DeviceClass may stand behind a resource. For others what a status says does not count:
+/// nobody has cpu or memory by a claim.
+fn is_claimable(resource: &str) -> bool {
+    is_extended_resource_name(resource) || resource.starts_with(CLASS_PREFIX)
 }
 
 /// Returns true if a claim, and no device plugin, gives the container what it asks for of a resource.
 #[must_use]
 pub fn is_claimed(pod: &Pod, container: &str, resource: &str) -> bool {
     let mappings = extended(pod).map(|status| status.request_mappings.as_slice()).unwrap_or_default();
-    mappings.iter().any(|mapping| mapping.container_name == container && mapping.resource_name == resource)
+    is_claimable(resource)
+        && mappings
+            .iter()
+            .any(|mapping| mapping.container_name == container && mapping.resource_name == resource)
 }
 
 /// The CDI devices of a container, each once; None if one of its claims is not among those that are known.

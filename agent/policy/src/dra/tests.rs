@@ -204,6 +204,8 @@ fn a_claim_is_unprepared_with_its_last_pod_and_prepared_once() {
     let why = ledger.enter("u-3", &other).unwrap_err();
     assert!(why.contains("different UID c-1 still exists"), "{why}");
     assert_eq!(ledger.get(&key_of("small")), None);
+    // Whatever a status says, cpu is the node's.
+    assert!(!is_claimed(&pod, "a", "cpu"));
     ledger.leave("u-2", &key_of("big"));
     assert_eq!(ledger, Ledger::default());
 }
