@@ -41,6 +41,9 @@ const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_
 /// What a socket is known by: another file at the same path is another plugin.
 type Identity = (PathBuf, u64);
 
+/// A connection to a socket in the registry.
+type Client = RegistrationClient<tonic::transport::Channel>;
+
 /// What has become of a socket.
 #[derive(Debug)]
 enum SocketState {
@@ -217,7 +220,7 @@ impl Host {
         };
         if let Some(handler) = self.handlers.get(&*info.r#type) {
             let registered = self.hand_over(path, info, Arc::clone(handler)).await;
-            notify(&mut client, registered.as_ref().err().map(ToString::to_string)).await;
+            self.answer(client, &registered).await;
             return registered;
         }
         if info.r#type != "DevicePlugin" {
@@ -231,13 +234,25 @@ impl Host {
             return Ok(SocketState::Foreign);
         }
         let registered = self.register(path, info).await;
-        if let Err(cause) = &registered {
+        if registered.is_err() {
             self.shared.metrics.refused_registrations.inc();
-            notify(&mut client, Some(cause.to_string())).await;
-        } else {
-            notify(&mut client, None).await;
         }
+        self.answer(client, &registered).await;
         registered
+    }
+
+    /// Tells a plugin what came of its registration. One that was registered is told by another task: should
+    /// its socket vanish before it has listened, the meeting ends as one that has made something, which is
+    /// undone, and is not aborted as one that hasn't.
+    async fn answer(&self, mut client: Client, registered: &Result<SocketState, Error>) {
+        let Err(cause) = registered else {
+            let shutdown = self.shutdown.clone();
+            self.tracker.spawn(async move {
+                shutdown.run_until_cancelled(notify(&mut client, None)).await;
+            });
+            return;
+        };
+        notify(&mut client, Some(cause.to_string())).await;
     }
 
     async fn register(&self, path: &Path, info: PluginInfo) -> Result<SocketState, Error> {
@@ -272,10 +287,88 @@ impl Host {
 }
 
 /// Tells a plugin whether it was registered. One that doesn't listen misses it.
-async fn notify(client: &mut RegistrationClient<tonic::transport::Channel>, error: Option<String>) {
+async fn notify(client: &mut Client, error: Option<String>) {
     let status = RegistrationStatus { plugin_registered: error.is_none(), error: error.unwrap_or_default() };
     let told = tokio::time::timeout(plugin::CONNECT_TIMEOUT, client.notify_registration_status(status)).await;
     if !matches!(told, Ok(Ok(_))) {
         debug!("a plugin was not told whether it was registered");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use beelet_model::plugins::Registering;
+    use beelet_proto::pluginregistration::{
+        RegistrationStatusResponse,
+        registration_server::{Registration, RegistrationServer},
+    };
+    use beelet_serve::grpc;
+    use tokio::sync::watch as channel;
+    use tonic::{Request, Response, Status, service::Routes};
+
+    use super::*;
+    use crate::{Metrics, Settings};
+    use beelet_policy::devices::Devices;
+
+    /// A plugin that says what it is and never hears what came of that.
+    #[derive(Debug)]
+    struct Deaf;
+
+    #[tonic::async_trait]
+    impl Registration for Deaf {
+        async fn get_info(&self, _: Request<InfoRequest>) -> Result<Response<PluginInfo>, Status> {
+            let (r#type, name) = ("DRAPlugin".to_owned(), "gpu.example.com".to_owned());
+            Ok(Response::new(PluginInfo { r#type, name, ..Default::default() }))
+        }
+
+        async fn notify_registration_status(
+            &self,
+            _: Request<RegistrationStatus>,
+        ) -> Result<Response<RegistrationStatusResponse>, Status> {
+            std::future::pending().await
+        }
+    }
+
+    /// Counts who comes and who goes.
+    #[derive(Debug, Default)]
+    struct Counting(channel::Sender<(u32, u32)>);
+
+    impl PluginHandler for Counting {
+        fn register<'a>(&'a self, _: &'a str, _: &'a [String], _: &'a Path) -> Registering<'a> {
+            self.0.send_modify(|(came, _)| *came += 1);
+            Box::pin(std::future::ready(Ok(())))
+        }
+
+        fn deregister(&self, _: &str, _: &Path) {
+            self.0.send_modify(|(_, went)| *went += 1);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_plugin_that_vanishes_before_it_hears_that_it_is_in_is_out_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let settings = Settings::new(dir.path().to_owned());
+        let registry = settings.registry_dir();
+        std::fs::create_dir_all(&registry).unwrap();
+        let socket = registry.join("gpu.sock");
+        let listener = grpc::bind(&socket).await.unwrap();
+        let (shutdown, mut running) = (CancellationToken::new(), JoinSet::new());
+        let routes = Routes::new(RegistrationServer::new(Deaf));
+        running.spawn(grpc::serve_others(listener, routes, CancellationToken::new()));
+        let counting = Arc::new(Counting::default());
+        let mut counts = counting.0.subscribe();
+        let handlers: Handlers = [("DRAPlugin", Arc::clone(&counting) as Arc<dyn PluginHandler>)].into();
+        let shared = Arc::new(Shared::new(Devices::default(), settings, Metrics::default()));
+        let watching = tokio::spawn(watch(shared, handlers, shutdown.clone()));
+        let patience = Duration::from_secs(60);
+        let mut come_to = async |expected: (u32, u32)| {
+            let reached = counts.wait_for(|counts| *counts == expected);
+            tokio::time::timeout(patience, reached).await.unwrap().unwrap();
+        };
+        come_to((1, 0)).await;
+        std::fs::remove_file(&socket).unwrap();
+        come_to((1, 1)).await;
+        shutdown.cancel();
+        watching.await.unwrap();
     }
 }
