@@ -135,10 +135,11 @@ pub fn service(supported: &[String]) -> Result<&'static str, String> {
     })
 }
 
-/// Returns true for what a driver may be called: a DNS subdomain of at most 63 characters, as the API has it.
+/// Returns true for what a driver may be called: a DNS subdomain of at most 63 characters in either case, as
+/// the API has it (`validateDriverName` looks at the name in lower case). Names are compared as they are.
 #[must_use]
 pub fn is_driver_name(name: &str) -> bool {
-    let inner = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'-';
+    let inner = |c: u8| c.is_ascii_alphanumeric() || c == b'-';
     let label = |label: &str| {
         !label.is_empty() && label.bytes().all(inner) && !label.starts_with('-') && !label.ends_with('-')
     };

@@ -68,7 +68,7 @@ fn a_drivers_name_is_a_domains() {
     check("a", true);
     check("", false);
     check("a..b", false);
-    check("A", false);
+    check("GPU.Example.com", true);
     check("a,b", false);
     check("-a", false);
     check(&"a".repeat(64), false);
