@@ -18,8 +18,10 @@ use crate::{Error, Metrics, lock};
 
 /// Time that a driver gets for a call: the kubelet's.
 const TIMEOUT: Duration = Duration::from_secs(45);
-/// The largest answer, in bytes: gRPC's default.
-const MAX_ANSWER: usize = 4 << 20;
+/// The largest answer, in bytes, and what is added for each claim asked for. What a claim's devices may be
+/// called (`check_devices`) fits in with room to spare; an answer takes many times its size once decoded.
+const MAX_ANSWER: usize = 256 << 10;
+const MAX_ANSWER_OF_CLAIM: usize = 64 << 10;
 /// More characters of a driver's words aren't passed on.
 pub(crate) const WORDS: usize = 1024;
 
@@ -77,17 +79,19 @@ impl Plugin {
         &self,
         claims: Vec<wire::Claim>,
     ) -> Result<wire::NodePrepareResourcesResponse, Error> {
-        self.call(PREPARE, wire::NodePrepareResourcesRequest { claims }).await
+        let largest = largest_answer(claims.len());
+        self.call(PREPARE, wire::NodePrepareResourcesRequest { claims }, largest).await
     }
 
     pub(crate) async fn unprepare(
         &self,
         claims: Vec<wire::Claim>,
     ) -> Result<wire::NodeUnprepareResourcesResponse, Error> {
-        self.call(UNPREPARE, wire::NodeUnprepareResourcesRequest { claims }).await
+        let largest = largest_answer(claims.len());
+        self.call(UNPREPARE, wire::NodeUnprepareResourcesRequest { claims }, largest).await
     }
 
-    async fn call<Q, A>(&self, method: &'static str, asked: Q) -> Result<A, Error>
+    async fn call<Q, A>(&self, method: &'static str, asked: Q, largest: usize) -> Result<A, Error>
     where
         Q: Message + 'static,
         A: Message + Default + 'static,
@@ -95,7 +99,7 @@ impl Plugin {
         // v1beta1 has the same messages but for a field that it lacks: the path alone differs.
         let path = format!("/k8s.io.kubelet.pkg.apis.dra.{}/{method}", self.service);
         let began = Instant::now();
-        let answer = tokio::time::timeout(TIMEOUT, self.ask(&path, asked)).await;
+        let answer = tokio::time::timeout(TIMEOUT, self.ask(&path, asked, largest)).await;
         let answer = answer.unwrap_or_else(|_| Err(Status::deadline_exceeded("the driver did not answer")));
         let code = in_go(answer.as_ref().err().map_or(Code::Ok, Status::code));
         self.metrics.called(&self.driver, &path, &code, began.elapsed());
@@ -106,18 +110,23 @@ impl Plugin {
         })
     }
 
-    async fn ask<Q, A>(&self, path: &str, asked: Q) -> Result<A, Status>
+    async fn ask<Q, A>(&self, path: &str, asked: Q, largest: usize) -> Result<A, Status>
     where
         Q: Message + 'static,
         A: Message + Default + 'static,
     {
         let path = PathAndQuery::try_from(path).map_err(|error| Status::internal(error.to_string()))?;
         let channel = lock(&self.channel).clone();
-        let mut client = Grpc::new(channel).max_decoding_message_size(MAX_ANSWER);
+        let mut client = Grpc::new(channel).max_decoding_message_size(largest);
         client.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
         let answer = client.unary(Request::new(asked), path, ProstCodec::default()).await?;
         Ok(answer.into_inner())
     }
+}
+
+/// The largest answer about so many claims, in bytes.
+fn largest_answer(claims: usize) -> usize {
+    MAX_ANSWER_OF_CLAIM.saturating_mul(claims).saturating_add(MAX_ANSWER)
 }
 
 /// A code's name as Go has it.

@@ -6,7 +6,7 @@ use std::{
 };
 
 use beelet_model::storage::Storage;
-use beelet_policy::dra::{ClaimInfo, ClaimKey, Device, Unprepared, check_devices};
+use beelet_policy::dra::{ClaimInfo, ClaimKey, Device, Unprepared, check_count, check_devices};
 use beelet_proto::dra::v1 as wire;
 use futures::future::join_all;
 use k8s_openapi::api::core::v1 as core;
@@ -59,14 +59,15 @@ impl Dra {
 
     async fn prepare_by(&self, driver: String, batch: Batch) -> Result<(), Error> {
         let answer = self.plugin(&driver)?.prepare(on_wire(&batch)).await?;
-        let said = answer.claims.into_iter();
-        let said = said.map(|(uid, of)| (uid, (of.error, of.devices.into_iter().map(device).collect())));
+        let said = answer.claims.into_iter().map(|(uid, of)| (uid, (of.error, of.devices)));
         for (key, devices) in checked(PREPARE, &batch, said.collect())? {
-            let devices: Vec<Device> = devices;
-            check_devices(&devices).map_err(|why| {
+            let impossible = |why| {
                 let what = format!("gave an impossible answer for ResourceClaim {}: {why}", key.name);
                 Error::Answer { method: PREPARE, what }
-            })?;
+            };
+            check_count(devices.len()).map_err(impossible)?;
+            let devices: Vec<Device> = devices.into_iter().map(device).collect();
+            check_devices(&devices).map_err(impossible)?;
             self.change(|ledger| ledger.set_devices(key, &driver, devices));
         }
         Ok(())

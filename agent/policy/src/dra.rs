@@ -27,6 +27,9 @@ const MAX_DEVICES: usize = 256;
 const MAX_NAMES: usize = 64;
 /// The longest name that a driver may give, in bytes.
 const MAX_NAME: usize = 1024;
+/// All names of one claim's devices, in bytes: they are in memory and in the record for as long as a pod has
+/// the claim.
+const MAX_NAMES_OF_CLAIM: usize = 64 << 10;
 
 /// A claim by its namespace and its name: what containers and records refer to.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -91,28 +94,48 @@ impl Device {
         if self.requests.len() > MAX_NAMES || self.cdi.len() > MAX_NAMES {
             return Err(format!("a device has more than {MAX_NAMES} requests or CDI devices"));
         }
-        let named = [&self.pool, &self.name].into_iter().chain(&self.share).chain(&self.requests);
-        let sound = |name: &String| name.len() <= MAX_NAME && !name.chars().any(char::is_control);
-        match named.chain(&self.cdi).find(|name| !sound(name)) {
+        // The record is JSON inside of JSON: a character that is escaped twice takes many times its room.
+        let is_sound = |c: char| !c.is_control() && !matches!(c, '"' | '\\');
+        let sound = |name: &&String| name.len() <= MAX_NAME && name.chars().all(is_sound);
+        match self.names().find(|name| !sound(name)) {
             Some(name) => Err(format!("{:?} is not a name", name.chars().take(64).collect::<String>())),
             None if self.cdi.iter().any(String::is_empty) => Err("a CDI device has no name".to_owned()),
             None => Ok(()),
         }
     }
+
+    /// All names that a driver gave it.
+    fn names(&self) -> impl Iterator<Item = &String> {
+        let own = [&self.pool, &self.name].into_iter().chain(&self.share);
+        own.chain(&self.requests).chain(&self.cdi)
+    }
+}
+
+/// Checks how many devices a driver prepared for a claim, before anything is made of them.
+///
+/// # Errors
+/// There are too many.
+pub fn check_count(devices: usize) -> Result<(), String> {
+    if devices > MAX_DEVICES {
+        return Err(format!("{devices} devices are more than the {MAX_DEVICES} that a claim may have"));
+    }
+    Ok(())
 }
 
 /// Checks what a driver prepared for a claim.
 ///
 /// # Errors
-/// There are too many devices, or one of them can't be.
+/// There are too many devices, their names are too long together, or one of them can't be.
 pub fn check_devices(devices: &[Device]) -> Result<(), String> {
-    if devices.len() > MAX_DEVICES {
+    check_count(devices.len())?;
+    devices.iter().try_for_each(Device::check)?;
+    let length: usize = devices.iter().flat_map(Device::names).map(String::len).sum();
+    if length > MAX_NAMES_OF_CLAIM {
         return Err(format!(
-            "{} devices are more than the {MAX_DEVICES} that a claim may have",
-            devices.len()
+            "names of {length} bytes are more than the {MAX_NAMES_OF_CLAIM} that a claim's devices may have"
         ));
     }
-    devices.iter().try_for_each(Device::check)
+    Ok(())
 }
 
 /// The request of a subrequest (`BaseRequestRef`).

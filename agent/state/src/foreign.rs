@@ -47,8 +47,12 @@ impl ForeignFile {
     /// after [`Self::settle`].
     ///
     /// # Errors
-    /// The disk is full or fails; what was there before still is.
+    /// There are more of them than [`Self::read`] takes, or the disk is full or fails; what was there before
+    /// still is.
     pub fn replace(&self, bytes: &[u8]) -> Result<(), StateError> {
+        if bytes.len() as u64 > MAX_RECORD {
+            return Err(StateError::TooLarge(self.path.clone()));
+        }
         let temporary = self.beside("tmp");
         let write = || {
             let mut file =
@@ -142,6 +146,16 @@ mod tests {
             assert_eq!(file.read().unwrap(), None);
         }
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), MAX_QUARANTINED);
+    }
+
+    #[test]
+    fn what_could_not_be_read_again_is_not_written() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = ForeignFile::new(dir.path().join("checkpoint"));
+        file.replace(b"old").unwrap();
+        let large = vec![b'x'; usize::try_from(MAX_RECORD).unwrap() + 1];
+        assert!(matches!(file.replace(&large), Err(StateError::TooLarge(_))));
+        assert_eq!(file.read().unwrap().unwrap(), b"old");
     }
 
     #[test]

@@ -100,6 +100,9 @@ pub enum StateError {
         .0.display()
     )]
     NoSpace(PathBuf),
+    /// It would be larger than what is read again. The file is as it was before.
+    #[error("the new content of {} has more than {MAX_RECORD} bytes, and is not written", .0.display())]
+    TooLarge(PathBuf),
     /// Any other failure of the file system.
     #[error("state: cannot {action} {}: {source}", .path.display())]
     Io {

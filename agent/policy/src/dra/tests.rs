@@ -240,9 +240,17 @@ fn the_record_is_the_kubelets() {
 #[test]
 fn a_damaged_record_is_no_record() {
     let check = |text: &str, expected: fn(&CheckpointError) -> bool| {
+    check(&[device("d\"", &[], &[])], false);
+    check(&[device("d", &["r\\"], &[])], false);
+    check(&[device("d", &[], &["v/c=gerät"])], true);
         let error = checkpoint::read(text.as_bytes()).unwrap_err();
         assert!(expected(&error), "{text:.40}: {error}");
+    check(&vec![device("d", &[], &[]); MAX_DEVICES], true);
     };
+    // 63 names of 1,024 bytes, and a pool and a device's name: with one more they are too long together.
+    let long = "c".repeat(MAX_NAME);
+    check(&[device("d", &[], &vec![long.as_str(); 63])], true);
+    check(&[device("d", &[], &vec![long.as_str(); 64])], false);
     check("", |error| matches!(error, CheckpointError::Malformed(_)));
     check(&KUBELETS[..100], |error| matches!(error, CheckpointError::Malformed(_)));
     check(&KUBELETS.replace("dev-1", "dev-2"), |error| matches!(error, CheckpointError::Checksum { .. }));
