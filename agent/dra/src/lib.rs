@@ -11,6 +11,7 @@ mod metrics;
 mod plugin;
 mod prepare;
 mod registration;
+mod unsaved;
 mod view;
 
 use std::{
@@ -30,13 +31,13 @@ use tokio::{
 };
 use tracing::{info, warn};
 
-use self::plugin::Plugin;
 pub use self::{
     error::Error,
     metrics::Metrics,
     registration::KIND,
     view::{ClaimView, DeviceView},
 };
+use self::{plugin::Plugin, unsaved::Unsaved};
 
 /// The kubelet's name of the record.
 const RECORD: &str = "dra_manager_state";
@@ -56,6 +57,8 @@ struct Inner {
     /// One lock per claim that somebody works on.
     busy: Mutex<BTreeMap<ClaimKey, Arc<tokio::sync::Mutex<()>>>>,
     record: ForeignFile,
+    /// The pods that the record may have and the ledger has no more. Locked after the ledger, if both are.
+    unsaved: Mutex<Unsaved>,
     /// Held by whoever writes the record.
     writing: Arc<tokio::sync::Mutex<()>>,
     metrics: Metrics,
@@ -76,6 +79,7 @@ impl Dra {
             ledger: Mutex::new(ledger),
             busy: Mutex::default(),
             record,
+            unsaved: Mutex::default(),
             writing: Arc::default(),
             metrics,
         }))
@@ -90,13 +94,15 @@ impl Dra {
     /// The UIDs of the pods whose claims are not given back.
     #[must_use]
     pub fn pods(&self) -> BTreeSet<String> {
-        lock(&self.0.ledger).pods()
+        let mut pods = lock(&self.0.ledger).pods();
+        pods.extend(lock(&self.0.unsaved).pods());
+        pods
     }
 
-    /// Returns true while a pod has not given back all of its claims.
+    /// Returns true while a pod has not given back all of its claims, or the record says so.
     #[must_use]
     pub fn has(&self, uid: &str) -> bool {
-        !lock(&self.0.ledger).of_pod(uid).is_empty()
+        !lock(&self.0.ledger).of_pod(uid).is_empty() || lock(&self.0.unsaved).has(uid)
     }
 
     /// The plugin of a driver: the newest that is connected, or else the newest (`GetPlugin`).
@@ -132,14 +138,20 @@ impl Dra {
     /// Writes the record as of now, and waits for the disk.
     async fn save(&self) -> Result<(), Error> {
         let turn = Arc::clone(&self.0.writing).lock_owned().await;
-        let (ledger, record) = (lock(&self.0.ledger).clone(), self.0.record.clone());
+        let (ledger, unsaved) = {
+            let ledger = lock(&self.0.ledger);
+            (ledger.clone(), lock(&self.0.unsaved).clone())
+        };
+        let record = self.0.record.clone();
         // The turn ends with the write, also where nobody waits for it any more.
         let write = move || {
             let _turn = turn;
             record.replace(&checkpoint::write(&ledger)?)?;
             Ok(record.settle()?)
         };
-        blocking("writing the record of resource claims", write).await
+        blocking("writing the record of resource claims", write).await.inspect(|()| {
+            lock(&self.0.unsaved).saved(&unsaved);
+        })
     }
 }
 

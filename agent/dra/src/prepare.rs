@@ -77,11 +77,13 @@ impl Dra {
     /// asked where it has nothing.
     ///
     /// # Errors
-    /// A driver can't, or not yet: what it did not take back stays noted.
+    /// A driver can't, or not yet: what it did not take back stays noted. Or the record can't be written:
+    /// [`Self::has`] stays true until it is.
     pub async fn unprepare(&self, uid: &str) -> Result<(), Error> {
         let keys: BTreeSet<ClaimKey> = lock(&self.0.ledger).of_pod(uid).into_iter().collect();
         if keys.is_empty() {
-            return Ok(());
+            // Drivers have all back, but the record on the disk may still say that the pod has it.
+            return if lock(&self.0.unsaved).has(uid) { self.save().await } else { Ok(()) };
         }
         let began = Instant::now();
         let _held = self.hold(&keys).await;
@@ -131,6 +133,8 @@ impl Dra {
         &self,
         storage: Option<&dyn Storage>,
         pod: &core::Pod,
+            // Before it is gone from the ledger: nobody may see it in neither.
+            lock(&self.0.unsaved).note(uid);
         container: &core::Container,
     ) -> Result<Vec<String>, Error> {
         let known = || policy::cdi_devices(&lock(&self.0.ledger), pod, container).map_err(Error::Unmet);
