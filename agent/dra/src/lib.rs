@@ -57,6 +57,9 @@ struct Inner {
     /// One lock per claim that somebody works on.
     busy: Mutex<BTreeMap<ClaimKey, Arc<tokio::sync::Mutex<()>>>>,
     record: ForeignFile,
+    /// The record was lost when the agent began: pods that run since before may use claims and not be in the
+    /// ledger.
+    lost: bool,
     /// The pods that the record may have and the ledger has no more. Locked after the ledger, if both are.
     unsaved: Mutex<Unsaved>,
     /// Held by whoever writes the record.
@@ -70,7 +73,7 @@ impl Dra {
     #[must_use]
     pub fn open(kubelet_dir: &Path, metrics: Metrics, tell: impl Fn(&str, String)) -> Self {
         let record = ForeignFile::new(kubelet_dir.join(RECORD));
-        let ledger = load(&record, tell);
+        let (ledger, lost) = load(&record, tell);
         metrics.in_use(&ledger);
         Self(Arc::new(Inner {
             plugins: Mutex::default(),
@@ -79,6 +82,7 @@ impl Dra {
             ledger: Mutex::new(ledger),
             busy: Mutex::default(),
             record,
+            lost,
             unsaved: Mutex::default(),
             writing: Arc::default(),
             metrics,
@@ -155,12 +159,12 @@ impl Dra {
     }
 }
 
-/// The record, or nothing in place of one that can't be trusted.
-fn load(record: &ForeignFile, tell: impl Fn(&str, String)) -> Ledger {
+/// The record, or nothing in place of one that can't be trusted; true if it was lost.
+fn load(record: &ForeignFile, tell: impl Fn(&str, String)) -> (Ledger, bool) {
     let reason = match record.read() {
-        Ok(None) => return Ledger::default(),
+        Ok(None) => return (Ledger::default(), false),
         Ok(Some(bytes)) => match checkpoint::read(&bytes) {
-            Ok(ledger) => return ledger,
+            Ok(ledger) => return (ledger, false),
             Err(reason) => reason.to_string(),
         },
         Err(error) => error.to_string(),
@@ -171,7 +175,7 @@ fn load(record: &ForeignFile, tell: impl Fn(&str, String)) -> Ledger {
     };
     warn!("{message}; claims are prepared again as pods need them");
     tell("ResourceClaimRecordCorrupt", message);
-    Ledger::default()
+    (Ledger::default(), true)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -5,7 +5,7 @@ use std::{
     time::Instant,
 };
 
-use beelet_model::storage::Storage;
+use beelet_model::{storage::Storage, table::PodTable};
 use beelet_policy::dra::{ClaimInfo, ClaimKey, Device, Unprepared, check_count, check_devices};
 use beelet_proto::dra::v1 as wire;
 use futures::future::join_all;
@@ -73,13 +73,13 @@ impl Dra {
         Ok(())
     }
 
-    /// Has drivers take back what they have prepared for a pod, all but what other pods use too. Nothing is
-    /// asked where it has nothing.
+    /// Has drivers take back what they have prepared for a pod, all but what other pods use too, by the
+    /// record or, where that was lost, by the table. Nothing is asked where it has nothing.
     ///
     /// # Errors
     /// A driver can't, or not yet: what it did not take back stays noted. Or the record can't be written:
     /// [`Self::has`] stays true until it is.
-    pub async fn unprepare(&self, uid: &str) -> Result<(), Error> {
+    pub async fn unprepare(&self, uid: &str, table: &PodTable) -> Result<(), Error> {
         let keys: BTreeSet<ClaimKey> = lock(&self.0.ledger).of_pod(uid).into_iter().collect();
         if keys.is_empty() {
             // Drivers have all back, but the record on the disk may still say that the pod has it.
@@ -87,9 +87,28 @@ impl Dra {
         }
         let began = Instant::now();
         let _held = self.hold(&keys).await;
+        if self.0.lost {
+            self.find_users(uid, &keys, table);
+        }
         let unprepared = self.unprepare_all(uid).await;
         self.0.metrics.operated("UnprepareResources", unprepared.is_err(), began.elapsed());
         unprepared
+    }
+
+    /// Notes who else runs with these claims. They have not begun since the record was lost, or they would be
+    /// in the ledger.
+    fn find_users(&self, uid: &str, keys: &BTreeSet<ClaimKey>, table: &PodTable) {
+        let here = table.pods.values().filter(|entry| !entry.stopped && !entry.is_gone());
+        let others: Vec<(&core::Pod, &str)> = here
+            .filter_map(|entry| Some((&entry.pod, entry.pod.metadata.uid.as_deref()?)))
+            .filter(|(_, other)| *other != uid)
+            .collect();
+        self.change(|ledger| {
+            for key in keys {
+                let users = others.iter().filter(|(pod, _)| policy::runs_with(pod, key));
+                ledger.share(key, users.map(|(_, other)| (*other).to_owned()));
+            }
+        });
     }
 
     async fn unprepare_all(&self, uid: &str) -> Result<(), Error> {
@@ -113,6 +132,8 @@ impl Dra {
         }
         self.change(|ledger| {
             let given_back = last.iter().map(|(key, _, _)| key).filter(|key| !kept.contains(*key));
+            // Before it is gone from the ledger: nobody may see it in neither.
+            lock(&self.0.unsaved).note(uid);
             shared.iter().chain(given_back).for_each(|key| ledger.leave(uid, key));
         });
         self.save().await?;
@@ -133,8 +154,6 @@ impl Dra {
         &self,
         storage: Option<&dyn Storage>,
         pod: &core::Pod,
-            // Before it is gone from the ledger: nobody may see it in neither.
-            lock(&self.0.unsaved).note(uid);
         container: &core::Container,
     ) -> Result<Vec<String>, Error> {
         let known = || policy::cdi_devices(&lock(&self.0.ledger), pod, container).map_err(Error::Unmet);

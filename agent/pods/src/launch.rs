@@ -43,6 +43,7 @@ use beelet_model::{
     objects::Objects,
     pod::{NodeFacts, has_host_port},
     storage::Storage,
+    table::PodTable,
 };
 use beelet_spec::{
     cri_config::{self, ContainerFacts, Features, UserNamespace},
@@ -64,6 +65,8 @@ pub struct Launcher {
     pub puller: Arc<Puller>,
     /// What should run: ConfigMaps, Secrets and RuntimeClasses come with it.
     pub desired: watch::Receiver<Arc<Desired>>,
+    /// The pods that are here.
+    pub table: watch::Receiver<Arc<PodTable>>,
     /// The cgroup tree.
     pub cgroups: Arc<Cgroups>,
     /// How cgroup values are computed.
@@ -514,7 +517,8 @@ impl Launcher {
     /// for that takes its devices for free (`SyncTerminatingPod`).
     pub(crate) async fn unprepare(&self, plan: &PodPlan) -> Result<(), Error> {
         let pod = || Object::pod(&plan.pod);
-        let giving_back = Box::pin(self.dra.unprepare(&plan.uid));
+        let table = Arc::clone(&self.table.borrow());
+        let giving_back = Box::pin(self.dra.unprepare(&plan.uid, &table));
         let given = self.waited(pod, "drivers to take back its resource claims", giving_back).await;
         given.map_err(|error| {
             let message = format!("Failed to unprepare dynamic resources: {error}");

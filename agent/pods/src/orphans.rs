@@ -111,7 +111,8 @@ impl Found {
     async fn remove(&mut self, parts: &Sweep, uid: String) {
         let (folder, disks) = (parts.pods_dir.join(&uid), parts.disks.clone());
         let of_plugins = parts.csi.release(&uid).await.map_err(Error::of_files);
-        let of_drivers = parts.dra.unprepare(&uid).await.map_err(Error::StillPrepared);
+        let table = Arc::clone(&parts.table.borrow());
+        let of_drivers = parts.dra.unprepare(&uid, &table).await.map_err(Error::StillPrepared);
         let remove = async || {
             of_plugins?;
             of_drivers?;

@@ -313,14 +313,27 @@ pub fn is_claimed(pod: &Pod, container: &str, resource: &str) -> bool {
             .any(|mapping| mapping.container_name == container && mapping.resource_name == resource)
 }
 
+/// Returns true if a pod uses a claim and something of it was made: its claims were prepared before that.
+#[must_use]
+pub fn runs_with(pod: &Pod, claim: &ClaimKey) -> bool {
+    let status = pod.status.iter();
+    let mut statuses = status
+        .flat_map(|status| status.init_container_statuses.iter().chain(&status.container_statuses).flatten());
+    statuses.any(|status| status.container_id.is_some())
+        && wanted(pod).is_ok_and(|all| all.iter().any(|wanted| wanted.key == *claim))
+}
+
 /// The CDI devices of a container, each once; None if one of its claims is not among those that are known.
+/// One that only other pods are known to use is not: the record that had this pod was lost.
 ///
 /// # Errors
 /// The claim of a template has not been made yet.
 pub fn cdi_devices(ledger: &Ledger, pod: &Pod, container: &Container) -> Result<Option<Vec<String>>, String> {
     let mut devices: Vec<String> = Vec::new();
+    let uid = pod.metadata.uid.as_deref().unwrap_or_default();
     for (key, requests) in of_container(pod, container)? {
-        let Some(info) = ledger.get(&key) else { return Ok(None) };
+        let info = ledger.get(&key).filter(|info| info.pods.contains(uid));
+        let Some(info) = info else { return Ok(None) };
         for name in requests.iter().flat_map(|request| info.cdi(request)) {
             if !devices.iter().any(|known| known == name) {
                 devices.push(name.to_owned());

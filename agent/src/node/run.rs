@@ -809,6 +809,7 @@ impl Node {
             runtime: self.runtime.clone(),
             puller: Arc::clone(&self.puller),
             desired,
+            table: self.table.clone(),
             cgroups: Arc::clone(&self.cgroups),
             cgroup_config: self.cgroup_config.clone(),
             node: facts::node_facts(&self.config, &self.machine, &self.cgroup_config.node)?,

@@ -119,6 +119,13 @@ impl Ledger {
         found
     }
 
+    /// Other pods are found to use a claim that is here.
+    pub fn share(&mut self, key: &ClaimKey, pods: impl IntoIterator<Item = String>) {
+        if let Some(info) = self.0.get_mut(key) {
+            info.pods.extend(pods);
+        }
+    }
+
     /// A pod uses this claim no more; it is forgotten with its last pod.
     pub fn leave(&mut self, uid: &str, key: &ClaimKey) {
         let Some(info) = self.0.get_mut(key) else { return };

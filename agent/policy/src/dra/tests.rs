@@ -139,12 +139,13 @@ fn a_container_gets_the_devices_of_the_requests_that_it_names() {
         device("d2", &["two/small"], &["v/c=2", "v/c=common"]),
         device("d3", &[], &["v/c=3"]),
     ];
-    let ledger: Ledger = [
+    let claims = [
         (key_of("big"), info("c-1", gpu)),
         (key_of("web-net-x"), info("c-2", vec![device("n", &[], &["v/net=1"])])),
-    ]
-    .into_iter()
-    .collect();
+    ];
+    let (mut ledger, mut of_another) = (Ledger::default(), Ledger::default());
+    ledger.enter("u-1", &claims).unwrap();
+    of_another.enter("u-2", &claims).unwrap();
     let of = |ledger: &Ledger, claims: Value| {
         let container =
             serde_json::from_value(json!({"name": "x", "resources": {"claims": claims}})).unwrap();
@@ -159,6 +160,29 @@ fn a_container_gets_the_devices_of_the_requests_that_it_names() {
     check(json!([{"name": "net"}, {"name": "gpu", "request": "none"}]), "v/c=3 v/net=1");
     check(json!([{"name": "other"}]), "");
     assert_eq!(of(&Ledger::default(), json!([{"name": "gpu"}])), None);
+    assert_eq!(of(&of_another, json!([{"name": "gpu"}])), None);
+}
+
+#[test]
+fn a_pod_that_runs_keeps_its_claim_although_nothing_is_known_of_it() {
+    let check = |statuses: Value, claim: &str, expected: bool| {
+        let mut pod = usual();
+        pod.status.as_mut().unwrap().container_statuses = serde_json::from_value(statuses).unwrap();
+        assert_eq!(runs_with(&pod, &key_of(claim)), expected, "{claim}");
+    };
+    let one = |id: Value| json!([{"name": "a", "image": "", "imageID": "", "ready": true, "restartCount": 0, "containerID": id}]);
+    check(one(json!("x://1")), "big", true);
+    check(one(json!("x://1")), "web-net-x", true);
+    check(one(json!("x://1")), "other", false);
+    check(one(Value::Null), "big", false);
+    check(Value::Null, "big", false);
+    let mut ledger = Ledger::default();
+    ledger.enter("u-2", &[(key_of("big"), info("c-1", Vec::new()))]).unwrap();
+    ledger.share(&key_of("big"), ["u-1".to_owned()]);
+    ledger.share(&key_of("other"), ["u-1".to_owned()]);
+    assert_eq!(ledger.leaving("u-2"), Unprepared { shared: vec![key_of("big")], ..Default::default() });
+    ledger.leave("u-2", &key_of("big"));
+    assert_eq!(ledger.of_pod("u-1"), [key_of("big")]);
 }
 
 #[test]
@@ -180,6 +204,8 @@ fn an_extended_resource_may_be_a_claims() {
     assert_eq!(of_container(&pod, &containers[1]).unwrap(), []);
     assert!(is_claimed(&pod, "a", "example.com/gpu"));
     assert!(!is_claimed(&pod, "c", "example.com/gpu"));
+    // Whatever a status says, cpu is the node's.
+    assert!(!is_claimed(&pod, "a", "cpu"));
 }
 
 #[test]
@@ -204,8 +230,6 @@ fn a_claim_is_unprepared_with_its_last_pod_and_prepared_once() {
     let why = ledger.enter("u-3", &other).unwrap_err();
     assert!(why.contains("different UID c-1 still exists"), "{why}");
     assert_eq!(ledger.get(&key_of("small")), None);
-    // Whatever a status says, cpu is the node's.
-    assert!(!is_claimed(&pod, "a", "cpu"));
     ledger.leave("u-2", &key_of("big"));
     assert_eq!(ledger, Ledger::default());
 }
@@ -216,9 +240,17 @@ fn what_a_driver_says_is_bounded() {
     check(&[device("d", &["r"], &["v/c=1"])], true);
     check(&[device("d", &[], &[""])], false);
     check(&[device("d", &[], &["v/c=1\n"])], false);
+    check(&[device("d\"", &[], &[])], false);
+    check(&[device("d", &["r\\"], &[])], false);
+    check(&[device("d", &[], &["v/c=gerät"])], true);
     check(&[device(&"d".repeat(MAX_NAME + 1), &[], &[])], false);
     check(&[device("d", &[], &["v/c=1"; MAX_NAMES + 1])], false);
+    check(&vec![device("d", &[], &[]); MAX_DEVICES], true);
     check(&vec![device("d", &[], &[]); MAX_DEVICES + 1], false);
+    // 63 names of 1,024 bytes, and a pool and a device's name: with one more they are too long together.
+    let long = "c".repeat(MAX_NAME);
+    check(&[device("d", &[], &vec![long.as_str(); 63])], true);
+    check(&[device("d", &[], &vec![long.as_str(); 64])], false);
 }
 
 /// As a kubelet of 1.36 writes it (`pkg/kubelet/cm/dra/state/checkpointer_test.go`).
@@ -240,17 +272,9 @@ fn the_record_is_the_kubelets() {
 #[test]
 fn a_damaged_record_is_no_record() {
     let check = |text: &str, expected: fn(&CheckpointError) -> bool| {
-    check(&[device("d\"", &[], &[])], false);
-    check(&[device("d", &["r\\"], &[])], false);
-    check(&[device("d", &[], &["v/c=gerät"])], true);
         let error = checkpoint::read(text.as_bytes()).unwrap_err();
         assert!(expected(&error), "{text:.40}: {error}");
-    check(&vec![device("d", &[], &[]); MAX_DEVICES], true);
     };
-    // 63 names of 1,024 bytes, and a pool and a device's name: with one more they are too long together.
-    let long = "c".repeat(MAX_NAME);
-    check(&[device("d", &[], &vec![long.as_str(); 63])], true);
-    check(&[device("d", &[], &vec![long.as_str(); 64])], false);
     check("", |error| matches!(error, CheckpointError::Malformed(_)));
     check(&KUBELETS[..100], |error| matches!(error, CheckpointError::Malformed(_)));
     check(&KUBELETS.replace("dev-1", "dev-2"), |error| matches!(error, CheckpointError::Checksum { .. }));
