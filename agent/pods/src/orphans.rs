@@ -13,6 +13,7 @@ use std::{
     time::Duration,
 };
 
+use futures::future::{join, join_all};
 use tokio::{
     sync::watch,
     time::{Instant, MissedTickBehavior, interval},
@@ -30,6 +31,9 @@ use beelet_dra::Dra;
 use beelet_model::{desired::Desired, table::PodTable};
 use beelet_volumes::Disks;
 
+/// How many pods' remains are taken away at a time: a driver that says nothing must not hold up all others.
+const AT_ONCE: usize = 16;
+
 /// What is needed to tell whose a folder is.
 #[derive(Debug)]
 pub struct Sweep {
@@ -41,6 +45,9 @@ pub struct Sweep {
     pub csi: Csi,
     /// Drivers that claims to devices are prepared by.
     pub dra: Dra,
+    /// The node has no API server. Its drivers, pods of a cluster, are not here then: what the record of
+    /// claims says waits for the day that they are again.
+    pub standalone: bool,
     /// The pods that are here.
     pub table: watch::Receiver<Arc<PodTable>>,
     /// The pods of which anything is known.
@@ -87,7 +94,9 @@ impl Found {
             entries.filter_map(|entry| entry.file_name().into_string().ok()).collect::<BTreeSet<String>>()
         });
         let mut unknown = listed.await;
-        unknown.extend(parts.dra.pods());
+        if !parts.standalone {
+            unknown.extend(parts.dra.pods());
+        }
         unknown.retain(|uid| is_uid(uid) && !parts.is_known(uid));
         self.since.retain(|uid, _| unknown.contains(uid));
         self.told.retain(|uid| unknown.contains(uid));
@@ -103,32 +112,23 @@ impl Found {
         let Ok(sandboxes) = parts.runtime.list_sandboxes(None).await else { return };
         let running: BTreeSet<&str> =
             sandboxes.iter().filter_map(|sandbox| Some(sandbox.metadata.as_ref()?.uid.as_str())).collect();
-        for uid in old.into_iter().filter(|uid| !running.contains(uid.as_str()) && !parts.is_known(uid)) {
-            self.remove(parts, uid).await;
+        let gone = old.into_iter().filter(|uid| !running.contains(uid.as_str()) && !parts.is_known(uid));
+        let gone: Vec<String> = gone.collect();
+        for some in gone.chunks(AT_ONCE) {
+            let done = join_all(some.iter().map(|uid| parts.remove(uid))).await;
+            some.iter().zip(done).for_each(|(uid, done)| self.note(uid, done));
         }
     }
 
-    async fn remove(&mut self, parts: &Sweep, uid: String) {
-        let (folder, disks) = (parts.pods_dir.join(&uid), parts.disks.clone());
-        let of_plugins = parts.csi.release(&uid).await.map_err(Error::of_files);
-        let table = Arc::clone(&parts.table.borrow());
-        let of_drivers = parts.dra.unprepare(&uid, &table).await.map_err(Error::StillPrepared);
-        let remove = async || {
-            of_plugins?;
-            of_drivers?;
-            let removing = blocking("removing a folder of volumes", move || {
-                disks.unmount_all(&folder)?;
-                Ok::<_, beelet_volumes::Error>(remove_folder(&folder)?)
-            });
-            removing.await.map_err(Error::of_files)
-        };
-        match remove().await {
+    /// Says what came of one, once.
+    fn note(&mut self, uid: &str, done: Result<(), Error>) {
+        match done {
             Ok(()) => {
                 info!(uid, "the volumes and the claims of a pod that nobody knows are given back");
-                self.since.remove(&uid);
+                self.since.remove(uid);
             }
             Err(error) => {
-                if self.told.insert(uid) {
+                if self.told.insert(uid.to_owned()) {
                     warn!("what a pod has left that nobody knows stays: {error}");
                 }
             }
@@ -137,6 +137,24 @@ impl Found {
 }
 
 impl Sweep {
+    /// Takes away what is left of a pod. Its volumes don't wait for drivers of its claims, nor these for
+    /// them: either may never be given back.
+    async fn remove(&self, uid: &str) -> Result<(), Error> {
+        let table = Arc::clone(&self.table.borrow());
+        let (of_volumes, of_drivers) = join(self.remove_volumes(uid), self.dra.unprepare(uid, &table)).await;
+        of_volumes.and(of_drivers.map_err(Error::StillPrepared))
+    }
+
+    async fn remove_volumes(&self, uid: &str) -> Result<(), Error> {
+        let (folder, disks) = (self.pods_dir.join(uid), self.disks.clone());
+        self.csi.release(uid).await.map_err(Error::of_files)?;
+        let removing = blocking("removing a folder of volumes", move || {
+            disks.unmount_all(&folder)?;
+            Ok::<_, beelet_volumes::Error>(remove_folder(&folder)?)
+        });
+        removing.await.map_err(Error::of_files)
+    }
+
     fn is_known(&self, uid: &str) -> bool {
         // A manifest that can't be read may be of any pod, and the API server may name any.
         self.desired.borrow().is_incomplete()

@@ -21,6 +21,7 @@ impl Node {
             disks: self.disks.clone(),
             csi: self.csi.clone(),
             dra: self.dra.clone(),
+            standalone: self.storage.is_none(),
             table: self.table.clone(),
             known: records.known(),
             desired: handles.desired.clone(),
