@@ -182,6 +182,7 @@ impl Managed {
             oom: &kept.oom,
             previous: kept.status.as_deref(),
             failure: kept.failure.as_ref(),
+            holds_claims: self.pod.metadata.uid.as_deref().is_some_and(|uid| parts.launcher.dra.has(uid)),
             resize: &self.resize,
             node: &parts.launcher.node,
             runtime_name: &parts.runtime_name,

@@ -55,6 +55,8 @@ pub(crate) struct Inputs<'a> {
     pub previous: Option<&'a core::PodStatus>,
     /// Set if the pod was ended for good.
     pub failure: Option<&'a PodFailure>,
+    /// Drivers have not taken back its resource claims: it has not ended yet, whatever its containers have.
+    pub holds_claims: bool,
     /// How a change of its amounts stands.
     pub resize: &'a ResizeFacts,
     /// The node.
@@ -155,7 +157,7 @@ impl Inputs<'_> {
         let never_ran = self.failure.is_some()
             && statuses.iter().chain(&init_statuses).all(|status| status.container_id.is_none());
         let mut status = core::PodStatus {
-            phase: Some(phase.to_owned()),
+            phase: Some(self.held_phase(phase).to_owned()),
             conditions: Some(self.conditions(phase, initialized, &inits, &init_statuses, &statuses)),
             host_ip: host.first().map(ToString::to_string),
             host_ips: (!host.is_empty())
@@ -182,6 +184,19 @@ impl Inputs<'_> {
             }
         }
         status
+    }
+
+    /// The phase that is told. Who hears that a pod has ended takes its devices for free, so that it keeps
+    /// its phase until they are; all else is told at once (`mergePodStatus`).
+    fn held_phase<'p>(&'p self, phase: &'p str) -> &'p str {
+        let is_final = |phase: &str| matches!(phase, "Succeeded" | "Failed");
+        if !self.holds_claims || !is_final(phase) {
+            return phase;
+        }
+        match self.previous.and_then(|previous| previous.phase.as_deref()) {
+            Some(told) if is_final(told) => phase,
+            told => told.unwrap_or("Running"),
+        }
     }
 
     /// What was known before the runtime was asked, with what probes have said since: a listener that comes

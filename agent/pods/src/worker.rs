@@ -382,8 +382,8 @@ impl Worker {
             actions.backoff.clear();
             actions.release = actions.stop_sandboxes.is_empty();
         }
-        if self.gives_back_claims(&actions, &seen).await? {
-            return Ok(Some(Step::Done));
+        if actions.outcome.is_some() && self.launcher.dra.has(&self.plan.uid) {
+            return self.give_back_claims(&actions, &seen).await;
         }
         self.release_ended(&seen);
         self.failed_starts.retain(|name, _| actions.start.iter().any(|s| s.name == *name));
@@ -437,17 +437,21 @@ impl Worker {
         Ok(Some(Step::Done))
     }
 
-    /// A pod that has ended gives back its claims before its status says so, and is looked at again; false if
-    /// it has none.
-    async fn gives_back_claims(&self, actions: &Actions, seen: &Observation) -> Result<bool, Error> {
-        if actions.outcome.is_none() || !self.launcher.dra.has(&self.plan.uid) {
-            return Ok(false);
+    /// A pod that has ended says how its containers have, gives back its claims, and is looked at again: its
+    /// phase says so once that is done. A driver may be away for long.
+    async fn give_back_claims(
+        &self,
+        actions: &Actions,
+        seen: &Arc<Observation>,
+    ) -> Result<Option<Step>, Error> {
+        if !self.report(seen, actions, Stage::Here).await {
+            return Ok(None);
         }
         for id in &actions.stop_sandboxes {
             self.stop_sandbox(id, seen, Window::new(self.plan.grace)).await?;
         }
         self.launcher.unprepare(&self.plan).await?;
-        Ok(true)
+        Ok(Some(Step::Done))
     }
 
     /// A pod that has ended gives back its volumes and its cgroup, once.
@@ -745,7 +749,11 @@ impl Worker {
             // The last states are worth seeing before the records go.
             let last = Arc::new(self.observer.observe().await?);
             let stage = if last.may_run() { Stage::Here } else { Stage::Stopped };
-            if stage == Stage::Stopped {
+            if stage == Stage::Stopped && self.launcher.dra.has(&self.plan.uid) {
+                // How its containers have ended doesn't wait for drivers.
+                if !self.report(&last, &nothing, Stage::Here).await {
+                    return Ok(None);
+                }
                 self.launcher.unprepare(&self.plan).await?;
             }
             if !self.report(&last, &nothing, stage).await {

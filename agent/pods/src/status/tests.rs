@@ -70,6 +70,7 @@ struct Case {
     probes: BTreeMap<String, ProbeFacts>,
     previous: Option<core::PodStatus>,
     failure: Option<PodFailure>,
+    holds_claims: bool,
     oom: BTreeMap<String, OomFacts>,
     now: Option<i64>,
     resize: ResizeFacts,
@@ -91,6 +92,7 @@ impl Case {
             probes: &self.probes,
             previous: self.previous.as_ref(),
             failure: self.failure.as_ref(),
+            holds_claims: self.holds_claims,
             resize: &self.resize,
             oom: &self.oom,
             node: &self.node.clone().unwrap_or_else(node),
@@ -631,4 +633,28 @@ fn amounts_are_in_force_only_when_the_cgroups_have_them() {
     assert_eq!((shown(&done), resizing(&done).len()), (("2".to_owned(), "2".to_owned()), 0));
     case.resize.pending = Some(resize::Pending { reason: "Deferred", message: "no room".to_owned() });
     assert_eq!(resizing(&case.status(&sized("2"), &running)), ["PodResizePending Deferred"]);
+}
+
+#[test]
+fn a_pod_that_holds_claims_says_how_its_containers_ended_but_not_that_it_has() {
+    let pod = pod(json!({"restartPolicy": "Never", "containers": [{"name": "c"}]}));
+    let ended = seen(&["c 0 exit 3"]);
+    let check = |told: Option<&str>, holds_claims: bool, expected: &str| {
+        let phase = |phase: &str| core::PodStatus { phase: Some(phase.to_owned()), ..Default::default() };
+        let case = Case { previous: told.map(phase), holds_claims, ..Case::default() };
+        let status = case.status(&pod, &ended);
+        assert_eq!(status.phase.as_deref(), Some(expected), "{told:?} {holds_claims}");
+        let state = status.container_statuses.as_ref().unwrap()[0].state.as_ref().unwrap();
+        assert_eq!(state.terminated.as_ref().unwrap().exit_code, 3);
+        let ready = status.conditions.iter().flatten().find(|condition| condition.type_ == "Ready").unwrap();
+        assert_eq!((ready.status.as_str(), ready.reason.as_deref()), ("False", Some("PodFailed")));
+    };
+    check(Some("Running"), true, "Running");
+    check(Some("Running"), false, "Failed");
+    check(Some("Pending"), true, "Pending");
+    check(None, true, "Running");
+    // What was told once is not taken back.
+    check(Some("Failed"), true, "Failed");
+    let running = Case { holds_claims: true, ..Case::default() }.status(&pod, &seen(&["c 0 running"]));
+    assert_eq!(running.phase.as_deref(), Some("Running"));
 }
