@@ -86,7 +86,7 @@ pub const TARGETS: &[(&str, Target)] = &[
 /// What the programs say that bring disks to a node, drivers of `flexVolume` and iscsiadm, and what volumes
 /// say of such disks: a sentence about it is short, and no name leads out of a folder.
 pub fn disk_programs(input: &[u8]) {
-    if let Err(flex_volume::Refusal::Failed(why)) = flex_volume::read_answer("mount", input) {
+    if let Err(flex_volume::Refusal::Failed(why)) = flex_volume::read_answer("mount", input, &[]) {
         assert!(why.len() < 16 << 10, "a sentence of {} bytes", why.len());
     }
     let text = String::from_utf8_lossy(input);
