@@ -7,9 +7,9 @@
 //!   at once.
 //! - `cpu`: what the agent uses of a core afterwards. `rss`, `pss`: its memory.
 //! - `listen_to_ready`, `close_to_not_ready`: of one pod among all, as `bench probes` measures them.
-//! - `pods_api_list`: one list of all pods by the pods API (KEP-4188), and `pods_api_get`: one pod, which shows
-//!   what of a list's tail is the machine's. `pods_api_push`: from close(2) in one pod among all to the event
-//!   of that API's watch, and from listen(2).
+//! - `pods_api_list`: one list of all pods by the pods API (KEP-4188), and `pods_api_get`: one pod, which
+//!   shows what of a list's tail is the machine's. `pods_api_push`: from close(2) in one pod among all to the
+//!   event of that API's watch, and from listen(2).
 //! - `relaunch`: the agent killed with SIGKILL; from its next start until its API shows every pod ready.
 //! - `flips`: pods that were ready and then weren't, while the agent was measured and after its next start.
 //!   `restarts`: containers that were started again.

@@ -34,8 +34,8 @@ pub(super) fn lists(agent: &Agent, calls: usize, pods: usize) -> Result<Vec<f64>
     })
 }
 
-/// How long each of `calls` questions for one pod takes, in milliseconds, on one connection: what a call takes
-/// that has next to nothing to carry.
+/// How long each of `calls` questions for one pod takes, in milliseconds, on one connection: what a call
+/// takes that has next to nothing to carry.
 pub(super) fn gets(agent: &Agent, calls: usize, pod: &str) -> Result<Vec<f64>> {
     let socket = socket(agent);
     let pod_uid = agent.until("the pod's UID", |watch| Some(watch.pod(pod)?.uid().to_owned()))?;

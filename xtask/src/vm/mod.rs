@@ -71,8 +71,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "ARGUMENTS", requires = "machine", conflicts_with_all = ["e2e", "write_docs"])]
     bench: Option<String>,
 
-    /// An instruction of the machine takes 2^N nanoseconds of its time, for --bench: at 2 it is a machine of a
-    /// quarter of the speed, whose minute is over here in a quarter of the time
+    /// An instruction of the machine takes 2^N nanoseconds of its time, for --bench: at 2 it is a machine of
+    /// a quarter of the speed, whose minute is over here in a quarter of the time
     #[arg(long, value_name = "N", default_value_t = 0, requires = "bench", value_parser = clap::value_parser!(u8).range(..=8))]
     pace: u8,
 
