@@ -20,6 +20,8 @@ use crate::{
     url::escaped,
 };
 
+/// The API's own description, which anybody who has logged in may read.
+const API: &str = "/apis/resource.k8s.io/v1";
 const SLICES: &str = "/apis/resource.k8s.io/v1/resourceslices";
 /// Time that a driver has to come back: the kubelet's.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -101,10 +103,20 @@ async fn wipe(client: &Client, node: &str, terms: impl IntoIterator<Item = Strin
     for term in terms {
         selector.push_str(&format!(",spec.driver{term}"));
     }
-    match client.delete(&format!("{SLICES}?fieldSelector={}", escaped(&selector)), None).await {
-        // An API server without them has none.
-        Err(error) if error.is_not_found() => Ok(()),
-        removed => removed.map(drop),
+    if !are_served(client).await? {
+        return Ok(());
+    }
+    client.delete(&format!("{SLICES}?fieldSelector={}", escaped(&selector)), None).await.map(drop)
+}
+
+/// Returns true if the API server has ResourceSlices. One before Kubernetes 1.34 hasn't, and would not say so
+/// to who removes them, but that it is forbidden: nobody has granted what there isn't.
+async fn are_served(client: &Client) -> Result<bool, Error> {
+    match client.get(API).await {
+        Err(error) if error.is_not_found() => Ok(false),
+        // Where nodes may not read that, they may remove them all the same.
+        Err(error) if error.is_refusal() => Ok(true),
+        served => served.map(|_| true),
     }
 }
 

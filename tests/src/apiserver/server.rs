@@ -153,6 +153,10 @@ fn whole(code: u16, value: &Value) -> Response<Body> {
 fn work(shared: &Arc<Shared>, asked: &Asked) -> Response<Body> {
     match (asked.path.as_str(), Target::of(&asked.path)) {
         ("/healthz" | "/livez" | "/readyz", _) => Response::new(full("ok".into())),
+        ("/apis/resource.k8s.io/v1", _) => whole(
+            200,
+            &json!({ "kind": "APIResourceList", "groupVersion": "resource.k8s.io/v1", "resources": [] }),
+        ),
         ("/version", _) => whole(200, &json!({ "major": "1", "minor": "36", "gitVersion": "v1.36.0" })),
         (_, Some(target)) if asked.verb == Verb::Watch => watch(shared, asked, &target),
         (_, Some(target)) => {
