@@ -51,7 +51,7 @@ const SCHEDULE_STREAMED: [(Duration, Duration); 2] = [
     (Duration::from_secs(3), Duration::from_millis(50)),
     (Duration::from_secs(30), Duration::from_millis(250)),
 ];
-/// Questions take this much less of the runtime's time than what it has for itself.
+/// The runtime has this many times as long for itself as a question took.
 const SHARE: u32 = 4;
 /// More containers than this are asked for in one listing.
 const ONE_BY_ONE: usize = 4;

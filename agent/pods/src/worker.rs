@@ -361,6 +361,8 @@ impl Worker {
 
     /// One look, one decision, and what it asks for.
     async fn advance(&mut self, control: &Control) -> Result<Option<Step>, Error> {
+        // A step that fails before this is known again waits for its pause, not for an answer that is there.
+        self.held_back = false;
         let seen = self.look(control).await?;
         if std::mem::replace(&mut self.hurries, control.hurries) != control.hurries {
             self.failed_starts.clear();

@@ -195,16 +195,16 @@ impl Sampling {
     /// Reads for subscribers and questions, until `shutdown`.
     pub fn run(mut self, shutdown: CancellationToken) -> Work {
         Box::pin(async move {
-            let mut forgot = Instant::now();
+            let mut next = Instant::now();
             loop {
                 let tracks = self.sampler.as_ref().is_some_and(Sampler::tracks);
                 let idle = tokio::select! {
                     () = shutdown.cancelled() => return,
                     question = self.inbox.questions.recv() => question,
                     () = self.inbox.viewers.notified() => None,
-                    Ok(()) = changed_after(&mut self.table, forgot), if tracks => {
+                    Ok(()) = changed_after(&mut self.table, next), if tracks => {
                         self.forget_gone();
-                        forgot = Instant::now() + FORGET;
+                        next = Instant::now() + FORGET;
                         continue;
                     }
                 };
