@@ -14,6 +14,7 @@ use beelet_model::{
 };
 use beelet_policy::{mirror, node_fit::NodeView};
 use beelet_state::events::{Object, Recorder};
+use imbl::OrdMap;
 use k8s_openapi::api::core::v1 as core;
 use serde_json::Value;
 use tokio::sync::watch;
@@ -33,8 +34,11 @@ pub(crate) struct Pod {
     pub(crate) wanted: Option<Arc<core::Pod>>,
 }
 
-/// All of them. None before the first list.
-pub(crate) type Pods = Option<Arc<BTreeMap<PodName, Pod>>>;
+/// All of them. None before the first list. A copy shares what has not changed.
+pub(crate) type Pods = Option<OrdMap<PodName, Pod>>;
+
+/// Those that the node runs, as it runs them. None before the first list.
+pub(crate) type Wanted = Option<Arc<BTreeMap<PodName, Arc<core::Pod>>>>;
 
 /// The collection that they are in.
 pub(crate) fn collection(node: &str) -> Collection {
@@ -43,10 +47,11 @@ pub(crate) fn collection(node: &str) -> Collection {
 }
 
 /// What should run by these pods.
-pub(crate) fn desired(pods: &Pods) -> Desired {
-    let Some(pods) = pods else { return Desired { api_unread: true, ..Desired::default() } };
-    let wanted = pods.iter().filter_map(|(name, pod)| Some((name.clone(), pod.wanted.clone()?)));
-    Desired { pods: wanted.collect(), ..Desired::default() }
+pub(crate) fn desired(wanted: &Wanted) -> Desired {
+    match wanted {
+        Some(wanted) => Desired { pods: BTreeMap::clone(wanted), ..Desired::default() },
+        None => Desired { api_unread: true, ..Desired::default() },
+    }
 }
 
 /// The node as far as pods may choose it.
@@ -66,8 +71,10 @@ pub(crate) fn view(node: &core::Node) -> NodeView {
 /// Takes in what the API server says.
 pub(crate) struct Assigned {
     node: String,
-    pods: BTreeMap<PodName, Pod>,
+    pods: OrdMap<PodName, Pod>,
     out: watch::Sender<Pods>,
+    /// Told only when something in it changes: most events are echoes of this node's statuses.
+    wanted: watch::Sender<Wanted>,
     events: Recorder,
     /// How many pods an earlier life of the agent knew.
     remembered: usize,
@@ -76,18 +83,27 @@ pub(crate) struct Assigned {
 }
 
 impl Assigned {
-    pub(crate) fn new(node: String, out: watch::Sender<Pods>, events: Recorder, remembered: usize) -> Self {
-        Self { node, pods: BTreeMap::new(), out, events, remembered, doubtful: false }
+    pub(crate) fn new(
+        node: String,
+        (out, wanted): (watch::Sender<Pods>, watch::Sender<Wanted>),
+        events: Recorder,
+        remembered: usize,
+    ) -> Self {
+        Self { node, pods: OrdMap::new(), out, wanted, events, remembered, doubtful: false }
     }
 
-    fn publish(&self) {
-        self.out.send_replace(Some(Arc::new(self.pods.clone())));
+    fn publish(&self, is_other_wanted: bool) {
+        self.out.send_replace(Some(self.pods.clone()));
+        if is_other_wanted {
+            let wanted = self.pods.iter().filter_map(|(name, pod)| Some((name.clone(), pod.wanted.clone()?)));
+            self.wanted.send_replace(Some(Arc::new(wanted.collect())));
+        }
     }
 
     /// Returns true if a list may be believed. One that takes every pod away is asked for twice: it may come
     /// from a backup, and after a restart nobody knows yet what runs.
-    fn is_credible(&mut self, listed: &BTreeMap<PodName, Pod>) -> bool {
-        let own = |pods: &BTreeMap<PodName, Pod>| pods.values().filter(|pod| pod.wanted.is_some()).count();
+    fn is_credible(&mut self, listed: &OrdMap<PodName, Pod>) -> bool {
+        let own = |pods: &OrdMap<PodName, Pod>| pods.values().filter(|pod| pod.wanted.is_some()).count();
         let first = self.out.borrow().is_none();
         let before = if first { self.remembered } else { own(&self.pods) };
         let empty = own(listed) == 0 && (before > 0 || first);
@@ -136,7 +152,7 @@ impl Assigned {
 
 impl Sink for Assigned {
     fn listed(&mut self, objects: Vec<Value>) -> bool {
-        let listed: BTreeMap<PodName, Pod> = objects.iter().filter_map(|object| self.read(object)).collect();
+        let listed: OrdMap<PodName, Pod> = objects.iter().filter_map(|object| self.read(object)).collect();
         if !self.is_credible(&listed) {
             return false;
         }
@@ -146,14 +162,19 @@ impl Sink for Assigned {
             "the API server has said which pods belong to this node"
         );
         self.pods = listed;
-        self.publish();
+        self.publish(true);
         true
     }
 
     fn applied(&mut self, object: &Value) {
         if let Some((name, pod)) = self.read(object) {
-            self.pods.insert(name, pod);
-            self.publish();
+            let wanted = pod.wanted.clone();
+            let before = self.pods.insert(name, pod).and_then(|before| before.wanted);
+            let is_same = match (&before, &wanted) {
+                (Some(before), Some(wanted)) => Arc::ptr_eq(before, wanted),
+                (before, wanted) => before.is_none() && wanted.is_none(),
+            };
+            self.publish(!is_same);
         }
     }
 
@@ -161,8 +182,8 @@ impl Sink for Assigned {
         let Some((name, gone)) = self.read(object) else { return };
         // Another of its name may be here by now.
         if self.pods.get(&name).is_some_and(|known| known.object.metadata.uid == gone.object.metadata.uid) {
-            self.pods.remove(&name);
-            self.publish();
+            let removed = self.pods.remove(&name);
+            self.publish(removed.is_some_and(|pod| pod.wanted.is_some()));
         } else {
             warn!(pod = %name, "the API server deletes a pod that it has not named");
         }
@@ -233,9 +254,9 @@ mod tests {
         })
     }
 
-    fn assigned() -> (Assigned, watch::Receiver<Pods>) {
-        let (out, pods) = watch::channel(None);
-        (Assigned::new("n1".to_owned(), out, Recorder::default(), 0), pods)
+    fn assigned() -> (Assigned, watch::Receiver<Pods>, watch::Receiver<Wanted>) {
+        let ((out, pods), (wanted_out, wanted)) = (watch::channel(None), watch::channel(None));
+        (Assigned::new("n1".to_owned(), (out, wanted_out), Recorder::default(), 0), pods, wanted)
     }
 
     fn uids(pods: &watch::Receiver<Pods>) -> Vec<String> {
@@ -245,10 +266,10 @@ mod tests {
 
     #[test]
     fn a_pod_is_what_the_api_server_wants_and_not_what_it_says_of_this_node() {
-        let (mut assigned, pods) = assigned();
-        assert!(desired(&pods.borrow()).api_unread);
+        let (mut assigned, _, wanted) = assigned();
+        assert!(desired(&wanted.borrow()).api_unread);
         assert!(assigned.listed(vec![pod("a", "u1")]));
-        let desired = desired(&pods.borrow());
+        let desired = desired(&wanted.borrow());
         assert!(!desired.api_unread);
         let (name, a) = desired.pods.first_key_value().unwrap();
         assert_eq!(name.to_string(), "shop/a");
@@ -260,26 +281,27 @@ mod tests {
 
     #[test]
     fn a_status_alone_changes_nothing_that_is_wanted_unless_it_is_an_end() {
-        let (mut assigned, pods) = assigned();
-        let wanted =
-            |pods: &watch::Receiver<Pods>| desired(&pods.borrow()).pods.into_values().next().unwrap();
+        let (mut assigned, mut pods, mut wanted) = assigned();
         assigned.listed(vec![pod("a", "u1")]);
-        let first = wanted(&pods);
+        wanted.mark_unchanged();
         let mut changed = pod("a", "u1");
         changed["metadata"]["resourceVersion"] = json!("2");
         changed["status"]["phase"] = json!("Pending");
+        pods.mark_unchanged();
         assigned.applied(&changed);
-        assert!(Arc::ptr_eq(&first, &wanted(&pods)));
+        assert!(pods.has_changed().unwrap() && !wanted.has_changed().unwrap());
         changed["status"]["phase"] = json!("Failed");
         assigned.applied(&changed);
-        assert!(has_ended(wanted(&pods).status.as_ref()));
+        assert!(wanted.has_changed().unwrap());
+        let pod = desired(&wanted.borrow()).pods.into_values().next().unwrap();
+        assert!(has_ended(pod.status.as_ref()));
     }
 
     #[test]
     fn the_conditions_of_readiness_gates_are_wanted_and_no_others() {
-        let (mut assigned, pods) = assigned();
-        let conditions = |pods: &watch::Receiver<Pods>| {
-            let pod = desired(&pods.borrow()).pods.into_values().next().unwrap();
+        let (mut assigned, _, wanted) = assigned();
+        let conditions = |wanted: &watch::Receiver<Wanted>| {
+            let pod = desired(&wanted.borrow()).pods.into_values().next().unwrap();
             let conditions =
                 pod.status.as_ref().and_then(|status| status.conditions.clone()).unwrap_or_default();
             conditions.into_iter().map(|one| (one.type_, one.status)).collect::<Vec<_>>()
@@ -287,29 +309,34 @@ mod tests {
         let mut gated = pod("a", "u1");
         gated["spec"]["readinessGates"] = json!([{"conditionType": "shop/open"}]);
         assigned.listed(vec![gated.clone()]);
-        assert_eq!(conditions(&pods), []);
+        assert_eq!(conditions(&wanted), []);
         for status in ["True", "False"] {
             gated["status"]["conditions"] =
                 json!([{"type": "Ready", "status": "True"}, {"type": "shop/open", "status": status}]);
             assigned.applied(&gated);
-            assert_eq!(conditions(&pods), [("shop/open".to_owned(), status.to_owned())]);
+            assert_eq!(conditions(&wanted), [("shop/open".to_owned(), status.to_owned())]);
         }
     }
 
     #[test]
     fn a_deletion_is_of_a_uid() {
-        let (mut assigned, pods) = assigned();
+        let (mut assigned, pods, wanted) = assigned();
         assigned.listed(vec![pod("a", "u1")]);
         assigned.applied(&pod("a", "u2"));
         assigned.deleted(&pod("a", "u1"));
         assert_eq!(uids(&pods), ["u2"]);
+        let uids_wanted = || -> Vec<Option<String>> {
+            let wanted = wanted.borrow();
+            wanted.iter().flat_map(|pods| pods.values()).map(|pod| pod.metadata.uid.clone()).collect()
+        };
+        assert_eq!(uids_wanted(), [Some("u2".to_owned())]);
         assigned.deleted(&pod("a", "u2"));
-        assert!(uids(&pods).is_empty());
+        assert!(uids(&pods).is_empty() && uids_wanted().is_empty());
     }
 
     #[test]
     fn a_list_that_takes_all_pods_away_is_believed_the_second_time() {
-        let (mut assigned, pods) = assigned();
+        let (mut assigned, pods, _) = assigned();
         assert!(!assigned.listed(Vec::new()));
         assert!(pods.borrow().is_none());
         assert!(assigned.listed(vec![pod("a", "u1")]));
@@ -326,13 +353,32 @@ mod tests {
 
     #[test]
     fn names_that_lead_elsewhere_and_mirrors_are_not_wanted() {
-        let (mut assigned, pods) = assigned();
+        let (mut assigned, pods, wanted) = assigned();
         let mut mirror = pod("m", "u2");
         mirror["metadata"]["annotations"]["kubernetes.io/config.mirror"] = json!("h");
         let mut container = pod("c", "u3");
         container["spec"]["containers"][0]["name"] = json!("../up");
         assigned.listed(vec![pod("../../etc", "u1"), pod("a", ".."), container, mirror, pod("b", "u4")]);
         assert_eq!(uids(&pods), ["u4", "u2"]);
-        assert_eq!(desired(&pods.borrow()).pods.len(), 1);
+        assert_eq!(desired(&wanted.borrow()).pods.len(), 1);
+    }
+
+    #[test]
+    fn a_mirror_that_comes_changes_or_goes_changes_nothing_that_is_wanted() {
+        let (mut assigned, pods, mut wanted) = assigned();
+        assigned.listed(vec![pod("a", "u1")]);
+        wanted.mark_unchanged();
+        let mut mirror = pod("m", "u2");
+        mirror["metadata"]["annotations"]["kubernetes.io/config.mirror"] = json!("h");
+        assigned.applied(&mirror);
+        assert_eq!(uids(&pods), ["u1", "u2"]);
+        mirror["status"]["phase"] = json!("Succeeded");
+        assigned.applied(&mirror);
+        assigned.deleted(&mirror);
+        assert!(uids(&pods) == ["u1"] && !wanted.has_changed().unwrap());
+        // A pod in the place of a mirror is wanted.
+        assigned.applied(&mirror);
+        assigned.applied(&pod("m", "u3"));
+        assert_eq!(desired(&wanted.borrow_and_update()).pods.len(), 2);
     }
 }

@@ -29,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use crate::{
-    assigned::{self, Pods},
+    assigned::{self, Wanted},
     kept::{Kept, KeptSecrets},
     objects::Held,
     presence::Presence,
@@ -58,7 +58,7 @@ pub struct Settings {
 /// What was kept by an earlier life of the agent.
 #[derive(Clone, Debug)]
 pub(crate) struct Remembered {
-    pods: Pods,
+    pods: Wanted,
     held: Held,
     node: Option<NodeView>,
     at: Timestamp,
@@ -67,7 +67,7 @@ pub(crate) struct Remembered {
 impl Remembered {
     /// How many pods should run by it.
     pub(crate) fn count(&self) -> usize {
-        self.pods.iter().flat_map(|pods| pods.values()).filter(|pod| pod.wanted.is_some()).count()
+        self.pods.as_ref().map_or(0, |pods| pods.len())
     }
 
     /// What its pods refer to, as the API server said it.
@@ -89,8 +89,7 @@ impl Remembered {
     /// without it, and the Secrets that only pulls of images need.
     fn make_do(&mut self) {
         self.held.tokens_optional = true;
-        let pods: Vec<Arc<core::Pod>> =
-            self.pods.iter().flat_map(|pods| pods.values()).filter_map(|pod| pod.wanted.clone()).collect();
+        let pods: Vec<Arc<core::Pod>> = self.pods.iter().flat_map(|pods| pods.values()).cloned().collect();
         let needed: BTreeSet<_> =
             pods.iter().flat_map(|pod| references::of(&without_pull_secrets(pod))).collect();
         for reference in pods.iter().flat_map(|pod| references::of(pod)) {
@@ -104,9 +103,8 @@ impl Remembered {
     /// The pods that wait until the API server is back, for what is not kept.
     fn waiting(&self) -> Vec<(PodName, Arc<core::Pod>)> {
         let objects = self.held.objects(&self.pods);
-        let all = self.pods.iter().flat_map(|pods| pods.iter());
-        let wanted = all.filter_map(|(name, pod)| Some((name.clone(), pod.wanted.clone()?)));
-        wanted.filter(|(_, pod)| objects.is_unread(pod)).collect()
+        let waiting = self.pods.iter().flat_map(|pods| pods.iter()).filter(|(_, pod)| objects.is_unread(pod));
+        waiting.map(|(name, pod)| (name.clone(), Arc::clone(pod))).collect()
     }
 }
 
@@ -223,7 +221,7 @@ impl Memory {
         &self,
         remembered: Remembered,
         presence: Presence,
-        mut pods: watch::Receiver<Pods>,
+        mut pods: watch::Receiver<Wanted>,
         out: watch::Sender<Option<Arc<Remembered>>>,
         events: Recorder,
     ) {
@@ -256,9 +254,9 @@ impl Memory {
     pub(crate) async fn keep(
         &self,
         mut before: Held,
-        mut pods: watch::Receiver<Pods>,
+        mut pods: watch::Receiver<Wanted>,
         mut held: watch::Receiver<Held>,
-        node: watch::Receiver<Option<Arc<core::Node>>>,
+        mut node: watch::Receiver<Option<Arc<core::Node>>>,
         stop: CancellationToken,
     ) {
         let told = stop.run_until_cancelled(pods.wait_for(Option::is_some));
@@ -271,13 +269,13 @@ impl Memory {
             let assigned = pods.borrow_and_update().clone();
             // What is referred to and not read yet is as it was.
             before = held.borrow_and_update().clone().or(before, &assigned);
-            let view = node.borrow().as_deref().map(assigned::view);
+            let view = node.borrow_and_update().as_deref().map(assigned::view);
             let content = Kept::of(&self.node, &assigned, &before, view);
             if plain.as_ref() != Some(&content) {
                 let dated = content.clone().dated(Timestamp::now());
                 plain = self.write(PLAIN, dated).await.then_some(content);
             }
-            self.keep_secrets(&mut secret, &before).await;
+            let is_kept = self.keep_secrets(&mut secret, &before).await && plain.is_some();
             if stop.is_cancelled() {
                 return;
             }
@@ -285,6 +283,9 @@ impl Memory {
                 tokio::select! {
                     changed = pods.changed() => changed,
                     changed = held.changed() => changed,
+                    changed = node.changed() => changed,
+                    // What could not be written is tried again.
+                    () = sleep(BETWEEN), if !is_kept => Ok(()),
                 }
             };
             tokio::select! {
@@ -299,17 +300,22 @@ impl Memory {
         }
     }
 
-    async fn keep_secrets(&self, known: &mut Option<KeptSecrets>, held: &Held) {
-        let Some(key) = &self.key else { return };
+    /// Returns false if they should be kept and are not.
+    async fn keep_secrets(&self, known: &mut Option<KeptSecrets>, held: &Held) -> bool {
+        let Some(key) = &self.key else { return true };
         let content = KeptSecrets::of(held);
         if known.as_ref() == Some(&content) {
-            return;
+            return true;
         }
         let value = data::to_value(&content).map_err(|cause| cause.to_string());
         match value.and_then(|value| key.seal(value.to_string().into_bytes())) {
             Ok(sealed) => *known = self.write(SEALED, sealed).await.then_some(content),
-            Err(cause) => warn!(cause, "Secrets can't be sealed, and are not kept"),
+            Err(cause) => {
+                *known = None;
+                warn!(cause, "Secrets can't be sealed, and are not kept");
+            }
         }
+        known.is_some()
     }
 }
 

@@ -18,11 +18,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tracing::warn;
 
-use crate::{
-    assigned::{Pod, Pods},
-    autonomy::is_secret,
-    objects::Held,
-};
+use crate::{assigned::Wanted, autonomy::is_secret, objects::Held};
 
 /// What anybody may read.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -72,8 +68,8 @@ struct KeptToken {
 
 impl Kept {
     /// Of what is known now; `at` is not said.
-    pub(crate) fn of(node: &str, pods: &Pods, held: &Held, view: Option<NodeView>) -> Self {
-        let wanted = pods.iter().flat_map(|pods| pods.values()).filter_map(|pod| pod.wanted.as_ref());
+    pub(crate) fn of(node: &str, pods: &Wanted, held: &Held, view: Option<NodeView>) -> Self {
+        let wanted = pods.iter().flat_map(|pods| pods.values());
         let strict_groups = view.as_ref().is_some_and(|view| view.strict_groups);
         let (labels, taints) = view.map(|view| (Some(view.labels), view.taints)).unwrap_or_default();
         let services = held.services.as_ref();
@@ -95,11 +91,9 @@ impl Kept {
     }
 
     /// The pods, what they refer to, and the node as pods may choose it.
-    pub(crate) fn restored(&self) -> (BTreeMap<PodName, Pod>, Held, Option<NodeView>) {
-        let pods = self.pods.iter().filter_map(read::<core::Pod>).map(|pod| {
-            let pod = Arc::new(pod);
-            (PodName::of(&pod), Pod { object: Arc::clone(&pod), wanted: Some(pod) })
-        });
+    pub(crate) fn restored(&self) -> (BTreeMap<PodName, Arc<core::Pod>>, Held, Option<NodeView>) {
+        let pods = self.pods.iter().filter_map(read::<core::Pod>);
+        let pods = pods.map(|pod| (PodName::of(&pod), Arc::new(pod)));
         let mut held = Held::default();
         restore(&self.objects, false, &mut held);
         let services =

@@ -34,7 +34,7 @@ use tokio::sync::{Notify, watch};
 use tracing::{debug, info, warn};
 
 use crate::{
-    assigned::Pods,
+    assigned::Wanted,
     backoff::{Pauses, chance},
     client::{Client, Error},
     url::escaped,
@@ -72,9 +72,8 @@ enum Item {
 }
 
 /// Everything that the pods refer to.
-fn wanted(pods: &Pods) -> BTreeSet<Item> {
-    let wanted = pods.iter().flat_map(|pods| pods.values()).filter_map(|pod| pod.wanted.as_ref());
-    let here = wanted.filter(|pod| !has_ended(pod.status.as_ref()));
+fn items(wanted: &Wanted) -> BTreeSet<Item> {
+    let here = wanted.iter().flat_map(|pods| pods.values()).filter(|pod| !has_ended(pod.status.as_ref()));
     here.flat_map(|pod| {
         let objects = references::of(pod).into_iter().map(Item::Object);
         let bundles = references::wants_trust_bundles(pod).then_some(Item::TrustBundles);
@@ -85,7 +84,7 @@ fn wanted(pods: &Pods) -> BTreeSet<Item> {
 
 impl Held {
     /// What pods may refer to now.
-    pub(crate) fn objects(&self, pods: &Pods) -> Objects {
+    pub(crate) fn objects(&self, wanted: &Wanted) -> Objects {
         let mut objects = Objects::default();
         for object in self.objects.values().flatten() {
             objects.add(Path::new(""), object);
@@ -102,7 +101,7 @@ impl Held {
         if self.tokens_optional {
             objects.do_without_tokens();
         }
-        for item in wanted(pods) {
+        for item in items(wanted) {
             match item {
                 Item::Object(reference) if !self.objects.contains_key(&reference) => {
                     objects.add_unread(reference);
@@ -114,8 +113,8 @@ impl Held {
     }
 
     /// With what `before` has of what the pods refer to and this lacks.
-    pub(crate) fn or(mut self, before: Self, pods: &Pods) -> Self {
-        for item in wanted(pods) {
+    pub(crate) fn or(mut self, before: Self, wanted: &Wanted) -> Self {
+        for item in items(wanted) {
             match item {
                 Item::Object(reference) => {
                     if let Some(object) = before.objects.get(&reference) {
@@ -150,27 +149,27 @@ impl Held {
 /// Reads, and reads again, what the pods refer to, until dropped.
 pub(crate) async fn keep(
     client: Client,
-    pods: watch::Receiver<Pods>,
+    wanted: watch::Receiver<Wanted>,
     held: watch::Sender<Held>,
     events: Recorder,
 ) {
     let held = Arc::new(held);
     tokio::join!(
         keep_all::<core::Service>(client.clone(), Arc::clone(&held)),
-        keep_referred(&client, pods, &held, &events)
+        keep_referred(&client, wanted, &held, &events)
     );
 }
 
 async fn keep_referred(
     client: &Client,
-    mut pods: watch::Receiver<Pods>,
+    mut pods: watch::Receiver<Wanted>,
     held: &Arc<watch::Sender<Held>>,
     events: &Recorder,
 ) {
     let mut running: BTreeMap<Item, AbortHandle> = BTreeMap::new();
     let mut work: FuturesUnordered<Abortable<BoxFuture<'static, ()>>> = FuturesUnordered::new();
     loop {
-        let wanted = wanted(&pods.borrow_and_update());
+        let wanted = items(&pods.borrow_and_update());
         running.retain(|item, handle| {
             let stays = wanted.contains(item);
             if !stays {
@@ -401,7 +400,7 @@ fn reduced(service: core::Service) -> Option<core::Service> {
 /// A token, and the pod that waits for it.
 struct Waiting {
     of: TokenReference,
-    pods: watch::Receiver<Pods>,
+    pods: watch::Receiver<Wanted>,
     events: Recorder,
     /// Why, as its last event says.
     said: Option<String>,
@@ -420,7 +419,7 @@ impl Waiting {
         }
         let pods = self.pods.borrow().clone();
         let name = PodName { namespace: self.of.namespace.clone(), name: self.of.pod.clone() };
-        let Some(pod) = pods.as_ref().and_then(|pods| pods.get(&name)?.wanted.as_ref()) else { return };
+        let Some(pod) = pods.as_ref().and_then(|pods| pods.get(&name)) else { return };
         let volume = references::volume_of_token(pod, &self.of).unwrap_or_default();
         let message =
             format!("MountVolume.SetUp failed for volume {volume:?} : failed to fetch token: {why}");
@@ -503,9 +502,9 @@ pub(crate) async fn token_status(client: &Client, of: &TokenReference) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{assigned::Pod, client::Kind as Failure};
+    use crate::client::Kind as Failure;
 
-    fn pods(volumes: &Value) -> Pods {
+    fn pods(volumes: &Value) -> Wanted {
         let pod: core::Pod = serde_json::from_value(json!({
             "metadata": {"name": "web", "namespace": "shop", "uid": "u1",
                 "annotations": {"kubernetes.io/config.source": "api"}},
@@ -513,8 +512,7 @@ mod tests {
         }))
         .unwrap();
         let pod = Arc::new(pod);
-        let entry = Pod { object: Arc::clone(&pod), wanted: Some(Arc::clone(&pod)) };
-        Some(Arc::new([(PodName::of(&pod), entry)].into()))
+        Some(Arc::new([(PodName::of(&pod), pod)].into()))
     }
 
     fn no_services() -> Held {
@@ -529,7 +527,7 @@ mod tests {
     #[test]
     fn a_pod_waits_until_the_api_server_has_answered_and_not_for_what_is_not_there() {
         let pods = pods(&json!([{"name": "v", "configMap": {"name": "m"}}]));
-        let pod = pods.as_ref().unwrap().values().next().unwrap().wanted.clone().unwrap();
+        let pod = pods.as_ref().unwrap().values().next().unwrap().clone();
         let held = Arc::new(watch::Sender::new(no_services()));
         let waits = || held.borrow().objects(&pods).is_unread(&pod);
         assert!(waits());
@@ -549,7 +547,7 @@ mod tests {
     fn a_pod_waits_for_its_token() {
         let token = json!({"sources": [{"serviceAccountToken": {"path": "token"}}]});
         let pods = pods(&json!([{"name": "v", "projected": token}]));
-        let pod = pods.as_ref().unwrap().values().next().unwrap().wanted.clone().unwrap();
+        let pod = pods.as_ref().unwrap().values().next().unwrap().clone();
         let mut held = no_services();
         assert!(held.objects(&pods).is_unread(&pod));
         let of = references::tokens(&pod).into_iter().next().unwrap();
@@ -563,7 +561,7 @@ mod tests {
     fn a_pod_that_gets_no_token_is_told_why_once_per_cause() {
         let token = json!({"sources": [{"serviceAccountToken": {"path": "token"}}]});
         let pods = pods(&json!([{"name": "kube-api-access-x", "projected": token}]));
-        let pod = pods.as_ref().unwrap().values().next().unwrap().wanted.clone().unwrap();
+        let pod = pods.as_ref().unwrap().values().next().unwrap().clone();
         let of = references::tokens(&pod).into_iter().next().unwrap();
         let (_out, pods) = watch::channel(pods);
         let events = Recorder::default();
@@ -591,7 +589,7 @@ mod tests {
     #[test]
     fn a_pod_waits_for_the_services_and_follows_their_changes() {
         let pods = pods(&json!([]));
-        let pod = pods.as_ref().unwrap().values().next().unwrap().wanted.clone().unwrap();
+        let pod = pods.as_ref().unwrap().values().next().unwrap().clone();
         let held = Arc::new(watch::Sender::new(Held::default()));
         let mut all = All::<core::Service> { known: BTreeMap::new(), out: Arc::clone(&held) };
         let told = || -> Vec<String> {

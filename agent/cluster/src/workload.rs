@@ -15,7 +15,7 @@ use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    assigned::{self, Assigned, Pods},
+    assigned::{self, Assigned, Wanted},
     autonomy::{Memory, Remembered, Settings},
     client::Client,
     mirrors::Mirrors,
@@ -79,17 +79,19 @@ impl Workload {
             let memory = Memory::open(inputs.state, inputs.autonomy, inputs.node_name.clone()).await;
             let remembered = memory.load().await;
             let (out, pods) = watch::channel(None);
+            let (wanted_out, wanted) = watch::channel(None);
             let (held_out, held) = watch::channel(Held::default());
             let (released_out, released) = watch::channel(None);
             let collection = assigned::collection(&inputs.node_name);
             let known = remembered.as_ref().map_or(0, Remembered::count);
-            let mut sink = Assigned::new(inputs.node_name.clone(), out, inputs.events.clone(), known);
+            let outs = (out, wanted_out);
+            let mut sink = Assigned::new(inputs.node_name.clone(), outs, inputs.events.clone(), known);
             let before = remembered.as_ref().map(Remembered::held).unwrap_or_default();
             let events = inputs.events.clone();
             let release = async {
                 if let Some(remembered) = remembered {
                     memory
-                        .release(remembered, inputs.presence, pods.clone(), released_out, inputs.events)
+                        .release(remembered, inputs.presence, wanted.clone(), released_out, inputs.events)
                         .await;
                 }
             };
@@ -108,17 +110,17 @@ impl Workload {
                 let following = async {
                     tokio::join!(
                         follow(&client, &collection, &mut sink),
-                        objects::keep(client.clone(), pods.clone(), held_out, events),
+                        objects::keep(client.clone(), wanted.clone(), held_out, events),
                         mirrors.keep(),
                     );
                 };
                 tokio::join!(stop.run_until_cancelled(following), writer.run(stop.clone()));
             };
-            let publishing = self.publish(pods.clone(), held.clone(), inputs.node.clone(), released);
+            let publishing = self.publish(wanted.clone(), held.clone(), inputs.node.clone(), released);
             tokio::join!(
                 asking,
                 stop.run_until_cancelled(async { tokio::join!(release, publishing) }),
-                memory.keep(before, pods.clone(), held, inputs.node.clone(), stop.clone()),
+                memory.keep(before, wanted.clone(), held, inputs.node.clone(), stop.clone()),
             );
         })
     }
@@ -126,13 +128,13 @@ impl Workload {
     /// Keeps what should run current.
     async fn publish(
         &self,
-        mut pods: watch::Receiver<Pods>,
+        mut wanted: watch::Receiver<Wanted>,
         mut held: watch::Receiver<Held>,
         mut node: watch::Receiver<Option<Arc<core::Node>>>,
         mut released: watch::Receiver<Option<Arc<Remembered>>>,
     ) {
         loop {
-            let assigned = pods.borrow_and_update().clone();
+            let assigned = wanted.borrow_and_update().clone();
             let held_now = held.borrow_and_update().clone();
             let node_view = node.borrow_and_update().as_deref().map(assigned::view);
             let remembered = released.borrow_and_update().clone().filter(|_| assigned.is_none());
@@ -152,7 +154,7 @@ impl Workload {
                 changed
             });
             let changed = tokio::select! {
-                changed = pods.changed() => changed,
+                changed = wanted.changed() => changed,
                 changed = held.changed() => changed,
                 changed = node.changed() => changed,
                 Ok(()) = released.changed() => Ok(()),

@@ -18,7 +18,7 @@ use crate::table::{PodName, RejectedManifest};
 /// content stays in `pods`. After a restart there is no such content, so the file is in `unreadable`, and a
 /// pod that runs from it must be left alone: ask [`Desired::may_remove`] before a pod that isn't in `pods` is
 /// stopped.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub struct Desired {
     /// Complete, valid pods with their identity on this node and their priority.
     pub pods: BTreeMap<PodName, Arc<Pod>>,
@@ -43,12 +43,42 @@ pub struct Desired {
     pub class_files: BTreeMap<String, PathBuf>,
 }
 
+impl PartialEq for Desired {
+    /// Pods and objects that both share are not compared by content.
+    fn eq(&self, other: &Self) -> bool {
+        let Self {
+            pods,
+            rejected,
+            unreadable,
+            folder_unread,
+            api_unread,
+            without_folder,
+            node,
+            objects,
+            put_back,
+            class_files,
+        } = self;
+        let mut in_both = pods.iter().zip(&other.pods);
+        pods.len() == other.pods.len()
+            && in_both.all(|((name, pod), (other_name, other))| {
+                name == other_name && (Arc::ptr_eq(pod, other) || pod == other)
+            })
+            && *rejected == other.rejected
+            && *unreadable == other.unreadable
+            && (*folder_unread, *api_unread, *without_folder)
+                == (other.folder_unread, other.api_unread, other.without_folder)
+            && *node == other.node
+            && Objects::are_same(objects, &other.objects)
+            && *put_back == other.put_back
+            && *class_files == other.class_files
+    }
+}
+
 impl Desired {
     /// Joins what several sources want. If two name the same pod or object, the first source counts.
     #[must_use]
     pub fn joined(sources: &[Arc<Self>]) -> Self {
         let mut all = Self::default();
-        let mut objects = Objects::default();
         for one in sources {
             for (name, pod) in &one.pods {
                 all.pods.entry(name.clone()).or_insert_with(|| Arc::clone(pod));
@@ -60,12 +90,11 @@ impl Desired {
             all.api_unread |= one.api_unread;
             all.without_folder |= one.without_folder;
             all.node = all.node.or_else(|| one.node.clone());
-            objects.add_missing(&one.objects);
             for (name, file) in &one.class_files {
                 all.class_files.entry(name.clone()).or_insert_with(|| file.clone());
             }
         }
-        all.objects = Arc::new(objects);
+        all.objects = joined_objects(sources.iter().map(|one| &one.objects));
         all
     }
 
@@ -105,5 +134,82 @@ impl Desired {
             Origin::Api => !self.api_unread,
             Origin::File => self.may_remove(manifest),
         }
+    }
+}
+
+/// All objects together. Mostly one source has any, and what it has is not copied.
+fn joined_objects<'a>(sources: impl Iterator<Item = &'a Arc<Objects>>) -> Arc<Objects> {
+    let some: Vec<&Arc<Objects>> = sources.filter(|objects| !objects.is_empty()).collect();
+    if let [only] = some.as_slice() {
+        return Arc::clone(only);
+    }
+    let mut all = Objects::default();
+    some.into_iter().for_each(|objects| all.add_missing(objects));
+    Arc::new(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use beelet_policy::references::{Kind, Reference};
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+
+    use super::*;
+
+    fn wanting(name: &str) -> Desired {
+        let metadata = ObjectMeta { name: Some(name.to_owned()), ..ObjectMeta::default() };
+        let pod = Pod { metadata, ..Pod::default() };
+        let key = PodName { namespace: "default".to_owned(), name: name.to_owned() };
+        Desired { pods: BTreeMap::from([(key, Arc::new(pod))]), ..Desired::default() }
+    }
+
+    fn objects(unread: &[&str]) -> Arc<Objects> {
+        let mut objects = Objects::default();
+        for name in unread {
+            let (namespace, name) = ("default".to_owned(), (*name).to_owned());
+            objects.add_unread(Reference { kind: Kind::ConfigMap, namespace, name });
+        }
+        Arc::new(objects)
+    }
+
+    #[test]
+    fn two_are_the_same_by_content_and_differ_by_each_field() {
+        let one = wanting("a");
+        assert_eq!(one, wanting("a"), "other pods in memory, with the same content");
+        let with = |change: fn(&mut Desired)| {
+            let mut other = wanting("a");
+            change(&mut other);
+            other
+        };
+        let others = [
+            wanting("b"),
+            with(|other| other.pods.clear()),
+            with(|other| other.pods.values_mut().for_each(|pod| *pod = Arc::new(Pod::default()))),
+            with(|other| {
+                let (file, message) = (PathBuf::from("/m/x"), "no YAML".to_owned());
+                other.rejected.push(RejectedManifest { file, message });
+            }),
+            with(|other| drop(other.unreadable.insert(PathBuf::from("/m/x")))),
+            with(|other| other.folder_unread = true),
+            with(|other| other.api_unread = true),
+            with(|other| other.without_folder = true),
+            with(|other| other.node = Some(Arc::new(NodeView::default()))),
+            with(|other| other.objects = objects(&["m"])),
+            with(|other| drop(other.put_back.insert("u".to_owned(), 1))),
+            with(|other| drop(other.class_files.insert("high".to_owned(), PathBuf::from("/m/c")))),
+        ];
+        for (n, other) in others.iter().enumerate() {
+            assert_ne!(one, *other, "{n}");
+        }
+    }
+
+    #[test]
+    fn the_objects_of_one_source_are_not_copied_and_those_of_two_are_joined() {
+        let with =
+            |objects: &Arc<Objects>| Arc::new(Desired { objects: Arc::clone(objects), ..Desired::default() });
+        let (none, m) = (objects(&[]), objects(&["m"]));
+        assert!(Desired::joined(&[with(&none), with(&none)]).objects.is_empty());
+        assert!(Arc::ptr_eq(&Desired::joined(&[with(&none), with(&m)]).objects, &m));
+        let both = Desired::joined(&[with(&objects(&["n"])), with(&m)]);
+        assert_eq!(both.objects, objects(&["m", "n"]));
     }
 }

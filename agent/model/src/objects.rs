@@ -18,10 +18,17 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use crate::origin::Origin;
 
 /// One object with the file it came from.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 struct Kept<T> {
     file: PathBuf,
     object: Arc<T>,
+}
+
+impl<T: PartialEq> PartialEq for Kept<T> {
+    /// At once where it is the same object in memory.
+    fn eq(&self, other: &Self) -> bool {
+        self.file == other.file && (Arc::ptr_eq(&self.object, &other.object) || self.object == other.object)
+    }
 }
 
 /// Objects of one kind by namespace and name; the namespace of those that have none is empty.
@@ -205,6 +212,11 @@ impl Objects {
             && self.are_same_for(others, pod)
             && references::tokens(pod).iter().all(|token| self.token(token) == others.token(token))
             && (self.trust_bundles == others.trust_bundles || !references::wants_trust_bundles(pod))
+    }
+
+    /// Returns true if there are none, and nothing is said of those that are missing.
+    pub(crate) fn is_empty(&self) -> bool {
+        *self == Self::default()
     }
 
     /// Returns true if both are the same, at once where they are one.
