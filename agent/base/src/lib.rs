@@ -1,6 +1,6 @@
 //! What every part of the agent may use, and nothing of what the agent is for: the clock, locks, TLS,
 //! blocking work, walks by descriptor, tar archives, the size of file systems, counters with the kubelet's
-//! names.
+//! names, the kernel's release.
 pub mod archive;
 pub mod blocking;
 pub mod chance;
@@ -10,6 +10,7 @@ mod error;
 pub mod filesystem;
 pub mod folder;
 pub mod kernel_file;
+pub mod kernel_release;
 pub mod kubelet_counter;
 pub mod lock;
 pub mod mountinfo;

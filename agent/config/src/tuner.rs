@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use beelet_policy::quantity::Quantity;
 use beelet_policy::scheduler::SchedulerKind;
-use beelet_policy::tuner::{Law, TunerMode};
+use beelet_policy::tuner::{CpuCaps, Law, TunerMode};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::Tuner;
@@ -27,6 +27,7 @@ pub(super) struct TunerWire {
     hot_ticks: Option<u32>,
     calm_ticks: Option<u32>,
     cpu_step_percent: Option<u32>,
+    cpu_caps: Option<CpuCaps>,
     memory_step_percent: Option<u32>,
     best_effort_floor_percent: Option<u32>,
     memory_floor: Option<String>,
@@ -71,6 +72,7 @@ impl TunerWire {
             hot_ticks: Some(law.hot_ticks),
             calm_ticks: Some(law.calm_ticks),
             cpu_step_percent: Some(law.cpu_step_percent),
+            cpu_caps: Some(law.cpu_caps),
             memory_step_percent: Some(law.memory_step_percent),
             best_effort_floor_percent: Some(law.best_effort_floor_percent),
             memory_floor: Some(law.memory_floor.to_string()),
@@ -118,6 +120,7 @@ pub(super) fn resolve(wire: Option<&TunerWire>) -> Result<Tuner, Problem> {
         hot_ticks: number("hotTicks", wire.hot_ticks, default.hot_ticks, 1, 1000)?,
         calm_ticks: number("calmTicks", wire.calm_ticks, default.calm_ticks, 1, 10_000)?,
         cpu_step_percent: number("cpuStepPercent", wire.cpu_step_percent, default.cpu_step_percent, 1, 90)?,
+        cpu_caps: wire.cpu_caps.unwrap_or_default(),
         memory_step_percent: number(
             "memoryStepPercent",
             wire.memory_step_percent,

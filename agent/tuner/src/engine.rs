@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use beelet_policy::tuner::{self as policy, Knob, KnobKind, Observed, Supports, TunerStep};
+use beelet_policy::tuner::{self as policy, CpuCaps, Knob, KnobKind, Observed, Supports, TunerStep};
 use jiff::Timestamp;
 use tracing::{debug, info, warn};
 
@@ -187,10 +187,11 @@ impl Engine {
             return supports;
         }
         let mut supports = knobs::supports(&self.cgroups, &self.best_effort);
+        let is_there = supports.idle || supports.burst || supports.memory_high;
         if self.is_guest {
             (supports.idle, supports.burst, supports.weights) = (false, false, false);
         }
-        self.supports = (supports != Supports::default()).then_some((now, supports));
+        self.supports = is_there.then_some((now, supports));
         supports
     }
 
@@ -524,8 +525,7 @@ impl Engine {
             left: block.until.saturating_duration_since(now),
             reason: block.reason.clone(),
         });
-        let lacking =
-            if self.is_guest { lacking_as_guest(supports) } else { lacking(&self.cgroups, supports) };
+        let lacking = if self.is_guest { self.lacking_as_guest(supports) } else { self.lacking(supports) };
         View {
             mode: Some(self.settings.mode),
             at: Some(Timestamp::now()),
@@ -537,44 +537,61 @@ impl Engine {
             history: self.history.shown(),
         }
     }
+
+    /// Returns true if no CPU is capped because of this kernel.
+    fn is_without_caps(&self, supports: Supports) -> bool {
+        !supports.harmless_caps && self.settings.law.cpu_caps == CpuCaps::Auto && !self.rung.is_loaded()
+    }
+
+    /// What is not done in a kubelet's cgroups, and why.
+    fn lacking_as_guest(&self, supports: Supports) -> Vec<String> {
+        let mut lacking = vec![
+            "cpu.idle, cpu.max.burst: writes of the cgroups' owner (weights, quotas) could fail while they are set".to_owned(),
+        ];
+        if self.is_without_caps(supports) {
+            lacking.push(NO_CAPS.to_owned());
+        }
+        if !supports.memory_high {
+            lacking.push(
+                "memory.high: cgroup version 1 has none, or there are no BestEffort pods yet; on version 1 Burstable pods are \
+                 not capped either, for a container's start could fail"
+                    .to_owned(),
+            );
+        }
+        lacking
+    }
+
+    /// What can't be done here, and why.
+    fn lacking(&self, supports: Supports) -> Vec<String> {
+        let mut lacking = Vec::new();
+        if !supports.idle {
+            lacking.push(
+                "cpu.idle: the kernel is older than 5.15; BestEffort pods get the least weight instead"
+                    .to_owned(),
+            );
+        }
+        if self.is_without_caps(supports) {
+            lacking.push(format!("{NO_CAPS}; `tuner.cpuCaps: always` sets them all the same"));
+        }
+        if !supports.memory_high {
+            let why = if self.cgroups.version() == Version::V2 {
+                "the memory controller is missing"
+            } else {
+                "cgroup version 1 has none"
+            };
+            lacking
+                .push(format!("memory.high: {why}; memory stalls are seen, but nobody is squeezed for them"));
+        }
+        if !supports.burst {
+            lacking.push(
+                "cpu.max.burst: the kernel is older than 5.14; throttled containers are lent nothing"
+                    .to_owned(),
+            );
+        }
+        lacking
+    }
 }
 
-/// What is not done in a kubelet's cgroups, and why.
-fn lacking_as_guest(supports: Supports) -> Vec<String> {
-    let mut lacking = vec![
-        "cpu.idle, cpu.max.burst: writes of the cgroups' owner (weights, quotas) could fail while they are set".to_owned(),
-    ];
-    if !supports.memory_high {
-        lacking.push(
-            "memory.high: cgroup version 1 has none, or there are no BestEffort pods yet; on version 1 Burstable pods are \
-             not capped either, for a container's start could fail"
-                .to_owned(),
-        );
-    }
-    lacking
-}
-
-/// What can't be done here, and why.
-fn lacking(cgroups: &Cgroups, supports: Supports) -> Vec<String> {
-    let mut lacking = Vec::new();
-    if !supports.idle {
-        lacking.push(
-            "cpu.idle: the kernel is older than 5.15; BestEffort pods get the least weight instead"
-                .to_owned(),
-        );
-    }
-    if !supports.memory_high {
-        let why = if cgroups.version() == Version::V2 {
-            "the memory controller is missing"
-        } else {
-            "cgroup version 1 has none"
-        };
-        lacking.push(format!("memory.high: {why}; memory stalls are seen, but nobody is squeezed for them"));
-    }
-    if !supports.burst {
-        lacking.push(
-            "cpu.max.burst: the kernel is older than 5.14; throttled containers are lent nothing".to_owned(),
-        );
-    }
-    lacking
-}
+/// Why there are no CPU caps.
+const NO_CAPS: &str =
+    "cpu.max: before Linux 6.18 a cap stops threads within the kernel, which makes others wait longer";

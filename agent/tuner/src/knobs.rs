@@ -2,6 +2,7 @@
 
 use beelet_policy::tuner::{Knob, KnobKind, Supports};
 
+use beelet_base::kernel_release;
 use beelet_cgroups::{Cgroups, Version};
 
 /// One file that a knob takes from its owner.
@@ -65,11 +66,16 @@ pub(super) fn kind_of(file: &str) -> Option<KnobKind> {
     })
 }
 
-/// What this machine offers, by the files that the cgroup of BestEffort pods has.
+/// From this release on, a thread that its quota stops runs on until it leaves the kernel ("sched/fair:
+/// Switch to task based throttle model").
+const STOPS_OUTSIDE: (u32, u32) = (6, 18);
+
+/// What this machine offers, by the files that the cgroup of BestEffort pods has, and the kernel's release.
 pub(super) fn supports(cgroups: &Cgroups, best_effort: &str) -> Supports {
     let has = |file: &str| cgroups.read(best_effort, file).is_some();
     Supports {
         idle: has("cpu.idle"),
+        harmless_caps: kernel_release::running() >= STOPS_OUTSIDE,
         memory_high: cgroups.version() == Version::V2 && has("memory.high"),
         burst: has(burst_file(cgroups)),
         weights: true,

@@ -85,7 +85,13 @@ fn seen(wait: u32) -> Observed {
         cpus: 2000,
         best_effort: BEST_EFFORT.to_owned(),
         best_effort_used: if wait > 0 { 1000 } else { 0 },
-        supports: Supports { idle: true, memory_high: true, burst: false, weights: false },
+        supports: Supports {
+            idle: true,
+            harmless_caps: true,
+            memory_high: true,
+            burst: false,
+            weights: false,
+        },
         pods: vec![
             pod("server", QosClass::Guaranteed, "/kubepods/pods"),
             pod("hog", QosClass::BestEffort, "/x"),

@@ -12,7 +12,7 @@ use beelet_cgroups::{Cgroups, Files, Version};
 use beelet_policy::cgroups::CgroupDriver;
 use beelet_policy::qos::QosClass;
 use beelet_policy::tuner::TunerMode;
-use beelet_policy::tuner::{ContainerSample, KnobKind, Law, Observed, PodSample, Supports};
+use beelet_policy::tuner::{ContainerSample, CpuCaps, KnobKind, Law, Observed, PodSample, Supports};
 use beelet_state::State;
 use beelet_tests::guards::{CgroupRoot, Process};
 use beelet_tests::{require, requires, workdir};
@@ -107,7 +107,7 @@ fn skip(what: &str, remedy: &str) {
 }
 
 fn quick() -> Law {
-    Law { hot_ticks: 1, calm_ticks: 1, ..Law::default() }
+    Law { hot_ticks: 1, calm_ticks: 1, cpu_caps: CpuCaps::Always, ..Law::default() }
 }
 
 /// A node in trouble (or not), as the tuner could have seen it.
@@ -141,6 +141,7 @@ fn seen(cgroups: &Cgroups, trouble: bool) -> Observed {
         best_effort_used: if trouble { 1800 } else { 0 },
         supports: Supports {
             idle: cgroups.read(BEST_EFFORT, "cpu.idle").is_some(),
+            harmless_caps: false,
             memory_high: cgroups.version() == Version::V2,
             burst: false,
             weights: false,

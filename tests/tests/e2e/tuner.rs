@@ -31,7 +31,7 @@ fn options(containerd: &Containerd, mode: &str) -> Options {
     // It tightens at each of its ticks and gives nothing back: trouble is certain, and this is about its end.
     let tuner = json!({
         "mode": mode, "interval": "100ms", "hotTicks": 1, "calmTicks": 10_000, "cpuWaitPerMille": 1, "quietPercent": 0,
-        "helplessSteps": 0,
+        "helplessSteps": 0, "cpuCaps": "always",
     });
     installed(containerd).beelet("tuner", tuner)
 }

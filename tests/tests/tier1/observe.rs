@@ -16,8 +16,8 @@ use beelet_cgroups::{Cgroups, Files, Version};
 use beelet_client::Client;
 use beelet_policy::cgroups::CgroupDriver;
 use beelet_policy::image_gc::ImageGcPolicy;
-use beelet_policy::tuner::Law;
 use beelet_policy::tuner::TunerMode;
+use beelet_policy::tuner::{CpuCaps, Law};
 use beelet_proto::{beelet as api, cri as proto};
 use beelet_state::State;
 use beelet_tests::cri::{Asked, Container, FakeCri, Op, PATIENCE, Sandbox};
@@ -317,6 +317,7 @@ impl Owned {
             hot_ticks: 1,
             best_effort_floor_percent: 1,
             helpless_steps: 0,
+            cpu_caps: CpuCaps::Always,
             ..Law::default()
         };
         let (interval, back_off) = (Duration::from_millis(100), Duration::from_secs(600));

@@ -41,6 +41,17 @@ pub enum TunerMode {
     Enforce,
 }
 
+/// On which kernels CPU use is capped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CpuCaps {
+    /// Where a cap harms nobody else: see [`Supports::harmless_caps`].
+    #[default]
+    Auto,
+    /// Everywhere.
+    Always,
+}
+
 /// Bounds, step sizes and patience. Percentages are of 100, permilles of 1000.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Law {
@@ -62,6 +73,8 @@ pub struct Law {
     pub calm_ticks: u32,
     /// How much of a CPU cap one step takes away.
     pub cpu_step_percent: u32,
+    /// Where there are CPU caps at all.
+    pub cpu_caps: CpuCaps,
     /// How much of a `memory.high` one step takes away.
     pub memory_step_percent: u32,
     /// What BestEffort pods together keep of the node's CPUs.
@@ -96,6 +109,7 @@ impl Default for Law {
             hot_ticks: 2,
             calm_ticks: 10,
             cpu_step_percent: 25,
+            cpu_caps: CpuCaps::Auto,
             memory_step_percent: 10,
             best_effort_floor_percent: 10,
             memory_floor: 64 << 20,
@@ -140,6 +154,9 @@ pub enum KnobKind {
 pub struct Supports {
     /// [`KnobKind::Idle`].
     pub idle: bool,
+    /// A [`KnobKind::CpuCap`] stops no thread within the kernel, as it does before Linux 6.18, where
+    /// caps make others wait longer (measured: docs/tuner.md).
+    pub harmless_caps: bool,
     /// [`KnobKind::MemoryHigh`].
     pub memory_high: bool,
     /// [`KnobKind::Burst`].

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    ContainerSample, Decision, Heat, Help, Knob, KnobKind, Law, Observed, PodSample, Standstill, State,
-    TunerStep,
+    ContainerSample, CpuCaps, Decision, Heat, Help, Knob, KnobKind, Law, Observed, PodSample, Standstill,
+    State, TunerStep,
     help::{ComplaintState, Judgement},
     ladder::Move,
     words,
@@ -336,7 +336,8 @@ impl<'a> Round<'a> {
         self.lower_cap(&cgroup, used, floor, complaint, "BestEffort pods")
     }
 
-    /// Takes a step from a cap, or from what is used where there is no cap yet.
+    /// Takes a step from a cap, or from what is used where there is no cap yet. Returns false if there is
+    /// none to take, or caps would do harm on this kernel.
     fn lower_cap(
         &mut self,
         cgroup: &str,
@@ -345,6 +346,9 @@ impl<'a> Round<'a> {
         complaint: &Complaint<'_>,
         whose: &str,
     ) -> bool {
+        if self.law.cpu_caps == CpuCaps::Auto && !self.seen.supports.harmless_caps {
+            return false;
+        }
         let now = self.held(cgroup, KnobKind::CpuCap).unwrap_or(used);
         let next = shrink(now, self.law.cpu_step_percent).max(floor);
         let words = format!("{}: {whose}, capped at {}", complaint.words, words::cpus(next));

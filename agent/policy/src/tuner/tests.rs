@@ -48,7 +48,8 @@ fn pod(name: &str, class: QosClass) -> PodSample {
 fn node(wait_permille: u32, best_effort_used: u64) -> Observed {
     let mut server = pod("server", QosClass::Guaranteed);
     server.containers[0].cpu_wait_permille = Some(wait_permille);
-    let supports = Supports { idle: true, memory_high: true, burst: true, weights: false };
+    let supports =
+        Supports { idle: true, harmless_caps: true, memory_high: true, burst: true, weights: false };
     let pods = vec![server, pod("hog", QosClass::BestEffort)];
     Observed { cpus: 2000, best_effort: BEST_EFFORT.to_owned(), best_effort_used, supports, pods }
 }
@@ -93,6 +94,15 @@ fn best_effort_is_made_idle_first_then_capped_step_by_step_down_to_its_floor() {
     assert_eq!(steps[..4], ["cpu.idle=1", "cpu.max=1200", "cpu.max=900", "cpu.max=675"]);
     assert_eq!(steps.last().map(String::as_str), Some("cpu.max=200"));
     assert_eq!(state.held[&knob(BEST_EFFORT, KnobKind::CpuCap)], 200);
+}
+
+#[test]
+fn where_caps_do_harm_nobody_is_capped_unless_that_is_wanted() {
+    let mut old = node(200, 1600);
+    old.supports.harmless_caps = false;
+    assert_eq!(run(&quick(), &mut State::default(), &old, 20), ["cpu.idle=1"]);
+    let law = Law { cpu_caps: CpuCaps::Always, ..quick() };
+    assert_eq!(run(&law, &mut State::default(), &old, 2), ["cpu.idle=1", "cpu.max=1200"]);
 }
 
 #[test]
@@ -573,8 +583,8 @@ fn any_pod() -> impl Strategy<Value = PodSample> {
 }
 
 fn any_node() -> impl Strategy<Value = Observed> {
-    (1..8_u64, 0..8000_u64, any::<[bool; 4]>(), prop::collection::vec(any_pod(), 0..5)).prop_map(
-        |(cpus, best_effort_used, [idle, memory_high, burst, weights], mut pods)| {
+    (1..8_u64, 0..8000_u64, any::<[bool; 5]>(), prop::collection::vec(any_pod(), 0..5)).prop_map(
+        |(cpus, best_effort_used, [idle, harmless_caps, memory_high, burst, weights], mut pods)| {
             for (index, pod) in pods.iter_mut().enumerate() {
                 pod.name = format!("default/p{index}");
                 pod.cgroup = format!("/kubepods/pod{index}");
@@ -583,7 +593,7 @@ fn any_node() -> impl Strategy<Value = Observed> {
                 }
             }
             let best_effort = BEST_EFFORT.to_owned();
-            let supports = Supports { idle, memory_high, burst, weights };
+            let supports = Supports { idle, harmless_caps, memory_high, burst, weights };
             Observed { cpus: cpus * 1000, best_effort, best_effort_used, supports, pods }
         },
     )
@@ -609,6 +619,7 @@ proptest! {
                         let floor = pod.map_or(seen.cpus / 10, |pod| pod.cpu_request);
                         prop_assert!(cap >= floor, "{step:?}");
                         prop_assert!(pod.is_none_or(|pod| pod.class == QosClass::Burstable && pod.can_cap));
+                        prop_assert!(seen.supports.harmless_caps);
                     }
                     (KnobKind::MemoryHigh, Some(high)) => {
                         let pod = pod.unwrap();
