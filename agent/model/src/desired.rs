@@ -188,13 +188,17 @@ mod tests {
                 let (file, message) = (PathBuf::from("/m/x"), "no YAML".to_owned());
                 other.rejected.push(RejectedManifest { file, message });
             }),
-            with(|other| drop(other.unreadable.insert(PathBuf::from("/m/x")))),
+            with(|other| {
+                other.unreadable.insert(PathBuf::from("/m/x"));
+            }),
             with(|other| other.folder_unread = true),
             with(|other| other.api_unread = true),
             with(|other| other.without_folder = true),
             with(|other| other.node = Some(Arc::new(NodeView::default()))),
             with(|other| other.objects = objects(&["m"])),
-            with(|other| drop(other.put_back.insert("u".to_owned(), 1))),
+            with(|other| {
+                other.put_back.insert("u".to_owned(), 1);
+            }),
             with(|other| drop(other.class_files.insert("high".to_owned(), PathBuf::from("/m/c")))),
         ];
         for (n, other) in others.iter().enumerate() {
