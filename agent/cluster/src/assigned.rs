@@ -170,11 +170,8 @@ impl Sink for Assigned {
         if let Some((name, pod)) = self.read(object) {
             let wanted = pod.wanted.clone();
             let before = self.pods.insert(name, pod).and_then(|before| before.wanted);
-            let is_same = match (&before, &wanted) {
-                (Some(before), Some(wanted)) => Arc::ptr_eq(before, wanted),
-                (before, wanted) => before.is_none() && wanted.is_none(),
-            };
-            self.publish(!is_same);
+            // `read` hands on the value there was while nothing in it changes.
+            self.publish(before.as_ref().map(Arc::as_ptr) != wanted.as_ref().map(Arc::as_ptr));
         }
     }
 
