@@ -326,3 +326,82 @@ pub(crate) fn is_secret(kind: Kind) -> bool {
         Kind::ConfigMap => false,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use tokio::task::JoinHandle;
+
+    use super::*;
+
+    /// A keeper at work, and what it listens to.
+    struct Keeper {
+        memory: Arc<Memory>,
+        node: watch::Sender<Option<Arc<core::Node>>>,
+        _said: (watch::Sender<Wanted>, watch::Sender<Held>),
+        stop: CancellationToken,
+        task: JoinHandle<()>,
+    }
+
+    async fn start(dir: &tempfile::TempDir) -> Keeper {
+        let state = Arc::new(State::open(dir.path()).unwrap());
+        let settings = Settings { enabled: true, after: Duration::from_secs(30), key_file: None };
+        let memory = Arc::new(Memory::open(state, settings, "n1".to_owned()).await);
+        let pods = watch::Sender::new(Some(Arc::new(BTreeMap::new())));
+        let (held, node) = (watch::Sender::new(Held::default()), watch::Sender::new(None));
+        let (stop, keeper) = (CancellationToken::new(), Arc::clone(&memory));
+        let (wanted, objects, itself, end) =
+            (pods.subscribe(), held.subscribe(), node.subscribe(), stop.clone());
+        let task =
+            tokio::spawn(async move { keeper.keep(Held::default(), wanted, objects, itself, end).await });
+        Keeper { memory, node, _said: (pods, held), stop, task }
+    }
+
+    impl Keeper {
+        /// Looks once per second, by the clock of the test, for a record that is as wanted.
+        async fn until_kept(&self, wanted: impl Fn(&Remembered) -> bool) -> Remembered {
+            for _ in 0..120 {
+                if let Some(kept) = self.memory.load().await.filter(&wanted) {
+                    return kept;
+                }
+                sleep(Duration::from_secs(1)).await;
+            }
+            panic!("nothing of the kind was kept within two minutes");
+        }
+
+        async fn end(self) {
+            self.stop.cancel();
+            self.task.await.unwrap();
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_could_not_be_written_is_tried_again_though_nothing_changes() {
+        let dir = tempfile::tempdir().unwrap();
+        // A record can't take the place of a folder.
+        let in_the_way = dir.path().join(format!("{PLAIN}.json"));
+        std::fs::create_dir_all(in_the_way.join("x")).unwrap();
+        let keeper = start(&dir).await;
+        sleep(BETWEEN * 2).await;
+        assert!(in_the_way.is_dir());
+        std::fs::remove_dir_all(&in_the_way).unwrap();
+        assert_eq!(keeper.until_kept(|_| true).await.count(), 0);
+        keeper.end().await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_nodes_labels_are_kept_as_they_change() {
+        let dir = tempfile::tempdir().unwrap();
+        let keeper = start(&dir).await;
+        for zone in ["a", "b"] {
+            let mut node = core::Node::default();
+            node.metadata.labels = Some([("zone".to_owned(), zone.to_owned())].into());
+            keeper.node.send_replace(Some(Arc::new(node)));
+            let has_zone =
+                |kept: &Remembered| kept.node.as_ref().is_some_and(|node| node.labels["zone"] == zone);
+            keeper.until_kept(has_zone).await;
+        }
+        keeper.end().await;
+    }
+}

@@ -4,7 +4,9 @@
 
 use rustix::time::{ClockId, clock_gettime};
 use std::fmt::Write as _;
+use std::fs::File;
 use std::io::{Read as _, Seek as _, Write as _};
+use std::os::unix::fs::FileExt as _;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -20,22 +22,28 @@ struct Load {
     measured: Duration,
     /// Where somebody has to connect before they begin to come.
     on: Option<u16>,
+    /// MiB of a file that the answers are read from; 0: there is none.
+    data: u32,
 }
 
-/// `--rate HZ --work MICROSECONDS --warm-up SECONDS --seconds SECONDS [--on PORT]`. Prints `measuring` when
-/// the warm-up is over, and at the end `result N` with a `PERCENTILE:MICROSECONDS` for each of many
-/// percentiles.
+/// `--rate HZ --work MICROSECONDS --warm-up SECONDS --seconds SECONDS [--on PORT] [--data MIB]`. Prints
+/// `measuring` when the warm-up is over, and at the end `result N` with a `PERCENTILE:MICROSECONDS` for each
+/// of many percentiles.
 pub(super) fn run(arguments: &[String]) -> Result<(), String> {
     let load = parse(arguments)?;
+    let mut data = if load.data > 0 { Some(Data::write(load.data)?) } else { None };
     load.on.map_or(Ok(()), wait_for_connection)?;
     let (requests, arrived) = mpsc::channel::<Instant>();
     let server = std::thread::spawn(move || {
         let mut latencies = Vec::new();
         for intended in arrived {
+            if let Some(data) = &mut data {
+                data.read()?;
+            }
             work(load.work);
             latencies.push(intended.elapsed());
         }
-        latencies
+        Ok::<_, String>(latencies)
     });
     let start = Instant::now();
     let mut random = Random(0x9E37_79B9_7F4A_7C15);
@@ -52,7 +60,7 @@ pub(super) fn run(arguments: &[String]) -> Result<(), String> {
         sent += 1;
     }
     drop(requests);
-    let mut latencies = server.join().map_err(|_| "the server has failed".to_owned())?;
+    let mut latencies = server.join().map_err(|_| "the server has failed".to_owned())??;
     latencies.drain(..counted_from.unwrap_or(0).min(latencies.len()));
     println!("{}", report(latencies));
     Ok(())
@@ -65,6 +73,7 @@ fn parse(arguments: &[String]) -> Result<Load, String> {
         warm_up: Duration::ZERO,
         measured: Duration::from_secs(10),
         on: None,
+        data: 0,
     };
     for pair in arguments.chunks(2) {
         let [option, value] = pair else { return Err(format!("{} needs a value", pair[0])) };
@@ -73,6 +82,7 @@ fn parse(arguments: &[String]) -> Result<Load, String> {
             "--rate" => load.rate = f64::from(number),
             "--work" => load.work = Duration::from_micros(number.into()),
             "--warm-up" => load.warm_up = Duration::from_secs(number.into()),
+            "--data" => load.data = number,
             "--seconds" => load.measured = Duration::from_secs(number.into()),
             "--on" => {
                 load.on = Some(u16::try_from(number).map_err(|_| format!("{option} {value}: not a port"))?);
@@ -81,6 +91,50 @@ fn parse(arguments: &[String]) -> Result<Load, String> {
         }
     }
     Ok(load)
+}
+
+/// What a server looks things up in, as an index of a database: it is as fast as memory while the kernel
+/// keeps its pages, and as slow as the disk where it has dropped them.
+struct Data {
+    file: File,
+    pages: u64,
+    random: Random,
+}
+
+impl Data {
+    const PAGE: usize = 4096;
+    /// Pages per request.
+    const LOOKS: usize = 16;
+
+    /// Writes it to the disk, so that the kernel may drop any page of it.
+    fn write(mebibytes: u32) -> Result<Data, String> {
+        let mut file = make_file("/tmp/data", mebibytes as usize)?;
+        file.sync_all().and_then(|()| file.rewind()).map_err(|error| format!("/tmp/data: {error}"))?;
+        let pages = u64::from(mebibytes) * ((1 << 20) / Self::PAGE as u64);
+        Ok(Data { file, pages, random: Random(0xD1B5_4A32_D192_ED03) })
+    }
+
+    /// Reads pages from all over it.
+    fn read(&mut self) -> Result<(), String> {
+        let mut page = [0; Self::PAGE];
+        for _ in 0..Self::LOOKS {
+            let at = self.random.next() % self.pages * Self::PAGE as u64;
+            self.file.read_exact_at(&mut page, at).map_err(|error| format!("/tmp/data: {error}"))?;
+        }
+        Ok(())
+    }
+}
+
+/// A file of so many mebibytes that are no holes.
+fn make_file(path: &str, mebibytes: usize) -> Result<File, String> {
+    let failed = |error: std::io::Error| format!("{path}: {error}");
+    let mut file =
+        File::options().create(true).truncate(true).read(true).write(true).open(path).map_err(failed)?;
+    let part = vec![1_u8; 1 << 20];
+    for _ in 0..mebibytes {
+        file.write_all(&part).map_err(failed)?;
+    }
+    Ok(file)
 }
 
 /// Uses CPU for so long by the thread's own clock, which stands while it waits.
@@ -114,12 +168,16 @@ fn report(mut latencies: Vec<Duration>) -> String {
 struct Random(u64);
 
 impl Random {
-    /// Exponentially distributed, 1 on average.
-    fn exponential(&mut self) -> f64 {
+    fn next(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
         self.0 ^= self.0 >> 27;
-        let bits = self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 11;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+    }
+
+    /// Exponentially distributed, 1 on average.
+    fn exponential(&mut self) -> f64 {
+        let bits = self.next() >> 11;
         -((bits as f64 + 1.0) / (1_u64 << 53) as f64).ln()
     }
 }
@@ -200,17 +258,8 @@ fn grow_over_and_over(mebibytes: usize) -> Result<(), String> {
 /// reclaim.
 fn read_over_and_over(mebibytes: usize) -> Result<(), String> {
     let failed = |error: std::io::Error| format!("/tmp/hog: {error}");
-    let mut file = std::fs::File::options()
-        .create(true)
-        .truncate(true)
-        .read(true)
-        .write(true)
-        .open("/tmp/hog")
-        .map_err(failed)?;
-    let mut part = vec![1_u8; 1 << 20];
-    for _ in 0..mebibytes {
-        file.write_all(&part).map_err(failed)?;
-    }
+    let mut file = make_file("/tmp/hog", mebibytes)?;
+    let mut part = vec![0_u8; 1 << 20];
     loop {
         file.rewind().map_err(failed)?;
         while file.read(&mut part).map_err(failed)? > 0 {}

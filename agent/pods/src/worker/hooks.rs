@@ -2,7 +2,7 @@
 //! kubelet gives them (pkg/kubelet/lifecycle/handlers.go). A hook may run twice if the agent is killed while
 //! it runs.
 
-use std::{io, time::Duration};
+use std::{borrow::Cow, fmt, io, time::Duration};
 
 use http_body_util::{BodyExt, Empty};
 use hyper::{Request, body::Bytes, client::conn::http1};
@@ -43,13 +43,14 @@ pub(super) struct Subject<'a> {
 }
 
 /// Runs a hook to its end, for no longer than `within`. A command that takes longer is not stopped: its
-/// container has its last seconds yet, and it ends with that, as under the kubelet. An error is a sentence.
+/// container has its last seconds yet, and it ends with that, as under the kubelet. Returns what the pod is
+/// to be warned of, if anything. An error is a sentence.
 pub(super) async fn run(
     runtime: &Runtime,
     handler: &core::LifecycleHandler,
     subject: Subject<'_>,
     within: Option<Duration>,
-) -> Result<(), String> {
+) -> Result<Option<Downgraded>, String> {
     let work = handle(runtime, handler, subject, within.unwrap_or(Duration::ZERO));
     match within {
         None => work.await,
@@ -64,7 +65,7 @@ async fn handle(
     handler: &core::LifecycleHandler,
     subject: Subject<'_>,
     within: Duration,
-) -> Result<(), String> {
+) -> Result<Option<Downgraded>, String> {
     if let Some(exec) = &handler.exec {
         let command = exec.command.clone().unwrap_or_default();
         let shown = command.join(" ");
@@ -74,13 +75,13 @@ async fn handle(
         let call = tokio::spawn(async move { runtime.exec_sync(&id, command, most).await });
         let output = call.await.map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
         return match output.exit_code {
-            0 => Ok(()),
+            0 => Ok(None),
             code => Err(format!("the command {shown:?} exited with {code}{}", said(&output.stderr))),
         };
     }
     if let Some(sleep) = &handler.sleep {
         tokio::time::sleep(Duration::from_secs(u64::try_from(sleep.seconds).unwrap_or(0))).await;
-        return Ok(());
+        return Ok(None);
     }
     if let Some(http) = &handler.http_get {
         return get(http, subject).await;
@@ -95,9 +96,21 @@ fn said(stderr: &[u8]) -> String {
     if line.is_empty() { line } else { format!(": {line}") }
 }
 
+/// A hook that was to be asked by HTTPS answers by HTTP only, and was asked so: the port's address.
+#[derive(Debug, PartialEq)]
+pub(super) struct Downgraded(String);
+
+impl fmt::Display for Downgraded {
+    /// The kubelet's words.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "request to HTTPS lifecycle hook {} got HTTP response, retry with HTTP succeeded", self.0)
+    }
+}
+
 /// The kubelet asks, and takes any answer: only one that can't be asked has failed. Redirects are followed
-/// within the host, and one that was to be asked by HTTPS and answers by HTTP is asked again so.
-async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<(), String> {
+/// within the host, and one that was to be asked by HTTPS and answers by HTTP is asked again so, without its
+/// credentials.
+async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<Option<Downgraded>, String> {
     let host = action.host.as_deref().filter(|host| !host.is_empty()).or(subject.pod_ip);
     let host = host.ok_or("the pod has no address to ask yet")?;
     let port = port(&action.port, subject.spec)?;
@@ -105,8 +118,10 @@ async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<(), S
     let path = if path.starts_with('/') { path.to_owned() } else { format!("/{path}") };
     let tls = action.scheme.as_deref().is_some_and(|scheme| scheme.eq_ignore_ascii_case("HTTPS"));
     let mut place = Place { tls, port, path, own_host: true };
+    let mut action = Cow::Borrowed(action);
+    let mut downgraded = None;
     for _ in 0..=MAX_REDIRECTS {
-        let asked = ask(action, host, &place).await;
+        let asked = ask(&action, host, &place).await;
         let reply = match asked {
             Err(Broken { speaks_http: true, cause }) if place.tls => {
                 info!(
@@ -115,6 +130,9 @@ async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<(), S
                     "a hook's HTTPS request was answered by HTTP, it is made so: {cause}"
                 );
                 place.tls = false;
+                let headers = action.to_mut().http_headers.iter_mut();
+                headers.for_each(|headers| headers.retain(|header| !is_named(header, "Authorization")));
+                downgraded = Some(Downgraded(place.authority(host)));
                 continue;
             }
             Err(Broken { cause, .. }) => return Err(format!("GET {}: {cause}", place.url(host))),
@@ -122,7 +140,7 @@ async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<(), S
         };
         match reply.map(|location| place.next(host, &location)).transpose()?.flatten() {
             Some(next) => place = next,
-            None => return Ok(()),
+            None => return Ok(downgraded),
         }
     }
     Err(format!("GET {}: stopped after {MAX_REDIRECTS} redirects", place.url(host)))
@@ -135,7 +153,7 @@ struct Broken {
     speaks_http: bool,
 }
 
-impl<E: std::fmt::Display> From<E> for Broken {
+impl<E: fmt::Display> From<E> for Broken {
     fn from(error: E) -> Self {
         Broken { cause: error.to_string(), speaks_http: false }
     }
@@ -161,15 +179,19 @@ async fn ask(action: &core::HTTPGetAction, host: &str, place: &Place) -> Result<
     Ok(exchange(stream, request).await?)
 }
 
+fn is_named(header: &core::HTTPHeader, name: &str) -> bool {
+    header.name.eq_ignore_ascii_case(name)
+}
+
 fn request(
     action: &core::HTTPGetAction,
     host: &str,
     place: &Place,
 ) -> Result<Request<Empty<Bytes>>, http::Error> {
     let mut request = Request::get(&place.path);
-    let is_host = |header: &core::HTTPHeader| header.name.eq_ignore_ascii_case("Host");
-    let headers = action.http_headers.iter().flatten().filter(|header| place.own_host || !is_host(header));
-    let given = |name: &str| headers.clone().any(|header| header.name.eq_ignore_ascii_case(name));
+    let headers =
+        action.http_headers.iter().flatten().filter(|header| place.own_host || !is_named(header, "Host"));
+    let given = |name: &str| headers.clone().any(|header| is_named(header, name));
     let authority = place.authority(host);
     for (name, value) in [("Host", authority.as_str()), ("User-Agent", USER_AGENT), ("Connection", "close")] {
         if !given(name) {
@@ -264,13 +286,18 @@ mod tests {
         let action = core::HTTPGetAction {
             port: IntOrString::Int(port.into()),
             scheme: Some("HTTPS".to_owned()),
+            http_headers: Some(vec![core::HTTPHeader {
+                name: "authorization".to_owned(),
+                value: "Bearer secret".to_owned(),
+            }]),
             ..Default::default()
         };
         let spec = container();
         let subject = Subject { spec: &spec, id: "c", pod_ip: Some("127.0.0.1") };
-        get(&action, subject).await.unwrap();
-        assert!(server.await.unwrap().starts_with("GET / HTTP/1.1\r\n"));
-        // One that speaks no TLS is asked again by HTTP.
+        assert_eq!(get(&action, subject).await.unwrap(), None);
+        let asked = server.await.unwrap();
+        assert!(asked.starts_with("GET / HTTP/1.1\r\n") && asked.contains("secret"), "{asked}");
+        // One that speaks no TLS is asked again by HTTP, but gets no credentials in the clear.
         let plain = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = plain.local_addr().unwrap().port();
         let server = tokio::spawn(async move {
@@ -278,8 +305,13 @@ mod tests {
             answer(plain.accept().await.unwrap().0).await
         });
         let action = core::HTTPGetAction { port: IntOrString::Int(port.into()), ..action };
-        get(&action, subject).await.unwrap();
-        assert!(server.await.unwrap().starts_with("GET / HTTP/1.1\r\n"));
+        let downgraded = get(&action, subject).await.unwrap().unwrap();
+        let asked = server.await.unwrap();
+        assert!(asked.starts_with("GET / HTTP/1.1\r\n") && !asked.contains("secret"), "{asked}");
+        let said = format!(
+            "request to HTTPS lifecycle hook 127.0.0.1:{port} got HTTP response, retry with HTTP succeeded"
+        );
+        assert_eq!(downgraded.to_string(), said);
         // Nobody listens there any more.
         let error = get(&action, subject).await.unwrap_err();
         assert!(error.starts_with(&format!("GET https://127.0.0.1:{port}/: ")), "{error}");

@@ -6,6 +6,7 @@ use std::{collections::BTreeSet, time::Duration};
 use beelet_policy::pod::{self, KillReason};
 use futures::future::join_all;
 use jiff::Timestamp;
+use k8s_openapi::api::core::v1 as core;
 use tokio::{sync::watch, time::Instant};
 use tracing::{debug, warn};
 
@@ -170,7 +171,7 @@ impl Worker {
         debug!(pod = %self.plan.name, container = container.name, "preStop hook runs");
         let ip = self.pod_ip(seen);
         let subject = hooks::Subject { spec, id: &container.id, pod_ip: ip.as_deref() };
-        if let Err(error) = hooks::run(&self.runtime, handler, subject, Some(window.left())).await {
+        if let Err(error) = self.run_hook(handler, subject, Some(window.left())).await {
             warn!(pod = %self.plan.name, container = container.name, error, "preStop hook failed");
             let (events, object) = self.events_of(&container.name);
             events.warning(object, "FailedPreStopHook", format!("preStop hook failed: {error}"));
@@ -185,7 +186,7 @@ impl Worker {
         debug!(pod = %self.plan.name, container = name, "postStart hook runs");
         let ip = self.pod_ip(seen);
         let subject = hooks::Subject { spec, id, pod_ip: ip.as_deref() };
-        match hooks::run(&self.runtime, handler, subject, None).await {
+        match self.run_hook(handler, subject, None).await {
             Ok(()) => {
                 self.hooked.insert(id.to_owned());
                 true
@@ -198,6 +199,20 @@ impl Worker {
                 false
             }
         }
+    }
+
+    /// Runs a hook, and says what was not as the pod wanted it.
+    async fn run_hook(
+        &self,
+        handler: &core::LifecycleHandler,
+        subject: hooks::Subject<'_>,
+        within: Option<Duration>,
+    ) -> Result<(), String> {
+        if let Some(downgraded) = hooks::run(&self.runtime, handler, subject, within).await? {
+            let (events, object) = self.events_of(&subject.spec.name);
+            events.warning(object, "LifecycleHTTPFallback", downgraded.to_string());
+        }
+        Ok(())
     }
 
     fn pod_ip(&self, seen: &Observation) -> Option<String> {

@@ -23,6 +23,8 @@ const LOAD: (&str, &str) = ("300", "1000");
 const REQUESTS: (&str, &str) = ("300m", "64Mi");
 /// MiB that pods together have where memory is short.
 const SHORT_MIB: u64 = 512;
+/// MiB of the server's file there: less than it requests. Each page of it is read every two seconds or so.
+const DATA_MIB: &str = "32";
 
 /// Seconds.
 #[derive(Clone, Copy)]
@@ -120,7 +122,7 @@ impl Node<'_> {
             others.push(pod_path(neighbour.qos(), &uid));
             quiet.push((ip, HOG));
         }
-        let server = self.server(seconds, scenario.map_or("", |scenario| scenario.limit));
+        let server = self.server(seconds, scenario);
         agent.apply("server.yaml", server.to_string())?;
         let (uid, ip) = running(&agent, "server")?;
         quiet.push((ip, HOG));
@@ -165,10 +167,10 @@ impl Node<'_> {
         Ok((Agent::start(options)?, logs))
     }
 
-    fn server(&self, seconds: u32, limit: &str) -> Value {
+    fn server(&self, seconds: u32, scenario: Option<&Scenario>) -> Value {
         let (warm_up, seconds, port) =
             (self.lengths.warm_up.to_string(), seconds.to_string(), HOG.to_string());
-        let command = [
+        let mut command = vec![
             "/bin/testapp",
             "latency",
             "--on",
@@ -182,6 +184,10 @@ impl Node<'_> {
             "--seconds",
             &seconds,
         ];
+        if scenario.is_some_and(|scenario| scenario.short_of_memory) {
+            command.extend(["--data", DATA_MIB]);
+        }
+        let limit = scenario.map_or("", |scenario| scenario.limit);
         let mut pod = manifests::with_resources(manifests::pod("server", &command), REQUESTS, (limit, ""));
         pod["spec"]["restartPolicy"] = json!("Never");
         pod

@@ -17,7 +17,8 @@ pub(super) struct Scenario {
     pub(super) limit: &'static str,
     /// Who is beside it.
     pub(super) neighbours: &'static [Neighbour],
-    /// All pods together have less memory than the neighbours want.
+    /// All pods together have less memory than the neighbours want, and the server reads its answers from a
+    /// file, which is in memory as long as nobody takes that.
     pub(super) short_of_memory: bool,
     /// How many times as long as others it is measured: if it is more than once, only where it is asked for.
     pub(super) times: u32,
