@@ -14,6 +14,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "beelet/signals.proto",
         "beelet/tuner.proto",
         "deviceplugin/api.proto",
+        "dra/health/v1alpha1.proto",
         "dra/v1/api.proto",
         "dra/v1beta1/api.proto",
         "github.com/containerd/containerd/api/services/content/v1/content.proto",

@@ -12,15 +12,21 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use beelet_proto::{
-    dra::{v1, v1beta1},
+    dra::{health, v1, v1beta1},
     pluginregistration::{
         InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse,
         registration_server::{Registration, RegistrationServer},
     },
 };
-use tokio::{net::UnixListener, sync::oneshot};
-use tokio_stream::wrappers::UnixListenerStream;
-use tonic::{Request, Response, Status};
+use tokio::{
+    net::UnixListener,
+    sync::{oneshot, watch},
+};
+use tokio_stream::{
+    StreamExt as _,
+    wrappers::{UnixListenerStream, WatchStream},
+};
+use tonic::{Request, Response, Status, codegen::http};
 
 /// How a driver is.
 #[derive(Clone, Debug)]
@@ -76,6 +82,8 @@ struct Shared {
     settings: Settings,
     socket: PathBuf,
     state: Mutex<State>,
+    /// What is said of its devices, or nothing yet.
+    health: watch::Sender<Option<Vec<health::DeviceHealth>>>,
 }
 
 #[derive(Debug, Default)]
@@ -98,7 +106,12 @@ impl DraDriver {
         let socket = own.join(format!("dra.{}.sock", settings.instance));
         let registry = format!("{}-{}-reg.sock", settings.name, settings.instance);
         let registry = kubelet_dir.join("plugins_registry").join(registry);
-        let shared = Arc::new(Shared { settings, socket: socket.clone(), state: Mutex::default() });
+        let shared = Arc::new(Shared {
+            settings,
+            socket: socket.clone(),
+            state: Mutex::default(),
+            health: watch::Sender::default(),
+        });
         let (stop, stopped) = oneshot::channel();
         let (ready, started) = std::sync::mpsc::channel();
         let (serving, paths) = (Arc::clone(&shared), [socket.clone(), registry.clone()]);
@@ -113,6 +126,10 @@ impl DraDriver {
                 let (Ok(socket), Ok(registry)) = (socket, registry) else { return };
                 let _ = ready.send(());
                 let node = tonic::transport::Server::builder()
+                    .layer(tower::util::MapRequestLayer::new(by_our_name))
+                    .add_service(health::dra_resource_health_server::DraResourceHealthServer::new(Service(
+                        Arc::clone(&serving),
+                    )))
                     .add_service(v1::dra_plugin_server::DraPluginServer::new(Service(Arc::clone(&serving))))
                     .add_service(v1beta1::dra_plugin_server::DraPluginServer::new(Service(Arc::clone(
                         &serving,
@@ -146,6 +163,18 @@ impl DraDriver {
     /// Lets the next call of a method go wrong.
     pub fn spoil(&self, method: &str, fault: Fault) {
         self.state().faults.entry(method.to_owned()).or_default().push_back(fault);
+    }
+
+    /// Says of the device of a claim how it is, and of no other.
+    pub fn say(&self, claim: &str, health: health::HealthStatus, message: &str) {
+        let device = health::DeviceIdentifier { pool_name: POOL.to_owned(), device_name: device_of(claim) };
+        let said = health::DeviceHealth {
+            device: Some(device),
+            health: health.into(),
+            message: message.to_owned(),
+            ..Default::default()
+        };
+        self.shared.health.send_replace(Some(vec![said]));
     }
 
     /// What it was told of its registration, last.
@@ -196,8 +225,8 @@ impl Service {
         };
         let device = |name: &str, cdi: String| v1::Device {
             request_names: Vec::new(),
-            pool_name: "pool".to_owned(),
-            device_name: format!("device-of-{name}"),
+            pool_name: POOL.to_owned(),
+            device_name: device_of(name),
             cdi_device_ids: vec![cdi],
             share_id: None,
         };
@@ -218,6 +247,41 @@ impl Service {
             _ => {}
         }
         Ok(said)
+    }
+}
+
+const POOL: &str = "pool";
+
+fn device_of(claim: &str) -> String {
+    format!("device-of-{claim}")
+}
+
+/// On the wire the package of the service is called as that of others; here it has a name of its own.
+fn by_our_name<B>(mut request: http::Request<B>) -> http::Request<B> {
+    let path = request.uri().path();
+    if let Some(method) = path.strip_prefix("/v1alpha1.DRAResourceHealth/") {
+        let ours = format!("/k8s.io.kubelet.pkg.apis.dra_health.v1alpha1.DRAResourceHealth/{method}");
+        if let Ok(uri) = ours.parse() {
+            *request.uri_mut() = uri;
+        }
+    }
+    request
+}
+
+#[tonic::async_trait]
+impl health::dra_resource_health_server::DraResourceHealth for Service {
+    type NodeWatchResourcesStream = std::pin::Pin<
+        Box<dyn tokio_stream::Stream<Item = Result<health::NodeWatchResourcesResponse, Status>> + Send>,
+    >;
+
+    async fn node_watch_resources(
+        &self,
+        _: Request<health::NodeWatchResourcesRequest>,
+    ) -> Result<Response<Self::NodeWatchResourcesStream>, Status> {
+        let said = WatchStream::new(self.0.health.subscribe());
+        let said =
+            said.filter_map(|devices| Some(Ok(health::NodeWatchResourcesResponse { devices: devices? })));
+        Ok(Response::new(Box::pin(said)))
     }
 }
 

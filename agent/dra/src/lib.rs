@@ -7,6 +7,7 @@
 //! Must never touch a container, a device or a CDI file.
 
 mod error;
+mod health;
 mod metrics;
 mod plugin;
 mod prepare;
@@ -16,19 +17,20 @@ mod view;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use beelet_base::blocking::blocking;
 use beelet_model::plugins::Presences;
-use beelet_policy::dra::{self as policy, ClaimKey, Ledger, checkpoint};
+use beelet_policy::dra::{self as policy, ClaimKey, Ledger, checkpoint, health::HealthBook};
 use beelet_state::ForeignFile;
 use futures::future::join_all;
 use tokio::{
     sync::{Notify, OwnedMutexGuard, watch},
     time::Instant,
 };
+use tokio_util::task::AbortOnDropHandle;
 use tracing::{info, warn};
 
 pub use self::{
@@ -62,6 +64,12 @@ struct Inner {
     lost: bool,
     /// The pods that the record may have and the ledger has no more. Locked after the ledger, if both are.
     unsaved: Mutex<Unsaved>,
+    /// What drivers say of their devices. Locked before the ledger, if both are.
+    health: Mutex<HealthBook>,
+    health_changes: watch::Sender<u64>,
+    /// Who listens to that, by driver and socket.
+    listening: Mutex<BTreeMap<(String, PathBuf), AbortOnDropHandle<()>>>,
+    began: Instant,
     /// Held by whoever writes the record.
     writing: Arc<tokio::sync::Mutex<()>>,
     metrics: Metrics,
@@ -84,6 +92,10 @@ impl Dra {
             record,
             lost,
             unsaved: Mutex::default(),
+            health: Mutex::default(),
+            health_changes: watch::Sender::default(),
+            listening: Mutex::default(),
+            began: Instant::now(),
             writing: Arc::default(),
             metrics,
         }))

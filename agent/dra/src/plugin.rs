@@ -7,11 +7,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use beelet_proto::dra::v1 as wire;
+use beelet_proto::dra::{health, v1 as wire};
 use beelet_serve::client::{DialError, Link, dial_linked};
 use prost::Message;
 use tokio::sync::Notify;
-use tonic::{Code, Request, Status, client::Grpc, codegen::http::uri::PathAndQuery, transport::Channel};
+use tonic::{
+    Code, Request, Status, Streaming, client::Grpc, codegen::http::uri::PathAndQuery, transport::Channel,
+};
 use tonic_prost::ProstCodec;
 
 use crate::{Error, Metrics, lock};
@@ -24,6 +26,9 @@ const MAX_ANSWER: usize = 256 << 10;
 const MAX_ANSWER_OF_CLAIM: usize = 64 << 10;
 /// More characters of a driver's words aren't passed on.
 pub(crate) const WORDS: usize = 1024;
+
+/// The largest report of devices' health, in bytes.
+const MAX_REPORT: usize = 1 << 20;
 
 pub(crate) const PREPARE: &str = "NodePrepareResources";
 pub(crate) const UNPREPARE: &str = "NodeUnprepareResources";
@@ -56,6 +61,11 @@ impl Plugin {
         let channel = Arc::new(Mutex::new(dial_linked(socket, &link).await?));
         let (driver, socket) = (driver.to_owned(), socket.to_owned());
         Ok(Self { driver, socket, service, link, channel, metrics })
+    }
+
+    /// The driver's name.
+    pub(crate) fn driver(&self) -> &str {
+        &self.driver
     }
 
     /// Where it listens.
@@ -91,6 +101,19 @@ impl Plugin {
         self.call(UNPREPARE, wire::NodeUnprepareResourcesRequest { claims }, largest).await
     }
 
+    /// The stream of what it says of its devices, once it says something.
+    ///
+    /// # Errors
+    /// It has none, or can't be asked.
+    pub(crate) async fn watch_health(&self) -> Result<Streaming<health::NodeWatchResourcesResponse>, Status> {
+        let path = PathAndQuery::from_static("/v1alpha1.DRAResourceHealth/NodeWatchResources");
+        let mut client = self.client(MAX_REPORT).await?;
+        let asked = Request::new(health::NodeWatchResourcesRequest {});
+        // No deadline: a driver need not answer before it has something to say.
+        let begun = client.server_streaming(asked, path, ProstCodec::default()).await?;
+        Ok(begun.into_inner())
+    }
+
     async fn call<Q, A>(&self, method: &'static str, asked: Q, largest: usize) -> Result<A, Error>
     where
         Q: Message + 'static,
@@ -116,11 +139,17 @@ impl Plugin {
         A: Message + Default + 'static,
     {
         let path = PathAndQuery::try_from(path).map_err(|error| Status::internal(error.to_string()))?;
+        let mut client = self.client(largest).await?;
+        let answer = client.unary(Request::new(asked), path, ProstCodec::default()).await?;
+        Ok(answer.into_inner())
+    }
+
+    /// A client that takes no longer messages than these, in bytes.
+    async fn client(&self, largest: usize) -> Result<Grpc<Channel>, Status> {
         let channel = lock(&self.channel).clone();
         let mut client = Grpc::new(channel).max_decoding_message_size(largest);
         client.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
-        let answer = client.unary(Request::new(asked), path, ProstCodec::default()).await?;
-        Ok(answer.into_inner())
+        Ok(client)
     }
 }
 

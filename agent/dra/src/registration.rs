@@ -35,6 +35,7 @@ impl PluginHandler for Dra {
             plugins.remove(name);
         }
         drop(plugins);
+        self.listen_no_more(name, socket);
         self.note();
     }
 }
@@ -62,6 +63,7 @@ impl Dra {
         if all.len() >= MAX_PLUGINS {
             return Err(format!("DRA driver {name} has {MAX_PLUGINS} plugins already"));
         }
+        self.listen(name, plugin.clone());
         all.push(plugin);
         info!(driver = name, socket = %socket.display(), service, plugins = all.len(), "a plugin of a DRA driver has registered");
         drop(plugins);

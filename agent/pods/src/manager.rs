@@ -225,6 +225,8 @@ pub struct Manager {
     reports_out: mpsc::Sender<WorkerReport>,
     /// What the node has of devices, and the last change of their health that pods' statuses have.
     devices: watch::Receiver<Arc<NodeDevices>>,
+    /// Changes with the health of devices that pods have by claims.
+    claimed_devices: watch::Receiver<u64>,
     device_health: u64,
     /// Pods that have gone in this turn, by UID, and the restart counts with which their containers begin
     /// should they come back at once.
@@ -250,6 +252,7 @@ impl Manager {
         let (reports_out, reports_in) = mpsc::channel(REPORTS);
         let (pods, gone, present) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
         let devices = parts.launcher.devices.node();
+        let claimed_devices = parts.launcher.dra.health();
         let table = Arc::clone(&parts.table.borrow());
         Self {
             parts,
@@ -265,6 +268,7 @@ impl Manager {
             reports_in,
             reports_out,
             devices,
+            claimed_devices,
             device_health: 0,
             left: BTreeMap::new(),
         }
@@ -296,6 +300,7 @@ impl Manager {
                     Some(report) = self.reports_in.recv() => self.on_reports(report),
                     Some(request) = self.parts.requests.recv() => self.on_requests(request, stopping),
                     Ok(()) = self.devices.changed() => self.on_devices(),
+                    Ok(()) = self.claimed_devices.changed() => self.on_claimed_devices(),
                     () = until(deadline), if !stopping => self.fail_overdue(),
                 }
                 if std::mem::take(&mut self.due.reconcile) && !stopping {
@@ -764,6 +769,7 @@ impl Manager {
         let mut status = managed.status_now(&self.parts);
         if managed.seen.is_some() {
             self.parts.launcher.devices.annotate(uid, &mut status);
+            self.parts.launcher.dra.annotate(&managed.pod, &mut status);
             remember(&managed.control, &status);
         }
         managed.note_claims(&mut status);

@@ -5,6 +5,7 @@
 //! Must never ask anybody: claims come in as they were read, and drivers' answers as they were given.
 
 pub mod checkpoint;
+pub mod health;
 mod ledger;
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -63,6 +63,12 @@ pub mod deviceplugin {
 
 /// The DRA plugin API, by version.
 pub mod dra {
+    /// The health of devices, v1alpha1.
+    #[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
+    pub mod health {
+        tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra_health.v1alpha1");
+    }
+
     /// v1.
     #[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
     pub mod v1 {

@@ -36,6 +36,14 @@ impl Manager {
             self.publish(&uid);
         }
     }
+
+    /// The same of devices that pods have by claims.
+    pub(super) fn on_claimed_devices(&mut self) {
+        self.claimed_devices.mark_unchanged();
+        for uid in self.parts.launcher.dra.pods() {
+            self.publish(&uid);
+        }
+    }
 }
 
 impl super::Managed {

@@ -4,6 +4,7 @@
 
 use std::path::PathBuf;
 
+use beelet_proto::dra::health::HealthStatus;
 use beelet_proto::podresources::{
     GetPodResourcesRequest, PodResources, pod_resources_lister_client::PodResourcesListerClient,
 };
@@ -92,6 +93,20 @@ impl Member {
     async fn until_phase(&self, name: &str, phase: &str) {
         let found = |api: &FakeApi| api.get(&path(name)).filter(|pod| pod["status"]["phase"] == phase);
         self.api.wait_until(&format!("{name} to be {phase}"), found).await;
+    }
+
+    /// Waits until the API server hears that the device of the pod's claim is so, and why.
+    async fn until_health(&self, name: &str, claim: &str, health: &str, message: Option<&str>) {
+        let mut device = json!({"resourceID": format!("example.com/gpu={claim}"), "health": health});
+        if let Some(message) = message {
+            device["message"] = message.into();
+        }
+        let wanted = json!([{"name": "claim:gpu", "resources": [device]}]);
+        let found = |api: &FakeApi| {
+            let pod = api.get(&path(name))?;
+            (pod["status"]["containerStatuses"][0]["allocatedResourcesStatus"] == wanted).then_some(())
+        };
+        self.api.wait_until(&format!("the device of {name} to be {health}"), found).await;
     }
 
     /// The slices that there are, by name.
@@ -364,6 +379,23 @@ async fn of_two_plugins_of_a_driver_the_newer_is_asked_and_the_older_may_go() {
     drop(older);
     member.pod_with_claim("three", "third");
     member.until_event("FailedPrepareDynamicResources", "is not registered").await;
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn how_the_devices_of_a_claim_are_is_in_the_pods_status_as_the_driver_says_it() {
+    require!(root);
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    let mut driver = member.dra_driver(|_| {});
+    member.pod_with_claim("one", "first");
+    member.until_running("one").await;
+    member.until_health("one", "first", "Unknown", None).await;
+    driver.say("first", HealthStatus::Healthy, "");
+    member.until_health("one", "first", "Healthy", None).await;
+    driver.say("first", HealthStatus::Unhealthy, "the fan stands still");
+    member.until_health("one", "first", "Unhealthy", Some("the fan stands still")).await;
+    driver.kill();
+    member.until_health("one", "first", "Unknown", None).await;
     member.scene.is_well();
 }
 
