@@ -79,8 +79,8 @@ impl Dra {
         }
     }
 
-    /// The plugin that listens there says no more. What it said is forgotten, unless another one of its driver,
-    /// which may take its place, is here.
+    /// The plugin that listens there says no more. What it said is forgotten, unless another one of its
+    /// driver, which may take its place, is here.
     fn silent(&self, driver: &str, socket: &Path) {
         let plugins = lock(&self.0.plugins);
         let is_other = |plugin: &Plugin| plugin.socket() != socket && plugin.is_connected();

@@ -37,7 +37,7 @@ use super::{
 };
 use beelet_base::clock::monotonic_ns;
 use beelet_base::work::Work;
-use beelet_devices::{Active, NodeDevices};
+use beelet_devices::Active;
 use beelet_model::{
     desired::Desired,
     failure::PodFailure,
@@ -60,6 +60,7 @@ mod resizing;
 mod resuming;
 mod totals;
 
+use self::active::DeviceNews;
 use self::resuming::{control_of, next_counts, remember};
 use self::totals::{Share, Totals};
 
@@ -223,11 +224,7 @@ pub struct Manager {
     gone: BTreeMap<String, Instant>,
     reports_in: mpsc::Receiver<WorkerReport>,
     reports_out: mpsc::Sender<WorkerReport>,
-    /// What the node has of devices, and the last change of their health that pods' statuses have.
-    devices: watch::Receiver<Arc<NodeDevices>>,
-    /// Changes with the health of devices that pods have by claims.
-    claimed_devices: watch::Receiver<u64>,
-    device_health: u64,
+    devices: DeviceNews,
     /// Pods that have gone in this turn, by UID, and the restart counts with which their containers begin
     /// should they come back at once.
     left: BTreeMap<String, Arc<BTreeMap<String, u32>>>,
@@ -251,8 +248,7 @@ impl Manager {
     pub fn new(parts: Parts) -> Self {
         let (reports_out, reports_in) = mpsc::channel(REPORTS);
         let (pods, gone, present) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
-        let devices = parts.launcher.devices.node();
-        let claimed_devices = parts.launcher.dra.health();
+        let devices = DeviceNews::of(&parts.launcher);
         let table = Arc::clone(&parts.table.borrow());
         Self {
             parts,
@@ -268,8 +264,6 @@ impl Manager {
             reports_in,
             reports_out,
             devices,
-            claimed_devices,
-            device_health: 0,
             left: BTreeMap::new(),
         }
     }
@@ -299,8 +293,7 @@ impl Manager {
                     }
                     Some(report) = self.reports_in.recv() => self.on_reports(report),
                     Some(request) = self.parts.requests.recv() => self.on_requests(request, stopping),
-                    Ok(()) = self.devices.changed() => self.on_devices(),
-                    Ok(()) = self.claimed_devices.changed() => self.on_claimed_devices(),
+                    () = self.devices.changed() => self.on_devices(),
                     () = until(deadline), if !stopping => self.fail_overdue(),
                 }
                 if std::mem::take(&mut self.due.reconcile) && !stopping {

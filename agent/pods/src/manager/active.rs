@@ -2,7 +2,44 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
+use beelet_devices::NodeDevices;
+use tokio::sync::watch;
+
 use super::Manager;
+use crate::launch::Launcher;
+
+/// What is told of devices.
+#[derive(Debug)]
+pub(super) struct DeviceNews {
+    /// What the node has of them by plugins.
+    node: watch::Receiver<Arc<NodeDevices>>,
+    /// The last change of their health that was told.
+    health: u64,
+    /// The changes of the health of those that pods have by claims.
+    claimed: watch::Receiver<u64>,
+}
+
+impl DeviceNews {
+    pub(super) fn of(launcher: &Launcher) -> Self {
+        Self { node: launcher.devices.node(), health: 0, claimed: launcher.dra.health() }
+    }
+
+    /// Waits until devices have become healthy or unhealthy.
+    pub(super) async fn changed(&mut self) {
+        loop {
+            tokio::select! {
+                Ok(()) = self.node.changed() => {
+                    let health = self.node.borrow_and_update().health;
+                    if std::mem::replace(&mut self.health, health) != health {
+                        return;
+                    }
+                }
+                Ok(()) = self.claimed.changed() => return,
+                else => std::future::pending().await,
+            }
+        }
+    }
+}
 
 impl Manager {
     /// Tells who may hold devices: every pod that hasn't ended or still has containers, and those in the
@@ -27,20 +64,9 @@ impl Manager {
 
     /// Devices have become healthy or unhealthy: the statuses of those who hold them say so.
     pub(super) fn on_devices(&mut self) {
-        let health = self.devices.borrow_and_update().health;
-        if health == self.device_health {
-            return;
-        }
-        self.device_health = health;
-        for uid in self.parts.launcher.devices.holders() {
-            self.publish(&uid);
-        }
-    }
-
-    /// The same of devices that pods have by claims.
-    pub(super) fn on_claimed_devices(&mut self) {
-        self.claimed_devices.mark_unchanged();
-        for uid in self.parts.launcher.dra.pods() {
+        let mut holders = self.parts.launcher.dra.pods();
+        holders.extend(self.parts.launcher.devices.holders());
+        for uid in holders {
             self.publish(&uid);
         }
     }
