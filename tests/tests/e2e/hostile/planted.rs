@@ -168,7 +168,12 @@ fn files_that_the_agent_makes_for_a_containers_next_instance_are_its_own() {
     for name in &pods {
         let pod = scene.harmed(name);
         assert!(pod.restarts() >= 1, "{name}");
-        assert!(logs(&scene, name).contains("serving"), "{name}");
+        // It is ready before the runtime has written what it says.
+        wait_for(&format!("the log of {name} to have its first line"), PATIENCE, || {
+            let text = logs(&scene, name);
+            if text.contains("serving") { Ok(()) } else { Err(text) }
+        })
+        .unwrap();
     }
     secret.check();
     end(&scene, &pods);
