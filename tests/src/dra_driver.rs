@@ -172,6 +172,7 @@ impl DraDriver {
             device: Some(device),
             health: health.into(),
             message: message.to_owned(),
+            health_check_timeout_seconds: 3600,
             ..Default::default()
         };
         self.shared.health.send_replace(Some(vec![said]));

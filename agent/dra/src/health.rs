@@ -1,35 +1,41 @@
-//! How the devices of claims are, as their drivers say it on a stream (KEP-4680).
+//! The health of claims' devices, which drivers report on a stream (KEP-4680).
 
-use std::{path::Path, time::Duration};
+use std::{collections::BTreeSet, time::Duration};
 
 use beelet_policy::{
-    dra::health::{Health, Report},
+    dra::health::{DeviceKey, Health, Report},
     moment::Moment,
 };
 use beelet_proto::dra::health as wire;
+use futures::stream::{FuturesUnordered, StreamExt};
 use k8s_openapi::api::core::v1 as core;
-use tokio::{sync::watch, time::sleep};
-use tokio_util::task::AbortOnDropHandle;
+use tokio::time::sleep;
 use tonic::{Code, Status, Streaming};
 use tracing::debug;
 
 use crate::{Dra, Plugin, lock, plugin::WORDS};
 
-/// How long after the end of a stream it is asked for again: the kubelet's.
-const AGAIN: Duration = Duration::from_secs(5);
-/// The same of a driver that has no such stream. Another one may listen there without registering anew.
-const NEVER_SAYS: Duration = Duration::from_secs(300);
-/// The least time between two reports of a plugin: one that writes without end waits.
-const BETWEEN: Duration = Duration::from_millis(100);
+/// How long after the end of a stream another one is asked for: the kubelet's.
+const RETRY: Duration = Duration::from_secs(5);
+/// The same of a driver that has no such stream: another version of it may listen there without registering.
+const RETRY_UNSUPPORTED: Duration = Duration::from_secs(60);
+/// The least time between two reports of a plugin: each may be a new status of many pods.
+const BETWEEN: Duration = Duration::from_secs(1);
 
 impl Dra {
-    /// Counts the changes of devices' health.
-    #[must_use]
-    pub fn health(&self) -> watch::Receiver<u64> {
-        self.0.health_changes.subscribe()
+    /// Waits until the health of devices has changed; the UIDs of the pods that have them by claims.
+    pub async fn health_changed(&self) -> BTreeSet<String> {
+        loop {
+            let pods = std::mem::take(&mut *lock(&self.0.changed_health));
+            if !pods.is_empty() {
+                return pods;
+            }
+            self.0.health_changes.notified().await;
+        }
     }
 
-    /// Puts the health of the pod's devices into its status, beside that of other devices.
+    /// Puts the health of the devices of the claims that containers name into their statuses, beside that of
+    /// other devices.
     pub fn annotate(&self, pod: &core::Pod, status: &mut core::PodStatus) {
         let Some(spec) = &pod.spec else { return };
         let uses_claims = |container: &core::Container| {
@@ -41,9 +47,9 @@ impl Dra {
             let mut all = inits.chain(status.container_statuses.iter_mut().flatten());
             let Some(of) = all.find(|of| of.name == container.name) else { continue };
             let health = lock(&self.0.health);
-            let told = health.statuses(&lock(&self.0.ledger), pod, container, self.now());
-            if !told.is_empty() {
-                of.allocated_resources_status.get_or_insert_default().extend(told);
+            let devices = health.statuses(&lock(&self.0.ledger), pod, container, self.now());
+            if !devices.is_empty() {
+                of.allocated_resources_status.get_or_insert_default().extend(devices);
             }
         }
     }
@@ -52,74 +58,93 @@ impl Dra {
         Moment::after_start(self.0.began.elapsed())
     }
 
-    /// Listens to what a plugin says until it is deregistered.
-    pub(crate) fn listen(&self, driver: &str, plugin: Plugin) {
-        let place = (driver.to_owned(), plugin.socket().to_owned());
-        let listening = tokio::spawn(self.clone().keep_listening(plugin));
-        lock(&self.0.listening).insert(place, AbortOnDropHandle::new(listening));
+    /// Keeps a stream of each plugin, from its registration until it is deregistered.
+    pub(crate) async fn watch_health(&self) {
+        let mut registered = self.0.registered.subscribe();
+        let mut streams = FuturesUnordered::new();
+        let mut newest = 0;
+        loop {
+            registered.mark_unchanged();
+            let plugins: Vec<Plugin> = lock(&self.0.plugins).values().flatten().cloned().collect();
+            let new = plugins.into_iter().filter(|plugin| plugin.number > newest);
+            newest = new
+                .map(|plugin| {
+                    let number = plugin.number;
+                    streams.push(self.watch_plugin(plugin));
+                    number
+                })
+                .fold(newest, u64::max);
+            tokio::select! {
+                Ok(()) = registered.changed() => {}
+                Some(()) = streams.next() => {}
+            }
+        }
     }
 
-    /// The plugin of a driver that listens there is deregistered.
-    pub(crate) fn listen_no_more(&self, driver: &str, socket: &Path) {
-        lock(&self.0.listening).remove(&(driver.to_owned(), socket.to_owned()));
-        self.silent(driver, socket);
+    async fn watch_plugin(&self, plugin: Plugin) {
+        plugin.deregistered.run_until_cancelled(self.keep_stream(&plugin)).await;
+        self.forget(&plugin);
     }
 
     /// Asks a plugin for its stream again and again.
-    async fn keep_listening(self, plugin: Plugin) {
+    async fn keep_stream(&self, plugin: &Plugin) {
         loop {
-            let status = match plugin.watch_health().await {
-                Ok(said) => self.hear(&plugin, said).await,
+            let end = match plugin.health().await {
+                Ok(stream) => self.read(plugin, stream).await,
                 Err(status) => status,
             };
-            self.silent(plugin.driver(), plugin.socket());
-            let cause: String = status.message().chars().take(WORDS).collect();
-            debug!(driver = plugin.driver(), cause, "a DRA driver does not say how its devices are");
-            sleep(if status.code() == Code::Unimplemented { NEVER_SAYS } else { AGAIN }).await;
+            self.forget(plugin);
+            let cause: String = end.message().chars().take(WORDS).collect();
+            debug!(driver = plugin.driver(), cause, "a DRA driver reports no health of devices");
+            sleep(if end.code() == Code::Unimplemented { RETRY_UNSUPPORTED } else { RETRY }).await;
         }
     }
 
-    /// The plugin that listens there says no more. What it said is forgotten, unless another one of its
-    /// driver, which may take its place, is here.
-    fn silent(&self, driver: &str, socket: &Path) {
-        let plugins = lock(&self.0.plugins);
-        let is_other = |plugin: &Plugin| plugin.socket() != socket && plugin.is_connected();
-        if !plugins.get(driver).is_some_and(|all| all.iter().any(is_other)) {
-            self.note_health(lock(&self.0.health).forget(driver));
-        }
-    }
-
-    fn note_health(&self, changed: bool) {
-        if changed {
-            self.0.health_changes.send_modify(|changes| *changes += 1);
-        }
-    }
-
-    /// Takes in what a plugin says until it says no more, and why that is.
-    async fn hear(&self, plugin: &Plugin, mut said: Streaming<wire::NodeWatchResourcesResponse>) -> Status {
+    /// Takes in a plugin's reports until its stream ends; why it did.
+    async fn read(&self, plugin: &Plugin, mut stream: Streaming<wire::NodeWatchResourcesResponse>) -> Status {
         let driver = plugin.driver();
         loop {
-            let expiry = lock(&self.0.health).next_expiry(driver).map(|at| at.since(self.now()));
+            let expiry = lock(&self.0.health).next_expiry(driver, plugin.number);
+            let expiry = expiry.map(|at| at.since(self.now()));
             tokio::select! {
-                message = said.message() => {
-                    let said = match message {
-                        Ok(Some(said)) => said,
+                report = stream.message() => {
+                    let devices = match report {
+                        Ok(Some(report)) => report.devices,
                         Ok(None) => return Status::ok("the stream has ended"),
                         Err(status) => return status,
                     };
-                    let reports = said.devices.into_iter().map(report).collect();
-                    self.note_health(lock(&self.0.health).report(driver, reports, self.now()));
+                    let reports = devices.into_iter().map(read_report).collect();
+                    let changed = lock(&self.0.health).report(driver, plugin.number, reports, self.now());
+                    self.publish(driver, &changed);
                     sleep(BETWEEN).await;
                 }
                 () = sleep(expiry.unwrap_or_default()), if expiry.is_some() => {
-                    self.note_health(lock(&self.0.health).expire(driver, self.now()));
+                    let expired = lock(&self.0.health).expire(driver, plugin.number, self.now());
+                    self.publish(driver, &expired);
                 }
             }
         }
     }
+
+    fn forget(&self, plugin: &Plugin) {
+        let forgotten = lock(&self.0.health).forget(plugin.driver(), plugin.number);
+        self.publish(plugin.driver(), &forgotten);
+    }
+
+    /// Tells of the pods that have one of these devices.
+    fn publish(&self, driver: &str, changed: &BTreeSet<DeviceKey>) {
+        if changed.is_empty() {
+            return;
+        }
+        let pods = lock(&self.0.ledger).pods_with(driver, changed);
+        if !pods.is_empty() {
+            lock(&self.0.changed_health).extend(pods);
+            self.0.health_changes.notify_one();
+        }
+    }
 }
 
-fn report(device: wire::DeviceHealth) -> Report {
+fn read_report(device: wire::DeviceHealth) -> Report {
     let health = match device.health() {
         wire::HealthStatus::Unknown => Health::Unknown,
         wire::HealthStatus::Healthy => Health::Healthy,

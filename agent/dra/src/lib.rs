@@ -17,7 +17,7 @@ mod view;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
@@ -25,12 +25,11 @@ use beelet_base::blocking::blocking;
 use beelet_model::plugins::Presences;
 use beelet_policy::dra::{self as policy, ClaimKey, Ledger, checkpoint, health::HealthBook};
 use beelet_state::ForeignFile;
-use futures::future::join_all;
+use futures::future::{join, join_all};
 use tokio::{
     sync::{Notify, OwnedMutexGuard, watch},
     time::Instant,
 };
-use tokio_util::task::AbortOnDropHandle;
 use tracing::{info, warn};
 
 pub use self::{
@@ -64,11 +63,13 @@ struct Inner {
     lost: bool,
     /// The pods that the record may have and the ledger has no more. Locked after the ledger, if both are.
     unsaved: Mutex<Unsaved>,
-    /// What drivers say of their devices. Locked before the ledger, if both are.
+    /// The number of the newest plugin.
+    registered: watch::Sender<u64>,
+    /// What drivers report of their devices. Locked before the ledger, if both are.
     health: Mutex<HealthBook>,
-    health_changes: watch::Sender<u64>,
-    /// Who listens to that, by driver and socket.
-    listening: Mutex<BTreeMap<(String, PathBuf), AbortOnDropHandle<()>>>,
+    /// The pods whose devices' health has changed, until somebody takes them.
+    changed_health: Mutex<BTreeSet<String>>,
+    health_changes: Notify,
     began: Instant,
     /// Held by whoever writes the record.
     writing: Arc<tokio::sync::Mutex<()>>,
@@ -92,9 +93,10 @@ impl Dra {
             record,
             lost,
             unsaved: Mutex::default(),
+            registered: watch::Sender::default(),
             health: Mutex::default(),
-            health_changes: watch::Sender::default(),
-            listening: Mutex::default(),
+            changed_health: Mutex::default(),
+            health_changes: Notify::new(),
             began: Instant::now(),
             writing: Arc::default(),
             metrics,

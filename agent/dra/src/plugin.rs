@@ -11,6 +11,7 @@ use beelet_proto::dra::{health, v1 as wire};
 use beelet_serve::client::{DialError, Link, dial_linked};
 use prost::Message;
 use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
 use tonic::{
     Code, Request, Status, Streaming, client::Grpc, codegen::http::uri::PathAndQuery, transport::Channel,
 };
@@ -28,7 +29,7 @@ const MAX_ANSWER_OF_CLAIM: usize = 64 << 10;
 pub(crate) const WORDS: usize = 1024;
 
 /// The largest report of devices' health, in bytes.
-const MAX_REPORT: usize = 1 << 20;
+const MAX_REPORT: usize = 256 << 10;
 
 pub(crate) const PREPARE: &str = "NodePrepareResources";
 pub(crate) const UNPREPARE: &str = "NodeUnprepareResources";
@@ -36,6 +37,10 @@ pub(crate) const UNPREPARE: &str = "NodeUnprepareResources";
 /// A registered plugin. Clones share the connection.
 #[derive(Clone, Debug)]
 pub(crate) struct Plugin {
+    /// Rises with each that registers.
+    pub(crate) number: u64,
+    /// Cancelled once it is deregistered.
+    pub(crate) deregistered: CancellationToken,
     driver: String,
     socket: PathBuf,
     /// `v1.DRAPlugin`
@@ -60,7 +65,8 @@ impl Plugin {
         let link = Link::waking(wake);
         let channel = Arc::new(Mutex::new(dial_linked(socket, &link).await?));
         let (driver, socket) = (driver.to_owned(), socket.to_owned());
-        Ok(Self { driver, socket, service, link, channel, metrics })
+        let deregistered = CancellationToken::new();
+        Ok(Self { number: 0, deregistered, driver, socket, service, link, channel, metrics })
     }
 
     /// The driver's name.
@@ -101,11 +107,11 @@ impl Plugin {
         self.call(UNPREPARE, wire::NodeUnprepareResourcesRequest { claims }, largest).await
     }
 
-    /// The stream of what it says of its devices, once it says something.
+    /// The stream of its reports of devices' health, once the first one comes.
     ///
     /// # Errors
     /// It has none, or can't be asked.
-    pub(crate) async fn watch_health(&self) -> Result<Streaming<health::NodeWatchResourcesResponse>, Status> {
+    pub(crate) async fn health(&self) -> Result<Streaming<health::NodeWatchResourcesResponse>, Status> {
         let path = PathAndQuery::from_static("/v1alpha1.DRAResourceHealth/NodeWatchResources");
         let mut client = self.client(MAX_REPORT).await?;
         let asked = Request::new(health::NodeWatchResourcesRequest {});

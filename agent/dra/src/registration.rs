@@ -6,7 +6,7 @@ use beelet_base::work::Work;
 use beelet_model::plugins::{PluginHandler, Presences, Registering};
 use tokio_util::sync::CancellationToken;
 
-use super::{Dra, Instant, Plugin, info, join_all, lock, policy, warn};
+use super::{Dra, Instant, Plugin, info, join, join_all, lock, policy, warn};
 
 /// What drivers say that they are, in the registry of plugins.
 pub const KIND: &str = "DRAPlugin";
@@ -27,6 +27,8 @@ impl PluginHandler for Dra {
         let mut plugins = lock(&self.0.plugins);
         let Some(all) = plugins.get_mut(name) else { return };
         let before = all.len();
+        let leaving = all.iter().filter(|plugin| plugin.socket() == socket);
+        leaving.for_each(|plugin| plugin.deregistered.cancel());
         all.retain(|plugin| plugin.socket() != socket);
         if all.len() < before {
             info!(driver = name, socket = %socket.display(), left = all.len(), "a plugin of a DRA driver is gone");
@@ -35,7 +37,6 @@ impl PluginHandler for Dra {
             plugins.remove(name);
         }
         drop(plugins);
-        self.listen_no_more(name, socket);
         self.note();
     }
 }
@@ -53,7 +54,7 @@ impl Dra {
         }
         let dialled =
             Plugin::dial(name, socket, service, Arc::clone(&self.0.wake), self.0.metrics.clone()).await;
-        let plugin = dialled.map_err(|error| error.to_string())?;
+        let mut plugin = dialled.map_err(|error| error.to_string())?;
         let mut plugins = lock(&self.0.plugins);
         let all = plugins.entry(name.to_owned()).or_default();
         if all.iter().any(|known| known.socket() == socket) {
@@ -63,8 +64,10 @@ impl Dra {
         if all.len() >= MAX_PLUGINS {
             return Err(format!("DRA driver {name} has {MAX_PLUGINS} plugins already"));
         }
-        self.listen(name, plugin.clone());
+        plugin.number = *self.0.registered.borrow() + 1;
+        let number = plugin.number;
         all.push(plugin);
+        self.0.registered.send_replace(number);
         info!(driver = name, socket = %socket.display(), service, plugins = all.len(), "a plugin of a DRA driver has registered");
         drop(plugins);
         self.note();
@@ -76,7 +79,7 @@ impl Dra {
     #[must_use]
     pub fn follow(self, stop: CancellationToken) -> Work {
         Box::pin(async move {
-            stop.run_until_cancelled(self.watch()).await;
+            stop.run_until_cancelled(join(self.watch(), self.watch_health())).await;
         })
     }
 

@@ -293,7 +293,7 @@ impl Manager {
                     }
                     Some(report) = self.reports_in.recv() => self.on_reports(report),
                     Some(request) = self.parts.requests.recv() => self.on_requests(request, stopping),
-                    () = self.devices.changed() => self.on_devices(),
+                    pods = self.devices.changed() => self.on_devices(pods),
                     () = until(deadline), if !stopping => self.fail_overdue(),
                 }
                 if std::mem::take(&mut self.due.reconcile) && !stopping {

@@ -56,7 +56,10 @@ pub(super) fn run(arguments: &[String]) -> Result<(), String> {
             counted_from = Some(sent);
             println!("measuring");
         }
-        requests.send(start + at).map_err(|_| "the server has ended".to_owned())?;
+        // A server that has ended says why.
+        if requests.send(start + at).is_err() {
+            break;
+        }
         sent += 1;
     }
     drop(requests);

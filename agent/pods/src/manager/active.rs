@@ -3,6 +3,7 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use beelet_devices::NodeDevices;
+use beelet_dra::Dra;
 use tokio::sync::watch;
 
 use super::Manager;
@@ -15,27 +16,27 @@ pub(super) struct DeviceNews {
     node: watch::Receiver<Arc<NodeDevices>>,
     /// The last change of their health that was told.
     health: u64,
-    /// The changes of the health of those that pods have by claims.
-    claimed: watch::Receiver<u64>,
+    /// Those that pods have by claims.
+    claimed: Dra,
 }
 
 impl DeviceNews {
     pub(super) fn of(launcher: &Launcher) -> Self {
-        Self { node: launcher.devices.node(), health: 0, claimed: launcher.dra.health() }
+        Self { node: launcher.devices.node(), health: 0, claimed: launcher.dra.clone() }
     }
 
-    /// Waits until devices have become healthy or unhealthy.
-    pub(super) async fn changed(&mut self) {
+    /// Waits until devices have become healthy or unhealthy; the pods that have them by claims, or none where
+    /// it is those that plugins gave.
+    pub(super) async fn changed(&mut self) -> Option<BTreeSet<String>> {
         loop {
             tokio::select! {
                 Ok(()) = self.node.changed() => {
                     let health = self.node.borrow_and_update().health;
                     if std::mem::replace(&mut self.health, health) != health {
-                        return;
+                        return None;
                     }
                 }
-                Ok(()) = self.claimed.changed() => return,
-                else => std::future::pending().await,
+                pods = self.claimed.health_changed() => return Some(pods),
             }
         }
     }
@@ -63,10 +64,9 @@ impl Manager {
     }
 
     /// Devices have become healthy or unhealthy: the statuses of those who hold them say so.
-    pub(super) fn on_devices(&mut self) {
-        let mut holders = self.parts.launcher.dra.pods();
-        holders.extend(self.parts.launcher.devices.holders());
-        for uid in holders {
+    pub(super) fn on_devices(&mut self, pods: Option<BTreeSet<String>>) {
+        let holders = || self.parts.launcher.devices.holders().into_iter().collect();
+        for uid in pods.unwrap_or_else(holders) {
             self.publish(&uid);
         }
     }

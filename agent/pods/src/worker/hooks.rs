@@ -2,7 +2,7 @@
 //! kubelet gives them (pkg/kubelet/lifecycle/handlers.go). A hook may run twice if the agent is killed while
 //! it runs.
 
-use std::{borrow::Cow, fmt, io, time::Duration};
+use std::{fmt, io, time::Duration};
 
 use http_body_util::{BodyExt, Empty};
 use hyper::{Request, body::Bytes, client::conn::http1};
@@ -108,20 +108,18 @@ impl fmt::Display for Downgraded {
 }
 
 /// The kubelet asks, and takes any answer: only one that can't be asked has failed. Redirects are followed
-/// within the host, and one that was to be asked by HTTPS and answers by HTTP is asked again so, without its
-/// credentials.
+/// within the host, and one that was to be asked by HTTPS and answers by HTTP is asked again so. No
+/// credentials go from HTTPS to HTTP.
 async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<Option<Downgraded>, String> {
     let host = action.host.as_deref().filter(|host| !host.is_empty()).or(subject.pod_ip);
     let host = host.ok_or("the pod has no address to ask yet")?;
     let port = port(&action.port, subject.spec)?;
     let path = action.path.as_deref().filter(|path| !path.is_empty()).unwrap_or("/");
     let path = if path.starts_with('/') { path.to_owned() } else { format!("/{path}") };
-    let tls = action.scheme.as_deref().is_some_and(|scheme| scheme.eq_ignore_ascii_case("HTTPS"));
-    let mut place = Place { tls, port, path, own_host: true };
-    let mut action = Cow::Borrowed(action);
+    let mut place = Place { tls: is_https(action), port, path, own_host: true };
     let mut downgraded = None;
     for _ in 0..=MAX_REDIRECTS {
-        let asked = ask(&action, host, &place).await;
+        let asked = ask(action, host, &place).await;
         let reply = match asked {
             Err(Broken { speaks_http: true, cause }) if place.tls => {
                 info!(
@@ -130,8 +128,6 @@ async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<Optio
                     "a hook's HTTPS request was answered by HTTP, it is made so: {cause}"
                 );
                 place.tls = false;
-                let headers = action.to_mut().http_headers.iter_mut();
-                headers.for_each(|headers| headers.retain(|header| !is_named(header, "Authorization")));
                 downgraded = Some(Downgraded(place.authority(host)));
                 continue;
             }
@@ -179,6 +175,11 @@ async fn ask(action: &core::HTTPGetAction, host: &str, place: &Place) -> Result<
     Ok(exchange(stream, request).await?)
 }
 
+/// Whether the pod wants it asked by HTTPS.
+fn is_https(action: &core::HTTPGetAction) -> bool {
+    action.scheme.as_deref().is_some_and(|scheme| scheme.eq_ignore_ascii_case("HTTPS"))
+}
+
 fn is_named(header: &core::HTTPHeader, name: &str) -> bool {
     header.name.eq_ignore_ascii_case(name)
 }
@@ -189,8 +190,10 @@ fn request(
     place: &Place,
 ) -> Result<Request<Empty<Bytes>>, http::Error> {
     let mut request = Request::get(&place.path);
-    let headers =
-        action.http_headers.iter().flatten().filter(|header| place.own_host || !is_named(header, "Host"));
+    let in_the_clear = is_https(action) && !place.tls;
+    let headers = action.http_headers.iter().flatten().filter(|header| {
+        (place.own_host || !is_named(header, "Host")) && !(in_the_clear && is_named(header, "Authorization"))
+    });
     let given = |name: &str| headers.clone().any(|header| is_named(header, name));
     let authority = place.authority(host);
     for (name, value) in [("Host", authority.as_str()), ("User-Agent", USER_AGENT), ("Connection", "close")] {
@@ -275,7 +278,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn by_https_any_certificate_will_do() {
+    async fn by_https_any_certificate_will_do_and_http_without_credentials() {
         let acceptor = beelet_testing::tls::acceptor();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();

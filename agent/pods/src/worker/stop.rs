@@ -209,8 +209,8 @@ impl Worker {
         within: Option<Duration>,
     ) -> Result<(), String> {
         if let Some(downgraded) = hooks::run(&self.runtime, handler, subject, within).await? {
-            let (events, object) = self.events_of(&subject.spec.name);
-            events.warning(object, "LifecycleHTTPFallback", downgraded.to_string());
+            let pod = Object::pod(&self.plan.pod);
+            self.launcher.events.warning(pod, "LifecycleHTTPFallback", downgraded.to_string());
         }
         Ok(())
     }

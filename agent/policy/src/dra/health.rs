@@ -1,17 +1,22 @@
 //! How the devices of claims are, as their drivers say it (KEP-4680; `pkg/kubelet/cm/dra/healthinfo.go`).
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
-use k8s_openapi::api::core::v1::{Container, Pod, ResourceHealth, ResourceStatus};
+use k8s_openapi::api::core::v1::{Container, Pod, ResourceClaim, ResourceHealth, ResourceStatus};
 
 use super::{Device, Ledger, MAX_NAME, named};
 use crate::moment::Moment;
 
-/// How long what a driver says holds, where it doesn't say for how long.
+/// How long a report holds where the driver doesn't say for how long, and at most.
 const LEASE: Duration = Duration::from_secs(30);
-/// Devices of one driver. More are not known.
+const MAX_LEASE: Duration = Duration::from_secs(24 * 60 * 60);
+/// What is kept of one plugin: so many devices, and so many bytes of names and messages.
 const MAX_DEVICES: usize = 4096;
-/// Characters of what a driver says of a device; of a longer text the end is cut off, and `...` says so.
+const MAX_BYTES: usize = 512 << 10;
+/// Bytes of a message about a device; a longer one is cut off, and `...` says so (`truncateHealthMessage`).
 const MAX_MESSAGE: usize = 1024;
 
 /// The health of a device.
@@ -41,6 +46,15 @@ pub struct Report {
     pub message: String,
 }
 
+impl Report {
+    fn read(self, now: Moment) -> (DeviceKey, Known) {
+        let lease = u64::try_from(self.lease).ok().filter(|seconds| *seconds > 0);
+        let lease = lease.map_or(LEASE, Duration::from_secs).min(MAX_LEASE);
+        let known = Known { health: self.health, message: shortened(self.message), until: now.plus(lease) };
+        ((self.pool, self.device), known)
+    }
+}
+
 /// What is known of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Known {
@@ -49,70 +63,82 @@ struct Known {
     until: Moment,
 }
 
-/// By pool and name.
-type Devices = BTreeMap<(String, String), Known>;
+/// Pool and name of a device.
+pub type DeviceKey = (String, String);
 
-/// What drivers said last, as long as it holds.
+/// What drivers said last, as long as it holds: by driver, and by the plugin that said it, the newest last.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct HealthBook(BTreeMap<String, Devices>);
+pub struct HealthBook(BTreeMap<String, BTreeMap<u64, BTreeMap<DeviceKey, Known>>>);
 
 impl HealthBook {
-    /// Takes in what a driver says. Devices that it leaves out are as they were until that holds no more.
-    /// Returns true if a device is not as it was.
-    pub fn report(&mut self, driver: &str, reports: Vec<Report>, now: Moment) -> bool {
-        let mut changed = self.expire(driver, now);
-        let devices = self.0.entry(driver.to_owned()).or_default();
+    /// Takes in a report of one of a driver's plugins. Devices that it leaves out are as they were until that
+    /// holds no more. Returns the devices that are not as they were.
+    pub fn report(
+        &mut self,
+        driver: &str,
+        plugin: u64,
+        reports: Vec<Report>,
+        now: Moment,
+    ) -> BTreeSet<DeviceKey> {
+        let mut changed = self.expire(driver, plugin, now);
+        let devices = self.0.entry(driver.to_owned()).or_default().entry(plugin).or_default();
+        let mut bytes: usize = devices.iter().map(|(key, known)| size(key, &known.message)).sum();
         for report in reports {
+            let (key, known) = report.read(now);
+            let before = devices.get(&key);
+            let added = size(&key, &known.message);
+            let freed = before.map_or(0, |before| size(&key, &before.message));
             let is_sound = |name: &String| !name.is_empty() && name.len() <= MAX_NAME;
-            if ![&report.pool, &report.device].into_iter().all(is_sound) {
+            let has_room =
+                bytes - freed + added <= MAX_BYTES && (before.is_some() || devices.len() < MAX_DEVICES);
+            if !is_sound(&key.0) || !is_sound(&key.1) || !has_room {
                 continue;
             }
-            let known = Known {
-                health: report.health,
-                message: shortened(&report.message),
-                until: now.plus(
-                    u64::try_from(report.lease)
-                        .ok()
-                        .filter(|lease| *lease > 0)
-                        .map_or(LEASE, Duration::from_secs),
-                ),
-            };
-            let device = (report.pool, report.device);
-            let before = devices.get(&device);
-            if before.is_none() && devices.len() >= MAX_DEVICES {
-                continue;
+            bytes = bytes - freed + added;
+            if before.is_none_or(|before| (before.health, &before.message) != (known.health, &known.message))
+            {
+                changed.insert(key.clone());
             }
-            changed |= before
-                .is_none_or(|before| (before.health, &before.message) != (known.health, &known.message));
-            devices.insert(device, known);
+            devices.insert(key, known);
         }
         changed
     }
 
-    /// Forgets what holds no more. Returns true if that was anything.
-    pub fn expire(&mut self, driver: &str, now: Moment) -> bool {
-        let Some(devices) = self.0.get_mut(driver) else { return false };
-        let before = devices.len();
-        devices.retain(|_, known| known.until > now);
-        devices.len() != before
+    /// Forgets what holds no more of what a plugin said. Returns the devices that it was about.
+    pub fn expire(&mut self, driver: &str, plugin: u64, now: Moment) -> BTreeSet<DeviceKey> {
+        let Some(devices) = self.0.get_mut(driver).and_then(|plugins| plugins.get_mut(&plugin)) else {
+            return BTreeSet::new();
+        };
+        let expired: BTreeSet<DeviceKey> =
+            devices.iter().filter(|(_, known)| known.until <= now).map(|(key, _)| key.clone()).collect();
+        devices.retain(|key, _| !expired.contains(key));
+        expired
     }
 
-    /// When something that a driver said holds no more.
+    /// When something that a plugin said holds no more.
     #[must_use]
-    pub fn next_expiry(&self, driver: &str) -> Option<Moment> {
-        self.0.get(driver)?.values().map(|known| known.until).min()
+    pub fn next_expiry(&self, driver: &str, plugin: u64) -> Option<Moment> {
+        self.0.get(driver)?.get(&plugin)?.values().map(|known| known.until).min()
     }
 
-    /// Forgets all that a driver said. Returns true if that was anything.
-    pub fn forget(&mut self, driver: &str) -> bool {
-        self.0.remove(driver).is_some_and(|devices| !devices.is_empty())
+    /// Forgets all that a plugin said. Returns the devices that it was about.
+    pub fn forget(&mut self, driver: &str, plugin: u64) -> BTreeSet<DeviceKey> {
+        let Some(plugins) = self.0.get_mut(driver) else { return BTreeSet::new() };
+        let forgotten = plugins.remove(&plugin).unwrap_or_default();
+        if plugins.is_empty() {
+            self.0.remove(driver);
+        }
+        forgotten.into_keys().collect()
     }
 
+    /// What the newest plugin that knows of a device says of it.
     fn of(&self, driver: &str, device: &Device, now: Moment) -> (Health, Option<String>) {
-        let known =
-            self.0.get(driver).and_then(|devices| devices.get(&(device.pool.clone(), device.name.clone())));
-        let Some(known) = known.filter(|known| known.until > now) else { return (Health::Unknown, None) };
-        (known.health, Some(known.message.clone()).filter(|message| !message.is_empty()))
+        let key = (device.pool.clone(), device.name.clone());
+        let plugins = self.0.get(driver).into_iter().flat_map(|plugins| plugins.values().rev());
+        let mut known = plugins.filter_map(|devices| devices.get(&key)).filter(|known| known.until > now);
+        known.next().map_or((Health::Unknown, None), |known| {
+            (known.health, Some(known.message.clone()).filter(|message| !message.is_empty()))
+        })
     }
 
     /// The devices of a container's claims, one entry per claim or request that the container names
@@ -126,7 +152,7 @@ impl HealthBook {
         now: Moment,
     ) -> Vec<ResourceStatus> {
         let claims = container.resources.iter().flat_map(|resources| resources.claims.iter().flatten());
-        let status = |used: &k8s_openapi::api::core::v1::ResourceClaim| {
+        let status = |used: &ResourceClaim| {
             let mut of_pod = pod.spec.iter().flat_map(|spec| spec.resource_claims.iter().flatten());
             let wanted = named(pod, of_pod.find(|claim| claim.name == used.name)?).ok()??;
             let info = ledger.get(&wanted.key)?;
@@ -164,11 +190,15 @@ fn identifier(driver: &str, device: &Device) -> String {
     device.cdi.first().cloned().unwrap_or_else(|| format!("{driver}/{}/{}", device.pool, device.name))
 }
 
-fn shortened(message: &str) -> String {
-    match message.char_indices().nth(MAX_MESSAGE) {
-        None => message.to_owned(),
-        Some(_) => message.chars().take(MAX_MESSAGE - 3).chain("...".chars()).collect(),
+fn shortened(message: String) -> String {
+    if message.len() <= MAX_MESSAGE {
+        return message;
     }
+    format!("{}...", &message[..message.floor_char_boundary(MAX_MESSAGE - 3)])
+}
+
+fn size(key: &DeviceKey, message: &str) -> usize {
+    key.0.len() + key.1.len() + message.len()
 }
 
 #[cfg(test)]
@@ -241,6 +271,10 @@ mod tests {
         assert_eq!(told, expected);
     }
 
+    fn keys(devices: &[&str]) -> BTreeSet<DeviceKey> {
+        devices.iter().map(|device| ("p".to_owned(), (*device).to_owned())).collect()
+    }
+
     #[test]
     fn each_device_of_a_claim_or_request_is_told_once_and_is_unknown_until_its_driver_says_more() {
         let mut book = HealthBook::default();
@@ -248,8 +282,9 @@ mod tests {
             &told(&book, at(0)),
             &[["claim:gpu", "x/gpu=0", "Unknown", ""], ["claim:nic/fast/big", "nic.x/p/n0", "Unknown", ""]],
         );
-        assert!(book.report("gpu.x", vec![report("g0", Health::Healthy, 0, "")], at(0)));
-        assert!(book.report("nic.x", vec![report("n0", Health::Unhealthy, 0, "no carrier")], at(0)));
+        assert_eq!(book.report("gpu.x", 1, vec![report("g0", Health::Healthy, 0, "")], at(0)), keys(&["g0"]));
+        let broken = report("n0", Health::Unhealthy, 0, "no carrier");
+        assert_eq!(book.report("nic.x", 2, vec![broken], at(0)), keys(&["n0"]));
         is(
             &told(&book, at(1)),
             &[
@@ -260,33 +295,55 @@ mod tests {
     }
 
     #[test]
-    fn what_a_driver_said_holds_for_its_lease_and_no_longer() {
+    fn a_report_holds_for_its_lease_and_no_longer() {
         let mut book = HealthBook::default();
-        assert!(book.report("gpu.x", vec![report("g0", Health::Healthy, 0, "")], at(0)));
-        assert!(!book.report("gpu.x", vec![report("g0", Health::Healthy, 60, "")], at(10)), "the same again");
+        assert_eq!(book.report("gpu.x", 1, vec![report("g0", Health::Healthy, 0, "")], at(0)), keys(&["g0"]));
+        // The same again, for longer.
+        assert_eq!(book.report("gpu.x", 1, vec![report("g0", Health::Healthy, 60, "")], at(10)), keys(&[]));
         // Left out of a report it is as it was.
-        assert!(book.report("gpu.x", vec![report("g9", Health::Healthy, -1, "")], at(20)));
-        assert_eq!(book.next_expiry("gpu.x"), Some(at(50)));
-        assert!(book.expire("gpu.x", at(50)));
+        assert_eq!(
+            book.report("gpu.x", 1, vec![report("g9", Health::Healthy, -1, "")], at(20)),
+            keys(&["g9"])
+        );
+        assert_eq!(book.next_expiry("gpu.x", 1), Some(at(50)));
+        assert_eq!(book.expire("gpu.x", 1, at(50)), keys(&["g9"]));
         is(&told(&book, at(69))[..1], &[["claim:gpu", "x/gpu=0", "Healthy", ""]]);
         is(&told(&book, at(70))[..1], &[["claim:gpu", "x/gpu=0", "Unknown", ""]]);
-        assert!(book.forget("gpu.x") && !book.forget("gpu.x"));
+        // However long a driver says.
+        book.report("gpu.x", 1, vec![report("g0", Health::Healthy, i64::MAX, "")], at(80));
+        assert_eq!(book.next_expiry("gpu.x", 1), Some(at(80).plus(MAX_LEASE)));
+    }
+
+    #[test]
+    fn of_two_plugins_the_newer_one_counts_for_what_it_knows_and_each_forgets_its_own() {
+        let mut book = HealthBook::default();
+        book.report("gpu.x", 2, vec![report("g0", Health::Healthy, 0, "")], at(0));
+        book.report("gpu.x", 1, vec![report("g0", Health::Unhealthy, 0, "older")], at(1));
+        is(&told(&book, at(2))[..1], &[["claim:gpu", "x/gpu=0", "Healthy", ""]]);
+        assert_eq!(book.forget("gpu.x", 2), keys(&["g0"]));
+        is(&told(&book, at(2))[..1], &[["claim:gpu", "x/gpu=0", "Unhealthy", "older"]]);
+        assert_eq!(book.forget("gpu.x", 1), keys(&["g0"]));
+        assert_eq!(book, HealthBook::default());
     }
 
     #[test]
     fn a_driver_that_says_too_much_is_heard_as_far_as_there_is_room() {
-        let mut book = HealthBook::default();
-        let many = (0..2 * MAX_DEVICES)
-            .map(|n| report(&n.to_string(), Health::Healthy, i64::MAX, &"é".repeat(2000)));
-        assert!(book.report("gpu.x", many.collect(), at(0)));
-        assert_eq!(book.0["gpu.x"].len(), MAX_DEVICES);
-        let message = &book.0["gpu.x"][&("p".to_owned(), "0".to_owned())].message;
-        assert!(message.chars().count() == MAX_MESSAGE && message.ends_with("é..."), "{message}");
-        assert!(!book.report("gpu.x", vec![report("", Health::Healthy, 0, "")], at(0)));
-        assert!(!book.report(
-            "gpu.x",
-            vec![report(&"x".repeat(MAX_NAME + 1), Health::Healthy, 0, "")],
-            at(0)
-        ));
+        let report_all = |count: usize, message: &str| {
+            let mut book = HealthBook::default();
+            let many = (0..count).map(|n| report(&n.to_string(), Health::Healthy, 0, message));
+            book.report("gpu.x", 1, many.collect(), at(0));
+            book
+        };
+        assert_eq!(report_all(2 * MAX_DEVICES, "").0["gpu.x"][&1].len(), MAX_DEVICES);
+        let mut book = report_all(MAX_DEVICES, &"é".repeat(2000));
+        let devices = &book.0["gpu.x"][&1];
+        assert!(devices.iter().map(|(key, known)| size(key, &known.message)).sum::<usize>() <= MAX_BYTES);
+        let message = &devices[&("p".to_owned(), "0".to_owned())].message;
+        assert!(message.len() == MAX_MESSAGE - 1 && message.ends_with("é..."), "{}", message.len());
+        let nameless = vec![
+            report("", Health::Healthy, 0, ""),
+            report(&"x".repeat(MAX_NAME + 1), Health::Healthy, 0, ""),
+        ];
+        assert_eq!(book.report("gpu.x", 1, nameless, at(0)), keys(&[]));
     }
 }

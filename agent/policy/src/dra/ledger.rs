@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{ClaimInfo, ClaimKey, Device};
+use super::{ClaimInfo, ClaimKey, Device, health::DeviceKey};
 
 /// Claims by namespace and name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -39,6 +39,14 @@ impl Ledger {
     #[must_use]
     pub fn pods(&self) -> BTreeSet<String> {
         self.0.values().flat_map(|info| &info.pods).cloned().collect()
+    }
+
+    /// The UIDs of the pods that have one of these devices of a driver.
+    #[must_use]
+    pub fn pods_with(&self, driver: &str, devices: &BTreeSet<DeviceKey>) -> BTreeSet<String> {
+        let is_one = |device: &Device| devices.iter().any(|key| key.0 == device.pool && key.1 == device.name);
+        let has_one = |info: &&ClaimInfo| info.drivers.get(driver).is_some_and(|all| all.iter().any(is_one));
+        self.0.values().filter(has_one).flat_map(|info| &info.pods).cloned().collect()
     }
 
     /// The claims that a pod uses.

@@ -25,9 +25,9 @@ const FAREWELL: Duration = Duration::from_secs(10);
 const QUIET: Duration = Duration::from_secs(3);
 /// What the agent may hold for a moment beyond twice its quiet figure, in KiB.
 const MEMORY: u64 = 16 << 10;
-/// The CPU that it may use beyond twice its quiet figure: a part of one core, and so much at once for pods'
-/// coming and going, or twice what harmless ones take of this machine.
-const CPU: (f64, Duration) = (0.1, Duration::from_secs(2));
+/// The CPU that it may use beyond twice its quiet figure: a part of one core, and so much for pods that come
+/// and go: twice what harmless ones take on this machine, within these bounds.
+const CPU: (f64, [Duration; 2]) = (0.1, [Duration::from_secs(2), Duration::from_secs(6)]);
 /// Those that must notice nothing: one whose readiness the kernel tells, one whose liveness an HTTP probe
 /// asks for.
 const BYSTANDERS: [&str; 2] = ["bystander", "answering"];
@@ -214,9 +214,9 @@ impl Scene {
         let (ran, used) = (self.since.0.elapsed(), cpu_of(pid).unwrap() - self.since.1);
         let highest = high_water(pid);
         let Quiet { cpu, resident, removal, pod } = self.quiet;
-        let (share, once) = CPU;
+        let (share, [least, most]) = CPU;
         let pods = pod * 2 * u32::try_from(hostile.len()).unwrap();
-        let most_cpu = ran.mul_f64(2.0 * cpu + share) + once.max(pods) + allowance.cpu;
+        let most_cpu = ran.mul_f64(2.0 * cpu + share) + pods.clamp(least, most) + allowance.cpu;
         let most_memory = 2 * resident + MEMORY;
         eprintln!(
             "{hostile:?}: gone after {took:.1?} of {most:.1?} (a harmless one: {removal:.1?}); CPU {used:.2?} of \

@@ -394,6 +394,12 @@ async fn how_the_devices_of_a_claim_are_is_in_the_pods_status_as_the_driver_says
     member.until_health("one", "first", "Healthy", None).await;
     driver.say("first", HealthStatus::Unhealthy, "the fan stands still");
     member.until_health("one", "first", "Unhealthy", Some("the fan stands still")).await;
+    // The newer plugin's report counts, until it is gone.
+    let newer = member.dra_driver(|settings| settings.instance = "b".to_owned());
+    newer.say("first", HealthStatus::Healthy, "");
+    member.until_health("one", "first", "Healthy", None).await;
+    drop(newer);
+    member.until_health("one", "first", "Unhealthy", Some("the fan stands still")).await;
     driver.kill();
     member.until_health("one", "first", "Unknown", None).await;
     member.scene.is_well();
