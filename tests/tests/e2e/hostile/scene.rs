@@ -214,9 +214,9 @@ impl Scene {
         let (ran, used) = (self.since.0.elapsed(), cpu_of(pid).unwrap() - self.since.1);
         let highest = high_water(pid);
         let Quiet { cpu, resident, removal, pod } = self.quiet;
-        let (share, [least, most]) = CPU;
+        let (share, [little, much]) = CPU;
         let pods = pod * 2 * u32::try_from(hostile.len()).unwrap();
-        let most_cpu = ran.mul_f64(2.0 * cpu + share) + pods.clamp(least, most) + allowance.cpu;
+        let most_cpu = ran.mul_f64(2.0 * cpu + share) + pods.clamp(little, much) + allowance.cpu;
         let most_memory = 2 * resident + MEMORY;
         eprintln!(
             "{hostile:?}: gone after {took:.1?} of {most:.1?} (a harmless one: {removal:.1?}); CPU {used:.2?} of \
