@@ -674,6 +674,7 @@ proptest! {
         }
         let mut calm = nodes.last().unwrap().clone();
         calm.best_effort_used = 0;
+        calm.pods.iter_mut().for_each(|pod| pod.cpu_used = Some(0));
         for container in calm.pods.iter_mut().flat_map(|pod| &mut pod.containers) {
             container.cpu_wait_permille = Some(0);
             container.cpu_wait_p99_us = None;
