@@ -65,15 +65,11 @@ impl Dra {
         let mut newest = 0;
         loop {
             registered.mark_unchanged();
-            let plugins: Vec<Plugin> = lock(&self.0.plugins).values().flatten().cloned().collect();
-            let new = plugins.into_iter().filter(|plugin| plugin.number > newest);
-            newest = new
-                .map(|plugin| {
-                    let number = plugin.number;
-                    streams.push(self.watch_plugin(plugin));
-                    number
-                })
-                .fold(newest, u64::max);
+            let known = newest;
+            for plugin in lock(&self.0.plugins).values().flatten().filter(|plugin| plugin.number > known) {
+                newest = newest.max(plugin.number);
+                streams.push(self.watch_plugin(plugin.clone()));
+            }
             tokio::select! {
                 Ok(()) = registered.changed() => {}
                 Some(()) = streams.next() => {}

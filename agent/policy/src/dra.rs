@@ -15,6 +15,7 @@ use k8s_openapi::api::{
     resource::v1::ResourceClaim,
 };
 
+use self::health::DeviceKey;
 pub use self::ledger::{Ledger, Unprepared};
 use crate::{devices::registration::is_extended_resource_name, quantity::Quantity};
 
@@ -85,6 +86,11 @@ impl Device {
         request.is_empty()
             || self.requests.is_empty()
             || self.requests.iter().any(|named| base(named) == base(request))
+    }
+
+    /// The pool and the name that its driver knows it by.
+    fn key(&self) -> DeviceKey {
+        (self.pool.clone(), self.name.clone())
     }
 
     /// Checks what a driver said of it.

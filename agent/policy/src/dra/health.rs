@@ -133,7 +133,7 @@ impl HealthBook {
 
     /// What the newest plugin that knows of a device says of it.
     fn of(&self, driver: &str, device: &Device, now: Moment) -> (Health, Option<String>) {
-        let key = (device.pool.clone(), device.name.clone());
+        let key = device.key();
         let plugins = self.0.get(driver).into_iter().flat_map(|plugins| plugins.values().rev());
         let mut known = plugins.filter_map(|devices| devices.get(&key)).filter(|known| known.until > now);
         known.next().map_or((Health::Unknown, None), |known| {

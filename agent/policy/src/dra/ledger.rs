@@ -44,7 +44,7 @@ impl Ledger {
     /// The UIDs of the pods that have one of these devices of a driver.
     #[must_use]
     pub fn pods_with(&self, driver: &str, devices: &BTreeSet<DeviceKey>) -> BTreeSet<String> {
-        let is_one = |device: &Device| devices.iter().any(|key| key.0 == device.pool && key.1 == device.name);
+        let is_one = |device: &Device| devices.contains(&device.key());
         let has_one = |info: &&ClaimInfo| info.drivers.get(driver).is_some_and(|all| all.iter().any(is_one));
         self.0.values().filter(has_one).flat_map(|info| &info.pods).cloned().collect()
     }

@@ -321,9 +321,10 @@ fn what_stands_in_the_place_of_a_volumes_content_is_never_followed_out_of_it() {
     scene.another_comes_and_goes();
     secret.check();
     assert_eq!(listed(outside), std::slice::from_ref(&secret.path));
-    let pods: Vec<&str> = cases.iter().map(|(name, _)| *name).chain(["watcher"]).collect();
+    let pods: Vec<String> =
+        cases.iter().map(|(name, _)| (*name).to_owned()).chain(["watcher".to_owned()]).collect();
     scene.node.agent.remove("configmap-colors.yaml").unwrap();
-    scene.end(&pods, Allowance::default());
+    end(&scene, &pods);
 }
 
 #[test]

@@ -25,9 +25,9 @@ const FAREWELL: Duration = Duration::from_secs(10);
 const QUIET: Duration = Duration::from_secs(3);
 /// What the agent may hold for a moment beyond twice its quiet figure, in KiB.
 const MEMORY: u64 = 16 << 10;
-/// The CPU that it may use beyond twice its quiet figure: a part of one core, and so much for pods that come
-/// and go: twice what harmless ones take on this machine, within these bounds.
-const CPU: (f64, [Duration; 2]) = (0.1, [Duration::from_secs(2), Duration::from_secs(6)]);
+/// The CPU that it may use beyond twice its quiet figure: a part of one core, and so much at once for a pod's
+/// coming and going.
+const CPU: (f64, Duration) = (0.1, Duration::from_secs(2));
 /// Those that must notice nothing: one whose readiness the kernel tells, one whose liveness an HTTP probe
 /// asks for.
 const BYSTANDERS: [&str; 2] = ["bystander", "answering"];
@@ -50,8 +50,6 @@ struct Quiet {
     resident: u64,
     /// How long a harmless pod took to go.
     removal: Duration,
-    /// The CPU that it took to come and go.
-    pod: Duration,
 }
 
 /// A node under attack: an agent on a containerd of its own, and pods beside the hostile ones that must
@@ -82,17 +80,14 @@ impl Scene {
         }
         // What all pods share is made with the first one that goes, and it shows what this machine takes for
         // one.
-        let pid = node.agent.pid().unwrap();
-        let used = cpu_of(pid).unwrap();
         node.apply(&manifests::serving("harmless"));
         node.wait("harmless", "to be ready", PodView::ready);
         let removal = removed(&node, &["harmless"]);
-        let pod = cpu_of(pid).unwrap() - used;
         let traces = settled(&node);
         let held = Held::by(&node.agent).unwrap();
         let before = BYSTANDERS.iter().map(|name| (*name, identity(&node, name))).collect();
         let witness = Witness::start(&node.agent.socket());
-        let quiet = Quiet { cpu: 0.0, resident: 0, removal, pod };
+        let quiet = Quiet { cpu: 0.0, resident: 0, removal };
         let mut scene =
             Scene { node, witness, before, traces, held, quiet, since: (Instant::now(), Duration::ZERO) };
         scene.open_account();
@@ -213,14 +208,13 @@ impl Scene {
         let pid = self.node.agent.pid().unwrap();
         let (ran, used) = (self.since.0.elapsed(), cpu_of(pid).unwrap() - self.since.1);
         let highest = high_water(pid);
-        let Quiet { cpu, resident, removal, pod } = self.quiet;
-        let (share, [little, much]) = CPU;
-        let pods = pod * 2 * u32::try_from(hostile.len()).unwrap();
-        let most_cpu = ran.mul_f64(2.0 * cpu + share) + pods.clamp(little, much) + allowance.cpu;
+        let Quiet { cpu, resident, removal } = self.quiet;
+        let (share, once) = CPU;
+        let most_cpu = ran.mul_f64(2.0 * cpu + share) + once + allowance.cpu;
         let most_memory = 2 * resident + MEMORY;
         eprintln!(
             "{hostile:?}: gone after {took:.1?} of {most:.1?} (a harmless one: {removal:.1?}); CPU {used:.2?} of \
-             {most_cpu:.2?} in {ran:.1?} (quiet: {:.1} %, a harmless pod: {pod:.2?}); memory {} of {} MiB (quiet: {} MiB)",
+             {most_cpu:.2?} in {ran:.1?} (quiet: {:.1} %); memory {} of {} MiB (quiet: {} MiB)",
             cpu * 100.0,
             highest >> 10,
             most_memory >> 10,
