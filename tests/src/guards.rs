@@ -1,5 +1,6 @@
 //! Things on the machine that a test makes for itself and that disappear with the value: cgroups, network
-//! namespaces, mounts, processes. Never the machine's own.
+//! namespaces, mounts, processes. Never the machine's own. A signal to stop ends the test by an error, so
+//! that they disappear then too ([`workdir::heed_signals`]).
 
 use crate::workdir::{self, wait_regardless};
 use anyhow::{Context as _, Result, bail};
@@ -100,6 +101,7 @@ impl CgroupRoot {
 
     /// The same for tests of either driver.
     pub fn of_driver(name: &str, driver: CgroupDriver) -> Result<CgroupRoot> {
+        workdir::heed_signals()?;
         let mut root = CgroupRoot::existing(name, driver)?;
         root.keep = false;
         if root.hierarchies.is_empty() {
@@ -301,6 +303,7 @@ pub struct NetNs {
 impl NetNs {
     /// Makes the namespace, its loopback interface up.
     pub fn new(name: &str) -> Result<NetNs> {
+        workdir::heed_signals()?;
         ip(&["netns", "add", name])?;
         let namespace = NetNs { name: name.to_owned() };
         ip(&["-n", name, "link", "set", "lo", "up"])?;
@@ -387,6 +390,7 @@ impl Mount {
     /// A file system in a file of so many bytes: what the program `make` makes of it, mounted with these
     /// options.
     pub fn in_file(path: &Path, file: &Path, bytes: u64, make: &[&str], options: &str) -> Result<Mount> {
+        workdir::heed_signals()?;
         std::fs::create_dir_all(path).with_context(|| format!("could not make {}", path.display()))?;
         let made = std::fs::File::create(file).and_then(|file| file.set_len(bytes));
         made.with_context(|| format!("could not make {}", file.display()))?;
@@ -399,6 +403,7 @@ impl Mount {
     }
 
     fn new(kind: &str, path: &Path, options: &str) -> Result<Mount> {
+        workdir::heed_signals()?;
         std::fs::create_dir_all(path).with_context(|| format!("could not make {}", path.display()))?;
         let options = std::ffi::CString::new(options)?;
         rustix::mount::mount(kind, path, kind, rustix::mount::MountFlags::empty(), options.as_c_str())

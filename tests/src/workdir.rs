@@ -47,11 +47,14 @@ pub fn unique(prefix: &str) -> String {
 static INTERRUPTED: OnceLock<Arc<AtomicBool>> = OnceLock::new();
 
 /// From now on a signal to stop makes every wait end with an error, so that what the program made is taken
-/// back on the way out.
+/// back on the way out. Whatever makes something on the machine calls it first.
 pub fn heed_signals() -> Result<()> {
-    let flag = INTERRUPTED.get_or_init(Arc::default);
+    let flag = Arc::new(AtomicBool::new(false));
+    if INTERRUPTED.set(Arc::clone(&flag)).is_err() {
+        return Ok(()); // they are heeded
+    }
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
-        signal_hook::flag::register(signal, Arc::clone(flag)).context("could not handle signals")?;
+        signal_hook::flag::register(signal, Arc::clone(&flag)).context("could not handle signals")?;
     }
     Ok(())
 }

@@ -102,6 +102,8 @@ pub struct Metrics {
     pub state_write_errors: Counter,
     /// Pods with user namespaces of their own that were started, and those of them that failed to.
     pub(crate) user_namespaced: (Counter, Counter),
+    /// Hooks that were to ask by HTTPS and asked by HTTP.
+    pub downgraded_hooks: Counter,
     pub(crate) starts: Starts,
     pub(crate) launches: Launches,
     pub(crate) operations: Operations,
@@ -122,6 +124,7 @@ impl Default for Metrics {
             rejected_manifests: Gauge::default(),
             state_write_errors: Counter::default(),
             user_namespaced: Default::default(),
+            downgraded_hooks: Counter::default(),
             starts: Starts::default(),
             launches: Launches::default(),
             operations: Operations::default(),
@@ -184,6 +187,11 @@ impl Metrics {
             "kubelet_started_user_namespaced_pods_errors",
             "Those of them whose sandbox could not be made",
             self.user_namespaced.1.clone(),
+        );
+        registry.register(
+            "kubelet_lifecycle_handler_http_fallbacks",
+            "Hooks that were to ask by HTTPS and asked by HTTP, because nothing else answered",
+            self.downgraded_hooks.clone(),
         );
         self.starts.register(registry);
         self.launches.register(registry);

@@ -209,6 +209,7 @@ impl Worker {
         within: Option<Duration>,
     ) -> Result<(), String> {
         if let Some(downgraded) = hooks::run(&self.runtime, handler, subject, within).await? {
+            self.launcher.metrics.downgraded_hooks.inc();
             let pod = Object::pod(&self.plan.pod);
             self.launcher.events.warning(pod, "LifecycleHTTPFallback", downgraded.to_string());
         }

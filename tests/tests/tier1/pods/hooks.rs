@@ -4,6 +4,8 @@ use std::time::{Duration, Instant};
 
 use beelet_tests::cri::{Asked, Call, Op};
 use serde_json::json;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpListener;
 
 use super::node::{Node, container, hooked, of_everything, pod, with};
 
@@ -64,6 +66,36 @@ async fn a_container_whose_post_start_hook_fails_is_stopped_and_tried_again() {
     assert!(told.iter().any(|event| event == hook), "{told:#?}");
     assert!(told.iter().any(|event| event == "Killing: Container a failed postStart hook"), "{told:#?}");
     assert!(told.iter().any(|event| event.starts_with("BackOff: Back-off restarting failed container a")));
+}
+
+/// Answers in HTTP whatever it is asked, TLS too.
+async fn speak_http(listener: TcpListener) {
+    while let Ok((mut stream, _)) = listener.accept().await {
+        let mut asked = [0; 4096];
+        // A client that has heard enough closes the connection.
+        let _ = stream.read(&mut asked).await;
+        let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
+        let _ = stream.shutdown().await;
+    }
+}
+
+#[tokio::test]
+async fn a_hook_by_https_that_http_answers_is_told_and_counted() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let server = tokio::spawn(speak_http(listener));
+    let mut web = pod("web");
+    let get = json!({ "host": "127.0.0.1", "port": port, "scheme": "HTTPS" });
+    web["spec"]["containers"][0]["lifecycle"] = json!({ "postStart": { "httpGet": get } });
+    let node = Node::with(&[web]).await;
+    node.until_ready("web").await;
+    let wanted = format!(
+        "LifecycleHTTPFallback: request to HTTPS lifecycle hook 127.0.0.1:{port} got HTTP response, retry with HTTP succeeded"
+    );
+    let told = node.events();
+    assert!(told.contains(&wanted), "{told:#?}");
+    assert_eq!(node.metrics().downgraded_hooks.get(), 1);
+    server.abort();
 }
 
 #[tokio::test]
