@@ -59,6 +59,14 @@ pub fn heed_signals() -> Result<()> {
     Ok(())
 }
 
+/// From now on Ctrl-C doesn't end this process: those that it started get the signal too, and are waited for
+/// while they take back what they made.
+pub fn outlive_interrupts() -> Result<()> {
+    let ignored = Arc::default();
+    signal_hook::flag::register(signal_hook::consts::SIGINT, ignored).context("could not handle Ctrl-C")?;
+    Ok(())
+}
+
 /// Returns true if a signal to stop has come.
 pub fn interrupted() -> bool {
     INTERRUPTED.get().is_some_and(|flag| flag.load(Ordering::Relaxed))

@@ -157,6 +157,7 @@ fn run_tests(features: &[&str], args: &Args, environment: impl Fn(&mut Command))
     }
     command.args(&args.runner);
     environment(&mut command);
+    workdir::outlive_interrupts()?;
     shell::run(&mut command).context("there are tests that failed")
 }
 

@@ -90,7 +90,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N")]
     jobs: Option<std::num::NonZeroUsize>,
 
-    /// How long a boot with all its tests may take [default: 1800; with --e2e 300, and 120 per test; with
+    /// How long a boot with all its tests may take [default: 1800; with --e2e 600, and 120 per test; with
     /// --bench 14400]
     #[arg(long, value_name = "SECONDS")]
     deadline: Option<u64>,

@@ -25,7 +25,7 @@ const LIMIT: u32 = 300;
 /// So many times longer than on a real machine does a test wait, where BEELET_PATIENCE says nothing else.
 const PATIENCE: u32 = 4;
 /// By the host's clock: what a boot takes, and each of its tests. Half of that is usual beside other work.
-const BOOT: Duration = Duration::from_secs(300);
+const BOOT: Duration = Duration::from_secs(600);
 const TEST: Duration = Duration::from_secs(120);
 /// By the host's clock: what a bench takes that lasts ten minutes by the machine's.
 const BENCH: Duration = Duration::from_secs(14_400);
