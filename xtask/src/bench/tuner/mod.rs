@@ -6,8 +6,9 @@
 //! and one with it after the other, so that what else the machine does comes to both alike; a row is the 99th
 //! percentile of each run. All pods run before the first noise is made. The warm-up is not measured: it is
 //! there for the tuner to find its place. What is short of memory can be held back only where there is a
-//! `memory.high`, on cgroup version 2; elsewhere its row has no bound, and says so. The whole node's cgroup
-//! gets the highest weight, so that other work of this machine counts little.
+//! `memory.high`, on cgroup version 2; elsewhere its row has no bound, and says so. It is measured with
+//! `cpuCaps: always` too. The whole node's cgroup gets the highest weight, so that other work of this machine
+//! counts little.
 
 mod draw;
 mod node;
@@ -48,6 +49,7 @@ const HOG: u16 = 9000;
 struct Measured {
     off: Vec<Run>,
     enforce: Vec<Run>,
+    capped: Vec<Run>,
 }
 
 /// Measures the scenarios of these names, or all but those that take an hour; draws them into docs/tuner.svg
@@ -69,6 +71,9 @@ pub(super) fn run(binary: &Path, quick: bool, names: &[String]) -> Result<Vec<Ro
         for (scenario, measured) in chosen.iter().zip(&mut all) {
             measured.off.push(measure(scenario.name, Some(scenario), Mode::Off)?);
             measured.enforce.push(measure(scenario.name, Some(scenario), Mode::Enforce)?);
+            if !scenario.capped.is_empty() {
+                measured.capped.push(measure(scenario.capped, Some(scenario), Mode::Capped)?);
+            }
         }
     }
     if !quick {
@@ -117,7 +122,7 @@ fn p99(runs: &[Run]) -> Vec<f64> {
 /// The rows of a scenario: the 99th percentiles with the tuner off and with it, and what it cost the others.
 fn rows_of(scenario: &Scenario, measured: &Measured, alone: &[Run], memory_high: bool) -> Vec<Row> {
     let [off_name, enforce_name, cost_name] = scenario.rows;
-    let Measured { off, enforce } = measured;
+    let Measured { off, enforce, capped } = measured;
     let off_row = Row::unbound("tuner", off_name, "ms", p99(off)).beside("alone", p99(alone));
     let bound = match scenario.limit {
         "" => WORSE * median(&p99(alone)),
@@ -135,6 +140,9 @@ fn rows_of(scenario: &Scenario, measured: &Measured, alone: &[Run], memory_high:
         false => row.noting("not bounded: cgroup version 1 has no memory.high to hold the neighbour by"),
     };
     let mut rows = vec![off_row, row];
+    if !capped.is_empty() {
+        rows.push(Row::unbound("tuner", scenario.capped, "ms", p99(capped)).beside("off", p99(off)));
+    }
     let stood_still = |runs: &[Run]| runs.iter().map(|run| run.stood_still).collect::<Vec<f64>>();
     if scenario.short_of_memory {
         let row = Row::unbound("tuner", cost_name, "%", stood_still(enforce)).beside("off", stood_still(off));

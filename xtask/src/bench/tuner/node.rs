@@ -38,6 +38,8 @@ pub(super) struct Lengths {
 pub(super) enum Mode {
     Off,
     Enforce,
+    /// The same, with caps on CPU use on any kernel.
+    Capped,
 }
 
 /// What was measured in one run.
@@ -149,13 +151,13 @@ impl Node<'_> {
 
     fn start(&self, scenario: Option<&Scenario>, mode: Mode) -> Result<(Agent, PathBuf)> {
         let name = scenario.map_or("alone", |scenario| scenario.name);
-        let mode = match mode {
-            Mode::Off => "off",
-            Mode::Enforce => "enforce",
+        let tuner = match mode {
+            Mode::Off => json!({ "mode": "off" }),
+            Mode::Enforce => json!({ "mode": "enforce" }),
+            Mode::Capped => json!({ "mode": "enforce", "cpuCaps": "always" }),
         };
-        let mut options = Options::named(self.containerd, name)
-            .beelet("tuner", json!({ "mode": mode }))
-            .beelet("stopPodsOnExit", true);
+        let mut options =
+            Options::named(self.containerd, name).beelet("tuner", tuner).beelet("stopPodsOnExit", true);
         if scenario.is_some_and(|scenario| scenario.short_of_memory) {
             // Nobody is evicted: that would end what is measured.
             let reserved = format!("{}Ki", memory_kib()? - SHORT_MIB * 1024);

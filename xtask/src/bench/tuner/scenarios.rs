@@ -15,6 +15,9 @@ pub(super) struct Scenario {
     pub(super) rows: [&'static str; 3],
     /// The server's own CPU limit in trouble; none where it is empty.
     pub(super) limit: &'static str,
+    /// Its row with caps on any kernel, which by themselves come only where they harm nobody else; none where
+    /// it is empty.
+    pub(super) capped: &'static str,
     /// Who is beside it.
     pub(super) neighbours: &'static [Neighbour],
     /// All pods together have less memory than the neighbours want, and the server reads its answers from a
@@ -81,7 +84,7 @@ const fn best_effort(name: &'static str, work: Work) -> Neighbour {
 }
 
 const fn scenario(name: &'static str, rows: [&'static str; 3], neighbours: &'static [Neighbour]) -> Scenario {
-    Scenario { name, rows, limit: "", neighbours, short_of_memory: false, times: 1 }
+    Scenario { name, rows, limit: "", capped: "", neighbours, short_of_memory: false, times: 1 }
 }
 
 /// Every kind of trouble.
@@ -104,6 +107,7 @@ pub(super) const SCENARIOS: [Scenario; 6] = [
         &[best_effort("crowd", Work::Busy(20))],
     ),
     Scenario {
+        capped: "memory_capped",
         short_of_memory: true,
         ..scenario(
             "memory",
