@@ -28,6 +28,10 @@ pub(crate) struct Args {
     #[arg(long)]
     no_vm: bool,
 
+    /// The examples in the documentation too, though a filter is given; without one they are always run
+    #[arg(long)]
+    doc: bool,
+
     /// For the test runner: a filter, `-p PACKAGE`, …
     #[arg(last = true)]
     runner: Vec<String>,
@@ -112,6 +116,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         }
     };
     let passed = run_tests(&features, args, environment);
+    let documented = run_examples(&features, args);
     // Arguments for the runner choose tests, and the VMs know nothing of them.
     let passed_in_vms =
         if args.no_vm || !args.runner.is_empty() { Ok(()) } else { run_in_vms(&mut left_out) };
@@ -119,7 +124,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let reasons = reasons(&skipped)?;
     report(&reasons, &left_out);
     let complete = if args.strict { complete(&reasons, &left_out) } else { Ok(()) };
-    passed.and(passed_in_vms).and(complete)
+    passed.and(documented).and(passed_in_vms).and(complete)
 }
 
 /// An error if something was left out that must not be.
@@ -135,8 +140,7 @@ fn complete(reasons: &BTreeMap<&str, Vec<&str>>, left_out: &[String]) -> Result<
     )
 }
 
-/// Everything through nextest where it is installed (which knows no doc tests: those by cargo), else through
-/// cargo.
+/// Everything through nextest where it is installed, else through cargo.
 fn run_tests(features: &[&str], args: &Args, environment: impl Fn(&mut Command)) -> Result<()> {
     let nextest = requires::find_program("cargo-nextest").is_some();
     let mut command = shell::cargo();
@@ -159,6 +163,18 @@ fn run_tests(features: &[&str], args: &Args, environment: impl Fn(&mut Command))
     environment(&mut command);
     workdir::outlive_interrupts()?;
     shell::run(&mut command).context("there are tests that failed")
+}
+
+/// The examples in the documentation, which nextest doesn't know.
+fn run_examples(features: &[&str], args: &Args) -> Result<()> {
+    let all = args.runner.is_empty() && requires::find_program("cargo-nextest").is_some();
+    if !all && !args.doc {
+        return Ok(());
+    }
+    let mut command = shell::cargo();
+    command.args(["test", "--doc", "--quiet"]).args(EVERYTHING);
+    command.args(features.iter().map(|feature| format!("--features={feature}")));
+    shell::run(&mut command).context("there are examples in the documentation that failed")
 }
 
 /// The tests that ask the kernel, on other kernels, where the machine can.

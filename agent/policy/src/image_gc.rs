@@ -264,12 +264,13 @@ enum Phase {
 /// };
 /// let (now, none) = ("2026-11-21T12:00:00Z".parse()?, HashSet::<&str>::new());
 /// let images = [old];
-/// let mut run = Collection::new(&policy, Mode::Policy { began: None }, now, &images, &none);
-/// assert_eq!(run.step(), Step::Measure);
+/// let mode = CollectionMode::Policy { began: None };
+/// let mut run = Collection::new(&policy, mode, now, &images, &none);
+/// assert_eq!(run.step(), CollectionStep::Measure);
 /// run.measured(FsUsage { capacity_bytes: 100, available_bytes: 14 });
-/// assert!(matches!(run.step(), Step::Remove(image, Reason::Space) if image.id == "old"));
+/// assert!(matches!(run.step(), CollectionStep::Remove(image, Reason::Space) if image.id == "old"));
 /// run.removed(7);
-/// assert_eq!(run.step(), Step::Done);
+/// assert_eq!(run.step(), CollectionStep::Done);
 /// assert_eq!(run.outcome().removed, ["old"]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
