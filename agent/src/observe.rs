@@ -10,9 +10,9 @@ use clap::{Args, ValueEnum};
 
 use crate::node::observe::{self, Collecting, Options};
 use crate::run::{LogFormat, start_logging};
-use beelet_bpf::BpfMode;
 use beelet_cli::failed;
 use beelet_config::Config;
+use beelet_policy::kernel_half::BpfMode;
 use beelet_policy::tuner::TunerMode;
 
 /// Arguments of `beelet observe`.

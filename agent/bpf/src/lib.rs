@@ -47,11 +47,11 @@ pub use measures::{Measures, wait_bucket_floor_ns};
 pub use netns::{ListeningSocket, NetnsHandle};
 pub use own_memory::{give_memory_back, tame_allocator};
 pub use scheduler::{PodFolders, PodShare, Scheduler, SchedulerEnd, SchedulingClass};
-pub use settings::{ByQos, Thresholds};
 pub use traffic::Traffic;
 
 use aya::maps::{MapData, MapType, PerCpuArray, RingBuf};
 use aya::programs::links::FdLink;
+use beelet_policy::kernel_half::{BpfMode, PressureEdges};
 use edges::Hub;
 use pins::{Current, Pins, Sizes};
 use reader::Reader;
@@ -62,17 +62,6 @@ use std::path::{Path, PathBuf};
 /// The object that `cargo xtask build-ebpf` made, aligned as a parser of ELF wants it.
 static OBJECT: &[u8] =
     aya::include_bytes_aligned!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../ebpf/prebuilt/beelet.bpf.o"));
-
-/// Whether to use BPF.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum BpfMode {
-    /// As far as this kernel and these privileges allow.
-    #[default]
-    Auto,
-    /// Nowhere: every fallback is in use.
-    Off,
-}
 
 /// Where and how to run the kernel half.
 #[derive(Clone, Debug)]
@@ -89,8 +78,8 @@ pub struct KernelOptions {
     pub object: Option<PathBuf>,
     /// Pods that the node may have: there is room for the cgroups of so many.
     pub pods: usize,
-    /// From what on waiting is sent as an edge.
-    pub thresholds: Thresholds,
+    /// From what on waiting is sent as [`Edge::Pressure`].
+    pub pressure_edges: PressureEdges,
     /// Fields of the kernel's to do without, by their names in [`beelet_ebpf_abi::fields`], as if this kernel
     /// lacked them: what stands in for them can be tried on any kernel.
     pub without: &'static [&'static str],
@@ -106,7 +95,7 @@ impl Default for KernelOptions {
             mode: BpfMode::default(),
             object: None,
             pods: 512,
-            thresholds: Thresholds::default(),
+            pressure_edges: PressureEdges::default(),
             without: &[],
         }
     }
@@ -257,7 +246,7 @@ impl Kernel {
             loaded.maps.get(name).ok_or_else(|| KernelError::new(format!("the BPF object has no map {name}")))
         };
         self.memory = memory(&loaded.maps)?;
-        settings::publish(loader::duplicate(map("SETTINGS")?)?, &options.cgroup, &options.thresholds)?;
+        settings::publish(loader::duplicate(map("SETTINGS")?)?, &options.cgroup, &options.pressure_edges)?;
         let listeners =
             Listeners::new(loader::duplicate(map("LISTENERS")?)?, loader::duplicate(map("ADDRESSES")?)?)
                 .map_err(|error| KernelError::map("LISTENERS", &error))?;

@@ -4,57 +4,23 @@
 use super::KernelError;
 use aya::maps::{Array, Map, MapData};
 use beelet_ebpf_abi::{Settings, qos};
+use beelet_policy::kernel_half::{ByQos, PressureEdges};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::time::Duration;
 
-/// From what on a container's waiting is sent as [`super::Edge::Pressure`]: how long its threads, added up,
-/// may wait within a second. Zero: never.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Thresholds {
-    /// For a CPU that is free.
-    pub run_queue_wait: ByQos,
-    /// For memory that is free.
-    pub reclaim: ByQos,
-}
-
-/// One duration per QoS class.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ByQos {
-    /// Guaranteed pods.
-    pub guaranteed: Duration,
-    /// Burstable pods.
-    pub burstable: Duration,
-    /// BestEffort pods.
-    pub best_effort: Duration,
-}
-
-impl Default for Thresholds {
-    /// A twentieth of a second hurts what was promised a CPU of its own, a tenth what was promised a share;
-    /// what was promised nothing is reported only where it stands still for want of memory.
-    fn default() -> Thresholds {
-        let ms = Duration::from_millis;
-        Thresholds {
-            run_queue_wait: ByQos { guaranteed: ms(50), burstable: ms(100), best_effort: Duration::ZERO },
-            reclaim: ByQos { guaranteed: ms(50), burstable: ms(100), best_effort: ms(500) },
-        }
-    }
-}
-
-impl ByQos {
-    fn nanoseconds(self) -> [u64; qos::CLASSES] {
-        [self.guaranteed, self.burstable, self.best_effort]
-            .map(|duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
-    }
+/// The durations as the programs have them, by [`qos`].
+fn nanoseconds(by_qos: ByQos) -> [u64; qos::CLASSES] {
+    [by_qos.guaranteed, by_qos.burstable, by_qos.best_effort]
+        .map(|duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
 }
 
 /// Writes the settings, unless the programs have the same already.
-pub(super) fn publish(map: MapData, pods: &Path, thresholds: &Thresholds) -> Result<(), KernelError> {
+pub(super) fn publish(map: MapData, pods: &Path, edges: &PressureEdges) -> Result<(), KernelError> {
     let failed = |error: &dyn std::fmt::Display| KernelError::map("SETTINGS", error);
     let mut map: Array<MapData, Settings> =
         Map::from_map_data(map).and_then(Array::try_from).map_err(|error| failed(&error))?;
     let before = map.get(&0, 0).map_err(|error| failed(&error))?;
-    let wanted = Settings { generation: before.generation, ..settings(pods, thresholds) };
+    let wanted = Settings { generation: before.generation, ..settings(pods, edges) };
     if before == wanted {
         return Ok(());
     }
@@ -64,7 +30,7 @@ pub(super) fn publish(map: MapData, pods: &Path, thresholds: &Thresholds) -> Res
 
 /// The QoS cgroups have the kubelet's names: with the systemd driver a slice repeats the name of the one
 /// above it.
-fn settings(pods: &Path, thresholds: &Thresholds) -> Settings {
+fn settings(pods: &Path, edges: &PressureEdges) -> Settings {
     let id = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.ino());
     let slice = pods.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(".slice"));
     let class = |name: &str| match slice {
@@ -77,28 +43,29 @@ fn settings(pods: &Path, thresholds: &Thresholds) -> Settings {
         best_effort: class("besteffort"),
         generation: 0,
         reserved: 0,
-        run_queue_wait_ns: thresholds.run_queue_wait.nanoseconds(),
-        reclaim_ns: thresholds.reclaim.nanoseconds(),
+        run_queue_wait_ns: nanoseconds(edges.run_queue_wait),
+        reclaim_ns: nanoseconds(edges.reclaim),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     #[test]
     fn cgroups_are_named_by_their_inodes_and_a_missing_one_by_nothing() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join("burstable")).unwrap();
-        let thresholds = Thresholds {
+        let edges = PressureEdges {
             run_queue_wait: ByQos {
                 guaranteed: Duration::from_millis(1),
                 burstable: Duration::MAX,
                 best_effort: Duration::ZERO,
             },
-            ..Thresholds::default()
+            ..PressureEdges::default()
         };
-        let settings = settings(folder.path(), &thresholds);
+        let settings = settings(folder.path(), &edges);
         let id = |path: &Path| std::fs::metadata(path).unwrap().ino();
         assert_eq!(settings.pods_cgroup, id(folder.path()));
         assert_eq!(settings.burstable, id(&folder.path().join("burstable")));
@@ -112,7 +79,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let pods = folder.path().join("kubepods.slice");
         std::fs::create_dir_all(pods.join("kubepods-burstable.slice")).unwrap();
-        let settings = settings(&pods, &Thresholds::default());
+        let settings = settings(&pods, &PressureEdges::default());
         let id = |path: &Path| std::fs::metadata(path).unwrap().ino();
         assert_eq!(settings.pods_cgroup, id(&pods));
         assert_eq!(settings.burstable, id(&pods.join("kubepods-burstable.slice")));

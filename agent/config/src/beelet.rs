@@ -2,11 +2,11 @@
 
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::TcpProbes;
 use super::pressure_edges::PressureEdgesWire;
 use super::tuner::TunerWire;
 use super::values::GoDuration;
-use super::{BpfMode, TcpProbes};
-use beelet_policy::{cgroups::CpuWeightFormula, preemption, probe::EdgePolicy};
+use beelet_policy::{cgroups::CpuWeightFormula, kernel_half::BpfMode, preemption, probe::EdgePolicy};
 
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", default)]

@@ -17,6 +17,7 @@ use beelet_policy::cgroups::{CgroupDriver, CpuWeightFormula, MemoryQos, SwapBeha
 use beelet_policy::container_gc::ContainerGcPolicy;
 use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
 use beelet_policy::image_credentials::Verification;
+use beelet_policy::kernel_half::{BpfMode, PressureEdges};
 use beelet_policy::node_shutdown::Periods;
 use beelet_policy::preemption;
 use beelet_policy::probe::EdgePolicy;
@@ -245,7 +246,7 @@ pub struct Beelet {
     pub pin_name: String,
     /// How long a container may wait within a second before the kernel half tells of it, by QoS class; 0:
     /// never.
-    pub pressure_edges: beelet_bpf::Thresholds,
+    pub pressure_edges: PressureEdges,
     /// Development, from the command line alone: the BPF object to load instead of the built-in one, as one
     /// that logs.
     pub bpf_log: Option<PathBuf>,
@@ -328,8 +329,6 @@ pub struct Tuner {
     /// Bounds, step sizes, patience.
     pub law: Law,
 }
-
-pub use beelet_bpf::BpfMode;
 
 /// Where the configuration is if nobody says where.
 pub const DEFAULT_PATH: &str = "/etc/beelet/beelet.yaml";

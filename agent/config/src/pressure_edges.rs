@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::values::GoDuration;
-use beelet_bpf::{ByQos, Thresholds};
+use beelet_policy::kernel_half::{ByQos, PressureEdges};
 
 /// How long a container may wait within a second before the kernel half tells of it.
 #[derive(Debug, Default, Deserialize, Serialize)]
@@ -23,9 +23,9 @@ struct ByQosWire {
 }
 
 /// What is written, and the defaults for the rest. Zero is a value here: it is never told then.
-pub(super) fn read(wire: Option<&PressureEdgesWire>) -> Thresholds {
-    let default = Thresholds::default();
-    Thresholds {
+pub(super) fn read(wire: Option<&PressureEdgesWire>) -> PressureEdges {
+    let default = PressureEdges::default();
+    PressureEdges {
         run_queue_wait: read_by_qos(wire.and_then(|wire| wire.run_queue_wait), default.run_queue_wait),
         reclaim: read_by_qos(wire.and_then(|wire| wire.reclaim), default.reclaim),
     }
@@ -42,7 +42,7 @@ fn read_by_qos(wire: Option<ByQosWire>, default: ByQos) -> ByQos {
 }
 
 /// The reverse of [`read`].
-pub(super) fn print(thresholds: Thresholds) -> PressureEdgesWire {
+pub(super) fn print(edges: PressureEdges) -> PressureEdgesWire {
     let by_qos = |durations: ByQos| {
         let duration = |duration| Some(GoDuration(duration));
         Some(ByQosWire {
@@ -51,10 +51,7 @@ pub(super) fn print(thresholds: Thresholds) -> PressureEdgesWire {
             best_effort: duration(durations.best_effort),
         })
     };
-    PressureEdgesWire {
-        run_queue_wait: by_qos(thresholds.run_queue_wait),
-        reclaim: by_qos(thresholds.reclaim),
-    }
+    PressureEdgesWire { run_queue_wait: by_qos(edges.run_queue_wait), reclaim: by_qos(edges.reclaim) }
 }
 
 #[cfg(test)]
@@ -70,8 +67,8 @@ mod tests {
         let ms = Duration::from_millis;
         let waits = found.run_queue_wait;
         assert_eq!((waits.guaranteed, waits.burstable, waits.best_effort), (ms(5), ms(100), ms(0)));
-        assert_eq!(found.reclaim, Thresholds::default().reclaim);
+        assert_eq!(found.reclaim, PressureEdges::default().reclaim);
         assert_eq!(read(Some(&print(found))), found);
-        assert_eq!(read(None), Thresholds::default());
+        assert_eq!(read(None), PressureEdges::default());
     }
 }

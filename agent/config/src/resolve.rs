@@ -11,6 +11,7 @@ use beelet_policy::cgroups::{MemoryQos, MemoryReservationPolicy, SwapBehavior};
 use beelet_policy::cpu_list;
 use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
 use beelet_policy::image_credentials::{Policy, Verification, wrong_entry};
+use beelet_policy::kernel_half::BpfMode;
 use beelet_policy::quantity::Quantity;
 use beelet_policy::user_namespaces;
 
@@ -19,7 +20,7 @@ use super::error::Problem;
 use super::kubelet::{KubeletWire, TracingWire};
 use super::values::{Amounts as AmountsWire, GoDuration};
 use super::words::{duration, number};
-use super::{Autonomy, Beelet, BpfMode, Config, ReservedCgroup, TcpProbes, Tracing, pressure};
+use super::{Autonomy, Beelet, Config, ReservedCgroup, TcpProbes, Tracing, pressure};
 use beelet_policy::cgroups::CgroupDriver;
 
 /// The first of each is the default.

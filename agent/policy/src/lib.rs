@@ -24,6 +24,7 @@ pub mod flex_volume;
 pub mod huge_pages;
 pub mod image_credentials;
 pub mod image_gc;
+pub mod kernel_half;
 pub mod local_storage;
 pub mod log_query;
 pub mod migration;

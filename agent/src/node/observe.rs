@@ -29,7 +29,7 @@ use beelet_api::{
     signals::Mode,
 };
 use beelet_base::filesystem::Space;
-use beelet_bpf::{BpfMode, Kernel, KernelOptions};
+use beelet_bpf::{Kernel, KernelOptions};
 use beelet_cgroups::Cgroups;
 use beelet_config::Config;
 use beelet_cri::Runtime;
@@ -39,6 +39,7 @@ use beelet_model::{
     disk::Unmeasured,
     table::{Complete, PodTable},
 };
+use beelet_policy::kernel_half::BpfMode;
 use beelet_policy::tuner::TunerMode;
 use beelet_state::{
     State,

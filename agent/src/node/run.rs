@@ -872,7 +872,7 @@ fn kernel_options(config: &Config, cgroups: &Cgroups) -> KernelOptions {
         cgroup: cgroups.cgroup2_path("/kubepods").unwrap_or_default(),
         mode: config.beelet.bpf,
         object: config.beelet.bpf_log.clone(),
-        thresholds: config.beelet.pressure_edges,
+        pressure_edges: config.beelet.pressure_edges,
         pods: usize::try_from(config.max_pods).unwrap_or(usize::MAX),
         ..KernelOptions::default()
     }

@@ -16,10 +16,11 @@
 //! - `probe_load serve NUMBER`, `listen PORT`, `runtime NUMBER`: the other processes.
 
 use anyhow::{Context as _, Result, bail};
-use beelet_bpf::{BpfMode, CheckedNetns, Interest, Kernel, KernelOptions};
+use beelet_bpf::{CheckedNetns, Interest, Kernel, KernelOptions};
 use beelet_cri::Runtime;
 use beelet_model::request::Request;
 use beelet_model::table::{PodEntry, PodName, PodTable};
+use beelet_policy::kernel_half::BpfMode;
 use beelet_policy::probe::{EdgePolicy, Outcome, ProbeResult};
 use beelet_probes::{Handle, ProbeView, Probes, Settings};
 use beelet_proto::cri;

@@ -3,9 +3,9 @@
 
 use crate::place::{Container, Place, load, start};
 use beelet_bpf::{
-    ByQos, Counters, Edge, Edges, Interest, Interference, Kernel, KernelOptions, PressureKind, Thresholds,
-    WaitedFor,
+    Counters, Edge, Edges, Interest, Interference, Kernel, KernelOptions, PressureKind, WaitedFor,
 };
+use beelet_policy::kernel_half::{ByQos, PressureEdges};
 use beelet_tests::load::{Load, Seat};
 use beelet_tests::workdir::PATIENCE;
 use beelet_tests::{require, requires};
@@ -365,13 +365,13 @@ fn ten_thousand_exits_in_fifty_cgroups_are_told_once_each() {
     every_exit_is_told_once(50, 10_000);
 }
 
-/// Thresholds that are crossed at once.
-fn touchy(millis: u64) -> Thresholds {
+/// Edges that are told at once.
+fn touchy(millis: u64) -> PressureEdges {
     let all = |millis| {
         let time = Duration::from_millis(millis);
         ByQos { guaranteed: time, burstable: time, best_effort: Duration::ZERO }
     };
-    Thresholds { run_queue_wait: all(millis), reclaim: all(millis) }
+    PressureEdges { run_queue_wait: all(millis), reclaim: all(millis) }
 }
 
 #[test]
@@ -379,7 +379,7 @@ fn waiting_too_long_is_told_at_most_once_a_second_and_so_is_its_end() {
     require!(bpf);
     let place = Place::new("bk-edges");
     std::fs::create_dir(place.cgroup_dir().join("besteffort")).unwrap();
-    let kernel = start(&KernelOptions { thresholds: touchy(800), ..place.options() });
+    let kernel = start(&KernelOptions { pressure_edges: touchy(800), ..place.options() });
     let edges = kernel.subscribe(Interest::PRESSURE);
     let container = place.container("pod1/one", &[]);
     let never = place.container("besteffort/pod2/one", &[]);
@@ -518,8 +518,8 @@ fn reclaim_of_a_full_cgroup_is_as_memory_pressure_says_it() {
     let Some(file) = sparse_file(6 << 30) else { return };
     let place = Place::new("bk-reclaim");
     // Of reclaim alone: a cgroup has one edge per second, and waits for the CPU could take it each time.
-    let thresholds = Thresholds { run_queue_wait: touchy(0).run_queue_wait, ..touchy(1) };
-    let kernel = start(&KernelOptions { thresholds, ..place.options() });
+    let pressure_edges = PressureEdges { run_queue_wait: touchy(0).run_queue_wait, ..touchy(1) };
+    let kernel = start(&KernelOptions { pressure_edges, ..place.options() });
     let edges = kernel.subscribe(Interest::PRESSURE);
     let container = place.container("pod1/one", &["memory"]);
     let mut reader = container.load(Some(0)); // PSI weighs the CPUs: one alone needs no weights

@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use beelet::node::Builder;
 use beelet::node::observe::{Collecting, Options};
-use beelet_bpf::BpfMode;
 use beelet_cgroups::{Cgroups, Files, Version};
 use beelet_client::Client;
 use beelet_policy::cgroups::CgroupDriver;
 use beelet_policy::image_gc::ImageGcPolicy;
+use beelet_policy::kernel_half::BpfMode;
 use beelet_policy::tuner::TunerMode;
 use beelet_policy::tuner::{CpuCaps, Law};
 use beelet_proto::{beelet as api, cri as proto};

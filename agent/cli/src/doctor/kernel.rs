@@ -10,10 +10,11 @@ use rustix::mount::{UnmountFlags, unmount};
 use serde::Serialize;
 
 use super::Finding;
-use beelet_bpf::{BpfMode, Kernel, KernelError, KernelOptions, MapMemory, PinnedProgram, Scheduler};
+use beelet_bpf::{Kernel, KernelError, KernelOptions, MapMemory, PinnedProgram, Scheduler};
 use beelet_cgroups::{Cgroups, Files};
 use beelet_config::Config;
 use beelet_policy::cgroups::CgroupDriver;
+use beelet_policy::kernel_half::BpfMode;
 use beelet_policy::scheduler::SchedulerKind;
 
 /// What one map takes of the kernel's memory.

@@ -6,8 +6,9 @@ mod scene;
 mod schedule;
 
 use crate::place::{LOOPBACK, Place, Process, Socket, lists_sockets};
-use beelet_bpf::{BpfMode, CheckedNetns, Found, Kernel, KernelOptions, NetnsHandle};
+use beelet_bpf::{CheckedNetns, Found, Kernel, KernelOptions, NetnsHandle};
 use beelet_model::request::Request;
+use beelet_policy::kernel_half::BpfMode;
 use beelet_policy::probe::{Outcome, ProbeKind, ProbeResult};
 use beelet_probes::ProbeView;
 use beelet_tests::guards::ip;
