@@ -33,8 +33,8 @@ What `cargo xtask vm --machine NAME --driver DRIVER --e2e PREFIX,… --write-doc
 a containerd of its own, which is the machine's program, by runc with that driver of cgroups. Seconds are by the emulated
 machine's own clock, which goes by its instructions while it works, so that a busy host makes no deadline come early in it;
 deadlines are as many times longer as BEELET_PATIENCE says. A run replaces what was found of the tests that it came to the end
-of; the first rows are of the last run, which took so long by the host's own clock once the machine was made. No kubelet was
-given to these runs: one starts there, but every second by the machine's clock then takes the host some forty.
+of; the first rows are of the last run, which took so long by the host's own clock once the machine was made. Few of
+these runs were given a kubelet: one starts there, but every second by the machine's clock then takes the host some forty.
 
 ";
 
