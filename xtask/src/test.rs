@@ -83,11 +83,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             left_out.push(format!("setup: {error:#}"));
         }
     }
-    let mut features = Vec::new();
-    if libbpf_headers() {
-        // It is of a package that may not be among those chosen.
-        features.extend(Some(LIBBPF).filter(|_| !args.chooses_packages()));
-    } else {
+    if !libbpf_headers() {
         left_out.push(
             "the libbpf loader: libelf's and zlib's headers are missing (libelf-dev, zlib1g-dev)".into(),
         );
@@ -99,8 +95,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     } else {
         // With the tests: alone, the agent has other features, and all that it shares with them would be
         // built twice.
-        build.args(["build", "--bins", "--tests"]).args(EVERYTHING);
-        build.args(features.iter().map(|feature| format!("--features={feature}")));
+        build.args(["build", "--bins", "--tests"]).args(selection());
     }
     step.run(&mut build)?;
     let testapp = images::build_testapp()?;
@@ -115,8 +110,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             command.env("BEELET_LONG", "1");
         }
     };
-    let passed = run_tests(&features, args, environment);
-    let documented = run_examples(&features, args);
+    let passed = run_tests(args, environment);
+    let documented = run_examples(args);
     // Arguments for the runner choose tests, and the VMs know nothing of them.
     let passed_in_vms =
         if args.no_vm || !args.runner.is_empty() { Ok(()) } else { run_in_vms(&mut left_out) };
@@ -141,7 +136,7 @@ fn complete(reasons: &BTreeMap<&str, Vec<&str>>, left_out: &[String]) -> Result<
 }
 
 /// Everything through nextest where it is installed, else through cargo.
-fn run_tests(features: &[&str], args: &Args, environment: impl Fn(&mut Command)) -> Result<()> {
+fn run_tests(args: &Args, environment: impl Fn(&mut Command)) -> Result<()> {
     let nextest = requires::find_program("cargo-nextest").is_some();
     let mut command = shell::cargo();
     if nextest {
@@ -151,10 +146,7 @@ fn run_tests(features: &[&str], args: &Args, environment: impl Fn(&mut Command))
         command.args(["test", "--no-fail-fast"]);
     }
     if !args.chooses_packages() {
-        command.args(EVERYTHING);
-    }
-    if !features.is_empty() {
-        command.args(["--features", &features.join(",")]);
+        command.args(selection());
     }
     if nextest && !args.chooses_threads() {
         command.args(["--test-threads", &at_a_time().to_string()]);
@@ -166,14 +158,13 @@ fn run_tests(features: &[&str], args: &Args, environment: impl Fn(&mut Command))
 }
 
 /// The examples in the documentation, which nextest doesn't know.
-fn run_examples(features: &[&str], args: &Args) -> Result<()> {
-    let all = args.runner.is_empty() && requires::find_program("cargo-nextest").is_some();
-    if !all && !args.doc {
+fn run_examples(args: &Args) -> Result<()> {
+    let wanted = args.doc || args.runner.is_empty();
+    if !wanted || requires::find_program("cargo-nextest").is_none() {
         return Ok(());
     }
     let mut command = shell::cargo();
-    command.args(["test", "--doc", "--quiet"]).args(EVERYTHING);
-    command.args(features.iter().map(|feature| format!("--features={feature}")));
+    command.args(["test", "--doc", "--quiet"]).args(selection());
     shell::run(&mut command).context("there are examples in the documentation that failed")
 }
 

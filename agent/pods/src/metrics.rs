@@ -190,7 +190,7 @@ impl Metrics {
         );
         registry.register(
             "kubelet_lifecycle_handler_http_fallbacks",
-            "Hooks that were to ask by HTTPS and asked by HTTP, because nothing else answered",
+            "Hooks that were to ask by HTTPS and asked by HTTP, because that answered",
             self.downgraded_hooks.clone(),
         );
         self.starts.register(registry);
