@@ -1,6 +1,7 @@
 //! The order in which workers ask the runtime to make sandboxes and containers: no more at once than
-//! [`StartLimit`] says, the most urgent first. What is stopped, pulled or probed waits for nobody, however
-//! many pods start; what is looked at only for others that are.
+//! [`StartLimit`] says, the most urgent first, and of those the pod that has come furthest: of a hundred that
+//! are applied at once the first then runs long before the last has a sandbox. What is stopped, pulled or
+//! probed waits for nobody, however many pods start; what is looked at only for others that are.
 
 use std::{
     cmp::Reverse,
@@ -53,8 +54,8 @@ impl Default for Turns {
 struct Inner {
     limit: StartLimit,
     under_way: usize,
-    /// Those that wait, the most urgent first, then in the order that they came.
-    waiting: BTreeMap<(Urgency, u64), oneshot::Sender<Turn>>,
+    /// Those that wait, the most urgent first, then the last call of a pod, then in the order that they came.
+    waiting: BTreeMap<(Urgency, Reverse<Call>, u64), oneshot::Sender<Turn>>,
     came: u64,
 }
 
@@ -75,7 +76,7 @@ impl Turns {
         call: Call,
         work: Pin<Box<impl Future<Output = Result<T, E>>>>,
     ) -> Result<T, E> {
-        let turn = self.turn(urgency).await;
+        let turn = self.turn(urgency, call).await;
         let began = Instant::now();
         let (made, turn) = holding(turn, work).await;
         if let Some(turn) = turn {
@@ -91,11 +92,11 @@ impl Turns {
         holding(turn, look).await.0
     }
 
-    async fn turn(&self, urgency: Urgency) -> Turn {
+    async fn turn(&self, urgency: Urgency, call: Call) -> Turn {
         let (sender, receiver) = oneshot::channel();
         self.with(|inner| {
             inner.came += 1;
-            inner.waiting.insert((urgency, inner.came), sender);
+            inner.waiting.insert((urgency, Reverse(call), inner.came), sender);
         });
         self.admit();
         // A sender is dropped only with a turn sent, or with all of this.
@@ -169,13 +170,22 @@ mod tests {
 
         /// One that waits for its end.
         fn call(&self, number: u32, urgency: Urgency) -> (tokio::task::JoinHandle<()>, oneshot::Sender<()>) {
+            self.call_of(Call::RunSandbox, number, urgency)
+        }
+
+        fn call_of(
+            &self,
+            call: Call,
+            number: u32,
+            urgency: Urgency,
+        ) -> (tokio::task::JoinHandle<()>, oneshot::Sender<()>) {
             let (turns, begun, (end, ended)) = (self.turns.clone(), self.begun.0.clone(), oneshot::channel());
             let work = async move {
                 begun.send(number).unwrap();
                 ended.await
             };
             let task = tokio::spawn(async move {
-                turns.make(urgency, Call::RunSandbox, Box::pin(work)).await.unwrap();
+                turns.make(urgency, call, Box::pin(work)).await.unwrap();
             });
             (task, end)
         }
@@ -188,7 +198,7 @@ mod tests {
     const USUAL: Urgency = Urgency { priority: Reverse(0), is_new: true };
 
     #[tokio::test(start_paused = true)]
-    async fn the_most_urgent_go_first_and_what_ran_before_goes_before_what_is_new() {
+    async fn the_most_urgent_go_first_then_what_ran_before_then_the_pod_that_has_come_furthest() {
         let mut calls = Calls::new();
         let most = StartLimit::default().calls();
         let mut first: Vec<_> = (0..most).map(|_| calls.call(0, USUAL)).collect();
@@ -201,14 +211,16 @@ mod tests {
         gone.abort();
         let _ = gone.await;
         let mut waiting = Vec::new();
-        for (number, urgency) in [
-            (4, USUAL),
-            (3, Urgency::new(0, true)),
-            (1, Urgency::new(2_000_001_000, true)),
-            (5, USUAL),
-            (2, Urgency::new(2_000_001_000, false)),
+        for (number, urgency, call) in [
+            (6, USUAL, Call::RunSandbox),
+            (3, Urgency::new(0, true), Call::RunSandbox),
+            (1, Urgency::new(2_000_001_000, true), Call::RunSandbox),
+            (7, USUAL, Call::RunSandbox),
+            (5, USUAL, Call::CreateContainer),
+            (4, USUAL, Call::StartContainer),
+            (2, Urgency::new(2_000_001_000, false), Call::RunSandbox),
         ] {
-            waiting.push(calls.call(number, urgency));
+            waiting.push(calls.call_of(call, number, urgency));
             tokio::task::yield_now().await;
         }
         assert!(calls.begun.1.try_recv().is_err(), "none goes before another has ended");
@@ -225,7 +237,7 @@ mod tests {
                 order.push(number);
             }
         }
-        assert_eq!(order, [1, 2, 3, 4, 5]);
+        assert_eq!(order, [1, 2, 3, 4, 5, 6, 7]);
     }
 
     #[tokio::test(start_paused = true)]

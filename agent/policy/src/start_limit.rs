@@ -8,8 +8,8 @@
 
 use std::time::Duration;
 
-/// The calls that make a pod.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The calls that make a pod, in their order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Call {
     /// `RunPodSandbox`: the network's setup is in it.
     RunSandbox,

@@ -18,6 +18,8 @@
 //! - `start_over_bare`: from the first manifest of 100 pods that are applied at once to the last one's
 //!   container's start, over the same of the bare calls of CRI for as many pods, [`AT_ONCE`] at once, whose
 //!   containers run the same. Both by the runtime's stamp.
+//! - `half_ready`: from the first of these manifests until half of the pods are ready, as is seen twice per
+//!   second.
 //! - `healthz`: how long `/healthz` takes to answer while pods are started.
 //! - `per_pod`: what one more pod takes of the agent's memory, between the smallest and the largest node.
 
@@ -61,6 +63,9 @@ const HEALTHZ: f64 = 100.0;
 const AT_ONCE: usize = 8;
 /// How long the node rests before it is measured.
 pub(super) const REST: Duration = Duration::from_secs(15);
+
+/// The row of half of the first pods.
+const HALF: &str = "half_ready";
 
 /// One size of node and the names of its rows.
 struct Size {
@@ -124,12 +129,14 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
     for size in sizes {
         let step = Step::start(format!("density: {} pods of the kubelet", size.pods));
         let began = Instant::now();
-        owner.fill(&containerd, there..size.pods, &step)?;
+        let half = owner.fill(&containerd, there..size.pods, &step)?.as_secs_f64();
         let rate = (size.pods - there) as f64 / began.elapsed().as_secs_f64();
+        let of_first = if there == 0 { HALF } else { "" };
         there = size.pods;
         let taken = take(&owner, quick)?;
         step.done(&taken.sentence());
         let beside = [
+            (of_first, half),
             (size.start, rate),
             (size.cpu, taken.cpu_percent),
             (size.rss, taken.resident),
@@ -156,12 +163,13 @@ fn ours(binary: &Path, quick: bool, sizes: &[Size], rows: &mut Vec<Row>) -> Resu
     for size in sizes {
         let step = Step::start(format!("density: {} pods started", size.pods));
         let (began, stamp) = (Instant::now(), now_ns());
-        owner.fill(&containerd, there..size.pods, &step)?;
+        let half = owner.fill(&containerd, there..size.pods, &step)?.as_secs_f64();
         let took = began.elapsed().as_secs_f64();
         step.done(&format!("{took:.1} s"));
         if there == 0 {
             let started = (block_on(last_start(&containerd.socket()))? - stamp) as f64 / 1e9;
             rows.push(Row::one("density", "start_over_bare", "of bare CRI calls", started / bare, OVER_BARE));
+            rows.push(Row::unbound("density", HALF, "s", vec![half]));
         }
         rows.push(Row::unbound("density", size.start, "pods/s", vec![(size.pods - there) as f64 / took]));
         there = size.pods;

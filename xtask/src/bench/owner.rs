@@ -37,9 +37,15 @@ impl Owner {
     }
 
     /// Applies idle pods of these numbers, whose TCP readiness probes look once per second, and waits until
-    /// as many pods as the last number are ready.
-    pub(super) fn fill(&self, containerd: &Containerd, numbers: Range<usize>, step: &Step) -> Result<()> {
-        let all = numbers.end;
+    /// as many pods as the last number are ready. How long it took until half of the new ones were.
+    pub(super) fn fill(
+        &self,
+        containerd: &Containerd,
+        numbers: Range<usize>,
+        step: &Step,
+    ) -> Result<Duration> {
+        let (all, half, began) = (numbers.end, numbers.start.midpoint(numbers.end), Instant::now());
+        let mut half_after = None;
         for n in numbers {
             let name = format!("idle{n}");
             let pod = manifests::serving(&name);
@@ -51,8 +57,11 @@ impl Owner {
         loop {
             let ready = self.ready(containerd)?;
             step.detail(&format!("{ready} ready"));
-            if ready >= all {
-                return Ok(());
+            if ready >= half {
+                let half_after = *half_after.get_or_insert_with(|| began.elapsed());
+                if ready >= all {
+                    return Ok(half_after);
+                }
             }
             if Instant::now() > deadline || interrupted() {
                 bail!("only {ready} of {all} pods became ready");

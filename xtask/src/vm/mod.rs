@@ -71,10 +71,15 @@ pub(crate) struct Args {
     #[arg(long, value_name = "ARGUMENTS", requires = "machine", conflicts_with_all = ["e2e", "write_docs"])]
     bench: Option<String>,
 
-    /// An instruction of the machine takes 2^N nanoseconds of its time, for --bench: at 2 it is a machine of
-    /// a quarter of the speed, whose minute is over here in a quarter of the time
-    #[arg(long, value_name = "N", default_value_t = 0, requires = "bench", value_parser = clap::value_parser!(u8).range(..=8))]
-    pace: u8,
+    /// An instruction of the machine takes 2^N nanoseconds of its time, for --e2e and --bench: at 2 it is a
+    /// machine of a quarter of the speed, whose minute is over here in a quarter of the time
+    #[arg(long, value_name = "N", requires = "machine", value_parser = clap::value_parser!(u8).range(..=8))]
+    pace: Option<u8>,
+
+    /// The machine's clock is the host's, for --bench: its processors run side by side and a minute takes a
+    /// minute, but whatever else the host does is measured, too
+    #[arg(long, requires = "bench", conflicts_with = "pace")]
+    host_clock: bool,
 
     /// Who drives the cgroups of the tests' (or the bench's) containerd and of the agents on it [default: who
     /// drives the machine's]
@@ -135,10 +140,16 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if let Some(machine) = &args.machine {
         let (agent, deadline) = (args.agent.as_deref(), args.deadline.map(Duration::from_secs));
         let driver = args.driver.as_deref();
-        let wanted = stock::Wanted { machine, agent, driver, deadline, pace: args.pace };
+        let clock = match args.host_clock {
+            true => stock::Clock::Host,
+            false => stock::Clock::Instructions { pace: args.pace.unwrap_or(0) },
+        };
+        let wanted = stock::Wanted { machine, agent, driver, deadline, clock };
         return match (args.e2e.as_slice(), &args.bench) {
             (_, Some(arguments)) => stock::bench(&wanted, arguments),
-            ([], None) if driver.is_some() => bail!("--driver is for --e2e and --bench"),
+            ([], None) if driver.is_some() || args.pace.is_some() => {
+                bail!("--driver and --pace are for --e2e and --bench")
+            }
             ([], None) => stock::run(machine, agent, deadline.unwrap_or(Options::DEADLINE), args.write_docs),
             (prefixes, None) => stock::end_to_end(&wanted, prefixes, args.write_docs),
         };

@@ -61,12 +61,30 @@ const BOOTS: u32 = 2;
 const COMMAND_LINE: &str = "console=ttyS0 root=/dev/vda rw quiet mitigations=off nokaslr psi=1 systemd.show_status=0 \
                             hugepages=32 panic=-1";
 
-/// The machine's clock goes by its instructions, one per `2^pace` nanoseconds, and by the real one only while
-/// it has nothing to do: a host with other work makes it slower, which nothing inside can see, instead of
-/// having every deadline inside come early. QEMU can do so with one thread for both processors only.
-fn clock(pace: u8) -> [String; 4] {
-    ["-accel", "tcg,thread=single,tb-size=512", "-icount", &format!("shift={pace},sleep=on")]
-        .map(str::to_owned)
+/// What the machine's clock goes by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Clock {
+    /// By its instructions, one per `2^pace` nanoseconds, and by the real one only while it has nothing to do:
+    /// a host with other work makes it slower, which nothing inside can see, instead of having every deadline
+    /// inside come early. QEMU can do so with one thread for both processors only.
+    Instructions { pace: u8 },
+    /// By the host's, with a thread per processor: for benches on a host that does nothing else.
+    Host,
+}
+
+impl Clock {
+    /// QEMU's arguments.
+    fn arguments(self) -> Vec<String> {
+        match self {
+            Clock::Instructions { pace } => vec![
+                "-accel".to_owned(),
+                "tcg,thread=single,tb-size=512".to_owned(),
+                "-icount".to_owned(),
+                format!("shift={pace},sleep=on"),
+            ],
+            Clock::Host => vec!["-accel".to_owned(), "tcg,thread=multi,tb-size=512".to_owned()],
+        }
+    }
 }
 
 /// All that QEMU can emulate, less what makes programs copy and clear byte by byte with one instruction: that
@@ -273,8 +291,7 @@ struct Machine {
     disk: PathBuf,
     volumes: PathBuf,
     command_line: String,
-    /// See [`clock`].
-    pace: u8,
+    clock: Clock,
 }
 
 impl Machine {
@@ -286,7 +303,7 @@ impl Machine {
             disk: work.join("disk.img"),
             volumes: work.join("volumes.img"),
             command_line: format!("{COMMAND_LINE} {}", stock.told),
-            pace: 0,
+            clock: Clock::Instructions { pace: 0 },
             root,
         })
     }
@@ -336,7 +353,7 @@ impl Machine {
         // QEMU doubles a comma in a file's name.
         let named = |path: &Path| path.display().to_string().replace(',', ",,");
         let mut command = qemu::mortal(&self.qemu.command());
-        command.args(["-machine", "q35", "-cpu", CPU, "-smp", "2"]).args(clock(self.pace));
+        command.args(["-machine", "q35", "-cpu", CPU, "-smp", "2"]).args(self.clock.arguments());
         command.args(["-m", "2048", "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
         for node in ["0", "1"] {
             command.args(["-object", &format!("memory-backend-ram,id=m{node},size=1G")]);

@@ -2,7 +2,7 @@
 //! its containerd, with either driver of cgroups.
 
 use super::{
-    CHECK_UNIT, FSTAB, Machine, NETWORK, Stock, agent_config, containerd_config, known, unpacked, want,
+    CHECK_UNIT, Clock, FSTAB, Machine, NETWORK, Stock, agent_config, containerd_config, known, unpacked, want,
 };
 use crate::vm::boot::{self, End};
 use crate::vm::report::{Run, Summary};
@@ -60,8 +60,8 @@ pub(crate) struct Wanted<'a> {
     pub(crate) driver: Option<&'a str>,
     /// How long a boot with all that runs there may take; else long enough on a busy host.
     pub(crate) deadline: Option<Duration>,
-    /// An instruction takes `2^pace` nanoseconds in a bench's machine.
-    pub(crate) pace: u8,
+    /// What the machine's clock goes by.
+    pub(crate) clock: Clock,
 }
 
 impl Wanted<'_> {
@@ -88,7 +88,7 @@ pub(crate) fn end_to_end(wanted: &Wanted<'_>, prefixes: &[String], write_docs: b
     let (work, root, _lock) = unpacked(stock)?;
     let test = install(&root, stock, wanted, driver)?;
     let (plan, all) = plan_tests(&root, &test, prefixes)?;
-    let machine = Machine::new(stock, &work, root)?;
+    let machine = Machine { clock: wanted.clock, ..Machine::new(stock, &work, root)? };
     machine.make_disks()?;
     let made = began.elapsed();
     let title = format!("{}, {driver}", stock.name);
@@ -138,7 +138,7 @@ pub(crate) fn bench(wanted: &Wanted<'_>, arguments: &str) -> Result<()> {
     )?;
     workdir::write(&root.join("check/bench"), format!("{arguments}\n"))?;
     workdir::write(&root.join("check/plan"), "")?;
-    let machine = Machine { pace: wanted.pace, ..Machine::new(stock, &work, root)? };
+    let machine = Machine { clock: wanted.clock, ..Machine::new(stock, &work, root)? };
     machine.make_disks()?;
     let title = format!("{}, {driver}", stock.name);
     let (transcript, end) = boots(&machine, &work, &title, &[], wanted.deadline.unwrap_or(BENCH))?;
