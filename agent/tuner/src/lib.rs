@@ -100,13 +100,18 @@ impl std::fmt::Debug for Parts {
     }
 }
 
-/// The most that looking may take of a processor: one part in so many. One look at all pods of a node that
-/// suffers reads some eighteen files of each.
-const SHARE: u32 = 25;
+/// The most that looking may take of a processor, one part in so many: one look at all pods of a node that
+/// suffers reads some eighteen files of each. Who only advises has time, and leaves more to a node under load.
+const fn share(mode: TunerMode) -> u32 {
+    match mode {
+        TunerMode::Enforce => 25,
+        TunerMode::Advise | TunerMode::Off => 100,
+    }
+}
 
 /// The time from the end of one tick to the next, where the tick took so much that it is longer than usual.
-fn longer_pause(interval: Duration, took: Duration) -> Option<Duration> {
-    Some(took * (SHARE - 1)).filter(|pause| *pause > interval)
+fn longer_pause(settings: &Settings, took: Duration) -> Option<Duration> {
+    Some(took * (share(settings.mode) - 1)).filter(|pause| *pause > settings.interval)
 }
 
 /// Runs until `shutdown`, then gives back all that is held.
@@ -135,7 +140,7 @@ pub fn run(parts: Parts, shutdown: CancellationToken) -> Work {
             (engine, finder) = match ticked.await {
                 Ok((engine, finder, view, took)) => {
                     parts.view.send_replace(Arc::new(view));
-                    if let Some(pause) = longer_pause(parts.settings.interval, took) {
+                    if let Some(pause) = longer_pause(&parts.settings, took) {
                         ticks.reset_after(pause);
                     }
                     (engine, finder)

@@ -202,7 +202,11 @@ fn what_could_not_be_given_back_is_tried_again_once_it_is_not_left_alone_any_mor
 #[test]
 fn a_look_that_takes_long_is_followed_by_a_longer_pause() {
     let ms = Duration::from_millis;
-    assert_eq!(longer_pause(ms(500), ms(10)), None, "2 % of a processor");
-    assert_eq!(longer_pause(ms(500), ms(300)), Some(ms(7200)), "4 %");
-    assert_eq!(longer_pause(ms(500), Duration::ZERO), None);
+    let of = |mode| Settings { mode, interval: ms(500), back_off: Duration::ZERO, law: Law::default() };
+    let (enforce, advise) = (of(TunerMode::Enforce), of(TunerMode::Advise));
+    assert_eq!(longer_pause(&enforce, ms(10)), None, "2 % of a processor");
+    assert_eq!(longer_pause(&enforce, ms(300)), Some(ms(7200)), "4 %");
+    assert_eq!(longer_pause(&advise, ms(4)), None, "0.8 %");
+    assert_eq!(longer_pause(&advise, ms(10)), Some(ms(990)), "1 %");
+    assert_eq!(longer_pause(&enforce, Duration::ZERO), None);
 }

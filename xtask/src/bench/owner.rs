@@ -66,7 +66,7 @@ impl Owner {
             if Instant::now() > deadline || interrupted() {
                 bail!("only {ready} of {all} pods became ready");
             }
-            std::thread::sleep(Duration::from_millis(500));
+            std::thread::sleep(Duration::from_secs(1));
         }
     }
 

@@ -43,6 +43,10 @@ type Values = BTreeMap<String, BTreeMap<String, String>>;
 pub const CHECK: Duration = Duration::from_secs(10);
 /// The pause before what failed is tried again; it doubles up to the time between two checks.
 const RETRY: Duration = Duration::from_millis(500);
+/// The pause after what a change of the pods made necessary is this many times what that took, and at most
+/// [`LONGEST_PAUSE`]: the values of all pods follow from all of them, and in a storm they change without end.
+const PAUSE_PER_SYNC: u32 = 9;
+const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 /// How long systemd may take to write all values anew, once it has said that it read its units.
 const REWRITE: Duration = Duration::from_millis(500);
 
@@ -95,6 +99,7 @@ pub fn follow(parts: Parts, shutdown: CancellationToken) -> Work {
         let mut rewrites = keeper.parts.cgroups.rewrites();
         loop {
             let table = Arc::clone(&keeper.parts.table.borrow_and_update());
+            let began = Instant::now();
             if keeper.sync(&table, everything).await {
                 pause = RETRY;
             } else {
@@ -104,9 +109,14 @@ pub fn follow(parts: Parts, shutdown: CancellationToken) -> Work {
             if everything {
                 keeper.orphans.look(&keeper.parts, &table).await;
             }
+            let next = Instant::now() + (began.elapsed() * PAUSE_PER_SYNC).min(LONGEST_PAUSE);
+            let changed = async {
+                tokio::time::sleep_until(next).await;
+                keeper.parts.table.changed().await
+            };
             tokio::select! {
                 () = shutdown.cancelled() => return,
-                changed = keeper.parts.table.changed() => {
+                changed = changed => {
                     if changed.is_err() {
                         return;
                     }
