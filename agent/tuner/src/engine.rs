@@ -68,6 +68,8 @@ pub struct Engine {
     metrics: Metrics,
     sampler: Sampler,
     quiet: Quiet,
+    /// See [`Engine::is_quiet`].
+    is_quiet: bool,
     throttled: Throttled,
     best_effort: String,
     /// What can be set here, and when that was found.
@@ -113,6 +115,7 @@ impl Engine {
             metrics,
             sampler: Sampler::default(),
             quiet: Quiet::default(),
+            is_quiet: false,
             throttled: Throttled::default(),
             best_effort: BEST_EFFORT.to_owned(),
             supports: None,
@@ -164,7 +167,8 @@ impl Engine {
         let waits = self.quiet.tick(&self.cgroups, looked, source, law, now);
         let throttled = self.throttled.tick(&self.cgroups, pods, &self.state.held, law, now);
         let sampled = if waits.is_some() { pods.iter().collect() } else { throttled };
-        if sampled.is_empty() && self.state.is_at_rest() {
+        self.is_quiet = sampled.is_empty() && self.state.is_at_rest();
+        if self.is_quiet {
             // There is nothing to decide: what BestEffort pods use need not be known.
             self.sampler = Sampler::default();
             return self.act(&Observed { supports, ..Observed::default() }, now);
@@ -177,6 +181,11 @@ impl Engine {
         }
         seen.supports.weights &= !is_moot;
         self.act(&seen, now)
+    }
+
+    /// Returns true if nobody could suffer at the last tick, and nothing was held.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.is_quiet
     }
 
     /// What can be set here. It is asked for again after a while, and at each tick until the cgroup is there.

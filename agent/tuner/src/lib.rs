@@ -109,9 +109,15 @@ const fn share(mode: TunerMode) -> u32 {
     }
 }
 
-/// The time from the end of one tick to the next, where the tick took so much that it is longer than usual.
-fn longer_pause(settings: &Settings, took: Duration) -> Option<Duration> {
-    Some(took * (share(settings.mode) - 1)).filter(|pause| *pause > settings.interval)
+/// Who only advises looks so many times less often while nobody can suffer: nothing is done in time or late.
+const QUIETER: u32 = 4;
+
+/// The time from the end of one tick to the next, where it is longer than usual: the tick took so much, or
+/// nobody can suffer.
+fn longer_pause(settings: &Settings, took: Duration, is_quiet: bool) -> Option<Duration> {
+    let quieter = if is_quiet && settings.mode == TunerMode::Advise { QUIETER } else { 1 };
+    let pause = (settings.interval * quieter).max(took * (share(settings.mode) - 1));
+    Some(pause).filter(|pause| *pause > settings.interval)
 }
 
 /// Runs until `shutdown`, then gives back all that is held.
@@ -140,7 +146,7 @@ pub fn run(parts: Parts, shutdown: CancellationToken) -> Work {
             (engine, finder) = match ticked.await {
                 Ok((engine, finder, view, took)) => {
                     parts.view.send_replace(Arc::new(view));
-                    if let Some(pause) = longer_pause(&parts.settings, took) {
+                    if let Some(pause) = longer_pause(&parts.settings, took, engine.is_quiet()) {
                         ticks.reset_after(pause);
                     }
                     (engine, finder)

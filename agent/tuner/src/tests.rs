@@ -204,9 +204,11 @@ fn a_look_that_takes_long_is_followed_by_a_longer_pause() {
     let ms = Duration::from_millis;
     let of = |mode| Settings { mode, interval: ms(500), back_off: Duration::ZERO, law: Law::default() };
     let (enforce, advise) = (of(TunerMode::Enforce), of(TunerMode::Advise));
-    assert_eq!(longer_pause(&enforce, ms(10)), None, "2 % of a processor");
-    assert_eq!(longer_pause(&enforce, ms(300)), Some(ms(7200)), "4 %");
-    assert_eq!(longer_pause(&advise, ms(4)), None, "0.8 %");
-    assert_eq!(longer_pause(&advise, ms(10)), Some(ms(990)), "1 %");
-    assert_eq!(longer_pause(&enforce, Duration::ZERO), None);
+    assert_eq!(longer_pause(&enforce, ms(10), false), None, "2 % of a processor");
+    assert_eq!(longer_pause(&enforce, ms(300), false), Some(ms(7200)), "4 %");
+    assert_eq!(longer_pause(&advise, ms(4), false), None, "0.8 %");
+    assert_eq!(longer_pause(&advise, ms(10), false), Some(ms(990)), "1 %");
+    assert_eq!(longer_pause(&enforce, Duration::ZERO, false), None);
+    assert_eq!(longer_pause(&enforce, ms(1), true), None, "whoever suffers next is helped in time");
+    assert_eq!(longer_pause(&advise, ms(1), true), Some(ms(2000)));
 }
