@@ -201,7 +201,7 @@ mod tests {
     async fn the_most_urgent_go_first_then_what_ran_before_then_the_pod_that_has_come_furthest() {
         let mut calls = Calls::new();
         let most = StartLimit::default().calls();
-        let mut first: Vec<_> = (0..most).map(|_| calls.call(0, USUAL)).collect();
+        let mut under_way: Vec<_> = (0..most).map(|_| calls.call(0, USUAL)).collect();
         for _ in 0..most {
             assert_eq!(calls.next().await, 0);
         }
@@ -210,7 +210,7 @@ mod tests {
         tokio::task::yield_now().await;
         gone.abort();
         let _ = gone.await;
-        let mut waiting = Vec::new();
+        let mut waiting = BTreeMap::new();
         for (number, urgency, call) in [
             (6, USUAL, Call::RunSandbox),
             (3, Urgency::new(0, true), Call::RunSandbox),
@@ -220,13 +220,13 @@ mod tests {
             (4, USUAL, Call::StartContainer),
             (2, Urgency::new(2_000_001_000, false), Call::RunSandbox),
         ] {
-            waiting.push(calls.call_of(call, number, urgency));
+            waiting.insert(number, calls.call_of(call, number, urgency));
             tokio::task::yield_now().await;
         }
         assert!(calls.begun.1.try_recv().is_err(), "none goes before another has ended");
         let mut order = Vec::new();
-        while order.len() < waiting.len() {
-            let (task, end) = first.pop().unwrap();
+        while !waiting.is_empty() {
+            let (task, end) = under_way.pop().unwrap();
             end.send(()).unwrap();
             task.await.unwrap();
             // Each that ends may let more than one go: all took the same time.
@@ -235,6 +235,7 @@ mod tests {
                 calls.begun.1.try_recv()
             } {
                 order.push(number);
+                under_way.extend(waiting.remove(&number));
             }
         }
         assert_eq!(order, [1, 2, 3, 4, 5, 6, 7]);
