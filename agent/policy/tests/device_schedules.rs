@@ -353,8 +353,8 @@ impl Node {
     }
 }
 
-// Ten thousand orders of events; two tests, so that two processors share them. A quick generator: chance takes
-// as long as all that it decides.
+// Ten thousand orders of events; two tests, so that two processors share them. A quick generator: chance
+// takes as long as all that it decides.
 proptest! {
     #![proptest_config(ProptestConfig { rng_algorithm: RngAlgorithm::XorShift, ..ProptestConfig::with_cases(5_000) })]
 

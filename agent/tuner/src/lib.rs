@@ -101,7 +101,7 @@ impl std::fmt::Debug for Parts {
 }
 
 /// The most that looking may take of a processor, one part in so many: one look at all pods of a node that
-/// suffers reads some eighteen files of each. Who only advises has time, and leaves more to a node under load.
+/// suffers reads some eighteen files of each. Who only advises has time, and leaves more to a busy node.
 const fn share(mode: TunerMode) -> u32 {
     match mode {
         TunerMode::Enforce => 25,

@@ -275,8 +275,8 @@ impl Taken {
 /// Pods that are started at once, by bare calls and by the agent in turns; they are gone afterwards.
 fn beside_bare(containerd: &Containerd, owner: &mut Owner, pods: usize, rounds: usize) -> Result<[Row; 2]> {
     // ext4 does not give away again at once an inode that was just freed, and looks at each of them whenever
-    // it needs one (fs/ext4/ialloc.c, recently_deleted): the first pods of a new node are made faster than any
-    // after them.
+    // it needs one (fs/ext4/ialloc.c, recently_deleted): the first pods of a new node are made faster than
+    // any after them.
     bare(containerd, pods)?;
     let (mut ratios, mut halves) = (Vec::new(), Vec::new());
     for _ in 0..rounds {

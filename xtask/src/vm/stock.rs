@@ -64,9 +64,9 @@ const COMMAND_LINE: &str = "console=ttyS0 root=/dev/vda rw quiet mitigations=off
 /// What the machine's clock goes by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Clock {
-    /// By its instructions, one per `2^pace` nanoseconds, and by the real one only while it has nothing to do:
-    /// a host with other work makes it slower, which nothing inside can see, instead of having every deadline
-    /// inside come early. QEMU can do so with one thread for both processors only.
+    /// By its instructions, one per `2^pace` nanoseconds, and by the real one only while it has nothing to
+    /// do: a host with other work makes it slower, which nothing inside can see, instead of having every
+    /// deadline inside come early. QEMU can do so with one thread for both processors only.
     Instructions { pace: u8 },
     /// By the host's, with a thread per processor: for benches on a host that does nothing else.
     Host,
