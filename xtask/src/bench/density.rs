@@ -131,18 +131,17 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
         let began = Instant::now();
         let half = owner.fill(&containerd, there..size.pods, &step)?.as_secs_f64();
         let rate = (size.pods - there) as f64 / began.elapsed().as_secs_f64();
-        let of_first = if there == 0 { HALF } else { "" };
+        let is_first = there == 0;
         there = size.pods;
         let taken = take(&owner, quick)?;
         step.done(&taken.sentence());
         let beside = [
-            (of_first, half),
             (size.start, rate),
             (size.cpu, taken.cpu_percent),
             (size.rss, taken.resident),
             (size.pss, taken.proportional),
         ];
-        for (name, value) in beside {
+        for (name, value) in beside.into_iter().chain(is_first.then_some((HALF, half))) {
             if let Some(row) = rows[first..].iter_mut().find(|row| row.row == name) {
                 row.compare.insert("kubelet", value);
             }

@@ -37,7 +37,7 @@ impl Owner {
     }
 
     /// Applies idle pods of these numbers, whose TCP readiness probes look once per second, and waits until
-    /// as many pods as the last number are ready. How long it took until half of the new ones were.
+    /// as many pods as the last number are ready. Returns how long it took until half of the new ones were.
     pub(super) fn fill(
         &self,
         containerd: &Containerd,
