@@ -1,12 +1,16 @@
-//! docs/tuner.svg: the server's latency by percentile, one panel per scenario.
+//! docs/tuner.svg: the server's latency by percentile, one panel per scenario. A run measures some scenarios
+//! and takes from half an hour to more than an hour, so what is drawn is kept in docs/tuner.json: a run
+//! replaces its own panels, and draws all of them.
 
 use super::node::Run;
-use super::scenarios::Scenario;
+use super::scenarios::{SCENARIOS, Scenario};
 use super::{Measured, p99};
 use crate::bench::median;
 use anyhow::{Context as _, Result};
+use beelet_tests::workdir;
 use plotters::coord::Shift;
 use plotters::prelude::*;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Panels side by side, at most.
@@ -14,23 +18,57 @@ const COLUMNS: usize = 2;
 /// Pixels of each.
 const PANEL: (u32, u32) = (460, 300);
 
-/// Draws of each scenario the run whose 99th percentile is the median.
-pub(super) fn draw(file: &Path, alone: &[Run], scenarios: &[&Scenario], all: &[Measured]) -> Result<()> {
-    let columns = scenarios.len().clamp(1, COLUMNS);
-    let rows = scenarios.len().div_ceil(columns);
+/// Latencies in milliseconds by percentile, in rising order.
+type Line = Vec<(f64, f64)>;
+/// By scenario, and then by what the tuner did.
+type Panels = BTreeMap<String, BTreeMap<String, Line>>;
+
+/// The lines of a panel, in the order in which they are drawn, each with its colour.
+const LINES: [(&str, RGBColor); 3] = [
+    ("alone", RGBColor(70, 130, 60)),
+    ("tuner off", RGBColor(200, 60, 40)),
+    ("tuner enforces", RGBColor(40, 90, 180)),
+];
+
+/// Draws of each scenario the run whose 99th percentile is the median, and what is kept of other scenarios,
+/// into `tuner.svg` of the folder.
+pub(super) fn draw(folder: &Path, alone: &[Run], scenarios: &[&Scenario], all: &[Measured]) -> Result<()> {
+    let kept = folder.join("tuner.json");
+    let mut panels = if kept.exists() { read(&kept)? } else { Panels::new() };
+    for (scenario, measured) in scenarios.iter().zip(all) {
+        let runs = LINES.iter().zip([alone, &measured.off, &measured.enforce]);
+        let lines = runs.filter_map(|((name, _), runs)| Some((*name, typical(runs)?)));
+        let lines = lines.map(|(name, run)| (name.to_owned(), run.latencies().to_vec())).collect();
+        panels.insert(scenario.name.to_owned(), lines);
+    }
+    workdir::write(&kept, text(&panels)?)?;
+    draw_panels(&folder.join("tuner.svg"), &panels)
+}
+
+fn read(file: &Path) -> Result<Panels> {
+    let text = workdir::read(file)?;
+    serde_json::from_str(&text).with_context(|| format!("{} is not what an earlier run kept", file.display()))
+}
+
+/// JSON, a scenario per line.
+fn text(panels: &Panels) -> Result<String> {
+    let line = |(scenario, lines)| {
+        Ok(format!("  {}: {}", serde_json::to_string(scenario)?, serde_json::to_string(lines)?))
+    };
+    let lines: Vec<String> = panels.iter().map(line).collect::<Result<_>>()?;
+    Ok(format!("{{\n{}\n}}\n", lines.join(",\n")))
+}
+
+fn draw_panels(file: &Path, panels: &Panels) -> Result<()> {
+    let known = SCENARIOS.iter().filter_map(|scenario| Some((scenario.name, panels.get(scenario.name)?)));
+    let known: Vec<_> = known.collect();
+    let columns = known.len().clamp(1, COLUMNS);
+    let rows = known.len().div_ceil(columns);
     let area =
         SVGBackend::new(file, (PANEL.0 * columns as u32, PANEL.1 * u32::try_from(rows)?)).into_drawing_area();
     area.fill(&WHITE)?;
-    let runs =
-        alone.iter().chain(all.iter().flat_map(|measured| measured.off.iter().chain(&measured.enforce)));
-    let most = runs.map(|run| run.at(99.99)).fold(1.0, f64::max) * 1.5;
-    for ((panel, scenario), measured) in area.split_evenly((rows, columns)).iter().zip(scenarios).zip(all) {
-        let lines = [
-            ("alone", typical(alone)),
-            ("tuner off", typical(&measured.off)),
-            ("tuner enforces", typical(&measured.enforce)),
-        ];
-        draw_panel(panel, scenario.name, &lines, most)?;
+    for (panel, (name, lines)) in area.split_evenly((rows, columns)).iter().zip(known) {
+        draw_panel(panel, name, lines)?;
     }
     area.present().context("could not write the plot")
 }
@@ -44,9 +82,10 @@ fn typical(runs: &[Run]) -> Option<&Run> {
 fn draw_panel(
     area: &DrawingArea<SVGBackend<'_>, Shift>,
     name: &str,
-    lines: &[(&str, Option<&Run>)],
-    most: f64,
+    lines: &BTreeMap<String, Line>,
 ) -> Result<()> {
+    let last = lines.values().filter_map(|line| line.last());
+    let most = last.map(|(_, latency)| *latency).fold(1.0, f64::max) * 1.5;
     let mut chart = ChartBuilder::on(area)
         .caption(name, ("sans-serif", 16))
         .margin(10)
@@ -61,15 +100,13 @@ fn draw_panel(
         .x_label_formatter(&|x| format!("{x:.0}"))
         .y_label_formatter(&|y| format!("{y}"))
         .draw()?;
-    let colours = [(70, 130, 60), (200, 60, 40), (40, 90, 180)];
-    for ((name, run), (red, green, blue)) in lines.iter().zip(colours) {
-        let Some(run) = run else { continue };
-        let colour = RGBColor(red, green, blue);
-        let points = run.latencies().iter();
-        let points = points.map(|(percentile, latency)| (100.0 / (100.0 - percentile).max(0.01), *latency));
+    for (name, colour) in LINES {
+        let Some(line) = lines.get(name) else { continue };
+        let points =
+            line.iter().map(|(percentile, latency)| (100.0 / (100.0 - percentile).max(0.01), *latency));
         chart
             .draw_series(LineSeries::new(points, colour.stroke_width(2)))?
-            .label(*name)
+            .label(name)
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], colour.stroke_width(2)));
     }
     chart
@@ -79,4 +116,25 @@ fn draw_panel(
         .border_style(BLACK)
         .draw()?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_another_run_measured_is_kept_and_drawn() {
+        let folder = tempfile::tempdir().unwrap();
+        let line = |latency| vec![(50.0, 1.0), (99.0, latency)];
+        let panel = |latency| BTreeMap::from([("tuner off".to_owned(), line(latency))]);
+        let known = Panels::from([("quota".to_owned(), panel(30.0)), ("crowd".to_owned(), panel(4.0))]);
+        std::fs::write(folder.path().join("tuner.json"), text(&known).unwrap()).unwrap();
+        let quota = SCENARIOS.iter().find(|scenario| scenario.name == "quota").unwrap();
+        draw(folder.path(), &[], &[quota], &[Measured::default()]).unwrap();
+        let kept = read(&folder.path().join("tuner.json")).unwrap();
+        assert_eq!(kept["crowd"], known["crowd"]);
+        assert!(kept["quota"].is_empty(), "this run's, which measured nothing");
+        let drawn = std::fs::read_to_string(folder.path().join("tuner.svg")).unwrap();
+        assert!(drawn.contains("crowd") && drawn.contains("tuner off"), "{drawn}");
+    }
 }

@@ -53,7 +53,7 @@ struct Measured {
 }
 
 /// Measures the scenarios of these names, or all but those that take an hour; draws them into docs/tuner.svg
-/// unless `quick`.
+/// after each round, unless `quick`.
 pub(super) fn run(binary: &Path, quick: bool, names: &[String]) -> Result<Vec<Row>> {
     let chosen = choose(names)?;
     let lengths =
@@ -75,11 +75,10 @@ pub(super) fn run(binary: &Path, quick: bool, names: &[String]) -> Result<Vec<Ro
                 measured.capped.push(measure(scenario.capped, Some(scenario), Mode::Capped)?);
             }
         }
-    }
-    if !quick {
-        let file = shell::repository().join("docs/tuner.svg");
-        draw::draw(&file, &alone, &chosen, &all)?;
-        eprintln!("wrote {}", file.display());
+        if !quick {
+            draw::draw(&shell::repository().join("docs"), &alone, &chosen, &all)?;
+            eprintln!("wrote docs/tuner.json and docs/tuner.svg, with the runs of round {round}");
+        }
     }
     let memory_high = has_memory_high(containerd.cgroup());
     let mut rows = vec![Row::unbound("tuner", "alone", "ms", p99(&alone))];
