@@ -53,26 +53,24 @@ impl Filesystems {
         Self { places: Arc::new(Mutex::new(places)), space }
     }
 
-    /// A gauge for each of them.
+    /// A gauge of the node's own, and one of the runtime's.
     #[must_use]
     pub fn gauges(&self) -> Vec<Gauge> {
         type Place = fn(&Places) -> Option<PathBuf>;
-        let gauge = |name, place: Place, bytes: Signal, inodes: Signal| {
+        let read = |place: Place, bytes: Signal, inodes: Signal| {
             let this = self.clone();
-            Gauge::new(name, STALE, move || match place(&this.places()) {
+            move || match place(&this.places()) {
                 Some(path) => this.read(&path, bytes, inodes),
                 None => Ok(BTreeMap::new()),
-            })
+            }
         };
+        let node = read(|p| Some(p.node.clone()), Signal::NodeFsAvailable, Signal::NodeFsInodesFree);
+        let images = read(|p| p.images.clone(), Signal::ImageFsAvailable, Signal::ImageFsInodesFree);
+        let containers =
+            read(|p| p.containers.clone(), Signal::ContainerFsAvailable, Signal::ContainerFsInodesFree);
         vec![
-            gauge("nodefs", |p| Some(p.node.clone()), Signal::NodeFsAvailable, Signal::NodeFsInodesFree),
-            gauge("imagefs", |p| p.images.clone(), Signal::ImageFsAvailable, Signal::ImageFsInodesFree),
-            gauge(
-                "containerfs",
-                |p| p.containers.clone(),
-                Signal::ContainerFsAvailable,
-                Signal::ContainerFsInodesFree,
-            ),
+            Gauge::new("nodefs", STALE, node),
+            Gauge::new("imagefs and containerfs", STALE, images).and(containers),
         ]
     }
 

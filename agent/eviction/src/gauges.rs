@@ -34,13 +34,15 @@ const MARGIN: i64 = 20;
 /// The numbers of one reading. A signal that isn't there could not be read.
 pub type Readings = Result<BTreeMap<Signal, Observation>, Error>;
 
+type Read = dyn Fn() -> Readings + Send + Sync;
+
 /// One source of numbers. It may block, and hang: then its signals vanish, and nobody waits.
 #[derive(Clone)]
 pub struct Gauge {
     /// For people.
     pub name: &'static str,
-    /// Reads.
-    pub read: Arc<dyn Fn() -> Readings + Send + Sync>,
+    /// Read one after the other on one thread. What one of them can't read, the others still do.
+    reads: Vec<Arc<Read>>,
     /// A reading older than this says nothing any more.
     pub stale_after: Duration,
     /// The kernel's hints on memory make it read.
@@ -54,7 +56,15 @@ impl Gauge {
         stale_after: Duration,
         read: impl Fn() -> Readings + Send + Sync + 'static,
     ) -> Self {
-        Self { name, read: Arc::new(read), stale_after, of_memory: false }
+        Self { name, reads: vec![Arc::new(read)], stale_after, of_memory: false }
+    }
+
+    /// The gauge with one more reading: of numbers that vanish together if either hangs. A second gauge
+    /// would take a thread more at each look.
+    #[must_use]
+    pub fn and(mut self, read: impl Fn() -> Readings + Send + Sync + 'static) -> Self {
+        self.reads.push(Arc::new(read));
+        self
     }
 
     /// The gauge as one of memory.
@@ -78,13 +88,13 @@ impl Gauge {
         loop {
             hinted.mark_unchanged();
             let began = Instant::now();
-            let read = Arc::clone(&self.read);
-            let (seen, problem) = sound(blocking("reading a gauge", move || read()).await);
+            let reads = self.reads.clone();
+            let (seen, problem) = blocking("reading a gauge", move || read_all(&reads)).await;
             let problem = problem.map(|error| error.to_string());
             if problem != trouble {
                 match &problem {
                     Some(error) => {
-                        warn!(gauge = self.name, error, "cannot read this gauge; its signals are unknown");
+                        warn!(gauge = self.name, error, "cannot read this gauge, or not all of it; what is missing is unknown");
                     }
                     None => info!(gauge = self.name, "the gauge can be read again"),
                 }
@@ -115,18 +125,15 @@ impl std::fmt::Debug for Gauge {
 pub fn of_the_machine(cgroups: &Arc<Cgroups>) -> Vec<Gauge> {
     let (of_pods, stale) = (Arc::clone(cgroups), Duration::from_secs(5));
     vec![
-        Gauge::new("memory", stale, || {
+        Gauge::new("memory and process ids", stale, || {
             machine::memory().map(|seen| [(Signal::MemoryAvailable, seen)].into())
         })
-        .of_memory(),
-        Gauge::new("pods' memory", stale, move || {
+        .and(move || {
             let seen = machine::pods_memory(&of_pods);
             Ok(seen.map(|seen| (Signal::AllocatableMemoryAvailable, seen)).into_iter().collect())
         })
+        .and(|| machine::pids().map(|seen| [(Signal::PidAvailable, seen)].into()))
         .of_memory(),
-        Gauge::new("process ids", stale, || {
-            machine::pids().map(|seen| [(Signal::PidAvailable, seen)].into())
-        }),
     ]
 }
 
@@ -135,6 +142,16 @@ fn next_reading(start: Instant, now: Instant, pace: Duration) -> Instant {
     let past = now.saturating_duration_since(start) + LEAST;
     let turns = past.as_nanos().div_ceil(pace.as_nanos().max(1));
     start + pace.saturating_mul(u32::try_from(turns).unwrap_or(u32::MAX))
+}
+
+/// All that can be believed of several readings, and the first reason why that is not all.
+fn read_all(reads: &[Arc<Read>]) -> (Observations, Option<Error>) {
+    let mut all = (Observations::new(), None);
+    for (seen, problem) in reads.iter().map(|read| sound(read())) {
+        all.0.extend(seen);
+        all.1 = all.1.or(problem);
+    }
+    all
 }
 
 /// The part of a reading that can be believed, and why not all of it: nothing has no capacity, and no more is
@@ -274,14 +291,24 @@ mod tests {
     }
 
     #[test]
-    fn the_kernels_hints_make_both_memories_be_read() {
+    fn what_one_reading_lacks_another_still_has() {
+        let gauge = Gauge::new("both", SLOW, || Err(Error::NoMemory)).and(|| Ok(observe(10, 100)));
+        let (seen, problem) = read_all(&gauge.reads);
+        assert_eq!(seen, observe(10, 100));
+        assert!(matches!(problem, Some(Error::NoMemory)), "{problem:?}");
+    }
+
+    #[test]
+    fn the_kernels_hints_make_the_machines_memory_and_the_pods_be_read() {
         let controllers = ["cpu".to_owned(), "memory".to_owned()].into();
         let hierarchies = vec![Hierarchy { mount: "/nowhere".into(), is_v2: false, controllers }];
         let layout = Layout { version: Version::V1, hierarchies };
         let gauges = of_the_machine(&Arc::new(Cgroups::over_folders(layout, "/").unwrap()));
-        let hinted: Vec<&str> =
-            gauges.iter().filter(|gauge| gauge.of_memory).map(|gauge| gauge.name).collect();
-        assert_eq!(hinted, ["memory", "pods' memory"]);
+        let hinted: Vec<Gauge> = gauges.into_iter().filter(|gauge| gauge.of_memory).collect();
+        let seen: Vec<Signal> =
+            hinted.iter().flat_map(|gauge| read_all(&gauge.reads).0.into_keys()).collect();
+        assert!(seen.contains(&Signal::MemoryAvailable), "{seen:?}");
+        assert_eq!(hinted.iter().map(|gauge| gauge.reads.len()).sum::<usize>(), 3, "{hinted:?}");
     }
 
     #[tokio::test(start_paused = true)]
