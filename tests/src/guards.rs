@@ -28,6 +28,22 @@ pub struct Hierarchy {
     pub controllers: Vec<String>,
 }
 
+impl Hierarchy {
+    /// Makes a cgroup. A version 1 cpuset starts without CPUs and memory nodes, and takes no process then: it
+    /// gets its parent's.
+    fn make(&self, dir: &Path) -> Result<()> {
+        std::fs::create_dir_all(dir)
+            .with_context(|| format!("could not make the cgroup {}", dir.display()))?;
+        if self.controllers.iter().any(|controller| controller == "cpuset") {
+            let parent = dir.parent().unwrap_or(&self.mount);
+            for file in ["cpuset.cpus", "cpuset.mems"] {
+                workdir::write(&dir.join(file), workdir::read(&parent.join(file))?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// A mount, as /proc/self/mountinfo has it (proc(5)).
 #[derive(Debug, Clone)]
 pub struct MountPoint {
@@ -113,14 +129,7 @@ impl CgroupRoot {
             return Ok(root);
         }
         for hierarchy in &root.hierarchies {
-            let dir = hierarchy.mount.join(name);
-            std::fs::create_dir_all(&dir)
-                .with_context(|| format!("could not make the cgroup {}", dir.display()))?;
-            if hierarchy.controllers.iter().any(|controller| controller == "cpuset") {
-                for file in ["cpuset.cpus", "cpuset.mems"] {
-                    workdir::write(&dir.join(file), workdir::read(&hierarchy.mount.join(file))?)?;
-                }
-            }
+            hierarchy.make(&hierarchy.mount.join(name))?;
         }
         Ok(root)
     }
@@ -144,6 +153,16 @@ impl CgroupRoot {
     /// Who drives the cgroups below it.
     pub fn driver(&self) -> CgroupDriver {
         self.driver
+    }
+
+    /// Makes a cgroup of that name in this one, in every hierarchy, and returns its folders.
+    pub fn make_child(&self, name: &str) -> Result<Vec<PathBuf>> {
+        let make = |hierarchy: &Hierarchy| {
+            let dir = hierarchy.mount.join(&self.path[1..]).join(name);
+            hierarchy.make(&dir)?;
+            Ok(dir)
+        };
+        self.hierarchies.iter().map(make).collect()
     }
 
     /// The unit that it is.

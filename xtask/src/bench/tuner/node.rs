@@ -197,8 +197,6 @@ impl Node<'_> {
 
     /// Starts it, quiet as yet.
     fn daemon(&self, neighbour: &Neighbour) -> Result<Daemon> {
-        let cgroups: Vec<PathBuf> =
-            self.containerd.cgroup().dirs().iter().map(|dir| dir.join(neighbour.name)).collect();
         let [kind, number] = neighbour.work.words()?;
         let [port] = ports::free()?;
         let child = Command::new(images::testapp()?)
@@ -206,10 +204,10 @@ impl Node<'_> {
             .stdin(Stdio::null())
             .spawn()
             .context("could not start the daemon")?;
-        let pid = child.id().to_string();
-        let daemon = Daemon { _process: Process(child), port, cgroups };
+        let (pid, process) = (child.id().to_string(), Process(child));
+        let cgroups = self.containerd.cgroup().make_child(neighbour.name)?;
+        let daemon = Daemon { _process: process, port, cgroups };
         for dir in &daemon.cgroups {
-            std::fs::create_dir_all(dir).with_context(|| format!("could not make {}", dir.display()))?;
             workdir::write(&dir.join("cgroup.procs"), &pid)?;
         }
         Ok(daemon)
