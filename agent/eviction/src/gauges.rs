@@ -94,7 +94,10 @@ impl Gauge {
             if problem != trouble {
                 match &problem {
                     Some(error) => {
-                        warn!(gauge = self.name, error, "cannot read this gauge, or not all of it; what is missing is unknown");
+                        warn!(
+                            gauge = self.name,
+                            error, "cannot read this gauge, or not all of it; what is missing is unknown"
+                        );
                     }
                     None => info!(gauge = self.name, "the gauge can be read again"),
                 }
