@@ -138,6 +138,36 @@ fn what_changed_owners_values_meanwhile_is_what_comes_back() {
 }
 
 #[test]
+fn a_pod_that_fell_short_while_idle_gets_its_own_weight_before_less_of_it() {
+    let (fake, greedy) = (Fake::new(), "/kubepods/burstable/podgreedy");
+    let folder = fake.dir.path().join("cgroup").join(&greedy[1..]);
+    fs::create_dir_all(&folder).unwrap();
+    fs::write(folder.join("cpu.idle"), "0").unwrap();
+    fs::write(folder.join("cpu.weight"), "12").unwrap();
+    let read = |file: &str| fs::read_to_string(folder.join(file)).unwrap();
+    let tick = |used: u64, its_wait: u32| {
+        let mut seen = seen(0);
+        seen.supports = Supports { harmless_caps: false, weights: true, ..seen.supports };
+        let mut web = seen.pods[0].clone();
+        (web.class, web.cgroup, web.cpu_request) = (QosClass::Burstable, "/kubepods/web".to_owned(), 300);
+        (web.cpu_used, web.containers[0].cpu_wait_permille) = (Some(310), Some(500));
+        let mut pod = PodSample { name: "greedy".to_owned(), cgroup: greedy.to_owned(), ..web.clone() };
+        (pod.cpu_used, pod.containers[0].cpu_wait_permille) = (Some(used), Some(its_wait));
+        seen.pods.extend([web, pod]);
+        seen
+    };
+    let mut engine = fake.engine();
+    engine.act(&tick(1600, 0), Instant::now());
+    assert_eq!((read("cpu.idle"), read("cpu.weight")), ("1".to_owned(), "12".to_owned()));
+    engine.act(&tick(200, 900), Instant::now());
+    assert_eq!((read("cpu.idle"), read("cpu.weight")), ("0".to_owned(), "12".to_owned()));
+    engine.act(&tick(1600, 0), Instant::now());
+    assert_eq!((read("cpu.idle"), read("cpu.weight")), ("0".to_owned(), "4".to_owned()));
+    engine.restore();
+    assert_eq!(read("cpu.weight"), "12");
+}
+
+#[test]
 fn the_next_start_puts_back_what_a_killed_agent_left_unless_somebody_else_wrote_it() {
     let fake = Fake::new();
     let mut engine = fake.engine();

@@ -161,7 +161,7 @@ pub struct Supports {
     pub memory_high: bool,
     /// [`KnobKind::Burst`].
     pub burst: bool,
-    /// [`KnobKind::Weight`] of pods: theirs is the tuner's owner's to set.
+    /// [`KnobKind::Weight`] and [`KnobKind::Idle`] of pods: theirs is the tuner's owner's to set.
     pub weights: bool,
 }
 
@@ -252,6 +252,8 @@ pub struct State {
     pub memory_help: BTreeMap<String, Help>,
     /// Pods that stand still for memory that was taken from them, or did, by their cgroups.
     pub standstill: BTreeMap<String, Standstill>,
+    /// Pods that got less than they request while they were idle, by their cgroups: the ticks since.
+    pub fell_short: BTreeMap<String, u32>,
     /// What is set otherwise than its owner would, and to what.
     pub held: BTreeMap<Knob, u64>,
 }

@@ -61,6 +61,7 @@ impl<'a> Round<'a> {
 
     pub(super) fn decide(mut self) -> Decision {
         self.forget_the_gone();
+        self.free_who_falls_short();
         let mut cpu =
             self.complaints(|container| self.cpu_complaint(container), "no protected pod waits for a CPU");
         for complaint in &mut cpu.all {
@@ -104,6 +105,7 @@ impl<'a> Round<'a> {
         self.state.cpu_help.retain(|cgroup, _| is_there(cgroup));
         self.state.memory_help.retain(|cgroup, _| is_there(cgroup));
         self.state.standstill.retain(|cgroup, _| is_there(cgroup));
+        self.state.fell_short.retain(|cgroup, _| is_there(cgroup));
     }
 
     // ---- How things stand ----
@@ -219,7 +221,10 @@ impl<'a> Round<'a> {
         };
         let others = self.seen.pods.iter().filter(|pod| pod.cgroup != complaint.pod.cgroup);
         let within_reach = others
-            .filter(|pod| pod.class == QosClass::BestEffort || self.is_greedier(pod, complaint.pod))
+            .filter(|pod| {
+                let takes = self.seen.supports.weights || pod.can_cap;
+                pod.class == QosClass::BestEffort || takes && self.is_greedier(pod, complaint.pod)
+            })
             .filter_map(|pod| held_by.get(&pod.cgroup));
         within_reach.sum::<u32>() < self.law.gain_percent * 10
     }
@@ -244,10 +249,8 @@ impl<'a> Round<'a> {
         let uses_more = used > pod.cpu_request + self.quiet()
             && u128::from(used) * u128::from(than.cpu_request.max(1))
                 > u128::from(theirs) * u128::from(pod.cpu_request.max(1));
-        pod.class == QosClass::Burstable
-            && pod.can_cap
-            // One that is capped is kept from it.
-            && (uses_more || self.held(&pod.cgroup, KnobKind::CpuCap).is_some())
+        // One that is capped is kept from it.
+        pod.class == QosClass::Burstable && (uses_more || self.held(&pod.cgroup, KnobKind::CpuCap).is_some())
     }
 
     /// The same for memory. A container at its own limit stalls for its own reasons.
@@ -267,8 +270,11 @@ impl<'a> Round<'a> {
 
     // ---- CPU ----
 
+    /// First turns, which cost nobody CPU time that is free: of BestEffort pods, then of Burstable ones above
+    /// their request. Then time, in the same order.
     fn squeeze_cpu(&mut self, complaint: &Complaint<'a>) {
-        if self.seen.best_effort_used > self.quiet() && self.squeeze_best_effort(complaint) {
+        let is_best_effort_busy = self.seen.best_effort_used > self.quiet();
+        if is_best_effort_busy && self.take_best_efforts_turn(complaint) {
             return;
         }
         let mut over: Vec<&PodSample> = self
@@ -278,24 +284,69 @@ impl<'a> Round<'a> {
             .filter(|pod| pod.name != complaint.pod.name && self.is_greedier(pod, complaint.pod))
             .collect();
         over.sort_by_key(|pod| std::cmp::Reverse(pod.cpu_used.unwrap_or(0).saturating_sub(pod.cpu_request)));
-        for pod in &over {
-            let Some(weight) = self.least_weight(pod) else { continue };
-            let words = format!(
-                "{}: {} uses more than the {} it requests, so it gets its turn by those alone",
-                complaint.words,
-                pod.name,
-                words::cpus(pod.cpu_request)
-            );
-            if self.hold(&pod.cgroup, KnobKind::Weight, weight, &words) {
-                return;
-            }
+        if over.iter().any(|pod| self.take_turn(pod, complaint)) {
+            return;
         }
-        for pod in over {
+        if is_best_effort_busy && self.cap_best_effort(complaint) {
+            return;
+        }
+        for pod in over.into_iter().filter(|pod| pod.can_cap) {
             let floor = pod.cpu_request.max(LEAST_CAP);
             let words =
                 format!("{} uses more than the {} it requests", pod.name, words::cpus(pod.cpu_request));
             if self.lower_cap(&pod.cgroup, pod.cpu_used.unwrap_or(0), floor, complaint, &words) {
                 return;
+            }
+        }
+    }
+
+    /// Lets a Burstable pod above its request run after all others; where the kernel has no `cpu.idle`, or the
+    /// pod fell short of its request that way, by the weight of its request alone. Returns false if there is
+    /// nothing to take.
+    fn take_turn(&mut self, pod: &PodSample, complaint: &Complaint<'_>) -> bool {
+        let held = |kind| self.held(&pod.cgroup, kind).is_some();
+        let fell_short = self.state.fell_short.get(&pod.cgroup);
+        // Both are settings of one file: one is given back a tick before the other is held.
+        if !self.seen.supports.weights || held(KnobKind::Idle) || fell_short == Some(&0) {
+            return false;
+        }
+        let idle = Knob { cgroup: pod.cgroup.clone(), kind: KnobKind::Idle };
+        let may_be_idle = self.seen.supports.idle
+            && fell_short.is_none()
+            && !held(KnobKind::Weight)
+            && !self.blocked.contains(&idle);
+        let (kind, value, turn) = match self.least_weight(pod) {
+            _ if may_be_idle => (KnobKind::Idle, 1, "it runs when nobody else wants the CPU"),
+            Some(weight) => (KnobKind::Weight, weight, "it gets its turn by those alone"),
+            None => return false,
+        };
+        let requests = words::cpus(pod.cpu_request);
+        let words =
+            format!("{}: {} uses more than the {requests} it requests, so {turn}", complaint.words, pod.name);
+        self.hold(&pod.cgroup, kind, value, &words)
+    }
+
+    /// Gives its turn back to a Burstable pod at once, if without it it gets less than it requests: what
+    /// others leave is no longer enough. It keeps it for a while.
+    fn free_who_falls_short(&mut self) {
+        let (seen, law) = (self.seen, self.law);
+        self.state.fell_short.retain(|_, ticks| {
+            *ticks += 1;
+            *ticks < law.retry_ticks
+        });
+        for pod in seen.pods.iter().filter(|pod| pod.class == QosClass::Burstable) {
+            let knob = Knob { cgroup: pod.cgroup.clone(), kind: KnobKind::Idle };
+            let waits = |container: &ContainerSample| {
+                let throttled = container.throttled_permille.unwrap_or(0);
+                let wait = container.cpu_wait_permille.map(|wait| wait.saturating_sub(throttled));
+                wait.is_none_or(|wait| wait > law.cpu_wait_permille)
+            };
+            let falls_short =
+                pod.cpu_used.is_some_and(|used| used < pod.cpu_request) && pod.containers.iter().any(waits);
+            if falls_short && self.state.held.contains_key(&knob) {
+                let requests = words::cpus(pod.cpu_request);
+                self.set(&knob, None, &format!("{} gets less than the {requests} it requests", pod.name));
+                self.state.fell_short.insert(pod.cgroup.clone(), 0);
             }
         }
     }
@@ -320,20 +371,23 @@ impl<'a> Round<'a> {
             .then(|| 1 + shares_to_weight_linear(millis_to_shares(i64::try_from(enough).unwrap_or(i64::MAX))))
     }
 
-    /// Returns true if there was still something to take from the BestEffort pods.
-    fn squeeze_best_effort(&mut self, complaint: &Complaint<'_>) -> bool {
-        let cgroup = self.seen.best_effort.clone();
-        let first = if self.seen.supports.idle { KnobKind::Idle } else { KnobKind::Weight };
+    /// Returns true if BestEffort pods still had their turn.
+    fn take_best_efforts_turn(&mut self, complaint: &Complaint<'_>) -> bool {
+        let seen = self.seen;
+        let first = if seen.supports.idle { KnobKind::Idle } else { KnobKind::Weight };
         let words = match first {
             KnobKind::Idle => "BestEffort pods run only when nobody else wants the CPU",
             _ => "BestEffort pods get the least weight",
         };
-        if self.hold(&cgroup, first, 1, &format!("{}: {words}", complaint.words)) {
-            return true;
-        }
-        let floor = (self.seen.cpus * u64::from(self.law.best_effort_floor_percent) / 100).max(LEAST_CAP);
-        let used = self.seen.best_effort_used.min(self.seen.cpus);
-        self.lower_cap(&cgroup, used, floor, complaint, "BestEffort pods")
+        self.hold(&seen.best_effort, first, 1, &format!("{}: {words}", complaint.words))
+    }
+
+    /// Returns true if there was still CPU time to take from the BestEffort pods.
+    fn cap_best_effort(&mut self, complaint: &Complaint<'_>) -> bool {
+        let seen = self.seen;
+        let floor = (seen.cpus * u64::from(self.law.best_effort_floor_percent) / 100).max(LEAST_CAP);
+        let used = seen.best_effort_used.min(seen.cpus);
+        self.lower_cap(&seen.best_effort, used, floor, complaint, "BestEffort pods")
     }
 
     /// Takes a step from a cap, or from what is used where there is no cap yet. Returns false if there is
@@ -368,7 +422,7 @@ impl<'a> Round<'a> {
             self.set(knob, to, "all protected pods get their CPUs in time again");
             return;
         }
-        self.give_back_weights();
+        self.give_back_turns();
         let nobody = self.seen.pods.iter().all(|pod| pod.class == QosClass::BestEffort);
         // cpu.idle takes nothing from a BestEffort pod but its turn before others: it stays while they want
         // many.
@@ -383,15 +437,15 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// A weight takes nothing from a pod but its turn before others: it stays while the pod uses more than it
+    /// This takes nothing from a pod but its turn before others: it stays while the pod uses more than it
     /// requests, and somebody is there to wait for it.
-    fn give_back_weights(&mut self) {
+    fn give_back_turns(&mut self) {
         let seen = self.seen;
-        for pod in &seen.pods {
-            let knob = Knob { cgroup: pod.cgroup.clone(), kind: KnobKind::Weight };
-            if !self.state.held.contains_key(&knob) {
-                continue;
-            }
+        let of_pods = |cgroup: &str| seen.pods.iter().find(|pod| pod.cgroup == cgroup);
+        let is_turn = |knob: &&Knob| matches!(knob.kind, KnobKind::Idle | KnobKind::Weight);
+        let held: Vec<Knob> = self.state.held.keys().filter(is_turn).cloned().collect();
+        for knob in held {
+            let Some(pod) = of_pods(&knob.cgroup) else { continue };
             let is_protected = |other: &PodSample| other.class != QosClass::BestEffort;
             let alone = !seen.pods.iter().any(|other| is_protected(other) && other.cgroup != pod.cgroup);
             if alone || pod.cpu_used.unwrap_or(0) <= pod.cpu_request + self.quiet() {

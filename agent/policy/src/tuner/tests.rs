@@ -260,8 +260,8 @@ fn a_pod_far_above_its_request_takes_nothing_from_one_that_hardly_is() {
     assert!(run(&quick(), &mut State::default(), &seen, 20).is_empty());
 }
 
-#[test]
-fn a_greedy_pod_loses_its_turn_before_its_time_and_no_more_than_its_request_allows() {
+/// A greedy pod of 0.3 CPUs beside one that waits.
+fn greedy_beside_web() -> Observed {
     let mut seen = node(0, 0);
     seen.supports.weights = true;
     let mut greedy = pod("greedy", QosClass::Burstable);
@@ -270,19 +270,65 @@ fn a_greedy_pod_loses_its_turn_before_its_time_and_no_more_than_its_request_allo
     (web.cpu_request, web.cpu_used) = (300, Some(310));
     web.containers[0].cpu_wait_permille = Some(200);
     seen.pods.extend([greedy, web]);
+    seen
+}
+
+#[test]
+fn a_greedy_pod_loses_its_turn_before_its_time() {
+    let mut seen = greedy_beside_web();
     let mut state = State::default();
-    // 300 of 1,500 beside one of 300: a quarter of its weight is enough.
-    assert_eq!(run(&quick(), &mut state, &seen, 2), ["cpu.weight=4", "cpu.max=1200"]);
-    let held = knob("/kubepods/burstable/podgreedy", KnobKind::Weight);
+    assert_eq!(run(&quick(), &mut state, &seen, 2), ["cpu.idle=1", "cpu.max=1200"]);
+    let held = knob("/kubepods/burstable/podgreedy", KnobKind::Idle);
     assert!(state.held.contains_key(&held), "{state:?}");
     // The cap comes back; the turn stays away while more is used than requested.
     seen.pods[3].containers[0].cpu_wait_permille = Some(0);
     assert_eq!(run(&quick(), &mut state, &seen, 20), ["cpu.max=1600", "cpu.max-"]);
     seen.pods[2].cpu_used = Some(300);
-    assert_eq!(run(&quick(), &mut state, &seen, 2), ["cpu.weight-"]);
+    assert_eq!(run(&quick(), &mut state, &seen, 2), ["cpu.idle-"]);
+}
+
+#[test]
+fn a_greedy_pods_turn_goes_before_the_time_of_best_effort_pods() {
+    let mut seen = greedy_beside_web();
+    seen.best_effort_used = 400;
+    let steps = run(&quick(), &mut State::default(), &seen, 4);
+    assert_eq!(steps, ["cpu.idle=1", "cpu.idle=1", "cpu.max=300", "cpu.max=225"]);
+}
+
+#[test]
+fn an_idle_pod_that_gets_less_than_it_requests_has_its_turn_again_at_once_and_keeps_it_for_a_while() {
+    let mut seen = greedy_beside_web();
+    let law = Law { retry_ticks: 5, ..quick() };
+    seen.supports.harmless_caps = false;
+    let mut state = State::default();
+    assert_eq!(run(&law, &mut state, &seen, 1), ["cpu.idle=1"]);
+    // It wants no more.
+    seen.pods[2].cpu_used = Some(200);
+    assert!(run(&law, &mut state, &seen, 1).is_empty(), "others are still not well");
+    // It wants more, and others leave it too little.
+    seen.pods[2].containers[0].cpu_wait_permille = Some(900);
+    let decision = decide(&law, &state, &seen, &nothing());
+    assert_eq!(show(&decision), ["cpu.idle-"]);
+    assert_eq!(decision.steps[0].reason, "default/greedy gets less than the 0.3 CPUs it requests");
+    state = decision.state;
+    // Then the weight of its request, which is not given back for that.
+    (seen.pods[2].cpu_used, seen.pods[2].containers[0].cpu_wait_permille) = (Some(1600), Some(0));
+    assert_eq!(run(&law, &mut state, &seen, 4), ["cpu.weight=4"]);
+    (seen.pods[2].cpu_used, seen.pods[3].containers[0].cpu_wait_permille) = (Some(300), Some(0));
+    assert_eq!(run(&law, &mut state, &seen, 2), ["cpu.weight-"]);
+    assert!(state.fell_short.is_empty(), "{state:?}");
+    (seen.pods[2].cpu_used, seen.pods[3].containers[0].cpu_wait_permille) = (Some(1600), Some(200));
+    assert_eq!(run(&law, &mut state, &seen, 1), ["cpu.idle=1"]);
+}
+
+#[test]
+fn without_cpu_idle_a_greedy_pod_keeps_as_much_weight_as_its_request_needs() {
+    let mut seen = greedy_beside_web();
+    seen.supports.idle = false;
+    // 300 of 1,500 beside one of 300: a quarter of its weight is enough.
+    assert_eq!(run(&quick(), &mut State::default(), &seen, 2), ["cpu.weight=4", "cpu.max=1200"]);
     // On a node that is full nobody's weight is more than it needs.
-    seen.pods[3].containers[0].cpu_wait_permille = Some(200);
-    (seen.pods[2].cpu_used, seen.pods[0].cpu_request) = (Some(1600), 800);
+    seen.pods[0].cpu_request = 800;
     assert_eq!(run(&quick(), &mut State::default(), &seen, 1), ["cpu.max=1200"]);
 }
 
@@ -609,6 +655,12 @@ proptest! {
         let (law, mut state) = (asking(), State::default());
         for seen in &nodes {
             let decision = decide(&law, &state, seen, &nothing());
+            // They are settings of one file.
+            let turns = decision.steps.iter().filter(|step| {
+                step.knob.cgroup != BEST_EFFORT && matches!(step.knob.kind, KnobKind::Idle | KnobKind::Weight)
+            });
+            let turns: Vec<&str> = turns.map(|step| step.knob.cgroup.as_str()).collect();
+            prop_assert_eq!(turns.iter().collect::<BTreeSet<_>>().len(), turns.len(), "{:?}", decision.steps);
             for step in &decision.steps {
                 prop_assert!(!step.reason.is_empty());
                 prop_assert!(step.from != step.to, "{step:?}");
@@ -633,7 +685,10 @@ proptest! {
                         let quota = container.map_or(pod.quota_us, |container| container.quota_us);
                         prop_assert!(burst <= quota.unwrap() && seen.supports.burst);
                     }
-                    (KnobKind::Idle, Some(_)) => prop_assert!(seen.supports.idle && pod.is_none()),
+                    (KnobKind::Idle, Some(_)) => {
+                        let may = |pod: &PodSample| seen.supports.weights && pod.class == QosClass::Burstable;
+                        prop_assert!(seen.supports.idle && pod.is_none_or(may), "{step:?}");
+                    }
                     (KnobKind::Weight, Some(weight)) => match pod {
                         None => prop_assert!(!seen.supports.idle && weight == 1),
                         Some(pod) => prop_assert!(seen.supports.weights && pod.class == QosClass::Burstable),
