@@ -535,9 +535,9 @@ impl Devices {
     /// Number of healthy devices of a resource that no container holds.
     #[must_use]
     pub fn free(&self, resource: &str) -> usize {
-        let taken = self.taken.get(resource);
-        let healthy = self.healthy.get(resource).into_iter().flat_map(|ids| ids.iter());
-        healthy.filter(|id| taken.is_none_or(|taken| !taken.contains(*id))).count()
+        let Some(healthy) = self.healthy.get(resource) else { return 0 };
+        let taken = self.taken.get(resource).map_or(0, |taken| healthy.intersection(taken).count());
+        healthy.len() - taken
     }
 
     /// The healthy devices of each resource, and the NUMA nodes that each is near.

@@ -300,9 +300,9 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// Lets a Burstable pod above its request run after all others; where the kernel has no `cpu.idle`, or the
-    /// pod fell short of its request that way, by the weight of its request alone. Returns false if there is
-    /// nothing to take.
+    /// Lets a Burstable pod above its request run after all others. Where the kernel has no `cpu.idle`, or
+    /// the pod fell short of its request that way, it runs by the weight of its request alone. Returns false
+    /// if there is nothing to take.
     fn take_turn(&mut self, pod: &PodSample, complaint: &Complaint<'_>) -> bool {
         let held = |kind| self.held(&pod.cgroup, kind).is_some();
         let fell_short = self.state.fell_short.get(&pod.cgroup);
