@@ -303,15 +303,25 @@ mod tests {
 
     #[test]
     fn the_kernels_hints_make_the_machines_memory_and_the_pods_be_read() {
+        let mount = tempfile::tempdir().unwrap();
+        let pods = mount.path().join("kubepods");
+        std::fs::create_dir(&pods).unwrap();
+        for (file, text) in [
+            ("memory.limit_in_bytes", "4096"),
+            ("memory.usage_in_bytes", "1024"),
+            ("memory.stat", "total_inactive_file 24"),
+        ] {
+            std::fs::write(pods.join(file), text).unwrap();
+        }
         let controllers = ["cpu".to_owned(), "memory".to_owned()].into();
-        let hierarchies = vec![Hierarchy { mount: "/nowhere".into(), is_v2: false, controllers }];
+        let hierarchies = vec![Hierarchy { mount: mount.path().into(), is_v2: false, controllers }];
         let layout = Layout { version: Version::V1, hierarchies };
         let gauges = of_the_machine(&Arc::new(Cgroups::over_folders(layout, "/").unwrap()));
-        let hinted: Vec<Gauge> = gauges.into_iter().filter(|gauge| gauge.of_memory).collect();
-        let seen: Vec<Signal> =
-            hinted.iter().flat_map(|gauge| read_all(&gauge.reads).0.into_keys()).collect();
-        assert!(seen.contains(&Signal::MemoryAvailable), "{seen:?}");
-        assert_eq!(hinted.iter().map(|gauge| gauge.reads.len()).sum::<usize>(), 3, "{hinted:?}");
+        let hinted = gauges.iter().filter(|gauge| gauge.of_memory);
+        let seen: Observations = hinted.flat_map(|gauge| read_all(&gauge.reads).0).collect();
+        assert!(seen.contains_key(&Signal::MemoryAvailable), "{seen:?}");
+        let of_pods = seen[&Signal::AllocatableMemoryAvailable];
+        assert_eq!((of_pods.available.value(), of_pods.capacity.value()), (4096 - 1000, 4096));
     }
 
     #[tokio::test(start_paused = true)]

@@ -3,11 +3,12 @@
 //!
 //! Protected are Guaranteed and Burstable pods. When one of them waits too long for a CPU or stalls for
 //! memory, what was promised nothing is squeezed first (BestEffort), then what uses more than it requested
-//! (Burstable, never below its request: its turn first, then its time), one step per tick; when they are well
-//! again, it is given back in the reverse order. A pod that waits for its own threads is not helped by that:
-//! after some steps without a gain ([`Help`]) they are given back as well, and so is memory to a pod that
-//! does nothing but reclaim without it ([`Standstill`]). The shape is the one of Koordinator's and Katalyst's
-//! suppression of best-effort pods, with hysteresis in time ([`Ladder`]) instead of bare thresholds.
+//! (Burstable, never below its request): of both first the turn, then the time. Each tick takes one step;
+//! when they are well again, it is given back in the reverse order. A pod that waits for its own threads is
+//! not helped by that: after some steps without a gain ([`Help`]) they are given back as well, and so is
+//! memory to a pod that does nothing but reclaim without it ([`Standstill`]). The shape is the one of
+//! Koordinator's and Katalyst's suppression of best-effort pods, with hysteresis in time ([`Ladder`])
+//! instead of bare thresholds.
 //!
 //! Decides and says why; must never read or write a cgroup, nor know which file of which version a [`Knob`]
 //! is.

@@ -188,9 +188,7 @@ impl<'a> Round<'a> {
     /// How far a container's wait for a CPU is on its way to the bound, in thousandths, and in words. The
     /// time that its own quota held it back is no one else's doing.
     fn cpu_complaint(&self, container: &ContainerSample) -> Option<(u32, String)> {
-        let throttled = container.throttled_permille.unwrap_or(0);
-        let share = container.cpu_wait_permille.map(|all| {
-            let wait = all.saturating_sub(throttled);
+        let share = wait_for_others(container).map(|wait| {
             let bound = self.law.cpu_wait_permille;
             let words = format!(
                 "waits for a CPU {} of the time ({} at most)",
@@ -199,7 +197,8 @@ impl<'a> Round<'a> {
             );
             (ratio(wait.into(), bound.into()), words)
         });
-        let p99 = container.cpu_wait_p99_us.filter(|_| throttled == 0).map(|wait| {
+        let throttled = container.throttled_permille.is_some_and(|part| part > 0);
+        let p99 = container.cpu_wait_p99_us.filter(|_| !throttled).map(|wait| {
             let bound = self.law.cpu_wait_p99_us;
             let words = format!(
                 "waits {} for a CPU once in 100 times ({} at most)",
@@ -221,10 +220,7 @@ impl<'a> Round<'a> {
         };
         let others = self.seen.pods.iter().filter(|pod| pod.cgroup != complaint.pod.cgroup);
         let within_reach = others
-            .filter(|pod| {
-                let takes = self.seen.supports.weights || pod.can_cap;
-                pod.class == QosClass::BestEffort || takes && self.is_greedier(pod, complaint.pod)
-            })
+            .filter(|pod| pod.class == QosClass::BestEffort || self.is_greedier(pod, complaint.pod))
             .filter_map(|pod| held_by.get(&pod.cgroup));
         within_reach.sum::<u32>() < self.law.gain_percent * 10
     }
@@ -249,8 +245,11 @@ impl<'a> Round<'a> {
         let uses_more = used > pod.cpu_request + self.quiet()
             && u128::from(used) * u128::from(than.cpu_request.max(1))
                 > u128::from(theirs) * u128::from(pod.cpu_request.max(1));
-        // One that is capped is kept from it.
-        pod.class == QosClass::Burstable && (uses_more || self.held(&pod.cgroup, KnobKind::CpuCap).is_some())
+        pod.class == QosClass::Burstable
+            // Or nothing can be taken from it.
+            && (self.seen.supports.weights || pod.can_cap)
+            // One that is capped is kept from it.
+            && (uses_more || self.held(&pod.cgroup, KnobKind::CpuCap).is_some())
     }
 
     /// The same for memory. A container at its own limit stalls for its own reasons.
@@ -336,11 +335,8 @@ impl<'a> Round<'a> {
         });
         for pod in seen.pods.iter().filter(|pod| pod.class == QosClass::Burstable) {
             let knob = Knob { cgroup: pod.cgroup.clone(), kind: KnobKind::Idle };
-            let waits = |container: &ContainerSample| {
-                let throttled = container.throttled_permille.unwrap_or(0);
-                let wait = container.cpu_wait_permille.map(|wait| wait.saturating_sub(throttled));
-                wait.is_none_or(|wait| wait > law.cpu_wait_permille)
-            };
+            let waits =
+                |container| wait_for_others(container).is_none_or(|wait| wait > law.cpu_wait_permille);
             let falls_short =
                 pod.cpu_used.is_some_and(|used| used < pod.cpu_request) && pod.containers.iter().any(waits);
             if falls_short && self.state.held.contains_key(&knob) {
@@ -353,8 +349,7 @@ impl<'a> Round<'a> {
 
     /// The least CPU weight with which a Burstable pod still gets what it requests while all others want all
     /// that they can have, where that is far below its own. It takes nothing from the pod while CPUs are
-    /// free, but a thread that wakes up beside it gets the CPU at once, and need not wait for the end of a
-    /// turn.
+    /// free, and leaves it fewer turns beside others; a thread that wakes up still waits for the end of one.
     fn least_weight(&self, pod: &PodSample) -> Option<u64> {
         let requested = |class: QosClass| -> u64 {
             let of_class = self.seen.pods.iter().filter(|other| other.class == class);
@@ -365,7 +360,7 @@ impl<'a> Round<'a> {
         let beyond = all.checked_sub(pod.cpu_request).filter(|beyond| *beyond > 0)?;
         // request = all * weight / (weight + the others' weights), which are as what they request.
         let enough = (pod.cpu_request * requested(QosClass::Burstable)).div_ceil(beyond);
-        let worth_it = self.seen.supports.weights && enough * 2 < pod.cpu_request;
+        let worth_it = enough * 2 < pod.cpu_request;
         // Rounded up: a weight is coarse.
         worth_it
             .then(|| 1 + shares_to_weight_linear(millis_to_shares(i64::try_from(enough).unwrap_or(i64::MAX))))
@@ -441,11 +436,10 @@ impl<'a> Round<'a> {
     /// requests, and somebody is there to wait for it.
     fn give_back_turns(&mut self) {
         let seen = self.seen;
-        let of_pods = |cgroup: &str| seen.pods.iter().find(|pod| pod.cgroup == cgroup);
         let is_turn = |knob: &&Knob| matches!(knob.kind, KnobKind::Idle | KnobKind::Weight);
         let held: Vec<Knob> = self.state.held.keys().filter(is_turn).cloned().collect();
         for knob in held {
-            let Some(pod) = of_pods(&knob.cgroup) else { continue };
+            let Some(pod) = seen.pods.iter().find(|pod| pod.cgroup == knob.cgroup) else { continue };
             let is_protected = |other: &PodSample| other.class != QosClass::BestEffort;
             let alone = !seen.pods.iter().any(|other| is_protected(other) && other.cgroup != pod.cgroup);
             if alone || pod.cpu_used.unwrap_or(0) <= pod.cpu_request + self.quiet() {
@@ -699,6 +693,11 @@ fn finding(complaints: &Complaints<'_>, helps: &BTreeMap<String, Help>) -> Strin
             format!("{}; taking from others has not helped it, so it is left at that", worst.words)
         }
     }
+}
+
+/// How much of the time a container waited for a CPU beyond what its own quota took; None: not measured.
+fn wait_for_others(container: &ContainerSample) -> Option<u32> {
+    Some(container.cpu_wait_permille?.saturating_sub(container.throttled_permille.unwrap_or(0)))
 }
 
 /// `value` in thousandths of `bound`; a bound of 0 is any value's.
