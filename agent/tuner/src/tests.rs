@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, fs, path::PathBuf, sync::Arc, time::Duration, t
 
 use beelet_policy::{
     qos::QosClass,
-    tuner::{ContainerSample, KnobKind, Law, Observed, PodSample, Supports},
+    tuner::{ContainerSample, CpuCaps, KnobKind, Law, Observed, PodSample, Supports},
 };
 use tempfile::TempDir;
 
@@ -47,7 +47,7 @@ impl Fake {
     }
 
     fn engine(&self) -> Engine {
-        self.engine_by(Law { hot_ticks: 1, calm_ticks: 1, ..Law::default() })
+        self.engine_by(Law { hot_ticks: 1, calm_ticks: 1, cpu_caps: CpuCaps::Always, ..Law::default() })
     }
 
     fn engine_by(&self, law: Law) -> Engine {
@@ -156,7 +156,7 @@ fn a_pod_that_fell_short_while_idle_gets_its_own_weight_before_less_of_it() {
         seen.pods.extend([web, pod]);
         seen
     };
-    let mut engine = fake.engine();
+    let mut engine = fake.engine_by(Law { hot_ticks: 1, calm_ticks: 1, ..Law::default() });
     engine.act(&tick(1600, 0), Instant::now());
     assert_eq!((read("cpu.idle"), read("cpu.weight")), ("1".to_owned(), "12".to_owned()));
     engine.act(&tick(200, 900), Instant::now());

@@ -46,7 +46,8 @@ pub enum TunerMode {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CpuCaps {
-    /// Where a cap harms nobody else: see [`Supports::harmless_caps`].
+    /// Where a cap harms nobody else ([`Supports::harmless_caps`]), and does what [`KnobKind::Idle`] has not
+    /// done already.
     #[default]
     Auto,
     /// Everywhere.

@@ -386,7 +386,7 @@ impl<'a> Round<'a> {
     }
 
     /// Takes a step from a cap, or from what is used where there is no cap yet. Returns false if there is
-    /// none to take, or caps would do harm on this kernel.
+    /// none to take, or caps would do harm on this kernel, or no good: who is idle is out of the way already.
     fn lower_cap(
         &mut self,
         cgroup: &str,
@@ -395,7 +395,8 @@ impl<'a> Round<'a> {
         complaint: &Complaint<'_>,
         whose: &str,
     ) -> bool {
-        if self.law.cpu_caps == CpuCaps::Auto && !self.seen.supports.harmless_caps {
+        let is_idle = self.held(cgroup, KnobKind::Idle).is_some();
+        if self.law.cpu_caps == CpuCaps::Auto && (is_idle || !self.seen.supports.harmless_caps) {
             return false;
         }
         let now = self.held(cgroup, KnobKind::CpuCap).unwrap_or(used);

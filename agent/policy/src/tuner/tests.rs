@@ -5,9 +5,10 @@ use super::*;
 const BEST_EFFORT: &str = "/kubepods/besteffort";
 const MIB: u64 = 1 << 20;
 
-/// Patient with nothing, and not asking whether steps help: in most tests nobody is there to be helped.
+/// Patient with nothing, capping whom it can, and not asking whether steps help: in most tests nobody is there
+/// to be helped.
 fn quick() -> Law {
-    Law { hot_ticks: 1, calm_ticks: 1, helpless_steps: 0, ..Law::default() }
+    Law { hot_ticks: 1, calm_ticks: 1, helpless_steps: 0, cpu_caps: CpuCaps::Always, ..Law::default() }
 }
 
 /// The same, giving up.
@@ -97,12 +98,18 @@ fn best_effort_is_made_idle_first_then_capped_step_by_step_down_to_its_floor() {
 }
 
 #[test]
-fn where_caps_do_harm_nobody_is_capped_unless_that_is_wanted() {
-    let mut old = node(200, 1600);
-    old.supports.harmless_caps = false;
-    assert_eq!(run(&quick(), &mut State::default(), &old, 20), ["cpu.idle=1"]);
-    let law = Law { cpu_caps: CpuCaps::Always, ..quick() };
-    assert_eq!(run(&law, &mut State::default(), &old, 2), ["cpu.idle=1", "cpu.max=1200"]);
+fn nobody_is_capped_who_is_idle_or_where_that_does_harm_unless_it_is_wanted() {
+    let auto = Law { cpu_caps: CpuCaps::Auto, ..quick() };
+    let check = |idle: bool, harmless_caps: bool, expected: &[&str]| {
+        let mut seen = node(200, 1600);
+        (seen.supports.idle, seen.supports.harmless_caps) = (idle, harmless_caps);
+        assert_eq!(run(&auto, &mut State::default(), &seen, 2), expected, "{idle} {harmless_caps}");
+        assert_eq!(run(&quick(), &mut State::default(), &seen, 2)[1], "cpu.max=1200");
+    };
+    check(true, true, &["cpu.idle=1"]);
+    check(true, false, &["cpu.idle=1"]);
+    check(false, true, &["cpu.weight=1", "cpu.max=1200"]);
+    check(false, false, &["cpu.weight=1"]);
 }
 
 #[test]
@@ -298,7 +305,7 @@ fn a_greedy_pods_turn_goes_before_the_time_of_best_effort_pods() {
 #[test]
 fn an_idle_pod_that_gets_less_than_it_requests_has_its_turn_again_at_once_and_keeps_it_for_a_while() {
     let mut seen = greedy_beside_web();
-    let law = Law { retry_ticks: 5, ..quick() };
+    let law = Law { retry_ticks: 5, cpu_caps: CpuCaps::Auto, ..quick() };
     seen.supports.harmless_caps = false;
     let mut state = State::default();
     assert_eq!(run(&law, &mut state, &seen, 1), ["cpu.idle=1"]);
@@ -652,7 +659,7 @@ proptest! {
     /// changes something.
     #[test]
     fn steps_keep_their_bounds(nodes in prop::collection::vec(any_node(), 1..20)) {
-        let (law, mut state) = (asking(), State::default());
+        let (law, mut state) = (Law { cpu_caps: CpuCaps::Auto, ..asking() }, State::default());
         for seen in &nodes {
             let decision = decide(&law, &state, seen, &nothing());
             // They are settings of one file.
