@@ -26,6 +26,8 @@ const NETWORK_FILE: u64 = 64 << 10;
 /// How much of a cgroup is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Depth {
+    /// CPU time, memory and its limit.
+    Usage,
     /// What changes from second to second.
     Tick,
     /// Limits and processes too.
@@ -52,6 +54,10 @@ pub(super) fn read(
     let memory = files.memory(&mut reading, details.as_deref_mut());
     if cpu.is_none() && memory.is_none() {
         return None;
+    }
+    if depth == Depth::Usage {
+        Files { often: false, ..files }.memory_limit(&mut reading.gauges);
+        return Some(reading);
     }
     files.stalls(&mut reading);
     files.io(&mut reading, details.as_deref_mut());
@@ -146,6 +152,9 @@ impl Files<'_> {
         }
         gauges.memory_usage = usage;
         gauges.working_set = usage.saturating_sub(gauges.inactive_file);
+        if !v1 {
+            gauges.swap = self.number(Controller::Memory, "memory.swap.current");
+        }
         let events = if v1 { "memory.oom_control" } else { "memory.events" };
         for (name, value) in self.text(Controller::Memory, events).into_iter().flat_map(parse::keyed) {
             match name {
@@ -201,17 +210,19 @@ impl Files<'_> {
         details.memory_peak = self.number(Controller::Memory, peak);
     }
 
+    fn memory_limit(&mut self, gauges: &mut Gauges) {
+        let limit = if self.dirs.is_v1() { "memory.limit_in_bytes" } else { "memory.max" };
+        gauges.memory_limit = self.text(Controller::Memory, limit).and_then(parse::limit);
+    }
+
     fn limits(&mut self, gauges: &mut Gauges) {
-        let v1 = self.dirs.is_v1();
         gauges.pids = self.number(Controller::Pids, "pids.current");
         gauges.pids_limit = self.text(Controller::Pids, "pids.max").and_then(parse::limit);
-        let limit = if v1 { "memory.limit_in_bytes" } else { "memory.max" };
-        gauges.memory_limit = self.text(Controller::Memory, limit).and_then(parse::limit);
-        if !v1 {
+        self.memory_limit(gauges);
+        if !self.dirs.is_v1() {
             let max = self.text(Controller::Cpu, "cpu.max");
             gauges.cpu_limit = max.and_then(parse::cpu_max);
             gauges.cpu_period = max.and_then(|text| text.trim().split_once(' ')?.1.parse().ok());
-            gauges.swap = self.number(Controller::Memory, "memory.swap.current");
             gauges.cpu_shares = self.number(Controller::Cpu, "cpu.weight").map(shares);
             gauges.memory_reservation = self.text(Controller::Memory, "memory.high").and_then(parse::limit);
             gauges.swap_limit = self.text(Controller::Memory, "memory.swap.max").and_then(parse::limit);

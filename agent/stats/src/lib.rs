@@ -2,8 +2,8 @@
 //! made into one value for the whole node, [`NodeStats`], with rates over a second, ten and a minute.
 //!
 //! Nothing is read without a reader. A [`Stats::subscribe`]d receiver gets a new value every tick as long as
-//! it lives; [`Stats::now`] makes one reading for one question (a scrape, a snapshot). This module only
-//! reads; it decides nothing and asks the runtime nothing: the pod table says which pods are on the node.
+//! it lives; [`Stats::now`] makes one reading for one question (a scrape, a snapshot), with no more than that
+//! one asks for ([`Scope`]). This module only reads; it decides nothing and asks the runtime nothing: the pod table says which pods are on the node.
 //!
 //! Where kernel programs measure, run-queue latency, preemption, reclaim and the sockets' traffic are theirs.
 //! Where they don't, these are missing, PSI files say how long containers waited, and a pod's traffic is its
@@ -51,13 +51,26 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// hundred changes per second while many start, would cost more than it frees.
 const FORGET: Duration = Duration::from_secs(1);
 
+/// How much of the node a reading has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Scope {
+    /// What containers use and wait for: a tick's reading.
+    Containers,
+    /// And the CPU time and memory of pods' own cgroups: `/metrics`, `/metrics/resource`.
+    Usage,
+    /// A full reading: limits, networks, open files and disks too. `/metrics/cadvisor`, `/stats/summary`.
+    Everything,
+}
+
+type Question = (Scope, oneshot::Sender<Arc<NodeStats>>);
+
 /// Answers with the node's stats. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Stats {
     latest: watch::Sender<Arc<NodeStats>>,
     viewers: Arc<Notify>,
     traffic: Arc<Notify>,
-    questions: mpsc::Sender<oneshot::Sender<Arc<NodeStats>>>,
+    questions: mpsc::Sender<Question>,
 }
 
 /// The other end, for [`Sampling`].
@@ -66,7 +79,7 @@ pub struct Inbox {
     latest: watch::Sender<Arc<NodeStats>>,
     viewers: Arc<Notify>,
     traffic: Arc<Notify>,
-    questions: mpsc::Receiver<oneshot::Sender<Arc<NodeStats>>>,
+    questions: mpsc::Receiver<Question>,
 }
 
 /// Both ends. Until [`Sampling`] runs, every answer is [`NodeStats::nothing_yet`].
@@ -102,10 +115,10 @@ impl Stats {
         receiver
     }
 
-    /// A full reading, made now unless there is one of this very moment.
-    pub async fn now(&self) -> Arc<NodeStats> {
+    /// A reading that has this much, made now unless there is one of this very moment.
+    pub async fn now(&self, scope: Scope) -> Arc<NodeStats> {
         let (answer, answered) = oneshot::channel();
-        if self.questions.try_send(answer).is_ok()
+        if self.questions.try_send((scope, answer)).is_ok()
             && let Ok(Ok(stats)) = timeout(PATIENCE, answered).await
         {
             return stats;
@@ -113,11 +126,11 @@ impl Stats {
         self.latest()
     }
 
-    /// As [`Stats::now`], for one who reads what the containers' sockets carried: that is counted only while
+    /// As [`Stats::now`] with [`Scope::Usage`], for one who reads what the containers' sockets carried: that is counted only while
     /// somebody asks for it, so the first such reading has what was counted before.
     pub async fn with_traffic(&self) -> Arc<NodeStats> {
         self.traffic.notify_one();
-        self.now().await
+        self.now(Scope::Usage).await
     }
 
     /// Notified whenever somebody reads what the containers' sockets carried: a subscriber at each tick, and
@@ -163,8 +176,8 @@ pub struct Sampling {
     metrics: metrics::Metrics,
     /// With the blocking thread while it reads.
     sampler: Option<Sampler>,
-    /// When the last full reading was made.
-    full: Option<Instant>,
+    /// When the newest reading was made, and what it has.
+    newest: Option<(Instant, Scope)>,
 }
 
 /// Waits for a change of the table, which may be older than `then`; not before `then`.
@@ -188,7 +201,7 @@ impl Sampling {
             interval: parts.interval,
             metrics: parts.metrics,
             sampler: Some(sampler),
-            full: None,
+            newest: None,
         }
     }
 
@@ -242,7 +255,7 @@ impl Sampling {
                         break;
                     }
                     self.inbox.traffic.notify_one();
-                    self.read(false).await;
+                    self.read(Scope::Containers).await;
                 }
                 Some(question) = self.inbox.questions.recv() => self.answer(question).await,
                 () = latest.closed() => break,
@@ -253,27 +266,27 @@ impl Sampling {
         }
     }
 
-    async fn answer(&mut self, question: oneshot::Sender<Arc<NodeStats>>) {
-        if self.full.is_none_or(|at| at.elapsed() > FRESH) {
-            self.read(true).await;
+    async fn answer(&mut self, (scope, answer): Question) {
+        if self.newest.is_none_or(|(at, has)| has < scope || at.elapsed() > FRESH) {
+            self.read(scope).await;
         }
         // The receiver may have gone.
-        let _ = question.send(Arc::clone(&self.inbox.latest.borrow()));
+        let _ = answer.send(Arc::clone(&self.inbox.latest.borrow()));
     }
 
-    async fn read(&mut self, full: bool) {
+    async fn read(&mut self, scope: Scope) {
         let Some(mut sampler) = self.sampler.take() else { return };
         let table = Arc::clone(&self.table.borrow_and_update());
         let metrics = self.metrics.clone();
         let read = spawn_blocking(move || {
-            let stats = metrics.time(|| sampler.read(&table, full));
+            let stats = metrics.time(|| sampler.read(&table, scope));
             metrics.observe(sampler.tracked(), stats.left_out);
             (sampler, stats)
         });
         match read.await {
             Ok((sampler, stats)) => {
                 self.sampler = Some(sampler);
-                self.full = full.then(Instant::now).or(self.full);
+                self.newest = Some((Instant::now(), scope));
                 self.inbox.latest.send_replace(Arc::new(stats));
             }
             // Only when the agent's threads are being taken down.

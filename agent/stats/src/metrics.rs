@@ -537,8 +537,20 @@ impl Page {
     /// One sample; the first of its name is preceded by what it is.
     pub fn sample(
         &mut self,
-        (name, kind, help): (&'static str, Kind, &str),
+        metric: (&'static str, Kind, &str),
         labels: &[(&str, &str)],
+        value: f64,
+        at_ms: Option<i64>,
+    ) {
+        self.sample_of(metric, &LabelText::default(), labels, value, at_ms);
+    }
+
+    /// A sample of what has many: with its labels and the sample's own.
+    pub fn sample_of(
+        &mut self,
+        (name, kind, help): (&'static str, Kind, &str),
+        of: &LabelText,
+        own: &[(&str, &str)],
         value: f64,
         at_ms: Option<i64>,
     ) {
@@ -546,14 +558,19 @@ impl Page {
         if std::mem::replace(&mut self.last, name) != name {
             let _ = writeln!(self.text, "# HELP {name} {help}\n# TYPE {name} {}", kind.name());
         }
-        let _ = write!(self.text, "{name}");
-        for (index, (key, value)) in labels.iter().enumerate() {
-            let _ = write!(self.text, "{}{key}=\"{}\"", if index == 0 { "{" } else { "," }, Escaped(value));
+        self.text.push_str(name);
+        if !(of.0.is_empty() && own.is_empty()) {
+            self.text.push('{');
+            self.text.push_str(&of.0);
+            if !(of.0.is_empty() || own.is_empty()) {
+                self.text.push(',');
+            }
+            write_labels(&mut self.text, own);
+            self.text.push('}');
         }
-        let _ = write!(self.text, "{} {value}", if labels.is_empty() { "" } else { "}" });
         let _ = match at_ms {
-            Some(at) => writeln!(self.text, " {at}"),
-            None => writeln!(self.text),
+            Some(at) => writeln!(self.text, " {value} {at}"),
+            None => writeln!(self.text, " {value}"),
         };
     }
 
@@ -561,6 +578,26 @@ impl Page {
     #[must_use]
     pub fn finish(self) -> String {
         self.text
+    }
+}
+
+/// Labels as a page has them, written once for all samples of one thing.
+#[derive(Debug, Clone, Default)]
+pub struct LabelText(String);
+
+impl LabelText {
+    /// In their order.
+    #[must_use]
+    pub fn new(labels: &[(&str, &str)]) -> Self {
+        let mut text = String::new();
+        write_labels(&mut text, labels);
+        Self(text)
+    }
+}
+
+fn write_labels(text: &mut String, labels: &[(&str, &str)]) {
+    for (index, (key, value)) in labels.iter().enumerate() {
+        let _ = write!(text, "{}{key}=\"{}\"", if index == 0 { "" } else { "," }, Escaped(value));
     }
 }
 
@@ -594,7 +631,11 @@ mod tests {
         let metric = ("container_x", Kind::Gauge, "An x");
         page.sample(metric, &[("pod", "a\\b\"c\nd"), ("namespace", "n")], 1.5, Some(1_000));
         page.sample(metric, &[], 2.0, None);
-        let expected = "# HELP container_x An x\n# TYPE container_x gauge\ncontainer_x{pod=\"a\\\\b\\\"c\\nd\",namespace=\"n\"} 1.5 1000\ncontainer_x 2\n";
+        let pod = LabelText::new(&[("pod", "p"), ("namespace", "n")]);
+        page.sample_of(metric, &pod, &[], 3.0, None);
+        page.sample_of(metric, &pod, &[("cpu", "total")], 4.0, None);
+        let expected = "# HELP container_x An x\n# TYPE container_x gauge\ncontainer_x{pod=\"a\\\\b\\\"c\\nd\",namespace=\"n\"} 1.5 1000\ncontainer_x 2\n\
+                        container_x{pod=\"p\",namespace=\"n\"} 3\ncontainer_x{pod=\"p\",namespace=\"n\",cpu=\"total\"} 4\n";
         assert_eq!(page.finish(), expected);
     }
 

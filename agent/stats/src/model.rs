@@ -367,7 +367,8 @@ pub struct PodStats {
     pub netns: Option<PathBuf>,
     /// The pod's own cgroup, which its containers' are in.
     pub cgroup: Option<String>,
-    /// What that one said: containers and pause together. Only in full readings.
+    /// What that one said: containers and pause together; from [`Scope::Usage`](crate::Scope::Usage) on, in
+    /// full readings all of it.
     pub reading: Option<Reading>,
     /// The pod's interfaces but the loopback one, by name; in full readings, and where no kernel program
     /// counts.

@@ -18,6 +18,7 @@ use super::model::{
 use super::parse;
 use super::rates::{grown, share};
 use super::who::Names;
+use crate::Scope;
 use beelet_base::clock::monotonic_ns;
 use beelet_base::kernel_file;
 use beelet_bpf::Interfering;
@@ -113,8 +114,9 @@ impl Sampler {
         }
     }
 
-    /// Reads everything. `full`: limits, pods' own cgroups and their networks, too.
-    pub(super) fn read(&mut self, table: &PodTable, full: bool) -> NodeStats {
+    /// Reads all pods.
+    pub(super) fn read(&mut self, table: &PodTable, scope: Scope) -> NodeStats {
+        let full = scope == Scope::Everything;
         let at_ns = monotonic_ns();
         let due = at_ns.saturating_sub(self.full_at) >= FULL_EVERY;
         let depth = match (full, due) {
@@ -127,7 +129,7 @@ impl Sampler {
         }
         let mut pods = inventory::pods(table);
         let left_out = self.track(&pods, at_ns);
-        if !full {
+        if scope == Scope::Containers {
             let keep = self.may_keep_open();
             self.containers.values_mut().for_each(|tracked| tracked.dirs.keep_open(keep));
         }
@@ -139,7 +141,7 @@ impl Sampler {
                     self.count_files(container);
                 }
             }
-            self.read_pod(pod, full, kernel.is_some());
+            self.read_pod(pod, scope, kernel.is_some());
             if full {
                 pod.disk = self.disk.of(&pod.uid);
                 pod.volumes = self.volumes.borrow().get(&pod.uid).cloned().unwrap_or_default();
@@ -266,7 +268,7 @@ impl Sampler {
 
     /// The pod's own cgroup is its containers' parent. Its network is asked of any of its processes, where
     /// somebody wants all there is or no program counts.
-    fn read_pod(&mut self, pod: &mut PodStats, full: bool, by_kernel: bool) {
+    fn read_pod(&mut self, pod: &mut PodStats, scope: Scope, by_kernel: bool) {
         let Some(container) = pod.containers.iter().find(|container| container.cgroup.is_some()) else {
             return;
         };
@@ -279,15 +281,20 @@ impl Sampler {
             qos_of(path).clone_into(&mut pod.qos);
         }
         let tracked = self.pods.entry(pod.uid.clone()).or_default();
-        if full {
+        let depth = match scope {
+            Scope::Containers => None,
+            Scope::Usage => Some(Depth::Usage),
+            Scope::Everything => Some(Depth::Page),
+        };
+        if let Some(depth) = depth {
             if tracked.cgroup.as_ref().is_none_or(|(known, _)| known != path) {
                 tracked.cgroup = self.cgroups.open(path).ok().map(|dirs| (path.to_owned(), dirs));
             }
             if let Some((_, dirs)) = &mut tracked.cgroup {
-                pod.reading = files::read(dirs, Depth::Page, None, monotonic_ns(), &mut self.buffer);
+                pod.reading = files::read(dirs, depth, None, monotonic_ns(), &mut self.buffer);
             }
         }
-        if pod.host_network || !full && by_kernel {
+        if pod.host_network || scope < Scope::Everything && by_kernel {
             return;
         }
         let Some(dirs) = self.containers.get(&container.id).map(|tracked| &tracked.dirs) else { return };

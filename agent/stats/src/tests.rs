@@ -143,12 +143,40 @@ async fn a_question_is_answered_by_one_full_reading_though_nobody_looks() {
     let node = Node::start(None, 100);
     node.write("a1", 1000);
     node.run(&["a1"]);
-    let (one, two) = tokio::join!(node.pressure.now(), node.pressure.now());
-    assert_eq!(one.at_ns, two.at_ns);
+    let all = || node.pressure.now(Scope::Everything);
+    let (one, two, less) = tokio::join!(all(), all(), node.pressure.now(Scope::Usage));
+    assert_eq!((one.at_ns, one.at_ns), (two.at_ns, less.at_ns));
     assert_eq!(node.readings.load(Ordering::SeqCst), 1);
     assert_eq!(one.pods[0].reading.as_ref().unwrap().counters.cpu_ns, 7000, "the pod's own cgroup");
     assert_eq!(one.pods[0].cgroup.as_deref(), Some("/kubepods/poduida1z"));
     assert!(one.machine.cpus > 0 && one.machine.memory_total > 0 && &*one.node == "n");
+}
+
+#[tokio::test]
+async fn a_question_for_usage_reads_what_pods_use_and_nothing_further() {
+    let node = Node::start(None, 100);
+    node.write("a1", 1000);
+    let pod = node.cgroup("a1").parent().unwrap().to_owned();
+    for (file, text) in
+        [("memory.current", "4096\n"), ("memory.stat", "anon 4096\n"), ("memory.max", "8192\n")]
+    {
+        write(&pod, file, text);
+    }
+    write(&pod, "memory.swap.current", "512\n");
+    write(&pod, "pids.current", "3\n");
+    node.run(&["a1"]);
+    let of = async |scope| {
+        let value = node.pressure.now(scope).await;
+        let pod = &value.pods[0];
+        let is_full = pod.containers[0].reading.as_ref().unwrap().details.is_some();
+        (pod.reading.as_ref().unwrap().gauges, is_full, value.machine.all_pods.is_some())
+    };
+    let (usage, is_full, all_pods) = of(Scope::Usage).await;
+    assert_eq!((usage.working_set, usage.memory_limit, usage.swap), (4096, Some(8192), Some(512)));
+    assert_eq!((usage.pids, is_full, all_pods), (None, false, false));
+    // What was just read is not enough for one who wants all.
+    let (all, is_full, _) = of(Scope::Everything).await;
+    assert_eq!((all.swap, all.pids, is_full), (Some(512), Some(3), true));
 }
 
 #[tokio::test]
@@ -175,7 +203,7 @@ async fn directories_of_pods_that_go_are_closed_though_nobody_looks() {
     node.write("a1", 1);
     node.write("b2", 1);
     node.run(&["a1", "b2"]);
-    node.pressure.now().await;
+    node.pressure.now(Scope::Everything).await;
     let open = |id: &str| {
         let descriptors = fs::read_dir("/proc/self/fd").unwrap().flatten();
         let links = descriptors.filter_map(|entry| fs::read_link(entry.path()).ok());
@@ -199,7 +227,7 @@ async fn no_more_containers_are_read_than_are_allowed() {
     let node = Node::start(None, 2);
     ["a1", "b2", "c3"].iter().for_each(|id| node.write(id, 1));
     node.run(&["a1", "b2", "c3"]);
-    let value = node.pressure.now().await;
+    let value = node.pressure.now(Scope::Everything).await;
     assert_eq!((value.readings().count(), value.left_out), (2, 1));
 }
 
@@ -208,7 +236,7 @@ async fn what_the_kernel_counted_is_found_by_the_cgroups_id() {
     let node = Node::start(Some(BTreeMap::new()), 100);
     node.write("a1", 1);
     node.run(&["a1"]);
-    let value = node.pressure.now().await;
+    let value = node.pressure.now(Scope::Everything).await;
     let (_, container, reading) = value.readings().next().unwrap();
     assert!(value.by_kernel);
     assert_eq!(reading.counters.kernel, Some(Box::default()), "it has not run since the attach");
@@ -219,7 +247,7 @@ async fn what_the_kernel_counted_is_found_by_the_cgroups_id() {
     std::os::unix::fs::symlink(node.dir.path().join("kubepods"), &link).unwrap();
     // Folders elsewhere are not followed: the cgroup is not found, and its counters belong to none.
     other.run(&["a1"]);
-    assert_eq!(other.pressure.now().await.left_out, 1);
+    assert_eq!(other.pressure.now(Scope::Everything).await.left_out, 1);
     fs::remove_file(&link).unwrap();
     fs::rename(node.dir.path().join("kubepods"), &link).unwrap();
     let mut values = other.pressure.subscribe();
@@ -231,5 +259,5 @@ async fn what_the_kernel_counted_is_found_by_the_cgroups_id() {
 async fn before_sampling_runs_there_is_nothing_yet_and_nobody_waits_for_long() {
     let (pressure, inbox) = channel();
     drop(inbox);
-    assert_eq!(*pressure.now().await, NodeStats::nothing_yet());
+    assert_eq!(*pressure.now(Scope::Usage).await, NodeStats::nothing_yet());
 }

@@ -153,7 +153,7 @@ fn growers(pods: &[PodStats], reclaimers: &Reclaimers) -> BTreeMap<u64, Vec<(u64
     waiting.filter_map(|one| of(one.cgroup_id?)).collect()
 }
 
-/// Where a container's memory is short, if it is. A pod's own cgroup is read in full readings only.
+/// Where a container's memory is short, if it is. A tick doesn't read a pod's own cgroup.
 fn short_below(container: &ContainerStats, pod: Option<&Reading>) -> ShortBelow {
     let is_at = |reading: &Reading| is_at_limit(reading.gauges.memory_usage, reading.gauges.memory_limit);
     match (container.reading.as_ref().is_some_and(is_at), pod.is_some_and(is_at)) {

@@ -14,7 +14,8 @@ use super::numbers::{Metric, Of, START_TIME, at_ms, page};
 use super::summary::{Fs, Sizes, fs};
 use beelet_base::mountinfo;
 use beelet_model::disk::Taken;
-use beelet_stats::metrics::{CADVISOR, Kind, Page};
+use beelet_stats::Scope;
+use beelet_stats::metrics::{CADVISOR, Kind, LabelText, Page};
 use beelet_stats::model::{ContainerStats, DeviceTraffic, Disk, DiskWork, Net, NodeStats, PodStats, Reading};
 
 /// File systems of the machine that are shown at most: each is one question to the kernel.
@@ -22,7 +23,7 @@ const MOST_FILE_SYSTEMS: usize = 64;
 
 /// The page.
 pub(super) async fn cadvisor(State(state): State<ApiState>) -> Response {
-    let pressure = state.pressure.now().await;
+    let pressure = state.pressure.now(Scope::Everything).await;
     page(
         tokio::task::spawn_blocking(move || {
             let mounted = match mountinfo::read() {
@@ -253,9 +254,9 @@ impl<'a> FileSystem<'a> {
     }
 }
 
-/// A cgroup, with cAdvisor's labels in its order.
+/// A cgroup, with cAdvisor's labels.
 struct Line<'a> {
-    labels: [(&'static str, &'a str); 6],
+    labels: LabelText,
     started: Option<Timestamp>,
     reading: &'a Reading,
 }
@@ -273,37 +274,41 @@ fn lines(stats: &NodeStats) -> Vec<Line<'_>> {
     });
     let machine = &stats.machine;
     let all_pods = machine.all_pods.as_ref().map(|(id, reading)| Line {
-        labels: labels(["", id, "", "", "", ""]),
+        labels: labels("", id, "", "", ["", ""]),
         started: None,
         reading,
     });
-    let root =
-        machine.reading.as_ref().map(|reading| Line { labels: ROOT, started: machine.booted_at, reading });
+    let root = machine.reading.as_ref().map(|reading| Line {
+        labels: of_machine(),
+        started: machine.booted_at,
+        reading,
+    });
     containers.chain(pods).chain(all_pods).chain(root).collect()
 }
 
-const fn labels([container, id, image, name, namespace, pod]: [&str; 6]) -> [(&'static str, &str); 6] {
-    [
+/// In cAdvisor's order; `name` is the container's id there.
+fn labels(container: &str, id: &str, image: &str, name: &str, [namespace, pod]: [&str; 2]) -> LabelText {
+    LabelText::new(&[
         ("container", container),
         ("id", id),
         ("image", image),
         ("name", name),
         ("namespace", namespace),
         ("pod", pod),
-    ]
+    ])
 }
 
-const ROOT: [(&str, &str); 6] = labels(["", "/", "", "", "", ""]);
+fn of_machine() -> LabelText {
+    labels("", "/", "", "", ["", ""])
+}
 
-/// `name` is the container's id there.
-fn of_container<'a>(pod: &'a PodStats, container: &'a ContainerStats) -> [(&'static str, &'a str); 6] {
+fn of_container(pod: &PodStats, container: &ContainerStats) -> LabelText {
     let id = container.cgroup.as_deref().unwrap_or_default();
-    let (namespace, name) = (&pod.name.namespace, &pod.name.name);
-    labels([&container.name, id, &container.image, &container.id, namespace, name])
+    labels(&container.name, id, &container.image, &container.id, [&pod.name.namespace, &pod.name.name])
 }
 
-fn of_pod<'a>(pod: &'a PodStats, id: &'a str) -> [(&'static str, &'a str); 6] {
-    labels(["", id, "", "", &pod.name.namespace, &pod.name.name])
+fn of_pod(pod: &PodStats, id: &str) -> LabelText {
+    labels("", id, "", "", [&pod.name.namespace, &pod.name.name])
 }
 
 fn cadvisor_page(stats: &NodeStats, sizes: &Sizes, mounted: &[FileSystem<'_>]) -> String {
@@ -312,17 +317,15 @@ fn cadvisor_page(stats: &NodeStats, sizes: &Sizes, mounted: &[FileSystem<'_>]) -
     for metric in CADVISOR {
         for line in &lines {
             let Some(value) = (metric.value)(line.reading) else { continue };
-            let labels: Vec<(&str, &str)> =
-                line.labels.into_iter().chain(metric.labels.iter().copied()).collect();
-            page.sample((metric.name, metric.kind, metric.help), &labels, value, at);
+            page.sample_of((metric.name, metric.kind, metric.help), &line.labels, metric.labels, value, at);
         }
     }
     for line in &lines {
         let Some(started) = line.started else { continue };
-        page.sample(START_TIME, &line.labels, started.as_nanosecond() as f64 / 1e9, None);
+        page.sample_of(START_TIME, &line.labels, &[], started.as_nanosecond() as f64 / 1e9, None);
     }
     for line in &lines {
-        page.sample(LAST_SEEN, &line.labels, stats.at.as_second() as f64, at);
+        page.sample_of(LAST_SEEN, &line.labels, &[], stats.at.as_second() as f64, at);
     }
     on_disk(&mut page, stats, sizes, mounted);
     traffic(&mut page, stats, &lines, mounted);
@@ -340,16 +343,18 @@ fn cadvisor_page(stats: &NodeStats, sizes: &Sizes, mounted: &[FileSystem<'_>]) -
 
 /// What containers take, and how full the machine's file systems are.
 fn on_disk(page: &mut Page, stats: &NodeStats, sizes: &Sizes, mounted: &[FileSystem<'_>]) {
-    let at = at_ms(stats);
+    let (at, root) = (at_ms(stats), of_machine());
+    let taken: Vec<_> =
+        taken(stats).map(|(pod, container, taken)| (of_container(pod, container), taken)).collect();
     for OfDisk { metric, container: of_one, machine } in DISK {
-        for (pod, container, taken) in taken(stats) {
-            let value = of_one.and_then(|value| value(taken, sizes.containers.as_ref()));
+        for (labels, taken) in &taken {
+            let value = of_one.and_then(|value| value(*taken, sizes.containers.as_ref()));
             let Some(value) = value else { continue };
-            page.sample(metric, &with(&of_container(pod, container), &[("device", "")]), value as f64, at);
+            page.sample_of(metric, labels, &[("device", "")], value as f64, at);
         }
         let Some(value) = machine else { continue };
         for one in mounted {
-            page.sample(metric, &with(&ROOT, &[("device", &one.device)]), value(&one.size) as f64, at);
+            page.sample_of(metric, &root, &[("device", &one.device)], value(&one.size) as f64, at);
         }
     }
 }
@@ -369,7 +374,7 @@ fn taken(stats: &NodeStats) -> impl Iterator<Item = (&PodStats, &ContainerStats,
 
 /// What went to block devices and came from them.
 fn traffic(page: &mut Page, stats: &NodeStats, lines: &[Line<'_>], mounted: &[FileSystem<'_>]) {
-    let at = at_ms(stats);
+    let (at, root) = (at_ms(stats), of_machine());
     let names: BTreeMap<(u32, u32), String> =
         stats.machine.disks.iter().map(|disk| (disk.device, format!("/dev/{}", disk.name))).collect();
     let name_of = |device| names.get(&device).map(String::as_str).unwrap_or_default();
@@ -377,12 +382,12 @@ fn traffic(page: &mut Page, stats: &NodeStats, lines: &[Line<'_>], mounted: &[Fi
     for (metric, of_cgroup, of_disk) in TRAFFIC {
         for line in lines {
             for one in devices(line.reading) {
-                let labels = with(&line.labels, &[("device", name_of(one.device))]);
-                page.sample(metric, &labels, of_cgroup(one) as f64, at);
+                let own = [("device", name_of(one.device))];
+                page.sample_of(metric, &line.labels, &own, of_cgroup(one) as f64, at);
             }
         }
         for (device, disk) in &disks {
-            page.sample(metric, &with(&ROOT, &[("device", device)]), of_disk(disk) as f64, at);
+            page.sample_of(metric, &root, &[("device", device)], of_disk(disk) as f64, at);
         }
     }
     for line in lines {
@@ -395,13 +400,13 @@ fn traffic(page: &mut Page, stats: &NodeStats, lines: &[Line<'_>], mounted: &[Fi
                     ("minor", &minor),
                     ("operation", operation),
                 ];
-                page.sample(BLKIO, &with(&line.labels, &own), bytes as f64, at);
+                page.sample_of(BLKIO, &line.labels, &own, bytes as f64, at);
             }
         }
     }
     for (metric, value) in DEVICE {
         for (device, disk) in &disks {
-            page.sample(metric, &with(&ROOT, &[("device", device)]), value(disk), at);
+            page.sample_of(metric, &root, &[("device", device)], value(disk), at);
         }
     }
 }
@@ -428,14 +433,6 @@ fn network(page: &mut Page, stats: &NodeStats) {
             }
         }
     }
-}
-
-/// Both, in one list.
-fn with<'a>(
-    labels: &[(&'static str, &'a str)],
-    own: &[(&'static str, &'a str)],
-) -> Vec<(&'static str, &'a str)> {
-    labels.iter().chain(own).copied().collect()
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ use super::{
     ApiState,
     exposition::{Format, to_text},
 };
+use beelet_stats::Scope;
 use beelet_stats::metrics::{Kind, Page};
 use beelet_stats::model::{ContainerStats, NodeStats, PodStats, Reading};
 
@@ -32,7 +33,7 @@ pub(super) async fn probes(State(state): State<ApiState>, headers: HeaderMap) ->
 
 /// What metrics-server reads.
 pub(super) async fn resource(State(state): State<ApiState>) -> Response {
-    let pressure = state.pressure.now().await;
+    let pressure = state.pressure.now(Scope::Usage).await;
     page(tokio::task::spawn_blocking(move || resource_page(&pressure)).await)
 }
 

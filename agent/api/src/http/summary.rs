@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use super::ApiState;
 use beelet_model::disk::{Places, PodDisk, Room, Taken};
+use beelet_stats::Scope;
 use beelet_stats::model::{ContainerStats, Counters, Net, NodeStats, PodStats, Reading, Stalls};
 
 /// The window whose CPU use is shown: the kubelet's own is about ten seconds.
@@ -20,7 +21,7 @@ const TEN: usize = 1;
 const NODE_FS: &str = "/";
 
 pub(super) async fn summary(State(state): State<ApiState>) -> Response {
-    let pressure = state.pressure.now().await;
+    let pressure = state.pressure.now(Scope::Everything).await;
     if pressure.at_ns == 0 {
         let why = "nothing was read yet: the agent waits for the container runtime\n";
         return (StatusCode::SERVICE_UNAVAILABLE, why).into_response();

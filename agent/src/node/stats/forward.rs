@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use beelet_api::signals::feed::Feed;
 use beelet_bpf::{Edge, Edges, Listener, PressureKind};
-use beelet_stats::{NodeStats, Stats};
+use beelet_stats::{NodeStats, Scope, Stats};
 
 /// An unknown cgroup makes the containers be looked up again, at most this often.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
@@ -50,7 +50,7 @@ impl Names {
         let due = self.looked.is_none_or(|at| at.elapsed() > LOOK_AGAIN);
         if !self.known.contains_key(&cgroup_id) && due {
             self.looked = Some(Instant::now());
-            self.learn(&*self.pressure.now().await);
+            self.learn(&*self.pressure.now(Scope::Usage).await);
         }
         self.known.get(&cgroup_id).cloned()
     }
