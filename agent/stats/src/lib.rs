@@ -3,7 +3,8 @@
 //!
 //! Nothing is read without a reader. A [`Stats::subscribe`]d receiver gets a new value every tick as long as
 //! it lives; [`Stats::now`] makes one reading for one question (a scrape, a snapshot), with no more than that
-//! one asks for ([`Scope`]). This module only reads; it decides nothing and asks the runtime nothing: the pod table says which pods are on the node.
+//! one asks for ([`Scope`]). This module only reads; it decides nothing and asks the runtime nothing: the pod
+//! table says which pods are on the node.
 //!
 //! Where kernel programs measure, run-queue latency, preemption, reclaim and the sockets' traffic are theirs.
 //! Where they don't, these are missing, PSI files say how long containers waited, and a pod's traffic is its
@@ -126,8 +127,8 @@ impl Stats {
         self.latest()
     }
 
-    /// As [`Stats::now`] with [`Scope::Usage`], for one who reads what the containers' sockets carried: that is counted only while
-    /// somebody asks for it, so the first such reading has what was counted before.
+    /// As [`Stats::now`] with [`Scope::Usage`], for one who reads what the containers' sockets carried: that is
+    /// counted only while somebody asks for it, so the first such reading has what was counted before.
     pub async fn with_traffic(&self) -> Arc<NodeStats> {
         self.traffic.notify_one();
         self.now(Scope::Usage).await

@@ -114,7 +114,7 @@ impl Sampler {
         }
     }
 
-    /// Reads all pods.
+    /// Reads the node.
     pub(super) fn read(&mut self, table: &PodTable, scope: Scope) -> NodeStats {
         let full = scope == Scope::Everything;
         let at_ns = monotonic_ns();
