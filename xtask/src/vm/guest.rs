@@ -20,8 +20,8 @@ pub(super) const RUN: &str = include_str!("guest/run");
 
 const INIT: &str = include_str!("guest/init");
 
-/// No test takes longer, in seconds; an emulated machine is slow, and slower beside another one: a crowd of three
-/// thousand cgroups takes an arm64 more than five minutes then.
+/// No test takes longer, in seconds; an emulated machine is slow, and slower beside another one: a crowd of
+/// three thousand cgroups takes an arm64 more than five minutes then.
 pub(super) const TEST_LIMIT: &str = "900";
 
 /// Modules that every guest starts with. The kernel loads others by itself when something asks for them.

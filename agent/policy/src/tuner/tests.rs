@@ -5,8 +5,8 @@ use super::*;
 const BEST_EFFORT: &str = "/kubepods/besteffort";
 const MIB: u64 = 1 << 20;
 
-/// Patient with nothing, capping whom it can, and not asking whether steps help: in most tests nobody is there
-/// to be helped.
+/// Patient with nothing, capping whom it can, and not asking whether steps help: in most tests nobody is
+/// there to be helped.
 fn quick() -> Law {
     Law { hot_ticks: 1, calm_ticks: 1, helpless_steps: 0, cpu_caps: CpuCaps::Always, ..Law::default() }
 }
