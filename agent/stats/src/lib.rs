@@ -127,8 +127,8 @@ impl Stats {
         self.latest()
     }
 
-    /// As [`Stats::now`] with [`Scope::Usage`], for one who reads what the containers' sockets carried: that is
-    /// counted only while somebody asks for it, so the first such reading has what was counted before.
+    /// As [`Stats::now`] with [`Scope::Usage`], for one who reads what the containers' sockets carried: that
+    /// is counted only while somebody asks for it, so the first such reading has what was counted before.
     pub async fn with_traffic(&self) -> Arc<NodeStats> {
         self.traffic.notify_one();
         self.now(Scope::Usage).await
