@@ -331,15 +331,17 @@ fn open_dir(path: &Path) -> io::Result<OwnedFd> {
 /// The whole file, from its beginning: there the kernel makes its text anew. A buffer with room for it takes
 /// one call.
 fn read_all<'a>(fd: &OwnedFd, buffer: &'a mut Vec<u8>) -> io::Result<&'a str> {
-    buffer.resize(buffer.capacity().max(4096), 0);
+    // What an earlier file left in it stays: to clear it each time took as long as a small file's text.
+    if buffer.len() < buffer.capacity().max(4096) {
+        buffer.resize(buffer.capacity().max(4096), 0);
+    }
     let mut length = 0;
     loop {
         let read = rustix::io::pread(fd, &mut buffer[length..], length as u64)?;
         length += read;
         // A short read is the end: the text was whole when it was made.
         if read == 0 || length < buffer.len() {
-            buffer.truncate(length);
-            return std::str::from_utf8(buffer)
+            return std::str::from_utf8(&buffer[..length])
                 .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error));
         }
         if length >= MAX_FILE {

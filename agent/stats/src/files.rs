@@ -176,22 +176,20 @@ impl Files<'_> {
         counters.io_stalls = of("io.pressure");
     }
 
-    /// What went to devices: all together, and into `details` by device.
+    /// Bytes that went to devices: all together, and into `details` by device, with the operations.
     fn io(&mut self, reading: &mut Reading, details: Option<&mut Details>) {
         let counters = &mut reading.counters;
         if self.dirs.is_v1() {
-            // Both at once are needed by device alone: a page, not a tick.
-            let bytes = self.text(Controller::Blkio, "blkio.throttle.io_service_bytes_recursive");
-            counters.io_bytes = bytes.map(parse::blkio);
-            let kept = details.is_some().then(|| bytes.map(str::to_owned)).flatten();
-            let operations = self.text(Controller::Blkio, "blkio.throttle.io_serviced_recursive");
-            counters.io_operations = operations.map(parse::blkio);
-            if let (Some(details), Some(bytes)) = (details, kept) {
+            let file = "blkio.throttle.io_service_bytes_recursive";
+            let Some(bytes) = self.text(Controller::Blkio, file) else { return };
+            counters.io_bytes = Some(parse::blkio(bytes));
+            if let Some(details) = details {
+                let bytes = bytes.to_owned();
+                let operations = self.text(Controller::Blkio, "blkio.throttle.io_serviced_recursive");
                 details.devices = parse::blkio_devices(&bytes, operations.unwrap_or_default());
             }
         } else if let Some(text) = self.text(Controller::Blkio, "io.stat") {
-            let (bytes, operations) = parse::io_stat(text);
-            (counters.io_bytes, counters.io_operations) = (Some(bytes), Some(operations));
+            counters.io_bytes = Some(parse::io_stat(text).0);
             if let Some(details) = details {
                 details.devices = parse::io_stat_devices(text);
             }

@@ -75,8 +75,6 @@ pub struct Counters {
     pub oom_kills: u64,
     /// Bytes read from and written to block devices.
     pub io_bytes: Option<[u64; 2]>,
-    /// Reads and writes.
-    pub io_operations: Option<[u64; 2]>,
     /// From the kernel programs, where they run.
     pub kernel: Option<Box<KernelCounters>>,
 }
