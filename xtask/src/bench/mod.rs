@@ -267,7 +267,7 @@ fn measure(what: What, binary: &Path, args: &Args, rows: &mut Vec<Row>) -> Resul
         What::Devices => rows.extend(devices::run(quick)?),
         What::Footprint => {
             rows.extend(footprint::run(binary, quick)?);
-            rows.extend(observe::run(binary, quick)?);
+            observe::run(binary, quick, rows)?;
         }
         What::Probes => probes::run(binary, quick, rows)?,
         What::Pressure => rows.extend(pressure::run(binary, quick)?),

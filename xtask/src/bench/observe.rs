@@ -33,9 +33,8 @@ const SIZES: [(usize, f64, f64, [&str; 4]); 2] = [
 const PAGES: [&str; 3] = ["/metrics", "/metrics/cadvisor", "/metrics/resource"];
 const SCRAPE: Duration = Duration::from_secs(15);
 
-/// Measures the rows for both sizes.
-pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
-    let mut rows = Vec::new();
+/// Adds the rows for both sizes, and for `top`.
+pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
     for (pods, cpu, memory, names) in SIZES {
         let step = Step::start(format!("footprint: observe with {pods} pods"));
         let node = Node::start(binary, pods)?;
@@ -60,7 +59,7 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
         step.done("");
     }
     rows.extend(top(binary, quick)?);
-    Ok(rows)
+    Ok(())
 }
 
 /// `beelet top` in a terminal of its own, while five of 200 pods are replaced every second: its CPU, and how
