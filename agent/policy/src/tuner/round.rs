@@ -62,8 +62,11 @@ impl<'a> Round<'a> {
     pub(super) fn decide(mut self) -> Decision {
         self.forget_the_gone();
         self.free_who_falls_short();
-        let mut cpu =
-            self.complaints(|container| self.cpu_complaint(container), "no protected pod waits for a CPU");
+        let mut cpu = self.complaints(
+            |container| self.cpu_complaint(container),
+            &[KnobKind::Idle, KnobKind::Weight, KnobKind::CpuCap],
+            "no protected pod waits for a CPU",
+        );
         for complaint in &mut cpu.all {
             complaint.hopeless = self.is_hopeless(complaint);
             if let Some(whom) = self.waits_for(complaint).filter(|_| complaint.ratio > 1000) {
@@ -76,8 +79,11 @@ impl<'a> Round<'a> {
             Move::GiveBack => self.give_back_cpu(),
             Move::Stay => {}
         }
-        let memory = self
-            .complaints(|container| self.memory_complaint(container), "no protected pod stalls for memory");
+        let memory = self.complaints(
+            |container| self.memory_complaint(container),
+            &[KnobKind::MemoryHigh],
+            "no protected pod stalls for memory",
+        );
         self.free_what_stands_still();
         let heat = self.heat(&memory, |state| &mut state.memory_help);
         match self.state.memory.tick(self.law, heat) {
@@ -110,13 +116,17 @@ impl<'a> Round<'a> {
 
     // ---- How things stand ----
 
-    /// How all protected containers stand to a bound.
+    /// How all protected containers stand to a bound. A pod that is held back by any of `by` is left out: it
+    /// waits because others were to be protected from it, so nothing is taken from those for it.
     fn complaints(
         &self,
         judge: impl Fn(&ContainerSample) -> Option<(u32, String)>,
+        by: &[KnobKind],
         none: &'static str,
     ) -> Complaints<'a> {
-        let protected = self.seen.pods.iter().filter(|pod| pod.class != QosClass::BestEffort);
+        let is_held_back = |pod: &PodSample| by.iter().any(|kind| self.held(&pod.cgroup, *kind).is_some());
+        let pods = self.seen.pods.iter();
+        let protected = pods.filter(|pod| pod.class != QosClass::BestEffort && !is_held_back(pod));
         let of_pod = |pod: &'a PodSample| pod.containers.iter().map(move |container| (pod, container));
         let (mut all, mut unmeasured) = (Vec::new(), false);
         for (pod, container) in protected.flat_map(of_pod) {
@@ -299,9 +309,10 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// Lets a Burstable pod above its request run after all others. Where the kernel has no `cpu.idle`, or
-    /// the pod fell short of its request that way, it runs by the weight of its request alone. Returns false
-    /// if there is nothing to take.
+    /// Lets a Burstable pod above its request run after all others but BestEffort ones, which are made idle
+    /// with it: before an idle pod they would come. Where the kernel has no `cpu.idle`, or the pod fell short
+    /// of its request that way, it runs by the weight of its request alone. Returns false if there is nothing
+    /// to take.
     fn take_turn(&mut self, pod: &PodSample, complaint: &Complaint<'_>) -> bool {
         let held = |kind| self.held(&pod.cgroup, kind).is_some();
         let fell_short = self.state.fell_short.get(&pod.cgroup);
@@ -309,11 +320,13 @@ impl<'a> Round<'a> {
         if !self.seen.supports.weights || held(KnobKind::Idle) || fell_short == Some(&0) {
             return false;
         }
-        let idle = Knob { cgroup: pod.cgroup.clone(), kind: KnobKind::Idle };
+        let may_be =
+            |cgroup: &str| !self.blocked.contains(&Knob { cgroup: cgroup.to_owned(), kind: KnobKind::Idle });
         let may_be_idle = self.seen.supports.idle
             && fell_short.is_none()
             && !held(KnobKind::Weight)
-            && !self.blocked.contains(&idle);
+            && may_be(&pod.cgroup)
+            && may_be(&self.seen.best_effort);
         let (kind, value, turn) = match self.least_weight(pod) {
             _ if may_be_idle => (KnobKind::Idle, 1, "it runs when nobody else wants the CPU"),
             Some(weight) => (KnobKind::Weight, weight, "it gets its turn by those alone"),
@@ -322,6 +335,9 @@ impl<'a> Round<'a> {
         let requests = words::cpus(pod.cpu_request);
         let words =
             format!("{}: {} uses more than the {requests} it requests, so {turn}", complaint.words, pod.name);
+        if kind == KnobKind::Idle {
+            self.take_best_efforts_turn(complaint);
+        }
         self.hold(&pod.cgroup, kind, value, &words)
     }
 
@@ -420,9 +436,10 @@ impl<'a> Round<'a> {
         }
         self.give_back_turns();
         let nobody = self.seen.pods.iter().all(|pod| pod.class == QosClass::BestEffort);
+        let is_pods_idle = |knob: &Knob| knob.kind == KnobKind::Idle && knob.cgroup != best_effort;
         // cpu.idle takes nothing from a BestEffort pod but its turn before others: it stays while they want
-        // many.
-        if self.seen.best_effort_used > self.quiet() && !nobody {
+        // many, and while a Burstable pod is idle, before which they would come.
+        if self.seen.best_effort_used > self.quiet() && !nobody || self.state.held.keys().any(is_pods_idle) {
             return;
         }
         for kind in [KnobKind::Idle, KnobKind::Weight] {

@@ -284,14 +284,55 @@ fn greedy_beside_web() -> Observed {
 fn a_greedy_pod_loses_its_turn_before_its_time() {
     let mut seen = greedy_beside_web();
     let mut state = State::default();
-    assert_eq!(run(&quick(), &mut state, &seen, 2), ["cpu.idle=1", "cpu.max=1200"]);
-    let held = knob("/kubepods/burstable/podgreedy", KnobKind::Idle);
-    assert!(state.held.contains_key(&held), "{state:?}");
+    let first = decide(&quick(), &state, &seen, &nothing());
+    // BestEffort pods would come before an idle one, so they are made idle first, however little they use.
+    let cgroups: Vec<&str> = first.steps.iter().map(|step| step.knob.cgroup.as_str()).collect();
+    assert_eq!(show(&first), ["cpu.idle=1", "cpu.idle=1"]);
+    assert_eq!(cgroups, [BEST_EFFORT, "/kubepods/burstable/podgreedy"]);
+    state = first.state;
+    assert_eq!(run(&quick(), &mut state, &seen, 1), ["cpu.max=1200"]);
     // The cap comes back; the turn stays away while more is used than requested.
     seen.pods[3].containers[0].cpu_wait_permille = Some(0);
     assert_eq!(run(&quick(), &mut state, &seen, 20), ["cpu.max=1600", "cpu.max-"]);
     seen.pods[2].cpu_used = Some(300);
-    assert_eq!(run(&quick(), &mut state, &seen, 2), ["cpu.idle-"]);
+    assert_eq!(run(&quick(), &mut state, &seen, 2), ["cpu.idle-", "cpu.idle-"]);
+    // Where somebody else decides on BestEffort pods' turn, its weight alone is taken.
+    let theirs = BTreeSet::from([knob(BEST_EFFORT, KnobKind::Idle)]);
+    let seen = greedy_beside_web();
+    assert_eq!(show(&decide(&quick(), &State::default(), &seen, &theirs)), ["cpu.weight=4"]);
+}
+
+#[test]
+fn nothing_is_taken_from_others_for_a_pod_that_is_held_back() {
+    let mut seen = greedy_beside_web();
+    let mut state = State::default();
+    run(&quick(), &mut state, &seen, 20);
+    // The one that is protected catches up on what it was late with, and the other waits.
+    seen.pods[2].containers[0].cpu_wait_permille = Some(900);
+    (seen.pods[2].cpu_used, seen.pods[3].cpu_used) = (Some(500), Some(1000));
+    seen.pods[3].containers[0].cpu_wait_permille = Some(0);
+    for _ in 0..20 {
+        let decision = decide(&quick(), &state, &seen, &nothing());
+        assert!(!decision.steps.iter().any(|step| step.knob.cgroup.ends_with("podweb")), "{decision:?}");
+        state = decision.state;
+    }
+    // So for memory.
+    let mut seen = stalled(100);
+    let mut web = pod("web", QosClass::Burstable);
+    (web.memory_used, web.working_set) = (500 * MIB, 100 * MIB);
+    seen.pods.push(web);
+    seen.pods[1].memory_used = 0;
+    let mut state = State::default();
+    run(&quick(), &mut state, &seen, 1);
+    assert!(state.held.contains_key(&knob("/kubepods/burstable/podweb", KnobKind::MemoryHigh)), "{state:?}");
+    seen.pods[0].containers[0].memory_stall_permille = Some(0);
+    seen.pods[2].containers[0].memory_stall_permille = Some(500);
+    (seen.pods[1].memory_used, seen.pods[1].working_set) = (1000 * MIB, 600 * MIB);
+    for _ in 0..2 {
+        let decision = decide(&quick(), &state, &seen, &nothing());
+        assert!(!decision.steps.iter().any(|step| step.knob.cgroup.ends_with("podhog")), "{decision:?}");
+        state = decision.state;
+    }
 }
 
 #[test]
@@ -308,7 +349,7 @@ fn an_idle_pod_that_gets_less_than_it_requests_has_its_turn_again_at_once_and_ke
     let law = Law { retry_ticks: 5, cpu_caps: CpuCaps::Auto, ..quick() };
     seen.supports.harmless_caps = false;
     let mut state = State::default();
-    assert_eq!(run(&law, &mut state, &seen, 1), ["cpu.idle=1"]);
+    assert_eq!(run(&law, &mut state, &seen, 1), ["cpu.idle=1", "cpu.idle=1"]);
     // It wants no more.
     seen.pods[2].cpu_used = Some(200);
     assert!(run(&law, &mut state, &seen, 1).is_empty(), "others are still not well");
@@ -322,10 +363,10 @@ fn an_idle_pod_that_gets_less_than_it_requests_has_its_turn_again_at_once_and_ke
     (seen.pods[2].cpu_used, seen.pods[2].containers[0].cpu_wait_permille) = (Some(1600), Some(0));
     assert_eq!(run(&law, &mut state, &seen, 4), ["cpu.weight=4"]);
     (seen.pods[2].cpu_used, seen.pods[3].containers[0].cpu_wait_permille) = (Some(300), Some(0));
-    assert_eq!(run(&law, &mut state, &seen, 2), ["cpu.weight-"]);
+    assert_eq!(run(&law, &mut state, &seen, 2), ["cpu.weight-", "cpu.idle-"]);
     assert!(state.fell_short.is_empty(), "{state:?}");
     (seen.pods[2].cpu_used, seen.pods[3].containers[0].cpu_wait_permille) = (Some(1600), Some(200));
-    assert_eq!(run(&law, &mut state, &seen, 1), ["cpu.idle=1"]);
+    assert_eq!(run(&law, &mut state, &seen, 1), ["cpu.idle=1", "cpu.idle=1"]);
 }
 
 #[test]
