@@ -68,7 +68,7 @@ pub struct Law {
     pub throttled_permille: u32,
     /// All is well only below this part of a bound; between it and the bound nothing changes.
     pub release_percent: u32,
-    /// Ticks above a bound before a step.
+    /// Ticks above a bound before a step, and below what an idle pod requests before it has its turn again.
     pub hot_ticks: u32,
     /// Ticks below [`Law::release_percent`] before a step back. Doubles while steps back turn out to be too
     /// early.
@@ -254,6 +254,8 @@ pub struct State {
     pub memory_help: BTreeMap<String, Help>,
     /// Pods that stand still for memory that was taken from them, or did, by their cgroups.
     pub standstill: BTreeMap<String, Standstill>,
+    /// Pods that are idle and get less than they request, by their cgroups: for how many ticks in a row.
+    pub falling_short: BTreeMap<String, u32>,
     /// Pods that got less than they request while they were idle, by their cgroups: the ticks since.
     pub fell_short: BTreeMap<String, u32>,
     /// What is set otherwise than its owner would, and to what.

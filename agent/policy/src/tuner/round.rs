@@ -341,26 +341,35 @@ impl<'a> Round<'a> {
         self.hold(&pod.cgroup, kind, value, &words)
     }
 
-    /// Gives its turn back to a Burstable pod at once, if without it it gets less than it requests: what
-    /// others leave is no longer enough. It keeps it for a while.
+    /// Gives its turn back to a Burstable pod that without it gets less than it requests, as soon as that is
+    /// no chance: what others leave is no longer enough. It keeps it for a while.
     fn free_who_falls_short(&mut self) {
         let (seen, law) = (self.seen, self.law);
         self.state.fell_short.retain(|_, ticks| {
             *ticks += 1;
             *ticks < law.retry_ticks
         });
+        let mut falling_short = BTreeMap::new();
         for pod in seen.pods.iter().filter(|pod| pod.class == QosClass::Burstable) {
             let knob = Knob { cgroup: pod.cgroup.clone(), kind: KnobKind::Idle };
             let waits =
                 |container| wait_for_others(container).is_none_or(|wait| wait > law.cpu_wait_permille);
             let falls_short =
                 pod.cpu_used.is_some_and(|used| used < pod.cpu_request) && pod.containers.iter().any(waits);
-            if falls_short && self.state.held.contains_key(&knob) {
-                let requests = words::cpus(pod.cpu_request);
-                self.set(&knob, None, &format!("{} gets less than the {requests} it requests", pod.name));
-                self.state.fell_short.insert(pod.cgroup.clone(), 0);
+            if !falls_short || !self.state.held.contains_key(&knob) {
+                continue;
             }
+            // One that waits for a disk for a part of a tick uses little in that tick, too.
+            let ticks = self.state.falling_short.get(&pod.cgroup).copied().unwrap_or(0) + 1;
+            if ticks < law.hot_ticks {
+                falling_short.insert(pod.cgroup.clone(), ticks);
+                continue;
+            }
+            let requests = words::cpus(pod.cpu_request);
+            self.set(&knob, None, &format!("{} gets less than the {requests} it requests", pod.name));
+            self.state.fell_short.insert(pod.cgroup.clone(), 0);
         }
+        self.state.falling_short = falling_short;
     }
 
     /// The least CPU weight with which a Burstable pod still gets what it requests while all others want all

@@ -370,6 +370,24 @@ fn an_idle_pod_that_gets_less_than_it_requests_has_its_turn_again_at_once_and_ke
 }
 
 #[test]
+fn one_tick_of_little_use_is_no_reason_to_give_a_turn_back() {
+    let mut seen = greedy_beside_web();
+    let law = Law { hot_ticks: 2, ..quick() };
+    let mut state = State::default();
+    run(&law, &mut state, &seen, 20);
+    let idle = knob("/kubepods/burstable/podgreedy", KnobKind::Idle);
+    seen.pods[2].containers[0].cpu_wait_permille = Some(900);
+    for used in [200, 1600, 200, 1600] {
+        seen.pods[2].cpu_used = Some(used);
+        run(&law, &mut state, &seen, 1);
+        assert!(state.held.contains_key(&idle), "{used}: {state:?}");
+    }
+    seen.pods[2].cpu_used = Some(200);
+    run(&law, &mut state, &seen, 2);
+    assert!(!state.held.contains_key(&idle), "{state:?}");
+}
+
+#[test]
 fn without_cpu_idle_a_greedy_pod_keeps_as_much_weight_as_its_request_needs() {
     let mut seen = greedy_beside_web();
     seen.supports.idle = false;
