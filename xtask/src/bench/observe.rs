@@ -6,6 +6,7 @@
 //! observer, not containerd.
 
 use super::Row;
+use super::owner::pause;
 use crate::progress::Step;
 use anyhow::{Context as _, Result};
 use beelet_cgroups::{Cgroups, Files};
@@ -40,7 +41,7 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
         let node = Node::start(binary, pods)?;
         let long = if quick { SCRAPE / 2 } else { 4 * SCRAPE };
         step.detail("nobody looks");
-        let idle = node.cpu_percent(|| sleep(long))?;
+        let idle = node.cpu_percent(|| pause(long))?;
         step.detail("scraped");
         // The first scrape attaches what counts sockets' bytes: once, for whoever scrapes on.
         node.pages()?;
@@ -115,15 +116,6 @@ fn top(binary: &Path, quick: bool) -> Result<Vec<Row>> {
         Row::one("footprint", "top_200_churning", "% core", used, 2.0),
         Row::one("footprint", "top_200_full_redraws", "", cleared as f64, 1.0),
     ])
-}
-
-/// Waits, but not for somebody who has pressed Ctrl-C.
-fn sleep(long: Duration) -> Result<()> {
-    let until = Instant::now() + long;
-    while Instant::now() < until && !interrupted() {
-        std::thread::sleep(Duration::from_millis(100));
-    }
-    Ok(())
 }
 
 /// A node with pods and an observer. Fields are dropped from the first to the last.
@@ -231,7 +223,7 @@ impl Node {
     fn scrape(&self, times: usize) -> Result<()> {
         for _ in 0..times {
             self.pages()?;
-            sleep(SCRAPE)?;
+            pause(SCRAPE)?;
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use super::HOG;
 use super::scenarios::{Neighbour, Scenario, Work};
+use crate::bench::owner::pause;
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::agent::{Agent, Options};
 use beelet_tests::cgroup_values::pod_path;
@@ -140,7 +141,7 @@ impl Node<'_> {
         let server = pod_path("Burstable", &uid);
         let (before, began) = (self.used(&server, &others)?, Instant::now());
         // The pod's cgroup goes with the server, so the last look is a moment before.
-        std::thread::sleep(Duration::from_secs(seconds.into()).mul_f64(0.95).saturating_sub(began.elapsed()));
+        pause(Duration::from_secs(seconds.into()).mul_f64(0.95).saturating_sub(began.elapsed()))?;
         let (after, took) = (self.used(&server, &others)?, began.elapsed().as_secs_f64());
         let latencies = parse(&log.wait_for("result ")?)?;
         let reaction = first_step(&agent, noise)?;
