@@ -352,14 +352,18 @@ impl<'a> Round<'a> {
         let mut falling_short = BTreeMap::new();
         for pod in seen.pods.iter().filter(|pod| pod.class == QosClass::Burstable) {
             let knob = Knob { cgroup: pod.cgroup.clone(), kind: KnobKind::Idle };
-            let waits =
-                |container| wait_for_others(container).is_none_or(|wait| wait > law.cpu_wait_permille);
-            let falls_short =
-                pod.cpu_used.is_some_and(|used| used < pod.cpu_request) && pod.containers.iter().any(waits);
+            let used = pod.cpu_used.unwrap_or(u64::MAX);
+            // One that is kept from running waits for nearly all of the time in which it doesn't run. One that
+            // waits for a disk, or has nothing to do, doesn't.
+            let not_running = 1000_u64.saturating_sub(used);
+            let waits = |container| {
+                let wait = wait_for_others(container);
+                wait.is_none_or(|wait| wait > law.cpu_wait_permille && u64::from(wait) * 2 >= not_running)
+            };
+            let falls_short = used < pod.cpu_request && pod.containers.iter().any(waits);
             if !falls_short || !self.state.held.contains_key(&knob) {
                 continue;
             }
-            // One that waits for a disk for a part of a tick uses little in that tick, too.
             let ticks = self.state.falling_short.get(&pod.cgroup).copied().unwrap_or(0) + 1;
             if ticks < law.hot_ticks {
                 falling_short.insert(pod.cgroup.clone(), ticks);

@@ -370,7 +370,7 @@ fn an_idle_pod_that_gets_less_than_it_requests_has_its_turn_again_at_once_and_ke
 }
 
 #[test]
-fn one_tick_of_little_use_is_no_reason_to_give_a_turn_back() {
+fn little_use_that_nobody_else_is_the_reason_of_gives_no_turn_back() {
     let mut seen = greedy_beside_web();
     let law = Law { hot_ticks: 2, ..quick() };
     let mut state = State::default();
@@ -382,7 +382,12 @@ fn one_tick_of_little_use_is_no_reason_to_give_a_turn_back() {
         run(&law, &mut state, &seen, 1);
         assert!(state.held.contains_key(&idle), "{used}: {state:?}");
     }
+    // Nor is that it waits for a disk: then it doesn't wait for a CPU for most of the time.
     seen.pods[2].cpu_used = Some(200);
+    seen.pods[2].containers[0].cpu_wait_permille = Some(399);
+    run(&law, &mut state, &seen, 20);
+    assert!(state.held.contains_key(&idle), "{state:?}");
+    seen.pods[2].containers[0].cpu_wait_permille = Some(400);
     run(&law, &mut state, &seen, 2);
     assert!(!state.held.contains_key(&idle), "{state:?}");
 }
