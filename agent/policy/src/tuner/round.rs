@@ -353,8 +353,8 @@ impl<'a> Round<'a> {
         for pod in seen.pods.iter().filter(|pod| pod.class == QosClass::Burstable) {
             let knob = Knob { cgroup: pod.cgroup.clone(), kind: KnobKind::Idle };
             let used = pod.cpu_used.unwrap_or(u64::MAX);
-            // One that is kept from running waits for nearly all of the time in which it doesn't run. One that
-            // waits for a disk, or has nothing to do, doesn't.
+            // One that is kept from running waits for nearly all of the time in which it doesn't run. One
+            // that waits for a disk, or has nothing to do, doesn't.
             let not_running = 1000_u64.saturating_sub(used);
             let waits = |container| {
                 let wait = wait_for_others(container);
