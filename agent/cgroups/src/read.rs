@@ -331,10 +331,8 @@ fn open_dir(path: &Path) -> io::Result<OwnedFd> {
 /// The whole file, from its beginning: there the kernel makes its text anew. A buffer with room for it takes
 /// one call.
 fn read_all<'a>(fd: &OwnedFd, buffer: &'a mut Vec<u8>) -> io::Result<&'a str> {
-    // What an earlier file left in it stays: to clear it each time took as long as a small file's text.
-    if buffer.len() < buffer.capacity().max(4096) {
-        buffer.resize(buffer.capacity().max(4096), 0);
-    }
+    // Only what is not there yet is cleared: what an earlier file left in it may stay.
+    buffer.resize(buffer.capacity().max(4096), 0);
     let mut length = 0;
     loop {
         let read = rustix::io::pread(fd, &mut buffer[length..], length as u64)?;

@@ -341,8 +341,8 @@ impl<'a> Round<'a> {
         self.hold(&pod.cgroup, kind, value, &words)
     }
 
-    /// Gives its turn back to a Burstable pod that without it gets less than it requests, as soon as that is
-    /// no chance: what others leave is no longer enough. It keeps it for a while.
+    /// Gives its turn back to a Burstable pod that without it gets less than it requests for some ticks in a
+    /// row: what others leave is no longer enough. It keeps it for a while.
     fn free_who_falls_short(&mut self) {
         let (seen, law) = (self.seen, self.law);
         self.state.fell_short.retain(|_, ticks| {
