@@ -62,7 +62,8 @@ struct Work {
 }
 
 impl Reader {
-    /// Starts the thread. Events that are in the ring already are discarded: the maps say what they led to.
+    /// Starts the thread. Events that are in the ring already, or were dropped, are passed over: the maps say
+    /// what they led to.
     ///
     /// # Errors
     /// The drop counters can't be read, or no thread or eventfd can be made.
@@ -78,8 +79,10 @@ impl Reader {
         };
         let stop_poll =
             Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| failed("no eventfd", &error))?);
-        let handled_drops = sum(&drops)?;
         while ring.next().is_some() {}
+        // After the ring, which may have been full: what was dropped until now is nobody's loss, as there
+        // are no subscribers yet.
+        let handled_drops = sum(&drops)?;
         let (sweeper, stale_counters) = sweepers;
         let work = Work {
             ring,
