@@ -13,7 +13,7 @@ use crate::run::{LogFormat, start_logging};
 use beelet_cli::failed;
 use beelet_config::Config;
 use beelet_policy::kernel_half::BpfMode;
-use beelet_policy::tuner::TunerMode;
+use beelet_policy::tuner::{CpuCaps, Law, TunerMode};
 
 /// Arguments of `beelet observe`.
 #[derive(Debug, Args)]
@@ -66,6 +66,9 @@ pub(crate) struct ObserveArgs {
     /// With --allow tune: how far the tuner goes.
     #[arg(long, value_name = "MODE", value_enum, default_value_t = Tune::Enforce)]
     tuner: Tune,
+    /// With --allow tune: on which kernels CPU use is capped.
+    #[arg(long, value_name = "WHERE", value_enum, default_value_t = Caps::Auto)]
+    tuner_cpu_caps: Caps,
     /// What --allow must remember (since when images are unused, how to undo what was tuned) is kept here;
     /// nothing is written otherwise.
     #[arg(long, value_name = "PATH", default_value = "/var/lib/beelet-observe")]
@@ -102,6 +105,14 @@ enum Tune {
     Advise,
     /// It does it.
     Enforce,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Caps {
+    /// Where a cap harms nobody else (Linux 6.18 and newer).
+    Auto,
+    /// On all.
+    Always,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -155,7 +166,7 @@ impl ObserveArgs {
         })
     }
 
-    /// The tuner's own defaults.
+    /// The tuner's own defaults, but for what the command line says.
     fn tuning(&self) -> anyhow::Result<beelet_tuner::Settings> {
         let (defaults, _) = Config::with_defaults()?;
         let defaults = defaults.beelet.tuner;
@@ -163,8 +174,12 @@ impl ObserveArgs {
             Tune::Advise => TunerMode::Advise,
             Tune::Enforce => TunerMode::Enforce,
         };
-        let (interval, back_off, law) = (defaults.interval, defaults.back_off, defaults.law);
-        Ok(beelet_tuner::Settings { mode, interval, back_off, law })
+        let cpu_caps = match self.tuner_cpu_caps {
+            Caps::Auto => CpuCaps::Auto,
+            Caps::Always => CpuCaps::Always,
+        };
+        let (interval, back_off) = (defaults.interval, defaults.back_off);
+        Ok(beelet_tuner::Settings { mode, interval, back_off, law: Law { cpu_caps, ..defaults.law } })
     }
 }
 
@@ -177,5 +192,31 @@ pub(crate) fn run(args: &ObserveArgs) -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: ObserveArgs,
+    }
+
+    #[test]
+    fn the_tuner_keeps_to_its_defaults_but_for_what_the_command_line_says() {
+        let tuning = |line: &[&str]| {
+            let args = Line::try_parse_from(["observe"].iter().chain(line)).unwrap().args;
+            args.options().unwrap().tune.map(|settings| (settings.mode, settings.law))
+        };
+        let defaults = Law::default();
+        assert_eq!(tuning(&[]), None);
+        assert_eq!(tuning(&["--allow", "tune"]), Some((TunerMode::Enforce, defaults)));
+        let said = ["--allow=tune", "--tuner=advise", "--tuner-cpu-caps=always"];
+        let always = Law { cpu_caps: CpuCaps::Always, ..defaults };
+        assert_eq!(tuning(&said), Some((TunerMode::Advise, always)));
     }
 }

@@ -547,9 +547,10 @@ impl Engine {
         }
     }
 
-    /// Returns true if no CPU is capped because of this kernel.
+    /// Returns true if no CPU is capped because of this kernel; where turns can be taken, none is anyway.
     fn is_without_caps(&self, supports: Supports) -> bool {
-        !supports.harmless_caps && self.settings.law.cpu_caps == CpuCaps::Auto && !self.rung.is_loaded()
+        let would_be_of_use = !supports.idle && !self.rung.is_loaded();
+        would_be_of_use && !supports.harmless_caps && self.settings.law.cpu_caps == CpuCaps::Auto
     }
 
     /// What is not done in a kubelet's cgroups, and why.
@@ -558,7 +559,7 @@ impl Engine {
             "cpu.idle, cpu.max.burst: writes of the cgroups' owner (weights, quotas) could fail while they are set".to_owned(),
         ];
         if self.is_without_caps(supports) {
-            lacking.push(NO_CAPS.to_owned());
+            lacking.push(format!("{NO_CAPS}; `--tuner-cpu-caps always` sets them all the same"));
         }
         if !supports.memory_high {
             lacking.push(

@@ -342,38 +342,47 @@ impl<'a> Round<'a> {
     }
 
     /// Gives its turn back to a Burstable pod that without it gets less than it requests for some ticks in a
-    /// row: what others leave is no longer enough. It keeps it for a while.
+    /// row, as what others leave is no longer enough; and to all where somebody else has given BestEffort
+    /// pods theirs, which would come first. A pod keeps its turn for a while.
     fn free_who_falls_short(&mut self) {
         let (seen, law) = (self.seen, self.law);
         self.state.fell_short.retain(|_, ticks| {
             *ticks += 1;
             *ticks < law.retry_ticks
         });
-        let mut falling_short = BTreeMap::new();
+        let idle = |cgroup: &str| Knob { cgroup: cgroup.to_owned(), kind: KnobKind::Idle };
+        let comes_last = self.blocked.contains(&idle(&seen.best_effort));
+        let before = std::mem::take(&mut self.state.falling_short);
         for pod in seen.pods.iter().filter(|pod| pod.class == QosClass::Burstable) {
-            let knob = Knob { cgroup: pod.cgroup.clone(), kind: KnobKind::Idle };
-            let used = pod.cpu_used.unwrap_or(u64::MAX);
-            // One that is kept from running waits for nearly all of the time in which it doesn't run. One
-            // that waits for a disk, or has nothing to do, doesn't.
-            let not_running = 1000_u64.saturating_sub(used);
-            let waits = |container| {
-                let wait = wait_for_others(container);
-                wait.is_none_or(|wait| wait > law.cpu_wait_permille && u64::from(wait) * 2 >= not_running)
+            let knob = idle(&pod.cgroup);
+            if !self.state.held.contains_key(&knob) || !comes_last && !self.falls_short(pod) {
+                continue;
+            }
+            let ticks = before.get(&pod.cgroup).copied().unwrap_or(0) + 1;
+            if ticks < law.hot_ticks && !comes_last {
+                self.state.falling_short.insert(pod.cgroup.clone(), ticks);
+                continue;
+            }
+            let words = if comes_last {
+                format!("{} would run after BestEffort pods, which were given their turn back", pod.name)
+            } else {
+                format!("{} gets less than the {} it requests", pod.name, words::cpus(pod.cpu_request))
             };
-            let falls_short = used < pod.cpu_request && pod.containers.iter().any(waits);
-            if !falls_short || !self.state.held.contains_key(&knob) {
-                continue;
-            }
-            let ticks = self.state.falling_short.get(&pod.cgroup).copied().unwrap_or(0) + 1;
-            if ticks < law.hot_ticks {
-                falling_short.insert(pod.cgroup.clone(), ticks);
-                continue;
-            }
-            let requests = words::cpus(pod.cpu_request);
-            self.set(&knob, None, &format!("{} gets less than the {requests} it requests", pod.name));
+            self.set(&knob, None, &words);
             self.state.fell_short.insert(pod.cgroup.clone(), 0);
         }
-        self.state.falling_short = falling_short;
+    }
+
+    /// Returns true if a pod gets less than it requests and is kept from running: it waits for nearly all of
+    /// the time in which it doesn't run. One that waits for a disk, or has nothing to do, doesn't.
+    fn falls_short(&self, pod: &PodSample) -> bool {
+        let used = pod.cpu_used.unwrap_or(u64::MAX);
+        let not_running = 1000_u64.saturating_sub(used);
+        let waits = |container| {
+            let wait = wait_for_others(container);
+            wait.is_none_or(|wait| wait > self.law.cpu_wait_permille && u64::from(wait) * 2 >= not_running)
+        };
+        used < pod.cpu_request && pod.containers.iter().any(waits)
     }
 
     /// The least CPU weight with which a Burstable pod still gets what it requests while all others want all
@@ -415,7 +424,7 @@ impl<'a> Round<'a> {
     }
 
     /// Takes a step from a cap, or from what is used where there is no cap yet. Returns false if there is
-    /// none to take, or caps would do harm on this kernel, or no good: who is idle is out of the way already.
+    /// none to take, or caps would do no good, where turns can be taken, or harm, on this kernel.
     fn lower_cap(
         &mut self,
         cgroup: &str,
@@ -424,8 +433,8 @@ impl<'a> Round<'a> {
         complaint: &Complaint<'_>,
         whose: &str,
     ) -> bool {
-        let is_idle = self.held(cgroup, KnobKind::Idle).is_some();
-        if self.law.cpu_caps == CpuCaps::Auto && (is_idle || !self.seen.supports.harmless_caps) {
+        let is_of_use = self.seen.supports.harmless_caps && !self.seen.supports.idle;
+        if self.law.cpu_caps == CpuCaps::Auto && !is_of_use {
             return false;
         }
         let now = self.held(cgroup, KnobKind::CpuCap).unwrap_or(used);

@@ -98,7 +98,7 @@ fn best_effort_is_made_idle_first_then_capped_step_by_step_down_to_its_floor() {
 }
 
 #[test]
-fn nobody_is_capped_who_is_idle_or_where_that_does_harm_unless_it_is_wanted() {
+fn nobody_is_capped_where_turns_can_be_taken_or_that_does_harm_unless_it_is_wanted() {
     let auto = Law { cpu_caps: CpuCaps::Auto, ..quick() };
     let check = |idle: bool, harmless_caps: bool, ticks: usize, expected: &[&str]| {
         let mut seen = node(200, 1600);
@@ -367,6 +367,22 @@ fn an_idle_pod_that_gets_less_than_it_requests_has_its_turn_again_at_once_and_ke
     assert!(state.fell_short.is_empty(), "{state:?}");
     (seen.pods[2].cpu_used, seen.pods[3].containers[0].cpu_wait_permille) = (Some(1600), Some(200));
     assert_eq!(run(&law, &mut state, &seen, 1), ["cpu.idle=1", "cpu.idle=1"]);
+}
+
+#[test]
+fn burstable_pods_have_their_turn_again_where_somebody_else_gives_best_effort_ones_theirs() {
+    let seen = greedy_beside_web();
+    let law = Law { hot_ticks: 2, cpu_caps: CpuCaps::Auto, ..quick() };
+    let mut state = State::default();
+    assert_eq!(run(&law, &mut state, &seen, 2), ["cpu.idle=1", "cpu.idle=1"]);
+    let theirs = BTreeSet::from([knob(BEST_EFFORT, KnobKind::Idle)]);
+    let decision = decide(&law, &state, &seen, &theirs);
+    assert_eq!(show(&decision), ["cpu.idle-"], "{:?}", decision.steps);
+    assert!(decision.steps[0].reason.contains("after BestEffort pods"), "{:?}", decision.steps);
+    // Then the weight of its request, as everywhere that nobody can be made idle.
+    let after = decide(&law, &decision.state, &seen, &theirs);
+    let next = decide(&law, &after.state, &seen, &theirs);
+    assert_eq!([show(&after), show(&next)].concat(), ["cpu.weight=4"]);
 }
 
 #[test]
