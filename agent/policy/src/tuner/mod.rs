@@ -46,8 +46,8 @@ pub enum TunerMode {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CpuCaps {
-    /// Where a cap harms nobody else ([`Supports::harmless_caps`]), and there is no [`KnobKind::Idle`], beside
-    /// which it gains nothing (measured: docs/tuner.md).
+    /// Where a cap harms nobody else ([`Supports::harmless_caps`]), and there is no [`KnobKind::Idle`],
+    /// beside which it gains nothing (measured: docs/tuner.md).
     #[default]
     Auto,
     /// Everywhere.
