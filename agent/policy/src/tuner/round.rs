@@ -355,18 +355,20 @@ impl<'a> Round<'a> {
         let before = std::mem::take(&mut self.state.falling_short);
         for pod in seen.pods.iter().filter(|pod| pod.class == QosClass::Burstable) {
             let knob = idle(&pod.cgroup);
-            if !self.state.held.contains_key(&knob) || !comes_last && !self.falls_short(pod) {
-                continue;
-            }
-            let ticks = before.get(&pod.cgroup).copied().unwrap_or(0) + 1;
-            if ticks < law.hot_ticks && !comes_last {
-                self.state.falling_short.insert(pod.cgroup.clone(), ticks);
+            if !self.state.held.contains_key(&knob) {
                 continue;
             }
             let words = if comes_last {
                 format!("{} would run after BestEffort pods, which were given their turn back", pod.name)
-            } else {
+            } else if self.falls_short(pod) {
+                let ticks = before.get(&pod.cgroup).copied().unwrap_or(0) + 1;
+                if ticks < law.hot_ticks {
+                    self.state.falling_short.insert(pod.cgroup.clone(), ticks);
+                    continue;
+                }
                 format!("{} gets less than the {} it requests", pod.name, words::cpus(pod.cpu_request))
+            } else {
+                continue;
             };
             self.set(&knob, None, &words);
             self.state.fell_short.insert(pod.cgroup.clone(), 0);
