@@ -45,6 +45,14 @@ pub fn to_value<T: Serialize>(data: &T) -> Result<Value, serde_json::Error> {
     serde_json::to_value(data)
 }
 
+/// Writes data as JSON on one line.
+///
+/// # Errors
+/// As [`to_value`].
+pub fn to_json<T: Serialize>(data: &T) -> Result<String, serde_json::Error> {
+    serde_json::to_string(data)
+}
+
 /// A value in which no object has a key twice. `Value` by itself would keep the last.
 struct Unambiguous(Value);
 

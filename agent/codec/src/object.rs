@@ -39,10 +39,8 @@ pub trait ApiType: Sized {
         Self::from_value(&value).map_err(JsonError::Field)
     }
 
-    /// The object as JSON on one line.
-    fn to_json(&self) -> Vec<u8> {
-        self.to_value().to_string().into_bytes()
-    }
+    /// The object as JSON on one line: the text of [`ApiType::to_value`], without the value.
+    fn to_json(&self) -> Vec<u8>;
 }
 
 /// Why a text in JSON gave no object. The cause is in the sentence, and so no source.
@@ -72,6 +70,11 @@ macro_rules! api_types {
             fn to_value(&self) -> Value {
                 // Every key of a Kubernetes type is text, so this cannot fail.
                 data::to_value(self).unwrap_or_default()
+            }
+
+            fn to_json(&self) -> Vec<u8> {
+                // As above.
+                data::to_json(self).unwrap_or_default().into_bytes()
             }
         }
     )*};
@@ -123,6 +126,7 @@ mod tests {
         let value = pod("web");
         let read = core::Pod::from_value(&value).unwrap();
         assert_eq!(read.to_value(), value);
+        assert_eq!(read.to_json(), value.to_string().into_bytes());
         assert_eq!(core::Pod::from_json(&read.to_json()).unwrap(), read);
         assert_eq!(crate::document::parse(&crate::yaml(&value).unwrap()).unwrap()[0].value, value);
     }

@@ -324,7 +324,7 @@ fn to_json<T: Serialize>(name: &str, value: &T) -> Result<String, StateError> {
 /// # Errors
 /// The value has no form in JSON.
 pub fn json_text<T: Serialize>(value: &T) -> Result<String, serde_json::Error> {
-    serde_json::to_string(&data::to_value(value)?)
+    data::to_json(value)
 }
 
 /// The bytes of a record's file, of its value's text.
