@@ -10,11 +10,11 @@ use std::time::SystemTime;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::scheduling::v1::PriorityClass;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Amount;
-use sha2::{Digest, Sha256};
 
 use super::identity::{self, Origin};
 use super::owners::{Claims, Owners};
 use super::priority::{Classes, Priority, Written};
+use super::reading::{Digest, Reading};
 use super::source::Described;
 use super::{Manifest, Object};
 use beelet_codec::error::ManifestError;
@@ -63,7 +63,7 @@ pub struct Folder {
 #[derive(Debug)]
 pub(super) struct File {
     /// Of the bytes; None where they couldn't be read.
-    digest: Option<[u8; 32]>,
+    digest: Option<Digest>,
     /// When the bytes were last changed.
     pub(super) modified: Option<SystemTime>,
     /// Why what is in it now can't be used.
@@ -159,22 +159,25 @@ impl Folder {
     /// Takes in what a file holds now; `now` is the time, RFC 3339. Returns warnings for the log. The same
     /// content again costs a digest.
     pub fn update(&mut self, path: PathBuf, content: Content, now: &str) -> Vec<String> {
-        let (digest, modified) = match &content {
-            Content::Bytes(bytes, modified) => (Some(Sha256::digest(bytes).into()), Some(*modified)),
-            Content::Unreadable(_) => (None, None),
-        };
+        let known = self.files.get(&path).and_then(|file| file.digest);
+        let reading = Reading::of(&path, content, known);
+        self.take(path, reading, now)
+    }
+
+    /// The digests of what the files hold, as far as they could be read.
+    pub(super) fn digests(&self) -> BTreeMap<PathBuf, Digest> {
+        self.files.iter().filter_map(|(path, file)| Some((path.clone(), file.digest?))).collect()
+    }
+
+    /// Takes in what a file was read to hold; as [`Self::update`].
+    pub(super) fn take(&mut self, path: PathBuf, reading: Reading, now: &str) -> Vec<String> {
+        let Reading { digest, modified, manifest } = reading;
         if let Some(known) = self.files.get_mut(&path) {
             known.missing = false;
             known.modified = modified.or(known.modified);
-            if digest.is_some() && known.digest == digest {
-                return Vec::new();
-            }
         }
+        let Some(result) = manifest else { return Vec::new() };
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let result = match content {
-            Content::Bytes(bytes, _) => read(&bytes, &name),
-            Content::Unreadable(why) => Err(ManifestError::whole(&name, why)),
-        };
         let result = result.and_then(|manifest| self.admit(manifest, &path, &name, now));
         let (warnings, error, good) = match result {
             Ok((warnings, good)) => (warnings, None, Some(good)),
@@ -327,16 +330,6 @@ fn too_long_for_logs(pod: &Pod) -> Option<String> {
          pod's; that is {} characters, and file systems allow {FILE_NAME_MAX}: make the name shorter by {excess}",
         folder.as_os_str().len()
     ))
-}
-
-fn read(bytes: &[u8], name: &str) -> Result<Manifest, ManifestError> {
-    match std::str::from_utf8(bytes) {
-        Ok(text) => super::read(text, name),
-        Err(error) => {
-            let message = format!("is not UTF-8 text (byte {})", error.valid_up_to());
-            Err(ManifestError::whole(name, message))
-        }
-    }
 }
 
 fn reject(desired: &mut Desired, file: &Path, message: String) {

@@ -19,6 +19,7 @@ mod names;
 mod objects;
 mod owners;
 mod priority;
+mod reading;
 pub mod source;
 mod validate;
 mod watch;

@@ -24,6 +24,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::folder::{Content, Folder, FolderState};
 use super::owners::{self, Owners};
+use super::reading::{Reading, read_all};
 use super::watch::{Changes, Watcher, is_manifest_name};
 use beelet_codec::document::Limits;
 use beelet_model::desired::Desired;
@@ -189,23 +190,27 @@ impl ManifestSource {
     /// Watches, then reads, the whole folder.
     async fn read_everything(&mut self) {
         self.arm();
-        let path = self.path.clone();
-        let scan = match tokio::task::spawn_blocking(move || scan(&path)).await {
-            Ok(scan) => scan,
-            Err(error) => Scan { standing: FolderState::Unreadable(error.to_string()), files: Vec::new() },
+        let (path, known) = (self.path.clone(), self.folder.digests());
+        let look = move || {
+            let scan = scan(&path);
+            (scan.standing, read_all(scan.files, &known))
+        };
+        let (standing, files) = match tokio::task::spawn_blocking(look).await {
+            Ok(read) => read,
+            Err(error) => (FolderState::Unreadable(error.to_string()), Vec::new()),
         };
         let was_there = *self.folder.standing() == FolderState::Read;
-        if scan.standing == FolderState::Missing && was_there && !self.is_gone(&self.path.clone()) {
+        if standing == FolderState::Missing && was_there && !self.is_gone(&self.path.clone()) {
             return;
         }
         self.missing.remove(&self.path);
-        let read = scan.standing == FolderState::Read;
-        self.folder.set_standing(scan.standing);
+        let read = standing == FolderState::Read;
+        self.folder.set_standing(standing);
         if read {
-            let there: BTreeSet<&Path> = scan.files.iter().map(|(path, _)| path.as_path()).collect();
+            let there: BTreeSet<&Path> = files.iter().map(|(path, _)| path.as_path()).collect();
             let absent = self.folder.files().filter(|file| !there.contains(file)).map(Path::to_owned);
             absent.collect::<Vec<_>>().iter().for_each(|file| self.not_there(file));
-            scan.files.into_iter().for_each(|(path, content)| self.update(path, content));
+            files.into_iter().for_each(|(path, reading)| self.take(path, reading));
         }
     }
 
@@ -261,33 +266,32 @@ impl ManifestSource {
         if self.put_back_restarts {
             changes.deleted.iter().for_each(|name| self.folder.note_deleted(&folder.join(name)));
         }
+        let known = self.folder.digests();
         let read = tokio::task::spawn_blocking(move || {
             let complete = changes.created.into_iter().filter(|name| is_complete(&folder.join(name)));
             let names: BTreeSet<OsString> = complete.chain(changes.files).collect();
-            let read = |name| {
-                let path = folder.join(name);
-                let content = read_file(&path);
-                (path, content)
-            };
-            names.into_iter().map(read).collect::<Vec<_>>()
+            let (mut files, mut absent) = (Vec::new(), Vec::new());
+            for path in names.into_iter().map(|name| folder.join(name)) {
+                match read_file(&path) {
+                    Some(content) => files.push((path, content)),
+                    None => absent.push(path),
+                }
+            }
+            (read_all(files, &known), absent)
         });
         match read.await {
-            Ok(files) => {
-                for (path, content) in files {
-                    match content {
-                        Some(content) => self.update(path, content),
-                        None => self.not_there(&path),
-                    }
-                }
+            Ok((files, absent)) => {
+                files.into_iter().for_each(|(path, reading)| self.take(path, reading));
+                absent.iter().for_each(|path| self.not_there(path));
             }
             Err(error) => tracing::error!("cannot read the changed manifests: {error}; the next check does"),
         }
     }
 
-    fn update(&mut self, path: PathBuf, content: Content) {
+    fn take(&mut self, path: PathBuf, reading: Reading) {
         self.missing.remove(&path);
         let now = jiff::Timestamp::now().to_string();
-        for warning in self.folder.update(path, content, &now) {
+        for warning in self.folder.take(path, reading, &now) {
             tracing::warn!("{warning}");
         }
     }

@@ -10,7 +10,10 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use beelet_base::folder::{PRIVATE, make_folder};
+use beelet_base::{
+    blocking::blocking,
+    folder::{PRIVATE, make_folder},
+};
 use beelet_policy::{
     cgroups::{CgroupConfig, CgroupDriver, CgroupValues},
     scheduler::SchedulerKind,
@@ -510,11 +513,13 @@ impl Node {
         let (processes_out, processes) = watch::channel(Processes::default());
         let (active_out, active) = watch::channel(None);
         let (devices, device_tasks) = self.open_devices(active, requests.clone()).await?;
-        let records = Records::load(&self.state);
+        let protection = NodeProtection::build(&self, &requests, goes_down.subscribe()).await;
+        let state = Arc::clone(&self.state);
+        let loading = blocking("reading the records of pods", move || Records::load(&state));
+        // With a thousand pods each takes its time.
+        let (records, desired) = tokio::join!(loading, self.desired(inputs.sources, &mut tasks, &working));
         // It ends when the manager has.
         tasks.spawn_optional("records", records.writer(Arc::clone(&self.state), self.metrics.pods.clone()));
-        let protection = NodeProtection::build(&self, &requests, goes_down.subscribe()).await;
-        let desired = self.desired(inputs.sources, &mut tasks, &working).await;
         let launcher = self.launcher(desired.clone(), records.written(), &devices, &protection)?;
         let launcher = Arc::new(launcher);
         let exits = self.follow_exits(&mut tasks, &requests, processes, &working);
