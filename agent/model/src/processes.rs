@@ -15,8 +15,8 @@ pub struct Process {
     pub cgroup: String,
 }
 
-/// By process id on the host.
-pub type Processes = BTreeMap<u32, Process>;
+/// By process id on the host. Most of one are of the one before, and shared with it.
+pub type Processes = BTreeMap<u32, Arc<Process>>;
 
 /// What a watch channel of [`Processes`] carries: replaced whole at each change.
 pub type Shared = Arc<Processes>;

@@ -5,7 +5,7 @@
 //! processes that it can't place yet: a container can end before anybody looked at it.
 
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
     sync::Arc,
     time::Duration,
 };
@@ -33,7 +33,7 @@ use beelet_cgroups::Cgroups;
 use beelet_cri::{Error, Runtime};
 use beelet_model::{
     pod::managed,
-    processes::Shared,
+    processes::{Process, Shared},
     request::{OomUpdate, Request},
     status::OomFacts,
 };
@@ -361,10 +361,8 @@ impl Exits {
     async fn find_cgroups(&mut self) {
         let known = Arc::clone(&self.known);
         self.cgroup_ids.retain(|_, pid| known.contains_key(pid));
-        let have: Vec<u32> = self.cgroup_ids.values().copied().collect();
-        let new = |(pid, process): &(&u32, &beelet_model::processes::Process)| {
-            !process.sandbox && !have.contains(pid)
-        };
+        let have: BTreeSet<u32> = self.cgroup_ids.values().copied().collect();
+        let new = |(pid, process): &(&u32, &Arc<Process>)| !process.sandbox && !have.contains(pid);
         if !known.iter().any(|entry| new(&entry)) {
             return;
         }

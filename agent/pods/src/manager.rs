@@ -108,6 +108,8 @@ struct Managed {
     waiting: BTreeMap<String, Waiting>,
     /// What is known of it when the agent starts anew, and its status among that.
     kept: PodRecord,
+    /// The pod that `kept` is of as it is now.
+    kept_of: Option<Arc<core::Pod>>,
     /// What was told of its OOM kills.
     oom_told: BTreeMap<String, exits::OomTold>,
     /// Since when it has been active.
@@ -166,6 +168,17 @@ impl Managed {
     /// is.
     fn may_resize(&self) -> bool {
         !self.terminating() && self.kept.failure.is_none()
+    }
+
+    /// Keeps as much of the pod as takes it away again, and its amounts. A digest of all of it is among that,
+    /// and the pod changes less often than its status.
+    fn keep_pod(&mut self) {
+        if self.kept_of.as_ref().is_some_and(|of| Arc::ptr_eq(of, &self.pod)) {
+            return;
+        }
+        self.kept.origin = runtime_pod(&self.pod);
+        self.kept.accepted = Some(resize::Accepted::of(&self.pod));
+        self.kept_of = Some(Arc::clone(&self.pod));
     }
 
     /// Its status as of now. Until the runtime was asked, what was known before the restart stands.
@@ -517,7 +530,8 @@ impl Manager {
         // Of a pod that the runtime did not have there is nothing to be listed: nobody else makes it.
         let is_new = self.runtime.as_ref().is_some_and(|runtime| !runtime.contains_key(&uid));
         let listed = self.listed.remove(&uid).or_else(|| is_new.then(Listed::default));
-        let known = Foreknown { listed, processes: kept.processes.clone(), netns: kept.netns.clone() };
+        let network = resuming::network_of(&kept, &pod);
+        let known = Foreknown { listed, processes: kept.processes.clone(), network };
         let launcher = Arc::clone(&self.parts.launcher);
         let worker = Worker::supervised(launcher, Arc::clone(&pod), signal, self.reports_out.clone(), known);
         let managed = Managed {
@@ -528,6 +542,7 @@ impl Manager {
             seen: None,
             waiting: BTreeMap::new(),
             kept,
+            kept_of: None,
             oom_told: BTreeMap::new(),
             lifetime: None,
             retry,
@@ -658,13 +673,14 @@ impl Manager {
         managed.record_unseen_oom(&report.seen, &self.parts.launcher.events);
         managed.kept.netns = report.seen.sandbox.as_ref().and_then(|sandbox| sandbox.netns.clone());
         managed.kept.processes.clone_from(&report.seen.processes);
-        managed.seen = Some(report.seen);
+        let before = managed.seen.replace(report.seen);
+        // All pods' are published together.
+        self.due.processes |= before.is_none_or(|before| before.processes != managed.kept.processes);
         managed.waiting = report.waiting;
         managed.kept.hooked = report.hooked;
         let known = |id: &String| managed.seen.as_ref().is_some_and(|s| s.containers.contains_key(id));
         managed.kept.oom.retain(|id, _| known(id));
         managed.oom_told.retain(|id, _| known(id));
-        self.due.processes = true;
         self.publish(&report.uid);
     }
 
@@ -781,8 +797,7 @@ impl Manager {
                 self.parts.launcher.admission.released(uid);
             }
         }
-        managed.kept.origin = runtime_pod(&managed.pod);
-        managed.kept.accepted = Some(resize::Accepted::of(&managed.pod));
+        managed.keep_pod();
         let entry = PodEntry {
             pod: core::Pod { status: Some(status), ..(*managed.pod).clone() },
             readiness_edge: managed.kept.edge.clone(),

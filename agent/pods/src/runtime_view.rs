@@ -8,6 +8,7 @@ use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 use beelet_policy::pod;
 use beelet_proto::cri;
 use futures::future::try_join_all;
+use serde::Deserialize;
 
 use super::termination;
 use beelet_base::{blocking::blocking, process::FirstProcess};
@@ -121,16 +122,25 @@ pub(crate) struct SandboxDetail {
     pub netns: Option<PathBuf>,
 }
 
+/// A running sandbox's way into the network.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Network {
+    /// See [`SandboxDetail::ips`].
+    pub ips: Vec<String>,
+    /// See [`SandboxDetail::netns`].
+    pub netns: Option<PathBuf>,
+}
+
 /// What is known of a pod before its first look. A thousand pods are looked at at once when an agent starts,
 /// and what would be asked for them is most of the runtime's work in that time.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Foreknown {
     /// What the runtime has just listed, nothing having been done with the pod since.
     pub listed: Option<Listed>,
-    /// The first processes of what ran, by identifier, and the network namespace of the sandbox among them,
-    /// as the agent before had them of the runtime.
+    /// The first processes of what ran, by identifier, as the agent before had them of the runtime.
     pub processes: BTreeMap<String, FirstProcess>,
-    pub netns: Option<PathBuf>,
+    /// The network of the sandbox among them. It stays what it is while that runs.
+    pub network: Option<Network>,
 }
 
 impl Foreknown {
@@ -253,12 +263,17 @@ impl Observer {
         if self.sandbox.as_ref().is_some_and(|known| known.id == current.id) {
             return Ok(());
         }
-        let known = self.known.running(&current.id);
-        self.sandbox = match self.runtime.sandbox_status(&current.id, known.is_none()).await {
+        if let (Some(process), Some(network)) = (self.known.running(&current.id), &self.known.network) {
+            self.processes.insert(current.id.clone(), process);
+            let Network { ips, netns } = network.clone();
+            self.sandbox = Some(SandboxDetail { id: current.id.clone(), ips, netns });
+            return Ok(());
+        }
+        self.sandbox = match self.runtime.sandbox_status(&current.id, true).await {
             Ok(response) => {
-                let process = known.or_else(|| pid_of(&response.info).map(FirstProcess::of));
+                let process = pid_of(&response.info).map(FirstProcess::of);
                 self.processes.extend(process.map(|process| (current.id.clone(), process)));
-                Some(detail(&current.id, &response, known.and(self.known.netns.take())))
+                Some(detail(&current.id, &response))
             }
             Err(e) if e.is_not_found() => None,
             Err(e) => return Err(e),
@@ -292,8 +307,8 @@ fn sandbox(listed: cri::PodSandbox) -> pod::Sandbox {
     }
 }
 
-/// Addresses and network namespace, the latter from the runtime's verbose words if it isn't `known`.
-fn detail(id: &str, response: &cri::PodSandboxStatusResponse, known: Option<PathBuf>) -> SandboxDetail {
+/// Addresses, and the network namespace from the runtime's verbose words.
+fn detail(id: &str, response: &cri::PodSandboxStatusResponse) -> SandboxDetail {
     let status = response.status.as_ref();
     let network = status.and_then(|s| s.network.as_ref());
     let ips = network.into_iter().flat_map(|n| {
@@ -303,22 +318,40 @@ fn detail(id: &str, response: &cri::PodSandboxStatusResponse, known: Option<Path
     let options = status.and_then(|s| s.linux.as_ref()?.namespaces.as_ref()?.options.as_ref());
     let on_host = options.is_some_and(|o| o.network == i32::from(cri::NamespaceMode::Node));
     let told = || response.info.get("info").and_then(|info| netns(info));
-    let netns = if on_host { None } else { known.or_else(told) };
+    let netns = if on_host { None } else { told() };
     SandboxDetail { id: id.to_owned(), ips: ips.collect(), netns }
 }
 
 /// The network namespace in containerd's and CRI-O's verbose status: the OCI spec's, else the sandbox
 /// process's own.
 fn netns(info: &str) -> Option<PathBuf> {
-    let info: serde_json::Value = serde_json::from_str(info).ok()?;
-    let namespaces = info.pointer("/runtimeSpec/linux/namespaces").and_then(|n| n.as_array());
-    let path =
-        namespaces.into_iter().flatten().find(|n| n["type"] == "network").and_then(|n| n["path"].as_str());
-    if let Some(path) = path.filter(|p| !p.is_empty()) {
-        return Some(PathBuf::from(path));
+    // The rest, tens of kilobytes, is skipped.
+    #[derive(Default, Deserialize)]
+    #[serde(default, rename_all = "camelCase")]
+    struct Info {
+        pid: u32,
+        runtime_spec: Option<Spec>,
     }
-    let pid = info.get("pid").and_then(serde_json::Value::as_u64).filter(|pid| *pid > 0)?;
-    Some(PathBuf::from(format!("/proc/{pid}/ns/net")))
+    #[derive(Deserialize)]
+    struct Spec {
+        linux: Option<Linux>,
+    }
+    #[derive(Deserialize)]
+    struct Linux {
+        #[serde(default)]
+        namespaces: Vec<Namespace>,
+    }
+    #[derive(Deserialize)]
+    struct Namespace {
+        r#type: String,
+        #[serde(default)]
+        path: PathBuf,
+    }
+    let info: Info = serde_json::from_str(info).ok()?;
+    let namespaces = info.runtime_spec.and_then(|spec| spec.linux).map(|linux| linux.namespaces);
+    let network = namespaces.into_iter().flatten().find(|namespace| namespace.r#type == "network");
+    let of_spec = network.map(|namespace| namespace.path).filter(|path| !path.as_os_str().is_empty());
+    of_spec.or_else(|| (info.pid > 0).then(|| PathBuf::from(format!("/proc/{}/ns/net", info.pid))))
 }
 
 fn container(listed: &cri::Container, status: &cri::ContainerStatus) -> pod::Container {

@@ -67,13 +67,14 @@ impl Manager {
             for (id, FirstProcess { pid, .. }) in &seen.processes {
                 // What was known stays: its cgroup needn't be computed again.
                 if let Some(same) = known.get(pid).filter(|process| process.id == *id) {
-                    now.insert(*pid, same.clone());
+                    now.insert(*pid, Arc::clone(same));
                     continue;
                 }
                 let sandbox = seen.sandbox.as_ref().is_some_and(|sandbox| sandbox.id == *id);
                 let of_pod = if sandbox { None } else { values::pod_cgroup(&managed.pod, config).ok() };
                 let cgroup = of_pod.map(|pod| format!("{}/{id}", pod.path)).unwrap_or_default();
-                now.insert(*pid, Process { uid: uid.clone(), id: id.clone(), sandbox, cgroup });
+                let process = Process { uid: uid.clone(), id: id.clone(), sandbox, cgroup };
+                now.insert(*pid, Arc::new(process));
             }
         }
         if *known != now {

@@ -7,6 +7,7 @@ use k8s_openapi::api::core::v1 as core;
 use tokio::sync::watch;
 
 use super::{Control, PodRecord, Terminate, assigned::Deletion};
+use crate::runtime_view::Network;
 use beelet_model::status::has_ended;
 
 /// Notes how the containers of a pod are, by its newest status, for the worker: the runtime may lose all that
@@ -52,6 +53,18 @@ pub(super) fn next_counts(status: Option<&core::PodStatus>) -> BTreeMap<String, 
         (next > 0).then(|| (status.name.clone(), next))
     })
     .collect()
+}
+
+/// The network of a pod's sandbox, as an agent before this one had it of the runtime; None if that isn't known.
+pub(super) fn network_of(kept: &PodRecord, pod: &core::Pod) -> Option<Network> {
+    let on_host = pod.spec.as_ref().and_then(|spec| spec.host_network) == Some(true);
+    if on_host {
+        return Some(Network { ips: Vec::new(), netns: None });
+    }
+    let addresses = kept.status.as_ref()?.pod_ips.iter().flatten();
+    let ips: Vec<String> = addresses.map(|address| address.ip.clone()).collect();
+    let is_known = kept.netns.is_some() && !ips.is_empty();
+    is_known.then(|| Network { ips, netns: kept.netns.clone() })
 }
 
 /// What a worker begins with.

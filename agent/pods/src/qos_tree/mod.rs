@@ -45,8 +45,8 @@ pub const CHECK: Duration = Duration::from_secs(10);
 const RETRY: Duration = Duration::from_millis(500);
 /// The pause after what a change of the pods made necessary is this many times what that took, and at most
 /// [`LONGEST_PAUSE`]: the values of all pods follow from all of them, and in a storm they change without end.
-const PAUSE_PER_SYNC: u32 = 9;
-const LONGEST_PAUSE: Duration = Duration::from_millis(200);
+const PAUSE_PER_SYNC: u32 = 49;
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 /// How long systemd may take to write all values anew, once it has said that it read its units.
 const REWRITE: Duration = Duration::from_millis(500);
 
