@@ -56,11 +56,13 @@ mod assigned;
 mod debugging;
 mod exits;
 mod failing;
+mod keeping;
 mod resizing;
 mod resuming;
 mod totals;
 
 use self::active::DeviceNews;
+use self::keeping::runtime_pod;
 use self::resuming::{control_of, next_counts, remember};
 use self::totals::{Share, Totals};
 
@@ -168,17 +170,6 @@ impl Managed {
     /// is.
     fn may_resize(&self) -> bool {
         !self.terminating() && self.kept.failure.is_none()
-    }
-
-    /// Keeps as much of the pod as takes it away again, and its amounts. A digest of all of it is among that,
-    /// and the pod changes less often than its status.
-    fn keep_pod(&mut self) {
-        if self.kept_of.as_ref().is_some_and(|of| Arc::ptr_eq(of, &self.pod)) {
-            return;
-        }
-        self.kept.origin = runtime_pod(&self.pod);
-        self.kept.accepted = Some(resize::Accepted::of(&self.pod));
-        self.kept_of = Some(Arc::clone(&self.pod));
     }
 
     /// Its status as of now. Until the runtime was asked, what was known before the restart stands.
@@ -864,18 +855,6 @@ fn is_forgotten(known: &core::PodStatus, seen: &Observation) -> bool {
 /// How often a pod's manifest was put back so far.
 fn put_back(desired: &Desired, uid: &str) -> u64 {
     desired.put_back.get(uid).copied().unwrap_or_default()
-}
-
-/// As much of a pod as takes it away again.
-fn runtime_pod(pod: &core::Pod) -> RuntimePod {
-    RuntimePod {
-        name: PodName::of(pod),
-        grace: beelet_model::pod::grace_period(pod),
-        manifest: manifest_of(pod),
-        hash: hash_of(pod),
-        shape: Some(resize::shape(pod)),
-        origin: Origin::of(pod),
-    }
 }
 
 fn manifest_of(pod: &core::Pod) -> Option<PathBuf> {

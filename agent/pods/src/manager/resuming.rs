@@ -55,7 +55,7 @@ pub(super) fn next_counts(status: Option<&core::PodStatus>) -> BTreeMap<String, 
     .collect()
 }
 
-/// The network of a pod's sandbox, as an agent before this one had it of the runtime; None if that isn't known.
+/// The network of a pod's sandbox, as an agent before this one had it of the runtime; None if it isn't known.
 pub(super) fn network_of(kept: &PodRecord, pod: &core::Pod) -> Option<Network> {
     let on_host = pod.spec.as_ref().and_then(|spec| spec.host_network) == Some(true);
     if on_host {
