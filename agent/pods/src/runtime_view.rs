@@ -329,7 +329,7 @@ fn netns(info: &str) -> Option<PathBuf> {
     #[derive(Default, Deserialize)]
     #[serde(default, rename_all = "camelCase")]
     struct Info {
-        pid: u32,
+        pid: Option<i64>,
         runtime_spec: Option<Spec>,
     }
     #[derive(Deserialize)]
@@ -338,20 +338,19 @@ fn netns(info: &str) -> Option<PathBuf> {
     }
     #[derive(Deserialize)]
     struct Linux {
-        #[serde(default)]
-        namespaces: Vec<Namespace>,
+        namespaces: Option<Vec<Namespace>>,
     }
     #[derive(Deserialize)]
     struct Namespace {
-        r#type: String,
-        #[serde(default)]
-        path: PathBuf,
+        r#type: Option<String>,
+        path: Option<PathBuf>,
     }
     let info: Info = serde_json::from_str(info).ok()?;
-    let namespaces = info.runtime_spec.and_then(|spec| spec.linux).map(|linux| linux.namespaces);
-    let network = namespaces.into_iter().flatten().find(|namespace| namespace.r#type == "network");
-    let of_spec = network.map(|namespace| namespace.path).filter(|path| !path.as_os_str().is_empty());
-    of_spec.or_else(|| (info.pid > 0).then(|| PathBuf::from(format!("/proc/{}/ns/net", info.pid))))
+    let namespaces = info.runtime_spec.and_then(|spec| spec.linux?.namespaces);
+    let network = namespaces.into_iter().flatten().find(|one| one.r#type.as_deref() == Some("network"));
+    let of_spec = network.and_then(|network| network.path).filter(|path| !path.as_os_str().is_empty());
+    let of_process = || Some(PathBuf::from(format!("/proc/{}/ns/net", info.pid.filter(|pid| *pid > 0)?)));
+    of_spec.or_else(of_process)
 }
 
 fn container(listed: &cri::Container, status: &cri::ContainerStatus) -> pod::Container {
@@ -477,6 +476,11 @@ mod tests {
             Some("/proc/7/ns/net"),
         );
         check(r#"{"pid":0}"#, None);
+        check(
+            r#"{"pid":null,"runtimeSpec":{"linux":{"namespaces":[{"path":"/a"},{"type":"network","path":"/b"}]}}}"#,
+            Some("/b"),
+        );
+        check(r#"{"pid":7,"runtimeSpec":{"linux":{"namespaces":null}}}"#, Some("/proc/7/ns/net"));
         check("not json", None);
     }
 }

@@ -27,6 +27,8 @@ mod foreign;
 use beelet_codec::data;
 
 pub use beelet_base::lock::{Lock, LockError};
+/// The text of a value, or of a part of one, as a record holds it.
+pub use beelet_codec::data::to_json as json_text;
 pub use foreign::ForeignFile;
 
 /// The first line of a record is this and the checksum of all that follows.
@@ -317,14 +319,6 @@ impl State {
 
 fn to_json<T: Serialize>(name: &str, value: &T) -> Result<String, StateError> {
     json_text(value).map_err(|source| StateError::Encode { name: name.to_owned(), source })
-}
-
-/// The text of a value, or of a part of one, as a record holds it.
-///
-/// # Errors
-/// The value has no form in JSON.
-pub fn json_text<T: Serialize>(value: &T) -> Result<String, serde_json::Error> {
-    data::to_json(value)
 }
 
 /// The bytes of a record's file, of its value's text.
