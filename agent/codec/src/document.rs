@@ -10,11 +10,12 @@
 //!
 //! This module must never read a file, never panic whatever the text, and never know what the fields mean.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
-use serde_saphyr::{Location, Spanned};
+use serde_saphyr::{DuplicateKeyPolicy, Location, Spanned};
 
 /// Deepest nesting of mappings and lists.
 const MAX_DEPTH: usize = 100;
@@ -73,6 +74,39 @@ impl Document {
     #[must_use]
     pub fn start(&self) -> (u64, u64) {
         self.lines.position(&self.lines.root)
+    }
+
+    /// Every key that a mapping of this document has more than once: its path, and the line and column (both
+    /// from 1) of its last place. Only [`parse_repeating`] lets such a document through.
+    #[must_use]
+    pub fn repeated(&self) -> Vec<(String, (u64, u64))> {
+        let mut found = Vec::new();
+        let mut pending = vec![(String::new(), &self.lines.root)];
+        while let Some((path, place)) = pending.pop() {
+            match &place.children {
+                Children::None => {}
+                Children::List(items) => {
+                    pending.extend(items.iter().enumerate().map(|(i, item)| (format!("{path}[{i}]"), item)));
+                }
+                Children::Map(entries) => {
+                    let mut last: BTreeMap<&str, (&NodePlace, usize)> = BTreeMap::new();
+                    for (key, child) in entries {
+                        let seen = last.get(&**key).map_or(0, |(_, seen)| *seen);
+                        last.insert(key, (child, seen + 1));
+                    }
+                    let dot = if path.is_empty() { "" } else { "." };
+                    for (key, (child, seen)) in last {
+                        let path = format!("{path}{dot}{key}");
+                        if seen > 1 {
+                            found.push((path.clone(), self.lines.position(child)));
+                        }
+                        pending.push((path, child));
+                    }
+                }
+            }
+        }
+        found.sort_by_key(|(_, place)| *place);
+        found
     }
 
     /// The items of the list in the field `name`, each as a document of its own with the places that it has
@@ -189,18 +223,29 @@ pub fn parse_within(text: &str, limits: Limits) -> Result<Vec<Document>, Documen
     parse_below(0, text, limits)
 }
 
+/// As [`parse_within`], but the last value of a key counts that a mapping has more than once, as in the
+/// lenient decoding of `KubeletConfiguration` (`DecodeKubeletConfigurationIntoInternal` of the kubelet):
+/// [`Document::repeated`] lists such keys.
+///
+/// # Errors
+/// The text is neither YAML nor JSON, or exceeds `limits`.
+pub fn parse_repeating(text: &str, limits: Limits) -> Result<Vec<Document>, DocumentError> {
+    let below = |node: Node| Document { value: node.value, lines: LineIndex { root: node.place, above: 0 } };
+    read(text, limits, DuplicateKeyPolicy::PassThrough).map(|nodes| nodes.into_iter().map(below).collect())
+}
+
 /// The same for a text that is a part of a file, with `above` lines before it: places are those of the file.
 ///
 /// # Errors
 /// As for [`parse`].
 pub fn parse_below(above: u64, text: &str, limits: Limits) -> Result<Vec<Document>, DocumentError> {
-    let documents =
-        read(text, limits).map_err(|error| DocumentError { line: above + error.line, ..error })?;
+    let documents = read(text, limits, DuplicateKeyPolicy::Error)
+        .map_err(|error| DocumentError { line: above + error.line, ..error })?;
     let below = |node: Node| Document { value: node.value, lines: LineIndex { root: node.place, above } };
     Ok(documents.into_iter().map(below).collect())
 }
 
-fn read(text: &str, limits: Limits) -> Result<Vec<Node>, DocumentError> {
+fn read(text: &str, limits: Limits, duplicates: DuplicateKeyPolicy) -> Result<Vec<Node>, DocumentError> {
     if text.len() > limits.bytes {
         let message = format!("the text has {} bytes; at most {} are read", text.len(), limits.bytes);
         return Err(DocumentError { line: 1, column: 1, message });
@@ -208,7 +253,7 @@ fn read(text: &str, limits: Limits) -> Result<Vec<Node>, DocumentError> {
     // Kubernetes' own files come with a byte order mark from some editors.
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     on_a_deep_stack(|| {
-        serde_saphyr::from_multiple_with_options::<Node>(text, options(limits))
+        serde_saphyr::from_multiple_with_options::<Node>(text, options(limits, duplicates))
             .map_err(|error| describe(&error, limits))
     })
 }
@@ -229,8 +274,9 @@ fn on_a_deep_stack<T: Send>(
     })
 }
 
-fn options(limits: Limits) -> serde_saphyr::Options {
+fn options(limits: Limits, duplicates: DuplicateKeyPolicy) -> serde_saphyr::Options {
     serde_saphyr::options! {
+        duplicate_keys: duplicates,
         budget: serde_saphyr::budget! {
             max_depth: MAX_DEPTH,
             flow_nesting_limit: MAX_DEPTH,
@@ -330,6 +376,14 @@ impl<'de> Deserialize<'de> for Content {
     }
 }
 
+/// The whole number that `value` is, if an `i64` has it: Kubernetes' readers turn YAML into JSON first, where
+/// Go's encoder writes `1e+06` and `8080.0` without exponent and point (`encoding/json`, `floatEncoder`).
+fn whole(value: f64) -> Option<i64> {
+    // Below 2^63 in both directions; above, Go's decoder refuses the number as well.
+    let in_range = (-(i64::MAX as f64)..i64::MAX as f64).contains(&value);
+    (value.fract() == 0.0 && in_range).then_some(value as i64)
+}
+
 struct ContentVisitor;
 
 impl<'de> Visitor<'de> for ContentVisitor {
@@ -352,6 +406,9 @@ impl<'de> Visitor<'de> for ContentVisitor {
     }
 
     fn visit_f64<E: de::Error>(self, value: f64) -> Result<Content, E> {
+        if let Some(whole) = whole(value) {
+            return Ok(Content::scalar(whole));
+        }
         match Number::from_f64(value) {
             Some(number) => Ok(Content::scalar(Value::Number(number))),
             None => Err(E::custom("a number must be finite")),
@@ -429,7 +486,7 @@ mod tests {
         check_value("a: 0x1f", &json!({"a": 31}));
         check_value("a: -3", &json!({"a": -3}));
         check_value("a: 0.5", &json!({"a": 0.5}));
-        check_value("a: 1e3", &json!({"a": 1000.0}));
+        check_value("a: 1e3", &json!({"a": 1000}));
         check_value("a: '0644'", &json!({"a": "0644"}));
         check_value("a: 250m", &json!({"a": "250m"}));
         check_value("a: 1.2.3", &json!({"a": "1.2.3"}));
@@ -527,11 +584,22 @@ spec:
         check_error("a: 1\nb: [1, 2\n", 2, "unclosed bracket '['");
         check_error("a: 1\n\tb: 2\n", 1, "found a tab");
         check_error("a: 1\na: 2\n", 2, "the key \"a\" is there twice");
+        check_error("a: 1\nb: {c: 1, c: 2}\n", 2, "the key \"c\" is there twice");
         check_error("a: *nowhere\n", 1, "unknown anchor");
         check_error("a: .inf\n", 1, "\".inf\" is not a finite number");
         check_error("a: 1e999\n", 1, "\"1e999\" is not a finite number");
         check_error("{\"a\": 1,\n \"b\" 2}\n", 2, "invalid trailing content");
         check_error("a: 1\n---\nb: }\n", 3, "misplaced bracket");
+    }
+
+    #[test]
+    fn the_last_value_of_a_repeated_key_counts_where_that_is_asked_for() {
+        let text = "a: 1\nb:\n- {c: 1, c: {d: 2}}\na: 3\n";
+        let document = parse_repeating(text, Limits::MANIFEST).unwrap().remove(0);
+        assert_eq!(document.value, json!({"a": 3, "b": [{"c": {"d": 2}}]}));
+        assert_eq!(document.repeated(), [("b[0].c".to_owned(), (3, 10)), ("a".to_owned(), (4, 4))]);
+        assert_eq!(document.locate("a"), Some((4, 4)));
+        assert_eq!(one("a: 1\nb: [{c: 1}]\n").repeated(), []);
     }
 
     #[test]
