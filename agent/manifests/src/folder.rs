@@ -553,7 +553,8 @@ mod tests {
         check(&mut folder, &["web-node1@/m/b.yaml"], &[]);
         // Whatever its name and its time say.
         put_at(&mut folder, "a.yaml", &pod("web", ""), 1);
-        let clash = "a.yaml: metadata.name: the Pod default/web-node1 is in /m/b.yaml already: the file that had it first";
+        let clash =
+            "a.yaml: metadata.name: the Pod default/web-node1 is in /m/b.yaml already: only one of the two";
         let desired = check(&mut folder, &["web-node1@/m/b.yaml"], &[clash]);
         assert!(desired.unreadable.is_empty());
         put(&mut folder, "b.yaml", "kind: [");
@@ -571,11 +572,26 @@ mod tests {
     }
 
     #[test]
-    fn after_a_restart_the_recorded_file_has_the_name_else_the_one_that_was_changed_first() {
+    fn a_file_with_another_ending_never_has_the_name_before_a_manifest() {
+        let mut folder = folder();
+        put_at(&mut folder, "shop.yaml.v1", &pod("web", ""), 1);
+        put_at(&mut folder, "shop.yaml", &pod("web", ""), 9);
+        let clash = "shop.yaml.v1: metadata.name: the Pod default/web-node1 is in /m/shop.yaml already";
+        check(&mut folder, &["web-node1@/m/shop.yaml"], &[clash]);
+        // Also where the other file had the name: `mv shop.yaml shop.yaml.v1`, then a new shop.yaml.
+        folder.forget(Path::new("/m/shop.yaml"));
+        check(&mut folder, &["web-node1@/m/shop.yaml.v1"], &[]);
+        put(&mut folder, "shop.yaml", &pod("web", ""));
+        check(&mut folder, &["web-node1@/m/shop.yaml"], &[clash]);
+    }
+
+    #[test]
+    fn after_a_restart_the_recorded_file_has_the_name_else_the_shortest_and_first() {
         let files = |recorded: Option<&str>| {
             let mut folder = folder();
             let owner = recorded.map(|file| ("Pod default/web-node1".to_owned(), Path::new("/m").join(file)));
             folder.remember(owner.into_iter().collect());
+            put_at(&mut folder, "a-copy.yaml", &pod("web", ""), 1);
             put_at(&mut folder, "a.yaml", &pod("web", ""), 5);
             put_at(&mut folder, "b.yaml", &pod("web", ""), 2);
             put_at(&mut folder, "c.yaml", &pod("web", ""), 2);
@@ -587,8 +603,9 @@ mod tests {
         };
         check(Some("c.yaml"), "c.yaml");
         check(Some("a.yaml"), "a.yaml");
-        check(None, "b.yaml");
-        check(Some("gone.yaml"), "b.yaml");
+        check(Some("a-copy.yaml"), "a-copy.yaml");
+        check(None, "a.yaml");
+        check(Some("gone.yaml"), "a.yaml");
     }
 
     #[test]

@@ -2,10 +2,11 @@
 //! from the file that a pod runs from.
 //!
 //! What is kept is written without waiting for the disk. A power cut ends every pod; the record may be lost
-//! with it, and then the file that was changed first has a name.
+//! with it, and then the names of the files decide ([`Claims`]).
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tokio::sync::watch;
@@ -22,9 +23,10 @@ const NAME: &str = "manifests";
 /// Which file has an object's name, by kind and name ([`key`]).
 pub(super) type Owners = BTreeMap<String, PathBuf>;
 
-/// Which file has which name and UID. A copy of a manifest must not take the name from the pod that runs: the
-/// file that had a name keeps it, also while it can't be read; of files of which none had it, the one that
-/// was changed first.
+/// Which file has which name and UID. Of two files with one name, a file that ends in `.yaml`, `.yml` or `.json`
+/// counts before any other, because a backup is what has another ending. Then the file that had the name keeps it,
+/// also while the agent can't read it: a copy of a manifest must not take the name from the pod that runs. Then the
+/// shorter file name counts, then the first in order. Modification times decide nothing: a backup is always older.
 #[derive(Debug, Default)]
 pub(super) struct Claims {
     pub(super) owners: Owners,
@@ -41,11 +43,13 @@ impl Claims {
                 claims.owners.insert(key.clone(), file.clone());
             }
         }
-        let wanted = files.iter().filter_map(|(path, file)| Some((path, file, file.good.as_ref()?)));
-        let mut wanted: Vec<_> = wanted.map(|(path, file, good)| (path, file, good, key(good))).collect();
-        wanted.sort_by_key(|(path, file, _, key)| (before.get(key) != Some(*path), file.modified, *path));
+        let wanted = files.iter().filter_map(|(path, file)| Some((path, file.good.as_ref()?)));
+        let mut wanted: Vec<_> = wanted.map(|(path, good)| (path, good, key(good))).collect();
+        wanted.sort_by_key(|(path, _, key)| {
+            (!has_usual_ending(path), before.get(key) != Some(*path), path.as_os_str().len(), *path)
+        });
         let mut uids: BTreeMap<&str, &PathBuf> = BTreeMap::new();
-        for (path, _, good, key) in wanted {
+        for (path, good, key) in wanted {
             let uid = match good {
                 Good::Pod(good) => good.pod.metadata.uid.as_deref(),
                 _ => None,
@@ -56,7 +60,7 @@ impl Claims {
                 (None, None) => None,
             };
             if let Some((owner, what)) = owner {
-                let rule = "the file that had it first keeps it; change or remove the other";
+                let rule = "only one of the two files counts; change or remove the other";
                 let sentence = format!("{what} is in {} already: {rule}", owner.display());
                 claims.refused.insert(path.clone(), (owner.clone(), sentence));
                 continue;
@@ -66,6 +70,11 @@ impl Claims {
         }
         claims
     }
+}
+
+/// Returns true if a file has an ending that people give to manifests.
+fn has_usual_ending(path: &Path) -> bool {
+    path.extension().and_then(OsStr::to_str).is_some_and(|end| matches!(end, "yaml" | "yml" | "json"))
 }
 
 /// What no two files may describe: a kind and a name.
@@ -91,12 +100,12 @@ pub(super) fn load(state: &State) -> Owners {
         Ok(Loaded::Absent) => Owners::new(),
         Ok(Loaded::Quarantined { moved_to, reason }) => {
             warn!(?moved_to, %reason, "the record of manifests was damaged and set aside; of two files with one pod's \
-                name the one that was changed first counts");
+                name the one with the usual ending and the shorter name counts");
             Owners::new()
         }
         Err(error) => {
-            warn!(%error, "the record of manifests can't be read; of two files with one pod's name the one that was \
-                changed first counts");
+            warn!(%error, "the record of manifests can't be read; of two files with one pod's name the one with the \
+                usual ending and the shorter name counts");
             Owners::new()
         }
     }

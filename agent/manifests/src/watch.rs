@@ -65,7 +65,7 @@ pub(super) fn change<'a>(from: From<'_>, mask: EventMask, name: Option<&'a OsStr
 /// begin with a dot, so a manifest may be called anything here too; but what editors, `sed -i` and package
 /// managers leave beside the real one, and what is written for people, is none.
 pub(super) fn is_manifest_name(name: &OsStr) -> bool {
-    const NO_MANIFESTS: [&str; 19] = [
+    const NO_MANIFESTS: [&str; 25] = [
         "~",
         ".swp",
         ".swo",
@@ -73,6 +73,12 @@ pub(super) fn is_manifest_name(name: &OsStr) -> bool {
         ".tmp",
         ".part",
         ".bak",
+        "-bak",
+        "_bak",
+        ".bkp",
+        ".backup",
+        ".disabled",
+        ".off",
         ".old",
         ".save",
         ".orig",
@@ -292,5 +298,13 @@ mod tests {
         check("README.txt", false);
         check("NOTES.md", false);
         check("web.yaml.old", false);
+        check("web.yaml-bak", false);
+        check("web.yaml_bak", false);
+        check("web.yaml.backup", false);
+        check("web.yaml.bkp", false);
+        check("web.yaml.disabled", false);
+        check("web.off", false);
+        check("etcd-backup", true);
+        check("disabled", true);
     }
 }
