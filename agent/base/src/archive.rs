@@ -52,7 +52,7 @@ pub enum ArchiveError {
     #[error(transparent)]
     Read(#[from] io::Error),
     /// A header is none.
-    #[error("byte {0} does not begin a tar header: is it a tar archive, and not compressed?")]
+    #[error("byte {0} does not begin a tar header: the file is no tar archive")]
     NotAHeader(u64),
     /// It is cut off.
     #[error("it ends in the middle")]

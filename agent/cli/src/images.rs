@@ -68,7 +68,7 @@ struct RmArgs {
 
 #[derive(Debug, Args)]
 struct ImportArgs {
-    /// Archives, plain or compressed by gzip; `-`: standard input.
+    /// Archives, uncompressed or compressed with gzip or zstd; `-` reads standard input.
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
     /// The name of the only image of the archive, whatever it says.

@@ -30,8 +30,9 @@ const PERIOD: Duration = Duration::from_secs(30);
 const MOST: usize = 1000;
 /// Room for events of the kernel.
 const BUFFER: usize = 16 << 10;
-/// How archives are called. Those that are compressed in another way are told of.
-const ENDINGS: [&[u8]; 6] = [b".tar", b".tar.gz", b".tgz", b".tar.zst", b".tar.xz", b".tar.bz2"];
+/// Endings of archives. An archive in a compression that is not read becomes an event that names it.
+const ENDINGS: [&[u8]; 8] =
+    [b".tar", b".tar.gz", b".tgz", b".tar.zst", b".tzst", b".tar.xz", b".tar.bz2", b".tar.lz4"];
 
 /// What it needs.
 #[derive(Debug)]

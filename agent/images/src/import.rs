@@ -1,11 +1,12 @@
 //! Images from an archive into the runtime's store, without a registry: what `docker save`, `podman save`,
-//! `skopeo copy`, `ctr images export` and `beelet images export` write, plain or compressed by gzip.
+//! `skopeo copy`, `ctr images export` and `beelet images export` write, plain or compressed by gzip or zstd.
 //!
 //! The archive is read once, from front to back: blobs go to the store as they come, and what belongs
 //! together is known at its end. What is in it is hostile: names, counts and what is kept in memory are
 //! bounded, and nothing is written to any path. No image gets a name before all of it is there.
 
 mod blobs;
+mod compression;
 
 use std::collections::{BTreeMap, HashSet};
 use std::io::{self, Read};
@@ -62,7 +63,9 @@ pub enum ImportError {
     )]
     NoImage,
     /// Nobody says what an image is called.
-    #[error("an image in the archive has no name: say --name NAME")]
+    #[error(
+        "an image in the archive has no name: say --name NAME to `beelet images import`, or save it by its name"
+    )]
     NoName,
     /// A name for several images.
     #[error("the archive holds {0} images: a name can be given to one alone")]

@@ -1,17 +1,17 @@
 //! The runtime's own store as the place where an archive's blobs go.
 
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, Read};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use beelet_base::blocking::blocking;
 use beelet_cri::store::{Blob, Lease, Store};
 use beelet_cri::{Operation, Runtime};
-use flate2::bufread::MultiGzDecoder;
 use jiff::Timestamp;
 use sha2::{Digest as _, Sha256};
 use tokio::runtime::Handle;
 
+use super::compression::decompressed;
 use super::{Blobs, ImportError, Imported, MOST_JSON};
 use crate::layout::{Descriptor, Platform};
 
@@ -22,8 +22,6 @@ const SHOWN: Duration = Duration::from_secs(15);
 const ASKED: Duration = Duration::from_millis(50);
 /// A lease that an agent which was killed could not give back ends after this.
 const LEASE: jiff::SignedDuration = jiff::SignedDuration::from_hours(24);
-/// Begin of what gzip has compressed.
-const GZIP: [u8; 2] = [0x1f, 0x8b];
 
 /// What is asked of an import.
 #[derive(Clone, Debug, Default)]
@@ -59,7 +57,7 @@ pub async fn import(
     };
     let name = wanted.name;
     let imported = blocking("importing images", move || {
-        super::read(plain(archive)?, name.as_deref(), &Platform::own(), &mut door)
+        super::read(decompressed(archive)?, name.as_deref(), &Platform::own(), &mut door)
     })
     .await;
     store.release(lease).await?;
@@ -80,15 +78,6 @@ async fn shown(runtime: &Runtime, name: &str) -> Result<(), ImportError> {
     };
     let shown = tokio::time::timeout(SHOWN, asking).await;
     shown.unwrap_or_else(|_| Err(ImportError::NotShown(name.to_owned())))
-}
-
-/// The archive without gzip's compression.
-fn plain(archive: impl Read + Send + 'static) -> io::Result<Box<dyn Read>> {
-    let mut archive = BufReader::with_capacity(PIECE, archive);
-    if archive.fill_buf()?.starts_with(&GZIP) {
-        return Ok(Box::new(MultiGzDecoder::new(archive)));
-    }
-    Ok(Box::new(archive))
 }
 
 /// A name that no other import has.

@@ -1,0 +1,169 @@
+//! An archive without its compression, which its first bytes tell: gzip and zstd, as containerd's own import takes
+//! them. Must never need more memory than one zstd window, of which the decoder takes 128 MiB at most.
+
+use std::fmt;
+use std::io::{self, BufRead, BufReader, Read};
+
+use flate2::bufread::MultiGzDecoder;
+use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
+use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
+
+/// Bytes that are read of the archive at a time.
+const PIECE: usize = 1 << 20;
+
+/// First bytes of a gzip member (RFC 1952).
+const GZIP: &[u8] = &[0x1f, 0x8b];
+/// First bytes of a zstd frame (RFC 8878).
+const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
+/// What follows the first byte (0x50 to 0x5f) of a zstd frame that is skipped.
+const SKIPPED: &[u8] = &[0x2a, 0x4d, 0x18];
+/// First bytes of what is compressed in a way that is not read, each with its name.
+const OTHERS: [(&[u8], &str); 3] =
+    [(&[0xfd, b'7', b'z', b'X', b'Z', 0], "xz"), (b"BZh", "bzip2"), (&[0x04, 0x22, 0x4d, 0x18], "lz4")];
+
+/// The content of `archive`, decompressed while it is read.
+///
+/// # Errors
+/// The archive can't be read, or is compressed in another way than by gzip or zstd.
+pub(super) fn decompressed(archive: impl Read + Send + 'static) -> io::Result<Box<dyn Read>> {
+    let mut archive = BufReader::with_capacity(PIECE, archive);
+    let begin = archive.fill_buf()?;
+    if let Some((_, name)) = OTHERS.iter().find(|(magic, _)| begin.starts_with(magic)) {
+        return Err(io::Error::other(format!("compressed by {name}; use gzip, zstd or no compression")));
+    }
+    if begin.starts_with(GZIP) {
+        return Ok(Box::new(MultiGzDecoder::new(archive)));
+    }
+    let is_skipped = matches!(begin, [0x50..=0x5f, rest @ ..] if rest.starts_with(SKIPPED));
+    if is_skipped || begin.starts_with(ZSTD) {
+        return Ok(Box::new(ZstdFrames::new(archive)));
+    }
+    Ok(Box::new(archive))
+}
+
+/// One zstd frame after the other: parallel compressors write several, and frames to be skipped between them.
+struct ZstdFrames<R> {
+    archive: R,
+    decoder: FrameDecoder,
+    in_frame: bool,
+}
+
+impl<R: BufRead> ZstdFrames<R> {
+    fn new(archive: R) -> Self {
+        Self { archive, decoder: FrameDecoder::new(), in_frame: false }
+    }
+
+    /// Reads on to the next frame with content; false at the end of the archive.
+    fn next_frame(&mut self) -> io::Result<bool> {
+        while !self.archive.fill_buf()?.is_empty() {
+            match self.decoder.reset(&mut self.archive) {
+                Ok(()) => return Ok(true),
+                Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame {
+                    length,
+                    ..
+                })) => {
+                    let skipped = io::copy(&mut (&mut self.archive).take(length.into()), &mut io::sink())?;
+                    if skipped < u64::from(length) {
+                        return Err(io::ErrorKind::UnexpectedEof.into());
+                    }
+                }
+                Err(error) => return Err(broken(&error)),
+            }
+        }
+        Ok(false)
+    }
+
+    /// An error if the frame that ends here is not as it was written.
+    fn check_sum(&self) -> io::Result<()> {
+        match (self.decoder.get_checksum_from_data(), self.decoder.get_calculated_checksum()) {
+            (Some(written), Some(read)) if written != read => Err(broken(&"the checksum differs")),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl<R: BufRead> Read for ZstdFrames<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        loop {
+            if !self.in_frame {
+                self.in_frame = !bytes.is_empty() && self.next_frame()?;
+                if !self.in_frame {
+                    return Ok(0);
+                }
+            }
+            if self.decoder.can_collect() > 0 {
+                return self.decoder.read(bytes);
+            }
+            if self.decoder.is_finished() {
+                self.check_sum()?;
+                self.in_frame = false;
+                continue;
+            }
+            let decoded = self.decoder.decode_blocks(&mut self.archive, BlockDecodingStrategy::UptoBlocks(1));
+            decoded.map_err(|error| broken(&error))?;
+        }
+    }
+}
+
+fn broken(error: &dyn fmt::Display) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("broken zstd frame: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use ruzstd::encoding::{CompressionLevel, compress_to_vec};
+
+    use super::*;
+
+    fn content(archive: Vec<u8>) -> io::Result<Vec<u8>> {
+        let mut content = Vec::new();
+        decompressed(io::Cursor::new(archive))?.read_to_end(&mut content)?;
+        Ok(content)
+    }
+
+    fn zstd(text: &[u8]) -> Vec<u8> {
+        compress_to_vec(text, CompressionLevel::Fastest)
+    }
+
+    #[test]
+    fn the_first_bytes_say_how_an_archive_is_compressed() {
+        let text = b"an archive".repeat(100_000);
+        let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gzip.write_all(&text).unwrap();
+        assert_eq!(content(text.clone()).unwrap(), text);
+        assert_eq!(content(gzip.finish().unwrap()).unwrap(), text);
+        assert_eq!(content(zstd(&text)).unwrap(), text);
+        assert_eq!(content(Vec::new()).unwrap(), b"");
+    }
+
+    #[test]
+    fn zstd_frames_follow_each_other_and_some_are_skipped() {
+        let skipped = [&[0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0][..], b"abc"].concat();
+        let frames = [&skipped[..], &zstd(b"one"), &skipped, &zstd(b""), &zstd(b"two")].concat();
+        assert_eq!(content(frames).unwrap(), b"onetwo");
+    }
+
+    #[test]
+    fn a_broken_archive_is_an_error() {
+        let whole = zstd(&b"an archive".repeat(1000));
+        let check = |bytes: &[u8]| assert!(content(bytes.to_vec()).is_err(), "{} bytes", bytes.len());
+        for length in [4, 5, 8, whole.len() - 1] {
+            check(&whole[..length]);
+        }
+        check(&[&whole[..], b"and more"].concat());
+        check(&[0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, b'a']);
+    }
+
+    #[test]
+    fn another_compression_is_named() {
+        let check = |begin: &[u8], expected: &str| {
+            let error = content([begin, &[0; 100]].concat()).unwrap_err().to_string();
+            assert_eq!(error, expected);
+        };
+        check(b"\xfd7zXZ\0", "compressed by xz; use gzip, zstd or no compression");
+        check(b"BZh9", "compressed by bzip2; use gzip, zstd or no compression");
+        check(b"\x04\x22\x4d\x18", "compressed by lz4; use gzip, zstd or no compression");
+    }
+}
