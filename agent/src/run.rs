@@ -17,7 +17,7 @@ use crate::{
     spans::Exporter,
 };
 use beelet_cli::{USAGE, failed};
-use beelet_config::{Config, CredentialProviders, Tracing};
+use beelet_config::{Config, ConfigFaults, CredentialProviders, Tracing};
 use beelet_kubelet_api::Verbosity;
 
 /// Arguments of `beelet run`.
@@ -98,8 +98,8 @@ pub(crate) enum LogFormat {
 pub(crate) fn run(args: &RunArgs) -> ExitCode {
     let (mut config, warnings) = match Config::load(&args.config) {
         Ok(loaded) => loaded,
-        Err(error) => {
-            eprintln!("error: {error}");
+        Err(faults) => {
+            print_faults(&faults, args.check);
             if !args.config.exists() {
                 eprintln!("`beelet config init` writes one for this machine");
             }
@@ -143,6 +143,17 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
         None => pod_cidr::configured(builder, &config),
     };
     end(start(builder, config))
+}
+
+/// Prints everything that is wrong with a configuration; where a check was asked for, with everything that has no
+/// effect.
+pub(crate) fn print_faults(faults: &ConfigFaults, with_warnings: bool) {
+    for warning in faults.warnings.iter().filter(|_| with_warnings) {
+        eprintln!("warning: {warning}");
+    }
+    for error in &faults.errors {
+        eprintln!("error: {error}");
+    }
 }
 
 /// The exit code of the program.

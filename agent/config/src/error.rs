@@ -16,14 +16,35 @@ pub struct ConfigError {
     pub message: String,
 }
 
-/// Something in a configuration that has no effect. Prints like a [`ConfigError`].
+/// Why settings cannot be used: every fault that was found, and everything that has no effect, so that a person
+/// who moves a kubelet's file here sees the whole list at once. Prints as one line per fault.
+#[derive(Debug, Clone, Default, PartialEq, Eq, thiserror::Error)]
+#[error("{}", lines(.errors))]
+pub struct ConfigFaults {
+    /// The faults; at least one. A fault may hide others in the same field.
+    pub errors: Vec<ConfigError>,
+    /// Settings without an effect.
+    pub warnings: Vec<Warning>,
+}
+
+impl From<ConfigError> for ConfigFaults {
+    fn from(error: ConfigError) -> Self {
+        Self { errors: vec![error], warnings: Vec::new() }
+    }
+}
+
+fn lines(errors: &[ConfigError]) -> String {
+    errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
+}
+
+/// Something in a configuration that has no effect, or not the whole effect. Prints like a [`ConfigError`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Warning {
     /// Where it is.
     pub place: FilePlace,
     /// The field, from its document's root.
     pub field: String,
-    /// Why it has no effect.
+    /// Why it has no effect, or which effect it has instead.
     pub message: String,
 }
 

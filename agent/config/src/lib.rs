@@ -45,7 +45,7 @@ mod values;
 mod words;
 
 pub use credential_providers::{CredentialProvider, CredentialProviders, ProviderVersion, TokenAttributes};
-pub use error::{ConfigError, FilePlace, Warning};
+pub use error::{ConfigError, ConfigFaults, FilePlace, Warning};
 pub use load::{Setting, Sources};
 pub use pressure::{Eviction, EvictionTexts, ImageGc};
 pub use server::{Authorization, CIPHER_SUITES, Server, TlsFiles, TlsVersion};
@@ -353,9 +353,10 @@ impl Config {
     /// Reads `path`. An empty file, or one with only one of the two documents, is the defaults for the rest.
     ///
     /// # Errors
-    /// The file cannot be read, is not YAML or JSON, has a document of another kind, an unknown field or a
-    /// bad value.
-    pub fn load(path: &Path) -> Result<(Self, Vec<Warning>), ConfigError> {
+    /// The file cannot be read, is not YAML or JSON, has a document of another kind, an unknown field of a
+    /// `BeeletConfiguration` or a bad value. An unknown field of a `KubeletConfiguration` is a warning, as to the
+    /// kubelet.
+    pub fn load(path: &Path) -> Result<(Self, Vec<Warning>), ConfigFaults> {
         load::load(path)
     }
 
@@ -363,7 +364,7 @@ impl Config {
     ///
     /// # Errors
     /// As for [`Config::load`], of any of them.
-    pub fn layered(sources: Sources) -> Result<(Self, Vec<Warning>), ConfigError> {
+    pub fn layered(sources: Sources) -> Result<(Self, Vec<Warning>), ConfigFaults> {
         load::layered(sources)
     }
 
@@ -371,7 +372,7 @@ impl Config {
     ///
     /// # Errors
     /// This machine's hostname cannot name a node.
-    pub fn with_defaults() -> Result<(Self, Vec<Warning>), ConfigError> {
+    pub fn with_defaults() -> Result<(Self, Vec<Warning>), ConfigFaults> {
         load::parse(Path::new("the defaults"), "")
     }
 

@@ -1,6 +1,6 @@
 //! From a file to the two documents: which kind each is, which fields it has, where each stands.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::Read;
 use std::marker::PhantomData;
@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::beelet::BeeletWire;
-use super::error::Problem;
+use super::error::{ConfigFaults, Problem};
 use super::kubelet::KubeletWire;
 use super::{Config, ConfigError, FilePlace, Warning, fields, resolve, unsupported};
 use beelet_codec::data;
@@ -19,7 +19,10 @@ use beelet_codec::document::{self, Document, Limits};
 const KUBELET: (&str, &str) = ("kubelet.config.k8s.io/v1beta1", "KubeletConfiguration");
 const BEELET: (&str, &str) = ("beelet.dev/v1alpha1", "BeeletConfiguration");
 
-pub(super) fn load(path: &Path) -> Result<(Config, Vec<Warning>), ConfigError> {
+/// Most faults that are listed of one configuration.
+const MOST_ERRORS: usize = 100;
+
+pub(super) fn load(path: &Path) -> Result<(Config, Vec<Warning>), ConfigFaults> {
     parse(path, &read(path)?)
 }
 
@@ -51,7 +54,7 @@ pub struct Setting {
 /// The most drop-in files that are read.
 const DROP_INS: usize = 256;
 
-pub(super) fn layered(sources: Sources) -> Result<(Config, Vec<Warning>), ConfigError> {
+pub(super) fn layered(sources: Sources) -> Result<(Config, Vec<Warning>), ConfigFaults> {
     let mut layers = Layers::default();
     if let Some(file) = &sources.file {
         layers.file(file, &read(file)?)?;
@@ -64,8 +67,8 @@ pub(super) fn layered(sources: Sources) -> Result<(Config, Vec<Warning>), Config
         if let Some((field, known)) = setting.replaces.zip(layers.kubelet.value.as_object_mut()) {
             known.remove(field);
         }
-        layers.kubelet.add(&name, None, setting.kubelet, &mut layers.warnings)?;
-        layers.beelet.add(&name, None, setting.beelet, &mut layers.warnings)?;
+        layers.kubelet.add(&name, None, setting.kubelet, &mut layers.faults);
+        layers.beelet.add(&name, None, setting.beelet, &mut layers.faults);
     }
     layers.resolve()
 }
@@ -92,7 +95,10 @@ fn drop_ins(folder: Option<&Path>) -> Result<Vec<PathBuf>, ConfigError> {
 }
 
 /// Reads `text` as the content of `path`.
-pub fn parse(path: &Path, text: &str) -> Result<(Config, Vec<Warning>), ConfigError> {
+///
+/// # Errors
+/// As for [`Config::load`].
+pub fn parse(path: &Path, text: &str) -> Result<(Config, Vec<Warning>), ConfigFaults> {
     let mut layers = Layers::default();
     layers.file(path, text)?;
     layers.resolve()
@@ -103,12 +109,12 @@ pub fn parse(path: &Path, text: &str) -> Result<(Config, Vec<Warning>), ConfigEr
 struct Layers {
     kubelet: Merged<KubeletWire>,
     beelet: Merged<BeeletWire>,
-    warnings: Vec<Warning>,
+    faults: ConfigFaults,
 }
 
 impl Layers {
     fn file(&mut self, path: &Path, text: &str) -> Result<(), ConfigError> {
-        let documents = document::parse_within(text, Limits::MANIFEST)
+        let documents = document::parse_repeating(text, Limits::MANIFEST)
             .map_err(|error| error_at(path, Some((error.line, error.column)), "", error.message))?;
         let (mut kubelet, mut beelet) = (None, None);
         for document in documents {
@@ -123,31 +129,117 @@ impl Layers {
             }
         }
         if let Some(document) = kubelet {
-            let fields = document.value.as_object().cloned().unwrap_or_default();
-            self.kubelet.add(path, Some(document), fields, &mut self.warnings)?;
+            let mut fields = document.value.as_object().cloned().unwrap_or_default();
+            make_absolute(&mut fields, path);
+            for (field, place) in document.repeated() {
+                let message = "stands there more than once; the last value counts".to_owned();
+                let place = FilePlace::new(path, Some(place));
+                self.faults.warnings.push(Warning { place, field, message });
+            }
+            self.kubelet.add(path, Some(document), fields, &mut self.faults);
         }
         if let Some(document) = beelet {
             let fields = document.value.as_object().cloned().unwrap_or_default();
-            self.beelet.add(path, Some(document), fields, &mut self.warnings)?;
+            for (field, place) in document.repeated() {
+                let message = "stands there more than once; keep one";
+                self.faults.errors.push(error_at(path, Some(place), &field, message));
+            }
+            self.beelet.add(path, Some(document), fields, &mut self.faults);
         }
         Ok(())
     }
 
-    fn resolve(self) -> Result<(Config, Vec<Warning>), ConfigError> {
-        let Self { kubelet, beelet, warnings } = self;
-        let (kubelet_wire, beelet_wire) = (kubelet.wire()?, beelet.wire()?);
-        let ours = |problem: Problem| beelet.error(&problem.field, problem.message);
+    /// Checks all settings. A setting with a fault is noted and taken out, so that it hides no other. A second fault
+    /// of a setting that was taken out is that it is missing now: the check ends there.
+    fn resolve(mut self) -> Result<(Config, Vec<Warning>), ConfigFaults> {
+        let mut noted = BTreeSet::new();
+        loop {
+            let mut partly = Vec::new();
+            let resolved = self.resolve_once(&mut partly);
+            let may_go_on = match &resolved {
+                Ok(_) => false,
+                Err((_, problem)) if self.forgive(problem) => true,
+                Err((whose, problem)) => {
+                    noted.insert((*whose, problem.field.clone())) && self.note(*whose, problem)
+                }
+            };
+            if may_go_on && self.faults.errors.len() < MOST_ERRORS {
+                continue;
+            }
+            let partly = partly.into_iter().map(|problem: Problem| {
+                let ConfigError { place, field, message } =
+                    self.kubelet.error(&problem.field, problem.message);
+                Warning { place, field, message }
+            });
+            self.faults.warnings.extend(partly);
+            return match resolved {
+                Ok(config) if self.faults.errors.is_empty() => Ok((config, self.faults.warnings)),
+                _ => Err(self.faults),
+            };
+        }
+    }
+
+    /// Notes a fault, and takes the setting out that has it. Returns false if there is no such setting.
+    fn note(&mut self, whose: Whose, problem: &Problem) -> bool {
+        let Problem { field, message } = problem;
+        let (error, taken) = match whose {
+            Whose::Kubelet => (self.kubelet.error(field, message.clone()), self.kubelet.take_out(field)),
+            Whose::Beelet => (self.beelet.error(field, message.clone()), self.beelet.take_out(field)),
+        };
+        self.faults.errors.push(error);
+        taken
+    }
+
+    /// A field within a field that v1beta1 does not have is a warning to the kubelet, and left out.
+    fn forgive(&mut self, problem: &Problem) -> bool {
+        let is_unknown = problem.message.starts_with("unknown field ");
+        if !is_unknown || !self.kubelet.take_out_exactly(&problem.field) {
+            return false;
+        }
+        let ConfigError { place, field, .. } = self.kubelet.error(&problem.field, String::new());
+        self.faults.warnings.push(Warning { place, field, message: NO_SUCH_FIELD.to_owned() });
+        true
+    }
+
+    /// Checks all settings, up to the first fault; `partly` gets what is honoured in part only.
+    fn resolve_once(&self, partly: &mut Vec<Problem>) -> Result<Config, (Whose, Problem)> {
+        let (theirs, ours) = (|problem| (Whose::Kubelet, problem), |problem| (Whose::Beelet, problem));
+        let kubelet_wire = self.kubelet.wire().map_err(theirs)?;
+        let beelet_wire = self.beelet.wire().map_err(ours)?;
         let beelet_part = resolve::beelet(&beelet_wire).map_err(ours)?;
         let node_name = resolve::node_name(&beelet_wire).map_err(ours)?;
-        let mut config = resolve::kubelet(&kubelet_wire, node_name, beelet_part)
-            .map_err(|problem| kubelet.error(&problem.field, problem.message))?;
-        config.unread = kubelet.unread.as_object().cloned().unwrap_or_default();
+        let mut config = resolve::kubelet(&kubelet_wire, node_name, beelet_part, partly).map_err(theirs)?;
+        config.unread = self.kubelet.unread.as_object().cloned().unwrap_or_default();
         if beelet_wire.image_archives.is_none() {
             let beside = config.static_pod_path.as_deref().and_then(Path::parent);
             config.beelet.image_archives = beside.map(|folder| folder.join("images"));
         }
-        Ok((config, warnings))
+        Ok(config)
     }
+}
+
+/// The document that a fault is in.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Whose {
+    Kubelet,
+    Beelet,
+}
+
+/// Relative paths are below the folder of the file that names them (`KubeletConfigurationPathRefs` and
+/// `resolveRelativePaths` of the kubelet).
+fn make_absolute(fields: &mut Map<String, Value>, file: &Path) {
+    let Ok(file) = std::path::absolute(file) else { return };
+    let Some(folder) = file.parent() else { return };
+    let absolute = |value: &mut Value| {
+        if let Some(path) = value.as_str().filter(|path| !path.is_empty() && !path.starts_with('/')) {
+            *value = Value::String(folder.join(path).to_string_lossy().into_owned());
+        }
+    };
+    for name in ["staticPodPath", "tlsCertFile", "tlsPrivateKeyFile", "resolvConf", "podLogsDir"] {
+        fields.get_mut(name).into_iter().for_each(absolute);
+    }
+    let x509 = fields.get_mut("authentication").and_then(|value| value.get_mut("x509"));
+    x509.and_then(|value| value.get_mut("clientCAFile")).into_iter().for_each(absolute);
 }
 
 /// One kind of document, as all its sources together say it: maps are merged, everything else is replaced
@@ -180,18 +272,27 @@ impl<T: DeserializeOwned + Default> Merged<T> {
         path: &Path,
         document: Option<Document>,
         fields: Map<String, Value>,
-        warnings: &mut Vec<Warning>,
-    ) -> Result<(), ConfigError> {
-        let (known, unread) = known::<T>(path, document.as_ref(), fields, warnings)?;
+        faults: &mut ConfigFaults,
+    ) {
+        let (known, unread) = known::<T>(path, document.as_ref(), fields, faults);
         self.origins.extend(known.keys().map(|field| (field.clone(), self.sources.len())));
         self.sources.push((path.to_owned(), document));
         merge(&mut self.value, known);
         merge(&mut self.unread, unread);
-        Ok(())
     }
 
-    fn wire(&self) -> Result<T, ConfigError> {
-        data::read(&self.value).map_err(|problem| self.error(&problem.path, problem.message))
+    fn wire(&self) -> Result<T, Problem> {
+        data::read(&self.value).map_err(|problem| Problem::new(problem.path, problem.message))
+    }
+
+    /// Takes the setting at `field` out, or the nearest one around it. Returns false if there is none.
+    fn take_out(&mut self, field: &str) -> bool {
+        take_out(&mut self.value, field, false)
+    }
+
+    /// Takes the setting at `field` out. Returns false if there is none.
+    fn take_out_exactly(&mut self, field: &str) -> bool {
+        take_out(&mut self.value, field, true)
     }
 
     /// An error of the source that has the last word on `field`.
@@ -203,6 +304,19 @@ impl<T: DeserializeOwned + Default> Merged<T> {
         };
         error_at(path, document.as_ref().and_then(|document| document.locate(field)), field, message)
     }
+}
+
+/// Removes the node at `path`, or, unless `exactly`, the nearest one above it; a list goes as a whole. The longest
+/// key wins, since keys have dots in them (`evictionHard.memory.available`).
+fn take_out(value: &mut Value, path: &str, exactly: bool) -> bool {
+    let Some(map) = value.as_object_mut() else { return false };
+    let begins = |key: &&String| {
+        path.strip_prefix(key.as_str()).is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
+    };
+    let Some(key) = map.keys().filter(begins).max_by_key(|key| key.len()).cloned() else { return false };
+    let rest = path[key.len()..].trim_start_matches('.');
+    let inner = !rest.is_empty() && map.get_mut(&key).is_some_and(|inner| take_out(inner, rest, exactly));
+    inner || (rest.is_empty() || !exactly) && map.remove(&key).is_some()
 }
 
 /// A merge patch. What is merged is no deeper than a document may be.
@@ -271,14 +385,18 @@ fn kind_of(path: &Path, document: &Document) -> Result<Kind, ConfigError> {
 /// The fields of a document.
 type Fields = Map<String, Value>;
 
-/// The fields that have an effect, and those that have none: they are warned about. A field that nobody knows
-/// is refused.
+/// Said of a field that a document does not have.
+const NO_SUCH_FIELD: &str = "there is no such field";
+
+/// The fields that have an effect, and those that have none. Faults get those that have none, and the fields that
+/// there are not: a warning in a `KubeletConfiguration`, whose strict decoding falls back to a lenient one in the
+/// kubelet; an error in a `BeeletConfiguration`.
 fn known<T: DeserializeOwned>(
     path: &Path,
     document: Option<&Document>,
     fields: Fields,
-    warnings: &mut Vec<Warning>,
-) -> Result<(Fields, Fields), ConfigError> {
+    faults: &mut ConfigFaults,
+) -> (Fields, Fields) {
     let used = fields::names_of::<T>();
     let is_kubelet = used == fields::names_of::<KubeletWire>();
     let (mut known, mut unread) = (Map::new(), Map::new());
@@ -290,7 +408,11 @@ fn known<T: DeserializeOwned>(
             known.insert(name, value);
         } else if let Some(reason) = unsupported::reason(&name).filter(|_| is_kubelet) {
             let message = format!("has no effect: {reason}");
-            warnings.push(Warning { place: FilePlace::new(path, position), field: name.clone(), message });
+            faults.warnings.push(Warning {
+                place: FilePlace::new(path, position),
+                field: name.clone(),
+                message,
+            });
             unread.insert(name, value);
         } else {
             let others = unsupported::names().filter(|_| is_kubelet);
@@ -298,10 +420,16 @@ fn known<T: DeserializeOwned>(
                 Some(field) => format!("; did you mean {field}?"),
                 None => String::new(),
             };
-            return Err(error_at(path, position, &name, format!("there is no such field{hint}")));
+            let error = error_at(path, position, &name, format!("{NO_SUCH_FIELD}{hint}"));
+            if is_kubelet {
+                let ConfigError { place, field, message } = error;
+                faults.warnings.push(Warning { place, field, message });
+            } else {
+                faults.errors.push(error);
+            }
         }
     }
-    Ok((known, unread))
+    (known, unread)
 }
 
 pub(super) fn error_at(

@@ -3,7 +3,7 @@
 //! Defaults and the rule that an empty value is no value: pkg/kubelet/apis/config/v1beta1/defaults.go.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
@@ -50,10 +50,20 @@ const ENFORCEABLE: [&str; 5] = [
     "system-reserved-compressible",
     "kube-reserved-compressible",
 ];
+/// Said where nothing is to be enforced.
+const ALWAYS_ENFORCED: &str =
+    "\"none\" has no effect: the cgroup of all pods always has what the node does not reserve as its limit";
 const RESERVABLE: [&str; 4] = ["cpu", "memory", "ephemeral-storage", "pid"];
 
-pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> Result<Config, Problem> {
-    refuse_without_cgroups(wire)?;
+/// What the documents mean. `partly` gets the settings of which beelet honours a part only: a kubelet starts with
+/// them, so they keep no node from starting.
+pub(super) fn kubelet(
+    wire: &KubeletWire,
+    node_name: String,
+    beelet: Beelet,
+    partly: &mut Vec<Problem>,
+) -> Result<Config, Problem> {
+    check_enforcement(wire, partly)?;
     let [system_reserved, kube_reserved] = reserves(wire)?;
     let runtime_endpoint =
         endpoint("containerRuntimeEndpoint", &wire.container_runtime_endpoint, DEFAULT_ENDPOINT)?;
@@ -65,7 +75,7 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         image_endpoint: endpoint("imageServiceEndpoint", &wire.image_service_endpoint, &runtime_endpoint)?,
         runtime_endpoint,
         runtime_request_timeout: duration(wire.runtime_request_timeout, Duration::from_secs(120)),
-        healthz_address: healthz_address(wire.healthz_bind_address.as_deref())?,
+        healthz_address: healthz_address(wire.healthz_bind_address.as_deref(), partly)?,
         healthz_port: number("healthzPort", wire.healthz_port, 10248, 0, i64::from(u16::MAX))?,
         cgroup_root: cgroup_root(wire.cgroup_root.as_deref().unwrap_or_default())?,
         cgroup_driver: cgroup_driver(wire.cgroup_driver.as_deref().unwrap_or_default())?,
@@ -76,12 +86,17 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         system_reserved,
         kube_reserved,
         reserved_system_cpus: wire.reserved_system_cpus.clone().unwrap_or_default(),
-        system_reserved_cgroup: reserved_cgroup(wire, "system", wire.system_reserved_cgroup.as_deref())?,
-        kube_reserved_cgroup: reserved_cgroup(wire, "kube", wire.kube_reserved_cgroup.as_deref())?,
+        system_reserved_cgroup: reserved_cgroup(
+            wire,
+            "system",
+            wire.system_reserved_cgroup.as_deref(),
+            partly,
+        )?,
+        kube_reserved_cgroup: reserved_cgroup(wire, "kube", wire.kube_reserved_cgroup.as_deref(), partly)?,
         memory_qos: memory_qos(wire)?,
         single_process_oom_kill: wire.single_process_oom_kill,
         qos_reserved: qos_reserved(wire.qos_reserved.as_ref())?,
-        cluster_dns: cluster_dns(wire.cluster_dns.as_deref().unwrap_or_default())?,
+        cluster_dns: cluster_dns(wire.cluster_dns.as_deref().unwrap_or_default(), partly),
         cluster_domain: wire.cluster_domain.clone().unwrap_or_default(),
         resolv_conf: resolv_conf(wire.resolv_conf.as_deref())?,
         fail_swap_on: wire.fail_swap_on.unwrap_or(false),
@@ -135,7 +150,7 @@ pub(super) fn kubelet(wire: &KubeletWire, node_name: String, beelet: Beelet) -> 
         put_back_restarts: false,
         unread: serde_json::Map::new(),
         node: super::node::resolve(wire)?,
-        server: super::server::resolve(wire)?,
+        server: super::server::resolve(wire, partly)?,
         tracing: wire.tracing.as_ref().map(tracing).transpose()?,
         beelet,
     })
@@ -285,19 +300,22 @@ fn endpoint(field: &str, value: &Option<String>, default: &str) -> Result<String
     }
 }
 
-fn healthz_address(value: Option<&str>) -> Result<IpAddr, Problem> {
+fn healthz_address(value: Option<&str>, partly: &mut Vec<Problem>) -> Result<IpAddr, Problem> {
     let field = "healthzBindAddress";
     let Some(value) = value.filter(|value| !value.is_empty()) else { return Ok(Ipv4Addr::LOCALHOST.into()) };
     let address: IpAddr =
         value.parse().map_err(|_| Problem::new(field, format!("{value:?} is not an IP address")))?;
     if !address.is_loopback() {
-        return Err(Problem::new(
+        let loopback: IpAddr =
+            if address.is_ipv6() { Ipv6Addr::LOCALHOST.into() } else { Ipv4Addr::LOCALHOST.into() };
+        partly.push(Problem::new(
             field,
             format!(
-                "{address} is not a loopback address: what is served there has no authentication, so it is \
-                 served on 127.0.0.0/8 or ::1 only; put an authenticating proxy before it to reach it from elsewhere"
+                "{loopback} is used instead of {address}: the port has no authentication, so beelet serves it on \
+                 loopback addresses only; put an authenticating proxy before it to reach it from elsewhere"
             ),
         ));
+        return Ok(loopback);
     }
     Ok(address)
 }
@@ -394,18 +412,23 @@ fn reserves(wire: &KubeletWire) -> Result<[BTreeMap<String, Quantity>; 2], Probl
     Ok([system, kube])
 }
 
-/// Pods always live in cgroups by QoS class, and are held together to what is not reserved.
-fn refuse_without_cgroups(wire: &KubeletWire) -> Result<(), Problem> {
+/// Pods always live in cgroups by QoS class, and together have what is not reserved.
+fn check_enforcement(wire: &KubeletWire, partly: &mut Vec<Problem>) -> Result<(), Problem> {
     if wire.cgroups_per_qos == Some(false) {
-        let message = "false is not in this version: pods always live in cgroups by QoS class";
-        return Err(Problem::new("cgroupsPerQOS", message));
+        let message = "false has no effect: pods always live in cgroups by QoS class";
+        partly.push(Problem::new("cgroupsPerQOS", message));
     }
     let enforced = wire.enforce_node_allocatable.as_deref().unwrap_or_default();
+    if wire.enforce_node_allocatable.as_ref().is_some_and(Vec::is_empty) {
+        partly.push(Problem::new("enforceNodeAllocatable", ALWAYS_ENFORCED));
+    }
     for (index, item) in enforced.iter().enumerate() {
         let message = match item.as_str() {
             item if ENFORCEABLE.contains(&item) => continue,
-            "none" => "\"none\" is not in this version: the pods together are held to what is not reserved"
-                .to_owned(),
+            "none" => {
+                partly.push(Problem::new(format!("enforceNodeAllocatable[{index}]"), ALWAYS_ENFORCED));
+                continue;
+            }
             other => format!("{other:?} can't be enforced; {} can", ENFORCEABLE.join(", ")),
         };
         return Err(Problem::new(format!("enforceNodeAllocatable[{index}]"), message));
@@ -421,35 +444,42 @@ fn refuse_without_cgroups(wire: &KubeletWire) -> Result<(), Problem> {
     Ok(())
 }
 
-/// The cgroup whose daemons are held to what is reserved for them, if that is enforced.
+/// The cgroup whose daemons are held to what is reserved for them, if that is enforced. The kubelet takes a name
+/// with or without slashes around it (`ParseCgroupfsToCgroupName`), and looks at none that nothing uses.
 fn reserved_cgroup(
     wire: &KubeletWire,
     whose: &str,
     path: Option<&str>,
+    partly: &mut Vec<Problem>,
 ) -> Result<Option<ReservedCgroup>, Problem> {
     let field = format!("{whose}ReservedCgroup");
     let path = path.filter(|path| !path.is_empty());
-    if let Some(path) = path.filter(|path| !is_cgroup_path(path)) {
-        return Err(Problem::new(
-            field,
-            format!("{path:?} must be a path below the cgroup root, like /{whose}.slice"),
-        ));
-    }
+    let wrong = path
+        .filter(|path| cgroup_path(path).is_none())
+        .map(|path| format!("{path:?} must be a path below the cgroup root, like /{whose}.slice"));
     let mut enforced = wire.enforce_node_allocatable.iter().flatten();
     let Some(item) = enforced
         .find(|item| item.strip_suffix("-compressible").unwrap_or(item) == format!("{whose}-reserved"))
     else {
+        // No setting uses the name.
+        partly.extend(wrong.map(|message| Problem::new(field, message)));
         return Ok(None);
     };
-    let Some(path) = path else {
+    if let Some(message) = wrong {
+        return Err(Problem::new(field, message));
+    }
+    let Some(path) = path.and_then(cgroup_path) else {
         let message = format!("must be set, because enforceNodeAllocatable has {item}");
         return Err(Problem::new(field, message));
     };
-    Ok(Some(ReservedCgroup { path: path.to_owned(), compressible_only: item.ends_with("-compressible") }))
+    Ok(Some(ReservedCgroup { path, compressible_only: item.ends_with("-compressible") }))
 }
 
-fn is_cgroup_path(path: &str) -> bool {
-    path.strip_prefix('/').is_some_and(|rest| rest.split('/').all(|part| !matches!(part, "" | "." | "..")))
+/// The path with one slash before each part; None for the root, and for a path that leads upwards.
+fn cgroup_path(path: &str) -> Option<String> {
+    let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
+    let is_below = !parts.is_empty() && parts.iter().all(|part| !matches!(*part, "." | ".."));
+    is_below.then(|| format!("/{}", parts.join("/")))
 }
 
 /// Memory QoS is on where one of its two fields is there: there are no feature gates here.
@@ -537,15 +567,19 @@ fn qos_reserved(wire: Option<&AmountsWire>) -> Result<BTreeMap<String, u8>, Prob
     Ok(reserved)
 }
 
-fn cluster_dns(list: &[String]) -> Result<Vec<IpAddr>, Problem> {
-    list.iter()
-        .enumerate()
-        .map(|(index, text)| {
-            let wrong =
-                || Problem::new(format!("clusterDNS[{index}]"), format!("{text:?} is not an IP address"));
-            text.parse().map_err(|_| wrong())
-        })
-        .collect()
+/// The addresses of the list. As to the kubelet, an entry that is no address is left out with a warning.
+fn cluster_dns(list: &[String], partly: &mut Vec<Problem>) -> Vec<IpAddr> {
+    let mut addresses = Vec::new();
+    for (index, text) in list.iter().enumerate() {
+        match text.parse() {
+            Ok(address) => addresses.push(address),
+            Err(_) => partly.push(Problem::new(
+                format!("clusterDNS[{index}]"),
+                format!("{text:?} is left out: not an IP address"),
+            )),
+        }
+    }
+    addresses
 }
 
 fn resolv_conf(value: Option<&str>) -> Result<Option<PathBuf>, Problem> {

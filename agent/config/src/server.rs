@@ -165,7 +165,7 @@ const TOKEN_TTL: Duration = Duration::from_secs(120);
 const ALLOWED_TTL: Duration = Duration::from_secs(300);
 const REFUSED_TTL: Duration = Duration::from_secs(30);
 
-pub(super) fn resolve(wire: &KubeletWire) -> Result<Server, Problem> {
+pub(super) fn resolve(wire: &KubeletWire, partly: &mut Vec<Problem>) -> Result<Server, Problem> {
     let port = |field, value| number(field, value, 0, 0, i64::from(u16::MAX));
     let authentication = wire.authentication.as_ref();
     let webhook = authentication.and_then(|wire| wire.webhook.as_ref());
@@ -180,7 +180,7 @@ pub(super) fn resolve(wire: &KubeletWire) -> Result<Server, Problem> {
         tls_bootstrap: wire.server_tls_bootstrap.unwrap_or(false),
         cert_dir: None,
         min_version: word("tlsMinVersion", wire.tls_min_version.as_deref(), VERSIONS)?,
-        cipher_suites: cipher_suites(wire.tls_cipher_suites.as_deref().unwrap_or_default())?,
+        cipher_suites: cipher_suites(wire.tls_cipher_suites.as_deref().unwrap_or_default(), partly)?,
         client_ca_file: path("authentication.x509.clientCAFile", ca.unwrap_or(&None))?,
         anonymous: authentication
             .and_then(|wire| wire.anonymous.as_ref())
@@ -219,21 +219,28 @@ fn tls_files(wire: &KubeletWire) -> Result<Option<TlsFiles>, Problem> {
     }
 }
 
-fn cipher_suites(names: &[String]) -> Result<Vec<String>, Problem> {
+/// The suites of `names` that are offered. A kubelet takes every suite that Go knows, and warns of the insecure
+/// ones, which guides for hardened nodes list as well: a file that asks for more is honoured in part.
+fn cipher_suites(names: &[String], partly: &mut Vec<Problem>) -> Result<Vec<String>, Problem> {
     let mut suites: Vec<String> = Vec::new();
     for (index, name) in names.iter().enumerate() {
         let name = OLD_NAMES.iter().find(|(old, _)| old == name).map_or(name.as_str(), |(_, new)| *new);
         if !CIPHER_SUITES.contains(&name) && !TLS13_SUITES.contains(&name) {
             let message = format!(
-                "{name:?} is not offered: it is unknown, or has no forward secrecy or no authenticated encryption; these \
-                 can be chosen: {}",
+                "{name:?} is left out: the suite is unknown, or lacks forward secrecy or authenticated encryption; \
+                 beelet offers {}",
                 CIPHER_SUITES.join(", ")
             );
-            return Err(Problem::new(format!("tlsCipherSuites[{index}]"), message));
+            partly.push(Problem::new(format!("tlsCipherSuites[{index}]"), message));
+            continue;
         }
         if !suites.iter().any(|known| known == name) {
             suites.push(name.to_owned());
         }
+    }
+    if suites.is_empty() && !names.is_empty() {
+        let message = format!("none of these suites is offered; beelet offers {}", CIPHER_SUITES.join(", "));
+        return Err(Problem::new("tlsCipherSuites", message));
     }
     Ok(suites)
 }
@@ -308,12 +315,12 @@ mod tests {
         check("tlsCertFile: /a.crt", "tlsPrivateKeyFile: must be set");
         check("tlsPrivateKeyFile: /a.key", "tlsCertFile: must be set");
         check("tlsMinVersion: VersionTLS14", "tlsMinVersion");
-        check("tlsCipherSuites: [TLS_RSA_WITH_AES_128_CBC_SHA]", "tlsCipherSuites[0]");
+        check("tlsCipherSuites: [TLS_RSA_WITH_AES_128_CBC_SHA]", "tlsCipherSuites: none of these suites");
         check(
             "authorization: {mode: RBAC}",
             "authorization.mode: \"RBAC\" is not one of Webhook, AlwaysAllow",
         );
-        check("authentication: {x509: {clientCAFile: ca.crt}}", "authentication.x509.clientCAFile");
+        check("authentication: {x509: {clientCAFile: /a/../ca.crt}}", "authentication.x509.clientCAFile");
     }
 
     #[test]

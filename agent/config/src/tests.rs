@@ -1,10 +1,11 @@
 use std::io::Write;
+use std::net::Ipv4Addr;
 
 use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
 
 use super::*;
 
-fn load(text: &str) -> Result<(Config, Vec<Warning>), ConfigError> {
+fn load(text: &str) -> Result<(Config, Vec<Warning>), ConfigFaults> {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(text.as_bytes()).unwrap();
     Config::load(file.path())
@@ -26,18 +27,30 @@ fn set(text: &str) -> Config {
     config
 }
 
-/// The error, without the file's name.
+/// The error or warning, without the file's name.
+fn nameless(said: &impl ToString, place: &FilePlace) -> String {
+    said.to_string().strip_prefix(&format!("{}:", place.file.display())).unwrap().to_owned()
+}
+
+/// The errors, without the file's name.
 #[track_caller]
-fn error(text: &str) -> String {
-    let error = load(text).unwrap_err();
-    let file = format!("{}:", error.place.file.display());
-    error.to_string().strip_prefix(&file).unwrap().to_owned()
+fn errors(text: &str) -> Vec<String> {
+    load(text).unwrap_err().errors.iter().map(|error| nameless(error, &error.place)).collect()
 }
 
 #[track_caller]
 fn check_error(text: &str, expected: &str) {
-    let error = error(text);
-    assert!(error.starts_with(expected), "{error}");
+    let errors = errors(text);
+    assert!(errors.len() == 1 && errors[0].starts_with(expected), "{errors:?}");
+}
+
+/// The configuration of a file that a kubelet starts with, and the only warning.
+#[track_caller]
+fn check_warning(text: &str, expected: &str) -> Config {
+    let (config, warnings) = load(text).unwrap();
+    let warnings: Vec<String> = warnings.iter().map(|one| nameless(one, &one.place)).collect();
+    assert!(warnings.len() == 1 && warnings[0].starts_with(expected), "{warnings:?}");
+    config
 }
 
 #[test]
@@ -223,14 +236,11 @@ fn a_bad_value_is_an_error_with_its_place() {
     let check = |body: &str, expected: &str| check_error(&kubelet(body), expected);
     check("podPidsLimit: many", "3:15: podPidsLimit: invalid type");
     check("podPidsLimit: -2", "3:15: podPidsLimit: -2 is out of range");
-    check("a: 1\npodPidsLimit: -2", "3:4: a: there is no such field");
     check("cgroupRoot: /\nruntimeRequestTimeout: 2 minutes", "4:24: runtimeRequestTimeout: ");
     check("runtimeRequestTimeout: 120", "3:24: runtimeRequestTimeout: ");
     check("healthzPort: 65536", "3:14: healthzPort: 65536 is out of range: 0 to 65535");
-    check("healthzBindAddress: 0.0.0.0", "3:21: healthzBindAddress: 0.0.0.0 is not a loopback address");
     check("healthzBindAddress: localhost", "3:21: healthzBindAddress: \"localhost\" is not an IP address");
     check("topologyManagerPolicy: strict", "3:24: topologyManagerPolicy: \"strict\" is not one of");
-    check("staticPodPath: pods", "3:16: staticPodPath: \"pods\" must be an absolute path");
     check("staticPodPath: /a/../b", "3:16: staticPodPath: ");
     check("cgroupRoot: /a/../b", "3:13: cgroupRoot: ");
     check("cgroupDriver: cgroups", "3:15: cgroupDriver: \"cgroups\" is neither cgroupfs nor systemd");
@@ -244,7 +254,6 @@ fn a_bad_value_is_an_error_with_its_place() {
     check("kubeReserved: {cpu: -1}", "3:21: kubeReserved.cpu: \"-1\" is below zero");
     check("qosReserved: {memory: 50}", "3:23: qosReserved.memory: ");
     check("qosReserved: {cpu: 50%}", "3:20: qosReserved.cpu: ");
-    check("clusterDNS: [dns]", "3:14: clusterDNS[0]: ");
     check(
         "enforceNodeAllocatable: [pods, everything]",
         "3:32: enforceNodeAllocatable[1]: \"everything\" can't be",
@@ -254,16 +263,18 @@ fn a_bad_value_is_an_error_with_its_place() {
         "enforceNodeAllocatable: [kube-reserved, kube-reserved-compressible]\nkubeReservedCgroup: /kube",
         "3:1: enforceNodeAllocatable: kube-reserved and kube-reserved-compressible exclude each other",
     );
-    check("systemReservedCgroup: /a/../b", "3:23: systemReservedCgroup: ");
+    check(
+        "enforceNodeAllocatable: [system-reserved]\nsystemReservedCgroup: /a/../b",
+        "4:23: systemReservedCgroup: \"/a/../b\" must be a path below the cgroup root",
+    );
+    check(
+        "enforceNodeAllocatable: [system-reserved]\nsystemReservedCgroup: /",
+        "4:23: systemReservedCgroup: ",
+    );
+    check("tlsCipherSuites: [TLS_RSA_WITH_AES_128_GCM_SHA256]", "3:1: tlsCipherSuites: none of these");
     check("memoryThrottlingFactor: 1.5", "3:25: memoryThrottlingFactor: 1.5 must be above 0");
     check("memoryReservationPolicy: All", "3:26: memoryReservationPolicy: \"All\" is neither");
-    check(
-        "enforceNodeAllocatable: [none]",
-        "3:26: enforceNodeAllocatable[0]: \"none\" is not in this version",
-    );
-    check("cgroupsPerQOS: false", "3:16: cgroupsPerQOS: false is not in this version");
     check("crashLoopBackOff: {maxContainerRestartPeriod: 400s}", "3:47: crashLoopBackOff.maxContainer");
-    check("crashLoopBackOff: {max: 1s}", "3:25: crashLoopBackOff.max: unknown field `max`");
     check("imageGCHighThresholdPercent: 101", "3:30: imageGCHighThresholdPercent: 101 is out of range");
     check("imageGCHighThresholdPercent: 80", " imageGCLowThresholdPercent: 80 is not below");
     check("imageMaximumGCAge: 1m", "3:20: imageMaximumGCAge: 60s is not above imageMinimumGCAge");
@@ -282,17 +293,92 @@ fn a_bad_value_is_an_error_with_its_place() {
 }
 
 #[test]
-fn an_unknown_field_is_an_error_that_knows_what_was_meant() {
-    check_error(
-        &kubelet("staticPodsPath: /x"),
-        "3:17: staticPodsPath: there is no such field; did you mean staticPodPath?",
-    );
-    check_error(&kubelet("imageGCHighThreshhold: 1"), "3:24: imageGCHighThreshhold: there is no such field");
-    check_error(
-        &kubelet("imageMinimumGcAge: 2m"),
+fn a_file_that_a_kubelet_starts_with_is_honoured_as_far_as_it_can_be() {
+    let check = |body: &str, expected: &str| check_warning(&kubelet(body), expected);
+    // DecodeKubeletConfigurationIntoInternal of the kubelet: strict, then lenient.
+    check("staticPodsPath: /x", "3:17: staticPodsPath: there is no such field; did you mean staticPodPath?");
+    check("imageGCHighThreshhold: 1", "3:24: imageGCHighThreshhold: there is no such field");
+    check(
+        "imageMinimumGcAge: 2m",
         "3:20: imageMinimumGcAge: there is no such field; did you mean imageMinimumGCAge?",
     );
-    check_error(&kubelet("stateDir: /x"), "3:11: stateDir: there is no such field");
+    check("stateDir: /x", "3:11: stateDir: there is no such field");
+    let config = check("MaxPods: 60", "3:10: MaxPods: there is no such field; did you mean maxPods?");
+    assert_eq!(config.max_pods, 110);
+    let config = check("metadata: {name: edge}\nmaxPods: 40", "3:1: metadata: there is no such field");
+    assert_eq!(config.max_pods, 40);
+    check("nodefs.available: 10%", "3:19: nodefs.available: there is no such field");
+    check("crashLoopBackOff: {max: 1s}", "3:25: crashLoopBackOff.max: there is no such field");
+    let config = check("maxPods: 40\nmaxPods: 60", "4:10: maxPods: stands there more than once");
+    assert_eq!(config.max_pods, 60);
+    let suites = "tlsCipherSuites: [TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256, TLS_RSA_WITH_AES_128_GCM_SHA256]";
+    let config = check(suites, "3:58: tlsCipherSuites[1]: \"TLS_RSA_WITH_AES_128_GCM_SHA256\" is left out");
+    assert_eq!(config.server.cipher_suites, ["TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256"]);
+    check("enforceNodeAllocatable: []", "3:1: enforceNodeAllocatable: \"none\" has no effect");
+    check("enforceNodeAllocatable: [none]", "3:26: enforceNodeAllocatable[0]: \"none\" has no effect");
+    check("cgroupsPerQOS: false", "3:16: cgroupsPerQOS: false has no effect");
+    let config = check("healthzBindAddress: 0.0.0.0", "3:21: healthzBindAddress: 127.0.0.1 is used instead");
+    assert_eq!(config.healthz_address, Ipv4Addr::LOCALHOST);
+    let config = check("healthzBindAddress: \"::\"", "3:21: healthzBindAddress: ::1 is used instead");
+    assert!(config.healthz_address.is_loopback());
+    let config = check("clusterDNS: [dns, 10.0.0.1]", "3:14: clusterDNS[0]: \"dns\" is left out");
+    assert_eq!(config.cluster_dns.len(), 1);
+    check("systemReservedCgroup: /a/../b", "3:23: systemReservedCgroup: \"/a/../b\" must be a path");
+}
+
+#[test]
+fn the_cgroup_of_daemons_is_named_with_or_without_slashes() {
+    let check = |written: &str, expected: &str| {
+        let body = format!("enforceNodeAllocatable: [system-reserved]\nsystemReservedCgroup: {written}\n");
+        assert_eq!(set(&kubelet(&body)).system_reserved_cgroup.unwrap().path, expected);
+        set(&kubelet(&format!("systemReservedCgroup: {written}")));
+    };
+    check("system.slice", "/system.slice");
+    check("/podruntime.slice/", "/podruntime.slice");
+    check("a//b", "/a/b");
+}
+
+#[test]
+fn a_relative_path_is_below_the_folder_of_its_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("kubelet.yaml");
+    let body =
+        "staticPodPath: manifests\nauthentication: {x509: {clientCAFile: pki/ca.crt}}\nresolvConf: \"\"";
+    std::fs::write(&file, kubelet(body)).unwrap();
+    let (config, _) = Config::load(&file).unwrap();
+    assert_eq!(config.static_pod_path, Some(dir.path().join("manifests")));
+    assert_eq!(config.server.client_ca_file, Some(dir.path().join("pki/ca.crt")));
+    assert_eq!(config.resolv_conf, None);
+}
+
+#[test]
+fn all_faults_of_a_file_are_listed_with_everything_that_has_no_effect() {
+    let text = kubelet(
+        "podPidsLimit: many\nhealthzPort: 65536\nmaxPod: 1\nhairpinMode: none\nevictionHard: {memory.free: 1Gi, \
+         memory.available: 1Go}\ncgroupsPerQOS: false",
+    ) + "---\n"
+        + &beelet("podPidsLimit: 1\npinName: a/b\nbpf: maybe\nbpf: auto");
+    let faults = load(&text).unwrap_err();
+    let mut fields: Vec<&str> = faults.errors.iter().map(|error| error.field.as_str()).collect();
+    fields.sort_unstable();
+    let expected = [
+        "bpf",
+        "evictionHard.memory.available",
+        "evictionHard.memory.free",
+        "healthzPort",
+        "pinName",
+        "podPidsLimit",
+        "podPidsLimit",
+    ];
+    assert_eq!(fields, expected);
+    let warned: Vec<&str> = faults.warnings.iter().map(|warning| warning.field.as_str()).collect();
+    assert_eq!(warned, ["maxPod", "hairpinMode", "cgroupsPerQOS"]);
+    assert_eq!(faults.to_string().lines().count(), 7);
+}
+
+#[test]
+fn an_unknown_field_of_our_own_is_an_error() {
+    check_error(&beelet("bpf: auto\nbpf: off"), "4:6: bpf: stands there more than once; keep one");
     check_error(&beelet("podPidsLimit: 1"), "3:15: podPidsLimit: there is no such field");
     check_error(&beelet("failSwapOn: true"), "3:13: failSwapOn: there is no such field");
 }
@@ -527,7 +613,7 @@ fn layered(
     file: &str,
     drop_ins: &[(&str, &str)],
     flags: &[(&str, serde_json::Value)],
-) -> Result<(Config, Vec<Warning>), ConfigError> {
+) -> Result<(Config, Vec<Warning>), ConfigFaults> {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("config.yaml");
     std::fs::write(&path, file).unwrap();
@@ -569,6 +655,7 @@ fn an_error_names_the_source_that_has_the_last_word() {
     let drop_in = kubelet("maxPods: -1");
     let error = layered(&base, &[("10.conf", &drop_in)], &[]).unwrap_err().to_string();
     assert!(error.contains("config.yaml:4:15: podPidsLimit:"), "{error}");
+    assert!(error.contains("10.conf:3:10: maxPods:"), "{error}");
     let error = layered(&kubelet(""), &[("10.conf", &drop_in)], &[]).unwrap_err().to_string();
     assert!(error.contains("10.conf:3:10: maxPods: -1 is out of range"), "{error}");
     let flags = [("--max-pods", serde_json::json!({ "maxPods": -3 }))];
