@@ -106,6 +106,19 @@ fn quantities_may_be_numbers() {
 }
 
 #[test]
+fn whole_numbers_may_have_an_exponent() {
+    let text = with_container("ports: [{containerPort: 8080.0}]").replace(
+        "spec:\n",
+        "spec:\n  terminationGracePeriodSeconds: 1e1\n  securityContext: {runAsUser: 1.00065e+09, fsGroup: 1e+06}\n",
+    );
+    let spec = pod_of(&text).spec.unwrap();
+    assert_eq!(spec.termination_grace_period_seconds, Some(10));
+    let context = spec.security_context.unwrap();
+    assert_eq!((context.run_as_user, context.fs_group), (Some(1_000_650_000), Some(1_000_000)));
+    assert_eq!(spec.containers[0].ports.as_ref().unwrap()[0].container_port, 8080);
+}
+
+#[test]
 fn a_bad_quantity_is_named_with_its_place() {
     check_container(
         "resources: {requests: {cpu: abc}}",
