@@ -3,13 +3,19 @@
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod admission;
 pub mod api_status;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
+pub mod bounds;
 pub mod cgroups;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod claims;
 pub mod container_gc;
 pub mod cpu_list;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod critical;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod csi;
 pub mod devices;
 pub mod dra;
@@ -18,6 +24,7 @@ pub mod env_file;
 pub mod event_correlation;
 pub mod eviction;
 pub mod expand;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod expansion;
 pub mod field;
 pub mod flex_volume;
@@ -25,20 +32,25 @@ pub mod huge_pages;
 pub mod image_credentials;
 pub mod image_gc;
 pub mod kernel_half;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod local_storage;
 pub mod log_query;
 pub mod migration;
 pub mod mirror;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod moment;
 pub mod mount_points;
 pub mod node_access;
 pub mod node_addresses;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod node_fit;
 pub mod node_labels;
 pub mod node_shutdown;
 pub mod node_status;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod pod;
 pub mod preemption;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod probe;
 pub mod qos;
 pub mod quantity;
@@ -53,5 +65,6 @@ pub mod start_limit;
 pub mod token;
 pub mod trust_bundles;
 pub mod tuner;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod user_namespaces;
 pub mod why;

@@ -23,7 +23,7 @@ impl Moment {
     /// A wall-clock time of a scenario, in which all times are of one clock that nobody sets.
     #[must_use]
     pub fn of_scenario(at: Timestamp) -> Self {
-        let nanos = at.as_nanosecond() - Timestamp::MIN.as_nanosecond();
+        let nanos = at.as_nanosecond().saturating_sub(Timestamp::MIN.as_nanosecond());
         let (seconds, nanos) = (nanos / 1_000_000_000, nanos % 1_000_000_000);
         Self(Duration::new(u64::try_from(seconds).unwrap_or(0), u32::try_from(nanos).unwrap_or(0)))
     }

@@ -15,7 +15,7 @@ use std::{
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Container as ContainerSpec, Pod, PodSpec};
 
-use crate::moment::Moment;
+use crate::{bounds, moment::Moment};
 
 mod ephemeral;
 mod restart;
@@ -258,7 +258,7 @@ impl Actions {
 
 /// The time that the pod may be active, by its activeDeadlineSeconds.
 pub fn active_limit(spec: &PodSpec) -> Option<Duration> {
-    u64::try_from(spec.active_deadline_seconds?).ok().map(Duration::from_secs)
+    spec.active_deadline_seconds.filter(|seconds| *seconds >= 0).map(bounds::seconds)
 }
 
 /// When containers ended, by the runtime's identifiers, and what time it is: on one clock, which nobody sets.
@@ -288,7 +288,7 @@ pub fn actions(
         decision.finish(outcome);
     } else if decision.current.is_none() {
         decision.stop_dead_sandboxes();
-        let attempt = observed.sandboxes.iter().map(|s| s.attempt + 1).max().unwrap_or(0);
+        let attempt = observed.sandboxes.iter().map(|s| s.attempt.saturating_add(1)).max().unwrap_or(0);
         decision.actions.create_sandbox = Some(attempt);
     } else {
         decision.kill_condemned();
@@ -510,7 +510,7 @@ impl<'a> Decision<'a> {
     fn keep_running(&mut self, spec: &ContainerSpec, restarts: impl Fn(i32) -> bool) {
         let Some(container) = self.here(&spec.name) else {
             // The first in this sandbox, though it may have run in an earlier one.
-            let attempt = self.newest.get(spec.name.as_str()).map_or(0, |c| c.attempt + 1);
+            let attempt = self.newest.get(spec.name.as_str()).map_or(0, |c| c.attempt.saturating_add(1));
             self.start(&spec.name, attempt, self.first_delay(&spec.name), None);
             return;
         };
@@ -526,7 +526,7 @@ impl<'a> Decision<'a> {
                     Some(KillReason::Redefined) => Duration::ZERO,
                     _ => container.restart_delay,
                 };
-                self.start(&spec.name, container.attempt + 1, delay, None);
+                self.start(&spec.name, container.attempt.saturating_add(1), delay, None);
             }
             ContainerState::Exited { exit_code, .. } => {
                 let again = restarts(*exit_code) || self.comes_back(container);
@@ -534,11 +534,11 @@ impl<'a> Decision<'a> {
                     return;
                 };
                 if self.verdicts.hurried.contains(&container.id) {
-                    self.start(&spec.name, container.attempt + 1, Duration::ZERO, None);
+                    self.start(&spec.name, container.attempt.saturating_add(1), Duration::ZERO, None);
                 } else if until > self.times.now {
                     self.actions.backoff.insert(spec.name.clone(), Backoff { delay, until });
                 } else {
-                    self.start(&spec.name, container.attempt + 1, delay, None);
+                    self.start(&spec.name, container.attempt.saturating_add(1), delay, None);
                 }
             }
         }

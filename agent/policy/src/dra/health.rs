@@ -8,6 +8,7 @@ use std::{
 use k8s_openapi::api::core::v1::{Container, Pod, ResourceClaim, ResourceHealth, ResourceStatus};
 
 use super::{Device, Ledger, MAX_NAME, named};
+use crate::bounds;
 use crate::moment::Moment;
 
 /// How long a report holds where the driver doesn't say for how long, and at most.
@@ -48,8 +49,7 @@ pub struct Report {
 
 impl Report {
     fn read(self, now: Moment) -> (DeviceKey, Known) {
-        let lease = u64::try_from(self.lease).ok().filter(|seconds| *seconds > 0);
-        let lease = lease.map_or(LEASE, Duration::from_secs).min(MAX_LEASE);
+        let lease = if self.lease > 0 { bounds::seconds(self.lease).min(MAX_LEASE) } else { LEASE };
         let known = Known { health: self.health, message: shortened(self.message), until: now.plus(lease) };
         ((self.pool, self.device), known)
     }

@@ -46,7 +46,7 @@ impl Decision<'_> {
                     let newest = self.newest.get(name).copied();
                     let here = newest.filter(|c| self.current.is_some_and(|s| s.id == c.sandbox_id));
                     let here = here.map(|c| c.id.clone());
-                    let attempt = if here.is_some() { attempt } else { attempt + 1 };
+                    let attempt = if here.is_some() { attempt } else { attempt.saturating_add(1) };
                     self.start(name, attempt, Duration::ZERO, here);
                 }
                 Some(_) => {}

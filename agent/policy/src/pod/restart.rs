@@ -113,7 +113,7 @@ pub fn restart_delay(attempt: u32, previous: Duration, ran: Duration, max: Durat
     } else if previous.is_zero() {
         RESTART_DELAY_INITIAL.min(max)
     } else {
-        (previous * 2).min(max)
+        previous.saturating_mul(2).min(max)
     }
 }
 

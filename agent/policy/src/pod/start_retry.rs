@@ -23,6 +23,7 @@ const MAKING: Duration = Duration::from_secs(10);
 /// `chance` any number. Only pulls and what runs have back-offs that grow (`image_manager.go`, `doBackOff`);
 /// after any other error the kubelet looks again within ten seconds to fifteen (`pod_workers.go`,
 /// `completeWork`).
+#[expect(clippy::arithmetic_side_effects, reason = "constants, and a number of eight bits")]
 #[must_use]
 pub fn start_pause(failure: StartFailure, before: Option<Duration>, chance: u8) -> Duration {
     let (least, most) = match failure {
@@ -30,7 +31,7 @@ pub fn start_pause(failure: StartFailure, before: Option<Duration>, chance: u8) 
         StartFailure::Image => IMAGE,
         StartFailure::Making => return MAKING + MAKING * u32::from(chance) / (2 * u32::from(u8::MAX)),
     };
-    before.map_or(least, |before| (before * 2).clamp(least, most))
+    before.map_or(least, |before| before.saturating_mul(2).clamp(least, most))
 }
 
 #[cfg(test)]
