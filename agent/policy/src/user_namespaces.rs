@@ -10,6 +10,10 @@ use std::ops::Range;
 /// least.
 pub const UNIT: u32 = 65_536;
 
+/// What is no id: the kernel's `INVALID_UID` and `INVALID_GID` (include/linux/uidgid.h), -1 for system calls.
+/// A mapping that has it is refused (`map_write` in kernel/user_namespace.c; kubernetes #141345).
+const NO_ID: u32 = u32::MAX;
+
 /// Ids of the machine, one after the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct IdRange {
@@ -22,7 +26,13 @@ pub struct IdRange {
 impl IdRange {
     fn ids(self) -> Range<u64> {
         let first = u64::from(self.first);
-        first..first + u64::from(self.length)
+        first..first.saturating_add(self.length.into())
+    }
+
+    /// Returns true if the kernel takes all of them for ids.
+    #[must_use]
+    pub fn is_usable(self) -> bool {
+        self.ids().end <= u64::from(NO_ID)
     }
 
     fn overlaps(self, other: Self) -> bool {
@@ -83,10 +93,11 @@ impl IdPool {
         if per_pod == 0 || !per_pod.is_multiple_of(UNIT) {
             return Err(IdPoolError::PerPod(per_pod));
         }
-        // Of 2^32 ids, as the kubelet counts them. Where the length of a range doesn't divide that, the rest
-        // is nobody's.
-        let rest =
-            IdRange { first: per_pod, length: (u32::MAX - per_pod).wrapping_add(1) / per_pod * per_pod };
+        // All ids but the last, as the kubelet counts them since 1.38. Where the length of a range doesn't
+        // divide that, the rest is nobody's.
+        let in_all = |ids: u32| ids.checked_div(per_pod).unwrap_or(0);
+        let whole = in_all(NO_ID).saturating_sub(1).saturating_mul(per_pod);
+        let rest = IdRange { first: per_pod, length: whole };
         let IdRange { first, length } = of.unwrap_or(rest);
         if first < per_pod || !first.is_multiple_of(per_pod) {
             return Err(IdPoolError::First { first, per_pod });
@@ -94,7 +105,8 @@ impl IdPool {
         if !length.is_multiple_of(per_pod) {
             return Err(IdPoolError::Length { length, per_pod });
         }
-        let ranges = length / per_pod;
+        // A range that would reach the last id, or lie beyond it, is nobody's.
+        let ranges = in_all(length.min(NO_ID.saturating_sub(first)));
         if ranges < max_pods {
             return Err(IdPoolError::TooFew { ranges, max_pods });
         }
@@ -110,7 +122,8 @@ impl IdPool {
         let hash =
             uid.bytes().fold(0x811c_9dc5_u32, |hash, b| (hash ^ u32::from(b)).wrapping_mul(0x0100_0193));
         let start = hash.checked_rem(self.ranges)?;
-        let range = |index: u32| IdRange { first: self.first + index * self.per_pod, length: self.per_pod };
+        let first = |index: u32| self.first.saturating_add(index.saturating_mul(self.per_pod));
+        let range = |index: u32| IdRange { first: first(index), length: self.per_pod };
         (start..self.ranges)
             .chain(0..start)
             .map(range)
@@ -120,6 +133,8 @@ impl IdPool {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn range(first: u32, length: u32) -> IdRange {
@@ -137,9 +152,13 @@ mod tests {
                 _ => panic!("{of:?} {per_pod}: {pool:?}"),
             }
         };
-        check(None, UNIT, Ok(65_535));
-        check(None, 2 * UNIT, Ok(32_767));
+        check(None, UNIT, Ok(65_534));
+        check(None, 2 * UNIT, Ok(32_766));
         check(None, 3 * UNIT, Ok(21_844));
+        check(None, 1 << 31, Err("for 0 pods, and maxPods is 110"));
+        check(Some(range(u32::MAX - 110 * UNIT + 1, 110 * UNIT)), UNIT, Err("for 109 pods"));
+        check(Some(range(u32::MAX - 111 * UNIT + 1, 111 * UNIT)), UNIT, Ok(110));
+        check(Some(range(u32::MAX - UNIT + 1, 200 * UNIT)), UNIT, Err("for 0 pods"));
         check(None, 0, Err("must be a multiple of 65536"));
         check(None, 65_537, Err("must be a multiple of 65536"));
         check(Some(range(UNIT, 110 * UNIT)), UNIT, Ok(110));
@@ -167,9 +186,25 @@ mod tests {
     }
 
     #[test]
-    fn the_last_id_of_all_belongs_to_a_range() {
+    fn the_last_id_of_all_belongs_to_nobody() {
         let pool = IdPool::new(None, UNIT, 110).unwrap();
-        let others = range(UNIT, u32::MAX - 2 * UNIT + 1);
-        assert_eq!(pool.choose("a", &[others]), Some(range(u32::MAX - UNIT + 1, UNIT)));
+        let last = range(u32::MAX - 2 * UNIT + 1, UNIT);
+        let others = range(UNIT, u32::MAX - 3 * UNIT + 1);
+        assert_eq!(pool.choose("a", &[others]), Some(last));
+        assert_eq!(pool.choose("a", &[others, last]), None);
+    }
+
+    proptest! {
+        #[test]
+        fn every_id_that_is_handed_out_is_one(first: u32, length: u32, units in 1..=u32::MAX / UNIT, uid: String) {
+            let per_pod = units * UNIT;
+            let given = range(first / per_pod * per_pod, length / per_pod * per_pod);
+            for of in [None, Some(given)] {
+                let Ok(pool) = IdPool::new(of, per_pod, 1) else { continue };
+                let chosen = pool.choose(&uid, &[]).unwrap();
+                prop_assert!(chosen.ids().end <= u64::from(u32::MAX), "{chosen:?} of {of:?}");
+                prop_assert!(chosen.first >= per_pod);
+            }
+        }
     }
 }
