@@ -9,6 +9,7 @@ use super::{
     ladder::Move,
     words,
 };
+use crate::bounds;
 use crate::cgroups::{millis_to_shares, shares_to_weight_linear};
 use crate::qos::QosClass;
 
@@ -252,7 +253,7 @@ impl<'a> Round<'a> {
     fn is_greedier(&self, pod: &PodSample, than: &PodSample) -> bool {
         let (used, theirs) = (pod.cpu_used.unwrap_or(0), than.cpu_used.unwrap_or(0));
         // used / request > theirs / request, of one that requests nothing as of one that requests next to it.
-        let uses_more = used > pod.cpu_request + self.quiet()
+        let uses_more = used > pod.cpu_request.saturating_add(self.quiet())
             && u128::from(used) * u128::from(than.cpu_request.max(1))
                 > u128::from(theirs) * u128::from(pod.cpu_request.max(1));
         pod.class == QosClass::Burstable
@@ -393,14 +394,16 @@ impl<'a> Round<'a> {
     fn least_weight(&self, pod: &PodSample) -> Option<u64> {
         let requested = |class: QosClass| -> u64 {
             let of_class = self.seen.pods.iter().filter(|other| other.class == class);
-            of_class.filter(|other| other.cgroup != pod.cgroup).map(|other| other.cpu_request).sum()
+            let others = of_class.filter(|other| other.cgroup != pod.cgroup);
+            bounds::total(others.map(|other| other.cpu_request))
         };
         // Guaranteed pods have no more than they request. A quarter is left to the machine's daemons.
         let all = (self.seen.cpus * 3 / 4).checked_sub(requested(QosClass::Guaranteed))?;
         let beyond = all.checked_sub(pod.cpu_request).filter(|beyond| *beyond > 0)?;
         // request = all * weight / (weight + the others' weights), which are as what they request.
-        let enough = (pod.cpu_request * requested(QosClass::Burstable)).div_ceil(beyond);
-        let worth_it = enough * 2 < pod.cpu_request;
+        let product = u128::from(pod.cpu_request) * u128::from(requested(QosClass::Burstable));
+        let enough = u64::try_from(product.div_ceil(u128::from(beyond))).unwrap_or(u64::MAX);
+        let worth_it = enough.saturating_mul(2) < pod.cpu_request;
         // Rounded up: a weight is coarse.
         worth_it
             .then(|| 1 + shares_to_weight_linear(millis_to_shares(i64::try_from(enough).unwrap_or(i64::MAX))))
@@ -484,7 +487,7 @@ impl<'a> Round<'a> {
             let Some(pod) = seen.pods.iter().find(|pod| pod.cgroup == knob.cgroup) else { continue };
             let is_protected = |other: &PodSample| other.class != QosClass::BestEffort;
             let alone = !seen.pods.iter().any(|other| is_protected(other) && other.cgroup != pod.cgroup);
-            if alone || pod.cpu_used.unwrap_or(0) <= pod.cpu_request + self.quiet() {
+            if alone || pod.cpu_used.unwrap_or(0) <= pod.cpu_request.saturating_add(self.quiet()) {
                 let words = format!("{} uses what it requests, or nobody is there to protect", pod.name);
                 self.set(&knob, None, &words);
             }

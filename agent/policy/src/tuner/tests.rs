@@ -695,7 +695,9 @@ fn any_container() -> impl Strategy<Value = ContainerSample> {
 
 fn any_pod() -> impl Strategy<Value = PodSample> {
     let class = prop::sample::select(vec![QosClass::BestEffort, QosClass::Burstable, QosClass::Guaranteed]);
-    let amounts = (0..3000_u64, prop::option::of(0..3000_u64), 0..2000_u64, 0..4000_u64, 0..=100_u64);
+    // Beside a kubelet a request is beyond all numbers where the scale of weights ends.
+    let request = prop_oneof![9 => 0..3000_u64, 1 => Just(u64::MAX)];
+    let amounts = (request, prop::option::of(0..3000_u64), 0..2000_u64, 0..4000_u64, 0..=100_u64);
     (class, amounts, any::<bool>(), prop::collection::vec(any_container(), 0..3)).prop_map(
         |(class, (request, used, memory_request, memory_used, needed), can_cap, containers)| PodSample {
             name: String::new(),
