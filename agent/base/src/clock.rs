@@ -1,10 +1,39 @@
 //! Clocks that nobody sets: the one that both halves share, the one that goes on while the machine sleeps,
-//! and a thread's own.
+//! and a thread's own. And sums of a time and a length, which never overflow.
 
 use std::time::Duration;
 
+use beelet_policy::bounds::FAR;
 use jiff::{SignedDuration, Timestamp};
 use rustix::time::{ClockId, clock_gettime};
+
+/// Sums of a time and a length that never panic.
+///
+/// `+` panics where the sum is beyond what the type holds, and that ends the agent. A length that is no
+/// constant is added by this alone (`cargo xtask tidy`).
+pub trait After: Copy {
+    /// The time of so much later. More than [`FAR`] counts as that; the last time that there is stays itself.
+    #[must_use]
+    fn after(self, length: Duration) -> Self;
+}
+
+impl After for std::time::Instant {
+    fn after(self, length: Duration) -> Self {
+        self.checked_add(length.min(FAR)).unwrap_or(self)
+    }
+}
+
+impl After for tokio::time::Instant {
+    fn after(self, length: Duration) -> Self {
+        self.checked_add(length.min(FAR)).unwrap_or(self)
+    }
+}
+
+impl After for Timestamp {
+    fn after(self, length: Duration) -> Self {
+        self.checked_add(length.min(FAR)).unwrap_or(Self::MAX)
+    }
+}
 
 /// `CLOCK_MONOTONIC` in nanoseconds, as `bpf_ktime_get_ns` gives it in the kernel.
 pub fn monotonic_ns() -> u64 {
@@ -49,6 +78,25 @@ impl WallClock {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_sum_of_a_time_and_a_length_never_overflows() {
+        let (std, tokio, wall) = (std::time::Instant::now(), tokio::time::Instant::now(), Timestamp::now());
+        for length in [0, 1, FAR.as_secs(), 1_000_000_000_000, i64::MAX.unsigned_abs(), u64::MAX] {
+            let length = Duration::from_secs(length);
+            let expected = length.min(FAR);
+            assert_eq!(std.after(length) - std, expected);
+            assert_eq!(tokio.after(length) - tokio, expected);
+            assert_eq!(wall.after(length).duration_since(wall).unsigned_abs(), expected);
+        }
+        assert_eq!(Timestamp::MAX.after(Duration::MAX), Timestamp::MAX);
+        // However often: the last time stays itself.
+        let mut late = std;
+        for _ in 0..100_000 {
+            late = late.after(Duration::MAX);
+        }
+        assert!(late > std);
+    }
 
     #[test]
     fn a_clock_that_was_set_goes_another_way_than_the_time_since_boot() {
