@@ -7,6 +7,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::clock::After as _;
 use beelet_model::failure::REJECTED;
 use beelet_policy::{
     admission::{self, Refusal},
@@ -108,7 +109,7 @@ impl Ledger {
     pub(super) fn leaving(&mut self, uid: &str, now: Instant, grace: Duration) -> bool {
         let gave_up = self.claims.remove(uid).is_some();
         let Some(tenant) = self.tenants.get_mut(uid) else { return gave_up };
-        let by = now + patience(grace);
+        let by = now.after(patience(grace));
         let news = tenant.leaves_by.is_none_or(|known| by < known);
         if news {
             tenant.leaves_by = Some(by);
@@ -200,7 +201,7 @@ impl Ledger {
         let room = !self.tenants.contains_key(&uid)
             && self.ask(pod, Count::All, now).is_ok_and(|(decided, _)| fits(&decided));
         if room {
-            self.claim(pod, Some(now + RESERVED));
+            self.claim(pod, Some(now.after(RESERVED)));
         }
         room
     }
@@ -257,7 +258,7 @@ impl Ledger {
         let number = self.next_number;
         let claim = self.claims.entry(uid_of(pod)).or_insert(Claim { pod: Arc::clone(pod), number, until });
         claim.until = until;
-        self.next_number += u64::from(claim.number == number);
+        self.next_number = number.saturating_add(u64::from(claim.number == number));
     }
 
     fn reject(&mut self, uid: &str, rejection: AdmissionRejection) -> Verdict {
@@ -330,7 +331,7 @@ fn extended_resources(pod: &core::Pod) -> BTreeSet<&str> {
             }
         }
     }
-    &lifted - &counted
+    lifted.difference(&counted).copied().collect()
 }
 
 fn uid_of(pod: &core::Pod) -> String {

@@ -8,6 +8,8 @@
 //!
 //! Must never kill anything by itself (it asks the pods' manager to), never look at what pods use, and never
 //! refuse a pod that runs already.
+// What this adds up comes from outside.
+#![cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 
 use beelet_model::pressure::{Conditions, EVICTED, PREEMPTING};
 mod ledger;
@@ -268,7 +270,7 @@ impl Admission {
     }
 
     fn changed(&self) {
-        self.changes.send_modify(|count| *count += 1);
+        self.changes.send_modify(|count| *count = count.wrapping_add(1));
     }
 
     /// Never held across an await.
@@ -280,7 +282,8 @@ impl Admission {
 /// How long a pod that leaves gets before it counts as one that won't: the kubelet waits half as long again
 /// as the pod's own grace period, and at least 10 s (`pkg/kubelet/pod_workers.go`, `killPodNow`).
 fn patience(grace: Duration) -> Duration {
-    (grace + grace / 2).max(Duration::from_secs(10))
+    let half = grace.checked_div(2).unwrap_or_default();
+    grace.saturating_add(half).max(Duration::from_secs(10))
 }
 
 fn grace_of(pod: &core::Pod) -> Duration {

@@ -1,3 +1,4 @@
+use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
@@ -358,4 +359,34 @@ async fn what_the_node_ended_comes_back_after_the_transition_period_whatever_the
     assert!(matches!(request, Some(Request::Retry { uid }) if uid == "a"));
     shutdown.cancel();
     working.await.unwrap();
+}
+
+proptest! {
+    /// Whatever a pod may take to end: that it leaves is known, until when it is waited for, and an end under
+    /// way is only hastened.
+    #[test]
+    fn a_pod_may_leave_with_any_grace_period(seconds: u64, nanos in 0..1_000_000_000_u32) {
+        let cpus = ("cpu".to_owned(), beelet_policy::quantity::Quantity::from_units(4));
+        let pods = ("pods".to_owned(), beelet_policy::quantity::Quantity::from_units(10));
+        let resources = NodeResources::new([cpus, pods].into(), &Default::default(), &[]);
+        let mut ledger = Ledger::new(resources, preemption::Policy::Kubelet);
+        let (now, grace) = (Instant::now(), Duration::new(seconds, nanos));
+        ledger.adopt(&plain("a", "3"));
+        prop_assert!(ledger.leaving("a", now, grace));
+        prop_assert!(!ledger.leaving("a", now, grace.saturating_add(SECOND)));
+        let verdict = ledger.decide(&plain("b", "3"), now);
+        let Verdict::Wait { until: Some(until) } = verdict else {
+            return Err(TestCaseError::fail(format!("{verdict:?}")));
+        };
+        prop_assert!(until >= now + 10 * SECOND);
+        prop_assert!(until.duration_since(now) >= grace.min(beelet_policy::bounds::FAR));
+        prop_assert_eq!(ledger.leaving("a", now, Duration::ZERO), until > now + 10 * SECOND);
+    }
+}
+
+#[test]
+fn a_pod_with_the_longest_grace_period_of_all_leaves() {
+    for seconds in [u64::MAX, i64::MAX.unsigned_abs(), 1_000_000_000_000] {
+        assert!(patience(Duration::from_secs(seconds)) >= Duration::from_secs(seconds));
+    }
 }

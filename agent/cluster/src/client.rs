@@ -10,6 +10,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_policy::bounds;
 use futures::{Stream, StreamExt, stream::try_unfold};
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Limited};
@@ -354,7 +355,7 @@ async fn accepted(request: &str, answer: Response<Body>) -> Result<Response<Body
     let body = Limited::new(answer.into_body(), MAX_EVENT).collect().await;
     let value: Value =
         body.ok().and_then(|body| serde_json::from_slice(&body.to_bytes()).ok()).unwrap_or_default();
-    Err(refused(request, status.as_u16(), &value, retry_after.map(Duration::from_secs)))
+    Err(refused(request, status.as_u16(), &value, retry_after.map(bounds::seconds)))
 }
 
 /// The error of a `metav1.Status`.
@@ -367,7 +368,7 @@ fn refused(request: &str, code: u16, status: &Value, retry_after: Option<Duratio
             .unwrap_or("an error")
             .to_owned()
     });
-    let detail = status["details"]["retryAfterSeconds"].as_u64().map(Duration::from_secs);
+    let detail = status["details"]["retryAfterSeconds"].as_i64().map(bounds::seconds);
     Error {
         request: request.to_owned(),
         kind: Kind::Status { code, retry_after: retry_after.or(detail) },

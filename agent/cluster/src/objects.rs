@@ -16,6 +16,7 @@ use beelet_model::{
     table::PodName,
 };
 use beelet_policy::{
+    bounds,
     references::{self, Kind, Reference, TokenReference},
     token,
 };
@@ -467,7 +468,7 @@ pub(crate) async fn request_token(
     let token = answer["status"]["token"].as_str().unwrap_or_default();
     // By the server's word how long, not until when: this machine's clock may be wrong.
     let seconds = answer["spec"]["expirationSeconds"].as_i64().unwrap_or(of.expiration_seconds);
-    Ok((token.into(), Duration::from_secs(u64::try_from(seconds).unwrap_or_default().max(60))))
+    Ok((token.into(), bounds::seconds(seconds.max(60))))
 }
 
 /// Asks for a token of a service account; the whole answer, which has one.

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use beelet_policy::bounds;
 use beelet_proto::cri;
 
 use super::{Call, Error, Operation, Runtime, container};
@@ -20,12 +21,8 @@ impl Runtime {
         command: Vec<String>,
         timeout: Duration,
     ) -> Result<cri::ExecSyncResponse, Error> {
-        let seconds = timeout.as_secs() + u64::from(timeout.subsec_nanos() > 0);
-        let request = cri::ExecSyncRequest {
-            container_id: id.to_owned(),
-            cmd: command,
-            timeout: i64::try_from(seconds).unwrap_or(i64::MAX),
-        };
+        let seconds = bounds::whole_seconds(timeout);
+        let request = cri::ExecSyncRequest { container_id: id.to_owned(), cmd: command, timeout: seconds };
         let deadline = (seconds > 0).then(|| self.request_timeout.saturating_add(timeout));
         Call { deadline, ..self.call(Operation::ExecSync, container(id)) }
             .runtime(request, |mut client, request| async move { client.exec_sync(request).await })

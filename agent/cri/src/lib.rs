@@ -30,6 +30,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use beelet_base::spans::{self, TARGET};
+use beelet_policy::bounds::{self, FAR, LONGEST_GRACE, LONGEST_GRACE_SECONDS};
 use beelet_policy::cgroups::CgroupDriver;
 use beelet_proto::cri;
 use cri::image_service_client::ImageServiceClient;
@@ -363,13 +364,14 @@ impl Runtime {
         Ok(())
     }
 
-    /// Stops a container: its stop signal, and SIGKILL after `grace` (whole seconds count). Idempotent.
-    /// May take `grace` beyond the request timeout, as in the kubelet.
+    /// Stops a container: its stop signal, and SIGKILL after `grace` (whole seconds count, at most those of
+    /// [`LONGEST_GRACE`]). Idempotent. May take `grace` beyond the request timeout, as in the kubelet.
     ///
     /// # Errors
     /// As for every call: [`Error`].
     pub async fn stop_container(&self, id: &str, grace: Duration) -> Result<(), Error> {
-        let timeout = i64::try_from(grace.as_secs()).unwrap_or(i64::MAX);
+        let grace = grace.min(LONGEST_GRACE);
+        let timeout = i64::try_from(grace.as_secs()).unwrap_or(LONGEST_GRACE_SECONDS);
         let request = cri::StopContainerRequest { container_id: id.to_owned(), timeout };
         let call = self.call(Operation::StopContainer, container(id));
         Call { deadline: Some(self.request_timeout.saturating_add(grace)), ..call }
@@ -516,7 +518,7 @@ impl Runtime {
         let request = cri::CheckpointContainerRequest {
             container_id: id.to_owned(),
             location: location.to_string_lossy().into_owned(),
-            timeout: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+            timeout: bounds::whole_seconds(timeout),
         };
         let call = self.call(Operation::Checkpoint, container(id));
         let deadline = (!timeout.is_zero()).then(|| self.request_timeout.saturating_add(timeout));
@@ -631,11 +633,11 @@ impl Call<'_> {
         );
         let parent = spans::trace_parent(&span);
         let asked = || send(self.request(request.clone(), parent.as_deref()));
-        let mut result = within(self.deadline, asked).instrument(span.clone()).await;
+        let mut result = within(self.deadline(), asked).instrument(span.clone()).await;
         let broke = result.as_ref().is_err_and(Failure::is_broken_connection);
         if broke && self.operation.is_read() {
             let again = || send(self.request(request, parent.as_deref()));
-            result = within(self.deadline, again).instrument(span.clone()).await;
+            result = within(self.deadline(), again).instrument(span.clone()).await;
         }
         if let Err(failure) = &result {
             spans::fail(&span, &failure.message(&socket.path.display().to_string()));
@@ -649,11 +651,16 @@ impl Call<'_> {
         })
     }
 
+    /// The deadline, within what a header of gRPC holds: tonic panics at more than eight digits of hours.
+    fn deadline(&self) -> Option<Duration> {
+        self.deadline.map(|deadline| deadline.min(FAR))
+    }
+
     /// The request, with the deadline in its header: the runtime stops working on it then, too. Its own spans
     /// are below `parent`.
     fn request<Q>(&self, message: Q, parent: Option<&str>) -> Request<Q> {
         let mut request = Request::new(message);
-        if let Some(deadline) = self.deadline {
+        if let Some(deadline) = self.deadline() {
             request.set_timeout(deadline);
         }
         if let Some(parent) = parent.and_then(|parent| AsciiMetadataValue::try_from(parent).ok()) {

@@ -3,6 +3,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use beelet_base::clock::After as _;
 use beelet_policy::{
     critical::{is_critical, priority},
     eviction::{
@@ -33,8 +34,6 @@ use beelet_model::{
 pub(super) const IMMEDIATE: Duration = Duration::from_secs(1);
 /// How much longer than its grace period a pod may take to be gone before others take its place.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// A time that nobody waits for.
-const FAR: Duration = Duration::from_secs(10 * 365 * 24 * 60 * 60);
 /// How long giving back may take before pods go although it has not ended.
 const RECLAIM_PATIENCE: Duration = Duration::from_secs(60);
 /// How long after something was given back nothing more can be expected of doing so again, if that was not
@@ -439,7 +438,7 @@ impl Eviction {
     fn leaves(&mut self, pod: &Pod, signal: Signal, grace: Duration) {
         let now = Instant::now();
         let looks = vec![(pod.known.read_at.unwrap_or(now), pod.known.usage.unwrap_or_default())];
-        let by = now + grace.min(FAR) + PATIENCE;
+        let by = now.after(grace).after(PATIENCE);
         let before = self.board.current().observations;
         self.leaving.insert(pod.uid.clone(), Leaving { signal, grace, by, looks, overdue: false, before });
     }

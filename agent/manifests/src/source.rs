@@ -159,7 +159,8 @@ impl ManifestSource {
 
     async fn run(mut self, sender: watch::Sender<Arc<Desired>>, options: Options, node: Object) {
         let period = options.check_frequency.max(Duration::from_millis(10));
-        let mut check = tokio::time::interval_at(Instant::now() + period, period);
+        let mut check = tokio::time::interval(period);
+        check.reset();
         check.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             let second_look = self.missing.values().min().copied();

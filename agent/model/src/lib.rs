@@ -1,4 +1,7 @@
 //! The nouns of the node that all parts share. No I/O, no tasks.
+// What this adds up comes from outside.
+#![cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
+
 pub mod accounts;
 pub mod desired;
 pub mod disk;

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use beelet_policy::{node_addresses, quantity::Quantity};
+use beelet_policy::{bounds, node_addresses, quantity::Quantity};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 use serde::{Deserialize, Serialize};
@@ -107,10 +107,14 @@ pub fn is_active(pod: &core::Pod) -> bool {
     !has_ended(pod.status.as_ref())
 }
 
-/// The seconds that a pod's containers get to end by themselves.
+/// What a pod's containers get to end by themselves where the pod says nothing, in seconds: the API's own
+/// default.
+pub const USUAL_GRACE_SECONDS: i64 = 30;
+
+/// The time that a pod's containers get to end by themselves, within the bounds of [`bounds::grace`].
 pub fn grace_period(pod: &core::Pod) -> Duration {
-    let seconds = pod.spec.as_ref().and_then(|s| s.termination_grace_period_seconds).unwrap_or(30);
-    Duration::from_secs(u64::try_from(seconds).unwrap_or(0))
+    let seconds = pod.spec.as_ref().and_then(|s| s.termination_grace_period_seconds);
+    bounds::grace(seconds.unwrap_or(USUAL_GRACE_SECONDS))
 }
 
 /// The folder of a pod's logs: `<namespace>_<name>_<uid>`, as the kubelet lays it out.

@@ -10,6 +10,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::clock::After as _;
 use beelet_proto::cri;
 use futures::future::join_all;
 use prometheus_client::{
@@ -226,7 +227,7 @@ impl Exits {
             self.parts.metrics.seen.get_or_create(&Source { source }).inc();
             let pending = Pending { uid: process.uid.clone(), since: now, at_ns };
             self.pending.insert(process.id.clone(), pending);
-            self.next_ask = self.next_ask.min(now + self.interval());
+            self.next_ask = self.next_ask.min(now.after(self.interval()));
         }
     }
 
@@ -269,7 +270,7 @@ impl Exits {
         self.give_up();
         // One question at a time, which leaves a runtime that is slow to answer the most of its time: those
         // that end together, a thousand of them at worst, are being stopped by it.
-        self.next_ask = Instant::now() + self.interval().max(began.elapsed() * SHARE);
+        self.next_ask = Instant::now().after(self.interval().max(began.elapsed().saturating_mul(SHARE)));
         Ok(())
     }
 

@@ -9,7 +9,9 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
+use beelet_base::clock::After as _;
 use beelet_base::work::Work;
+use beelet_policy::bounds;
 use beelet_proto::cri;
 use prometheus_client::{
     metrics::{counter::Counter, gauge::Gauge, histogram::Histogram},
@@ -27,7 +29,7 @@ use beelet_cri::{Error, Runtime};
 use beelet_model::{
     labels::{self, ANNOTATION_HASH},
     origin::Origin,
-    pod::managed,
+    pod::{USUAL_GRACE_SECONDS, managed},
     request::{Listed, Request, RuntimePod, RuntimePods},
     table::PodName,
 };
@@ -178,8 +180,8 @@ impl Relist {
             loop {
                 tokio::select! {
                     () = shutdown.cancelled() => return,
-                    () = sleep_until(last + period) => {}
-                    () = self.pace.nudged() => sleep_until(last + gap.min(period)).await,
+                    () = sleep_until(last.after(period)) => {}
+                    () = self.pace.nudged() => sleep_until(last.after(gap.min(period))).await,
                 }
                 let asked = Instant::now();
                 if let Some(before) = began.replace(asked) {
@@ -296,10 +298,10 @@ fn pod_of(
     annotations: &std::collections::HashMap<String, String>,
 ) -> RuntimePod {
     let label = |key: &str| all_labels.get(key).cloned().unwrap_or_default();
-    let grace = annotations.get(labels::GRACE_PERIOD).and_then(|s| s.parse().ok()).unwrap_or(30);
+    let grace = annotations.get(labels::GRACE_PERIOD).and_then(|s| s.parse().ok());
     RuntimePod {
         name: PodName { namespace: label(labels::POD_NAMESPACE), name: label(labels::POD_NAME) },
-        grace: Duration::from_secs(grace),
+        grace: bounds::grace(grace.unwrap_or(USUAL_GRACE_SECONDS)),
         manifest: annotations.get(labels::MANIFEST).map(PathBuf::from),
         hash: annotations.get(ANNOTATION_HASH).cloned(),
         shape: annotations.get(labels::SHAPE).cloned(),
@@ -353,6 +355,22 @@ mod tests {
     fn check(before: &str, now: &str, expect: &[&str]) {
         let changed = differences(&seen(before), &seen(now));
         assert_eq!(changed.iter().map(String::as_str).collect::<Vec<_>>(), expect, "{before} -> {now}");
+    }
+
+    #[test]
+    fn a_sandbox_says_how_long_its_pod_may_take_to_end_within_bounds() {
+        for (said, expected) in [
+            ("7", 7),
+            ("-1", 0),
+            ("1000000000000", 366 * 24 * 3600),
+            ("9223372036854775807", 366 * 24 * 3600),
+            ("18446744073709551615", 30),
+            ("", 30),
+        ] {
+            let annotations = [(labels::GRACE_PERIOD.to_owned(), said.to_owned())].into();
+            let grace = pod_of(&std::collections::HashMap::new(), &annotations).grace;
+            assert_eq!(grace, Duration::from_secs(expected), "{said:?}");
+        }
     }
 
     #[test]

@@ -10,6 +10,7 @@ use std::{
     sync::Arc,
 };
 
+use beelet_base::clock::After as _;
 use beelet_policy::{
     pod::{ContainerState, KillReason},
     probe::{ProbeKind, ProbeResult},
@@ -515,7 +516,7 @@ impl Manager {
         self.admit_leaving(&uid, &pod, deletion.as_ref(), terminate);
         let control = Control {
             terminate: terminate.then_some(Terminate { grace: None }),
-            ..control_of(&kept, deletion.as_ref(), counts)
+            ..control_of(&kept, deletion.as_ref(), counts, beelet_model::pod::grace_period(&pod))
         };
         let (control, signal) = watch::channel(control);
         // Of a pod that the runtime did not have there is nothing to be listed: nobody else makes it.
@@ -584,7 +585,7 @@ impl Manager {
         managed.control.send_modify(|c| c.terminate = Some(Terminate { grace: None }));
         let mut pod = (*managed.pod).clone();
         let grace = beelet_model::pod::grace_period(&pod);
-        let deadline = Timestamp::now().saturating_add(grace).unwrap_or(Timestamp::MAX);
+        let deadline = Timestamp::now().after(grace);
         pod.metadata.deletion_timestamp = Some(Time(whole_second(deadline)));
         pod.metadata.deletion_grace_period_seconds = i64::try_from(grace.as_secs()).ok();
         managed.pod = Arc::new(pod);

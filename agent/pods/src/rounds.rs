@@ -3,6 +3,7 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
+use beelet_base::clock::After as _;
 use beelet_csi::Csi;
 use beelet_model::{
     pod::is_active,
@@ -51,7 +52,7 @@ impl Rounds {
     /// Waits until pods are due. May be dropped at any time.
     pub(crate) async fn next(&mut self) -> Vec<Arc<Pod>> {
         if self.was_whole {
-            self.due = Instant::now() + self.period;
+            self.due = Instant::now().after(self.period);
         }
         self.was_whole = tokio::select! {
             biased;

@@ -5,7 +5,7 @@ use beelet_model::pod::selector;
 use beelet_model::status::timestamp;
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
-use beelet_policy::pod;
+use beelet_policy::{bounds, pod};
 use beelet_proto::cri;
 use futures::future::try_join_all;
 use serde::Deserialize;
@@ -356,14 +356,15 @@ fn netns(info: &str) -> Option<PathBuf> {
 fn container(listed: &cri::Container, status: &cri::ContainerStatus) -> pod::Container {
     let metadata = status.metadata.as_ref().or(listed.metadata.as_ref());
     let noted = |annotation: &str| listed.annotations.get(annotation);
-    let delay = noted(labels::RESTART_DELAY).and_then(|s| s.parse().ok()).unwrap_or(0);
+    let delay =
+        noted(labels::RESTART_DELAY).and_then(|s| s.parse().ok()).map_or(Duration::ZERO, bounds::seconds);
     pod::Container {
         id: listed.id.clone(),
         name: metadata.map(|m| m.name.clone()).unwrap_or_default(),
         attempt: metadata.map_or(0, |m| m.attempt),
         sandbox_id: listed.pod_sandbox_id.clone(),
         state: state(status),
-        restart_delay: Duration::from_secs(delay),
+        restart_delay: delay,
         round: noted(labels::ROUND).and_then(|s| s.parse().ok()).unwrap_or(0),
     }
 }

@@ -10,6 +10,7 @@ use std::{
 
 use beelet_base::{
     chance::chance,
+    clock::After as _,
     spans::{self, TARGET},
 };
 use beelet_policy::pod::{self, Actions, KillReason, StartFailure, Verdicts};
@@ -37,6 +38,7 @@ use beelet_spec::{cri_config::dns_warnings, definition};
 use beelet_state::events::Object;
 
 mod devices;
+mod ending;
 mod ends;
 mod hooks;
 mod last_words;
@@ -44,6 +46,7 @@ mod stop;
 mod supervise;
 
 use devices::Grant;
+pub(super) use ending::Terminate;
 use ends::Ends;
 use stop::Window;
 
@@ -79,23 +82,6 @@ pub(super) struct Control {
     pub hurries: u64,
     /// The runtime's word on containers that were last seen running, and have ended.
     pub exited: BTreeMap<String, Arc<cri::ContainerStatus>>,
-}
-
-impl Control {
-    /// How the pod is to end, if it is. Of two ends the sooner one.
-    fn end(&self) -> Option<Terminate> {
-        match (self.terminate, self.failed) {
-            (Some(a), Some(b)) => Some(Terminate { grace: a.grace.into_iter().chain(b.grace).min() }),
-            (a, b) => a.or(b),
-        }
-    }
-}
-
-/// How a pod is terminated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Terminate {
-    /// Overrides the pod's own grace period.
-    pub grace: Option<Duration>,
 }
 
 /// How far a pod's end has come.
@@ -275,19 +261,19 @@ impl Worker {
                 self.take_over(pod);
                 purpose = metrics::Purpose::Update;
             }
-            if control.end().is_some() {
+            let own = self.plan.grace;
+            let end = control.end(own);
+            if end.is_some() {
                 purpose = metrics::Purpose::Kill;
             }
             let began = Instant::now();
             let mut signal = self.control.clone();
-            let kind = if control.end().is_some() { "syncTerminatingPod" } else { "syncPod" };
+            let kind = if end.is_some() { "syncTerminatingPod" } else { "syncPod" };
             let span = self.launcher.metrics.starts.step(&self.plan.name, &self.plan.uid, kind);
-            let step = if let Some(end) = control.end() {
-                let grace = self.grace_of(end);
-                let own = self.plan.grace;
+            let step = if let Some(grace) = end {
                 tokio::select! {
                     // A pod that must go sooner than was said before is told so.
-                    changed = signal.wait_for(|c| c.end().is_some_and(|e| e.grace.unwrap_or(own) < grace)) => {
+                    changed = signal.wait_for(|c| c.end(own).is_some_and(|sooner| sooner < grace)) => {
                         if changed.is_err() { return }
                         continue;
                     }
@@ -296,7 +282,7 @@ impl Worker {
             } else {
                 tokio::select! {
                     // A pod that must go does not wait for a slow pull or a long stop.
-                    changed = signal.wait_for(|c| c.end().is_some()) => {
+                    changed = signal.wait_for(|c| c.end(own).is_some()) => {
                         if changed.is_err() { return }
                         continue;
                     }
@@ -321,7 +307,7 @@ impl Worker {
                 Ok(None) => return,
                 Err(error) => {
                     warn!(pod = %self.plan.name, %error, "a step failed and will be tried again");
-                    let at = Instant::now() + pause;
+                    let at = Instant::now().after(pause);
                     pause = (pause * 2).min(RETRY_MAX);
                     Some(at)
                 }
@@ -722,12 +708,9 @@ impl Worker {
         let told = format!("Error: {}: {}", waiting.reason, waiting.message);
         self.launcher.events.warning(Object::container(&self.plan.pod, name), "Failed", told);
         let lacks = matches!(error, StartError::Config(_));
-        let failed = FailedStart { waiting, failure, tries, delay, retry_at: Instant::now() + delay, lacks };
+        let failed =
+            FailedStart { waiting, failure, tries, delay, retry_at: Instant::now().after(delay), lacks };
         self.failed_starts.insert(name.to_owned(), failed);
-    }
-
-    fn grace_of(&self, end: Terminate) -> Duration {
-        end.grace.unwrap_or_else(|| self.plan.grace)
     }
 
     /// Takes the pod away, or as much of it as a failed one gives back. `Ok(None)` once nothing is left of

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use beelet_base::clock::After as _;
 use sd_notify::NotifyState;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -36,7 +37,7 @@ pub async fn follow(
             () = ending.cancelled(), if !told => {
                 told = true;
                 notify(&[NotifyState::Stopping]);
-                patience = Instant::now() + stopping_time();
+                patience = Instant::now().after(stopping_time());
                 extend.reset_immediately();
             }
             () = ended.cancelled() => return,

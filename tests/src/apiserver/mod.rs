@@ -307,6 +307,14 @@ impl FakeApi {
         self.change(path, |store, target| store.delete(target, &Value::Null))
     }
 
+    /// Deletes it as a user does who says how many seconds it gets (`kubectl delete --grace-period`).
+    ///
+    /// # Panics
+    /// If there is no such object.
+    pub fn delete_within(&self, path: &str, seconds: i64) -> Value {
+        self.change(path, |store, target| store.delete(target, &json!({ "gracePeriodSeconds": seconds })))
+    }
+
     /// Deletes it by force: it is gone at once.
     ///
     /// # Panics

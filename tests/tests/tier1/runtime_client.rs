@@ -279,6 +279,32 @@ async fn each_call_carries_its_deadline() {
 }
 
 #[tokio::test]
+async fn no_time_is_longer_than_what_a_runtime_counts() {
+    let cri = FakeCri::start();
+    let runtime = client(&cri);
+    // What there is to stop, run or write doesn't matter: the request is.
+    for time in
+        [Duration::MAX, Duration::from_secs(i64::MAX.unsigned_abs()), Duration::from_secs(400_000_000_000)]
+    {
+        runtime.stop_container("x", time).await.unwrap();
+        let _ = runtime.exec_sync("x", vec!["true".to_owned()], time).await;
+        let _ = runtime.checkpoint("x", std::path::Path::new("/x"), time).await;
+    }
+    let seconds = |call: beelet_tests::cri::Call| match call.asked {
+        Asked::StopContainer(request) => Some(request.timeout),
+        Asked::ExecSync(request) => Some(request.timeout),
+        Asked::CheckpointContainer(request) => Some(request.timeout),
+        _ => None,
+    };
+    let seconds: Vec<i64> = cri.calls().into_iter().filter_map(seconds).collect();
+    assert_eq!(seconds.len(), 9);
+    assert!(
+        seconds.iter().all(|seconds| *seconds > 0 && seconds.checked_mul(1_000_000_000).is_some()),
+        "{seconds:?}"
+    );
+}
+
+#[tokio::test]
 async fn waiting_for_the_runtime_ends_as_soon_as_it_is_there() {
     let cri = FakeCri::absent();
     let runtime = client(&cri);

@@ -23,8 +23,8 @@ use beelet_model::desired::Desired;
 use beelet_model::pod::has_host_port;
 use beelet_model::request::Request as PodRequest;
 use beelet_model::table::PodName;
-use beelet_policy::references;
 use beelet_policy::selector::{Selector, SelectorError};
+use beelet_policy::{bounds, references};
 
 /// How long an answer waits for the new manifest to be read.
 const SEEN: Duration = Duration::from_secs(10);
@@ -172,7 +172,7 @@ impl Manifests for Service {
         let _turn = self.turn.lock().await;
         let (path, name, uid) = self.folder.find(&running.desired.borrow(), &request)?;
         if let (Some(seconds), false) = (request.grace_seconds, uid.is_empty()) {
-            let grace = Some(Duration::from_secs(seconds));
+            let grace = Some(bounds::grace(i64::try_from(seconds).unwrap_or(i64::MAX)));
             let (reason, message) = ("Deleted".to_owned(), "deleted on request".to_owned());
             let end = PodRequest::Fail { uid: uid.clone(), reason, message, grace };
             running.requests.send(end).await.map_err(|_| Status::unavailable("the agent stops"))?;

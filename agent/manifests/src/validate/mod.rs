@@ -10,7 +10,7 @@ mod volumes;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use beelet_policy::quantity::Quantity;
+use beelet_policy::{bounds::LONGEST_GRACE_SECONDS, quantity::Quantity};
 use k8s_openapi::api::core::v1::{AppArmorProfile, Container, Pod, PodSpec, SeccompProfile, Toleration};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Amount;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -31,10 +31,6 @@ const LONGEST_APP_ARMOR_NAME: usize = 4095;
 const DNS_SERVERS_MAX: usize = 3;
 const DNS_SEARCHES_MAX: usize = 32;
 const DNS_SEARCH_CHARACTERS_MAX: usize = 2048;
-
-/// Longest grace period that makes sense, in seconds: the limit of the runtime's int64 nanoseconds is far
-/// off, but a year is certainly a mistake.
-const GRACE_MAX: i64 = 366 * 24 * 3600;
 
 /// The problems found so far.
 #[derive(Debug, Default)]
@@ -112,7 +108,7 @@ fn pod_spec(spec: &PodSpec, problems: &mut Problems) {
     problems.within(
         "spec.terminationGracePeriodSeconds",
         spec.termination_grace_period_seconds,
-        0..=GRACE_MAX,
+        0..=LONGEST_GRACE_SECONDS,
     );
     problems.within("spec.activeDeadlineSeconds", spec.active_deadline_seconds, 1..=i32::MAX.into());
     problems.extend(priority::preemption_policy("spec.preemptionPolicy", spec.preemption_policy.as_deref()));

@@ -1,5 +1,6 @@
 //! The rules for probes.
 
+use beelet_policy::bounds::LONGEST_GRACE_SECONDS;
 use k8s_openapi::api::core::v1::{Container, HTTPGetAction, Probe};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
@@ -50,7 +51,7 @@ fn numbers(path: &str, kind: Kind, probe: &Probe, problems: &mut Problems) {
         problems.add(format!("{path}.successThreshold"), "must be 1, except in a readiness probe");
     }
     let grace = format!("{path}.terminationGracePeriodSeconds");
-    problems.within(&grace, probe.termination_grace_period_seconds, 1..=super::GRACE_MAX);
+    problems.within(&grace, probe.termination_grace_period_seconds, 1..=LONGEST_GRACE_SECONDS);
     if kind == Kind::Readiness && probe.termination_grace_period_seconds.is_some() {
         problems.add(grace, "is not for readiness probes: they stop nothing");
     }

@@ -4,7 +4,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use beelet_policy::api_status;
+use beelet_policy::{api_status, bounds};
 use jiff::Timestamp;
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
 use tracing::info;
@@ -33,8 +33,7 @@ impl Deletion {
     pub(super) fn of(pod: &core::Pod) -> Option<Self> {
         pod.metadata.deletion_timestamp.as_ref()?;
         let seconds = pod.metadata.deletion_grace_period_seconds;
-        let grace =
-            seconds.map_or_else(|| grace_period(pod), |s| Duration::from_secs(s.try_into().unwrap_or(0)));
+        let grace = seconds.map_or_else(|| grace_period(pod), bounds::grace);
         Some(Self { grace, stopped: false, cleared: false })
     }
 }
@@ -77,14 +76,11 @@ impl Managed {
     fn delete(&mut self, wanted: &Arc<core::Pod>) {
         let Some(asked) = Deletion::of(wanted) else { return };
         let (stopped, cleared) = (self.has_stopped(), self.is_cleared());
+        let own = grace_period(wanted);
         let grace = self.deletion.map_or(asked.grace, |known| known.grace.min(asked.grace));
         self.deletion = Some(Deletion { grace, stopped, cleared });
         self.pod = with_amounts_of(wanted, &self.pod);
-        self.control.send_if_modified(|c| {
-            let before = c.failed.and_then(|failed| failed.grace);
-            let failed = Some(Terminate { grace: Some(before.map_or(grace, |before| before.min(grace))) });
-            std::mem::replace(&mut c.failed, failed) != failed
-        });
+        self.control.send_if_modified(|c| c.fail(Terminate { grace: Some(grace) }, own));
     }
 
     /// Changes a pod while it runs. Amounts for which there is no room stay as they are.
@@ -188,5 +184,9 @@ mod tests {
         check(json!({"deletionTimestamp": now, "deletionGracePeriodSeconds": 3}), Some(3));
         check(json!({"deletionTimestamp": now, "deletionGracePeriodSeconds": -3}), Some(0));
         check(json!({"deletionTimestamp": now}), Some(7));
+        check(
+            json!({"deletionTimestamp": now, "deletionGracePeriodSeconds": i64::MAX}),
+            Some(366 * 24 * 3600),
+        );
     }
 }

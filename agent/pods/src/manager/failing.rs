@@ -49,12 +49,7 @@ impl Manager {
             None => grace,
         };
         self.parts.launcher.admission.leaving(uid, grace.unwrap_or(own));
-        managed.control.send_if_modified(|c| {
-            let wanted = Some(Terminate { grace });
-            let new = c.failed != wanted;
-            c.failed = wanted;
-            new
-        });
+        managed.control.send_if_modified(|c| c.fail(Terminate { grace }, own));
         self.publish(uid);
     }
 

@@ -1,6 +1,6 @@
 //! What the worker of a pod begins with: what is known of the pod from before.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use beelet_policy::pod::UNKNOWN_EXIT;
 use k8s_openapi::api::core::v1 as core;
@@ -67,16 +67,21 @@ pub(super) fn network_of(kept: &PodRecord, pod: &core::Pod) -> Option<Network> {
     is_known.then(|| Network { ips, netns: kept.netns.clone() })
 }
 
-/// What a worker begins with.
+/// What the worker of a pod with this grace period begins with.
 pub(super) fn control_of(
     kept: &PodRecord,
     deletion: Option<&Deletion>,
     counts: Arc<BTreeMap<String, u32>>,
+    own: Duration,
 ) -> Control {
-    let failed = kept.failure.as_ref().map(|failure| Terminate { grace: failure.grace });
-    let deleted = deletion.map(|deletion| Terminate { grace: Some(deletion.grace) });
     let ended = kept.failure.is_none() && has_ended(kept.status.as_deref());
-    let mut control = Control { failed: deleted.or(failed), ended, counts, ..Control::default() };
+    let mut control = Control { ended, counts, ..Control::default() };
+    if let Some(failure) = &kept.failure {
+        control.fail(Terminate { grace: failure.grace }, own);
+    }
+    if let Some(deletion) = deletion {
+        control.fail(Terminate { grace: Some(deletion.grace) }, own);
+    }
     let started = kept.probes.iter().filter(|(_, facts)| facts.started == Some(true));
     control.verdicts.started = started.map(|(id, _)| id.clone()).collect();
     control.verdicts.hooked.clone_from(&kept.hooked);

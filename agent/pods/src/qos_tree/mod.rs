@@ -16,6 +16,7 @@ mod wanted;
 
 use std::{collections::BTreeMap, collections::BTreeSet, sync::Arc, time::Duration};
 
+use beelet_base::clock::After as _;
 use beelet_policy::cgroups::{CgroupConfig, CgroupValues, node_cgroups};
 use k8s_openapi::api::core::v1 as core;
 use tokio::{
@@ -94,7 +95,7 @@ pub fn follow(parts: Parts, shutdown: CancellationToken) -> Work {
     Box::pin(async move {
         let check = parts.check;
         let mut keeper = Keeper::new(parts);
-        let (mut next_check, mut pause) = (Instant::now() + check, RETRY);
+        let (mut next_check, mut pause) = (Instant::now().after(check), RETRY);
         let mut everything = true;
         let mut rewrites = keeper.parts.cgroups.rewrites();
         loop {
@@ -103,13 +104,14 @@ pub fn follow(parts: Parts, shutdown: CancellationToken) -> Work {
             if keeper.sync(&table, everything).await {
                 pause = RETRY;
             } else {
-                next_check = next_check.min(Instant::now() + pause);
+                next_check = next_check.min(Instant::now().after(pause));
                 pause = (pause * 2).min(check);
             }
             if everything {
                 keeper.orphans.look(&keeper.parts, &table).await;
             }
-            let next = Instant::now() + (began.elapsed() * PAUSE_PER_SYNC).min(LONGEST_PAUSE);
+            let next =
+                Instant::now().after(began.elapsed().saturating_mul(PAUSE_PER_SYNC).min(LONGEST_PAUSE));
             let changed = async {
                 tokio::time::sleep_until(next).await;
                 keeper.parts.table.changed().await
@@ -127,7 +129,7 @@ pub fn follow(parts: Parts, shutdown: CancellationToken) -> Work {
                     everything = false;
                 }
                 () = tokio::time::sleep_until(next_check) => {
-                    next_check = Instant::now() + check;
+                    next_check = Instant::now().after(check);
                     everything = true;
                 }
             }

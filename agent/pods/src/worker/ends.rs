@@ -3,6 +3,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
+use beelet_base::clock::After as _;
 use beelet_policy::{
     moment::Moment,
     pod::{ContainerState, Observed},
@@ -54,7 +55,7 @@ impl Ends {
 
     /// A moment on the clock of timers; one that has passed is now.
     pub(super) fn instant(&self, at: Moment) -> Instant {
-        Instant::now() + at.since(self.now())
+        Instant::now().after(at.since(self.now()))
     }
 }
 

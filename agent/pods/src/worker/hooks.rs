@@ -23,6 +23,7 @@ use tracing::info;
 use beelet_base::redirect::{MAX_REDIRECTS, Place, is_redirect};
 use beelet_base::tls;
 use beelet_cri::Runtime;
+use beelet_policy::bounds;
 
 /// What applications see as the client: the kubelet's name, which some let pass without a login.
 const USER_AGENT: &str = "kube-lifecycle/1.36";
@@ -70,7 +71,7 @@ async fn handle(
         let command = exec.command.clone().unwrap_or_default();
         let shown = command.join(" ");
         let (runtime, id) = (runtime.clone(), subject.id.to_owned());
-        let most = if within.is_zero() { within } else { within + LEFT_ALONE };
+        let most = if within.is_zero() { within } else { within.saturating_add(LEFT_ALONE) };
         // A call that is dropped ends the command.
         let call = tokio::spawn(async move { runtime.exec_sync(&id, command, most).await });
         let output = call.await.map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
@@ -80,7 +81,7 @@ async fn handle(
         };
     }
     if let Some(sleep) = &handler.sleep {
-        tokio::time::sleep(Duration::from_secs(u64::try_from(sleep.seconds).unwrap_or(0))).await;
+        tokio::time::sleep(bounds::seconds(sleep.seconds)).await;
         return Ok(None);
     }
     if let Some(http) = &handler.http_get {

@@ -3,7 +3,10 @@
 
 use std::{collections::BTreeSet, time::Duration};
 
-use beelet_policy::pod::{self, KillReason};
+use beelet_policy::{
+    bounds,
+    pod::{self, KillReason},
+};
 use futures::future::join_all;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
@@ -156,8 +159,8 @@ impl Worker {
             | KillReason::RestartAll
             | KillReason::Requested => None,
         });
-        let own = probe.and_then(|p| p.termination_grace_period_seconds).and_then(|s| u64::try_from(s).ok());
-        own.map_or_else(|| self.plan.grace, Duration::from_secs)
+        let own = probe.and_then(|p| p.termination_grace_period_seconds);
+        own.map_or_else(|| self.plan.grace, bounds::grace)
     }
 
     /// Runs a container's preStop hook, if it has one and there is time for it. A failure delays nothing.

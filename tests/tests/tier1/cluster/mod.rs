@@ -7,6 +7,7 @@ mod autonomy;
 mod away;
 mod csi;
 mod dra;
+mod grace;
 mod node;
 pub(crate) mod scene;
 mod serving;

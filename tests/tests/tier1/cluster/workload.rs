@@ -45,7 +45,7 @@ impl Member {
         self.until_pod(name, "to be ready", is_ready).await
     }
 
-    async fn until_forgotten(&self, name: &str) {
+    pub(crate) async fn until_forgotten(&self, name: &str) {
         let gone = |api: &FakeApi| api.get(&path(name)).is_none().then_some(());
         self.api.wait_until(&format!("{name} to be forgotten"), gone).await;
     }

@@ -2,9 +2,11 @@
 //! steps.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use beelet_model::desired::Desired;
 use beelet_model::objects::{Objects, Services};
+use beelet_model::request::Request;
 use beelet_model::table::{PodName, PodTable};
 use beelet_tests::cri::{Asked, Op};
 use k8s_openapi::api::core::v1::Pod;
@@ -60,7 +62,7 @@ fn stops(node: &Node) -> Vec<i64> {
     asked.collect()
 }
 
-fn deleted(mut pod: Value, grace: u64) -> Value {
+fn deleted(mut pod: Value, grace: i64) -> Value {
     pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
     pod["metadata"]["deletionGracePeriodSeconds"] = json!(grace);
     pod
@@ -85,6 +87,71 @@ async fn a_deleted_pod_ends_within_its_grace_and_stays_until_the_api_server_forg
     assert_eq!(node.done(&[Op::RunPodSandbox]), 1);
     source.send_replace(desired(&[]));
     node.until_nothing_is_left(&gone).await;
+}
+
+fn end(pod: &View, grace: Option<Duration>) -> Request {
+    let (reason, message) = ("Evicted".to_owned(), "The node was low on resource: memory.".to_owned());
+    Request::Fail { uid: pod.uid(), reason, message, grace }
+}
+
+#[tokio::test]
+async fn a_pod_with_any_grace_period_is_evicted_and_its_end_hastened() {
+    for grace in [i64::MAX, 1_000_000_000_000, 0, -1] {
+        let mut pod = assigned(UID);
+        pod["spec"]["terminationGracePeriodSeconds"] = json!(grace);
+        let (node, _source) = node_with(&[pod]).await;
+        let pod = node.until_ready("api").await;
+        let held = node.cri.on(Op::StopContainer).hold();
+        node.request(end(&pod, None)).await;
+        held.reached().await;
+        node.request(end(&pod, Some(Duration::from_secs(u64::MAX)))).await;
+        node.request(end(&pod, Some(Duration::from_secs(1)))).await;
+        held.release();
+        node.until_pod("api", "to have given everything back", is_cleared).await;
+        let stops = stops(&node);
+        assert!(stops.iter().all(|seconds| (0..=366 * 24 * 3600).contains(seconds)), "{grace}: {stops:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_critical_pod_takes_the_room_of_one_with_any_grace_period() {
+    for grace in [i64::MAX, 1_000_000_000_000, 0, -1] {
+        let mut large = assigned(UID);
+        large["spec"]["terminationGracePeriodSeconds"] = json!(grace);
+        large["spec"]["containers"][0]["resources"] = json!({"requests": {"cpu": "3"}});
+        let (node, _source) = node_with(&[large]).await;
+        node.until_ready("api").await;
+        let mut critical = pod("critical");
+        critical["spec"]["priorityClassName"] = json!("system-node-critical");
+        critical["spec"]["containers"][0]["resources"] = json!({"requests": {"cpu": "3"}});
+        node.apply(&critical);
+        node.until_ready("critical").await;
+        let preempted = node.until_pod("api", "to have given everything back", is_cleared).await;
+        assert_eq!(preempted.0.pod.status.as_ref().unwrap().reason.as_deref(), Some("Preempting"));
+        assert!(stops(&node).iter().all(|seconds| (0..=366 * 24 * 3600).contains(seconds)), "{grace}");
+    }
+}
+
+#[tokio::test]
+async fn a_deletion_with_a_longer_grace_slows_no_end_down() {
+    let (mut node, source) = node_with(&[assigned(UID)]).await;
+    let pod = node.until_ready("api").await;
+    let held = node.cri.on(Op::StopContainer).hold();
+    node.request(end(&pod, None)).await;
+    held.reached().await;
+    source.send_replace(desired(&[deleted(assigned(UID), 300)]));
+    node.until_pod("api", "to be terminating", View::terminating).await;
+    let record = node.path("state/pods.json");
+    let written = || {
+        let text = std::fs::read_to_string(&record).unwrap_or_default();
+        if text.contains("Evicted") { Ok(()) } else { Err("the record lacks the eviction") }
+    };
+    beelet_tests::workdir::wait_for("the record", beelet_tests::workdir::PATIENCE, written).unwrap();
+    // The next agent begins anew with what both have said.
+    node.kill_and_start().await;
+    held.release();
+    node.until_pod("api", "to have given everything back", is_cleared).await;
+    assert!(stops(&node).iter().all(|seconds| *seconds <= 30), "{:?}", stops(&node));
 }
 
 #[tokio::test]
@@ -153,7 +220,7 @@ async fn a_corrected_image_is_pulled_at_once() {
     source.send_replace(desired(&[right]));
     node.until_ready("api").await;
     assert!(
-        corrected.elapsed() < std::time::Duration::from_secs(15),
+        corrected.elapsed() < Duration::from_secs(15),
         "it has waited for the back-off of the other image"
     );
 }
