@@ -103,14 +103,17 @@ impl Probes {
         let Some((_, port)) = worker.in_kernel() else { return };
         let Some(sighting) = lookup.sighting() else {
             // The kernel can't say: the probe connects instead.
+            if !worker.may_ask(at) {
+                return;
+            }
             debug!(pod = %worker.name, port, "the kernel can't say whether anybody listens; the probe connects");
             self.launch(id, false);
             return;
         };
         let verdict = worker.hot.queues.judge(at, worker.timeout, sighting);
         if let Verdict::Pending { until } = verdict {
-            let waited = (at + worker.timeout).saturating_sub(until);
-            let again = (at + FIRST_PAUSE.max(waited)).min(until);
+            let waited = at.saturating_add(worker.timeout).saturating_sub(until);
+            let again = at.saturating_add(FIRST_PAUSE.max(waited)).min(until);
             let again = worker.hot.due.map_or(again, |due| due.min(again));
             self.timetable.set(id, &mut worker.hot.due, again);
             return;
@@ -271,7 +274,7 @@ impl Probes {
         let Some(worker) = self.workers.get_mut(id) else { return };
         let pause = RECHECK * (1 << worker.rechecks);
         worker.rechecks += 1;
-        self.timetable.set(id, &mut worker.hot.due, now + pause);
+        self.timetable.set(id, &mut worker.hot.due, now.saturating_add(pause));
     }
 
     /// The probes that the kernel answers for a port of a network namespace. Port 0 stands for all: a

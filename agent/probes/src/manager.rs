@@ -237,7 +237,7 @@ impl Probes {
             self.ids.remove(&key);
             self.leave_port(id);
             if let Some(mut worker) = self.workers.remove(id) {
-                self.count_fallback(&worker.method, -1);
+                self.count_fallback(worker.method(), -1);
                 self.timetable.remove(id, &mut worker.hot.due);
                 self.parts.metrics.forget(&worker.hot.tally);
             }
@@ -363,7 +363,7 @@ impl Probes {
     /// network namespace. Whether it was decided now.
     fn choose_method(&mut self, entry: &PodEntry, id: Id) -> bool {
         let Some(worker) = self.workers.get(id) else { return false };
-        if !matches!(worker.method, Method::Undecided) {
+        if !matches!(worker.method(), Method::Undecided) {
             if entry.netns.is_none() || worker.netns == entry.netns {
                 return false;
             }
@@ -390,7 +390,7 @@ impl Probes {
         self.count_fallback(&method, 1);
         let Some(worker) = self.workers.get_mut(id) else { return false };
         worker.netns.clone_from(&entry.netns);
-        let before = std::mem::replace(&mut worker.method, method);
+        let before = worker.choose(method);
         if let Some((netns, port)) = worker.in_kernel() {
             let place = (netns.handle().cookie(), port);
             self.by_port.entry(place).or_default().insert(id);

@@ -9,6 +9,7 @@ use std::{
 };
 
 use beelet_policy::{
+    bounds,
     expand::expand_probe_command,
     probe::{ProbeKind, settings::ProbeSettings},
 };
@@ -76,10 +77,8 @@ pub(super) struct Timing {
 impl Timing {
     /// The timing of a probe: its annotation's, else the spec's, else the API's defaults.
     pub(super) fn of(probe: &core::Probe, settings: &ProbeSettings) -> Self {
-        let seconds = |value: Option<i32>, default: u64| {
-            Duration::from_secs(
-                value.and_then(|v| u64::try_from(v).ok()).filter(|v| *v > 0).unwrap_or(default),
-            )
+        let seconds = |value: Option<i32>, default: i32| {
+            bounds::seconds(value.filter(|v| *v > 0).unwrap_or(default).into())
         };
         Self {
             period: settings.period.unwrap_or_else(|| seconds(probe.period_seconds, 10)),

@@ -123,7 +123,7 @@ fn view(worker: &Worker) -> ProbeView {
         kind: worker.key.kind,
         target: worker.target.to_string(),
         mode: worker.mode(),
-        fallback: match &worker.method {
+        fallback: match worker.method() {
             Method::Ask(why) => why.clone(),
             Method::Undecided if worker.wants_kernel() && worker.container_id.is_some() => {
                 Some("the runtime has not told the pod's network namespace".to_owned())

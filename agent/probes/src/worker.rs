@@ -69,7 +69,11 @@ pub(super) struct Worker {
     pub ip: Option<IpAddr>,
     /// Whether the kernel is to answer, by the node's configuration and the annotations.
     wants_kernel: bool,
-    pub method: Method,
+    method: Method,
+    /// The time between two looks that the pod wants.
+    period: Duration,
+    /// When something else may be asked where the kernel can't say.
+    asks_from: Duration,
     /// The namespace that the way was chosen for; `None` for the host's own.
     pub netns: Option<PathBuf>,
     /// An edge that is to be judged by the next look, and when it came, `CLOCK_MONOTONIC` nanoseconds.
@@ -97,7 +101,7 @@ impl Worker {
     ) -> Result<Self, TargetError> {
         let target = Target::of(probe, container)?;
         let annotations = pod.metadata.annotations.clone().unwrap_or_default();
-        let (own, problems) = settings::read(&annotations, &container.name, key.kind);
+        let (own, mut problems) = settings::read(&annotations, &container.name, key.kind);
         let waits = container.startup_probe.is_some() && key.kind != ProbeKind::Startup;
         let edge_policy: EdgePolicy = own.edge_policy.unwrap_or(node.edge_policy);
         let params = ProbeParams::from_probe(probe, waits, edge_policy);
@@ -105,12 +109,21 @@ impl Worker {
         let name = PodName::of(pod);
         let canary = own.canary.unwrap_or(node.canary);
         let timing = Timing::of(probe, &own);
+        let wants_kernel = mode == TcpMode::Kernel && matches!(target, Target::Tcp { host: None, .. });
+        let period = settings::period(timing.period, wants_kernel);
+        if period != timing.period {
+            problems.push(format!(
+                "the annotations' period of {} ms is only for tcpSocket probes that the kernel answers; the probe \
+                 looks once per second",
+                timing.period.as_millis()
+            ));
+        }
         Ok(Self {
             hot: HotState {
                 steady: None,
                 due: None,
                 regular: Duration::ZERO,
-                period: timing.period,
+                period,
                 canary_due: Duration::MAX,
                 queues: QueueWatch::default(),
                 tally: metrics.of_probe(&key, &name),
@@ -120,7 +133,9 @@ impl Worker {
             timeout: timing.timeout,
             container_id: None,
             ip: None,
-            wants_kernel: mode == TcpMode::Kernel && matches!(target, Target::Tcp { host: None, .. }),
+            wants_kernel,
+            period: timing.period,
+            asks_from: Duration::ZERO,
             method: Method::Undecided,
             netns: None,
             edge: None,
@@ -140,6 +155,28 @@ impl Worker {
     /// Returns true if the kernel should answer, could it.
     pub(super) fn wants_kernel(&self) -> bool {
         self.wants_kernel
+    }
+
+    /// Who answers from now on; who did before. Whatever isn't the kernel is asked less often.
+    pub(super) fn choose(&mut self, method: Method) -> Method {
+        let before = std::mem::replace(&mut self.method, method);
+        self.hot.period = settings::period(self.period, self.in_kernel().is_some());
+        before
+    }
+
+    /// What was chosen to answer.
+    pub(super) fn method(&self) -> &Method {
+        &self.method
+    }
+
+    /// Returns true if a look at `now` that the kernel can't answer may ask instead: as often as if the
+    /// kernel never could.
+    pub(super) fn may_ask(&mut self, now: Duration) -> bool {
+        let may = now >= self.asks_from;
+        if may && self.hot.period < settings::SHORTEST_ASKED {
+            self.asks_from = now.saturating_add(settings::SHORTEST_ASKED);
+        }
+        may
     }
 
     /// The port and the namespace, where the kernel answers.
@@ -172,7 +209,8 @@ impl Worker {
         if !self.canary_every.is_zero() {
             // The application gets one interval before its first canary, and the canaries of a node are
             // spread.
-            self.hot.canary_due = now + self.canary_every + phase(&self.key, self.canary_every / 4);
+            let first = self.canary_every.saturating_add(phase(&self.key, self.canary_every / 4));
+            self.hot.canary_due = now.saturating_add(first);
         }
     }
 
@@ -185,8 +223,8 @@ impl Worker {
     pub(super) fn plan(&mut self, started_at: Duration, now: Duration, taken_over: bool) -> Duration {
         let (initial, period) = (self.state.params().initial_delay, self.hot.period);
         let liveness = self.key.kind == ProbeKind::Liveness;
-        let at = started_at + if liveness { initial.max(period) } else { initial };
-        let spread = now + phase(&self.key, period);
+        let at = started_at.saturating_add(if liveness { initial.max(period) } else { initial });
+        let spread = now.saturating_add(phase(&self.key, period));
         let kernel = self.in_kernel().is_some();
         let first = if taken_over && !kernel || liveness && at <= now { at.max(spread) } else { at.max(now) };
         self.hot.regular = if kernel { on_grid(first.max(spread), period) } else { first };
@@ -203,7 +241,7 @@ impl Worker {
     pub(super) fn takes_canary(&mut self, now: Duration) -> bool {
         let due = self.sends_canaries() && now >= self.hot.canary_due;
         if due {
-            self.hot.canary_due = now + self.canary_every;
+            self.hot.canary_due = now.saturating_add(self.canary_every);
         }
         due
     }

@@ -506,13 +506,15 @@ const PROBED: &str = "p0";
 
 fn jitter(place: &Place, mode: &str, others: usize, rounds: usize) -> Result<()> {
     let (_server, ports) = server(others + 1)?;
+    // A probe that connects looks once per second at most.
+    let by_kernel = mode == "kernel";
     let pods = ports.iter().enumerate().map(|(index, port)| {
-        let annotation = if index == 0 { "period=100ms" } else { "period=1s" };
+        let annotation = if index == 0 && by_kernel { "period=100ms" } else { "period=1s" };
         pod(index, &json!({ "tcpSocket": { "port": port } }), annotation, true)
     });
-    let probing = Probing::start(place, mode == "kernel", None, pods.collect())?;
+    let probing = Probing::start(place, by_kernel, None, pods.collect())?;
     std::thread::sleep(SETTLE);
-    let period = Duration::from_millis(100);
+    let period = Duration::from_millis(if by_kernel { 100 } else { 1000 });
     let (mut looks, mut last) = (Vec::new(), None);
     while looks.len() <= rounds {
         let at = probing.list()?.iter().find(|p| p.pod == PROBED).and_then(|p| Some(p.last.as_ref()?.at));
@@ -529,7 +531,7 @@ fn jitter(place: &Place, mode: &str, others: usize, rounds: usize) -> Result<()>
     let first = looks[0];
     for look in &looks[1..] {
         let off = Duration::try_from(*look - first)?.as_secs_f64() / period.as_secs_f64();
-        println!("{}", json!({ "ms": (off - off.round()).abs() * 100.0 }));
+        println!("{}", json!({ "ms": (off - off.round()).abs() * period.as_secs_f64() * 1000.0 }));
     }
     Ok(())
 }

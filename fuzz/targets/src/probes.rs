@@ -25,6 +25,10 @@ pub fn probes(input: &[u8]) {
         let (found, problems) = settings::read(&annotations, "main", kind);
         assert!(problems.len() <= annotation.split([' ', ',', '\n', '\t']).count());
         assert!(found.period.is_none_or(|period| period >= settings::SHORTEST), "{found:?}");
+        assert!(
+            found.canary.is_none_or(|every| every.is_zero() || every >= settings::SHORTEST_ASKED),
+            "{found:?}"
+        );
         assert!(found.timeout.is_none_or(|timeout| timeout >= settings::SHORTEST), "{found:?}");
     }
 }

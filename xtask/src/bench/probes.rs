@@ -140,9 +140,12 @@ fn latencies(driver: &Driver, quick: bool) -> Result<Vec<Row>> {
     let rounds = |many: usize, few: usize| if quick { few.to_string() } else { many.to_string() };
     let hang = driver.run(&["hang", "kernel", &rounds(20, 2)])?;
     let hang_connect = driver.run(&["hang", "connect", &rounds(10, 1)])?;
-    let jitter = |mode: &str, others: &str| driver.run(&["jitter", mode, others, &rounds(600, 15)]);
-    let (connect, kernel, beside) =
-        (jitter("connect", "0")?, jitter("kernel", "0")?, jitter("kernel", "1000")?);
+    let jitter = |mode: &str, others: &str, rounds: String| driver.run(&["jitter", mode, others, &rounds]);
+    let (connect, kernel, beside) = (
+        jitter("connect", "0", rounds(60, 5))?,
+        jitter("kernel", "0", rounds(600, 15))?,
+        jitter("kernel", "1000", rounds(600, 15))?,
+    );
     let look = driver.run(&["look", "1000"])?;
     Ok(vec![
         // At most a period until the look that finds the connection, and the timeout until it is judged.

@@ -15,9 +15,13 @@ use crate::duration;
 pub const POD_ANNOTATION: &str = "beelet.dev/probes";
 /// What the annotation for one container begins with; the container's name follows.
 pub(crate) const CONTAINER_ANNOTATION: &str = "probes.beelet.dev/";
-/// The shortest period and timeout: a look costs microseconds, but the readers of the results have to keep
-/// up.
+/// The shortest timeout, and the shortest period of a probe that the kernel answers: a look costs
+/// microseconds, but the readers of the results have to keep up.
 pub const SHORTEST: Duration = Duration::from_millis(10);
+/// The shortest period of a probe that takes a process, a connection or a request per look, and the shortest
+/// time between two canaries: as short as `periodSeconds` can be. An author of pods must not have the runtime
+/// start a hundred processes per second.
+pub const SHORTEST_ASKED: Duration = Duration::from_secs(1);
 
 /// What answers a tcpSocket probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,12 +89,12 @@ fn apply(settings: &mut ProbeSettings, item: &str, kind: ProbeKind, of_kind: boo
     }
     match key {
         "mode" => settings.mode = Some(mode(value)?),
-        "period" => settings.period = Some(time(value)?),
-        "timeout" => settings.timeout = Some(time(value)?),
+        "period" => settings.period = Some(time(value, SHORTEST)?),
+        "timeout" => settings.timeout = Some(time(value, SHORTEST)?),
         "edgePolicy" => settings.edge_policy = Some(edge_policy(value)?),
         "canary" => {
-            settings.canary =
-                Some(duration::parse(value).map_err(|error| format!("has no duration: {error}"))?);
+            let never = duration::parse(value).is_ok_and(|every| every.is_zero());
+            settings.canary = Some(if never { Duration::ZERO } else { time(value, SHORTEST_ASKED)? });
         }
         _ => return Err("has a key that is none of mode, period, timeout, edgePolicy and canary".to_owned()),
     }
@@ -119,12 +123,19 @@ fn edge_policy(text: &str) -> Result<EdgePolicy, String> {
     }
 }
 
-fn time(text: &str) -> Result<Duration, String> {
+fn time(text: &str, shortest: Duration) -> Result<Duration, String> {
     let time = duration::parse(text).map_err(|error| format!("has no duration: {error}"))?;
-    if time < SHORTEST {
-        return Err(format!("is shorter than {} ms", SHORTEST.as_millis()));
+    if time < shortest {
+        return Err(format!("is shorter than {} ms", shortest.as_millis()));
     }
     Ok(time)
+}
+
+/// The time between two looks of a probe that wants this one: its own where the kernel answers, and
+/// [`SHORTEST_ASKED`] at least where a look takes more.
+#[must_use]
+pub fn period(wanted: Duration, by_kernel: bool) -> Duration {
+    if by_kernel { wanted } else { wanted.max(SHORTEST_ASKED) }
 }
 
 #[cfg(test)]
@@ -166,6 +177,29 @@ mod tests {
         };
         let text = "mode=kernel period=100ms timeout=50ms edgePolicy=threshold canary=0";
         check(&[(POD_ANNOTATION, text)], ProbeKind::Liveness, expect, &[]);
+    }
+
+    #[test]
+    fn only_the_kernel_is_asked_more_often_than_once_per_second() {
+        let millis = Duration::from_millis;
+        for (wanted, by_kernel, expected) in [
+            (10, true, 10),
+            (10, false, 1000),
+            (999, false, 1000),
+            (1000, false, 1000),
+            (60_000, false, 60_000),
+        ] {
+            assert_eq!(period(millis(wanted), by_kernel), millis(expected), "{wanted} {by_kernel}");
+        }
+        let canary = |every| ProbeSettings { canary: every, ..ProbeSettings::default() };
+        let check = |text: &str, expect, problems: &[&str]| {
+            check(&[("probes.beelet.dev/web", text)], ProbeKind::Liveness, canary(expect), problems);
+        };
+        let short =
+            "annotation probes.beelet.dev/web: \"canary=999ms\" is shorter than 1000 ms; it is ignored";
+        check("canary=999ms", None, &[short]);
+        check("canary=1s", Some(millis(1000)), &[]);
+        check("canary=0s", Some(millis(0)), &[]);
     }
 
     #[test]

@@ -182,7 +182,7 @@ fn a_canary_tells_an_idle_application_that_hangs_from_one_that_works() {
     let hanging = hung.socket("listen 127.0.0.1:0");
     let serving = working.socket("listen 127.0.0.1:0");
     working.tell(&format!("serve {}", serving.id)).unwrap();
-    let annotation = "period=100ms timeout=300ms canary=200ms";
+    let annotation = "period=100ms timeout=300ms canary=1s";
     let pod = |name: &str, socket: Socket| {
         let pod = Pod::new(name, &scene.place, &[("liveness", tcp(socket.port))], annotation);
         pod.on_host()
@@ -301,7 +301,7 @@ fn without_lookups_listeners_are_confirmed_by_the_socket_list_and_no_canary_is_s
     let listener = idle.socket("listen 127.0.0.1:0");
     let own = NetnsHandle::open(host).unwrap();
     let queue = |port| own.accept_queues(port, LOOPBACK).unwrap().unwrap();
-    let often = "period=100ms timeout=300ms canary=200ms";
+    let often = "period=100ms timeout=300ms canary=1s";
     scene.show(&[
         Pod::new("idle", &scene.place, &[("liveness", tcp(listener.port))], often).on_host(),
         Pod::new("web", &scene.place, &[("readiness", tcp(80))], "period=100ms timeout=300ms"),
@@ -314,9 +314,9 @@ fn without_lookups_listeners_are_confirmed_by_the_socket_list_and_no_canary_is_s
     assert_eq!(first, BTreeMap::from([("uid-idle".to_owned(), Success), ("uid-web".to_owned(), Failure)]));
     // So many looks that canaries would have been due among them.
     let looks = RefCell::new(BTreeSet::new());
-    let view = scene.until("idle", Liveness, "ten looks", |view| {
+    let view = scene.until("idle", Liveness, "twenty looks", |view| {
         looks.borrow_mut().extend(view.last.as_ref().map(|look| look.at));
-        looks.borrow().len() >= 10
+        looks.borrow().len() >= 20
     });
     assert_eq!((view.mode, view.result), ("sock_diag", Success));
     assert_eq!(queue(listener.port).backlog, 0, "somebody has connected");

@@ -119,6 +119,18 @@ async fn a_liveness_failure_restarts_with_the_probes_own_grace() {
 }
 
 #[tokio::test]
+async fn a_probes_own_grace_is_a_year_at_most() {
+    let port = Port::free();
+    let mut pod = super::assigned::assigned(super::assigned::UID);
+    let mut probe = port.probe();
+    probe["terminationGracePeriodSeconds"] = i64::MAX.into();
+    pod["spec"]["containers"][0]["livenessProbe"] = probe;
+    let (node, _source) = super::assigned::node_with(&[pod]).await;
+    node.until_pod("api", "to be restarted", |pod| pod.restarts()["main"] == 1).await;
+    assert_eq!(graces(&node.cri)[0], 366 * 24 * 3600);
+}
+
+#[tokio::test]
 async fn a_liveness_failure_without_a_grace_of_its_own_gets_the_pods() {
     let port = Port::free();
     let node = Node::with(&[probed(&[("liveness", port.probe())])]).await;
@@ -213,6 +225,22 @@ async fn what_cannot_be_read_of_a_probes_annotations_is_an_event() {
                     nor connect; it is ignored";
     assert!(node.events().iter().any(|event| event == expected), "{:?}", node.events());
     assert_eq!(node.probes().await[0].problems.len(), 1);
+}
+
+#[tokio::test]
+async fn a_probe_that_takes_a_process_per_look_looks_once_per_second_at_most() {
+    let mut pod = probed(&[("readiness", json!({ "exec": { "command": ["true"] } }))]);
+    pod["metadata"]["annotations"] =
+        json!({ "probes.beelet.dev/main": "period=10ms timeout=50ms canary=10ms" });
+    let node = Node::with(&[pod]).await;
+    node.until_ready("web").await;
+    let probe = node.probes().await.remove(0);
+    assert_eq!((probe.period, probe.timeout), (Duration::from_secs(1), Duration::from_millis(50)));
+    let problems = probe.problems.join("; ");
+    assert!(problems.contains("period of 10 ms is only for tcpSocket probes"), "{problems}");
+    assert!(problems.contains("\"canary=10ms\" is shorter than 1000 ms"), "{problems}");
+    let told = |event: &String| event.starts_with("ProbeWarning") && event.contains("once per second");
+    assert!(node.events().iter().any(told), "{:?}", node.events());
 }
 
 #[tokio::test]
