@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::clock::After as _;
 use beelet_policy::{
     expansion::StatusPatch,
     node_access::Access,
@@ -500,7 +501,7 @@ async fn follow(
             }
             images_due = Instant::now() + IMAGES;
         }
-        let next = Instant::now() + if new.network.is_some() { NETWORK.min(every) } else { every };
+        let next = Instant::now().after(if new.network.is_some() { NETWORK.min(every) } else { every });
         let changed = facts.send_if_modified(|known| {
             let differ = *known != new;
             *known = new;

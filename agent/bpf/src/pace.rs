@@ -55,7 +55,7 @@ impl RateLimit {
 
     /// When it may be done again; None: at once.
     pub(super) fn next(&self) -> Option<Instant> {
-        self.last.map(|last| last + self.period)
+        self.last.and_then(|last| last.checked_add(self.period))
     }
 }
 

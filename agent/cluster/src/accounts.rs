@@ -8,6 +8,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+use beelet_base::clock::After as _;
 use beelet_model::accounts::{Account, AccountError};
 use beelet_policy::{references::TokenReference, token};
 use tokio::time::Instant;
@@ -73,7 +74,7 @@ impl Accounts {
             return Ok(token);
         }
         let (token, lifetime) = request_token(&self.client, of).await.map_err(|error| told(&error))?;
-        let until = now + token::renew_after(lifetime, chance());
+        let until = now.after(token::renew_after(lifetime, chance()));
         let mut kept = self.kept();
         kept.retain(|_, (_, until)| *until > now);
         if kept.len() < KEPT {

@@ -10,6 +10,7 @@
 
 use std::{sync::Arc, thread, time::Duration};
 
+use beelet_base::clock::After as _;
 use beelet_base::work::Work;
 use beelet_codec::ApiType;
 use jiff::Timestamp;
@@ -176,10 +177,10 @@ async fn turn(
     keeper.note(error.as_deref());
     if error.is_none() {
         backoff.reset();
-        return began + interval;
+        return began.after(interval);
     }
     keeper.newest = None;
-    Instant::now() + backoff.next(asked)
+    Instant::now().after(backoff.next(asked))
 }
 
 struct Keeper {

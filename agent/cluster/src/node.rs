@@ -10,6 +10,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::clock::After as _;
 use beelet_base::work::Work;
 use beelet_codec::ApiType;
 use beelet_model::pod::HostIps;
@@ -293,7 +294,7 @@ impl Keeper {
         let rest = change.rest();
         let news = change.conditions || (rest.is_some() && rest != self.ignored);
         if !news && stale.is_empty() && reported {
-            return Ok(Instant::now() + next);
+            return Ok(Instant::now().after(next));
         }
         let listed = node.status.as_ref().and_then(|status| status.addresses.as_ref());
         let body = patch(&change, &stale, listed.is_some_and(|addresses| !addresses.is_empty()));
@@ -309,13 +310,13 @@ impl Keeper {
                     }
                     Err(error) => self.note(Some(&error)),
                 }
-                Ok(Instant::now() + next.max(BREATH))
+                Ok(Instant::now().after(next.max(BREATH)))
             }
             Err(error) if error.is_not_found() => Err(Fate::Deleted),
             Err(error) => {
                 self.note(Some(&error));
                 let wait = error.retry_after().unwrap_or(BREATH).max(BREATH);
-                Ok(Instant::now() + jittered(wait.min(self.inputs.update)))
+                Ok(Instant::now().after(jittered(wait.min(self.inputs.update))))
             }
         }
     }

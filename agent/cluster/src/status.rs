@@ -11,6 +11,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::clock::After as _;
 use beelet_codec::ApiType;
 use beelet_model::{
     origin::Origin,
@@ -161,7 +162,7 @@ impl Writer {
     fn note_return(&mut self) {
         self.waits_for_return = false;
         self.away_pauses.reset();
-        let soon = Instant::now() + moment();
+        let soon = Instant::now().after(moment());
         self.away = self.away.map(|away| away.min(soon));
     }
 
@@ -262,7 +263,7 @@ impl Writer {
             Err(error) if error.is_transient() => {
                 let pause = self.away_pauses.next(error.retry_after());
                 self.waits_for_return = error.is_absence();
-                if self.away.replace(Instant::now() + pause).is_none() {
+                if self.away.replace(Instant::now().after(pause)).is_none() {
                     warn!(pod = %job.name, %error, "the API server does not take the pods' statuses; they are kept");
                 }
             }
@@ -274,7 +275,7 @@ impl Writer {
                     (Some(400 | 422), What::Write(write)) => {
                         slot.settled = Some((write.after, write.before));
                     }
-                    _ => slot.not_before = Some(Instant::now() + pause),
+                    _ => slot.not_before = Some(Instant::now().after(pause)),
                 }
             }
         }
@@ -320,7 +321,7 @@ impl Slot {
         let held = self.held;
         self.held = patience.filter(|_| !at_once).map(|patience| match held {
             Some((of, until)) if of == patience => (of, until),
-            _ => (patience, Instant::now() + patience),
+            _ => (patience, Instant::now().after(patience)),
         });
         if self.held.is_some_and(|(_, until)| until > Instant::now()) {
             return None;

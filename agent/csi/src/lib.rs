@@ -5,6 +5,8 @@
 //! published volume. From these alone everything is taken back, also by an agent that knows nothing else. A
 //! driver may be hostile: each call has a deadline, each answer a largest size, and only pods of its own
 //! volumes wait for it. Must never touch what is in a volume.
+// What this adds up comes from outside.
+#![cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 
 mod driver;
 mod error;

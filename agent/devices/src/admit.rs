@@ -448,7 +448,10 @@ impl Desk {
             warn!(pod = %name, "the pod must wait for its devices: {message}");
             self.events.warning(Object::pod(pod), "WaitingForDevices", message.clone());
         }
-        DeviceRefusal::Wait { message, until: self.shared.at(since + self.shared.settings.plugin_wait) }
+        DeviceRefusal::Wait {
+            message,
+            until: self.shared.at(since.saturating_add(self.shared.settings.plugin_wait)),
+        }
     }
 
     async fn fail(

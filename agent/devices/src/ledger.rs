@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::clock::After as _;
 use beelet_policy::devices::{Device, Devices, ENDPOINT_GRACE, PluginOptions};
 use tokio::{sync::watch, time::Instant};
 use tokio_util::sync::CancellationToken;
@@ -91,7 +92,7 @@ impl Shared {
 
     /// A time of the ledger's on the timer's clock.
     pub(super) fn at(&self, time: Duration) -> Instant {
-        self.origin + time
+        self.origin.after(time)
     }
 
     fn lock(&self) -> MutexGuard<'_, Ledger> {

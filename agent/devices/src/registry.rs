@@ -11,6 +11,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::clock::After as _;
 use beelet_policy::devices::registration;
 use beelet_proto::pluginregistration::{
     InfoRequest, PluginInfo, RegistrationStatus, registration_client::RegistrationClient,
@@ -190,7 +191,7 @@ impl Registry {
         *known = met.unwrap_or_else(|cause| {
             let pause = (RETRY.0 * 2_u32.saturating_pow(tries.min(16))).min(RETRY.1);
             warn!(socket = %identity.0.display(), retry_in_seconds = pause.as_secs_f32(), "a plugin could not be registered: {cause}");
-            SocketState::Failed { tries: tries.saturating_add(1), retry_at: Instant::now() + pause }
+            SocketState::Failed { tries: tries.saturating_add(1), retry_at: Instant::now().after(pause) }
         });
     }
 

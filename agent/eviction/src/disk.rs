@@ -9,6 +9,7 @@ use std::{
 };
 
 use beelet_policy::{
+    bounds,
     eviction::{DiskLayout, Observation, PodUsage, Signal},
     quantity::Quantity,
 };
@@ -243,20 +244,20 @@ impl DiskUsages {
         let bytes = |map: &BTreeMap<String, Taken>| map.get(name).map(|taken| taken.bytes);
         match (bytes(&disk.rootfs), bytes(&disk.logs)) {
             (None, None) => None,
-            (rootfs, logs) => Some(rootfs.unwrap_or(0) + logs.unwrap_or(0)),
+            (rootfs, logs) => Some(bounds::total(rootfs.into_iter().chain(logs))),
         }
     }
 }
 
 /// The disk's part of what a pod uses.
 fn usage_of(disk: &PodDisk) -> PodUsage {
-    let bytes = |map: &BTreeMap<String, Taken>| map.values().map(|taken| taken.bytes).sum();
+    let bytes = |map: &BTreeMap<String, Taken>| bounds::total(map.values().map(|taken| taken.bytes));
     let all = disk.volumes.values().chain(disk.logs.values()).chain(disk.rootfs.values());
     PodUsage {
         rootfs_bytes: bytes(&disk.rootfs),
         logs_bytes: bytes(&disk.logs),
         volumes_bytes: bytes(&disk.volumes),
-        inodes: all.map(|taken| taken.inodes).sum(),
+        inodes: bounds::total(all.map(|taken| taken.inodes)),
         ..PodUsage::default()
     }
 }

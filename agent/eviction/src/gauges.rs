@@ -7,6 +7,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::clock::After as _;
 use beelet_policy::{
     eviction::{Observation, Signal, Threshold},
     quantity::Quantity,
@@ -144,7 +145,7 @@ pub fn of_the_machine(cgroups: &Arc<Cgroups>) -> Vec<Gauge> {
 fn next_reading(start: Instant, now: Instant, pace: Duration) -> Instant {
     let past = now.saturating_duration_since(start) + LEAST;
     let turns = past.as_nanos().div_ceil(pace.as_nanos().max(1));
-    start + pace.saturating_mul(u32::try_from(turns).unwrap_or(u32::MAX))
+    start.after(pace.saturating_mul(u32::try_from(turns).unwrap_or(u32::MAX)))
 }
 
 /// All that can be believed of several readings, and the first reason why that is not all.

@@ -394,7 +394,7 @@ impl LocalStorage {
         let pod = &entry.pod;
         let bytes = |map: &BTreeMap<String, Taken>, name: &str| map.get(name).map_or(0, |taken| taken.bytes);
         let of_container =
-            |name: &str| (name.to_owned(), bytes(&disk.rootfs, name) + bytes(&disk.logs, name));
+            |name: &str| (name.to_owned(), bytes(&disk.rootfs, name).saturating_add(bytes(&disk.logs, name)));
         let storage = PodStorage {
             volumes: disk.volumes.iter().map(|(name, taken)| (name.clone(), taken.bytes)).collect(),
             containers: container_names(pod).map(of_container).collect(),

@@ -12,6 +12,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::clock::After as _;
 use beelet_policy::container_gc::{
     ContainerGcPolicy, ContainerRecord, ContainerState, PodState, SandboxRecord, removable_containers,
     removable_sandboxes,
@@ -146,7 +147,7 @@ impl Garbage for ContainerGc {
     type Due = ();
 
     async fn begin(&mut self) -> Interval {
-        let mut ticks = interval_at(Instant::now() + self.parts.period, self.parts.period);
+        let mut ticks = interval_at(Instant::now().after(self.parts.period), self.parts.period);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         ticks
     }

@@ -13,6 +13,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_base::clock::After as _;
 use beelet_policy::image_gc::{
     self, Collection, CollectionMode, CollectionStep, FsUsage, ImageGcPolicy, ImageRecord, ListedImage,
     Outcome, Reason,
@@ -166,7 +167,7 @@ impl Garbage for ImageGc {
             ticks
         };
         // The first look comes first.
-        let first = |period: Duration| Instant::now() + period.min(SETTLING);
+        let first = |period: Duration| Instant::now().after(period.min(SETTLING));
         Timers {
             looks: often(interval(PERIOD)),
             collections: self.parts.period.map(|period| often(interval_at(first(period), period))),

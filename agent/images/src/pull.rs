@@ -9,6 +9,7 @@ use std::future::ready;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use beelet_base::clock::After as _;
 use beelet_proto::cri;
 use futures::FutureExt;
 use futures::future::{BoxFuture, Shared, WeakShared};
@@ -452,7 +453,7 @@ impl Bucket {
     /// Takes a token; when it may be used.
     fn take(&mut self, now: Instant) -> Instant {
         let full = now.checked_sub(self.period * self.burst).unwrap_or(now);
-        self.empty_at = self.empty_at.max(full) + self.period;
+        self.empty_at = self.empty_at.max(full).after(self.period);
         self.empty_at.max(now)
     }
 }

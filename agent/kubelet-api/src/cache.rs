@@ -6,6 +6,7 @@ use std::hash::Hash;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use beelet_base::clock::After as _;
 use tokio::time::Instant;
 
 /// Values by key, each until its time is over.
@@ -39,7 +40,7 @@ impl<K: Eq + Hash + Clone, V: Clone> Cache<K, V> {
                 entries.remove(&first);
             }
         }
-        entries.insert(key, (value, now + ttl));
+        entries.insert(key, (value, now.after(ttl)));
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<K, (V, Instant)>> {

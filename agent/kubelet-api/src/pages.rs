@@ -6,6 +6,7 @@ use std::time::Duration;
 use axum::extract::{Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use beelet_policy::bounds;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
 use serde_json::{Value, json};
@@ -90,7 +91,8 @@ pub(crate) async fn checkpoint(
     let id = target.running(&entry.pod)?;
     let timeout = pairs.iter().find(|(key, _)| key == "timeout").map(|(_, value)| value.parse::<u64>());
     let wrong = |_| Failure::new(StatusCode::BAD_REQUEST, "timeout must be a number of seconds");
-    let timeout = Duration::from_secs(timeout.transpose().map_err(wrong)?.unwrap_or(0).min(CHECKPOINT_MAX));
+    let seconds = timeout.transpose().map_err(wrong)?.unwrap_or(0).min(CHECKPOINT_MAX);
+    let timeout = bounds::seconds(i64::try_from(seconds).unwrap_or(i64::MAX));
     let folder = app.checkpoints.to_path_buf();
     let made = blocking("making the folder of checkpoints", move || make_folder(&folder, PRIVATE)).await;
     made.map_err(|error| Failure::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?;

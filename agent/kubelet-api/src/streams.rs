@@ -10,6 +10,7 @@ use axum::body::Body;
 use axum::extract::{Path, Query, Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use beelet_base::clock::After as _;
 use http_body_util::{BodyExt, Empty, Limited};
 use hyper::body::Bytes;
 use hyper::upgrade::{OnUpgrade, Upgraded};
@@ -293,11 +294,11 @@ async fn copy_streams<C: AsyncRead + AsyncWrite, R: AsyncRead + AsyncWrite>(
     let downwards = one_way(runtime.0, client.1, began, &moved);
     let silent = async {
         loop {
-            let last = began + Duration::from_millis(moved.load(Ordering::Relaxed));
+            let last = began.after(Duration::from_millis(moved.load(Ordering::Relaxed)));
             if last.elapsed() >= idle {
                 return tracing::debug!("a stream was silent for {} s and is ended", idle.as_secs());
             }
-            sleep_until(last + idle).await;
+            sleep_until(last.after(idle)).await;
         }
     };
     let both = async {

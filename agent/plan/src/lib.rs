@@ -4,6 +4,8 @@
 //! the same functions of `policy` that the daemon calls. To add one: write the file, implement [`Scenario`],
 //! add a row to [`WHATS`], and put its golden data into `tests/data/`. The command line reads files and
 //! streams; this crate gets one scenario at a time. It must never decide anything itself.
+// What this adds up comes from outside.
+#![cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 #![forbid(unsafe_code)]
 
 mod admission;

@@ -7,6 +7,7 @@
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
+use beelet_base::clock::After as _;
 use tokio::{
     net::TcpStream,
     time::{Instant, sleep_until, timeout_at},
@@ -25,7 +26,7 @@ pub(super) async fn send(
     address: SocketAddr,
     within: Duration,
 ) -> Answer {
-    let deadline = Instant::now() + within;
+    let deadline = Instant::now().after(within);
     let late = || format!("no answer within {} s", within.as_secs_f64());
     let stream = match timeout_at(deadline, TcpStream::connect(address)).await {
         Ok(Ok(stream)) => stream,
@@ -68,7 +69,7 @@ pub(super) async fn send(
             },
             Err(error) => return Answer::error(error.to_string()),
         }
-        sleep_until((Instant::now() + pause).min(deadline)).await;
-        pause *= 2;
+        sleep_until((Instant::now().after(pause)).min(deadline)).await;
+        pause = pause.saturating_mul(2);
     }
 }

@@ -7,6 +7,7 @@
 
 use std::time::Duration;
 
+use beelet_base::clock::After as _;
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 use tracing::{debug, warn};
@@ -31,10 +32,11 @@ pub(super) async fn run(
     command: &[String],
     within: Duration,
 ) -> Answer {
-    let (started, deadline) = (Moment::now(), Instant::now() + within);
+    let (started, deadline) = (Moment::now(), Instant::now().after(within));
     let (door, id, argv) = (runtime.clone(), container_id.to_owned(), command.to_vec());
-    let mut call =
-        AbortOnDropHandle::new(tokio::spawn(async move { door.exec_sync(&id, argv, within + NET).await }));
+    let mut call = AbortOnDropHandle::new(tokio::spawn(async move {
+        door.exec_sync(&id, argv, within.saturating_add(NET)).await
+    }));
     let output = match timeout_at(deadline, &mut call).await {
         Ok(Ok(output)) => output,
         Ok(Err(broken)) => return Answer::error(format!("the call to the runtime broke: {broken}")),

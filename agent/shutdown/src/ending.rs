@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
+use beelet_base::clock::After as _;
 use beelet_model::{
     failure::{NODE_SHUTDOWN, NODE_SHUTS_DOWN},
     origin::Origin,
@@ -73,7 +74,7 @@ async fn end_group(parts: &Parts, group: &Group<Going>, latest: Instant) {
     }
     let uids: Vec<String> = group.pods.iter().map(|going| going.uid.clone()).collect();
     let mut table = parts.table.clone();
-    await_gone(&mut table, &uids, latest.min(Instant::now() + period)).await;
+    await_gone(&mut table, &uids, latest.min(Instant::now().after(period))).await;
 }
 
 /// Waits until nothing is left of the pods, or until `deadline`. The names of those that are left.

@@ -15,6 +15,7 @@ mod room;
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use beelet_base::blocking::blocking;
+use beelet_base::clock::After as _;
 use beelet_base::work::Work;
 use beelet_model::{request::Request, table::PodTable};
 use beelet_policy::node_shutdown::{self, Periods};
@@ -164,7 +165,7 @@ impl Shutdown {
         self.parts.events.normal(REASON, "Shutdown manager detected shutdown event");
         self.parts.since.send_replace(Some(at));
         let delay = logind.longest_delay().await.unwrap_or_else(|_| self.parts.periods.total());
-        let latest = began + node_shutdown::latest_release(delay);
+        let latest = began.after(node_shutdown::latest_release(delay));
         self.remember(Record { began: at, ended: None }).await;
         tokio::select! {
             () = ending::end_all(&self.parts, latest) => {}

@@ -221,7 +221,8 @@ impl Sampler {
             let opened = found.remove(*id).and_then(|path| Some((self.cgroups.open(&path).ok()?, path)));
             let Some((dirs, path)) = opened else {
                 let (_, wait) = self.lost.get(*id).copied().unwrap_or((0, SEARCH_AGAIN));
-                self.lost.insert((*id).to_owned(), (now + wait, (wait * 2).min(SEARCH_LONGEST)));
+                self.lost
+                    .insert((*id).to_owned(), (now.saturating_add(wait), (wait * 2).min(SEARCH_LONGEST)));
                 continue;
             };
             self.lost.remove(*id);

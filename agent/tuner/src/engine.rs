@@ -6,6 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use beelet_base::clock::After as _;
 use beelet_policy::tuner::{self as policy, CpuCaps, Knob, KnobKind, Observed, Supports, TunerStep};
 use jiff::Timestamp;
 use tracing::{debug, info, warn};
@@ -282,7 +283,7 @@ impl Engine {
             self.remember(&knob, from, None, reason.clone(), Outcome::Overwritten(found));
             // A burst is taken back by a quota that is lowered: no quarrel.
             if knob.kind != KnobKind::Burst {
-                self.blocked.insert(knob, Block { until: now + self.settings.back_off, reason });
+                self.blocked.insert(knob, Block { until: now.after(self.settings.back_off), reason });
             }
         }
         if any {
@@ -342,7 +343,7 @@ impl Engine {
                     warn!(cgroup, file, %error, "a setting of the tuner still can't be given back");
                     self.metrics.step(kind, true, "failed");
                     let reason = format!("it could not be given back: {error}");
-                    self.blocked.insert(knob, Block { until: now + self.settings.back_off, reason });
+                    self.blocked.insert(knob, Block { until: now.after(self.settings.back_off), reason });
                 }
             }
         }
@@ -458,7 +459,7 @@ impl Engine {
         self.state.held.remove(&step.knob);
         self.why.remove(&step.knob);
         let reason = format!("it could not be set: {error}");
-        self.blocked.insert(step.knob.clone(), Block { until: now + self.settings.back_off, reason });
+        self.blocked.insert(step.knob.clone(), Block { until: now.after(self.settings.back_off), reason });
         self.remember_step(step, Outcome::Failed(error.to_owned()));
     }
 

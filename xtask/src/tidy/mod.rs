@@ -4,6 +4,7 @@
 
 mod features;
 mod house;
+mod numbers;
 mod words;
 
 use crate::shell;
@@ -56,10 +57,11 @@ pub(crate) fn run(_: &Args) -> Result<()> {
     let files = tracked(&repository)?;
     violations.extend(house::check(&repository)?);
     violations.extend(features::check(&repository)?);
-    let words = words::Words::new()?;
+    let (words, numbers) = (words::Words::new()?, numbers::Numbers::new()?);
     for file in &files {
         let Ok(text) = std::fs::read_to_string(repository.join(file)) else { continue }; // not text
         violations.extend(check(file, &text));
+        violations.extend(numbers.check(file, &text));
         if !file.starts_with(SELF) {
             violations.extend(words.check(file, &text));
         }

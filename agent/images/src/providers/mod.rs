@@ -13,6 +13,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+use beelet_base::clock::After as _;
 use beelet_config::{CredentialProvider, CredentialProviders, TokenAttributes};
 use beelet_model::accounts::{AccountError, ServiceAccounts};
 use beelet_policy::{
@@ -280,7 +281,7 @@ impl Provider {
             CacheKeyType::Global => Of::All,
         };
         if !holds.is_zero() {
-            self.keep(Key { of, account }, Kept { logins: Arc::clone(&logins), until: began + holds });
+            self.keep(Key { of, account }, Kept { logins: Arc::clone(&logins), until: began.after(holds) });
         }
         Ok(logins)
     }

@@ -1,0 +1,123 @@
+//! Numbers from outside in sums: a time plus a length that is no constant goes by `After` in `base::clock`,
+//! and seconds become a `Duration` by `policy::bounds`. `Instant + Duration` panics where the sum is beyond
+//! the type, and a pod may say `terminationGracePeriodSeconds: 9223372036854775807`.
+//!
+//! A rule of text knows no types: it goes by how times and lengths are called here. The clippy lint
+//! `arithmetic_side_effects` knows them, and is on where whole modules keep to it.
+
+use anyhow::Result;
+use regex::Regex;
+
+use super::{Violation, code_of};
+
+/// Folders whose seconds are their own user's: settings, scenarios and arguments, bounded where they are read.
+const OWN_SECONDS: &[&str] = &["agent/config/", "agent/plan/", "agent/cli/", "agent/policy/src/bounds.rs"];
+
+/// The rule's patterns.
+pub(super) struct Numbers {
+    /// A time on the left of a sum, and all that follows.
+    of_time: Regex,
+    /// A length on the right of a sum.
+    of_length: Regex,
+    /// What needs no check: constants, and amounts that are written out.
+    constant: Regex,
+    /// Seconds that become a length.
+    seconds: Regex,
+}
+
+impl Numbers {
+    pub(super) fn new() -> Result<Self> {
+        Ok(Self {
+            of_time: Regex::new(
+                r"(?:\bnow\(\)|\b(?:now|began|begun|started|started_at|since|last|deadline|origin))\s*\+=?\s*(.*)",
+            )?,
+            of_length: Regex::new(
+                r"\+=?\s*(?:\w+\.)*(?:grace|period|timeout|delay|pause|patience|interval|back_off|ttl|lifetime|within)\b(?:[^(:]|$)",
+            )?,
+            constant: Regex::new(
+                r"^(?:(?:\w+::)*[A-Z][A-Z0-9_]+\b|Duration::from_\w+\([\d_]+\)|[\d_]+\b|[iu]\d+::MAX)",
+            )?,
+            seconds: Regex::new(r"\bDuration::from_secs\(\s*(.*)")?,
+        })
+    }
+
+    /// The sums of a file that can overflow.
+    pub(super) fn check(&self, file: &str, text: &str) -> Vec<Violation> {
+        let is_ours = file.starts_with("agent/") && file.ends_with(".rs");
+        if !is_ours
+            || file.contains("/tests/")
+            || file.ends_with("tests.rs")
+            || file.contains("agent/testing/")
+        {
+            return Vec::new();
+        }
+        let code = text.lines().take_while(|line| line.trim() != "#[cfg(test)]").enumerate();
+        let wrong = code.filter_map(|(index, line)| Some((index, self.wrong(file, code_of(line))?)));
+        wrong
+            .map(|(index, message)| Violation {
+                file: file.to_owned(),
+                line: index + 1,
+                message: message.to_owned(),
+            })
+            .collect()
+    }
+
+    fn wrong(&self, file: &str, code: &str) -> Option<&'static str> {
+        let rest = |pattern: &Regex| Some(pattern.captures(code)?.get(1)?.as_str().to_owned());
+        let is_bare = rest(&self.of_time).is_some_and(|rest| !self.constant.is_match(&rest));
+        if is_bare || self.of_length.is_match(code) {
+            return Some(
+                "a sum with a length that is no constant may overflow: base::clock::After, or saturating_add",
+            );
+        }
+        let is_own = OWN_SECONDS.iter().any(|place| file.starts_with(place));
+        let seconds = rest(&self.seconds).filter(|_| !is_own)?;
+        let is_bounded = self.constant.is_match(&seconds)
+            || seconds.contains(".as_secs()")
+            || seconds.contains(".into())");
+        (!is_bounded).then_some("seconds from outside have bounds: policy::bounds")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_with_lengths_of_others_are_found() {
+        let numbers = Numbers::new().unwrap();
+        let check = |code: &str, expected: bool| {
+            let found = numbers.check("agent/pods/src/worker.rs", code);
+            assert_eq!(!found.is_empty(), expected, "{code}: {found:?}");
+        };
+        check("let by = now + patience(grace);", true);
+        check("let by = Instant::now() + pause;", true);
+        check("sleep_until(last + self.period).await", true);
+        check("let until = began + holds;", true);
+        check("by += self.grace;", true);
+        check("grace.saturating_add(MARGIN) + self.timeout", true);
+        check("let due = Duration::from_secs(seconds);", true);
+        check("Duration::from_secs(u64::try_from(seconds).unwrap_or(0))", true);
+        check("let by = now.after(patience(grace));", false);
+        check("let by = Instant::now() + PATIENCE;", false);
+        check("let by = Instant::now() + Duration::from_secs(10);", false);
+        check("now + 2 * super::SECOND", false);
+        check("let next = last + 1;", false);
+        check("// now + grace", false);
+        check("const LONG: Duration = Duration::from_secs(60 * 60);", false);
+        check("const LONG: Duration = Duration::from_secs(u32::MAX as u64);", false);
+        check("Duration::from_secs(self.began.elapsed().as_secs())", false);
+        check("#[cfg(test)]\nmod tests { fn f() { now + grace } }", false);
+    }
+
+    #[test]
+    fn tests_and_what_is_not_the_agent_may_add() {
+        let numbers = Numbers::new().unwrap();
+        for file in
+            ["agent/pods/src/status/tests.rs", "agent/tests/cli.rs", "tests/src/agent.rs", "agent/a.md"]
+        {
+            assert_eq!(numbers.check(file, "now + grace"), [], "{file}");
+        }
+        assert_eq!(numbers.check("agent/config/src/node.rs", "Duration::from_secs(lease)"), []);
+    }
+}
