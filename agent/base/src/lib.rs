@@ -17,6 +17,7 @@ pub mod mountinfo;
 pub mod own_file;
 pub mod pieces;
 pub mod process;
+pub mod program;
 pub mod redirect;
 pub mod spans;
 pub mod tls;

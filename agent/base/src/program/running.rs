@@ -1,0 +1,162 @@
+//! A program that runs: its process group, and the pipes that it speaks by.
+
+use std::{
+    convert::Infallible,
+    future::pending,
+    io::{self, PipeReader, PipeWriter},
+    os::fd::OwnedFd,
+    process::{ExitStatus, Stdio},
+};
+
+use rustix::process::{Pid, Signal, kill_process_group};
+use tokio::{
+    io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _},
+    net::unix::pipe::Receiver,
+    process::{Child, Command},
+};
+
+use super::{Bounds, Complaints, Ended, Program};
+
+/// Bytes that are read at once: what a pipe holds on most machines, see pipe(7).
+const PIECE: usize = 64 << 10;
+/// How often a pipe is read after the program's end: all that it held then, with pages of 64 KiB too.
+const LAST_PIECES: usize = 16;
+
+/// A program that runs. Dropped before its end, it is killed, with its process group.
+#[derive(Debug)]
+pub struct Running {
+    child: Child,
+    output: Option<Receiver>,
+    complaints: Option<Receiver>,
+}
+
+impl Running {
+    /// Starts a program in a group of its own.
+    pub(super) fn start(program: &Program, complaints: Complaints) -> io::Result<Self> {
+        let (output, writer) = io::pipe()?;
+        let (errors, error_writer) = match complaints {
+            Complaints::Unheard => (None, Stdio::null()),
+            Complaints::InOutput => (None, Stdio::from(writer.try_clone()?)),
+            Complaints::Apart(_) => {
+                let (reader, writer) = io::pipe()?;
+                (Some(reader), Stdio::from(writer))
+            }
+        };
+        let child = spawn(program, writer, error_writer)?;
+        // From here on the value's end is the program's.
+        let mut running = Self { child, output: None, complaints: None };
+        running.output = Some(receiver(output)?);
+        running.complaints = errors.map(receiver).transpose()?;
+        Ok(running)
+    }
+
+    /// Its standard output; None if somebody has it already. To be read until its end, or until this value
+    /// is dropped.
+    pub fn output(&mut self) -> Option<impl AsyncRead + Unpin + Send + use<>> {
+        self.output.take()
+    }
+
+    /// Speaks with it until it ends.
+    pub(super) async fn to_end(mut self, input: &[u8], bounds: Bounds) -> io::Result<Ended> {
+        let most = match bounds.complaints {
+            Complaints::Apart(most) => most,
+            _ => 0,
+        };
+        let mut output = Ear::new(self.output.take(), bounds.output);
+        let mut complaints = Ear::new(self.complaints.take(), most);
+        let stdin = self.child.stdin.take();
+        let write = async {
+            if let Some(mut stdin) = stdin {
+                // It need not read what it is asked.
+                let _ = stdin.write_all(input).await;
+            }
+        };
+        let talk = async {
+            let ((), never, _) = tokio::join!(write, output.listen(), complaints.listen());
+            never
+        };
+        let status: ExitStatus = tokio::select! {
+            status = self.child.wait() => status?,
+            never = talk => match never {},
+        };
+        output.last_words();
+        complaints.last_words();
+        Ok(Ended { status, output: output.text, is_cut: output.is_cut, complaints: complaints.text })
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // No number once it was waited for: another process may have that by now.
+        let pid = self.child.id().and_then(|id| Pid::from_raw(i32::try_from(id).ok()?));
+        if let Some(pid) = pid {
+            // The runtime waits for its end.
+            let _ = kill_process_group(pid, Signal::KILL);
+        }
+    }
+}
+
+/// The ends of the pipes that the program has go with the command: with them open, no pipe would end.
+fn spawn(program: &Program, output: PipeWriter, complaints: Stdio) -> io::Result<Child> {
+    let stdin = if program.input.is_empty() { Stdio::null() } else { Stdio::piped() };
+    let mut command = Command::new(&program.path);
+    command
+        .args(&program.arguments)
+        .envs(program.environment.iter().map(|(name, value)| (name, value)))
+        .stdin(stdin)
+        .stdout(output)
+        .stderr(complaints)
+        .process_group(0);
+    command.spawn()
+}
+
+fn receiver(pipe: PipeReader) -> io::Result<Receiver> {
+    Receiver::from_owned_fd(OwnedFd::from(pipe))
+}
+
+/// Hears what comes through a pipe.
+struct Ear {
+    /// None: nobody can say anything any more.
+    pipe: Option<Receiver>,
+    text: Vec<u8>,
+    /// More bytes aren't kept.
+    most: usize,
+    is_cut: bool,
+}
+
+impl Ear {
+    fn new(pipe: Option<Receiver>, most: usize) -> Self {
+        Self { pipe, text: Vec::new(), most, is_cut: false }
+    }
+
+    /// Hears all that comes, and then waits for ever: the end of the words is not the program's end.
+    async fn listen(&mut self) -> Infallible {
+        let mut piece = vec![0; PIECE];
+        while let Some(pipe) = &mut self.pipe {
+            match pipe.read(&mut piece).await {
+                Ok(0) | Err(_) => self.pipe = None,
+                Ok(count) => self.keep(piece.get(..count).unwrap_or_default()),
+            }
+        }
+        pending().await
+    }
+
+    /// Takes what the pipe holds. Others may write to it still, without end, so it is read so often only.
+    /// Not by the runtime, which may not have seen yet that there is something.
+    fn last_words(&mut self) {
+        let Some(pipe) = self.pipe.take() else { return };
+        let mut piece = vec![0; PIECE];
+        for _ in 0..LAST_PIECES {
+            match rustix::io::read(&pipe, &mut piece[..]) {
+                Ok(0) | Err(_) => return,
+                Ok(count) => self.keep(piece.get(..count).unwrap_or_default()),
+            }
+        }
+    }
+
+    fn keep(&mut self, piece: &[u8]) {
+        let room = self.most.saturating_sub(self.text.len());
+        self.is_cut |= piece.len() > room;
+        self.text.extend_from_slice(piece.get(..room).unwrap_or(piece));
+    }
+}
