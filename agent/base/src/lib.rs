@@ -19,6 +19,7 @@ pub mod pieces;
 pub mod process;
 pub mod program;
 pub mod redirect;
+pub mod room;
 pub mod spans;
 pub mod tls;
 pub mod walk;

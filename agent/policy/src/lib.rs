@@ -47,6 +47,7 @@ pub mod node_fit;
 pub mod node_labels;
 pub mod node_shutdown;
 pub mod node_status;
+pub mod peers;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod pod;
 pub mod preemption;
