@@ -11,24 +11,23 @@ use std::time::Duration;
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use sha2::{Digest, Sha256};
-use tokio::sync::Semaphore;
 use tokio::time::timeout;
 use tokio_rustls::rustls::pki_types::{CertificateDer, UnixTime};
 
 use beelet_config::{Authorization, Server};
 use beelet_model::review::{AccessReviewer, ReviewError, TokenReviewer, User};
 use beelet_policy::node_access::{Access, access};
+use beelet_policy::peers::Source;
 
 use crate::cache::Cache;
 use crate::identity::{AUTHENTICATED, anonymous, user_of};
 use crate::tls::Clients;
+use crate::turns::{For, Turns};
 
 /// Most verdicts that are kept of each kind.
 const VERDICTS: usize = 8192;
 /// Bytes of a user from which on nothing is kept of them.
 const LARGE_USER: usize = 10_000;
-/// Reviews under way at the API server; more wait.
-const REVIEWS: usize = 32;
 /// How long a review may take, the wait for its turn included.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -57,6 +56,8 @@ pub(crate) enum Refusal {
     Forbidden(String),
     /// Nobody can say whether they may.
     Undecided(String),
+    /// They may, and there is no room for them.
+    Crowded,
 }
 
 impl Refusal {
@@ -64,6 +65,7 @@ impl Refusal {
     pub(crate) fn cause(&self) -> &str {
         match self {
             Self::Unauthorized(cause) | Self::Forbidden(cause) | Self::Undecided(cause) => cause,
+            Self::Crowded => "there are too many connections",
         }
     }
 }
@@ -77,6 +79,10 @@ impl IntoResponse for Refusal {
             Self::Undecided(cause) => {
                 (StatusCode::INTERNAL_SERVER_ERROR, format!("{cause}\n")).into_response()
             }
+            Self::Crowded => {
+                let sentence = "there are too many connections already: end some, or try again later\n";
+                (StatusCode::SERVICE_UNAVAILABLE, sentence).into_response()
+            }
         }
     }
 }
@@ -86,9 +92,11 @@ pub(crate) struct Auth {
     anonymous: bool,
     token_ttl: Option<Duration>,
     authorization: Authorization,
-    known: Cache<[u8; 32], Option<User>>,
+    /// The users of tokens, and tokens that are nobody's: any number of these takes no room from those.
+    known: Cache<[u8; 32], User>,
+    strange: Cache<[u8; 32], ()>,
     verdicts: Cache<(User, Access), bool>,
-    turns: Semaphore,
+    turns: Turns,
 }
 
 impl Auth {
@@ -99,8 +107,9 @@ impl Auth {
             token_ttl: config.token_ttl,
             authorization: config.authorization,
             known: Cache::new(VERDICTS),
+            strange: Cache::new(VERDICTS),
             verdicts: Cache::new(VERDICTS),
-            turns: Semaphore::new(REVIEWS),
+            turns: Turns::new(),
         }
     }
 
@@ -110,6 +119,7 @@ impl Auth {
         chain: &[CertificateDer<'static>],
         clients: Option<&Clients>,
         headers: &HeaderMap,
+        source: Source,
     ) -> Result<User, Refusal> {
         let mut trouble = None;
         if let (Some((own, others)), Some(clients)) = (chain.split_first(), clients) {
@@ -125,7 +135,7 @@ impl Auth {
         // nothing.
         let counts = self.token_ttl.is_some() || !self.anonymous;
         if let Some(token) = bearer_token(headers).filter(|_| counts) {
-            match self.user_of_token(token).await {
+            match self.user_of_token(token, source).await {
                 Ok(Some(user)) => return Ok(user),
                 Ok(None) => trouble = Some("the bearer token is nobody's".to_owned()),
                 Err(error) => trouble = Some(format!("the bearer token: {error}")),
@@ -139,30 +149,42 @@ impl Auth {
         }
     }
 
-    async fn user_of_token(&self, token: &str) -> Result<Option<User>, ReviewError> {
+    async fn user_of_token(&self, token: &str, source: Source) -> Result<Option<User>, ReviewError> {
         let (Some(ttl), Some(reviewer)) = (self.token_ttl, &self.reviewers.tokens) else {
             return Err(ReviewError("tokens are not reviewed on this node".to_owned()));
         };
         let key = Sha256::digest(token.as_bytes()).into();
         if let Some(known) = self.known.get(&key) {
-            return Ok(known);
+            return Ok(Some(known));
         }
-        let user = self.in_turn(reviewer.review(token)).await?.map(|mut user| {
-            if !user.groups.iter().any(|group| group == AUTHENTICATED) {
-                user.groups.push(AUTHENTICATED.to_owned());
-            }
-            user
-        });
+        if self.strange.get(&key).is_some() {
+            return Ok(None);
+        }
+        let who = if self.known.last(&key).is_some() { For::Known } else { For::Stranger(source) };
+        let Some(mut user) = self.in_turn(who, reviewer.review(token)).await? else {
+            self.known.forget(&key);
+            self.strange.put(key, (), ttl);
+            return Ok(None);
+        };
+        if !user.groups.iter().any(|group| group == AUTHENTICATED) {
+            user.groups.push(AUTHENTICATED.to_owned());
+        }
         self.known.put(key, user.clone(), ttl);
-        Ok(user)
+        Ok(Some(user))
     }
 
     /// Checks that the user may make this request.
-    pub(crate) async fn allow(&self, user: &User, method: &str, path: &str) -> Result<(), Refusal> {
+    pub(crate) async fn allow(
+        &self,
+        user: &User,
+        method: &str,
+        path: &str,
+        source: Source,
+    ) -> Result<(), Refusal> {
         let Authorization::Webhook { allowed, refused } = self.authorization else { return Ok(()) };
         let rights = access(method, path);
         for right in &rights {
-            match self.may(user, *right, (allowed, refused)).await {
+            match self.may(user, *right, (allowed, refused), source).await {
                 Ok(true) => return Ok(()),
                 Ok(false) => {}
                 Err(error) => {
@@ -181,6 +203,7 @@ impl Auth {
         user: &User,
         right: Access,
         (allowed, refused): (Duration, Duration),
+        source: Source,
     ) -> Result<bool, ReviewError> {
         let Some(reviewer) = &self.reviewers.access else {
             return Err(ReviewError("there is no API server to ask".to_owned()));
@@ -189,7 +212,8 @@ impl Auth {
         if let Some(verdict) = self.verdicts.get(&key) {
             return Ok(verdict);
         }
-        let verdict = self.in_turn(reviewer.review(user, right)).await?;
+        let who = if self.verdicts.last(&key) == Some(true) { For::Known } else { For::Stranger(source) };
+        let verdict = self.in_turn(who, reviewer.review(user, right)).await?;
         if size(user) < LARGE_USER {
             self.verdicts.put(key, verdict, if verdict { allowed } else { refused });
         }
@@ -198,10 +222,11 @@ impl Auth {
 
     async fn in_turn<T>(
         &self,
+        who: For,
         review: impl Future<Output = Result<T, ReviewError>>,
     ) -> Result<T, ReviewError> {
         let whole = async {
-            let _turn = self.turns.acquire().await;
+            let _turn = self.turns.take(who).await;
             review.await
         };
         let late = || ReviewError(format!("the API server gave no verdict within {} s", PATIENCE.as_secs()));
@@ -277,10 +302,15 @@ mod tests {
             authorization: Authorization::Webhook { allowed: seconds(300), refused: seconds(30) },
             reviewers,
             known: Cache::new(8),
+            strange: Cache::new(8),
             verdicts: Cache::new(8),
-            turns: Semaphore::new(1),
+            turns: Turns::new(),
         };
         (auth, fake)
+    }
+
+    fn here() -> Source {
+        Source::of([10, 0, 0, 1].into())
     }
 
     fn headers(authorization: &str) -> HeaderMap {
@@ -295,7 +325,7 @@ mod tests {
     async fn a_token_is_somebodys_and_wrong_credentials_are_not_none() {
         let check = async |authorization: &str, anonymous: bool, expected: Result<&str, &str>| {
             let (auth, _) = auth(anonymous);
-            let user = auth.user(&[], None, &headers(authorization)).await;
+            let user = auth.user(&[], None, &headers(authorization), here()).await;
             let found = user.as_ref().map(|user| user.name.as_str()).map_err(Refusal::cause);
             match (found, expected) {
                 (Ok(name), Ok(expected)) => assert_eq!(name, expected),
@@ -317,26 +347,26 @@ mod tests {
     async fn verdicts_count_for_their_time() {
         let (auth, fake) = auth(false);
         let asked = || fake.asked.swap(0, Ordering::Relaxed);
-        let jane = auth.user(&[], None, &headers("Bearer jane")).await.unwrap();
+        let jane = auth.user(&[], None, &headers("Bearer jane"), here()).await.unwrap();
         assert_eq!(jane.groups, [AUTHENTICATED]);
-        auth.user(&[], None, &headers("Bearer jane")).await.unwrap();
+        auth.user(&[], None, &headers("Bearer jane"), here()).await.unwrap();
         assert_eq!(asked(), 1);
         tokio::time::advance(Duration::from_secs(120)).await;
-        auth.user(&[], None, &headers("Bearer jane")).await.unwrap();
+        auth.user(&[], None, &headers("Bearer jane"), here()).await.unwrap();
         assert_eq!(asked(), 1);
         for _ in 0..2 {
-            auth.allow(&jane, "GET", "/pods").await.unwrap();
-            let refusal = auth.allow(&jane, "GET", "/metrics").await.unwrap_err();
+            auth.allow(&jane, "GET", "/pods", here()).await.unwrap();
+            let refusal = auth.allow(&jane, "GET", "/metrics", here()).await.unwrap_err();
             let words = "Forbidden (user=jane, verb=get, resource=nodes, subresource=metrics)";
             assert_eq!(refusal, Refusal::Forbidden(words.to_owned()));
         }
         assert_eq!(asked(), 2);
         tokio::time::advance(Duration::from_secs(31)).await;
-        auth.allow(&jane, "GET", "/pods").await.unwrap();
-        auth.allow(&jane, "GET", "/metrics").await.unwrap_err();
+        auth.allow(&jane, "GET", "/pods", here()).await.unwrap();
+        auth.allow(&jane, "GET", "/metrics", here()).await.unwrap_err();
         assert_eq!(asked(), 1);
         tokio::time::advance(Duration::from_secs(300)).await;
-        auth.allow(&jane, "GET", "/pods").await.unwrap();
+        auth.allow(&jane, "GET", "/pods", here()).await.unwrap();
         assert_eq!(asked(), 1);
     }
 
@@ -344,11 +374,14 @@ mod tests {
     async fn without_an_api_server_nothing_is_allowed_by_it() {
         let (mut auth, _) = auth(true);
         auth.reviewers = Reviewers::default();
-        let user = auth.user(&[], None, &headers("")).await.unwrap();
-        assert!(matches!(auth.allow(&user, "GET", "/pods").await, Err(Refusal::Undecided(_))));
-        assert!(matches!(auth.user(&[], None, &headers("Bearer jane")).await, Err(Refusal::Unauthorized(_))));
+        let user = auth.user(&[], None, &headers(""), here()).await.unwrap();
+        assert!(matches!(auth.allow(&user, "GET", "/pods", here()).await, Err(Refusal::Undecided(_))));
+        assert!(matches!(
+            auth.user(&[], None, &headers("Bearer jane"), here()).await,
+            Err(Refusal::Unauthorized(_))
+        ));
         auth.authorization = Authorization::AlwaysAllow;
-        auth.allow(&user, "DELETE", "/anything").await.unwrap();
+        auth.allow(&user, "DELETE", "/anything", here()).await.unwrap();
     }
 
     #[tokio::test]
@@ -356,9 +389,65 @@ mod tests {
         let asked = async |anonymous: bool| {
             let (mut auth, _) = auth(anonymous);
             auth.token_ttl = None;
-            auth.user(&[], None, &headers("Bearer jane")).await.map(|user| user.name)
+            auth.user(&[], None, &headers("Bearer jane"), here()).await.map(|user| user.name)
         };
         assert_eq!(asked(true).await.as_deref(), Ok("system:anonymous"));
         assert!(matches!(asked(false).await, Err(Refusal::Unauthorized(_))));
+    }
+
+    /// Answers `jane` at once, and others never.
+    struct Slow;
+
+    impl TokenReviewer for Slow {
+        fn review<'a>(&'a self, token: &'a str) -> Review<'a, Option<User>> {
+            Box::pin(async move {
+                match token {
+                    "jane" => Ok(Some(User { name: "jane".to_owned(), ..User::default() })),
+                    _ => std::future::pending().await,
+                }
+            })
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn random_tokens_keep_no_real_one_waiting() {
+        let (mut auth, _) = auth(false);
+        auth.reviewers.tokens = Some(Arc::new(Slow));
+        auth.user(&[], None, &headers("Bearer jane"), here()).await.unwrap();
+        tokio::time::advance(Duration::from_secs(121)).await;
+        let auth = Arc::new(auth);
+        let random = |number: u8, from: u8| {
+            let (auth, headers) = (Arc::clone(&auth), headers(&format!("Bearer random-{number}")));
+            let from = Source::of([10, 0, 1, from].into());
+            tokio::spawn(async move { auth.user(&[], None, &headers, from).await })
+        };
+        // One source fills its own turns alone: a token that nobody knows yet is reviewed.
+        let flood: Vec<_> = (0..100).map(|number| random(number, 1)).collect();
+        tokio::task::yield_now().await;
+        let began = tokio::time::Instant::now();
+        auth.known.forget(&Sha256::digest(b"jane").into());
+        auth.user(&[], None, &headers("Bearer jane"), here()).await.unwrap();
+        assert!(began.elapsed().is_zero());
+        // Many sources fill all of them: one that was known before is reviewed.
+        tokio::time::advance(Duration::from_secs(121)).await;
+        let more: Vec<_> = (0..100).map(|number| random(number, number)).collect();
+        tokio::task::yield_now().await;
+        let began = tokio::time::Instant::now();
+        auth.user(&[], None, &headers("Bearer jane"), here()).await.unwrap();
+        assert!(began.elapsed().is_zero());
+        flood.into_iter().chain(more).for_each(|task| task.abort());
+    }
+
+    #[tokio::test]
+    async fn tokens_that_are_nobodys_take_no_room_from_those_of_somebody() {
+        let (auth, fake) = auth(false);
+        auth.user(&[], None, &headers("Bearer jane"), here()).await.unwrap();
+        for number in 0..50 {
+            auth.user(&[], None, &headers(&format!("Bearer random-{number}")), here()).await.unwrap_err();
+        }
+        fake.asked.store(0, Ordering::Relaxed);
+        auth.user(&[], None, &headers("Bearer jane"), here()).await.unwrap();
+        auth.user(&[], None, &headers("Bearer random-49"), here()).await.unwrap_err();
+        assert_eq!(fake.asked.load(Ordering::Relaxed), 0);
     }
 }

@@ -27,6 +27,15 @@ impl<K: Eq + Hash + Clone, V: Clone> Cache<K, V> {
         (*until > Instant::now()).then(|| value.clone())
     }
 
+    /// The same, also after its time.
+    pub(crate) fn last(&self, key: &K) -> Option<V> {
+        self.lock().get(key).map(|(value, _)| value.clone())
+    }
+
+    pub(crate) fn forget(&self, key: &K) {
+        self.lock().remove(key);
+    }
+
     pub(crate) fn put(&self, key: K, value: V, ttl: Duration) {
         let now = Instant::now();
         let mut entries = self.lock();
@@ -62,5 +71,8 @@ mod tests {
         assert_eq!((cache.get(&"a"), cache.get(&"b"), cache.get(&"c")), (Some(1), None, Some(3)));
         tokio::time::advance(Duration::from_secs(10)).await;
         assert_eq!((cache.get(&"a"), cache.get(&"c")), (None, Some(3)));
+        assert_eq!((cache.last(&"a"), cache.last(&"b")), (Some(1), None));
+        cache.forget(&"a");
+        assert_eq!(cache.last(&"a"), None);
     }
 }

@@ -1,5 +1,5 @@
-//! Connections: accepted while there is room, closed when their client is too slow, too loud, or silent for
-//! too long.
+//! Connections: closed when their client is too slow, too loud, silent for too long, or a stranger whose
+//! room another one needs.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,19 +16,21 @@ use hyper_util::service::TowerToHyperService;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::pki_types::CertificateDer;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use beelet_base::room::{Limits, Place};
+
 use crate::Bound;
 use crate::metrics::Metrics;
 use crate::tls::Keyring;
 
-/// Connections at a time. More wait in the kernel's queue until one has ended.
-pub(crate) const CONNECTIONS: usize = 1024;
+/// Connections at a time. Strangers are in their handshake, in their first request, or refused.
+pub(crate) const ROOM: Limits = Limits { known: 1024, strangers: 256 };
 /// What a client has for its handshake, and for a request's first lines, the wait for a next request
 /// included.
 const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -50,6 +52,7 @@ pub(crate) struct Peer {
     pub(crate) certificates: Vec<CertificateDer<'static>>,
     pub(crate) address: SocketAddr,
     pub(crate) keyring: Arc<Keyring>,
+    pub(crate) place: Arc<Place>,
     patient: AtomicBool,
     /// Notified each time that all there was to write has been written.
     written: Arc<Notify>,
@@ -69,37 +72,23 @@ impl Peer {
 }
 
 pub(crate) async fn serve(server: Bound, shutdown: CancellationToken) {
-    let Bound { listener, keyring, router, metrics } = server;
-    let room = Arc::new(Semaphore::new(CONNECTIONS));
+    let Bound { port, keyring, router, metrics } = server;
     let tasks = TaskTracker::new();
     loop {
-        let accepted = async {
-            let permit = Arc::clone(&room).acquire_owned().await;
-            (permit, listener.accept().await)
-        };
-        let (permit, accepted) = tokio::select! {
-            accepted = accepted => accepted,
+        let (stream, address, place) = tokio::select! {
+            accepted = port.accept("the kubelet's API") => accepted,
             () = shutdown.cancelled() => break,
         };
-        match accepted {
-            Ok((stream, address)) => {
-                let (keyring, router, metrics) = (Arc::clone(&keyring), router.clone(), metrics.clone());
-                let shutdown = shutdown.clone();
-                tasks.spawn(async move {
-                    let _permit = permit;
-                    let connection = answer(stream, address, keyring, router, &metrics);
-                    tokio::select! {
-                        () = connection => {}
-                        () = async { shutdown.cancelled().await; sleep(FAREWELL).await } => {}
-                    }
-                });
+        let (keyring, router, metrics) = (Arc::clone(&keyring), router.clone(), metrics.clone());
+        let (shutdown, place) = (shutdown.clone(), Arc::new(place));
+        tasks.spawn(async move {
+            let connection = answer(stream, address, keyring, router, &metrics, &place);
+            tokio::select! {
+                () = connection => {}
+                () = place.taken() => { metrics.failed_connections.inc(); }
+                () = async { shutdown.cancelled().await; sleep(FAREWELL).await } => {}
             }
-            // Out of file descriptors, mostly: connections under way must end before another try makes sense.
-            Err(error) => {
-                tracing::warn!("the kubelet's API: cannot accept a connection: {error}");
-                sleep(Duration::from_secs(1)).await;
-            }
-        }
+        });
     }
     tasks.close();
     let _ = timeout(FAREWELL * 2, tasks.wait()).await;
@@ -111,6 +100,7 @@ async fn answer(
     keyring: Arc<Keyring>,
     router: Router,
     metrics: &Metrics,
+    place: &Arc<Place>,
 ) {
     // A key that was typed must not wait for the next one, and a client whose machine is gone holds nothing.
     let _ = stream.set_nodelay(true);
@@ -139,7 +129,8 @@ async fn answer(
     let certificates = certificates.iter().map(|one| one.clone().into_owned()).collect();
     let (moved, written) = (Arc::new(AtomicU64::new(0)), Arc::new(Notify::new()));
     let io = TokioIo::new(Watched { io: tls, moved: Arc::clone(&moved), written: Arc::clone(&written) });
-    let peer = Arc::new(Peer { certificates, address, keyring, patient: AtomicBool::new(false), written });
+    let (place, patient) = (Arc::clone(place), AtomicBool::new(false));
+    let peer = Arc::new(Peer { certificates, address, keyring, place, patient, written });
     let router = router.layer(Extension(Arc::clone(&peer)));
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())

@@ -20,13 +20,16 @@ pub(crate) fn user_of(certificate: &[u8]) -> Option<User> {
     (!name.is_empty()).then(|| User { name, groups, ..User::default() })
 }
 
+const ANONYMOUS: &str = "system:anonymous";
+
+/// Returns true for the user without credentials.
+pub(crate) fn is_anonymous(user: &User) -> bool {
+    user.name == ANONYMOUS
+}
+
 /// The user without credentials.
 pub(crate) fn anonymous() -> User {
-    User {
-        name: "system:anonymous".to_owned(),
-        groups: vec!["system:unauthenticated".to_owned()],
-        ..User::default()
-    }
+    User { name: ANONYMOUS.to_owned(), groups: vec!["system:unauthenticated".to_owned()], ..User::default() }
 }
 
 #[cfg(test)]

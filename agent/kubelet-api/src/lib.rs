@@ -22,6 +22,7 @@ mod pages;
 mod streams;
 mod system_logs;
 mod tls;
+mod turns;
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -31,17 +32,17 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 use axum::extract::{Request, State};
-use axum::http::StatusCode;
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Redirect, Response};
 use axum::routing::{any, get, post};
 use axum::{Router, middleware};
-use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use beelet_base::blocking::blocking;
+use beelet_base::room::Port;
 use beelet_base::work::Work;
 use beelet_config::{Authorization, Server};
 use beelet_cri::Runtime;
@@ -51,6 +52,7 @@ use beelet_policy::node_access;
 use auth::{Auth, Refusal, Reviewers};
 use connection::{Peer, REQUEST_TIMEOUT};
 pub use flags::Verbosity;
+use identity::is_anonymous;
 pub use metrics::Metrics;
 use metrics::RequestLabels;
 use tls::Keyring;
@@ -157,7 +159,7 @@ fn own_pages(app: App) -> Router {
 
 /// A server that has its port and its keys.
 pub struct Bound {
-    listener: TcpListener,
+    port: Port,
     keyring: Arc<Keyring>,
     router: Router,
     metrics: Metrics,
@@ -165,7 +167,7 @@ pub struct Bound {
 
 impl fmt::Debug for Bound {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Bound").field("listener", &self.listener).finish_non_exhaustive()
+        f.debug_struct("Bound").field("port", &self.port).finish_non_exhaustive()
     }
 }
 
@@ -191,7 +193,7 @@ pub async fn bind(parts: Parts, port: u16) -> Result<Bound> {
         );
     }
     let address = SocketAddr::new(config.address, port);
-    let listener = TcpListener::bind(address).await.map_err(|error| {
+    let port = Port::bind(address, connection::ROOM).await.map_err(|error| {
         anyhow::anyhow!(
             "cannot serve the kubelet's API on {address}: {error}; set another port (0 for none), or stop what is on it (a \
              kubelet?)"
@@ -213,7 +215,7 @@ pub async fn bind(parts: Parts, port: u16) -> Result<Bound> {
         checkpoints: parts.checkpoints.into(),
         verbosity: parts.verbosity,
         streams: streams::room(),
-        log_readers: Arc::new(Semaphore::new(connection::CONNECTIONS / 2)),
+        log_readers: Arc::new(Semaphore::new(connection::ROOM.known / 2)),
         tasks: TaskTracker::new(),
         shutdown: parts.shutdown,
     };
@@ -222,7 +224,7 @@ pub async fn bind(parts: Parts, port: u16) -> Result<Bound> {
         .fallback(|| async { (StatusCode::NOT_FOUND, "404 page not found\n") })
         .layer(middleware::from_fn_with_state(gate, guard));
     tracing::info!("the kubelet's API is served on https://{address}");
-    Ok(Bound { listener, keyring: Arc::new(keyring), router, metrics })
+    Ok(Bound { port, keyring: Arc::new(keyring), router, metrics })
 }
 
 impl Bound {
@@ -231,7 +233,7 @@ impl Bound {
     /// # Errors
     /// The kernel doesn't say.
     pub fn address(&self) -> std::io::Result<SocketAddr> {
-        self.listener.local_addr()
+        self.port.address()
     }
 
     /// Serves until `shutdown`.
@@ -259,14 +261,22 @@ async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Respon
     };
     let clients = peer.keyring.newest().await.clients;
     let headers = request.headers().clone();
+    let source = peer.place.source();
     let allowed = async {
-        let user = gate.auth.user(&peer.certificates, clients.as_ref(), &headers).await?;
-        gate.auth.allow(&user, method.as_str(), &path).await.map(|()| user)
+        let user = gate.auth.user(&peer.certificates, clients.as_ref(), &headers, source).await?;
+        gate.auth.allow(&user, method.as_str(), &path, source).await?;
+        // Anonymity is allowed to ask, and shows nobody who it is.
+        if is_anonymous(&user) || peer.place.allowed() { Ok(user) } else { Err(Refusal::Crowded) }
     };
     let response = match allowed.await {
         Err(refusal) => {
             tracing::debug!("{} {path} from {}: refused: {}", method, peer.address, refusal.cause());
-            refusal.into_response()
+            let ends = matches!(refusal, Refusal::Unauthorized(_)) || !peer.place.is_known();
+            let mut response = refusal.into_response();
+            if ends {
+                response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+            }
+            response
         }
         Ok(user) => {
             tracing::debug!("{method} {path} from {} by {:?}", peer.address, user.name);

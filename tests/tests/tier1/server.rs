@@ -729,11 +729,59 @@ async fn the_level_of_the_log_is_set_by_a_number_alone() {
     assert_eq!(admin.get("/debug/pprof/").await.status, 404);
 }
 
+/// Asks on a connection that stays open.
+async fn ping(stream: &mut TlsStream<TcpStream>) -> String {
+    stream.write_all(b"GET /healthz/ping HTTP/1.1\r\nHost: n1\r\n\r\n").await.unwrap();
+    let answered = timeout(PATIENCE, head(stream)).await.unwrap();
+    assert!(answered.starts_with("HTTP/1.1 200"), "{answered}");
+    let mut body = [0; 2];
+    stream.read_exact(&mut body).await.unwrap();
+    String::from_utf8(body.to_vec()).unwrap()
+}
+
 #[tokio::test]
-async fn many_clients_that_say_nothing_hold_nobody_up_for_long() {
+async fn clients_that_are_refused_lock_nobody_out() {
     let scene = Scene::with(&[], |_| {}).await;
-    // More than the server takes at a time: those beyond wait in the kernel's queue, and the first ones are
-    // thrown out when their time for a handshake is over.
+    let mut kept = scene.admin().connect().await.unwrap();
+    assert_eq!(ping(&mut kept).await, "ok");
+    // As many as the server takes of clients that it knows; each has asked once, and was refused.
+    let (nobody, mut refused) = (scene.nobody(), Vec::new());
+    for number in 0..1024 {
+        let mut stream = timeout(PATIENCE, nobody.send("HEAD", "/healthz", "")).await.unwrap();
+        let answered = timeout(PATIENCE, head(&mut stream)).await.unwrap().to_lowercase();
+        assert!(answered.starts_with("http/1.1 401"), "{number}: {answered}");
+        assert!(answered.contains("connection: close"), "{answered}");
+        refused.push(stream);
+    }
+    let admin = scene.admin();
+    let answer = timeout(PATIENCE, admin.get("/healthz/ping")).await.unwrap();
+    assert_eq!(answer.text(), "ok");
+    let mut rest = Vec::new();
+    let _ = timeout(PATIENCE, refused[1023].read_to_end(&mut rest)).await.unwrap();
+    // A second request finds the connection closed.
+    let mut asked_again = refused.swap_remove(0);
+    let _ = asked_again.write_all(b"HEAD /healthz HTTP/1.1\r\nHost: n1\r\n\r\n").await;
+    let _ = timeout(PATIENCE, asked_again.read_to_end(&mut rest)).await.unwrap();
+    assert!(rest.is_empty(), "{rest:?}");
+    // Nor do those that ask for nothing once they have shaken hands.
+    let mut silent = Vec::new();
+    for _ in 0..300 {
+        silent.push(timeout(PATIENCE, nobody.connect()).await.unwrap().unwrap());
+    }
+    assert_eq!(timeout(PATIENCE, admin.get("/healthz/ping")).await.unwrap().text(), "ok");
+    assert_eq!(ping(&mut kept).await, "ok");
+    // Who is known and may not keeps a connection that was let in.
+    let jane = scene.nobody().with_token("jane");
+    let mut stream = jane.send("GET", "/metrics/probes", "").await;
+    assert!(head(&mut stream).await.starts_with("HTTP/1.1 200"));
+    let forbidden = jane.get("/pods").await;
+    assert!(forbidden.status == 403 && forbidden.head.contains("connection: close"), "{forbidden:?}");
+}
+
+#[tokio::test]
+async fn many_clients_that_say_nothing_hold_nobody_up() {
+    let scene = Scene::with(&[], |_| {}).await;
+    // More than the server takes at a time: the oldest go.
     let mut silent = Vec::new();
     for _ in 0..1100 {
         match timeout(PATIENCE, TcpStream::connect(scene.address)).await {

@@ -1,0 +1,99 @@
+//! Turns at the API server's reviews. Who was let in before has turns that no stranger takes, and of strangers
+//! each has a few: random tokens keep nobody's real one waiting.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError, Weak},
+};
+
+use beelet_policy::peers::Source;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit};
+
+/// Reviews under way of those who were let in before, and of all others.
+const KNOWN: usize = 16;
+const STRANGERS: usize = 16;
+/// Reviews under way of one source of strangers.
+const OF_SOURCE: usize = 4;
+
+/// Who a review is for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum For {
+    /// The same review let it in before.
+    Known,
+    /// Anybody from there.
+    Stranger(Source),
+}
+
+pub(crate) struct Turns {
+    known: Semaphore,
+    strangers: Semaphore,
+    of_source: Mutex<HashMap<Source, Weak<Semaphore>>>,
+}
+
+/// A turn, until it is dropped.
+pub(crate) struct Turn<'a> {
+    _turn: Option<SemaphorePermit<'a>>,
+    _of_source: Option<OwnedSemaphorePermit>,
+}
+
+impl Turns {
+    pub(crate) fn new() -> Self {
+        Self {
+            known: Semaphore::new(KNOWN),
+            strangers: Semaphore::new(STRANGERS),
+            of_source: Mutex::default(),
+        }
+    }
+
+    /// Waits for a turn.
+    pub(crate) async fn take(&self, who: For) -> Turn<'_> {
+        match who {
+            For::Known => Turn { _turn: self.known.acquire().await.ok(), _of_source: None },
+            For::Stranger(source) => {
+                let own = self.of_source(source).acquire_owned().await.ok();
+                Turn { _turn: self.strangers.acquire().await.ok(), _of_source: own }
+            }
+        }
+    }
+
+    fn of_source(&self, source: Source) -> Arc<Semaphore> {
+        let mut all = self.of_source.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(own) = all.get(&source).and_then(Weak::upgrade) {
+            return own;
+        }
+        all.retain(|_, own| own.strong_count() > 0);
+        let own = Arc::new(Semaphore::new(OF_SOURCE));
+        all.insert(source, Arc::downgrade(&own));
+        own
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::FutureExt;
+
+    use super::*;
+
+    fn source(last: u8) -> For {
+        For::Stranger(Source::of([10, 0, 0, last].into()))
+    }
+
+    #[tokio::test]
+    async fn a_source_has_a_few_turns_and_strangers_leave_those_of_the_known() {
+        let turns = Turns::new();
+        let take = |who: For| turns.take(who).now_or_never();
+        let own: Vec<_> = (0..OF_SOURCE).map(|_| take(source(1)).unwrap()).collect();
+        assert!(take(source(1)).is_none());
+        let others: Vec<_> =
+            (0..STRANGERS - OF_SOURCE).map(|n| take(source(2 + (n / OF_SOURCE) as u8)).unwrap()).collect();
+        assert!(take(source(99)).is_none());
+        let known: Vec<_> = (0..KNOWN).map(|_| take(For::Known).unwrap()).collect();
+        assert!(take(For::Known).is_none());
+        drop(own);
+        assert!(take(source(99)).is_some());
+        drop((others, known));
+        assert!(take(source(1)).is_some());
+        let all = turns.of_source.lock().unwrap();
+        assert!(all.len() <= 2, "sources that ask no more are forgotten: {}", all.len());
+    }
+}
