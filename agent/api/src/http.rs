@@ -3,8 +3,9 @@
 //! are made of (environment variables, arguments) is nobody's business who isn't root: `/pods` is served only
 //! where the configuration asks for it.
 //!
-//! Any local user can connect, so connections are short-lived and limited: a client that opens many, or sends
-//! nothing, delays only itself.
+//! Any local user can connect, so connections are short-lived and limited. Nobody who opens many, sends
+//! nothing or reads nothing keeps another one from `/healthz`: of connections that ask for nothing else the
+//! oldest goes, and pages that cost something have room of their own.
 
 mod cadvisor;
 mod exposition;
@@ -17,26 +18,29 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::Router;
-use axum::extract::State;
+use axum::extract::{Request, State};
 use axum::http::{StatusCode, header};
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use axum::{Extension, Router, middleware};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use k8s_openapi::api::core::v1::Pod;
 use prometheus_client::registry::Registry;
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, watch};
+use tokio::net::TcpStream;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
+use beelet_base::room::{Limits, Place, Port};
 use beelet_base::work::Work;
 use beelet_model::table::PodTable;
 use beelet_stats::Stats;
 
-/// Connections at a time. One more waits in the kernel's queue until another has ended.
-const MAX_CONNECTIONS: usize = 64;
+/// Connections at a time: known are those that are sent a page which costs something.
+const ROOM: Limits = Limits { known: 32, strangers: 64 };
 /// What a client has to send its request, and what the whole connection may take.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
@@ -70,8 +74,8 @@ impl fmt::Debug for ApiState {
 ///
 /// # Errors
 /// The port is taken, usually by a kubelet; the error says what to do.
-pub async fn bind(address: SocketAddr, setting: &str) -> anyhow::Result<TcpListener> {
-    TcpListener::bind(address).await.map_err(|error| {
+pub async fn bind(address: SocketAddr, setting: &str) -> anyhow::Result<Port> {
+    Port::bind(address, ROOM).await.map_err(|error| {
         anyhow::anyhow!(
             "cannot serve health and metrics on {address}: {error}; set another {setting} (0 for none), or stop what is \
              on it (a kubelet?)"
@@ -80,38 +84,35 @@ pub async fn bind(address: SocketAddr, setting: &str) -> anyhow::Result<TcpListe
 }
 
 /// Serves until `shutdown`; answers under way are finished within a second.
-pub fn serve(listener: TcpListener, state: ApiState, shutdown: CancellationToken) -> Work {
+pub fn serve(port: Port, state: ApiState, shutdown: CancellationToken) -> Work {
     Box::pin(async move {
-        let router = router(state);
-        let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        let router = router(state).layer(middleware::from_fn(in_room));
+        let connections = TaskTracker::new();
         loop {
-            let accepted = async {
-                let permit = Arc::clone(&connections).acquire_owned().await;
-                (permit, listener.accept().await)
-            };
-            let (permit, stream) = tokio::select! {
-                accepted = accepted => accepted,
+            let (stream, place) = tokio::select! {
+                (stream, _, place) = port.accept("health and metrics") => (stream, Arc::new(place)),
                 () = shutdown.cancelled() => break,
             };
-            match stream {
-                Ok((stream, _)) => {
-                    let router = router.clone();
-                    tokio::spawn(async move {
-                        let _permit = permit;
-                        answer(stream, router).await;
-                    });
+            let router = router.clone().layer(Extension(Arc::clone(&place)));
+            connections.spawn(async move {
+                tokio::select! {
+                    () = answer(stream, router) => {}
+                    () = place.taken() => tracing::debug!("health and metrics: a connection had to go"),
                 }
-                // Out of file descriptors, mostly: connections under way must end before another try makes
-                // sense.
-                Err(error) => {
-                    tracing::warn!("health and metrics: cannot accept a connection: {error}");
-                    tokio::time::sleep(Duration::from_secs(1)).await;
-                }
-            }
+            });
         }
-        let all = u32::try_from(MAX_CONNECTIONS).unwrap_or(u32::MAX);
-        let _ = tokio::time::timeout(Duration::from_secs(1), connections.acquire_many(all)).await;
+        connections.close();
+        let _ = tokio::time::timeout(Duration::from_secs(1), connections.wait()).await;
     })
+}
+
+/// Answers for the health of the agent at once, and for all else where there is room.
+async fn in_room(Extension(place): Extension<Arc<Place>>, request: Request, next: Next) -> Response {
+    if request.uri().path().starts_with("/healthz") || place.allowed() {
+        return next.run(request).await;
+    }
+    let sentence = "too many pages are being read already: try again later\n";
+    (StatusCode::SERVICE_UNAVAILABLE, sentence).into_response()
 }
 
 /// One connection, one request.

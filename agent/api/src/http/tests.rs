@@ -43,7 +43,7 @@ async fn start_as(ill: Option<&'static str>, registry: Registry, pressure: Stats
         slis: slis::Slis::default(),
     };
     let listener = bind(SocketAddr::from(([127, 0, 0, 1], 0)), "healthzPort").await.unwrap();
-    let address = listener.local_addr().unwrap();
+    let address = listener.address().unwrap();
     let shutdown = CancellationToken::new();
     let task = tokio::spawn(serve(listener, state, shutdown.clone()));
     Server { address, shutdown, task }
@@ -74,6 +74,29 @@ async fn health_is_ok_or_says_why_not() {
     let (head, body) = start(Some("the runtime has not answered for 3 minutes")).await.get("/healthz").await;
     assert!(head.starts_with("http/1.1 500"), "{head}");
     assert_eq!(body, "the runtime has not answered for 3 minutes\n");
+}
+
+#[tokio::test]
+async fn connections_that_ask_for_nothing_keep_nobody_from_health() {
+    let server = start(None).await;
+    let mut silent = Vec::new();
+    for _ in 0..200 {
+        silent.push(TcpStream::connect(server.address).await.unwrap());
+    }
+    let (_, body) = server.get("/healthz").await;
+    assert_eq!(body, "ok");
+    let is_open = |stream: &TcpStream| {
+        let read = stream.try_read(&mut [0]);
+        matches!(read, Err(error) if error.kind() == std::io::ErrorKind::WouldBlock)
+    };
+    for stream in &mut silent {
+        // What the kernel knows of it, the runtime knows after one look.
+        let _ = tokio::time::timeout(Duration::ZERO, stream.readable()).await;
+    }
+    tokio::task::yield_now().await;
+    let open = silent.iter().filter(|stream| is_open(stream)).count();
+    assert!(open <= ROOM.strangers, "{open} connections that ask for nothing are kept");
+    assert!(is_open(silent.last().unwrap()), "the newest stay");
 }
 
 #[tokio::test]
