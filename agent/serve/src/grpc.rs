@@ -2,9 +2,10 @@
 //! user.
 
 use futures::future::BoxFuture;
+use std::collections::HashMap;
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -30,6 +31,9 @@ const MAX_STREAMS_OTHERS: u32 = 16;
 /// Connections of other people's clients at a time. One more waits in the kernel's queue until another has
 /// ended.
 const MAX_CONNECTIONS_OTHERS: usize = 256;
+/// Connections of one process among them. One more is closed at once, so that one process which opens many
+/// keeps no other one waiting.
+const MAX_CONNECTIONS_PEER: usize = 64;
 
 /// What may wait in a connection for its client, in bytes: a list of some hundred pods is written at once.
 /// With the kernel's usual 208 KiB the agent and its client had to wait for each other's turn many times.
@@ -113,18 +117,42 @@ fn connections(listener: UnixListener) -> impl Stream<Item = io::Result<UnixStre
     })
 }
 
-type Connection = AnyAuthority<UnixStream, OwnedSemaphorePermit>;
+/// A connection's place among all, and among those of its process.
+type Place = (OwnedSemaphorePermit, Arc<()>);
+type Connection = AnyAuthority<UnixStream, Place>;
 
 fn connections_of_others(listener: UnixListener) -> impl Stream<Item = io::Result<Connection>> {
     let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS_OTHERS));
-    stream::unfold((listener, connections), |(listener, connections)| async move {
+    let peers = HashMap::<i32, Weak<()>>::new();
+    stream::unfold((listener, connections, peers), |(listener, connections, mut peers)| async move {
         let permit = Arc::clone(&connections).acquire_owned().await.map_err(io::Error::other);
         let accepted = match permit {
-            Ok(permit) => Ok(AnyAuthority::new(accept(&listener).await, permit)),
+            Ok(permit) => {
+                let (stream, own) = accept_of(&listener, &mut peers).await;
+                Ok(AnyAuthority::new(stream, (permit, own)))
+            }
             Err(error) => Err(error),
         };
-        Some((accepted, (listener, connections)))
+        Some((accepted, (listener, connections, peers)))
     })
+}
+
+/// The next connection of a process that has not too many.
+async fn accept_of(listener: &UnixListener, peers: &mut HashMap<i32, Weak<()>>) -> (UnixStream, Arc<()>) {
+    loop {
+        let stream = accept(listener).await;
+        let pid = stream.peer_cred().ok().and_then(|peer| peer.pid()).unwrap_or(0);
+        peers.retain(|_, own| own.strong_count() > 0);
+        let own = peers.get(&pid).and_then(Weak::upgrade).unwrap_or_default();
+        // This one included.
+        if Arc::strong_count(&own) <= MAX_CONNECTIONS_PEER {
+            peers.insert(pid, Arc::downgrade(&own));
+            return (stream, own);
+        }
+        tracing::debug!(
+            "the process {pid} has {MAX_CONNECTIONS_PEER} connections already: one more is closed"
+        );
+    }
 }
 
 /// The next connection. Where none can be accepted (out of file descriptors, mostly) others must end before
@@ -156,5 +184,31 @@ pub fn only_the_owner(request: Request<()>) -> Result<Request<()>, Status> {
             Err(Status::permission_denied("only root may ask this agent; run the command as root"))
         }
         None => Err(Status::permission_denied("the peer's credentials are unknown")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_process_that_opens_many_connections_has_a_part_of_them() {
+        let path = std::env::temp_dir().join(format!("beelet-serve-{}", std::process::id()));
+        let _ = std::fs::remove_file(&path);
+        let listener = UnixListener::bind(&path).unwrap();
+        let (mut peers, mut open) = (HashMap::new(), Vec::new());
+        for _ in 0..MAX_CONNECTIONS_PEER {
+            let client = UnixStream::connect(&path).await.unwrap();
+            open.push((client, accept_of(&listener, &mut peers).await));
+        }
+        let refused = UnixStream::connect(&path).await.unwrap();
+        let waiting = tokio::spawn(async move { accept_of(&listener, &mut peers).await });
+        refused.readable().await.unwrap();
+        assert_eq!(refused.try_read(&mut [0]).unwrap(), 0, "closed");
+        open.pop();
+        let next = UnixStream::connect(&path).await.unwrap();
+        waiting.await.unwrap();
+        drop(next);
+        std::fs::remove_file(&path).unwrap();
     }
 }
