@@ -10,7 +10,7 @@ use std::{
     collections::BTreeMap,
     fmt,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError, Weak},
 };
 
 use beelet_base::clock::After as _;
@@ -69,8 +69,9 @@ struct Provider {
     config: CredentialProvider,
     program: PathBuf,
     cache: Mutex<BTreeMap<Key, Kept>>,
-    /// One question at a time: the next one may find the answer.
-    asking: tokio::sync::Mutex<()>,
+    /// One question at a time for an image and an account: the next one may find the answer. Others are asked
+    /// beside it, as by the kubelet: a slow answer holds up nobody else's pull.
+    asking: Mutex<BTreeMap<Key, Weak<tokio::sync::Mutex<()>>>>,
 }
 
 impl fmt::Debug for Provider {
@@ -239,12 +240,7 @@ impl Provider {
         if !metadata.is_file() || rustix::fs::access(&program, Access::EXEC_OK).is_err() {
             return Err(wrong("is no program that can be executed".to_owned()));
         }
-        Ok(Self {
-            config: config.clone(),
-            program,
-            cache: Mutex::default(),
-            asking: tokio::sync::Mutex::default(),
-        })
+        Ok(Self { config: config.clone(), program, cache: Mutex::default(), asking: Mutex::default() })
     }
 
     /// What the program says of an image, now or when it was asked before.
@@ -258,7 +254,8 @@ impl Provider {
         if let Some(known) = self.known(repository, account.as_ref()) {
             return Ok(known);
         }
-        let _one_at_a_time = self.asking.lock().await;
+        let asking = self.asking(repository, account.as_ref());
+        let _one_at_a_time = asking.lock().await;
         if let Some(known) = self.known(repository, account.as_ref()) {
             return Ok(known);
         }
@@ -284,6 +281,19 @@ impl Provider {
             self.keep(Key { of, account }, Kept { logins: Arc::clone(&logins), until: began.after(holds) });
         }
         Ok(logins)
+    }
+
+    /// The lock of a question that may be under way.
+    fn asking(&self, repository: &str, account: Option<&OfAccount>) -> Arc<tokio::sync::Mutex<()>> {
+        let key = Key { of: Of::Image(repository.to_owned()), account: account.cloned() };
+        let mut all = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(asking) = all.get(&key).and_then(Weak::upgrade) {
+            return asking;
+        }
+        all.retain(|_, asking| asking.strong_count() > 0);
+        let asking = Arc::default();
+        all.insert(key, Arc::downgrade(&asking));
+        asking
     }
 
     fn of_account(&self, identity: &Identity) -> OfAccount {

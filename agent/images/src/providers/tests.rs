@@ -82,6 +82,28 @@ async fn a_program_is_asked_for_its_images_and_its_answers_are_kept() {
 }
 
 #[tokio::test]
+async fn a_program_that_is_slow_for_one_image_is_asked_for_others_meanwhile() {
+    // It answers for the first image once somebody has asked for another one.
+    let script = format!(
+        r#"case "$line" in *slow*) while ! grep -q quick "$(dirname "$0")/asked"; do sleep 0.1; done;; esac; {}"#,
+        answer("Image", "hush")
+    );
+    let program = program(&script, None);
+    let (providers, asker) = (program.providers(None), asker(""));
+    let asked = |image| providers.logins(image, &asker);
+    let all = async {
+        tokio::join!(
+            asked("eu.registry.test/slow"),
+            asked("eu.registry.test/slow"),
+            asked("eu.registry.test/quick")
+        )
+    };
+    let (slow, again, quick) = tokio::time::timeout(Duration::from_secs(60), all).await.unwrap();
+    assert_eq!((slow.len(), again.len(), quick.len()), (1, 1, 1));
+    assert_eq!(program.asked().len(), 2, "the second pull of the slow image found the first one's answer");
+}
+
+#[tokio::test]
 async fn a_program_that_fails_gives_nothing_and_is_asked_again() {
     let program = program("echo no >&2; exit 3", None);
     let providers = program.providers(None);
