@@ -4,6 +4,7 @@
 //!
 //! What is in them comes from containers: any bytes, any length. Nothing here may rely on a line's form.
 
+mod changes;
 mod error;
 pub mod links;
 pub mod read;

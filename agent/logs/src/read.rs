@@ -7,26 +7,20 @@ use std::io::{self, BufRead, BufReader, Read};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use flate2::read::GzDecoder;
-use futures::StreamExt;
-use inotify::{EventStream, Inotify, WatchMask};
 use jiff::Timestamp;
 use tokio::sync::mpsc;
 
 use super::{Error, Stream, own_file, parse, rotate};
+use crate::changes::Changes;
 use beelet_base::blocking::blocking;
 
 /// Bytes of a piece that is handed on, and how many are read ahead.
 const PIECE: usize = 32 << 10;
 const PIECES: usize = 4;
-/// How often a log is looked at where nothing tells that it has changed.
-const LOOK: Duration = Duration::from_secs(1);
 /// Longest line that is kept whole; a longer one comes in pieces. Runtimes cut lines at 16 KiB.
 const LINE_MAX: u64 = 1 << 20;
-/// Bytes of inotify events read at once.
-const EVENTS: usize = 4096;
 
 /// What of a log is wanted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -74,7 +68,7 @@ pub async fn read(
     let mut ended = std::pin::pin!(ended);
     loop {
         let over = tokio::select! {
-            change = changes.next() => change.map(|()| false)?,
+            () = changes.next() => false,
             () = &mut ended => true,
             () = pieces.closed() => return Err(Error::Closed),
         };
@@ -101,44 +95,6 @@ async fn hand_on(mut reader: Reader, pieces: &mpsc::Sender<Piece>) -> Result<Rea
         if is_all {
             return Ok(reader);
         }
-    }
-}
-
-/// Tells when something in a folder has changed.
-enum Changes {
-    Told(EventStream<Vec<u8>>),
-    /// The kernel has no inotify instance left (fs.inotify.max_user_instances): a look per [`LOOK`].
-    Looked,
-}
-
-impl Changes {
-    fn of(folder: &Path) -> Self {
-        let watch = || {
-            let inotify = Inotify::init()?;
-            let mask = WatchMask::MODIFY | WatchMask::CREATE | WatchMask::MOVED_TO | WatchMask::CLOSE_WRITE;
-            inotify.watches().add(folder, mask)?;
-            inotify.into_event_stream(vec![0; EVENTS])
-        };
-        match watch() {
-            Ok(events) => Self::Told(events),
-            Err(error) => {
-                let folder = folder.display();
-                tracing::debug!("inotify doesn't watch {folder}, it is looked at once per second: {error}");
-                Self::Looked
-            }
-        }
-    }
-
-    async fn next(&mut self) -> io::Result<()> {
-        let Self::Told(events) = self else {
-            tokio::time::sleep(LOOK).await;
-            return Ok(());
-        };
-        let event = events.next().await;
-        event.ok_or_else(|| io::Error::other("the kernel ended the stream of inotify events"))??;
-        // What else is there says the same.
-        while futures::FutureExt::now_or_never(events.next()).flatten().is_some() {}
-        Ok(())
     }
 }
 

@@ -1,0 +1,202 @@
+//! Says when something in a folder has changed. All who follow a log share one inotify instance: the kernel
+//! gives each user only so many (`fs.inotify.max_user_instances`, 128 by default), and root's are needed by
+//! other daemons, and by other parts of the agent.
+
+use std::{
+    collections::HashMap,
+    io, mem,
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::Duration,
+};
+
+use inotify::{EventMask, Inotify, WatchDescriptor, WatchMask, Watches};
+use tokio::sync::watch;
+
+/// How often a log is looked at where nothing tells that it has changed.
+const LOOK: Duration = Duration::from_secs(1);
+/// Bytes of inotify events read at once.
+const EVENTS: usize = 16 << 10;
+
+/// The instance of this process; made with the first folder, and again where it has failed.
+static SHARED: Mutex<Option<Arc<Shared>>> = Mutex::new(None);
+
+struct Shared(Mutex<Folders>);
+
+struct Folders {
+    watches: Watches,
+    all: HashMap<WatchDescriptor, Folder>,
+}
+
+struct Folder {
+    followers: usize,
+    changed: watch::Sender<()>,
+}
+
+/// Tells when something in a folder has changed.
+pub(crate) enum Changes {
+    Told(Follower),
+    /// The kernel has no inotify instance or watch left: a look per [`LOOK`].
+    Looked,
+}
+
+pub(crate) struct Follower {
+    shared: Arc<Shared>,
+    descriptor: WatchDescriptor,
+    changed: watch::Receiver<()>,
+}
+
+impl Changes {
+    pub(crate) fn of(folder: &Path) -> Self {
+        match shared().and_then(|shared| shared.follow(folder)) {
+            Ok(follower) => Self::Told(follower),
+            Err(error) => {
+                let folder = folder.display();
+                tracing::debug!("inotify doesn't watch {folder}, it is looked at once per second: {error}");
+                Self::Looked
+            }
+        }
+    }
+
+    pub(crate) async fn next(&mut self) {
+        if let Self::Told(follower) = self {
+            if follower.changed.changed().await.is_ok() {
+                return;
+            }
+            *self = Self::Looked;
+        }
+        tokio::time::sleep(LOOK).await;
+    }
+}
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        let mut folders = self.shared.lock();
+        let Some(folder) = folders.all.get_mut(&self.descriptor) else { return };
+        folder.followers = folder.followers.saturating_sub(1);
+        if folder.followers == 0 {
+            folders.all.remove(&self.descriptor);
+            // The folder may be gone by now, and its watch with it.
+            let _ = folders.watches.remove(self.descriptor.clone());
+        }
+    }
+}
+
+impl Shared {
+    fn follow(self: &Arc<Self>, folder: &Path) -> io::Result<Follower> {
+        let mask = WatchMask::MODIFY | WatchMask::CREATE | WatchMask::MOVED_TO | WatchMask::CLOSE_WRITE;
+        // Locked before it is watched: the first event finds the folder here.
+        let mut folders = self.lock();
+        let descriptor = folders.watches.add(folder, mask)?;
+        let known = folders.all.entry(descriptor.clone());
+        let folder = known.or_insert_with(|| Folder { followers: 0, changed: watch::Sender::new(()) });
+        folder.followers += 1;
+        let changed = folder.changed.subscribe();
+        drop(folders);
+        Ok(Follower { shared: Arc::clone(self), descriptor, changed })
+    }
+
+    /// Reads events until that fails; then nobody is told any more, and looks instead.
+    fn run(self: &Arc<Self>, inotify: &mut Inotify) {
+        let mut buffer = vec![0; EVENTS];
+        loop {
+            let events = match inotify.read_events_blocking(&mut buffer) {
+                Ok(events) => events,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => {
+                    tracing::warn!(
+                        "inotify tells no more of logs, they are looked at once per second: {error}"
+                    );
+                    break;
+                }
+            };
+            let mut folders = self.lock();
+            for event in events {
+                if event.mask.contains(EventMask::Q_OVERFLOW) {
+                    folders.all.values().for_each(|folder| folder.changed.send_replace(()));
+                } else if event.mask.contains(EventMask::IGNORED) {
+                    // The folder is gone: who follows it looks for it from now on.
+                    folders.all.remove(&event.wd);
+                } else if let Some(folder) = folders.all.get(&event.wd) {
+                    folder.changed.send_replace(());
+                }
+            }
+        }
+        *lock(&SHARED) = None;
+        mem::take(&mut self.lock().all);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Folders> {
+        lock(&self.0)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The instance, and the thread that reads from it for as long as the process lives.
+fn shared() -> io::Result<Arc<Shared>> {
+    let mut shared = lock(&SHARED);
+    if let Some(shared) = &*shared {
+        return Ok(Arc::clone(shared));
+    }
+    let mut inotify = Inotify::init()?;
+    let folders = Folders { watches: inotify.watches(), all: HashMap::new() };
+    let made = Arc::new(Shared(Mutex::new(folders)));
+    let reading = Arc::clone(&made);
+    thread::Builder::new().name("log-changes".to_owned()).spawn(move || reading.run(&mut inotify))?;
+    *shared = Some(Arc::clone(&made));
+    Ok(made)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// The inotify instances of this process.
+    fn instances() -> usize {
+        let links = fs::read_dir("/proc/self/fd").unwrap().flatten();
+        links
+            .filter(|link| fs::read_link(link.path()).is_ok_and(|to| to.ends_with("anon_inode:inotify")))
+            .count()
+    }
+
+    #[tokio::test]
+    async fn many_followers_share_one_instance_and_each_hears_of_its_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        let folders: Vec<_> = (0..300).map(|number| dir.path().join(number.to_string())).collect();
+        let mut followers = Vec::new();
+        for folder in &folders {
+            fs::create_dir(folder).unwrap();
+            followers.push([Changes::of(folder), Changes::of(folder)]);
+        }
+        assert!(followers.iter().flatten().all(|changes| matches!(changes, Changes::Told(_))));
+        assert_eq!(instances(), 1);
+        // One of two goes; the other is told all the same.
+        let [first, mut second] = followers.pop().unwrap();
+        drop(first);
+        fs::write(folders[299].join("0.log"), "x").unwrap();
+        tokio::time::timeout(PATIENCE, second.next()).await.unwrap();
+        fs::write(folders[0].join("0.log"), "x").unwrap();
+        for changes in &mut followers[0] {
+            tokio::time::timeout(PATIENCE, changes.next()).await.unwrap();
+        }
+        // Of a folder that goes, and comes back, nothing is missed.
+        fs::remove_dir_all(&folders[1]).unwrap();
+        let mut left = followers.swap_remove(1);
+        let looks = async {
+            while !matches!(left[0], Changes::Looked) {
+                left[0].next().await;
+            }
+        };
+        tokio::time::timeout(PATIENCE, looks).await.unwrap();
+        drop((followers, left, second));
+        assert!(shared().unwrap().lock().all.is_empty());
+    }
+}
