@@ -1,6 +1,7 @@
 //! A pod's network as the runtime is told of it: names, name resolution, ports on the machine.
 
 use std::borrow::Cow;
+use std::net::Ipv6Addr;
 
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
@@ -109,6 +110,9 @@ fn resolution(spec: &core::PodSpec, namespace: &str, node: &NodeFacts) -> (cri::
         "ClusterFirstWithHostNet" => cluster_dns(namespace, node),
         _ => node.host_dns.last(),
     };
+    if !on_host_network {
+        dns.servers.retain(|server| !is_of_a_link(server));
+    }
     if let Some(extra) = &spec.dns_config {
         dns.servers.extend(extra.nameservers.iter().flatten().cloned());
         dns.searches.extend(extra.searches.iter().flatten().cloned());
@@ -120,6 +124,13 @@ fn resolution(spec: &core::PodSpec, namespace: &str, node: &NodeFacts) -> (cri::
     dns.searches = once_each(&dns.searches);
     let left_out = limit(&mut dns);
     (dns, left_out)
+}
+
+/// Returns true for a name server on a link of the machine, as `fe80::1%3`: in a network namespace of its own
+/// a pod lacks that link, and its resolver fails at the address (kubernetes #140844; the kubelet of 1.38).
+fn is_of_a_link(server: &str) -> bool {
+    let address = server.split_once('%').and_then(|(address, _)| address.parse::<Ipv6Addr>().ok());
+    address.is_some_and(|address| address.segments()[0] & 0xffc0 == 0xfe80)
 }
 
 /// Sets an option; one of the same name (`ndots:5`, `ndots:2`) is replaced.
@@ -217,6 +228,8 @@ pub(super) fn port_mappings(spec: &core::PodSpec) -> Vec<cri::PortMapping> {
 mod tests {
     use serde_json::{Value, json};
 
+    use beelet_model::pod::HostDns;
+
     use super::*;
     use crate::fixtures::node;
 
@@ -255,6 +268,29 @@ mod tests {
         check(json!({"hostNetwork": true, "hostname": "www"}), Ok(""));
         check(json!({"hostnameOverride": "a.b.c", "subdomain": "x"}), Ok("a.b.c"));
         check(json!({"hostname": format!("{}-.", "a".repeat(62))}), Ok(&"a".repeat(62)));
+    }
+
+    #[test]
+    fn a_name_server_on_a_link_of_the_machine_is_for_pods_on_its_network_alone() {
+        let mut node = node();
+        let servers = ["fe80::29c:2ff:fea9:fdd0%3", "febf::1%eth0", "2001:db8::53", "fe80::1", "192.0.2.53"];
+        let host_dns = cri::DnsConfig {
+            servers: servers.iter().map(ToString::to_string).collect(),
+            ..cri::DnsConfig::default()
+        };
+        node.host_dns = HostDns::fixed(host_dns);
+        node.cluster_dns = Vec::new();
+        let check = |value: Value, expected: &[&str]| {
+            assert_eq!(dns(&spec(value.clone()), "shop", &node).servers, expected, "{value}");
+        };
+        let elsewhere = &["2001:db8::53", "fe80::1", "192.0.2.53"];
+        check(json!({"dnsPolicy": "Default"}), elsewhere);
+        // Without the cluster's own servers they are the machine's as well.
+        check(json!({}), elsewhere);
+        check(json!({"dnsPolicy": "Default", "hostNetwork": true}), &servers[..3]);
+        // One that the pod names itself is its own business.
+        let own = json!({"dnsPolicy": "None", "dnsConfig": {"nameservers": ["fe80::1%eth0"]}});
+        check(own, &["fe80::1%eth0"]);
     }
 
     #[test]
