@@ -2,11 +2,17 @@
 
 use std::hash::{BuildHasher, RandomState};
 
+/// Any of 2^64 numbers.
+#[must_use]
+pub fn word() -> u64 {
+    // Each state has keys of its own.
+    RandomState::new().hash_one(0_u8)
+}
+
 /// Any of 256 numbers.
 #[must_use]
 pub fn chance() -> u8 {
-    // Each state has keys of its own.
-    RandomState::new().hash_one(0_u8).to_le_bytes()[0]
+    word().to_le_bytes()[0]
 }
 
 /// A number from 0 to 1 by chance.

@@ -1,8 +1,8 @@
-//! Small files that the kernel writes when they are read: of cgroups, of /proc.
+//! Small files that the kernel writes when they are read: of cgroups, of /proc, of /sys.
 
 use std::{
-    fs::File,
-    io::{self, Read},
+    fs::{File, OpenOptions},
+    io::{self, Read, Write},
     path::Path,
 };
 
@@ -15,11 +15,27 @@ const USUAL: usize = 4096;
 /// # Errors
 /// The file cannot be opened or read, or is not text.
 pub fn read_to_string(path: impl AsRef<Path>) -> io::Result<String> {
-    let mut text = String::with_capacity(USUAL);
     // A limit, even one that is never reached, makes the standard library read without asking for the size.
-    File::open(path)?.take(u64::MAX).read_to_string(&mut text)?;
+    read_to_string_within(path, u64::MAX)
+}
+
+/// The same of so many bytes at most.
+///
+/// # Errors
+/// As for [`read_to_string`].
+pub fn read_to_string_within(path: impl AsRef<Path>, most: u64) -> io::Result<String> {
+    let mut text = String::with_capacity(USUAL);
+    File::open(path)?.take(most).read_to_string(&mut text)?;
     text.shrink_to_fit();
     Ok(text)
+}
+
+/// Writes a word into a file of the kernel's, at once.
+///
+/// # Errors
+/// The file isn't there, or the kernel refuses the word.
+pub fn write(path: impl AsRef<Path>, word: &str) -> io::Result<()> {
+    OpenOptions::new().write(true).open(path)?.write_all(word.as_bytes())
 }
 
 #[cfg(test)]
@@ -36,6 +52,10 @@ mod tests {
             assert_eq!(read_to_string(&path).unwrap(), text);
         }
         assert!(read_to_string("/proc/self/status").unwrap().starts_with("Name:"));
+        assert_eq!(read_to_string_within("/proc/self/status", 5).unwrap(), "Name:");
+        write(&path, "word").unwrap();
+        assert!(read_to_string(&path).unwrap().starts_with("wordx"), "nothing is cut off");
+        assert!(write(folder.path().join("none"), "word").is_err());
     }
 
     #[test]

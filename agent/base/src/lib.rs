@@ -20,6 +20,7 @@ pub mod process;
 pub mod program;
 pub mod redirect;
 pub mod room;
+pub mod shared_folder;
 pub mod spans;
 pub mod tls;
 pub mod walk;

@@ -1,12 +1,18 @@
 //! Plain files in folders that containers may have reached too, by a hostPath: what they put in a file's
-//! place is never followed, waited for, or written through. Blocking.
+//! place is never followed, waited for, or written through, and no device is ever opened, since that alone
+//! may do something (a watchdog, a tape). So a file is found first (`O_PATH`), looked at, and then opened by
+//! its descriptor. Blocking.
+//!
+//! With [`crate::shared_folder`] the one door to files in folders that others can write.
 
-use std::fs::{self, File, OpenOptions};
-use std::io;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-use rustix::fs::OFlags;
+use rustix::fs::{CWD, FileType, Mode, OFlags};
+use rustix::io::Errno;
 
 use crate::walk::remove_folder;
 
@@ -17,8 +23,46 @@ const TRIES: usize = 3;
 /// Opens a file for reading if it is a plain one. A link is refused by the kernel, and a FIFO isn't waited
 /// for.
 pub fn read(path: &Path) -> io::Result<File> {
-    plain(OpenOptions::new().read(true), path)
+    let found = rustix::fs::openat(CWD, path, FOUND.union(OFlags::NOFOLLOW), Mode::empty())?;
+    reopen(&found, OFlags::RDONLY)
 }
+
+/// Opens for reading what a path leads to, by links too, if it is a plain file: for files of the node's
+/// administrator, which may be links, in folders that containers are often given (`/etc`, that of CNI).
+pub fn read_through_links(path: &Path) -> io::Result<File> {
+    reopen(rustix::fs::openat(CWD, path, FOUND, Mode::empty())?, OFlags::RDONLY)
+}
+
+/// The beginning of an open file: so many bytes. None if it has more.
+pub fn read_at_most(file: &File, most: u64) -> io::Result<Option<Vec<u8>>> {
+    let mut bytes = Vec::new();
+    file.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
+    Ok((bytes.len() as u64 <= most).then_some(bytes))
+}
+
+/// Opens what was found by `O_PATH`, if it is a plain file.
+pub fn reopen(found: impl AsFd, access: OFlags) -> io::Result<File> {
+    open_again(found.as_fd(), FileType::RegularFile, access)
+}
+
+/// Opens a block device that was found by `O_PATH`, for reading: of a volume that is one.
+pub fn open_block_device(found: impl AsFd) -> io::Result<File> {
+    open_again(found.as_fd(), FileType::BlockDevice, OFlags::RDONLY)
+}
+
+fn open_again(found: BorrowedFd<'_>, wanted: FileType, access: OFlags) -> io::Result<File> {
+    match FileType::from_raw_mode(rustix::fs::fstat(found)?.st_mode) {
+        kind if kind == wanted => {}
+        FileType::Symlink => return Err(io::Error::other("it is a symbolic link")),
+        _ => return Err(io::Error::other("it is not a plain file")),
+    }
+    let flags = access | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let by_descriptor = format!("/proc/self/fd/{}", found.as_raw_fd());
+    Ok(rustix::fs::open(by_descriptor, flags, Mode::empty())?.into())
+}
+
+/// How a file is found that is looked at before it is opened.
+pub const FOUND: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 
 /// Opens a file of the agent's own for writing, and makes it where there is none; as it is, not emptied. What
 /// else is in its place is removed.
@@ -27,7 +71,15 @@ pub fn own(path: &Path) -> io::Result<File> {
     loop {
         tries += 1;
         clear(path)?;
-        let opened = plain(OpenOptions::new().read(true).write(true).create(true).mode(0o600), path);
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let opened = match rustix::fs::openat(CWD, path, flags, Mode::from_raw_mode(0o600)) {
+            Ok(made) => Ok(made.into()),
+            Err(Errno::EXIST) => {
+                let found = rustix::fs::openat(CWD, path, FOUND.union(OFlags::NOFOLLOW), Mode::empty());
+                found.map_err(io::Error::from).and_then(|found| reopen(found, OFlags::RDWR))
+            }
+            Err(error) => Err(error.into()),
+        };
         if opened.is_ok() || tries == TRIES {
             return opened;
         }
@@ -49,18 +101,9 @@ pub fn permit(file: &File, mode: u32) -> io::Result<()> {
     file.set_permissions(fs::Permissions::from_mode(mode))
 }
 
-fn plain(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
-    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    let file = options.custom_flags(i32::try_from(flags.bits()).unwrap_or_default()).open(path)?;
-    if file.metadata()?.is_file() {
-        return Ok(file);
-    }
-    Err(io::Error::other("it is not a plain file"))
-}
-
 #[cfg(test)]
 mod tests {
-    use std::io::{Read, Write};
+    use std::io::Write;
 
     use super::*;
 
@@ -72,9 +115,9 @@ mod tests {
         let at = |name: &str| dir.path().join(name);
         std::os::unix::fs::symlink(&secret, at("link")).unwrap();
         std::os::unix::fs::symlink("nowhere", at("dangling")).unwrap();
-        let mode = rustix::fs::Mode::from_raw_mode(0o666);
-        for (name, kind) in [("fifo", rustix::fs::FileType::Fifo), ("socket", rustix::fs::FileType::Socket)] {
-            rustix::fs::mknodat(rustix::fs::CWD, at(name), kind, mode, 0).unwrap();
+        let mode = Mode::from_raw_mode(0o666);
+        for (name, kind) in [("fifo", FileType::Fifo), ("socket", FileType::Socket)] {
+            rustix::fs::mknodat(CWD, at(name), kind, mode, 0).unwrap();
         }
         fs::create_dir_all(at("folder/full")).unwrap();
         for name in ["link", "dangling", "fifo", "socket", "folder"] {
@@ -90,6 +133,18 @@ mod tests {
         }
         assert_eq!(fs::read_to_string(&secret).unwrap(), "hush");
         assert!(!at("nowhere").exists());
+        // By its administrator's link a file is read, and nothing else.
+        let mut text = String::new();
+        std::os::unix::fs::symlink(&secret, at("again")).unwrap();
+        read_through_links(&at("again")).unwrap().read_to_string(&mut text).unwrap();
+        assert_eq!(text, "hush");
+        for other in ["/dev/null", "/dev/zero"] {
+            assert!(read(Path::new(other)).unwrap_err().to_string().contains("not a plain file"));
+            assert!(read_through_links(Path::new(other)).is_err());
+        }
+        let file = read(&secret).unwrap();
+        assert_eq!(read_at_most(&file, 3).unwrap(), None);
+        assert_eq!(read_at_most(&read(&secret).unwrap(), 4).unwrap().unwrap(), b"hush");
         // What is there already stays as it is.
         let mut text = String::new();
         own(&at("link")).unwrap().read_to_string(&mut text).unwrap();

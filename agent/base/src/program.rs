@@ -211,7 +211,7 @@ impl Program {
     /// It can't be started, or takes too long.
     pub async fn run(&self, bounds: Bounds) -> Result<Ended, ProgramError> {
         let running = self.start_with(bounds.complaints)?;
-        match tokio::time::timeout(bounds.within, running.to_end(&self.input, bounds)).await {
+        match tokio::time::timeout(bounds.within, running.finish(&self.input, bounds)).await {
             Ok(ended) => ended.map_err(|cause| self.failed(cause)),
             // Dropped, it was killed.
             Err(_) => Err(ProgramError::Late { program: self.name(), within: bounds.within }),

@@ -57,7 +57,7 @@ impl Running {
     }
 
     /// Speaks with it until it ends.
-    pub(super) async fn to_end(mut self, input: &[u8], bounds: Bounds) -> io::Result<Ended> {
+    pub(super) async fn finish(mut self, input: &[u8], bounds: Bounds) -> io::Result<Ended> {
         let most = match bounds.complaints {
             Complaints::Apart(most) => most,
             _ => 0,
