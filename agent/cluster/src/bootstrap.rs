@@ -54,7 +54,7 @@ fn write(bootstrap: &Path, target: &Path, certificate: &Path) -> Result<(), Erro
     });
     let cluster = cluster.ok_or_else(|| fail(&"the bootstrap kubeconfig has no current context"))?;
     let text = beelet_codec::yaml(&kubeconfig(cluster, certificate)).map_err(|error| fail(&error))?;
-    let file = ForeignFile::new(target.to_owned());
+    let file = ForeignFile::of_node(target.to_owned());
     file.replace(text.as_bytes()).map_err(|error| fail(&error))?;
     file.settle().map_err(|error| fail(&error))
 }

@@ -258,7 +258,7 @@ impl Store {
         make_folder(&self.dir, FOLDER).map_err(|error| fail(&self.dir, &error))?;
         let name = format!("{}-{}.pem", self.purpose.prefix(), now.strftime("%Y-%m-%d-%H-%M-%S"));
         let path = self.dir.join(&name);
-        let file = ForeignFile::new(path.clone());
+        let file = ForeignFile::of_node(path.clone());
         let text = format!("{}\n{}\n", certificate.trim_end(), key.trim_end());
         file.replace(text.as_bytes()).map_err(|error| fail(&path, &error))?;
         file.settle().map_err(|error| fail(&path, &error))?;
@@ -299,7 +299,7 @@ impl Store {
         let fail =
             |cause: &dyn std::fmt::Display| Error::File { path: path.clone(), cause: cause.to_string() };
         make_folder(&self.dir, FOLDER).map_err(|error| fail(&error))?;
-        let file = ForeignFile::new(path.clone());
+        let file = ForeignFile::of_node(path.clone());
         let known = file.read().map_err(|error| fail(&error))?;
         let known = known.and_then(|text: Vec<u8>| KeyPair::from_pem(std::str::from_utf8(&text).ok()?).ok());
         if let Some(key) = known {

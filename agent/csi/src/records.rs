@@ -62,8 +62,7 @@ impl VolumeRecord {
 
     /// Removes that of a folder, and the folder, which must be empty then. Blocks.
     pub(crate) fn remove(folder: &Path) -> Result<(), Error> {
-        let file = folder.join(FILE);
-        gone(fs::remove_file(&file)).map_err(Error::io("remove", &file))?;
+        ForeignFile::new(folder.join(FILE)).remove()?;
         gone(fs::remove_dir(folder)).map_err(Error::io("remove", folder))
     }
 }

@@ -81,7 +81,7 @@ impl Dra {
     /// told so. Blocks.
     #[must_use]
     pub fn open(kubelet_dir: &Path, metrics: Metrics, tell: impl Fn(&str, String)) -> Self {
-        let record = ForeignFile::new(kubelet_dir.join(RECORD));
+        let record = ForeignFile::of_node(kubelet_dir.join(RECORD));
         let (ledger, lost) = load(&record, tell);
         metrics.in_use(&ledger);
         Self(Arc::new(Inner {

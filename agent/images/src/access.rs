@@ -7,7 +7,6 @@
 
 use std::{
     collections::{BTreeSet, HashMap},
-    io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
@@ -239,11 +238,12 @@ fn prune(dir: &Path, here: &BTreeSet<String>, began: Timestamp) {
         if !entry.file_name().to_string_lossy().starts_with(PREFIX) {
             continue;
         }
-        let record = read(&ForeignFile::new(entry.path())).ok().flatten();
+        let file = ForeignFile::new(entry.path());
+        let record = read(&file).ok().flatten();
         let gone = record
             .is_some_and(|record| !here.contains(&record.image_ref) && record.last_updated_time < began);
-        if gone && let Err(error) = std::fs::remove_file(entry.path()) {
-            warn!(path = %entry.path().display(), %error, "cannot remove the record of an image that is gone");
+        if gone && let Err(error) = file.remove() {
+            warn!(path = %file.path().display(), %error, "cannot remove the record of an image that is gone");
         }
     }
 }
@@ -272,12 +272,8 @@ fn write(file: &ForeignFile, kind: &'static str, body: impl Serialize) -> Result
 }
 
 async fn remove(file: ForeignFile) {
-    let removed = blocking("forgetting a pull", move || match std::fs::remove_file(file.path()) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err((file, error)),
-        _ => Ok(()),
-    });
-    if let Err((file, error)) = removed.await {
-        warn!(path = %file.path().display(), %error, "cannot remove the record of a pull that has ended");
+    if let Err(error) = blocking("forgetting a pull", move || file.remove()).await {
+        warn!(%error, "cannot remove the record of a pull that has ended");
     }
 }
 

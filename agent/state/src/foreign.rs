@@ -2,25 +2,36 @@
 //! Replaced as a whole like our own records; what can't be trusted is set aside beside it. Must never know
 //! what the content means.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::ffi::{OsStr, OsString};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::{MAX_QUARANTINED, MAX_RECORD, StateError, io_error, read_at_most, write_error};
+use beelet_base::folder::{PRIVATE, make_folder};
+use beelet_base::shared_folder::{Folder, beside};
+
+use super::{MAX_QUARANTINED, MAX_RECORD, StateError, io_error, write_error};
 
 /// A file by its path. All calls block.
 #[derive(Debug, Clone)]
 pub struct ForeignFile {
     path: PathBuf,
+    /// Only root can put anything in its folder's place.
+    is_folder_safe: bool,
 }
 
 impl ForeignFile {
-    /// The file at `path`, which must be in a folder. Nothing is touched yet.
+    /// The file at `path`, which must be in a folder. Others (plugins, drivers) may write to that folder, and
+    /// put anything in its place: what they put there is never followed. Nothing is touched yet.
     #[must_use]
     pub fn new(path: PathBuf) -> Self {
-        Self { path }
+        Self { path, is_folder_safe: false }
+    }
+
+    /// The same in a folder of the node's administrator, which may be a link.
+    #[must_use]
+    pub fn of_node(path: PathBuf) -> Self {
+        Self { path, is_folder_safe: true }
     }
 
     /// The file's path.
@@ -29,13 +40,13 @@ impl ForeignFile {
         &self.path
     }
 
-    /// Its content; `None` where there is none. A file that is larger than any record may be is cut there,
-    /// and so isn't what was written.
+    /// Its content; `None` where there is none. Of a file that is larger than any record may be there is
+    /// nothing, and so not what was written.
     ///
     /// # Errors
-    /// The file system fails.
+    /// The file system fails, or something else than a plain file is there.
     pub fn read(&self) -> Result<Option<Vec<u8>>, StateError> {
-        match read_at_most(&self.path, MAX_RECORD) {
+        match self.open().and_then(|folder| folder.read(self.name(), MAX_RECORD)) {
             Ok(bytes) => Ok(Some(bytes.unwrap_or_default())),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(io_error("read", &self.path, error)),
@@ -53,25 +64,23 @@ impl ForeignFile {
         if bytes.len() as u64 > MAX_RECORD {
             return Err(StateError::TooLarge(self.path.clone()));
         }
-        let temporary = self.beside("tmp");
-        let write = || {
-            let mut file =
-                OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
-            file.write_all(bytes)?;
-            file.sync_all()?;
-            fs::rename(&temporary, &self.path)
-        };
-        let written = match write() {
+        let folder = match self.open() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                self.make_folder().and_then(|()| write())
+                make_folder(self.folder(), PRIVATE)
+                    .map_err(|error| write_error(&self.path, io::Error::other(error)))?;
+                self.open()
+            }
+            folder => folder,
+        };
+        let written = folder.and_then(|folder| match folder.replace(self.name(), bytes) {
+            // Somebody has put a folder there.
+            Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
+                folder.rename(self.name(), &self.aside())?;
+                folder.replace(self.name(), bytes)
             }
             written => written,
-        };
-        written.map_err(|error| {
-            // Half a file would only take space that is missing already.
-            let _ = fs::remove_file(&temporary);
-            write_error(&self.path, error)
-        })
+        });
+        written.map_err(|error| write_error(&self.path, error))
     }
 
     /// Waits until the disk knows what was last put in place.
@@ -79,48 +88,72 @@ impl ForeignFile {
     /// # Errors
     /// The disk fails.
     pub fn settle(&self) -> Result<(), StateError> {
-        let synced = File::open(self.folder()).and_then(|folder| folder.sync_all());
+        let synced = self.open().and_then(|folder| folder.sync());
         synced.map_err(|error| io_error("sync", self.folder(), error))
     }
 
-    /// Moves the file aside, keeping the last few such; where it was moved to.
+    /// Removes the file; nothing if there is none.
+    ///
+    /// # Errors
+    /// The file system fails.
+    pub fn remove(&self) -> Result<(), StateError> {
+        match self.open().and_then(|folder| folder.remove_file(self.name())) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(io_error("remove", &self.path, error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Moves whatever is in the file's place aside, keeping the last few such; where it was moved to.
     ///
     /// # Errors
     /// The file system fails.
     pub fn set_aside(&self) -> Result<PathBuf, StateError> {
+        let moved_to = self.aside();
+        let set_aside = || {
+            let folder = self.open()?;
+            folder.rename(self.name(), &moved_to)?;
+            let prefix = beside(self.name(), ASIDE);
+            let is_copy = |name: &OsStr| name.as_encoded_bytes().starts_with(prefix.as_encoded_bytes());
+            let mut copies = folder.names(is_copy)?;
+            copies.sort();
+            copies.iter().rev().skip(MAX_QUARANTINED).try_for_each(|old| folder.remove(old))
+        };
+        set_aside().map_err(|error| io_error("set aside", &self.path, error))?;
+        Ok(self.path.with_file_name(moved_to))
+    }
+
+    fn aside(&self) -> OsString {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
-        let moved_to = self.beside(&format!("corrupt-{now:020}"));
-        fs::rename(&self.path, &moved_to).map_err(|error| io_error("set aside", &self.path, error))?;
-        let prefix = self.beside("corrupt-");
-        let entries = fs::read_dir(self.folder()).and_then(Iterator::collect::<io::Result<Vec<_>>>);
-        let entries = entries.map_err(|error| io_error("list", self.folder(), error))?;
-        let is_copy = |path: &PathBuf| path.to_string_lossy().starts_with(prefix.to_string_lossy().as_ref());
-        let mut copies: Vec<PathBuf> = entries.iter().map(fs::DirEntry::path).filter(is_copy).collect();
-        copies.sort();
-        for old in copies.iter().rev().skip(MAX_QUARANTINED) {
-            fs::remove_file(old).map_err(|error| io_error("remove", old, error))?;
+        beside(self.name(), &format!("{ASIDE}{now:020}"))
+    }
+
+    fn open(&self) -> io::Result<Folder> {
+        if self.is_folder_safe {
+            Folder::open_through_links(self.folder())
+        } else {
+            Folder::open(self.folder())
         }
-        Ok(moved_to)
     }
 
     fn folder(&self) -> &Path {
         self.path.parent().unwrap_or(Path::new("/"))
     }
 
-    fn make_folder(&self) -> io::Result<()> {
-        fs::DirBuilder::new().recursive(true).mode(0o750).create(self.folder())
-    }
-
-    fn beside(&self, end: &str) -> PathBuf {
-        let mut name = self.path.file_name().unwrap_or_default().to_owned();
-        name.push(".");
-        name.push(end);
-        self.path.with_file_name(name)
+    fn name(&self) -> &OsStr {
+        self.path.file_name().unwrap_or_default()
     }
 }
 
+/// The end of the name of what was set aside begins so.
+const ASIDE: &str = "corrupt-";
+
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
     use super::*;
 
     #[test]
@@ -159,13 +192,52 @@ mod tests {
     }
 
     #[test]
-    fn where_it_cannot_be_written_the_old_content_stays() {
+    fn what_a_plugin_puts_in_its_place_or_beside_it_is_never_written_through() {
+        // As a device plugin does it that has the folder, and nothing else.
+        for what in ["link", "dangling link", "FIFO", "folder"] {
+            for place in ["checkpoint", "checkpoint.tmp"] {
+                let dir = tempfile::tempdir().unwrap();
+                let shared = dir.path().join("device-plugins");
+                let (victim, place) = (dir.path().join("victim"), shared.join(place));
+                fs::create_dir(&shared).unwrap();
+                fs::write(&victim, "hush").unwrap();
+                let mode = rustix::fs::Mode::RWXU;
+                match what {
+                    "link" => symlink(&victim, &place).unwrap(),
+                    "dangling link" => symlink(dir.path().join("made"), &place).unwrap(),
+                    "FIFO" => rustix::fs::mkfifoat(rustix::fs::CWD, &place, mode).unwrap(),
+                    _ => fs::create_dir_all(place.join("full")).unwrap(),
+                }
+                let file = ForeignFile::new(shared.join("checkpoint"));
+                let is_in_place = place == file.path();
+                assert_eq!(file.read().is_err(), is_in_place, "{what} at {place:?}");
+                if is_in_place {
+                    let aside = file.set_aside().unwrap();
+                    assert!(fs::symlink_metadata(&aside).is_ok() && file.read().unwrap().is_none());
+                    fs::rename(&aside, &place).unwrap();
+                }
+                file.replace(b"ours").unwrap();
+                assert_eq!(file.read().unwrap().unwrap(), b"ours", "{what} at {place:?}");
+                assert_eq!(fs::read_to_string(&victim).unwrap(), "hush", "{what} at {place:?}");
+                assert!(!dir.path().join("made").exists(), "{what} at {place:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_folder_that_is_a_link_is_the_administrators_or_refused() {
         let dir = tempfile::tempdir().unwrap();
-        let file = ForeignFile::new(dir.path().join("checkpoint"));
-        file.replace(b"old").unwrap();
-        // The temporary file's place is taken by a folder.
-        fs::create_dir(dir.path().join("checkpoint.tmp")).unwrap();
-        assert!(file.replace(b"new").is_err());
-        assert_eq!(file.read().unwrap().unwrap(), b"old");
+        fs::create_dir(dir.path().join("elsewhere")).unwrap();
+        symlink("elsewhere", dir.path().join("folder")).unwrap();
+        let path = dir.path().join("folder/record");
+        assert!(ForeignFile::new(path.clone()).replace(b"x").is_err());
+        assert!(!path.exists());
+        let file = ForeignFile::of_node(path);
+        file.replace(b"x").unwrap();
+        file.settle().unwrap();
+        assert_eq!(file.read().unwrap().unwrap(), b"x");
+        file.remove().unwrap();
+        file.remove().unwrap();
+        assert_eq!(file.read().unwrap(), None);
     }
 }

@@ -12,7 +12,7 @@
 pub mod events;
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -24,6 +24,7 @@ use sha2::{Digest, Sha256};
 
 mod foreign;
 
+use beelet_base::own_file;
 use beelet_codec::data;
 
 pub use beelet_base::lock::{Lock, LockError};
@@ -174,7 +175,7 @@ impl State {
     /// The file system fails in another way than by not having the file.
     pub fn load<T: DeserializeOwned>(&self, name: &str) -> Result<Loaded<T>, StateError> {
         let path = self.path(name)?;
-        let bytes = match read_at_most(&path, MAX_RECORD) {
+        let bytes = match own_file::read(&path).and_then(|file| own_file::read_at_most(&file, MAX_RECORD)) {
             Ok(Some(bytes)) => bytes,
             Ok(None) => return self.quarantine(name, Damage::TooLarge),
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Loaded::Absent),
@@ -366,13 +367,6 @@ fn write_file(path: &Path, bytes: &[u8]) -> io::Result<File> {
     let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
     file.write_all(bytes)?;
     Ok(file)
-}
-
-/// The file's content; None if it is longer than `limit`.
-fn read_at_most(path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
-    let mut bytes = Vec::new();
-    File::open(path)?.take(limit + 1).read_to_end(&mut bytes)?;
-    Ok((bytes.len() as u64 <= limit).then_some(bytes))
 }
 
 fn write_error(path: &Path, error: io::Error) -> StateError {

@@ -53,16 +53,13 @@ pub(crate) fn write<T: Serialize>(place: &Path, record: &T) -> Result<(), Error>
 
 /// Removes a record, and its folder.
 pub(crate) fn remove(place: &Path) -> Result<(), Error> {
-    let file = place.join(FILE);
-    for removed in [fs::remove_file(&file), fs::remove_dir(place)] {
-        match removed {
-            Err(cause) if cause.kind() != ErrorKind::NotFound => {
-                return Err(Error::io("remove the record", place)(cause));
-            }
-            _ => {}
+    ForeignFile::new(place.join(FILE)).remove().map_err(Error::unmet_of)?;
+    match fs::remove_dir(place) {
+        Err(cause) if cause.kind() != ErrorKind::NotFound => {
+            Err(Error::io("remove the record", place)(cause))
         }
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 /// The folders in a folder.
