@@ -13,12 +13,13 @@ use axum::body::Body;
 use axum::extract::{self, Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use rustix::fs::{Dir, FileType, Mode, OFlags, ResolveFlags, fstat, openat2, readlinkat};
+use rustix::fs::{Dir, FileType, Mode, OFlags, ResolveFlags, fstat, openat, openat2, readlinkat};
 use rustix::io::Errno;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
 use beelet_base::blocking::blocking;
+use beelet_base::own_file;
 
 use beelet_policy::log_query::LogQuery;
 
@@ -42,12 +43,16 @@ pub(crate) async fn top(State(app): State<App>, Query(pairs): Query<Pairs>) -> R
     match query.map_err(|why| Failure::new(StatusCode::BAD_REQUEST, format!("{why}\n")))? {
         None => show(app, String::new()).await,
         Some(LogQuery::File(path)) => show(app, path).await,
-        Some(LogQuery::Services { names, arguments }) => services(app, names, &arguments).await,
+        Some(LogQuery::Services { names, settings }) => services(app, names, &settings).await,
     }
 }
 
 /// What services have told the journal; where that knows none of them, what is in the first one's file.
-async fn services(app: App, names: Vec<String>, arguments: &[String]) -> Result<Response, Failure> {
+async fn services(
+    app: App,
+    names: Vec<String>,
+    settings: &[(&'static str, String)],
+) -> Result<Response, Failure> {
     let mut known = Vec::new();
     for name in &names {
         if journal::knows(name).await {
@@ -55,7 +60,7 @@ async fn services(app: App, names: Vec<String>, arguments: &[String]) -> Result<
         }
     }
     if !known.is_empty() {
-        return journal::show(&app, &known, arguments);
+        return journal::show(&app, &known, settings);
     }
     for name in &names {
         for path in [format!("{name}/{name}.log"), format!("{name}.log"), name.clone()] {
@@ -106,10 +111,9 @@ fn failure(errno: Errno) -> Failure {
 fn find(folder: &Path, path: &str) -> Result<Found, Errno> {
     let path = path.trim_matches('/');
     let path = if path.is_empty() { "." } else { path };
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-    let root = rustix::fs::open(folder, flags | OFlags::DIRECTORY, Mode::empty())?;
-    // A FIFO isn't waited for.
-    let flags = flags | OFlags::NONBLOCK | OFlags::NOCTTY;
+    let root = rustix::fs::open(folder, own_file::FOUND | OFlags::DIRECTORY, Mode::empty())?;
+    // Found before it is opened: a FIFO would be waited for, and to open a device may do something.
+    let flags = own_file::FOUND;
     let within = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
     let found = match openat2(&root, path, flags, Mode::empty(), within) {
         // Those in `containers` name the whole path of what lies here.
@@ -120,8 +124,14 @@ fn find(folder: &Path, path: &str) -> Result<Found, Errno> {
         found => found,
     }?;
     match FileType::from_raw_mode(fstat(&found)?.st_mode) {
-        FileType::RegularFile => Ok(Found::File(found.into())),
-        FileType::Directory => listing(&found).map(Found::Listing),
+        FileType::RegularFile => {
+            let file = own_file::reopen(&found, OFlags::RDONLY);
+            Ok(Found::File(file.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?))
+        }
+        FileType::Directory => {
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+            listing(&openat(&found, ".", flags, Mode::empty())?).map(Found::Listing)
+        }
         _ => Err(Errno::ACCESS),
     }
 }

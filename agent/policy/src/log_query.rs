@@ -39,8 +39,8 @@ pub enum LogQuery {
     Services {
         /// Their names.
         names: Vec<String>,
-        /// Arguments for journalctl that choose among their lines; none names a service.
-        arguments: Vec<String>,
+        /// Options of journalctl that choose among their lines, with their values; none names a service.
+        settings: Vec<(&'static str, String)>,
     },
 }
 
@@ -86,7 +86,7 @@ impl LogQuery {
                 }
                 names.iter().try_for_each(|name| safe(name))?;
                 let names = names.iter().map(|name| (*name).to_owned()).collect();
-                Ok(Some(Self::Services { names, arguments: arguments(pairs)? }))
+                Ok(Some(Self::Services { names, settings: settings(pairs)? }))
             }
             _ => Err(wrong("query", "one file, or services, and not both")),
         }
@@ -107,9 +107,9 @@ fn safe(name: &str) -> Result<(), LogQueryError> {
     Ok(())
 }
 
-fn arguments(pairs: &[(String, String)]) -> Result<Vec<String>, LogQueryError> {
+fn settings(pairs: &[(String, String)]) -> Result<Vec<(&'static str, String)>, LogQueryError> {
     let value = |name: &str| of(pairs, name).next().filter(|value| !value.is_empty());
-    let mut all = vec!["--utc".to_owned(), "--no-pager".to_owned(), "--quiet".to_owned()];
+    let mut all = Vec::new();
     let (since, until) = (time(value("sinceTime"), "sinceTime")?, time(value("untilTime"), "untilTime")?);
     if since.zip(until).is_some_and(|(since, until)| since > until) {
         return Err(wrong("untilTime", "must be after sinceTime"));
@@ -118,20 +118,20 @@ fn arguments(pairs: &[(String, String)]) -> Result<Vec<String>, LogQueryError> {
         let relative_time = value(relative).map(|text| ago(text, relative)).transpose()?;
         match (at, relative_time) {
             (Some(_), Some(_)) => return Err(wrong(relative, format!("can't be with {relative}Time"))),
-            (Some(at), None) => all.push(format!("{flag}=@{}", at.as_second())),
-            (None, Some(text)) => all.push(format!("{flag}={text}")),
+            (Some(at), None) => all.push((flag, format!("@{}", at.as_second()))),
+            (None, Some(text)) => all.push((flag, text)),
             (None, None) => {}
         }
     }
     if let Some(text) = value("tailLines").or_else(|| value("tail")) {
         let lines: Option<u32> = text.parse().ok().filter(|lines| *lines <= LINES);
         let lines = lines.ok_or_else(|| wrong("tailLines", format!("must be from 0 to {LINES}")))?;
-        all.push(format!("--lines={lines}"));
+        all.push(("--lines", lines.to_string()));
     }
     if let Some(text) = value("boot") {
         let boot: Option<i32> = text.parse().ok().filter(|boot| *boot <= 0);
         let boot = boot.ok_or_else(|| wrong("boot", "must be a whole number less than 1"))?;
-        all.push(format!("--boot={boot}"));
+        all.push(("--boot", boot.to_string()));
     }
     if let Some(pattern) = value("pattern").or_else(|| value("grep")) {
         if pattern.len() > PATTERN || pattern.contains(char::is_control) {
@@ -142,13 +142,13 @@ fn arguments(pairs: &[(String, String)]) -> Result<Vec<String>, LogQueryError> {
             Some("true" | "1" | "t") => true,
             Some(_) => return Err(wrong("case-sensitive", "must be true or false")),
         };
-        all.extend([format!("--grep={pattern}"), format!("--case-sensitive={sensitive}")]);
+        all.extend([("--grep", pattern.to_owned()), ("--case-sensitive", sensitive.to_string())]);
     }
     let format = value("output").unwrap_or("short-precise");
     if !FORMATS.contains(&format) {
         return Err(wrong("output", format!("must be one of {}", FORMATS.join(", "))));
     }
-    all.push(format!("--output={format}"));
+    all.push(("--output", format.to_owned()));
     Ok(all)
 }
 
@@ -180,14 +180,14 @@ mod tests {
     }
 
     #[test]
-    fn services_and_what_is_asked_of_them_become_arguments() {
+    fn services_and_what_is_asked_of_them_become_settings() {
         let check = |query: &str, names: &[&str], expected: &str| {
-            let Ok(Some(LogQuery::Services { names: found, arguments })) = parse(query) else {
+            let Ok(Some(LogQuery::Services { names: found, settings })) = parse(query) else {
                 panic!("{query}: {:?}", parse(query));
             };
             assert_eq!(found, names, "{query}");
-            let expected = format!("--utc --no-pager --quiet {expected}");
-            assert_eq!(arguments.join(" "), expected, "{query}");
+            let settings = settings.iter().map(|(name, value)| format!("{name}={value}"));
+            assert_eq!(settings.collect::<Vec<_>>().join(" "), expected, "{query}");
         };
         check("query=kubelet", &["kubelet"], "--output=short-precise");
         check("query=kubelet&query=sshd@1", &["kubelet", "sshd@1"], "--output=short-precise");

@@ -2,15 +2,19 @@
 //! kubelet asks for them (`getKubeletMappings`): by the tool `getsubids`, where there is such a user and such
 //! a tool.
 
-use std::{fs, io, process::Command};
+use std::{fs, time::Duration};
 
 use anyhow::{Context, Result, bail};
+use beelet_base::program::{Bounds, Complaints, Program};
 use beelet_policy::user_namespaces::{IdPool, IdRange};
 
 /// Whose ids they are.
 const USER: &str = "kubelet";
 /// The tool that knows them, wherever they are configured.
 const TOOL: &str = "getsubids";
+/// How long it may take (it may ask a directory service), and how much it may say.
+const BOUNDS: Bounds =
+    Bounds { within: Duration::from_secs(60), output: 64 << 10, complaints: Complaints::Apart(1024) };
 
 /// The ids of pods with user namespaces of their own: those of the user `kubelet`, else all but the first of
 /// the machine. Blocking.
@@ -27,8 +31,8 @@ fn has_user(passwd: &[u8]) -> bool {
 
 /// The ids of the user; None without the tool.
 fn ask() -> Result<Option<IdRange>> {
-    let Some(users) = told(&[USER])? else { return Ok(None) };
-    let groups = told(&["-g", USER])?.unwrap_or_default();
+    let Some(users) = told(&Program::tool(TOOL).operand(USER))? else { return Ok(None) };
+    let groups = told(&Program::tool(TOOL).flag("-g").operand(USER))?.unwrap_or_default();
     if users != groups {
         bail!(
             "the user {USER} has other subordinate users than groups: give it the same in /etc/subuid and /etc/subgid"
@@ -38,19 +42,19 @@ fn ask() -> Result<Option<IdRange>> {
 }
 
 /// What the tool says, None without the tool.
-fn told(arguments: &[&str]) -> Result<Option<String>> {
-    let output = match Command::new(TOOL).args(arguments).output() {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        output => output.with_context(|| format!("cannot run {TOOL}"))?,
+fn told(tool: &Program) -> Result<Option<String>> {
+    let ended = match tool.run_blocking(BOUNDS) {
+        Err(error) if error.is_missing() => return Ok(None),
+        ended => ended?,
     };
-    if !output.status.success() {
-        let why = String::from_utf8_lossy(&output.stderr);
+    if !ended.status.success() {
+        let why = String::from_utf8_lossy(&ended.complaints);
         bail!(
             "there is a user {USER}, and {TOOL} knows no ids of it ({}): give it some in /etc/subuid and /etc/subgid",
             why.trim().chars().take(200).collect::<String>()
         );
     }
-    Ok(Some(String::from_utf8_lossy(&output.stdout).into_owned()))
+    Ok(Some(String::from_utf8_lossy(&ended.output).into_owned()))
 }
 
 /// `0: kubelet 65536 7208960`: one line, no more.

@@ -2,23 +2,21 @@
 //! answer on its standard output (`execPlugin` of the kubelet). What it says is bounded in size and time, and
 //! never logged.
 
-use std::{collections::BTreeMap, path::Path, process::Stdio, time::Duration};
+use std::{collections::BTreeMap, path::Path, time::Duration};
 
+use beelet_base::program::{Bounds, Complaints, Program, ProgramError};
 use beelet_codec::data;
 use beelet_config::{CredentialProvider, ProviderVersion};
 use serde::{Deserialize, Serialize};
-use tokio::{
-    io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _},
-    process::{Child, Command},
-    time::timeout,
-};
 
 /// How long a program may take.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The longest answer.
-const LONGEST_ANSWER: u64 = 1 << 20;
-/// How much of its complaints is read, and told.
-const LONGEST_COMPLAINT: u64 = 1 << 10;
+const LONGEST_ANSWER: usize = 1 << 20;
+/// How much of its complaints is told.
+const LONGEST_COMPLAINT: usize = 1 << 10;
+const BOUNDS: Bounds =
+    Bounds { within: PATIENCE, output: LONGEST_ANSWER, complaints: Complaints::Apart(LONGEST_COMPLAINT) };
 
 /// What a program is asked.
 #[derive(Debug, Serialize)]
@@ -123,57 +121,21 @@ pub(super) async fn ask(
 ) -> Result<Response, ExecError> {
     let mut input = serde_json::to_vec(request).map_err(|error| ExecError::Start(error.to_string()))?;
     input.push(b'\n');
-    let spawned = Command::new(path)
-        .args(&provider.args)
-        .envs(provider.env.iter().map(|(name, value)| (name, value)))
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .kill_on_drop(true)
-        .spawn();
-    let mut child = spawned.map_err(|error| ExecError::Start(error.to_string()))?;
-    let Ok(ended) = timeout(PATIENCE, converse(&mut child, &input)).await else {
-        // Dropped, it is killed, and reaped by the runtime.
-        return Err(ExecError::Deadline);
-    };
-    let (answer, complaint, status) = ended.map_err(|error| ExecError::Start(error.to_string()))?;
-    if !status.success() {
-        let complaint = String::from_utf8_lossy(&complaint).trim().to_owned();
-        return Err(ExecError::Failed { status: status.to_string(), complaint });
+    let program = Program::at(path).configured(&provider.args).input(input);
+    let program = provider.env.iter().fold(program, |program, (name, value)| program.env(name, value));
+    let ended = program.run(BOUNDS).await.map_err(|error| match error {
+        ProgramError::Late { .. } => ExecError::Deadline,
+        ProgramError::Start { cause, .. } => ExecError::Start(cause.to_string()),
+        ProgramError::Option { .. } => ExecError::Start(error.to_string()),
+    })?;
+    if !ended.status.success() {
+        let complaint = String::from_utf8_lossy(&ended.complaints).trim().to_owned();
+        return Err(ExecError::Failed { status: ended.status.to_string(), complaint });
     }
-    if answer.len() as u64 > LONGEST_ANSWER {
+    if ended.is_cut {
         return Err(ExecError::TooLong);
     }
-    parse(&answer, provider.version)
-}
-
-type Ended = (Vec<u8>, Vec<u8>, std::process::ExitStatus);
-
-/// Speaks with it until it ends. One that says too much finds its pipe closed.
-async fn converse(child: &mut Child, input: &[u8]) -> std::io::Result<Ended> {
-    let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
-    let write = async move {
-        if let Some(mut stdin) = stdin {
-            // It need not read what it is asked.
-            let _ = stdin.write_all(input).await;
-        }
-    };
-    let ((), answer, complaint) =
-        tokio::join!(write, read(stdout, LONGEST_ANSWER + 1), read(stderr, LONGEST_COMPLAINT));
-    Ok((answer?, complaint?, child.wait().await?))
-}
-
-async fn read(from: Option<impl AsyncRead + Unpin>, most: u64) -> std::io::Result<Vec<u8>> {
-    let mut text = Vec::new();
-    if let Some(from) = from {
-        let mut from = from;
-        (&mut from).take(most).read_to_end(&mut text).await?;
-        if text.len() as u64 == most {
-            // The rest is thrown away, but not without end: the deadline holds.
-            let _ = tokio::io::copy(&mut from, &mut tokio::io::sink()).await;
-        }
-    }
-    Ok(text)
+    parse(&ended.output, provider.version)
 }
 
 fn parse(answer: &[u8], version: ProviderVersion) -> Result<Response, ExecError> {
