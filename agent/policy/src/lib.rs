@@ -27,6 +27,7 @@ pub mod expand;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod expansion;
 pub mod field;
+pub mod file_system;
 pub mod flex_volume;
 pub mod huge_pages;
 pub mod image_credentials;

@@ -9,7 +9,7 @@ use k8s_openapi::api::core::v1::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::claims::is_for_one_pod;
+use crate::{claims::is_for_one_pod, file_system::FileSystem};
 
 /// The port of a portal that says none.
 const PORT: u16 = 3260;
@@ -39,7 +39,7 @@ pub struct RemoteVolume {
     /// The disk.
     pub disk: RemoteDisk,
     /// The file system on it.
-    pub file_system: String,
+    pub file_system: FileSystem,
     /// Nobody writes to it.
     pub read_only: bool,
     /// How it is mounted.
@@ -105,10 +105,10 @@ pub struct IscsiDisk {
 #[must_use]
 pub fn of_pod(volume: &Volume, namespace: &str) -> Option<Result<RemoteVolume, String>> {
     let name = volume.name.clone();
-    let plain = |disk, file_system: Option<&String>, read_only: Option<bool>| RemoteVolume {
+    let plain = |disk, file_system, read_only: Option<bool>| RemoteVolume {
         name: name.clone(),
         disk,
-        file_system: file_system.cloned().unwrap_or_default(),
+        file_system,
         read_only: read_only == Some(true),
         options: Vec::new(),
         is_block: false,
@@ -116,14 +116,15 @@ pub fn of_pod(volume: &Volume, namespace: &str) -> Option<Result<RemoteVolume, S
         secret: None,
     };
     if let Some(of) = &volume.fc {
-        return Some(fc(of).map(|disk| plain(RemoteDisk::Fc(disk), of.fs_type.as_ref(), of.read_only)));
+        let found = both(fc(of), of.fs_type.as_deref());
+        return Some(found.map(|(disk, kind)| plain(RemoteDisk::Fc(disk), kind, of.read_only)));
     }
     let of = volume.iscsi.as_ref()?;
     let secret = of.secret_ref.as_ref().map(|secret| (namespace.to_owned(), secret.name.clone()));
-    let disk = iscsi(&volume.name, &persistent(of));
-    Some(disk.map(|disk| RemoteVolume {
+    let found = both(iscsi(&volume.name, &persistent(of)), of.fs_type.as_deref());
+    Some(found.map(|(disk, kind)| RemoteVolume {
         secret: secret.filter(|(_, name)| needs_secret(&disk) && !name.is_empty()),
-        ..plain(RemoteDisk::Iscsi(disk), of.fs_type.as_ref(), of.read_only)
+        ..plain(RemoteDisk::Iscsi(disk), kind, of.read_only)
     }))
 }
 
@@ -139,10 +140,10 @@ pub fn of_claim(
 ) -> Option<Result<RemoteVolume, String>> {
     let spec = volume.spec.as_ref()?;
     let name = volume.metadata.name.clone().unwrap_or_default();
-    let plain = |disk, file_system: Option<&String>| RemoteVolume {
+    let plain = |disk, file_system| RemoteVolume {
         name: name.clone(),
         disk,
-        file_system: file_system.cloned().unwrap_or_default(),
+        file_system,
         read_only,
         options: spec.mount_options.clone().unwrap_or_default(),
         is_block: spec.volume_mode.as_deref() == Some("Block"),
@@ -150,17 +151,25 @@ pub fn of_claim(
         secret: None,
     };
     if let Some(of) = &spec.fc {
-        return Some(fc(of).map(|disk| plain(RemoteDisk::Fc(disk), of.fs_type.as_ref())));
+        let found = both(fc(of), of.fs_type.as_deref());
+        return Some(found.map(|(disk, kind)| plain(RemoteDisk::Fc(disk), kind)));
     }
     let of = spec.iscsi.as_ref()?;
     let secret = of.secret_ref.as_ref().and_then(|secret| {
         let own = secret.namespace.clone().filter(|namespace| !namespace.is_empty());
         Some((own.unwrap_or_else(|| namespace.to_owned()), secret.name.clone()?))
     });
-    Some(iscsi(&name, of).map(|disk| RemoteVolume {
+    let found = both(iscsi(&name, of), of.fs_type.as_deref());
+    Some(found.map(|(disk, kind)| RemoteVolume {
         secret: secret.filter(|(_, name)| needs_secret(&disk) && !name.is_empty()),
-        ..plain(RemoteDisk::Iscsi(disk), of.fs_type.as_ref())
+        ..plain(RemoteDisk::Iscsi(disk), kind)
     }))
+}
+
+/// A disk with the file system that is asked for on it.
+fn both<T>(disk: Result<T, String>, file_system: Option<&str>) -> Result<(T, FileSystem), String> {
+    let kind = FileSystem::of(file_system.unwrap_or_default()).map_err(|why| why.to_string());
+    disk.and_then(|disk| kind.map(|kind| (disk, kind)))
 }
 
 fn needs_secret(disk: &IscsiDisk) -> bool {
@@ -462,9 +471,31 @@ mod tests {
             (&*found.name, found.read_only, found.is_block, found.for_one_pod),
             ("pv-1", true, true, true)
         );
-        assert_eq!((&*found.file_system, found.options), ("xfs", vec!["noatime".to_owned()]));
+        assert_eq!((found.file_system.name(), found.options), ("xfs", vec!["noatime".to_owned()]));
         assert_eq!(found.secret, Some(("vault".to_owned(), "chap".to_owned())));
         assert!(of_claim(&PersistentVolume::default(), true, "shop").is_none());
+    }
+
+    #[test]
+    fn a_disk_with_a_file_system_that_needs_a_helper_is_none() {
+        for kind in ["fuse.sh", "nfs", "ext4,fuse.sh", "-o", "a/b", "auto"] {
+            let refused = |of: Value, is_claim: bool| {
+                let why = if is_claim {
+                    let found = json!({"metadata": {"name": "pv-1"}, "spec": of});
+                    of_claim(&serde_json::from_value(found).unwrap(), false, "shop").unwrap().unwrap_err()
+                } else {
+                    pod_volume(of).unwrap_err()
+                };
+                assert!(why.contains("is refused") && why.contains(kind), "{why}");
+            };
+            for is_claim in [false, true] {
+                refused(json!({"fc": {"wwids": ["w1"], "fsType": kind}}), is_claim);
+                let iscsi = json!({"targetPortal": "h", "iqn": "iqn.x", "lun": 0, "fsType": kind});
+                refused(json!({ "iscsi": iscsi }), is_claim);
+            }
+        }
+        let plain = pod_volume(json!({"fc": {"wwids": ["w1"]}})).unwrap();
+        assert_eq!(plain.file_system.name(), "ext4");
     }
 
     #[test]

@@ -21,6 +21,7 @@ use beelet_base::folder::{PRIVATE, make_folder};
 use beelet_model::storage::VolumesInUse;
 use beelet_policy::{
     csi,
+    file_system::FileSystem,
     flex_volume::{self as policy, FlexVolume},
     remote_disk,
 };
@@ -43,8 +44,6 @@ use crate::{
 const OF_POD: &str = "plugins/kubernetes.io~flexvolume";
 /// The folder with the records of devices, among those of drivers: none of them begins with a dot.
 const DEVICES: &str = ".devices";
-/// The file system that a disk gets where nobody says.
-const FILE_SYSTEM: &str = "ext4";
 
 /// A volume that a pod needs, with what was found out for it.
 #[derive(Clone)]
@@ -445,7 +444,7 @@ fn mount_disk(device: &str, target: &Path, volume: &FlexVolume) -> Result<(), Er
     if !device.starts_with('/') || device.contains('\0') {
         return Err(Error::unmet(format!("{device:?} is no path of a device")));
     }
-    let file_system = if volume.file_system.is_empty() { FILE_SYSTEM } else { &volume.file_system };
+    let file_system = FileSystem::of(&volume.file_system).map_err(Error::unmet_of)?;
     disk::mount(Path::new(device), target, file_system, volume.read_only, &[])
 }
 

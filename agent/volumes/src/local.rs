@@ -12,7 +12,7 @@ use std::{
 
 use beelet_base::folder::{PRIVATE, make_folder};
 use beelet_model::storage::Claimed;
-use beelet_policy::claims;
+use beelet_policy::{claims, file_system::FileSystem};
 use k8s_openapi::api::core::v1 as core;
 
 use crate::{
@@ -25,8 +25,6 @@ use crate::{
 
 /// The kubelet's name of this kind of volume, as it is in paths.
 pub(crate) const PLUGIN: &str = "kubernetes.io~local-volume";
-/// The file system that a disk gets where nobody says.
-const FILE_SYSTEM: &str = "ext4";
 
 /// The disks that are mounted for pods. Clones share it.
 #[derive(Clone, Debug)]
@@ -106,7 +104,8 @@ impl LocalDisks {
             from.to_owned()
         } else if kind.is_block_device() {
             let mounted = self.folder.join(name);
-            let kind = source.fs_type.as_deref().filter(|kind| !kind.is_empty()).unwrap_or(FILE_SYSTEM);
+            let kind = FileSystem::of(source.fs_type.as_deref().unwrap_or_default());
+            let kind = kind.map_err(Error::unmet_of)?;
             disk::mount(from, &mounted, kind, claimed.read_only, &options)?;
             mounted
         } else {

@@ -4,12 +4,14 @@
 
 use std::{
     fs,
-    net::Ipv6Addr,
     path::{Path, PathBuf},
-    process::Command,
 };
 
-use beelet_base::folder::{PRIVATE, make_folder};
+use beelet_base::{
+    folder::{PRIVATE, make_folder},
+    program::Program,
+};
+use beelet_policy::file_system::{export, mount_options};
 use k8s_openapi::api::core::v1::NFSVolumeSource;
 
 use crate::{Error, VOLUMES, disk, local::one_name, mounts};
@@ -31,9 +33,10 @@ pub(crate) fn set_up(
     if mounts::is_mount_point(&target)? {
         return Ok(target);
     }
+    let mount = program(source, &target, read_only, options)?;
     check_helper(&HELPERS)?;
     make_folder(&target, PRIVATE)?;
-    let mounted = disk::succeed(command(source, &target, read_only, options), disk::SHORT);
+    let mounted = disk::succeed(&mount, disk::SHORT);
     if mounted.is_err() {
         // The next try makes it again.
         let _ = fs::remove_dir(&target);
@@ -51,20 +54,20 @@ fn check_helper(places: &[&str]) -> Result<(), Error> {
     ))
 }
 
-fn command(source: &NFSVolumeSource, target: &Path, read_only: bool, options: &[String]) -> Command {
-    let is_ipv6 = source.server.parse::<Ipv6Addr>().is_ok();
-    let server = if is_ipv6 { format!("[{}]", source.server) } else { source.server.clone() };
-    let mut all: Vec<&str> = options.iter().map(String::as_str).collect();
-    if read_only {
-        all.push("ro");
-    }
-    let mut command = Command::new("mount");
-    command.args(["-t", "nfs"]);
-    if !all.is_empty() {
-        command.args(["-o", &all.join(",")]);
-    }
-    command.arg("--").arg(format!("{server}:{}", source.path)).arg(target);
-    command
+/// mount(8) with its helper for NFS, which is the one that a word from outside can't choose.
+fn program(
+    source: &NFSVolumeSource,
+    target: &Path,
+    read_only: bool,
+    options: &[String],
+) -> Result<Program, Error> {
+    let from = export(&source.server, &source.path).map_err(Error::unmet_of)?;
+    let read_only = read_only.then_some("ro");
+    let options = mount_options(options.iter().map(String::as_str).chain(read_only));
+    let options = options.map_err(Error::unmet_of)?;
+    let mount = Program::tool("mount").setting("-t", "nfs");
+    let mount = if options.is_empty() { mount } else { mount.setting("-o", options) };
+    Ok(mount.end_of_options().operand(from).operand(target))
 }
 
 #[cfg(test)]
@@ -77,12 +80,12 @@ mod tests {
             let source =
                 NFSVolumeSource { server: server.to_owned(), path: "/x".to_owned(), read_only: None };
             let options: Vec<String> = options.iter().map(|&one| one.to_owned()).collect();
-            let command = command(&source, Path::new("/t"), read_only, &options);
-            let found: Vec<_> = command.get_args().map(|one| one.to_str().unwrap()).collect();
+            let mount = program(&source, Path::new("/t"), read_only, &options).unwrap();
+            let found: Vec<_> = mount.arguments().iter().map(|one| one.to_str().unwrap()).collect();
             assert_eq!(found, expected);
         };
         check("files", false, &[], &["-t", "nfs", "--", "files:/x", "/t"]);
-        check("-o", true, &[], &["-t", "nfs", "-o", "ro", "--", "-o:/x", "/t"]);
+        check("files", true, &[], &["-t", "nfs", "-o", "ro", "--", "files:/x", "/t"]);
         let options = ["nfsvers=4.1", "hard"];
         let expected = ["-t", "nfs", "-o", "nfsvers=4.1,hard,ro", "--", "[fd00::1]:/x", "/t"];
         check("fd00::1", true, &options, &expected);

@@ -39,8 +39,6 @@ pub(crate) const ISCSI: &str = "kubernetes.io~iscsi";
 const OF_POD: &str = "plugins/kubernetes.io~remote-disk";
 /// The folder with the records of disks, beside those that are mounted.
 const DISKS: &str = ".disks";
-/// The file system that a disk gets where nobody says.
-const FILE_SYSTEM: &str = "ext4";
 
 /// A volume that a pod needs, with what is in its Secret.
 #[derive(Clone)]
@@ -149,8 +147,7 @@ impl RemoteDisks {
             return Ok(device);
         }
         let mounted = self.mounted_at(&volume.disk);
-        let kind = if volume.file_system.is_empty() { FILE_SYSTEM } else { &volume.file_system };
-        disk::mount(&device, &mounted, kind, volume.read_only, &volume.options)?;
+        disk::mount(&device, &mounted, volume.file_system, volume.read_only, &volume.options)?;
         let mut options = volume.options.clone();
         options.extend(volume.read_only.then(|| "ro".to_owned()));
         make_folder(&target, PRIVATE)?;

@@ -7,11 +7,11 @@ use std::{
     fs,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
-    process::Command,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
+use beelet_base::program::{Ended, Program};
 use beelet_policy::flex_volume::{self as policy, Answer, Capabilities, Refusal};
 
 use crate::{Error, disk};
@@ -125,10 +125,10 @@ impl Driver {
         if self.unsupported().contains(command) {
             return Ok(None);
         }
-        let mut program = Command::new(&self.program);
-        program.arg(command).args(told);
-        let (status, said) = disk::run(program, time_for(command), ANSWER)?;
-        match policy::read_answer(command, &said, secrets) {
+        // A driver reads its words by their places: none can be an option.
+        let program = Program::at(&self.program).flag(command).positional(told);
+        let Ended { status, output, .. } = disk::run(&program, time_for(command), ANSWER)?;
+        match policy::read_answer(command, &output, secrets) {
             Ok(answer) if status.success() => Ok(Some(answer)),
             Ok(_) => {
                 Err(Error::unmet(format!("{command} command failed ({status}), though it said Success")))

@@ -241,6 +241,37 @@ fn what_a_controller_attaches_is_neither_attached_nor_detached_here() {
 }
 
 #[test]
+fn no_program_is_started_for_a_file_system_that_needs_a_helper() {
+    let name = "no_program_is_started_for_a_file_system_that_needs_a_helper";
+    let dir = tempfile::tempdir().unwrap();
+    for tool in ["mount", "blkid", "fsck", "mkfs.ext4", "mkfs.fuse.sh"] {
+        let script = format!("#!/bin/sh\necho {tool} >> {}; exit 1\n", dir.path().join("calls").display());
+        fs::write(dir.path().join(tool), script).unwrap();
+        fs::set_permissions(dir.path().join(tool), fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let path = format!("PATH={}:{}", dir.path().display(), std::env::var("PATH").unwrap());
+    if !beelet_testing::again::in_child(module_path!(), name, &["env", &path]) {
+        // That of ext4.
+        assert_eq!(fs::read_to_string(dir.path().join("calls")).unwrap(), "blkid\n");
+        return;
+    }
+    let fails = |kind: &str| {
+        // What the driver says of the device is no more its own choice than the type is.
+        let node = Node::new("init|attach) echo '{\"status\": \"Success\", \"device\": \"/no/disk\"}';;");
+        let wanted = wanted(&json!({ "fsType": kind }));
+        let failed = node.volumes().set_up(&node.pods().join("u1"), &pod("u1"), &wanted, None);
+        assert!(node.calls().iter().any(|call| call[0] == "mountdevice"), "the driver leaves it to others");
+        failed.unwrap_err().to_string()
+    };
+    for kind in ["fuse.sh", "nfs", "ext4,fuse.sh", "-o", "a/b", "auto"] {
+        let why = fails(kind);
+        assert!(why.contains(&format!("fsType {kind:?} is refused")), "{why}");
+    }
+    let why = fails("ext4");
+    assert!(why.starts_with("blkid failed"), "{why}");
+}
+
+#[test]
 fn hostile_names_lead_nowhere() {
     let node = Node::new(&format!("{FLAT}\nmount) {OK};;"));
     let (volumes, folder) = (node.volumes(), node.pods().join("u1"));

@@ -3,6 +3,7 @@
 
 use std::{collections::BTreeMap, path::PathBuf, process::ExitStatus, time::Duration};
 
+use beelet_base::program::{Ended, Program};
 use beelet_policy::remote_disk::{self as policy, IscsiDisk};
 use tracing::warn;
 
@@ -33,7 +34,7 @@ impl Login<'_> {
     /// The disk's device, by as many portals as answer: that of multipath, if it made one.
     pub(crate) fn find(&self) -> Result<PathBuf, Error> {
         let Self { machine, disk, .. } = self;
-        let shown = self.succeed(&["-m", "iface", "-I", &disk.base_interface, "-o", "show"])?;
+        let shown = succeed(&interface(self.machine, &disk.base_interface).setting("-o", "show"))?;
         let transport = policy::transport(&shown)
             .ok_or_else(|| Error::unmet(format!("could not parse iface file for {}", disk.base_interface)))?;
         if let Some(initiator) = &disk.initiator {
@@ -92,38 +93,44 @@ impl Login<'_> {
     }
 
     fn login(&self, portal: &str) -> Result<(), Error> {
-        let Self { disk: IscsiDisk { interface, target, .. }, .. } = self;
-        let discovery = ["-m", "discoverydb", "-t", "sendtargets", "-p", portal, "-I", interface];
-        let node = ["-m", "node", "-p", portal, "-T", target, "-I", interface];
+        let interface = &self.disk.interface;
+        let discovery = iscsiadm(self.machine, "discoverydb").setting("-t", "sendtargets");
+        let discovery = discovery.setting("-p", portal).setting("-I", interface);
+        let any_interface = self.node(portal);
+        let node = any_interface.clone().setting("-I", interface);
         // One that is there already will do.
-        let _ = self.run(&[&discovery[..], &["-o", "new"]].concat());
+        let _ = run(&discovery.clone().setting("-o", "new"));
         if self.disk.chap_discovery {
             self.chap(&discovery, "discovery.sendtargets.auth.authmethod", false)?;
         }
-        if let Err(why) = self.succeed(&[&discovery[..], &["--discover"]].concat()) {
-            let _ = self.run(&[&discovery[..], &["-o", "delete"]].concat());
+        if let Err(why) = succeed(&discovery.clone().flag("--discover")) {
+            let _ = run(&discovery.setting("-o", "delete"));
             return Err(Error::unmet(format!("iscsi: failed to sendtargets to portal {portal}: {why}")));
         }
         // Else the kernel finds all units of the target, others' too.
-        self.wish(&[&node[..], &["-o", "update", "-n", "node.session.scan", "-v", "manual"]].concat());
+        wish(&updated(&node, "node.session.scan", "manual"));
         if self.disk.chap_session {
             self.chap(&node, "node.session.auth.authmethod", true)?;
         }
-        if let Err(why) = self.succeed(&[&node[..], &["--login"]].concat()) {
-            let _ = self.run(&[&node[..], &["-o", "delete"]].concat());
+        if let Err(why) = succeed(&node.clone().flag("--login")) {
+            let _ = run(&node.setting("-o", "delete"));
             return Err(Error::unmet(format!("iscsi: failed to attach disk: {why}")));
         }
         // A machine that boots must not wait for it.
-        let startup = ["-m", "node", "-p", portal, "-T", target];
-        self.wish(&[&startup[..], &["-o", "update", "-n", "node.startup", "-v", "manual"]].concat());
+        wish(&updated(&any_interface, "node.startup", "manual"));
         Ok(())
     }
 
+    /// What is known of the target at a portal.
+    fn node(&self, portal: &str) -> Program {
+        iscsiadm(self.machine, "node").setting("-p", portal).setting("-T", &self.disk.target)
+    }
+
     /// Says who the node is.
-    fn chap(&self, to: &[&str], method: &str, of_session: bool) -> Result<(), Error> {
+    fn chap(&self, to: &Program, method: &str, of_session: bool) -> Result<(), Error> {
         let settings = [(method, "CHAP")].into_iter().chain(policy::chap(of_session, self.secret));
         for (key, value) in settings {
-            let told = self.succeed(&[to, &["-o", "update", "-n", key, "-v", value]].concat());
+            let told = succeed(&updated(to, key, value));
             // What iscsiadm says may have the value in it.
             told.map_err(|_| Error::unmet(format!("iscsi: failed to update {key:?} for CHAP")))?;
         }
@@ -133,14 +140,13 @@ impl Login<'_> {
     /// Makes an interface like that which is there, with an initiator's name of its own.
     fn make_interface(&self, shown: &str, initiator: &str) -> Result<(), Error> {
         let settings = policy::interface_like(shown, initiator).map_err(Error::unmet)?;
-        let interface = ["-m", "iface", "-I", &self.disk.interface];
-        let (status, said) = self.run(&[&interface[..], &["-o", "new"]].concat())?;
+        let interface = interface(self.machine, &self.disk.interface);
+        let (status, said) = run(&interface.clone().setting("-o", "new"))?;
         if !status.success() && status.code() != Some(EXISTS) {
             return Err(Error::unmet(format!("iscsi: failed to create new iface: {}", said.trim())));
         }
         for (key, value) in &settings {
-            let update = [&interface[..], &["-o", "update", "-n", key, "-v", value]].concat();
-            if let Err(why) = self.succeed(&update) {
+            if let Err(why) = succeed(&updated(&interface, key, value)) {
                 self.remove_interface();
                 return Err(Error::unmet(format!("iscsi: failed to update iface records: {why}")));
             }
@@ -151,7 +157,7 @@ impl Login<'_> {
     /// Removes the interface that was made for the initiator.
     fn remove_interface(&self) {
         if self.disk.initiator.is_some() {
-            self.wish(&["-m", "iface", "-I", &self.disk.interface, "-o", "delete"]);
+            wish(&interface(self.machine, &self.disk.interface).setting("-o", "delete"));
         }
     }
 
@@ -168,44 +174,57 @@ impl Login<'_> {
             return Ok(());
         }
         for portal in &disk.portals {
-            let node = ["-m", "node", "-p", portal, "-T", &disk.target, "-I", &disk.interface];
-            self.let_go(&[&node[..], &["--logout"]].concat())?;
-            self.let_go(&[&node[..], &["-o", "delete"]].concat())?;
+            let node = self.node(portal).setting("-I", &disk.interface);
+            let_go(&node.clone().flag("--logout"))?;
+            let_go(&node.setting("-o", "delete"))?;
         }
         self.remove_interface();
         Ok(())
     }
+}
 
-    /// Does what may be done already.
-    fn let_go(&self, arguments: &[&str]) -> Result<(), Error> {
-        let (status, said) = self.run(arguments)?;
-        if status.success() || matches!(status.code(), Some(NO_SESSION | NOTHING)) {
-            return Ok(());
-        }
-        Err(Error::unmet(format!("iscsi: failed to detach disk: {} ({status})", said.trim())))
-    }
+/// iscsiadm in one of its modes.
+fn iscsiadm(machine: &Machine, mode: &'static str) -> Program {
+    machine.program("iscsiadm").setting("-m", mode)
+}
 
-    /// Does what is good to have.
-    fn wish(&self, arguments: &[&str]) {
-        if let Err(why) = self.succeed(arguments) {
-            warn!("{why}");
-        }
-    }
+/// What is known of an interface.
+fn interface(machine: &Machine, name: &str) -> Program {
+    iscsiadm(machine, "iface").setting("-I", name)
+}
 
-    /// What iscsiadm says, if it succeeds.
-    fn succeed(&self, arguments: &[&str]) -> Result<String, Error> {
-        match self.run(arguments)? {
-            (status, said) if status.success() => Ok(said),
-            (status, said) => Err(Error::unmet(format!("iscsiadm failed ({status}): {}", said.trim()))),
-        }
-    }
+/// The same with a setting that is changed.
+fn updated(of: &Program, key: &str, value: &str) -> Program {
+    of.clone().setting("-o", "update").setting("-n", key).setting("-v", value)
+}
 
-    fn run(&self, arguments: &[&str]) -> Result<(ExitStatus, String), Error> {
-        let mut program = self.machine.program("iscsiadm");
-        program.args(arguments);
-        let (status, said) = disk::run(program, disk::SHORT, SAID)?;
-        Ok((status, String::from_utf8_lossy(&said).into_owned()))
+/// Does what may be done already.
+fn let_go(program: &Program) -> Result<(), Error> {
+    let (status, said) = run(program)?;
+    if status.success() || matches!(status.code(), Some(NO_SESSION | NOTHING)) {
+        return Ok(());
     }
+    Err(Error::unmet(format!("iscsi: failed to detach disk: {} ({status})", said.trim())))
+}
+
+/// Does what is good to have.
+fn wish(program: &Program) {
+    if let Err(why) = succeed(program) {
+        warn!("{why}");
+    }
+}
+
+/// What iscsiadm says, if it succeeds.
+fn succeed(program: &Program) -> Result<String, Error> {
+    match run(program)? {
+        (status, said) if status.success() => Ok(said),
+        (status, said) => Err(Error::unmet(format!("iscsiadm failed ({status}): {}", said.trim()))),
+    }
+}
+
+fn run(program: &Program) -> Result<(ExitStatus, String), Error> {
+    let Ended { status, output, .. } = disk::run(program, disk::SHORT, SAID)?;
+    Ok((status, String::from_utf8_lossy(&output).into_owned()))
 }
 
 /// A session with a target: the number of its SCSI host, and where the kernel shows it.

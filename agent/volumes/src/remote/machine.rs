@@ -2,13 +2,12 @@
 //! it. Names and texts are bounded: a target may offer anything.
 
 use std::{
-    fs::{self, File, OpenOptions},
-    io::{Read as _, Write as _},
+    fs,
     path::{Path, PathBuf},
-    process::Command,
     time::{Duration, Instant},
 };
 
+use beelet_base::{kernel_file, program::Program};
 use tracing::warn;
 
 use crate::{Error, disk};
@@ -38,10 +37,10 @@ impl Machine {
     }
 
     /// A program of the machine's.
-    pub(crate) fn program(&self, name: &str) -> Command {
+    pub(crate) fn program(&self, name: &'static str) -> Program {
         match &self.programs {
-            Some(folder) => Command::new(folder.join(name)),
-            None => Command::new(name),
+            Some(folder) => Program::at(&folder.join(name)),
+            None => Program::tool(name),
         }
     }
 
@@ -56,15 +55,12 @@ impl Machine {
 
     /// The text of a file of the kernel's, without blanks around it.
     pub(crate) fn text(&self, path: &Path) -> Option<String> {
-        let mut text = String::new();
-        File::open(path).ok()?.take(BYTES).read_to_string(&mut text).ok()?;
-        Some(text.trim().to_owned())
+        Some(kernel_file::read_to_string_within(path, BYTES).ok()?.trim().to_owned())
     }
 
     /// Writes a word into a file of the kernel's.
     pub(crate) fn tell(&self, path: &Path, word: &str) -> Result<(), Error> {
-        let mut file = OpenOptions::new().write(true).open(path).map_err(Error::io("open", path))?;
-        file.write_all(word.as_bytes()).map_err(Error::io("write to", path))
+        kernel_file::write(path, word).map_err(Error::io("write to", path))
     }
 
     /// The links in `/dev/disk/<by>`, with where they are.
@@ -111,16 +107,14 @@ impl Machine {
     /// mounted any more, and a new try has nothing to go by.
     pub(crate) fn forget(&self, devices: &[String], multipaths: &[PathBuf]) {
         for made in multipaths {
-            let mut flush = self.program("multipath");
-            flush.arg("-f").arg(made);
-            if let Err(why) = disk::succeed(flush, disk::SHORT) {
+            let flush = self.program("multipath").flag("-f").operand(made);
+            if let Err(why) = disk::succeed(&flush, disk::SHORT) {
                 warn!("a multipath device stays: {why}");
             }
         }
         for name in devices {
-            let mut flush = self.program("blockdev");
-            flush.arg("--flushbufs").arg(self.dev.join(name));
-            if let Err(why) = disk::succeed(flush, disk::SHORT) {
+            let flush = self.program("blockdev").flag("--flushbufs").operand(self.dev.join(name));
+            if let Err(why) = disk::succeed(&flush, disk::SHORT) {
                 warn!(device = name, "a disk's buffers can't be written: {why}");
             }
             let delete = self.sys.join("block").join(name).join("device/delete");
