@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use beelet_base::blocking::blocking;
+use beelet_base::own_file;
 use beelet_proto::cri;
 use serde_json::Value;
 
@@ -56,9 +57,10 @@ impl Places {
         });
         paths.sort();
         let path = paths.into_iter().next()?;
-        let is_small = fs::metadata(&path).is_ok_and(|metadata| metadata.is_file() && metadata.len() <= MOST);
-        let text = if is_small { fs::read_to_string(&path).ok()? } else { String::new() };
-        Some((path, text))
+        // Pods of CNI plugins write there.
+        let read = own_file::read_through_links(&path).and_then(|file| own_file::read_at_most(&file, MOST));
+        let text = read.ok().flatten().and_then(|bytes| String::from_utf8(bytes).ok());
+        Some((path, text.unwrap_or_default()))
     }
 }
 

@@ -7,6 +7,7 @@
 
 use std::{
     collections::{BTreeMap, HashSet},
+    ffi::OsStr,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -32,7 +33,9 @@ use super::{
     Error,
     collector::{self, Collector, Garbage},
 };
-use beelet_base::{blocking::blocking, kubelet_counter::KubeletCounter, spans::TARGET, work::Work};
+use beelet_base::{
+    blocking::blocking, kubelet_counter::KubeletCounter, shared_folder::Folder, spans::TARGET, work::Work,
+};
 use beelet_cri::Runtime;
 use beelet_model::{
     labels,
@@ -278,15 +281,13 @@ impl ContainerGc {
 }
 
 fn remove_logs(folder: &Path, prefix: &str) -> std::io::Result<()> {
-    for entry in std::fs::read_dir(folder)? {
-        let entry = entry?;
-        let name = entry.file_name();
+    // A container with a hostPath may have put a link in the folder's place.
+    let folder = Folder::open(folder)?;
+    let is_log = |name: &OsStr| {
         let rest = name.to_str().and_then(|name| name.strip_prefix(prefix));
-        if rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.')) {
-            std::fs::remove_file(entry.path())?;
-        }
-    }
-    Ok(())
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+    };
+    folder.names(is_log)?.iter().try_for_each(|name| folder.remove(name))
 }
 
 /// The UIDs of pods all of whose containers have ended for good.
@@ -455,5 +456,9 @@ mod tests {
             .collect();
         left.sort();
         assert_eq!(left, ["0.log", "1.logs", "11.log"]);
+        // Nor those elsewhere that a container's link in the folder's place leads to.
+        std::os::unix::fs::symlink(dir.path(), dir.path().join("planted")).unwrap();
+        assert!(remove_logs(&dir.path().join("planted"), "0.log").is_err());
+        assert!(dir.path().join("0.log").exists());
     }
 }

@@ -4,12 +4,12 @@
 use std::collections::VecDeque;
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read};
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use flate2::read::GzDecoder;
 use jiff::Timestamp;
+use rustix::fs::OFlags;
 use tokio::sync::mpsc;
 
 use super::{Error, Stream, own_file, parse, rotate};
@@ -218,7 +218,7 @@ impl Reader {
         let Some(mut missing) = self.wanted.tail else { return Ok((0, 0)) };
         if let Some(current) = current {
             // Another descriptor of the same file, with a position of its own.
-            let again = File::open(format!("/proc/self/fd/{}", current.as_raw_fd()))?;
+            let again = own_file::reopen(current, OFlags::RDONLY)?;
             let count = count_lines(&mut BufReader::new(again))?;
             if count >= missing {
                 return Ok((files.len(), count - missing));

@@ -19,7 +19,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
-use rustix::fs::{AtFlags, Dir, Mode, OFlags, ResolveFlags};
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -27,7 +27,7 @@ use tracing::{debug, warn};
 
 use super::Error;
 use beelet_base::work::Work;
-use beelet_base::{blocking::blocking, walk};
+use beelet_base::{blocking::blocking, own_file, walk};
 use beelet_cri::Runtime;
 use beelet_model::pod::{log_folder, log_path};
 use beelet_model::status::runtime_id;
@@ -256,17 +256,14 @@ impl Log {
     }
 
     fn compress(&self, name: &OsStr) -> io::Result<()> {
-        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let from = match rustix::fs::openat(&self.folder, name, flags, Mode::empty()) {
-            Ok(from) => File::from(from),
-            // A link or a socket: nothing that the runtime has written.
-            Err(Errno::LOOP | Errno::NXIO) => return self.remove(name),
-            Err(e) => return Err(e.into()),
-        };
-        let metadata = from.metadata()?;
-        if !metadata.is_file() {
+        let flags = own_file::FOUND.union(OFlags::NOFOLLOW);
+        let found = rustix::fs::openat(&self.folder, name, flags, Mode::empty())?;
+        if FileType::from_raw_mode(rustix::fs::fstat(&found)?.st_mode) != FileType::RegularFile {
+            // A link, a device or a socket: nothing that the runtime has written.
             return self.remove(name);
         }
+        let from = own_file::reopen(&found, OFlags::RDONLY)?;
+        let metadata = from.metadata()?;
         let unfinished = with_end(name, UNFINISHED);
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let to = rustix::fs::openat(&self.folder, &unfinished, flags, Mode::from_raw_mode(0o600))?;

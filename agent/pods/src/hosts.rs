@@ -88,7 +88,9 @@ fn make_say(file: &mut File, wanted: &[u8]) -> io::Result<()> {
 /// Bytes: nobody says in what encoding somebody wrote the comments.
 fn read_host() -> Result<Vec<u8>, FileError> {
     let mut text = Vec::new();
-    match File::open(ON_HOST).and_then(|file| file.take(HOST_MAX).read_to_end(&mut text)) {
+    match own_file::read_through_links(Path::new(ON_HOST))
+        .and_then(|file| file.take(HOST_MAX).read_to_end(&mut text))
+    {
         Err(cause) if cause.kind() != io::ErrorKind::NotFound => {
             Err(FileError::Read { path: PathBuf::from(ON_HOST), cause })
         }

@@ -15,6 +15,7 @@ use rustix::path::Arg;
 use tracing::warn;
 
 use super::Error;
+use beelet_base::own_file;
 use beelet_base::walk::{Walk, WalkStep};
 
 /// What the group may do with files.
@@ -77,10 +78,7 @@ impl FsGroup {
             let is_entered = matches!(step, WalkStep::Entry(_, FileType::Directory));
             let owned = match step {
                 WalkStep::Entry(name, FileType::Directory) => walk.enter(&name),
-                WalkStep::Entry(name, FileType::RegularFile) => {
-                    open(walk.here(), name.as_c_str(), OFlags::empty())
-                        .and_then(|file| self.own_file(&file, FileType::RegularFile, access))
-                }
+                WalkStep::Entry(name, FileType::RegularFile) => self.own_plain(walk.here(), &name, access),
                 // Links have no mode; opening pipes, sockets and devices may do something.
                 WalkStep::Entry(name, _) => self.own_name(walk.here(), &name),
                 WalkStep::End => self.own_file(walk.here(), FileType::Directory, access),
@@ -105,6 +103,18 @@ impl FsGroup {
         rustix::fs::fchown(file, None, Some(self.group))?;
         let mode = Mode::from_raw_mode(rustix::fs::fstat(file)?.st_mode);
         rustix::fs::fchmod(file, mode | mask(kind, access))
+    }
+
+    /// Gives what was a plain file when its name was read to the group. A container may have put a device there
+    /// since, and to open that may do something: it is found first, and opened if it still is a plain file.
+    fn own_plain(&self, folder: BorrowedFd<'_>, name: &CStr, access: Access) -> Result<(), Errno> {
+        let flags = own_file::FOUND.union(OFlags::NOFOLLOW);
+        let found = rustix::fs::openat(folder, name, flags, Mode::empty())?;
+        match own_file::reopen(&found, OFlags::RDONLY) {
+            Ok(file) => self.own_file(&file, FileType::RegularFile, access),
+            // The kernel's word, or ours that it is none.
+            Err(error) => Errno::from_io_error(&error).map_or_else(|| self.own_name(folder, name), Err),
+        }
     }
 
     fn own_name(&self, folder: BorrowedFd<'_>, name: &CStr) -> Result<(), Errno> {

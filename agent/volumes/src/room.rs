@@ -3,13 +3,13 @@
 //! for: a file system whose server is away answers when it is back.
 
 use std::{
-    fs::{self, File},
     io::{Seek, SeekFrom},
-    os::unix::fs::FileTypeExt,
     path::Path,
 };
 
+use beelet_base::own_file;
 use beelet_model::disk::Room;
+use rustix::fs::{CWD, FileType, Mode};
 
 use crate::{Error, mounts};
 
@@ -19,9 +19,12 @@ use crate::{Error, mounts};
 /// # Errors
 /// The kernel doesn't say it.
 pub fn room(pods: &Path, place: &Path) -> Result<Option<Room>, Error> {
-    let kind = fs::metadata(place).map_err(Error::io("measure", place))?.file_type();
-    if kind.is_block_device() {
-        let mut device = File::open(place).map_err(Error::io("open", place))?;
+    let found = rustix::fs::openat(CWD, place, own_file::FOUND, Mode::empty());
+    let found = found.map_err(Error::io("measure", place))?;
+    let kind =
+        FileType::from_raw_mode(rustix::fs::fstat(&found).map_err(Error::io("measure", place))?.st_mode);
+    if kind == FileType::BlockDevice {
+        let mut device = own_file::open_block_device(&found).map_err(Error::io("open", place))?;
         let capacity_bytes = device.seek(SeekFrom::End(0)).map_err(Error::io("measure", place))?;
         return Ok(Some(Room { capacity_bytes, ..Room::default() }));
     }

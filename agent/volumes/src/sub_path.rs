@@ -5,7 +5,6 @@
 //! `RESOLVE_BENEATH`), and it is the open file that is bound to a place of the pod's own
 //! (`/proc/self/fd/N`), which the runtime then mounts.
 
-use std::io::Read as _;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Component, Path};
 
@@ -14,6 +13,7 @@ use rustix::io::Errno;
 
 use super::{Error, mounts};
 use beelet_base::folder::{PRIVATE, make_folder};
+use beelet_base::own_file;
 
 /// Binds `part` of the volume at `volume` to `target`. A part that isn't there becomes a folder with the
 /// volume's own mode. Harmless to repeat; a part that was replaced since is bound anew.
@@ -35,22 +35,12 @@ pub(super) fn read(volume: &Path, part: &Path, most: u64) -> Result<Vec<u8>, Err
     let root =
         rustix::fs::openat(CWD, volume, OFlags::PATH | OFlags::CLOEXEC | OFlags::DIRECTORY, Mode::empty())
             .map_err(failed)?;
-    // Not blocking: a pipe that nobody writes to would hold its opener.
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
-    let found = rustix::fs::openat2(&root, part, flags, Mode::empty(), resolve).map_err(failed)?;
-    let kind = FileType::from_raw_mode(rustix::fs::fstat(&found).map_err(failed)?.st_mode);
-    if kind != FileType::RegularFile {
-        return Err(Error::unmet(format!("{} of {} is no plain file", part.display(), volume.display())));
-    }
-    let mut bytes = Vec::new();
-    let mut reader = std::fs::File::from(found).take(most + 1);
-    reader.read_to_end(&mut bytes).map_err(Error::io("read", part))?;
-    if bytes.len() as u64 > most {
-        let (part, volume) = (part.display(), volume.display());
-        return Err(Error::unmet(format!("{part} of {volume} has more than {most} bytes")));
-    }
-    Ok(bytes)
+    // Found before it is opened: a container may have made a device of it, and to open that may do something.
+    let found = open(&root, part, OFlags::empty()).map_err(failed)?;
+    let wrong = |why: String| Error::unmet(format!("{} of {}: {why}", part.display(), volume.display()));
+    let read = own_file::reopen(&found, OFlags::RDONLY).and_then(|file| own_file::read_at_most(&file, most));
+    let bytes = read.map_err(|error| wrong(error.to_string()))?;
+    bytes.ok_or_else(|| wrong(format!("it has more than {most} bytes")))
 }
 
 fn open(root: &OwnedFd, part: &Path, more: OFlags) -> Result<OwnedFd, Errno> {
@@ -116,7 +106,7 @@ fn make_target(target: &Path, is_folder: bool) -> Result<(), Error> {
     if let Some(parent) = target.parent() {
         make_folder(parent, PRIVATE)?;
     }
-    std::fs::write(target, "").map_err(Error::io("make", target))
+    own_file::own(target).map(drop).map_err(Error::io("make", target))
 }
 
 #[cfg(test)]
@@ -159,6 +149,32 @@ mod tests {
         check("magic/etc", Err(Errno::XDEV));
         check("loop", Err(Errno::LOOP));
         assert_eq!(fs::read_dir(&outside).unwrap().count(), 1, "nothing was made outside");
+    }
+
+    #[test]
+    fn a_file_is_read_and_nothing_else_is_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        fs::write(at("file"), "text").unwrap();
+        fs::create_dir(at("folder")).unwrap();
+        symlink("file", at("link")).unwrap();
+        symlink("/etc/hostname", at("out")).unwrap();
+        rustix::fs::mknodat(CWD, at("fifo"), FileType::Fifo, Mode::RWXU, 0).unwrap();
+        for name in ["file", "link"] {
+            assert_eq!(read(dir.path(), Path::new(name), 4).unwrap(), b"text", "{name}");
+            let why = read(dir.path(), Path::new(name), 3).unwrap_err().to_string();
+            assert!(why.contains("more than 3 bytes"), "{why}");
+        }
+        for name in ["folder", "out", "fifo", "none"] {
+            assert!(read(dir.path(), Path::new(name), 4).is_err(), "{name}");
+        }
+        // A device of a kind that no driver has: to open it says so, and to look at it does not.
+        let none = rustix::fs::makedev(4095, 0xf_ffff);
+        let device = rustix::fs::mknodat(CWD, at("device"), FileType::CharacterDevice, Mode::RWXU, none);
+        if device.is_ok() {
+            let why = read(dir.path(), Path::new("device"), 4).unwrap_err().to_string();
+            assert!(why.contains("it is not a plain file"), "{why}");
+        }
     }
 
     #[test]
