@@ -21,7 +21,7 @@ use crate::{
     runtime_view::{Observation, SandboxDetail},
     termination,
     turns::{Turns, Urgency},
-    user_namespaces::UserNamespaces,
+    user_namespaces::{self, UserNamespaces},
 };
 use beelet_admission::Admission;
 use beelet_base::{
@@ -332,9 +332,39 @@ impl Launcher {
         if !plan.own_users {
             return Ok(UserNamespace::OfMachine);
         }
-        let (users, uid) = (Arc::clone(&self.users), plan.uid.clone());
-        let ids = chores.run(move || users.of(&uid).map_err(Error::of_files)).await?;
-        Ok(UserNamespace::Own(ids))
+        let choose = || {
+            let (users, uid) = (Arc::clone(&self.users), plan.uid.clone());
+            chores.run(move || Ok(users.of(&uid)))
+        };
+        let mut ids = choose().await?;
+        if let Err(user_namespaces::Error::Unknown { .. }) = &ids {
+            self.learn_user_ids(chores).await?;
+            ids = choose().await?;
+        }
+        Ok(UserNamespace::Own(ids.map_err(Error::of_files)?))
+    }
+
+    /// Asks the runtime for the ids of pods whose records of them can't be read. What it doesn't tell stays
+    /// unknown.
+    async fn learn_user_ids(&self, chores: &Chores) -> Result<(), Error> {
+        let users = Arc::clone(&self.users);
+        let unknown = chores.run(move || users.unknown().map_err(Error::of_files)).await?;
+        let mut all = self.runtime.list_sandboxes(None).await?;
+        // In one that isn't ready nothing runs.
+        all.retain(|sandbox| sandbox.state == i32::from(cri::PodSandboxState::SandboxReady));
+        for uid in unknown {
+            let of_pod =
+                |sandbox: &&cri::PodSandbox| sandbox.metadata.as_ref().is_some_and(|of| of.uid == uid);
+            let mut told = None;
+            for sandbox in all.iter().filter(of_pod) {
+                let status = self.runtime.sandbox_status(&sandbox.id, false).await?;
+                let ids = user_namespaces::told(&status);
+                told = told.or(ids.map_err(|why| Error::of_files(format!("the pod {uid}: {why}")))?);
+            }
+            let users = Arc::clone(&self.users);
+            chores.run(move || users.learn(&uid, told).map_err(Error::of_files)).await?;
+        }
+        Ok(())
     }
 
     /// Refuses a pod with a user namespace of its own where the runtime would run it in the machine's without

@@ -6,12 +6,13 @@
 //! folder is gone, whoever took it away. Must never change the ids of a pod that has some. All calls block.
 
 use std::{
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::{Mutex, PoisonError},
 };
 
 use beelet_base::folder::{PRIVATE, make_folder};
 use beelet_policy::user_namespaces::{IdPool, IdRange};
+use beelet_proto::cri;
 use beelet_state::{ForeignFile, StateError};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
@@ -28,6 +29,17 @@ pub enum Error {
     /// The file can't be read or written.
     #[error(transparent)]
     State(#[from] StateError),
+    /// The ids of a pod that may run can't be known from its record. No pod gets ids until they are: two pods
+    /// must never share any.
+    #[error(
+        "the user ids of the pod {uid} can't be known ({why}), so no other pod can get any; the runtime may tell them"
+    )]
+    Unknown {
+        /// The pod with the record.
+        uid: String,
+        /// What is wrong.
+        why: String,
+    },
     /// There are more pods than ranges.
     #[error(
         "all user and group ids that pods may have are in use; give the user kubelet more of them in /etc/subuid \
@@ -84,18 +96,22 @@ impl UserNamespaces {
     }
 
     /// The ids of a pod: those that it has, else some that nobody has, which are its own from now on.
+    ///
+    /// # Errors
+    /// Among others [`Error::Unknown`]: see [`Self::unknown`].
     pub(crate) fn of(&self, uid: &str) -> Result<IdRange, Error> {
         let _one_at_a_time = self.choosing.lock().unwrap_or_else(PoisonError::into_inner);
-        let file = file(&self.pods_dir.join(uid));
-        if let Some(bytes) = file.read()? {
-            // The last range of all was handed out before: nothing ever ran with it.
-            if let Some(ids) = parse(&bytes).filter(|ids| ids.is_usable()) {
-                return Ok(ids);
-            }
-            let moved_to = file.set_aside()?;
-            warn!(uid, ?moved_to, "the record of a pod's user ids is damaged and set aside; it gets others");
+        let file = self.file(uid);
+        // The last range of all was handed out before: the kernel refuses it, so nothing ever ran with it.
+        let known = read(&file).map_err(|why| unknown(uid, why))?;
+        if let Some(ids) = known.filter(IdRange::is_usable) {
+            return Ok(ids);
         }
-        let ids = self.pool.choose(uid, &self.taken()).ok_or(Error::NoneLeft)?;
+        let ids = self.pool.choose(uid, &self.taken()?).ok_or(Error::NoneLeft)?;
+        self.write(&file, uid, ids)
+    }
+
+    fn write(&self, file: &ForeignFile, uid: &str, ids: IdRange) -> Result<IdRange, Error> {
         make_folder(&self.pods_dir.join(uid), PRIVATE)?;
         // The form has no part that JSON lacks.
         let bytes = serde_json::to_vec(&Mappings::of(ids)).unwrap_or_default();
@@ -105,30 +121,106 @@ impl UserNamespaces {
     }
 
     /// Takes the ids of a pod back that has ended: nothing runs in its namespace any more.
-    pub(crate) fn release(&self, uid: &str) -> std::io::Result<()> {
-        match std::fs::remove_file(self.pods_dir.join(uid).join(FILE)) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
+    pub(crate) fn release(&self, uid: &str) -> Result<(), Error> {
+        Ok(self.file(uid).remove()?)
     }
 
     /// All ids that pods have.
-    fn taken(&self) -> Vec<IdRange> {
-        let folders = std::fs::read_dir(&self.pods_dir).into_iter().flatten().flatten();
-        folders.filter_map(|folder| parse(&file(&folder.path()).read().ok()??)).collect()
+    fn taken(&self) -> Result<Vec<IdRange>, Error> {
+        let mut taken = Vec::new();
+        for uid in self.pods()? {
+            taken.extend(read(&self.file(&uid)).map_err(|why| unknown(&uid, why))?);
+        }
+        Ok(taken)
+    }
+
+    /// The pods whose records can't be read: whether they have ids, and which, the runtime may know.
+    pub(crate) fn unknown(&self) -> Result<Vec<String>, Error> {
+        let mut pods = self.pods()?;
+        pods.retain(|uid| read(&self.file(uid)).is_err());
+        Ok(pods)
+    }
+
+    /// Puts what the runtime says in place of a record that can't be read: the ids of what runs of the pod,
+    /// none if nothing does.
+    pub(crate) fn learn(&self, uid: &str, ids: Option<IdRange>) -> Result<(), Error> {
+        let _one_at_a_time = self.choosing.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = self.file(uid);
+        if read(&file).is_err() {
+            let moved_to = file.set_aside()?;
+            warn!(
+                uid,
+                ?ids,
+                ?moved_to,
+                "the record of a pod's user ids is damaged: the runtime's word counts"
+            );
+        }
+        match ids {
+            Some(ids) => self.write(&file, uid, ids).map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// The pods that have folders.
+    fn pods(&self) -> Result<Vec<String>, Error> {
+        let failed = |cause: std::io::Error| unknown("", format!("{}: {cause}", self.pods_dir.display()));
+        let entries = match std::fs::read_dir(&self.pods_dir) {
+            Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries.map_err(failed)?,
+        };
+        let mut pods = Vec::new();
+        for entry in entries {
+            let entry = entry.map_err(failed)?;
+            // A pod's UID is text, and what is no folder has no record.
+            let is_folder = entry.file_type().is_ok_and(|kind| kind.is_dir());
+            pods.extend(entry.file_name().into_string().ok().filter(|_| is_folder));
+        }
+        Ok(pods)
+    }
+
+    fn file(&self, uid: &str) -> ForeignFile {
+        ForeignFile::new(self.pods_dir.join(uid).join(FILE))
     }
 }
 
-fn file(folder: &Path) -> ForeignFile {
-    ForeignFile::new(folder.join(FILE))
+fn unknown(uid: &str, why: String) -> Error {
+    Error::Unknown { uid: uid.to_owned(), why }
 }
 
-fn parse(bytes: &[u8]) -> Option<IdRange> {
-    serde_json::from_slice::<Mappings>(bytes).ok()?.ids()
+/// The ids in a record; None where there is no record.
+fn read(file: &ForeignFile) -> Result<Option<IdRange>, String> {
+    let Some(bytes) = file.read().map_err(|error| error.to_string())? else { return Ok(None) };
+    let form = || format!("{} is damaged", file.path().display());
+    let read = serde_json::from_slice::<Mappings>(&bytes).map_err(|_| form())?;
+    read.ids().map(Some).ok_or_else(form)
+}
+
+/// The ids of what runs in a sandbox, as the runtime says them.
+///
+/// # Errors
+/// The runtime doesn't say whether the sandbox has ids of its own, or says something that can't be.
+pub(crate) fn told(status: &cri::PodSandboxStatusResponse) -> Result<Option<IdRange>, String> {
+    let linux = status.status.as_ref().and_then(|status| status.linux.as_ref());
+    let options = linux.and_then(|linux| linux.namespaces.as_ref()?.options.as_ref());
+    let users = options.and_then(|options| options.userns_options.as_ref());
+    let users = users.ok_or("the runtime doesn't tell the ids of its sandbox")?;
+    if users.mode == i32::from(cri::NamespaceMode::Node) {
+        return Ok(None);
+    }
+    match &users.uids[..] {
+        [cri::IdMapping { host_id, container_id: 0, length }]
+            if users.uids == users.gids && *host_id != 0 && *length != 0 =>
+        {
+            Ok(Some(IdRange { first: *host_id, length: *length }))
+        }
+        _ => Err("the runtime tells ids of its sandbox that can't be".to_owned()),
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     fn users(dir: &Path, ranges: u32) -> UserNamespaces {
@@ -155,18 +247,66 @@ mod tests {
     }
 
     #[test]
-    fn a_record_that_can_not_be_is_set_aside() {
+    fn with_a_record_that_can_not_be_nobody_gets_ids_until_the_runtime_tells_them() {
         let dir = tempfile::tempdir().unwrap();
         let users = users(dir.path(), 2);
         let folder = dir.path().join("a");
         std::fs::create_dir(&folder).unwrap();
+        std::fs::write(dir.path().join("no-folder"), "").unwrap();
         let other = r#"{"uidMappings":[{"hostId":0,"containerId":0,"length":1}],"gidMappings":[{"hostId":0,"containerId":0,"length":1}]}"#;
+        let of_a = IdRange { first: 131_072, length: 65_536 };
         let last = other.replace("0,\"containerId", "4294901760,\"containerId").replace(":1}", ":65536}");
         assert_eq!(parse(last.as_bytes()).map(|ids| ids.first), Some(4_294_901_760));
-        for text in ["", "{}", other, &last, "\u{0}"] {
+        std::fs::write(folder.join(FILE), &last).unwrap();
+        assert_ne!(users.of("a").unwrap().first, 4_294_901_760);
+        for text in ["", "{}", other, "\u{0}"] {
             std::fs::write(folder.join(FILE), text).unwrap();
-            let ids = users.of("a").unwrap();
-            assert!(ids.first >= 65_536 && ids.length == 65_536, "{text:?}");
+            for uid in ["a", "b"] {
+                let why = users.of(uid).unwrap_err();
+                assert!(matches!(&why, Error::Unknown { uid, .. } if uid == "a"), "{text:?}: {why}");
+            }
+            assert_eq!(users.unknown().unwrap(), ["a"]);
+            users.learn("a", Some(of_a)).unwrap();
+            assert_eq!(users.of("a").unwrap(), of_a, "{text:?}");
+            assert_eq!(users.of("b").unwrap().first, 65_536, "{text:?}");
+            assert!(users.unknown().unwrap().is_empty());
+            users.release("b").unwrap();
         }
+        // Of a pod of which nothing runs, the ids are free.
+        std::fs::write(folder.join(FILE), "").unwrap();
+        users.learn("a", None).unwrap();
+        assert!(users.of("b").is_ok() && users.of("a").is_ok());
+        // A link, or a FIFO, is no record either, and nobody waits for it.
+        std::fs::remove_file(folder.join(FILE)).unwrap();
+        std::os::unix::fs::symlink("/etc/passwd", folder.join(FILE)).unwrap();
+        assert!(users.of("b").is_ok(), "it has its own");
+        users.release("b").unwrap();
+        assert!(matches!(users.of("b"), Err(Error::Unknown { .. })));
+    }
+
+    #[test]
+    fn the_runtimes_word_of_a_sandboxs_ids_is_whole_or_none() {
+        let status = |users: Option<cri::UserNamespace>| {
+            let options = cri::NamespaceOption { userns_options: users, ..Default::default() };
+            let namespaces = Some(cri::Namespace { options: Some(options) });
+            let linux = Some(cri::LinuxPodSandboxStatus { namespaces });
+            let status = Some(cri::PodSandboxStatus { linux, ..Default::default() });
+            told(&cri::PodSandboxStatusResponse { status, ..Default::default() })
+        };
+        let mode = |mode: cri::NamespaceMode, uids: &[(u32, u32, u32)]| {
+            let mapping = |&(host_id, container_id, length)| cri::IdMapping { host_id, container_id, length };
+            let uids: Vec<_> = uids.iter().map(mapping).collect();
+            status(Some(cri::UserNamespace { mode: mode.into(), gids: uids.clone(), uids }))
+        };
+        assert_eq!(mode(cri::NamespaceMode::Node, &[]), Ok(None));
+        let own = IdRange { first: 65_536, length: 65_536 };
+        assert_eq!(mode(cri::NamespaceMode::Pod, &[(65_536, 0, 65_536)]), Ok(Some(own)));
+        let wrong: [&[(u32, u32, u32)]; 5] =
+            [&[], &[(0, 0, 1)], &[(1, 1, 1)], &[(1, 0, 0)], &[(1, 0, 1), (2, 1, 1)]];
+        for wrong in wrong {
+            assert!(mode(cri::NamespaceMode::Pod, wrong).is_err(), "{wrong:?}");
+        }
+        assert!(status(None).is_err(), "a runtime that says nothing");
+        assert!(told(&cri::PodSandboxStatusResponse::default()).is_err());
     }
 }

@@ -57,6 +57,33 @@ async fn each_pod_has_ids_of_its_own_for_its_life() {
 }
 
 #[tokio::test]
+async fn a_pod_whose_record_of_ids_is_damaged_keeps_them_and_shares_them_with_nobody() {
+    let mut node = Node::new(Settings::default());
+    able(&node);
+    node.apply(&confined("a"));
+    node.start().await;
+    node.until_ready("a").await;
+    let a = of_sandbox(&node, "a");
+    let uid = node.cri.sandbox("a-n1").unwrap().config.metadata.unwrap().uid;
+    let record = node.path("pods").join(uid).join("userns");
+    let good = std::fs::read_to_string(&record).unwrap();
+    for damage in ["", "{}", "link"] {
+        std::fs::remove_file(&record).unwrap();
+        match damage {
+            "link" => std::os::unix::fs::symlink("/etc/hostname", &record).unwrap(),
+            text => std::fs::write(&record, text).unwrap(),
+        }
+        // What runs is known to the runtime, and from there to the record again.
+        let name = format!("b{}", damage.len());
+        node.apply(&confined(&name));
+        node.until_ready(&name).await;
+        let other = of_sandbox(&node, &name);
+        assert!(a.uids[0].host_id.abs_diff(other.uids[0].host_id) >= 65_536, "{damage:?}");
+        assert_eq!(std::fs::read_to_string(&record).unwrap(), good, "{damage:?}");
+    }
+}
+
+#[tokio::test]
 async fn a_runtime_that_can_not_is_not_asked() {
     let node = Node::with(&[confined("web")]).await;
     let told = |event: &String| {
