@@ -1,7 +1,7 @@
 //! Who a pod's processes are and what they may do, as the runtime is told: users, groups, capabilities,
 //! namespaces, system call filters. A container's own setting goes before its pod's.
 
-use std::path::Path;
+use std::path::{Component, Path, PathBuf};
 
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
@@ -114,13 +114,20 @@ fn seccomp(
         Some("RuntimeDefault") => profile(ProfileType::RuntimeDefault, String::new()),
         Some("Localhost") => {
             let name = profile_of.and_then(|p| p.localhost_profile.as_deref()).unwrap_or_default();
-            let path = node.seccomp_root.join(Path::new(name));
+            let path = below(&node.seccomp_root, Path::new(name));
             profile(ProfileType::Localhost, path.to_string_lossy().into_owned())
         }
         Some(_) => profile(ProfileType::Unconfined, String::new()),
         None if node.seccomp_default => profile(ProfileType::RuntimeDefault, String::new()),
         None => profile(ProfileType::Unconfined, String::new()),
     }
+}
+
+/// A path below a folder, whatever it says: of an absolute one the rest, as `filepath.Join` of Go does it, and
+/// no part of it leads up.
+fn below(folder: &Path, path: &Path) -> PathBuf {
+    let parts = path.components().filter(|part| matches!(part, Component::Normal(_)));
+    parts.fold(folder.to_owned(), |below, part| below.join(part))
 }
 
 /// A container's confinement. Fails where the runtime can't do what is asked for, or a container that must
@@ -313,6 +320,10 @@ mod tests {
         check(json!({}), json!({}), ProfileType::Unconfined, "");
         check(default.clone(), json!({}), ProfileType::RuntimeDefault, "");
         check(default.clone(), local.clone(), ProfileType::Localhost, "/seccomp/web/a.json");
+        // Below its folder, whatever it says: of static pods, nobody else looks at it.
+        let leads = |name: &str| json!({"seccompProfile": {"type": "Localhost", "localhostProfile": name}});
+        check(default.clone(), leads("/etc/a.json"), ProfileType::Localhost, "/seccomp/etc/a.json");
+        check(default.clone(), leads("../../etc/./a.json"), ProfileType::Localhost, "/seccomp/etc/a.json");
         check(local, json!({"seccompProfile": {"type": "Unconfined"}}), ProfileType::Unconfined, "");
         check(default, json!({"privileged": true}), ProfileType::Unconfined, "");
     }
