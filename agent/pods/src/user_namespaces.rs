@@ -104,7 +104,7 @@ impl UserNamespaces {
         let file = self.file(uid);
         // The last range of all was handed out before: the kernel refuses it, so nothing ever ran with it.
         let known = read(&file).map_err(|why| unknown(uid, why))?;
-        if let Some(ids) = known.filter(IdRange::is_usable) {
+        if let Some(ids) = known.filter(|ids| ids.is_usable()) {
             return Ok(ids);
         }
         let ids = self.pool.choose(uid, &self.taken()?).ok_or(Error::NoneLeft)?;

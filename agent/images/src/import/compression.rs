@@ -1,8 +1,11 @@
 //! An archive without its compression, which its first bytes tell: gzip and zstd, as containerd's own import takes
-//! them. Must never need more memory than one zstd window, of which the decoder takes 128 MiB at most.
+//! them. Must never need more memory than one zstd window, of which the decoder takes 128 MiB at most, and must
+//! never let a small file fill the node's disk: what an archive unpacks to is bounded by what was read of it.
 
+use std::cell::Cell;
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read};
+use std::rc::Rc;
 
 use flate2::bufread::MultiGzDecoder;
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
@@ -10,6 +13,11 @@ use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
 /// Bytes that are read of the archive at a time.
 const PIECE: usize = 1 << 20;
+/// Most times its own size that an archive may unpack to, beyond [`FREE`]. Programs and texts shrink to a third or a
+/// tenth; gzip's best is about 1030.
+const MOST_TIMES: u64 = 100;
+/// Bytes that any archive may unpack to.
+const FREE: u64 = 1 << 30;
 
 /// First bytes of a gzip member (RFC 1952).
 const GZIP: &[u8] = &[0x1f, 0x8b];
@@ -31,14 +39,71 @@ pub(super) fn decompressed(archive: impl Read + Send + 'static) -> io::Result<Bo
     if let Some((_, name)) = OTHERS.iter().find(|(magic, _)| begin.starts_with(magic)) {
         return Err(io::Error::other(format!("compressed by {name}; use gzip, zstd or no compression")));
     }
-    if begin.starts_with(GZIP) {
-        return Ok(Box::new(MultiGzDecoder::new(archive)));
-    }
+    let is_gzip = begin.starts_with(GZIP);
     let is_skipped = matches!(begin, [0x50..=0x5f, rest @ ..] if rest.starts_with(SKIPPED));
-    if is_skipped || begin.starts_with(ZSTD) {
-        return Ok(Box::new(ZstdFrames::new(archive)));
+    if !is_gzip && !is_skipped && !begin.starts_with(ZSTD) {
+        return Ok(Box::new(archive));
     }
-    Ok(Box::new(archive))
+    let taken = Rc::new(Cell::new(0));
+    let counted = Counted { archive, taken: Rc::clone(&taken) };
+    let unpacked: Box<dyn Read> =
+        if is_gzip { Box::new(MultiGzDecoder::new(counted)) } else { Box::new(ZstdFrames::new(counted)) };
+    Ok(Box::new(Bounded { unpacked, taken, given: 0, free: FREE }))
+}
+
+/// Counts the bytes that a decoder takes of an archive.
+struct Counted<R> {
+    archive: R,
+    taken: Rc<Cell<u64>>,
+}
+
+impl<R: BufRead> Counted<R> {
+    fn add(&self, count: usize) {
+        self.taken.set(self.taken.get().saturating_add(count as u64));
+    }
+}
+
+impl<R: BufRead> Read for Counted<R> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let count = self.archive.read(into)?;
+        self.add(count);
+        Ok(count)
+    }
+}
+
+impl<R: BufRead> BufRead for Counted<R> {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        self.archive.fill_buf()
+    }
+
+    fn consume(&mut self, count: usize) {
+        self.add(count);
+        self.archive.consume(count);
+    }
+}
+
+/// The content of an archive, as long as its size is in proportion to the archive's.
+struct Bounded {
+    unpacked: Box<dyn Read>,
+    taken: Rc<Cell<u64>>,
+    given: u64,
+    free: u64,
+}
+
+impl Read for Bounded {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let count = self.unpacked.read(into)?;
+        self.given = self.given.saturating_add(count as u64);
+        let most = self.taken.get().saturating_mul(MOST_TIMES).saturating_add(self.free);
+        if self.given > most {
+            let given = self.given;
+            return Err(io::Error::other(format!(
+                "refused: unpacks to more than {MOST_TIMES} times its size ({given} bytes so far); decompress the \
+                 archive by hand if that is meant"
+            )));
+        }
+        Ok(count)
+    }
 }
 
 /// One zstd frame after the other: parallel compressors write several, and frames to be skipped between them.
@@ -154,6 +219,36 @@ mod tests {
         }
         check(&[&whole[..], b"and more"].concat());
         check(&[0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, b'a']);
+    }
+
+    #[test]
+    fn a_bomb_is_refused_and_an_archive_is_not() {
+        let gzip = |text: &[u8]| {
+            let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+            packed.write_all(text).unwrap();
+            packed.finish().unwrap()
+        };
+        let unpacked = |packed: &[u8], free: u64| {
+            let taken = Rc::new(Cell::new(0));
+            let counted = Counted { archive: io::Cursor::new(packed.to_vec()), taken: Rc::clone(&taken) };
+            let unpacked: Box<dyn Read> = if packed.starts_with(GZIP) {
+                Box::new(MultiGzDecoder::new(counted))
+            } else {
+                Box::new(ZstdFrames::new(counted))
+            };
+            let mut text = Vec::new();
+            Bounded { unpacked, taken, given: 0, free }.read_to_end(&mut text)
+        };
+        let text: Vec<u8> = (0..200_000_u32).flat_map(|number| format!("{number} ").into_bytes()).collect();
+        for pack in [gzip, zstd] {
+            let zeros = pack(&vec![0; 1 << 20]);
+            let refused = unpacked(&zeros, 0).unwrap_err().to_string();
+            assert!(refused.contains("more than 100 times its size"), "{refused}");
+            // Several in a row are one.
+            assert!(unpacked(&[zeros.clone(), zeros.clone()].concat(), 1 << 20).is_err());
+            assert_eq!(unpacked(&zeros, 1 << 20).unwrap(), 1 << 20);
+            assert_eq!(unpacked(&pack(&text), 0).unwrap(), text.len());
+        }
     }
 
     #[test]
