@@ -1,12 +1,22 @@
-//! A unix socket that is never open to others, not even between its making and its chmod.
+//! A unix socket that is never open to others, not even for a moment. Its folder may be one that others can
+//! write to (that of device plugins): nothing there is changed by its name but what is made here.
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
+use rustix::fs::Mode;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tokio::net::{UnixListener, UnixStream};
+
+/// Connections that wait to be taken.
+const WAITING: i32 = 1024;
+/// How many names are tried until one is free.
+const NAMES: u32 = 16;
 
 /// A listening socket and the file it is reached by, which goes when this value does.
 #[derive(Debug)]
@@ -27,24 +37,48 @@ impl Socket {
             .create(dir)
             .with_context(|| format!("cannot make the folder {} for the socket", dir.display()))?;
         refuse_if_in_use(path).await?;
-        // Born in a folder that only we can enter, it has its mode before it has its name.
-        let nursery = Nursery::new(dir)?;
-        let newborn = nursery.0.join("s");
-        let listener = UnixListener::bind(&newborn).with_context(|| {
+        let (listener, newborn) = listen(dir).with_context(|| {
             format!("cannot make the socket {} (its path may have at most about 90 bytes)", path.display())
         })?;
-        fs::set_permissions(&newborn, fs::Permissions::from_mode(0o600))
-            .and_then(|()| fs::rename(&newborn, path))
-            .with_context(|| format!("cannot put the socket at {}", path.display()))?;
-        let inode = fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?.ino();
+        let inode = fs::symlink_metadata(&newborn).map(|found| found.ino());
+        let put = inode.and_then(|inode| fs::rename(&newborn, path).map(|()| inode));
+        if put.is_err() {
+            let _ = fs::remove_file(&newborn);
+        }
+        let inode = put.with_context(|| format!("cannot put the socket at {}", path.display()))?;
         Ok((listener, Self { path: path.to_owned(), inode }))
     }
+}
+
+/// Listens at a name of its own in a folder. The socket has its mode before it has a name: a file is born with
+/// the mode of the socket that is bound to it (`unix_bind_bsd` in net/unix/af_unix.c).
+fn listen(dir: &Path) -> io::Result<(UnixListener, PathBuf)> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    let newborn = bind(&socket, dir)?;
+    rustix::net::listen(&socket, WAITING)?;
+    Ok((UnixListener::from_std(socket.into())?, newborn))
+}
+
+/// Binds a socket to a name in a folder that nothing has. A process that had our id and was killed here may
+/// have left one; others may have put anything there, which stays.
+fn bind(socket: &OwnedFd, dir: &Path) -> io::Result<PathBuf> {
+    for number in 0..NAMES {
+        let newborn = dir.join(format!(".{}.{number}", std::process::id()));
+        match rustix::net::bind(socket, &SocketAddrUnix::new(&newborn)?) {
+            Ok(()) => return Ok(newborn),
+            Err(Errno::ADDRINUSE) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Err(Errno::ADDRINUSE.into())
 }
 
 impl Drop for Socket {
     fn drop(&mut self) {
         // Another instance may have put its own there meanwhile.
-        if fs::metadata(&self.path).is_ok_and(|metadata| metadata.ino() == self.inode) {
+        if fs::symlink_metadata(&self.path).is_ok_and(|metadata| metadata.ino() == self.inode) {
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -69,24 +103,37 @@ async fn refuse_if_in_use(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// A folder of mode 0700, removed with what is in it.
-struct Nursery(PathBuf);
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
 
-impl Nursery {
-    fn new(dir: &Path) -> anyhow::Result<Self> {
-        let path = dir.join(format!(".{}", std::process::id()));
-        // Left by a process that had our id and was killed here.
-        let _ = fs::remove_dir_all(&path);
-        fs::DirBuilder::new()
-            .mode(0o700)
-            .create(&path)
-            .with_context(|| format!("cannot make the folder {}", path.display()))?;
-        Ok(Self(path))
-    }
-}
+    use super::*;
 
-impl Drop for Nursery {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
+    #[tokio::test]
+    async fn a_socket_is_its_owners_and_nothing_of_others_in_its_folder_is_changed() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("device-plugins");
+        let victim = dir.path().join("victim");
+        fs::write(&victim, "").unwrap();
+        fs::set_permissions(&victim, fs::Permissions::from_mode(0o644)).unwrap();
+        fs::create_dir(&folder).unwrap();
+        symlink(&victim, folder.join(format!(".{}.0", std::process::id()))).unwrap();
+        symlink(dir.path().join("made"), folder.join(format!(".{}.1", std::process::id()))).unwrap();
+        let path = folder.join("kubelet.sock");
+        for _ in 0..2 {
+            let (listener, socket) = Socket::bind(&path).await.unwrap();
+            let found = fs::symlink_metadata(&path).unwrap();
+            assert!(found.file_type().is_socket() && found.permissions().mode() & 0o7777 == 0o600);
+            let (connected, accepted) = tokio::join!(UnixStream::connect(&path), listener.accept());
+            assert!(connected.is_ok() && accepted.is_ok());
+            assert!(Socket::bind(&path).await.unwrap_err().to_string().contains("another process serves"));
+            // What an instance that was killed has left is replaced.
+            std::mem::forget(socket);
+        }
+        let (_listener, socket) = Socket::bind(&path).await.unwrap();
+        drop(socket);
+        assert!(!path.exists() && !dir.path().join("made").exists());
+        assert_eq!(fs::metadata(&victim).unwrap().permissions().mode() & 0o7777, 0o644);
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 2, "nothing is left but what was planted");
     }
 }
