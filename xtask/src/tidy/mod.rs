@@ -2,6 +2,7 @@
 //! of the files that git knows. A rule is a few lines here; each violation names its file, its line and the
 //! rule.
 
+mod doors;
 mod features;
 mod house;
 mod numbers;
@@ -62,6 +63,7 @@ pub(crate) fn run(_: &Args) -> Result<()> {
         let Ok(text) = std::fs::read_to_string(repository.join(file)) else { continue }; // not text
         violations.extend(check(file, &text));
         violations.extend(numbers.check(file, &text));
+        violations.extend(doors::check(file, &text));
         if !file.starts_with(SELF) {
             violations.extend(words.check(file, &text));
         }
