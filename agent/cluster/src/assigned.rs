@@ -20,7 +20,7 @@ use serde_json::Value;
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
-use crate::watch::{Collection, Sink};
+use crate::watch::{Collection, Sink, key_of};
 
 /// Annotations below this are the agent's own: what the API server says there is nobody's word.
 const OWN: &str = "beelet.dev/";
@@ -37,8 +37,17 @@ pub(crate) struct Pod {
 /// All of them. None before the first list. A copy shares what has not changed.
 pub(crate) type Pods = Option<OrdMap<PodName, Pod>>;
 
-/// Those that the node runs, as it runs them. None before the first list.
-pub(crate) type Wanted = Option<Arc<BTreeMap<PodName, Arc<core::Pod>>>>;
+/// Those that the node runs.
+#[derive(Debug, Default)]
+pub(crate) struct Assignment {
+    /// As it runs them.
+    pub(crate) pods: BTreeMap<PodName, Arc<core::Pod>>,
+    /// UIDs of those that can't be read and were not known before: what runs of them is left alone.
+    pub(crate) unreadable: BTreeSet<String>,
+}
+
+/// The same. None before the first list.
+pub(crate) type Wanted = Option<Arc<Assignment>>;
 
 /// The collection that they are in.
 pub(crate) fn collection(node: &str) -> Collection {
@@ -49,7 +58,11 @@ pub(crate) fn collection(node: &str) -> Collection {
 /// What should run by these pods.
 pub(crate) fn desired(wanted: &Wanted) -> Desired {
     match wanted {
-        Some(wanted) => Desired { pods: BTreeMap::clone(wanted), ..Desired::default() },
+        Some(wanted) => Desired {
+            pods: wanted.pods.clone(),
+            unreadable_uids: wanted.unreadable.clone(),
+            ..Desired::default()
+        },
         None => Desired { api_unread: true, ..Desired::default() },
     }
 }
@@ -72,6 +85,8 @@ pub(crate) fn view(node: &core::Node) -> NodeView {
 pub(crate) struct Assigned {
     node: String,
     pods: OrdMap<PodName, Pod>,
+    /// UIDs of those of the node's that can't be read, and of which nothing is known from before.
+    unreadable: BTreeSet<String>,
     out: watch::Sender<Pods>,
     /// Told only when something in it changes: most events are echoes of this node's statuses.
     wanted: watch::Sender<Wanted>,
@@ -89,14 +104,16 @@ impl Assigned {
         events: Recorder,
         remembered: usize,
     ) -> Self {
-        Self { node, pods: OrdMap::new(), out, wanted, events, remembered, doubtful: false }
+        let (pods, unreadable) = (OrdMap::new(), BTreeSet::new());
+        Self { node, pods, unreadable, out, wanted, events, remembered, doubtful: false }
     }
 
     fn publish(&self, is_other_wanted: bool) {
         self.out.send_replace(Some(self.pods.clone()));
         if is_other_wanted {
             let wanted = self.pods.iter().filter_map(|(name, pod)| Some((name.clone(), pod.wanted.clone()?)));
-            self.wanted.send_replace(Some(Arc::new(wanted.collect())));
+            let unreadable = self.unreadable.clone();
+            self.wanted.send_replace(Some(Arc::new(Assignment { pods: wanted.collect(), unreadable })));
         }
     }
 
@@ -128,13 +145,20 @@ impl Assigned {
         doubtful
     }
 
+    fn of_uid(&self, uid: &str) -> Option<(&PodName, &Pod)> {
+        self.pods.iter().find(|(_, pod)| pod.object.metadata.uid.as_deref() == Some(uid))
+    }
+
     fn read(&self, object: &Value) -> Option<(PodName, Pod)> {
-        let name = || format!("{}/{}", object["metadata"]["namespace"], object["metadata"]["name"]);
         let read = core::Pod::from_value(object).map_err(|problem| problem.to_string());
         let pod = match read.and_then(|pod| unsound(&pod).map_or(Ok(pod), Err)) {
             Ok(pod) => pod,
             Err(why) => {
-                error!(pod = name(), why, "a pod of the API server can't be read, and is passed over");
+                let (namespace, name) = key_of(object);
+                error!(
+                    pod = format!("{namespace}/{name}"),
+                    why, "a pod of the API server can't be read; what runs of it stays as it is"
+                );
                 return None;
             }
         };
@@ -152,10 +176,23 @@ impl Assigned {
 
 impl Sink for Assigned {
     fn listed(&mut self, objects: Vec<Value>) -> bool {
-        let listed: OrdMap<PodName, Pod> = objects.iter().filter_map(|object| self.read(object)).collect();
+        let (mut listed, mut unreadable) = (OrdMap::new(), BTreeSet::new());
+        for object in &objects {
+            if let Some((name, pod)) = self.read(object) {
+                listed.insert(name, pod);
+                continue;
+            }
+            // Whose it is, only its UID says. A list that does not say it may take no pod away.
+            let Some(uid) = uid_of(object) else { return false };
+            match self.of_uid(uid) {
+                Some((name, known)) => drop(listed.insert(name.clone(), known.clone())),
+                None => drop(unreadable.insert(uid.to_owned())),
+            }
+        }
         if !self.is_credible(&listed) {
             return false;
         }
+        self.unreadable = unreadable;
         info!(
             node = self.node,
             pods = listed.len(),
@@ -168,23 +205,37 @@ impl Sink for Assigned {
 
     fn applied(&mut self, object: &Value) {
         if let Some((name, pod)) = self.read(object) {
+            let was_unreadable = uid_of(object).is_some_and(|uid| self.unreadable.remove(uid));
             let wanted = pod.wanted.clone();
             let before = self.pods.insert(name, pod).and_then(|before| before.wanted);
             // `read` hands on the value there was while nothing in it changes.
-            self.publish(before.as_ref().map(Arc::as_ptr) != wanted.as_ref().map(Arc::as_ptr));
+            let is_other = before.as_ref().map(Arc::as_ptr) != wanted.as_ref().map(Arc::as_ptr);
+            self.publish(was_unreadable || is_other);
+        } else if let Some(uid) = uid_of(object).filter(|uid| self.of_uid(uid).is_none()) {
+            self.unreadable.insert(uid.to_owned());
+            self.publish(true);
         }
     }
 
     fn deleted(&mut self, object: &Value) {
-        let Some((name, gone)) = self.read(object) else { return };
-        // Another of its name may be here by now.
-        if self.pods.get(&name).is_some_and(|known| known.object.metadata.uid == gone.object.metadata.uid) {
-            let removed = self.pods.remove(&name);
-            self.publish(removed.is_some_and(|pod| pod.wanted.is_some()));
+        // Another of its name may be here by now; nothing else of what is gone counts.
+        let uid = uid_of(object).unwrap_or_default();
+        let known = self.of_uid(uid).map(|(name, pod)| (name.clone(), pod.wanted.is_some()));
+        if let Some((name, is_wanted)) = known {
+            self.pods.remove(&name);
+            self.publish(is_wanted);
+        } else if self.unreadable.remove(uid) {
+            self.publish(true);
         } else {
-            warn!(pod = %name, "the API server deletes a pod that it has not named");
+            let (namespace, name) = key_of(object);
+            warn!(pod = format!("{namespace}/{name}"), "the API server deletes a pod that it has not named");
         }
     }
+}
+
+/// An object's UID, if it has one.
+fn uid_of(object: &Value) -> Option<&str> {
+    object["metadata"]["uid"].as_str().filter(|uid| !uid.is_empty())
 }
 
 /// The pod as the node runs it: without what others say of it, and with its origin.
@@ -324,7 +375,7 @@ mod tests {
         assert_eq!(uids(&pods), ["u2"]);
         let uids_wanted = || -> Vec<Option<String>> {
             let wanted = wanted.borrow();
-            wanted.iter().flat_map(|pods| pods.values()).map(|pod| pod.metadata.uid.clone()).collect()
+            wanted.iter().flat_map(|all| all.pods.values()).map(|pod| pod.metadata.uid.clone()).collect()
         };
         assert_eq!(uids_wanted(), [Some("u2".to_owned())]);
         assigned.deleted(&pod("a", "u2"));
@@ -358,6 +409,38 @@ mod tests {
         assigned.listed(vec![pod("../../etc", "u1"), pod("a", ".."), container, mirror, pod("b", "u4")]);
         assert_eq!(uids(&pods), ["u4", "u2"]);
         assert_eq!(desired(&wanted.borrow()).pods.len(), 1);
+    }
+
+    #[test]
+    fn a_pod_that_can_not_be_read_is_as_it_was_and_ends_with_its_uid() {
+        let (mut assigned, pods, wanted) = assigned();
+        let broken = |uid: &str| {
+            let mut broken = pod("a", uid);
+            broken["spec"]["containers"] = json!("ok");
+            broken
+        };
+        // After a restart nothing is known of it: what runs of it is left alone.
+        assert!(assigned.listed(vec![broken("u1"), pod("b", "u2")]));
+        let unreadable = || desired(&wanted.borrow()).unreadable_uids.into_iter().collect::<Vec<_>>();
+        assert_eq!((uids(&pods), unreadable()), (vec!["u2".to_owned()], vec!["u1".to_owned()]));
+        assigned.applied(&pod("a", "u1"));
+        assert_eq!((uids(&pods).len(), unreadable().len()), (2, 0));
+        // Known, it stays as it was known, in events and in lists.
+        assigned.applied(&broken("u1"));
+        assert!(assigned.listed(vec![broken("u1"), pod("b", "u2")]));
+        assert_eq!((uids(&pods), unreadable().len()), (vec!["u1".to_owned(), "u2".to_owned()], 0));
+        // A list that does not say whose the broken one is changes nothing.
+        let mut nameless = broken("u1");
+        nameless["metadata"] = json!(null);
+        assert!(!assigned.listed(vec![nameless]));
+        assert_eq!(uids(&pods).len(), 2);
+        // Its end is told by its UID alone.
+        assigned.deleted(&broken("u1"));
+        assert_eq!(uids(&pods), ["u2"]);
+        assigned.applied(&broken("u3"));
+        assert_eq!(unreadable(), ["u3"]);
+        assigned.deleted(&broken("u3"));
+        assert_eq!((uids(&pods), unreadable().len()), (vec!["u2".to_owned()], 0));
     }
 
     #[test]

@@ -29,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use crate::{
-    assigned::{self, Wanted},
+    assigned::{self, Assignment, Wanted},
     kept::{Kept, KeptSecrets},
     objects::Held,
     presence::Presence,
@@ -67,7 +67,7 @@ pub(crate) struct Remembered {
 impl Remembered {
     /// How many pods should run by it.
     pub(crate) fn count(&self) -> usize {
-        self.pods.as_ref().map_or(0, |pods| pods.len())
+        self.pods.as_ref().map_or(0, |all| all.pods.len())
     }
 
     /// What its pods refer to, as the API server said it.
@@ -89,7 +89,7 @@ impl Remembered {
     /// without it, and the Secrets that only pulls of images need.
     fn make_do(&mut self) {
         self.held.tokens_optional = true;
-        let pods: Vec<Arc<core::Pod>> = self.pods.iter().flat_map(|pods| pods.values()).cloned().collect();
+        let pods: Vec<Arc<core::Pod>> = self.pods.iter().flat_map(|all| all.pods.values()).cloned().collect();
         let needed: BTreeSet<_> =
             pods.iter().flat_map(|pod| references::of(&without_pull_secrets(pod))).collect();
         for reference in pods.iter().flat_map(|pod| references::of(pod)) {
@@ -103,7 +103,8 @@ impl Remembered {
     /// The pods that wait until the API server is back, for what is not kept.
     fn waiting(&self) -> Vec<(PodName, Arc<core::Pod>)> {
         let objects = self.held.objects(&self.pods);
-        let waiting = self.pods.iter().flat_map(|pods| pods.iter()).filter(|(_, pod)| objects.is_unread(pod));
+        let waiting =
+            self.pods.iter().flat_map(|all| all.pods.iter()).filter(|(_, pod)| objects.is_unread(pod));
         waiting.map(|(name, pod)| (name.clone(), Arc::clone(pod))).collect()
     }
 }
@@ -164,7 +165,8 @@ impl Memory {
         let secrets = self.secrets().await.unwrap_or_default();
         let (pods, mut held, node) = kept.restored();
         secrets.restore(&mut held);
-        let mut remembered = Remembered { pods: Some(Arc::new(pods)), held, node, at: kept.at };
+        let pods = Some(Arc::new(Assignment { pods, ..Assignment::default() }));
+        let mut remembered = Remembered { pods, held, node, at: kept.at };
         remembered.make_do();
         debug!(pods = remembered.count(), kept_at = %kept.at, "what the API server said last is known");
         Some(remembered)
@@ -329,8 +331,6 @@ pub(crate) fn is_secret(kind: Kind) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use tokio::task::JoinHandle;
 
     use super::*;
@@ -348,7 +348,7 @@ mod tests {
         let state = Arc::new(State::open(dir.path()).unwrap());
         let settings = Settings { enabled: true, after: Duration::from_secs(30), key_file: None };
         let memory = Arc::new(Memory::open(state, settings, "n1".to_owned()).await);
-        let pods = watch::Sender::new(Some(Arc::new(BTreeMap::new())));
+        let pods = watch::Sender::new(Some(Arc::new(Assignment::default())));
         let (held, node) = (watch::Sender::new(Held::default()), watch::Sender::new(None));
         let (stop, keeper) = (CancellationToken::new(), Arc::clone(&memory));
         let (wanted, objects, itself, end) =

@@ -29,6 +29,8 @@ use crate::{presence::Presence, url};
 const MAX_ANSWER: usize = 256 << 20;
 /// Longest event of a watch, in bytes: an object has at most 1.5 MiB in etcd, and JSON escapes.
 const MAX_EVENT: usize = 16 << 20;
+/// The longest time that a server may ask to wait before the next try.
+const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 /// How long an answer may take, but for watches.
 pub(crate) const ANSWER: Duration = Duration::from_secs(30);
 /// The annotation of the bookmark behind all that there was when a watch began (KEP-3157).
@@ -143,10 +145,16 @@ impl Error {
         self.code() == Some(403)
     }
 
-    /// A watch was asked to begin at a version that the server has forgotten.
+    /// A watch was asked to begin at a version that the server has forgotten, or can't know: one that an
+    /// earlier life of it gave, or that is none. client-go lists again after these too
+    /// (`isExpiredError`, `isTooLargeResourceVersionError` in its reflector).
     #[must_use]
     pub fn is_expired(&self) -> bool {
-        self.code() == Some(410)
+        match self.code() {
+            Some(400 | 410) => true,
+            Some(504) => self.message.contains("Too large resource version"),
+            _ => false,
+        }
     }
 
     /// The time that the server asks to wait.
@@ -278,11 +286,21 @@ impl Client {
         let answer = opened?;
         let body = answer.into_body().into_data_stream().map(|chunk| chunk.map_err(std::io::Error::other));
         let lines = StreamReader::new(body);
-        Ok(try_unfold((lines, request), |(mut lines, request)| async move {
+        // What it begins with is a list, and as long as one at most.
+        let first = path.contains("sendInitialEvents=true").then_some(MAX_ANSWER);
+        Ok(try_unfold((lines, request, first), |(mut lines, request, first)| async move {
             let Some(line) = line(&mut lines).await.map_err(|cause| unreachable(&request, &cause))? else {
                 return Ok(None);
             };
-            Ok(Some((event(&request, &line)?, (lines, request))))
+            let event = event(&request, &line)?;
+            let left = match first.filter(|_| !matches!(event, Event::Complete(_))) {
+                None => None,
+                Some(left) => match left.checked_sub(line.len()) {
+                    None => return Err(unreachable(&request, &"it begins with too much")),
+                    left => left,
+                },
+            };
+            Ok(Some((event, (lines, request, left))))
         })
         .boxed())
     }
@@ -371,7 +389,10 @@ fn refused(request: &str, code: u16, status: &Value, retry_after: Option<Duratio
     let detail = status["details"]["retryAfterSeconds"].as_i64().map(bounds::seconds);
     Error {
         request: request.to_owned(),
-        kind: Kind::Status { code, retry_after: retry_after.or(detail) },
+        kind: Kind::Status {
+            code,
+            retry_after: retry_after.or(detail).map(|asked| asked.min(LONGEST_PAUSE)),
+        },
         message: words,
     }
 }
@@ -421,7 +442,8 @@ pub(crate) fn forget_managers(object: &mut Value) {
 
 fn event(request: &str, line: &[u8]) -> Result<Event, Error> {
     let mut value: Value = serde_json::from_slice(line).map_err(|cause| unreachable(request, &cause))?;
-    let mut object = value["object"].take();
+    let object = value.get_mut("object").map(Value::take).filter(Value::is_object);
+    let mut object = object.ok_or_else(|| unreachable(request, &"an event without an object"))?;
     forget_managers(&mut object);
     match value["type"].as_str() {
         Some("ADDED" | "MODIFIED") => Ok(Event::Applied(object)),
@@ -465,6 +487,41 @@ mod tests {
             error.to_string(),
             "watch /api/v1/pods: the API server says 410: too old resource version: 1 (9)"
         );
+    }
+
+    #[test]
+    fn a_server_can_not_ask_for_a_pause_without_an_end() {
+        let status = json!({ "details": { "retryAfterSeconds": u64::MAX } });
+        let error = refused("GET /", 503, &status, None);
+        assert_eq!(error.retry_after(), Some(LONGEST_PAUSE));
+        let asked = Some(Duration::from_secs(u64::MAX));
+        assert_eq!(refused("GET /", 429, &Value::Null, asked).retry_after(), Some(LONGEST_PAUSE));
+    }
+
+    #[test]
+    fn an_event_that_is_none_is_an_error_and_no_panic() {
+        for line in [
+            r#""ok""#,
+            "[]",
+            "[[]]",
+            "null",
+            "7",
+            "true",
+            "{}",
+            r#"{"type":"ADDED"}"#,
+            r#"{"type":"ADDED","object":null}"#,
+            r#"{"type":"ADDED","object":"ok"}"#,
+            r#"{"type":"DELETED","object":[{}]}"#,
+            r#"{"type":7,"object":{}}"#,
+            r#"{"type":"GONE","object":{}}"#,
+        ] {
+            assert_eq!(event("watch", line.as_bytes()).unwrap_err().kind, Kind::Unreachable, "{line}");
+        }
+        for object in [r#"{"metadata":null}"#, r#"{"metadata":"ok"}"#, r#"{"metadata":[{}]}"#, "{}"] {
+            for kind in ["ADDED", "DELETED", "BOOKMARK", "ERROR"] {
+                let _ = event("watch", format!(r#"{{"type":"{kind}","object":{object}}}"#).as_bytes());
+            }
+        }
     }
 
     #[tokio::test]

@@ -23,7 +23,7 @@ use kube::{
     config::Kubeconfig,
 };
 use tokio::sync::watch;
-use tower::{BoxError, ServiceBuilder};
+use tower::{BoxError, ServiceBuilder, util::Either};
 use tracing::{info, warn};
 
 use crate::{
@@ -31,6 +31,7 @@ use crate::{
     bootstrap,
     certificate::Lifetime,
     client::Client,
+    credential::{self, Authenticated},
     presence::Presence,
     requests,
     rotation::{Identity, Metrics},
@@ -194,13 +195,25 @@ pub(crate) fn files(kubeconfig: &Path) -> Vec<PathBuf> {
 /// # Errors
 /// It can't.
 pub fn check(kubeconfig: &Path) -> Result<(), Error> {
-    config(kubeconfig).map(drop)
+    let plugin = credential::take(&mut config(kubeconfig)?);
+    let fail = |cause: credential::Error| Error::Kubeconfig {
+        path: kubeconfig.to_owned(),
+        cause: cause.to_string(),
+    };
+    plugin.map(drop).map_err(fail)
 }
 
+/// Reads a kubeconfig. Runs nothing.
 pub(crate) fn config(path: &Path) -> Result<Config, Error> {
     let fail = |cause: String| Error::Kubeconfig { path: path.to_owned(), cause };
     let read = Kubeconfig::read_from(path).map_err(|cause| fail(causes(&cause)))?;
     let config = Config::try_from(read).map_err(|cause| fail(causes(&cause)))?;
+    if config.auth_info.auth_provider.as_ref().is_some_and(|provider| provider.name == "gcp") {
+        // It would run a program whenever a token ends, and wait for it without an end.
+        return Err(fail(
+            "its auth-provider gcp is not supported: use exec with gke-gcloud-auth-plugin".to_owned(),
+        ));
+    }
     if config.proxy_url.is_some() {
         return Err(fail(
             "it has a proxy-url, and proxies are not supported: take it out, or give the server's own address"
@@ -216,8 +229,38 @@ pub(crate) fn client(path: &Path, requests: &requests::Metrics) -> Result<kube::
     client_of(config, requests).map_err(|cause| Error::Kubeconfig { path: path.to_owned(), cause })
 }
 
-fn client_of(config: Config, requests: &requests::Metrics) -> Result<kube::Client, String> {
+fn client_of(mut config: Config, requests: &requests::Metrics) -> Result<kube::Client, String> {
     let fail = |cause: kube::Error| causes(&cause);
+    let plugin = credential::take(&mut config).map_err(|cause| cause.to_string())?;
+    let requests = requests.clone();
+    let way = move |config: &Config| {
+        let tls = config.rustls_https_connector_with_connector(tcp()).map_err(|cause| causes(&cause))?;
+        let http: Http<_, Body> = Http::builder(TokioExecutor::new()).pool_idle_timeout(IDLE).build(tls);
+        Ok::<_, String>(ServiceBuilder::new().map_err(BoxError::from).layer(requests.clone()).service(http))
+    };
+    let without_plugin = way(&config)?;
+    let service = match plugin {
+        None => Either::Left(without_plugin),
+        Some(exec) => {
+            let config = config.clone();
+            let with_pair = move |user| {
+                let mut config = config.clone();
+                config.auth_info = user;
+                way(&config)
+            };
+            Either::Right(Authenticated::new(exec, without_plugin, with_pair))
+        }
+    };
+    let service = ServiceBuilder::new()
+        .layer(config.base_uri_layer())
+        .option_layer(config.auth_layer().map_err(fail)?)
+        .layer(config.extra_headers_layer().map_err(fail)?)
+        .service(service);
+    Ok(ClientBuilder::new(service, config.default_namespace).build())
+}
+
+/// TCP connections on which a server that vanished is noticed.
+fn tcp() -> HttpConnector {
     let mut tcp = HttpConnector::new();
     let (after, every, times) = KEEPALIVE;
     tcp.enforce_http(false);
@@ -227,16 +270,7 @@ fn client_of(config: Config, requests: &requests::Metrics) -> Result<kube::Clien
     tcp.set_keepalive_interval(Some(every));
     tcp.set_keepalive_retries(Some(times));
     tcp.set_tcp_user_timeout(Some(ACKNOWLEDGED));
-    let tls = config.rustls_https_connector_with_connector(tcp).map_err(fail)?;
-    let http: Http<_, Body> = Http::builder(TokioExecutor::new()).pool_idle_timeout(IDLE).build(tls);
-    let service = ServiceBuilder::new()
-        .layer(config.base_uri_layer())
-        .option_layer(config.auth_layer().map_err(fail)?)
-        .layer(config.extra_headers_layer().map_err(fail)?)
-        .map_err(BoxError::from)
-        .layer(requests.clone())
-        .service(http);
-    Ok(ClientBuilder::new(service, config.default_namespace).build())
+    tcp
 }
 
 /// The innermost cause says it; the layers above it say where.

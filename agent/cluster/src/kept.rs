@@ -69,7 +69,7 @@ struct KeptToken {
 impl Kept {
     /// Of what is known now; `at` is not said.
     pub(crate) fn of(node: &str, pods: &Wanted, held: &Held, view: Option<NodeView>) -> Self {
-        let wanted = pods.iter().flat_map(|pods| pods.values());
+        let wanted = pods.iter().flat_map(|all| all.pods.values());
         let strict_groups = view.as_ref().is_some_and(|view| view.strict_groups);
         let (labels, taints) = view.map(|view| (Some(view.labels), view.taints)).unwrap_or_default();
         let services = held.services.as_ref();

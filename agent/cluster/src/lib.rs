@@ -10,6 +10,7 @@ mod bootstrap;
 pub mod certificate;
 pub mod client;
 pub mod connect;
+mod credential;
 pub mod csi_node;
 pub mod events;
 mod kept;

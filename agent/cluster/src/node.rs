@@ -420,7 +420,7 @@ fn read(path: &str, value: &Value) -> Result<Node, Error> {
 /// The strategic merge patch that makes the change. `has_addresses`: the Node has some now.
 fn patch(change: &Change, labels: &BTreeMap<String, String>, has_addresses: bool) -> Value {
     let node = Node { status: Some(change.status.clone()), ..Node::default() };
-    let mut status = node.to_value()["status"].take();
+    let mut status = node.to_value().get_mut("status").map(Value::take).unwrap_or_default();
     for list in ["capacity", "allocatable"] {
         for name in &change.removed {
             status[list][name] = Value::Null;

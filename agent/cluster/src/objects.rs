@@ -74,7 +74,7 @@ enum Item {
 
 /// Everything that the pods refer to.
 fn items(wanted: &Wanted) -> BTreeSet<Item> {
-    let here = wanted.iter().flat_map(|pods| pods.values()).filter(|pod| !has_ended(pod.status.as_ref()));
+    let here = wanted.iter().flat_map(|all| all.pods.values()).filter(|pod| !has_ended(pod.status.as_ref()));
     here.flat_map(|pod| {
         let objects = references::of(pod).into_iter().map(Item::Object);
         let bundles = references::wants_trust_bundles(pod).then_some(Item::TrustBundles);
@@ -420,7 +420,7 @@ impl Waiting {
         }
         let pods = self.pods.borrow().clone();
         let name = PodName { namespace: self.of.namespace.clone(), name: self.of.pod.clone() };
-        let Some(pod) = pods.as_ref().and_then(|pods| pods.get(&name)) else { return };
+        let Some(pod) = pods.as_ref().and_then(|all| all.pods.get(&name)) else { return };
         let volume = references::volume_of_token(pod, &self.of).unwrap_or_default();
         let message =
             format!("MountVolume.SetUp failed for volume {volume:?} : failed to fetch token: {why}");
@@ -503,7 +503,7 @@ pub(crate) async fn token_status(client: &Client, of: &TokenReference) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::client::Kind as Failure;
+    use crate::{assigned::Assignment, client::Kind as Failure};
 
     fn pods(volumes: &Value) -> Wanted {
         let pod: core::Pod = serde_json::from_value(json!({
@@ -513,7 +513,8 @@ mod tests {
         }))
         .unwrap();
         let pod = Arc::new(pod);
-        Some(Arc::new([(PodName::of(&pod), pod)].into()))
+        let pods = [(PodName::of(&pod), pod)].into();
+        Some(Arc::new(Assignment { pods, ..Assignment::default() }))
     }
 
     fn no_services() -> Held {
@@ -528,7 +529,7 @@ mod tests {
     #[test]
     fn a_pod_waits_until_the_api_server_has_answered_and_not_for_what_is_not_there() {
         let pods = pods(&json!([{"name": "v", "configMap": {"name": "m"}}]));
-        let pod = pods.as_ref().unwrap().values().next().unwrap().clone();
+        let pod = pods.as_ref().unwrap().pods.values().next().unwrap().clone();
         let held = Arc::new(watch::Sender::new(no_services()));
         let waits = || held.borrow().objects(&pods).is_unread(&pod);
         assert!(waits());
@@ -548,7 +549,7 @@ mod tests {
     fn a_pod_waits_for_its_token() {
         let token = json!({"sources": [{"serviceAccountToken": {"path": "token"}}]});
         let pods = pods(&json!([{"name": "v", "projected": token}]));
-        let pod = pods.as_ref().unwrap().values().next().unwrap().clone();
+        let pod = pods.as_ref().unwrap().pods.values().next().unwrap().clone();
         let mut held = no_services();
         assert!(held.objects(&pods).is_unread(&pod));
         let of = references::tokens(&pod).into_iter().next().unwrap();
@@ -562,7 +563,7 @@ mod tests {
     fn a_pod_that_gets_no_token_is_told_why_once_per_cause() {
         let token = json!({"sources": [{"serviceAccountToken": {"path": "token"}}]});
         let pods = pods(&json!([{"name": "kube-api-access-x", "projected": token}]));
-        let pod = pods.as_ref().unwrap().values().next().unwrap().clone();
+        let pod = pods.as_ref().unwrap().pods.values().next().unwrap().clone();
         let of = references::tokens(&pod).into_iter().next().unwrap();
         let (_out, pods) = watch::channel(pods);
         let events = Recorder::default();
@@ -590,7 +591,7 @@ mod tests {
     #[test]
     fn a_pod_waits_for_the_services_and_follows_their_changes() {
         let pods = pods(&json!([]));
-        let pod = pods.as_ref().unwrap().values().next().unwrap().clone();
+        let pod = pods.as_ref().unwrap().pods.values().next().unwrap().clone();
         let held = Arc::new(watch::Sender::new(Held::default()));
         let mut all = All::<core::Service> { known: BTreeMap::new(), out: Arc::clone(&held) };
         let told = || -> Vec<String> {

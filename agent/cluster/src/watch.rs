@@ -83,10 +83,8 @@ impl Line<'_> {
     async fn list(&self) -> Result<(Vec<Value>, String), Error> {
         let mut list = self.client.get(&self.url("")).await?;
         let version = list["metadata"]["resourceVersion"].as_str().unwrap_or_default().to_owned();
-        let mut objects = match list["items"].take() {
-            Value::Array(objects) => objects,
-            _ => Vec::new(),
-        };
+        let mut objects =
+            items(&mut list).map_err(|cause| Error::unusable(&format!("GET {}", self.of.path), &cause))?;
         objects.iter_mut().for_each(forget_managers);
         Ok((objects, version))
     }
@@ -98,14 +96,14 @@ impl Line<'_> {
             match self.watch_once(&mut version, sink).await {
                 Ok(()) if began.elapsed() >= LASTED => self.pauses.reset(),
                 Ok(()) => self.pauses.wait().await,
+                Err(error) if version.is_none() && matches!(error.code(), Some(400 | 422)) => {
+                    self.do_without_streams(&error.message);
+                    return;
+                }
                 Err(error) if error.is_expired() => {
                     info!(what = self.of.path, %error, "the watch can't go on where it was; all is listed again");
                     // Every node may have been told so at the same moment.
                     self.pauses.of(&error).wait(error.retry_after()).await;
-                    return;
-                }
-                Err(error) if version.is_none() && matches!(error.code(), Some(400 | 422)) => {
-                    self.do_without_streams(&error.message);
                     return;
                 }
                 Err(error) => self.failed(&error).await,
@@ -198,6 +196,19 @@ impl Line<'_> {
     }
 }
 
+/// The objects of a list. What says nothing of objects, as `{}`, is not an empty one: a proxy's word must not
+/// take every pod away.
+fn items(list: &mut Value) -> Result<Vec<Value>, &'static str> {
+    let is_list = list["kind"].as_str().is_some_and(|kind| kind.ends_with("List"));
+    match list.get_mut("items").map(Value::take) {
+        Some(Value::Array(items)) if items.iter().all(Value::is_object) => Ok(items),
+        Some(Value::Array(_)) => Err("an answer with a list of what are no objects"),
+        // Go writes an empty list so too.
+        Some(Value::Null) if is_list => Ok(Vec::new()),
+        _ => Err("an answer that is no list"),
+    }
+}
+
 /// What a watch begins with, and the version of that; None: it ended before it had said all.
 async fn all_there_is(
     events: &mut (impl Stream<Item = Result<Event, Error>> + Unpin),
@@ -237,7 +248,29 @@ pub(crate) fn is_older(version: &str, than: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
+
+    #[test]
+    fn only_a_list_of_objects_is_a_list() {
+        let check = |mut list: Value, expected: Option<usize>| {
+            let before = list.to_string();
+            assert_eq!(items(&mut list).ok().map(|items| items.len()), expected, "{before}");
+        };
+        check(json!({ "kind": "PodList", "items": [{}, {}] }), Some(2));
+        check(json!({ "kind": "PodList", "items": [] }), Some(0));
+        check(json!({ "kind": "PodList", "items": null }), Some(0));
+        check(json!({ "items": null }), None);
+        check(json!({ "kind": "PodList" }), None);
+        check(json!({ "kind": "PodList", "items": [{}, "ok"] }), None);
+        check(json!({ "kind": "PodList", "items": [null] }), None);
+        for other in
+            [json!({ "kind": "PodList", "items": "ok" }), json!({}), json!([]), json!("ok"), json!(null)]
+        {
+            check(other, None);
+        }
+    }
 
     #[test]
     fn a_version_never_goes_back() {

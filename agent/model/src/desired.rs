@@ -26,6 +26,9 @@ pub struct Desired {
     pub rejected: Vec<RejectedManifest>,
     /// Manifests that are there, but whose pod isn't known: never valid since the agent started.
     pub unreadable: BTreeSet<PathBuf>,
+    /// UIDs of pods that the API server assigns to this node and that can't be read: what runs of them is left
+    /// alone.
+    pub unreadable_uids: BTreeSet<String>,
     /// The folder itself couldn't be read (or was never there since the agent started): `pods` may lack pods
     /// that should run.
     pub folder_unread: bool,
@@ -50,6 +53,7 @@ impl PartialEq for Desired {
             pods,
             rejected,
             unreadable,
+            unreadable_uids,
             folder_unread,
             api_unread,
             without_folder,
@@ -65,6 +69,7 @@ impl PartialEq for Desired {
             })
             && *rejected == other.rejected
             && *unreadable == other.unreadable
+            && *unreadable_uids == other.unreadable_uids
             && (*folder_unread, *api_unread, *without_folder)
                 == (other.folder_unread, other.api_unread, other.without_folder)
             && *node == other.node
@@ -85,6 +90,7 @@ impl Desired {
             }
             all.rejected.extend(one.rejected.iter().cloned());
             all.unreadable.extend(one.unreadable.iter().cloned());
+            all.unreadable_uids.extend(one.unreadable_uids.iter().cloned());
             all.put_back.extend(one.put_back.clone());
             all.folder_unread |= one.folder_unread;
             all.api_unread |= one.api_unread;
@@ -116,7 +122,7 @@ impl Desired {
     /// Returns true if not all that should run is known.
     #[must_use]
     pub fn is_incomplete(&self) -> bool {
-        self.folder_unread || self.api_unread
+        self.folder_unread || self.api_unread || !self.unreadable_uids.is_empty()
     }
 
     /// Returns true if a running pod of a manifest that isn't in `pods` may be stopped. `manifest` is the
@@ -127,11 +133,11 @@ impl Desired {
         is_known && manifest.is_none_or(|file| !self.unreadable.contains(file))
     }
 
-    /// The same for a running pod of any origin.
+    /// The same for the running pod of this UID, of any origin.
     #[must_use]
-    pub fn may_remove_of(&self, origin: Origin, manifest: Option<&Path>) -> bool {
+    pub fn may_remove_of(&self, origin: Origin, uid: &str, manifest: Option<&Path>) -> bool {
         match origin {
-            Origin::Api => !self.api_unread,
+            Origin::Api => !self.api_unread && !self.unreadable_uids.contains(uid),
             Origin::File => self.may_remove(manifest),
         }
     }
@@ -191,6 +197,9 @@ mod tests {
             with(|other| {
                 other.unreadable.insert(PathBuf::from("/m/x"));
             }),
+            with(|other| {
+                other.unreadable_uids.insert("u".to_owned());
+            }),
             with(|other| other.folder_unread = true),
             with(|other| other.api_unread = true),
             with(|other| other.without_folder = true),
@@ -204,6 +213,16 @@ mod tests {
         for (n, other) in others.iter().enumerate() {
             assert_ne!(one, *other, "{n}");
         }
+    }
+
+    #[test]
+    fn a_pod_of_the_api_server_that_can_not_be_read_is_left_alone_and_no_other() {
+        let desired = Desired { unreadable_uids: ["u".to_owned()].into(), ..Desired::default() };
+        let joined = Desired::joined(&[Arc::new(Desired::default()), Arc::new(desired)]);
+        assert!(joined.is_incomplete());
+        assert!(!joined.may_remove_of(Origin::Api, "u", None));
+        assert!(joined.may_remove_of(Origin::Api, "v", None));
+        assert!(joined.may_remove_of(Origin::File, "u", None));
     }
 
     #[test]

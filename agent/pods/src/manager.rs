@@ -365,7 +365,7 @@ impl Manager {
                     || orphan.hash == hash_of(pod)
                     || orphan.shape == Some(resize::shape(pod))
             });
-            let may_remove = desired.may_remove_of(orphan.origin, orphan.manifest.as_deref());
+            let may_remove = desired.may_remove_of(orphan.origin, uid, orphan.manifest.as_deref());
             if self.pods.contains_key(uid) || is_wanted || !may_remove {
                 continue;
             }
@@ -469,7 +469,7 @@ impl Manager {
             }
             Some(_) if managed.resize.pending.take().is_some() => self.publish(uid),
             Some(_) => {}
-            None if desired.may_remove_of(managed.origin(), manifest_of(&managed.pod).as_deref()) => {
+            None if desired.may_remove_of(managed.origin(), uid, manifest_of(&managed.pod).as_deref()) => {
                 self.terminate(uid);
             }
             None => {}
