@@ -21,6 +21,7 @@
 //! [`PATIENCE`]. It runs on a thread of its own, so it goes on whatever the test's async runtime does.
 
 mod authority;
+pub mod hostile;
 mod patch;
 mod path;
 mod script;

@@ -121,6 +121,8 @@ async fn answer(shared: Arc<Shared>, request: Request<Incoming>) -> Result<Respo
             gate.wait().await;
             response
         }
+        // A watch has no end at which its answer could be changed.
+        Act::Fault(Fault::Alter(_)) if asked.verb == Verb::Watch => work(&shared, &asked),
         Act::Fault(Fault::Alter(alter)) => {
             let response = work(&shared, &asked);
             let code = response.status().as_u16();

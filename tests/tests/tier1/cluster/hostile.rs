@@ -1,0 +1,101 @@
+//! An API server whose answers are none: no object, of another kind, with parts that can't be.
+
+use beelet_proto::cri::ContainerState;
+use beelet_tests::apiserver::hostile::{self, Hostile};
+use beelet_tests::apiserver::{FakeApi, Verb};
+use beelet_tests::{manifests, require};
+use serde_json::{Value, json};
+
+use super::scene::{LEASE, Member};
+use super::workload::{path, pod};
+
+/// Requests that are answered so, of each kind of answer: enough for a round of all that the agent asks.
+const REQUESTS: usize = 20;
+const NAMESPACE: &str = "/api/v1/namespaces/default";
+
+/// A node with a pod of a file and a pod of the API server that refers to objects.
+async fn node() -> Member {
+    let member = Member::start(FakeApi::start(), |options| options).await;
+    member.scene.apply(&manifests::pod("file", &["/bin/testapp"]));
+    member.api.put(&format!("{NAMESPACE}/configmaps/m"), json!({ "data": { "a": "1" } }));
+    member.api.put(&format!("{NAMESPACE}/secrets/s"), json!({ "data": { "a": "MQ==" } }));
+    let mut web = pod("web");
+    web["spec"]["volumes"] = json!([
+        { "name": "m", "configMap": { "name": "m" } },
+        { "name": "s", "secret": { "secretName": "s" } },
+    ]);
+    member.api.put(&path("web"), web);
+    member.until_running("web").await;
+    member.scene.until_ready("file");
+    member
+}
+
+/// The containers of both pods, which must stay as they are.
+fn containers(member: &Member) -> Vec<(String, bool)> {
+    let world = member.scene.cri.world();
+    let all = world.containers.values();
+    let mut all: Vec<_> =
+        all.map(|one| (one.id.clone(), one.state == ContainerState::ContainerRunning)).collect();
+    all.sort();
+    all
+}
+
+/// Statuses of the pods that the agent has written, in which one is not ready.
+fn unready(member: &Member, first: usize) -> Vec<Value> {
+    let asked = member.api.asked();
+    let written = asked.iter().skip(first).filter(|asked| asked.is(Verb::Patch, &path("*/status")));
+    let unready = |body: &&Value| {
+        let conditions = body["status"]["conditions"].as_array().into_iter().flatten();
+        conditions.into_iter().any(|one| one["type"] == "Ready" && one["status"] != "True")
+    };
+    written.map(|asked| &asked.body).filter(unready).cloned().collect()
+}
+
+async fn survives(member: &Member, answer: &Hostile) {
+    let (before, first) = (containers(member), member.api.asked().len());
+    member.api.on_any().always().answer_hostile(answer);
+    // All that was followed is asked for again.
+    member.api.sever();
+    let what = format!("{REQUESTS} requests to be answered with {}", answer.name);
+    let enough = |api: &FakeApi| (api.asked().len() >= first + REQUESTS).then_some(());
+    member.api.wait_until(&what, enough).await;
+    member.scene.until_relisted();
+    member.scene.is_well();
+    member.api.heal();
+    member.api.sever();
+    let healed = member.api.asked().len();
+    member.until_done(healed, Verb::Update, LEASE).await;
+    member.scene.is_well();
+    assert_eq!(containers(member), before, "after {}", answer.name);
+    assert_eq!(unready(member, first), Vec::<Value>::new(), "after {}", answer.name);
+}
+
+/// After all of it the node is a node.
+async fn goes_on(member: &Member) {
+    member.api.put(&path("late"), pod("late"));
+    member.until_running("late").await;
+    member.api.delete(&path("web"));
+    member.until_stopped("web");
+    member.scene.until_ready("file");
+    member.scene.is_well();
+}
+
+#[tokio::test]
+async fn answers_that_are_no_objects_end_neither_the_agent_nor_a_pod() {
+    require!(root);
+    let member = node().await;
+    for answer in hostile::bodies() {
+        survives(&member, &answer).await;
+    }
+    goes_on(&member).await;
+}
+
+#[tokio::test]
+async fn objects_with_a_part_that_can_not_be_end_neither_the_agent_nor_a_pod() {
+    require!(root);
+    let member = node().await;
+    for answer in hostile::alterations() {
+        survives(&member, &answer).await;
+    }
+    goes_on(&member).await;
+}
