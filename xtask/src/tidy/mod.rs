@@ -6,6 +6,7 @@ mod doors;
 mod features;
 mod house;
 mod numbers;
+mod outside;
 mod words;
 
 use crate::shell;
@@ -64,6 +65,7 @@ pub(crate) fn run(_: &Args) -> Result<()> {
         violations.extend(check(file, &text));
         violations.extend(numbers.check(file, &text));
         violations.extend(doors::check(file, &text));
+        violations.extend(outside::check(file, &text));
         if !file.starts_with(SELF) {
             violations.extend(words.check(file, &text));
         }
