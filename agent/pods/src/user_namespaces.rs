@@ -256,8 +256,8 @@ mod tests {
         let other = r#"{"uidMappings":[{"hostId":0,"containerId":0,"length":1}],"gidMappings":[{"hostId":0,"containerId":0,"length":1}]}"#;
         let of_a = IdRange { first: 131_072, length: 65_536 };
         let last = other.replace("0,\"containerId", "4294901760,\"containerId").replace(":1}", ":65536}");
-        assert_eq!(parse(last.as_bytes()).map(|ids| ids.first), Some(4_294_901_760));
         std::fs::write(folder.join(FILE), &last).unwrap();
+        assert_eq!(read(&users.file("a")).map(|ids| ids.map(|ids| ids.first)), Ok(Some(4_294_901_760)));
         assert_ne!(users.of("a").unwrap().first, 4_294_901_760);
         for text in ["", "{}", other, "\u{0}"] {
             std::fs::write(folder.join(FILE), text).unwrap();
