@@ -66,8 +66,13 @@ impl ForeignFile {
         }
         let folder = match self.open() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                make_folder(self.folder(), PRIVATE)
-                    .map_err(|error| write_error(&self.path, io::Error::other(error)))?;
+                make_folder(self.folder(), PRIVATE).map_err(|error| {
+                    let cause = match error {
+                        beelet_base::Error::MakeFolder { cause, .. } => io::Error::from(cause),
+                        other => io::Error::other(other),
+                    };
+                    write_error(&self.path, cause)
+                })?;
                 self.open()
             }
             folder => folder,
