@@ -1,6 +1,6 @@
 //! What every part of the agent may use, and nothing of what the agent is for: the clock, locks, TLS,
-//! blocking work, walks by descriptor, tar archives, the size of file systems, counters with the kubelet's
-//! names, the kernel's release.
+//! blocking work, the doors to programs and to files in shared folders, walks by descriptor, tar archives, the
+//! size of file systems, counters with the kubelet's names, the kernel's release.
 pub mod archive;
 pub mod blocking;
 pub mod chance;
