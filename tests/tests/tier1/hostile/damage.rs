@@ -178,6 +178,37 @@ fn a_damaged_device_checkpoint_is_set_aside_told_and_written_anew() {
 }
 
 #[test]
+fn what_a_plugin_puts_in_the_checkpoints_place_is_set_aside_and_never_followed() {
+    require!(root);
+    let mut scene = after_a_life();
+    let path = checkpoint(&scene);
+    let folder = path.parent().unwrap().to_path_buf();
+    fs::create_dir_all(&folder).unwrap();
+    let victim = scene.path("victim");
+    fs::write(&victim, "hush").unwrap();
+    for what in ["link", "FIFO", "folder"] {
+        for copy in names_in(&folder).iter().filter(|found| found.to_string_lossy().contains("checkpoint")) {
+            let copy = folder.join(copy);
+            fs::remove_file(&copy).or_else(|_| fs::remove_dir(&copy)).unwrap();
+        }
+        match what {
+            "link" => std::os::unix::fs::symlink(&victim, &path).unwrap(),
+            // Opened, it would hold the agent's start up for ever.
+            "FIFO" => rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RWXU).unwrap(),
+            _ => fs::create_dir(&path).unwrap(),
+        }
+        std::os::unix::fs::symlink(&victim, folder.join("kubelet_internal_checkpoint.tmp")).unwrap();
+        starts_well(&mut scene, what);
+        scene.look_until(&format!("the {what} to be set aside"), || {
+            let count = set_aside(&folder, "kubelet_internal_checkpoint");
+            if count == 1 { Ok(()) } else { Err(format!("{count} copies: {:?}", names_in(&folder))) }
+        });
+        scene.agent.kill9();
+    }
+    assert_eq!(fs::read_to_string(&victim).unwrap(), "hush");
+}
+
+#[test]
 fn what_is_no_file_where_a_record_belongs_is_told_and_the_agent_runs_without() {
     require!(root);
     let mut scene = after_a_life();
