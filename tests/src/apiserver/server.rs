@@ -229,6 +229,11 @@ fn token(target: &Target, number: usize, mut request: Value) -> Value {
 }
 
 fn watch(shared: &Arc<Shared>, asked: &Asked, target: &Target) -> Response<Body> {
+    let version = asked.query.get("resourceVersion").map_or("", String::as_str);
+    if !version.is_empty() && version.parse::<u64>().is_err() {
+        let refusal = Refusal::bad(format!("Invalid resource version: {version}"));
+        return whole(refusal.code, &refusal.status());
+    }
     let (lines, receiver) = mpsc::unbounded_channel();
     let id = shared.lock().store.watch(target, &asked.path, &asked.query, lines);
     if let Some(seconds) = asked.query.get("timeoutSeconds").and_then(|text| text.parse().ok()) {
