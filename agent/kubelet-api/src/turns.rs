@@ -1,5 +1,5 @@
-//! Turns at the API server's reviews. Who was let in before has turns that no stranger takes, and of strangers
-//! each has a few: random tokens keep nobody's real one waiting.
+//! Turns at the API server's reviews. Clients that were let in before have turns that no stranger takes, and
+//! of strangers each has a few: random tokens keep no real one waiting.
 
 use std::{
     collections::HashMap,

@@ -26,8 +26,8 @@ pub struct Desired {
     pub rejected: Vec<RejectedManifest>,
     /// Manifests that are there, but whose pod isn't known: never valid since the agent started.
     pub unreadable: BTreeSet<PathBuf>,
-    /// UIDs of pods that the API server assigns to this node and that can't be read: what runs of them is left
-    /// alone.
+    /// UIDs of pods that the API server assigns to this node and that can't be read: what runs of them is
+    /// left alone.
     pub unreadable_uids: BTreeSet<String>,
     /// The folder itself couldn't be read (or was never there since the agent started): `pods` may lack pods
     /// that should run.

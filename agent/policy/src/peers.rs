@@ -1,16 +1,16 @@
 //! Who has to go when strangers fill a server's room.
 //!
-//! Strangers are told apart by where they come from. The one that takes the most room loses its oldest place: a
-//! client that opens a thousand connections throws out its own, and one that opens a single connection keeps
-//! it, also where both are behind other addresses of the same room.
+//! Strangers are told apart by where they come from. The one that takes the most room loses its oldest place:
+//! a client that opens a thousand connections throws out its own, and one that opens a single connection
+//! keeps it.
 
 use std::{
     collections::BTreeMap,
     net::{IpAddr, Ipv6Addr},
 };
 
-/// Where a client comes from, as far as clients count as one: an address of IPv4, a network of 64 bits of IPv6,
-/// of which any machine has as many addresses as it likes.
+/// Where a client comes from, as far as clients count as one: an address of IPv4, a network of 64 bits of
+/// IPv6, of which any machine has as many addresses as it likes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Source(IpAddr);
 
@@ -28,8 +28,8 @@ impl Source {
     }
 }
 
-/// Which place is taken away when all are taken: the oldest of the source that has the most, of equals the one
-/// whose oldest is oldest. `places` are in the order in which they were taken.
+/// The place that is taken away when all are taken: the oldest of the source that has the most, of equals the
+/// one whose oldest is oldest. `places` are in the order in which they were taken.
 #[must_use]
 pub fn victim<K: Copy>(places: impl IntoIterator<Item = (K, Source)>) -> Option<K> {
     let mut of_source: BTreeMap<Source, (usize, usize, K)> = BTreeMap::new();

@@ -1,5 +1,5 @@
-//! Credential plugins: programs that a kubeconfig names under `exec`, and that say who this node is at the API
-//! server (client-go's `plugin/pkg/client/auth/exec`).
+//! Credential plugins: programs that a kubeconfig names under `exec`, and that say who this node is at the
+//! API server (client-go's `plugin/pkg/client/auth/exec`).
 //!
 //! A plugin that hangs holds up nothing but the requests that have no credential left: it runs beside them,
 //! once at a time, with an end, on no thread that may block. Until the old credential ends, that one is used.
@@ -116,8 +116,8 @@ impl Plugin {
         }
     }
 
-    /// Starts the program on the runtime of the caller, unless it runs or has just ended. The run goes on when
-    /// the request that began it is given up.
+    /// Starts the program on the runtime of the caller, unless it runs or has just ended. The run goes on
+    /// when the request that began it is given up.
     fn begin(self: &Arc<Self>, state: &mut State) -> watch::Receiver<Option<Ended>> {
         let counts = |run: &watch::Receiver<Option<Ended>>| match &*run.borrow() {
             None => run.has_changed().is_ok(),
@@ -182,8 +182,8 @@ impl<S: Clone> Clone for Authenticated<S> {
 }
 
 impl<S: Clone + Send + 'static> Authenticated<S> {
-    /// The way to the server without a certificate of the plugin's, and what makes one with it: connections of
-    /// an earlier certificate must not be used for a later one.
+    /// The way to the server without a certificate of the plugin's, and what makes one with it: connections
+    /// of an earlier certificate must not be used for a later one.
     pub(crate) fn new(
         exec: Exec,
         without_pair: S,
