@@ -1,6 +1,8 @@
 //! What every part of the agent may use, and nothing of what the agent is for: the clock, locks, TLS,
 //! blocking work, the doors to programs and to files in shared folders, walks by descriptor, tar archives, the
 //! size of file systems, counters with the kubelet's names, the kernel's release.
+//! blocking work, walks by descriptor, tar archives, the size of file systems, the machine's memory, counters
+//! with the kubelet's names, the kernel's release.
 pub mod archive;
 pub mod blocking;
 pub mod chance;
@@ -13,6 +15,7 @@ pub mod kernel_file;
 pub mod kernel_release;
 pub mod kubelet_counter;
 pub mod lock;
+pub mod machine_memory;
 pub mod mountinfo;
 pub mod own_file;
 pub mod pieces;

@@ -11,6 +11,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use beelet_base::kernel_file;
+use beelet_base::machine_memory::{MachineMemory, memory_stat};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::{CgroupError, Cgroups, Hierarchy};
@@ -44,8 +46,24 @@ impl Cgroups {
             let limit = number("memory.limit_in_bytes").filter(|limit| *limit < NO_LIMIT);
             (number("memory.usage_in_bytes")?, limit, "total_inactive_file")
         };
-        let inactive = stat(&self.read(path, "memory.stat")?, inactive).unwrap_or(0);
+        let inactive = memory_stat(&self.read(path, "memory.stat")?, inactive).unwrap_or(0);
         Some(MemoryUse { usage, working_set: usage.saturating_sub(inactive), limit })
+    }
+
+    /// The machine's memory, of which `meminfo` is the text of `/proc/meminfo`; None if that lacks a line.
+    #[must_use]
+    pub fn machine_memory(&self, meminfo: &str) -> Option<MachineMemory> {
+        MachineMemory::of(meminfo, self.root_memory_stat().as_deref())
+    }
+
+    /// The `memory.stat` of cgroup2's real root. A container with a cgroup namespace sees its own
+    /// cgroup as the root: only the real one has no `memory.current`.
+    fn root_memory_stat(&self) -> Option<String> {
+        let root = &self.hierarchies().iter().find(|hierarchy| hierarchy.is_v2)?.mount;
+        if root.join("memory.current").exists() {
+            return None;
+        }
+        kernel_file::read_to_string(root.join("memory.stat")).ok()
     }
 
     /// The processes and threads in the cgroup `path` and below it; None where nobody counts them.
@@ -112,11 +130,6 @@ impl Cgroups {
     }
 }
 
-/// One line of memory.stat.
-fn stat(text: &str, name: &str) -> Option<u64> {
-    text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
-}
-
 fn trigger(file: &std::path::Path, stall: Duration, window: Duration) -> io::Result<OwnedFd> {
     let mut opened = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(file)?;
     let stall = stall.min(window);
@@ -128,12 +141,23 @@ fn trigger(file: &std::path::Path, stall: Duration, window: Duration) -> io::Res
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Layout, Version};
 
     #[test]
-    fn a_line_of_memory_stat_is_found_by_its_whole_name() {
-        let text = "anon 10\ninactive_file 20\ntotal_inactive_file 30\n";
-        assert_eq!(stat(text, "inactive_file"), Some(20));
-        assert_eq!(stat(text, "total_inactive_file"), Some(30));
-        assert_eq!(stat(text, "inactive"), None);
+    fn the_machines_memory_is_that_of_the_real_root_only() {
+        let mount = tempfile::tempdir().unwrap();
+        fs::write(mount.path().join("cgroup.controllers"), "cpu memory").unwrap();
+        let unified = Hierarchy { mount: mount.path().into(), is_v2: true, controllers: [].into() };
+        let layout = Layout { version: Version::V2, hierarchies: vec![unified] };
+        let cgroups = Cgroups::over_folders(layout, "/").unwrap();
+        let meminfo = "MemTotal: 100 kB\nAnonPages: 10 kB\nCached: 20 kB\nBuffers: 0 kB\nSwapCached: 0 kB\n\
+                       Inactive(file): 5 kB\n";
+        let usage = || cgroups.machine_memory(meminfo).map(|memory| memory.usage);
+        assert_eq!(usage(), Some(30 << 10), "there is no file");
+        let write = |file: &str, text: &str| fs::write(mount.path().join(file), text).unwrap();
+        write("memory.stat", "anon 1\nfile 2\ninactive_file 1\n");
+        assert_eq!(usage(), Some(3));
+        write("memory.current", "9");
+        assert_eq!(usage(), Some(30 << 10), "the root of a namespace");
     }
 }

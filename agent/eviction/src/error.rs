@@ -19,7 +19,7 @@ pub enum Error {
     #[error("{0} holds no number")]
     NotANumber(&'static str),
     /// The machine's memory is not told.
-    #[error("/proc/meminfo lacks MemTotal, MemFree or Inactive(file)")]
+    #[error("/proc/meminfo lacks MemTotal, AnonPages, Cached, Buffers, SwapCached or Inactive(file)")]
     NoMemory,
     /// The machine's threads are not counted.
     #[error("/proc/loadavg does not say how many threads there are")]

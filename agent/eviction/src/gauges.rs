@@ -127,10 +127,10 @@ impl std::fmt::Debug for Gauge {
 /// The machine's own gauges: memory (its own, and what pods may use together) and process ids.
 #[must_use]
 pub fn of_the_machine(cgroups: &Arc<Cgroups>) -> Vec<Gauge> {
-    let (of_pods, stale) = (Arc::clone(cgroups), Duration::from_secs(5));
+    let (of_all, of_pods, stale) = (Arc::clone(cgroups), Arc::clone(cgroups), Duration::from_secs(5));
     vec![
-        Gauge::new("memory and process ids", stale, || {
-            machine::memory().map(|seen| [(Signal::MemoryAvailable, seen)].into())
+        Gauge::new("memory and process ids", stale, move || {
+            machine::memory(&of_all).map(|seen| [(Signal::MemoryAvailable, seen)].into())
         })
         .and(move || {
             let seen = machine::pods_memory(&of_pods);

@@ -1,4 +1,4 @@
-//! The machine's memory and process ids, from procfs and the pods' cgroup.
+//! The machine's memory and process ids, from procfs and cgroups.
 
 use beelet_base::kernel_file;
 use beelet_policy::{eviction::Observation, quantity::Quantity};
@@ -9,21 +9,10 @@ use beelet_cgroups::Cgroups;
 /// The cgroup of all pods.
 const PODS: &str = "/kubepods";
 
-/// The machine's memory: available is what isn't in use, and file pages that nobody touched lately. This is
-/// the kubelet's `memory.available`: capacity less the working set of the root cgroup, for which version 2
-/// has no file of its own.
-pub(super) fn memory() -> Result<Observation, Error> {
-    meminfo(&read("/proc/meminfo")?).ok_or(Error::NoMemory)
-}
-
-/// The machine's available memory and its size, from `/proc/meminfo`; `None` if it lacks a line.
-pub fn meminfo(text: &str) -> Option<Observation> {
-    let kib = |name: &str| -> Option<i64> {
-        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-        line.trim().strip_suffix("kB")?.trim().parse::<i64>().ok()?.checked_mul(1024)
-    };
-    let available = kib("MemFree")?.saturating_add(kib("Inactive(file)")?);
-    Some(observation(available, kib("MemTotal")?))
+/// The machine's memory: the kubelet's `memory.available`, capacity less the working set of the root cgroup.
+pub(super) fn memory(cgroups: &Cgroups) -> Result<Observation, Error> {
+    let memory = cgroups.machine_memory(&read("/proc/meminfo")?).ok_or(Error::NoMemory)?;
+    Ok(observation(whole(memory.available()), whole(memory.total)))
 }
 
 /// Memory that the pods may use together: their cgroup's limit, less their working set. None before the
@@ -31,7 +20,6 @@ pub fn meminfo(text: &str) -> Option<Observation> {
 pub(super) fn pods_memory(cgroups: &Cgroups) -> Option<Observation> {
     let used = cgroups.memory_use(PODS)?;
     let limit = used.limit?;
-    let whole = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
     Some(observation(whole(limit.saturating_sub(used.working_set)), whole(limit)))
 }
 
@@ -50,6 +38,10 @@ pub fn threads(load: &str) -> Option<i64> {
     load.split_whitespace().nth(3)?.split_once('/')?.1.parse().ok()
 }
 
+fn whole(bytes: u64) -> i64 {
+    i64::try_from(bytes).unwrap_or(i64::MAX)
+}
+
 fn observation(available: i64, capacity: i64) -> Observation {
     Observation { available: Quantity::from_units(available), capacity: Quantity::from_units(capacity) }
 }
@@ -60,14 +52,9 @@ fn read(file: &'static str) -> Result<String, Error> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use beelet_cgroups::{Hierarchy, Layout, Version};
 
-    #[test]
-    fn available_memory_is_what_is_free_and_what_nobody_touched() {
-        let text = "MemTotal:       1000 kB\nMemFree:   100 kB\nMemAvailable: 500 kB\nInactive:  90 kB\nInactive(file):  20 kB\n";
-        assert_eq!(meminfo(text), Some(observation(120 * 1024, 1000 * 1024)));
-        assert_eq!(meminfo("MemTotal: 1 kB\n"), None);
-    }
+    use super::*;
 
     #[test]
     fn threads_are_the_fourth_field_of_loadavg() {
@@ -77,7 +64,11 @@ mod tests {
 
     #[test]
     fn this_machine_has_memory_and_process_ids() {
-        for seen in [memory().unwrap(), pids().unwrap()] {
+        let controllers = ["cpu".to_owned(), "memory".to_owned()].into();
+        let hierarchies = vec![Hierarchy { mount: "/none".into(), is_v2: false, controllers }];
+        let layout = Layout { version: Version::V1, hierarchies };
+        let cgroups = Cgroups::over_folders(layout, "/").unwrap();
+        for seen in [memory(&cgroups).unwrap(), pids().unwrap()] {
             assert!(seen.available > Quantity::ZERO && seen.available < seen.capacity, "{seen:?}");
         }
     }

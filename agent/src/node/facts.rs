@@ -19,7 +19,7 @@ use beelet_proto::cri;
 use tracing::warn;
 
 use beelet_api::grpc::devices::NodeResources;
-use beelet_base::{blocking::blocking, filesystem};
+use beelet_base::{blocking::blocking, filesystem, machine_memory::meminfo};
 use beelet_cgroups::{Cgroups, Hierarchy, Version};
 use beelet_config::Config;
 use beelet_model::pod::{Allocatable, HostDns, HostIps, NodeFacts};
@@ -57,7 +57,7 @@ impl Machine {
         Ok(Self {
             cpus: beelet_base::cpus::count(),
             memory_bytes: memory()?,
-            swap_bytes: swap_total(&fs::read_to_string(MEMINFO).unwrap_or_default()),
+            swap_bytes: meminfo(&fs::read_to_string(MEMINFO).unwrap_or_default(), "SwapTotal").unwrap_or(0),
             storage_bytes: storage_bytes.ok(),
             hugepages: beelet_admission::hugepages(),
             host: addresses::of(&config.node.ips),
@@ -170,7 +170,7 @@ pub(super) fn node_resources(config: &Config, resources: &beelet_admission::Node
 
 /// All of the machine's memory, in bytes.
 fn memory() -> Result<u64> {
-    memory_total(&fs::read_to_string(MEMINFO).context("cannot read /proc/meminfo")?)
+    meminfo(&fs::read_to_string(MEMINFO).context("cannot read /proc/meminfo")?, "MemTotal")
         .context("/proc/meminfo has no MemTotal")
 }
 
@@ -204,22 +204,6 @@ pub(super) fn reserved_cgroups(
         reserved.push(reserved_cgroup(&cgroup.path, &list, values));
     }
     Ok(reserved)
-}
-
-/// MemTotal in bytes.
-pub fn memory_total(meminfo: &str) -> Option<u64> {
-    in_bytes(meminfo, "MemTotal:")
-}
-
-/// SwapTotal in bytes; 0 without swap.
-fn swap_total(meminfo: &str) -> u64 {
-    in_bytes(meminfo, "SwapTotal:").unwrap_or(0)
-}
-
-fn in_bytes(meminfo: &str, name: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kib.checked_mul(1024)
 }
 
 /// What the node adds to every pod.
@@ -325,15 +309,6 @@ mod tests {
         let expected = ["cpu0", "cpu1"].map(|cpu| dir.path().join(cpu).join("thermal_throttle"));
         assert_eq!(found, expected.map(|folder| folder.display().to_string()));
         assert_eq!(throttle_folders(Path::new("/none")), Vec::<String>::new());
-    }
-
-    #[test]
-    fn the_machines_memory_is_in_bytes() {
-        assert_eq!(memory_total("MemTotal:       16384 kB\nMemFree: 1 kB\n"), Some(16_777_216));
-        assert_eq!(memory_total("MemFree: 1 kB\n"), None);
-        assert_eq!(swap_total("MemTotal: 1 kB\nSwapTotal:        1024 kB\n"), 1 << 20);
-        assert_eq!(swap_total("MemTotal: 1 kB\n"), 0);
-        assert_eq!(memory_total("MemTotal: 18446744073709551615 kB\n"), None);
     }
 
     #[test]

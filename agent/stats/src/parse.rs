@@ -201,13 +201,6 @@ pub fn retransmits(text: &str) -> Option<u64> {
     values.split(' ').nth(at)?.parse().ok()
 }
 
-/// `/proc/meminfo`, in bytes, by name.
-pub fn meminfo<'a>(text: &'a str, name: &str) -> Option<u64> {
-    let value = |line: &'a str| line.strip_prefix(name)?.strip_prefix(':');
-    let kib: u64 = text.lines().find_map(value)?.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kib.checked_mul(1024)
-}
-
 /// `/proc/stat`: nanoseconds that all CPUs were busy, and the seconds since the epoch at which the machine
 /// was started. Idle and waiting for devices are not busy; a guest's time is part of its user time already.
 pub fn machine_cpu(text: &str, ticks_per_second: u64) -> (Option<u64>, Option<i64>) {
@@ -320,7 +313,6 @@ mod tests {
         let v2 = format!("8:0 rbytes={most} wios={most}\n8:16 rbytes={most} wios=1\n");
         assert_eq!(io_stat(&v2), ([most, 0], [0, most]));
         assert_eq!(blkio(&format!("8:0 Read {most}\n8:16 Read 1\n")), [most, 0]);
-        assert_eq!(meminfo(&format!("MemFree: {most} kB\n"), "MemFree"), None);
         assert_eq!(machine_cpu(&format!("cpu  {most} 1\n"), 100), (Some(most), None));
     }
 
@@ -359,7 +351,6 @@ Inter-|   Receive                                                |  Transmit
         assert_eq!(machine_cpu("", 100), (None, None));
         assert_eq!(machine_modes(stat, 100), [1_100_000_000, 530_000_000]);
         assert_eq!(machine_modes("", 0), [0, 0]);
-        assert_eq!(meminfo("MemTotal:       16 kB\nMemFree: 1 kB\n", "MemFree"), Some(1024));
         assert_eq!(load("0.50 1.25 2.00 1/200 1234\n"), [0.5, 1.25, 2.0]);
     }
 
@@ -369,7 +360,7 @@ Inter-|   Receive                                                |  Transmit
             let _ = (keyed(&text).count(), limit(&text), cpu_max(&text), stalls(&text), io_stat(&text), blkio(&text));
             let _ = (io_stat_devices(&text), blkio_devices(&text, &text), disks(&text), descriptors_limit(&text));
             let _ = machine_modes(&text, 0);
-            let _ = (interfaces(&text, 8), retransmits(&text), meminfo(&text, "a"), machine_cpu(&text, 0), load(&text));
+            let _ = (interfaces(&text, 8), retransmits(&text), machine_cpu(&text, 0), load(&text));
         }
     }
 }

@@ -20,7 +20,7 @@ use super::rates::{grown, share};
 use super::who::Names;
 use crate::Scope;
 use beelet_base::clock::monotonic_ns;
-use beelet_base::kernel_file;
+use beelet_base::{kernel_file, machine_memory};
 use beelet_bpf::Interfering;
 use beelet_cgroups::Cgroups;
 use beelet_cgroups::read::CgroupDirs;
@@ -318,8 +318,8 @@ impl Sampler {
         let (stat, meminfo) = (read("stat"), read("meminfo"));
         let (cpu_ns, booted) = parse::machine_cpu(&stat, rustix::param::clock_ticks_per_second());
         let stalls = ["cpu", "memory", "io"].map(|kind| parse::stalls(&read(&format!("pressure/{kind}"))));
-        let memory = |name| parse::meminfo(&meminfo, name).unwrap_or(0);
-        let usage = memory("MemTotal").saturating_sub(memory("MemFree"));
+        let of_meminfo = |name| machine_memory::meminfo(&meminfo, name);
+        let memory = self.cgroups.machine_memory(&meminfo).unwrap_or_default();
         let vmstat = if full { read("vmstat") } else { String::new() };
         self.machine.push(at_ns, MachineCounters { cpu_ns: cpu_ns.unwrap_or(0), stalls });
         let cpu = self
@@ -335,18 +335,19 @@ impl Sampler {
             cpu_ns: cpu_ns.unwrap_or(0),
             cpu,
             load: parse::load(&read("loadavg")),
-            memory_total: memory("MemTotal"),
-            memory_available: memory("MemAvailable"),
-            working_set: usage.saturating_sub(memory("Inactive(file)")),
-            memory_usage: usage,
+            memory_total: memory.total,
+            memory_available: of_meminfo("MemAvailable").unwrap_or(0),
+            working_set: memory.working_set,
+            memory_usage: memory.usage,
             stalls,
             stalled: stalled[1].unwrap_or([None; 3]),
             booted_at: booted.and_then(|seconds| Timestamp::from_second(seconds).ok()),
-            rss: parse::meminfo(&meminfo, "AnonPages"),
+            rss: of_meminfo("AnonPages"),
             faults: parse::faults(&vmstat),
             // Not this process's own namespace: an observer may be in a pod.
             net: if full { files::network(1).map(of_the_machine).unwrap_or_default() } else { Vec::new() },
-            swap: Some([memory("SwapTotal"), memory("SwapFree")]).filter(|[total, _]| *total > 0),
+            swap: Some(["SwapTotal", "SwapFree"].map(|name| of_meminfo(name).unwrap_or(0)))
+                .filter(|[total, _]| *total > 0),
             all_pods: if full { self.all_pods() } else { None },
             reading: None,
             disks: if full { parse::disks(&read("diskstats")) } else { Vec::new() },
@@ -371,7 +372,7 @@ impl Sampler {
 /// The machine as if it were a cgroup, for those who ask for the cgroup `/`. On version 2 the kernel has no
 /// numbers of that one's memory.
 fn whole(at_ns: u64, machine: &Machine, (stat, meminfo, vmstat): (&str, &str, &str)) -> Reading {
-    let memory = |name| parse::meminfo(meminfo, name).unwrap_or(0);
+    let memory = |name| machine_memory::meminfo(meminfo, name).unwrap_or(0);
     let [cpu_user_ns, cpu_system_ns] = parse::machine_modes(stat, rustix::param::clock_ticks_per_second());
     let [cpu_stalls, memory_stalls, io_stalls] = machine.stalls;
     let [page_faults, major_faults] = machine.faults.unwrap_or_default();

@@ -2,7 +2,7 @@
 
 use beelet::node::facts;
 
-/// `/proc/meminfo` and `resolv.conf`.
+/// `resolv.conf`.
 pub(crate) fn machine(text: &str) {
-    let _ = (facts::memory_total(text), facts::parse_resolver(text));
+    let _ = facts::parse_resolver(text);
 }

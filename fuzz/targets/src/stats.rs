@@ -1,5 +1,6 @@
 //! Fuzzing: files of cgroups and of /proc.
 
+use beelet_base::machine_memory;
 use beelet_stats::parse;
 
 /// A file, as each of those that are read.
@@ -9,5 +10,5 @@ pub(crate) fn files(text: &str) {
     let interfaces = parse::interfaces(text, 32);
     assert!(interfaces.len() <= 32 && interfaces.iter().all(|(name, _)| name != "lo"));
     let name = text.split([':', ' ', '\n']).next().unwrap_or_default();
-    let _ = (parse::meminfo(text, name), parse::machine_cpu(text, 100), parse::load(text));
+    let _ = (machine_memory::meminfo(text, name), parse::machine_cpu(text, 100), parse::load(text));
 }
