@@ -241,9 +241,17 @@ pub struct Outcome {
 }
 
 enum Phase {
-    Age { next: usize },
+    Age {
+        next: usize,
+    },
     Measure,
-    Space { next: usize, to_free: i64, freed: i64 },
+    /// `sizes` is the sum of what the runtime says that the removed images take.
+    Space {
+        next: usize,
+        to_free: i64,
+        freed: i64,
+        sizes: i64,
+    },
     Done,
 }
 
@@ -305,7 +313,7 @@ impl<'a> Collection<'a> {
         let (phase, outcome) = match mode {
             CollectionMode::Policy { .. } => (Phase::Age { next: 0 }, Outcome::default()),
             CollectionMode::AllUnused => {
-                (Phase::Space { next: 0, to_free: i64::MAX, freed: 0 }, Outcome::default())
+                (Phase::Space { next: 0, to_free: i64::MAX, freed: 0, sizes: 0 }, Outcome::default())
             }
         };
         let gone = vec![false; order.len()];
@@ -323,10 +331,10 @@ impl<'a> Collection<'a> {
                 None => self.end_age(),
             }
         }
-        if let Phase::Space { next, to_free, freed } = self.phase {
+        if let Phase::Space { next, to_free, freed, sizes } = self.phase {
             match (next..self.order.len()).find(|i| !self.gone[*i] && self.may_go_for_space(self.order[*i])) {
                 Some(next) => {
-                    self.phase = Phase::Space { next, to_free, freed };
+                    self.phase = Phase::Space { next, to_free, freed, sizes };
                     return CollectionStep::Remove(self.order[next], Reason::Space);
                 }
                 None => self.end_space(to_free, freed),
@@ -339,16 +347,22 @@ impl<'a> Collection<'a> {
     }
 
     /// The image of the last step is gone and freed so many bytes.
+    ///
+    /// A run for space ends once that is enough, and at the latest where the images' sizes are, which the
+    /// kubelet sums: beside a fast writer, or where space comes late (btrfs, the inode collector of XFS,
+    /// discard), nothing seems to be freed, and every unused image would go in vain. Where images share
+    /// layers the next run goes on.
     pub fn removed(&mut self, freed_bytes: u64) {
         if let Some(index) = self.advance() {
             self.gone[index] = true;
             self.outcome.removed.push(self.order[index].id.clone());
             self.outcome.freed_bytes = self.outcome.freed_bytes.saturating_add(freed_bytes);
-            if let Phase::Space { to_free, freed, .. } = &mut self.phase {
+            if let Phase::Space { to_free, freed, sizes, .. } = &mut self.phase {
                 *freed = freed.saturating_add_unsigned(freed_bytes);
-                if *freed >= *to_free {
-                    let (to_free, freed) = (*to_free, *freed);
-                    self.end_space(to_free, freed);
+                *sizes = sizes.saturating_add_unsigned(self.order[index].size_bytes);
+                let (to_free, counted) = (*to_free, *freed.max(sizes));
+                if counted >= to_free {
+                    self.end_space(to_free, counted);
                 }
             }
         }
@@ -396,7 +410,7 @@ impl<'a> Collection<'a> {
             "{}% of the filesystem is in use, at or above {high}%: {to_free} bytes must go to get down to {low}%",
             disk.usage_percent
         ));
-        self.phase = Phase::Space { next: 0, to_free, freed: 0 };
+        self.phase = Phase::Space { next: 0, to_free, freed: 0, sizes: 0 };
     }
 
     /// The outcome. Taken before [`CollectionStep::Done`], it is what has been done so far.

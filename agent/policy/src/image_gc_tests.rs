@@ -222,18 +222,37 @@ fn all_unused_means_all_but_the_young() {
 }
 
 #[test]
-fn what_is_measured_counts_not_the_sizes() {
-    let images = [image("shared", 1 << 40, -99, None), image("b", 1, -90, None)];
+fn what_is_measured_counts_up_to_the_sizes() {
+    // The run has 10 to free; the runtime says less of these images than they had.
+    let images = [image("a", 1, -99, None), image("b", 1, -90, None), image("c", 1, -80, None)];
     let none = HashSet::<&str>::new();
     let mut run =
         Collection::new(&policy(85, 80, 0, 0), CollectionMode::Policy { began: None }, at(0), &images, &none);
     run.step();
     run.measured(fs(100, 10));
-    assert!(matches!(run.step(), CollectionStep::Remove(image, Reason::Space) if image.id == "shared"));
+    assert!(matches!(run.step(), CollectionStep::Remove(image, Reason::Space) if image.id == "a"));
     run.removed(3);
     assert!(matches!(run.step(), CollectionStep::Remove(image, _) if image.id == "b"));
     run.removed(7);
     assert_eq!(run.step(), CollectionStep::Done);
+}
+
+#[test]
+fn a_writer_beside_it_costs_no_more_images_than_the_kubelet_would_remove() {
+    let images = [image("a", 6, -99, None), image("b", 6, -90, None), image("c", 6, -80, None)];
+    let none = HashSet::<&str>::new();
+    let mut run =
+        Collection::new(&policy(85, 80, 0, 0), CollectionMode::Policy { began: None }, at(0), &images, &none);
+    run.step();
+    run.measured(fs(100, 10));
+    // Each removal frees 6, and somebody writes as much meanwhile.
+    for id in ["a", "b"] {
+        assert!(matches!(run.step(), CollectionStep::Remove(image, _) if image.id == id));
+        run.removed(0);
+    }
+    assert_eq!(run.step(), CollectionStep::Done);
+    let outcome = run.outcome();
+    assert_eq!((outcome.removed.len(), outcome.freed_bytes, outcome.error), (2, 0, None));
 }
 
 #[test]
