@@ -164,13 +164,19 @@ impl Probes {
         }
     }
 
-    /// The lookup found nothing. If our own table has a listener, it may be bound to one device, which the
-    /// lookup passes over: then the namespace's socket list decides.
+    /// The lookup found nothing, but passes over a listener that is bound to one device, and our own table
+    /// lacks one that was there before us, or came when the table was full: the namespace's socket list
+    /// decides before anything counts as a failure. Where there is no such list, the lookup's word and the
+    /// table's do.
     fn second_opinion(&self, netns: &Arc<CheckedNetns>, port: u16, ip: IpAddr) -> Lookup {
+        let why = match by_sock_diag(netns, port, ip) {
+            Lookup::Unknown(why) => why,
+            known => return known,
+        };
         let cookie = netns.handle().cookie();
         let in_table = self.parts.listeners.as_ref().map(|table| table.is_listening(cookie, port, &[ip]));
         match in_table {
-            Some(Ok(Some(_))) => by_sock_diag(netns, port, ip),
+            Some(Ok(Some(_))) => Lookup::Unknown(why),
             _ => Lookup::Absent,
         }
     }
