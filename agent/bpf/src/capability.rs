@@ -59,9 +59,11 @@ pub(super) struct Program {
 pub(super) const LISTENER_STATE: &str = "listener_state";
 const POD_SOCKET: &str = "pod_socket";
 
-const TRACING: &str = "Linux 5.15 with BTF (/sys/kernel/btf/vmlinux); CAP_BPF and CAP_PERFMON";
+/// The programs exchange words atomically, which arm64's BPF JIT can since 5.18
+/// (arch/arm64/net/bpf_jit_comp.c).
+const TRACING: &str = "Linux 5.15 (arm64: 5.18) with BTF (/sys/kernel/btf/vmlinux); CAP_BPF and CAP_PERFMON";
 const ON_CGROUP: &str =
-    "Linux 5.15 with BTF, cgroup2 (also beside v1), CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN";
+    "Linux 5.15 (arm64: 5.18) with BTF, cgroup2 (also beside v1), CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN";
 const NO_WAITS: &str = "CPU time from cpu.stat, waiting from cpu.pressure: averages of 10 s, no histogram";
 const NO_RECLAIM: &str = "memory.pressure: averages of 10 s, refaults and throttling included";
 

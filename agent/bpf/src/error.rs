@@ -93,7 +93,7 @@ impl KernelError {
     pub fn remedy(&self) -> String {
         match self {
             Self::Off => "set bpf: Auto in the configuration",
-            Self::Missing(_) => "use a kernel from 5.15 on, built with CONFIG_DEBUG_INFO_BTF",
+            Self::Missing(_) => "use a kernel from 5.15 on (arm64: 5.18), built with CONFIG_DEBUG_INFO_BTF",
             Self::Refused { kind: Some(ErrorKind::PermissionDenied), .. } => {
                 "run as root with CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN; in a container also allow bpf(2) in its seccomp \
                  profile; see /sys/kernel/security/lockdown and the sysctl kernel.unprivileged_bpf_disabled"

@@ -12,25 +12,27 @@ use beelet_cgroups::{Cgroups, Version};
 
 /// What file systems and machines may differ by.
 const CLOCK_SLACK: Duration = Duration::from_secs(24 * 3600);
-/// The oldest kernel the BPF programs are made for.
-const OLDEST: (u32, u32) = (5, 15);
+/// The oldest kernel the BPF programs are made for. They exchange words atomically, which arm64's JIT can
+/// since
+/// 5.18.
+const OLDEST: (u32, u32) = if cfg!(target_arch = "aarch64") { (5, 18) } else { (5, 15) };
 
 pub(super) fn kernel_version(_: &Patient) -> Vec<Finding> {
     let uname = rustix::system::uname();
-    vec![judge_version(&uname.release().to_string_lossy())]
+    vec![judge_version(&uname.release().to_string_lossy(), OLDEST)]
 }
 
-fn judge_version(release: &str) -> Finding {
+fn judge_version(release: &str, oldest: (u32, u32)) -> Finding {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|part| part.parse::<u32>().ok());
     let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
     let detail = format!("Linux {release}");
-    if version >= OLDEST {
+    if version >= oldest {
         return Finding::ok("kernel", detail);
     }
     Finding::degraded(
         "kernel",
         detail,
-        "the BPF programs need 5.15: TCP readiness is found by connecting",
+        format!("the BPF programs need {}.{}: TCP readiness is found by connecting", oldest.0, oldest.1),
         "run a newer kernel",
     )
 }
@@ -258,8 +260,9 @@ mod tests {
             ("4.19.0", State::Degraded),
             ("unknown", State::Degraded),
         ] {
-            assert_eq!(judge_version(release).state, state, "{release}");
+            assert_eq!(judge_version(release, (5, 15)).state, state, "{release}");
         }
+        assert_eq!(judge_version("5.17.9", (5, 18)).state, State::Degraded, "arm64");
     }
 
     #[test]
