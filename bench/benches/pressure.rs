@@ -26,6 +26,7 @@ fn pods() -> Vec<(Pod, PodUsage)> {
             rootfs_bytes: numbers.below(1 << 32),
             logs_bytes: numbers.below(1 << 28),
             volumes_bytes: numbers.below(1 << 32),
+            files_bytes: numbers.below(1 << 20),
             inodes: numbers.below(100_000),
             pids: numbers.below(500),
         };
@@ -43,6 +44,7 @@ fn candidate((pod, usage): &(Pod, PodUsage)) -> Option<Candidate<'_>> {
         demand: PodDemand::read(pod).ok()?,
         priority: critical::priority(pod),
         critical: critical::is_critical(pod),
+        leaving: false,
         usage: Some(*usage),
     })
 }

@@ -7,8 +7,8 @@ use beelet_base::clock::After as _;
 use beelet_policy::{
     critical::{is_critical, priority},
     eviction::{
-        Assessment, Candidate, DiskLayout, NodeCondition, Observation, PodUsage, Reclaim, Signal, Threshold,
-        deficit, has_come, is_relieved, is_worth_it, rank, reclaim, victims,
+        Assessment, Candidate, DiskLayout, NodeCondition, Observation, Reclaim, Signal, Threshold, deficit,
+        has_come, is_relieved, is_worth_it, rank, reclaim, victims,
     },
     moment::Moment,
     quantity::Quantity,
@@ -22,6 +22,7 @@ use super::{
     Eviction, LateRoom, Leaving, ReclaimState, Reclaimed,
     gauges::Seen,
     local_storage::ASKED,
+    looks::Looks,
     usage::{ContainerUse, KnownUsage},
 };
 use beelet_model::{
@@ -134,7 +135,7 @@ impl Eviction {
             self.late.extend(of_disks.map(|pod| LateRoom {
                 since: now,
                 before: pod.before,
-                usage: pod.looks.first().map(|(_, usage)| *usage).unwrap_or_default(),
+                usage: pod.looks.first(),
             }));
             self.gone_at = Some(now);
             self.parts.hints.notify();
@@ -174,19 +175,18 @@ impl Eviction {
         self.look_at_the_leaving(&pods);
         let low = deficit(&threshold, observation);
         self.include_deleted(&pods, &threshold, low);
-        if threshold.grace.is_zero() {
-            self.hasten(&pods, &threshold, observation, low);
-        }
-        let coming = self.coming(signal, read_at);
+        let coming = self.coming(&threshold, read_at);
         let missing = low.saturating_sub(coming);
-        let anybody = self.leaving.values().any(|leaving| leaving.counts_for(signal));
+        let anybody = self.leaving.values().any(|leaving| leaving.is_counted_on(&threshold));
         // Where it isn't known what those on their way out will free, that must be seen first.
         if anybody && (missing <= Quantity::ZERO || coming.is_zero()) {
             return;
         }
         let candidates: Vec<&Pod> =
-            pods.iter().filter(|pod| !pod.is_deleted() && !self.leaving.contains_key(&pod.uid)).collect();
-        let judged: Vec<Candidate<'_>> = candidates.iter().filter_map(|pod| candidate(pod)).collect();
+            pods.iter().filter(|pod| self.is_candidate(pod, &threshold, low)).collect();
+        let leaves = |pod: &Pod| self.leaving.contains_key(&pod.uid);
+        let judged: Vec<Candidate<'_>> =
+            candidates.iter().filter_map(|pod| candidate(pod, leaves(pod))).collect();
         if judged.len() != candidates.len() {
             // A manifest with amounts that can't be read is refused long before.
             return;
@@ -204,8 +204,12 @@ impl Eviction {
             self.parts.events.warning("EvictionThresholdMet", &message);
         }
         for index in chosen {
-            if let Some(pod) = candidates.get(index) {
-                self.evict(pod, &threshold, observation);
+            match candidates.get(index) {
+                Some(pod) if self.leaving.contains_key(&pod.uid) => {
+                    self.hasten(pod, &threshold, observation);
+                }
+                Some(pod) => self.evict(pod, &threshold, observation),
+                None => {}
             }
         }
     }
@@ -350,25 +354,24 @@ impl Eviction {
         }
     }
 
-    /// Lets nobody leave gently any more whose end helps: a hard threshold has been crossed.
-    fn hasten(&mut self, pods: &[Pod], threshold: &Threshold, observation: &Observation, low: Quantity) {
+    /// Returns true if the pod may be chosen. Under a hard threshold that includes pods that leave gently and
+    /// whose end helps; of what they use nothing is counted on.
+    fn is_candidate(&self, pod: &Pod, threshold: &Threshold, low: Quantity) -> bool {
+        let Some(leaving) = self.leaving.get(&pod.uid) else { return !pod.is_deleted() };
+        let frees = pod.frees(threshold.signal, self.layout);
+        threshold.grace.is_zero() && leaving.is_gentle() && !leaving.overdue && is_worth_it(frees, low)
+    }
+
+    /// Takes its grace from a pod that leaves gently.
+    fn hasten(&mut self, pod: &Pod, threshold: &Threshold, observation: &Observation) {
         let signal = threshold.signal;
-        for pod in pods {
-            let Some(leaving) = self.leaving.get(&pod.uid).filter(|leaving| !leaving.overdue) else {
-                continue;
-            };
-            let helps = leaving.counts_for(signal) || is_worth_it(pod.frees(signal, self.layout), low);
-            if leaving.grace <= IMMEDIATE
-                || !helps
-                || self.fail(pod, threshold, observation, IMMEDIATE).is_none()
-            {
-                continue;
-            }
-            info!(pod = %PodName::of(&pod.pod), signal = signal.name(), "hastens a pod that is on its way out");
-            if let Some(leaving) = self.leaving.get_mut(&pod.uid) {
-                (leaving.signal, leaving.grace) = (signal, IMMEDIATE);
-                leaving.by = Instant::now() + IMMEDIATE + PATIENCE;
-            }
+        if self.fail(pod, threshold, observation, IMMEDIATE).is_none() {
+            return;
+        }
+        info!(pod = %PodName::of(&pod.pod), signal = signal.name(), "hastens a pod that is on its way out");
+        if let Some(leaving) = self.leaving.get_mut(&pod.uid) {
+            (leaving.signal, leaving.grace) = (signal, IMMEDIATE);
+            leaving.by = Instant::now() + IMMEDIATE + PATIENCE;
         }
     }
 
@@ -376,19 +379,16 @@ impl Eviction {
     fn look_at_the_leaving(&mut self, pods: &[Pod]) {
         for (uid, leaving) in self.leaving.iter_mut().filter(|(_, leaving)| !leaving.overdue) {
             let known = pods.iter().find(|pod| pod.uid == *uid).map(|pod| &pod.known);
-            if let Some((at, usage)) = known.and_then(|known| known.read_at.zip(known.usage))
-                && leaving.looks.last().is_none_or(|(last, _)| *last < at)
-            {
-                leaving.looks.push((at, usage));
+            if let Some((at, usage)) = known.and_then(|known| known.read_at.zip(known.usage)) {
+                leaving.looks.add(at, usage);
             }
         }
     }
 
-    /// What those will free that are on their way out, as seen from a number that was read at `read_at`. One
-    /// that is overdue frees nothing.
-    fn coming(&self, signal: Signal, read_at: Instant) -> Quantity {
-        let leaving = self.leaving.values().filter(|leaving| leaving.counts_for(signal));
-        leaving.map(|leaving| leaving.usage_by(read_at).of(signal, self.layout)).sum()
+    /// The amount that those will free who are counted on, as seen from a number that was read at `read_at`.
+    fn coming(&self, threshold: &Threshold, read_at: Instant) -> Quantity {
+        let leaving = self.leaving.values().filter(|leaving| leaving.is_counted_on(threshold));
+        leaving.map(|leaving| leaving.looks.by(read_at).of(threshold.signal, self.layout)).sum()
     }
 
     /// Tells the pods' manager, and remembers it.
@@ -416,7 +416,8 @@ impl Eviction {
         grace: Duration,
     ) -> Option<String> {
         let signal = threshold.signal;
-        let message = message(signal, threshold, observation, pod.known.containers(signal));
+        let largest = self.parts.usage.disk.largest(&pod.uid, self.disks_asked, signal, self.layout);
+        let message = message(threshold, observation, pod.known.containers(signal), &largest);
         let request = Request::Fail {
             uid: pod.uid.clone(),
             reason: EVICTED.to_owned(),
@@ -437,7 +438,7 @@ impl Eviction {
     /// Remembers that the pod is on its way out.
     fn leaves(&mut self, pod: &Pod, signal: Signal, grace: Duration) {
         let now = Instant::now();
-        let looks = vec![(pod.known.read_at.unwrap_or(now), pod.known.usage.unwrap_or_default())];
+        let looks = Looks::new(pod.known.read_at.unwrap_or(now), pod.known.usage.unwrap_or_default());
         let by = now.after(grace).after(PATIENCE);
         let before = self.board.current().observations;
         self.leaving.insert(pod.uid.clone(), Leaving { signal, grace, by, looks, overdue: false, before });
@@ -445,41 +446,52 @@ impl Eviction {
 }
 
 impl Leaving {
-    /// Returns true if its end will free some of what is low.
-    fn counts_for(&self, signal: Signal) -> bool {
-        !self.overdue && self.signal.condition() == signal.condition()
+    /// Returns true if its end will free some of what is low, and soon enough: a hard threshold doesn't wait
+    /// for a pod that leaves gently. An overdue pod frees nothing.
+    fn is_counted_on(&self, threshold: &Threshold) -> bool {
+        let in_time = !threshold.grace.is_zero() || !self.is_gentle();
+        in_time && !self.overdue && self.signal.condition() == threshold.signal.condition()
     }
 
-    /// What it used when a number was read, or before. Never what was seen later: that lacks what was freed
-    /// in between, which isn't in the number either, and others would have to go for it.
-    fn usage_by(&self, read_at: Instant) -> PodUsage {
-        let before = self.looks.partition_point(|(at, _)| *at <= read_at);
-        self.looks.get(before.saturating_sub(1)).map(|(_, usage)| *usage).unwrap_or_default()
+    /// Returns true if it has more time than a hard threshold gives.
+    fn is_gentle(&self) -> bool {
+        self.grace > IMMEDIATE
     }
 }
 
-fn candidate(pod: &Pod) -> Option<Candidate<'_>> {
+fn candidate(pod: &Pod, leaving: bool) -> Option<Candidate<'_>> {
     Some(Candidate {
         demand: PodDemand::read(&pod.pod).ok()?,
         priority: priority(&pod.pod),
         critical: is_critical(&pod.pod),
+        leaving,
         usage: pod.known.usage,
     })
 }
 
-/// The kubelet's words (`pkg/kubelet/eviction/helpers.go`, `evictionMessage`).
+/// The kubelet's words (`pkg/kubelet/eviction/helpers.go`, `evictionMessage`), which know of containers only;
+/// and after them of a disk what decided, by name.
 fn message(
-    signal: Signal,
     threshold: &Threshold,
     observation: &Observation,
     containers: &[ContainerUse],
+    largest: &[(String, Quantity)],
 ) -> String {
-    let resource = signal.resource();
+    /// More things than this are no help.
+    const NAMED: usize = 5;
+    let resource = threshold.signal.resource();
     let mut text = format!(
         "The node was low on resource: {resource}. Threshold quantity: {}, available: {}. ",
         threshold.value.of(observation.capacity).binary(),
         observation.available.binary()
     );
+    let (named, others) = largest.split_at(largest.len().min(NAMED));
+    let mut parts: Vec<String> =
+        named.iter().map(|(name, amount)| format!("{name} {}", amount.binary())).collect();
+    if !others.is_empty() {
+        let amount: Quantity = others.iter().map(|(_, amount)| *amount).sum();
+        parts.push(format!("{} others {}", others.len(), amount.binary()));
+    }
     for (name, usage, request) in containers {
         if usage > request {
             text += &format!(
@@ -488,6 +500,9 @@ fn message(
                 request.binary()
             );
         }
+    }
+    if !parts.is_empty() {
+        text += &format!("The pod's use of {resource} was: {}. ", parts.join(", "));
     }
     text
 }
@@ -499,6 +514,30 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_message_names_what_a_pod_has_on_a_disk() {
+        let value = ThresholdValue::threshold("20Mi").unwrap().unwrap();
+        let threshold =
+            Threshold { signal: Signal::NodeFsAvailable, value, grace: Duration::ZERO, min_reclaim: None };
+        let kib = |n: i64| Quantity::from_units(n * 1024);
+        let seen = Observation { available: kib(14_328), capacity: kib(65_536) };
+        let containers = [("main".to_owned(), kib(8), kib(0))];
+        let volume = |n: i64| (format!("volume v{n}"), kib(n));
+        let check = |largest: &[(String, Quantity)], expected: &str| {
+            let words = "The node was low on resource: ephemeral-storage. Threshold quantity: 20Mi, available: 14328Ki. \
+                         Container main was using 8Ki, request is 0, has larger consumption of ephemeral-storage. ";
+            assert_eq!(message(&threshold, &seen, &containers, largest), format!("{words}{expected}"));
+        };
+        check(&[], "");
+        let largest = [("volume scratch".to_owned(), kib(50 << 10)), ("/etc/hosts".to_owned(), kib(4))];
+        check(&largest, "The pod's use of ephemeral-storage was: volume scratch 50Mi, /etc/hosts 4Ki. ");
+        check(
+            &[volume(9), volume(8), volume(7), volume(6), volume(5), volume(4), volume(3)],
+            "The pod's use of ephemeral-storage was: volume v9 9Ki, volume v8 8Ki, volume v7 7Ki, volume v6 6Ki, \
+             volume v5 5Ki, 2 others 7Ki. ",
+        );
+    }
+
+    #[test]
     fn the_message_is_the_kubelets() {
         let value = ThresholdValue::threshold("100Mi").unwrap().unwrap();
         let threshold =
@@ -507,7 +546,7 @@ mod tests {
         let seen = Observation { available: kib(51_200), capacity: kib(1 << 20) };
         let containers = [("hog".to_owned(), kib(300_001), kib(0)), ("small".to_owned(), kib(10), kib(20))];
         assert_eq!(
-            message(Signal::MemoryAvailable, &threshold, &seen, &containers),
+            message(&threshold, &seen, &containers, &[]),
             "The node was low on resource: memory. Threshold quantity: 100Mi, available: 50Mi. Container hog was using \
              300001Ki, request is 0, has larger consumption of memory. "
         );

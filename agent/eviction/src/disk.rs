@@ -1,6 +1,7 @@
 //! Where the node's file systems are, how full they are, and what each pod has on them.
 
 use std::{
+    cmp::Reverse,
     collections::{BTreeMap, HashMap},
     os::unix::fs::MetadataExt,
     path::PathBuf,
@@ -9,9 +10,9 @@ use std::{
 };
 
 use beelet_policy::{
-    bounds,
-    eviction::{DiskLayout, Observation, PodUsage, Signal},
+    eviction::{DiskLayout, DiskPart, Observation, PodUsage, Signal},
     quantity::Quantity,
+    resources::EPHEMERAL_STORAGE,
 };
 use beelet_proto::cri;
 use tokio::{sync::watch, time::Instant};
@@ -237,6 +238,20 @@ impl DiskUsages {
         last.or_else(|| pod.before.filter(|(began, _)| *began < since).map(|(_, usage)| usage))
     }
 
+    /// Each thing of the pod on disk that [`Self::of`] counts for the signal; the largest first. Nothing
+    /// where the signal is not about a disk.
+    pub(super) fn largest(
+        &self,
+        uid: &str,
+        since: Option<Instant>,
+        signal: Signal,
+        layout: DiskLayout,
+    ) -> Vec<(String, Quantity)> {
+        let pods = self.pods();
+        let disk = pods.get(uid).and_then(|pod| pod.best(since));
+        disk.map(|disk| largest(disk, signal, layout)).unwrap_or_default()
+    }
+
     /// Writable layer and logs of a container, in bytes.
     pub(super) fn container(&self, uid: &str, name: &str) -> Option<u64> {
         let pods = self.pods();
@@ -249,15 +264,38 @@ impl DiskUsages {
     }
 }
 
+/// Each thing of a pod on disk that counts when the signal is low, with its amount; the largest first.
+fn largest(disk: &PodDisk, signal: Signal, layout: DiskLayout) -> Vec<(String, Quantity)> {
+    let named = |words: &str, map: &BTreeMap<String, Taken>| -> Vec<(String, Taken)> {
+        map.iter().map(|(name, taken)| (format!("{words} {name}"), *taken)).collect()
+    };
+    let of_part = |part: &DiskPart| match part {
+        DiskPart::Rootfs => named("writable layer of container", &disk.rootfs),
+        DiskPart::Logs => named("logs of container", &disk.logs),
+        DiskPart::Volumes => named("volume", &disk.volumes),
+        DiskPart::Files => disk.files.iter().map(|(kind, taken)| (kind.label().to_owned(), *taken)).collect(),
+    };
+    let of_inodes = signal.resource() != EPHEMERAL_STORAGE;
+    let amount = |taken: Taken| {
+        let amount = if of_inodes { taken.inodes } else { taken.bytes };
+        Quantity::from_units(i64::try_from(amount).unwrap_or(i64::MAX))
+    };
+    let all = DiskPart::counted(signal, layout).iter().flat_map(of_part);
+    let mut all: Vec<_> = all.map(|(name, taken)| (name, amount(taken))).collect();
+    all.retain(|(_, amount)| *amount > Quantity::ZERO);
+    all.sort_by_key(|(_, amount)| Reverse(*amount));
+    all
+}
+
 /// The disk's part of what a pod uses.
 fn usage_of(disk: &PodDisk) -> PodUsage {
-    let bytes = |map: &BTreeMap<String, Taken>| bounds::total(map.values().map(|taken| taken.bytes));
-    let all = disk.volumes.values().chain(disk.logs.values()).chain(disk.rootfs.values());
+    let bytes = |map: &BTreeMap<String, Taken>| map.values().copied().sum::<Taken>().bytes;
     PodUsage {
         rootfs_bytes: bytes(&disk.rootfs),
         logs_bytes: bytes(&disk.logs),
         volumes_bytes: bytes(&disk.volumes),
-        inodes: bounds::total(all.map(|taken| taken.inodes)),
+        files_bytes: disk.files.values().copied().sum::<Taken>().bytes,
+        inodes: disk.whole().inodes,
         ..PodUsage::default()
     }
 }
@@ -285,7 +323,35 @@ impl DiskUse for DiskView {
 
 #[cfg(test)]
 mod tests {
+    use beelet_model::disk::WritableFile;
+
     use super::*;
+
+    #[test]
+    fn the_largest_things_are_those_that_count_for_the_signal() {
+        let one = |name: &str, bytes, inodes| [(name.to_owned(), Taken { bytes, inodes })].into();
+        let disk = PodDisk {
+            volumes: one("scratch", 50, 9),
+            logs: one("main", 0, 1),
+            rootfs: one("main", 70, 2),
+            files: [(WritableFile::Hosts, Taken { bytes: 60, inodes: 1 })].into(),
+        };
+        let check = |signal, layout, expected: &str| {
+            let all = largest(&disk, signal, layout);
+            let all: Vec<String> = all.iter().map(|(name, amount)| format!("{name} {amount}")).collect();
+            assert_eq!(all.join(", "), expected, "{signal:?} {layout:?}");
+        };
+        let node = Signal::NodeFsAvailable;
+        let all = "writable layer of container main 70, /etc/hosts 60, volume scratch 50";
+        check(node, DiskLayout::Single, all);
+        check(node, DiskLayout::DedicatedImageFs, "/etc/hosts 60, volume scratch 50");
+        let rootfs = "writable layer of container main 70";
+        check(Signal::ImageFsAvailable, DiskLayout::DedicatedImageFs, rootfs);
+        let inodes =
+            "volume scratch 9, writable layer of container main 2, logs of container main 1, /etc/hosts 1";
+        check(Signal::NodeFsInodesFree, DiskLayout::Single, inodes);
+        check(Signal::MemoryAvailable, DiskLayout::Single, "");
+    }
 
     #[tokio::test(start_paused = true)]
     async fn what_was_measured_too_early_does_not_count() {

@@ -10,8 +10,9 @@
 //! hints that it is time to read again. One task decides whenever a number is new. It never waits: not for a
 //! pod's end, not for a collection of images, not for a number. What pods have on disk is measured anew once
 //! the disk is low, for a bounded time, before one is chosen. What it ended is remembered until it is gone,
-//! so that its memory isn't asked for twice; one that won't go is given up on, and others take its place. Who
-//! leaves gently, told by a soft threshold or by somebody else, is hastened by a hard one.
+//! so that its memory isn't asked for twice; one that won't go is given up on, and others take its place. A
+//! pod that leaves gently, by a soft threshold or because it was deleted, stands in a hard threshold's
+//! ranking with the others, and is hastened when its turn comes.
 //!
 //! Must never act on a pressure stall alone (a pod that thrashes at its own limit costs others nothing): only
 //! available amounts decide. Must never end a critical pod.
@@ -23,8 +24,10 @@ mod decide;
 mod disk;
 pub mod edges;
 mod error;
+mod files;
 pub mod gauges;
 mod local_storage;
+mod looks;
 pub mod machine;
 mod metrics;
 mod usage;
@@ -59,7 +62,7 @@ pub use self::{
     usage::PodUsages,
 };
 
-use self::{gauges::LatestReadings, usage::Survey};
+use self::{gauges::LatestReadings, looks::Looks, usage::Survey};
 use beelet_model::{pressure::Conditions, request::Request, table::PodTable};
 use beelet_state::events::NodeEvents;
 
@@ -149,8 +152,8 @@ struct Leaving {
     grace: Duration,
     /// By when it should be gone; later it is one that won't go.
     by: Instant,
-    /// What it used when it was told, and whenever it was looked at since; as long as it isn't overdue.
-    looks: Vec<(Instant, beelet_policy::eviction::PodUsage)>,
+    /// Its usage when it was told, and since; as long as it isn't overdue.
+    looks: Looks,
     /// It wasn't gone by then.
     overdue: bool,
     /// What the node had when it was told.

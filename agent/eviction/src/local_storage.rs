@@ -4,8 +4,9 @@
 //! Volumes are counted by the kernel where the file system has project quotas; otherwise, and logs always,
 //! they are measured by walks within a budget, of all pods in turn, a little of each at a time: one with ten
 //! million files makes nobody else's measurement late. A pod that is above its limit before its walk has
-//! ended goes at once. Writable layers are the runtime's to say. Must never act on a node's lack of space:
-//! that is eviction's, which asks for all pods to be measured anew before it chooses one.
+//! ended goes at once. Writable layers are the runtime's to say; files of the node that are mounted into
+//! containers are counted one by one. Must never act on a node's lack of space: that is eviction's, which
+//! asks for all pods to be measured anew before it chooses one.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -31,6 +32,7 @@ use tracing::{debug, info, warn};
 use super::{
     decide::IMMEDIATE,
     disk::DiskUsages,
+    files,
     metrics::Metrics,
     walk::{Budget, Measure},
 };
@@ -151,6 +153,8 @@ impl Layers {
 enum Part {
     Volume(String, PathBuf),
     Log(String, PathBuf),
+    /// All files of the node that containers of these names may write, in the pod's folder.
+    Files(PathBuf, Vec<String>),
 }
 
 impl Measuring {
@@ -191,16 +195,23 @@ impl Measuring {
         self.walk.is_none() && self.todo.is_empty()
     }
 
-    /// The walk that it takes; None where the kernel counts.
+    /// The walk that it takes; None where the kernel counts, or there are a few files only.
     fn begin(&mut self, part: Part) -> Option<(Part, Measure)> {
-        let (Part::Volume(_, path) | Part::Log(_, path)) = &part;
-        if let Part::Volume(..) = &part
-            && let Some(counted) = quota::measure(path)
-        {
-            self.record(&part, Taken { bytes: counted.bytes, inodes: counted.inodes });
-            return None;
-        }
-        let walk = Measure::new(path);
+        let walk = match &part {
+            Part::Volume(name, path) => match quota::measure(path) {
+                Some(counted) => {
+                    let taken = Taken { bytes: counted.bytes, inodes: counted.inodes };
+                    self.found.volumes.insert(name.clone(), taken);
+                    return None;
+                }
+                None => Measure::new(path),
+            },
+            Part::Log(_, path) => Measure::new(path),
+            Part::Files(folder, containers) => {
+                self.found.files = files::measure(folder, containers);
+                return None;
+            }
+        };
         Some((part, walk))
     }
 
@@ -208,6 +219,8 @@ impl Measuring {
         match part {
             Part::Volume(name, _) => self.found.volumes.insert(name.clone(), taken),
             Part::Log(name, _) => self.found.logs.insert(name.clone(), taken),
+            // They are never walked.
+            Part::Files(..) => None,
         };
     }
 }
@@ -322,10 +335,12 @@ impl LocalStorage {
         let logs = container_names(pod).map(|name| Part::Log(name.to_owned(), logs.join(name)));
         let volumes =
             empty_dirs(pod, &self.pods_dir).into_iter().map(|(name, path)| Part::Volume(name, path));
+        let names = container_names(pod).map(str::to_owned).collect();
+        let files = Part::Files(self.pods_dir.join(uid), names);
         Measuring {
             began: Instant::now(),
             found: PodDisk::default(),
-            todo: logs.chain(volumes).collect(),
+            todo: logs.chain(volumes).chain([files]).collect(),
             walk: None,
             layers_are_new: false,
         }
@@ -398,6 +413,7 @@ impl LocalStorage {
         let storage = PodStorage {
             volumes: disk.volumes.iter().map(|(name, taken)| (name.clone(), taken.bytes)).collect(),
             containers: container_names(pod).map(of_container).collect(),
+            files: disk.files.values().copied().sum::<Taken>().bytes,
         };
         let Ok(Some(violation)) = violation(pod, &storage) else {
             if ended {
@@ -480,6 +496,7 @@ fn container_id<'p>(pod: &'p core::Pod, name: &str) -> Option<&'p str> {
 
 #[cfg(test)]
 mod tests {
+    use beelet_model::disk::WritableFile;
     use serde_json::{Value, json};
 
     use super::*;
@@ -587,6 +604,30 @@ mod tests {
             node.round().await;
         }
         assert_eq!(node.asked_to_go(), ["a"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn files_that_are_mounted_into_containers_count_for_the_pod() {
+        let container =
+            |name: &str| json!({"name": name, "resources": {"limits": {"ephemeral-storage": "64Ki"}}});
+        for kind in WritableFile::ALL {
+            let mut node = Node::new();
+            let (limited, free) =
+                (json!({"containers": [container("c")]}), json!({"containers": [{"name": "c"}]}));
+            for (name, spec) in [("limited", limited), ("free", free)] {
+                let volumes = node.add(name, None, &spec);
+                let place = volumes.parent().unwrap().parent().unwrap().join(kind.place("c"));
+                let file = if kind == WritableFile::Hosts { place } else { place.join("3") };
+                std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+                std::fs::write(file, vec![1; 100 << 10]).unwrap();
+            }
+            while node.rounds.measured.len() < 2 {
+                node.round().await;
+            }
+            assert_eq!(node.asked_to_go(), ["limited"], "{kind:?}");
+            let used = node.storage.usages.of("free", None);
+            assert!(used.files_bytes >= 100 << 10 && used.inodes >= 2, "{used:?}");
+        }
     }
 
     #[tokio::test(start_paused = true)]

@@ -6,6 +6,7 @@ use std::{
 use beelet_policy::{
     cgroups::{CgroupConfig, CgroupVersion, NodeAmounts},
     eviction::{NodeCondition, Observation, Signal, ThresholdValue},
+    qos::{QosClass, qos_class},
     quantity::Quantity,
 };
 use futures::future::BoxFuture;
@@ -15,7 +16,7 @@ use serde_json::{Value, json};
 use super::{local_storage::ASKED, *};
 use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
 use beelet_model::{
-    disk::{PodDisk, Taken},
+    disk::{PodDisk, Taken, WritableFile},
     table::{PodEntry, PodName},
 };
 use beelet_state::events::Recorder;
@@ -194,16 +195,20 @@ impl Node {
             "status": { "phase": "Running" },
         }))
         .unwrap();
-        // All of them are BestEffort.
-        let folder = self.memory_of(name);
+        let class = match qos_class(&pod).unwrap() {
+            QosClass::Guaranteed => "",
+            QosClass::Burstable => "burstable/",
+            QosClass::BestEffort => "besteffort/",
+        };
+        let folder = self.dir.path().join(format!("memory/kubepods/{class}pod{name}"));
         std::fs::create_dir_all(&folder).unwrap();
-        std::fs::create_dir_all(self.dir.path().join(format!("cpu/kubepods/besteffort/pod{name}"))).unwrap();
+        std::fs::create_dir_all(self.dir.path().join(format!("cpu/kubepods/{class}pod{name}"))).unwrap();
         std::fs::write(folder.join("memory.usage_in_bytes"), (mib * MIB).to_string()).unwrap();
         std::fs::write(folder.join("memory.stat"), "total_inactive_file 0\n").unwrap();
         self.publish(pod);
     }
 
-    /// The memory cgroup of a pod.
+    /// The memory cgroup of a BestEffort pod.
     fn memory_of(&self, name: &str) -> PathBuf {
         self.dir.path().join(format!("memory/kubepods/besteffort/pod{name}"))
     }
@@ -448,6 +453,40 @@ async fn a_pod_that_is_deleted_counts_as_coming_and_is_hastened_by_a_hard_thresh
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_hard_threshold_hastens_no_more_deleted_pods_than_it_takes() {
+    let pods = [("a", json!({}), 60), ("b", json!({}), 80), ("c", json!({}), 70)];
+    let mut node = Node::start(hard(), &pods);
+    pods.iter().for_each(|(name, ..)| node.delete(name));
+    node.set(&node.memory, Shows::Mib(30));
+    let (name, grace, _) = node.evicted().await;
+    assert_eq!((name.as_str(), grace), ("b", 1));
+    assert_eq!(node.within(5).await, Vec::<String>::new(), "the others keep their grace");
+    node.gone("b");
+    node.set(&node.memory, Shows::Mib(110));
+    assert_eq!(node.within(30).await, Vec::<String>::new());
+    // Memory is low again: pods are looked at again.
+    node.set(&node.memory, Shows::Mib(90));
+    assert_eq!(node.within(5).await, ["c"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deleted_pod_below_its_request_keeps_its_grace_while_one_above_its_own_is_there() {
+    let amounts = json!({"cpu": "1", "memory": "500Mi"});
+    let container = json!({"name": "c", "resources": {"requests": amounts, "limits": amounts}});
+    let guaranteed = json!({"containers": [container]});
+    let mut node = Node::start(hard(), &[("deleted", guaranteed, 300), ("besteffort", json!({}), 200)]);
+    node.delete("deleted");
+    node.set(&node.memory, Shows::Mib(30));
+    let (name, grace, _) = node.evicted().await;
+    assert_eq!((name.as_str(), grace), ("besteffort", 1));
+    assert_eq!(node.within(5).await, Vec::<String>::new());
+    node.gone("besteffort");
+    // That was not enough.
+    node.set(&node.memory, Shows::Mib(60));
+    assert_eq!(node.within(5).await, ["deleted"]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn numbers_that_lie_or_vanish_cost_nobody_anything() {
     let mut node = Node::start(hard(), &three());
     for shows in
@@ -545,7 +584,27 @@ async fn nobody_goes_for_the_disk_by_what_was_measured_before_it_was_low() {
     for (name, mib) in [("nginx", 1), ("postgres", 0), ("redis", 0), ("writer", 400)] {
         node.measured(name, since, mib);
     }
-    assert_eq!(node.within(5).await, ["writer"], "it has what is missing, and was not known to");
+    let (name, _, message) = node.evicted().await;
+    assert_eq!(name, "writer", "it has what is missing, and was not known to");
+    assert!(message.ends_with("The pod's use of ephemeral-storage was: volume v 400Mi. "), "{message}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn files_that_are_mounted_into_containers_rank_a_pod_like_volumes() {
+    let mut node = Node::start(hard(), &four());
+    let mut asked = node.disks.asked();
+    node.set(&node.disk, Shows::Mib(50));
+    let since = node.asked(&mut asked).await;
+    for name in ["nginx", "postgres", "redis"] {
+        node.measured(name, since, 20);
+    }
+    let taken = Taken { bytes: 200 << 20, inodes: 1 };
+    let files = [(WritableFile::TerminationMessage, taken)].into();
+    node.disks.put("writer", since, PodDisk { files, ..PodDisk::default() });
+    let (name, _, message) = node.evicted().await;
+    assert_eq!(name, "writer");
+    assert!(message.contains("termination messages 200Mi"), "{message}");
+    assert_eq!(node.within(5).await, Vec::<String>::new());
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,7 +1,13 @@
 //! What a pod has on the node's disk.
 
-use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    iter::Sum,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
+use beelet_proto::cri;
 use jiff::Timestamp;
 
 /// Bytes on disk, and inodes.
@@ -13,6 +19,62 @@ pub struct Taken {
     pub inodes: u64,
 }
 
+impl Sum for Taken {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), |sum, one| Self {
+            bytes: sum.bytes.saturating_add(one.bytes),
+            inodes: sum.inodes.saturating_add(one.inodes),
+        })
+    }
+}
+
+/// A kind of plain file in a pod's folder that is mounted into containers, which may write to it. Both
+/// sides go by this list: a mount of such a file is made by [`Self::mount`] alone, and a measurement of a
+/// pod's disk has each of [`Self::ALL`] in it. A file that is mounted but not counted is room without a limit
+/// (CVE-2020-8557).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum WritableFile {
+    /// `/etc/hosts`, one for all containers.
+    Hosts,
+    /// The termination messages of a container's instances.
+    TerminationMessage,
+}
+
+impl WritableFile {
+    /// All kinds.
+    pub const ALL: [Self; 2] = [Self::Hosts, Self::TerminationMessage];
+
+    /// Its name in messages.
+    #[must_use]
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Hosts => "/etc/hosts",
+            Self::TerminationMessage => "termination messages",
+        }
+    }
+
+    /// Where those of a container are, below the pod's folder: a file, or a folder of files.
+    #[must_use]
+    pub fn place(self, container: &str) -> PathBuf {
+        match self {
+            Self::Hosts => PathBuf::from("etc-hosts"),
+            Self::TerminationMessage => Path::new("containers").join(container),
+        }
+    }
+
+    /// The mount of such a file, which is at `host_path` on the node.
+    #[must_use]
+    pub fn mount(self, host_path: &Path, container_path: &str, readonly: bool) -> cri::Mount {
+        cri::Mount {
+            container_path: container_path.to_owned(),
+            host_path: host_path.to_string_lossy().into_owned(),
+            readonly,
+            selinux_relabel: true,
+            ..Default::default()
+        }
+    }
+}
+
 /// What a pod has on disk, as last measured.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PodDisk {
@@ -22,6 +84,17 @@ pub struct PodDisk {
     pub logs: BTreeMap<String, Taken>,
     /// Writable layers by container.
     pub rootfs: BTreeMap<String, Taken>,
+    /// Files of the node that its containers may write.
+    pub files: BTreeMap<WritableFile, Taken>,
+}
+
+impl PodDisk {
+    /// All of it.
+    #[must_use]
+    pub fn whole(&self) -> Taken {
+        let by_name = self.volumes.values().chain(self.logs.values()).chain(self.rootfs.values());
+        by_name.chain(self.files.values()).copied().sum()
+    }
 }
 
 /// The room in a volume that has a file system, or a device, of its own; 0 where whoever was asked does not

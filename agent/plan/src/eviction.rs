@@ -95,6 +95,8 @@ struct Usage {
     #[serde(deserialize_with = "number::optional")]
     volumes_bytes: Option<u64>,
     #[serde(deserialize_with = "number::optional")]
+    files_bytes: Option<u64>,
+    #[serde(deserialize_with = "number::optional")]
     inodes: Option<u64>,
     #[serde(deserialize_with = "number::optional")]
     pids: Option<u64>,
@@ -107,6 +109,7 @@ impl From<&Usage> for PodUsage {
             rootfs_bytes: usage.rootfs_bytes.unwrap_or(0),
             logs_bytes: usage.logs_bytes.unwrap_or(0),
             volumes_bytes: usage.volumes_bytes.unwrap_or(0),
+            files_bytes: usage.files_bytes.unwrap_or(0),
             inodes: usage.inodes.unwrap_or(0),
             pids: usage.pids.unwrap_or(0),
         }
@@ -215,6 +218,7 @@ impl EvictionScenario {
                     .map_err(|error| error.under(&format!("pods[{i}].pod")))?,
                 priority: critical::priority(&given.pod),
                 critical: critical::is_critical(&given.pod),
+                leaving: false,
                 usage: given.usage.as_ref().map(PodUsage::from),
             });
         }

@@ -9,6 +9,7 @@ use k8s_openapi::api::core::v1 as core;
 
 use crate::error::FileError;
 use beelet_base::own_file;
+use beelet_model::disk::WritableFile;
 use beelet_model::pod::NodeFacts;
 use beelet_model::table::PodName;
 use beelet_spec::cri_config::HostName;
@@ -64,7 +65,7 @@ pub(super) fn write(
     let on_host = pod.spec.as_ref().and_then(|s| s.host_network) == Some(true);
     let of_host = if on_host { read_host()? } else { Vec::new() };
     let wanted = content(pod, pod_ips, &of_host, node);
-    let path = folder.join("etc-hosts");
+    let path = folder.join(WritableFile::Hosts.place(""));
     beelet_base::folder::make_folder(folder, beelet_base::folder::PRIVATE)?;
     let written = own_file::own(&path).and_then(|mut file| make_say(&mut file, &wanted));
     match written {
@@ -98,15 +99,13 @@ fn read_host() -> Result<Vec<u8>, FileError> {
     }
 }
 
-/// Its mount; None for a container that mounts something of its own there.
+/// Its mount, read-only where the container's root is; None for a container that mounts something of its own
+/// there.
 pub(super) fn mount(path: &Path, container: &core::Container) -> Option<cri::Mount> {
     let taken = container.volume_mounts.iter().flatten().any(|mount| mount.mount_path == IN_CONTAINER);
-    (!taken).then(|| cri::Mount {
-        container_path: IN_CONTAINER.to_owned(),
-        host_path: path.to_string_lossy().into_owned(),
-        selinux_relabel: true,
-        ..Default::default()
-    })
+    let context = container.security_context.as_ref();
+    let readonly = context.and_then(|context| context.read_only_root_filesystem) == Some(true);
+    (!taken).then(|| WritableFile::Hosts.mount(path, IN_CONTAINER, readonly))
 }
 
 #[cfg(test)]
@@ -169,5 +168,18 @@ mod tests {
         };
         assert!(mount(Path::new("/p/etc-hosts"), &container("/etc")).is_some());
         assert!(mount(Path::new("/p/etc-hosts"), &container("/etc/hosts")).is_none());
+    }
+
+    #[test]
+    fn the_file_is_read_only_where_the_containers_root_is() {
+        for (context, readonly) in [
+            (json!({}), false),
+            (json!({"readOnlyRootFilesystem": false}), false),
+            (json!({"readOnlyRootFilesystem": true}), true),
+        ] {
+            let container = json!({"name": "c", "securityContext": context});
+            let made = mount(Path::new("/p/etc-hosts"), &serde_json::from_value(container).unwrap());
+            assert_eq!(made.unwrap().readonly, readonly, "{context}");
+        }
     }
 }

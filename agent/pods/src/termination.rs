@@ -9,6 +9,7 @@ use k8s_openapi::api::core::v1 as core;
 
 use crate::error::FileError;
 use beelet_base::own_file;
+use beelet_model::disk::WritableFile;
 use beelet_model::labels;
 
 /// Most bytes of a message (`MaxContainerTerminationMessageLength`).
@@ -30,7 +31,7 @@ pub(super) fn prepare(
     if taken {
         return Ok(None);
     }
-    let folder = folder.join("containers").join(&container.name);
+    let folder = folder.join(WritableFile::TerminationMessage.place(&container.name));
     beelet_base::folder::make_folder(&folder, beelet_base::folder::PRIVATE)?;
     forget_older(&folder, attempt);
     let file = folder.join(attempt.to_string());
@@ -42,12 +43,7 @@ pub(super) fn prepare(
     if let Err(cause) = made {
         return Err(FileError::Write { path: file, cause });
     }
-    Ok(Some(cri::Mount {
-        container_path: path.to_owned(),
-        host_path: file.to_string_lossy().into_owned(),
-        selinux_relabel: true,
-        ..Default::default()
-    }))
+    Ok(Some(WritableFile::TerminationMessage.mount(&file, path, false)))
 }
 
 /// Removes the last words of all instances but the last one. Leaving one behind is harmless.

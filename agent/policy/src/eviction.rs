@@ -417,30 +417,66 @@ pub struct PodUsage {
     pub logs_bytes: u64,
     /// Volumes on the node's own disk.
     pub volumes_bytes: u64,
+    /// Files of the node that containers may write: `/etc/hosts`, termination messages.
+    pub files_bytes: u64,
     /// Inodes of all of these.
     pub inodes: u64,
     /// Processes.
     pub pids: u64,
 }
 
+/// A kind of what a pod has on disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DiskPart {
+    /// The containers' writable layers.
+    Rootfs,
+    /// The containers' logs.
+    Logs,
+    /// Volumes on the node's own disk.
+    Volumes,
+    /// Files of the node that containers may write.
+    Files,
+}
+
+impl DiskPart {
+    const ALL: &'static [Self] = &[Self::Rootfs, Self::Logs, Self::Volumes, Self::Files];
+
+    /// The kinds that count when the signal is low, which depends on what shares the filesystem that is full;
+    /// none where the signal is not about a disk.
+    #[must_use]
+    pub const fn counted(signal: Signal, layout: DiskLayout) -> &'static [Self] {
+        match (signal, layout) {
+            (Signal::PidAvailable | Signal::MemoryAvailable | Signal::AllocatableMemoryAvailable, _) => &[],
+            (signal, _) if signal.is_inodes() => Self::ALL,
+            (Signal::NodeFsAvailable, DiskLayout::DedicatedImageFs) => {
+                &[Self::Logs, Self::Volumes, Self::Files]
+            }
+            (_, DiskLayout::DedicatedImageFs) => &[Self::Rootfs],
+            (Signal::ImageFsAvailable, DiskLayout::SplitImageFs) => &[],
+            _ => Self::ALL,
+        }
+    }
+}
+
 impl PodUsage {
-    /// The usage that counts when the signal is low. Which bytes do depends on what shares the filesystem
-    /// that is full.
+    /// The usage that counts when the signal is low.
     #[must_use]
     pub fn of(&self, signal: Signal, layout: DiskLayout) -> Quantity {
-        let sum = |parts: &[u64]| {
-            parts.iter().map(|n| Quantity::from_units(i64::try_from(*n).unwrap_or(i64::MAX))).sum()
-        };
-        match (signal, layout) {
-            (Signal::PidAvailable, _) => sum(&[self.pids]),
-            (signal, _) if signal.is_memory() => sum(&[self.memory_working_set_bytes]),
-            (signal, _) if signal.is_inodes() => sum(&[self.inodes]),
-            (Signal::NodeFsAvailable, DiskLayout::DedicatedImageFs) => {
-                sum(&[self.logs_bytes, self.volumes_bytes])
-            }
-            (_, DiskLayout::DedicatedImageFs) => sum(&[self.rootfs_bytes]),
-            (Signal::ImageFsAvailable, DiskLayout::SplitImageFs) => Quantity::ZERO,
-            _ => sum(&[self.rootfs_bytes, self.logs_bytes, self.volumes_bytes]),
+        let units = |n: u64| Quantity::from_units(i64::try_from(n).unwrap_or(i64::MAX));
+        match signal {
+            Signal::PidAvailable => units(self.pids),
+            signal if signal.is_memory() => units(self.memory_working_set_bytes),
+            signal if signal.is_inodes() => units(self.inodes),
+            signal => DiskPart::counted(signal, layout).iter().map(|part| units(self.bytes_of(*part))).sum(),
+        }
+    }
+
+    const fn bytes_of(&self, part: DiskPart) -> u64 {
+        match part {
+            DiskPart::Rootfs => self.rootfs_bytes,
+            DiskPart::Logs => self.logs_bytes,
+            DiskPart::Volumes => self.volumes_bytes,
+            DiskPart::Files => self.files_bytes,
         }
     }
 }
@@ -454,40 +490,52 @@ pub struct Candidate<'a> {
     pub priority: i32,
     /// It is critical: it has its place in the ranking, but never goes.
     pub critical: bool,
+    /// The pod is on its way out already, and gently: deleted, or evicted under a soft threshold.
+    pub leaving: bool,
     /// What it uses; `None` if there are no statistics for it, in which case it goes first.
     pub usage: Option<PodUsage>,
 }
 
+impl Candidate<'_> {
+    /// Its usage, the request for what `signal` is about, and whether it is above that; `None` without
+    /// statistics. Requests for process ids don't exist.
+    fn against_request(&self, signal: Signal, layout: DiskLayout) -> Option<(Quantity, Quantity, bool)> {
+        let usage = self.usage.map(|usage| usage.of(signal, layout))?;
+        // With inodes the kubelet subtracts the request for bytes all the same: kept, the order is part of
+        // the contract.
+        let (limit, subtracted) = match signal {
+            Signal::PidAvailable => return Some((usage, Quantity::ZERO, false)),
+            signal if signal.is_memory() => (resources::MEMORY, resources::MEMORY),
+            signal if signal.is_inodes() => ("inodes", resources::EPHEMERAL_STORAGE),
+            _ => (resources::EPHEMERAL_STORAGE, resources::EPHEMERAL_STORAGE),
+        };
+        let request = self.demand.counted_request(subtracted);
+        let above = usage > if limit == subtracted { request } else { self.demand.counted_request(limit) };
+        Some((usage, request, above))
+    }
+}
+
 /// The pods' places in `pods`, first to go first.
 ///
-/// Memory and disk: pods without statistics, then those above their request, each group by priority, then by
-/// how far they are above. Process ids: by priority, then by how many they use. Ties keep the order of
-/// `pods`.
+/// Memory and disk: pods without statistics, then those above their request, each group by priority, then
+/// those on their way out, then by how far they are above. Process ids: by priority, then those on their way
+/// out, then by how many they use. Ties keep the order of `pods`.
 #[must_use]
 pub fn rank(signal: Signal, layout: DiskLayout, pods: &[Candidate<'_>]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..pods.len()).collect();
     if signal == Signal::PidAvailable {
         order.sort_by_cached_key(|i| {
             let pod = &pods[*i];
-            (pod.priority, pod.usage.map(|usage| Reverse(usage.pids)))
+            (pod.priority, !pod.leaving, pod.usage.map(|usage| Reverse(usage.pids)))
         });
         return order;
     }
-    // With inodes the kubelet subtracts the request for bytes all the same: kept, the order is part of the
-    // contract.
-    let (limit, subtracted) = match signal {
-        signal if signal.is_memory() => (resources::MEMORY, resources::MEMORY),
-        signal if signal.is_inodes() => ("inodes", resources::EPHEMERAL_STORAGE),
-        _ => (resources::EPHEMERAL_STORAGE, resources::EPHEMERAL_STORAGE),
-    };
     order.sort_by_cached_key(|i| {
         let pod = &pods[*i];
-        let Some(usage) = pod.usage.map(|usage| usage.of(signal, layout)) else {
-            return (false, false, pod.priority, Reverse(Quantity::ZERO));
+        let Some((usage, request, above)) = pod.against_request(signal, layout) else {
+            return (false, false, pod.priority, !pod.leaving, Reverse(Quantity::ZERO));
         };
-        let request = pod.demand.counted_request(subtracted);
-        let exceeds = usage > if limit == subtracted { request } else { pod.demand.counted_request(limit) };
-        (true, !exceeds, pod.priority, Reverse(usage.saturating_sub(request)))
+        (true, !above, pod.priority, !pod.leaving, Reverse(usage.saturating_sub(request)))
     });
     order
 }
@@ -534,6 +582,9 @@ pub fn has_come(expected: Quantity, from: Quantity, available: Quantity, missing
 /// without it. Where the pods can't free what is missing (it is held by something else), or one of them has
 /// no statistics, one goes at a time: of those worth it the first, else the first of all. Nobody does while
 /// another one is leaving: what that frees must be seen first.
+///
+/// A pod that leaves gently loses its grace period by being chosen. Below its request it never does so while
+/// a pod above its own, which would free something, stays.
 #[must_use]
 pub fn victims(
     signal: Signal,
@@ -563,11 +614,16 @@ pub fn victims(
         return first.filter(|_| !leaving).into_iter().collect();
     };
     worth.truncate(last + 1);
-    // Who gives least stays first.
+    let is_above = |i: usize| {
+        pods.get(i).and_then(|pod| pod.against_request(signal, layout)).is_some_and(|(.., above)| above)
+    };
+    let loses_grace = |i: usize| pods.get(i).is_some_and(|pod| pod.leaving) && !is_above(i);
+    // The pod that gives least stays first, but for those that would lose their grace.
     let mut by_amount: Vec<(usize, Quantity)> = worth.clone();
-    by_amount.sort_by_key(|(_, amount)| *amount);
+    by_amount.sort_by_key(|(i, amount)| (!loses_grace(*i), *amount));
     for (index, amount) in by_amount {
-        if worth.len() > 1 && freed.saturating_sub(amount) >= missing {
+        let comes_first = is_above(index) && worth.iter().any(|(i, _)| loses_grace(*i));
+        if worth.len() > 1 && !comes_first && freed.saturating_sub(amount) >= missing {
             freed = freed.saturating_sub(amount);
             worth.retain(|(i, _)| *i != index);
         }

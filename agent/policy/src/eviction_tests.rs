@@ -217,6 +217,7 @@ fn check_rank(signal: Signal, rows: &[Row], expectation: &str) {
             demand: PodDemand::read(pod).unwrap(),
             priority: *priority,
             critical: name.chars().all(char::is_uppercase),
+            leaving: name.starts_with("leaves"),
             usage: u64::try_from(*usage).ok().map(|n| PodUsage {
                 memory_working_set_bytes: n,
                 rootfs_bytes: n,
@@ -274,11 +275,68 @@ fn critical_pods_are_ranked_but_never_go() {
     check_rank(Signal::MemoryAvailable, &[("CRITICAL", 0, 0, 500)], "CRITICAL -> none");
 }
 
+#[test]
+fn those_on_their_way_out_come_first_among_equals() {
+    let rows = [
+        ("far above", 100, 0, 900),
+        ("leaves", 100, 0, 101),
+        ("leaves below", 100, 0, 99),
+        ("below", 100, 0, 100),
+        ("low", 100, -1, 101),
+        ("leaves high", 100, 1, 999),
+    ];
+    let expectation = "low leaves far above leaves high leaves below below -> low";
+    check_rank(Signal::MemoryAvailable, &rows, expectation);
+    check_rank(Signal::PidAvailable, &[("a", 0, 0, 9), ("leaves", 0, 0, 3)], "leaves a -> leaves");
+}
+
+/// Pods `(MiB requested, MiB in use, on its way out)` in any order; who goes for so much that is missing.
+fn chosen_of_leaving(pods: &[(i64, i64, bool)], missing: i64) -> Vec<usize> {
+    let made: Vec<Pod> = pods
+        .iter()
+        .map(|(request, ..)| {
+            let resources = json!({"requests": {"memory": request.to_string()}});
+            serde_json::from_value(json!({"spec": {"containers": [{"name": "c", "resources": resources}]}}))
+                .unwrap()
+        })
+        .collect();
+    let mut candidates = Vec::new();
+    for ((_, used, leaving), pod) in pods.iter().zip(&made) {
+        let bytes = u64::try_from(*used).unwrap();
+        candidates.push(Candidate {
+            demand: PodDemand::read(pod).unwrap(),
+            priority: 0,
+            critical: false,
+            leaving: *leaving,
+            usage: Some(PodUsage { memory_working_set_bytes: bytes, ..PodUsage::default() }),
+        });
+    }
+    let (signal, layout) = (Signal::MemoryAvailable, DiskLayout::Single);
+    victims(signal, layout, &rank(signal, layout, &candidates), &candidates, units(missing), false)
+}
+
+#[test]
+fn no_more_lose_their_grace_than_it_takes() {
+    // A drain: three databases below their requests.
+    let drained = [(500, 200, true), (500, 300, true), (500, 250, true)];
+    assert_eq!(chosen_of_leaving(&drained, 300), [1]);
+    assert_eq!(chosen_of_leaving(&drained, 301), [1, 2]);
+    // A pod above its request covers it.
+    assert_eq!(chosen_of_leaving(&[(500, 300, true), (0, 200, false)], 100), [1]);
+    // A pod above its request does not cover it, and so goes first, and not in its stead.
+    assert_eq!(chosen_of_leaving(&[(500, 300, true), (0, 50, false)], 100), [1, 0]);
+    // A pod that leaves above its request goes before others do.
+    assert_eq!(chosen_of_leaving(&[(0, 300, false), (0, 200, true)], 100), [1]);
+    // Next to nothing above the request is nothing.
+    assert_eq!(chosen_of_leaving(&[(500, 300, true), (0, 1, false)], 200), [0]);
+}
+
 fn candidates<'a>(pod: &'a Pod, pods: &[(i64, bool)]) -> Vec<Candidate<'a>> {
     let candidate = |(used, critical): &(i64, bool)| Candidate {
         demand: PodDemand::read(pod).unwrap(),
         priority: 0,
         critical: *critical,
+        leaving: false,
         usage: u64::try_from(*used)
             .ok()
             .map(|bytes| PodUsage { memory_working_set_bytes: bytes, ..PodUsage::default() }),
@@ -349,6 +407,7 @@ fn a_pod_that_fills_the_disk_goes_alone_whatever_the_others_have() {
             demand: PodDemand::read(&pod).unwrap(),
             priority: *priority,
             critical: false,
+            leaving: false,
             usage: Some(PodUsage { volumes_bytes: u64::try_from(*used).unwrap(), ..PodUsage::default() }),
         };
         let candidates: Vec<Candidate<'_>> = rows.iter().map(candidate).collect();
@@ -396,17 +455,23 @@ fn what_is_missing_includes_the_minimum_reclaim() {
 
 #[test]
 fn which_bytes_count_depends_on_the_disks() {
-    let usage = PodUsage { rootfs_bytes: 1, logs_bytes: 10, volumes_bytes: 100, ..PodUsage::default() };
+    let usage = PodUsage {
+        rootfs_bytes: 1,
+        logs_bytes: 10,
+        volumes_bytes: 100,
+        files_bytes: 1000,
+        ..PodUsage::default()
+    };
     let check = |signal, layout, expectation| {
         assert_eq!(usage.of(signal, layout), units(expectation), "{signal:?} {layout:?}");
     };
-    check(Signal::NodeFsAvailable, DiskLayout::Single, 111);
-    check(Signal::ImageFsAvailable, DiskLayout::Single, 111);
-    check(Signal::NodeFsAvailable, DiskLayout::DedicatedImageFs, 110);
+    check(Signal::NodeFsAvailable, DiskLayout::Single, 1111);
+    check(Signal::ImageFsAvailable, DiskLayout::Single, 1111);
+    check(Signal::NodeFsAvailable, DiskLayout::DedicatedImageFs, 1110);
     check(Signal::ImageFsAvailable, DiskLayout::DedicatedImageFs, 1);
     check(Signal::ContainerFsAvailable, DiskLayout::DedicatedImageFs, 1);
     check(Signal::ImageFsAvailable, DiskLayout::SplitImageFs, 0);
-    check(Signal::NodeFsAvailable, DiskLayout::SplitImageFs, 111);
+    check(Signal::NodeFsAvailable, DiskLayout::SplitImageFs, 1111);
 }
 
 proptest! {
@@ -420,6 +485,21 @@ proptest! {
     fn any_percentage_of_any_capacity_is_an_amount(percent in "[0-9]{1,3}([.][0-9]{0,9})?%", capacity: i64) {
         if let Ok(Some(value)) = ThresholdValue::threshold(&percent) {
             let _ = value.of(units(capacity));
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn nobody_loses_its_grace_below_its_request_while_one_above_its_own_stays(
+        pods in prop::collection::vec((0..1000_i64, 0..1000_i64, any::<bool>()), 1..12),
+        missing in 1..5000_i64,
+    ) {
+        let chosen = chosen_of_leaving(&pods, missing);
+        let is_above = |i: usize| pods[i].1 > pods[i].0;
+        if chosen.iter().any(|i| pods[*i].2 && !is_above(*i)) {
+            let stays = |i: &usize| is_above(*i) && !chosen.contains(i);
+            prop_assert!(!(0..pods.len()).any(|i| stays(&i) && is_worth_it(units(pods[i].1), units(missing))));
         }
     }
 }

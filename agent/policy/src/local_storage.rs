@@ -21,6 +21,8 @@ pub struct PodStorage {
     pub volumes: BTreeMap<String, u64>,
     /// Each container's writable layer and logs together.
     pub containers: BTreeMap<String, u64>,
+    /// The files of the node that its containers may write, together: `/etc/hosts`, termination messages.
+    pub files: u64,
 }
 
 /// A limit that a pod is above.
@@ -34,8 +36,8 @@ pub struct Violation {
 }
 
 /// The first limit that the pod is above: of an emptyDir volume, of the pod as a whole, of a container. The
-/// pod's own limit counts its volumes, its containers' writable layers and logs; it is the sum of the
-/// containers' limits, where all have one or some have.
+/// pod's own limit counts its volumes, its containers' writable layers and logs, and the node's files that
+/// they may write; it is the sum of the containers' limits, where all have one or some have.
 ///
 /// # Errors
 /// The path of the first amount in the pod that is not a quantity.
@@ -44,8 +46,8 @@ pub fn violation(pod: &Pod, storage: &PodStorage) -> Result<Option<Violation>, F
         return Ok(Some(found));
     }
     let limit = PodDemand::read(pod)?.limits().get(EPHEMERAL_STORAGE);
-    let used: Quantity =
-        storage.volumes.values().chain(storage.containers.values()).copied().map(bytes).sum();
+    let named = storage.volumes.values().chain(storage.containers.values()).copied();
+    let used: Quantity = named.chain([storage.files]).map(bytes).sum();
     if let Some(limit) = limit.filter(|limit| used > *limit) {
         let message = format!(
             "Pod ephemeral local storage usage exceeds the total limit of containers {}. ",
@@ -128,6 +130,7 @@ mod tests {
             ]
             .into(),
             containers: [("a".to_owned(), containers[0] << 20), ("b".to_owned(), containers[1] << 20)].into(),
+            files: 0,
         };
         let found = violation(&pod(), &storage).unwrap();
         let found = found.as_ref().map(|violation| (violation.signal, violation.message.trim_end()));
@@ -145,6 +148,19 @@ mod tests {
         let pod = "Pod ephemeral local storage usage exceeds the total limit of containers 100Mi.";
         check([5, 50], [20, 30], Some(("ephemeralpodfs.limit", pod)));
         check([5, 50], [20, 24], None);
+    }
+
+    #[test]
+    fn files_of_the_node_count_for_the_pod() {
+        let check = |files, expected| {
+            let storage =
+                PodStorage { files, volumes: [("w".to_owned(), 1)].into(), ..PodStorage::default() };
+            let found = violation(&pod(), &storage).unwrap();
+            assert_eq!(found.map(|found| found.signal), expected, "{files}");
+        };
+        check((100 << 20) - 1, None);
+        check(100 << 20, Some("ephemeralpodfs.limit"));
+        check(u64::MAX, Some("ephemeralpodfs.limit"));
     }
 
     #[test]

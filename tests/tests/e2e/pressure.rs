@@ -488,6 +488,7 @@ fn who_has_filled_the_disk_with_its_writable_layer_goes_alone() {
     node.apply(&manifests::pod("writer", &["/bin/sh", "-c", fill]));
     let writer = node.wait("writer", "to be evicted", |pod| pod.phase() == "Failed");
     assert_eq!(reason(&writer), "Evicted");
+    assert!(message(&writer).contains("was: writable layer of container main 1"), "{}", message(&writer));
     // The runtime frees the layer a while after the container is removed.
     let freed = || if stored.used() < 50 { Ok(()) } else { Err(format!("{} % used", stored.used())) };
     workdir::wait_for("the room to come free", PATIENCE, freed).unwrap();
@@ -642,4 +643,13 @@ fn a_pod_above_all_its_containers_limits_costs_itself_its_place() {
     require!(containerd);
     let words = "Pod ephemeral local storage usage exceeds the total limit of containers 8Mi. ";
     costs_its_place(&writer("of=/f", &["8Mi"]), "ephemeralpodfs.limit", words);
+}
+
+#[test]
+fn a_pod_that_fills_files_which_are_mounted_into_it_costs_itself_its_place() {
+    require!(containerd);
+    let words = "Pod ephemeral local storage usage exceeds the total limit of containers 8Mi. ";
+    for file in ["/etc/hosts", "/dev/termination-log"] {
+        costs_its_place(&writer(&format!("of={file}"), &["8Mi"]), "ephemeralpodfs.limit", words);
+    }
 }

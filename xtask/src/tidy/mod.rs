@@ -29,6 +29,11 @@ const UNSAFE: &[&str] =
 /// Folders that may use bpf(2), by whatever library.
 const BPF: &[&str] = &["agent/bpf/", "ebpf/", "tests/tests/kernel/", "tests/libbpf/"];
 
+/// Where mounts for containers are made: files of the node, whose list is what disks are measured by too;
+/// volumes; what device plugins ask for.
+const MOUNTS: &[&str] =
+    &["agent/model/src/disk.rs", "agent/volumes/src/lib.rs", "agent/devices/src/options.rs"];
+
 /// What a decision must not call: input, output, clocks, chance.
 const POLICY_FORBIDDEN: &[&str] = &[
     "std::fs",
@@ -149,6 +154,11 @@ fn check(file: &str, text: &str) -> Vec<Violation> {
         {
             say(number, "cgroup files have one writer, agent/cgroups: ask it for the path".to_owned());
         }
+        if !in_tests && within(&["agent/"]) && !within(MOUNTS) && code.contains("cri::Mount {") {
+            let message = "a file of the node that is mounted but counted on no disk is room without a limit: \
+                           model::disk::WritableFile";
+            say(number, message.to_owned());
+        }
         if file.starts_with("agent/policy/src/") && !in_tests {
             for name in POLICY_FORBIDDEN.iter().filter(|name| code.contains(**name)) {
                 say(number, format!("{name}: a decision is a pure function of its arguments"));
@@ -244,6 +254,9 @@ mod tests {
             "use k8s_openapi::List;\nlet x: Value = serde_json::from_slice(y);\n",
             &[],
         );
+        check("agent/pods/src/hosts.rs", "Some(cri::Mount { host_path, ..x })\n", &[1]);
+        check("agent/pods/src/hosts.rs", "fn mount() -> Option<cri::Mount> {\n", &[]);
+        check("agent/model/src/disk.rs", "cri::Mount { host_path, ..x }\n", &[]);
         check("agent/policy/src/probe.rs", "let now = Instant::now();\n", &[1]);
         check("agent/probes/src/lib.rs", "let now = Instant::now();\n", &[]);
         check("agent/src/lib.rs", &"x\n".repeat(LONGEST + 1), &[LONGEST + 1]);

@@ -2,7 +2,7 @@
 
 use jiff::Timestamp;
 
-use beelet_model::disk::{Places, PodDisk, Room, Taken, VolumeUse};
+use beelet_model::disk::{Places, PodDisk, Room, Taken, VolumeUse, WritableFile};
 use beelet_model::table::PodName;
 use beelet_stats::NodeStats;
 use beelet_stats::model::{
@@ -12,7 +12,12 @@ use beelet_stats::model::{
 
 fn disk() -> PodDisk {
     let one = |name: &str, bytes, inodes| [(name.to_owned(), Taken { bytes, inodes })].into();
-    PodDisk { volumes: one("cache", 100, 3), logs: one("app", 8192, 1), rootfs: one("app", 4096, 2) }
+    PodDisk {
+        volumes: one("cache", 100, 3),
+        logs: one("app", 8192, 1),
+        rootfs: one("app", 4096, 2),
+        files: [(WritableFile::Hosts, Taken { bytes: 1000, inodes: 1 })].into(),
+    }
 }
 
 pub(super) fn pressure() -> NodeStats {

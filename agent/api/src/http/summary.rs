@@ -394,7 +394,7 @@ fn pod(pod: &PodStats, sizes: &Sizes, at: &str) -> Pod {
         swap: pod.reading.as_ref().and_then(|reading| swap(reading, at)),
         io: stalls(|c| c.io_stalls).map(|psi| Io { time: at.to_owned(), psi }),
         volumes: volumes(pod, sizes),
-        ephemeral_storage: disk.zip(sizes.node.as_ref()).map(|(disk, fs)| fs.of(whole(disk))),
+        ephemeral_storage: disk.zip(sizes.node.as_ref()).map(|(disk, fs)| fs.of(disk.whole())),
     }
 }
 
@@ -419,15 +419,6 @@ fn volumes(pod: &PodStats, sizes: &Sizes) -> Vec<Volume> {
         volume_health_stats: found.abnormal.map(|abnormal| VolumeHealth { abnormal }),
     });
     own.chain(others).collect()
-}
-
-/// All that a pod has on disk.
-fn whole(disk: &PodDisk) -> Taken {
-    let all = disk.volumes.values().chain(disk.logs.values()).chain(disk.rootfs.values());
-    all.fold(Taken::default(), |sum, one| Taken {
-        bytes: sum.bytes.saturating_add(one.bytes),
-        inodes: sum.inodes.saturating_add(one.inodes),
-    })
 }
 
 fn swap(reading: &Reading, at: &str) -> Option<Swap> {
@@ -597,7 +588,7 @@ mod tests {
             "inodesUsed": 0, "volumeHealthStats": {"abnormal": false},
         });
         assert_eq!(pod["volume"][1], claimed);
-        check(&pod["ephemeral-storage"], 12_388, 6);
+        check(&pod["ephemeral-storage"], 13_388, 7);
         check(&node["runtime"]["imageFs"], 1 << 20, 40);
         assert_eq!(node["swap"]["swapUsageBytes"], 6);
         assert_eq!(node["swap"]["swapAvailableBytes"], 4);
