@@ -148,9 +148,12 @@ fn listed(pids: &[u32]) -> String {
 fn hint(error: &io::Error, path: &Path) -> &'static str {
     let file = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     match (error.kind(), file) {
-        (io::ErrorKind::PermissionDenied, _) => " (beelet must be root, and cgroups mounted writable)",
+        (io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem, _) => {
+            " (beelet must be root, and cgroups mounted writable)"
+        }
         (io::ErrorKind::ResourceBusy, "cgroup.subtree_control") => {
-            " (a cgroup with processes of its own cannot have controllers for its children: move them into a child)"
+            " (a cgroup with processes of its own cannot have controllers for its children: make one below it, and \
+             write each line of its cgroup.procs into that one's)"
         }
         (io::ErrorKind::ResourceBusy, "memory.limit_in_bytes") => {
             " (more than that is in use and cannot be reclaimed)"

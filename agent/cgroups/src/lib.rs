@@ -245,7 +245,7 @@ impl Cgroups {
                     }
                     // With slices: what is left to do is to pass controllers down that systemd knows nothing
                     // of.
-                    tree::make(hierarchy, &relative, &self.store)?;
+                    tree::make(hierarchy, self.version(), &relative, &self.store)?;
                 }
             }
             let report = write::all(self, cgroups, Adjust::All);

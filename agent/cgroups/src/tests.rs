@@ -69,6 +69,28 @@ fn v2_controllers_are_passed_down_and_values_written() {
     }
 }
 
+/// A directory in the place of a file can't be written, as root can everything else.
+fn refuse_controllers(cgroups: &Cgroups) {
+    let unified = cgroups.hierarchies().iter().find(|hierarchy| hierarchy.is_v2).unwrap();
+    let file = unified.mount.join("cgroup.subtree_control");
+    fs::write(unified.mount.join("cgroup.controllers"), "hugetlb\n").unwrap();
+    fs::remove_file(&file).unwrap();
+    fs::create_dir(&file).unwrap();
+}
+
+#[test]
+fn on_a_hybrid_machine_nothing_is_asked_of_the_controllers_of_cgroup2() {
+    let dir = TempDir::new().unwrap();
+    let (v1, v2) = (fake_v1(&dir), fake_v2(&dir));
+    let hierarchies = v1.hierarchies().iter().chain(v2.hierarchies()).cloned().collect();
+    let layout = Layout { version: Version::Hybrid, hierarchies };
+    let hybrid = Cgroups::with_layout(layout, "/test").unwrap();
+    refuse_controllers(&hybrid);
+    hybrid.ensure("/kubepods/podg", &Files::new()).unwrap();
+    let error = v2.ensure("/kubepods/podg", &Files::new()).unwrap_err();
+    assert!(error.to_string().contains("cgroup.subtree_control"), "{error}");
+}
+
 #[test]
 fn a_root_that_is_missing_where_cpu_and_memory_are_is_refused_by_its_name() {
     let dir = TempDir::new().unwrap();

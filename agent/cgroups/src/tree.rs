@@ -11,18 +11,24 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::layout::Hierarchy;
+use super::layout::{Hierarchy, Version};
 use super::{CgroupError, Store, is_gone};
 use beelet_base::walk::{Walk, WalkStep};
 
 /// Controllers that are passed down to pods on version 2, where the kernel has them.
 const PASSED_DOWN: [&str; 6] = ["cpu", "cpuset", "hugetlb", "io", "memory", "pids"];
 
-/// Makes `relative` and what is missing above it, ready for its controllers.
-pub(super) fn make(hierarchy: &Hierarchy, relative: &Path, store: &Store) -> Result<(), CgroupError> {
+/// Makes `relative` and what is missing above it, ready for its controllers: on a hybrid machine those are
+/// all version 1's, and nothing is asked of cgroup2.
+pub(super) fn make(
+    hierarchy: &Hierarchy,
+    version: Version,
+    relative: &Path,
+    store: &Store,
+) -> Result<(), CgroupError> {
     let mut parent = hierarchy.mount.clone();
     for name in relative.components() {
-        if hierarchy.is_v2 {
+        if version == Version::V2 {
             pass_down(&parent)?;
         }
         let child = parent.join(name);

@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -105,8 +106,9 @@ pub(super) fn programs(config: &Config, costs: bool) -> (Vec<Finding>, Costs) {
         Ok(sandbox) => sandbox,
         Err(error) => {
             let consequence = "whether BPF programs attach is not known";
+            let remedy = error.remedy();
             return (
-                vec![Finding::degraded("BPF", error, consequence, "run the doctor as root")],
+                vec![Finding::degraded("BPF", error.to_string(), consequence, remedy)],
                 Costs::default(),
             );
         }
@@ -198,18 +200,41 @@ struct Sandbox {
     bpffs: PathBuf,
 }
 
+/// Why programs can't be tried.
+#[derive(Debug, thiserror::Error)]
+enum SandboxError {
+    /// The check of cgroups says why.
+    #[error("no cgroup can be made to try programs in")]
+    NoCgroup,
+    #[error("there is no cgroup2 hierarchy to attach programs to")]
+    NoCgroup2,
+    #[error("{}: {error}", .folder.display())]
+    Folder { folder: PathBuf, error: io::Error },
+}
+
+impl SandboxError {
+    fn remedy(&self) -> &'static str {
+        match self {
+            _ if !rustix::process::geteuid().is_root() => "run the doctor as root",
+            Self::NoCgroup => "what is said of cgroups above",
+            Self::NoCgroup2 => "mount -t cgroup2 none /sys/fs/cgroup/unified",
+            Self::Folder { .. } => "make that a folder that can be written, or set TMPDIR to one",
+        }
+    }
+}
+
 impl Sandbox {
-    fn new(config: &Config) -> Result<Self, String> {
+    fn new(config: &Config) -> Result<Self, SandboxError> {
         let name = format!("beelet-doctor-{}", std::process::id());
         let cgroups = Cgroups::discover(&config.cgroup_root, CgroupDriver::Cgroupfs)
-            .map_err(|error| error.to_string())?;
+            .map_err(|_| SandboxError::NoCgroup)?;
         let cgroup = format!("/{name}");
-        let cgroup2 =
-            cgroups.cgroup2_path(&cgroup).ok_or("there is no cgroup2 hierarchy to attach programs to")?;
+        let cgroup2 = cgroups.cgroup2_path(&cgroup).ok_or(SandboxError::NoCgroup2)?;
         let bpffs = std::env::temp_dir().join(&name);
         let sandbox = Self { cgroups, cgroup, cgroup2, bpffs };
-        sandbox.cgroups.ensure(&sandbox.cgroup, &Files::new()).map_err(|error| error.to_string())?;
-        fs::create_dir(&sandbox.bpffs).map_err(|error| format!("{}: {error}", sandbox.bpffs.display()))?;
+        sandbox.cgroups.ensure(&sandbox.cgroup, &Files::new()).map_err(|_| SandboxError::NoCgroup)?;
+        fs::create_dir(&sandbox.bpffs)
+            .map_err(|error| SandboxError::Folder { folder: sandbox.bpffs.clone(), error })?;
         Ok(sandbox)
     }
 
