@@ -1,6 +1,6 @@
 //! `beelet run`: the agent itself.
 
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -160,8 +160,25 @@ pub(crate) fn print_faults(faults: &ConfigFaults, with_warnings: bool) {
 pub(crate) fn end(ran: anyhow::Result<()>) -> ExitCode {
     match ran {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => failed(&error),
+        Err(error) => {
+            let code = failed(&error);
+            if is_denied(&error) && !rustix::process::geteuid().is_root() {
+                eprintln!(
+                    "the agent must be root: start it as root, or by its unit (`systemctl start beelet`)"
+                );
+            }
+            code
+        }
     }
+}
+
+/// Returns true if the system refused something to this user.
+fn is_denied(error: &anyhow::Error) -> bool {
+    let denied = |cause: &(dyn std::error::Error + 'static)| {
+        let kind = cause.downcast_ref::<io::Error>().map(io::Error::kind);
+        kind == Some(io::ErrorKind::PermissionDenied) || cause.to_string().contains("Permission denied")
+    };
+    error.chain().any(denied)
 }
 
 /// Runs a node until it is told to stop.
@@ -205,9 +222,9 @@ pub(crate) fn start_logging(format: LogFormat, verbose: u8, spans: Option<(&Trac
         _ => EnvFilter::new(directives(verbose)),
     };
     let (filter, handle) = reload::Layer::new(filter);
-    let lines = tracing_subscriber::fmt::layer::<Registry>().with_writer(std::io::stderr);
+    let lines = tracing_subscriber::fmt::layer::<Registry>().with_writer(io::stderr);
     let lines = match format {
-        LogFormat::Text => lines.with_ansi(std::io::stderr().is_terminal()).with_target(verbose > 0).boxed(),
+        LogFormat::Text => lines.with_ansi(io::stderr().is_terminal()).with_target(verbose > 0).boxed(),
         LogFormat::Json => lines.json().flatten_event(true).boxed(),
     };
     let spans = spans.filter(|(tracing, _)| tracing.per_million > 0);

@@ -173,6 +173,34 @@ fn exit_code(code: i32) -> ExitCode {
 
 /// Prints `error: …` with all its causes, and is the exit code for it.
 pub fn failed(error: &anyhow::Error) -> ExitCode {
-    eprintln!("error: {}", plain::lines(&format!("{error:#}")));
+    eprintln!("error: {}", plain::lines(&with_causes(error)));
     ExitCode::FAILURE
+}
+
+/// A sentence with its causes behind it, those that it does not name itself.
+fn with_causes(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).fold(String::new(), |said, cause| match said.as_str() {
+        "" => cause,
+        known if known.contains(&cause) => said,
+        known => format!("{known}: {cause}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context as _;
+
+    use super::*;
+
+    #[test]
+    fn a_cause_that_the_sentence_names_is_not_said_again() {
+        let denied = || io::Error::from_raw_os_error(13);
+        let lock =
+            beelet_base::lock::LockError::Io { what: "it".into(), path: "/x".into(), source: denied() };
+        let said = with_causes(&anyhow::Error::new(lock).context("cannot start"));
+        assert_eq!(said.matches("os error 13").count(), 1, "{said}");
+        assert!(said.starts_with("cannot start: it cannot be locked: /x: "), "{said}");
+        let plain = Err::<(), _>(denied()).context("cannot look").unwrap_err();
+        assert_eq!(with_causes(&plain), "cannot look: Permission denied (os error 13)");
+    }
 }

@@ -349,7 +349,10 @@ impl Exits {
     /// The kernel's word is worth something only while it tells of every exit.
     fn check_trust(&mut self) {
         if self.unheard.values().any(|since| since.elapsed() > SILENCE) {
-            warn!("containers ended and the kernel did not tell; exits are looked for by relist again");
+            warn!(
+                "the runtime no longer has containers whose end the kernel did not report (the death of a runtime or of \
+                 its shims does that); ends are looked for by relist again"
+            );
             self.parts.pace.set_kernel(false);
             self.unheard.clear();
         }

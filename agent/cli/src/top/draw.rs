@@ -33,8 +33,8 @@ pub(super) fn draw(app: &mut App, frame: &mut Frame<'_>) {
     app.page = usize::from(table.height.saturating_sub(1));
     app.scroll();
     draw_head(app, frame, head);
-    draw_table(app, frame, table);
-    draw_foot(app, frame, foot);
+    let left_out = draw_table(app, frame, table);
+    draw_foot(app, &left_out, frame, foot);
     if app.help {
         draw_help(app, frame);
     }
@@ -140,7 +140,8 @@ fn width(line: &Line<'_>) -> u16 {
     u16::try_from(line.width()).unwrap_or(u16::MAX)
 }
 
-fn draw_table(app: &App, frame: &mut Frame<'_>, area: Rect) {
+/// Draws the table; the titles of the columns that it has no room for.
+fn draw_table(app: &App, frame: &mut Frame<'_>, area: Rect) -> Vec<&'static str> {
     let longest = app.rows.iter().map(|row| label(row).chars().count()).max().unwrap_or(0);
     let longest = u16::try_from(longest).unwrap_or(u16::MAX).clamp(NAME.0, NAME.1);
     // Three tenths of the screen are enough for names, where numbers would be left out for them.
@@ -152,6 +153,12 @@ fn draw_table(app: &App, frame: &mut Frame<'_>, area: Rect) {
         Some(rest) => (longest, rest),
         None => (free, 0),
     };
+    let wide = fitting(u16::MAX, longest, by_kernel).into_iter().map(|info| info.title);
+    let is_shown = |title: &&str| columns.iter().any(|info| info.title == *title);
+    let mut left_out: Vec<&'static str> = wide.filter(|title| !is_shown(title)).collect();
+    if state == 0 {
+        left_out.push(Column::State.title());
+    }
     let longest_trend = u16::try_from(TREND).unwrap_or(TREND_WIDTH) - TREND_WIDTH;
     let more = state.saturating_sub(ENOUGH_STATE).min(longest_trend);
     let shape = Shape { columns, name, state: state - more, trend: TREND_WIDTH + more };
@@ -167,6 +174,7 @@ fn draw_table(app: &App, frame: &mut Frame<'_>, area: Rect) {
             if app.view.filter.is_empty() { "no pods" } else { "nothing matches the filter; Esc clears it" };
         frame.render_widget(Span::styled(why, FAINT), line(1));
     }
+    left_out
 }
 
 /// What is shown, and how wide the parts are that have no width of their own.
@@ -208,7 +216,12 @@ fn row_line(row: &Row, shape: &Shape, selected: bool) -> Line<'static> {
         if info.column == Column::Trend {
             text = sparkline(&row.trend, usize::from(shape.trend));
         }
-        let style = if info.column == Column::Trend { Style::new().fg(Color::Cyan) } else { style(heat) };
+        let style = match info.column {
+            // Reversed, a colour would fill the cell whatever is in it.
+            Column::Trend if selected => Style::new(),
+            Column::Trend => Style::new().fg(Color::Cyan),
+            _ => style(heat),
+        };
         spans.push(Span::styled(format!(" {text:>width$}", width = shape.width(info)), style));
     }
     if shape.state > 0 {
@@ -254,7 +267,7 @@ fn style(heat: Heat) -> Style {
 }
 
 /// One line for the row under the cursor, one for the keys.
-fn draw_foot(app: &App, frame: &mut Frame<'_>, area: Rect) {
+fn draw_foot(app: &App, left_out: &[&str], frame: &mut Frame<'_>, area: Rect) {
     let first = Rect { height: 1, ..area };
     let second = Rect { y: area.y + 1, height: 1, ..area };
     if let Some((why, since)) = &app.trouble {
@@ -290,7 +303,21 @@ fn draw_foot(app: &App, frame: &mut Frame<'_>, area: Rect) {
             Span::styled(format!(" {what}  "), FAINT),
         ]
     });
-    frame.render_widget(Line::from_iter(spans), second);
+    let keys = Line::from_iter(spans);
+    let room = area.width.saturating_sub(width(&keys));
+    let hint = no_room_for(left_out, usize::from(room));
+    frame.render_widget(keys, second);
+    let taken = u16::try_from(hint.chars().count()).unwrap_or(u16::MAX).min(area.width);
+    let end = Rect { x: area.x + area.width - taken, width: taken, ..second };
+    frame.render_widget(Span::styled(hint, FAINT), end);
+}
+
+/// What a wider screen would show, in as many words as there is room for.
+fn no_room_for(left_out: &[&str], room: usize) -> String {
+    let names = format!("no room for {}", left_out.join(" "));
+    let number = format!("no room for {}", count(left_out.len(), "column"));
+    let fits = |text: &String| !left_out.is_empty() && text.chars().count() <= room;
+    [names, number].into_iter().find(fits).unwrap_or_default()
 }
 
 /// What the table has no room for.
@@ -430,6 +457,30 @@ mod tests {
         }
         assert!(lines[5].starts_with("▸ shop/a-pod-with-a-very-long-name-node-1 "), "{text}");
         assert!(lines[5].contains("Running  ContainersNotReady"), "{text}");
+    }
+
+    #[test]
+    fn what_there_is_no_room_for_is_said_at_the_foot() {
+        let foot = |width: u16| screen(&mut app(), width, 24)[23].clone();
+        assert!(foot(110).contains("  no room for "), "{}", foot(110));
+        assert!(foot(80).ends_with("w window"), "{}", foot(80));
+        assert!(!foot(200).contains("no room"), "{}", foot(200));
+        assert_eq!(no_room_for(&["AGE", "STATE"], 21), "no room for AGE STATE");
+        assert_eq!(no_room_for(&["AGE", "STATE"], 20), "");
+        assert_eq!(no_room_for(&["RX/s", "TX/s", "AGE", "STATE"], 22), "no room for 4 columns");
+        assert_eq!(no_room_for(&[], 99), "");
+    }
+
+    #[test]
+    fn a_trend_of_nothing_is_no_block_of_colour_in_the_row_that_is_selected() {
+        let mut app = app();
+        let mut terminal = Terminal::new(TestBackend::new(200, 24)).unwrap();
+        terminal.draw(|frame| draw(&mut app, frame)).unwrap();
+        let buffer = terminal.backend().buffer();
+        let selected = (0..200).map(|x| &buffer[(x, 4)]);
+        let coloured = selected.filter(|cell| cell.symbol() == " " && cell.fg == Color::Cyan).count();
+        assert_eq!(coloured, 0);
+        assert!(buffer[(0, 4)].modifier.contains(Modifier::REVERSED), "it is another row");
     }
 
     #[test]
