@@ -99,7 +99,7 @@ impl Node for NodeService {
             return Err(Status::unavailable(format!("what runs here is not known yet: {notice}")));
         }
         let encode = move || {
-            let pods = table.pods.iter().map(|(name, entry)| encode_pod(name, entry)).collect();
+            let pods = table.shown().map(|(name, entry)| encode_pod(name, entry)).collect();
             proto::ListPodsResponse { pods, rejected: encode_rejected(&table.rejected), notice }
         };
         let encoded = tokio::task::spawn_blocking(encode).await;
@@ -211,7 +211,7 @@ impl Watcher {
     }
 
     fn next_of(&mut self, name: &PodName) -> Option<proto::PodEvent> {
-        let now = self.pods.borrow().pods.get(name).cloned();
+        let now = self.pods.borrow().pods.get(name).filter(|entry| !entry.abandoned).cloned();
         let sent = self.sent.get(name).cloned();
         let (kind, entry) = match (now, sent) {
             (Some(now), Some(sent)) if Arc::ptr_eq(&now, &sent) => return None,

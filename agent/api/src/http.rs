@@ -185,7 +185,7 @@ async fn pods(State(state): State<ApiState>) -> Response {
     let table = Arc::clone(&state.pods.borrow());
     // Thousands of pods are megabytes of text: not on a thread that others' timers need.
     let encoded = tokio::task::spawn_blocking(move || {
-        beelet_codec::list::<Pod>(table.pods.values().map(|entry| &entry.pod)).to_string()
+        beelet_codec::list::<Pod>(table.shown().map(|(_, entry)| &entry.pod)).to_string()
     });
     match encoded.await {
         Ok(body) => ([(header::CONTENT_TYPE, "application/json")], body).into_response(),

@@ -1,5 +1,6 @@
 //! `beelet delete`: manifests out of the agent's folder, and for pods the wait until they are gone.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -13,7 +14,10 @@ use super::files::{self, Manifest};
 use super::until::{self, Target, Wanted};
 use super::{USAGE, code, complete, finish, plain};
 use beelet_client::Client;
-use beelet_model::table::PodName;
+use beelet_model::table::{PodEntry, PodName};
+
+/// How much longer than their grace period pods are waited for.
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Arguments of `beelet delete`.
 ///
@@ -53,7 +57,11 @@ pub struct DeleteArgs {
     /// Come back at once, not when the pods are gone.
     #[arg(long)]
     no_wait: bool,
-    /// Wait at most so long (`90s`, `5m`).
+    /// Give pods no time to end, do not wait, and show them no more. What the runtime cannot stop stays the
+    /// agent's, which goes on to stop it; a new pod of the name has to wait for that.
+    #[arg(long, conflicts_with_all = ["grace_period", "timeout"])]
+    force: bool,
+    /// Wait at most so long (`90s`, `5m`); else for two minutes longer than the pods get to end.
     #[arg(long, value_name = "TIME", value_parser = until::duration, conflicts_with = "no_wait")]
     timeout: Option<Duration>,
     #[command(flatten)]
@@ -121,46 +129,86 @@ async fn delete(args: &DeleteArgs, given: Vec<Manifest>) -> anyhow::Result<bool>
     if objects.is_empty() {
         eprintln!("No objects found.");
     }
-    let (mut targets, mut all) = (Vec::new(), true);
+    let graces = graces(args, &mut client).await;
+    let (mut going, mut all) = (BTreeMap::new(), true);
     for object in objects {
         match delete_one(args, &object, &mut client).await {
-            Ok(target) => targets.extend(target),
+            Ok(one) => going.extend(one.map(|one| (one.target.name.clone(), one))),
             Err(error) => {
                 all = false;
                 eprintln!("error: {}", plain::line(&error.to_string()));
             }
         }
     }
-    if args.no_wait || targets.is_empty() {
+    if going.is_empty() {
         return Ok(all);
     }
-    let waited = until::wait(&mut client, &targets, &Wanted::Deleted, args.timeout, |_| {}).await?;
+    let longest = going.keys().filter_map(|name| graces.get(name)).max().copied().unwrap_or_default();
+    let timeout = args.timeout.unwrap_or(longest.saturating_add(PATIENCE));
+    let targets: Vec<Target> = going.values().map(|one| one.target.clone()).collect();
+    let met = |name: &PodName| {
+        if let Some(one) = going.get(name) {
+            println!("{}", one.sentence);
+        }
+    };
+    let waited = until::wait(&mut client, &targets, &Wanted::Deleted, Some(timeout), met).await?;
     if waited.missed.is_empty() {
         return Ok(all);
     }
-    let names: Vec<String> = waited.missed.iter().map(|target| target.name.to_string()).collect();
-    let seconds = args.timeout.unwrap_or_default().as_secs();
-    bail!("not gone within {seconds} s, and still being stopped: {}", names.join(", "))
+    for reason in waited.reasons(&mut client).await? {
+        eprintln!("error: not gone within {} s: {}", timeout.as_secs(), plain::line(&reason));
+    }
+    bail!(
+        "the agent goes on to stop what is left: `beelet events` tells how, `beelet wait POD --for=deleted` waits for it, \
+         and --force takes a pod out of view"
+    )
 }
 
-/// Takes one object's manifest out; the pod that goes with it, if it is a pod's.
+/// What pods get to end by themselves. Of an agent that does not know its pods yet, nothing.
+async fn graces(args: &DeleteArgs, client: &mut Client) -> BTreeMap<PodName, Duration> {
+    let Ok((table, _)) = client.pods().await else { return BTreeMap::new() };
+    let given = args.grace_period.map(Duration::from_secs);
+    let grace = |entry: &PodEntry| given.unwrap_or_else(|| beelet_model::pod::grace_period(&entry.pod));
+    table.pods.iter().map(|(name, entry)| (name.clone(), grace(entry))).collect()
+}
+
+/// A pod whose manifest is taken out, and the line for it once it is gone.
+struct Going {
+    target: Target,
+    sentence: String,
+}
+
+/// Takes one object's manifest out; the pod that goes with it, if it is a pod's and waited for.
 async fn delete_one(
     args: &DeleteArgs,
     object: &Object,
     client: &mut Client,
-) -> anyhow::Result<Option<Target>> {
+) -> anyhow::Result<Option<Going>> {
     let request = proto::DeleteRequest {
         kind: object.kind.clone(),
         namespace: object.namespace.clone(),
         name: object.name.clone(),
         keep_manifest: args.keep_manifest,
-        grace_seconds: args.grace_period,
+        grace_seconds: if args.force { Some(0) } else { args.grace_period },
+        force: args.force,
     };
     let deleted = client.delete(request).await?;
     let kind = object.kind.to_lowercase();
-    match deleted.kept.as_str() {
-        "" => println!("{kind}/{} deleted ({} removed)", deleted.name, deleted.file),
-        kept => println!("{kind}/{} deleted (its manifest is {kept} now)", deleted.name),
+    let file = match (deleted.kept.as_str(), deleted.file.as_str()) {
+        ("", "") => "its manifest was removed before".to_owned(),
+        ("", file) => format!("{file} removed"),
+        (kept, _) => format!("its manifest is {kept} now"),
+    };
+    let is_pod = !deleted.uid.is_empty();
+    let how = match (args.force && is_pod, args.no_wait && is_pod) {
+        (true, _) => "deleted by force, and its containers may run until the agent has stopped them",
+        (_, true) => "is being deleted",
+        (false, false) => "deleted",
+    };
+    let sentence = plain::line(&format!("{kind}/{} {how} ({file})", deleted.name)).into_owned();
+    let is_waited_for = is_pod && !args.no_wait && !args.force;
+    if !is_waited_for {
+        println!("{sentence}");
     }
     if !deleted.used_by.is_empty() {
         let pods = deleted.used_by.join(", ");
@@ -170,7 +218,7 @@ async fn delete_one(
         );
     }
     let name = PodName { namespace: object.namespace.clone(), name: deleted.name };
-    Ok((!deleted.uid.is_empty()).then_some(Target { name, uid: deleted.uid }))
+    Ok(is_waited_for.then_some(Going { target: Target { name, uid: deleted.uid }, sentence }))
 }
 
 /// What is to be deleted.

@@ -1,5 +1,6 @@
 //! Waiting until pods are as they are wanted: for `beelet wait`, `apply --wait` and `delete`.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
@@ -9,10 +10,13 @@ use beelet_model::labels::ANNOTATION_HASH;
 use beelet_model::status::has_ended;
 use beelet_model::table::{PodEntry, PodName, PodTable};
 use jiff::Timestamp;
-use tokio::time::Instant;
+use tokio::time::{Instant, interval_at};
 
-use super::why::Warnings;
+use super::{plain, why::Warnings};
 use beelet_client::{Client, Event};
+
+/// How often it is looked why pods are not gone yet.
+const LOOKS: Duration = Duration::from_secs(3);
 
 /// How a pod is wanted.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -153,10 +157,15 @@ pub(crate) async fn wait(
     let mut watch = client.watch().await?;
     let mut waited = Waited { missed: targets.to_vec(), ..Waited::default() };
     let mut is_synced = false;
+    let (mut looks, mut told) = (interval_at(Instant::now() + LOOKS, LOOKS), BTreeSet::new());
     loop {
         let event = tokio::select! {
             event = watch.next() => event?,
             () = until(end) => return Ok(waited),
+            _ = looks.tick(), if *wanted == Wanted::Deleted && is_synced => {
+                waited.tell_what_keeps_them(client, &mut told).await;
+                continue;
+            }
         };
         let Some(event) = event else { bail!("the agent stopped: what is waited for is not known any more") };
         is_synced |= event == Event::Synced;
@@ -199,6 +208,26 @@ fn notice(event: &Event) {
 }
 
 impl Waited {
+    /// Says what pods that are to go are waiting for, each thing once.
+    async fn tell_what_keeps_them(&self, client: &mut Client, told: &mut BTreeSet<String>) {
+        // What can't be asked for now may be later.
+        let Ok(warnings) = Warnings::read(client).await else { return };
+        for target in &self.missed {
+            let Some(entry) = target.find(&self.table) else { continue };
+            let until = entry.pod.metadata.deletion_timestamp.as_ref().map(|time| time.0);
+            let line = match (warnings.why(&entry.pod, Timestamp::now()), until) {
+                (Some(why), _) => format!("pod {}: {why}", target.name),
+                (None, Some(until)) => {
+                    format!("pod {} is being stopped; its containers have until {until}", target.name)
+                }
+                (None, None) => format!("pod {} is not being deleted", target.name),
+            };
+            if told.insert(line.clone()) {
+                eprintln!("waiting: {}", plain::line(&line));
+            }
+        }
+    }
+
     /// How the pods that are not as wanted are, a sentence each.
     pub(crate) async fn reasons(&self, client: &mut Client) -> anyhow::Result<Vec<String>> {
         let warnings = Warnings::read(client).await?;

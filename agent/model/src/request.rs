@@ -70,6 +70,12 @@ pub enum Request {
         /// The container.
         container: Box<core::EphemeralContainer>,
     },
+    /// Takes a pod that is being deleted out of the view of people. What is left of it stays the manager's,
+    /// which goes on to end it. Nothing happens to a pod that isn't known.
+    Abandon {
+        /// The pod.
+        uid: String,
+    },
     /// Lets a pod that was ended by [`Request::Fail`] run again, as if it were new: once it has given back
     /// all it had.
     Retry {

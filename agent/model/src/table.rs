@@ -82,6 +82,11 @@ pub struct PodTable {
 }
 
 impl PodTable {
+    /// The pods that people see: all but those that were deleted by force.
+    pub fn shown(&self) -> impl Iterator<Item = (&PodName, &Arc<PodEntry>)> {
+        self.pods.iter().filter(|(_, entry)| !entry.abandoned)
+    }
+
     /// The pods with such labels. An empty namespace means any.
     pub fn chosen(
         &self,
@@ -154,6 +159,8 @@ pub struct PodEntry {
     pub stopped: bool,
     /// It was ended, and has given back everything that it had: containers, volumes, cgroup.
     pub cleared: bool,
+    /// It was deleted by force: it is not shown to people any more, while what is left of it is ended.
+    pub abandoned: bool,
 }
 
 /// Every entry equals itself: no part of a pod is a floating-point number. With it two pointers to the same
@@ -165,7 +172,15 @@ impl PodEntry {
     #[must_use]
     pub fn of(pod: Pod) -> Self {
         let ending = pod.metadata.deletion_timestamp.is_some();
-        Self { pod, readiness_edge: None, netns: None, ending, stopped: false, cleared: false }
+        Self {
+            pod,
+            readiness_edge: None,
+            netns: None,
+            ending,
+            stopped: false,
+            cleared: false,
+            abandoned: false,
+        }
     }
 
     /// Returns true if it has given everything back, or ended by itself before anybody told it to. One that

@@ -44,6 +44,9 @@ pub enum Error {
     /// What was prepared for the pod can't be given back, or not yet.
     #[error("unprepare dynamic resources: {0}")]
     StillPrepared(#[source] beelet_dra::Error),
+    /// Something of the pod that should end can't be stopped.
+    #[error("{0}")]
+    Kill(Box<Error>),
     /// The runtime did not do what it said it did.
     #[error("{0}")]
     Unseen(&'static str),
@@ -65,6 +68,11 @@ impl Error {
         }
     }
 
+    /// The error of something that can't be stopped.
+    pub(crate) fn of_kill(error: Self) -> Self {
+        Self::Kill(Box::new(error))
+    }
+
     /// The error of a spec that can't be carried out.
     pub(crate) fn of_spec(error: impl std::fmt::Display) -> Self {
         Self::Spec(error.to_string())
@@ -74,7 +82,11 @@ impl Error {
     /// pod.
     #[must_use]
     pub fn is_transient(&self) -> bool {
-        matches!(self, Self::Runtime(error) if error.is_transient())
+        match self {
+            Self::Runtime(error) => error.is_transient(),
+            Self::Kill(error) => error.is_transient(),
+            _ => false,
+        }
     }
 }
 

@@ -500,6 +500,7 @@ impl Manager {
         let uid = pod.metadata.uid.clone().unwrap_or_default();
         let (record, retry) = self.remembered(&uid, Origin::of(&pod));
         let mut kept = record.unwrap_or_else(|| PodRecord::new(runtime_pod(&pod)));
+        kept.abandoned &= terminate;
         let left = self.left.remove(&uid);
         let counts = left.unwrap_or_else(|| Arc::new(next_counts(kept.status.as_deref())));
         let wanted = debugging::with_debuggers(pod, &kept.debuggers);
@@ -712,6 +713,7 @@ impl Manager {
                 self.fail(&uid, &PodFailure::new(reason, message, grace));
             }
             Request::Retry { uid } => self.retry(&uid),
+            Request::Abandon { uid } => self.abandon(&uid),
             Request::Restart { uid, containers } => self.restart(&uid, &containers),
             Request::Debug { uid, container } => self.debug(&uid, *container),
             Request::Exited { uid, status } => self.on_exited(&uid, *status),
@@ -797,6 +799,7 @@ impl Manager {
             ending: managed.terminating() || managed.kept.failure.is_some(),
             stopped: managed.has_stopped(),
             cleared: managed.is_cleared(),
+            abandoned: managed.kept.abandoned,
         };
         if self.table.pods.get(&managed.name).is_none_or(|known| **known != entry) {
             Arc::make_mut(&mut self.table).pods.insert(managed.name.clone(), Arc::new(entry));

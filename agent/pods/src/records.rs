@@ -89,6 +89,9 @@ pub struct PodRecord {
     /// runtime need not be asked for each, at length, at the next start. They mean nothing after a reboot.
     #[serde(default)]
     pub processes: BTreeMap<String, FirstProcess>,
+    /// It was deleted by force: nobody is to see it any more, while what is left of it is ended all the same.
+    #[serde(default)]
+    pub abandoned: bool,
 }
 
 impl PodRecord {
@@ -107,6 +110,7 @@ impl PodRecord {
             edge: None,
             netns: None,
             processes: BTreeMap::new(),
+            abandoned: false,
         }
     }
 

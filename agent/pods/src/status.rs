@@ -238,7 +238,8 @@ impl Inputs<'_> {
             status.started = Some(true);
         }
         let has_probe = spec.readiness_probe.is_some();
-        let ready = status.started == Some(true) && (!has_probe || facts.ready == Some(true));
+        let takes_on = self.failure.is_none() && status.started == Some(true);
+        let ready = takes_on && (!has_probe || facts.ready == Some(true));
         std::mem::replace(&mut status.ready, ready) != ready
     }
 
@@ -347,9 +348,12 @@ impl Inputs<'_> {
         running && (spec.startup_probe.is_none() || facts.started == Some(true))
     }
 
+    /// A pod that was ended for good takes nothing more on, while what runs of it ends.
     fn ready(&self, spec: &core::Container, container: &pod::Container) -> bool {
         let facts = self.probes.get(&container.id).copied().unwrap_or_default();
-        self.started(spec, container) && (spec.readiness_probe.is_none() || facts.ready == Some(true))
+        self.failure.is_none()
+            && self.started(spec, container)
+            && (spec.readiness_probe.is_none() || facts.ready == Some(true))
     }
 
     /// The status of one container. `may_run` is false while init containers hold it back, and for these

@@ -25,7 +25,12 @@ pub const ENDED: &str = "Ended";
 /// What stands before the log's last line in that event.
 const LAST_LINE: &str = "the last line of its log: ";
 
-/// The message of that event.
+/// The reason of the event of a pod that can't be ended, the kubelet's (`events.FailedToKillPod`).
+pub const KILL_FAILED: &str = "FailedKillPod";
+/// The reasons of events that tell why the end of a pod takes longer than it was given.
+const NOT_ENDED: [&str; 2] = [KILL_FAILED, "FailedUnprepareDynamicResources"];
+
+/// The message of an event of the reason [`ENDED`].
 #[must_use]
 pub fn ended(exit_code: i32, line: &str) -> String {
     format!("exit code {exit_code}, {LAST_LINE}{}", quote(line))
@@ -74,10 +79,17 @@ pub struct Warning<'a> {
 #[must_use]
 pub fn why(pod: &Pod, warnings: &[Warning<'_>], now: Timestamp) -> Option<String> {
     let status = pod.status.as_ref()?;
+    let is_deleted = pod.metadata.deletion_timestamp.is_some();
     if let Some(reason) = status.reason.as_deref().filter(|reason| !reason.is_empty()) {
-        return Some(with(reason, status.message.as_deref()));
+        let own = with(reason, status.message.as_deref());
+        let still_ends = is_deleted || status.phase.as_deref() != Some("Failed");
+        let stuck = not_ended(pod, status, warnings).filter(|_| still_ends);
+        return Some(stuck.map_or(own.clone(), |stuck| format!("{own}; {stuck}")));
     }
-    if status.phase.as_deref() == Some("Succeeded") || pod.metadata.deletion_timestamp.is_some() {
+    if is_deleted {
+        return not_ended(pod, status, warnings);
+    }
+    if status.phase.as_deref() == Some("Succeeded") {
         return None;
     }
     let spec = pod.spec.as_ref()?;
@@ -87,6 +99,17 @@ pub fn why(pod: &Pod, warnings: &[Warning<'_>], now: Timestamp) -> Option<String
     let of_main =
         || statuses(status.container_statuses.as_ref()).find_map(|one| look.container(one, &spec.containers));
     of_init.or_else(of_main).or_else(|| look.newest("", None).filter(|_| !is_ready(status)))
+}
+
+/// Why a pod that should end has not, of what happened since it should.
+fn not_ended(pod: &Pod, status: &PodStatus, warnings: &[Warning<'_>]) -> Option<String> {
+    let until = pod.metadata.deletion_timestamp.as_ref().map(|time| time.0.as_second());
+    let grace = pod.metadata.deletion_grace_period_seconds.unwrap_or(0);
+    let since = until.map(|until| until.saturating_sub(grace));
+    let since = since.or_else(|| status.start_time.as_ref().map(|time| time.0.as_second()));
+    let found = warnings.iter().rev().find(|warning| NOT_ENDED.contains(&warning.reason))?;
+    let is_recent = since.is_none_or(|since| found.at.as_second() >= since);
+    is_recent.then(|| quote(&without_subject(found.message)))
 }
 
 fn statuses(all: Option<&Vec<ContainerStatus>>) -> impl Iterator<Item = &ContainerStatus> {
@@ -399,6 +422,29 @@ mod tests {
         let pending = |start: &str| line(json!({"phase": "Pending", "startTime": start}), &warnings);
         assert_eq!(pending("1970-01-01T00:16:30Z").as_deref(), Some("no room"));
         assert_eq!(pending("1970-01-01T00:16:31Z"), None);
+    }
+
+    #[test]
+    fn a_pod_that_cannot_be_ended_is_explained_by_what_keeps_it() {
+        let failed = "error killing pod: cannot stop sandbox abc: cannot signal container in state created";
+        let told = [Warning { container: "", reason: KILL_FAILED, message: failed, at: at(990) }];
+        let check = |deleted: Option<i64>, status: Value, expected: Option<&str>| {
+            let pod =
+                json!({"metadata": {"name": "p"}, "spec": {"containers": [{"name": "c"}]}, "status": status});
+            let mut pod: Pod = serde_json::from_value(pod).unwrap();
+            pod.metadata.deletion_timestamp = deleted.map(|second| Time(at(second)));
+            pod.metadata.deletion_grace_period_seconds = Some(30);
+            assert_eq!(why(&pod, &told, at(1_000)).as_deref(), expected, "{deleted:?} {status}");
+        };
+        let running = json!({"phase": "Running"});
+        check(Some(1_000), running.clone(), Some(failed));
+        check(Some(1_020), json!({"phase": "Succeeded"}), Some(failed));
+        // It was said of an end before this one.
+        check(Some(1_021), running, None);
+        let evicted = |phase: &str| json!({"phase": phase, "reason": "Evicted", "message": "no memory"});
+        check(None, evicted("Running"), Some(&format!("Evicted: no memory; {failed}")));
+        check(None, evicted("Failed"), Some("Evicted: no memory"));
+        check(Some(1_021), evicted("Running"), Some("Evicted: no memory"));
     }
 
     #[test]

@@ -709,7 +709,8 @@ impl Node {
             conditions: Arc::clone(&handles.conditions),
         });
         let (desired, requests) = (handles.desired.clone(), handles.requests.clone());
-        let _ = self.late.running.set(Running { desired, requests });
+        let table = self.table.clone();
+        let _ = self.late.running.set(Running { desired, requests, table });
     }
 
     fn probe(

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::{Output, Stdio};
 
 use beelet_tests::agent::{Agent, Options};
-use beelet_tests::cri::FakeCri;
+use beelet_tests::cri::{FakeCri, Op};
 use beelet_tests::guards::CgroupRoot;
 use beelet_tests::{images, manifests, require, workdir};
 use serde_json::{Value, json};
@@ -176,6 +176,53 @@ fn a_list_from_standard_input_is_applied_diffed_pruned_and_deleted() {
     );
     assert_eq!(names(&node.run(&["get", "pods"]).well()), 0);
     assert_eq!(fs::read_dir(node.agent.manifests()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_pod_that_the_runtime_cannot_stop_says_why_and_by_force_it_is_out_of_view_while_it_is_stopped() {
+    require!(root);
+    let node = Node::start();
+    let file = node.file("web.json", &pod("web", "shop").to_string());
+    node.run(&["apply", "--wait", "-f", &file]).well();
+    let why = "cannot signal container in state created";
+    node.cri.on(Op::StopPodSandbox).always().fail(tonic::Code::Unknown, why);
+    let said = node.run(&["delete", "pod", "web", "--timeout", "15s"]);
+    assert_eq!((said.code, said.out.as_str()), (Some(1), ""), "{}", said.err);
+    let waiting = said
+        .err
+        .lines()
+        .find(|line| line.starts_with("waiting: pod default/web-testnode: error killing pod: "));
+    assert!(waiting.is_some_and(|line| line.contains(why)), "{}", said.err);
+    assert!(
+        said.err.contains("error: not gone within 15 s: pod default/web-testnode: error killing"),
+        "{}",
+        said.err
+    );
+    for shown in [
+        node.run(&["get", "pods", "-o", "wide"]).well().out,
+        node.run(&["describe", "pod", "web"]).well().out,
+        node.run(&["events"]).well().out,
+    ] {
+        assert!(shown.contains("error killing pod: ") && shown.contains(why), "{shown}");
+    }
+    assert!(node.run(&["events"]).well().out.contains("FailedKillPod"));
+    // Its manifest went with the first try.
+    let forced = node.run(&["delete", "pod", "web", "--force"]).well();
+    assert!(
+        forced.out.starts_with("pod/web-testnode deleted by force, and its containers may run"),
+        "{}",
+        forced.out
+    );
+    let there = || node.run(&["get", "pods"]).well().out.contains("web-testnode");
+    let patience = workdir::PATIENCE;
+    workdir::wait_for("the pod to be out of view", patience, || {
+        if there() { Err("it is shown") } else { Ok(()) }
+    })
+    .unwrap();
+    assert!(node.cri.sandbox("web-testnode").is_some(), "it is not stopped yet");
+    node.cri.heal();
+    let gone = || node.cri.sandbox("web-testnode").map_or(Ok(()), |sandbox| Err(sandbox.id));
+    workdir::wait_for("what is left to be stopped", patience, gone).unwrap();
 }
 
 #[test]

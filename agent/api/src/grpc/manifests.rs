@@ -20,9 +20,10 @@ use beelet_cri::Runtime;
 use beelet_manifests::Object;
 use beelet_manifests::source::{Described, Rules, preview};
 use beelet_model::desired::Desired;
+use beelet_model::origin::Origin;
 use beelet_model::pod::has_host_port;
 use beelet_model::request::Request as PodRequest;
-use beelet_model::table::PodName;
+use beelet_model::table::{PodName, PodTable};
 use beelet_policy::selector::{Selector, SelectorError};
 use beelet_policy::{bounds, references};
 
@@ -45,6 +46,24 @@ pub struct Running {
     pub desired: watch::Receiver<Arc<Desired>>,
     /// The way to the pods.
     pub requests: mpsc::Sender<PodRequest>,
+    /// The pods that are here.
+    pub table: watch::Receiver<Arc<PodTable>>,
+}
+
+impl Running {
+    async fn ask(&self, request: PodRequest) -> Result<(), Status> {
+        self.requests.send(request).await.map_err(|_| Status::unavailable("the agent stops"))
+    }
+
+    /// The pod that somebody means who deletes by force what was deleted before: its name and UID.
+    fn leaving(&self, request: &proto::DeleteRequest) -> Option<(String, String)> {
+        let table = self.table.borrow();
+        let namespace = if request.namespace.is_empty() { "default" } else { &request.namespace };
+        let (name, entry) = table.find(namespace, &request.name).ok()?;
+        let is_static = !Origin::of(&entry.pod).is_api();
+        let is_meant = request.force && request.kind == "Pod" && is_static && entry.ending;
+        is_meant.then(|| Some((name.name.clone(), entry.pod.metadata.uid.clone()?)))?
+    }
 }
 
 /// The static pod path, and what its manifests add up to depends on.
@@ -170,18 +189,26 @@ impl Manifests for Service {
         let request = request.into_inner();
         let running = self.running().await?;
         let _turn = self.turn.lock().await;
-        let (path, name, uid) = self.folder.find(&running.desired.borrow(), &request)?;
+        let found = self.folder.find(&running.desired.borrow(), &request);
+        let (path, name, uid) = match (found, running.leaving(&request)) {
+            (Ok((path, name, uid)), _) => (Some(path), name, uid),
+            (Err(_), Some((name, uid))) => (None, name, uid),
+            (Err(status), None) => return Err(status),
+        };
         if let (Some(seconds), false) = (request.grace_seconds, uid.is_empty()) {
             let grace = Some(bounds::grace(i64::try_from(seconds).unwrap_or(i64::MAX)));
             let (reason, message) = ("Deleted".to_owned(), "deleted on request".to_owned());
-            let end = PodRequest::Fail { uid: uid.clone(), reason, message, grace };
-            running.requests.send(end).await.map_err(|_| Status::unavailable("the agent stops"))?;
+            running.ask(PodRequest::Fail { uid: uid.clone(), reason, message, grace }).await?;
         }
-        let from = path.clone();
-        let take = tokio::task::spawn_blocking(move || take_out(&from, request.keep_manifest));
-        let kept = take.await.map_err(|e| Status::internal(e.to_string()))??;
+        let (from, keep) = (path.clone(), request.keep_manifest);
+        let take = move || from.map_or(Ok(None), |from| take_out(&from, keep));
+        let taken = tokio::task::spawn_blocking(take).await;
+        let kept = taken.map_err(|e| Status::internal(e.to_string()))??;
+        if request.force && !uid.is_empty() {
+            running.ask(PodRequest::Abandon { uid: uid.clone() }).await?;
+        }
         Ok(Response::new(proto::DeleteResponse {
-            file: path.display().to_string(),
+            file: path.map(|path| path.display().to_string()).unwrap_or_default(),
             kept: kept.map(|kept| kept.display().to_string()).unwrap_or_default(),
             used_by: users(&running.desired.borrow(), &request, &name),
             name,
@@ -557,7 +584,7 @@ mod tests {
         let desired = ManifestSource::start(dir.path().to_owned(), "N1".to_owned(), options).await;
         let (requests, receiver) = mpsc::channel(4);
         let running = Arc::new(SetOnce::new());
-        running.set(Running { desired, requests }).unwrap();
+        running.set(Running { desired, requests, table: watch::channel(Arc::default()).1 }).unwrap();
         let folder = folder_at(dir.path());
         let service = Service { folder, running, turn: Mutex::default() };
         Fixture { dir, service, _requests: receiver, cancel }
@@ -579,7 +606,7 @@ mod tests {
         let set = async {
             tokio::time::sleep(STARTED / 2).await;
             let (desired, requests) = (watch::channel(Arc::default()).1, mpsc::channel(1).0);
-            running.set(Running { desired, requests }).unwrap();
+            running.set(Running { desired, requests, table: watch::channel(Arc::default()).1 }).unwrap();
         };
         let (found, ()) = tokio::join!(service.running(), set);
         assert!(found.is_ok());

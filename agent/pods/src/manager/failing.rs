@@ -9,7 +9,7 @@ use jiff::Timestamp;
 use tokio::time::Instant;
 use tracing::{debug, info, warn};
 
-use super::{Manager, Terminate};
+use super::{Managed, Manager, Terminate, hash_of};
 use crate::records::PodRecord;
 use beelet_model::{
     failure::{DEADLINE_EXCEEDED, PodFailure},
@@ -21,6 +21,7 @@ use beelet_state::events::Object;
 impl Manager {
     /// See [`beelet_model::request::Request::Fail`].
     pub(super) fn fail(&mut self, uid: &str, failure: &PodFailure) {
+        let uid = &self.known_as(uid);
         let Some(managed) = self.pods.get_mut(uid) else {
             debug!(uid, reason = failure.reason, "a pod that was to be ended is gone already");
             return;
@@ -53,6 +54,14 @@ impl Manager {
         self.publish(uid);
     }
 
+    /// The UID of the pod that a manifest of this UID means: one that was resized in place has kept its own.
+    fn known_as(&self, uid: &str) -> String {
+        let of_manifest = |managed: &Managed| hash_of(&managed.pod).as_deref() == Some(uid);
+        let resized = || self.pods.iter().find(|(_, managed)| of_manifest(managed)).map(|(known, _)| known);
+        let resized = if self.pods.contains_key(uid) { None } else { resized() };
+        resized.cloned().unwrap_or_else(|| uid.to_owned())
+    }
+
     /// See [`beelet_model::request::Request::Retry`].
     pub(super) fn retry(&mut self, uid: &str) {
         let Some(managed) = self.pods.get_mut(uid) else { return };
@@ -79,6 +88,15 @@ impl Manager {
             c.counts = Arc::default();
             c.verdicts = pod::Verdicts::default();
         });
+        self.publish(uid);
+    }
+
+    /// See [`beelet_model::request::Request::Abandon`].
+    pub(super) fn abandon(&mut self, uid: &str) {
+        let uid = &self.known_as(uid);
+        let Some(managed) = self.pods.get_mut(uid) else { return };
+        info!(pod = %managed.name, uid, "pod is deleted by force; what is left of it is ended without anybody's wait");
+        managed.kept.abandoned = true;
         self.publish(uid);
     }
 
@@ -144,7 +162,7 @@ impl Manager {
     }
 }
 
-impl super::Managed {
+impl Managed {
     /// Returns true if its containers have all ended, and none will be started again.
     pub(super) fn ended(&self) -> bool {
         has_ended(self.kept.status.as_deref())

@@ -6,6 +6,7 @@ use std::{collections::BTreeSet, time::Duration};
 use beelet_policy::{
     bounds,
     pod::{self, KillReason},
+    why::KILL_FAILED,
 };
 use futures::future::join_all;
 use jiff::Timestamp;
@@ -75,6 +76,21 @@ impl Worker {
         seen: &Observation,
         window: Window,
     ) -> Result<(), Error> {
+        self.end_sandbox(id, seen, window).await.map_err(Error::of_kill)
+    }
+
+    /// Records why the pod, or something of it, has not ended: a step of its end failed, or one that stops
+    /// something (`killPod` of the kubelet).
+    pub(super) fn record_not_ended(&self, error: &Error, is_ending: bool) {
+        // That drivers don't take back what they prepared has an event of its own.
+        let is_told = matches!(error, Error::StillPrepared(_));
+        if !is_told && (is_ending || matches!(error, Error::Kill(_))) {
+            let message = format!("error killing pod: {error}");
+            self.launcher.events.warning(Object::pod(&self.plan.pod), KILL_FAILED, message);
+        }
+    }
+
+    async fn end_sandbox(&self, id: &str, seen: &Observation, window: Window) -> Result<(), Error> {
         let runs = |c: &&pod::Container| {
             matches!(c.state, pod::ContainerState::Running { .. } | pod::ContainerState::Unknown)
         };
@@ -140,7 +156,7 @@ impl Worker {
             let window = Window::new(self.grace(&kill.name, kill.reason));
             Some(self.end_container(container, seen, window, Vec::new(), &progress))
         });
-        join_all(ends).await.into_iter().collect()
+        join_all(ends).await.into_iter().collect::<Result<(), Error>>().map_err(Error::of_kill)
     }
 
     /// The seconds a container gets: its failed probe's own, else the pod's.
