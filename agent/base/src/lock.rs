@@ -1,9 +1,10 @@
 //! Locks that say who holds them, and that the kernel gives back whatever happens to the holder.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -13,7 +14,8 @@ use rustix::io::Errno;
 #[derive(Debug)]
 pub struct Lock {
     path: PathBuf,
-    _file: File,
+    /// The file that is locked: another one once somebody has removed the first.
+    file: Mutex<File>,
 }
 
 /// Losing the race against a holder that removes its file, time after time, is no race any more.
@@ -58,6 +60,10 @@ impl Lock {
     /// # Errors
     /// Another process holds it, or the file cannot be opened.
     pub fn take(path: &Path, what: &str) -> Result<Self, LockError> {
+        Ok(Self { path: path.to_owned(), file: Mutex::new(Self::lock(path, what)?) })
+    }
+
+    fn lock(path: &Path, what: &str) -> Result<File, LockError> {
         let fail = |source| LockError::Io { what: what.to_owned(), path: path.to_owned(), source };
         for _ in 0..MAX_TRIES {
             let mut file = open(path).map_err(fail)?;
@@ -74,17 +80,38 @@ impl Lock {
             if is_at(&file, path) {
                 // The process id only serves the message above: a full disk is no reason not to start.
                 let _ = write_pid(&mut file);
-                return Ok(Self { path: path.to_owned(), _file: file });
+                return Ok(file);
             }
         }
         Err(fail(io::Error::other("it keeps being replaced by others")))
+    }
+
+    /// Makes the file again, and locks it, if somebody has removed it: a lock on a file that is not there
+    /// keeps nobody out. Returns true if it was gone.
+    ///
+    /// # Errors
+    /// It can't be made, or another process has taken the lock meanwhile.
+    pub fn renew(&self, what: &str) -> Result<bool, LockError> {
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        if is_at(&file, &self.path) {
+            return Ok(false);
+        }
+        if let Some(folder) = self.path.parent() {
+            let failed = |source| LockError::Io { what: what.to_owned(), path: self.path.clone(), source };
+            DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
+        }
+        *file = Self::lock(&self.path, what)?;
+        Ok(true)
     }
 }
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Removed while still locked; whoever waits for it looks again.
-        let _ = fs::remove_file(&self.path);
+        // Removed while still locked; whoever waits for it looks again. Another's stays.
+        let file = self.file.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if is_at(file, &self.path) {
+            let _ = fs::remove_file(&self.path);
+        }
     }
 }
 
@@ -155,6 +182,26 @@ mod tests {
         check("1: FLOCK  ADVISORY  WRITE -1 fe:01:262146 0 EOF", None);
         check("1: FLOCK", None);
         check("", None);
+    }
+
+    #[test]
+    fn a_lock_whose_file_was_removed_is_taken_again_and_never_another_ones() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("state/lock");
+        fs::create_dir(dir.path().join("state")).unwrap();
+        let lock = Lock::take(&path, "the state").unwrap();
+        assert!(!lock.renew("the state").unwrap());
+        fs::remove_dir_all(dir.path().join("state")).unwrap();
+        assert!(lock.renew("the state").unwrap());
+        assert!(matches!(Lock::take(&path, "the state"), Err(LockError::Held { .. })));
+        // Another one was faster.
+        fs::remove_file(&path).unwrap();
+        let other = Lock::take(&path, "the state").unwrap();
+        assert!(matches!(lock.renew("the state"), Err(LockError::Held { .. })));
+        drop(lock);
+        assert!(path.exists());
+        drop(other);
+        assert!(!path.exists());
     }
 
     #[test]

@@ -32,7 +32,9 @@ const KUBELETS: [&str; 4] = ["kubelet", "kubelite", "hyperkube", "k3s"];
 /// The right to drive a runtime, as long as the value lives.
 #[derive(Debug)]
 pub struct Ownership {
-    _lock: Lock,
+    lock: Lock,
+    /// What it stands for.
+    what: String,
 }
 
 /// Why a runtime may not be driven.
@@ -90,9 +92,17 @@ impl Ownership {
             return Err(fail(io::Error::other("it is not a folder of this user's; remove it")));
         }
         let what = format!("the runtime at {}", socket.display());
-        let ownership = Self { _lock: Lock::take(&locks.join(lock_name(socket)), &what)? };
+        let ownership = Self { lock: Lock::take(&locks.join(lock_name(socket)), &what)?, what };
         ownership.refuse_kubelet(socket)?;
         Ok(ownership)
+    }
+
+    /// Makes the lock again, if somebody has removed it. Returns true if it was gone.
+    ///
+    /// # Errors
+    /// Another beelet has taken the runtime meanwhile, or the lock can't be made.
+    pub fn renew(&self) -> Result<bool, LockError> {
+        self.lock.renew(&self.what)
     }
 
     /// Looks again for a kubelet: one may have waited for the runtime to come up.
@@ -152,6 +162,13 @@ pub fn beelet_on(socket: &Path) -> Option<String> {
     // One that nobody made is nobody's; taken here, it is given back at once.
     let taken = path.exists().then(|| Lock::take(&path, &format!("the runtime at {}", socket.display())));
     taken?.err().map(|error| error.to_string())
+}
+
+/// The process that listens at `socket`, the runtime as a rule; process 1 where systemd listens for it. None
+/// if nobody listens, or it is in a PID namespace that is not seen from here.
+pub async fn listener(socket: &Path) -> Option<u32> {
+    let peer = tokio::net::UnixStream::connect(socket).await.ok()?.peer_cred().ok()?;
+    u32::try_from(peer.pid()?).ok().filter(|pid| *pid != 0)
 }
 
 /// Every process but our own that is a kubelet.

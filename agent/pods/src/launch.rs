@@ -18,6 +18,7 @@ use crate::{
     metrics::Metrics,
     plan::{PodPlan, Site},
     records::WrittenRecords,
+    refresh,
     runtime_view::{Observation, SandboxDetail},
     termination,
     turns::{Turns, Urgency},
@@ -526,8 +527,10 @@ impl Launcher {
         let attempt = starting.start.attempt;
         let object = || Object::container(&starting.plan.pod, &starting.start.name);
         let (plan, node) = (Arc::clone(starting.plan), self.node.clone());
-        let container = starting.container.clone();
+        let (container, objects) = (starting.container.clone(), Arc::clone(&starting.objects));
+        let events = self.events.clone();
         let prepare = move || -> Result<_, BoxError> {
+            refresh::restore(&plan.pod, &plan.volumes, &node, &objects, &events)?;
             let logs = plan.logs.join(&container.name);
             make_folder(&logs, READABLE)?;
             beelet_logs::rotate::forget_older(&logs, attempt);

@@ -1,11 +1,14 @@
 //! Keeps volumes made of ConfigMaps and Secrets up to date: when one changes, the volumes of the pods that
-//! run show it at once, not at the next of a kubelet's periodic checks.
+//! run show it at once, not at the next of a kubelet's periodic checks. Volumes that somebody has removed
+//! from the node's disk are looked for periodically, and when a container starts.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{self as core, Pod};
 use tokio::sync::watch;
+use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -13,14 +16,20 @@ use crate::launch::Launcher;
 use beelet_base::blocking::blocking;
 use beelet_base::work::Work;
 use beelet_model::objects::Objects;
+use beelet_model::pod::NodeFacts;
 use beelet_model::table::{PodChanges, PodEntry, PodName, PodTable, Pods};
+use beelet_state::events::{Object, Recorder};
 use beelet_volumes::Volumes;
 
-/// Follows the objects until `cancel`. A change that can't be shown (a key that a volume needs is gone) is
-/// told, and leaves the volume as it was.
+/// How often it is looked whether volumes are whole: as often as a kubelet makes them again (syncFrequency).
+pub const CHECKED: Duration = Duration::from_secs(60);
+
+/// Follows the objects until `cancel`, and looks each `period` whether volumes are whole. A change that can't
+/// be shown (a key that a volume needs is gone) is told, and leaves the volume as it was.
 pub fn follow(
     mut table: watch::Receiver<Arc<PodTable>>,
     launcher: Arc<Launcher>,
+    period: Duration,
     cancel: CancellationToken,
 ) -> Work {
     Box::pin(async move {
@@ -31,6 +40,8 @@ pub fn follow(
         let mut current = Pods::new();
         // Those of which something could not be shown, and what was told of that.
         let (mut failing, mut told) = (BTreeSet::new(), BTreeSet::new());
+        let mut checks = tokio::time::interval_at(Instant::now() + period, period);
+        checks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let objects = Arc::clone(&desired.borrow_and_update().objects);
             let here = table.borrow_and_update().pods.clone();
@@ -54,10 +65,59 @@ pub fn follow(
                 // Without a source of pods there is nobody to say anything.
                 Ok(()) = desired.changed() => {}
                 changed = table.changed() => if changed.is_err() { return },
+                _ = checks.tick() => {
+                    let (worker, objects) = (Arc::clone(&launcher), Arc::clone(&shown));
+                    let here = current.clone();
+                    blocking("looking for lost volumes", move || check_all(&here, &worker, &objects)).await;
+                }
                 () = cancel.cancelled() => return,
             }
         }
     })
+}
+
+/// Looks whether the volumes of the pods that run are whole.
+fn check_all(pods: &Pods, launcher: &Launcher, objects: &Objects) {
+    for (name, entry) in pods.iter().filter(|(_, entry)| has_volumes(entry)) {
+        let volumes = Volumes::of(&entry.pod, &launcher.pods_dir);
+        if !volumes.are_restorable() || objects.is_unread(&entry.pod) {
+            continue;
+        }
+        if let Err(error) = restore(&entry.pod, &volumes, &launcher.node, objects, &launcher.events) {
+            let message = format!("MountVolume.SetUp failed: {error}");
+            launcher.events.warning(Object::pod(&entry.pod), "FailedMount", message);
+        }
+        // That an object can't be shown any more was told when it changed.
+        if let Ok(changed @ 1..) = refresh(entry, launcher, objects) {
+            info!(pod = %name, volumes = changed, "volumes that were changed on the node are as they were");
+        }
+    }
+}
+
+/// Returns true if a pod's volumes are made, and are not being given back: one of its containers runs.
+fn has_volumes(entry: &PodEntry) -> bool {
+    let Some(status) = entry.pod.status.as_ref().filter(|_| !entry.ending) else { return false };
+    let all = status.container_statuses.iter().chain(&status.init_container_statuses).flatten();
+    let mut states = all.filter_map(|container| container.state.as_ref());
+    states.any(|state| state.running.is_some())
+}
+
+/// Makes again what is gone of a pod's volumes, and tells it. For a pod whose volumes were made.
+pub(crate) fn restore(
+    pod: &Pod,
+    volumes: &Volumes,
+    node: &NodeFacts,
+    objects: &Objects,
+    events: &Recorder,
+) -> Result<(), beelet_volumes::Error> {
+    let (claims, published, attached) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+    let (claims, published, attached) = (&claims, &published, &attached);
+    let sources = beelet_volumes::Sources { pod, objects, node, claims, published, attached };
+    for restored in volumes.restore(&sources)? {
+        warn!(pod = %PodName::of(pod), "{restored}");
+        events.warning(Object::pod(pod), restored.reason(), restored.to_string());
+    }
+    Ok(())
 }
 
 type Due = BTreeMap<PodName, Arc<PodEntry>>;

@@ -28,7 +28,7 @@ use beelet_model::{
     storage::Storage,
     table::{Complete, PodTable},
 };
-use beelet_pods::qos_tree;
+use beelet_pods::{qos_tree, refresh};
 use beelet_state::{State, events::Recorder};
 
 /// Builds an agent and runs it.
@@ -65,6 +65,8 @@ pub struct Doors {
     pub cgroup_check: Duration,
     /// The time between two searches for folders of pods that nobody knows.
     pub orphan_check: Duration,
+    /// The time between two looks whether the volumes of pods that run are whole.
+    pub volume_check: Duration,
 }
 
 impl Default for Doors {
@@ -79,6 +81,7 @@ impl Default for Doors {
             own_process: true,
             cgroup_check: qos_tree::CHECK,
             orphan_check: Duration::from_secs(60),
+            volume_check: refresh::CHECKED,
         }
     }
 }

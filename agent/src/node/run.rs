@@ -201,7 +201,11 @@ pub(super) async fn run(builder: Builder, config: Config, shutdown: Cancellation
     frame.servers.spawn("node readiness", base.health.clone().tell(told, frame.serving.clone()));
     frame.servers.spawn("event log", base.events.writer(Arc::clone(&base.state), frame.serving.clone()));
     frame.notify_service_manager(stopping_time(base.config.beelet.stop_pods_on_exit, base.table.clone()));
-    let ran = base.run(inputs, &frame, ownership.as_ref(), shutdown).await;
+    let ownership = ownership.map(Arc::new);
+    let locks = upkeep::Locks { state: Arc::clone(&base.state), runtime: ownership.clone() };
+    let told = NodeEvents::new(base.events.clone(), &base.config.node_name);
+    frame.servers.spawn("locks", locks.keep(told, frame.serving.clone()));
+    let ran = base.run(inputs, &frame, ownership.as_deref(), shutdown).await;
     frame.end().await;
     drop(ownership);
     ran

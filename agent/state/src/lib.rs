@@ -45,7 +45,7 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 pub struct State {
     dir: PathBuf,
     boot_id: String,
-    _lock: Lock,
+    lock: Lock,
 }
 
 /// What was found under a name.
@@ -157,10 +157,19 @@ impl State {
             .mode(0o700)
             .create(dir)
             .map_err(|error| io_error("make the folder", dir, error))?;
-        let lock = Lock::take(&dir.join("lock"), &format!("state folder {}", dir.display()))?;
-        let state = Self { dir: dir.to_owned(), boot_id: boot_id.to_owned(), _lock: lock };
+        let lock = Lock::take(&dir.join("lock"), &subject(dir))?;
+        let state = Self { dir: dir.to_owned(), boot_id: boot_id.to_owned(), lock };
         state.remove_leftovers()?;
         Ok(state)
+    }
+
+    /// Makes the folder and its lock again, if somebody has removed them: records are written again as they
+    /// change, and no other instance may write there. Returns true if the lock was gone.
+    ///
+    /// # Errors
+    /// As for [`State::open`].
+    pub fn renew(&self) -> Result<bool, StateError> {
+        Ok(self.lock.renew(&subject(&self.dir))?)
     }
 
     /// The folder.
@@ -374,6 +383,11 @@ fn write_error(path: &Path, error: io::Error) -> StateError {
         Some(rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT) => StateError::NoSpace(path.to_owned()),
         _ => io_error("write", path, error),
     }
+}
+
+/// What the lock of a folder stands for.
+fn subject(dir: &Path) -> String {
+    format!("state folder {}", dir.display())
 }
 
 fn io_error(action: &'static str, path: &Path, source: io::Error) -> StateError {

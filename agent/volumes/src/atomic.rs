@@ -79,7 +79,11 @@ pub(super) fn write(
     if let Some(current) = &current
         && holds(root, current, payload, group.is_some()).unwrap_or(false)
     {
-        return Ok(false);
+        let is_whole = are_linked(root, payload).map_err(|e| failed(e.into()))?;
+        if !is_whole {
+            link_names(root, payload).map_err(|e| failed(e.into()))?;
+        }
+        return Ok(!is_whole);
     }
     let set = write_set(root, payload, group).map_err(failed)?;
     let finish = || -> Result<(), Errno> {
@@ -245,6 +249,19 @@ fn publish(root: &OwnedFd, set: &OsStr) -> Result<(), Errno> {
     }
     rustix::fs::symlinkat(set, root, DATA_NEXT)?;
     rustix::fs::renameat(root, DATA_NEXT, root, DATA)
+}
+
+/// Returns true if there is something by each name at the top.
+fn are_linked(root: &OwnedFd, payload: &Payload) -> Result<bool, Errno> {
+    for path in payload.keys() {
+        let Some(name) = Path::new(path).components().next() else { continue };
+        match kind(root, name.as_os_str()) {
+            Ok(_) => {}
+            Err(Errno::NOENT) => return Ok(false),
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(true)
 }
 
 /// A link for each name at the top, and none for names that are gone. What isn't a link of ours (a folder

@@ -26,6 +26,7 @@ mod nfs;
 mod operations;
 mod records;
 mod remote;
+mod restore;
 mod room;
 mod sub_path;
 
@@ -52,6 +53,7 @@ pub use self::flex::{FlexVolumes, FlexWanted};
 pub use self::local::LocalDisks;
 pub use self::operations::{Operations, plugin};
 pub use self::remote::{RemoteDisks, RemoteWanted};
+pub use self::restore::{Loss, Restored};
 pub use self::room::room;
 
 use self::fs_group::FsGroup;

@@ -61,6 +61,14 @@ pub(super) fn is_tmpfs(folder: &OwnedFd) -> Result<bool, Errno> {
     Ok(mounted && rustix::fs::fstatfs(folder)?.f_type == libc::TMPFS_MAGIC)
 }
 
+/// Returns true if a folder is the top of a file system. A link in its place is not followed.
+pub(super) fn is_top(folder: &Path) -> Result<bool, Error> {
+    let flags = AtFlags::SYMLINK_NOFOLLOW;
+    let found = rustix::fs::statx(rustix::fs::CWD, folder, flags, StatxFlags::empty());
+    let found = found.map_err(Error::io("look at", folder))?;
+    Ok(found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
+}
+
 /// Unmounts everything at and below `folder`, the innermost first.
 pub fn unmount_below(folder: &Path) -> Result<(), Error> {
     unmount_all(&real(folder), |_| true)

@@ -1,6 +1,7 @@
 //! Volumes as a pod sees them: plain folders, no root.
 
 use std::fs;
+use std::sync::Arc;
 
 use serde_json::json;
 
@@ -453,4 +454,59 @@ impl Drop for LoopDevice {
     fn drop(&mut self) {
         let _ = std::process::Command::new("losetup").args(["--detach", &self.0]).status();
     }
+}
+
+/// A pod with a ConfigMap and an emptyDir that its container mounts, and one that none does.
+fn restorable() -> core::Pod {
+    pod(json!({
+        "containers": [{"name": "c", "volumeMounts": [
+            {"name": "conf", "mountPath": "/conf"}, {"name": "scratch", "mountPath": "/scratch"},
+        ]}],
+        "volumes": [
+            {"name": "conf", "configMap": {"name": "m"}}, {"name": "scratch", "emptyDir": {}},
+            {"name": "unused", "emptyDir": {}},
+        ],
+    }))
+}
+
+#[test]
+fn what_is_gone_of_a_volume_is_made_again_and_what_containers_wrote_is_told_to_be_lost() {
+    let dir = tempfile::tempdir().unwrap();
+    let pod = restorable();
+    let map = json!({"metadata": {"name": "m", "namespace": "shop"}, "data": {"a": "1", "b": "2"}});
+    let map = beelet_model::objects::Object::ConfigMap(Arc::new(serde_json::from_value(map).unwrap()));
+    let mut objects = Objects::default();
+    objects.add(Path::new("/m"), &map);
+    let node = beelet_spec::fixtures::node();
+    let (claims, published, attached) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+    let sources = Sources {
+        pod: &pod,
+        objects: &objects,
+        node: &node,
+        claims: &claims,
+        published: &published,
+        attached: &attached,
+    };
+    let volumes = Volumes::of(&pod, dir.path());
+    volumes.set_up(&sources).unwrap();
+    let restored = || {
+        let all = volumes.restore(&sources).unwrap().into_iter();
+        all.map(|one| (one.volume, one.loss)).collect::<Vec<_>>()
+    };
+    let read = |file: &str| fs::read_to_string(volumes.path("conf").join(file)).unwrap_or_default();
+    assert!(restored().is_empty());
+    fs::remove_dir_all(dir.path().join("u1")).unwrap();
+    assert_eq!(restored(), [("conf".to_owned(), Loss::Folder), ("scratch".to_owned(), Loss::Data)]);
+    assert_eq!((read("a"), volumes.path("scratch").is_dir()), ("1".to_owned(), true));
+    assert!(restored().is_empty());
+    // Emptied, but for the folder itself, and but for what has no ordinary name.
+    for file in fs::read_dir(volumes.path("conf")).unwrap().flatten() {
+        let path = file.path();
+        let _ = fs::remove_file(&path).or_else(|_| fs::remove_dir_all(&path));
+    }
+    assert_eq!(restored(), [("conf".to_owned(), Loss::Files)]);
+    assert_eq!((read("a"), read("b")), ("1".to_owned(), "2".to_owned()));
+    fs::remove_file(volumes.path("conf").join("b")).unwrap();
+    assert_eq!((volumes.refresh(&sources).unwrap(), read("b")), (1, "2".to_owned()));
+    assert_eq!(volumes.refresh(&sources).unwrap(), 0);
 }

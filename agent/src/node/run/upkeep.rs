@@ -1,17 +1,69 @@
 //! The parts that look after what pods have beside containers: volumes, images, logs, and what other programs
 //! of the node ask about them. Each is started here; none decides what runs.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use beelet_api::{podresources, podsapi};
+use beelet_base::blocking::blocking;
+use beelet_cri::ownership::Ownership;
 use beelet_images::folder::Folder;
 use beelet_logs::links;
 use beelet_pods::{expand, launch::Launcher, orphans, records::Records, refresh, republish, volume_stats};
-use beelet_state::events::NodeEvents;
+use beelet_state::{State, events::NodeEvents};
 use tokio_util::sync::CancellationToken;
 
 use super::Node;
 use crate::node::{builder::Handles, parts::Parts};
+
+/// How often it is looked whether the locks are there.
+const LOCKS_CHECKED: Duration = Duration::from_secs(60);
+
+/// What keeps other agents from this one's records and runtime.
+pub(super) struct Locks {
+    pub(super) state: Arc<State>,
+    pub(super) runtime: Option<Arc<Ownership>>,
+}
+
+impl Locks {
+    /// Makes locks again that somebody has removed, with the folder of state, until `cancel`: without them a
+    /// second agent could start.
+    pub(super) async fn keep(self, events: NodeEvents, cancel: CancellationToken) {
+        let locks = Arc::new(self);
+        let mut told = String::new();
+        loop {
+            tokio::select! {
+                () = cancel.cancelled() => return,
+                () = tokio::time::sleep(LOCKS_CHECKED) => {}
+            }
+            let looking = Arc::clone(&locks);
+            match blocking("looking for the locks", move || looking.renew()).await {
+                Ok(gone) => gone.iter().for_each(|sentence| events.warning("LockRestored", sentence)),
+                Err(error) if error == told => {}
+                Err(error) => {
+                    events.warning("LockLost", &error);
+                    told = error;
+                }
+            }
+        }
+    }
+
+    /// A sentence for each that was gone; or why one can't be made again.
+    fn renew(&self) -> Result<Vec<String>, String> {
+        let mut gone = Vec::new();
+        if self.state.renew().map_err(|error| error.to_string())? {
+            gone.push(format!(
+                "the lock of the state folder {} was gone from the disk, and is made again; records that were there are \
+                 written again as they change",
+                self.state.dir().display()
+            ));
+        }
+        let runtime = self.runtime.as_ref().map_or(Ok(false), |runtime| runtime.renew());
+        if runtime.map_err(|error| error.to_string())? {
+            gone.push("the lock of the runtime was gone from the disk, and is made again".to_owned());
+        }
+        Ok(gone)
+    }
+}
 
 impl Node {
     /// What finds folders of pods that are not there any more.
@@ -40,7 +92,7 @@ impl Node {
     ) {
         let of = || (self.table.clone(), Arc::clone(launcher), working.clone());
         let (table, launcher, stop) = of();
-        tasks.spawn("volumes", refresh::follow(table, launcher, stop));
+        tasks.spawn("volumes", refresh::follow(table, launcher, self.doors.volume_check, stop));
         let (table, launcher, stop) = of();
         let asking = volume_stats::Asking { table, launcher, period: self.config.volume_stats_period };
         tasks.spawn("volume statistics", volume_stats::follow(asking, stop));

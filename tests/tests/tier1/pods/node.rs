@@ -60,6 +60,8 @@ pub(crate) struct Settings {
     pub(crate) pressure_transition: Duration,
     /// Whether a folder of static manifests is configured.
     pub(crate) static_pods: bool,
+    /// The time between two looks whether volumes are whole.
+    pub(crate) volume_check: Duration,
     /// What else the configuration says.
     pub(crate) configure: fn(&mut Config),
 }
@@ -73,6 +75,7 @@ impl Default for Settings {
             plugin_wait: None,
             pressure_transition: NEVER,
             static_pods: true,
+            volume_check: Duration::from_millis(200),
             configure: |_| {},
         }
     }
@@ -248,6 +251,7 @@ impl Node {
             own_process: false,
             cgroup_check: Duration::from_millis(50),
             orphan_check: Duration::from_millis(200),
+            volume_check: self.settings.volume_check,
         }
     }
 

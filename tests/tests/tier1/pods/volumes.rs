@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use beelet_proto::cri;
 use beelet_tests::cri::{Asked, Call};
@@ -90,6 +91,51 @@ async fn a_config_map_is_mounted_and_kept_up_to_date_also_over_a_kill() {
     until_file(&file, "green").await;
     node.remove("web");
     node.until_nothing_is_left(&view).await;
+}
+
+#[tokio::test]
+async fn a_volume_that_was_removed_under_a_running_pod_is_made_again_and_told() {
+    let mut node = Node::new(Settings::default());
+    node.apply_text("conf", &config_map("red"));
+    let mut web = with_conf("web");
+    let scratch = json!({"name": "scratch", "mountPath": "/scratch"});
+    web["spec"]["containers"][0]["volumeMounts"].as_array_mut().unwrap().push(scratch);
+    web["spec"]["volumes"].as_array_mut().unwrap().push(json!({"name": "scratch", "emptyDir": {}}));
+    node.apply(&web);
+    node.start().await;
+    let uid = node.until_ready("web").await.uid();
+    let file = PathBuf::from(mount(&created(&node, "web"), "/conf").host_path).join("color");
+    let told = |reason: &str| node.events().iter().filter(|event| event.starts_with(reason)).count();
+    assert_eq!((told("VolumeRestored: "), told("VolumeLost: ")), (0, 0), "{:#?}", node.events());
+    std::fs::remove_dir_all(node.path("pods").join(&uid)).unwrap();
+    until_file(&file, "red").await;
+    until_seen("both to be told", || match (told("VolumeRestored: "), told("VolumeLost: ")) {
+        (1, 1) => Ok(()),
+        others => Err(format!("{others:?}")),
+    })
+    .await;
+    assert!(node.path("pods").join(&uid).join("volumes/scratch").is_dir());
+    assert_eq!(node.until_ready("web").await.restarts()["main"], 0);
+    // A pod that goes takes its volumes along, for good.
+    let web = node.until_ready("web").await;
+    node.remove("web");
+    node.until_nothing_is_left(&web).await;
+}
+
+#[tokio::test]
+async fn a_container_that_starts_again_finds_its_volumes_whole() {
+    let mut node = Node::new(Settings { volume_check: Duration::from_secs(3600), ..Settings::default() });
+    node.apply_text("conf", &config_map("red"));
+    node.apply(&with_conf("web"));
+    node.start().await;
+    let uid = node.until_ready("web").await.uid();
+    std::fs::remove_dir_all(node.path("pods").join(&uid).join("volumes")).unwrap();
+    node.cri.exit(&node.cri.container("web-n1", "main").unwrap().id, 1);
+    let again = |pod: &super::node::View| pod.restarts()["main"] == 1 && pod.running("main");
+    node.until_pod("web", "to run again", again).await;
+    let file = PathBuf::from(mount(&created(&node, "web"), "/conf").host_path).join("color");
+    assert_eq!(std::fs::read_to_string(file).unwrap(), "red");
+    assert!(node.events().iter().any(|event| event.starts_with("VolumeRestored: volume conf")));
 }
 
 #[tokio::test]
