@@ -21,6 +21,7 @@ pub mod own_file;
 pub mod pieces;
 pub mod process;
 pub mod program;
+pub mod propagation;
 pub mod redirect;
 pub mod room;
 pub mod shared_folder;

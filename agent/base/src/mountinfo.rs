@@ -4,7 +4,9 @@
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+
+use beelet_policy::propagation::Groups;
 
 /// Where the kernel shows it.
 pub const PATH: &str = "/proc/self/mountinfo";
@@ -20,6 +22,8 @@ pub struct Mount<'a> {
     pub fs_type: &'a [u8],
     /// The numbers of the device that the file system is on, major and minor: made up where it is on none.
     pub device: Option<(u32, u32)>,
+    /// The peer groups that it passes mounts on to, and gets them from.
+    pub groups: Groups,
     /// What was mounted: a device's path, a server's name or any other word.
     pub source: &'a [u8],
     /// The options of the file system.
@@ -40,12 +44,34 @@ pub fn mounts(table: &[u8]) -> impl Iterator<Item = Mount<'_>> {
 fn parse(line: &[u8]) -> Option<Mount<'_>> {
     let mut fields = line.split(|byte| *byte == b' ');
     let (device, root, point) = (fields.nth(2)?, fields.next()?, fields.next()?);
-    fields.find(|field| *field == b"-")?;
+    let mut groups = Groups::default();
+    loop {
+        match fields.next()? {
+            b"-" => break,
+            tag => note_group(tag, &mut groups),
+        }
+    }
     let fs_type = fields.next()?;
     let source = fields.next().unwrap_or_default();
     let super_options = fields.next().unwrap_or_default();
     let device = std::str::from_utf8(device).ok().and_then(device_numbers);
-    Some(Mount { root, point: unescape(point), fs_type, device, source, super_options })
+    Some(Mount { root, point: unescape(point), fs_type, device, groups, source, super_options })
+}
+
+/// Takes in one of the optional fields; `propagate_from` and `unbindable` say nothing that is needed.
+fn note_group(tag: &[u8], groups: &mut Groups) {
+    let number = |tag: &[u8], name: &[u8]| std::str::from_utf8(tag.strip_prefix(name)?).ok()?.parse().ok();
+    groups.shared = groups.shared.or_else(|| number(tag, b"shared:"));
+    groups.master = groups.master.or_else(|| number(tag, b"master:"));
+}
+
+/// The mount in which `path` is, which must be absolute and without links: the one with the longest mount
+/// point, and of those the one on top.
+#[must_use]
+pub fn mount_of<'a>(table: &'a [u8], path: &Path) -> Option<Mount<'a>> {
+    mounts(table)
+        .filter(|mount| path.starts_with(&mount.point))
+        .max_by_key(|mount| mount.point.components().count())
 }
 
 /// A device's major and minor number as the kernel writes them: `8:16`.
@@ -86,6 +112,35 @@ mod tests {
             (&b"/a"[..], &b"ext4"[..], &b"rw,y"[..])
         );
         assert_eq!((all.len(), all[1].fs_type, all[1].super_options), (2, &b"tmpfs"[..], &b""[..]));
+    }
+
+    #[test]
+    fn the_groups_of_a_mount_are_read_from_its_tags() {
+        let check = |tags: &str, shared: Option<u64>, master: Option<u64>| {
+            let table = format!("29 23 0:26 / /b rw {tags}- ext4 shared:8 rw\n");
+            let mount = mounts(table.as_bytes()).next().unwrap();
+            assert_eq!(mount.groups, Groups { shared, master }, "{tags}");
+        };
+        check("", None, None);
+        check("shared:1 ", Some(1), None);
+        check("master:2 propagate_from:3 ", None, Some(2));
+        check("shared:1 master:2 new:4 ", Some(1), Some(2));
+        check("unbindable ", None, None);
+        check("shared:x master: ", None, None);
+    }
+
+    #[test]
+    fn a_path_is_in_the_mount_on_top_with_the_longest_point() {
+        let table = b"1 0 0:1 / / rw shared:1 - ext4 a rw\n2 1 0:2 / /var rw - ext4 b rw\n3 2 0:3 / /var rw - tmpfs c rw\n\
+                      4 1 0:4 / /variety rw - tmpfs d rw\n";
+        let check = |path: &str, source: &str| {
+            let mount = mount_of(table, Path::new(path)).unwrap();
+            assert_eq!(mount.source, source.as_bytes(), "{path}");
+        };
+        check("/var/lib/pods", "c");
+        check("/etc", "a");
+        check("/variety", "d");
+        assert_eq!(mount_of(b"", Path::new("/")), None);
     }
 
     #[test]

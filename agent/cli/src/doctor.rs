@@ -134,6 +134,7 @@ const GROUPS: &[(&str, &[Check])] = &[
             runtime::conditions,
             runtime::cgroup_driver,
             runtime::owner,
+            runtime::mounts,
             runtime::sandbox,
             network::plugins,
         ],

@@ -54,6 +54,7 @@ pub mod pod;
 pub mod preemption;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod probe;
+pub mod propagation;
 pub mod qos;
 pub mod quantity;
 pub mod reclaim;

@@ -10,10 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use beelet_base::{
-    blocking::blocking,
-    folder::{PRIVATE, make_folder},
-};
+use beelet_base::blocking::blocking;
 use beelet_policy::{
     cgroups::{CgroupConfig, CgroupDriver, CgroupValues},
     scheduler::SchedulerKind,
@@ -93,6 +90,7 @@ use beelet_state::{
 };
 use beelet_volumes::{Disks, FlexVolumes, LocalDisks, RemoteDisks};
 
+mod folders;
 mod upkeep;
 
 /// Requests under way to the pods' manager. A sender waits while the manager is behind by this many.
@@ -155,7 +153,7 @@ pub(super) async fn run(builder: Builder, config: Config, shutdown: Cancellation
     // The locks come first: a second agent must not get as far as touching anything.
     let state = Arc::new(State::open(&config.beelet.state_dir)?);
     let (runtime, ownership) = open_runtime(&doors, &config).await?;
-    make_kubelet_dir(&config).await?;
+    folders::make_kubelet_dir(&config).await?;
     if doors.own_process {
         for trouble in process::prepare(config.oom_score_adj, config.max_open_files) {
             warn!("{trouble}");
@@ -246,13 +244,6 @@ async fn open_dra(config: &Config, metrics: &Metrics, events: Recorder) -> Resul
     spawn_blocking(open).await.context("the record of resource claims")
 }
 
-/// Several parts make folders in it: it has one mode, whichever comes first.
-async fn make_kubelet_dir(config: &Config) -> Result<()> {
-    let dir = config.beelet.kubelet_dir.clone();
-    let made = spawn_blocking(move || make_folder(&dir, PRIVATE)).await.context("the kubelet's folder")?;
-    made.map_err(anyhow::Error::msg)
-}
-
 /// The cgroup tree, if it can do what the configuration asks for.
 fn open_cgroups(doors: &Doors, config: &Config) -> Result<Arc<Cgroups>> {
     let cgroups = match &doors.cgroups {
@@ -310,6 +301,7 @@ impl Base {
         if let Some(ownership) = ownership {
             // A kubelet that waited for the runtime as we did is seen only now.
             ownership.refuse_kubelet(self.runtime.socket())?;
+            folders::refuse_lost_mounts(&self.config.beelet.pods_dir, self.runtime.socket()).await?;
         }
         let node = Node::build(self, version).await?;
         node.run(inputs, &frame.failures, shutdown).await

@@ -7,11 +7,13 @@ use std::time::Duration;
 use beelet_proto::cri;
 
 use super::{Finding, Patient};
+use beelet_base::propagation::look;
 use beelet_cgroups::Cgroups;
 use beelet_config::Config;
 use beelet_cri::ownership;
 use beelet_cri::{Error, Runtime, sandbox_image};
 use beelet_policy::cgroups::CgroupDriver;
+use beelet_policy::propagation::{self, Reach};
 
 /// Longer than any of these answers takes of a runtime that is well.
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -28,6 +30,9 @@ pub(super) struct Facts {
     sandbox: Option<(BTreeSet<String>, Vec<String>)>,
     /// The images that are pinned; None if it did not say.
     pinned: Option<Vec<String>>,
+    /// Its process, and that of the agent that runs here.
+    process: Option<u32>,
+    agent: Option<u32>,
 }
 
 impl Facts {
@@ -56,6 +61,8 @@ pub(super) fn facts(config: &Config, images: &BTreeSet<String>) -> anyhow::Resul
             sandbox: missing(&runtime, &sandbox).await.ok().map(|missing| (sandbox, missing)),
             pinned: runtime.list_images().await.ok().map(|images| pinned(&images)),
             status,
+            process: ownership::listener(runtime.socket()).await,
+            agent: ownership::listener(&config.socket()).await,
         })
     })
 }
@@ -240,6 +247,31 @@ pub(super) fn owner(patient: &Patient) -> Vec<Finding> {
             "a kubelet on the same runtime would not be noticed",
             "run a kernel with CONFIG_UNIX_DIAG, and make sure that no kubelet runs",
         ),
+    }]
+}
+
+/// Whether the runtime sees what is mounted for pods: by the agent that runs here, else by one that is
+/// started as the doctor was.
+pub(super) fn mounts(patient: &Patient) -> Vec<Finding> {
+    let (check, facts) = ("mounts", &patient.runtime);
+    if facts.version.is_err() {
+        // That it does not answer is said already.
+        return Vec::new();
+    }
+    let folder = &patient.config.beelet.pods_dir;
+    let own = facts.agent.unwrap_or_else(std::process::id);
+    let reach = look(folder, own, facts.process);
+    let detail = propagation::sentence(reach, &folder.display().to_string(), facts.process);
+    vec![match reach {
+        Reach::Yes => Finding::ok(check, detail),
+        Reach::No => {
+            let consequence = format!("{}; the agent refuses to start", propagation::CONSEQUENCE);
+            Finding::missing(check, detail, consequence, propagation::REMEDY)
+        }
+        Reach::Unknown => {
+            let consequence = format!("if it does not, {}", propagation::CONSEQUENCE);
+            Finding::degraded(check, detail, consequence, propagation::REMEDY)
+        }
     }]
 }
 

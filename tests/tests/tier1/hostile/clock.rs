@@ -11,7 +11,7 @@ use beelet_tests::pods::PodView;
 use beelet_tests::{images, require, requires, workdir};
 use serde_json::{Value, json};
 
-use super::scene::{Scene, pod, through};
+use super::scene::{Scene, in_own_mounts, pod};
 
 const HOUR: i64 = 3600;
 const DAY: i64 = 24 * HOUR;
@@ -46,10 +46,8 @@ fn on_own_clock(dir: &Path, options: Options) -> Options {
         "DONT_FAKE_MONOTONIC=1".to_owned(),
         "NO_FAKE_STAT=1".to_owned(),
     ];
-    let inner = format!("{prelude}; exec env {} \"$@\"", environment.join(" ").replace('\'', ""));
-    // Mounts of the agent are its own; nothing here looks at them.
-    let command = format!("unshare --mount --propagation private sh -c '{inner}' sh {{}}");
-    through(dir, options, "", &command)
+    let inner = format!("{prelude}; export {}", environment.join(" ").replace('\'', ""));
+    in_own_mounts(dir, options, &inner)
 }
 
 impl Scene {

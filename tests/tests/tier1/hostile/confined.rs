@@ -18,7 +18,7 @@ use beelet_tests::guards::{CgroupRoot, mounts};
 use beelet_tests::{manifests, require, workdir};
 use serde_json::{Value, json};
 
-use super::scene::{Scene, config_map, files_below, is_relist, pod, through, with_volumes};
+use super::scene::{Scene, config_map, files_below, in_own_mounts, is_relist, pod, through, with_volumes};
 
 // ---- A root that can't be written ----
 
@@ -27,12 +27,14 @@ use super::scene::{Scene, config_map, files_below, is_relist, pod, through, with
 /// seen outside.
 fn on_read_only_root(dir: &Path, options: Options) -> Options {
     let dir_text = dir.display();
-    let inner = format!(
-        "mount --bind {dir_text} {dir_text}; mountpoint -q /run || mount --bind /run /run; \
-         mount -o remount,bind,ro /; exec \"$@\""
-    );
-    let command = format!("unshare --mount --propagation slave sh -ec '{inner}' sh {{}}");
-    through(dir, options, "", &command)
+    in_own_mounts(
+        dir,
+        options,
+        &format!(
+            "mount --rbind {dir_text} {dir_text}; mountpoint -q /run || mount --bind /run /run; \
+             mount -o remount,bind,ro /"
+        ),
+    )
 }
 
 #[test]
@@ -79,6 +81,61 @@ fn where_its_state_folder_cannot_be_written_the_agent_refuses_to_start_and_names
     assert!(!status.success(), "{log}");
     assert!(log.contains(&folder.display().to_string()) && log.contains("Read-only file system"), "{log}");
     assert!(!folder.exists());
+}
+
+// ---- A mount namespace of its own ----
+
+#[test]
+fn an_agent_whose_mounts_the_runtime_does_not_see_refuses_to_start_and_the_doctor_says_the_same() {
+    require!(root);
+    for propagation in ["private", "slave"] {
+        let alone = format!("unshare --mount --propagation {propagation}");
+        let mut scene = Scene::spawn(|dir, options| through(dir, options, "", &format!("{alone} {{}}")));
+        let status = scene.agent.wait_for_exit().unwrap();
+        let log = scene.agent.log();
+        let sentence = format!(
+            "(process {}) does not see what the agent mounts below {}",
+            std::process::id(),
+            scene.path("pods").display()
+        );
+        assert!(!status.success() && log.contains(&sentence), "{propagation}: {log}");
+        assert!(log.contains("PrivateTmp=") && log.contains("mountPropagation: Bidirectional"), "{log}");
+        assert_eq!(fs::read_dir(scene.path("pods")).unwrap().count(), 0);
+        let mut doctor = std::process::Command::new("unshare");
+        doctor.args(["--mount", "--propagation", propagation]).arg(beelet_tests::agent::binary().unwrap());
+        let doctor = doctor
+            .args(["doctor", "-o", "json"])
+            .env("BEELET_CONFIG", scene.agent.config())
+            .output()
+            .unwrap();
+        let report: Value = serde_json::from_slice(&doctor.stdout).unwrap();
+        let mut findings = report["findings"].as_array().unwrap().iter();
+        let found = findings.find(|finding| finding["check"] == "mounts").unwrap();
+        assert_eq!(found["state"], "missing", "{found}");
+        assert!(found["detail"].as_str().unwrap().contains(&sentence), "{found}");
+    }
+}
+
+#[test]
+fn an_agent_whose_mounts_the_runtime_sees_runs_in_a_mount_namespace_of_its_own() {
+    require!(root);
+    let scene = Scene::start(|dir, options| in_own_mounts(dir, options, ":"));
+    let secret = json!({
+        "apiVersion": "v1", "kind": "Secret", "metadata": { "name": "hidden" }, "stringData": { "a": "b" },
+    });
+    scene.agent.apply("secret.yaml", secret.to_string()).unwrap();
+    let mut web = pod("web");
+    web["spec"]["volumes"] = json!([{ "name": "secret", "secret": { "secretName": "hidden" } }]);
+    web["spec"]["containers"][0]["volumeMounts"] = json!([{ "name": "secret", "mountPath": "/s" }]);
+    scene.apply(&web);
+    let uid = scene.until_ready("web").uid().to_owned();
+    let volume = scene.path("pods").join(uid).join("volumes/secret");
+    // From where the runtime is.
+    assert_eq!(fs::read_to_string(volume.join("a")).unwrap(), "b");
+    assert!(scene.told(&["doctor", "-v"]).contains("sees what is mounted below"));
+    scene.remove("web");
+    scene.until_gone("web");
+    scene.is_well();
 }
 
 // ---- Another umask ----
@@ -311,10 +368,8 @@ fn where_no_bpf_file_system_can_be_had_readiness_is_right_all_the_same() {
 fn in_a_mount_namespace_without_a_bpf_file_system_it_mounts_one_that_nobody_else_sees() {
     require!(bpf);
     let alone = |dir: &Path, options: Options| {
-        let inner = "while umount /sys/fs/bpf 2>/dev/null; do :; done; exec \"$@\"";
-        let command = format!("unshare --mount --propagation private sh -c '{inner}' sh {{}}");
         let options = options.beelet("bpf", "auto").beelet("bpffs", "/sys/fs/bpf");
-        through(dir, options, "", &command)
+        in_own_mounts(dir, options, "while umount /sys/fs/bpf 2>/dev/null; do :; done")
     };
     let outside = || {
         let all = mounts().unwrap().into_iter();

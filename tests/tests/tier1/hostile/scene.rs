@@ -300,6 +300,23 @@ pub(crate) fn through(dir: &Path, mut options: Options, prelude: &str, command: 
     options
 }
 
+/// The agent in a mount namespace of its own, as a container has one whose folder of pods was given to it
+/// with mountPropagation `Bidirectional`: mounts below that folder are seen outside, and no others. `inner` runs
+/// there before the agent.
+pub(crate) fn in_own_mounts(dir: &Path, options: Options, inner: &str) -> Options {
+    let pods = dir.join("agent/pods").display().to_string();
+    let prelude = format!(
+        "mkdir -p {pods}; mountpoint -q {pods} || {{ mount --bind {pods} {pods}; mount --make-shared {pods}; }}"
+    );
+    let alone = format!(
+        "while read -r _ _ _ _ point _; do [ \"$point\" = {pods} ] || mount --make-slave \"$point\" 2>/dev/null || :; \
+         done </proc/self/mountinfo"
+    );
+    let command =
+        format!("unshare --mount --propagation unchanged sh -ec '{alone}; {inner}; exec \"$@\"' sh {{}}");
+    through(dir, options, &prelude, &command)
+}
+
 /// Everything below a folder, without what is below mounts' own names: for comparisons.
 pub(crate) fn files_below(dir: &Path) -> Vec<PathBuf> {
     let (mut found, mut todo) = (Vec::new(), vec![dir.to_path_buf()]);

@@ -1,0 +1,43 @@
+//! The folders that must be there before any part starts, and whether the runtime sees what is mounted in
+//! them.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use tokio::task::spawn_blocking;
+use tracing::warn;
+
+use beelet_base::folder::{PRIVATE, make_folder};
+use beelet_base::propagation::look;
+use beelet_config::Config;
+use beelet_policy::propagation::{self, Reach};
+
+/// Several parts make folders in it: it has one mode, whichever comes first.
+pub(super) async fn make_kubelet_dir(config: &Config) -> Result<()> {
+    let dir = config.beelet.kubelet_dir.clone();
+    let made = spawn_blocking(move || make_folder(&dir, PRIVATE)).await.context("the kubelet's folder")?;
+    made.map_err(anyhow::Error::msg)
+}
+
+/// A node whose runtime does not see what is mounted for pods would run them without their Secrets.
+pub(super) async fn refuse_lost_mounts(pods_dir: &Path, socket: &Path) -> Result<()> {
+    let runtime = beelet_cri::ownership::listener(socket).await;
+    let folder = pods_dir.to_owned();
+    let looking = spawn_blocking(move || {
+        // Without it the tables of mounts alone decide.
+        if let Err(error) = make_folder(&folder, PRIVATE) {
+            warn!("{error}");
+        }
+        look(&folder, std::process::id(), runtime)
+    });
+    let reach = looking.await.context("the mounts of pods")?;
+    let sentence = propagation::sentence(reach, &pods_dir.display().to_string(), runtime);
+    match reach {
+        Reach::Yes => {}
+        Reach::Unknown => {
+            warn!("{sentence}. If it does not, {}: see `beelet doctor`", propagation::CONSEQUENCE);
+        }
+        Reach::No => bail!("{sentence}, and {}; {}", propagation::CONSEQUENCE, propagation::REMEDY),
+    }
+    Ok(())
+}
