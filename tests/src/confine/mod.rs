@@ -40,7 +40,9 @@ const LEFT_TO_SYSTEMD: &[&str] = &[
     "KillMode",
     // Of the unit's cgroup.
     "TasksMax",
+    "MemoryHigh",
     "MemoryMax",
+    "OOMPolicy",
     // Folders of the machine: a test's program has its own, in the test's folder.
     "RuntimeDirectory",
     "RuntimeDirectoryMode",
@@ -375,6 +377,30 @@ mod tests {
             assert!(unit.no_new_privileges && unit.deny_write_execute, "{name}");
             assert!(unit.calls.allows(Sysno::bpf) && !unit.calls.allows(Sysno::init_module), "{name}");
         }
+    }
+
+    /// The settings of a shipped unit by this name.
+    fn shipped(unit: &str, name: &str) -> Vec<String> {
+        let text = std::fs::read_to_string(Installed::new("", unit).unit).unwrap();
+        let of_name = settings(&text).into_iter().filter(|(key, _)| key == name);
+        of_name.map(|(_, value)| value).collect()
+    }
+
+    #[test]
+    fn the_shipped_units_and_pods_have_bounds_of_memory_with_room_before_the_last() {
+        let share = |text: &str| text.strip_suffix('%').unwrap().parse::<u32>().unwrap();
+        let bounds = ["MemoryHigh", "MemoryMax"].map(|name| shipped("beelet.service", name));
+        let [high, max] = bounds.map(|values| <[String; 1]>::try_from(values).map(|[value]| share(&value)));
+        let (high, max) = (high.unwrap(), max.unwrap());
+        // A node of 1 GiB runs 110 pods in less than the lower one; one of 8 GiB 5,000 pods.
+        assert!((15..max).contains(&high) && max <= 50, "{high} % and {max} %");
+        // A program of the unit that is killed for memory must not stop the agent.
+        assert_eq!(shipped("beelet.service", "OOMPolicy"), ["continue"]);
+        assert_eq!(shipped("beelet-observe.service", "MemoryHigh"), ["192M"]);
+        assert_eq!(shipped("beelet-observe.service", "MemoryMax"), ["256M"]);
+        let manifest = Installed::new("", "kubernetes/observe.yaml").unit;
+        let manifest = std::fs::read_to_string(manifest).unwrap();
+        assert!(manifest.contains("limits: {memory: 256Mi}"), "the DaemonSet has no limit of memory");
     }
 
     #[test]
