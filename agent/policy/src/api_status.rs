@@ -64,6 +64,13 @@ const FIELDS: &[&str] = &[
 ];
 /// Bytes of last words that the API server keeps of one pod.
 const MAX_LAST_WORDS: usize = 12 * 1024;
+/// Bytes of sentences about what one pod's containers wait for, and the least that each may have. The API
+/// server refuses a status of more than a few MB, and a pod may have thousands of containers, each with an
+/// error that quotes its spec.
+const MAX_SENTENCES: usize = 256 * 1024;
+const LEAST_SENTENCE: usize = 64;
+/// Bytes of the pod's own sentence and of each condition's.
+const MAX_SENTENCE: usize = 4096;
 
 /// Returns true if the node alone writes this condition.
 #[must_use]
@@ -129,6 +136,7 @@ pub fn merged(in_api: &PodStatus, ours: &PodStatus) -> PodStatus {
     status.resource_claim_statuses.clone_from(&in_api.resource_claim_statuses);
     status.extended_resource_claim_status.clone_from(&in_api.extended_resource_claim_status);
     shorten_last_words(&mut status);
+    shorten_sentences(&mut status);
     status
 }
 
@@ -242,6 +250,32 @@ fn shorten_last_words(status: &mut PodStatus) {
             }
         }
     }
+}
+
+/// What the agent itself says has a bound too: a sentence may quote what a pod's author wrote. The first words
+/// say what failed, the last ones why.
+fn shorten_sentences(status: &mut PodStatus) {
+    let each = MAX_SENTENCES / all_statuses(status).count().max(1);
+    let each = each.clamp(LEAST_SENTENCE, MAX_SENTENCE);
+    let inits = status.init_container_statuses.iter_mut().flatten();
+    let own = status.container_statuses.iter_mut().flatten();
+    let ephemeral = status.ephemeral_container_statuses.iter_mut().flatten();
+    for container in inits.chain(own).chain(ephemeral) {
+        let waiting = container.state.as_mut().and_then(|state| state.waiting.as_mut());
+        shorten(waiting.and_then(|waiting| waiting.message.as_mut()), each);
+    }
+    shorten(status.message.as_mut(), MAX_SENTENCE);
+    let own = status.conditions.iter_mut().flatten().filter(|condition| is_owned(&condition.type_));
+    for condition in own {
+        shorten(condition.message.as_mut(), MAX_SENTENCE);
+    }
+}
+
+fn shorten(text: Option<&mut String>, most: usize) {
+    let Some(text) = text.filter(|text| text.len() > most) else { return };
+    let half = (most - '…'.len_utf8()) / 2;
+    let (end, start) = (text.floor_char_boundary(half), text.ceil_char_boundary(text.len() - half));
+    text.replace_range(end..start, "…");
 }
 
 /// The status of a pod of which nothing is left on the node: its last one, with an end for every container

@@ -197,6 +197,40 @@ fn last_words_of_all_containers_together_are_bounded() {
 }
 
 #[test]
+fn sentences_of_the_agent_are_bounded_and_those_of_others_are_not_touched() {
+    let long = |text: &str| format!("first {} last", text.repeat(16 << 10));
+    let waits = |text: &str| container(json!({"waiting": {"reason": "Error", "message": text}}));
+    let check = |containers: usize, text: &str, expected: usize| {
+        let containers: Vec<Value> = (0..containers).map(|_| waits(text)).collect();
+        let conditions = json!([{"type": "Ready", "status": "False", "message": text}, {"type": "example.com/gate", "status": "True", "message": text}]);
+        let said =
+            status(json!({"message": text, "containerStatuses": containers, "conditions": conditions}));
+        let gate = json!({"conditions": [{"type": "example.com/gate", "status": "True", "message": text}]});
+        let after = merged(&status(gate), &said);
+        let of_container =
+            after.container_statuses.unwrap()[0].state.clone().unwrap().waiting.unwrap().message.unwrap();
+        assert!(of_container.starts_with("first") && of_container.ends_with("last"), "{of_container}");
+        assert!((expected - 8..=expected).contains(&of_container.len()), "{}", of_container.len());
+        assert!(after.message.unwrap().len() <= MAX_SENTENCE);
+        let message = |of: &str| {
+            let mut all = after.conditions.iter().flatten();
+            all.find(|one| one.type_ == of).unwrap().message.as_ref().unwrap().len()
+        };
+        assert!(message("Ready") <= MAX_SENTENCE);
+        assert_eq!(message("example.com/gate"), text.len());
+    };
+    check(1, &long("x"), 4096);
+    check(1, &long("é"), 4096);
+    check(2, "first and last", 14);
+    check(256, &long("x"), 1024);
+    check(
+        10_000,
+        "first words, then the rest of a sentence that is longer than a few words are, and the last",
+        64,
+    );
+}
+
+#[test]
 fn what_nobody_saw_end_has_failed() {
     let check = |spec: Value, last: Value, phase: &str, states: &[&str]| {
         let pod: Pod = serde_json::from_value(json!({"spec": spec})).unwrap();
