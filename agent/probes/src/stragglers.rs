@@ -18,6 +18,7 @@
 use std::{
     collections::BTreeSet,
     fs,
+    io::{self, Read as _},
     os::fd::OwnedFd,
     path::{Path, PathBuf},
 };
@@ -193,13 +194,24 @@ fn processes(proc: &Path) -> Result<Vec<Process>, StragglersError> {
     Ok(numbers.filter_map(|pid| read(proc, pid)).collect())
 }
 
+/// Most bytes of a file of another process: as many as one argument may have (`MAX_ARG_STRLEN`).
+const MOST: u64 = 128 << 10;
+
+/// The beginning of a file of a process. A container's process decides how long its command is, which may be
+/// all of its memory (`PR_SET_MM_ARG_END`), and that of a file that it has mapped.
+fn beginning(proc: &Path, pid: u32, name: &str) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    fs::File::open(proc.join(pid.to_string()).join(name))?.take(MOST).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
 /// Which cgroups a process is in, as the kernel says it: containers may name cgroups of their own.
 fn cgroup_of(proc: &Path, pid: u32) -> Option<Vec<u8>> {
-    fs::read(proc.join(pid.to_string()).join("cgroup")).ok()
+    beginning(proc, pid, "cgroup").ok()
 }
 
 fn command_of(proc: &Path, pid: u32) -> Vec<String> {
-    let bytes = fs::read(proc.join(pid.to_string()).join("cmdline")).unwrap_or_default();
+    let bytes = beginning(proc, pid, "cmdline").unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes).into_owned();
     text.strip_suffix('\0').unwrap_or(&text).split('\0').map(str::to_owned).collect()
 }
@@ -289,6 +301,16 @@ mod tests {
         assert_eq!(found, [23, 31, 32, 33, 34, 36, 37]);
     }
 
+    #[test]
+    fn a_command_that_is_as_long_as_its_process_likes_is_read_as_far_as_commands_go() {
+        let proc = tempfile::tempdir().unwrap();
+        fs::create_dir(proc.path().join("7")).unwrap();
+        let file = fs::File::create(proc.path().join("7/cmdline")).unwrap();
+        file.set_len(1 << 40).unwrap(); // a hole
+        let found = command_of(proc.path(), 7);
+        assert_eq!(found.iter().map(|word| word.len() + 1).sum::<usize>(), 128 << 10);
+    }
+
     /// A process beside this one's other children, as the shim's are: in a session of its own, its output in
     /// a pipe.
     fn start(command: &[String]) -> Child {
@@ -307,8 +329,8 @@ mod tests {
         let mut first = start(&owned(&["sh", "-c", "sleep 600 & wait"]));
         let since = Moment::now();
         let mut probe = start(&owned(command));
-        let mut output = std::io::BufReader::new(probe.stdout.take().unwrap());
-        std::io::BufRead::read_line(&mut output, &mut String::new()).unwrap();
+        let mut output = io::BufReader::new(probe.stdout.take().unwrap());
+        io::BufRead::read_line(&mut output, &mut String::new()).unwrap();
         let proc = Path::new("/proc");
         let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
         while command_of(proc, probe.id()) != owned(runs_as) {
