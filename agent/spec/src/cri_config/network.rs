@@ -1,6 +1,7 @@
 //! A pod's network as the runtime is told of it: names, name resolution, ports on the machine.
 
 use std::borrow::Cow;
+use std::collections::{HashMap, HashSet, hash_map::Entry};
 use std::net::Ipv6Addr;
 
 use beelet_proto::cri;
@@ -116,12 +117,10 @@ fn resolution(spec: &core::PodSpec, namespace: &str, node: &NodeFacts) -> (cri::
     if let Some(extra) = &spec.dns_config {
         dns.servers.extend(extra.nameservers.iter().flatten().cloned());
         dns.searches.extend(extra.searches.iter().flatten().cloned());
-        for option in extra.options.iter().flatten() {
-            set_option(&mut dns.options, option);
-        }
+        dns.options = options(dns.options, extra.options.as_deref().unwrap_or_default());
     }
-    dns.servers = once_each(&dns.servers);
-    dns.searches = once_each(&dns.searches);
+    dns.servers = once_each(std::mem::take(&mut dns.servers));
+    dns.searches = once_each(std::mem::take(&mut dns.searches));
     let left_out = limit(&mut dns);
     (dns, left_out)
 }
@@ -133,20 +132,32 @@ fn is_of_a_link(server: &str) -> bool {
     address.is_some_and(|address| address.segments()[0] & 0xffc0 == 0xfe80)
 }
 
-/// Sets an option; one of the same name (`ndots:5`, `ndots:2`) is replaced.
-fn set_option(options: &mut Vec<String>, option: &core::PodDNSConfigOption) {
-    let Some(name) = &option.name else { return };
-    let text = option.value.as_ref().map_or_else(|| name.clone(), |value| format!("{name}:{value}"));
-    let same = |old: &&mut String| old.split(':').next() == Some(name.as_str());
-    match options.iter_mut().find(same) {
-        Some(old) => *old = text,
-        None => options.push(text),
+/// Options, with `more` of them; one of the same name (`ndots:5`, `ndots:2`) is replaced in its place. The API
+/// sets no limit to their number.
+fn options(own: Vec<String>, more: &[core::PodDNSConfigOption]) -> Vec<String> {
+    let name_of = |option: &str| option.split(':').next().unwrap_or_default().to_owned();
+    let mut places = HashMap::new();
+    let mut all: Vec<String> = Vec::new();
+    let more = more.iter().filter_map(|option| {
+        let (name, value) = (option.name.as_ref()?, option.value.as_ref());
+        Some((name.clone(), value.map_or_else(|| name.clone(), |value| format!("{name}:{value}"))))
+    });
+    let own = own.into_iter().map(|option| (name_of(&option), option));
+    for (name, option) in own.chain(more) {
+        match places.entry(name) {
+            Entry::Occupied(place) => all[*place.get()] = option,
+            Entry::Vacant(new) => {
+                new.insert(all.len());
+                all.push(option);
+            }
+        }
     }
+    all
 }
 
-fn once_each(list: &[String]) -> Vec<String> {
-    let first = |(index, item): &(usize, &String)| !list[..*index].contains(item);
-    list.iter().enumerate().filter(first).map(|(_, item)| item.clone()).collect()
+fn once_each(list: Vec<String>) -> Vec<String> {
+    let mut known = HashSet::new();
+    list.into_iter().filter(|item| known.insert(item.clone())).collect()
 }
 
 /// Leaves out what nobody would read, or what some C libraries don't survive, and says so
@@ -353,6 +364,19 @@ mod tests {
         assert!(dns_warnings(&pod, &without).iter().any(|(reason, _)| *reason == "MissingClusterDNS"));
         let long = json!({"dnsPolicy": "None", "dnsConfig": {"nameservers": ["1.1.1.1"], "searches": ["x".repeat(254), "y"]}});
         assert_eq!(super::dns(&spec(long), "shop", &node()).searches, ["y"]);
+    }
+
+    #[test]
+    fn very_many_options_and_domains_are_looked_at_once() {
+        // Each with each, these would be 10^10 comparisons.
+        let option = |n: usize| json!({"name": format!("o{}", n % 100_000), "value": n.to_string()});
+        let options: Vec<Value> = (0..200_000).map(option).collect();
+        let searches: Vec<String> = (0..200_000).map(|n| format!("d{n}")).collect();
+        let spec =
+            spec(json!({"dnsPolicy": "None", "dnsConfig": {"options": options, "searches": searches}}));
+        let (dns, left_out) = resolution(&spec, "shop", &node());
+        assert_eq!((dns.options.len(), dns.searches.len(), left_out.len()), (100_000, SEARCHES_MAX, 1));
+        assert_eq!((dns.options[0].as_str(), dns.options[99_999].as_str()), ("o0:100000", "o99999:199999"));
     }
 
     #[test]
