@@ -53,7 +53,7 @@ pub(super) async fn of_container(
 /// passed over.
 pub fn merge(held: &HeldByResource) -> ContainerOptions {
     let mut all = ContainerOptions::default();
-    let mut cdi = BTreeSet::new();
+    let (mut cdi, mut mounts, mut devices) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
     for (resource, held) in held {
         let answer = match ContainerAllocateResponse::decode(held.response.as_slice()) {
             Ok(answer) => answer,
@@ -65,7 +65,7 @@ pub fn merge(held: &HeldByResource) -> ContainerOptions {
         add(&mut all.envs, answer.envs, resource, "environment variable");
         add(&mut all.annotations, answer.annotations, resource, "annotation");
         for mount in answer.mounts {
-            if !all.mounts.iter().any(|other| other.container_path == mount.container_path) {
+            if mounts.insert(mount.container_path.clone()) {
                 all.mounts.push(cri::Mount {
                     container_path: mount.container_path,
                     host_path: mount.host_path,
@@ -75,7 +75,7 @@ pub fn merge(held: &HeldByResource) -> ContainerOptions {
             }
         }
         for device in answer.devices {
-            if !all.devices.iter().any(|other| other.container_path == device.container_path) {
+            if devices.insert(device.container_path.clone()) {
                 all.devices.push(cri::Device {
                     container_path: device.container_path,
                     host_path: device.host_path,
@@ -114,8 +114,9 @@ fn add(
 impl ContainerOptions {
     /// Adds CDI devices that are not the plugins'. Each is handed on once.
     pub fn add_cdi(&mut self, more: Vec<String>) {
+        let mut known: BTreeSet<String> = self.cdi_devices.iter().cloned().collect();
         for name in more {
-            if !self.cdi_devices.contains(&name) {
+            if known.insert(name.clone()) {
                 self.cdi_devices.push(name);
             }
         }

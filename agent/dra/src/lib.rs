@@ -6,6 +6,7 @@
 //! hostile: each call has a deadline, each answer a largest size, and only pods with its claims wait for it.
 //! Must never touch a container, a device or a CDI file.
 
+pub mod answer;
 mod error;
 mod health;
 mod metrics;

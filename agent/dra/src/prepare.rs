@@ -6,15 +6,15 @@ use std::{
 };
 
 use beelet_model::{storage::Storage, table::PodTable};
-use beelet_policy::dra::{ClaimInfo, ClaimKey, Device, Unprepared, check_count, check_devices};
+use beelet_policy::dra::{ClaimInfo, ClaimKey, Unprepared};
 use beelet_proto::dra::v1 as wire;
 use futures::future::join_all;
 use k8s_openapi::api::core::v1 as core;
 
 use crate::{
-    Dra, Error, lock,
-    plugin::{PREPARE, UNPREPARE, WORDS},
-    policy,
+    Dra, Error,
+    answer::{prepared, unprepared},
+    lock, policy,
 };
 
 /// Claims with their UIDs.
@@ -59,15 +59,7 @@ impl Dra {
 
     async fn prepare_by(&self, driver: String, batch: Batch) -> Result<(), Error> {
         let answer = self.plugin(&driver)?.prepare(on_wire(&batch)).await?;
-        let said = answer.claims.into_iter().map(|(uid, of)| (uid, (of.error, of.devices)));
-        for (key, devices) in checked(PREPARE, &batch, said.collect())? {
-            let impossible = |why| {
-                let what = format!("gave an impossible answer for ResourceClaim {}: {why}", key.name);
-                Error::Answer { method: PREPARE, what }
-            };
-            check_count(devices.len()).map_err(impossible)?;
-            let devices: Vec<Device> = devices.into_iter().map(device).collect();
-            check_devices(&devices).map_err(impossible)?;
+        for (key, devices) in prepared(&batch, answer)? {
             self.change(|ledger| ledger.set_devices(key, &driver, devices));
         }
         Ok(())
@@ -142,8 +134,7 @@ impl Dra {
 
     async fn unprepare_by(&self, driver: &str, batch: &Batch) -> Result<(), Error> {
         let answer = self.plugin(driver)?.unprepare(on_wire(batch)).await?;
-        let said = answer.claims.into_iter().map(|(uid, of)| (uid, (of.error, ())));
-        checked(UNPREPARE, batch, said.collect()).map(drop)
+        unprepared(batch, answer)
     }
 
     /// The CDI devices of a container. A record that was lost is made up for by the claims as they are now.
@@ -187,72 +178,4 @@ fn on_wire(batch: &Batch) -> Vec<wire::Claim> {
         name: key.name.clone(),
     };
     batch.iter().map(claim).collect()
-}
-
-fn device(device: wire::Device) -> Device {
-    Device {
-        pool: device.pool_name,
-        name: device.device_name,
-        share: device.share_id,
-        requests: device.request_names,
-        cdi: device.cdi_device_ids,
-    }
-}
-
-/// What a driver says of each claim that it was asked for: by UID, an error or none, and more.
-///
-/// # Errors
-/// It failed for one, left one out, or answered for one that it was not asked for.
-fn checked<'b, T>(
-    method: &'static str,
-    batch: &'b Batch,
-    mut said: BTreeMap<String, (String, T)>,
-) -> Result<Vec<(&'b ClaimKey, T)>, Error> {
-    let mut found = Vec::with_capacity(batch.len());
-    let mut skipped = 0;
-    for (key, uid) in batch {
-        match said.remove(uid) {
-            Some((error, more)) if error.is_empty() => found.push((key, more)),
-            Some((error, _)) => {
-                let error: String = error.chars().take(WORDS).collect();
-                let what = format!("failed for ResourceClaim {}: {error}", key.name);
-                return Err(Error::Answer { method, what });
-            }
-            None => skipped += 1,
-        }
-    }
-    if let Some((uid, _)) = said.first_key_value() {
-        return Err(Error::Answer {
-            method,
-            what: format!("returned result for unknown claim UID {uid:.64}"),
-        });
-    }
-    if skipped > 0 {
-        return Err(Error::Answer { method, what: format!("skipped {skipped} ResourceClaims") });
-    }
-    Ok(found)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_driver_answers_for_each_claim_that_it_was_asked_for_and_for_no_other() {
-        let key = |name: &str| ClaimKey { namespace: "shop".to_owned(), name: name.to_owned() };
-        let batch = vec![(key("a"), "u-a".to_owned()), (key("b"), "u-b".to_owned())];
-        let check = |said: &[(&str, &str)], expected: Result<usize, &str>| {
-            let said = said.iter().map(|(uid, error)| ((*uid).to_owned(), ((*error).to_owned(), ())));
-            let found = checked(PREPARE, &batch, said.collect());
-            let found = found.map(|all| all.len()).map_err(|error| error.to_string());
-            assert_eq!(found, expected.map_err(str::to_owned));
-        };
-        check(&[("u-a", ""), ("u-b", "")], Ok(2));
-        check(&[("u-a", "")], Err("NodePrepareResources skipped 1 ResourceClaims"));
-        check(&[("u-a", ""), ("u-b", "no")], Err("NodePrepareResources failed for ResourceClaim b: no"));
-        check(
-            &[("u-a", ""), ("u-b", ""), ("u-c", "")],
-            Err("NodePrepareResources returned result for unknown claim UID u-c"),
-        );
-    }
 }

@@ -161,7 +161,9 @@ pub fn service(supported: &[String]) -> Result<&'static str, String> {
     }
     let known = |named: &String| SERVICES.into_iter().find(|known| known == named);
     supported.iter().find_map(known).ok_or_else(|| {
-        format!("none of services supported by the plugin ({supported:?}) are supported here ({SERVICES:?})")
+        let shown: Vec<String> =
+            supported.iter().take(8).map(|service| service.chars().take(64).collect()).collect();
+        format!("none of services supported by the plugin ({shown:?}) are supported here ({SERVICES:?})")
     })
 }
 
@@ -336,14 +338,18 @@ pub fn runs_with(pod: &Pod, claim: &ClaimKey) -> bool {
 /// # Errors
 /// The claim of a template has not been made yet.
 pub fn cdi_devices(ledger: &Ledger, pod: &Pod, container: &Container) -> Result<Option<Vec<String>>, String> {
-    let mut devices: Vec<String> = Vec::new();
+    let (mut devices, mut known) = (Vec::new(), BTreeSet::new());
     let uid = pod.metadata.uid.as_deref().unwrap_or_default();
     for (key, requests) in of_container(pod, container)? {
         let info = ledger.get(&key).filter(|info| info.pods.contains(uid));
         let Some(info) = info else { return Ok(None) };
-        for name in requests.iter().flat_map(|request| info.cdi(request)) {
-            if !devices.iter().any(|known| known == name) {
-                devices.push(name.to_owned());
+        // A container may name one request very often.
+        let mut named = BTreeSet::new();
+        for request in requests.into_iter().filter(|request| named.insert(*request)) {
+            for name in info.cdi(request) {
+                if known.insert(name) {
+                    devices.push(name.to_owned());
+                }
             }
         }
     }
