@@ -2,9 +2,10 @@
 //! The file is a container's, and so anything: it is opened without leaving the volume, and read up to a
 //! limit.
 
+use std::collections::{BTreeMap, BTreeSet, btree_map::Entry};
 use std::path::Path;
 
-use beelet_policy::env_file;
+use beelet_policy::{env_file::EnvFile, expand::Budget};
 use beelet_volumes::Volumes;
 use k8s_openapi::api::core::v1::{Container, EnvVar, FileKeySelector};
 
@@ -20,18 +21,30 @@ fn selector(variable: &EnvVar) -> Option<&FileKeySelector> {
 }
 
 /// The container with the values that its files have, as if its spec had them. Blocking.
+///
+/// # Errors
+/// A file can't be read, or has no such variable; or the files or the values are longer than a container's
+/// environment may be. A container wrote them, and each may be named thousands of times.
 pub(crate) fn read(mut container: Container, volumes: &Volumes) -> Result<Container, Error> {
-    let name = container.name.clone();
+    let (name, env) = (container.name.clone(), container.env.take().unwrap_or_default());
+    let mut files = Files::new(&env, volumes);
+    let mut budget = Budget::CONTAINER;
     let mut read = Vec::new();
-    for mut variable in container.env.take().into_iter().flatten() {
-        if let Some(selector) = selector(&variable) {
-            let found = value(selector, volumes).map_err(|why| {
+    for one in &env {
+        let mut variable = one.clone();
+        if let Some(selector) = selector(one) {
+            let value = files.value(selector).and_then(|found| {
+                budget.take(found.map_or(0, str::len)).map_err(|long| format!("its value {long}"))?;
+                // A literal refers to others by `$(NAME)`; what a file says stands for itself.
+                Ok(found.map(|value| value.replace('$', "$$")))
+            });
+            let value = value.map_err(|why| {
                 Error::Spec(format!("environment variable {} of container {name}: {why}", variable.name))
             })?;
-            let Some(value) = found else { continue };
-            variable.value_from = None;
-            // A literal refers to others by `$(NAME)`; what a file says stands for itself.
-            variable.value = Some(value.replace('$', "$$"));
+            if value.is_none() {
+                continue;
+            }
+            (variable.value_from, variable.value) = (None, value);
         }
         read.push(variable);
     }
@@ -39,17 +52,50 @@ pub(crate) fn read(mut container: Container, volumes: &Volumes) -> Result<Contai
     Ok(container)
 }
 
-/// What a file says of a variable; None if it says nothing, and need not.
-fn value(selector: &FileKeySelector, volumes: &Volumes) -> Result<Option<String>, String> {
-    let FileKeySelector { key, path, volume_name, optional } = selector;
-    let file = || format!("the file {path} of the volume {volume_name}");
-    let text = volumes.read(volume_name, Path::new(path)).map_err(|error| error.to_string())?;
-    let text = String::from_utf8(text).map_err(|_| format!("{} is not UTF-8 text", file()))?;
-    let found = env_file::value(&text, key).map_err(|error| format!("{}: {error}", file()))?;
-    if found.is_none() && *optional != Some(true) {
-        return Err(format!("{} has no variable {key}", file()));
+/// A volume, and the path of a file in it.
+type Place<'e> = (&'e str, &'e str);
+
+/// The files that a container's variables come from, each read once.
+struct Files<'e> {
+    volumes: &'e Volumes,
+    /// The variables that are asked for, by file.
+    wanted: BTreeMap<Place<'e>, BTreeSet<&'e str>>,
+    read: BTreeMap<Place<'e>, EnvFile>,
+    /// Of what is read.
+    budget: Budget,
+}
+
+impl<'e> Files<'e> {
+    fn new(env: &'e [EnvVar], volumes: &'e Volumes) -> Self {
+        let mut wanted: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
+        for FileKeySelector { key, path, volume_name, .. } in env.iter().filter_map(selector) {
+            wanted.entry((volume_name.as_str(), path.as_str())).or_default().insert(key.as_str());
+        }
+        Self { volumes, wanted, read: BTreeMap::new(), budget: Budget::CONTAINER }
     }
-    Ok(found)
+
+    /// What a file says of a variable; None if it says nothing, and need not.
+    fn value(&mut self, selector: &'e FileKeySelector) -> Result<Option<&str>, String> {
+        let FileKeySelector { key, path, volume_name, optional } = selector;
+        let shown = || format!("the file {path} of the volume {volume_name}");
+        let place = (volume_name.as_str(), path.as_str());
+        let file = match self.read.entry(place) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => {
+                let text =
+                    self.volumes.read(volume_name, Path::new(path)).map_err(|error| error.to_string())?;
+                self.budget.take(text.len()).map_err(|long| format!("{} {long}", shown()))?;
+                let text = String::from_utf8(text).map_err(|_| format!("{} is not UTF-8 text", shown()))?;
+                let none = BTreeSet::new();
+                new.insert(EnvFile::read(&text, self.wanted.get(&place).unwrap_or(&none)))
+            }
+        };
+        let found = file.value(key).map_err(|error| format!("{}: {error}", shown()))?;
+        if found.is_none() && *optional != Some(true) {
+            return Err(format!("{} has no variable {key}", shown()));
+        }
+        Ok(found)
+    }
 }
 
 #[cfg(test)]
@@ -100,5 +146,33 @@ mod tests {
         check(container("said", "../x", "A", true), Err("x"));
         check(container("host", "etc/passwd", "A", true), Err("emptyDir"));
         check(container("none", "x", "A", true), Err("none"));
+    }
+
+    #[test]
+    fn files_and_values_that_are_named_very_often_end_at_the_budget() {
+        let dir = tempfile::tempdir().unwrap();
+        let pod = json!({"metadata": {"name": "web", "uid": "u1"},
+            "spec": {"containers": [], "volumes": [{"name": "said", "emptyDir": {}}]}});
+        let volumes = Volumes::of(&serde_json::from_value(pod).unwrap(), dir.path());
+        let folder = dir.path().join("u1/volumes/said");
+        std::fs::create_dir_all(&folder).unwrap();
+        let long = format!("A='{}'\n", "x".repeat(1_000_000));
+        for n in 0..20 {
+            std::fs::write(folder.join(n.to_string()), &long).unwrap();
+        }
+        let check = |variables: usize, files: usize, key: &str, expected: &str| {
+            let variable = |n: usize| {
+                let path = (n % files).to_string();
+                let from = json!({"volumeName": "said", "path": path, "key": key, "optional": true});
+                json!({"name": format!("V{n}"), "valueFrom": {"fileKeyRef": from}})
+            };
+            let env: Vec<_> = (0..variables).map(variable).collect();
+            let container = serde_json::from_value(json!({"name": "c", "env": env})).unwrap();
+            let failed = read(container, &volumes).map(|_| ()).unwrap_err().to_string();
+            let together = "and what comes before it are longer than 16777216 bytes together";
+            assert_eq!(failed, format!("environment variable {expected} {together}"));
+        };
+        check(12_000, 1, "A", "V16 of container c: its value");
+        check(12_000, 20, "none", "V16 of container c: the file 16 of the volume said");
     }
 }

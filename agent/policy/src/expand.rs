@@ -1,68 +1,166 @@
 //! `$(VAR)` references in commands, arguments and environment variables, by the rules of Kubernetes'
 //! `third_party/forked/golang/expansion`: `$(NAME)` is replaced where NAME is defined and left as it stands
 //! where it isn't; `$$` is a plain `$`, so `$$(NAME)` is never a reference.
+//!
+//! A value may refer to values before it, so that a few lines of manifest can stand for more bytes than a
+//! machine has. Every replacement has a [`Budget`], and ends where that is used up.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::EnvVar;
 
-/// `text` with its references replaced by what `value_of` knows.
-pub fn expand(text: &str, value_of: impl Fn(&str) -> Option<String>) -> String {
-    let mut out = String::with_capacity(text.len());
-    let mut rest = text;
-    while let Some(at) = rest.find('$') {
-        out.push_str(&rest[..at]);
-        rest = &rest[at + 1..];
-        if let Some(after) = rest.strip_prefix('$') {
-            out.push('$');
-            rest = after;
-        } else if let Some((name, after)) = rest.strip_prefix('(').and_then(|r| r.split_once(')')) {
-            match value_of(name) {
-                Some(value) => out.push_str(&value),
-                None => out.push_str(&format!("$({name})")),
-            }
-            rest = after;
-        } else {
-            out.push('$');
-        }
-    }
-    out.push_str(rest);
-    out
+/// How long texts may become, in bytes. Linux takes none of those that are longer: one argument or variable
+/// has at most 32 pages (`MAX_ARG_STRLEN`), all together 6 MiB (`bprm_stack_limits` in `fs/exec.c`), and a
+/// path 4096 bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Budget {
+    /// Most of one text.
+    text: usize,
+    /// Most of all together.
+    all: usize,
+    /// What is left of that.
+    left: usize,
 }
 
-/// A reference to a variable that isn't defined.
+impl Budget {
+    /// Of a container's environment, command and arguments.
+    pub const CONTAINER: Self = Self::new(1 << 20, 16 << 20);
+    /// Of a probe's command: an agent keeps it for as long as the container runs.
+    pub const PROBE: Self = Self::new(1 << 20, 1 << 20);
+    /// Of a path.
+    pub const PATH: Self = Self::new(4096, 4096);
+
+    const fn new(text: usize, all: usize) -> Self {
+        Self { text, all, left: all }
+    }
+
+    /// Takes bytes that are there already.
+    ///
+    /// # Errors
+    /// No so many are left.
+    pub fn take(&mut self, bytes: usize) -> Result<(), TooLong> {
+        self.left = self.left.checked_sub(bytes).ok_or(TooLong::Together { most: self.all })?;
+        Ok(())
+    }
+
+    /// The longest text that there is room for, and the error of one that is longer.
+    fn room(&self) -> (usize, TooLong) {
+        if self.text <= self.left {
+            (self.text, TooLong::Text { most: self.text })
+        } else {
+            (self.left, TooLong::Together { most: self.all })
+        }
+    }
+}
+
+/// A text that is too long once its references are replaced. Displayed, it follows the text's name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TooLong {
+    /// By itself.
+    #[error("is longer than {most} bytes once its references are replaced")]
+    Text {
+        /// Most bytes of one text.
+        most: usize,
+    },
+    /// With those before it.
+    #[error("and what comes before it are longer than {most} bytes together")]
+    Together {
+        /// Most bytes of all texts.
+        most: usize,
+    },
+}
+
+/// `text` with its references replaced by what `value_of` knows.
+///
+/// # Errors
+/// The result would be longer than `budget` has room for; no more than that is ever held.
+pub fn expand<'v>(
+    text: &str,
+    mut value_of: impl FnMut(&str) -> Option<Cow<'v, str>>,
+    budget: &mut Budget,
+) -> Result<String, TooLong> {
+    let (most, too_long) = budget.room();
+    let mut out = String::new();
+    let mut push = |piece: &str| {
+        let fits = piece.len() <= most - out.len();
+        fits.then(|| out.push_str(piece)).ok_or(too_long)
+    };
+    let (mut rest, mut may_end) = (text, true);
+    while let Some((before, after)) = rest.split_once('$') {
+        push(before)?;
+        if let Some(after) = after.strip_prefix('$') {
+            push("$")?;
+            rest = after;
+            continue;
+        }
+        // Where no parenthesis closes, none closes further on: looking again for each would be quadratic.
+        let reference = after.strip_prefix('(').filter(|_| may_end);
+        match reference.map(|reference| reference.split_once(')')) {
+            Some(Some((name, after))) => {
+                match value_of(name) {
+                    Some(value) => push(&value)?,
+                    None => ["$(", name, ")"].into_iter().try_for_each(&mut push)?,
+                }
+                rest = after;
+            }
+            unclosed => {
+                may_end &= unclosed.is_none();
+                push("$")?;
+                rest = after;
+            }
+        }
+    }
+    push(rest)?;
+    budget.take(out.len())?;
+    Ok(out)
+}
+
+/// Why a text can't be had with its references replaced. Displayed, it follows the text's name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("refers to the variable {0}, which the container does not have")]
-pub struct Undefined(pub String);
+pub enum Unexpanded {
+    /// A reference to a variable that isn't defined.
+    #[error("refers to the variable {0}, which the container does not have")]
+    Undefined(String),
+    /// The result is too long.
+    #[error(transparent)]
+    TooLong(#[from] TooLong),
+}
 
 /// As [`expand`], but a reference to what isn't defined is an error. For `subPathExpr`.
 ///
 /// # Errors
-/// The first name that `value_of` doesn't know.
-pub fn expand_strict(text: &str, value_of: impl Fn(&str) -> Option<String>) -> Result<String, Undefined> {
-    let missing = std::cell::RefCell::new(None);
-    let expanded = expand(text, |name| {
+/// The first name that `value_of` doesn't know; or the result is too long.
+pub fn expand_strict<'v>(
+    text: &str,
+    mut value_of: impl FnMut(&str) -> Option<Cow<'v, str>>,
+    budget: &mut Budget,
+) -> Result<String, Unexpanded> {
+    let mut missing = None;
+    let value_of = |name: &str| {
         let value = value_of(name);
         if value.is_none() {
-            missing.borrow_mut().get_or_insert_with(|| name.to_owned());
+            missing.get_or_insert_with(|| name.to_owned());
         }
         value
-    });
-    match missing.into_inner() {
-        Some(name) => Err(Undefined(name)),
-        None => Ok(expanded),
-    }
+    };
+    let expanded = expand(text, value_of, budget);
+    missing.map_or_else(|| Ok(expanded?), |name| Err(Unexpanded::Undefined(name)))
 }
 
 /// Expands the command of an exec probe, which knows the static environment only: a variable from elsewhere
 /// (`valueFrom`) is empty, as to the kubelet (`ExpandContainerCommandOnlyStatic`).
-pub fn expand_probe_command(command: &[String], env: &[EnvVar]) -> Vec<String> {
+///
+/// # Errors
+/// An argument, or all together, would be too long.
+pub fn expand_probe_command(command: &[String], env: &[EnvVar]) -> Result<Vec<String>, TooLong> {
     let values: BTreeMap<&str, &str> = env
         .iter()
         .map(|variable| (variable.name.as_str(), variable.value.as_deref().unwrap_or_default()))
         .collect();
-    let value_of = |name: &str| values.get(name).map(|value| (*value).to_owned());
-    command.iter().map(|argument| expand(argument, value_of)).collect()
+    let value_of = |name: &str| values.get(name).map(|value| Cow::Borrowed(*value));
+    let mut budget = Budget::PROBE;
+    command.iter().map(|argument| expand(argument, value_of, &mut budget)).collect()
 }
 
 #[cfg(test)]
@@ -71,18 +169,22 @@ mod tests {
 
     use super::*;
 
-    fn value_of(name: &str) -> Option<String> {
+    fn value_of(name: &str) -> Option<Cow<'static, str>> {
         match name {
-            "A" => Some("1".to_owned()),
-            "B" => Some("$(A)".to_owned()),
-            "EMPTY" => Some(String::new()),
+            "A" => Some("1".into()),
+            "B" => Some("$(A)".into()),
+            "EMPTY" => Some("".into()),
             _ => None,
         }
     }
 
+    fn expand_one(text: &str) -> Result<String, TooLong> {
+        expand(text, value_of, &mut { Budget::CONTAINER })
+    }
+
     #[test]
     fn references() {
-        let check = |text: &str, expect: &str| assert_eq!(expand(text, value_of), expect, "{text}");
+        let check = |text: &str, expect: &str| assert_eq!(expand_one(text).as_deref(), Ok(expect), "{text}");
         check("plain", "plain");
         check("$(A)", "1");
         check("x$(A)y$(A)z", "x1y1z");
@@ -98,12 +200,17 @@ mod tests {
         check("$()", "$()");
         check("$(NO$(A))", "$(NO$(A))");
         check("grün$(A)", "grün1");
+        check("$(NO$$(A", "$(NO$(A");
     }
 
     #[test]
     fn strictly_an_undefined_reference_is_an_error() {
-        assert_eq!(expand_strict("a/$(A)/$$(X)", value_of), Ok("a/1/$(X)".to_owned()));
-        assert_eq!(expand_strict("$(NONE)/$(OTHER)", value_of), Err(Undefined("NONE".to_owned())));
+        let strictly = |text: &str| expand_strict(text, value_of, &mut { Budget::PATH });
+        assert_eq!(strictly("a/$(A)/$$(X)"), Ok("a/1/$(X)".to_owned()));
+        assert_eq!(strictly("$(NONE)/$(OTHER)"), Err(Unexpanded::Undefined("NONE".to_owned())));
+        assert_eq!(strictly(&"x$(A)".repeat(2048)).map(|path| path.len()), Ok(4096));
+        let too_long = Err(TooLong::Text { most: 4096 }.into());
+        assert_eq!(strictly(&"x$(A)".repeat(2049)), too_long);
     }
 
     #[test]
@@ -115,18 +222,69 @@ mod tests {
         };
         let env = [variable("A", Some("1")), variable("B", None), variable("A", Some("2"))];
         let command = ["test".to_owned(), "$(A)-$(B)-$(C)".to_owned()];
-        assert_eq!(expand_probe_command(&command, &env), ["test", "2--$(C)"]);
+        let expected = ["test", "2--$(C)"].map(str::to_owned).to_vec();
+        assert_eq!(expand_probe_command(&command, &env), Ok(expected));
+    }
+
+    #[test]
+    fn a_value_that_doubles_ends_at_the_budget_and_not_at_the_end_of_memory() {
+        // Sixteen bytes, doubled 33 times, are 128 GiB.
+        let mut budget = Budget::CONTAINER;
+        let mut last = "0123456789abcdef".to_owned();
+        let doubled = (1..=33).find_map(|_| {
+            let (before, value) = (last.clone(), |_: &str| Some(Cow::Borrowed(last.as_str())));
+            let result = expand("$(V)$(V)", value, &mut budget);
+            result.map(|value| last = value).err().map(|error| (error, before.len()))
+        });
+        assert_eq!(doubled, Some((TooLong::Text { most: 1 << 20 }, 1 << 20)));
+    }
+
+    #[test]
+    fn one_level_of_many_references_ends_at_the_budget() {
+        let long = "x".repeat(750_000);
+        let (value_of, text) = (|_: &str| Some(Cow::Borrowed(long.as_str())), "$(A)".repeat(190_000));
+        let mut budget = Budget::CONTAINER;
+        assert_eq!(expand(&text, value_of, &mut budget), Err(TooLong::Text { most: 1 << 20 }));
+        // Each fits alone; the twenty-third does not fit beside the others.
+        let fit = (0..40).take_while(|_| expand("$(A)", value_of, &mut budget).is_ok()).count();
+        assert_eq!(fit, (16 << 20) / 750_000);
+        assert_eq!(expand("$(A)", value_of, &mut budget), Err(TooLong::Together { most: 16 << 20 }));
+        assert_eq!(expand("short", value_of, &mut budget), Ok("short".to_owned()));
+    }
+
+    #[test]
+    fn a_probes_command_ends_at_its_budget() {
+        let variable = EnvVar { name: "A".to_owned(), value: Some("x".repeat(8 << 10)), value_from: None };
+        let check = |arguments: usize, references: usize, expected: Result<usize, TooLong>| {
+            let command = vec!["$(A)".repeat(references); arguments];
+            let found = expand_probe_command(&command, std::slice::from_ref(&variable));
+            assert_eq!(found.map(|all| all.iter().map(String::len).sum()), expected);
+        };
+        check(1, 128, Ok(1 << 20));
+        check(1, 129, Err(TooLong::Text { most: 1 << 20 }));
+        check(128, 1, Ok(1 << 20));
+        check(129, 1, Err(TooLong::Together { most: 1 << 20 }));
+        check(1, 190_000, Err(TooLong::Text { most: 1 << 20 }));
+    }
+
+    #[test]
+    fn half_a_million_references_that_never_close_stay_as_they_are() {
+        // Quadratic, this would be 2^38 bytes looked at.
+        let text = "$(".repeat(1 << 19);
+        assert_eq!(expand_one(&text), Ok(text.clone()));
+        let closed_at_first = format!("$(A){}$$", "$(".repeat(1000));
+        assert_eq!(expand_one(&closed_at_first), Ok(format!("1{}$", "$(".repeat(1000))));
     }
 
     proptest! {
         #[test]
         fn text_without_a_dollar_stays_as_it_is(text in "[^$]*") {
-            prop_assert_eq!(expand(&text, value_of), text);
+            prop_assert_eq!(expand_one(&text), Ok(text.clone()));
         }
 
         #[test]
         fn any_text_can_be_expanded(text in ".*") {
-            expand(&text, value_of);
+            prop_assert!(expand_one(&text).is_ok());
         }
     }
 }

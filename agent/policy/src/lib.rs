@@ -70,4 +70,5 @@ pub mod trust_bundles;
 pub mod tuner;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod user_namespaces;
+pub mod volume_content;
 pub mod why;

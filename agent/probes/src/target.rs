@@ -10,7 +10,7 @@ use std::{
 
 use beelet_policy::{
     bounds,
-    expand::expand_probe_command,
+    expand::{TooLong, expand_probe_command},
     probe::{ProbeKind, settings::ProbeSettings},
 };
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::util::intstr::IntOrString};
@@ -24,6 +24,8 @@ pub(super) enum TargetError {
     NoHandler,
     #[error("an exec probe needs a command")]
     NoCommand,
+    #[error("an argument of an exec probe's command {0}")]
+    LongCommand(#[from] TooLong),
     #[error("httpGet knows the schemes HTTP and HTTPS, not {0:?}")]
     Scheme(String),
     #[error("container {container} has no port named {name:?}")]
@@ -97,7 +99,7 @@ impl Target {
                 return Err(TargetError::NoCommand);
             }
             let env = container.env.as_deref().unwrap_or_default();
-            return Ok(Self::Exec { command: expand_probe_command(command, env) });
+            return Ok(Self::Exec { command: expand_probe_command(command, env)? });
         }
         if let Some(tcp) = &probe.tcp_socket {
             return Ok(Self::Tcp { host: named(&tcp.host), port: port(&tcp.port, container)? });
@@ -136,6 +138,9 @@ impl Target {
     }
 }
 
+/// Most characters of a command that are shown.
+const SHOWN: usize = 1024;
+
 /// In words, with `pod` for the pod's own address.
 impl fmt::Display for Target {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -147,7 +152,13 @@ impl fmt::Display for Target {
             }
             Self::Grpc { port, service } if service.is_empty() => write!(f, "grpc pod:{port}"),
             Self::Grpc { port, service } => write!(f, "grpc pod:{port} {service}"),
-            Self::Exec { command } => write!(f, "exec {}", command.join(" ")),
+            Self::Exec { command } => {
+                let words = command.join(" ");
+                match words.char_indices().nth(SHOWN) {
+                    Some((end, _)) => write!(f, "exec {}…", &words[..end]),
+                    None => write!(f, "exec {words}"),
+                }
+            }
         }
     }
 }
@@ -258,6 +269,13 @@ mod tests {
         let words = ["cat", "/ready", "$(NONE)"].map(str::to_owned).to_vec();
         check(command, Ok(Target::Exec { command: words }));
         check(serde_json::json!({"exec": {}}), Err("an exec probe needs a command"));
+        check(
+            serde_json::json!({"exec": {"command": ["cat", "$(FILE)".repeat(200_000)]}}),
+            Err(
+                "an argument of an exec probe's command is longer than 1048576 bytes once its references are \
+                 replaced",
+            ),
+        );
         let grpc = |service: &str| Target::Grpc { port: 9, service: service.to_owned() };
         check(serde_json::json!({"grpc": {"port": 9}}), Ok(grpc("")));
         check(serde_json::json!({"grpc": {"port": 9, "service": "db"}}), Ok(grpc("db")));
@@ -292,5 +310,7 @@ mod tests {
         assert_eq!(tell(get), "GET https://db:80/x");
         assert_eq!(tell(serde_json::json!({"grpc": {"port": 9, "service": "db"}})), "grpc pod:9 db");
         assert_eq!(tell(serde_json::json!({"exec": {"command": ["a", "b"]}})), "exec a b");
+        let long = tell(serde_json::json!({"exec": {"command": ["é".repeat(500_000)]}}));
+        assert_eq!(long, format!("exec {}…", "é".repeat(SHOWN)));
     }
 }

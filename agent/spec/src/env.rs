@@ -1,20 +1,30 @@
 //! A container's environment: literals, `$(VAR)` references, the downward API, ConfigMaps, Secrets and
 //! services.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use beelet_policy::expand::expand;
+use beelet_policy::expand::{Budget, TooLong, expand};
 use k8s_openapi::api::core::v1 as core;
 
 use super::{Error, downward, services};
 use beelet_model::{objects::Objects, origin::Origin, pod::NodeFacts};
 
 /// Variables in the order they were defined; a later definition of the same name wins in place.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct Environment {
     order: Vec<String>,
     /// Bytes: a Secret's value need not be text.
     values: BTreeMap<String, Vec<u8>>,
+    /// What is left for the container's texts. All values that were ever set count, also those that others
+    /// have replaced.
+    budget: Budget,
+}
+
+impl Default for Environment {
+    fn default() -> Self {
+        Self { order: Vec::new(), values: BTreeMap::new(), budget: Budget::CONTAINER }
+    }
 }
 
 impl std::fmt::Debug for Environment {
@@ -26,8 +36,29 @@ impl std::fmt::Debug for Environment {
 
 impl Environment {
     /// The value of a variable as text, as `$(VAR)` has it: what is none is replaced (U+FFFD).
-    pub fn get(&self, name: &str) -> Option<String> {
-        self.values.get(name).map(|value| String::from_utf8_lossy(value).into_owned())
+    pub fn get(&self, name: &str) -> Option<Cow<'_, str>> {
+        self.values.get(name).map(|value| String::from_utf8_lossy(value))
+    }
+
+    /// A container's command or its arguments, with their references replaced.
+    pub(super) fn expand_words(
+        &mut self,
+        (container, field): (&str, &'static str),
+        words: Option<&Vec<String>>,
+    ) -> Result<Vec<String>, Error> {
+        let (known, mut budget) = (&*self, self.budget);
+        let words = words.into_iter().flatten().enumerate().map(|(index, word)| {
+            let container = || container.to_owned();
+            expand(word, |name| known.get(name), &mut budget).map_err(|cause| Error::Word {
+                field,
+                index,
+                container: container(),
+                cause,
+            })
+        });
+        let words = words.collect::<Result<_, _>>()?;
+        self.budget = budget;
+        Ok(words)
     }
 
     /// All variables, in order.
@@ -35,17 +66,21 @@ impl Environment {
         self.order.into_iter().filter_map(move |name| self.values.remove(&name).map(|value| (name, value)))
     }
 
-    /// Sets a variable unless it is set.
-    fn set_missing(&mut self, name: &str, value: Vec<u8>) {
-        if !self.values.contains_key(name) {
-            self.set(name, value);
-        }
+    /// Sets a variable to a text that may refer to those before it, and to `others`.
+    fn set_text(&mut self, name: &str, text: &str, others: &BTreeMap<String, String>) -> Result<(), TooLong> {
+        let (known, mut budget) = (&*self, self.budget);
+        let other = |name: &str| others.get(name).map(|value| Cow::Borrowed(value.as_str()));
+        let value = expand(text, |name| known.get(name).or_else(|| other(name)), &mut budget)?;
+        // With the name, it is taken anew below.
+        self.set(name, value.into_bytes())
     }
 
-    fn set(&mut self, name: &str, value: Vec<u8>) {
+    fn set(&mut self, name: &str, value: Vec<u8>) -> Result<(), TooLong> {
+        self.budget.take(name.len().saturating_add(value.len()))?;
         if self.values.insert(name.to_owned(), value).is_none() {
             self.order.push(name.to_owned());
         }
+        Ok(())
     }
 }
 
@@ -67,42 +102,55 @@ impl Sources<'_> {
     /// which may refer to those before it and to those of services, which come last and replace none.
     ///
     /// # Errors
-    /// A variable's source is missing.
+    /// A variable's source is missing, or the variables are too long.
     pub fn environment(&self, container: &core::Container) -> Result<Environment, Error> {
         let mut env = Environment::default();
         for source in container.env_from.iter().flatten() {
             self.take_whole(source, &mut env)
                 .map_err(|cause| Error::EnvFrom { container: container.name.clone(), cause: cause.into() })?;
         }
-        let services = self.services();
+        let too_many = |cause| Error::Services { container: container.name.clone(), cause };
+        let services = self.services().map_err(too_many)?;
         for variable in container.env.iter().flatten() {
-            let value = match (&variable.value, &variable.value_from) {
-                (_, Some(source)) => self.value(container, source).map_err(|cause| Error::Variable {
-                    variable: variable.name.clone(),
-                    container: container.name.clone(),
-                    cause: cause.into(),
-                })?,
-                (Some(text), None) => {
-                    let value = expand(text, |name| env.get(name).or_else(|| services.get(name).cloned()));
-                    Some(value.into_bytes())
-                }
-                (None, None) => Some(Vec::new()),
-            };
-            if let Some(value) = value {
-                env.set(&variable.name, value);
-            }
+            self.set(container, variable, &services, &mut env).map_err(|cause| Error::Variable {
+                variable: shown(&variable.name),
+                container: container.name.clone(),
+                cause: cause.into(),
+            })?;
         }
         for (name, value) in services {
-            env.set_missing(&name, value.into_bytes());
+            if !env.values.contains_key(&name) {
+                env.set(&name, value.into_bytes()).map_err(too_many)?;
+            }
         }
         Ok(env)
     }
 
-    /// The variables of the services that the pod is told.
-    fn services(&self) -> BTreeMap<String, String> {
+    fn set(
+        &self,
+        container: &core::Container,
+        variable: &core::EnvVar,
+        services: &BTreeMap<String, String>,
+        env: &mut Environment,
+    ) -> Result<(), Error> {
+        let value = match (&variable.value, &variable.value_from) {
+            (_, Some(source)) => self.value(container, source)?,
+            (Some(text), None) => return Ok(env.set_text(&variable.name, text, services)?),
+            (None, None) => Some(Vec::new()),
+        };
+        Ok(value.map_or(Ok(()), |value| env.set(&variable.name, value))?)
+    }
+
+    /// The variables of the services that the pod is told, as far as a container may have so many.
+    fn services(&self) -> Result<BTreeMap<String, String>, TooLong> {
         let links = self.pod.spec.as_ref().and_then(|spec| spec.enable_service_links);
+        let mut budget = Budget::CONTAINER;
         let all = services::variables(self.objects.services(), self.namespace(), links != Some(false));
-        all.into_iter().collect()
+        all.map(|(name, value)| {
+            budget.take(name.len().saturating_add(value.len()))?;
+            Ok((name, value))
+        })
+        .collect()
     }
 
     fn namespace(&self) -> &str {
@@ -160,19 +208,19 @@ impl Sources<'_> {
     /// Takes all keys of an object as variables. Keys that can't name one are passed over, as by the kubelet.
     fn take_whole(&self, source: &core::EnvFromSource, env: &mut Environment) -> Result<(), Error> {
         let prefix = source.prefix.as_deref().unwrap_or_default();
-        let mut set = |key: &str, value: Vec<u8>| {
+        let mut set = |key: &str, value: Vec<u8>| -> Result<(), TooLong> {
             let name = format!("{prefix}{key}");
             if is_variable_name(&name) {
-                env.set(&name, value);
-            } else {
-                tracing::warn!(variable = name, "a key can't name a variable and is left out");
+                return env.set(&name, value);
             }
+            tracing::warn!(variable = shown(&name), "a key can't name a variable and is left out");
+            Ok(())
         };
         if let Some(reference) = &source.config_map_ref {
             match self.objects.config_map(self.namespace(), &reference.name) {
                 Some(map) => {
                     for (key, value) in map.data.iter().flatten() {
-                        set(key, value.clone().into_bytes());
+                        set(key, value.clone().into_bytes())?;
                     }
                 }
                 None if reference.optional == Some(true) => {}
@@ -183,7 +231,7 @@ impl Sources<'_> {
             match self.objects.secret(self.namespace(), &reference.name) {
                 Some(secret) => {
                     for (key, bytes) in secret.data.iter().flatten() {
-                        set(key, bytes.0.clone());
+                        set(key, bytes.0.clone())?;
                     }
                 }
                 None if reference.optional == Some(true) => {}
@@ -201,6 +249,12 @@ pub fn missing(pod: &core::Pod, kind: &str, name: &str) -> String {
     }
     let namespace = pod.metadata.namespace.as_deref().unwrap_or("default");
     format!("there is no {kind} {namespace}/{name}; put its manifest beside the pod's")
+}
+
+/// A variable's name in a sentence: it has no longest length in the API.
+fn shown(name: &str) -> String {
+    const MOST: usize = 256;
+    name.char_indices().nth(MOST).map_or_else(|| name.to_owned(), |(end, _)| format!("{}…", &name[..end]))
 }
 
 /// Printable ASCII without '=', as the API has it.
@@ -329,6 +383,70 @@ mod tests {
         check_container(
             json!({"name": "c", "envFrom": [{"secretRef": {"name": "none"}}]}),
             Err("envFrom of container c: there is no Secret shop/none; put its manifest beside the pod's"),
+        );
+    }
+
+    /// The names that error messages have of what is too long, whatever it is made of.
+    #[test]
+    fn an_environment_that_grows_ends_at_its_budget_with_the_variables_name() {
+        let check = |container: serde_json::Value, expected: &str| {
+            let mut container: core::Container = serde_json::from_value(container).unwrap();
+            container.name = "c".to_owned();
+            let pod = json!({"metadata": {"name": "web", "namespace": "shop", "annotations": {"a": "x".repeat(200 << 10)}}});
+            let pod: core::Pod = serde_json::from_value(pod).unwrap();
+            let map =
+                json!({"metadata": {"name": "big", "namespace": "shop"}, "data": {"k": "x".repeat(1 << 20)}});
+            let (mut objects, node) = (objects(), crate::fixtures::node());
+            let map = Object::ConfigMap(Arc::new(serde_json::from_value(map).unwrap()));
+            objects.add(Path::new("/m/big"), &map);
+            let ports: Vec<_> = (1..=60_000).map(|port| json!({"port": port})).collect();
+            let service = json!({"metadata": {"name": "s".repeat(60), "namespace": "shop"}, "spec": {"clusterIP": "10.0.0.9", "ports": ports}});
+            objects.set_services(Services::new(vec![serde_json::from_value(service).unwrap()]));
+            let pod = if container.env.is_some() || container.env_from.is_some() {
+                let spec = core::PodSpec { enable_service_links: Some(false), ..Default::default() };
+                core::Pod { spec: Some(spec), ..pod }
+            } else {
+                pod
+            };
+            let sources = Sources { pod: &pod, pod_ips: &[], objects: &objects, node: &node };
+            let failed = sources.environment(&container).map(|_| ()).unwrap_err().to_string();
+            assert_eq!(failed, expected);
+        };
+        let alone = "is longer than 1048576 bytes once its references are replaced";
+        let together = "and what comes before it are longer than 16777216 bytes together";
+        let mut doubling = vec![json!({"name": "V0", "value": "0123456789abcdef"})];
+        let next = |n: usize| json!({"name": format!("V{n}"), "value": format!("$(V{0})$(V{0})", n - 1)});
+        doubling.extend((1..=33).map(next));
+        check(
+            json!({"name": "c", "env": doubling}),
+            &format!("environment variable V17 of container c: its value {alone}"),
+        );
+        let of_map = |n: usize| json!({"name": format!("V{n}"), "valueFrom": {"configMapKeyRef": {"name": "big", "key": "k"}}});
+        check(
+            json!({"name": "c", "env": (0..12_000).map(of_map).collect::<Vec<_>>()}),
+            &format!("environment variable V15 of container c: its value {together}"),
+        );
+        let field = |n: usize| json!({"name": format!("V{n}"), "valueFrom": {"fieldRef": {"fieldPath": "metadata.annotations"}}});
+        check(
+            json!({"name": "c", "env": (0..12_000).map(field).collect::<Vec<_>>()}),
+            &format!("environment variable V81 of container c: its value {together}"),
+        );
+        let whole = |n: usize| json!({"prefix": format!("P{n}_"), "configMapRef": {"name": "big"}});
+        check(
+            json!({"name": "c", "envFrom": (0..12_000).map(whole).collect::<Vec<_>>()}),
+            &format!("envFrom of container c: its value {together}"),
+        );
+        let prefix = json!({"prefix": "P".repeat(9 << 20), "configMapRef": {"name": "m"}});
+        let other = json!({"prefix": "Q".repeat(9 << 20), "configMapRef": {"name": "m"}});
+        check(
+            json!({"name": "c", "envFrom": [prefix, other]}),
+            &format!("envFrom of container c: its value {together}"),
+        );
+        check(
+            json!({"name": "c"}),
+            &format!(
+                "the variables of services of container c: the last one {together}; set enableServiceLinks: false"
+            ),
         );
     }
 

@@ -1,5 +1,6 @@
 //! Why a pod's spec can't be said in the words of CRI.
 
+use beelet_policy::expand::TooLong;
 use beelet_policy::quantity::QuantityError;
 
 /// What a pod asks for that can't be, or what it refers to that isn't there. Displayed, it is a sentence that
@@ -63,6 +64,31 @@ pub enum Error {
         container: String,
         /// Why.
         cause: Box<Error>,
+    },
+    /// A value that is too long for a container.
+    #[error("its value {0}")]
+    TooLong(#[from] TooLong),
+    /// The variables of services, which are too long for a container.
+    #[error(
+        "the variables of services of container {container}: the last one {cause}; set enableServiceLinks: false"
+    )]
+    Services {
+        /// The container.
+        container: String,
+        /// What is too long.
+        cause: TooLong,
+    },
+    /// A part of a container's command or arguments that is too long.
+    #[error("{field}[{index}] of container {container} {cause}")]
+    Word {
+        /// `command` or `args`.
+        field: &'static str,
+        /// Which one, from 0.
+        index: usize,
+        /// The container.
+        container: String,
+        /// What is too long.
+        cause: TooLong,
     },
     /// Variables that a container takes as a whole and that can't be made.
     #[error("envFrom of container {container}: {cause}")]

@@ -13,7 +13,7 @@ pub fn variables<'s>(
     services: impl Iterator<Item = &'s Service>,
     namespace: &str,
     links: bool,
-) -> Vec<(String, String)> {
+) -> impl Iterator<Item = (String, String)> {
     let mut told: Vec<(&str, &str, &Service)> = services
         .filter(|service| address(service).is_some())
         .map(|service| {
@@ -26,7 +26,7 @@ pub fn variables<'s>(
     // A service of the pod's own namespace goes before the master of the same name.
     told.sort_by_key(|(name, of, _)| (*name, *of != namespace));
     told.dedup_by_key(|(name, ..)| *name);
-    told.into_iter().flat_map(|(name, _, service)| of_service(name, service)).collect()
+    told.into_iter().flat_map(|(name, _, service)| of_service(name, service))
 }
 
 /// The service's own address; headless services have none.
@@ -107,7 +107,8 @@ mod tests {
     }
 
     fn names(namespace: &str, links: bool) -> Vec<String> {
-        let hosts = variables(all().iter(), namespace, links).into_iter();
+        let all = all();
+        let hosts = variables(all.iter(), namespace, links);
         hosts.filter(|(name, _)| name.ends_with("_SERVICE_HOST")).map(|(_, host)| host).collect()
     }
 
@@ -123,14 +124,14 @@ mod tests {
     fn a_service_of_the_masters_name_goes_before_it() {
         let own = service("shop", "kubernetes", "10.0.0.9", json!([{"port": 1}]));
         let services = [all().remove(0), own];
-        let hosts = |links| variables(services.iter(), "shop", links)[0].1.clone();
+        let hosts = |links| variables(services.iter(), "shop", links).next().unwrap().1;
         assert_eq!((hosts(true), hosts(false)), ("10.0.0.9".to_owned(), "10.0.0.1".to_owned()));
     }
 
     #[test]
     fn a_service_is_a_set_of_variables() {
         let services = all();
-        let told = variables(services[1..2].iter(), "shop", true);
+        let told: Vec<_> = variables(services[1..2].iter(), "shop", true).collect();
         let told: Vec<String> = told.into_iter().map(|(name, value)| format!("{name}={value}")).collect();
         assert_eq!(
             told,

@@ -12,6 +12,7 @@
 //! agent killed at any point leaves the old set or the new one, and what it didn't get to remove goes at the
 //! next change.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CString, OsStr, OsString};
 use std::fs::File;
@@ -27,28 +28,27 @@ use rustix::io::Errno;
 use super::Error;
 use super::fs_group::{Access, FsGroup, mask};
 use beelet_base::walk::remove;
+use beelet_policy::volume_content;
 
 /// The link that leads to the set in force.
 const DATA: &str = "..data";
 const DATA_NEXT: &str = "..data_tmp";
-/// Longest path of a file in a volume, in bytes, as in the kubelet.
-const PATH_MAX: usize = 4096;
 
 /// A set of files by their relative path.
-pub(super) type Payload = BTreeMap<String, PayloadFile>;
+pub(super) type Payload<'o> = BTreeMap<String, PayloadFile<'o>>;
 
 /// One file.
 #[derive(Clone, PartialEq, Eq)]
-pub(super) struct PayloadFile {
+pub(super) struct PayloadFile<'o> {
     /// Its content.
-    pub(super) bytes: Vec<u8>,
+    pub(super) bytes: Cow<'o, [u8]>,
     /// Its permissions.
     pub(super) mode: u32,
     /// The user it belongs to; None: the agent's own.
     pub(super) owner: Option<u32>,
 }
 
-impl std::fmt::Debug for PayloadFile {
+impl std::fmt::Debug for PayloadFile<'_> {
     /// Not the content: it may be secret.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} bytes, mode 0{:o}", self.bytes.len(), self.mode)
@@ -65,7 +65,7 @@ pub(super) fn is_set_up(root: &OwnedFd) -> bool {
 pub(super) fn write(
     path: &Path,
     root: &OwnedFd,
-    payload: &Payload,
+    payload: &Payload<'_>,
     group: Option<&FsGroup>,
 ) -> Result<bool, Error> {
     for file in payload.keys() {
@@ -101,9 +101,12 @@ pub(super) fn write(
 pub(super) fn make_mount_points(
     path: &Path,
     root: &OwnedFd,
-    wanted: &[String],
+    wanted: &BTreeSet<String>,
     group: Option<&FsGroup>,
 ) -> Result<(), Error> {
+    for way in wanted {
+        volume_content::check_path(way)?;
+    }
     // The names of sets and of the link to them are ours.
     for way in wanted.iter().filter(|way| !way.starts_with("..")) {
         match make_folders(root, Path::new(way), group) {
@@ -117,11 +120,12 @@ pub(super) fn make_mount_points(
 
 /// What a path in a volume must be: relative, without `..`, and not one of our own names.
 fn check_path(path: &str) -> Result<(), Error> {
+    volume_content::check_path(path)?;
     let mut parts = Path::new(path).components();
     let normal = parts.clone().all(|part| matches!(part, Component::Normal(_)));
     let ours =
         matches!(parts.next(), Some(Component::Normal(name)) if name.as_encoded_bytes().starts_with(b".."));
-    if path.is_empty() || path.len() > PATH_MAX || !normal || ours || path.contains('\0') {
+    if path.is_empty() || !normal || ours || path.contains('\0') {
         return Err(Error::unmet(format!(
             "the path {path:?} must be relative, without '..', and must not begin with '..'"
         )));
@@ -149,9 +153,14 @@ fn current(root: &OwnedFd) -> Result<Option<OsString>, Errno> {
 
 /// Returns true if a set has these files and no others, with their contents, modes and users: a pod that gets
 /// an ephemeral container may get others. `for_group`: the pod has a group, which may read them.
-fn holds(root: &OwnedFd, set: &OsStr, payload: &Payload, for_group: bool) -> Result<bool, std::io::Error> {
+fn holds(
+    root: &OwnedFd,
+    set: &OsStr,
+    payload: &Payload<'_>,
+    for_group: bool,
+) -> Result<bool, std::io::Error> {
     let folder = open_folder(root, set)?;
-    if count(&folder, "", payload)? != Some(payload.len()) {
+    if count(&folder, payload)? != Some(payload.len()) {
         return Ok(false);
     }
     let more = if for_group { mask(FileType::RegularFile, Access::ReadOnly).bits() } else { 0 };
@@ -164,7 +173,7 @@ fn holds(root: &OwnedFd, set: &OsStr, payload: &Payload, for_group: bool) -> Res
         }
         let mut bytes = Vec::new();
         file.take(wanted.bytes.len() as u64 + 1).read_to_end(&mut bytes)?;
-        if bytes != wanted.bytes {
+        if wanted.bytes != bytes {
             return Ok(false);
         }
     }
@@ -172,29 +181,40 @@ fn holds(root: &OwnedFd, set: &OsStr, payload: &Payload, for_group: bool) -> Res
 }
 
 /// How many files are in a folder and below it. None once there is something that `payload` hasn't: a
-/// container may have put more there than one would like to see.
-fn count(folder: &OwnedFd, prefix: &str, payload: &Payload) -> Result<Option<usize>, Errno> {
-    let mut files = 0;
-    for name in entries(folder)? {
-        let path = format!("{prefix}{}", name.to_string_lossy());
-        if kind(folder, &name)? == FileType::Directory {
-            let below = format!("{path}/");
-            if !payload.keys().any(|file| file.starts_with(&below)) {
+/// container may have put more there than one would like to see. Each folder is opened by its path, which is
+/// one of the payload's: two thousand in each other are neither as many open files nor as many calls.
+fn count(top: &OwnedFd, payload: &Payload<'_>) -> Result<Option<usize>, Errno> {
+    let (mut files, mut ahead) = (0, vec![String::new()]);
+    while let Some(prefix) = ahead.pop() {
+        let folder = match prefix.as_str() {
+            "" => open_folder(top, OsStr::new("."))?,
+            prefix => open_beneath(top, prefix)?,
+        };
+        for name in entries(&folder)? {
+            let path = format!("{prefix}{}", name.to_string_lossy());
+            if kind(&folder, &name)? == FileType::Directory {
+                let below = format!("{path}/");
+                let first = payload.range(below.clone()..).next();
+                if !first.is_some_and(|(file, _)| file.starts_with(&below)) {
+                    return Ok(None);
+                }
+                ahead.push(below);
+            } else if payload.contains_key(&path) {
+                files += 1;
+            } else {
                 return Ok(None);
             }
-            let Some(more) = count(&open_folder(folder, &name)?, &below, payload)? else { return Ok(None) };
-            files += more;
-        } else if payload.contains_key(&path) {
-            files += 1;
-        } else {
-            return Ok(None);
         }
     }
     Ok(Some(files))
 }
 
 /// Writes a new set; its name.
-fn write_set(root: &OwnedFd, payload: &Payload, group: Option<&FsGroup>) -> Result<OsString, std::io::Error> {
+fn write_set(
+    root: &OwnedFd,
+    payload: &Payload<'_>,
+    group: Option<&FsGroup>,
+) -> Result<OsString, std::io::Error> {
     let name = loop {
         let now = Timestamp::now().strftime("..%Y_%m_%d_%H_%M_%S.%9f").to_string();
         match rustix::fs::mkdirat(root, &now, Mode::from_raw_mode(0o755)) {
@@ -266,7 +286,7 @@ fn are_linked(root: &OwnedFd, payload: &Payload) -> Result<bool, Errno> {
 
 /// A link for each name at the top, and none for names that are gone. What isn't a link of ours (a folder
 /// that a `subPath` made) is left alone.
-fn link_names(root: &OwnedFd, payload: &Payload) -> Result<(), Errno> {
+fn link_names(root: &OwnedFd, payload: &Payload<'_>) -> Result<(), Errno> {
     let wanted: BTreeSet<&OsStr> = payload
         .keys()
         .filter_map(|path| Path::new(path).components().next())
@@ -338,12 +358,13 @@ mod tests {
 
     use super::*;
 
-    fn payload(files: &[(&str, &str)]) -> Payload {
-        let file = |text: &str| PayloadFile { bytes: text.into(), mode: 0o644, owner: None };
+    fn payload(files: &[(&str, &str)]) -> Payload<'static> {
+        let file =
+            |text: &str| PayloadFile { bytes: text.as_bytes().to_vec().into(), mode: 0o644, owner: None };
         files.iter().map(|(path, text)| ((*path).to_owned(), file(text))).collect()
     }
 
-    fn write(dir: &Path, payload: &Payload, group: Option<&FsGroup>) -> Result<bool, String> {
+    fn write(dir: &Path, payload: &Payload<'_>, group: Option<&FsGroup>) -> Result<bool, String> {
         super::write(dir, &File::open(dir).unwrap().into(), payload, group).map_err(|e| e.to_string())
     }
 
@@ -387,7 +408,7 @@ mod tests {
     #[test]
     fn modes_are_what_they_should_be_whatever_the_umask() {
         let dir = tempfile::tempdir().unwrap();
-        let file = PayloadFile { bytes: vec![], mode: 0o466, owner: None };
+        let file = PayloadFile { bytes: vec![].into(), mode: 0o466, owner: None };
         write(dir.path(), &[("a".to_owned(), file)].into(), None).unwrap();
         let mode = |path: &str| fs::metadata(dir.path().join(path)).unwrap().permissions().mode() & 0o7777;
         assert_eq!((mode("a"), mode("..data/")), (0o466, 0o755));
@@ -403,7 +424,8 @@ mod tests {
         let context = serde_json::from_value(serde_json::json!({"fsGroup": gid.as_raw()})).unwrap();
         let group = FsGroup::of(Some(&context));
         let check = |mode: u32, owner: Option<u32>, group: Option<&FsGroup>, expected: (bool, u32, u32)| {
-            let files = [("token".to_owned(), PayloadFile { bytes: b"t".into(), mode, owner })].into();
+            let files =
+                [("token".to_owned(), PayloadFile { bytes: b"t".as_slice().into(), mode, owner })].into();
             let changed = write(dir.path(), &files, group).unwrap();
             let found = fs::metadata(dir.path().join("token")).unwrap();
             assert_eq!((changed, found.mode() & 0o7777, found.uid()), expected);
@@ -476,7 +498,7 @@ mod tests {
         fs::create_dir(&volume).unwrap();
         fs::create_dir(&outside).unwrap();
         let make = |wanted: &[&str]| {
-            let wanted: Vec<String> = wanted.iter().map(|way| (*way).to_owned()).collect();
+            let wanted = wanted.iter().map(|way| (*way).to_owned()).collect();
             make_mount_points(&volume, &File::open(&volume).unwrap().into(), &wanted, None).unwrap();
         };
         let mode = |path: &str| fs::symlink_metadata(volume.join(path)).unwrap().permissions().mode();
@@ -504,5 +526,36 @@ mod tests {
         for path in ["a", ".hidden", "a/b", "...a".trim_start_matches('.'), "a..b"] {
             assert!(write(dir.path(), &payload(&[(path, "1")]), None).is_ok(), "{path:?}");
         }
+    }
+
+    #[test]
+    fn two_thousand_levels_are_made_found_again_and_removed_and_five_thousand_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let deep = |levels: usize| format!("{}x", "a/".repeat(levels));
+        assert_eq!(write(dir.path(), &payload(&[(&deep(2000), "1")]), None), Ok(true));
+        assert_eq!(write(dir.path(), &payload(&[(&deep(2000), "1")]), None), Ok(false));
+        assert_eq!(write(dir.path(), &payload(&[("a/x", "2")]), None), Ok(true));
+        assert_eq!(
+            (fs::read_to_string(dir.path().join("a/x")).unwrap().as_str(), sets(dir.path())),
+            ("2", 1)
+        );
+        let refused = write(dir.path(), &payload(&[(&deep(5000), "1")]), None).unwrap_err();
+        assert!(
+            refused.contains("of 10001 bytes is longer than the 4096 bytes that Linux takes"),
+            "{refused}"
+        );
+        let points = dir.path().join("points");
+        fs::create_dir(&points).unwrap();
+        let make = |levels: usize| {
+            make_mount_points(&points, &File::open(&points).unwrap().into(), &[deep(levels)].into(), None)
+        };
+        let refused = make(5000).unwrap_err().to_string();
+        assert!(
+            refused.contains("of 10001 bytes is longer than the 4096 bytes that Linux takes"),
+            "{refused}"
+        );
+        assert!(names(&points).is_empty());
+        make(1900).unwrap(); // beside the test's own folder
+        assert!(points.join(deep(1900)).is_dir());
     }
 }

@@ -1,5 +1,6 @@
 //! What volumes made of objects hold: ConfigMaps, Secrets, the downward API, and projections of them. Pure.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use beelet_model::storage::{Claimed, Published};
@@ -10,7 +11,7 @@ use super::atomic::{Payload, PayloadFile};
 use super::{Attached, Error};
 use beelet_model::objects::Objects;
 use beelet_model::pod::NodeFacts;
-use beelet_policy::{references, trust_bundles};
+use beelet_policy::{references, trust_bundles, volume_content::Allowance};
 use beelet_spec::downward;
 use beelet_spec::env::missing;
 
@@ -40,12 +41,17 @@ pub(super) fn in_memory(volume: &core::Volume) -> bool {
     volume.config_map.is_none()
 }
 
-/// The files of a volume; None for one of another kind.
+/// The files of a volume; None for one of another kind. What they hold is the objects' own: a pod may name one
+/// many times.
 ///
 /// # Errors
-/// An object or a key in it is not there.
-pub(super) fn payload(volume: &core::Volume, sources: &Sources<'_>) -> Result<Option<Payload>, Error> {
-    let mut files = Files { sources, payload: Payload::new() };
+/// An object or a key in it is not there; or `left` is not enough for them.
+pub(super) fn payload<'o>(
+    volume: &core::Volume,
+    sources: &Sources<'o>,
+    left: &mut Allowance,
+) -> Result<Option<Payload<'o>>, Error> {
+    let mut files = Files { sources: *sources, left, payload: Payload::new() };
     if let Some(source) = &volume.config_map {
         files.config_map(&Reference::of_map(source), mode_of(source.default_mode))?;
     } else if let Some(source) = &volume.secret {
@@ -60,6 +66,7 @@ pub(super) fn payload(volume: &core::Volume, sources: &Sources<'_>) -> Result<Op
     } else {
         return Ok(None);
     }
+    files.left.folders(files.payload.keys().map(String::as_str))?;
     Ok(Some(files.payload))
 }
 
@@ -111,28 +118,62 @@ impl<'a> Reference<'a> {
     }
 }
 
-struct Files<'s> {
-    sources: &'s Sources<'s>,
-    payload: Payload,
+/// The keys of a ConfigMap or a Secret, and what is under them.
+#[derive(Clone, Copy)]
+enum Entries<'o> {
+    Map(&'o core::ConfigMap),
+    Secret(&'o core::Secret),
 }
 
-impl Files<'_> {
-    fn add(&mut self, path: &str, bytes: &[u8], mode: i32) {
+impl<'o> Entries<'o> {
+    fn get(self, key: &str) -> Option<&'o [u8]> {
+        let bytes = |of: &'o Option<BTreeMap<String, ByteString>>| {
+            of.as_ref().and_then(|all| all.get(key)).map(|bytes| bytes.0.as_slice())
+        };
+        match self {
+            Self::Map(map) => {
+                let text = map.data.as_ref().and_then(|all| all.get(key));
+                text.map(String::as_bytes).or_else(|| bytes(&map.binary_data))
+            }
+            Self::Secret(secret) => bytes(&secret.data),
+        }
+    }
+
+    fn keys(self) -> impl Iterator<Item = &'o String> {
+        let (text, bytes) = match self {
+            Self::Map(map) => (map.data.as_ref(), map.binary_data.as_ref()),
+            Self::Secret(secret) => (None, secret.data.as_ref()),
+        };
+        text.into_iter().flat_map(BTreeMap::keys).chain(bytes.into_iter().flat_map(BTreeMap::keys))
+    }
+}
+
+struct Files<'s, 'o> {
+    sources: Sources<'o>,
+    left: &'s mut Allowance,
+    payload: Payload<'o>,
+}
+
+impl<'o> Files<'_, 'o> {
+    fn add(&mut self, path: &str, bytes: impl Into<Cow<'o, [u8]>>, mode: i32) -> Result<(), Error> {
         // Of two sources for one path the later one wins.
-        let mode = u32::try_from(mode).unwrap_or(0) & 0o777;
-        self.payload.insert(path.to_owned(), PayloadFile { bytes: bytes.to_vec(), mode, owner: None });
+        let (bytes, mode) = (bytes.into(), u32::try_from(mode).unwrap_or(0) & 0o777);
+        self.left.file(bytes.len())?;
+        self.payload.insert(path.to_owned(), PayloadFile { bytes, mode, owner: None });
+        Ok(())
     }
 
     /// Adds what identifies the pod, or whom it trusts. It is the pod's user's and nobody else's, if the pod
     /// says who that is: the kubelet's `collectData` (`pkg/volume/projected`). A group gets its part later.
-    fn add_identity(&mut self, path: &str, bytes: &[u8], mode: i32) {
+    fn add_identity(&mut self, path: &str, bytes: impl Into<Cow<'o, [u8]>>, mode: i32) -> Result<(), Error> {
         let pod = self.sources.pod;
         let context = pod.spec.as_ref().and_then(|spec| spec.security_context.as_ref());
         let (user, group) = (fs_user(pod), context.and_then(|context| context.fs_group));
-        self.add(path, bytes, if user.is_some() || group.is_some() { 0o600 } else { mode });
+        self.add(path, bytes, if user.is_some() || group.is_some() { 0o600 } else { mode })?;
         if let Some(file) = self.payload.get_mut(path) {
             file.owner = user.and_then(|user| u32::try_from(user).ok()).filter(|user| *user != u32::MAX);
         }
+        Ok(())
     }
 
     fn namespace(&self) -> &str {
@@ -141,22 +182,12 @@ impl Files<'_> {
 
     fn config_map(&mut self, reference: &Reference<'_>, mode: i32) -> Result<(), Error> {
         let found = self.sources.objects.config_map(self.namespace(), reference.name);
-        let entries = found.map(|map| {
-            let text = map.data.iter().flatten().map(|(key, text)| (key.as_str(), text.as_bytes()));
-            let bytes =
-                map.binary_data.iter().flatten().map(|(key, ByteString(b))| (key.as_str(), b.as_slice()));
-            text.chain(bytes).collect::<Vec<_>>()
-        });
-        self.object("ConfigMap", reference, entries.as_deref(), mode)
+        self.object("ConfigMap", reference, found.map(Entries::Map), mode)
     }
 
     fn secret(&mut self, reference: &Reference<'_>, mode: i32) -> Result<(), Error> {
         let found = self.sources.objects.secret(self.namespace(), reference.name);
-        let entries = found.map(|secret| {
-            let all = secret.data.iter().flatten();
-            all.map(|(key, ByteString(bytes))| (key.as_str(), bytes.as_slice())).collect::<Vec<_>>()
-        });
-        self.object("Secret", reference, entries.as_deref(), mode)
+        self.object("Secret", reference, found.map(Entries::Secret), mode)
     }
 
     /// All keys of an object, or those that are asked for, under the paths that are asked for.
@@ -164,7 +195,7 @@ impl Files<'_> {
         &mut self,
         kind: &str,
         reference: &Reference<'_>,
-        entries: Option<&[(&str, &[u8])]>,
+        entries: Option<Entries<'o>>,
         mode: i32,
     ) -> Result<(), Error> {
         let name = reference.name;
@@ -173,11 +204,13 @@ impl Files<'_> {
             return if reference.optional { Ok(()) } else { Err(Error::unmet(error)) };
         };
         if reference.items.is_empty() {
-            entries.iter().for_each(|(key, bytes)| self.add(key, bytes, mode));
+            for key in entries.keys() {
+                self.add(key, entries.get(key).unwrap_or_default(), mode)?;
+            }
         }
         for item in reference.items {
-            match entries.iter().find(|(key, _)| *key == item.key) {
-                Some((_, bytes)) => self.add(&item.path, bytes, item.mode.unwrap_or(mode)),
+            match entries.get(&item.key) {
+                Some(bytes) => self.add(&item.path, bytes, item.mode.unwrap_or(mode))?,
                 None if reference.optional => {}
                 None => return Err(Error::unmet(format!("the {kind} {name} has no key {}", item.key))),
             }
@@ -186,7 +219,7 @@ impl Files<'_> {
     }
 
     fn downward(&mut self, items: Option<&[core::DownwardAPIVolumeFile]>, mode: i32) -> Result<(), Error> {
-        let Sources { pod, node, .. } = *self.sources;
+        let Sources { pod, node, .. } = self.sources;
         for item in items.into_iter().flatten() {
             let text = match (&item.field_ref, &item.resource_field_ref) {
                 // A volume is made before the pod has addresses; the API doesn't let it ask for them.
@@ -195,12 +228,14 @@ impl Files<'_> {
                 (None, None) => Err(beelet_spec::Error::NoReference),
             };
             let text = text.map_err(|e| Error::unmet(format!("the file {}: {e}", item.path)))?;
-            self.add(&item.path, text.as_bytes(), item.mode.unwrap_or(mode));
+            self.add(&item.path, text.into_bytes(), item.mode.unwrap_or(mode))?;
         }
         Ok(())
     }
 
     fn project(&mut self, projection: &core::VolumeProjection, mode: i32) -> Result<(), Error> {
+        // Each is work, also one that brings no file.
+        self.left.file(0)?;
         if let Some(source) = &projection.config_map {
             let reference = Reference::new(&source.name, source.items.as_ref(), source.optional);
             self.config_map(&reference, mode)
@@ -224,15 +259,13 @@ impl Files<'_> {
                     )));
                 }
             };
-            self.add_identity(&source.path, token.as_bytes(), mode);
-            Ok(())
+            self.add_identity(&source.path, token.as_bytes(), mode)
         } else if let Some(source) = &projection.cluster_trust_bundle {
             let bundles = self.sources.objects.trust_bundles();
             let bundles =
                 bundles.ok_or_else(|| Error::unmet("the API server has told no ClusterTrustBundles yet"))?;
             let file = trust_bundles::file(source, bundles).map_err(Error::unmet)?;
-            self.add_identity(&source.path, &file, mode);
-            Ok(())
+            self.add_identity(&source.path, file, mode)
         } else {
             Err(Error::unmet("a projection of a kind that beelet doesn't know"))
         }
@@ -266,7 +299,7 @@ mod tests {
         volume_of["name"] = json!("v");
         let volume_of: core::Volume = serde_json::from_value(volume_of).unwrap();
         let pod: core::Pod = serde_json::from_value(json!({
-            "metadata": {"name": "web", "namespace": "shop", "labels": {"x": "y"}},
+            "metadata": {"name": "web", "namespace": "shop", "labels": {"x": "y"}, "annotations": {"long": "x".repeat(200_000)}},
             "spec": {"containers": [{"name": "c", "resources": {"limits": {"cpu": "2"}}}]}
         }))
         .unwrap();
@@ -279,7 +312,7 @@ mod tests {
             published: &BTreeMap::new(),
             attached: &BTreeMap::new(),
         };
-        let shown = payload(&volume_of, &sources).map(|payload| {
+        let shown = payload(&volume_of, &sources, &mut Allowance::default()).map(|payload| {
             let show = |(path, file): (&String, &PayloadFile)| {
                 format!("{path}={}:{:o}", String::from_utf8_lossy(&file.bytes), file.mode)
             };
@@ -310,6 +343,22 @@ mod tests {
     }
 
     #[test]
+    fn files_that_no_limit_of_the_pod_counts_are_bounded_in_number_size_and_depth() {
+        let item = |path: String| json!({"key": "a", "path": path});
+        let deep = |n: usize| item(format!("{n}/{}x", "a/".repeat(2000)));
+        let many = |items: Vec<serde_json::Value>| json!({"configMap": {"name": "m", "items": items}});
+        check(many((0..365).map(deep).collect()), Err("more than 20000 files and folders"));
+        check(many(vec![item("a/".repeat(5000) + "x")]), Err("of 10001 bytes is longer than the 4096 bytes"));
+        check(many((0..20_001).map(|n| item(n.to_string())).collect()), Err("more than 20000 files"));
+        let field =
+            |n: usize| json!({"path": format!("f{n}"), "fieldRef": {"fieldPath": "metadata.annotations"}});
+        let fields: Vec<_> = (0..400).map(field).collect();
+        check(json!({"downwardAPI": {"items": fields}}), Err("more than 67108864 bytes"));
+        let source = json!({"configMap": {"name": "none", "optional": true}});
+        check(json!({"projected": {"sources": vec![source; 20_001]}}), Err("more than 20000 files"));
+    }
+
+    #[test]
     fn a_token_that_nobody_gives_is_empty_where_pods_do_without() {
         let pod: core::Pod = serde_json::from_value(json!({"metadata": {"name": "web"}})).unwrap();
         let volume =
@@ -325,8 +374,9 @@ mod tests {
                 published: &BTreeMap::new(),
                 attached: &BTreeMap::new(),
             };
-            let files = payload(&volume, &sources).map(Option::unwrap_or_default);
-            (files.ok().map(|files| files["token"].bytes.clone()), lacks_token(&volume, &sources))
+            let files = payload(&volume, &sources, &mut Allowance::default());
+            let files = files.map(Option::unwrap_or_default);
+            (files.ok().map(|files| files["token"].bytes.to_vec()), lacks_token(&volume, &sources))
         };
         assert_eq!(look(&objects), (None, false));
         objects.do_without_tokens();
@@ -386,7 +436,7 @@ mod tests {
                 published: &published,
                 attached: &BTreeMap::new(),
             };
-            let files = payload(&volume, &sources).unwrap().unwrap();
+            let files = payload(&volume, &sources, &mut Allowance::default()).unwrap().unwrap();
             let shown = ["token", "a"].map(|path| (files[path].mode, files[path].owner));
             assert_eq!(shown, expected, "{context}");
         };
@@ -445,7 +495,8 @@ mod tests {
                     claims: &BTreeMap::new(),
                     published: &BTreeMap::new(),
                     attached: &BTreeMap::new(),
-                }
+                },
+                &mut Allowance::default()
             )
             .unwrap(),
             None

@@ -21,7 +21,7 @@ pub(super) fn set_up(
         "Memory" => {
             let size = size(sources.pod, source, sources.node.allocatable(MEMORY))?;
             // A tmpfs's own mode, which the kubelet leaves as it is: nobody removes what is another's.
-            mounts::mount_tmpfs(path, Some(size.value()), 0o1777)?;
+            mounts::mount_memory(path, size.value(), 0o1777)?;
         }
         medium => {
             let unknown = || Error::unmet(format!("emptyDir: the medium {medium:?} is not supported"));

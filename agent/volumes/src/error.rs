@@ -29,6 +29,9 @@ pub enum Error {
     /// The pod asks for something that cannot be, or refers to something that is not there.
     #[error("{0}")]
     Unmet(String),
+    /// The pod asks for more than the agent makes for one.
+    #[error(transparent)]
+    TooMuch(#[from] beelet_policy::volume_content::TooMuch),
     /// A folder could not be made or removed.
     #[error(transparent)]
     Folder(#[from] beelet_base::Error),

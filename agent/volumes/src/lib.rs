@@ -30,16 +30,17 @@ mod restore;
 mod room;
 mod sub_path;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use beelet_model::storage::{Claimed, Published};
 use beelet_policy::claims;
-use beelet_policy::expand::expand_strict;
+use beelet_policy::expand::{Budget, expand_strict};
 use beelet_policy::migration;
 use beelet_policy::mount_points;
 use beelet_policy::removed_volumes;
+use beelet_policy::volume_content::{self, Allowance, TooMuch};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 use rustix::fs::{Mode, OFlags};
@@ -125,7 +126,9 @@ impl Volumes {
     /// Harmless to repeat. For a volume that no container uses nobody waits.
     pub fn set_up(&self, sources: &Sources<'_>) -> Result<(), Error> {
         let (mounts, devices) = claims::used(sources.pod);
+        let (mut left, nested) = (Allowance::default(), mount_points::nested(sources.pod));
         for volume in &self.volumes {
+            left.volume().map_err(|e| Error::from(e).of_volume(&volume.name))?;
             let is_used = mounts.contains(volume.name.as_str()) || devices.contains(volume.name.as_str());
             if !is_used && volume.host_path.is_some() {
                 continue;
@@ -142,7 +145,7 @@ impl Volumes {
             let made = self.operations.time(Operation::Mount, &[plugin], || match (published, claimed) {
                 (Some(published), _) => self.set_up_published(&volume.name, published),
                 (None, Some(claimed)) => self.set_up_claim(&volume.name, claimed, sources),
-                (None, None) => self.set_up_one(volume, sources),
+                (None, None) => self.set_up_one(volume, sources, nested.get(volume.name.as_str()), &mut left),
             });
             match made.map_err(|e| e.of_volume(&volume.name)) {
                 Err(error) if is_used => return Err(error),
@@ -247,7 +250,13 @@ impl Volumes {
         if is_of_driver { operations::FLEX } else { operations::plugin_at(&place) }
     }
 
-    fn set_up_one(&self, volume: &core::Volume, sources: &Sources<'_>) -> Result<(), Error> {
+    fn set_up_one(
+        &self,
+        volume: &core::Volume,
+        sources: &Sources<'_>,
+        nested: Option<&Result<BTreeSet<String>, TooMuch>>,
+        left: &mut Allowance,
+    ) -> Result<(), Error> {
         let path = self.path(&volume.name);
         if let Some(source) = &volume.empty_dir {
             empty_dir::set_up(&path, source, sources)?;
@@ -262,15 +271,17 @@ impl Volumes {
             self.link(&volume.name, &self.set_up_attached(&volume.name, sources)?)?;
         } else if let Some(source) = &volume.host_path {
             host_path::check(source)?;
-        } else if let Some(payload) = content::payload(volume, sources)? {
+        } else if let Some(payload) = content::payload(volume, sources, left)? {
+            let none = BTreeSet::new();
+            let nested = nested.map_or(Ok(&none), |nested| nested.as_ref().map_err(Clone::clone))?;
+            nested.iter().try_for_each(|way| left.path(way))?;
             make_top(&path)?;
             let in_memory = content::in_memory(volume);
             if in_memory {
-                mounts::mount_tmpfs(&path, None, 0o755)?;
+                mounts::mount_for_content(&path)?;
             }
             let top = open_top(&path, in_memory)?.ok_or_else(|| Error::Vanished(path.clone()))?;
-            let nested = mount_points::nested(sources.pod, &volume.name);
-            atomic::make_mount_points(&path, &top, &nested, self.fs_group.as_ref())?;
+            atomic::make_mount_points(&path, &top, nested, self.fs_group.as_ref())?;
             if content::lacks_token(volume, sources) && atomic::is_set_up(&top) {
                 return Ok(());
             }
@@ -286,7 +297,7 @@ impl Volumes {
     /// Brings volumes made of objects up to date, those that are there. Returns the number of volumes that
     /// changed.
     pub fn refresh(&self, sources: &Sources<'_>) -> Result<usize, Error> {
-        let mut changed = 0;
+        let (mut changed, mut left) = (0, Allowance::default());
         let (mounts, _) = claims::used(sources.pod);
         for volume in self.volumes.iter().filter(|volume| has_content(volume)) {
             let path = self.path(&volume.name);
@@ -297,7 +308,7 @@ impl Volumes {
             if content::lacks_token(volume, sources) {
                 continue;
             }
-            let refreshed = content::payload(volume, sources).and_then(|payload| match payload {
+            let refreshed = content::payload(volume, sources, &mut left).and_then(|payload| match payload {
                 Some(payload) => atomic::write(&path, &top, &payload, self.fs_group.as_ref()),
                 None => Ok(false),
             });
@@ -331,10 +342,10 @@ impl Volumes {
 
     /// The mounts of one container. Mounts the parts of volumes that it asks for.
     pub fn mounts(&self, container: &core::Container, facts: &MountFacts) -> Result<Vec<cri::Mount>, Error> {
-        let all = container.volume_mounts.iter().flatten().enumerate();
+        let (all, mut left) = (container.volume_mounts.iter().flatten().enumerate(), Allowance::default());
         all.map(|(index, mount)| {
-            self.mount(container, index, mount, facts).map_err(|cause| Error::Mount {
-                path: mount.mount_path.clone(),
+            self.mount((container, index), mount, facts, &mut left).map_err(|cause| Error::Mount {
+                path: volume_content::shown(&mount.mount_path),
                 container: container.name.clone(),
                 cause: Box::new(cause),
             })
@@ -344,17 +355,17 @@ impl Volumes {
 
     fn mount(
         &self,
-        container: &core::Container,
-        index: usize,
+        (container, index): (&core::Container, usize),
         mount: &core::VolumeMount,
         facts: &MountFacts,
+        left: &mut Allowance,
     ) -> Result<cri::Mount, Error> {
         let volume = self
             .volumes
             .iter()
             .find(|v| v.name == mount.name)
             .ok_or_else(|| Error::unmet(format!("the pod has no volume {}", mount.name)))?;
-        let sub_path = sub_path_of(mount, &facts.env)?;
+        let sub_path = sub_path_of(mount, &facts.env, left)?;
         let recursive = recursive_read_only(mount, facts.recursive_read_only)?;
         let propagation = match mount.mount_propagation.as_deref() {
             Some("HostToContainer") => cri::MountPropagation::PropagationHostToContainer,
@@ -526,23 +537,31 @@ fn in_container(path: &str) -> String {
     if path.starts_with('/') { path.to_owned() } else { format!("/{path}") }
 }
 
-/// The part of the volume that is meant, if not the whole.
-fn sub_path_of(mount: &core::VolumeMount, env: &Environment) -> Result<Option<PathBuf>, Error> {
+/// The part of the volume that is meant, if not the whole. The agent may have to make its folders.
+fn sub_path_of(
+    mount: &core::VolumeMount,
+    env: &Environment,
+    left: &mut Allowance,
+) -> Result<Option<PathBuf>, Error> {
     let expression = mount.sub_path_expr.as_deref().filter(|text| !text.is_empty());
     let text = match expression {
-        Some(expression) => expand_strict(expression, |name| env.get(name))
-            .map_err(|undefined| Error::unmet(format!("subPathExpr {undefined}")))?,
+        Some(expression) => expand_strict(expression, |name| env.get(name), &mut { Budget::PATH })
+            .map_err(|why| Error::unmet(format!("subPathExpr {why}")))?,
         None => mount.sub_path.clone().unwrap_or_default(),
     };
     if text.is_empty() {
         return Ok(None);
     }
+    left.path(&text)?;
     let path = PathBuf::from(&text);
     let inside = path
         .components()
         .all(|part| matches!(part, std::path::Component::Normal(_) | std::path::Component::CurDir));
     if !inside || text.contains('\0') {
-        return Err(Error::unmet(format!("subPath {text:?} must be relative and without '..'")));
+        return Err(Error::unmet(format!(
+            "subPath {:?} must be relative and without '..'",
+            volume_content::shown(&text)
+        )));
     }
     Ok(Some(path))
 }

@@ -13,18 +13,30 @@ use rustix::mount::{MountFlags, UnmountFlags};
 
 use super::Error;
 use beelet_base::mountinfo::{self, Mount};
+use beelet_policy::volume_content::{BYTES, NAMES};
 
 /// How long a server may take to let go of a mount: the kubelet's.
 const SERVER: Duration = Duration::from_secs(60);
 
-/// Mounts a file system in memory on a folder, unless one is there already; `size` in bytes.
-pub(super) fn mount_tmpfs(path: &Path, size: Option<i64>, mode: u32) -> Result<(), Error> {
+/// Mounts a file system in memory for the files of objects, unless one is there already: for two sets of as
+/// many as a pod may have, and the links to one of them. A second bound, for what containers may lead to.
+pub(super) fn mount_for_content(path: &Path) -> Result<(), Error> {
+    let pages = NAMES.saturating_mul(rustix::param::page_size()).saturating_add(BYTES);
+    mount_tmpfs(path, &[("size", pages.saturating_mul(2)), ("nr_inodes", NAMES * 4)], 0o755)
+}
+
+/// Mounts a file system in memory of so many bytes on a folder, unless one is there already.
+pub(super) fn mount_memory(path: &Path, size: i64, mode: u32) -> Result<(), Error> {
+    mount_tmpfs(path, &[("size", size)], mode)
+}
+
+fn mount_tmpfs(path: &Path, limits: &[(&str, impl std::fmt::Display)], mode: u32) -> Result<(), Error> {
     if is_mount_point(path)? {
         return Ok(());
     }
     let mut options = format!("mode=0{mode:o}");
-    if let Some(size) = size {
-        options = format!("{options},size={size}");
+    for (name, limit) in limits {
+        options = format!("{options},{name}={limit}");
     }
     let mount = |options: String| -> Result<Result<(), Errno>, Error> {
         let data = CString::new(options).map_err(Error::io("mount a tmpfs on", path))?;
@@ -190,14 +202,18 @@ mod tests {
         for folder in [&volume, &part, &other] {
             fs::create_dir(folder).unwrap();
         }
-        mount_tmpfs(&volume, None, 0o755).unwrap();
+        mount_for_content(&volume).unwrap();
+        let limits = rustix::fs::statvfs(&volume).unwrap();
+        assert_eq!(limits.f_files, 4 * NAMES as u64);
+        let size = limits.f_blocks * limits.f_frsize;
+        assert!((1..1 << 33).contains(&size), "{size}");
         fs::create_dir(volume.join("dir")).unwrap();
         rustix::mount::mount_bind(volume.join("dir"), &part).unwrap();
         // What a container does to what was bound, and what somebody calls a stick.
         fs::rename(volume.join("dir"), volume.join(OsStr::from_bytes(b"\xff"))).unwrap();
         let stick = dir.path().join(OsStr::from_bytes(b"caf\xe9 \n1"));
         fs::create_dir(&stick).unwrap();
-        mount_tmpfs(&stick, None, 0o755).unwrap();
+        mount_memory(&stick, 1 << 20, 0o755).unwrap();
         assert!(is_mount_point(&part).unwrap() && is_mount_point(&stick).unwrap());
         assert!(!is_mount_point(&other).unwrap());
         assert!(beelet_cgroups::layout::parse(&mountinfo::read().unwrap()).is_some());

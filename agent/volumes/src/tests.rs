@@ -223,12 +223,41 @@ fn what_cannot_be_mounted_as_asked_is_refused() {
         json!({"name": "scratch", "mountPath": "/a", "subPathExpr": "$(NONE)"}),
         Err("subPathExpr refers to the variable NONE"),
     );
+    let deep = |levels: usize| vec!["a"; levels].join("/");
+    let of_image = |part: &str| json!({"name": "image", "mountPath": "/a", "subPath": part});
+    check_mount(of_image(&deep(2000)), Ok(("", true)));
+    check_mount(of_image(&deep(5000)), Err("of 9999 bytes is longer than the 4096 bytes that Linux takes"));
+    check_mount(
+        json!({"name": "image", "mountPath": "/a", "subPathExpr": deep(5000)}),
+        Err("subPathExpr is longer than 4096 bytes once its references are replaced"),
+    );
     for path in ["../x", "/x", "a/../b"] {
         check_mount(
             json!({"name": "scratch", "mountPath": "/a", "subPath": path}),
             Err("must be relative and without '..'"),
         );
     }
+}
+
+#[test]
+fn the_agent_makes_so_many_folders_for_the_parts_of_volumes_of_a_container_and_no_more() {
+    let check = |mounts: usize, expected: Result<usize, &str>| {
+        let part = |n: usize| json!({"name": "image", "mountPath": format!("/{n}"), "subPath": vec!["a"; 2000].join("/")});
+        let mounts: Vec<_> = (0..mounts).map(part).collect();
+        let pod = pod(json!({
+            "containers": [{"name": "c", "volumeMounts": mounts}],
+            "volumes": [{"name": "image", "image": {"reference": "x"}}],
+        }));
+        let volumes = Volumes::of(&pod, Path::new("/pods"));
+        let made = volumes.mounts(&pod.spec.as_ref().unwrap().containers[0], &facts());
+        match (made.map(|mounts| mounts.len()).map_err(|e| e.to_string()), expected) {
+            (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),
+            (made, expected) => assert_eq!(made, expected.map_err(str::to_owned)),
+        }
+    };
+    check(10, Ok(10));
+    check(11, Err("mount /10 of container c: the pod's volumes need more than 20000 files and folders"));
+    check(365, Err("more than 20000 files and folders"));
 }
 
 #[test]

@@ -15,6 +15,7 @@ pub mod base;
 pub mod cgroups;
 pub mod config;
 pub mod devices;
+pub mod dra;
 pub mod eviction;
 pub mod images;
 pub mod kernel;
@@ -23,20 +24,23 @@ pub mod manifests;
 pub mod node;
 pub mod probes;
 pub mod runtime;
+pub mod spec;
 pub mod state;
 pub mod stats;
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use arbitrary::Unstructured;
 use beelet_plan::{Input, WHATS};
+use beelet_policy::expand::{self as expansion, Budget, TooLong, Unexpanded};
 use beelet_policy::{
     devices::{Devices, checkpoint::Data},
     dra::checkpoint as claims,
 };
-use beelet_policy::{duration, expand as expansion, flex_volume, migration, quantity::Quantity, remote_disk};
-use k8s_openapi::api::core::v1::Volume;
+use beelet_policy::{duration, flex_volume, migration, quantity::Quantity, remote_disk};
+use k8s_openapi::api::core::v1::{EnvVar, Volume};
 use serde_json::Value;
 
 pub use crate::{
@@ -45,12 +49,14 @@ pub use crate::{
     cgroups::mountinfo,
     config::config,
     devices::device_plugin,
+    dra::claim_devices,
     images::{credentials, image_reference},
     kernel::{btf, ring_records},
     logs::log_lines,
     manifests::manifest,
     probes::probes,
     runtime::stream_frames,
+    spec::pod_request,
 };
 
 /// What takes an input, and panics where a promise is broken.
@@ -63,6 +69,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("archive", archive),
     ("btf", btf),
     ("checkpoint", checkpoint),
+    ("claim_devices", claim_devices),
     ("claims_record", claims_record),
     ("config", config),
     ("credentials", credentials),
@@ -76,6 +83,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("mount_table", mount_table),
     ("mountinfo", mountinfo),
     ("plan", plan),
+    ("pod_request", pod_request),
     ("probes", probes),
     ("proc_files", proc_files),
     ("ring_records", ring_records),
@@ -141,24 +149,69 @@ pub fn amounts(input: &[u8]) {
 }
 
 /// `$(VAR)` in the first line, by the definitions `NAME=VALUE` of the others, as Kubernetes' own code does
-/// it.
+/// it; then a chain of variables, each of which may refer to those before it, as far as the budget goes; and a
+/// probe's command of all lines.
 pub fn expand(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     let (text, rest) = text.split_once('\n').unwrap_or((text, ""));
     let defined: Vec<(&str, &str)> = rest.lines().filter_map(|line| line.split_once('=')).collect();
     let value_of = |name: &str| {
-        defined.iter().find(|(defined, _)| *defined == name).map(|(_, value)| (*value).to_owned())
+        defined.iter().find(|(defined, _)| *defined == name).map(|(_, value)| Cow::Borrowed(*value))
     };
-    let expanded = expansion::expand(text, value_of);
-    assert_eq!(expanded, reference_expansion(text, &value_of), "{text:?}");
-    match expansion::expand_strict(text, value_of) {
-        Ok(strictly) => assert_eq!(strictly, expanded),
-        Err(expansion::Undefined(name)) => assert_eq!(value_of(&name), None),
+    let expected = reference_expansion(text, &value_of, usize::MAX).unwrap();
+    let expanded = expansion::expand(text, value_of, &mut { Budget::CONTAINER });
+    assert_eq!(expanded, shorter(expected.clone(), 1 << 20), "{text:?}");
+    match expansion::expand_strict(text, value_of, &mut { Budget::PATH }) {
+        Ok(strictly) => assert_eq!(strictly, expected),
+        Err(Unexpanded::Undefined(name)) => assert_eq!(value_of(&name), None),
+        Err(Unexpanded::TooLong(_)) => assert!(expected.len() > 4096),
+    }
+    chain(&defined);
+    let variable = |(name, value): &(&str, &str)| EnvVar {
+        name: (*name).to_owned(),
+        value: Some((*value).to_owned()),
+        value_from: None,
+    };
+    let (command, env): (Vec<String>, Vec<EnvVar>) =
+        (rest.lines().map(str::to_owned).collect(), defined.iter().map(variable).collect());
+    if let Ok(command) = expansion::expand_probe_command(&command, &env) {
+        assert!(command.iter().map(String::len).sum::<usize>() <= 1 << 20);
     }
 }
 
-/// `Expand` and `tryReadVariableName` of Kubernetes' third_party/forked/golang/expansion, byte by byte.
-fn reference_expansion(text: &str, value_of: &dyn Fn(&str) -> Option<String>) -> String {
+fn shorter(text: String, most: usize) -> Result<String, TooLong> {
+    if text.len() <= most { Ok(text) } else { Err(TooLong::Text { most }) }
+}
+
+/// Every variable by those before it, twice over so that values grow: all together never have more than their
+/// budget, and each is what Kubernetes' own code makes of it, or too long.
+fn chain(defined: &[(&str, &str)]) {
+    let (mut values, mut budget, mut taken) = (BTreeMap::<&str, String>::new(), Budget::CONTAINER, 0);
+    for (name, text) in defined.iter().chain(defined) {
+        let value_of = |name: &str| values.get(name).map(|value| Cow::Borrowed(value.as_str()));
+        let expected = reference_expansion(text, &value_of, 1 << 20);
+        match expansion::expand(text, value_of, &mut budget) {
+            Ok(value) => {
+                taken += value.len();
+                assert!(taken <= 16 << 20 && value.len() <= 1 << 20, "{taken} bytes");
+                assert_eq!(expected.as_ref(), Some(&value), "{text:?}");
+                values.insert(name, value);
+            }
+            Err(TooLong::Text { .. }) => assert_eq!(expected, None, "{text:?}"),
+            Err(TooLong::Together { .. }) => {
+                assert!(expected.is_none_or(|value| taken + value.len() > 16 << 20), "{text:?}");
+            }
+        }
+    }
+}
+
+/// `Expand` and `tryReadVariableName` of Kubernetes' third_party/forked/golang/expansion, byte by byte; none
+/// once there are more than `most` bytes.
+fn reference_expansion<'v>(
+    text: &str,
+    value_of: &dyn Fn(&str) -> Option<Cow<'v, str>>,
+    most: usize,
+) -> Option<String> {
     let input = text.as_bytes();
     let (mut out, mut checkpoint, mut cursor) = (Vec::new(), 0, 0);
     while cursor < input.len() {
@@ -175,17 +228,22 @@ fn reference_expansion(text: &str, value_of: &dyn Fn(&str) -> Option<String>) ->
             };
             if is_name {
                 let name = std::str::from_utf8(read).unwrap();
-                out.extend(value_of(name).unwrap_or_else(|| format!("$({name})")).into_bytes());
+                out.extend_from_slice(
+                    value_of(name).unwrap_or_else(|| format!("$({name})").into()).as_bytes(),
+                );
             } else {
                 out.extend_from_slice(read);
             }
             cursor += advance;
             checkpoint = cursor + 1;
+            if out.len() > most {
+                return None;
+            }
         }
         cursor += 1;
     }
     out.extend_from_slice(input.get(checkpoint..).unwrap_or_default());
-    String::from_utf8(out).unwrap()
+    (out.len() <= most).then(|| String::from_utf8(out).unwrap())
 }
 
 /// A device checkpoint's data in JSON, under a checksum that fits, so that it is believed: what is written of

@@ -12,7 +12,6 @@ use std::{collections::HashMap, time::Duration};
 
 use beelet_policy::{
     cgroups::{self as values, ContainerResources},
-    expand::expand,
     quantity::Quantity,
 };
 use beelet_proto::cri;
@@ -131,11 +130,11 @@ pub struct ContainerFacts {
 /// The configuration of one container.
 ///
 /// # Errors
-/// It can't be confined as it says, or asks for a stop signal that there isn't.
+/// It can't be confined as it says, asks for a stop signal that there isn't, or its texts are too long.
 pub fn container(
     pod: &core::Pod,
     spec: &core::Container,
-    env: Environment,
+    mut env: Environment,
     facts: ContainerFacts,
     node: &NodeFacts,
 ) -> Result<cri::ContainerConfig, Error> {
@@ -143,9 +142,8 @@ pub fn container(
     let pod_spec = pod.spec.as_ref().unwrap_or(&default_spec);
     let confinement = security::of_container(pod_spec, spec, &facts, node)?;
     let apparmor = app_armor::of_container(pod, spec);
-    let expanded = |words: &Option<Vec<String>>| -> Vec<String> {
-        words.iter().flatten().map(|word| expand(word, |name| env.get(name))).collect()
-    };
+    let command = env.expand_words((&spec.name, "command"), spec.command.as_ref())?;
+    let args = env.expand_words((&spec.name, "args"), spec.args.as_ref())?;
     let mut all_labels = pod_labels(pod);
     all_labels.insert(labels::CONTAINER_NAME.to_owned(), spec.name.clone());
     let text = |text: &Option<String>| text.clone().unwrap_or_default();
@@ -166,8 +164,8 @@ pub fn container(
             user_specified_image: spec.image.clone().unwrap_or_default(),
             ..Default::default()
         }),
-        command: expanded(&spec.command),
-        args: expanded(&spec.args),
+        command,
+        args,
         working_dir: spec.working_dir.clone().unwrap_or_default(),
         envs: env.into_pairs().map(|(key, value)| cri::KeyValue { key, value }).collect(),
         mounts: facts.mounts,
@@ -259,5 +257,29 @@ mod tests {
             (vec!["run".to_owned(), "1".to_owned()], vec!["$(B)".to_owned()])
         );
         assert_eq!(config.log_path, "c/2.log");
+    }
+
+    #[test]
+    fn words_that_grow_are_refused_by_their_place() {
+        let pod: core::Pod =
+            serde_json::from_value(json!({"metadata": {"name": "web", "uid": "u1"}})).unwrap();
+        let check = |command: serde_json::Value, args: serde_json::Value, expected: &str| {
+            let env = json!([{"name": "A", "value": "x".repeat(512 << 10)}]);
+            let spec = json!({"name": "c", "env": env, "command": command, "args": args});
+            let spec: core::Container = serde_json::from_value(spec).unwrap();
+            let (objects, node) = (beelet_model::objects::Objects::default(), node());
+            let sources = crate::env::Sources { pod: &pod, pod_ips: &[], objects: &objects, node: &node };
+            let env = sources.environment(&spec).unwrap();
+            let failed = container(&pod, &spec, env, facts(), &node).map(|_| ()).unwrap_err();
+            assert_eq!(failed.to_string(), expected);
+        };
+        let alone = "is longer than 1048576 bytes once its references are replaced";
+        let together = "and what comes before it are longer than 16777216 bytes together";
+        check(json!(["run", "$(A)$(A)$(A)"]), json!([]), &format!("command[1] of container c {alone}"));
+        check(json!(["run"]), json!(["$(A)".repeat(190_000)]), &format!("args[0] of container c {alone}"));
+        // Half a MiB is the environment, fifteen are the command.
+        let many = |words: usize| vec!["$(A)$(A)"; words];
+        check(json!(many(15)), json!(many(1)), &format!("args[0] of container c {together}"));
+        check(json!(many(16)), json!([]), &format!("command[15] of container c {together}"));
     }
 }

@@ -207,6 +207,75 @@ async fn a_key_that_comes_ends_the_back_off_of_the_container_that_lacked_it() {
     assert_eq!(created(&node, "web").envs.iter().filter(|variable| variable.value == b"here").count(), 4);
 }
 
+/// Sixteen bytes that are doubled 33 times are 128 GiB. Each pod says what is too long; others start.
+#[tokio::test]
+async fn text_that_grows_is_refused_with_the_variables_name_and_others_start() {
+    let mut doubling = vec![json!({"name": "V0", "value": "0123456789abcdef"})];
+    let next = |n: usize| json!({"name": format!("V{n}"), "value": format!("$(V{0})$(V{0})", n - 1)});
+    doubling.extend((1..=33).map(next));
+    let long = json!([{"name": "A", "value": "x".repeat(8 << 10)}]);
+    let many = "$(A)".repeat(1000);
+    let too_long = "is longer than 1048576 bytes once its references are replaced";
+    let cases = [
+        ("doubling", json!({"env": doubling}), "environment variable V17 of container main: its value"),
+        ("words", json!({"env": long.clone(), "args": ["x", many.clone()]}), "args[1] of container main"),
+    ];
+    let mut node = Node::new(Settings::default());
+    let grown = |name: &str, more: &Value| {
+        let mut main = container("main");
+        main.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        with(pod(name), "containers", json!([main]))
+    };
+    for (name, more, _) in &cases {
+        node.apply(&grown(name, more));
+    }
+    let exec = json!({"exec": {"command": ["test", many]}});
+    node.apply(&grown("probed", &json!({"env": long, "readinessProbe": exec})));
+    node.apply(&pod("other"));
+    node.start().await;
+    node.until_ready("other").await;
+    for (name, _, expected) in &cases {
+        let refused = |pod: &super::node::View| pod.waits_for("main", "CreateContainerConfigError");
+        let message = node.until_pod(name, "to be refused", refused).await.waiting("main").unwrap().1;
+        assert!(message.contains(&format!("{expected} {too_long}")), "{message}");
+    }
+    let probed = node.until_pod("probed", "to run", |pod| pod.running("main")).await;
+    assert!(!probed.ready());
+    node.until_relisted().await;
+    assert!(node.cri.container("doubling-n1", "main").is_none(), "{}", node.cri.transcript());
+}
+
+/// A path of 1.4 MB in a manifest is 700,000 folders.
+#[tokio::test]
+async fn a_mount_point_of_two_thousand_levels_is_made_and_one_of_five_thousand_is_refused() {
+    let nested = |name: &str, levels: usize| {
+        let mut main = container("main");
+        let deep = format!("/conf{}", "/a".repeat(levels));
+        main["volumeMounts"] =
+            json!([{"name": "conf", "mountPath": "/conf"}, {"name": "scratch", "mountPath": deep}]);
+        let pod = with(pod(name), "containers", json!([main]));
+        let volumes =
+            json!([{"name": "conf", "configMap": {"name": "conf"}}, {"name": "scratch", "emptyDir": {}}]);
+        with(pod, "volumes", volumes)
+    };
+    let mut node = Node::new(Settings::default());
+    node.apply_text("conf", &config_map("red"));
+    node.apply(&nested("web", 2000));
+    node.apply(&nested("deep", 5000));
+    node.start().await;
+    node.until_ready("web").await;
+    let refused = || {
+        let (events, words) = (node.events(), "of 9999 bytes is longer than the 4096 bytes that Linux takes");
+        let told = events.iter().any(|event| event.contains(words));
+        told.then_some(()).ok_or_else(|| events.join("\n"))
+    };
+    until_seen("an event about the path", refused).await;
+    assert!(node.cri.container("deep-n1", "main").is_none());
+    let folder = node.until_pod("deep", "to wait", |pod| pod.phase() == "Pending").await.uid();
+    let made = node.files().iter().filter(|file| file.to_string_lossy().contains(&folder)).count();
+    assert!(made < 20, "{made} files and folders");
+}
+
 #[tokio::test]
 async fn the_runtime_is_told_what_the_spec_says() {
     let mut main = container("main");

@@ -1,0 +1,7 @@
+//! Pods in JSON, to the runtime's requests.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|input: &[u8]| beelet_fuzz_targets::pod_request(input));
+libfuzzer_sys::fuzz_mutator!(|data: &mut [u8], size: usize, max_size: usize, seed: u32| {
+    beelet_fuzz::mutate_json(data, size, max_size, seed)
+});
