@@ -50,6 +50,8 @@ struct Step {
     #[serde(default)]
     pod: Option<PodOrName>,
     #[serde(default)]
+    container: Option<String>,
+    #[serde(default)]
     running: Option<Vec<String>>,
 }
 
@@ -60,12 +62,13 @@ enum Op {
     Devices,
     EndpointStopped,
     Admit,
+    InitEnds,
     Remove,
     Restart,
     Capacity,
 }
 
-/// `admit` has a pod, `remove` a pod's name.
+/// `admit` has a pod, `remove` and `initEnds` a pod's name.
 enum PodOrName {
     Pod(Box<Pod>),
     Name(String),
@@ -107,7 +110,8 @@ impl Step {
             ("failAllocate", self.fail_allocate.is_some(), self.op == Op::Register),
             ("devices", self.devices.is_some(), self.op == Op::Devices),
             ("at", self.at.is_some(), matches!(self.op, Op::EndpointStopped | Op::Capacity)),
-            ("pod", self.pod.is_some(), matches!(self.op, Op::Admit | Op::Remove)),
+            ("pod", self.pod.is_some(), matches!(self.op, Op::Admit | Op::InitEnds | Op::Remove)),
+            ("container", self.container.is_some(), self.op == Op::InitEnds),
             ("running", self.running.is_some(), self.op == Op::Restart),
         ];
         let wrong = fields.into_iter().find(|(_, given, allowed)| *given && !allowed);
@@ -179,6 +183,7 @@ impl Node {
             }
             Op::EndpointStopped => self.devices.stopped(step.resource()?, self.now),
             Op::Admit => return self.admit(step),
+            Op::InitEnds => self.init_ends(step)?,
             Op::Remove => match &step.pod {
                 Some(PodOrName::Name(name)) => {
                     self.active.remove(name);
@@ -195,6 +200,19 @@ impl Node {
             }
         }
         Ok(json!({"ok": true}))
+    }
+
+    /// An init container has ended for good: what no container after it holds is free.
+    fn init_ends(&mut self, step: &Step) -> Result<(), FieldError> {
+        let Some(PodOrName::Name(name)) = &step.pod else {
+            return Err(FieldError::new("pod", "must be the namespace/name of the init container's pod"));
+        };
+        let missing = || FieldError::new("container", "is missing; this op needs it");
+        let container = step.container.as_deref().ok_or_else(missing)?;
+        if let Some(uid) = self.active.get(name) {
+            self.devices.release(uid, container);
+        }
+        Ok(())
     }
 
     fn advance(&mut self, at: Option<u64>) -> Result<(), FieldError> {

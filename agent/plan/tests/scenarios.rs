@@ -56,6 +56,29 @@ fn while_sources_are_not_ready_running_pods_keep_their_devices_and_nothing_is_fr
 }
 
 #[test]
+fn on_a_full_node_an_init_container_has_its_pods_devices_again_in_a_new_sandbox() {
+    let limits = json!({"limits": {GPU: 1}});
+    let train = json!({"op": "admit", "pod": {"metadata": {"name": "train"}, "spec": {
+        "initContainers": [{"name": "check", "resources": limits}],
+        "containers": [{"name": "train", "resources": limits}],
+    }}});
+    let results = devices(&json!([
+        register(), list(&["a"]), train,
+        {"op": "initEnds", "pod": "default/train", "container": "check"}, admit("other", 1),
+        {"op": "restart"}, register(), list(&["a"]), train, admit("other", 1),
+    ]));
+    let both = json!({"check": {GPU: ["a"]}, "train": {GPU: ["a"]}});
+    assert_eq!((&results[2]["allocations"], &results[8]["allocations"]), (&both, &both));
+    assert_eq!((&results[4]["ok"], &results[9]["ok"]), (&json!(false), &json!(false)));
+    refuse("devices", &json!({"name": "n", "steps": [{"op": "initEnds", "pod": "default/p"}]}), "container");
+    refuse(
+        "devices",
+        &json!({"name": "n", "steps": [{"op": "remove", "container": "c"}]}),
+        "does not belong",
+    );
+}
+
+#[test]
 fn a_pod_that_was_refused_is_not_taken_for_running_after_a_restart() {
     let results = devices(&json!([
         register(), list(&["a"]), admit("p", 1), admit("q", 1), admit("r", 1),

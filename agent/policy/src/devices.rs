@@ -226,9 +226,48 @@ pub struct Serving {
     reuse: BTreeMap<String, Ids>,
     /// The NUMA nodes that the container being served should get its devices from.
     affinity: Option<BTreeSet<i64>>,
+    /// What the containers after the one being served hold already, by resource: the pod had another sandbox.
+    later: BTreeMap<String, Ids>,
+    /// The one being served ends before any of those begins.
+    lends: bool,
 }
 
 impl Serving {
+    /// A container of this kind is served next, and these come after it. An init container may have what they
+    /// hold: the kubelet keeps what it had itself, with the same effect, but also what nobody after it needs.
+    /// Where one of those `runs`, nothing is to be had of them.
+    pub(crate) fn begin<'c>(
+        &mut self,
+        devices: &Devices,
+        pod_uid: &str,
+        kind: ContainerKind,
+        after: impl Iterator<Item = &'c str>,
+        runs: impl Fn(&str) -> bool,
+    ) {
+        self.later.clear();
+        self.lends = kind == ContainerKind::Init;
+        let Some(pod) = devices.pods.get(pod_uid) else { return };
+        for container in after {
+            self.lends &= !runs(container);
+            for (resource, held) in pod.get(container).into_iter().flatten() {
+                self.later.entry(resource.clone()).or_default().extend(held.ids());
+            }
+        }
+    }
+
+    /// What the container being served must have of those devices that init containers leave to it. One that
+    /// keeps its devices can't have what one after it holds.
+    fn left(&self, resource: &str) -> impl Iterator<Item = &String> {
+        let later = self.later.get(resource).filter(|_| !self.lends);
+        let left = self.reuse.get(resource).into_iter().flatten();
+        left.filter(move |id| later.is_none_or(|later| !later.contains(*id)))
+    }
+
+    /// What the container being served may have of those after it.
+    fn lent(&self, resource: &str) -> impl Iterator<Item = &String> {
+        self.later.get(resource).filter(|_| self.lends).into_iter().flatten()
+    }
+
     /// The container that is served next gets its devices from these NUMA nodes, as far as they have enough
     /// (see [`topology`]).
     pub(crate) fn align(&mut self, nodes: Option<BTreeSet<i64>>) {
@@ -340,13 +379,16 @@ impl Devices {
     }
 
     /// Frees what pods hold that are no longer active. Call it before the first [`Self::select`] for a
-    /// container, unless not all sources of pods are ready (then who is active isn't known).
-    pub fn free_inactive(&mut self, active: impl Fn(&str) -> bool) {
+    /// container, unless not all sources of pods are ready (then who is active isn't known). Returns true if
+    /// there were any.
+    pub fn free_inactive(&mut self, active: impl Fn(&str) -> bool) -> bool {
         let before = self.pods.len();
         self.pods.retain(|uid, _| active(uid));
-        if self.pods.len() < before {
+        let any = self.pods.len() < before;
+        if any {
             self.recount();
         }
+        any
     }
 
     /// Frees what a container holds that has ended for good (an init container, once the next has started).
@@ -406,10 +448,21 @@ impl Devices {
     ) -> Result<Selection, AllocateError> {
         let options = self.options(request.resource);
         let taken = self.taken.entry(resource.clone()).or_default();
-        let reusable = serving.reuse.get(request.resource);
-        let mut must_include: Ids = reusable.into_iter().flatten().take(request.count).cloned().collect();
+        let mut must_include: Ids = serving.left(request.resource).take(request.count).cloned().collect();
         let healthy = self.healthy.entry(resource.clone()).or_default();
-        let mut free: Vec<&str> = healthy.difference(taken).map(String::as_str).collect();
+        let lent: Vec<&String> = serving.lent(request.resource).filter(|id| healthy.contains(*id)).collect();
+        let near = self.nodes.get(request.resource);
+        let is_near = |id: &&&String| {
+            let near = near.and_then(|nodes| nodes.get(**id)).into_iter().flatten();
+            serving.affinity.as_ref().is_none_or(|wanted| near.into_iter().any(|node| wanted.contains(node)))
+        };
+        for id in lent.iter().filter(is_near) {
+            if must_include.len() < request.count {
+                must_include.insert((*id).clone());
+            }
+        }
+        let others = lent.iter().copied().filter(|id| taken.contains(*id));
+        let mut free: Vec<&str> = healthy.difference(taken).chain(others).map(String::as_str).collect();
         if !must_include.is_empty() {
             free.retain(|id| !must_include.contains(*id));
         }

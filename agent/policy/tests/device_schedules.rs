@@ -217,6 +217,8 @@ impl Node {
             ..Circumstances::default()
         };
         let before = self.devices.held(&uid).cloned();
+        let undisturbed = fails_at.is_none() && meanwhile.is_empty() && policy & 3 == 0;
+        let must_have = undisturbed && self.has_for_again(pod, ended);
         let life = self.lives;
         self.admitting.insert(uid.clone(), contended(&self.devices, &uid, &wishes(pod)));
         let mut admission = Admission::new(&uid, wishes(pod), circumstances);
@@ -254,6 +256,7 @@ impl Node {
             }
         };
         let wanted = self.admitting.remove(&uid).is_some();
+        prop_assert!(admitted || !must_have, "{} had its devices, and does not get them again", uid);
         if admitted && wanted {
             for wish in wishes(pod) {
                 let held = self.devices.held(&uid).and_then(|pod| pod.get(wish.container));
@@ -275,6 +278,33 @@ impl Node {
             );
         }
         Ok(())
+    }
+
+    /// Returns true if a pod that is here had its devices, all of them are well, and what its init container
+    /// needs beyond those of the containers after it is free: it must get them again in its next sandbox.
+    fn has_for_again(&self, pod: u8, ended: bool) -> bool {
+        let uid = format!("p{pod}");
+        let Some(held) = self.devices.held(&uid).filter(|_| self.alive.contains_key(&uid)) else {
+            return false;
+        };
+        let of = |container: &str, resource: &str| -> Ids {
+            let held = held.get(container).and_then(|held| held.get(resource));
+            held.map(|held| held.ids()).unwrap_or_default()
+        };
+        let wishes = wishes(pod);
+        wishes.iter().enumerate().all(|(at, wish)| {
+            wish.limits.iter().all(|(resource, count)| {
+                let own = of(wish.container, resource);
+                let is_well = self.devices.options(resource).is_some()
+                    && own.iter().all(|id| self.devices.is_healthy(resource, id));
+                let later: Ids =
+                    wishes.iter().skip(at + 1).flat_map(|wish| of(wish.container, resource)).collect();
+                let is_init = wish.kind == ContainerKind::Init;
+                let enough = own.len() == *count
+                    || is_init && (ended || later.len() + self.devices.free(resource) >= *count);
+                is_well && enough
+            })
+        })
     }
 
     /// As the agent does it: those that are being let in are spared.
@@ -340,7 +370,9 @@ impl Node {
             let mut admission = Admission::new("last", vec![wish], Circumstances::default());
             loop {
                 match admission.next(&mut self.devices) {
-                    Ok(Next::Free) => self.devices.free_inactive(|uid| uid == "last"),
+                    Ok(Next::Free) => {
+                        self.devices.free_inactive(|uid| uid == "last");
+                    }
                     Ok(Next::Allocate { .. }) => admission.allocated(&mut self.devices, Vec::new()),
                     Ok(Next::Done) => break,
                     other => prop_assert!(false, "{resource}: {other:?}"),
@@ -361,6 +393,27 @@ proptest! {
     #[test]
     fn no_device_is_ever_held_twice_and_none_is_lost(events in prop::collection::vec(event(), 0..24)) {
         registered().plays(&events)?;
+    }
+
+    #[test]
+    fn after_a_reboot_pods_get_their_devices_again(
+        pods in prop::collection::vec(0..PODS, 1..8),
+        asks in any::<bool>(),
+    ) {
+        let mut node = registered();
+        for pod in &pods {
+            node.play(&admit(*pod))?;
+            node.play(&Event::InitEnds { pod: *pod })?;
+        }
+        let alive = node.alive.len();
+        node.play(&Event::Restart { running: false })?;
+        for resource in 0..RESOURCES.len() {
+            node.play(&Event::Register { resource, asks })?;
+            node.play(&Event::List { resource, there: 0x3f, healthy: 0x3f, nodes: 0x2a })?;
+        }
+        let again: Vec<Event> = pods.iter().map(|pod| admit(*pod)).collect();
+        node.plays(&again)?;
+        prop_assert!(alive > 0);
     }
 
     #[test]
@@ -458,4 +511,49 @@ fn ten_thousand_corruptions_of_a_checkpoint_cost_nobody_a_device() {
         refused += usize::from(check_damaged(&damaged, &before, &remnants));
     }
     assert!(refused > 9_000, "only {refused} were refused");
+}
+
+#[test]
+fn on_a_full_node_an_init_container_has_the_devices_of_its_pod_again_after_a_reboot() {
+    // One device: the init container checks it, the main container has it then.
+    let wishes = |kinds: [(&'static str, ContainerKind); 2]| -> Vec<ContainerRequest<'static>> {
+        let wish = |(container, kind)| ContainerRequest { container, kind, limits: vec![(RESOURCES[0], 1)] };
+        kinds.map(wish).into()
+    };
+    let pod = || wishes([("init", ContainerKind::Init), ("main", ContainerKind::Lasting)]);
+    let one = || Device { id: "gpu-0".to_owned(), health: Health::Healthy, numa_nodes: vec![0] };
+    let serve = |devices: &mut Devices, circumstances: Circumstances| {
+        let mut admission = Admission::new("p", pod(), circumstances);
+        loop {
+            match admission.next(devices) {
+                Ok(Next::Free) => {}
+                Ok(Next::Ask { question, .. }) => admission.preferred(question, &["gpu-0"]),
+                Ok(Next::Allocate { .. }) => admission.allocated(devices, Vec::new()),
+                Ok(Next::Done) => return Ok(()),
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+    };
+    for asks in [false, true] {
+        for policy in [TopologyPolicy::None, TopologyPolicy::SingleNumaNode] {
+            let now = || Circumstances { policy, ..Circumstances::default() };
+            let options =
+                PluginOptions { get_preferred_allocation_available: asks, ..PluginOptions::default() };
+            let mut devices = Devices::default();
+            devices.register(RESOURCES[0], options);
+            devices.list(RESOURCES[0], [one()]);
+            serve(&mut devices, now()).unwrap();
+            devices.release("p", "init");
+            let file = devices.checkpoint().write().unwrap();
+            let mut devices = Devices::read(&file, Duration::ZERO).unwrap();
+            devices.register(RESOURCES[0], options);
+            devices.list(RESOURCES[0], [one()]);
+            serve(&mut devices, now()).unwrap();
+            assert_eq!(held(&devices)["p"], Ids::from(["gpu-0".to_owned()]), "{policy:?} {asks}");
+            // While its main container runs nothing of that is lent.
+            devices.release("p", "init");
+            let running = BTreeSet::from(["main".to_owned()]);
+            serve(&mut devices, Circumstances { running, ..now() }).unwrap_err();
+        }
+    }
 }

@@ -92,7 +92,9 @@ fn decide(
     let mut admission = Admission::new(uid, vec![wish], circumstances);
     loop {
         match admission.next(devices).unwrap() {
-            Next::Free => devices.free_inactive(|_| true),
+            Next::Free => {
+                devices.free_inactive(|_| true);
+            }
             Next::Allocate { .. } => admission.allocated(devices, Vec::new()),
             Next::Done => return,
             Next::Ask { .. } => panic!("nobody to ask"),

@@ -143,6 +143,9 @@ impl<'a> Admission<'a> {
                 return Ok(Next::Free);
             }
             if !std::mem::replace(&mut self.begun, true) {
+                let after = self.wishes.iter().skip(self.at.0 + 1).map(|wish| wish.container);
+                let runs = |container: &str| self.circumstances.running.contains(container);
+                self.serving.begin(devices, self.pod_uid, wish.kind, after, runs);
                 let nodes = self.affinity(devices)?;
                 self.serving.align(nodes);
             }

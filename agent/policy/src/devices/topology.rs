@@ -119,14 +119,18 @@ impl Devices {
         let held = held.map(|held| held.ids()).filter(|ids| ids.len() == count);
         let reusable: Ids = match &held {
             Some(_) => Ids::new(),
-            None => serving.reuse.get(resource).cloned().unwrap_or_default(),
+            None => serving.left(resource).cloned().collect(),
         };
         let none = Ids::new();
         let available: Vec<&String> = match &held {
             Some(ids) => ids.iter().collect(),
             None => {
                 let healthy = self.healthy.get(resource).map_or(&none, |ids| &**ids);
-                healthy.difference(self.taken.get(resource).unwrap_or(&none)).collect()
+                let taken = self.taken.get(resource).unwrap_or(&none);
+                let lent = serving
+                    .lent(resource)
+                    .filter(|id| healthy.contains(*id) && taken.contains(*id) && !reusable.contains(*id));
+                healthy.difference(taken).chain(lent).collect()
             }
         };
         if available.len() + reusable.len() < count {
