@@ -6,7 +6,8 @@
 //! out, without waiting for the disk: after a reboot no container runs that they could speak of. Losing the
 //! last ones costs a probe's period, no more. Only the end of a pod must survive a power cut too, or an
 //! evicted pod would come back, and a job run a second time. A file that is replaced without waiting for the
-//! disk may be lost whole, with ends that were safe before: as long as there are any, each write waits.
+//! disk may be lost whole, so ends have one of their own, which is written, and waited for, when one is new or
+//! gone: a probe that flips beside a job that is done costs no wait.
 //!
 //! All records are one file, so a write costs as much as there are pods, however little has changed. Between
 //! two writes there is a pause that leaves the most of a storm's CPU to the pods, unless something is to be
@@ -38,8 +39,10 @@ use beelet_model::{
 use beelet_spec::resize::Accepted;
 use beelet_state::{Loaded, State, StateError, json_text};
 
-/// The name of the durable record.
+/// The name of the record of all pods.
 const NAME: &str = "pods";
+/// The name of the record of the pods that have ended, which survives a power cut.
+const ENDS: &str = "pods-ended";
 /// The pause after a failed write.
 const RETRY: Duration = Duration::from_secs(10);
 
@@ -119,6 +122,11 @@ impl PodRecord {
         self.debuggers.iter().any(|debugger| debugger.name == name)
     }
 
+    /// Returns true if the pod has ended, by itself or for good.
+    fn is_end(&self) -> bool {
+        self.failure.is_some() || has_ended(self.status.as_deref())
+    }
+
     /// What of it nobody could find out again: how it ended, its debuggers, the hooks that are done.
     fn lasting(&self) -> (Option<&PodFailure>, bool, &[core::EphemeralContainer], Vec<&String>) {
         let ended = has_ended(self.status.as_deref());
@@ -148,6 +156,8 @@ pub struct Records {
     written: watch::Sender<Map>,
     /// Rung when what has changed can't wait.
     urgent: Arc<Notify>,
+    /// The ends that an earlier instance left on the disk.
+    ends: Map,
 }
 
 /// The pods in the records, for others to read.
@@ -180,28 +190,39 @@ impl WrittenRecords {
 impl Records {
     /// Reads what an earlier instance left. A record that is damaged is set aside and said so.
     pub fn load(state: &State) -> Self {
-        let map = match state.load::<Map>(NAME) {
-            Ok(Loaded::Value { value, same_boot: true }) => value,
+        let all = Self::read(state, NAME);
+        let ends = Self::read(state, ENDS).map(|(ends, _)| ends);
+        let mut map = match all {
+            Some((map, true)) => map,
+            // What was written without waiting for the disk may be older than the ends are.
+            older => with_ends(older.map(|(map, _)| map).unwrap_or_default(), ends.as_ref()),
+        };
+        map = sound(map);
+        let ends = ends.unwrap_or_default();
+        let written = watch::Sender::new(map.clone());
+        Self { newest: watch::Sender::new(map), written, urgent: Arc::default(), ends }
+    }
+
+    /// One of the records, if it is there and whole; true if it was written in this boot.
+    fn read(state: &State, name: &str) -> Option<(Map, bool)> {
+        match state.load::<Map>(name) {
+            Ok(Loaded::Value { value, same_boot: true }) => return Some((value, true)),
             Ok(Loaded::Value { mut value, same_boot: false }) => {
                 for record in value.values_mut().map(Arc::make_mut) {
                     (record.edge, record.netns) = (None, None);
                     record.processes.clear();
                 }
-                value
+                return Some((value, false));
             }
-            Ok(Loaded::Absent) => Map::new(),
+            Ok(Loaded::Absent) => {}
             Ok(Loaded::Quarantined { moved_to, reason }) => {
-                warn!(?moved_to, %reason, "the records of pods were damaged and set aside; probes start anew");
-                Map::new()
+                warn!(?moved_to, %reason, name, "the records of pods were damaged and set aside; probes start anew");
             }
             Err(error) => {
-                warn!(%error, "the records of pods can't be read; probes start anew");
-                Map::new()
+                warn!(%error, name, "the records of pods can't be read; probes start anew");
             }
-        };
-        let map = sound(map);
-        let written = watch::Sender::new(map.clone());
-        Self { newest: watch::Sender::new(map), written, urgent: Arc::default() }
+        }
+        None
     }
 
     /// The record of a pod.
@@ -250,11 +271,9 @@ impl Records {
     pub fn writer(&self, state: Arc<State>, metrics: Metrics) -> impl Future<Output = ()> + Send + use<> {
         let mut newest = self.newest.subscribe();
         let (mut dropped, urgent) = (self.newest.subscribe(), Arc::clone(&self.urgent));
-        let told = self.written.clone();
+        let (told, mut ends_on_disk) = (self.written.clone(), self.ends.clone());
         async move {
             let mut failing = false;
-            // Of those that an earlier instance left nobody knows whether they were waited for.
-            let mut ends_on_disk = true;
             let mut texts = Texts::default();
             loop {
                 let mut changed = match timeout(TEXTS_KEPT, newest.changed()).await {
@@ -268,21 +287,20 @@ impl Records {
                 let began = Instant::now();
                 loop {
                     let state = Arc::clone(&state);
-                    let ends = has_ends(&map);
-                    // One that is there for the last time must not come back either.
-                    let durable = ends || ends_on_disk;
+                    // One that is there no longer must not come back either.
+                    let ends = Some(ends_of(&map)).filter(|ends| !are_same(ends, &ends_on_disk));
                     let writing = blocking("writing the records of pods", move || {
-                        let written = texts.write(&map, &state, durable).map_err(|e| e.to_string());
-                        (texts, map, written)
+                        let written = texts.write(&map, ends.as_ref(), &state).map_err(|e| e.to_string());
+                        (texts, map, ends, written)
                     });
-                    let written;
-                    (texts, map, written) = writing.await;
+                    let (ends, written);
+                    (texts, map, ends, written) = writing.await;
                     let Err(cause) = written else {
                         if failing {
                             info!("the records of pods can be written again");
                         }
                         failing = false;
-                        ends_on_disk = ends;
+                        ends_on_disk = ends.unwrap_or(ends_on_disk);
                         told.send_replace(map);
                         break;
                     };
@@ -323,10 +341,13 @@ impl Records {
 struct Texts(BTreeMap<String, (Arc<PodRecord>, String)>);
 
 impl Texts {
-    /// Writes all records; what is `durable` waits for the disk. Blocks.
-    fn write(&mut self, map: &Map, state: &State, durable: bool) -> Result<(), StateError> {
+    /// Writes all records; before them the `ends`, where they have changed, and waits for the disk. Blocks.
+    fn write(&mut self, map: &Map, ends: Option<&Map>, state: &State) -> Result<(), StateError> {
+        if let Some(ends) = ends {
+            state.store(ENDS, ends)?;
+        }
         let json = self.json(map).map_err(|source| StateError::Encode { name: NAME.to_owned(), source })?;
-        if durable { state.store_json(NAME, &json) } else { state.store_json_for_this_boot(NAME, &json) }
+        state.store_json_for_this_boot(NAME, &json)
     }
 
     fn json(&mut self, map: &Map) -> Result<String, serde_json::Error> {
@@ -342,9 +363,31 @@ impl Texts {
     }
 }
 
-/// Returns true if any pod has ended, by itself or for good.
-fn has_ends(map: &Map) -> bool {
-    map.values().any(|record| record.failure.is_some() || has_ended(record.status.as_deref()))
+/// The records of before a reboot, with the ends as they were on the disk. Without them (an agent of before they had
+/// a file of their own) all stays as it is.
+fn with_ends(mut map: Map, ends: Option<&Map>) -> Map {
+    let Some(ends) = ends else { return map };
+    map.retain(|uid, record| !record.is_end() || ends.contains_key(uid));
+    for (uid, record) in ends {
+        if !map.get(uid).is_some_and(|known| known.is_end()) {
+            map.insert(uid.clone(), Arc::clone(record));
+        }
+    }
+    map
+}
+
+/// The records of the pods that have ended, by themselves or for good.
+fn ends_of(map: &Map) -> Map {
+    let ends = map.iter().filter(|(_, record)| record.is_end());
+    ends.map(|(uid, record)| (uid.clone(), Arc::clone(record))).collect()
+}
+
+/// Returns true if two records have the same of what must survive a power cut.
+fn are_same(one: &Map, other: &Map) -> bool {
+    one.len() == other.len()
+        && one.iter().zip(other).all(|((a, one), (b, other))| {
+            a == b && (Arc::ptr_eq(one, other) || one.lasting() == other.lasting())
+        })
 }
 
 #[cfg(test)]
@@ -383,13 +426,49 @@ mod tests {
     }
 
     #[test]
-    fn as_long_as_any_pod_has_ended_each_write_waits_for_the_disk() {
+    fn only_a_new_end_or_one_that_is_gone_waits_for_the_disk() {
         let failure = || Some(PodFailure::new("Evicted".to_owned(), "short of memory".to_owned(), None));
         let running = record("Running", None);
-        assert!(!has_ends(&map(&[running.clone(), record("Pending", None)])));
+        let ends = |records: &[PodRecord]| ends_of(&map(records));
+        let none = ends(&[running.clone(), record("Pending", None)]);
+        assert!(none.is_empty());
         for ended in [record("Succeeded", None), record("Failed", None), record("Running", failure())] {
-            assert!(has_ends(&map(&[running.clone(), ended])));
+            let one = ends(&[running.clone(), ended.clone()]);
+            assert!(!are_same(&none, &one) && !are_same(&one, &none), "a new end, and one that is gone");
+            // Another pod's readiness flips, and so do words in the status of the one that has ended.
+            let flipped = PodRecord { edge: None, ..running.clone() };
+            let told = PodRecord { netns: None, ..ended.clone() };
+            assert!(are_same(&one, &ends(&[flipped, told])));
+            let failed =
+                PodRecord { failure: Some(PodFailure::new("Evicted", "other words", None)), ..ended };
+            assert!(!are_same(&one, &ends(&[running.clone(), failed])));
         }
+    }
+
+    #[test]
+    fn an_end_survives_a_power_cut_that_takes_or_ages_the_record_of_all() {
+        let dir = tempfile::tempdir().unwrap();
+        let state = |boot: &str| State::open_in_boot(dir.path(), boot).unwrap();
+        let (running, ended) = (record("Running", None), record("Succeeded", None));
+        let now = map(&[running.clone(), ended.clone()]);
+        Texts::default().write(&now, Some(&ends_of(&now)), &state("a")).unwrap();
+        let phase = |boot: &str, uid: &str| {
+            let record = Records::load(&state(boot)).get(uid)?;
+            record.status.as_ref()?.phase.clone()
+        };
+        let file = dir.path().join("pods.json");
+        for damage in ["", "half", "old"] {
+            match damage {
+                "old" => state("a").store(NAME, &map(&[running.clone(), running.clone()])).unwrap(),
+                text => std::fs::write(&file, text).unwrap(),
+            }
+            assert_eq!(phase("b", "1").as_deref(), Some("Succeeded"), "{damage:?}");
+        }
+        // In the same boot what was written last counts.
+        state("a").store(NAME, &map(&[running.clone(), running.clone()])).unwrap();
+        assert_eq!(phase("a", "1").as_deref(), Some("Running"));
+        state("a").store(NAME, &map(&[running])).unwrap();
+        assert_eq!(phase("a", "1"), None);
     }
 
     #[test]
@@ -400,7 +479,7 @@ mod tests {
         let (one, two) = (record("Running", None), record("Pending", None));
         for records in [vec![], vec![one.clone(), two.clone()], vec![two.clone(), two], vec![one]] {
             let map = map(&records);
-            texts.write(&map, &state, false).unwrap();
+            texts.write(&map, None, &state).unwrap();
             assert_eq!(*Records::load(&state).newest.borrow(), map);
         }
     }
