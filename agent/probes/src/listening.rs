@@ -7,7 +7,7 @@
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use beelet_policy::probe::{
-    Outcome,
+    Outcome, ProbeKind,
     listener::{Queues, Sighting, Verdict},
 };
 use tracing::debug;
@@ -25,6 +25,9 @@ use beelet_bpf::{AcceptQueues, CheckedNetns, Edge, Found, Listener};
 /// and to a quota for a tenth of a second.
 const RECHECK: Duration = Duration::from_millis(1);
 const RECHECKS: u8 = 10;
+/// A process that ends closes its listeners before its exit can be known. Liveness and startup wait for so long
+/// before a listener's end counts.
+const EXIT_KNOWN: Duration = Duration::from_millis(100);
 /// A queue that isn't empty is first looked at again after this time, and then after twice as long.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 
@@ -226,7 +229,14 @@ impl Probes {
         let (Some((hint, at_ns)), Some((_, port))) = (worker.edge, worker.in_kernel()) else { return };
         let listening = match (hint, lookup) {
             (Hint::Opened | Hint::Missed, Lookup::Listening(_)) => true,
-            (Hint::Closed(_) | Hint::Missed, Lookup::Absent) => false,
+            // A process that ends closes its listeners first. It is not condemned for that: its exit is known
+            // by then.
+            (Hint::Closed(_) | Hint::Missed, Lookup::Absent) if worker.key.kind != ProbeKind::Readiness => {
+                worker.edge = Some((Hint::Gone, at_ns));
+                self.timetable.set(id, &mut worker.hot.due, now + EXIT_KNOWN);
+                return;
+            }
+            (Hint::Closed(_) | Hint::Missed | Hint::Gone, Lookup::Absent) => false,
             // The socket table is about to show it: looked at again, in a moment.
             // Or our table is ahead of it, and there is no socket list to ask (a kernel without tcp_diag).
             (Hint::Opened, Lookup::Absent) | (_, Lookup::Unknown(_)) if worker.rechecks < RECHECKS => {
@@ -247,7 +257,7 @@ impl Probes {
             // Another one is there; or it has gone again, which the next edge says.
             _ => {
                 worker.edge = None;
-                if matches!(hint, Hint::Closed(_)) {
+                if matches!(hint, Hint::Closed(_) | Hint::Gone) {
                     // What waited at the one that closed is gone with it.
                     worker.hot.queues.reset();
                 }

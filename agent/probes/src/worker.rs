@@ -51,6 +51,8 @@ pub(super) enum Hint {
     Closed(u64),
     /// Edges may have been missed.
     Missed,
+    /// A listener is gone, and the container may be ending.
+    Gone,
 }
 
 #[derive(Debug)]
