@@ -8,7 +8,7 @@ use std::{
 };
 
 use beelet_base::clock::After as _;
-use beelet_model::failure::REJECTED;
+use beelet_model::failure::{REJECTED, Refusal as Waits};
 use beelet_policy::{
     admission::{self, Refusal},
     critical::is_critical,
@@ -16,6 +16,7 @@ use beelet_policy::{
     dra::is_claimed,
     preemption,
     quantity::Quantity,
+    resize_order,
 };
 use k8s_openapi::api::core::v1 as core;
 use tokio::time::Instant;
@@ -76,11 +77,13 @@ pub(super) struct Ledger {
     /// By UID.
     claims: BTreeMap<String, Claim>,
     next_number: u64,
+    /// Counts what was given back: see [`Self::changes`].
+    changes: u64,
 }
 
 /// Which of the pods that leave are counted as still there.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Count {
+enum Leaving {
     /// All.
     All,
     /// Those that should be gone by now and aren't.
@@ -89,9 +92,25 @@ enum Count {
     Nobody,
 }
 
+/// Which of the claims that were made earlier are counted as if they had their room.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Claims {
+    /// All.
+    All,
+    /// Those of critical pods: room is being made for them.
+    Critical,
+}
+
 impl Ledger {
     pub(super) fn new(resources: NodeResources, policy: preemption::Policy) -> Self {
-        Self { resources, policy, tenants: BTreeMap::new(), claims: BTreeMap::new(), next_number: 0 }
+        let (tenants, claims) = (BTreeMap::new(), BTreeMap::new());
+        Self { resources, policy, tenants, claims, next_number: 0, changes: 0 }
+    }
+
+    /// Counts what others may have waited for: room that was given back, pods on their way out, claims that
+    /// were given up. Whatever takes a tenant or a claim away, or makes it smaller, counts here.
+    pub(super) fn changes(&self) -> u64 {
+        self.changes
     }
 
     /// Returns true if the pod has room that it may keep.
@@ -105,26 +124,44 @@ impl Ledger {
         self.tenants.insert(uid, Tenant { pod: Arc::clone(pod), leaves_by: None });
     }
 
-    /// A pod is on its way out. Returns true if the ledger did not know that yet.
-    pub(super) fn leaving(&mut self, uid: &str, now: Instant, grace: Duration) -> bool {
-        let gave_up = self.claims.remove(uid).is_some();
-        let Some(tenant) = self.tenants.get_mut(uid) else { return gave_up };
+    /// Counts that something was given back, if it was.
+    fn count_change(&mut self, changed: bool) {
+        self.changes = self.changes.wrapping_add(u64::from(changed));
+    }
+
+    /// A pod is on its way out.
+    pub(super) fn leaving(&mut self, uid: &str, now: Instant, grace: Duration) {
+        self.give_up(uid);
+        let Some(tenant) = self.tenants.get_mut(uid) else { return };
         let by = now.after(patience(grace));
-        let news = tenant.leaves_by.is_none_or(|known| by < known);
-        if news {
+        if tenant.leaves_by.is_none_or(|known| by < known) {
             tenant.leaves_by = Some(by);
+            self.count_change(true);
         }
-        news || gave_up
     }
 
-    /// A pod is gone. Returns true if it had room.
-    pub(super) fn released(&mut self, uid: &str) -> bool {
-        self.tenants.remove(uid).is_some()
+    /// A pod is gone.
+    pub(super) fn released(&mut self, uid: &str) {
+        let removed = self.tenants.remove(uid).is_some();
+        self.count_change(removed);
     }
 
-    /// Returns true if the pod waited.
-    pub(super) fn give_up(&mut self, uid: &str) -> bool {
-        self.claims.remove(uid).is_some()
+    /// A pod waits no longer.
+    pub(super) fn give_up(&mut self, uid: &str) {
+        let removed = self.claims.remove(uid).is_some();
+        self.count_change(removed);
+    }
+
+    /// Gives up the room that was kept for pods which did not come back.
+    pub(super) fn expire(&mut self, now: Instant) {
+        let before = self.claims.len();
+        self.claims.retain(|_, claim| claim.until.is_none_or(|until| until > now));
+        self.count_change(self.claims.len() < before);
+    }
+
+    /// When room that is kept for a pod is given up next.
+    pub(super) fn next_expiry(&self) -> Option<Instant> {
+        self.claims.values().filter_map(|claim| claim.until).min()
     }
 
     /// Finds room for `pod`, or decides how it comes to some.
@@ -133,27 +170,30 @@ impl Ledger {
         if self.has(&uid) {
             return Verdict::Admitted;
         }
-        self.claims.retain(|_, claim| claim.until.is_none_or(|until| until > now));
+        self.expire(now);
         if self.tenants.contains_key(&uid) {
             // Its own end comes first.
             return self.wait(pod, now);
         }
-        match self.ask(pod, Count::All, now) {
-            Ok((decided, _)) if fits(&decided) => {
-                self.claims.remove(&uid);
-                self.tenants.insert(uid, Tenant { pod: Arc::clone(pod), leaves_by: None });
-                Verdict::Admitted
-            }
+        match self.ask(pod, (Leaving::All, Claims::All), now) {
+            Ok((decided, _)) if fits(&decided) => self.admit(pod),
             Ok(_) => self.make_room(pod, now),
             Err(rejection) => self.reject(&uid, rejection),
         }
+    }
+
+    fn admit(&mut self, pod: &Arc<core::Pod>) -> Verdict {
+        let uid = uid_of(pod);
+        self.claims.remove(&uid);
+        self.tenants.insert(uid, Tenant { pod: Arc::clone(pod), leaves_by: None });
+        Verdict::Admitted
     }
 
     /// There is no room now. There may be when those that leave are gone, or when others leave too.
     fn make_room(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Verdict {
         let uid = uid_of(pod);
         // One that won't go must not hold a critical pod while others could make room.
-        let (decided, asked) = match self.ask(pod, Count::Overdue, now) {
+        let (decided, asked) = match self.ask(pod, (Leaving::Overdue, Claims::All), now) {
             Ok(answer) => answer,
             Err(rejection) => return self.reject(&uid, rejection),
         };
@@ -170,36 +210,57 @@ impl Ledger {
             let Verdict::Wait { until } = self.wait(pod, now) else { return Verdict::Admitted };
             return Verdict::Preempt { victims, resource, until };
         }
-        match self.ask(pod, Count::Nobody, now) {
-            Ok((later, _)) if fits(&later) => self.wait(pod, now),
-            Ok((later, _)) => self.reject(&uid, rejection(&later)),
-            Err(rejection) => self.reject(&uid, rejection),
+        let later = match self.ask(pod, (Leaving::Nobody, Claims::All), now) {
+            Ok((later, _)) if fits(&later) => return self.wait(pod, now),
+            Ok((later, _)) => later,
+            Err(rejection) => return self.reject(&uid, rejection),
+        };
+        // Room that is free now is not refused for a pod that only waits, which a kubelet would have refused. A
+        // critical one has pods ended for its room: that is nobody else's.
+        match self.ask(pod, (Leaving::All, Claims::Critical), now) {
+            Ok((decided, _)) if fits(&decided) => self.admit(pod),
+            _ => self.reject(&uid, rejection(&later)),
         }
     }
 
-    /// Counts a pod that is here with other amounts, if there is room for them. One that has no room yet is
-    /// only told whether there would be some.
-    pub(super) fn resize(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Result<(), ResizeDeferral> {
+    /// Counts a pod that is here with other amounts, if it asks for less or there is room for them. One that has
+    /// no room yet is only told whether there would be some: `before` is that pod as it is.
+    pub(super) fn resize(
+        &mut self,
+        pod: &Arc<core::Pod>,
+        before: &core::Pod,
+        now: Instant,
+    ) -> Result<(), ResizeDeferral> {
         let uid = uid_of(pod);
+        self.expire(now);
         let tenant = self.tenants.remove(&uid);
-        let room = match self.ask(pod, Count::All, now) {
-            Ok((decided, _)) if fits(&decided) => Ok(()),
-            Ok((decided, _)) => Err(deferral(&decided)),
-            Err(rejection) => Err(ResizeDeferral { infeasible: true, message: rejection.message }),
-        };
+        let had = tenant.as_ref().map_or(before, |tenant| &tenant.pod);
+        let room = if resize_order::grows(had, pod) { self.has_room(pod, now) } else { Ok(()) };
         if let Some(Tenant { pod: before, leaves_by }) = tenant {
+            // What it gives up others may have.
+            self.changes += u64::from(room.is_ok());
             let pod = if room.is_ok() { Arc::clone(pod) } else { before };
             self.tenants.insert(uid, Tenant { pod, leaves_by });
         }
         room
     }
 
-    /// Keeps room for a pod that isn't here. Returns false if there is none.
+    /// Returns why there is no room for such a pod beside all others, if there is none.
+    pub(super) fn has_room(&self, pod: &Arc<core::Pod>, now: Instant) -> Result<(), ResizeDeferral> {
+        match self.ask(pod, (Leaving::All, Claims::All), now) {
+            Ok((decided, _)) if fits(&decided) => Ok(()),
+            Ok((decided, _)) => Err(deferral(&decided)),
+            Err(rejection) => Err(ResizeDeferral { infeasible: true, message: rejection.message }),
+        }
+    }
+
+    /// Keeps room for a pod that isn't here. Returns false if there is none, nor any that others would have to
+    /// make for it.
     pub(super) fn reserve(&mut self, pod: &Arc<core::Pod>, now: Instant) -> bool {
-        self.claims.retain(|_, claim| claim.until.is_none_or(|until| until > now));
+        self.expire(now);
         let uid = uid_of(pod);
         let room = !self.tenants.contains_key(&uid)
-            && self.ask(pod, Count::All, now).is_ok_and(|(decided, _)| fits(&decided));
+            && self.ask(pod, (Leaving::All, Claims::All), now).is_ok_and(|(decided, _)| decided.admitted);
         if room {
             self.claim(pod, Some(now.after(RESERVED)));
         }
@@ -211,19 +272,23 @@ impl Ledger {
     fn ask(
         &self,
         pod: &Arc<core::Pod>,
-        count: Count,
+        (leaving, claims): (Leaving, Claims),
         now: Instant,
     ) -> Result<(admission::Admission, Vec<Arc<core::Pod>>), AdmissionRejection> {
         let mut asked = Vec::with_capacity(self.tenants.len());
         for tenant in self.tenants.values() {
             match tenant.leaves_by {
                 None => asked.push(Arc::clone(&tenant.pod)),
-                Some(_) if count == Count::All => asked.push(unmovable(&tenant.pod)),
-                Some(by) if count == Count::Overdue && by <= now => asked.push(unmovable(&tenant.pod)),
+                Some(_) if leaving == Leaving::All => asked.push(unmovable(&tenant.pod)),
+                Some(by) if leaving == Leaving::Overdue && by <= now => asked.push(unmovable(&tenant.pod)),
                 Some(_) => {}
             }
         }
-        asked.extend(self.before(pod).map(|claim| unmovable(&claim.pod)));
+        let counts = |claim: &&Claim| match claims {
+            Claims::All => true,
+            Claims::Critical => is_critical(&claim.pod),
+        };
+        asked.extend(self.before(pod).filter(counts).map(|claim| unmovable(&claim.pod)));
         let mut list = self.resources.list();
         // Devices are given out one by one, by `devices/`, which knows what an ended init container has left
         // and what a plugin has, or by a claim that the scheduler has allocated: as an amount there is always
@@ -235,6 +300,7 @@ impl Ledger {
             AdmissionRejection {
                 reason: "UnexpectedAdmissionError".to_owned(),
                 message: format!("Pod was rejected: {error}"),
+                refusal: Waits::Other,
             }
         })
     }
@@ -249,20 +315,23 @@ impl Ledger {
 
     fn wait(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Verdict {
         self.claim(pod, None);
-        let until = self.tenants.values().filter_map(|tenant| tenant.leaves_by).filter(|by| *by > now).min();
-        Verdict::Wait { until }
+        let leave = self.tenants.values().filter_map(|tenant| tenant.leaves_by).filter(|by| *by > now);
+        Verdict::Wait { until: leave.chain(self.next_expiry()).min() }
     }
 
-    /// A pod keeps the place that it has.
+    /// A pod keeps the place that it has, and has the amounts that it asks with now.
     fn claim(&mut self, pod: &Arc<core::Pod>, until: Option<Instant>) {
         let number = self.next_number;
         let claim = self.claims.entry(uid_of(pod)).or_insert(Claim { pod: Arc::clone(pod), number, until });
-        claim.until = until;
+        // Of fewer amounts the difference is nobody's any more.
+        let differs = !Arc::ptr_eq(&claim.pod, pod);
+        (claim.pod, claim.until) = (Arc::clone(pod), until);
         self.next_number = number.saturating_add(u64::from(claim.number == number));
+        self.count_change(differs);
     }
 
     fn reject(&mut self, uid: &str, rejection: AdmissionRejection) -> Verdict {
-        self.claims.remove(uid);
+        self.give_up(uid);
         Verdict::Rejected(rejection)
     }
 }
@@ -275,6 +344,10 @@ fn fits(decided: &admission::Admission) -> bool {
 /// In the kubelet's words (`pkg/kubelet/lifecycle/predicate.go`), of the first thing that stands against it.
 fn rejection(decided: &admission::Admission) -> AdmissionRejection {
     let sentence = decided.error.clone().unwrap_or_default();
+    let refusal = match decided.refusal {
+        Some(Refusal::Os) => Waits::Other,
+        Some(Refusal::Ports | Refusal::NoVictims) | None => Waits::Room,
+    };
     let (reason, message) = match decided.refusal {
         Some(Refusal::Os) => ("PodOSNotSupported".to_owned(), sentence),
         Some(Refusal::Ports) => ("NodePorts".to_owned(), format!("Predicate NodePorts failed: {sentence}")),
@@ -297,7 +370,7 @@ fn rejection(decided: &admission::Admission) -> AdmissionRejection {
             }
         },
     };
-    AdmissionRejection { reason, message: format!("{REJECTED}{message}") }
+    AdmissionRejection { reason, message: format!("{REJECTED}{message}"), refusal }
 }
 
 /// Why amounts can't be had, in the words of a rejection.

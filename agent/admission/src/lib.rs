@@ -18,7 +18,7 @@ mod node;
 mod retry_evicted;
 
 use std::{
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -44,8 +44,8 @@ pub use self::{
 };
 
 use self::ledger::{Ledger, Verdict};
-use beelet_model::failure::{NODE_SHUTS_DOWN, REJECTED};
-use beelet_model::{request::Request, table::PodName};
+use beelet_model::failure::{NODE_SHUTS_DOWN, REJECTED, Refusal};
+use beelet_model::{ended::Ended, request::Request, table::PodName};
 
 const PREEMPTED_MESSAGE: &str = "Preempted in order to admit critical pod";
 /// The kubelet's words.
@@ -60,6 +60,8 @@ pub struct AdmissionRejection {
     pub reason: String,
     /// A sentence.
     pub message: String,
+    /// What the pod waits for.
+    pub refusal: Refusal,
 }
 
 /// Why a pod that runs can't have other amounts.
@@ -93,21 +95,20 @@ pub struct Parts {
 pub struct Admission {
     parts: Parts,
     ledger: Mutex<Ledger>,
-    /// Counts what has left, was marked as leaving, or gave up waiting.
+    /// Rung at each change of [`Ledger::changes`].
     changes: watch::Sender<u64>,
 }
 
 /// A place in the queue of pods that wait for room. Dropped before it was admitted, the pod gives it up.
-struct QueuePlace<'a> {
+#[derive(Debug)]
+pub struct QueuePlace<'a> {
     admission: &'a Admission,
     uid: String,
 }
 
 impl Drop for QueuePlace<'_> {
     fn drop(&mut self) {
-        if self.admission.ledger().give_up(&self.uid) {
-            self.admission.changed();
-        }
+        self.admission.with(|ledger| ledger.give_up(&self.uid));
     }
 }
 
@@ -127,73 +128,39 @@ impl Admission {
 
     /// Counts a pod that runs already: whatever is said of it now, it was let in before the agent's restart.
     pub fn adopt(&self, pod: &Arc<core::Pod>) {
-        self.ledger().adopt(pod);
+        self.with(|ledger| ledger.adopt(pod));
     }
 
-    /// Counts a pod that runs with other amounts of cpu and memory, if there is room for them; pods that wait
-    /// for room look again.
+    /// Changes whenever room was given back, or may soon be: a pod is gone or on its way out, has become
+    /// smaller, or waits no longer. Everything that waits for room waits for this.
+    #[must_use]
+    pub fn changes(&self) -> watch::Receiver<u64> {
+        self.changes.subscribe()
+    }
+
+    /// Counts a pod that is here with other amounts of cpu and memory, if it asks for less or there is room for
+    /// them; `before` is the pod as it is.
     ///
     /// # Errors
     /// There is no room for them now, or there never is on this node.
-    pub fn resize(&self, pod: &Arc<core::Pod>) -> Result<(), ResizeDeferral> {
-        self.ledger().resize(pod, Instant::now())?;
-        self.changed();
-        Ok(())
+    pub fn resize(&self, pod: &Arc<core::Pod>, before: &core::Pod) -> Result<(), ResizeDeferral> {
+        self.with(|ledger| ledger.resize(pod, before, Instant::now()))
     }
 
     /// The pod is on its way out; what it has is not free yet. Unknown pods are none of ours.
     pub fn leaving(&self, uid: &str, grace: Duration) {
-        if self.ledger().leaving(uid, Instant::now(), grace) {
-            self.changed();
-        }
+        self.with(|ledger| ledger.leaving(uid, Instant::now(), grace));
     }
 
-    /// Nothing of the pod runs any more.
-    pub fn released(&self, uid: &str) {
-        if self.ledger().released(uid) {
-            self.changed();
-        }
+    /// The room of a pod is free, of which nothing runs any more.
+    pub fn released(&self, uid: &str, _: Ended) {
+        self.with(|ledger| ledger.released(uid));
     }
 
-    /// Waits until `pod` may run: at once if there is room, later if there will be. Asked again for a pod
-    /// that was let in it says yes at once. Dropped, the pod's place in the queue is given up.
-    ///
-    /// # Errors
-    /// Why it may not run here at all.
-    pub async fn admit(&self, pod: &Arc<core::Pod>) -> Result<(), AdmissionRejection> {
-        let uid = pod.metadata.uid.clone().unwrap_or_default();
-        if self.ledger().has(&uid) {
-            return Ok(());
-        }
-        if let Some(rejection) = self.refused_by_node(pod) {
-            return Err(self.rejected(pod, rejection));
-        }
-        let _place = QueuePlace { admission: self, uid };
-        let mut changes = self.changes.subscribe();
-        loop {
-            changes.mark_unchanged();
-            let verdict = self.ledger().decide(pod, Instant::now());
-            let wake = match verdict {
-                Verdict::Admitted => return Ok(()),
-                Verdict::Rejected(rejection) => return Err(self.rejected(pod, rejection)),
-                Verdict::Wait { until } => until,
-                Verdict::Preempt { victims, resource, until } => {
-                    self.preempt(pod, &victims, &resource).await;
-                    until
-                }
-            };
-            let timer = async {
-                match wake {
-                    Some(at) => tokio::time::sleep_until(at).await,
-                    None => std::future::pending().await,
-                }
-            };
-            tokio::select! {
-                // The sender lives as long as this value.
-                _ = changes.changed() => {}
-                () = timer => {}
-            }
-        }
+    /// A place in the queue for a pod, which it keeps until this is dropped.
+    #[must_use]
+    pub fn queue(&self, uid: &str) -> QueuePlace<'_> {
+        QueuePlace { admission: self, uid: uid.to_owned() }
     }
 
     /// Checks that `pod` belongs on `node`, by the node's name, labels and taints. A pod that was let in
@@ -202,26 +169,34 @@ impl Admission {
     /// # Errors
     /// Why it does not.
     pub fn fits(&self, pod: &core::Pod, node: &NodeView) -> Result<(), AdmissionRejection> {
-        if self.ledger().has(pod.metadata.uid.as_deref().unwrap_or_default()) {
+        if self.with(|ledger| ledger.has(pod.metadata.uid.as_deref().unwrap_or_default())) {
             return Ok(());
         }
         let Some(misfit) = node_fit::misfit(pod, node) else { return Ok(()) };
         let (reason, message) = (misfit.reason().to_owned(), misfit.message().to_owned());
-        Err(self.rejected(pod, AdmissionRejection { reason, message }))
+        Err(self.rejected(pod, AdmissionRejection { reason, message, refusal: Refusal::Other }))
     }
 
     /// Has a pod ended that may not run here.
     pub async fn refuse(&self, uid: &str, rejection: AdmissionRejection) {
-        let AdmissionRejection { reason, message } = rejection;
-        let request = Request::Fail { uid: uid.to_owned(), reason, message, grace: None };
+        let AdmissionRejection { reason, message, refusal } = rejection;
+        let request = Request::Refuse { uid: uid.to_owned(), reason, message, refusal };
         // Without a manager there is nobody to end it, and soon no pod.
         let _ = self.parts.requests.send(request).await;
     }
 
-    /// Returns true if a pod that was ended would find room now, without anybody's going. If so the room is
-    /// kept for it for a while.
+    /// Returns true if a pod that was ended would find room now; a critical one also where others would have to
+    /// go. If so the room is kept for it for a while.
     pub(self) fn reserve(&self, pod: &Arc<core::Pod>) -> bool {
-        self.refused_by_node(pod).is_none() && self.ledger().reserve(pod, Instant::now())
+        self.refused_by_node(pod).is_none() && self.with(|ledger| ledger.reserve(pod, Instant::now()))
+    }
+
+    /// Gives up the room of pods that did not come back; when there is more of it to give up.
+    pub(self) fn expire(&self) -> Option<Instant> {
+        self.with(|ledger| {
+            ledger.expire(Instant::now());
+            ledger.next_expiry()
+        })
     }
 
     /// All victims at once: none waits for another's end.
@@ -253,7 +228,7 @@ impl Admission {
     fn refused_by_node(&self, pod: &core::Pod) -> Option<AdmissionRejection> {
         if self.parts.shutdown.borrow().is_some() {
             let (reason, message) = (NODE_SHUTS_DOWN.to_owned(), SHUTS_DOWN_MESSAGE.to_owned());
-            return Some(AdmissionRejection { reason, message });
+            return Some(AdmissionRejection { reason, message, refusal: Refusal::Other });
         }
         let conditions = self.parts.conditions.borrow();
         if conditions.is_empty() || is_critical(pod) {
@@ -266,16 +241,57 @@ impl Admission {
         }
         let names: Vec<String> = conditions.iter().map(ToString::to_string).collect();
         let message = format!("{REJECTED}The node had condition: [{}]", names.join(" "));
-        Some(AdmissionRejection { reason: EVICTED.to_owned(), message })
+        Some(AdmissionRejection { reason: EVICTED.to_owned(), message, refusal: Refusal::Other })
     }
 
-    fn changed(&self) {
-        self.changes.send_modify(|count| *count = count.wrapping_add(1));
+    /// The only way to the ledger: whatever is given back there is published before anybody else works on it.
+    fn with<T>(&self, work: impl FnOnce(&mut Ledger) -> T) -> T {
+        let mut ledger = self.ledger.lock().unwrap_or_else(PoisonError::into_inner);
+        let result = work(&mut ledger);
+        let now = ledger.changes();
+        self.changes.send_if_modified(|known| std::mem::replace(known, now) != now);
+        result
     }
+}
 
-    /// Never held across an await.
-    fn ledger(&self) -> MutexGuard<'_, Ledger> {
-        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+impl QueuePlace<'_> {
+    /// Waits until `pod` may run: at once if there is room, later if there will be. Asked again for a pod
+    /// that was let in it says yes at once. Asked with other amounts, the pod keeps its place.
+    ///
+    /// # Errors
+    /// Why it may not run here at all.
+    pub async fn admit(&self, pod: &Arc<core::Pod>) -> Result<(), AdmissionRejection> {
+        let admission = self.admission;
+        if admission.with(|ledger| ledger.has(&self.uid)) {
+            return Ok(());
+        }
+        if let Some(rejection) = admission.refused_by_node(pod) {
+            return Err(admission.rejected(pod, rejection));
+        }
+        let mut changes = admission.changes();
+        loop {
+            let verdict = admission.with(|ledger| ledger.decide(pod, Instant::now()));
+            let wake = match verdict {
+                Verdict::Admitted => return Ok(()),
+                Verdict::Rejected(rejection) => return Err(admission.rejected(pod, rejection)),
+                Verdict::Wait { until } => until,
+                Verdict::Preempt { victims, resource, until } => {
+                    admission.preempt(pod, &victims, &resource).await;
+                    until
+                }
+            };
+            let timer = async {
+                match wake {
+                    Some(at) => tokio::time::sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                // The sender lives as long as this value.
+                _ = changes.changed() => {}
+                () = timer => {}
+            }
+        }
     }
 }
 

@@ -21,15 +21,12 @@ use tracing::info;
 use super::Admission;
 use beelet_model::pressure::{Conditions, EVICTED, PREEMPTING};
 use beelet_model::{
-    failure::OUT_OF,
+    failure::Refusal,
     origin::Origin,
     request::Request,
     table::{PodChanges, PodEntry, PodName, PodTable, Pods},
 };
 
-/// How often it is looked again whether there is room for a pod that could come back. Room comes without a
-/// sign of its own.
-const LOOK_AGAIN: Duration = Duration::from_secs(10);
 /// A pod that did not fit is not tried again sooner than this: nothing turns in a circle at once.
 const REFUSED_FOR: Duration = Duration::from_secs(1);
 
@@ -56,12 +53,14 @@ impl RetryEvicted {
             // What was short before the agent began isn't known: only from here on nothing has been. So it
             // doesn't matter either when by the wall's clock, which may have been set, a pod was ended.
             let mut ended = Candidates::default();
+            let (mut room, mut going) = (self.admission.changes(), self.admission.parts.shutdown.clone());
             loop {
                 ended.follow(&self.table.borrow_and_update());
-                let wait = self.bring_back(&ended.in_order()).await;
+                let due = self.bring_back(&ended.in_order()).await;
+                let wake = due.into_iter().chain(self.admission.expire()).min();
                 let timer = async {
-                    match wait {
-                        Some(wait) => tokio::time::sleep(wait).await,
+                    match wake {
+                        Some(at) => tokio::time::sleep_until(at).await,
                         None => std::future::pending().await,
                     }
                 };
@@ -69,22 +68,26 @@ impl RetryEvicted {
                     () = shutdown.cancelled() => return,
                     changed = self.table.changed() => if changed.is_err() { return },
                     changed = self.conditions.changed() => if changed.is_err() { return },
+                    // The sender lives as long as admission.
+                    _ = room.changed() => {}
+                    // A machine that does not go down after all lets pods in again.
+                    Ok(()) = going.changed() => {}
                     () = timer => {}
                 }
             }
         })
     }
 
-    /// Asks for those that may; when to look again, if there are others.
-    async fn bring_back(&mut self, pods: &[&Candidate]) -> Option<Duration> {
+    /// Asks for those that may; when others may at the soonest. Room that comes free wakes us.
+    async fn bring_back(&mut self, pods: &[&Candidate]) -> Option<Instant> {
         let short = !self.conditions.borrow_and_update().is_empty();
-        let mut wait: Option<Duration> = None;
+        let (now, mut due) = (Instant::now(), None);
         for Candidate { pod, how, at } in pods.iter().copied() {
-            let is_refused = *how == Ended::Refused;
+            let is_refused = *how == How::Refused;
             let patience = if is_refused { REFUSED_FOR } else { self.transition };
-            let left = patience.saturating_sub(at.elapsed());
-            if !left.is_zero() {
-                wait = Some(wait.map_or(left, |known| known.min(left)));
+            let from = at.checked_add(patience);
+            if from.is_none_or(|from| from > now) {
+                due = due.into_iter().chain(from).min();
             } else if short && !is_refused {
                 // The conditions' end wakes us.
             } else if self.admission.reserve(pod) {
@@ -93,11 +96,9 @@ impl RetryEvicted {
                 if self.requests.send(Request::Retry { uid }).await.is_err() {
                     return None;
                 }
-            } else {
-                wait = Some(wait.map_or(LOOK_AGAIN, |known| known.min(LOOK_AGAIN)));
             }
         }
-        wait
+        due
     }
 }
 
@@ -135,7 +136,7 @@ impl Candidates {
 /// A pod that may run again.
 struct Candidate {
     pod: Arc<core::Pod>,
-    how: Ended,
+    how: How,
     /// When it was first seen to have ended.
     at: Instant,
 }
@@ -148,7 +149,7 @@ impl Candidate {
         if entry.pod.metadata.deletion_timestamp.is_some() || Origin::of(&entry.pod).is_api() {
             return None;
         }
-        let how = how_ended(&entry.pod)?;
+        let how = how_ended(entry)?;
         let is_same = |known: &&Self| known.how == how && known.pod.metadata.uid == entry.pod.metadata.uid;
         let at = before.filter(is_same).map_or_else(Instant::now, |known| known.at);
         let pod = Arc::new(core::Pod { status: None, ..entry.pod.clone() });
@@ -158,25 +159,26 @@ impl Candidate {
 
 /// How the node ended a pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Ended {
+enum How {
     /// It ran, until then.
     At(Timestamp),
-    /// It did not fit.
+    /// There was no room for it.
     Refused,
 }
 
 /// Returns how the node ended the pod; None if it didn't, or if that isn't over yet.
-fn how_ended(pod: &core::Pod) -> Option<Ended> {
-    let status = pod.status.as_ref()?;
+fn how_ended(entry: &PodEntry) -> Option<How> {
+    entry.ended()?;
+    let status = entry.pod.status.as_ref()?;
     let reason = status.reason.as_deref().filter(|_| status.phase.as_deref() == Some("Failed"))?;
-    if reason.starts_with(OUT_OF) {
-        return Some(Ended::Refused);
+    if entry.refusal == Some(Refusal::Room) {
+        return Some(How::Refused);
     }
     if !matches!(reason, EVICTED | PREEMPTING) {
         return None;
     }
     let condition = status.conditions.iter().flatten().find(|c| c.type_ == "DisruptionTarget")?;
-    Some(Ended::At(condition.last_transition_time.as_ref()?.0))
+    Some(How::At(condition.last_transition_time.as_ref()?.0))
 }
 
 #[cfg(test)]
@@ -185,8 +187,9 @@ mod tests {
 
     use super::*;
 
-    fn pod(status: &Value) -> core::Pod {
-        serde_json::from_value(json!({"metadata": {"name": "p", "uid": "u"}, "status": status})).unwrap()
+    fn entry(status: &Value, refusal: Option<Refusal>) -> PodEntry {
+        let pod = json!({"metadata": {"name": "p", "uid": "u"}, "status": status});
+        PodEntry { refusal, ..PodEntry::of(serde_json::from_value(pod).unwrap()) }
     }
 
     #[test]
@@ -196,7 +199,8 @@ mod tests {
                 let pod = json!({"metadata": {"name": name, "uid": uid},
                                  "status": {"phase": "Failed", "reason": reason}});
                 let pod: core::Pod = serde_json::from_value(pod).unwrap();
-                (PodName::of(&pod), Arc::new(PodEntry::of(pod)))
+                let refusal = (*reason != "Error").then_some(Refusal::Room);
+                (PodName::of(&pod), Arc::new(PodEntry { refusal, ..PodEntry::of(pod) }))
             };
             PodTable { pods: pods.iter().map(entry).collect(), ..PodTable::default() }
         };
@@ -220,17 +224,20 @@ mod tests {
     #[test]
     fn only_what_the_node_ended_or_refused_comes_back_and_only_once_it_is_over() {
         let condition = json!([{"type": "DisruptionTarget", "status": "True", "lastTransitionTime": "2026-11-21T12:00:00Z"}]);
-        let check = |phase: &str, reason: &str, expect: bool| {
+        let check = |phase: &str, reason: &str, refusal: Option<Refusal>, expect: bool| {
             let status = json!({"phase": phase, "reason": reason, "conditions": condition});
-            assert_eq!(how_ended(&pod(&status)).is_some(), expect, "{phase} {reason}");
+            assert_eq!(how_ended(&entry(&status, refusal)).is_some(), expect, "{phase} {reason} {refusal:?}");
         };
-        check("Failed", "Evicted", true);
-        check("Failed", "Preempting", true);
-        check("Running", "Evicted", false);
-        check("Failed", "OutOfcpu", true);
-        check("Failed", "NodePorts", false);
-        check("Pending", "OutOfcpu", false);
-        check("Failed", "DeadlineExceeded", false);
-        check("Succeeded", "", false);
+        check("Failed", "Evicted", None, true);
+        check("Failed", "Preempting", None, true);
+        check("Running", "Evicted", None, false);
+        check("Failed", "DeadlineExceeded", None, false);
+        check("Succeeded", "", None, false);
+        // The reason's word says nothing of a refusal.
+        for reason in ["OutOfcpu", "NodePorts", "UnexpectedAdmissionError", "Whatever"] {
+            check("Failed", reason, Some(Refusal::Room), true);
+            check("Failed", reason, Some(Refusal::Other), false);
+            check("Pending", reason, Some(Refusal::Room), false);
+        }
     }
 }

@@ -25,6 +25,10 @@ fn critical(name: &str, cpu: &str) -> Arc<core::Pod> {
     pod(name, cpu, &json!({"priority": 2_000_000_000}))
 }
 
+fn uid_of(pod: &core::Pod) -> String {
+    pod.metadata.uid.clone().unwrap()
+}
+
 /// A node with 4 CPUs and room for 10 pods, and what it asks of the manager.
 struct Node {
     admission: Arc<Admission>,
@@ -52,7 +56,8 @@ impl Node {
 
     /// The answer, if there is one at once.
     async fn ask(&self, pod: &Arc<core::Pod>) -> Option<Result<(), AdmissionRejection>> {
-        tokio::time::timeout(Duration::ZERO, self.admission.admit(pod)).await.ok()
+        let place = self.admission.queue(&uid_of(pod));
+        tokio::time::timeout(Duration::ZERO, place.admit(pod)).await.ok()
     }
 
     async fn admits(&self, pod: &Arc<core::Pod>) {
@@ -67,7 +72,17 @@ impl Node {
     /// Lets the pod wait on, as its worker does.
     fn waits(&self, pod: &Arc<core::Pod>) -> tokio::task::JoinHandle<Result<(), AdmissionRejection>> {
         let (admission, pod) = (Arc::clone(&self.admission), Arc::clone(pod));
-        tokio::spawn(async move { admission.admit(&pod).await })
+        tokio::spawn(async move { admission.queue(&uid_of(&pod)).admit(&pod).await })
+    }
+
+    /// The pod is gone.
+    fn released(&self, uid: &str) {
+        self.admission.released(uid, Ended::of(None, true).unwrap());
+    }
+
+    /// The answer to a pod that has `before`, and wants `wanted`.
+    fn resize(&self, before: &Arc<core::Pod>, wanted: &Arc<core::Pod>) -> Result<(), ResizeDeferral> {
+        self.admission.resize(wanted, before)
     }
 
     /// The pods that were asked to go, so far.
@@ -177,7 +192,7 @@ async fn a_pod_waits_for_one_on_its_way_out_and_later_ones_wait_behind_it() {
     let third = node.waits(&plain("third", "1"));
     settle().await;
     assert!(!first.is_finished() && !third.is_finished());
-    node.admission.released("old");
+    node.released("old");
     assert_eq!(first.await.unwrap(), Ok(()));
     assert_eq!(third.await.unwrap(), Ok(()));
 }
@@ -191,7 +206,7 @@ async fn a_place_in_the_queue_is_given_up_with_the_wait() {
     settle().await;
     first.abort();
     settle().await;
-    node.admission.released("old");
+    node.released("old");
     node.admits(&plain("second", "2")).await;
 }
 
@@ -206,12 +221,12 @@ async fn a_critical_pod_has_its_victims_killed_at_once_and_comes_in_when_there_i
     let told = node.asked_to_go();
     assert_eq!(told.len(), 2, "both are told before either is gone");
     // Nobody takes the room that is made.
-    node.admission.released(&told[0]);
+    node.released(&told[0]);
     settle().await;
     assert!(!waiting.is_finished());
     let words = "Pod was rejected: Node didn't have enough resource: cpu, requested: 1000, used: 4000, capacity: 4000";
     node.rejects(&plain("thief", "1"), "OutOfcpu", words).await;
-    node.admission.released(&told[1]);
+    node.released(&told[1]);
     assert_eq!(waiting.await.unwrap(), Ok(()));
     assert_eq!(node.asked_to_go(), Vec::<String>::new());
     assert_eq!(node.admission.parts.metrics.preemptions("cpu"), 2);
@@ -226,7 +241,7 @@ async fn a_victim_that_will_not_die_is_replaced_by_others() {
     let waiting = node.waits(&critical("critical", "2"));
     settle().await;
     let told = node.asked_to_go();
-    node.admission.released(&told[0]);
+    node.released(&told[0]);
     // Its grace period is 20 s, and the kubelet's patience half as long again.
     tokio::time::sleep(29 * SECOND).await;
     assert_eq!(node.asked_to_go(), Vec::<String>::new());
@@ -234,7 +249,7 @@ async fn a_victim_that_will_not_die_is_replaced_by_others() {
     let instead = node.asked_to_go();
     assert_eq!(instead.len(), 1);
     assert!(!told.contains(&instead[0]));
-    node.admission.released(&instead[0]);
+    node.released(&instead[0]);
     assert_eq!(waiting.await.unwrap(), Ok(()));
 }
 
@@ -247,7 +262,7 @@ async fn where_only_one_that_will_not_die_could_make_room_the_critical_pod_waits
     assert_eq!(node.asked_to_go(), ["a"]);
     tokio::time::sleep(300 * SECOND).await;
     assert!(!waiting.is_finished());
-    node.admission.released("a");
+    node.released("a");
     assert_eq!(waiting.await.unwrap(), Ok(()));
 }
 
@@ -306,7 +321,7 @@ async fn room_for_a_pod_that_may_come_back_is_kept_for_a_while() {
     assert!(node.admission.reserve(&back));
     assert!(!node.admission.reserve(&other));
     node.admits(&back).await;
-    node.admission.released("back");
+    node.released("back");
     assert!(node.admission.reserve(&back));
     tokio::time::sleep(61 * SECOND).await;
     node.admits(&other).await;
@@ -317,16 +332,174 @@ async fn a_pod_that_runs_may_grow_only_as_far_as_there_is_room() {
     let node = Node::new();
     node.admits(&plain("a", "1")).await;
     node.admits(&plain("b", "2")).await;
-    let refused = node.admission.resize(&plain("a", "3")).unwrap_err();
+    let (a, b) = (plain("a", "1"), plain("b", "2"));
+    let refused = node.resize(&a, &plain("a", "3")).unwrap_err();
     let sentence = "Node didn't have enough resource: cpu, requested: 3000, used: 2000, capacity: 4000";
     assert_eq!((refused.infeasible, refused.message.as_str()), (false, sentence));
-    assert!(node.admission.resize(&plain("a", "5")).unwrap_err().infeasible, "the node has only four");
-    assert!(node.admission.resize(&plain("new", "5")).unwrap_err().infeasible, "one that isn't in yet, too");
+    assert!(node.resize(&a, &plain("a", "5")).unwrap_err().infeasible, "the node has only four");
+    let new = node.resize(&plain("new", "1"), &plain("new", "5"));
+    assert!(new.unwrap_err().infeasible, "one that isn't in yet, too");
     // What was refused is not counted.
-    assert!(node.admission.resize(&plain("b", "3")).is_ok());
-    assert!(node.admission.resize(&plain("b", "1")).is_ok());
-    assert!(node.admission.resize(&plain("a", "3")).is_ok());
-    assert!(node.admission.resize(&critical("b", "2")).is_err(), "nobody goes for it");
+    assert!(node.resize(&b, &plain("b", "3")).is_ok());
+    assert!(node.resize(&b, &plain("b", "1")).is_ok());
+    assert!(node.resize(&a, &plain("a", "3")).is_ok());
+    assert!(node.resize(&b, &critical("b", "2")).is_err(), "nobody goes for it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_may_always_have_less_also_where_there_is_too_little_for_all_or_others_wait() {
+    let node = Node::new();
+    for (name, cpu) in [("a", "3"), ("b", "3")] {
+        node.admission.adopt(&plain(name, cpu));
+    }
+    // Together they have more than the node has.
+    assert_eq!(node.resize(&plain("a", "3"), &plain("a", "2")), Ok(()));
+    assert!(node.resize(&plain("a", "2"), &plain("a", "2500m")).is_err());
+    node.admission.leaving("b", SECOND);
+    let waits = node.waits(&plain("waits", "4"));
+    settle().await;
+    assert_eq!(node.resize(&plain("a", "2"), &plain("a", "1")), Ok(()));
+    // A pod that only waits may have less, too, whatever it has now.
+    let pending = (plain("pending", "4"), plain("pending", "3"));
+    assert_eq!(node.resize(&pending.0, &pending.1), Ok(()));
+    waits.abort();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_fits_now_is_not_refused_for_one_that_waits() {
+    let node = Node::new();
+    node.admits(&plain("old", "3")).await;
+    node.admission.leaving("old", SECOND);
+    let large = node.waits(&plain("large", "4"));
+    settle().await;
+    // Beside the large one it would not fit later: nobody else needs what is free now.
+    node.admits(&plain("small", "1")).await;
+    // One that would have its room later, too, waits behind.
+    node.released("small");
+    large.abort();
+    settle().await;
+    let first = node.waits(&plain("first", "3"));
+    settle().await;
+    let second = node.waits(&plain("second", "1"));
+    settle().await;
+    assert!(!first.is_finished() && !second.is_finished());
+    node.released("old");
+    assert_eq!((first.await.unwrap(), second.await.unwrap()), (Ok(()), Ok(())));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_waits_may_have_other_amounts_and_keeps_its_place() {
+    let node = Node::new();
+    for (name, cpu) in [("old", "2"), ("stays", "2")] {
+        node.admits(&plain(name, cpu)).await;
+    }
+    node.admission.leaving("old", SECOND);
+    let place = node.admission.queue("first");
+    let wait = tokio::time::timeout(Duration::ZERO, place.admit(&plain("first", "2"))).await;
+    assert!(wait.is_err(), "it must wait");
+    // The same place with less: beside it there will be room for a second one.
+    let wait = tokio::time::timeout(Duration::ZERO, place.admit(&plain("first", "1"))).await;
+    assert!(wait.is_err(), "it must wait");
+    let second = node.waits(&plain("second", "1"));
+    settle().await;
+    assert!(!second.is_finished());
+    node.released("old");
+    assert_eq!(place.admit(&plain("first", "1")).await, Ok(()));
+    assert_eq!(second.await.unwrap(), Ok(()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn whatever_gives_room_back_is_published() {
+    let node = Node::new();
+    let mut changes = node.admission.changes();
+    let mut rang = |what: &str, expected: bool| {
+        assert_eq!(changes.has_changed().unwrap(), expected, "{what}");
+        changes.mark_unchanged();
+    };
+    node.admits(&plain("a", "2")).await;
+    rang("a pod came in", false);
+    assert_eq!(node.resize(&plain("a", "2"), &plain("a", "1")), Ok(()));
+    rang("a pod has become smaller", true);
+    node.admission.leaving("a", SECOND);
+    rang("a pod is on its way out", true);
+    node.admission.leaving("a", SECOND);
+    rang("that was known", false);
+    let waits = node.waits(&plain("b", "4"));
+    settle().await;
+    rang("a pod waits", false);
+    waits.abort();
+    settle().await;
+    rang("it gave up", true);
+    node.released("a");
+    rang("a pod is gone", true);
+    node.released("a");
+    rang("it was gone", false);
+    assert!(node.admission.reserve(&plain("c", "4")));
+    rang("room is kept for a pod", false);
+    tokio::time::sleep(61 * SECOND).await;
+    node.admission.expire();
+    rang("it did not come", true);
+    node.admits(&plain("d", "4")).await;
+    node.rejects(
+        &plain("e", "1"),
+        "OutOfcpu",
+        "Pod was rejected: Node didn't have enough resource: cpu, requested: 1000, used: 4000, capacity: 4000",
+    )
+    .await;
+    rang("one that never waited was refused", false);
+}
+
+/// Whatever happens in whatever order: no pod waits for room that it would get if it asked now.
+#[tokio::test(start_paused = true)]
+async fn nobody_sleeps_beside_room_that_is_free() {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut random = |below: u64| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state % below
+    };
+    for _ in 0..200 {
+        let node = Node::new();
+        let mut waiting: Vec<(Arc<core::Pod>, tokio::task::JoinHandle<_>)> = Vec::new();
+        let mut here: Vec<Arc<core::Pod>> = Vec::new();
+        for step in 0..30 {
+            match random(5) {
+                0 | 1 => {
+                    let (name, cpu) = (format!("p{step}"), (random(4) + 1).to_string());
+                    let pod = if random(4) == 0 { critical(&name, &cpu) } else { plain(&name, &cpu) };
+                    waiting.push((Arc::clone(&pod), node.waits(&pod)));
+                }
+                2 if !here.is_empty() => {
+                    let at = usize::try_from(random(here.len() as u64)).unwrap();
+                    node.admission.leaving(&uid_of(&here[at]), SECOND);
+                }
+                3 if !here.is_empty() => {
+                    let at = usize::try_from(random(here.len() as u64)).unwrap();
+                    node.released(&uid_of(&here.swap_remove(at)));
+                }
+                _ if !waiting.is_empty() => {
+                    let at = usize::try_from(random(waiting.len() as u64)).unwrap();
+                    waiting[at].1.abort();
+                }
+                _ => {}
+            }
+            settle().await;
+            for (pod, wait) in std::mem::take(&mut waiting) {
+                if !wait.is_finished() {
+                    waiting.push((pod, wait));
+                } else if matches!(wait.await, Ok(Ok(()))) {
+                    here.push(pod);
+                }
+            }
+            // Others may have taken what one waited for: that it hears of when the next pod goes.
+            for (pod, _) in &waiting {
+                let free = node.admission.with(|ledger| ledger.has_room(pod, Instant::now()));
+                assert!(free.is_err(), "{:?} sleeps, and there is room for it", pod.metadata.name);
+            }
+        }
+        waiting.into_iter().for_each(|(_, wait)| wait.abort());
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -28,7 +28,6 @@ use beelet_base::kubelet_counter::KubeletCounter;
 use beelet_base::work::Work;
 use beelet_devices::Devices;
 use beelet_dra::{ClaimView, DeviceView, Dra};
-use beelet_model::status::has_ended;
 use beelet_model::table::{PodEntry, PodName, PodTable};
 use beelet_serve::grpc;
 
@@ -127,7 +126,7 @@ impl Lister {
         let table = Arc::clone(&self.pods.borrow());
         let handed_out = (self.devices.clone(), self.dra.clone());
         let listed = spawn_blocking(move || {
-            let active = table.pods.iter().filter(|(_, entry)| is_active(entry));
+            let active = table.pods.iter().filter(|(_, entry)| entry.ended().is_none());
             active.map(|(name, entry)| pod_resources(&handed_out, name, entry)).collect()
         });
         listed.await.map_err(|error| Status::internal(error.to_string()))
@@ -144,7 +143,7 @@ impl Lister {
         let GetPodResourcesRequest { pod_name, pod_namespace } = request;
         let name = PodName { namespace: pod_namespace, name: pod_name };
         let table = Arc::clone(&self.pods.borrow());
-        let entry = table.pods.get(&name).filter(|entry| is_active(entry));
+        let entry = table.pods.get(&name).filter(|entry| entry.ended().is_none());
         let missing =
             || Status::not_found(format!("pod {} in namespace {} not found", name.name, name.namespace));
         let entry = entry.ok_or_else(missing)?;
@@ -207,11 +206,6 @@ fn dynamic_resource(claim: ClaimView) -> DynamicResource {
         claim_namespace: claim.namespace,
         claim_resources: claim.devices.into_iter().map(resource).collect(),
     }
-}
-
-/// Returns true if a pod still has anything: it hasn't ended.
-fn is_active(entry: &PodEntry) -> bool {
-    !has_ended(entry.pod.status.as_ref())
 }
 
 #[tonic::async_trait]

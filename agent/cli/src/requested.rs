@@ -2,10 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use beelet_model::{
-    status::has_ended,
-    table::{PodEntry, PodTable},
-};
+use beelet_model::table::{PodEntry, PodTable};
 use beelet_policy::{
     quantity::Quantity,
     resources::{CPU, EPHEMERAL_STORAGE, MEMORY, PODS, pod_requests},
@@ -17,9 +14,9 @@ pub(crate) fn of_pod(entry: &PodEntry) -> BTreeMap<String, Quantity> {
     requests.iter().map(|(name, amount)| (name.to_owned(), amount)).collect()
 }
 
-/// The pods that count: those that have not ended.
+/// The pods that count: those of which anything may run.
 pub(crate) fn counted(table: &PodTable) -> impl Iterator<Item = &PodEntry> {
-    table.pods.values().map(AsRef::as_ref).filter(|entry| !has_ended(entry.pod.status.as_ref()))
+    table.pods.values().map(AsRef::as_ref).filter(|entry| entry.ended().is_none())
 }
 
 /// What all pods request together, by resource, and how many they are.

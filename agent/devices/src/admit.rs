@@ -36,7 +36,7 @@ use super::{
     plugin,
     turns::{Resources, Turns},
 };
-use beelet_model::{request::Request, table::PodName};
+use beelet_model::{failure::Refusal, origin::Origin, request::Request, table::PodName};
 use beelet_state::events::{Object, Recorder};
 
 /// The kubelet's words for a pod that can't have its devices.
@@ -158,7 +158,7 @@ impl Admitter {
     /// Until `shutdown`; then what is under way is left as it is, as after kill -9.
     pub(super) async fn run(mut self, shutdown: CancellationToken) {
         let desk = Arc::clone(&self.desk);
-        let mut changes = desk.shared.node.subscribe();
+        let (mut changes, mut active) = (desk.shared.node.subscribe(), desk.active.clone());
         let mut turns: Turns<Asked> = Turns::new();
         let mut under_way = JoinSet::new();
         let mut resources_of: HashMap<task::Id, Resources> = HashMap::new();
@@ -191,6 +191,7 @@ impl Admitter {
                     if changed.is_err() { return }
                     desk.let_refused_try_again().await;
                 }
+                Ok(()) = active.changed() => desk.give_back(),
             }
         }
     }
@@ -211,6 +212,21 @@ impl Desk {
         let admitted = self.admit(&pod, circumstances, &mut answer).await;
         // Whoever asked may be gone by now: the pod's end gives everything back.
         let _ = answer.send(admitted);
+    }
+
+    /// What ended pods have is freed when a pod asks for it. Those that have asked already, and wait or were
+    /// refused, hear of it here.
+    fn give_back(&self) {
+        let Some(active) = self.active.borrow().clone() else { return };
+        let is_freed = self.shared.look(|ledger| {
+            if ledger.waiting.is_empty() && ledger.refused.is_empty() {
+                return false;
+            }
+            ledger.free_inactive(&active, "")
+        });
+        if is_freed {
+            self.shared.change(|_| ());
+        }
     }
 
     /// Pods that were refused for lack of devices run again once there may be enough.
@@ -375,12 +391,7 @@ impl Desk {
 
     fn free_inactive(&self, uid: &str) {
         let Some(active) = self.active.borrow().clone() else { return };
-        self.shared.look(|ledger| {
-            let Ledger { devices, entering, .. } = ledger;
-            // Whatever was said after a pod had asked, was said with knowledge of it.
-            entering.retain(|_, seen| !seen.has_changed().unwrap_or(true));
-            devices.free_inactive(|pod| pod == uid || entering.contains_key(pod) || active.contains(pod));
-        });
+        self.shared.look(|ledger| ledger.free_inactive(&active, uid));
     }
 
     /// Waits until the checkpoint has what was committed.
@@ -463,17 +474,19 @@ impl Desk {
         lack: Option<(String, usize)>,
     ) -> DeviceRefusal {
         warn!(pod = %PodName::of(pod), reason, "the pod can't have its devices: {message}");
+        // Of the API server's pods somebody makes new ones.
+        let lack = lack.filter(|_| !Origin::of(pod).is_api());
         self.shared.look(|ledger| {
             ledger.waiting.remove(uid);
             if let Some(lack) = lack.filter(|_| ledger.refused.len() < MAX_REFUSED) {
                 ledger.refused.insert(uid.to_owned(), lack);
             }
         });
-        let request = Request::Fail {
+        let request = Request::Refuse {
             uid: uid.to_owned(),
             reason: reason.to_owned(),
             message: message.clone(),
-            grace: None,
+            refusal: Refusal::Other,
         };
         // It fails where the agent ends: then nobody needs to know.
         let _ = self.requests.send(request).await;

@@ -59,6 +59,16 @@ pub(super) struct Ledger {
     pub(super) trouble: Option<String>,
 }
 
+impl Ledger {
+    /// Frees what pods hold that are not `active`, but for `asking`. Returns true if any held something.
+    pub(super) fn free_inactive(&mut self, active: &BTreeSet<String>, asking: &str) -> bool {
+        // Whatever was said after a pod had asked, was said with knowledge of it.
+        self.entering.retain(|_, seen| !seen.has_changed().unwrap_or(true));
+        let entering = &self.entering;
+        self.devices.free_inactive(|pod| pod == asking || entering.contains_key(pod) || active.contains(pod))
+    }
+}
+
 /// The ledger of devices behind its lock, and the channels that publish its changes.
 #[derive(Debug)]
 pub(super) struct Shared {

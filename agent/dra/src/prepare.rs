@@ -90,7 +90,7 @@ impl Dra {
     /// Notes who else runs with these claims. They have not begun since the record was lost, or they would be
     /// in the ledger.
     fn find_users(&self, uid: &str, keys: &BTreeSet<ClaimKey>, table: &PodTable) {
-        let here = table.pods.values().filter(|entry| !entry.stopped && !entry.is_gone());
+        let here = table.pods.values().filter(|entry| entry.ended().is_none());
         let others: Vec<(&core::Pod, &str)> = here
             .filter_map(|entry| Some((&entry.pod, entry.pod.metadata.uid.as_deref()?)))
             .filter(|(_, other)| *other != uid)

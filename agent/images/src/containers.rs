@@ -40,7 +40,7 @@ use beelet_cri::Runtime;
 use beelet_model::{
     labels,
     pod::managed,
-    status::{has_ended, timestamp},
+    status::timestamp,
     table::{PodName, PodTable},
 };
 use beelet_state::events::NodeEvents;
@@ -290,10 +290,10 @@ fn remove_logs(folder: &Path, prefix: &str) -> std::io::Result<()> {
     folder.names(is_log)?.iter().try_for_each(|name| folder.remove(name))
 }
 
-/// The UIDs of pods all of whose containers have ended for good.
+/// The UIDs of pods of which nothing runs any more.
 fn ended_pods(table: &PodTable) -> HashSet<String> {
-    let pods = table.pods.values().map(|entry| &entry.pod);
-    pods.filter(|pod| has_ended(pod.status.as_ref())).filter_map(|pod| pod.metadata.uid.clone()).collect()
+    let ended = table.pods.values().filter(|entry| entry.ended().is_some());
+    ended.filter_map(|entry| entry.pod.metadata.uid.clone()).collect()
 }
 
 /// What `policy` says of what the runtime lists.

@@ -7,7 +7,7 @@ use beelet_proto::cri;
 
 use super::lease::full_name;
 use beelet_cri::{Error, Runtime};
-use beelet_model::{status::has_ended, table::PodTable};
+use beelet_model::table::PodTable;
 
 /// Names and ids of images in use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -46,7 +46,7 @@ pub(super) fn names(image: &cri::Image) -> impl Iterator<Item = &str> {
 
 /// The images that pods mount as volumes (KEP-4639).
 fn volume_images(table: &PodTable) -> impl Iterator<Item = &str> {
-    let active = table.pods.values().map(|entry| &entry.pod).filter(|pod| !has_ended(pod.status.as_ref()));
-    let volumes = active.flat_map(|pod| pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten()));
+    let here = table.pods.values().filter(|entry| !entry.is_gone());
+    let volumes = here.flat_map(|entry| entry.pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten()));
     volumes.filter_map(|volume| volume.image.as_ref()?.reference.as_deref())
 }

@@ -7,7 +7,7 @@ use axum::response::{IntoResponse, Response};
 use k8s_openapi::api::core::v1 as core;
 use tokio::sync::watch;
 
-use beelet_model::status::{has_ended, runtime_id};
+use beelet_model::status::runtime_id;
 use beelet_model::table::{PodEntry, PodName, PodTable};
 
 /// Why a request can't be served: its status, and a sentence.
@@ -112,7 +112,7 @@ pub(crate) async fn ended(
             return true;
         };
         match &instance {
-            None => has_ended(entry.pod.status.as_ref()),
+            None => entry.ended().is_some(),
             Some(id) => !statuses(&entry.pod).any(|status| {
                 runtime_id(status) == Some(id)
                     && status.state.as_ref().is_some_and(|state| state.running.is_some())

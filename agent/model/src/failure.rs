@@ -38,10 +38,21 @@ const REFUSALS: &[&str] = &[
     "TaintToleration",
 ];
 /// Not enough of what follows.
-pub const OUT_OF: &str = "OutOf";
+const OUT_OF: &str = "OutOf";
 /// How the message of a pod begins that was not let in, as the kubelet's does. A node that is short of
 /// something refuses pods with the reason of those that it evicts: only this tells them apart.
 pub const REJECTED: &str = "Pod was rejected: ";
+
+/// What a pod that was not let in waits for. Whoever refuses it says so; nothing reads it out of the reason's
+/// words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Refusal {
+    /// Room that others have: amounts, ports, or pods that may be preempted. It passes with any of them.
+    Room,
+    /// Something else: the node's condition, its devices, another manifest. Whoever knows when that has changed
+    /// asks for another try.
+    Other,
+}
 
 /// Why a pod was ended, and how far that has come. It is a part of the pod's durable record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -58,13 +69,23 @@ pub struct PodFailure {
     pub stopped: bool,
     /// Its cgroup and its volumes are gone too. Only then is its room free.
     pub cleared: bool,
+    /// Set if it was not let in. Records of before that was noted have only the reason's words.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refusal: Option<Refusal>,
 }
 
 impl PodFailure {
     /// A failure of a pod that still has everything.
     #[must_use]
     pub fn new(reason: impl Into<String>, message: impl Into<String>, grace: Option<Duration>) -> Self {
-        Self { reason: reason.into(), message: message.into(), grace, stopped: false, cleared: false }
+        let (reason, message) = (reason.into(), message.into());
+        Self { reason, message, grace, stopped: false, cleared: false, refusal: None }
+    }
+
+    /// The failure of a pod that was not let in.
+    #[must_use]
+    pub fn refused(reason: impl Into<String>, message: impl Into<String>, refusal: Refusal) -> Self {
+        Self { refusal: Some(refusal), ..Self::new(reason, message, None) }
     }
 
     /// Returns true if nothing of it runs any more. A record of before that was noted has only the whole end.
@@ -78,7 +99,8 @@ impl PodFailure {
     /// evicted or preempted, or is past its deadline, has been let in.
     #[must_use]
     pub fn is_refusal(&self) -> bool {
-        REFUSALS.contains(&self.reason.as_str())
+        self.refusal.is_some()
+            || REFUSALS.contains(&self.reason.as_str())
             || self.reason.starts_with(OUT_OF)
             || self.reason == EVICTED && self.message.starts_with(REJECTED)
     }

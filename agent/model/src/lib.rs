@@ -5,6 +5,7 @@
 pub mod accounts;
 pub mod desired;
 pub mod disk;
+pub mod ended;
 pub mod failure;
 pub mod labels;
 pub mod objects;

@@ -14,11 +14,7 @@ use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    labels,
-    status::{has_ended, runtime_id},
-    table::PodName,
-};
+use crate::{labels, status::runtime_id, table::PodName};
 
 /// The container or init container of this name.
 pub fn container_of<'a>(pod: &'a core::Pod, name: &str) -> Option<&'a core::Container> {
@@ -100,11 +96,6 @@ pub fn running(pod: &core::Pod) -> impl Iterator<Item = (&str, &core::Container)
     });
     all.filter(|one| one.state.as_ref().is_some_and(|state| state.running.is_some()))
         .filter_map(|one| Some((runtime_id(one)?, container_of(pod, &one.name)?)))
-}
-
-/// Returns true if any of its containers may still run or start.
-pub fn is_active(pod: &core::Pod) -> bool {
-    !has_ended(pod.status.as_ref())
 }
 
 /// What a pod's containers get to end by themselves where the pod says nothing, in seconds: the API's own

@@ -12,7 +12,7 @@ use k8s_openapi::api::core::v1 as core;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
-use crate::{origin::Origin, status::OomFacts, table::PodName};
+use crate::{failure::Refusal, origin::Origin, status::OomFacts, table::PodName};
 
 /// What others ask of the pods.
 #[derive(Clone, Debug)]
@@ -35,6 +35,17 @@ pub enum Request {
         message: String,
         /// What its containers get to end by themselves; `None` for the pod's own grace period.
         grace: Option<Duration>,
+    },
+    /// Ends a pod for good that is not let in, as [`Request::Fail`] does with the pod's own grace period.
+    Refuse {
+        /// The pod.
+        uid: String,
+        /// One word, `status.reason`.
+        reason: String,
+        /// A sentence, `status.message`.
+        message: String,
+        /// What it waits for.
+        refusal: Refusal,
     },
     /// The runtime's word that a container has ended, asked for because something else said so first.
     Exited {
@@ -76,7 +87,7 @@ pub enum Request {
         /// The pod.
         uid: String,
     },
-    /// Lets a pod that was ended by [`Request::Fail`] run again, as if it were new: once it has given back
+    /// Lets a pod that was ended by [`Request::Fail`] or [`Request::Refuse`] run again, as if it were new: once it has given back
     /// all it had.
     Retry {
         /// The pod.

@@ -8,7 +8,8 @@ use k8s_openapi::api::core::v1 as core;
 /// Why the readiness of a pod that another agent runs is not known: it is only observed.
 pub const OBSERVED: &str = "Observed";
 
-/// Returns true if all of a pod's containers have ended for good.
+/// Returns true if a status has a final phase: the pod ended, well or not, and none of its containers is started
+/// again. Whether anything of it still runs is [`crate::ended::Ended`]'s to say.
 #[must_use]
 pub fn has_ended(status: Option<&core::PodStatus>) -> bool {
     matches!(status.and_then(|status| status.phase.as_deref()), Some("Succeeded" | "Failed"))

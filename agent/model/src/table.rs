@@ -11,7 +11,7 @@ use k8s_openapi::api::core::v1::Pod;
 use serde::{Deserialize, Serialize};
 use tokio::sync::SetOnce;
 
-use crate::status::has_ended;
+use crate::{ended::Ended, failure::Refusal};
 
 /// A pod's full name, unique on a node. Prints as `namespace/name`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -161,6 +161,8 @@ pub struct PodEntry {
     pub cleared: bool,
     /// It was deleted by force: it is not shown to people any more, while what is left of it is ended.
     pub abandoned: bool,
+    /// What it waits for, if it was not let in.
+    pub refusal: Option<Refusal>,
 }
 
 /// Every entry equals itself: no part of a pod is a floating-point number. With it two pointers to the same
@@ -180,14 +182,27 @@ impl PodEntry {
             stopped: false,
             cleared: false,
             abandoned: false,
+            refusal: None,
         }
     }
 
-    /// Returns true if it has given everything back, or ended by itself before anybody told it to. One that
-    /// was ended may be `Failed` and still have volumes.
+    /// The proof that nothing of it runs any more. One that was ended may still have volumes and a cgroup.
+    #[must_use]
+    pub fn ended(&self) -> Option<Ended> {
+        Ended::of(self.pod.status.as_ref(), self.stopped || self.cleared)
+    }
+
+    /// The proof that its room is free: it has given everything back, or ended by itself before anybody told
+    /// it to.
+    #[must_use]
+    pub fn gone(&self) -> Option<Ended> {
+        self.ended().filter(|_| self.cleared || !self.ending)
+    }
+
+    /// Returns true if its room is free.
     #[must_use]
     pub fn is_gone(&self) -> bool {
-        self.cleared || !self.ending && has_ended(self.pod.status.as_ref())
+        self.gone().is_some()
     }
 
     /// Returns true if somebody who says `name` may mean this pod: it is its whole name, or its manifest's,
@@ -267,6 +282,7 @@ mod tests {
         assert!(!entry("Running").is_gone() && entry("Succeeded").is_gone());
         let stopped = PodEntry { ending: true, stopped: true, ..entry("Failed") };
         assert!(!stopped.is_gone(), "it may still have volumes");
+        assert!(stopped.ended().is_some(), "and yet nothing of it runs");
         assert!(PodEntry { cleared: true, ..stopped }.is_gone());
     }
 

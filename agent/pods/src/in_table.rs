@@ -12,10 +12,7 @@ use prometheus_client::{
     metrics::{MetricType, gauge::ConstGauge},
 };
 
-use beelet_model::{
-    status::has_ended,
-    table::{PodEntry, PodTable},
-};
+use beelet_model::table::{PodEntry, PodTable};
 
 /// The table that is told of; clones share it.
 #[derive(Clone, Debug, Default)]
@@ -90,7 +87,7 @@ impl Counts {
             let Some(spec) = &entry.pod.spec else { continue };
             let debuggers = spec.ephemeral_containers.as_ref().map_or(0, Vec::len);
             ephemeral += i64::try_from(debuggers).unwrap_or(i64::MAX);
-            let wanted = !entry.ending && !has_ended(entry.pod.status.as_ref());
+            let wanted = !entry.ending && entry.ended().is_none();
             let states = [("desired_state_of_world", wanted), ("actual_state_of_world", has_volumes(entry))];
             for (state, _) in states.into_iter().filter(|(_, holds)| *holds) {
                 for volume in spec.volumes.iter().flatten() {

@@ -26,14 +26,14 @@ use tokio::{
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 use super::{
     launch::Launcher,
     metrics::{Counted, Lifecycle, Metrics},
     records::{PodRecord, Records},
     runtime_view::{Foreknown, Observation},
-    status::{Inputs, Waiting},
+    status::Waiting,
     worker::{Control, Stage, Terminate, Worker, WorkerReport},
 };
 use beelet_base::clock::monotonic_ns;
@@ -41,6 +41,7 @@ use beelet_base::work::Work;
 use beelet_devices::Active;
 use beelet_model::{
     desired::Desired,
+    ended::Ended,
     failure::PodFailure,
     labels::ANNOTATION_HASH,
     objects::Objects,
@@ -60,6 +61,7 @@ mod failing;
 mod keeping;
 mod resizing;
 mod resuming;
+mod status_now;
 mod totals;
 
 use self::active::DeviceNews;
@@ -124,8 +126,9 @@ struct Managed {
     deletion: Option<assigned::Deletion>,
     /// What the API server last wanted of it.
     assigned: Option<Arc<core::Pod>>,
-    /// How a change of its amounts stands.
+    /// How a change of its amounts stands, and the change that it waits for.
     resize: ResizeFacts,
+    wanted: Option<resizing::Wanted>,
     /// How often its manifest had been put back when it began.
     put_back: u64,
 }
@@ -147,19 +150,18 @@ impl Managed {
 
     /// What it adds to what is known of all pods together.
     fn share(&self) -> Share {
-        Share { counted: self.counted(), is_active: self.may_have_containers(), deadline: self.deadline() }
+        Share { counted: self.counted(), is_active: self.ended().is_none(), deadline: self.deadline() }
     }
 
     /// What it counts as in the gauges of pods.
     fn counted(&self) -> Counted {
-        let lifecycle =
-            if self.is_cleared() || self.kept.failure.is_none() && !self.terminating() && self.ended() {
-                Lifecycle::Terminated
-            } else if self.terminating() || self.kept.failure.is_some() {
-                Lifecycle::Terminating
-            } else {
-                Lifecycle::Sync
-            };
+        let lifecycle = if self.gone().is_some() {
+            Lifecycle::Terminated
+        } else if self.terminating() || self.kept.failure.is_some() {
+            Lifecycle::Terminating
+        } else {
+            Lifecycle::Sync
+        };
         Counted { is_static: !self.origin().is_api(), is_desired: !self.is_dropped(), lifecycle }
     }
 
@@ -171,36 +173,6 @@ impl Managed {
     /// is.
     fn may_resize(&self) -> bool {
         !self.terminating() && self.kept.failure.is_none()
-    }
-
-    /// Its status as of now. Until the runtime was asked, what was known before the restart stands.
-    fn status_now(&self, parts: &Parts) -> core::PodStatus {
-        let Self { kept, seen, .. } = self;
-        let nothing = Observation::default();
-        let control = self.control.borrow();
-        let inputs = Inputs {
-            pod: &self.pod,
-            seen: seen.as_deref().unwrap_or(&nothing),
-            waiting: &self.waiting,
-            condemned: &control.verdicts.condemned,
-            last_codes: &control.verdicts.last_codes,
-            probes: &kept.probes,
-            oom: &kept.oom,
-            previous: kept.status.as_deref(),
-            failure: kept.failure.as_ref(),
-            holds_claims: self.pod.metadata.uid.as_deref().is_some_and(|uid| parts.launcher.dra.has(uid)),
-            resize: &self.resize,
-            node: &parts.launcher.node,
-            runtime_name: &parts.runtime_name,
-            now: Timestamp::now(),
-        };
-        match (seen, &kept.status) {
-            (None, Some(known)) => inputs.known(known),
-            (Some(seen), Some(known)) if kept.failure.is_none() && is_forgotten(known, seen) => {
-                (**known).clone()
-            }
-            _ => inputs.status(),
-        }
     }
 }
 
@@ -230,6 +202,8 @@ pub struct Manager {
     reports_in: mpsc::Receiver<WorkerReport>,
     reports_out: mpsc::Sender<WorkerReport>,
     devices: DeviceNews,
+    /// Rung when room was given back that a pod may wait for.
+    room: watch::Receiver<u64>,
     /// Pods that have gone in this turn, by UID, and the restart counts with which their containers begin
     /// should they come back at once.
     left: BTreeMap<String, Arc<BTreeMap<String, u32>>>,
@@ -246,6 +220,8 @@ struct Due {
     reconcile: bool,
     /// Other pods may have containers than before.
     active: bool,
+    /// There may be room for pods that wait for other amounts.
+    resizes: bool,
 }
 
 impl Manager {
@@ -254,6 +230,7 @@ impl Manager {
         let (reports_out, reports_in) = mpsc::channel(REPORTS);
         let (pods, gone, present) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
         let devices = DeviceNews::of(&parts.launcher);
+        let room = parts.launcher.admission.changes();
         let table = Arc::clone(&parts.table.borrow());
         Self {
             parts,
@@ -269,6 +246,7 @@ impl Manager {
             reports_in,
             reports_out,
             devices,
+            room,
             left: BTreeMap::new(),
         }
     }
@@ -299,10 +277,15 @@ impl Manager {
                     Some(report) = self.reports_in.recv() => self.on_reports(report),
                     Some(request) = self.parts.requests.recv() => self.on_requests(request, stopping),
                     pods = self.devices.changed() => self.on_devices(pods),
+                    // The launcher keeps admission, and so the sender.
+                    _ = self.room.changed() => self.due.resizes = true,
                     () = until(deadline), if !stopping => self.fail_overdue(),
                 }
                 if std::mem::take(&mut self.due.reconcile) && !stopping {
                     self.reconcile();
+                }
+                if std::mem::take(&mut self.due.resizes) {
+                    self.try_resizes();
                 }
                 self.left.clear();
                 self.publish_changes();
@@ -339,7 +322,7 @@ impl Manager {
             for managed in self.pods.values() {
                 // A pod may have waited for one of them. All others are left alone: in a cluster somebody's
                 // Service or token changes all the time, and each pod that is woken is work.
-                if managed.kept.failure.is_some() || managed.terminating() || managed.ended() {
+                if managed.kept.failure.is_some() || managed.terminating() || managed.is_over() {
                     continue;
                 }
                 let concerned = !before.are_same_for(&desired.objects, &managed.pod);
@@ -374,6 +357,8 @@ impl Manager {
             self.spawn(Arc::new(pod_of_orphan(uid, orphan)), true);
         }
         self.spawn_missing(wanted, &in_runtime);
+        // After those that run already have their room, and before new ones ask for some.
+        self.due.resizes = true;
     }
 
     /// Starts workers of wanted pods that have none.
@@ -458,16 +443,15 @@ impl Manager {
         match wanted.filter(same).map(|pod| managed.with_debuggers(pod)) {
             // The same manifest; what comes from elsewhere, its priority, may be new.
             Some(pod) if !managed.terminating() && managed.pod != pod => {
-                let is_same = hash_of(&pod) == hash_of(&managed.pod);
-                if is_same {
-                    managed.resize.pending = None;
-                }
-                if is_same || managed.try_resize(&pod, &self.parts.launcher) {
+                if hash_of(&pod) == hash_of(&managed.pod) {
+                    managed.want_nothing();
                     managed.pod = pod;
+                } else {
+                    managed.want(pod);
                 }
                 self.publish(uid);
             }
-            Some(_) if managed.resize.pending.take().is_some() => self.publish(uid),
+            Some(_) if managed.want_nothing() => self.publish(uid),
             Some(_) => {}
             None if desired.may_remove_of(managed.origin(), uid, manifest_of(&managed.pod).as_deref()) => {
                 self.terminate(uid);
@@ -542,6 +526,7 @@ impl Manager {
             deletion,
             assigned,
             resize: ResizeFacts::default(),
+            wanted: None,
             put_back: put_back(&self.parts.desired.borrow(), &uid),
         };
         let is_known = managed.kept.status.is_some();
@@ -621,7 +606,9 @@ impl Manager {
             self.gone.insert(report.uid.clone(), Instant::now());
             self.parts.records.remove(&report.uid);
             self.parts.metrics.starts.forget(&report.uid);
-            self.parts.launcher.admission.released(&report.uid);
+            if let Some(ended) = Ended::of(None, report.stage == Stage::Gone) {
+                self.parts.launcher.admission.released(&report.uid, ended);
+            }
             if let Some(runtime) = &mut self.runtime {
                 Arc::make_mut(runtime).remove(&report.uid);
             }
@@ -653,7 +640,8 @@ impl Manager {
             };
             // Why one was stopped says whether it comes back.
             c.verdicts.condemned.retain(|id, reason| {
-                running(id) || reason.is_for_a_restart() && report.seen.containers.contains_key(id)
+                let counts = reason.is_for_a_restart() && report.seen.containers.contains_key(id);
+                running(id) || counts && (!reason.is_of_probe() || report.stopped.contains(id))
             });
             c.exited.retain(|id, _| running(id));
             c.verdicts.hurried.retain(|id| report.seen.containers.contains_key(id));
@@ -712,6 +700,9 @@ impl Manager {
             Request::Fail { uid, reason, message, grace } => {
                 self.fail(&uid, &PodFailure::new(reason, message, grace));
             }
+            Request::Refuse { uid, reason, message, refusal } => {
+                self.fail(&uid, &PodFailure::refused(reason, message, refusal));
+            }
             Request::Retry { uid } => self.retry(&uid),
             Request::Abandon { uid } => self.abandon(&uid),
             Request::Restart { uid, containers } => self.restart(&uid, &containers),
@@ -731,7 +722,13 @@ impl Manager {
             ProbeKind::Startup => facts.started = Some(success),
             ProbeKind::Liveness => {}
         }
-        if update.restart {
+        // One that has ended by itself counts by how it did.
+        let has_exited = |seen: &Arc<Observation>| {
+            seen.containers.contains_key(&update.container_id) && !seen.is_running(&update.container_id)
+        };
+        if update.restart && managed.seen.as_ref().is_some_and(has_exited) {
+            debug!(pod = %managed.name, container = update.container, "a probe condemned a container that has ended");
+        } else if update.restart {
             let reason =
                 if update.kind == ProbeKind::Startup { KillReason::Startup } else { KillReason::Liveness };
             managed.control.send_modify(|c| {
@@ -781,15 +778,12 @@ impl Manager {
         self.parts.metrics.starts.record(uid, &managed.pod, &status, Timestamp::now());
         managed.kept.status = Some(Arc::new(status.clone()));
         managed.note_start();
-        if has_ended(Some(&status)) {
-            // What has ended needs no room, and does not start again when the runtime forgets how it ended.
-            // What was ended needs its room until it has given everything back.
-            if managed.kept.failure.is_none() {
-                managed.control.send_if_modified(|c| !std::mem::replace(&mut c.ended, true));
-            }
-            if managed.kept.failure.as_ref().is_none_or(|failure| failure.cleared) {
-                self.parts.launcher.admission.released(uid);
-            }
+        if managed.is_over() && managed.kept.failure.is_none() {
+            // It does not start again when the runtime forgets how it ended.
+            managed.control.send_if_modified(|c| !std::mem::replace(&mut c.ended, true));
+        }
+        if let Some(ended) = managed.gone() {
+            self.parts.launcher.admission.released(uid, ended);
         }
         managed.keep_pod();
         let entry = PodEntry {
@@ -800,6 +794,7 @@ impl Manager {
             stopped: managed.has_stopped(),
             cleared: managed.is_cleared(),
             abandoned: managed.kept.abandoned,
+            refusal: managed.kept.failure.as_ref().and_then(|failure| failure.refusal),
         };
         if self.table.pods.get(&managed.name).is_none_or(|known| **known != entry) {
             Arc::make_mut(&mut self.table).pods.insert(managed.name.clone(), Arc::new(entry));
@@ -844,16 +839,6 @@ impl Manager {
             self.due.table = true;
         }
     }
-}
-
-/// Returns true if a pod that has ended is one of whose containers the runtime no longer knows all: its
-/// status says more than can be seen.
-fn is_forgotten(known: &core::PodStatus, seen: &Observation) -> bool {
-    let usual = known.init_container_statuses.iter().chain(&known.container_statuses);
-    let statuses = usual.chain(&known.ephemeral_container_statuses).flatten();
-    let mut ran = statuses.filter(|status| status.container_id.is_some());
-    has_ended(Some(known))
-        && (seen.containers.is_empty() || ran.any(|status| seen.newest(&status.name).is_none()))
 }
 
 /// How often a pod's manifest was put back so far.

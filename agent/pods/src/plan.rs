@@ -20,6 +20,7 @@ use k8s_openapi::api::core::v1 as core;
 use crate::error::Error;
 use beelet_admission::AdmissionRejection;
 use beelet_model::{
+    failure::Refusal,
     origin::Origin,
     pod::{HostIps, NodeFacts, container_of, grace_period, log_folder},
     table::PodName,
@@ -165,7 +166,11 @@ impl PodPlan {
 /// Why a pod may not run on this node. Of a pod with a setting that it may not have only if it is the API
 /// server's: such a manifest becomes no pod.
 fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<AdmissionRejection> {
-    let rejection = |reason: &str, message: String| AdmissionRejection { reason: reason.to_owned(), message };
+    let rejection = |reason: &str, message: String| AdmissionRejection {
+        reason: reason.to_owned(),
+        message,
+        refusal: Refusal::Other,
+    };
     if let Some(why) = app_armor::refusal(pod, node) {
         return Some(rejection("AppArmor", why));
     }

@@ -6,7 +6,7 @@ use std::{collections::BTreeSet, sync::Arc, time::Duration};
 use beelet_base::clock::After as _;
 use beelet_csi::Csi;
 use beelet_model::{
-    pod::is_active,
+    ended::Ended,
     table::{PodChanges, PodEntry, PodTable, Pods},
 };
 use beelet_policy::csi::Drivers;
@@ -108,7 +108,8 @@ fn of(table: &PodTable, is_wanted: fn(&Pod) -> bool) -> impl Iterator<Item = &Po
 
 /// Returns true if a pod runs, and has such volumes.
 pub(crate) fn runs_with(pod: &Pod, is_wanted: impl Fn(&Volume) -> bool) -> bool {
-    pod.metadata.deletion_timestamp.is_none() && is_active(pod) && has(pod, is_wanted)
+    let runs = Ended::of(pod.status.as_ref(), false).is_none();
+    pod.metadata.deletion_timestamp.is_none() && runs && has(pod, is_wanted)
 }
 
 /// Returns true if a pod has such volumes.

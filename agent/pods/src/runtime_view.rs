@@ -65,7 +65,7 @@ impl Observation {
 }
 
 /// Returns true if a container runs, or may run for all that is known.
-fn is_alive(container: &pod::Container) -> bool {
+pub(crate) fn is_alive(container: &pod::Container) -> bool {
     matches!(container.state, pod::ContainerState::Running { .. } | pod::ContainerState::Unknown)
 }
 

@@ -13,7 +13,7 @@ use beelet_proto::cri;
 use jiff::Timestamp;
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
 
-use super::runtime_view::Observation;
+use super::runtime_view::{Observation, is_alive};
 use beelet_model::{
     failure::PodFailure,
     origin::Origin,
@@ -305,7 +305,14 @@ impl Inputs<'_> {
             matches!(state, Some(pod::ContainerState::Exited { exit_code, .. })
                 if *exit_code != 0 && !pod::init_restarts(spec, c, *exit_code))
         });
-        let mut tally = Tally { init_failed, init_pending: usize::from(!initialized), ..Tally::default() };
+        // A sidecar that is stopped last, and takes its time, is a part of the pod that runs (getPhase).
+        let sidecars = self.running_sidecars(inits);
+        let mut tally = Tally {
+            init_failed: init_failed && sidecars == 0,
+            init_pending: usize::from(!initialized),
+            running: sidecars,
+            ..Tally::default()
+        };
         for (container, status) in spec.containers.iter().zip(statuses) {
             let now = status.state.as_ref();
             let ended = |state: Option<&core::ContainerState>| {
@@ -328,6 +335,14 @@ impl Inputs<'_> {
             }
         }
         tally
+    }
+
+    /// The number of sidecars that may run, in whichever sandbox.
+    fn running_sidecars(&self, inits: &[&core::Container]) -> usize {
+        let runs = |spec: &core::Container| {
+            self.seen.pod.containers.iter().any(|c| c.name == spec.name && is_alive(c))
+        };
+        inits.iter().filter(|spec| pod::is_sidecar(spec) && runs(spec)).count()
     }
 
     /// Whether the newest container of that name is started again for the reason that it was stopped for.
@@ -439,25 +454,40 @@ impl Inputs<'_> {
         let usual = previous.init_container_statuses.iter().chain(&previous.container_statuses);
         let all = usual.chain(&previous.ephemeral_container_statuses).flatten();
         let mut last = all.into_iter().find(|status| status.name == name)?.clone();
-        if last.state.as_ref().is_some_and(|state| state.running.is_some()) {
-            let running = last.state.take().and_then(|state| state.running);
-            last.state = Some(core::ContainerState {
-                terminated: Some(core::ContainerStateTerminated {
-                    container_id: last.container_id.clone(),
-                    exit_code: 137,
-                    finished_at: Some(Time(whole_second(self.now))),
-                    started_at: running.and_then(|running| running.started_at),
-                    reason: Some("ContainerStatusUnknown".to_owned()),
-                    message: Some(
-                        "The container could not be located when the pod was terminated".to_owned(),
-                    ),
-                    signal: None,
-                }),
-                ..Default::default()
-            });
-        }
+        self.end_unknown(&mut last);
         (last.ready, last.started) = (false, last.started.and(Some(false)));
         Some(last)
+    }
+
+    /// Ends a container in words that was last seen running, and is not there any more.
+    fn end_unknown(&self, last: &mut core::ContainerStatus) {
+        let Some(running) = last.state.as_mut().and_then(|state| state.running.take()) else { return };
+        last.state = Some(core::ContainerState {
+            terminated: Some(core::ContainerStateTerminated {
+                container_id: last.container_id.clone(),
+                exit_code: 137,
+                finished_at: Some(Time(whole_second(self.now))),
+                started_at: running.started_at,
+                reason: Some("ContainerStatusUnknown".to_owned()),
+                message: Some("The container could not be located when the pod was terminated".to_owned()),
+                signal: None,
+            }),
+            ..Default::default()
+        });
+    }
+
+    /// What is known of a pod that has ended, and of whose containers the runtime has forgotten some. Of those
+    /// that ran by that (the API server's word on a lost node's pod) only what is there runs now.
+    pub(crate) fn as_forgotten(&self, known: &core::PodStatus) -> core::PodStatus {
+        let mut status = known.clone();
+        let usual = status.init_container_statuses.iter_mut().chain(&mut status.container_statuses);
+        for one in usual.chain(&mut status.ephemeral_container_statuses).flatten() {
+            if !runtime_id(one).is_some_and(|id| self.seen.is_running(id)) {
+                self.end_unknown(one);
+                one.ready = false;
+            }
+        }
+        status
     }
 
     /// A container that the runtime has lost after it ran: it has ended, nobody knows how, and the next one

@@ -42,6 +42,7 @@ mod ending;
 mod ends;
 mod hooks;
 mod last_words;
+mod room;
 mod stop;
 mod supervise;
 
@@ -84,6 +85,13 @@ pub(super) struct Control {
     pub exited: BTreeMap<String, Arc<cri::ContainerStatus>>,
 }
 
+impl Control {
+    /// Returns true if the pod has been changed since it was `known`.
+    fn is_newer_than(&self, known: &Arc<core::Pod>) -> bool {
+        self.updated.as_ref().is_some_and(|pod| !Arc::ptr_eq(pod, known))
+    }
+}
+
 /// How far a pod's end has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
@@ -109,6 +117,8 @@ pub(super) struct WorkerReport {
     pub waiting: BTreeMap<String, Waiting>,
     /// Containers whose postStart hook is done, by identifier.
     pub hooked: BTreeSet<String>,
+    /// Containers that have ended because they were stopped here, by identifier.
+    pub stopped: BTreeSet<String>,
     /// How far its end has come.
     pub stage: Stage,
 }
@@ -149,6 +159,8 @@ pub(super) struct Worker {
     of_before: BTreeSet<String>,
     /// Containers that ran at the last look, or were started since.
     alive: BTreeSet<String>,
+    /// Since when containers have been stopped, by identifier.
+    stopped: BTreeMap<String, Timestamp>,
     /// Containers that were held back by a restart delay at the last look.
     backing_off: BTreeSet<String>,
     ends: Ends,
@@ -217,6 +229,7 @@ impl Worker {
             renewed: BTreeSet::new(),
             of_before: BTreeSet::new(),
             alive: BTreeSet::new(),
+            stopped: BTreeMap::new(),
             backing_off: BTreeSet::new(),
             ends: Ends::new(),
             ending: None,
@@ -257,7 +270,7 @@ impl Worker {
         let mut purpose = metrics::Purpose::Create;
         loop {
             let control = self.control.borrow_and_update().clone();
-            if let Some(pod) = control.updated.as_ref().filter(|pod| !Arc::ptr_eq(pod, &self.plan.pod)) {
+            if let Some(pod) = control.updated.as_ref().filter(|_| control.is_newer_than(&self.plan.pod)) {
                 self.take_over(pod);
                 purpose = metrics::Purpose::Update;
             }
@@ -403,6 +416,10 @@ impl Worker {
         if !self.has_room(&actions).await {
             return Ok(Some(Step::Idle(None)));
         }
+        if self.is_superseded() {
+            // It was let in with other amounts than those of this plan.
+            return Ok(Some(Step::Done));
+        }
         if let Some(waiting) = self.have_devices(&seen, &actions).await {
             if !self.report(&seen, &actions, Stage::Here).await {
                 return Ok(None);
@@ -487,37 +504,14 @@ impl Worker {
         Ok(Arc::new(self.launcher.turns.look(self.observer.observe()).await?))
     }
 
-    /// Waits for room on the node before anything of the pod is started. False if it was refused: its end is
-    /// on its way.
-    async fn has_room(&self, actions: &Actions) -> bool {
-        if actions.create_sandbox.is_none() && actions.start.is_empty() {
-            return true;
-        }
-        let (admission, node) = (&self.launcher.admission, self.launcher.desired.borrow().node.clone());
-        let fits = match (&self.plan.refused, node) {
-            (Some(rejection), _) => Err(rejection.clone()),
-            (None, Some(node)) => admission.fits(&self.plan.pod, &node),
-            (None, None) => Ok(()),
-        };
-        let admitted = match fits {
-            Ok(()) => admission.admit(&self.plan.pod).await,
-            Err(rejection) => Err(rejection),
-        };
-        match admitted {
-            Ok(()) => true,
-            Err(rejection) => {
-                admission.refuse(&self.plan.uid, rejection).await;
-                false
-            }
-        }
-    }
-
     /// What probes say, and what is known here: how hooks did, and that containers without a startup probe
     /// have started as soon as they run.
     fn verdicts(&mut self, probes: &Verdicts, seen: &Observation) -> Verdicts {
         self.hooked.retain(|id| seen.containers.contains_key(id));
+        self.stopped.retain(|id, _| seen.containers.contains_key(id));
         self.failed_hooks.retain(|id| seen.containers.contains_key(id));
         let mut verdicts = Verdicts { hooked: self.hooked.clone(), ..probes.clone() };
+        verdicts.condemned.retain(|id, reason| !reason.is_of_probe() || self.may_be_for(id, seen));
         let failed = self.failed_hooks.iter().map(|id| (id.clone(), KillReason::PostStartHook));
         verdicts.condemned.extend(failed);
         let spec = self.plan.pod.spec.as_ref();
@@ -633,6 +627,7 @@ impl Worker {
 
     async fn execute(&mut self, actions: Actions, seen: &Observation) -> Result<Made, Error> {
         let mut made = Made::default();
+        self.stopped.extend(actions.kill.iter().map(|kill| (kill.id.clone(), Timestamp::now())));
         self.kill(&actions.kill, seen).await?;
         for id in &actions.stop_sandboxes {
             self.stop_sandbox(id, seen, Window::new(self.plan.grace)).await?;
@@ -795,6 +790,7 @@ impl Worker {
             seen: Arc::clone(seen),
             waiting,
             hooked: self.hooked.clone(),
+            stopped: self.stopped.keys().filter(|id| self.may_be_for(id, seen)).cloned().collect(),
             stage,
         };
         self.reports.send(report).await.is_ok()

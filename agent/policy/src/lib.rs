@@ -61,6 +61,7 @@ pub mod reclaim;
 pub mod references;
 pub mod remote_disk;
 pub mod removed_volumes;
+pub mod resize_order;
 pub mod resources;
 pub mod scheduler;
 pub mod selector;

@@ -140,6 +140,11 @@ impl KillReason {
         matches!(self, Self::Liveness | Self::Startup | Self::Requested)
     }
 
+    /// Whether a probe condemned the container.
+    pub fn is_of_probe(self) -> bool {
+        matches!(self, Self::Liveness | Self::Startup)
+    }
+
     /// The words that follow the container's name in an event; the kubelet's.
     pub fn message(self) -> &'static str {
         match self {

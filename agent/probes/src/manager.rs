@@ -40,7 +40,6 @@ use beelet_bpf::{CheckedNetns, Checker, Edges, KernelError, Listeners};
 use beelet_cri::Runtime;
 use beelet_model::{
     request::{ProbeUpdate, Request},
-    status::has_ended,
     table::{PodChanges, PodEntry, PodName, PodTable, Pods},
 };
 use beelet_state::events::{Object, Recorder};
@@ -245,8 +244,7 @@ impl Probes {
     }
 
     async fn sync_pod(&mut self, entry: &Arc<PodEntry>) {
-        if has_ended(entry.pod.status.as_ref()) {
-            // Nothing of it runs any more, nor will by itself.
+        if entry.ended().is_some() {
             self.forget(entry, None);
             return;
         }

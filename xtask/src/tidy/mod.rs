@@ -46,6 +46,20 @@ const POLICY_FORBIDDEN: &[&str] = &[
     "Timestamp::now",
 ];
 
+/// Who may read out of a phase that it is final: what shows a pod to people, counts its start, keeps how it
+/// ended, or takes over the API server's word. All others ask whether anything of the pod runs.
+const PHASES: &[&str] = &[
+    "agent/api/src/grpc/containers/debug.rs",
+    "agent/cli/src/until.rs",
+    "agent/cluster/src/assigned.rs",
+    "agent/cluster/src/objects.rs",
+    "agent/model/src/",
+    "agent/pods/src/manager.rs",
+    "agent/pods/src/manager/",
+    "agent/pods/src/records.rs",
+    "agent/pods/src/starts.rs",
+];
+
 /// The rules name what they forbid.
 const SELF: &str = "xtask/src/tidy/";
 
@@ -159,6 +173,14 @@ fn check(file: &str, text: &str) -> Vec<Violation> {
                            model::disk::WritableFile";
             say(number, message.to_owned());
         }
+        // Whoever uses it imports it, alone or in a list of several.
+        let of_phase = code.trim() == "has_ended," || code.contains("status::") && code.contains("has_ended");
+        if within(&["agent/"]) && !within(PHASES) && !in_tests && of_phase {
+            say(
+                number,
+                "a final phase does not say that nothing of a pod runs: ask model::ended::Ended".to_owned(),
+            );
+        }
         if file.starts_with("agent/policy/src/") && !in_tests {
             for name in POLICY_FORBIDDEN.iter().filter(|name| code.contains(**name)) {
                 say(number, format!("{name}: a decision is a pure function of its arguments"));
@@ -239,6 +261,9 @@ mod tests {
         check("agent/pods/src/lib.rs", "use cri::runtime_service_client::RuntimeServiceClient;\n", &[1]);
         check("agent/cri/src/lib.rs", "use cri::runtime_service_client::RuntimeServiceClient;\n", &[]);
         check("agent/pods/src/lib.rs", "let x = \"/sys/fs/cgroup/cpu\";\n", &[1]);
+        check("agent/devices/src/lib.rs", "use beelet_model::status::{has_ended, runtime_id};\n", &[1]);
+        check("agent/devices/src/lib.rs", "let gone = entry.ended().is_some();\n", &[]);
+        check("agent/cli/src/until.rs", "use beelet_model::status::has_ended;\n", &[]);
         check(
             "agent/pods/src/lib.rs",
             "#[cfg(test)]\nmod tests { const X: &str = \"/sys/fs/cgroup\"; }\n",

@@ -8,7 +8,6 @@ use beelet_base::pieces;
 use beelet_cri::{Runtime, sandbox_image};
 use beelet_images::export::{ExportError, export};
 use beelet_images::import::{ImportError, Wanted as Asked, import};
-use beelet_model::status::has_ended;
 use beelet_model::table::PodTable;
 use beelet_proto::beelet as proto;
 use beelet_proto::beelet::images_server::{Images, ImagesServer};
@@ -240,10 +239,10 @@ fn listed(
     proto::ListImagesResponse { images, missing: missing.collect() }
 }
 
-/// The images that pods which have not ended name, with the pods.
+/// The images that pods name of which anything may run, with the pods.
 fn wanted(table: &PodTable) -> BTreeMap<String, Vec<String>> {
     let mut wanted: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    for (name, entry) in table.pods.iter().filter(|(_, entry)| !has_ended(entry.pod.status.as_ref())) {
+    for (name, entry) in table.pods.iter().filter(|(_, entry)| entry.ended().is_none()) {
         let Some(spec) = &entry.pod.spec else { continue };
         let containers = spec.init_containers.iter().flatten().chain(&spec.containers);
         let of_containers = containers.filter_map(|container| container.image.as_deref());

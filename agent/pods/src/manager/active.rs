@@ -43,8 +43,8 @@ impl DeviceNews {
 }
 
 impl Manager {
-    /// Tells who may hold devices: every pod that hasn't ended or still has containers, and those in the
-    /// runtime that are left alone. Nothing as long as it isn't known what the runtime has or what is wanted.
+    /// Tells who may hold devices: every pod of which anything may run, and those in the runtime that are left
+    /// alone. Nothing as long as it isn't known what the runtime has or what is wanted.
     pub(super) fn publish_active(&mut self) {
         if !std::mem::take(&mut self.due.active) {
             return;
@@ -68,16 +68,6 @@ impl Manager {
         let holders = || self.parts.launcher.devices.holders().into_iter().collect();
         for uid in pods.unwrap_or_else(holders) {
             self.publish(&uid);
-        }
-    }
-}
-
-impl super::Managed {
-    /// One that was ended for good may have containers until it has given everything back.
-    pub(super) fn may_have_containers(&self) -> bool {
-        match &self.kept.failure {
-            Some(failure) => !failure.cleared,
-            None => !self.ended(),
         }
     }
 }

@@ -43,8 +43,8 @@ impl Manager {
     pub(super) fn follow_assigned(&mut self, uid: &str, wanted: &Arc<core::Pod>) {
         let Some(managed) = self.pods.get_mut(uid) else { return };
         let is_known = managed.assigned.as_ref().is_some_and(|known| Arc::ptr_eq(known, wanted));
-        // One that was dropped goes, whatever is said of it now. A change that had to wait is tried again.
-        if managed.is_dropped() || is_known && managed.resize.pending.is_none() {
+        // One that was dropped goes, whatever is said of it now.
+        if managed.is_dropped() || is_known {
             return;
         }
         managed.assigned = Some(Arc::clone(wanted));
@@ -57,10 +57,10 @@ impl Manager {
                     self.parts.launcher.admission.leaving(uid, deletion.grace);
                 }
             }
-            None => managed.update(wanted, &self.parts.launcher),
+            None => managed.update(wanted),
         }
         let ended = wanted.status.as_ref().filter(|status| has_ended(Some(status)));
-        if let Some(status) = ended.filter(|_| managed.kept.failure.is_none() && !managed.ended()) {
+        if let Some(status) = ended.filter(|_| managed.kept.failure.is_none() && !managed.is_over()) {
             // Somebody else has ended it there: nobody counts on it any more.
             let text = |text: &Option<String>, or: &str| text.clone().unwrap_or_else(|| or.to_owned());
             let reason = text(&status.reason, "Terminated");
@@ -83,15 +83,13 @@ impl Managed {
         self.control.send_if_modified(|c| c.fail(Terminate { grace: Some(grace) }, own));
     }
 
-    /// Changes a pod while it runs. Amounts for which there is no room stay as they are.
-    pub(super) fn update(&mut self, wanted: &Arc<core::Pod>, launcher: &super::Launcher) {
+    /// Changes a pod while it runs. Its amounts stay as they are until it has its turn.
+    pub(super) fn update(&mut self, wanted: &Arc<core::Pod>) {
         if resize::same_amounts(wanted, &self.pod) {
-            self.resize.pending = None;
+            self.want_nothing();
             self.pod = Arc::clone(wanted);
-        } else if self.may_resize() && !self.ended() && self.try_resize(wanted, launcher) {
-            self.pod = Arc::clone(wanted);
-            return;
         } else {
+            self.want(Arc::clone(wanted));
             self.pod = with_amounts_of(wanted, &self.pod);
         }
         let pod = Arc::clone(&self.pod);

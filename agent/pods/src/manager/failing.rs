@@ -12,6 +12,7 @@ use tracing::{debug, info, warn};
 use super::{Managed, Manager, Terminate, hash_of};
 use crate::records::PodRecord;
 use beelet_model::{
+    ended::Ended,
     failure::{DEADLINE_EXCEEDED, PodFailure},
     origin::Origin,
     status::has_ended,
@@ -30,7 +31,7 @@ impl Manager {
         let grace = if let Some(known) = &mut managed.kept.failure {
             known.hasten(failure.grace, own);
             known.grace
-        } else if managed.ended() {
+        } else if managed.is_over() {
             debug!(pod = %managed.name, reason = failure.reason, "a pod that was to be ended has ended by itself");
             return;
         } else if managed.terminating() {
@@ -143,7 +144,9 @@ impl Manager {
         managed.note_stopped();
         managed.kept.failure.iter_mut().for_each(|failure| failure.cleared = true);
         managed.deletion.iter_mut().for_each(|deletion| deletion.cleared = true);
-        self.parts.launcher.admission.released(uid);
+        if let Some(ended) = managed.gone() {
+            self.parts.launcher.admission.released(uid, ended);
+        }
         managed.waiting.clear();
         let retry = managed.retry;
         self.publish(uid);
@@ -163,9 +166,20 @@ impl Manager {
 }
 
 impl Managed {
-    /// Returns true if its containers have all ended, and none will be started again.
-    pub(super) fn ended(&self) -> bool {
+    /// Returns true if its phase is final: none of its containers is started again.
+    pub(super) fn is_over(&self) -> bool {
         has_ended(self.kept.status.as_deref())
+    }
+
+    /// The proof that nothing of it runs any more.
+    pub(super) fn ended(&self) -> Option<Ended> {
+        Ended::of(self.kept.status.as_deref(), self.has_stopped() || self.is_cleared())
+    }
+
+    /// The proof that its room is free: what was ended needs that until it has given everything back.
+    pub(super) fn gone(&self) -> Option<Ended> {
+        let is_ending = self.terminating() || self.kept.failure.is_some();
+        self.ended().filter(|_| self.is_cleared() || !is_ending)
     }
 
     /// Notes that nothing of a pod runs any more that was ended for good, or deleted.
@@ -176,7 +190,7 @@ impl Managed {
 
     /// When it must have ended, if it has a deadline that still means anything.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        if self.kept.failure.is_some() || self.terminating() || self.ended() {
+        if self.kept.failure.is_some() || self.terminating() || self.is_over() {
             return None;
         }
         self.lifetime.as_ref()?.end(pod::active_limit(self.pod.spec.as_ref()?)?)

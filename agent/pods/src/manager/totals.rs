@@ -11,7 +11,7 @@ use crate::metrics::{Counted, Working};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Share {
     pub(super) counted: Counted,
-    /// It may have containers.
+    /// Something of it may run.
     pub(super) is_active: bool,
     /// When it must have ended.
     pub(super) deadline: Option<Instant>,
@@ -23,14 +23,14 @@ pub(super) struct Totals {
     /// By UID.
     shares: BTreeMap<String, Share>,
     working: Working,
-    /// UIDs of those that may have containers.
+    /// UIDs of those of which something may run.
     active: BTreeSet<String>,
     deadlines: BTreeSet<(Instant, String)>,
 }
 
 impl Totals {
     /// Takes over what a pod adds now; None once it is gone. Returns true if it began or ceased to be one
-    /// that may have containers.
+    /// of which something may run.
     pub(super) fn set(&mut self, uid: &str, share: Option<Share>) -> bool {
         let before = self.shares.get(uid).copied();
         if before == share {
@@ -60,7 +60,7 @@ impl Totals {
         &self.working
     }
 
-    /// UIDs of those that may have containers.
+    /// UIDs of those of which something may run.
     pub(super) fn active(&self) -> &BTreeSet<String> {
         &self.active
     }

@@ -1,6 +1,6 @@
 //! What the cgroups of a node must hold, by the pods on it. Pure.
 
-use beelet_model::pod::{is_active, running};
+use beelet_model::pod::running;
 use std::{collections::BTreeMap, sync::Arc};
 
 use beelet_policy::cgroups::{
@@ -38,14 +38,14 @@ pub(super) struct WantedContainer {
 }
 
 impl Wanted {
-    /// The values for the pods of `table` that have not ended; a sentence if an amount can't be read.
+    /// The values for the pods of `table` of which anything may run; a sentence if an amount can't be read.
     pub(super) fn of(
         table: &PodTable,
         config: &CgroupConfig,
         reserved: &[CgroupValues],
     ) -> Result<Self, Error> {
-        let pods: Vec<&core::Pod> =
-            table.pods.values().map(|entry| &entry.pod).filter(|pod| is_active(pod)).collect();
+        let here = table.pods.values().filter(|entry| entry.ended().is_none());
+        let pods: Vec<&core::Pod> = here.map(|entry| &entry.pod).collect();
         let levels = values(&pods, config)?;
         let mut wanted = Self { levels, ..Self::default() };
         let daemons = reserved.iter().map(|cgroup| (cgroup.path.clone(), cgroup.files.clone()));

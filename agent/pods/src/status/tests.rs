@@ -3,7 +3,7 @@ use serde_json::json;
 
 use super::*;
 use crate::runtime_view::SandboxDetail;
-use beelet_model::{pod::HostIps, status::OomKill};
+use beelet_model::{ended::Ended, pod::HostIps, status::OomKill};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
 const NOW: i64 = 1_700_000_100;
@@ -558,6 +558,44 @@ fn a_pod_that_has_ended_with_its_sidecar_stays_so() {
     ended.pod.sandboxes[0].ready = false;
     let status = Case::default().status(&pod(spec()), &ended);
     assert_eq!(line(&status), "Succeeded Ready=False s: Error, a: Completed");
+}
+
+#[test]
+fn a_pod_runs_as_long_as_a_sidecar_of_it_does() {
+    let check = |containers: &[&str], phase: &str| {
+        let spec = json!({
+            "restartPolicy": "Never",
+            "initContainers": [
+                {"name": "s", "image": "i", "restartPolicy": "Always"}, {"name": "i", "image": "i"},
+            ],
+            "containers": [{"name": "a", "image": "i"}]
+        });
+        let status = Case::default().status(&pod(spec), &seen(containers));
+        assert_eq!(status.phase.as_deref(), Some(phase), "{containers:?}");
+        let is_final = matches!(phase, "Succeeded" | "Failed");
+        assert_eq!(Ended::of(Some(&status), false).is_some(), is_final, "{containers:?}");
+    };
+    check(&["s 0 running", "i 0 exit 0", "a 0 running"], "Running");
+    check(&["s 0 running", "i 0 exit 0", "a 0 exit 0"], "Running");
+    check(&["s 0 running", "i 0 exit 0", "a 0 exit 1"], "Running");
+    check(&["s 0 exit 137", "i 0 exit 0", "a 0 exit 0"], "Succeeded");
+    check(&["s 0 exit 0", "i 0 exit 0", "a 0 exit 1"], "Failed");
+    // An earlier instance of it that still runs counts as well.
+    check(&["s 0 running", "s 1 exit 0", "i 0 exit 0", "a 0 exit 0"], "Running");
+    // So it does where the pod has failed before its own containers began.
+    check(&["s 0 running", "i 0 exit 1"], "Pending");
+    check(&["s 0 exit 143", "i 0 exit 1"], "Failed");
+}
+
+#[test]
+fn of_a_pod_that_ended_on_a_lost_node_nothing_runs_that_is_not_here() {
+    let known = Case::default().status(&pod(one()), &seen(&["a 0 running"]));
+    let known = core::PodStatus { phase: Some("Failed".to_owned()), ..known };
+    assert!(Ended::of(Some(&known), false).is_none());
+    let gone =
+        Case::default().with(&pod(one()), &Observation::default(), |inputs| inputs.as_forgotten(&known));
+    assert_eq!(line(&gone), "Failed Ready=True a: ContainerStatusUnknown");
+    assert!(Ended::of(Some(&gone), false).is_some());
 }
 
 #[test]

@@ -159,6 +159,18 @@ impl Worker {
         join_all(ends).await.into_iter().collect::<Result<(), Error>>().map_err(Error::of_kill)
     }
 
+    /// Returns true if a container runs, or has ended after it was told to: what it was condemned for may be why.
+    /// One that ended by itself counts by how it did, whatever a probe said in that instant.
+    pub(super) fn may_be_for(&self, id: &str, seen: &Observation) -> bool {
+        let container = seen.pod.containers.iter().find(|c| c.id == id);
+        match container.map(|c| &c.state) {
+            Some(pod::ContainerState::Exited { finished_at, .. }) => {
+                self.stopped.get(id).is_some_and(|at| at <= finished_at)
+            }
+            _ => true,
+        }
+    }
+
     /// The seconds a container gets: its failed probe's own, else the pod's.
     fn grace(&self, container: &str, reason: KillReason) -> Duration {
         if reason == KillReason::RestartAll {

@@ -122,11 +122,11 @@ pub fn restart_delay(attempt: u32, previous: Duration, ran: Duration, max: Durat
 pub struct Tally {
     /// Init containers that have not done their part yet.
     pub init_pending: usize,
-    /// An init container failed that is not started again.
+    /// An init container failed that is not started again, and no sidecar is left that would have to end.
     pub init_failed: bool,
     /// Containers that never ran.
     pub waiting: usize,
-    /// Containers that run.
+    /// Containers that run, sidecars among them.
     pub running: usize,
     /// Containers that ended and will be started again.
     pub restarting: usize,

@@ -127,6 +127,54 @@ async fn a_critical_pod_takes_the_place_of_others_and_a_victim_that_hangs_holds_
 }
 
 #[tokio::test]
+async fn a_critical_pod_that_was_refused_runs_once_there_is_room_for_it() {
+    let node = Node::with(&[critical("one", "3")]).await;
+    node.until_ready("one").await;
+    node.apply(&critical("two", "3"));
+    node.until_pod("two", "to be refused", failed_with("UnexpectedAdmissionError")).await;
+    node.remove("one");
+    node.until_ready("two").await;
+    // Room that it may have others make for it is room, too.
+    node.apply(&critical("three", "3"));
+    node.until_pod("three", "to be refused", failed_with("UnexpectedAdmissionError")).await;
+    node.remove("two");
+    node.until_ready("three").await;
+}
+
+#[tokio::test]
+async fn a_pod_whose_port_was_taken_runs_once_the_port_is_free() {
+    let with_port = |name: &str| {
+        let mut main = container("main");
+        main["ports"] = json!([{"containerPort": 80, "hostPort": 8080}]);
+        with(pod(name), "containers", json!([main]))
+    };
+    let node = Node::with(&[with(with_port("one"), "restartPolicy", json!("Never"))]).await;
+    node.until_ready("one").await;
+    node.apply(&with_port("two"));
+    node.until_pod("two", "to be refused", failed_with("NodePorts")).await;
+    // It ends by itself: its manifest stays.
+    node.cri.exit(&node.cri.container("one-n1", "main").unwrap().id, 0);
+    node.until_ready("two").await;
+}
+
+#[tokio::test]
+async fn a_pod_that_waits_for_room_may_ask_for_less_and_runs_at_once() {
+    let node = Node::with(&[wanting("a", "3")]).await;
+    node.until_ready("a").await;
+    let held = node.cri.on(Op::StopContainer).hold();
+    node.remove("a");
+    held.reached().await;
+    node.apply(&wanting("b", "3"));
+    let b = node.until_pod("b", "to be known", |pod| pod.phase() == "Pending").await;
+    node.until_relisted().await;
+    assert_eq!(node.cri.count(Op::RunPodSandbox), 1, "{}", node.cri.transcript());
+    node.apply(&wanting("b", "1"));
+    let smaller = node.until_ready("b").await;
+    assert_eq!(smaller.uid(), b.uid());
+    held.release();
+}
+
+#[tokio::test]
 async fn a_critical_pod_costs_nobody_anything_where_it_cannot_be_let_in_anyway() {
     let node = Node::with(&[wanting("a", "1")]).await;
     node.until_ready("a").await;

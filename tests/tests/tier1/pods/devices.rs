@@ -395,6 +395,45 @@ async fn after_a_reboot_a_pod_waits_for_its_late_plugin() {
 }
 
 #[tokio::test]
+async fn after_a_reboot_of_a_full_node_an_init_container_has_its_pods_devices_again() {
+    let mut node = node(300, &[]).await;
+    let first = plugin(&node, &["--devices", "a"]);
+    until_capacity(&node, 1, 1).await;
+    let web = with(pod("web"), "containers", json!([wanting("main", 1)]));
+    node.apply(&with(web, "initContainers", json!([wanting("init", 1)])));
+    let web = node.until_ready("web").await;
+    let holders = || match node.devices().held_by(&web.uid()).len() {
+        1 => Ok(()),
+        count => Err(format!("{count} containers hold it")),
+    };
+    workdir::wait_for("the init container's release", PATIENCE, holders).unwrap();
+    node.kill().await;
+    first.kill9();
+    node.cri.reboot();
+    node.start().await;
+    until_socket(&node);
+    let _second = plugin(&node, &["--devices", "a"]);
+    let web = node.until_ready("web").await;
+    assert_eq!(held(&node, &web), BTreeSet::from(["a".to_owned()]));
+    let init = env(&config(&node, "web", "init"), "SAMPLE_DEVICES");
+    assert_eq!((init.as_deref(), given(&node, "web")), (Some("a"), BTreeSet::from(["a".to_owned()])));
+    assert_eq!(node.containers("web"), "init/0- init/1- main/0- main/1+");
+}
+
+#[tokio::test]
+async fn a_pod_that_ends_by_itself_frees_devices_for_one_that_was_refused() {
+    let node = node(300, &[]).await;
+    let _plugin = plugin(&node, &["--devices", "a"]);
+    until_capacity(&node, 1, 1).await;
+    node.apply(&with(pod_wanting("job", 1), "restartPolicy", json!("Never")));
+    node.until_ready("job").await;
+    node.apply(&pod_wanting("other", 1));
+    node.until_pod("other", "to be refused", failed).await;
+    node.cri.exit(&node.cri.container("job-n1", "main").unwrap().id, 0);
+    node.until_ready("other").await;
+}
+
+#[tokio::test]
 async fn a_pod_does_not_wait_for_ever_and_runs_when_the_plugin_comes_after_all() {
     let mut node = node(300, &[]).await;
     let first = plugin(&node, &["--deaf"]);

@@ -11,6 +11,7 @@ mod assigned;
 mod debugging;
 mod device_kills;
 mod devices;
+mod ended;
 mod ephemeral;
 mod every_call;
 mod exits;

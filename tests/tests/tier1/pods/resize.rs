@@ -129,6 +129,56 @@ async fn a_resize_without_room_waits_for_a_pod_to_go_and_says_so() {
     node.until_pod("web", "to have what its manifest says", is_done("2")).await;
 }
 
+fn other(name: &str, cpu: &str, priority: Option<&str>) -> Value {
+    let resources = json!({"requests": {"cpu": cpu}});
+    let main = json!({"name": "main", "image": super::node::IMAGE, "resources": resources});
+    let mut other = with(pod(name), "containers", json!([main]));
+    if let Some(class) = priority {
+        other["spec"]["priorityClassName"] = json!(class);
+    }
+    other
+}
+
+fn is_deferred(pod: &View) -> bool {
+    status(pod).2.iter().any(|said| said.starts_with("PodResizePending Deferred: "))
+}
+
+#[tokio::test]
+async fn a_resize_that_waits_has_its_room_when_a_pod_ends_by_itself() {
+    let batch = with(other("batch", "3", None), "restartPolicy", json!("Never"));
+    let node = Node::with(&[batch, other("grows", "1", None)]).await;
+    node.until_ready("batch").await;
+    node.until_ready("grows").await;
+    node.apply(&other("grows", "3", None));
+    node.until_pod("grows", "to wait for room", is_deferred).await;
+    // Its manifest stays, and so does the pod, as one that has succeeded.
+    node.cri.exit(&node.cri.container("batch-n1", "main").unwrap().id, 0);
+    node.until_pod("grows", "to be resized", |pod| request(pod) == "3").await;
+    assert_eq!(node.containers("grows"), "main/0+");
+}
+
+#[tokio::test]
+async fn of_two_resizes_that_wait_the_more_important_pod_has_its_turn_first_after_those_that_shrink() {
+    // Whatever their UIDs are: both orders.
+    for (low, high) in [("a", "z"), ("z", "a")] {
+        let critical = Some("system-node-critical");
+        let pods = [other("room", "2", None), other(low, "1", None), other(high, "1", critical)];
+        let node = Node::with(&pods).await;
+        for name in ["room", low, high] {
+            node.until_ready(name).await;
+        }
+        node.apply(&other(low, "2", None));
+        node.until_pod(low, "to wait for room", is_deferred).await;
+        node.apply(&other(high, "2", critical));
+        node.until_pod(high, "to wait for room", is_deferred).await;
+        // Another pod becomes smaller: there is room for one of them.
+        node.apply(&other("room", "1", None));
+        node.until_pod(high, "to be resized", |pod| request(pod) == "2").await;
+        let low = node.until_pod(low, "to wait on", is_deferred).await;
+        assert_eq!(request(&low), "1");
+    }
+}
+
 #[tokio::test]
 async fn amounts_that_the_cgroups_refuse_are_not_called_in_force() {
     let node = Node::with(&[sized("100m", "128Mi")]).await;
