@@ -55,6 +55,8 @@ struct Tenant {
     pod: Arc<core::Pod>,
     /// By when it should be gone, if it is on its way out. Later than that it counts as one that won't go.
     leaves_by: Option<Instant>,
+    /// It was let in just now: its amounts may have changed while it waited.
+    is_new: bool,
 }
 
 /// A pod that waits for room, or for which room is kept.
@@ -118,10 +120,23 @@ impl Ledger {
         self.tenants.get(uid).is_some_and(|tenant| tenant.leaves_by.is_none())
     }
 
+    /// The same of a pod that asks again. The first time after it was let in its amounts are those that it
+    /// asks with: they may have changed meanwhile. After that they change by [`Self::resize`] alone.
+    pub(super) fn still_has(&mut self, pod: &Arc<core::Pod>, now: Instant) -> bool {
+        let tenant = self.tenants.get_mut(&uid_of(pod)).filter(|tenant| tenant.leaves_by.is_none());
+        let Some(tenant) = tenant else { return false };
+        let known = Arc::clone(&tenant.pod);
+        if std::mem::take(&mut tenant.is_new) && !Arc::ptr_eq(&known, pod) {
+            // More than there is room for is not counted. The pod was let in, and stays.
+            let _ = self.resize(pod, &known, now);
+        }
+        true
+    }
+
     pub(super) fn adopt(&mut self, pod: &Arc<core::Pod>) {
         let uid = uid_of(pod);
         self.claims.remove(&uid);
-        self.tenants.insert(uid, Tenant { pod: Arc::clone(pod), leaves_by: None });
+        self.tenants.insert(uid, Tenant { pod: Arc::clone(pod), leaves_by: None, is_new: false });
     }
 
     /// Counts that something was given back, if it was.
@@ -185,7 +200,7 @@ impl Ledger {
     fn admit(&mut self, pod: &Arc<core::Pod>) -> Verdict {
         let uid = uid_of(pod);
         self.claims.remove(&uid);
-        self.tenants.insert(uid, Tenant { pod: Arc::clone(pod), leaves_by: None });
+        self.tenants.insert(uid, Tenant { pod: Arc::clone(pod), leaves_by: None, is_new: true });
         Verdict::Admitted
     }
 
@@ -215,16 +230,16 @@ impl Ledger {
             Ok((later, _)) => later,
             Err(rejection) => return self.reject(&uid, rejection),
         };
-        // Room that is free now is not refused for a pod that only waits, which a kubelet would have refused. A
-        // critical one has pods ended for its room: that is nobody else's.
+        // Room that is free now is not refused for a pod that only waits, which a kubelet would have refused.
+        // A critical one has pods ended for its room: that is nobody else's.
         match self.ask(pod, (Leaving::All, Claims::Critical), now) {
             Ok((decided, _)) if fits(&decided) => self.admit(pod),
             _ => self.reject(&uid, rejection(&later)),
         }
     }
 
-    /// Counts a pod that is here with other amounts, if it asks for less or there is room for them. One that has
-    /// no room yet is only told whether there would be some: `before` is that pod as it is.
+    /// Counts a pod that is here with other amounts, if it asks for less or there is room for them. One that
+    /// has no room yet is only told whether there would be some: `before` is that pod as it is.
     pub(super) fn resize(
         &mut self,
         pod: &Arc<core::Pod>,
@@ -236,11 +251,12 @@ impl Ledger {
         let tenant = self.tenants.remove(&uid);
         let had = tenant.as_ref().map_or(before, |tenant| &tenant.pod);
         let room = if resize_order::grows(had, pod) { self.has_room(pod, now) } else { Ok(()) };
-        if let Some(Tenant { pod: before, leaves_by }) = tenant {
-            // What it gives up others may have.
-            self.changes += u64::from(room.is_ok());
+        if let Some(Tenant { pod: before, leaves_by, is_new }) = tenant {
+            // Others may have the difference.
+            self.count_change(room.is_ok());
+            let is_new = is_new && room.is_err();
             let pod = if room.is_ok() { Arc::clone(pod) } else { before };
-            self.tenants.insert(uid, Tenant { pod, leaves_by });
+            self.tenants.insert(uid, Tenant { pod, leaves_by, is_new });
         }
         room
     }
@@ -254,8 +270,8 @@ impl Ledger {
         }
     }
 
-    /// Keeps room for a pod that isn't here. Returns false if there is none, nor any that others would have to
-    /// make for it.
+    /// Keeps room for a pod that isn't here. Returns false if there is none, nor any that others would have
+    /// to make for it.
     pub(super) fn reserve(&mut self, pod: &Arc<core::Pod>, now: Instant) -> bool {
         self.expire(now);
         let uid = uid_of(pod);
@@ -324,7 +340,7 @@ impl Ledger {
         let number = self.next_number;
         let claim = self.claims.entry(uid_of(pod)).or_insert(Claim { pod: Arc::clone(pod), number, until });
         // Of fewer amounts the difference is nobody's any more.
-        let differs = !Arc::ptr_eq(&claim.pod, pod);
+        let differs = !Arc::ptr_eq(&claim.pod, pod) && claim.pod.spec != pod.spec;
         (claim.pod, claim.until) = (Arc::clone(pod), until);
         self.next_number = number.saturating_add(u64::from(claim.number == number));
         self.count_change(differs);

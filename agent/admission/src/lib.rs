@@ -60,7 +60,7 @@ pub struct AdmissionRejection {
     pub reason: String,
     /// A sentence.
     pub message: String,
-    /// What the pod waits for.
+    /// Says when another try may succeed.
     pub refusal: Refusal,
 }
 
@@ -138,8 +138,8 @@ impl Admission {
         self.changes.subscribe()
     }
 
-    /// Counts a pod that is here with other amounts of cpu and memory, if it asks for less or there is room for
-    /// them; `before` is the pod as it is.
+    /// Counts a pod that is here with other amounts of cpu and memory, if it asks for less or there is room
+    /// for them; `before` is the pod as it is.
     ///
     /// # Errors
     /// There is no room for them now, or there never is on this node.
@@ -185,8 +185,8 @@ impl Admission {
         let _ = self.parts.requests.send(request).await;
     }
 
-    /// Returns true if a pod that was ended would find room now; a critical one also where others would have to
-    /// go. If so the room is kept for it for a while.
+    /// Returns true if a pod that was ended would find room now; a critical one also where others would have
+    /// to go. If so the room is kept for it for a while.
     pub(self) fn reserve(&self, pod: &Arc<core::Pod>) -> bool {
         self.refused_by_node(pod).is_none() && self.with(|ledger| ledger.reserve(pod, Instant::now()))
     }
@@ -262,7 +262,7 @@ impl QueuePlace<'_> {
     /// Why it may not run here at all.
     pub async fn admit(&self, pod: &Arc<core::Pod>) -> Result<(), AdmissionRejection> {
         let admission = self.admission;
-        if admission.with(|ledger| ledger.has(&self.uid)) {
+        if admission.with(|ledger| ledger.still_has(pod, Instant::now())) {
             return Ok(());
         }
         if let Some(rejection) = admission.refused_by_node(pod) {

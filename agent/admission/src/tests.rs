@@ -374,7 +374,7 @@ async fn a_pod_that_fits_now_is_not_refused_for_one_that_waits() {
     settle().await;
     // Beside the large one it would not fit later: nobody else needs what is free now.
     node.admits(&plain("small", "1")).await;
-    // One that would have its room later, too, waits behind.
+    // A pod that would have its room later, too, waits behind.
     node.released("small");
     large.abort();
     settle().await;
@@ -406,6 +406,18 @@ async fn a_pod_that_waits_may_have_other_amounts_and_keeps_its_place() {
     node.released("old");
     assert_eq!(place.admit(&plain("first", "1")).await, Ok(()));
     assert_eq!(second.await.unwrap(), Ok(()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_has_less_by_the_time_it_is_let_in_is_counted_with_that() {
+    let node = Node::new();
+    node.admits(&plain("a", "3")).await;
+    node.admits(&plain("a", "1")).await;
+    node.admits(&plain("b", "3")).await;
+    // From then on what is counted changes by a resize alone.
+    node.admits(&plain("a", "4")).await;
+    let words = "Pod was rejected: Node didn't have enough resource: cpu, requested: 1000, used: 4000, capacity: 4000";
+    node.rejects(&plain("c", "1"), "OutOfcpu", words).await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -214,8 +214,8 @@ impl Desk {
         let _ = answer.send(admitted);
     }
 
-    /// What ended pods have is freed when a pod asks for it. Those that have asked already, and wait or were
-    /// refused, hear of it here.
+    /// Frees the devices of ended pods for pods that have asked already, and wait or were refused. For others
+    /// those are freed when they ask.
     fn give_back(&self) {
         let Some(active) = self.active.borrow().clone() else { return };
         let is_freed = self.shared.look(|ledger| {

@@ -1,8 +1,8 @@
 //! The one answer to the question whether anything of a pod still runs.
 //!
-//! A phase says how a pod ended; that nothing of it runs any more is another thing. Its room, its devices, its
-//! probes and its place in what the node counts go by the second. All parts ask here, and what gives something
-//! of a pod away takes an [`Ended`], which nothing else can make.
+//! A phase says how a pod ended; that nothing of it runs any more is another thing. Its room, its devices,
+//! its probes and its place in what the node counts go by the second. All parts ask here, and what gives
+//! something of a pod away takes an [`Ended`], which nothing else can make.
 
 use k8s_openapi::api::core::v1 as core;
 

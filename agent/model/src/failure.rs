@@ -43,14 +43,14 @@ const OUT_OF: &str = "OutOf";
 /// something refuses pods with the reason of those that it evicts: only this tells them apart.
 pub const REJECTED: &str = "Pod was rejected: ";
 
-/// What a pod that was not let in waits for. Whoever refuses it says so; nothing reads it out of the reason's
-/// words.
+/// Says when another try of a pod that was not let in may succeed. The part that refuses a pod sets it;
+/// nothing reads it out of the reason's word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Refusal {
-    /// Room that others have: amounts, ports, or pods that may be preempted. It passes with any of them.
+    /// As soon as room is given back: amounts, ports, or pods that may be preempted.
     Room,
-    /// Something else: the node's condition, its devices, another manifest. Whoever knows when that has changed
-    /// asks for another try.
+    /// When something else has changed: the node's condition, its devices, the manifest. The part that knows
+    /// of that asks for another try.
     Other,
 }
 

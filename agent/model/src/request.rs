@@ -44,7 +44,7 @@ pub enum Request {
         reason: String,
         /// A sentence, `status.message`.
         message: String,
-        /// What it waits for.
+        /// Says when another try may succeed.
         refusal: Refusal,
     },
     /// The runtime's word that a container has ended, asked for because something else said so first.
@@ -87,8 +87,8 @@ pub enum Request {
         /// The pod.
         uid: String,
     },
-    /// Lets a pod that was ended by [`Request::Fail`] or [`Request::Refuse`] run again, as if it were new: once it has given back
-    /// all it had.
+    /// Lets a pod that was ended by [`Request::Fail`] or [`Request::Refuse`] run again, as if it were new:
+    /// once it has given back all it had.
     Retry {
         /// The pod.
         uid: String,

@@ -8,15 +8,15 @@ use k8s_openapi::api::core::v1 as core;
 /// Why the readiness of a pod that another agent runs is not known: it is only observed.
 pub const OBSERVED: &str = "Observed";
 
-/// Returns true if a status has a final phase: the pod ended, well or not, and none of its containers is started
-/// again. Whether anything of it still runs is [`crate::ended::Ended`]'s to say.
+/// Returns true if a status has a final phase: the pod ended, well or not, and none of its containers is
+/// started again. Whether anything of it still runs is [`crate::ended::Ended`]'s to say.
 #[must_use]
 pub fn has_ended(status: Option<&core::PodStatus>) -> bool {
     matches!(status.and_then(|status| status.phase.as_deref()), Some("Succeeded" | "Failed"))
 }
 
-/// The runtime's identifier of a container's newest instance: `containerd://<id>` without the runtime's name. None before
-/// there was one.
+/// The runtime's identifier of a container's newest instance: `containerd://<id>` without the runtime's name.
+/// None before there was one.
 #[must_use]
 pub fn runtime_id(status: &core::ContainerStatus) -> Option<&str> {
     Some(status.container_id.as_deref()?.split_once("://")?.1)

@@ -161,7 +161,7 @@ pub struct PodEntry {
     pub cleared: bool,
     /// It was deleted by force: it is not shown to people any more, while what is left of it is ended.
     pub abandoned: bool,
-    /// What it waits for, if it was not let in.
+    /// Says when another try may succeed, if the pod was not let in.
     pub refusal: Option<Refusal>,
 }
 

@@ -722,7 +722,7 @@ impl Manager {
             ProbeKind::Startup => facts.started = Some(success),
             ProbeKind::Liveness => {}
         }
-        // One that has ended by itself counts by how it did.
+        // A container that has ended by itself counts by its exit code.
         let has_exited = |seen: &Arc<Observation>| {
             seen.containers.contains_key(&update.container_id) && !seen.is_running(&update.container_id)
         };
@@ -779,7 +779,7 @@ impl Manager {
         managed.kept.status = Some(Arc::new(status.clone()));
         managed.note_start();
         if managed.is_over() && managed.kept.failure.is_none() {
-            // It does not start again when the runtime forgets how it ended.
+            // The pod does not start again when the runtime forgets how it ended.
             managed.control.send_if_modified(|c| !std::mem::replace(&mut c.ended, true));
         }
         if let Some(ended) = managed.gone() {

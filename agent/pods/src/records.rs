@@ -6,8 +6,8 @@
 //! out, without waiting for the disk: after a reboot no container runs that they could speak of. Losing the
 //! last ones costs a probe's period, no more. Only the end of a pod must survive a power cut too, or an
 //! evicted pod would come back, and a job run a second time. A file that is replaced without waiting for the
-//! disk may be lost whole, so ends have one of their own, which is written, and waited for, when one is new or
-//! gone: a probe that flips beside a job that is done costs no wait.
+//! disk may be lost whole, so ends have one of their own, which is written, and waited for, when one is new
+//! or gone: a probe that flips beside a job that is done costs no wait.
 //!
 //! All records are one file, so a write costs as much as there are pods, however little has changed. Between
 //! two writes there is a pause that leaves the most of a storm's CPU to the pods, unless something is to be
@@ -194,7 +194,7 @@ impl Records {
         let ends = Self::read(state, ENDS).map(|(ends, _)| ends);
         let mut map = match all {
             Some((map, true)) => map,
-            // What was written without waiting for the disk may be older than the ends are.
+            // This record is written without waiting for the disk, and may be older than the ends are.
             older => with_ends(older.map(|(map, _)| map).unwrap_or_default(), ends.as_ref()),
         };
         map = sound(map);
@@ -203,7 +203,7 @@ impl Records {
         Self { newest: watch::Sender::new(map), written, urgent: Arc::default(), ends }
     }
 
-    /// One of the records, if it is there and whole; true if it was written in this boot.
+    /// Reads a record, if it is there and whole; true if it was written in this boot.
     fn read(state: &State, name: &str) -> Option<(Map, bool)> {
         match state.load::<Map>(name) {
             Ok(Loaded::Value { value, same_boot: true }) => return Some((value, true)),
@@ -287,7 +287,7 @@ impl Records {
                 let began = Instant::now();
                 loop {
                     let state = Arc::clone(&state);
-                    // One that is there no longer must not come back either.
+                    // An end that is there no longer must not come back either.
                     let ends = Some(ends_of(&map)).filter(|ends| !are_same(ends, &ends_on_disk));
                     let writing = blocking("writing the records of pods", move || {
                         let written = texts.write(&map, ends.as_ref(), &state).map_err(|e| e.to_string());
@@ -363,8 +363,8 @@ impl Texts {
     }
 }
 
-/// The records of before a reboot, with the ends as they were on the disk. Without them (an agent of before they had
-/// a file of their own) all stays as it is.
+/// The records of before a reboot, with the ends as they were on the disk. Without them (an agent of before
+/// they had a file of their own) all stays as it is.
 fn with_ends(mut map: Map, ends: Option<&Map>) -> Map {
     let Some(ends) = ends else { return map };
     map.retain(|uid, record| !record.is_end() || ends.contains_key(uid));

@@ -476,8 +476,9 @@ impl Inputs<'_> {
         });
     }
 
-    /// What is known of a pod that has ended, and of whose containers the runtime has forgotten some. Of those
-    /// that ran by that (the API server's word on a lost node's pod) only what is there runs now.
+    /// The known status of a pod that has ended, and of whose containers the runtime has forgotten some. A
+    /// container that ran by that status (the API server's word on a lost node's pod) and is not there has
+    /// ended.
     pub(crate) fn as_forgotten(&self, known: &core::PodStatus) -> core::PodStatus {
         let mut status = known.clone();
         let usual = status.init_container_statuses.iter_mut().chain(&mut status.container_statuses);

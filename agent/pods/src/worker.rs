@@ -417,7 +417,7 @@ impl Worker {
             return Ok(Some(Step::Idle(None)));
         }
         if self.is_superseded() {
-            // It was let in with other amounts than those of this plan.
+            // The pod was let in with other amounts than those of this plan.
             return Ok(Some(Step::Done));
         }
         if let Some(waiting) = self.have_devices(&seen, &actions).await {
@@ -627,7 +627,9 @@ impl Worker {
 
     async fn execute(&mut self, actions: Actions, seen: &Observation) -> Result<Made, Error> {
         let mut made = Made::default();
-        self.stopped.extend(actions.kill.iter().map(|kill| (kill.id.clone(), Timestamp::now())));
+        for kill in &actions.kill {
+            self.stopped.entry(kill.id.clone()).or_insert_with(Timestamp::now);
+        }
         self.kill(&actions.kill, seen).await?;
         for id in &actions.stop_sandboxes {
             self.stop_sandbox(id, seen, Window::new(self.plan.grace)).await?;

@@ -226,7 +226,7 @@ pub struct Serving {
     reuse: BTreeMap<String, Ids>,
     /// The NUMA nodes that the container being served should get its devices from.
     affinity: Option<BTreeSet<i64>>,
-    /// What the containers after the one being served hold already, by resource: the pod had another sandbox.
+    /// Devices that the containers after the one being served hold already: the pod had another sandbox.
     later: BTreeMap<String, Ids>,
     /// The one being served ends before any of those begins.
     lends: bool,
@@ -255,7 +255,7 @@ impl Serving {
         }
     }
 
-    /// What the container being served must have of those devices that init containers leave to it. One that
+    /// Devices that init containers leave to the container being served, which must have them. One that
     /// keeps its devices can't have what one after it holds.
     fn left(&self, resource: &str) -> impl Iterator<Item = &String> {
         let later = self.later.get(resource).filter(|_| !self.lends);
@@ -263,7 +263,7 @@ impl Serving {
         left.filter(move |id| later.is_none_or(|later| !later.contains(*id)))
     }
 
-    /// What the container being served may have of those after it.
+    /// Devices of the containers after the one being served that it may have.
     fn lent(&self, resource: &str) -> impl Iterator<Item = &String> {
         self.later.get(resource).filter(|_| self.lends).into_iter().flatten()
     }

@@ -1,8 +1,8 @@
 //! Which of several pods that want other amounts of cpu and memory while they run gets its turn first.
 //!
-//! The order is that of the kubelet's allocation manager (`pkg/kubelet/allocation`, `sortPendingResizes`, since
-//! 1.34; KEP-1287): those that ask for no more than they have, then by priority, by QoS class, and by how long
-//! each has waited.
+//! The order is that of the kubelet's allocation manager (`pkg/kubelet/allocation`, `sortPendingResizes`,
+//! since 1.34; KEP-1287): those that ask for no more than they have, then by priority, by QoS class, and by
+//! how long each has waited.
 
 use std::cmp::Reverse;
 
@@ -36,7 +36,8 @@ impl<T: Ord> Turn<T> {
     }
 }
 
-/// Returns true if a pod would request more of anything than it does. Amounts that can't be read count as more.
+/// Returns true if a pod would request more of anything than it does. Amounts that can't be read count as
+/// more.
 #[must_use]
 pub fn grows(before: &Pod, wanted: &Pod) -> bool {
     let (Ok(before), Ok(wanted)) = (PodDemand::read(before), PodDemand::read(wanted)) else { return true };

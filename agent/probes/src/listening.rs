@@ -25,8 +25,8 @@ use beelet_bpf::{AcceptQueues, CheckedNetns, Edge, Found, Listener};
 /// and to a quota for a tenth of a second.
 const RECHECK: Duration = Duration::from_millis(1);
 const RECHECKS: u8 = 10;
-/// A process that ends closes its listeners before its exit can be known. Liveness and startup wait for so long
-/// before a listener's end counts.
+/// A process that ends closes its listeners before its exit can be known. Liveness and startup wait for so
+/// long before a listener's end counts.
 const EXIT_KNOWN: Duration = Duration::from_millis(100);
 /// A queue that isn't empty is first looked at again after this time, and then after twice as long.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);

@@ -173,7 +173,7 @@ fn check(file: &str, text: &str) -> Vec<Violation> {
                            model::disk::WritableFile";
             say(number, message.to_owned());
         }
-        // Whoever uses it imports it, alone or in a list of several.
+        // A file that uses it imports it, alone or in a list of several.
         let of_phase = code.trim() == "has_ended," || code.contains("status::") && code.contains("has_ended");
         if within(&["agent/"]) && !within(PHASES) && !in_tests && of_phase {
             say(

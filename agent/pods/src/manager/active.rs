@@ -43,8 +43,8 @@ impl DeviceNews {
 }
 
 impl Manager {
-    /// Tells who may hold devices: every pod of which anything may run, and those in the runtime that are left
-    /// alone. Nothing as long as it isn't known what the runtime has or what is wanted.
+    /// Tells who may hold devices: every pod of which anything may run, and those in the runtime that are
+    /// left alone. Nothing as long as it isn't known what the runtime has or what is wanted.
     pub(super) fn publish_active(&mut self) {
         if !std::mem::take(&mut self.due.active) {
             return;

@@ -53,7 +53,7 @@ impl Managed {
             refused.map(|why| (if why.infeasible { "Infeasible" } else { "Deferred" }, why.message))
         };
         if let Some((reason, message)) = refused {
-            // It is looked at again whenever room is given back.
+            // The change is tried again whenever room is given back.
             let before = self.resize.pending.replace(Pending { reason, message: message.clone() });
             if before.as_ref().is_none_or(|before| before.reason != reason) {
                 let message = format!("{message}; the pod keeps its own amounts of cpu and memory");
@@ -80,8 +80,8 @@ pub(super) fn as_accepted(wanted: &Arc<core::Pod>, accepted: Option<&Accepted>) 
 }
 
 impl Manager {
-    /// Tries all changes of amounts that are wanted, in the order of their turns: those that give room back go
-    /// before those that need some.
+    /// Tries all changes of amounts that are wanted, in the order of their turns: those that give room back
+    /// go before those that need some.
     pub(super) fn try_resizes(&mut self) {
         let waiting = self.pods.iter().filter_map(|(uid, managed)| Some((managed.turn()?, uid.clone())));
         let mut waiting: Vec<_> = waiting.collect();

@@ -16,7 +16,7 @@ use tracing::{debug, warn};
 
 use super::{Worker, hooks, ignore_missing};
 use crate::{error::Error, runtime_view::Observation};
-use beelet_model::pod::container_of;
+use beelet_model::{pod::container_of, status::whole_second};
 use beelet_state::events::Object;
 
 /// What a container gets to end by itself, however little is left: the kubelet's minimumGracePeriodInSeconds.
@@ -159,13 +159,17 @@ impl Worker {
         join_all(ends).await.into_iter().collect::<Result<(), Error>>().map_err(Error::of_kill)
     }
 
-    /// Returns true if a container runs, or has ended after it was told to: what it was condemned for may be why.
-    /// One that ended by itself counts by how it did, whatever a probe said in that instant.
+    /// Returns true if a container runs, or has ended after it was told to: what it was condemned for may be
+    /// why. A container that ended by itself counts by its exit code, whatever a probe said in that instant.
     pub(super) fn may_be_for(&self, id: &str, seen: &Observation) -> bool {
         let container = seen.pod.containers.iter().find(|c| c.id == id);
         match container.map(|c| &c.state) {
             Some(pod::ContainerState::Exited { finished_at, .. }) => {
-                self.stopped.get(id).is_some_and(|at| at <= finished_at)
+                // A runtime may know the time to the second, or not at all.
+                let is_known = *finished_at != Timestamp::UNIX_EPOCH;
+                let is_exact = finished_at.subsec_nanosecond() != 0;
+                let since = |at: &Timestamp| if is_exact { *at } else { whole_second(*at) };
+                self.stopped.get(id).is_some_and(|at| !is_known || since(at) <= *finished_at)
             }
             _ => true,
         }

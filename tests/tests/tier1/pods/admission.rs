@@ -152,7 +152,7 @@ async fn a_pod_whose_port_was_taken_runs_once_the_port_is_free() {
     node.until_ready("one").await;
     node.apply(&with_port("two"));
     node.until_pod("two", "to be refused", failed_with("NodePorts")).await;
-    // It ends by itself: its manifest stays.
+    // The pod ends by itself: its manifest stays.
     node.cri.exit(&node.cri.container("one-n1", "main").unwrap().id, 0);
     node.until_ready("two").await;
 }
