@@ -10,6 +10,7 @@ use std::{
 };
 
 use beelet_policy::{
+    bounds,
     eviction::{DiskLayout, DiskPart, Observation, PodUsage, Signal},
     quantity::Quantity,
     resources::EPHEMERAL_STORAGE,

@@ -320,7 +320,7 @@ impl Worker {
                 Ok(None) => return,
                 Err(error) => {
                     warn!(pod = %self.plan.name, %error, "a step failed and will be tried again");
-                    self.record_not_ended(&error, control.end().is_some());
+                    self.record_not_ended(&error, end.is_some());
                     let at = Instant::now().after(pause);
                     pause = (pause * 2).min(RETRY_MAX);
                     Some(at)

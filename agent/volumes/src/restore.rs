@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use beelet_policy::claims;
+use beelet_policy::{claims, mount_points, volume_content::Allowance};
 use k8s_openapi::api::core::v1 as core;
 
 use super::{Error, Sources, Volumes, atomic, content, has_content, mounts, open_top};
@@ -73,11 +73,13 @@ impl Volumes {
     /// Makes again what is gone of the volumes that containers mount: those made of objects and emptyDirs.
     pub fn restore(&self, sources: &Sources<'_>) -> Result<Vec<Restored>, Error> {
         let (mounted, _) = claims::used(sources.pod);
+        let (mut left, nested) = (Allowance::default(), mount_points::nested(sources.pod));
         let mut restored = Vec::new();
         for volume in self.volumes.iter().filter(|volume| mounted.contains(volume.name.as_str())) {
             let in_volume = |error: Error| error.of_volume(&volume.name);
             if let Some(loss) = self.loss(volume).map_err(in_volume)? {
-                self.set_up_one(volume, sources).map_err(in_volume)?;
+                let nested = nested.get(volume.name.as_str());
+                self.set_up_one(volume, sources, nested, &mut left).map_err(in_volume)?;
                 restored.push(Restored { volume: volume.name.clone(), loss });
             }
         }
