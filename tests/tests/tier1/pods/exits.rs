@@ -17,6 +17,7 @@ const AT_ONCE: Settings = Settings {
     plugin_wait: None,
     pressure_transition: Duration::from_secs(3600),
     static_pods: true,
+    volume_check: Duration::from_secs(3600),
     configure: |_| {},
 };
 
