@@ -557,15 +557,20 @@ proptest! {
         let mut ledger = Ledger::new(resources, preemption::Policy::Kubelet);
         let (now, grace) = (Instant::now(), Duration::new(seconds, nanos));
         ledger.adopt(&plain("a", "3"));
-        prop_assert!(ledger.leaving("a", now, grace));
-        prop_assert!(!ledger.leaving("a", now, grace.saturating_add(SECOND)));
+        let mut is_news = |ledger: &mut Ledger, grace: Duration| {
+            let before = ledger.changes();
+            ledger.leaving("a", now, grace);
+            ledger.changes() != before
+        };
+        prop_assert!(is_news(&mut ledger, grace));
+        prop_assert!(!is_news(&mut ledger, grace.saturating_add(SECOND)));
         let verdict = ledger.decide(&plain("b", "3"), now);
         let Verdict::Wait { until: Some(until) } = verdict else {
             return Err(TestCaseError::fail(format!("{verdict:?}")));
         };
         prop_assert!(until >= now + 10 * SECOND);
         prop_assert!(until.duration_since(now) >= grace.min(beelet_policy::bounds::FAR));
-        prop_assert_eq!(ledger.leaving("a", now, Duration::ZERO), until > now + 10 * SECOND);
+        prop_assert_eq!(is_news(&mut ledger, Duration::ZERO), until > now + 10 * SECOND);
     }
 }
 

@@ -1,4 +1,4 @@
-//! What drivers answer, checked before anything is made of it. Pure.
+//! Drivers' answers, checked before anything is made of them. Pure.
 
 use std::collections::BTreeMap;
 

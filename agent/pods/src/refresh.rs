@@ -40,7 +40,7 @@ pub fn follow(
         let mut current = Pods::new();
         // Those of which something could not be shown, and what was told of that.
         let (mut failing, mut told) = (BTreeSet::new(), BTreeSet::new());
-        let mut checks = tokio::time::interval_at(Instant::now() + period, period);
+        let mut checks = tokio::time::interval_at(Instant::now().after(period), period);
         checks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let objects = Arc::clone(&desired.borrow_and_update().objects);

@@ -252,8 +252,8 @@ fn shorten_last_words(status: &mut PodStatus) {
     }
 }
 
-/// What the agent itself says has a bound too: a sentence may quote what a pod's author wrote. The first words
-/// say what failed, the last ones why.
+/// The agent's own sentences have a bound too: they may quote what a pod's author wrote. The first words say
+/// what failed, the last ones why.
 fn shorten_sentences(status: &mut PodStatus) {
     let each = MAX_SENTENCES / all_statuses(status).count().max(1);
     let each = each.clamp(LEAST_SENTENCE, MAX_SENTENCE);

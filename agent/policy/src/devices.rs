@@ -235,7 +235,7 @@ pub struct Serving {
 impl Serving {
     /// A container of this kind is served next, and these come after it. An init container may have what they
     /// hold: the kubelet keeps what it had itself, with the same effect, but also what nobody after it needs.
-    /// Where one of those `runs`, nothing is to be had of them.
+    /// While one of those `runs`, they lend nothing.
     pub(crate) fn begin<'c>(
         &mut self,
         devices: &Devices,

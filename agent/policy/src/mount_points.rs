@@ -32,7 +32,7 @@ fn in_container<'p>(mounts: &'p [VolumeMount], found: &mut Nested<'p>) {
         .enumerate()
         .map(|(index, mount)| (parts(&mount.mount_path), index, mount.name.as_str()))
         .collect();
-    // What is below a place stands right behind it. A pod may have tens of thousands of mounts: each is
+    // Places below one stand right behind it. A pod may have tens of thousands of mounts: each is
     // looked at once.
     places.sort_unstable();
     let mut around: Vec<(&[&str], &str)> = Vec::new();

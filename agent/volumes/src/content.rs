@@ -41,8 +41,8 @@ pub(super) fn in_memory(volume: &core::Volume) -> bool {
     volume.config_map.is_none()
 }
 
-/// The files of a volume; None for one of another kind. What they hold is the objects' own: a pod may name one
-/// many times.
+/// The files of a volume; None for one of another kind. Their contents are the objects' own: a pod may name
+/// one many times.
 ///
 /// # Errors
 /// An object or a key in it is not there; or `left` is not enough for them.

@@ -149,8 +149,8 @@ pub fn amounts(input: &[u8]) {
 }
 
 /// `$(VAR)` in the first line, by the definitions `NAME=VALUE` of the others, as Kubernetes' own code does
-/// it; then a chain of variables, each of which may refer to those before it, as far as the budget goes; and a
-/// probe's command of all lines.
+/// it; then a chain of variables, each of which may refer to those before it, as far as the budget goes; and
+/// a probe's command of all lines.
 pub fn expand(input: &[u8]) {
     let Ok(text) = std::str::from_utf8(input) else { return };
     let (text, rest) = text.split_once('\n').unwrap_or((text, ""));

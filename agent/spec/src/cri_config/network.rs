@@ -132,8 +132,8 @@ fn is_of_a_link(server: &str) -> bool {
     address.is_some_and(|address| address.segments()[0] & 0xffc0 == 0xfe80)
 }
 
-/// Options, with `more` of them; one of the same name (`ndots:5`, `ndots:2`) is replaced in its place. The API
-/// sets no limit to their number.
+/// Options, with `more` of them; one of the same name (`ndots:5`, `ndots:2`) is replaced in its place. The
+/// API sets no limit to their number.
 fn options(own: Vec<String>, more: &[core::PodDNSConfigOption]) -> Vec<String> {
     let name_of = |option: &str| option.split(':').next().unwrap_or_default().to_owned();
     let mut places = HashMap::new();
