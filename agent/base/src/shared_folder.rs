@@ -1,6 +1,7 @@
-//! A folder that others can write too: device plugins, drivers, containers with a hostPath. It is opened once,
-//! and all that is done in it is done by its descriptor and a name: whatever others put there, links, FIFOs,
-//! devices, folders, nothing outside the folder is read or written, and nobody is waited for. Blocking.
+//! A folder that others can write too: device plugins, drivers, containers with a hostPath. It is opened
+//! once, and all that is done in it is done by its descriptor and a name: whatever others put there, links,
+//! FIFOs, devices, folders, nothing outside the folder is read or written, and nobody is waited for.
+//! Blocking.
 
 use std::ffi::{CString, OsStr, OsString};
 use std::io::{self, Write as _};
@@ -61,8 +62,8 @@ impl Folder {
         written
     }
 
-    /// A new file beside `name`. What an agent that was killed has left under the first name goes; what others
-    /// put there instead is passed by.
+    /// A new file beside `name`. What an agent that was killed has left under the first name goes; what
+    /// others put there instead is passed by.
     fn temporary(&self, name: &OsStr) -> io::Result<(OsString, OwnedFd)> {
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let mut end = "tmp".to_owned();

@@ -50,8 +50,8 @@ impl Socket {
     }
 }
 
-/// Listens at a name of its own in a folder. The socket has its mode before it has a name: a file is born with
-/// the mode of the socket that is bound to it (`unix_bind_bsd` in net/unix/af_unix.c).
+/// Listens at a name of its own in a folder. The socket has its mode before it has a name: a file is born
+/// with the mode of the socket that is bound to it (`unix_bind_bsd` in net/unix/af_unix.c).
 fn listen(dir: &Path) -> io::Result<(UnixListener, PathBuf)> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;

@@ -105,8 +105,9 @@ impl FsGroup {
         rustix::fs::fchmod(file, mode | mask(kind, access))
     }
 
-    /// Gives what was a plain file when its name was read to the group. A container may have put a device there
-    /// since, and to open that may do something: it is found first, and opened if it still is a plain file.
+    /// Gives what was a plain file when its name was read to the group. A container may have put a device
+    /// there since, and to open that may do something: it is found first, and opened if it still is a plain
+    /// file.
     fn own_plain(&self, folder: BorrowedFd<'_>, name: &CStr, access: Access) -> Result<(), Errno> {
         let flags = own_file::FOUND.union(OFlags::NOFOLLOW);
         let found = rustix::fs::openat(folder, name, flags, Mode::empty())?;

@@ -123,8 +123,8 @@ fn seccomp(
     }
 }
 
-/// A path below a folder, whatever it says: of an absolute one the rest, as `filepath.Join` of Go does it, and
-/// no part of it leads up.
+/// A path below a folder, whatever it says: of an absolute one the rest, as `filepath.Join` of Go does it,
+/// and no part of it leads up.
 fn below(folder: &Path, path: &Path) -> PathBuf {
     let parts = path.components().filter(|part| matches!(part, Component::Normal(_)));
     parts.fold(folder.to_owned(), |below, part| below.join(part))
