@@ -23,8 +23,7 @@ use super::scene::{Scene, config_map, files_below, in_own_mounts, is_relist, pod
 // ---- A root that can't be written ----
 
 /// A mount namespace of the agent's own in which all is read-only but its folders and what is a file system
-/// of its own (/run, /sys/fs/cgroup, /proc). Mounts made outside are seen inside, and none made inside is
-/// seen outside.
+/// of its own (/run, /sys/fs/cgroup, /proc).
 fn on_read_only_root(dir: &Path, options: Options) -> Options {
     let dir_text = dir.display();
     in_own_mounts(
