@@ -145,8 +145,8 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
     end(start(builder, config))
 }
 
-/// Prints everything that is wrong with a configuration; where a check was asked for, with everything that has no
-/// effect.
+/// Prints everything that is wrong with a configuration; where a check was asked for, with everything that
+/// has no effect.
 pub(crate) fn print_faults(faults: &ConfigFaults, with_warnings: bool) {
     for warning in faults.warnings.iter().filter(|_| with_warnings) {
         eprintln!("warning: {warning}");

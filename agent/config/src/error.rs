@@ -16,8 +16,8 @@ pub struct ConfigError {
     pub message: String,
 }
 
-/// Why settings cannot be used: every fault that was found, and everything that has no effect, so that a person
-/// who moves a kubelet's file here sees the whole list at once. Prints as one line per fault.
+/// Why settings cannot be used: every fault that was found, and everything that has no effect, so that a
+/// person who moves a kubelet's file here sees the whole list at once. Prints as one line per fault.
 #[derive(Debug, Clone, Default, PartialEq, Eq, thiserror::Error)]
 #[error("{}", lines(.errors))]
 pub struct ConfigFaults {

@@ -354,8 +354,8 @@ impl Config {
     ///
     /// # Errors
     /// The file cannot be read, is not YAML or JSON, has a document of another kind, an unknown field of a
-    /// `BeeletConfiguration` or a bad value. An unknown field of a `KubeletConfiguration` is a warning, as to the
-    /// kubelet.
+    /// `BeeletConfiguration` or a bad value. An unknown field of a `KubeletConfiguration` is a warning, as to
+    /// the kubelet.
     pub fn load(path: &Path) -> Result<(Self, Vec<Warning>), ConfigFaults> {
         load::load(path)
     }

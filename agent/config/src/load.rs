@@ -149,8 +149,8 @@ impl Layers {
         Ok(())
     }
 
-    /// Checks all settings. A setting with a fault is noted and taken out, so that it hides no other. A second fault
-    /// of a setting that was taken out is that it is missing now: the check ends there.
+    /// Checks all settings. A setting with a fault is noted and taken out, so that it hides no other. A
+    /// second fault of a setting that was taken out is that it is missing now: the check ends there.
     fn resolve(mut self) -> Result<(Config, Vec<Warning>), ConfigFaults> {
         let mut noted = BTreeSet::new();
         loop {
@@ -306,8 +306,8 @@ impl<T: DeserializeOwned + Default> Merged<T> {
     }
 }
 
-/// Removes the node at `path`, or, unless `exactly`, the nearest one above it; a list goes as a whole. The longest
-/// key wins, since keys have dots in them (`evictionHard.memory.available`).
+/// Removes the node at `path`, or, unless `exactly`, the nearest one above it; a list goes as a whole. The
+/// longest key wins, since keys have dots in them (`evictionHard.memory.available`).
 fn take_out(value: &mut Value, path: &str, exactly: bool) -> bool {
     let Some(map) = value.as_object_mut() else { return false };
     let begins = |key: &&String| {
@@ -388,9 +388,9 @@ type Fields = Map<String, Value>;
 /// Said of a field that a document does not have.
 const NO_SUCH_FIELD: &str = "there is no such field";
 
-/// The fields that have an effect, and those that have none. Faults get those that have none, and the fields that
-/// there are not: a warning in a `KubeletConfiguration`, whose strict decoding falls back to a lenient one in the
-/// kubelet; an error in a `BeeletConfiguration`.
+/// The fields that have an effect, and those that have none. Faults get those that have none, and the fields
+/// that there are not: a warning in a `KubeletConfiguration`, whose strict decoding falls back to a lenient
+/// one in the kubelet; an error in a `BeeletConfiguration`.
 fn known<T: DeserializeOwned>(
     path: &Path,
     document: Option<&Document>,

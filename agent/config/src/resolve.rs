@@ -55,8 +55,8 @@ const ALWAYS_ENFORCED: &str =
     "\"none\" has no effect: the cgroup of all pods always has what the node does not reserve as its limit";
 const RESERVABLE: [&str; 4] = ["cpu", "memory", "ephemeral-storage", "pid"];
 
-/// What the documents mean. `partly` gets the settings of which beelet honours a part only: a kubelet starts with
-/// them, so they keep no node from starting.
+/// What the documents mean. `partly` gets the settings of which beelet honours a part only: a kubelet starts
+/// with them, so they keep no node from starting.
 pub(super) fn kubelet(
     wire: &KubeletWire,
     node_name: String,
@@ -444,8 +444,8 @@ fn check_enforcement(wire: &KubeletWire, partly: &mut Vec<Problem>) -> Result<()
     Ok(())
 }
 
-/// The cgroup whose daemons are held to what is reserved for them, if that is enforced. The kubelet takes a name
-/// with or without slashes around it (`ParseCgroupfsToCgroupName`), and looks at none that nothing uses.
+/// The cgroup whose daemons are held to what is reserved for them, if that is enforced. The kubelet takes a
+/// name with or without slashes around it (`ParseCgroupfsToCgroupName`), and looks at none that nothing uses.
 fn reserved_cgroup(
     wire: &KubeletWire,
     whose: &str,

@@ -219,8 +219,9 @@ fn tls_files(wire: &KubeletWire) -> Result<Option<TlsFiles>, Problem> {
     }
 }
 
-/// The suites of `names` that are offered. A kubelet takes every suite that Go knows, and warns of the insecure
-/// ones, which guides for hardened nodes list as well: a file that asks for more is honoured in part.
+/// The suites of `names` that are offered. A kubelet takes every suite that Go knows, and warns of the
+/// insecure ones, which guides for hardened nodes list as well: a file that asks for more is honoured in
+/// part.
 fn cipher_suites(names: &[String], partly: &mut Vec<Problem>) -> Result<Vec<String>, Problem> {
     let mut suites: Vec<String> = Vec::new();
     for (index, name) in names.iter().enumerate() {

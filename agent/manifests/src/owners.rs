@@ -23,10 +23,11 @@ const NAME: &str = "manifests";
 /// Which file has an object's name, by kind and name ([`key`]).
 pub(super) type Owners = BTreeMap<String, PathBuf>;
 
-/// Which file has which name and UID. Of two files with one name, a file that ends in `.yaml`, `.yml` or `.json`
-/// counts before any other, because a backup is what has another ending. Then the file that had the name keeps it,
-/// also while the agent can't read it: a copy of a manifest must not take the name from the pod that runs. Then the
-/// shorter file name counts, then the first in order. Modification times decide nothing: a backup is always older.
+/// Which file has which name and UID. Of two files with one name, a file that ends in `.yaml`, `.yml` or
+/// `.json` counts before any other, because a backup is what has another ending. Then the file that had the
+/// name keeps it, also while the agent can't read it: a copy of a manifest must not take the name from the
+/// pod that runs. Then the shorter file name counts, then the first in order. Modification times decide
+/// nothing: a backup is always older.
 #[derive(Debug, Default)]
 pub(super) struct Claims {
     pub(super) owners: Owners,

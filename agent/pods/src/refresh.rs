@@ -14,6 +14,7 @@ use tracing::{info, warn};
 
 use crate::launch::Launcher;
 use beelet_base::blocking::blocking;
+use beelet_base::clock::After as _;
 use beelet_base::work::Work;
 use beelet_model::objects::Objects;
 use beelet_model::pod::NodeFacts;

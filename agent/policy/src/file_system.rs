@@ -5,7 +5,7 @@
 //! what is on the disk, as root. So a type is one of those that the kernel itself mounts from a block device,
 //! and an option is none of those that mount(8) itself acts on.
 
-use std::net::Ipv6Addr;
+use core::net::Ipv6Addr;
 
 /// File systems on block devices, and the program that makes each. Not `zfs`, `ntfs-3g`, `fuseblk` or any
 /// other that needs a helper; not `auto`, where the disk would choose.

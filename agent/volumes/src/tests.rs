@@ -286,8 +286,8 @@ fn anybody_writes_to_an_empty_folder_and_in_memory_nobody_removes_what_is_anothe
 /// A PersistentVolume of the machine's own.
 fn claimed(name: &str, spec: serde_json::Value, read_only: bool) -> Claimed {
     let volume = json!({"metadata": {"name": name}, "spec": spec});
-    let volume = std::sync::Arc::new(serde_json::from_value(volume).unwrap());
-    Claimed { volume, claim: std::sync::Arc::default(), read_only }
+    let volume = Arc::new(serde_json::from_value(volume).unwrap());
+    Claimed { volume, claim: Arc::default(), read_only }
 }
 
 fn claiming(uid: &str, group: Option<u32>) -> core::Pod {
@@ -412,7 +412,7 @@ fn a_volume_of_objects_is_kept_current_beside_a_claims_volume() {
     let objects = |value: &str| {
         let map = json!({"metadata": {"name": "m", "namespace": "shop"}, "data": {"a": value}});
         let mut objects = Objects::default();
-        let map = std::sync::Arc::new(serde_json::from_value(map).unwrap());
+        let map = Arc::new(serde_json::from_value(map).unwrap());
         objects.add(Path::new(""), &beelet_model::objects::Object::ConfigMap(map));
         objects
     };

@@ -8,7 +8,9 @@ const DOORS: &str = "agent/base/src/";
 
 /// Parts of the tree that are no part of the agent that runs.
 const NOT_THE_AGENT: &[&str] =
-    &["agent/testing/", "agent/build.rs", "agent/codec/build.rs", "agent/proto/build.rs"];
+    &["agent/testing/", "agent/build.rs", "agent/codec/build.rs", "agent/proto/build.rs", PACKAGING];
+/// A module of tests alone.
+const PACKAGING: &str = "agent/src/command/packaging.rs";
 
 /// What starts a program. `Command` is also what clap calls a command line, so such a file is told apart by
 /// what it uses.

@@ -1,6 +1,7 @@
-//! An archive without its compression, which its first bytes tell: gzip and zstd, as containerd's own import takes
-//! them. Must never need more memory than one zstd window, of which the decoder takes 128 MiB at most, and must
-//! never let a small file fill the node's disk: what an archive unpacks to is bounded by what was read of it.
+//! An archive without its compression, which its first bytes tell: gzip and zstd, as containerd's own import
+//! takes them. Must never need more memory than one zstd window, of which the decoder takes 128 MiB at most,
+//! and must never let a small file fill the node's disk: what an archive unpacks to is bounded by what was
+//! read of it.
 
 use std::cell::Cell;
 use std::fmt;
@@ -13,8 +14,8 @@ use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
 /// Bytes that are read of the archive at a time.
 const PIECE: usize = 1 << 20;
-/// Most times its own size that an archive may unpack to, beyond [`FREE`]. Programs and texts shrink to a third or a
-/// tenth; gzip's best is about 1030.
+/// Most times its own size that an archive may unpack to, beyond [`FREE`]. Programs and texts shrink to a
+/// third or a tenth; gzip's best is about 1030.
 const MOST_TIMES: u64 = 100;
 /// Bytes that any archive may unpack to.
 const FREE: u64 = 1 << 30;

@@ -301,8 +301,8 @@ pub(crate) fn through(dir: &Path, mut options: Options, prelude: &str, command: 
 }
 
 /// The agent in a mount namespace of its own, as a container has one whose folder of pods was given to it
-/// with mountPropagation `Bidirectional`: mounts below that folder are seen outside, and no others. `inner` runs
-/// there before the agent.
+/// with mountPropagation `Bidirectional`: mounts below that folder are seen outside, and no others. `inner`
+/// runs there before the agent.
 pub(crate) fn in_own_mounts(dir: &Path, options: Options, inner: &str) -> Options {
     let pods = dir.join("agent/pods").display().to_string();
     let prelude = format!(
