@@ -557,7 +557,7 @@ proptest! {
         let mut ledger = Ledger::new(resources, preemption::Policy::Kubelet);
         let (now, grace) = (Instant::now(), Duration::new(seconds, nanos));
         ledger.adopt(&plain("a", "3"));
-        let mut is_news = |ledger: &mut Ledger, grace: Duration| {
+        let is_news = |ledger: &mut Ledger, grace: Duration| {
             let before = ledger.changes();
             ledger.leaving("a", now, grace);
             ledger.changes() != before

@@ -386,7 +386,8 @@ fn refused(request: &str, code: u16, status: &Value, retry_after: Option<Duratio
             .unwrap_or("an error")
             .to_owned()
     });
-    let detail = status["details"]["retryAfterSeconds"].as_i64().map(bounds::seconds);
+    let detail = status["details"]["retryAfterSeconds"].as_u64();
+    let detail = detail.map(|asked| bounds::seconds(i64::try_from(asked).unwrap_or(i64::MAX)));
     Error {
         request: request.to_owned(),
         kind: Kind::Status {

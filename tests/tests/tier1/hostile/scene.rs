@@ -304,7 +304,8 @@ pub(crate) fn through(dir: &Path, mut options: Options, prelude: &str, command: 
 /// with mountPropagation `Bidirectional`: mounts below that folder are seen outside, and no others. `inner`
 /// runs there before the agent.
 pub(crate) fn in_own_mounts(dir: &Path, options: Options, inner: &str) -> Options {
-    let pods = dir.join("agent/pods").display().to_string();
+    let set = options.beelet.get("podsDir").and_then(Value::as_str).map(str::to_owned);
+    let pods = set.unwrap_or_else(|| dir.join("agent/pods").display().to_string());
     let prelude = format!(
         "mkdir -p {pods}; mountpoint -q {pods} || {{ mount --bind {pods} {pods}; mount --make-shared {pods}; }}"
     );
