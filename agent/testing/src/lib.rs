@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 pub mod again;
 pub mod folders;
+pub mod hostile_pods;
 pub mod http2;
 pub mod logind;
+pub mod schema;
 pub mod tls;

@@ -1,0 +1,724 @@
+//! Pods of an author who wants to hurt the node: each is a pod that works, but for one field. Every field of
+//! the API's schema ([`crate::schema`]) gets, one after the other, all that its kind of value can be at its worst.
+//! [`pairs`] are pods that hurt
+//! by fields that belong together.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::{Map, Value, json};
+
+use crate::schema::{self, Field, Kind, Step};
+
+/// The node that the pods are assigned to.
+pub const NODE: &str = "testnode";
+/// The image of their containers.
+pub const IMAGE: &str = "localhost/beelet/app:1";
+
+/// What a field is set to.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Hostile {
+    /// This.
+    Value(Value),
+    /// A text so many times in a row.
+    Text(&'static str, usize),
+    /// A list with so many good elements.
+    Elements(usize),
+    /// A map with so many entries of good values.
+    Entries(usize),
+    /// A map with one entry, whose key is this text so many times in a row.
+    Key(&'static str, usize),
+    /// So many lists in each other.
+    Nested(usize),
+}
+
+/// What a case tries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Group {
+    /// Numbers, amounts, ports and times.
+    Numbers,
+    /// Texts and keys.
+    Texts,
+    /// How many there are in a list or a map.
+    Counts,
+    /// JSON of another type than the field has.
+    Types,
+}
+
+/// One pod with one field that hurts.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// The field.
+    pub field: Arc<Field>,
+    /// What it is set to.
+    pub hostile: Hostile,
+    /// What is tried by that.
+    pub group: Group,
+    /// The pod around the field.
+    good: Arc<Good>,
+}
+
+/// A pod that works, with the field in it.
+#[derive(Debug)]
+struct Good {
+    pod: Value,
+    pointer: String,
+}
+
+impl Case {
+    /// The pod.
+    #[must_use]
+    pub fn pod(&self) -> Value {
+        let mut pod = self.good.pod.clone();
+        if let Some(place) = pod.pointer_mut(&self.good.pointer) {
+            let worst = self.worst(place);
+            *place = worst;
+        }
+        pod
+    }
+
+    /// The pod as a static manifest: without what the API server adds, but for the field itself.
+    #[must_use]
+    pub fn manifest(&self) -> Value {
+        let mut pod = self.pod();
+        let added = [("/metadata", "uid"), ("/metadata", "namespace"), ("/spec", "nodeName")];
+        for (parent, name) in added.into_iter().filter(|(_, name)| !self.field.goes_through(name)) {
+            let parent = pod.pointer_mut(parent).and_then(Value::as_object_mut);
+            parent.and_then(|parent| parent.remove(name));
+        }
+        pod
+    }
+
+    /// What the field is set to where it is `good` else.
+    fn worst(&self, good: &Value) -> Value {
+        let text = |text: &str, times: &usize| text.repeat(*times);
+        match &self.hostile {
+            Hostile::Value(value) => value.clone(),
+            Hostile::Text(part, times) => text(part, times).into(),
+            Hostile::Elements(count) => (0..*count).map(|number| element(good, number)).collect(),
+            Hostile::Entries(count) => {
+                let value = first_value(good);
+                let entries = (0..*count).map(|number| (format!("k{number}"), value.clone()));
+                Value::Object(entries.collect())
+            }
+            Hostile::Key(part, times) => {
+                Value::Object(Map::from_iter([(text(part, times), first_value(good))]))
+            }
+            Hostile::Nested(levels) => (0..*levels).fold(json!([]), |inner, _| json!([inner])),
+        }
+    }
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} = {:?}", self.field, self.hostile)
+    }
+}
+
+/// An element of a list of many, with a name of its own if it has one.
+fn element(list: &Value, number: usize) -> Value {
+    let mut element = list.get(0).cloned().unwrap_or_default();
+    for field in ["name", "mountPath", "path"] {
+        if let Some(Value::String(text)) = element.get_mut(field) {
+            text.push_str(&number.to_string());
+        }
+    }
+    element
+}
+
+fn first_value(map: &Value) -> Value {
+    map.as_object().and_then(|map| map.values().next()).cloned().unwrap_or_default()
+}
+
+/// Every case, of all fields of a pod.
+///
+/// # Panics
+/// If the schema has something that [`crate::schema`] does not know, or a pod that should work is none.
+#[must_use]
+pub fn cases() -> Vec<Case> {
+    let fields = pod_fields();
+    let (kinds, mut cases) = (kinds(&fields), Vec::new());
+    for field in &fields {
+        let good = Arc::new(good(field, &kinds));
+        let field = Arc::new(field.clone());
+        for (group, hostile) in worst_of(field.kind) {
+            cases.push(Case { field: Arc::clone(&field), hostile, group, good: Arc::clone(&good) });
+        }
+    }
+    cases
+}
+
+/// The cases of a group: one of so many, or all with `cargo xtask test --long`.
+#[must_use]
+pub fn cases_of(group: Group, one_of: usize) -> Vec<Case> {
+    let step = if std::env::var_os("BEELET_LONG").is_some() { 1 } else { one_of };
+    cases().into_iter().filter(|case| case.group == group).step_by(step).collect()
+}
+
+/// Every place in a pod.
+///
+/// # Panics
+/// If the schema has something that [`crate::schema`] does not know.
+#[must_use]
+pub fn pod_fields() -> Vec<Field> {
+    schema::fields::<Pod>().unwrap_or_else(|problem| panic!("{problem}"))
+}
+
+// ---- What hurts ----
+
+/// Texts that read as numbers, or nearly.
+const AMOUNTS: &[&str] = &[
+    "0",
+    "-1",
+    "1",
+    "1n",
+    "0.0000000001",
+    "1e-30",
+    "-0",
+    "1000Ei",
+    "9223372036854775807",
+    "-9223372036854775808",
+    "9223372036854775808",
+    "1e30",
+    "-1e30",
+    "9e999999999",
+    "",
+    " ",
+    "1 ",
+    "abc",
+    "NaN",
+    "inf",
+    "0x10",
+    "1Qi",
+    "+5",
+];
+
+/// Texts that mean something elsewhere: paths, options, formats, other lines, other directions, no characters.
+const TEXTS: &[&str] = &[
+    "",
+    " ",
+    ".",
+    "..",
+    "/",
+    "//",
+    "../../../../etc/passwd",
+    "/proc/self/root",
+    "a/b",
+    "a\0b",
+    "a\nb: c",
+    "a\r\nb",
+    "\u{1b}[31m",
+    "\u{202e}live",
+    "\u{feff}",
+    "\u{fffd}",
+    "-rf",
+    "--help",
+    "%s%n%d",
+    "$(HOME)",
+    "$$(A)$(",
+    "`id`",
+    "'\"\\",
+    "a:b",
+    "a,b=c",
+    "*",
+    "{}",
+    "[]",
+    "null",
+    "true",
+    "日本語",
+    "e\u{301}",
+    "9223372036854775807",
+    "-1",
+    "1e309",
+    "1970-01-01T00:00:00Z",
+];
+
+/// Times of day and none.
+const TIMES: &[&str] = &[
+    "0001-01-01T00:00:00Z",
+    "1970-01-01T00:00:00Z",
+    "1969-12-31T23:59:59Z",
+    "9999-12-31T23:59:59Z",
+    "9999-12-31T23:59:59+23:59",
+    "-009999-01-01T00:00:00Z",
+    "+10000-01-01T00:00:00Z",
+    "2026-02-30T00:00:00Z",
+    "2026-01-01T25:00:00Z",
+    "",
+    "now",
+];
+
+/// All that is tried where such a value stands.
+fn worst_of(kind: Kind) -> Vec<(Group, Hostile)> {
+    let number = |value: Value| (Group::Numbers, Hostile::Value(value));
+    let text = |text: &&str| (Group::Texts, Hostile::Value((*text).into()));
+    let own: Vec<(Group, Hostile)> = match kind {
+        Kind::Bool => [true, false].map(|value| (Group::Types, Hostile::Value(value.into()))).into(),
+        Kind::Int32 => int32().map(number).collect(),
+        Kind::Int64 => int64().map(number).collect(),
+        Kind::Quantity => AMOUNTS
+            .iter()
+            .map(|text| number((*text).into()))
+            .chain([number(json!(1e308)), number(json!(-1)), (Group::Numbers, Hostile::Text("9", 10_000))])
+            .collect(),
+        Kind::IntOrString => int32()
+            .chain(int64())
+            .map(number)
+            .chain(TEXTS.iter().map(text))
+            .chain([(Group::Texts, Hostile::Text("a", 100_000))])
+            .collect(),
+        Kind::Time => TIMES.iter().map(|text| number((*text).into())).collect(),
+        Kind::Text => TEXTS.iter().map(text).chain(long_texts()).collect(),
+        Kind::List => {
+            [0, 2, 1000].map(|count| (Group::Counts, Hostile::Elements(count))).into_iter().collect()
+        }
+        Kind::Map => keys(),
+        Kind::Json | Kind::Object(_) => Vec::new(),
+    };
+    own.into_iter().chain(of_other_types(kind)).collect()
+}
+
+fn int32() -> impl Iterator<Item = Value> {
+    [0, -1, 1, 65_535, 65_536, i32::MAX, i32::MIN].into_iter().map(Value::from)
+}
+
+/// A second more than an `Instant` can have, a month's typo, and the limits.
+fn int64() -> impl Iterator<Item = Value> {
+    let all =
+        [0, -1, 1, i64::from(i32::MAX), i64::from(u32::MAX), 1_000_000_000_000, i64::MAX / 1_000_000_000];
+    let most = [i64::MAX / 1000, i64::MAX / 2 * 2, i64::MAX - 1, i64::MAX, i64::MIN, i64::MIN + 1];
+    all.into_iter().chain(most).map(Value::from)
+}
+
+/// At the limits of names and labels, one beyond them, and longer than any limit.
+fn long_texts() -> impl Iterator<Item = (Group, Hostile)> {
+    let lengths = [63, 64, 253, 254, 4096, 300_000];
+    lengths.map(|length| (Group::Texts, Hostile::Text("a", length))).into_iter().chain([
+        (Group::Texts, Hostile::Text("é", 127)),
+        (Group::Texts, Hostile::Text("a/", 2000)),
+        (Group::Texts, Hostile::Text("../", 2000)),
+        (Group::Texts, Hostile::Text("$(A)", 20_000)),
+        (Group::Texts, Hostile::Text("\n", 20_000)),
+    ])
+}
+
+fn keys() -> Vec<(Group, Hostile)> {
+    let mut all: Vec<(Group, Hostile)> =
+        TEXTS.iter().map(|text| (Group::Texts, Hostile::Key(text, 1))).collect();
+    all.push((Group::Texts, Hostile::Key("a", 100_000)));
+    all.extend([0, 2, 1000].map(|count| (Group::Counts, Hostile::Entries(count))));
+    all
+}
+
+/// Values that no such field has: JSON that is no object where one belongs, and so on.
+fn of_other_types(kind: Kind) -> Vec<(Group, Hostile)> {
+    let all = [
+        json!(null),
+        json!(true),
+        json!(7),
+        json!(-1.5),
+        json!("x"),
+        json!([]),
+        json!([null]),
+        json!({}),
+        json!({"x": 1}),
+    ];
+    let fits = |value: &Value| match kind {
+        Kind::Bool => value.is_boolean(),
+        Kind::Int32 | Kind::Int64 => value.is_i64(),
+        Kind::Text => value.is_string(),
+        Kind::List => *value == json!([]),
+        Kind::Map => *value == json!({}),
+        Kind::Quantity | Kind::IntOrString | Kind::Time | Kind::Json | Kind::Object(_) => false,
+    };
+    let others = all.into_iter().filter(|value| !fits(value)).map(Hostile::Value);
+    // A reader of JSON gives up at 128 levels.
+    others.chain([Hostile::Nested(60), Hostile::Nested(200)]).map(|hostile| (Group::Types, hostile)).collect()
+}
+
+// ---- Pods that work ----
+
+/// A pod that the API server would assign to the tests' node, with the defaults that it sets.
+#[must_use]
+pub fn plain(name: &str) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": { "name": name, "namespace": "default", "uid": "8a0d0c0e-0000-4000-8000-000000000001" },
+        "spec": {
+            "nodeName": NODE, "restartPolicy": "Always", "dnsPolicy": "ClusterFirst", "enableServiceLinks": false,
+            "schedulerName": "default-scheduler", "terminationGracePeriodSeconds": 2, "securityContext": {},
+            "containers": [{
+                "name": "main", "image": IMAGE, "command": ["/bin/testapp"], "imagePullPolicy": "IfNotPresent",
+                "terminationMessagePath": "/dev/termination-log", "terminationMessagePolicy": "File", "resources": {},
+            }],
+        },
+    })
+}
+
+/// The kinds of values by their places.
+type Kinds<'a> = BTreeMap<&'a [Step], Kind>;
+
+fn kinds(fields: &[Field]) -> Kinds<'_> {
+    fields.iter().map(|field| (field.path.as_slice(), field.kind)).collect()
+}
+
+/// The pod that works with `field` in it, and where in it that is. A list or a map has one good entry.
+fn good(field: &Field, kinds: &Kinds<'_>) -> Good {
+    let mut pod = plain("pod");
+    let entry = match field.kind {
+        Kind::List => Some(Step::Item),
+        Kind::Map => Some(Step::Key),
+        _ => None,
+    };
+    let way: Vec<Step> = field.path.iter().copied().chain(entry).collect();
+    let mut pointers = vec![String::new()];
+    for place in 1..=way.len() {
+        let pointer =
+            reach(&mut pod, pointers.last().map_or("", String::as_str), &way[..place], way.get(place), kinds);
+        pointers.push(pointer);
+    }
+    accompany(field, &mut pod);
+    let pointer = pointers.swap_remove(field.path.len());
+    Good { pod: with_required_fields(&pod, field), pointer }
+}
+
+/// Takes the last step of `way`, from `from`: gives the pod a good value there, if it has none. Returns the place.
+fn reach(pod: &mut Value, from: &str, way: &[Step], next: Option<&Step>, kinds: &Kinds<'_>) -> String {
+    let (Some((step, before)), Some(kind)) = (way.split_last(), kinds.get(way).copied()) else {
+        panic!("{way:?} has no kind")
+    };
+    let Some(parent) = pod.pointer_mut(from) else { panic!("nothing at {from}") };
+    let next_is_object = next.is_some_and(|next| {
+        let path: Vec<Step> = way.iter().chain([next]).copied().collect();
+        matches!(kinds.get(path.as_slice()), Some(Kind::Object(_)))
+    });
+    let key = match step {
+        Step::Field(name) => name,
+        Step::Item => "0",
+        Step::Key => key_of(before),
+    };
+    match parent {
+        Value::Array(list) if list.is_empty() => list.push(good_value(kind, way, next_is_object)),
+        Value::Array(_) => {}
+        parent if parent.get(key).is_none_or(Value::is_null) => {
+            parent[key] = good_value(kind, way, next_is_object);
+        }
+        _ => {}
+    }
+    format!("{from}/{}", key.replace('~', "~0").replace('/', "~1"))
+}
+
+/// The key that a map's entry has here.
+fn key_of(map: &[Step]) -> &'static str {
+    match map.last() {
+        Some(Step::Field("limits" | "requests" | "overhead" | "allocatedResources" | "capacity")) => "memory",
+        _ => "extra",
+    }
+}
+
+/// A good value of this kind at `path`. Of several ways to say the same a pod may have one only: the default is
+/// left out where a field of it that is an object follows.
+fn good_value(kind: Kind, path: &[Step], next_is_object: bool) -> Value {
+    match kind {
+        Kind::Bool => true.into(),
+        Kind::Int32 | Kind::Int64 | Kind::IntOrString => 1.into(),
+        Kind::Text => {
+            let mut names = path.iter().rev();
+            let name = names.find_map(|step| if let Step::Field(name) = step { Some(*name) } else { None });
+            good_text(name.unwrap_or_default()).into()
+        }
+        Kind::Quantity => "64Mi".into(),
+        Kind::Time => "2026-01-01T00:00:00Z".into(),
+        Kind::Json | Kind::Map => json!({}),
+        Kind::List => json!([]),
+        Kind::Object(name) => {
+            let mut fields = beside(name);
+            fields.retain(|_, value| !(next_is_object && value.is_object()));
+            Value::Object(fields)
+        }
+    }
+}
+
+/// What an object of this type needs so that a field in it counts. What is not here gets what its type cannot be
+/// without ([`with_required_fields`]).
+fn beside(name: &str) -> Map<String, Value> {
+    let run = json!({ "command": ["true"] });
+    let fields = match name {
+        "Container" | "EphemeralContainer" => {
+            json!({ "name": "extra", "image": IMAGE, "command": ["/bin/testapp"], "imagePullPolicy": "IfNotPresent" })
+        }
+        "Probe" => json!({ "exec": run, "timeoutSeconds": 30 }),
+        "LifecycleHandler" => json!({ "exec": run }),
+        "Volume" => json!({ "name": "extra", "emptyDir": {} }),
+        "EnvVar" => json!({ "name": "EXTRA" }),
+        "EnvVarSource" => json!({ "fieldRef": { "fieldPath": "metadata.name" } }),
+        "EnvFromSource" => json!({ "configMapRef": { "name": "conf" } }),
+        "VolumeProjection" => json!({ "configMap": { "name": "conf" } }),
+        "ConfigMapVolumeSource" | "ConfigMapProjection" | "ConfigMapEnvSource" => json!({ "name": "conf" }),
+        "SecretProjection" | "SecretEnvSource" => json!({ "name": "secret" }),
+        "SecretVolumeSource" => json!({ "secretName": "secret" }),
+        "ConfigMapKeySelector" => json!({ "name": "conf", "key": "greeting" }),
+        "SecretKeySelector" => json!({ "name": "secret", "key": "greeting" }),
+        "VolumeMount" => json!({ "name": "extra", "mountPath": "/extra" }),
+        "PodOS" => json!({ "name": "linux" }),
+        "SeccompProfile" | "AppArmorProfile" => json!({ "type": "Unconfined" }),
+        "Toleration" => json!({ "operator": "Exists" }),
+        "Sysctl" => json!({ "name": "net.ipv4.ip_local_port_range", "value": "1024 65535" }),
+        "DownwardAPIVolumeFile" => json!({ "path": "extra", "fieldRef": { "fieldPath": "metadata.name" } }),
+        "KeyToPath" => json!({ "key": "greeting", "path": "extra" }),
+        "PersistentVolumeClaimTemplate" => json!({ "spec": { "accessModes": ["ReadWriteOnce"] } }),
+        _ => json!({}),
+    };
+    fields.as_object().cloned().unwrap_or_default()
+}
+
+/// A text that does no harm in a field of this name.
+fn good_text(field: &str) -> &'static str {
+    match field {
+        "image" | "reference" => IMAGE,
+        "mountPath" => "/extra-too",
+        "devicePath" | "path" | "server" | "volumePath" | "directory" | "workingDir" => "/extra",
+        "terminationMessagePath" => "/dev/termination-log",
+        "ip" | "podIP" | "hostIP" | "ips" => "192.0.2.9",
+        "fieldPath" => "metadata.name",
+        "resource" => "limits.cpu",
+        "key" => "greeting",
+        "command" => "/bin/testapp",
+        "iqn" => "iqn.2001-04.com.example:extra",
+        "targetPortal" => "192.0.2.1:3260",
+        "driver" => "extra.example.com",
+        "operator" => "Exists",
+        "phase" => "Pending",
+        _ => "extra",
+    }
+}
+
+/// Adds what another part of the pod must have for the field to count: a mount of its volume, a volume of its
+/// mount.
+fn accompany(field: &Field, pod: &mut Value) {
+    let spec = &mut pod["spec"];
+    if field.goes_through("volumeMounts") || field.goes_through("volumes") {
+        if spec["volumes"].is_null() {
+            spec["volumes"] = json!([{ "name": "extra", "emptyDir": {} }]);
+        }
+        let mounts = &mut spec["containers"][0]["volumeMounts"];
+        if mounts.is_null() && field.path.len() > 2 {
+            *mounts = json!([{ "name": "extra", "mountPath": "/extra" }]);
+        }
+    }
+}
+
+/// The pod with the fields that its types cannot be without, as the types write them.
+fn with_required_fields(pod: &Value, field: &Field) -> Value {
+    let written = serde_json::from_value::<Pod>(pod.clone()).and_then(|pod| serde_json::to_value(&pod));
+    let mut whole = written.unwrap_or_else(|problem| panic!("{field}: {problem}: {pod:#}"));
+    fill(&mut whole, pod);
+    whole
+}
+
+/// Gives good texts to the fields of `whole` that `pod` does not have; adds back what `whole` left out for being
+/// empty.
+fn fill(whole: &mut Value, pod: &Value) {
+    match (whole, pod) {
+        (Value::Object(whole), Value::Object(pod)) => {
+            for (key, value) in whole.iter_mut() {
+                match pod.get(key) {
+                    Some(of_pod) => fill(value, of_pod),
+                    None if value == "" => *value = good_text(key).into(),
+                    None => {}
+                }
+            }
+            for (key, value) in pod.iter().filter(|(_, value)| !value.is_null()) {
+                whole.entry(key).or_insert_with(|| value.clone());
+            }
+        }
+        (Value::Array(whole), Value::Array(pod)) => {
+            whole.iter_mut().zip(pod).for_each(|(whole, pod)| fill(whole, pod));
+        }
+        _ => {}
+    }
+}
+
+// ---- Fields that hurt together ----
+
+/// A pod that hurts by several fields at once.
+#[derive(Clone, Debug)]
+pub struct Pair {
+    /// What it tries.
+    pub name: &'static str,
+    /// The pod.
+    pub pod: Value,
+}
+
+/// Pods whose fields are harmless alone. `$(VAR)` references double what they refer to `doublings` times.
+#[must_use]
+pub fn pairs(doublings: usize) -> Vec<Pair> {
+    let most = i64::MAX.to_string();
+    let pair = |name, change: &dyn Fn(&mut Value)| {
+        let mut pod = plain(name);
+        change(&mut pod);
+        Pair { name, pod }
+    };
+    let container = |fields: Value| {
+        move |pod: &mut Value| {
+            let main = &mut pod["spec"]["containers"][0];
+            fields.as_object().into_iter().flatten().for_each(|(key, value)| main[key] = value.clone());
+        }
+    };
+    let chain = doubling_variables(doublings);
+    let last = format!("$(V{doublings})");
+    let long = json!([{ "name": "LONG", "value": "x".repeat(100_000) }]);
+    let many = "$(LONG)".repeat(3000);
+    let amounts = json!({ "cpu": most, "memory": most, "ephemeral-storage": most, "hugepages-2Mi": most });
+    let all = json!({ "requests": amounts, "limits": amounts });
+    let hook = json!({ "preStop": { "sleep": { "seconds": i64::MAX } } });
+    let probe = json!({
+        "exec": { "command": ["true"] }, "initialDelaySeconds": i32::MAX, "periodSeconds": i32::MAX, "timeoutSeconds": i32::MAX,
+        "failureThreshold": i32::MAX, "successThreshold": 1, "terminationGracePeriodSeconds": i64::MAX,
+    });
+    let expanded = json!({ "exec": { "command": ["true", many] }, "timeoutSeconds": 30 });
+    vec![
+        pair("doubling-variables", &container(json!({ "env": chain }))),
+        pair("doubling-arguments", &container(json!({ "env": chain, "args": [last, last] }))),
+        pair(
+            "many-references-in-a-command",
+            &container(json!({ "env": long, "command": ["/bin/testapp", many] })),
+        ),
+        pair(
+            "many-references-in-arguments",
+            &container(json!({ "env": long, "args": vec!["$(LONG)"; 3000] })),
+        ),
+        pair("many-references-in-a-variable", &|pod| {
+            let env = json!([long[0], { "name": "MANY", "value": many }]);
+            container(json!({ "env": env }))(pod);
+        }),
+        pair("many-references-in-a-probe", &container(json!({ "env": long, "readinessProbe": expanded }))),
+        pair("many-references-in-a-part-of-a-volume", &|pod| {
+            let mount = json!({ "name": "extra", "mountPath": "/extra", "subPathExpr": many });
+            container(json!({ "env": long, "volumeMounts": [mount] }))(pod);
+            pod["spec"]["volumes"] = json!([{ "name": "extra", "emptyDir": {} }]);
+        }),
+        pair("no-end-of-grace", &|pod| {
+            container(json!({ "lifecycle": hook, "livenessProbe": probe, "startupProbe": probe }))(pod);
+            pod["spec"]["terminationGracePeriodSeconds"] = i64::MAX.into();
+            pod["spec"]["activeDeadlineSeconds"] = i64::MAX.into();
+        }),
+        pair("all-amounts-at-most", &|pod| {
+            container(json!({ "resources": all }))(pod);
+            let main = pod["spec"]["containers"][0].clone();
+            let more = |name: &str| {
+                let mut one = main.clone();
+                one["name"] = name.into();
+                one
+            };
+            let mut sidecar = more("sidecar");
+            sidecar["restartPolicy"] = "Always".into();
+            pod["spec"]["containers"] = json!([main, more("second"), more("third")]);
+            pod["spec"]["initContainers"] = json!([sidecar, more("init")]);
+            pod["spec"]["overhead"] = amounts.clone();
+            pod["spec"]["resources"] = all.clone();
+        }),
+        pair("annotations-of-the-agent", &|pod| {
+            pod["metadata"]["annotations"] = json!({
+                "probes.beelet.dev/main": "period=1ns timeout=1ns canary=1ns mode=kernel readiness.edge=immediate liveness.period=99999999999999h",
+                "beelet.dev/probes": "period=0s,timeout=-1s", "beelet.dev/manifest": "/etc/passwd",
+                "kubernetes.io/config.seen": "9999-12-31T23:59:59Z", "kubernetes.io/config.hash": "x",
+                "container.apparmor.security.beta.kubernetes.io/main": "localhost/../../x",
+                "kubectl.kubernetes.io/default-container": "none",
+                "io.kubernetes.pod.terminationGracePeriod": most, "io.kubernetes.container.restartCount": most,
+                "beelet.dev/restart-delay-seconds": most, "beelet.dev/round": most, "beelet.dev/devices": "[]",
+            });
+            container(json!({ "livenessProbe": { "exec": { "command": ["true"] }, "timeoutSeconds": 30 } }))(
+                pod,
+            );
+        }),
+        pair("labels-of-the-agent", &|pod| {
+            pod["metadata"]["labels"] = json!({
+                "io.kubernetes.pod.uid": "x", "io.kubernetes.pod.name": "x", "io.kubernetes.pod.namespace": "kube-system",
+                "io.kubernetes.container.name": "x", "beelet.dev/managed-by": "somebody",
+            });
+        }),
+        pair("annotations-at-their-limit", &|pod| {
+            pod["metadata"]["annotations"] = json!({ "extra": "x".repeat(255 << 10) });
+        }),
+        pair("folders-in-each-other", &|pod| {
+            let deep = format!("/extra{}", "/a".repeat(5000));
+            pod["spec"]["volumes"] = json!([{ "name": "extra", "configMap": { "name": "conf" } }, { "name": "inner", "emptyDir": {} }]);
+            let mounts =
+                json!([{ "name": "extra", "mountPath": "/extra" }, { "name": "inner", "mountPath": deep }]);
+            container(json!({ "volumeMounts": mounts }))(pod);
+        }),
+        pair("files-in-deep-folders", &|pod| {
+            let path = |number: usize| format!("{}{number}", "a/".repeat(1000));
+            let items: Vec<Value> =
+                (0..100).map(|number| json!({ "key": "greeting", "path": path(number) })).collect();
+            pod["spec"]["volumes"] =
+                json!([{ "name": "extra", "configMap": { "name": "conf", "items": items } }]);
+            container(json!({ "volumeMounts": [{ "name": "extra", "mountPath": "/extra" }] }))(pod);
+        }),
+        pair("one-name-for-all-containers", &|pod| {
+            let main = pod["spec"]["containers"][0].clone();
+            pod["spec"]["containers"] = vec![main; 50].into();
+        }),
+        pair("no-containers", &|pod| pod["spec"]["containers"] = json!([])),
+    ]
+}
+
+/// Variables of which each is twice the one before.
+fn doubling_variables(doublings: usize) -> Vec<Value> {
+    let first = json!({ "name": "V0", "value": "0123456789abcdef" });
+    let double = |number: usize| {
+        let before = number - 1;
+        json!({ "name": format!("V{number}"), "value": format!("$(V{before})$(V{before})") })
+    };
+    [first].into_iter().chain((1..=doublings).map(double)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_field_is_reached_in_a_pod_that_can_be_read() {
+        let fields = pod_fields();
+        let kinds = kinds(&fields);
+        for field in &fields {
+            let good = good(field, &kinds);
+            assert!(good.pod.pointer(&good.pointer).is_some(), "{field}: nothing at {}", good.pointer);
+            serde_json::from_value::<Pod>(good.pod).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_case_differs_from_its_good_pod_in_its_field_only() {
+        let cases = cases();
+        for case in cases.iter().step_by(97) {
+            let mut pod = case.pod();
+            let place = pod.pointer_mut(&case.good.pointer).unwrap();
+            *place = case.good.pod.pointer(&case.good.pointer).unwrap().clone();
+            assert_eq!(pod, case.good.pod, "{case}");
+        }
+        let of = |group| cases.iter().filter(|case| case.group == group).count();
+        println!(
+            "{} cases: {} of numbers, {} of texts, {} of counts, {} of types",
+            cases.len(),
+            of(Group::Numbers),
+            of(Group::Texts),
+            of(Group::Counts),
+            of(Group::Types)
+        );
+    }
+
+    #[test]
+    fn elements_have_names_of_their_own() {
+        let cases = cases();
+        let many = |case: &&Case| {
+            case.hostile == Hostile::Elements(2) && case.field.to_string() == "spec.containers"
+        };
+        let pod = cases.iter().find(many).unwrap().pod();
+        let name = |number: usize| pod["spec"]["containers"][number]["name"].clone();
+        assert_eq!((name(0), name(1)), (json!("main0"), json!("main1")));
+    }
+}
