@@ -144,10 +144,13 @@ fn unknown_kind(value: &Value, api_version: Option<&str>, kind: Option<&str>) ->
             Problem::new("kind", "one pod per file: split the list into a file for each pod")
         }
         (Some(version), Some("Pod" | "PriorityClass" | "ConfigMap" | "Secret" | "RuntimeClass")) => {
-            Problem::new("apiVersion", format!("{version:?} is not known for this kind: {wanted}"))
+            Problem::new(
+                "apiVersion",
+                format!("{} is not known for this kind: {wanted}", names::quoted(version)),
+            )
         }
         (Some(_), Some(kind)) => {
-            Problem::new("kind", format!("{kind:?} is not a kind that a node runs: {wanted}"))
+            Problem::new("kind", format!("{} is not a kind that a node runs: {wanted}", names::quoted(kind)))
         }
     }
 }
@@ -177,5 +180,7 @@ fn read_pod(document: &Document) -> Result<Manifest, Vec<Problem>> {
     Ok(Manifest { object: Object::Pod(Box::new(pod)), content, warnings })
 }
 
+#[cfg(test)]
+mod hostile;
 #[cfg(test)]
 mod tests;

@@ -11,6 +11,8 @@ pub mod env;
 mod error;
 #[cfg(any(test, feature = "test-util"))]
 pub mod fixtures;
+#[cfg(test)]
+mod hostile;
 pub mod resize;
 pub mod services;
 pub mod signals;
