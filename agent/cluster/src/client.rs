@@ -330,7 +330,7 @@ impl Client {
             if bytes.is_empty() {
                 return Ok(Value::Null);
             }
-            serde_json::from_slice(&bytes).map_err(|cause| unreachable(&request, &cause))
+            beelet_codec::answer(&bytes).map_err(|cause| unreachable(&request, &cause))
         };
         let answer = timeout(ANSWER, whole).await.unwrap_or_else(|_| Err(late(&request)));
         self.presence.note(&answer);
@@ -434,18 +434,10 @@ async fn line(stream: &mut (impl AsyncBufRead + Unpin)) -> std::io::Result<Optio
     Ok(Some(line))
 }
 
-/// Takes out what says who set which field: nobody here asks, and it can be most of an object.
-pub(crate) fn forget_managers(object: &mut Value) {
-    if let Some(metadata) = object.get_mut("metadata").and_then(Value::as_object_mut) {
-        metadata.remove("managedFields");
-    }
-}
-
 fn event(request: &str, line: &[u8]) -> Result<Event, Error> {
-    let mut value: Value = serde_json::from_slice(line).map_err(|cause| unreachable(request, &cause))?;
+    let mut value = beelet_codec::answer(line).map_err(|cause| unreachable(request, &cause))?;
     let object = value.get_mut("object").map(Value::take).filter(Value::is_object);
-    let mut object = object.ok_or_else(|| unreachable(request, &"an event without an object"))?;
-    forget_managers(&mut object);
+    let object = object.ok_or_else(|| unreachable(request, &"an event without an object"))?;
     match value["type"].as_str() {
         Some("ADDED" | "MODIFIED") => Ok(Event::Applied(object)),
         Some("DELETED") => Ok(Event::Deleted(object)),
@@ -477,6 +469,18 @@ mod tests {
         let line = br#"{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"7",
             "annotations":{"k8s.io/initial-events-end":"true"}}}}"#;
         assert_eq!(event("watch", line), Ok(Event::Complete("7".to_owned())));
+    }
+
+    #[test]
+    fn an_event_with_managed_fields_of_any_depth_is_an_event() {
+        let deep = format!("{}1{}", r#"{"f:a":"#.repeat(300), "}".repeat(300));
+        let managed = format!(r#"[{{"manager":"author","fieldsV1":{deep}}}]"#);
+        let line =
+            format!(r#"{{"type":"ADDED","object":{{"metadata":{{"name":"a","managedFields":{managed}}}}}}}"#);
+        assert_eq!(
+            event("watch", line.as_bytes()),
+            Ok(Event::Applied(json!({ "metadata": { "name": "a" } })))
+        );
     }
 
     #[test]

@@ -14,7 +14,7 @@ use tracing::{debug, info, warn};
 
 use crate::{
     backoff::{Pauses, chance},
-    client::{ANSWER, Client, Error, Event, forget_managers},
+    client::{ANSWER, Client, Error, Event},
     url::field_selector,
 };
 
@@ -83,9 +83,8 @@ impl Line<'_> {
     async fn list(&self) -> Result<(Vec<Value>, String), Error> {
         let mut list = self.client.get(&self.url("")).await?;
         let version = list["metadata"]["resourceVersion"].as_str().unwrap_or_default().to_owned();
-        let mut objects =
+        let objects =
             items(&mut list).map_err(|cause| Error::unusable(&format!("GET {}", self.of.path), &cause))?;
-        objects.iter_mut().for_each(forget_managers);
         Ok((objects, version))
     }
 

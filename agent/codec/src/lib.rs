@@ -10,6 +10,7 @@
 //!
 //! This crate must never read a file, and never know what the fields mean.
 
+mod answer;
 pub mod data;
 mod decode;
 pub mod document;
@@ -18,6 +19,7 @@ mod object;
 pub mod parts;
 pub mod protobuf;
 
+pub use answer::answer;
 pub use decode::{name_of, normalize};
 pub use error::field;
 pub use object::{ApiType, JsonError, list};
