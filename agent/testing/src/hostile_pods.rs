@@ -662,6 +662,14 @@ pub fn pairs(doublings: usize) -> Vec<Pair> {
             let main = pod["spec"]["containers"][0].clone();
             pod["spec"]["containers"] = vec![main; 50].into();
         }),
+        // An API server 1.36 keeps them as an author of pods writes them, at any depth.
+        pair("managed-fields-in-each-other", &|pod| {
+            let deep = (0..300).fold(json!({}), |inner, _| json!({ "f:a": inner }));
+            pod["metadata"]["managedFields"] = json!([{
+                "manager": "author", "operation": "Update", "apiVersion": "v1", "time": "2026-01-01T00:00:00Z",
+                "fieldsType": "FieldsV1", "fieldsV1": { "f:metadata": { "f:annotations": deep } },
+            }]);
+        }),
         pair("no-containers", &|pod| pod["spec"]["containers"] = json!([])),
     ]
 }
