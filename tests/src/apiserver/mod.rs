@@ -324,15 +324,43 @@ impl FakeApi {
         self.change(path, |store, target| store.delete(target, &json!({ "gracePeriodSeconds": 0 })))
     }
 
+    /// Deletes it with so many seconds of grace, whatever its own are. None if there is no such object.
+    ///
+    /// # Panics
+    /// If the path names no object.
+    pub fn try_delete_within(&self, path: &str, seconds: i64) -> Option<Value> {
+        self.try_change(path, |store, target| store.delete(target, &json!({ "gracePeriodSeconds": seconds })))
+            .ok()
+    }
+
+    /// Takes away what keeps the object at `path` from being removed: its finalizers. None if there is no such
+    /// object.
+    ///
+    /// # Panics
+    /// If the path names no object.
+    pub fn release(&self, path: &str) -> Option<Value> {
+        let patch = json!({ "metadata": { "finalizers": null } });
+        self.try_change(path, |store, target| store.patch(target, "application/merge-patch+json", &patch))
+            .ok()
+    }
+
     fn change(
         &self,
         path: &str,
         change: impl FnOnce(&mut Store, &Target) -> Result<Value, Refusal>,
     ) -> Value {
+        self.try_change(path, change).unwrap_or_else(|refusal| panic!("{path}: {}", refusal.message))
+    }
+
+    fn try_change(
+        &self,
+        path: &str,
+        change: impl FnOnce(&mut Store, &Target) -> Result<Value, Refusal>,
+    ) -> Result<Value, Refusal> {
         let Some(target) = Target::of(path) else { panic!("{path} names no object") };
         let changed = change(&mut self.shared.lock().store, &target);
         self.shared.changed();
-        changed.unwrap_or_else(|refusal| panic!("{path}: {}", refusal.message))
+        changed
     }
 
     // ---- Certificates ----

@@ -207,7 +207,7 @@ fn change(shared: &Shared, asked: &Asked, target: &Target) -> Result<Value, Refu
         Verb::Delete => {
             let mut options = asked.body.clone();
             if let Some(grace) =
-                asked.query.get("gracePeriodSeconds").and_then(|text| text.parse::<u64>().ok())
+                asked.query.get("gracePeriodSeconds").and_then(|text| text.parse::<i64>().ok())
             {
                 options = json!({ "gracePeriodSeconds": grace });
             }

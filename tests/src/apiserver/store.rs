@@ -290,11 +290,11 @@ impl Store {
         if grace == 0 && !finalizers {
             return Ok(self.remove(&key).unwrap_or_default());
         }
-        let sooner = metadata["deletionGracePeriodSeconds"].as_u64().is_none_or(|before| grace < before);
+        let sooner = metadata["deletionGracePeriodSeconds"].as_i64().is_none_or(|before| grace < before);
         if !sooner {
             return Ok(object);
         }
-        metadata["deletionTimestamp"] = now(grace).into();
+        metadata["deletionTimestamp"] = now(grace.unsigned_abs()).into();
         metadata["deletionGracePeriodSeconds"] = grace.into();
         let generation = metadata["generation"].as_u64().unwrap_or(0);
         metadata["generation"] = (generation + 1).into();
@@ -313,13 +313,14 @@ impl Store {
         removed
     }
 
-    fn grace(&self, target: &Target, object: &Value, options: &Value) -> u64 {
+    /// Seconds that a pod gets. They may be negative: 1.36 takes any in DeleteOptions, and keeps them so.
+    fn grace(&self, target: &Target, object: &Value, options: &Value) -> i64 {
         let ended = ["Succeeded", "Failed"].iter().any(|phase| object["status"]["phase"] == *phase);
         if target.resource() != "pods" || object["spec"]["nodeName"].is_null() || ended {
             return 0;
         }
-        let of_pod = object["spec"]["terminationGracePeriodSeconds"].as_u64();
-        options["gracePeriodSeconds"].as_u64().or(of_pod).unwrap_or(30)
+        let of_pod = object["spec"]["terminationGracePeriodSeconds"].as_i64();
+        options["gracePeriodSeconds"].as_i64().or(of_pod).unwrap_or(30)
     }
 
     fn write(&mut self, key: Key, mut object: Value) -> Value {

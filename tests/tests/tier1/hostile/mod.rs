@@ -10,6 +10,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
 
+mod author;
 mod clock;
 mod confined;
 mod crowd;
