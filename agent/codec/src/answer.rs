@@ -1,5 +1,5 @@
-//! An API server's JSON, read without what says who set which field: nobody on a node asks for that, and it can be
-//! most of an object.
+//! An API server's JSON, read without what says who set which field: nobody on a node asks for that, and it
+//! can be most of an object.
 
 use std::fmt;
 
@@ -8,8 +8,8 @@ use serde_json::{Map, Value};
 
 /// The value of an API server's JSON, without the `managedFields` of any `metadata`.
 ///
-/// They are skipped, not read: they may have any depth (an API server stores what an author of pods writes there),
-/// and the reader of values gives up at 128 levels. One such pod would hide all others of its list.
+/// They are skipped, not read: they may have any depth (an API server stores what an author of pods writes
+/// there), and the reader of values gives up at 128 levels. One such pod would hide all others of its list.
 ///
 /// # Errors
 /// The text is not JSON, or has too many levels elsewhere.

@@ -1,5 +1,5 @@
-//! Every field of a pod at its worst ([`beelet_testing::hostile_pods`]), as a static manifest: what is no pod of
-//! this node is refused by the name of the field.
+//! Every field of a pod at its worst ([`beelet_testing::hostile_pods`]), as a static manifest: what is no
+//! pod of this node is refused by the name of the field.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -9,7 +9,8 @@ use beelet_testing::schema::Step;
 /// Bytes that a refusal may have.
 const REFUSAL_MAX: usize = 64 << 10;
 
-/// Returns true if a refusal names the field, or an object or a list that it is in; of what is no YAML, the place.
+/// Returns true if a refusal names the field, or an object or a list that it is in; of what is no YAML, the
+/// place.
 fn names_the_field(refusal: &str, case: &Case) -> bool {
     // A reader of YAML takes no key beyond 1024 characters, and no text beyond so many levels.
     if matches!(case.hostile, Hostile::Nested(_) | Hostile::Key(_, 1025..)) {

@@ -1,6 +1,6 @@
-//! Every field of a pod at its worst ([`beelet_testing::hostile_pods`]) through everything that is pure: the pod is
-//! read, judged, and put into the runtime's words. Nothing panics (overflow checks are on), and what comes out has
-//! a bound.
+//! Every field of a pod at its worst ([`beelet_testing::hostile_pods`]) through everything that is pure:
+//! the pod is read, judged, and put into the runtime's words. Nothing panics (overflow checks are on), and
+//! what comes out has a bound.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -35,13 +35,14 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use prost::Message as _;
 use serde_json::Value;
 
-/// Bytes that the requests to the runtime may have beside what the pod itself has, so many times over: a label is in
-/// the sandbox and in each container, references may repeat a value.
+/// Bytes that the requests to the runtime may have beside what the pod itself has, so many times over: a
+/// label is in the sandbox and in each container, references may repeat a value.
 const REQUESTS_MAX: usize = 16 << 20;
 /// No decision about one pod may take as long, in a build without optimisation on a busy machine.
 const LONGEST: Duration = Duration::from_secs(30);
 
-/// What all layers beneath the agent make of a pod: bytes of the requests to the runtime; None if it is no pod.
+/// What all layers beneath the agent make of a pod: bytes of the requests to the runtime; None if it is no
+/// pod.
 fn decide(text: &str) -> Option<usize> {
     let value: Value = serde_json::from_str(text).ok()?;
     let _ = support::check(&value);

@@ -1,7 +1,6 @@
-//! Pods of an author who wants to hurt the node: each is a pod that works, but for one field. Every field of
-//! the API's schema ([`crate::schema`]) gets, one after the other, all that its kind of value can be at its worst.
-//! [`pairs`] are pods that hurt
-//! by fields that belong together.
+//! Pods of an author who wants to hurt the node: each is a pod that works, but for one field. Every field
+//! of the API's schema ([`crate::schema`]) gets, one after the other, all that its kind of value can be at
+//! its worst. [`pairs`] are pods that hurt by fields that belong together.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -195,7 +194,8 @@ const AMOUNTS: &[&str] = &[
     "+5",
 ];
 
-/// Texts that mean something elsewhere: paths, options, formats, other lines, other directions, no characters.
+/// Texts that mean something elsewhere: paths, options, formats, other lines, other directions, no
+/// characters.
 const TEXTS: &[&str] = &[
     "",
     " ",
@@ -384,7 +384,8 @@ fn good(field: &Field, kinds: &Kinds<'_>) -> Good {
     Good { pod: with_required_fields(&pod, field), pointer }
 }
 
-/// Takes the last step of `way`, from `from`: gives the pod a good value there, if it has none. Returns the place.
+/// Takes the last step of `way`, from `from`: gives the pod a good value there, if it has none. Returns the
+/// place.
 fn reach(pod: &mut Value, from: &str, way: &[Step], next: Option<&Step>, kinds: &Kinds<'_>) -> String {
     let (Some((step, before)), Some(kind)) = (way.split_last(), kinds.get(way).copied()) else {
         panic!("{way:?} has no kind")
@@ -418,8 +419,8 @@ fn key_of(map: &[Step]) -> &'static str {
     }
 }
 
-/// A good value of this kind at `path`. Of several ways to say the same a pod may have one only: the default is
-/// left out where a field of it that is an object follows.
+/// A good value of this kind at `path`. Of several ways to say the same a pod may have one only: the
+/// default is left out where a field of it that is an object follows.
 fn good_value(kind: Kind, path: &[Step], next_is_object: bool) -> Value {
     match kind {
         Kind::Bool => true.into(),
@@ -441,8 +442,8 @@ fn good_value(kind: Kind, path: &[Step], next_is_object: bool) -> Value {
     }
 }
 
-/// What an object of this type needs so that a field in it counts. What is not here gets what its type cannot be
-/// without ([`with_required_fields`]).
+/// What an object of this type needs so that a field in it counts. What is not here gets what its type
+/// cannot be without ([`with_required_fields`]).
 fn beside(name: &str) -> Map<String, Value> {
     let run = json!({ "command": ["true"] });
     let fields = match name {
@@ -518,8 +519,8 @@ fn with_required_fields(pod: &Value, field: &Field) -> Value {
     whole
 }
 
-/// Gives good texts to the fields of `whole` that `pod` does not have; adds back what `whole` left out for being
-/// empty.
+/// Gives good texts to the fields of `whole` that `pod` does not have; adds back what `whole` left out for
+/// being empty.
 fn fill(whole: &mut Value, pod: &Value) {
     match (whole, pod) {
         (Value::Object(whole), Value::Object(pod)) => {

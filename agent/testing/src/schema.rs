@@ -1,8 +1,8 @@
-//! The fields of an object of the API, found by the type's own reader: whatever field a newer k8s-openapi knows
-//! is found too.
+//! The fields of an object of the API, found by the type's own reader: whatever field a newer k8s-openapi
+//! knows is found too.
 //!
-//! [`fields`] lets a type deserialize itself from a source that has everything: each struct gets all fields that
-//! it asks for, each list one element, each map one entry. What is asked for at each place is noted.
+//! [`fields`] lets a type deserialize itself from a source that has everything: each struct gets all fields
+//! that it asks for, each list one element, each map one entry. What is asked for at each place is noted.
 
 use std::fmt;
 

@@ -333,8 +333,8 @@ impl FakeApi {
             .ok()
     }
 
-    /// Takes away what keeps the object at `path` from being removed: its finalizers. None if there is no such
-    /// object.
+    /// Takes away what keeps the object at `path` from being removed: its finalizers. None if there is no
+    /// such object.
     ///
     /// # Panics
     /// If the path names no object.

@@ -1,6 +1,6 @@
-//! Cases as pods of an API server, on the whole agent. Beside them run two pods whose readiness must not change;
-//! the agent lives, its memory has a bound, and a pod that does not run says why: in its status, by an event, or,
-//! where it cannot even be read, in the log.
+//! Cases as pods of an API server, on the whole agent. Beside them run two pods whose readiness must not
+//! change; the agent lives, its memory has a bound, and a pod that does not run says why: in its status, by
+//! an event, or, where it cannot even be read, in the log.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -17,13 +17,13 @@ use crate::cluster::scene::{Member, status_of};
 
 /// Pods at a time.
 const BATCH: usize = 150;
-/// Memory that the agent may use beyond what it uses with its bystanders alone, in KiB: for [`BATCH`] pods of which
-/// some have 1000 elements, and for texts of 300 KB in several copies.
+/// Memory that the agent may use beyond what it uses with its bystanders alone, in KiB: for [`BATCH`] pods
+/// of which some have 1000 elements, and for texts of 300 KB in several copies.
 const MEMORY_KIB: u64 = 400 << 10;
 /// Seconds with which pods are deleted, in turn. An API server 1.36 takes any, and hands negative ones on.
 const GRACES: [i64; 8] = [i64::MAX, 1_000_000_000_000, 2_147_483_647, 30, 1, 0, -1, i64::MIN];
-/// The log's words for a pod that cannot be read. The node says nothing to the API server of one, and does not
-/// confirm its end.
+/// The log's words for a pod that cannot be read. The node says nothing to the API server of one, and does
+/// not confirm its end.
 const UNREADABLE: &str = "a pod of the API server can't be read";
 /// The pods that must not notice.
 const BYSTANDERS: [&str; 2] = ["bystander", "bystander-probed"];
@@ -130,8 +130,8 @@ impl Node {
         pod["status"].to_string().chars().take(1500).collect()
     }
 
-    /// What is said of pods other than in their statuses: warnings among the events, and in the log of pods that
-    /// cannot be read.
+    /// What is said of pods other than in their statuses: warnings among the events, and in the log of pods
+    /// that cannot be read.
     fn told(&self) -> BTreeMap<String, String> {
         let events =
             self.member.api.all("/api/v1/events").into_iter().filter(|event| event["type"] == "Warning");
@@ -231,7 +231,8 @@ fn was_unready(asked: &Asked) -> bool {
     asked.verb == Verb::Patch && of_bystander && conditions.is_some_and(unready)
 }
 
-/// Returns true for a pod that an API server could hand to this node: it has metadata and a spec, and is the node's.
+/// Returns true for a pod that an API server could hand to this node: it has metadata and a spec, and is
+/// the node's.
 fn reaches_the_node(pod: &Value) -> bool {
     let metadata = &pod["metadata"];
     pod["spec"]["nodeName"] == NODE

@@ -1,11 +1,11 @@
 //! An author of pods who wants to hurt the node: every field of a v1.Pod at its worst
-//! ([`beelet_testing::hostile_pods`]), derived from the API's schema, so that the fields of a newer API are covered
-//! by themselves.
+//! ([`beelet_testing::hostile_pods`]), derived from the API's schema, so that the fields of a newer API are
+//! covered by themselves.
 //!
-//! `cluster`: pods of an API server, beside two pods that must not notice. `manifests`: static manifests. The agents
-//! here get a sample of the cases that is always the same; more of them go through the decisions and through the
-//! reader of manifests, in agent/spec/src/hostile.rs and agent/manifests/src/hostile.rs. With
-//! `cargo xtask test --long` all of these get every case.
+//! `cluster`: pods of an API server, beside two pods that must not notice. `manifests`: static manifests.
+//! The agents here get a sample of the cases that is always the same; more of them go through the decisions
+//! and through the reader of manifests, in agent/spec/src/hostile.rs and agent/manifests/src/hostile.rs.
+//! With `cargo xtask test --long` all of these get every case.
 
 mod cluster;
 mod manifests;
