@@ -161,7 +161,7 @@ fn lives(pod: &core::Pod) {
             let _ = (state.due(at), state.held(at), state.is_steady(at));
             state.record(Duration::MAX, Outcome::Failure);
             let command = probe.exec.iter().flat_map(|exec| exec.command.clone().unwrap_or_default());
-            expand::expand_probe_command(
+            let _ = expand::expand_probe_command(
                 &command.collect::<Vec<_>>(),
                 container.env.as_deref().unwrap_or_default(),
             );
