@@ -9,7 +9,7 @@ use crate::env::{Environment, Sources};
 use crate::{app_armor, cri_config, definition, fixtures, resize, signals, support, sysctls};
 use beelet_codec::ApiType as _;
 use beelet_model::objects::Objects;
-use beelet_model::pod::{default_container, grace_period, has_host_port, is_active};
+use beelet_model::pod::{default_container, grace_period, has_host_port};
 use beelet_policy::cgroups::{
     CgroupConfig, CgroupDriver, CgroupVersion, NodeAmounts, container_cgroup, container_resources,
     node_cgroups, pod_cgroup, sandbox_resources,
@@ -74,7 +74,7 @@ fn amounts(pod: &core::Pod) {
         let (priority, critical) = (critical::priority(pod), critical::is_critical(pod));
         let usage =
             PodUsage { memory_working_set_bytes: u64::MAX, logs_bytes: u64::MAX, ..PodUsage::default() };
-        let one = Candidate { demand, priority, critical, usage: Some(usage) };
+        let one = Candidate { demand, priority, critical, leaving: false, usage: Some(usage) };
         let pods = [one.clone(), Candidate { usage: None, ..one }];
         for signal in
             [Signal::MemoryAvailable, Signal::NodeFsAvailable, Signal::NodeFsInodesFree, Signal::PidAvailable]
@@ -85,6 +85,7 @@ fn amounts(pod: &core::Pod) {
     let storage = PodStorage {
         volumes: [("extra".to_owned(), u64::MAX)].into(),
         containers: [("main".to_owned(), u64::MAX)].into(),
+        files: u64::MAX,
     };
     let _ = violation(pod, &storage);
     let amounts =
@@ -118,7 +119,7 @@ fn places(pod: &core::Pod) {
     let _ = misfit(pod, &NodeView { name: "n1".to_owned(), ..NodeView::default() });
     let periods = Periods::of_totals(Duration::from_secs(30), Duration::from_secs(10));
     let _ = periods.groups([(pod, critical::priority(pod))]);
-    let _ = (default_container(pod), has_host_port(pod), is_active(pod), mirror::is_mirror(pod));
+    let _ = (default_container(pod), has_host_port(pod), mirror::is_mirror(pod));
     let owner = Owner { name: "n1".to_owned(), uid: "u1".to_owned() };
     let name = mirror::name_of(pod);
     let _ = mirror::steps(&[(name.clone(), pod)].into(), &[(name, pod)].into(), &owner);
@@ -194,7 +195,7 @@ fn volumes(pod: &core::Pod) {
         references::wants_trust_bundles(pod),
         claims::used(pod),
     );
-    let _ = csi::pod_context(pod, true);
+    let _ = (csi::pod_context(pod, true), mount_points::nested(pod));
     for medium in [Medium::OfPod, Medium::Of(2 << 20)] {
         let _ = huge_pages::page_size(medium, pod);
     }
@@ -210,7 +211,6 @@ fn volumes(pod: &core::Pod) {
             migration::is_migrated(volume),
             removed_volumes::is_removed(volume),
         );
-        let _ = mount_points::nested(pod, &volume.name);
     }
 }
 
