@@ -272,8 +272,8 @@ mod tests {
         check(
             serde_json::json!({"exec": {"command": ["cat", "$(FILE)".repeat(200_000)]}}),
             Err(
-                "an argument of an exec probe's command is longer than 1048576 bytes once its references are \
-                 replaced",
+                "an argument of an exec probe's command and what comes before it are longer than 1048576 bytes \
+                 together",
             ),
         );
         let grpc = |service: &str| Target::Grpc { port: 9, service: service.to_owned() };

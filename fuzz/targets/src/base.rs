@@ -58,12 +58,15 @@ fn line(mount: &Mount<'_>) -> Vec<u8> {
     });
     let point: Vec<u8> = point.collect();
     let device = mount.device.map_or("-".to_owned(), |(major, minor)| format!("{major}:{minor}"));
+    let tag = |name: &str, group: Option<u64>| group.map_or(String::new(), |id| format!(" {name}:{id}"));
+    let tags = tag("shared", mount.groups.shared) + &tag("master", mount.groups.master);
+    let flags = format!("rw{tags} -");
     let fields = [
         b"36 35",
         device.as_bytes(),
         mount.root,
         &point,
-        b"rw shared:1 -",
+        flags.as_bytes(),
         mount.fs_type,
         mount.source,
         mount.super_options,
