@@ -238,8 +238,7 @@ impl Inputs<'_> {
             status.started = Some(true);
         }
         let has_probe = spec.readiness_probe.is_some();
-        let takes_on = self.failure.is_none() && status.started == Some(true);
-        let ready = takes_on && (!has_probe || facts.ready == Some(true));
+        let ready = status.started == Some(true) && (!has_probe || facts.ready == Some(true));
         std::mem::replace(&mut status.ready, ready) != ready
     }
 
@@ -363,12 +362,9 @@ impl Inputs<'_> {
         running && (spec.startup_probe.is_none() || facts.started == Some(true))
     }
 
-    /// A pod that was ended for good takes nothing more on, while what runs of it ends.
     fn ready(&self, spec: &core::Container, container: &pod::Container) -> bool {
         let facts = self.probes.get(&container.id).copied().unwrap_or_default();
-        self.failure.is_none()
-            && self.started(spec, container)
-            && (spec.readiness_probe.is_none() || facts.ready == Some(true))
+        self.started(spec, container) && (spec.readiness_probe.is_none() || facts.ready == Some(true))
     }
 
     /// The status of one container. `may_run` is false while init containers hold it back, and for these

