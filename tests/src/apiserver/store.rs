@@ -290,7 +290,9 @@ impl Store {
         if grace == 0 && !finalizers {
             return Ok(self.remove(&key).unwrap_or_default());
         }
-        let sooner = metadata["deletionGracePeriodSeconds"].as_i64().is_none_or(|before| grace < before);
+        // A grace period without a deletion is nothing: a real API server takes it away when the pod is made.
+        let before = metadata["deletionGracePeriodSeconds"].as_i64();
+        let sooner = metadata["deletionTimestamp"].is_null() || before.is_none_or(|before| grace < before);
         if !sooner {
             return Ok(object);
         }
