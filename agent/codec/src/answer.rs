@@ -3,34 +3,52 @@
 
 use std::fmt;
 
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserialize as _, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
+
+/// Most levels of arrays and objects that are read; the reader of values gives up at 128. An object of the
+/// API that a node reads has some 20.
+const LEVELS: u8 = 100;
+/// The value in place of what has more levels: no field with levels below it takes a text, so that the object
+/// can't be read, and no other object of its list is hidden.
+const TOO_DEEP: &str = "(nested too deeply to be read)";
 
 /// The value of an API server's JSON, without the `managedFields` of any `metadata`.
 ///
 /// They are skipped, not read: they may have any depth (an API server stores what an author of pods writes
-/// there), and the reader of values gives up at 128 levels. One such pod would hide all others of its list.
+/// there). A value with more than [`LEVELS`] levels is a text instead. Else one such pod would hide all
+/// others of its list.
 ///
 /// # Errors
-/// The text is not JSON, or has too many levels elsewhere.
+/// The text is not JSON.
 pub fn answer(text: &[u8]) -> Result<Value, serde_json::Error> {
     let mut reader = serde_json::Deserializer::from_slice(text);
-    let value = Place::Elsewhere.deserialize(&mut reader)?;
+    let value = Place { is_metadata: false, level: 0 }.deserialize(&mut reader)?;
     reader.end()?;
     Ok(value)
 }
 
-/// What is being read.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Place {
-    Metadata,
-    Elsewhere,
+/// What is being read, and how many levels are around it.
+#[derive(Clone, Copy)]
+struct Place {
+    is_metadata: bool,
+    level: u8,
+}
+
+impl Place {
+    fn inside(self, is_metadata: bool) -> Self {
+        Self { is_metadata, level: self.level.saturating_add(1) }
+    }
 }
 
 impl<'de> DeserializeSeed<'de> for Place {
     type Value = Value;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Value, D::Error> {
+        if self.level > LEVELS {
+            IgnoredAny::deserialize(deserializer)?;
+            return Ok(TOO_DEEP.into());
+        }
         deserializer.deserialize_any(self)
     }
 }
@@ -72,7 +90,7 @@ impl<'de> Visitor<'de> for Place {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Value, A::Error> {
         let mut values = Vec::new();
-        while let Some(value) = list.next_element_seed(Place::Elsewhere)? {
+        while let Some(value) = list.next_element_seed(self.inside(false))? {
             values.push(value);
         }
         Ok(Value::Array(values))
@@ -81,12 +99,11 @@ impl<'de> Visitor<'de> for Place {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
         let mut values = Map::new();
         while let Some(key) = map.next_key::<String>()? {
-            if self == Place::Metadata && key == "managedFields" {
+            if self.is_metadata && key == "managedFields" {
                 map.next_value::<IgnoredAny>()?;
                 continue;
             }
-            let place = if key == "metadata" { Place::Metadata } else { Place::Elsewhere };
-            let value = map.next_value_seed(place)?;
+            let value = map.next_value_seed(self.inside(key == "metadata"))?;
             values.insert(key, value);
         }
         Ok(Value::Object(values))
@@ -127,8 +144,13 @@ mod tests {
         let names: Vec<Value> =
             [json!({ "metadata": { "name": "a" } }), json!({ "metadata": { "name": "b" } })].into();
         assert_eq!(answer(list.as_bytes()).unwrap(), json!({ "items": names }));
-        // Elsewhere the depth has its bound.
-        assert!(answer(deep.as_bytes()).is_err());
+        // Elsewhere they are read as far as the bound.
+        let mut read = &answer(deep.as_bytes()).unwrap();
+        let mut levels = 0;
+        while let Some(inner) = read.get("f:a") {
+            (read, levels) = (inner, levels + 1);
+        }
+        assert_eq!((read.as_str(), levels), (Some(TOO_DEEP), usize::from(LEVELS) + 1));
     }
 
     #[test]
