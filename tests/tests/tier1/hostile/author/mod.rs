@@ -14,5 +14,5 @@ use beelet_testing::hostile_pods::{Case, Group, cases_of};
 
 /// The cases of a group that agents get.
 fn sampled(group: Group) -> Vec<Case> {
-    cases_of(group, if group == Group::Numbers { 2 } else { 23 })
+    cases_of(group, if group == Group::Numbers { 8 } else { 92 })
 }
