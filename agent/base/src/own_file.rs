@@ -5,9 +5,11 @@
 //!
 //! With [`crate::shared_folder`] the one door to files in folders that others can write.
 
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
@@ -59,6 +61,15 @@ fn open_again(found: BorrowedFd<'_>, wanted: FileType, access: OFlags) -> io::Re
     let flags = access | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let by_descriptor = format!("/proc/self/fd/{}", found.as_raw_fd());
     Ok(rustix::fs::open(by_descriptor, flags, Mode::empty())?.into())
+}
+
+/// The name of an open file in its folder; the last one, if it has been removed.
+pub fn name(file: &File) -> io::Result<OsString> {
+    let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    let name = path.file_name().unwrap_or_default().as_bytes();
+    // d_path() in the kernel's fs/d_path.c adds this to the path of a removed file.
+    let name = name.strip_suffix(b" (deleted)").unwrap_or(name);
+    Ok(OsStr::from_bytes(name).to_owned())
 }
 
 /// How a file is found that is looked at before it is opened.

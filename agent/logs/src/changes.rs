@@ -1,6 +1,6 @@
-//! Says when something in a folder has changed. All who follow a log share one inotify instance: the kernel
-//! gives each user only so many (`fs.inotify.max_user_instances`, 128 by default), and root's are needed by
-//! other daemons, and by other parts of the agent.
+//! Notifies followers of a log when a file in its folder has changed. All followers share one inotify
+//! instance: the kernel limits the instances of each user (`fs.inotify.max_user_instances`, 128 by default),
+//! and other daemons of root and other parts of the agent need some of them.
 
 use std::{
     collections::HashMap,
@@ -14,8 +14,10 @@ use std::{
 use inotify::{EventMask, Inotify, WatchDescriptor, WatchMask, Watches};
 use tokio::sync::watch;
 
-/// How often a log is looked at where nothing tells that it has changed.
-const LOOK: Duration = Duration::from_secs(1);
+use crate::rotate;
+
+/// How often a follower looks at a log where inotify sends no notice of changes.
+pub(crate) const LOOK: Duration = Duration::from_secs(1);
 /// Bytes of inotify events read at once.
 const EVENTS: usize = 16 << 10;
 
@@ -31,10 +33,11 @@ struct Folders {
 
 struct Folder {
     followers: usize,
-    changed: watch::Sender<()>,
+    /// Counts the rotated logs in the folder that their writer has closed; sent with every change.
+    closed: watch::Sender<u64>,
 }
 
-/// Tells when something in a folder has changed.
+/// Notifies of changes in a folder.
 pub(crate) enum Changes {
     Told(Follower),
     /// The kernel has no inotify instance or watch left: a look per [`LOOK`].
@@ -44,7 +47,7 @@ pub(crate) enum Changes {
 pub(crate) struct Follower {
     shared: Arc<Shared>,
     descriptor: WatchDescriptor,
-    changed: watch::Receiver<()>,
+    closed: watch::Receiver<u64>,
 }
 
 impl Changes {
@@ -59,9 +62,19 @@ impl Changes {
         }
     }
 
+    /// Number of rotated logs in the folder that their writer has closed since it is watched. A runtime
+    /// closes a log after it has opened the next one, and after it has written the last line.
+    pub(crate) fn closed(&self) -> u64 {
+        match self {
+            Self::Told(follower) => *follower.closed.borrow(),
+            Self::Looked => 0,
+        }
+    }
+
+    /// Waits for a change.
     pub(crate) async fn next(&mut self) {
         if let Self::Told(follower) = self {
-            if follower.changed.changed().await.is_ok() {
+            if follower.closed.changed().await.is_ok() {
                 return;
             }
             *self = Self::Looked;
@@ -90,11 +103,11 @@ impl Shared {
         let mut folders = self.lock();
         let descriptor = folders.watches.add(folder, mask)?;
         let known = folders.all.entry(descriptor.clone());
-        let folder = known.or_insert_with(|| Folder { followers: 0, changed: watch::Sender::new(()) });
+        let folder = known.or_insert_with(|| Folder { followers: 0, closed: watch::Sender::new(0) });
         folder.followers += 1;
-        let changed = folder.changed.subscribe();
+        let closed = folder.closed.subscribe();
         drop(folders);
-        Ok(Follower { shared: Arc::clone(self), descriptor, changed })
+        Ok(Follower { shared: Arc::clone(self), descriptor, closed })
     }
 
     /// Reads events until that fails; then nobody is told any more, and looks instead.
@@ -114,12 +127,14 @@ impl Shared {
             let mut folders = self.lock();
             for event in events {
                 if event.mask.contains(EventMask::Q_OVERFLOW) {
-                    folders.all.values().for_each(|folder| folder.changed.send_replace(()));
+                    folders.all.values().for_each(|folder| folder.closed.send_modify(|_| ()));
                 } else if event.mask.contains(EventMask::IGNORED) {
                     // The folder is gone: who follows it looks for it from now on.
                     folders.all.remove(&event.wd);
                 } else if let Some(folder) = folders.all.get(&event.wd) {
-                    folder.changed.send_replace(());
+                    let closed = event.mask.contains(EventMask::CLOSE_WRITE)
+                        && event.name.is_some_and(rotate::is_rotated);
+                    folder.closed.send_modify(|count| *count = count.wrapping_add(closed.into()));
                 }
             }
         }

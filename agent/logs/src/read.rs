@@ -4,8 +4,10 @@
 use std::collections::VecDeque;
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use flate2::read::GzDecoder;
 use jiff::Timestamp;
@@ -13,7 +15,7 @@ use rustix::fs::OFlags;
 use tokio::sync::mpsc;
 
 use super::{Error, Stream, own_file, parse, rotate};
-use crate::changes::Changes;
+use crate::changes::{Changes, LOOK};
 use beelet_base::blocking::blocking;
 
 /// Bytes of a piece that is handed on, and how many are read ahead.
@@ -58,34 +60,52 @@ pub async fn read(
     ended: Option<impl Future<Output = ()> + Send>,
 ) -> Result<(), Error> {
     let Some(ended) = ended else {
-        let reader = blocking("reading a log", move || Reader::new(path, wanted)).await?;
-        return hand_on(reader, &pieces).await.map(drop);
+        let reader = blocking("reading a log", move || Reader::new(path, wanted, 0)).await?;
+        return hand_on(reader, &pieces, || Writer::Ended).await.map(drop);
     };
-    // Watched before it is read: what comes in between is told.
+    // The folder is watched before its log is read: no change in between is missed.
     let mut changes = Changes::of(path.parent().unwrap_or(Path::new("/")));
-    let reader = blocking("reading a log", move || Reader::new(path, wanted)).await?;
-    let mut reader = hand_on(reader, &pieces).await?;
+    let closed = changes.closed();
+    let reader = blocking("reading a log", move || Reader::new(path, wanted, closed)).await?;
+    let mut reader = hand_on(reader, &pieces, || Writer::Closed(changes.closed())).await?;
     let mut ended = std::pin::pin!(ended);
     loop {
         let over = tokio::select! {
             () = changes.next() => false,
+            () = tokio::time::sleep(LOOK), if reader.replaced.is_some() => false,
             () = &mut ended => true,
             () = pieces.closed() => return Err(Error::Closed),
         };
-        reader = hand_on(reader, &pieces).await?;
+        let writer = || if over { Writer::Ended } else { Writer::Closed(changes.closed()) };
+        reader = hand_on(reader, &pieces, writer).await?;
         if over {
             return Ok(());
         }
     }
 }
 
-/// Sends all that there is to read now. No thread waits for a listener that is slow, or that has stopped
-/// listening and doesn't say so: a piece is read on a thread, and sent from here.
-async fn hand_on(mut reader: Reader, pieces: &mpsc::Sender<Piece>) -> Result<Reader, Error> {
+/// How far the writer of a log is known to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Writer {
+    /// The writer has closed so many rotated logs since the folder is watched ([`Changes::closed`]).
+    Closed(u64),
+    /// The writer has ended, or the reader does not wait for it.
+    Ended,
+}
+
+/// Sends all lines that can be read now. No thread waits for a listener that is slow, or that has stopped
+/// listening without closing its end: a thread reads a piece, and this function sends it.
+async fn hand_on(
+    mut reader: Reader,
+    pieces: &mpsc::Sender<Piece>,
+    writer: impl Fn() -> Writer,
+) -> Result<Reader, Error> {
     loop {
+        // Asked for before the file is read: the lines of a writer that has closed the file are all there.
+        let writer = writer();
         let is_all;
         (reader, is_all) = blocking("reading a log", move || {
-            let is_all = reader.step()?;
+            let is_all = reader.step(writer)?;
             Ok::<_, Error>((reader, is_all))
         })
         .await?;
@@ -105,10 +125,15 @@ struct Reader {
     /// Rotated files that have not been read, and the one that is being read.
     files: VecDeque<PathBuf>,
     rotated: Option<Box<dyn BufRead + Send>>,
-    /// The file that is being written, as far as it has been read.
+    /// The file that is being written, as far as it has been read. A runtime opens the next file first, and
+    /// writes to this one until it closes it.
     open: Option<BufReader<File>>,
-    /// The one before, for what was written to it while the runtime opened the new one.
-    before: Option<BufReader<File>>,
+    /// How many rotated logs the writer had closed when that file was opened.
+    closed: u64,
+    /// When another file was found to have the log's name.
+    replaced: Option<Instant>,
+    /// The writer had ended when that file was opened: no other one comes.
+    is_last: bool,
     /// How many lines are left out before the first that is wanted.
     skip: u64,
     /// A line whose end has not been written yet.
@@ -121,8 +146,8 @@ struct Reader {
 }
 
 impl Reader {
-    /// Finds out where to begin.
-    fn new(path: PathBuf, wanted: Wanted) -> Result<Self, Error> {
+    /// Finds out where to begin. `closed`: how many rotated logs the writer had closed before.
+    fn new(path: PathBuf, wanted: Wanted, closed: u64) -> Result<Self, Error> {
         // Opened first: what is rotated from now on is still read here, and must not be read twice.
         let current = match own_file::read(&path) {
             Ok(file) => Some(file),
@@ -135,7 +160,9 @@ impl Reader {
             files: VecDeque::new(),
             rotated: None,
             open: None,
-            before: None,
+            closed,
+            replaced: None,
+            is_last: false,
             skip: 0,
             begun: Vec::new(),
             goes_on: false,
@@ -150,12 +177,40 @@ impl Reader {
         Ok(reader)
     }
 
-    /// Reads on until enough is ready to be sent. Returns true once nothing more is to be read for now.
-    fn step(&mut self) -> Result<bool, Error> {
+    /// Reads on until enough is ready to be sent. Returns true once nothing more can be read for now.
+    fn step(&mut self, writer: Writer) -> Result<bool, Error> {
+        if !self.read_rotated()? {
+            return Ok(false);
+        }
+        if let Some(mut open) = self.open.take() {
+            let is_final = self.is_final(&open, writer)?;
+            let is_all = self.lines(&mut open)?;
+            if !is_all || !is_final {
+                self.open = Some(open);
+                if is_all {
+                    self.flush();
+                }
+                return Ok(is_all);
+            }
+            self.open_current(writer)?;
+            let current = self.open.as_ref().map(BufReader::get_ref);
+            self.files = self.rotated_after(open.get_ref(), current)?;
+            return Ok(false);
+        }
+        self.open_current(writer)?;
+        if self.open.is_some() {
+            return Ok(false);
+        }
+        self.flush();
+        Ok(true)
+    }
+
+    /// Reads the rotated files that are left. Returns false if enough is ready to be sent before their end.
+    fn read_rotated(&mut self) -> Result<bool, Error> {
         loop {
             if self.rotated.is_none() {
-                let Some(path) = self.files.pop_front() else { break };
-                // One that is removed meanwhile is not missed: its lines are the oldest.
+                let Some(path) = self.files.pop_front() else { return Ok(true) };
+                // A file that the rotation has removed since is not missed: its lines are the oldest.
                 self.rotated = open(&path)?;
             }
             if let Some(mut file) = self.rotated.take()
@@ -165,39 +220,47 @@ impl Reader {
                 return Ok(false);
             }
         }
-        if let Some(mut before) = self.before.take()
-            && !self.lines(&mut before)?
-        {
-            self.before = Some(before);
+    }
+
+    /// Opens the file that has the log's name by now, if there is one.
+    fn open_current(&mut self, writer: Writer) -> Result<(), Error> {
+        self.replaced = None;
+        match writer {
+            Writer::Closed(count) => self.closed = count,
+            Writer::Ended => self.is_last = true,
+        }
+        self.open = match own_file::read(&self.path) {
+            Ok(file) => Some(BufReader::new(file)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+            Err(e) => return Err(e.into()),
+        };
+        Ok(())
+    }
+
+    /// Returns true if no more lines come to the open file: another file has the log's name, and the writer
+    /// has closed this one, or has had time to.
+    fn is_final(&mut self, open: &BufReader<File>, writer: Writer) -> Result<bool, Error> {
+        if !self.was_replaced(open)? {
+            self.replaced = None;
             return Ok(false);
         }
-        if let Some(mut open) = self.open.take() {
-            let is_all = self.lines(&mut open)?;
-            if is_all && self.was_replaced(&open)? {
-                self.before = Some(open);
-            } else {
-                self.open = Some(open);
-            }
-            if !is_all {
-                return Ok(false);
-            }
-        }
-        if self.open.is_none() {
-            match own_file::read(&self.path) {
-                Ok(file) => {
-                    let mut file = BufReader::new(file);
-                    let is_all = self.lines(&mut file)?;
-                    self.open = Some(file);
-                    if !is_all {
-                        return Ok(false);
-                    }
-                }
-                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                Err(e) => return Err(e.into()),
-            }
-        }
-        self.flush();
-        Ok(true)
+        let replaced = self.replaced.get_or_insert_with(Instant::now);
+        Ok(match writer {
+            Writer::Closed(count) => count != self.closed || replaced.elapsed() >= LOOK,
+            Writer::Ended => !self.is_last,
+        })
+    }
+
+    /// The rotated files that are newer than `old`, oldest first, without `current`: a listener that was slow
+    /// may have missed more than one rotation.
+    fn rotated_after(&self, old: &File, current: Option<&File>) -> Result<VecDeque<PathBuf>, Error> {
+        let name = own_file::name(old)?;
+        let mut files = self.rotated(current)?;
+        files.retain(|path| {
+            let there = path.file_name().unwrap_or_default().as_bytes();
+            there.strip_suffix(rotate::COMPRESSED.as_bytes()).unwrap_or(there) > name.as_bytes()
+        });
+        Ok(files.into())
     }
 
     /// The rotated files but the one that is open already.
@@ -477,10 +540,63 @@ mod tests {
         fs::rename(&log, dir.path().join("0.log.20261121-190003")).unwrap();
         file.write_all(line(3, "stdout", "c").as_bytes()).unwrap();
         assert_eq!(next().await.as_deref(), Some("c\n"));
-        fs::write(&log, line(4, "stdout", "d")).unwrap();
+        // The runtime has opened the next file, and has not closed this one yet.
+        fs::write(&log, line(5, "stdout", "e")).unwrap();
+        file.write_all(line(4, "stdout", "d").as_bytes()).unwrap();
         assert_eq!(next().await.as_deref(), Some("d\n"));
+        drop(file);
+        assert_eq!(next().await.as_deref(), Some("e\n"));
         end.send(()).unwrap();
         assert_eq!(next().await, None);
         reading.await.unwrap().unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_listener_that_is_slow_misses_no_rotation() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("0.log");
+        // More than is read ahead: the reader waits in the first file.
+        let long = "x".repeat(PIECE);
+        let mut expected = Vec::new();
+        let mut write = |second: u32, lines: usize| {
+            let mut file = File::create(&log).unwrap();
+            for number in 0..lines {
+                let text = format!("{second}-{number}-{long}");
+                file.write_all(line(second, "stdout", &text).as_bytes()).unwrap();
+                expected.push(text);
+            }
+        };
+        write(1, 40);
+        let (sender, mut pieces) = mpsc::channel(1);
+        let (end, ended) = tokio::sync::oneshot::channel::<()>();
+        let ended = async move {
+            let _ = ended.await;
+        };
+        let reading = tokio::spawn(read(log.clone(), Wanted::default(), sender, Some(ended)));
+        let mut text = String::from_utf8(pieces.recv().await.unwrap().bytes).unwrap();
+        let limits = |second: u32| dir.path().join(format!("0.log.20261121-19000{second}"));
+        for second in 2..=4 {
+            fs::rename(&log, limits(second - 1)).unwrap();
+            write(second, 1);
+        }
+        // The rotation has compressed one of those between, as it does at the next one.
+        let mut gz = flate2::write::GzEncoder::new(
+            File::create(dir.path().join("0.log.20261121-190002.gz")).unwrap(),
+            flate2::Compression::fast(),
+        );
+        gz.write_all(&fs::read(limits(2)).unwrap()).unwrap();
+        gz.finish().unwrap();
+        fs::remove_file(limits(2)).unwrap();
+        fs::remove_file(limits(1)).unwrap();
+        end.send(()).unwrap();
+        while let Some(piece) = pieces.recv().await {
+            text.push_str(&String::from_utf8(piece.bytes).unwrap());
+        }
+        reading.await.unwrap().unwrap();
+        let heads = |text: &str| text.split_once("-x").unwrap().0.to_owned();
+        assert_eq!(
+            text.lines().map(heads).collect::<Vec<_>>(),
+            expected.iter().map(|t| heads(t)).collect::<Vec<_>>()
+        );
     }
 }

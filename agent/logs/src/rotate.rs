@@ -300,6 +300,13 @@ fn is_unfinished(name: &OsStr) -> bool {
     name.as_bytes().ends_with(UNFINISHED.as_bytes())
 }
 
+/// Returns true for the name of a log that was rotated and is not compressed: a runtime may still write
+/// to it.
+pub(super) fn is_rotated(name: &OsStr) -> bool {
+    let has_time = name.to_str().is_some_and(|name| name.contains(".log."));
+    has_time && !is_compressed(name) && !is_unfinished(name)
+}
+
 pub(super) fn with_end(name: impl Into<OsString>, end: &str) -> OsString {
     let mut name = name.into();
     name.push(end);
