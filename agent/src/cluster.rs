@@ -10,10 +10,12 @@ use std::{
 
 use beelet_base::clock::After as _;
 use beelet_policy::{
-    expansion::StatusPatch,
-    node_access::Access,
-    node_status::{self, NodeReport, Registration},
-    references::TokenReference,
+    node::{
+        access::Access,
+        status::{self, NodeReport, Registration},
+    },
+    pod::references::TokenReference,
+    volumes::growth::StatusPatch,
 };
 use beelet_proto::cri;
 use clap::Args;
@@ -497,7 +499,7 @@ async fn follow(
         ask(&runtime, &mut new).await;
         if images_due <= Instant::now() {
             if let Ok(images) = runtime.list_images().await {
-                new.images = node_status::images(images.into_iter().map(image).collect(), most_images);
+                new.images = status::images(images.into_iter().map(image).collect(), most_images);
             }
             images_due = Instant::now() + IMAGES;
         }

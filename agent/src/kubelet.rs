@@ -23,7 +23,7 @@ use crate::{
 };
 use beelet_cluster::node::KUBELET_VERSION;
 use beelet_config::{Config, Setting, Sources, Warning};
-use beelet_policy::node_labels;
+use beelet_policy::node::labels;
 
 use self::flags::{FLAGS, Flag, IGNORED, Shape};
 
@@ -269,7 +269,7 @@ fn labels(text: &str) -> Result<Vec<(String, String)>, String> {
         .collect::<Result<_, _>>()
         .map_err(|error| format!("--node-labels: {error}"))?;
     let refused: Vec<&str> =
-        pairs.iter().map(|(key, _)| key.as_str()).filter(|key| !node_labels::may_be_set(key)).collect();
+        pairs.iter().map(|(key, _)| key.as_str()).filter(|key| !labels::may_be_set(key)).collect();
     if refused.is_empty() {
         return Ok(pairs);
     }
@@ -277,8 +277,8 @@ fn labels(text: &str) -> Result<Vec<(String, String)>, String> {
         "unknown 'kubernetes.io' or 'k8s.io' labels specified with --node-labels: {}\n--node-labels in the 'kubernetes.io' \
          namespace must begin with an allowed prefix ({}) or be in the specifically allowed set ({})",
         refused.join(", "),
-        node_labels::PREFIXES.join(", "),
-        node_labels::ALLOWED.join(", "),
+        labels::PREFIXES.join(", "),
+        labels::ALLOWED.join(", "),
     ))
 }
 

@@ -5,14 +5,13 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use beelet_policy::duration;
+use beelet_units::{bpf_settings::BpfMode, duration};
 use clap::{Args, ValueEnum};
 
 use crate::node::observe::{self, Collecting, Options};
 use crate::run::{LogFormat, start_logging};
 use beelet_cli::failed;
 use beelet_config::Config;
-use beelet_policy::kernel_half::BpfMode;
 use beelet_policy::tuner::{CpuCaps, Law, TunerMode};
 
 /// Arguments of `beelet observe`.

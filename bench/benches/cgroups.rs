@@ -3,10 +3,10 @@
 
 use std::hint::black_box;
 
-use beelet_policy::{
-    cgroups::{CgroupConfig, CgroupVersion, NodeAmounts, container_cgroup, node_cgroups, pod_cgroup},
-    quantity::Quantity,
+use beelet_policy::resources::cgroups::{
+    CgroupConfig, CgroupVersion, NodeAmounts, container_cgroup, node_cgroups, pod_cgroup,
 };
+use beelet_units::quantity::Quantity;
 use criterion::{Criterion, criterion_group, criterion_main};
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;

@@ -7,12 +7,11 @@ use std::{
     time::Duration,
 };
 
-use beelet_policy::{
-    container_gc::{ContainerGcPolicy, ContainerRecord, ContainerState, PodState, removable_containers},
-    image_gc::{
-        Collection, CollectionMode, CollectionStep, FsUsage, ImageGcPolicy, ImageRecord, ListedImage, detect,
-    },
+use beelet_policy::images::{
+    containers::{ContainerGcPolicy, ContainerRecord, ContainerState, PodState, removable_containers},
+    gc::{Collection, CollectionMode, CollectionStep, ImageGcPolicy, ImageRecord, ListedImage, detect},
 };
+use beelet_units::fs_usage::FsUsage;
 use bench::Numbers;
 use criterion::{Criterion, criterion_group, criterion_main};
 use jiff::Timestamp;

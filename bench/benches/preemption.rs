@@ -3,7 +3,7 @@
 
 use std::hint::black_box;
 
-use beelet_policy::preemption::{Candidate, Policy, Requirement, choose, preempt};
+use beelet_policy::admission::preemption::{Candidate, Policy, Requirement, choose, preempt};
 use bench::Numbers;
 use criterion::{Criterion, criterion_group, criterion_main};
 use k8s_openapi::api::core::v1::Pod;

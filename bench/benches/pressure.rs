@@ -4,9 +4,8 @@
 use std::hint::black_box;
 
 use beelet_policy::{
-    critical,
     eviction::{Candidate, DiskLayout, PodUsage, Signal, rank, victim},
-    resources::PodDemand,
+    resources::{PodDemand, critical},
 };
 use bench::Numbers;
 use criterion::{Criterion, criterion_group, criterion_main};

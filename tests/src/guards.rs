@@ -5,7 +5,8 @@
 use crate::workdir::{self, wait_regardless};
 use anyhow::{Context as _, Result, bail};
 use beelet_base::mountinfo;
-use beelet_policy::cgroups::{CgroupDriver, slice_path};
+use beelet_policy::resources::cgroups::slice_path;
+use beelet_units::cgroup_driver::CgroupDriver;
 use rustix::process::{Pid, Signal};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};

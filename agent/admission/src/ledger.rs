@@ -10,14 +10,12 @@ use std::{
 use beelet_base::clock::After as _;
 use beelet_model::failure::{REJECTED, Refusal as Waits};
 use beelet_policy::{
-    admission::{self, Refusal},
-    critical::is_critical,
+    admission::{self, Refusal, preemption},
     devices::registration::is_extended_resource_name,
     dra::is_claimed,
-    preemption,
-    quantity::Quantity,
-    resize_order,
+    resources::{critical::is_critical, resize_order},
 };
+use beelet_units::quantity::Quantity;
 use k8s_openapi::api::core::v1 as core;
 use tokio::time::Instant;
 

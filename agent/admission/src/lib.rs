@@ -23,11 +23,13 @@ use std::{
 };
 
 use beelet_policy::{
-    critical::is_critical,
+    admission::preemption,
     eviction::NodeCondition,
-    node_fit::{self, NodeView},
-    preemption,
-    qos::{QosClass, qos_class},
+    node::fit::{self, NodeView},
+    resources::{
+        critical::is_critical,
+        qos::{QosClass, qos_class},
+    },
 };
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
@@ -172,7 +174,7 @@ impl Admission {
         if self.with(|ledger| ledger.has(pod.metadata.uid.as_deref().unwrap_or_default())) {
             return Ok(());
         }
-        let Some(misfit) = node_fit::misfit(pod, node) else { return Ok(()) };
+        let Some(misfit) = fit::misfit(pod, node) else { return Ok(()) };
         let (reason, message) = (misfit.reason().to_owned(), misfit.message().to_owned());
         Err(self.rejected(pod, AdmissionRejection { reason, message, refusal: Refusal::Other }))
     }

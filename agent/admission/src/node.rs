@@ -8,9 +8,9 @@ use std::{collections::BTreeMap, path::Path};
 
 use beelet_policy::{
     eviction::{Signal, Threshold},
-    quantity::Quantity,
     resources::{EPHEMERAL_STORAGE, MEMORY, ResourceList},
 };
+use beelet_units::quantity::Quantity;
 
 /// Where the kernel has its huge pages, a folder a size.
 const HUGEPAGES: &str = "/sys/kernel/mm/hugepages";

@@ -8,7 +8,7 @@
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use beelet_base::work::Work;
-use beelet_policy::critical::priority;
+use beelet_policy::resources::critical::priority;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
 use tokio::{

@@ -40,7 +40,7 @@ impl Node {
     fn new() -> Self {
         let amounts = [("cpu", "4"), ("memory", "8Gi"), ("pods", "10")];
         let amounts = amounts
-            .map(|(name, text)| (name.to_owned(), beelet_policy::quantity::Quantity::parse(text).unwrap()));
+            .map(|(name, text)| (name.to_owned(), beelet_units::quantity::Quantity::parse(text).unwrap()));
         let (requests, receiver) = mpsc::channel(64);
         let (conditions, watched) = watch::channel(Conditions::new());
         let admission = Admission::new(Parts {
@@ -551,8 +551,8 @@ proptest! {
     /// way is only hastened.
     #[test]
     fn a_pod_may_leave_with_any_grace_period(seconds: u64, nanos in 0..1_000_000_000_u32) {
-        let cpus = ("cpu".to_owned(), beelet_policy::quantity::Quantity::from_units(4));
-        let pods = ("pods".to_owned(), beelet_policy::quantity::Quantity::from_units(10));
+        let cpus = ("cpu".to_owned(), beelet_units::quantity::Quantity::from_units(4));
+        let pods = ("pods".to_owned(), beelet_units::quantity::Quantity::from_units(10));
         let resources = NodeResources::new([cpus, pods].into(), &Default::default(), &[]);
         let mut ledger = Ledger::new(resources, preemption::Policy::Kubelet);
         let (now, grace) = (Instant::now(), Duration::new(seconds, nanos));
@@ -569,7 +569,7 @@ proptest! {
             return Err(TestCaseError::fail(format!("{verdict:?}")));
         };
         prop_assert!(until >= now + 10 * SECOND);
-        prop_assert!(until.duration_since(now) >= grace.min(beelet_policy::bounds::FAR));
+        prop_assert!(until.duration_since(now) >= grace.min(beelet_units::bounds::FAR));
         prop_assert_eq!(is_news(&mut ledger, Duration::ZERO), until > now + 10 * SECOND);
     }
 }

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use beelet_policy::bounds::FAR;
+use beelet_units::bounds::FAR;
 use jiff::{SignedDuration, Timestamp};
 use rustix::time::{ClockId, clock_gettime};
 

@@ -4,8 +4,8 @@
 
 use std::{path::Path, sync::Arc, time::Duration};
 
-use beelet_policy::image_gc::FsUsage;
 use beelet_proto::cri;
+use beelet_units::fs_usage::FsUsage;
 
 use crate::Error;
 use crate::blocking::blocking;

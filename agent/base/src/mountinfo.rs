@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
-use beelet_policy::propagation::Groups;
+use crate::propagation::Groups;
 
 /// Where the kernel shows it.
 pub const PATH: &str = "/proc/self/mountinfo";

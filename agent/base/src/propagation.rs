@@ -1,12 +1,15 @@
-//! Looks whether the mounts of one process reach another one; `beelet_policy::propagation` decides. What is
+//! Looks whether the mounts of one process reach another one; [`peer_groups`] judges what it finds. What is
 //! mounted for that is unmounted again.
 
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use beelet_policy::propagation::{Groups, Reach, Sight, reach};
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+
+mod peer_groups;
+
+pub use peer_groups::{CONSEQUENCE, Groups, REMEDY, Reach, Sight, reach, sentence};
 
 use crate::mountinfo;
 

@@ -2,9 +2,13 @@
 //! share some, and the rest is for those of which a request was allowed: nobody without credentials keeps a
 //! client with credentials out.
 //!
-//! A stranger that comes when all is taken is given another stranger's place (`policy::peers`), once that one
+//! A stranger that comes when all is taken is given another stranger's place ([`peers`]), once that one
 //! has had it for [`SETTLE`]: else strangers that come faster than a handshake takes would only throw each
 //! other out.
+
+mod peers;
+
+pub use peers::{Source, victim};
 
 use std::{
     collections::BTreeMap,
@@ -14,7 +18,6 @@ use std::{
     time::Duration,
 };
 
-use beelet_policy::peers::{Source, victim};
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::{Notify, OwnedSemaphorePermit, Semaphore},

@@ -51,7 +51,7 @@ pub use traffic::Traffic;
 
 use aya::maps::{MapData, MapType, PerCpuArray, RingBuf};
 use aya::programs::links::FdLink;
-use beelet_policy::kernel_half::{BpfMode, PressureEdges};
+use beelet_units::bpf_settings::{BpfMode, PressureEdges};
 use edges::Hub;
 use pins::{Current, Pins, Sizes};
 use reader::Reader;

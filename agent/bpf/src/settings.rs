@@ -4,7 +4,7 @@
 use super::KernelError;
 use aya::maps::{Array, Map, MapData};
 use beelet_ebpf_abi::{Settings, qos};
-use beelet_policy::kernel_half::{ByQos, PressureEdges};
+use beelet_units::bpf_settings::{ByQos, PressureEdges};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 

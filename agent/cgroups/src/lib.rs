@@ -5,7 +5,7 @@
 //! same cgroup in every hierarchy: each version 1 controller's, version 1's named ones and cgroup2, because
 //! the runtime joins them all. It is the same with both drivers: only here it is known that systemd's cgroups
 //! are slices (`names`), made by systemd and not by us (`systemd`). Which values belong into which files is
-//! not decided here (`beelet_policy::cgroups` does), nor is anything outside the cgroup root written, with
+//! not decided here (`beelet_policy::resources::cgroups` does), nor is anything outside the cgroup root written, with
 //! one exception: on version 2 a controller must be passed down by every ancestor, so it is enabled (never
 //! disabled) in their `cgroup.subtree_control` too.
 //!
@@ -46,7 +46,7 @@ use self::names::Names;
 use self::order::Change;
 use self::systemd::Slices;
 use beelet_base::{kernel_file, mountinfo};
-use beelet_policy::cgroups::CgroupDriver;
+use beelet_units::cgroup_driver::CgroupDriver;
 
 /// What one cgroup's files must hold, by file name.
 pub type Files = BTreeMap<String, String>;

@@ -5,7 +5,8 @@
 //! cgroups. With the systemd driver each part down to the pod is a slice. A name that begins with a unit
 //! (`/system.slice/x.service`) stands for itself.
 
-use beelet_policy::cgroups::{CgroupDriver, slice_path};
+use beelet_policy::resources::cgroups::slice_path;
+use beelet_units::cgroup_driver::CgroupDriver;
 
 /// How names become paths.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,7 +65,7 @@ impl Names {
                 if escaped.contains('-') {
                     return None;
                 }
-                // UIDs have no underscores (`beelet_policy::cgroups::pod_path`).
+                // UIDs have no underscores (`beelet_policy::resources::cgroups::pod_path`).
                 escaped.replace('_', "-")
             }
         };

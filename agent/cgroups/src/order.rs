@@ -7,7 +7,7 @@
 
 use std::cmp::Ordering;
 
-use beelet_policy::cgroups::OOM_GROUP;
+use beelet_policy::resources::cgroups::OOM_GROUP;
 
 /// One file of one cgroup that is to change.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use beelet_config::{Config, DEFAULT_PATH};
 use beelet_cri::Runtime;
-use beelet_policy::cgroups::CgroupDriver;
+use beelet_units::cgroup_driver::CgroupDriver;
 use clap::{Args, Subcommand};
 
 use super::failed;

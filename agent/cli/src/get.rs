@@ -21,7 +21,7 @@ use super::{complete, finish, plain, why::Warnings};
 use beelet_client::{Client, ClientError, Event};
 use beelet_codec::ApiType as _;
 use beelet_model::table::{PodEntry, PodName, PodTable, RejectedManifest};
-use beelet_policy::selector::Selector;
+use beelet_units::selector::Selector;
 
 /// Arguments of `beelet get`.
 #[derive(Debug, Args)]

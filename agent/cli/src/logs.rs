@@ -22,7 +22,7 @@ use super::again::again;
 use super::args::{AgentArgs, pod_name};
 use super::{complete, finish, is_broken_pipe, plain, until};
 use beelet_client::{Client, ClientError};
-use beelet_policy::selector::Selector;
+use beelet_units::selector::Selector;
 
 /// Arguments of `beelet logs`.
 #[derive(Debug, Args)]

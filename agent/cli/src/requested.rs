@@ -3,10 +3,8 @@
 use std::collections::BTreeMap;
 
 use beelet_model::table::{PodEntry, PodTable};
-use beelet_policy::{
-    quantity::Quantity,
-    resources::{CPU, EPHEMERAL_STORAGE, MEMORY, PODS, pod_requests},
-};
+use beelet_policy::resources::{CPU, EPHEMERAL_STORAGE, MEMORY, PODS, pod_requests};
+use beelet_units::quantity::Quantity;
 
 /// What one pod requests, by resource. An amount that cannot be read counts as none.
 pub(crate) fn of_pod(entry: &PodEntry) -> BTreeMap<String, Quantity> {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::bail;
 use beelet_model::status::runtime_id;
 use beelet_model::table::{PodEntry, PodTable};
-use beelet_policy::why::end_of;
+use beelet_policy::pod::why::end_of;
 use beelet_proto::beelet as proto;
 use clap::Args;
 use k8s_openapi::api::core::v1::ContainerStatus;

@@ -9,7 +9,7 @@ use super::args::{AgentArgs, pod_name};
 use super::until::{self, Target, Wanted};
 use super::{code, complete, finish, plain};
 use beelet_client::Client;
-use beelet_policy::selector::Selector;
+use beelet_units::selector::Selector;
 
 /// Arguments of `beelet wait`.
 ///

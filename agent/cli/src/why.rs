@@ -1,7 +1,7 @@
 //! The line that says why a pod isn't as it should be, from its status and its events.
 
 use beelet_client::Client;
-use beelet_policy::why::{Warning, why};
+use beelet_policy::pod::why::{Warning, why};
 use beelet_proto::beelet as proto;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;

@@ -10,7 +10,7 @@ use std::{
 
 use beelet_base::clock::After as _;
 use beelet_model::accounts::{Account, AccountError};
-use beelet_policy::{references::TokenReference, token};
+use beelet_policy::{node::token, pod::references::TokenReference};
 use tokio::time::Instant;
 
 use crate::{

@@ -12,7 +12,7 @@ use beelet_model::{
     status::has_ended,
     table::PodName,
 };
-use beelet_policy::{mirror, node_fit::NodeView};
+use beelet_policy::{node::fit::NodeView, pod::mirror};
 use beelet_state::events::{Object, Recorder};
 use imbl::OrdMap;
 use k8s_openapi::api::core::v1 as core;

@@ -11,8 +11,8 @@ use beelet_base::blocking::blocking;
 use beelet_codec::data;
 use beelet_model::{desired::Desired, table::PodName};
 use beelet_policy::{
-    node_fit::NodeView,
-    references::{self, Kind},
+    node::fit::NodeView,
+    pod::references::{self, Kind},
 };
 use beelet_state::{
     Loaded, State,

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use beelet_policy::bounds;
+use beelet_units::bounds;
 use futures::{Stream, StreamExt, stream::try_unfold};
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Limited};

@@ -8,9 +8,11 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use beelet_base::work::Work;
 use beelet_codec::{ApiType, data};
 use beelet_policy::{
-    csi::{self, Drivers, NODE_IDS},
-    migration,
-    node_status::CONTROLLER_ATTACHES,
+    node::status::CONTROLLER_ATTACHES,
+    volumes::{
+        csi::{self, Drivers, NODE_IDS},
+        migration,
+    },
 };
 use k8s_openapi::api::{core::v1::Node, storage::v1::CSINode};
 use serde_json::{Map, Value, json};

@@ -1,4 +1,4 @@
-//! The node's events, as the API server's: correlated as client-go does it (`policy::event_correlation`), one
+//! The node's events, as the API server's: correlated as client-go does it (`policy::node::events`), one
 //! request at a time, no more per second than configured.
 //!
 //! The event log itself is the queue. While the API server is away the log goes on, and what it forgets
@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use beelet_codec::ApiType;
-use beelet_policy::event_correlation::{Correlator, Incoming, Key, Outgoing};
+use beelet_policy::node::events::{Correlator, Incoming, Key, Outgoing};
 use beelet_state::events::{Event, Log, Object};
 use jiff::Timestamp;
 use k8s_openapi::{

@@ -9,8 +9,8 @@ use beelet_model::{
     table::PodName,
 };
 use beelet_policy::{
-    node_fit::NodeView,
-    references::{Kind, Reference, TokenReference},
+    node::fit::NodeView,
+    pod::references::{Kind, Reference, TokenReference},
 };
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;

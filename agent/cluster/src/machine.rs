@@ -5,7 +5,7 @@
 
 use std::{fs, path::Path};
 
-use beelet_policy::node_status::architecture;
+use beelet_policy::node::status::architecture;
 use k8s_openapi::api::core::v1::{NodeSwapStatus, NodeSystemInfo};
 use rustix::system::uname;
 

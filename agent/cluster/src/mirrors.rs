@@ -1,5 +1,5 @@
 //! Keeps a mirror in the API server for each static pod, so that it can be seen there. What is to be done is
-//! decided by `beelet_policy::mirror`.
+//! decided by `beelet_policy::pod::mirror`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,7 +11,7 @@ use beelet_model::{
     origin::Origin,
     table::{Complete, PodTable},
 };
-use beelet_policy::mirror::{self, MirrorStep, Name, Owner};
+use beelet_policy::pod::mirror::{self, MirrorStep, Name, Owner};
 use k8s_openapi::api::core::v1 as core;
 use prometheus_client::metrics::gauge::Gauge;
 use tokio::sync::watch;

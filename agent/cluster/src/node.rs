@@ -1,7 +1,7 @@
 //! The Node object: registered, adopted, kept current, and registered again if somebody deletes it.
 //!
 //! One watch of this one object is all that is read; a status is written when something changed, else once
-//! per `nodeStatusReportFrequency`. What is written is decided in `policy::node_status`.
+//! per `nodeStatusReportFrequency`. What is written is decided in `policy::node::status`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,7 +14,7 @@ use beelet_base::clock::After as _;
 use beelet_base::work::Work;
 use beelet_codec::ApiType;
 use beelet_model::pod::HostIps;
-use beelet_policy::node_status::{self, Change, NodeReport, Registration};
+use beelet_policy::node::status::{self, Change, NodeReport, Registration};
 use beelet_state::events::{Object, Recorder};
 use futures::StreamExt;
 use jiff::Timestamp;
@@ -104,7 +104,7 @@ impl fmt::Debug for Inputs {
 /// Keeps the Node until `stop`.
 pub fn keep(client: Client, inputs: Inputs, stop: CancellationToken) -> Work {
     Box::pin(async move {
-        let labels = node_status::labels(&inputs.registration, &inputs.arch);
+        let labels = status::labels(&inputs.registration, &inputs.arch);
         let path = format!("{NODES}/{}", inputs.registration.name);
         let keeper = Keeper {
             client,
@@ -186,7 +186,7 @@ impl Keeper {
             Err(error) if error.is_not_found() && self.inputs.register => {}
             Err(error) => return Err(error),
         }
-        let mut node = node_status::initial(&self.inputs.registration, &self.inputs.arch);
+        let mut node = status::initial(&self.inputs.registration, &self.inputs.arch);
         let change = self.change(&NodeStatus::default());
         self.say_ready(&change);
         node.status = Some(change.status);
@@ -287,7 +287,7 @@ impl Keeper {
         self.say_schedulable(&node);
         self.say_rebooted(&node, &change);
         let existing = node.metadata.labels.clone().unwrap_or_default();
-        let stale = node_status::stale_labels(&existing, &self.labels);
+        let stale = status::stale_labels(&existing, &self.labels);
         let reported = self.written.is_some_and(|at| at.elapsed() < self.inputs.report_every);
         let next = if self.ready == Some(true) { self.inputs.update } else { SOON.min(self.inputs.update) };
         self.say_ready(&change);
@@ -324,8 +324,8 @@ impl Keeper {
     fn change(&self, existing: &NodeStatus) -> Change {
         let mut report = (self.inputs.report)();
         let before: &[NodeAddress] = existing.addresses.as_deref().unwrap_or_default();
-        report.addresses = node_status::addresses(&self.inputs.registration, &self.inputs.host.now(), before);
-        node_status::change(existing, &report, Timestamp::now())
+        report.addresses = status::addresses(&self.inputs.registration, &self.inputs.host.now(), before);
+        status::change(existing, &report, Timestamp::now())
     }
 
     /// Records that the node has become ready, or is no more.

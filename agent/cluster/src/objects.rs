@@ -16,11 +16,11 @@ use beelet_model::{
     table::PodName,
 };
 use beelet_policy::{
-    bounds,
-    references::{self, Kind, Reference, TokenReference},
-    token,
+    node::token,
+    pod::references::{self, Kind, Reference, TokenReference},
 };
 use beelet_state::events::{self, Recorder};
+use beelet_units::bounds;
 use futures::{
     FutureExt, StreamExt,
     future::{AbortHandle, Abortable, Aborted, BoxFuture},

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use beelet_model::review::{AccessReviewer, Review, ReviewError, TokenReviewer, User};
-use beelet_policy::node_access::Access;
+use beelet_policy::node::access::Access;
 use serde_json::{Value, json};
 
 use crate::client::Client;

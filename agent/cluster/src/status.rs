@@ -18,7 +18,7 @@ use beelet_model::{
     status::whole_second,
     table::{PodEntry, PodName, PodTable},
 };
-use beelet_policy::{
+use beelet_policy::pod::{
     api_status::{self, Urgency},
     mirror,
 };

@@ -3,7 +3,7 @@
 
 use beelet_codec::ApiType;
 use beelet_model::storage::{StorageError, Token};
-use beelet_policy::{expansion::StatusPatch, references::TokenReference};
+use beelet_policy::{pod::references::TokenReference, volumes::growth::StatusPatch};
 use k8s_openapi::api::{
     core::v1::{PersistentVolume, PersistentVolumeClaim, Secret},
     resource::v1::ResourceClaim,

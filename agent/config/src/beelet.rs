@@ -6,7 +6,8 @@ use super::TcpProbes;
 use super::pressure_edges::PressureEdgesWire;
 use super::tuner::TunerWire;
 use super::values::GoDuration;
-use beelet_policy::{cgroups::CpuWeightFormula, kernel_half::BpfMode, preemption, probe::EdgePolicy};
+use beelet_policy::{admission::preemption, probe::EdgePolicy, resources::cgroups::CpuWeightFormula};
+use beelet_units::bpf_settings::BpfMode;
 
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", default)]

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use beelet_codec::data;
-use beelet_policy::quantity::Quantity;
+use beelet_units::quantity::Quantity;
 
 use super::Config;
 use super::beelet::{AutonomyWire, BeeletWire};

@@ -13,17 +13,20 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use beelet_policy::cgroups::{CgroupDriver, CpuWeightFormula, MemoryQos, SwapBehavior};
-use beelet_policy::container_gc::ContainerGcPolicy;
-use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
-use beelet_policy::image_credentials::Verification;
-use beelet_policy::kernel_half::{BpfMode, PressureEdges};
-use beelet_policy::node_shutdown::Periods;
-use beelet_policy::preemption;
-use beelet_policy::probe::EdgePolicy;
-use beelet_policy::quantity::Quantity;
-use beelet_policy::scheduler::SchedulerKind;
-use beelet_policy::tuner::{Law, TunerMode};
+use beelet_policy::{
+    admission::preemption,
+    devices::topology::{TopologyPolicy, TopologyScope},
+    images::{containers::ContainerGcPolicy, credentials::Verification},
+    node::shutdown::Periods,
+    probe::EdgePolicy,
+    resources::cgroups::{CpuWeightFormula, MemoryQos, SwapBehavior},
+    tuner::{Law, TunerMode, scheduler::SchedulerKind},
+};
+use beelet_units::{
+    bpf_settings::{BpfMode, PressureEdges},
+    cgroup_driver::CgroupDriver,
+    quantity::Quantity,
+};
 use serde::{Deserialize, Serialize};
 
 mod beelet;

@@ -7,9 +7,10 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use beelet_codec::data;
-use beelet_policy::container_gc::ContainerGcPolicy;
-use beelet_policy::eviction::{Signal, Threshold, ThresholdValue};
-use beelet_policy::image_gc::ImageGcPolicy;
+use beelet_policy::{
+    eviction::{Signal, Threshold, ThresholdValue},
+    images::{containers::ContainerGcPolicy, gc::ImageGcPolicy},
+};
 
 use super::beelet::BeeletWire;
 use super::error::Problem;
@@ -187,7 +188,7 @@ fn soft_grace(texts: &EvictionTexts, name: &str) -> Result<Duration, Problem> {
             "has no grace period: say under evictionSoftGracePeriod how long it must last (\"1m30s\", for example)",
         ));
     };
-    match beelet_policy::duration::parse(text) {
+    match beelet_units::duration::parse(text) {
         Ok(grace) if !grace.is_zero() => Ok(grace),
         Ok(_) => Err(Problem::new(field, "must be above zero; what acts at once belongs under evictionHard")),
         Err(error) => Err(Problem::new(field, error.to_string())),

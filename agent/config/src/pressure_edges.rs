@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::values::GoDuration;
-use beelet_policy::kernel_half::{ByQos, PressureEdges};
+use beelet_units::bpf_settings::{ByQos, PressureEdges};
 
 /// How long a container may wait within a second before the kernel half tells of it.
 #[derive(Debug, Default, Deserialize, Serialize)]

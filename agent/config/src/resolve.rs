@@ -7,13 +7,15 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
-use beelet_policy::cgroups::{MemoryQos, MemoryReservationPolicy, SwapBehavior};
-use beelet_policy::cpu_list;
-use beelet_policy::devices::topology::{TopologyPolicy, TopologyScope};
-use beelet_policy::image_credentials::{Policy, Verification, wrong_entry};
-use beelet_policy::kernel_half::BpfMode;
-use beelet_policy::quantity::Quantity;
-use beelet_policy::user_namespaces;
+use beelet_policy::{
+    devices::topology::{TopologyPolicy, TopologyScope},
+    images::credentials::{Policy, Verification, wrong_entry},
+    resources::{
+        cgroups::{MemoryQos, MemoryReservationPolicy, SwapBehavior},
+        user_namespaces,
+    },
+};
+use beelet_units::{bpf_settings::BpfMode, cgroup_driver::CgroupDriver, cpu_list, quantity::Quantity};
 
 use super::beelet::{AutonomyWire, BeeletWire};
 use super::error::Problem;
@@ -21,7 +23,6 @@ use super::kubelet::{KubeletWire, TracingWire};
 use super::values::{Amounts as AmountsWire, GoDuration};
 use super::words::{duration, number};
 use super::{Autonomy, Beelet, Config, ReservedCgroup, TcpProbes, Tracing, pressure};
-use beelet_policy::cgroups::CgroupDriver;
 
 /// The first of each is the default.
 const TOPOLOGY_POLICIES: [(&str, TopologyPolicy); 4] = [

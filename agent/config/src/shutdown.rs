@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use beelet_policy::node_shutdown::{Period, Periods};
+use beelet_policy::node::shutdown::{Period, Periods};
 
 use super::error::Problem;
 use super::kubelet::{KubeletWire, ShutdownPeriodWire};

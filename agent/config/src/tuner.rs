@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use beelet_policy::quantity::Quantity;
-use beelet_policy::scheduler::SchedulerKind;
-use beelet_policy::tuner::{CpuCaps, Law, TunerMode};
+use beelet_policy::tuner::{CpuCaps, Law, TunerMode, scheduler::SchedulerKind};
+use beelet_units::quantity::Quantity;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::Tuner;

@@ -47,7 +47,7 @@ pub(super) fn set(fields: &Map<String, Value>) -> Map<String, Value> {
     let pointers = ["kubeAPIQPS", "iptablesDropBit", "iptablesMasqueradeBit", "containerLogMaxWorkers"];
     let is_zero = |value: &Value| match value {
         Value::String(text) => {
-            text.is_empty() || beelet_policy::duration::parse(text).is_ok_and(|time| time.is_zero())
+            text.is_empty() || beelet_units::duration::parse(text).is_ok_and(|time| time.is_zero())
         }
         value => value.as_i64() == Some(0),
     };

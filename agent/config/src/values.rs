@@ -12,13 +12,13 @@ pub(super) struct GoDuration(pub(super) Duration);
 impl<'de> Deserialize<'de> for GoDuration {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
-        beelet_policy::duration::parse(&text).map(Self).map_err(de::Error::custom)
+        beelet_units::duration::parse(&text).map(Self).map_err(de::Error::custom)
     }
 }
 
 impl Serialize for GoDuration {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(&beelet_policy::duration::format(self.0))
+        serializer.collect_str(&beelet_units::duration::format(self.0))
     }
 }
 

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use beelet_policy::bounds;
 use beelet_proto::cri;
+use beelet_units::bounds;
 
 use super::{Call, Error, Operation, Runtime, container};
 

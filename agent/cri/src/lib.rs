@@ -30,9 +30,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use beelet_base::spans::{self, TARGET};
-use beelet_policy::bounds::{self, FAR, LONGEST_GRACE, LONGEST_GRACE_SECONDS};
-use beelet_policy::cgroups::CgroupDriver;
 use beelet_proto::cri;
+use beelet_units::{
+    bounds::{self, FAR, LONGEST_GRACE, LONGEST_GRACE_SECONDS},
+    cgroup_driver::CgroupDriver,
+};
 use cri::image_service_client::ImageServiceClient;
 use cri::runtime_service_client::RuntimeServiceClient;
 use prometheus_client::registry::Registry;

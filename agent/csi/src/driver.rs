@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use beelet_policy::csi::DriverNode;
+use beelet_policy::volumes::csi::DriverNode;
 use beelet_proto::csi::{
     NodeExpandVolumeRequest, NodeGetCapabilitiesRequest, NodeGetInfoRequest, NodeGetVolumeStatsRequest,
     NodeGetVolumeStatsResponse, NodePublishVolumeRequest, NodeStageVolumeRequest, NodeUnpublishVolumeRequest,

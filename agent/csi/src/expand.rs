@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use beelet_model::storage::Storage;
-use beelet_policy::quantity::Quantity;
 use beelet_proto::csi::{CapacityRange, NodeExpandVolumeRequest};
+use beelet_units::quantity::Quantity;
 
 use crate::{
     Csi, Error, VolumeId, Wanted, lock,

@@ -26,10 +26,8 @@ use std::{
 
 use beelet_base::blocking::blocking;
 use beelet_model::storage::{InUse, VolumesInUse};
-use beelet_policy::{
-    csi::{self as policy, Drivers},
-    quantity::Quantity,
-};
+use beelet_policy::volumes::csi::{self as policy, Drivers};
+use beelet_units::quantity::Quantity;
 use tokio::sync::{Notify, OwnedMutexGuard, watch};
 
 use self::{driver::Driver, records::VolumeRecord};

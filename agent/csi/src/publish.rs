@@ -8,9 +8,11 @@ use beelet_base::{
 };
 use beelet_model::storage::{Published, Storage};
 use beelet_policy::{
-    claims,
-    csi::{self as policy, Ownership},
-    references::TokenReference,
+    pod::references::TokenReference,
+    volumes::{
+        claims,
+        csi::{self as policy, Ownership},
+    },
 };
 use beelet_proto::csi::{
     NodePublishVolumeRequest, NodeStageVolumeRequest, VolumeCapability,

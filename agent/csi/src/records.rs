@@ -92,7 +92,7 @@ pub(crate) fn of_pod(pod: &Path) -> Vec<(PathBuf, VolumeRecord)> {
 
 /// The folder with a folder for each volume that is published for a pod.
 pub(crate) fn folder_of(pod: &Path) -> PathBuf {
-    pod.join("volumes").join(beelet_policy::csi::PLUGIN)
+    pod.join("volumes").join(beelet_policy::volumes::csi::PLUGIN)
 }
 
 /// The records of staged volumes. Blocks.

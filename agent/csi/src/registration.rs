@@ -3,7 +3,7 @@
 use std::{path::Path, sync::Arc};
 
 use beelet_model::plugins::{PluginHandler, Registering};
-use beelet_policy::csi as policy;
+use beelet_policy::volumes::csi as policy;
 use tracing::info;
 
 use crate::{Csi, driver::Driver, lock};

@@ -9,7 +9,7 @@ use std::{
 
 use beelet_base::work::Work;
 use beelet_base::{blocking::blocking, mountinfo};
-use beelet_policy::csi as policy;
+use beelet_policy::volumes::csi as policy;
 use beelet_proto::csi::{NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest};
 use futures::future::join_all;
 use tokio_util::sync::CancellationToken;

@@ -2,11 +2,9 @@
 
 use std::{collections::BTreeSet, time::Duration};
 
-use beelet_policy::{
-    dra::health::{DeviceKey, Health, Report},
-    moment::Moment,
-};
+use beelet_policy::dra::health::{DeviceKey, Health, Report};
 use beelet_proto::dra::health as wire;
+use beelet_units::moment::Moment;
 use futures::stream::{FuturesUnordered, StreamExt};
 use k8s_openapi::api::core::v1 as core;
 use tokio::time::sleep;

@@ -5,15 +5,16 @@ use std::{sync::Arc, time::Duration};
 
 use beelet_base::clock::After as _;
 use beelet_policy::{
-    critical::{is_critical, priority},
     eviction::{
         Assessment, Candidate, DiskLayout, NodeCondition, Observation, Reclaim, Signal, Threshold, deficit,
         has_come, is_relieved, is_worth_it, rank, reclaim, victims,
     },
-    moment::Moment,
-    quantity::Quantity,
-    resources::PodDemand,
+    resources::{
+        PodDemand,
+        critical::{is_critical, priority},
+    },
 };
+use beelet_units::{moment::Moment, quantity::Quantity};
 use k8s_openapi::api::core::v1 as core;
 use tokio::{sync::mpsc::error::TrySendError, time::Instant};
 use tracing::{info, warn};

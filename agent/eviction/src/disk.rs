@@ -10,12 +10,11 @@ use std::{
 };
 
 use beelet_policy::{
-    bounds,
     eviction::{DiskLayout, DiskPart, Observation, PodUsage, Signal},
-    quantity::Quantity,
     resources::EPHEMERAL_STORAGE,
 };
 use beelet_proto::cri;
+use beelet_units::{bounds, quantity::Quantity};
 use tokio::{sync::watch, time::Instant};
 use tracing::info;
 

@@ -9,10 +9,8 @@ use std::{
     time::Duration,
 };
 
-use beelet_policy::{
-    eviction::{NodeCondition, Threshold},
-    quantity::Quantity,
-};
+use beelet_policy::eviction::{NodeCondition, Threshold};
+use beelet_units::quantity::Quantity;
 use rustix::fs::{SeekFrom, seek};
 use tokio::{io::Interest, sync::watch, time::Instant};
 use tracing::{debug, info, warn};

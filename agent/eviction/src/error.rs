@@ -2,7 +2,8 @@
 
 use std::io;
 
-use beelet_policy::{eviction::Signal, quantity::Quantity};
+use beelet_policy::eviction::Signal;
+use beelet_units::quantity::Quantity;
 
 /// A reading that failed. Displayed, it is a whole sentence.
 #[derive(Debug, thiserror::Error)]

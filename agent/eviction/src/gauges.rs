@@ -8,10 +8,8 @@ use std::{
 };
 
 use beelet_base::clock::After as _;
-use beelet_policy::{
-    eviction::{Observation, Signal, Threshold},
-    quantity::Quantity,
-};
+use beelet_policy::eviction::{Observation, Signal, Threshold};
+use beelet_units::quantity::Quantity;
 use tokio::{sync::Notify, time::Instant};
 use tracing::{info, warn};
 

@@ -16,9 +16,8 @@ use std::{
 };
 
 use beelet_policy::{
-    critical::is_critical,
-    local_storage::{PodStorage, violation},
-    resources::{EPHEMERAL_STORAGE, PodDemand},
+    eviction::local_storage::{PodStorage, violation},
+    resources::{EPHEMERAL_STORAGE, PodDemand, critical::is_critical},
 };
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;

@@ -1,7 +1,8 @@
 //! The machine's memory and process ids, from procfs and cgroups.
 
 use beelet_base::kernel_file;
-use beelet_policy::{eviction::Observation, quantity::Quantity};
+use beelet_policy::eviction::Observation;
+use beelet_units::quantity::Quantity;
 
 use super::Error;
 use beelet_cgroups::Cgroups;

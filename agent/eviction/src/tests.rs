@@ -4,11 +4,13 @@ use std::{
 };
 
 use beelet_policy::{
-    cgroups::{CgroupConfig, CgroupVersion, NodeAmounts},
     eviction::{NodeCondition, Observation, Signal, ThresholdValue},
-    qos::{QosClass, qos_class},
-    quantity::Quantity,
+    resources::{
+        cgroups::{CgroupConfig, CgroupVersion, NodeAmounts},
+        qos::{QosClass, qos_class},
+    },
 };
+use beelet_units::quantity::Quantity;
 use futures::future::BoxFuture;
 use k8s_openapi::api::core::v1 as core;
 use serde_json::{Value, json};

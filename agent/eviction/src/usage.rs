@@ -7,12 +7,14 @@ use std::{
 };
 
 use beelet_policy::{
-    cgroups::{CgroupConfig, pod_path},
     eviction::{PodUsage, Signal},
-    qos::qos_class,
-    quantity::Quantity,
-    resources::{EPHEMERAL_STORAGE, MEMORY, ResourceList},
+    resources::{
+        EPHEMERAL_STORAGE, MEMORY, ResourceList,
+        cgroups::{CgroupConfig, pod_path},
+        qos::qos_class,
+    },
 };
+use beelet_units::quantity::Quantity;
 use k8s_openapi::api::core::v1 as core;
 use tokio::{
     task::{JoinHandle, spawn_blocking},

@@ -16,7 +16,7 @@ use beelet_base::blocking::blocking;
 use beelet_base::work::Work;
 use beelet_codec::data;
 use beelet_cri::Runtime;
-use beelet_policy::image_credentials::{Credentials, OfPod, PulledRecord, Verdict, Verification};
+use beelet_policy::images::credentials::{Credentials, OfPod, PulledRecord, Verdict, Verification};
 use beelet_state::{ForeignFile, StateError};
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -281,7 +281,7 @@ async fn remove(file: ForeignFile) {
 mod tests {
     use std::future::ready;
 
-    use beelet_policy::image_credentials::{Policy, PullSecret};
+    use beelet_policy::images::credentials::{Policy, PullSecret};
 
     use super::*;
 

@@ -1,5 +1,5 @@
 //! Removes dead containers and sandboxes with their logs: the kubelet's container garbage collection
-//! (`pkg/kubelet/kuberuntime/kuberuntime_gc.go`) made to act. `beelet_policy::container_gc` names them.
+//! (`pkg/kubelet/kuberuntime/kuberuntime_gc.go`) made to act. `beelet_policy::images::containers` names them.
 //!
 //! A pod's own worker removes what it needs no more; this holds the node's numbers (so many of each
 //! container, so many in all) and gives space back when the disk is full. What belongs to a pod that is gone
@@ -14,7 +14,7 @@ use std::{
 };
 
 use beelet_base::clock::After as _;
-use beelet_policy::container_gc::{
+use beelet_policy::images::containers::{
     ContainerGcPolicy, ContainerRecord, ContainerState, PodState, SandboxRecord, removable_containers,
     removable_sandboxes,
 };

@@ -9,7 +9,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use beelet_base::blocking::blocking;
 use beelet_codec::data;
-use beelet_policy::image_credentials::{Credentials, OfPod, PullAccount, PullSecret};
+use beelet_policy::images::credentials::{Credentials, OfPod, PullAccount, PullSecret};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1::Secret;
 use serde::{Deserialize, Serialize};

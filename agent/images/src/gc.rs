@@ -1,7 +1,7 @@
 //! Removes images: the kubelet's image garbage collection (`pkg/kubelet/images/image_gc_manager.go`) made to
 //! act.
 //!
-//! `beelet_policy::image_gc` names one image at a time; here it is asked again whether the image is in use,
+//! `beelet_policy::images::gc` names one image at a time; here it is asked again whether the image is in use,
 //! it is removed, and what that freed is measured on the file system. One task does it all, one removal at a
 //! time. Must never remove an image without a [`super::lease::Removal`] in its hand and without having looked
 //! for its users after that.
@@ -14,11 +14,12 @@ use std::{
 };
 
 use beelet_base::clock::After as _;
-use beelet_policy::image_gc::{
-    self, Collection, CollectionMode, CollectionStep, FsUsage, ImageGcPolicy, ImageRecord, ListedImage,
-    Outcome, Reason,
+use beelet_policy::images::gc::{
+    self, Collection, CollectionMode, CollectionStep, ImageGcPolicy, ImageRecord, ListedImage, Outcome,
+    Reason,
 };
 use beelet_proto::cri;
+use beelet_units::fs_usage::FsUsage;
 use jiff::Timestamp;
 use tokio::{
     select,
@@ -292,7 +293,7 @@ impl ImageGc {
         self.note_list(&images);
         let first = self.known.began.is_none();
         let before = self.known.clone();
-        image_gc::follow_clock(self.known.times(), self.clock.step(now), now);
+        gc::follow_clock(self.known.times(), self.clock.step(now), now);
         self.known.began.get_or_insert(now);
         let listed = images.iter().map(|image| ListedImage {
             id: &image.id,
@@ -301,7 +302,7 @@ impl ImageGc {
         });
         let used: HashSet<&str> =
             images.iter().filter(|image| usage.has(image)).map(|image| image.id.as_str()).collect();
-        image_gc::detect(&mut self.known.images, listed, &used, now, first);
+        gc::detect(&mut self.known.images, listed, &used, now, first);
         if self.known != before
             && let Err(error) = records::store(&self.parts.state, &self.known).await
         {

@@ -24,7 +24,7 @@ use super::providers::Asker;
 use super::reference;
 use beelet_cri::{Error, Runtime};
 use beelet_model::pod::ImageUser;
-use beelet_policy::image_credentials::OfPod;
+use beelet_policy::images::credentials::OfPod;
 
 /// How pulls are limited.
 #[derive(Clone, Copy, Debug, PartialEq)]

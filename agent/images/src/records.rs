@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use beelet_policy::image_gc::ImageRecord;
+use beelet_policy::images::gc::ImageRecord;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use tracing::warn;

@@ -14,10 +14,10 @@ use sha2::{Digest, Sha256};
 use tokio::time::timeout;
 use tokio_rustls::rustls::pki_types::{CertificateDer, UnixTime};
 
+use beelet_base::room::Source;
 use beelet_config::{Authorization, Server};
 use beelet_model::review::{AccessReviewer, ReviewError, TokenReviewer, User};
-use beelet_policy::node_access::{Access, access};
-use beelet_policy::peers::Source;
+use beelet_policy::node::access::{Access, access};
 
 use crate::cache::Cache;
 use crate::identity::{AUTHENTICATED, anonymous, user_of};

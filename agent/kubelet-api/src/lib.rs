@@ -1,7 +1,7 @@
 //! The HTTPS server of a node: what the API server, kubectl, metrics-server and monitors ask a kubelet, on
 //! its port and in its words.
 //!
-//! Every request is somebody's ([`auth`]) and needs a right (`policy::node_access`). The pages of numbers and
+//! Every request is somebody's ([`auth`]) and needs a right (`policy::node::access`). The pages of numbers and
 //! of pods are made elsewhere and only shown here; what is made here reaches into containers: logs, commands,
 //! ports. Nothing here decides about pods, and nothing waits for a client without a limit: connections,
 //! streams, bytes and times are bounded.
@@ -47,7 +47,7 @@ use beelet_base::work::Work;
 use beelet_config::{Authorization, Server};
 use beelet_cri::Runtime;
 use beelet_model::table::PodTable;
-use beelet_policy::node_access;
+use beelet_policy::node::access;
 
 use auth::{Auth, Refusal, Reviewers};
 use connection::{Peer, REQUEST_TIMEOUT};
@@ -253,7 +253,7 @@ async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Respon
     let began = Instant::now();
     let method = request.method().clone();
     let path = request.uri().path().to_owned();
-    let page = node_access::page(&path);
+    let page = access::page(&path);
     let labels = RequestLabels::new(method.as_str(), page);
     let _under_way = gate.metrics.begin(&labels);
     let Some(peer) = request.extensions().get::<Arc<Peer>>().cloned() else {
@@ -282,7 +282,7 @@ async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Respon
             tracing::debug!("{method} {path} from {} by {:?}", peer.address, user.name);
             // The memory of a large container takes its time too, and the runtime's call has an end of its
             // own.
-            if node_access::is_long_running(page) || page == "checkpoint" {
+            if access::is_long_running(page) || page == "checkpoint" {
                 peer.take_your_time();
                 next.run(request).await
             } else {

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use beelet_policy::node_access::is_long_running;
+use beelet_policy::node::access::is_long_running;
 use jiff::Timestamp;
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeMetric, MetricEncoder},

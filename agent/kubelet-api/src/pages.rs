@@ -6,7 +6,7 @@ use std::time::Duration;
 use axum::extract::{Query, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use beelet_policy::bounds;
+use beelet_units::bounds;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
 use serde_json::{Value, json};

@@ -21,7 +21,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use beelet_base::blocking::blocking;
 use beelet_base::own_file;
 
-use beelet_policy::log_query::LogQuery;
+use beelet_policy::node::log_query::LogQuery;
 
 use crate::containers::Failure;
 use crate::logs::Pairs;

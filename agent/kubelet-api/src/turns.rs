@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError, Weak},
 };
 
-use beelet_policy::peers::Source;
+use beelet_base::room::Source;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit};
 
 /// Reviews under way of those who were let in before, and of all others.

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fmt, future::Future, pin::Pin, sync::Arc};
 
-use beelet_policy::references::TokenReference;
+use beelet_policy::pod::references::TokenReference;
 
 /// A service account.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

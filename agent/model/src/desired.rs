@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use beelet_policy::node_fit::NodeView;
+use beelet_policy::node::fit::NodeView;
 use k8s_openapi::api::core::v1::Pod;
 
 use crate::labels;
@@ -156,7 +156,7 @@ fn joined_objects<'a>(sources: impl Iterator<Item = &'a Arc<Objects>>) -> Arc<Ob
 
 #[cfg(test)]
 mod tests {
-    use beelet_policy::references::{Kind, Reference};
+    use beelet_policy::pod::references::{Kind, Reference};
     use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
     use super::*;

@@ -9,7 +9,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use beelet_policy::references::{self, Kind, Reference, TokenReference};
+use beelet_policy::pod::references::{self, Kind, Reference, TokenReference};
 use k8s_openapi::api::certificates::v1beta1::ClusterTrustBundle;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret, Service};
 use k8s_openapi::api::node::v1::RuntimeClass;

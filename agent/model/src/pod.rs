@@ -9,8 +9,9 @@ use std::{
     time::Duration,
 };
 
-use beelet_policy::{bounds, node_addresses, quantity::Quantity};
+use beelet_policy::node::addresses;
 use beelet_proto::cri;
+use beelet_units::{bounds, quantity::Quantity};
 use k8s_openapi::api::core::v1 as core;
 use serde::{Deserialize, Serialize};
 
@@ -145,7 +146,7 @@ impl HostIps {
 
     /// A pod's addresses of those that the runtime told.
     pub fn sorted(&self, of_pod: &[String]) -> Vec<String> {
-        node_addresses::sort_pod_ips(of_pod, self.is_ipv6_first)
+        addresses::sort_pod_ips(of_pod, self.is_ipv6_first)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fmt, future::Future, pin::Pin};
 
-use beelet_policy::node_access::Access;
+use beelet_policy::node::access::Access;
 
 /// Somebody who is known by a certificate or a token.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

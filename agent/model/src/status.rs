@@ -1,7 +1,7 @@
 //! What a pod's status and its containers' facts say, read in one way by all parts.
 
 pub use beelet_ebpf_abi::OomKill;
-use beelet_policy::why::OOM;
+use beelet_policy::pod::why::OOM;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
 

@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use beelet_policy::{expansion::StatusPatch, references::TokenReference};
+use beelet_policy::{pod::references::TokenReference, volumes::growth::StatusPatch};
 use k8s_openapi::api::{
     core::v1::{Node, PersistentVolume, PersistentVolumeClaim, Secret},
     resource::v1::ResourceClaim,

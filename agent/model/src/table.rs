@@ -5,7 +5,7 @@
 
 use std::{fmt, path::PathBuf, sync::Arc};
 
-use beelet_policy::selector::Selector;
+use beelet_units::selector::Selector;
 use imbl::ordmap::DiffItem;
 use k8s_openapi::api::core::v1::Pod;
 use serde::{Deserialize, Serialize};

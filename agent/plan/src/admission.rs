@@ -7,12 +7,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Scenario, each_pod, pod_name};
 use beelet_policy::{
-    admission::{Insufficient, admit},
-    field::FieldError,
-    preemption::Policy,
-    quantity::Quantity,
+    admission::{Insufficient, admit, preemption::Policy},
     resources::ResourceList,
 };
+use beelet_units::{field::FieldError, quantity::Quantity};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]

@@ -6,16 +6,15 @@ use k8s_openapi::api::core::v1::{Container, Pod};
 use serde::{Deserialize, Serialize};
 
 use crate::{Scenario, each_pod, number, pod_name};
-use beelet_policy::{
+use beelet_policy::resources::{
+    CPU, MEMORY,
     cgroups::{
-        self as policy, CgroupConfig, CgroupDriver, CgroupValues, CgroupVersion, CpuWeightFormula, MemoryQos,
+        self as policy, CgroupConfig, CgroupValues, CgroupVersion, CpuWeightFormula, MemoryQos,
         MemoryReservationPolicy, NodeAmounts,
     },
-    field::FieldError,
     qos::{QosClass, qos_class},
-    quantity::Quantity,
-    resources::{CPU, MEMORY},
 };
+use beelet_units::{cgroup_driver::CgroupDriver, field::FieldError, quantity::Quantity};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]
@@ -204,7 +203,7 @@ fn parse_percent(text: &str) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use beelet_policy::cgroups::container_resources;
+    use beelet_policy::resources::cgroups::container_resources;
     use serde_json::{Value, json};
 
     /// What the kubelet asked CRI for, in the golden data beside the files.

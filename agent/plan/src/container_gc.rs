@@ -6,10 +6,10 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::{Scenario, number};
-use beelet_policy::{
-    container_gc::{ContainerGcPolicy, ContainerRecord, ContainerState, PodState, removable_containers},
-    field::FieldError,
+use beelet_policy::images::containers::{
+    ContainerGcPolicy, ContainerRecord, ContainerState, PodState, removable_containers,
 };
+use beelet_units::field::FieldError;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]

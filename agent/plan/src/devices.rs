@@ -14,14 +14,12 @@ use serde::{
 use serde_json::{Value, json};
 
 use crate::{Scenario, number, pod_name};
-use beelet_policy::{
-    devices::{
-        ContainerRequest, Device, Devices, PluginOptions,
-        admission::{Admission, Circumstances, Next},
-        container_requests,
-    },
-    field::FieldError,
+use beelet_policy::devices::{
+    ContainerRequest, Device, Devices, PluginOptions,
+    admission::{Admission, Circumstances, Next},
+    container_requests,
 };
+use beelet_units::field::FieldError;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -12,15 +12,13 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::{Scenario, number, pod_name};
 use beelet_policy::{
-    critical,
     eviction::{
         Candidate, DiskLayout, NodeCondition, Observation, PodUsage, Reclaim, Signal, Threshold,
         ThresholdValue, Tracker, ValueError, derive_container_fs, rank, reclaim, victim,
     },
-    field::FieldError,
-    moment::Moment,
-    resources::PodDemand,
+    resources::{PodDemand, critical},
 };
+use beelet_units::{field::FieldError, moment::Moment};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]

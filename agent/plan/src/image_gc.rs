@@ -6,12 +6,10 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::{Scenario, number};
-use beelet_policy::{
-    field::FieldError,
-    image_gc::{
-        Collection, CollectionMode, CollectionStep, Event, FsUsage, ImageGcPolicy, ImageRecord, Outcome,
-    },
+use beelet_policy::images::gc::{
+    Collection, CollectionMode, CollectionStep, Event, ImageGcPolicy, ImageRecord, Outcome,
 };
+use beelet_units::{field::FieldError, fs_usage::FsUsage};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]

@@ -26,7 +26,7 @@ use serde_json::Value;
 
 use beelet_codec::data;
 
-use beelet_policy::field::FieldError;
+use beelet_units::field::FieldError;
 
 /// One kind of scenario: its fields are the type's, with `#[serde(deny_unknown_fields, rename_all =
 /// "camelCase")]`.

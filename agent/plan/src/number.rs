@@ -5,7 +5,7 @@ use std::{fmt, marker::PhantomData, time::Duration};
 
 use serde::de::{Deserialize, Deserializer, Error as _, Unexpected, Visitor};
 
-use beelet_policy::duration;
+use beelet_units::duration;
 
 /// A kind of number that a scenario may have.
 pub(crate) trait Number: Sized {

@@ -7,11 +7,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Scenario, each_pod, pod_name};
 use beelet_policy::{
-    field::FieldError,
-    preemption::{Policy, Requirement, preempt},
-    quantity::Quantity,
+    admission::preemption::{Policy, Requirement, preempt},
     resources::PodDemand,
 };
+use beelet_units::{field::FieldError, quantity::Quantity};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]

@@ -6,10 +6,10 @@ use k8s_openapi::api::core::v1::Probe;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::{Scenario, number};
-use beelet_policy::{
-    field::FieldError,
-    probe::{EdgePolicy, Outcome, ProbeKind, ProbeParams, ProbeResult, ProbeState, Transition},
+use beelet_policy::probe::{
+    EdgePolicy, Outcome, ProbeKind, ProbeParams, ProbeResult, ProbeState, Transition,
 };
+use beelet_units::field::FieldError;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]

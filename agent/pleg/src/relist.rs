@@ -11,8 +11,8 @@ use std::{
 
 use beelet_base::clock::After as _;
 use beelet_base::work::Work;
-use beelet_policy::bounds;
 use beelet_proto::cri;
+use beelet_units::bounds;
 use prometheus_client::{
     metrics::{counter::Counter, gauge::Gauge, histogram::Histogram},
     registry::Registry,

@@ -10,7 +10,7 @@ use beelet_model::{
     origin::Origin,
     storage::{Claimed, Storage},
 };
-use beelet_policy::{
+use beelet_policy::volumes::{
     claims, csi,
     flex_volume::{self, FlexVolume},
     remote_disk::{self, RemoteVolume},

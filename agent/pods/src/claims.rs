@@ -7,10 +7,11 @@ use std::{collections::BTreeMap, sync::Arc};
 use beelet_csi::{Csi, Source, Wanted};
 use beelet_model::storage::{Claimed, Published, Storage};
 use beelet_policy::{
-    claims::{self, ClaimName},
-    migration,
-    node_fit::NodeView,
-    removed_volumes,
+    node::fit::NodeView,
+    volumes::{
+        claims::{self, ClaimName},
+        migration, removed_kinds,
+    },
 };
 use futures::future::join_all;
 use k8s_openapi::api::core::v1 as core;
@@ -136,8 +137,8 @@ async fn read_one(
     let found = storage.volume(bound).await;
     let found = found.map_err(|why| failed(format!("failed to fetch PV {bound} from API server: {why}")))?;
     claims::check_volume(pod, volume, &claim, &found).map_err(failed)?;
-    if removed_volumes::is_removed_of_claim(&found) {
-        return Err(removed_volumes::no_plugin(bound));
+    if removed_kinds::is_removed_of_claim(&found) {
+        return Err(removed_kinds::no_plugin(bound));
     }
     let found = match migration::of_claim(&found) {
         Some(migrated) => migrated?,

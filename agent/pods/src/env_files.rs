@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet, btree_map::Entry};
 use std::path::Path;
 
-use beelet_policy::{env_file::EnvFile, expand::Budget};
+use beelet_policy::pod::{env_file::EnvFile, variables::Budget};
 use beelet_volumes::Volumes;
 use k8s_openapi::api::core::v1::{Container, EnvVar, FileKeySelector};
 

@@ -13,12 +13,12 @@ use beelet_model::{
     storage::{Claimed, Storage},
     table::PodTable,
 };
-use beelet_policy::{
+use beelet_policy::volumes::{
     claims::is_claim,
-    expansion::{self, Growth, Record},
-    quantity::Quantity,
+    growth::{self, Growth, Record},
 };
 use beelet_state::events::Object;
+use beelet_units::quantity::Quantity;
 use futures::{StreamExt, future::join_all, stream};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{CSIPersistentVolumeSource, PersistentVolumeClaim, Pod};
@@ -123,11 +123,11 @@ impl Claim<'_> {
     /// Has it grow if it should; it has the size `here`, or, None, that of its claim's status.
     async fn grow(&self, here: Option<Quantity>) -> Result<(), String> {
         let Claimed { volume, claim, read_only } = self.claimed;
-        match expansion::growth(claim, volume, *read_only, here) {
+        match growth::growth(claim, volume, *read_only, here) {
             Growth::Nothing => {
                 let (csi, source) = (&self.launcher.csi, self.source);
                 if csi.size_of(&source.driver, &source.volume_handle).is_none() {
-                    csi.note_size(&source.driver, &source.volume_handle, expansion::size_of(claim));
+                    csi.note_size(&source.driver, &source.volume_handle, growth::size_of(claim));
                 }
                 Ok(())
             }
@@ -151,7 +151,7 @@ impl Claim<'_> {
         let bytes = Quantity::parse(size).map_err(|error| failed(error.to_string()))?;
         let mut claim = claim.clone();
         if record == Record::Steps {
-            let begun = self.storage.patch_claim(&claim, &expansion::begun()).await;
+            let begun = self.storage.patch_claim(&claim, &growth::begun()).await;
             claim = begun.map_err(|error| failed(error.to_string()))?;
         }
         let wanted = Wanted {
@@ -170,7 +170,7 @@ impl Claim<'_> {
             }
             if error.is_final() && record != Record::Size {
                 let (why, infeasible) = (error.to_string(), error.is_infeasible());
-                let patch = expansion::failed(&claim, size, &why, infeasible, Timestamp::now());
+                let patch = growth::failed(&claim, size, &why, infeasible, Timestamp::now());
                 self.storage.patch_claim(&claim, &patch).await.map_err(|error| failed(error.to_string()))?;
             }
             if error.is_in_use() {
@@ -187,7 +187,7 @@ impl Claim<'_> {
             self.launcher.events.normal(object, "FileSystemResizeSuccessful", message.clone());
         }
         if record != Record::Nobody {
-            let patch = expansion::grown(&claim, size, record);
+            let patch = growth::grown(&claim, size, record);
             self.storage.patch_claim(&claim, &patch).await.map_err(|error| failed(error.to_string()))?;
         }
         Ok(())

@@ -4,8 +4,12 @@
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
 use beelet_base::spans::TARGET;
-use beelet_policy::{cgroups as values, critical, duration, pod::Start, start_limit::Call};
+use beelet_policy::{
+    pod::{Start, start_limit::Call},
+    resources::{cgroups as values, critical},
+};
 use beelet_proto::cri;
+use beelet_units::duration;
 use k8s_openapi::api::core::v1 as core;
 use tokio::{sync::watch, time::Instant};
 use tokio_util::task::TaskTracker;

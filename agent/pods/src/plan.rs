@@ -8,13 +8,15 @@ use std::{
 };
 
 use beelet_policy::{
-    cgroups::{self as values, CgroupConfig, CgroupValues},
-    field::FieldError,
-    node_addresses::host_network_ips,
+    node::addresses::host_network_ips,
     pod::ephemeral_containers,
-    qos::QosClass,
+    resources::{
+        cgroups::{self as values, CgroupConfig, CgroupValues},
+        qos::QosClass,
+    },
 };
 use beelet_proto::cri;
+use beelet_units::field::FieldError;
 use k8s_openapi::api::core::v1 as core;
 
 use crate::error::Error;
@@ -190,10 +192,8 @@ fn place(pod: &core::Pod, site: &Site<'_>) -> Result<Placement, PlacementError> 
 
 #[cfg(test)]
 mod tests {
-    use beelet_policy::{
-        cgroups::{CgroupVersion, NodeAmounts},
-        quantity::Quantity,
-    };
+    use beelet_policy::resources::cgroups::{CgroupVersion, NodeAmounts};
+    use beelet_units::quantity::Quantity;
     use serde_json::{Value, json};
 
     use super::*;

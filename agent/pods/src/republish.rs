@@ -12,7 +12,7 @@ use beelet_model::{
     storage::Storage,
     table::{PodName, PodTable},
 };
-use beelet_policy::{claims::may_be_of_driver, csi};
+use beelet_policy::volumes::{claims::may_be_of_driver, csi};
 use futures::{StreamExt, stream};
 use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::watch;

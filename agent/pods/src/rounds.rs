@@ -9,7 +9,7 @@ use beelet_model::{
     ended::Ended,
     table::{PodChanges, PodEntry, PodTable, Pods},
 };
-use beelet_policy::csi::Drivers;
+use beelet_policy::volumes::csi::Drivers;
 use k8s_openapi::api::core::v1::{Pod, Volume};
 use tokio::{
     sync::watch,

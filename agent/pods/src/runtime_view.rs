@@ -5,8 +5,9 @@ use beelet_model::pod::selector;
 use beelet_model::status::timestamp;
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
-use beelet_policy::{bounds, pod};
+use beelet_policy::pod;
 use beelet_proto::cri;
+use beelet_units::bounds;
 use futures::future::try_join_all;
 use serde::Deserialize;
 

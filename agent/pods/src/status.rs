@@ -5,9 +5,9 @@ use beelet_model::status::{OomFacts, ProbeFacts, whole_second};
 use std::{collections::BTreeMap, sync::Arc};
 
 use beelet_policy::{
-    node_addresses::host_network_ips,
+    node::addresses::host_network_ips,
     pod::{self, KillReason, Tally},
-    qos,
+    resources::qos,
 };
 use beelet_proto::cri;
 use jiff::Timestamp;

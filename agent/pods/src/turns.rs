@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use beelet_policy::start_limit::{Call, StartLimit};
+use beelet_policy::pod::start_limit::{Call, StartLimit};
 use tokio::{
     sync::{Semaphore, oneshot},
     time::{Instant, sleep},

@@ -11,7 +11,7 @@ use std::{
 };
 
 use beelet_base::folder::{PRIVATE, make_folder};
-use beelet_policy::user_namespaces::{IdPool, IdRange};
+use beelet_policy::resources::user_namespaces::{IdPool, IdRange};
 use beelet_proto::cri;
 use beelet_state::{ForeignFile, StateError};
 use serde::{Deserialize, Serialize};

@@ -17,7 +17,7 @@ use beelet_model::{
     disk::{VolumeUse, VolumesUse},
     table::PodTable,
 };
-use beelet_policy::claims;
+use beelet_policy::volumes::claims;
 use beelet_state::events::Object;
 use beelet_volumes::Volumes;
 use futures::{StreamExt, future::join_all, stream};

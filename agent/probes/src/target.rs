@@ -9,10 +9,10 @@ use std::{
 };
 
 use beelet_policy::{
-    bounds,
-    expand::{TooLong, expand_probe_command},
+    pod::variables::{TooLong, expand_probe_command},
     probe::{ProbeKind, settings::ProbeSettings},
 };
+use beelet_units::bounds;
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::util::intstr::IntOrString};
 
 use super::http::Get;

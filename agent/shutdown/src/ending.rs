@@ -11,8 +11,8 @@ use beelet_model::{
     table::{PodEntry, PodTable},
 };
 use beelet_policy::{
-    critical::priority,
-    node_shutdown::{self, Group},
+    node::shutdown::{self, Group},
+    resources::critical::priority,
 };
 use tokio::{
     sync::watch,
@@ -65,7 +65,7 @@ async fn end_group(parts: &Parts, group: &Group<Going>, latest: Instant) {
         "pods are ended"
     );
     for Going { uid, grace } in &group.pods {
-        let grace = node_shutdown::grace(*grace, period);
+        let grace = shutdown::grace(*grace, period);
         let (reason, message) = (NODE_SHUTDOWN.to_owned(), MESSAGE.to_owned());
         let request = Request::Fail { uid: uid.clone(), reason, message, grace: Some(grace) };
         if parts.requests.send(request).await.is_err() {

@@ -2,7 +2,7 @@
 //! when it is about to go down ends the pods by priority. Only once they have given everything back, and
 //! the API server has their last statuses, the lock is given back.
 //!
-//! `beelet_policy::node_shutdown` decides who goes when; the pods' manager ends them. Everything here is
+//! `beelet_policy::node::shutdown` decides who goes when; the pods' manager ends them. Everything here is
 //! said to others by one value ("since when the machine has been going down"): admission lets nobody in
 //! then, and the node is not ready. Where there is no logind, the agent runs without it and says so once.
 //!
@@ -18,7 +18,7 @@ use beelet_base::blocking::blocking;
 use beelet_base::clock::After as _;
 use beelet_base::work::Work;
 use beelet_model::{request::Request, table::PodTable};
-use beelet_policy::node_shutdown::{self, Periods};
+use beelet_policy::node::shutdown::{self, Periods};
 use beelet_state::{Loaded, State, events::NodeEvents};
 use beelet_systemd::{
     Error,
@@ -165,7 +165,7 @@ impl Shutdown {
         self.parts.events.normal(REASON, "Shutdown manager detected shutdown event");
         self.parts.since.send_replace(Some(at));
         let delay = logind.longest_delay().await.unwrap_or_else(|_| self.parts.periods.total());
-        let latest = began.after(node_shutdown::latest_release(delay));
+        let latest = began.after(shutdown::latest_release(delay));
         self.remember(Record { began: at, ended: None }).await;
         tokio::select! {
             () = ending::end_all(&self.parts, latest) => {}

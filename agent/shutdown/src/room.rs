@@ -6,7 +6,7 @@ use beelet_base::{
     blocking::blocking,
     folder::{READABLE, make_folder},
 };
-use beelet_policy::node_shutdown::Periods;
+use beelet_policy::node::shutdown::Periods;
 use beelet_systemd::logind::Logind;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, info};

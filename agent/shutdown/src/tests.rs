@@ -1,7 +1,7 @@
 //! Against a logind that does as it is told, on a bus of its own. The test is the pods' manager.
 
 use beelet_model::{request::Request, table::PodName};
-use beelet_policy::node_shutdown::Period;
+use beelet_policy::node::shutdown::Period;
 use beelet_state::events::Recorder;
 use beelet_testing::logind::{Bus, Logind as FakeLogind};
 use k8s_openapi::api::core::v1 as core;

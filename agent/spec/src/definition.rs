@@ -6,8 +6,8 @@
 use std::fmt::Write as _;
 
 use beelet_model::labels::{AMOUNTS, CONTAINER_HASH};
-use beelet_policy::quantity::Quantity;
 use beelet_proto::cri;
+use beelet_units::quantity::Quantity;
 use k8s_openapi::api::core::v1::{Container, ContainerResizePolicy, Pod, ResourceRequirements};
 use sha2::{Digest, Sha256};
 

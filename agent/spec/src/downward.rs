@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use beelet_policy::quantity::Quantity;
 use beelet_policy::resources::is_pod_level_resource;
+use beelet_units::quantity::Quantity;
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::api::resource::Quantity as Text};
 
 use crate::Error;

@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use beelet_policy::expand::{Budget, TooLong, expand};
+use beelet_policy::pod::variables::{Budget, TooLong, expand};
 use k8s_openapi::api::core::v1 as core;
 
 use super::{Error, downward, services};

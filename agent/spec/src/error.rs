@@ -1,7 +1,7 @@
 //! Why a pod's spec can't be said in the words of CRI.
 
-use beelet_policy::expand::TooLong;
-use beelet_policy::quantity::QuantityError;
+use beelet_policy::pod::variables::TooLong;
+use beelet_units::quantity::QuantityError;
 
 /// What a pod asks for that can't be, or what it refers to that isn't there. Displayed, it is a sentence that
 /// names the field. No such error passes by itself: the pod, or an object that it names, has to change.

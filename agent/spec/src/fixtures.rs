@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use beelet_model::pod::{Allocatable, HostDns, HostIps, ImageUser, NodeFacts};
-use beelet_policy::cgroups::ContainerResources;
+use beelet_policy::resources::cgroups::ContainerResources;
 use beelet_proto::cri;
 
 use crate::cri_config::{ContainerFacts, Features};

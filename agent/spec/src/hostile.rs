@@ -10,26 +10,38 @@ use crate::{app_armor, cri_config, definition, fixtures, resize, signals, suppor
 use beelet_codec::ApiType as _;
 use beelet_model::objects::Objects;
 use beelet_model::pod::{default_container, grace_period, has_host_port};
-use beelet_policy::cgroups::{
-    CgroupConfig, CgroupDriver, CgroupVersion, NodeAmounts, container_cgroup, container_resources,
-    node_cgroups, pod_cgroup, sandbox_resources,
-};
-use beelet_policy::eviction::{Candidate, DiskLayout, PodUsage, Signal, rank, victim};
-use beelet_policy::huge_pages::{self, Medium};
-use beelet_policy::local_storage::{PodStorage, violation};
-use beelet_policy::mirror::{self, Owner};
-use beelet_policy::moment::Moment;
-use beelet_policy::node_fit::{NodeView, misfit};
-use beelet_policy::node_shutdown::Periods;
-use beelet_policy::pod::{Observed, Sandbox, Times, Verdicts, actions, active_limit, ephemeral_containers};
-use beelet_policy::preemption::Policy;
-use beelet_policy::probe::{Outcome, ProbeKind, ProbeParams, ProbeState, settings};
-use beelet_policy::resources::{PodDemand, ResourceList};
 use beelet_policy::{
-    admission, api_status, claims, critical, csi, devices, expand, flex_volume, migration, mount_points, qos,
-    references, remote_disk, removed_volumes,
+    admission::{self, preemption::Policy},
+    devices,
+    eviction::{
+        Candidate, DiskLayout, PodUsage, Signal,
+        local_storage::{PodStorage, violation},
+        rank, victim,
+    },
+    node::{
+        fit::{NodeView, misfit},
+        shutdown::Periods,
+    },
+    pod::{
+        Observed, Sandbox, Times, Verdicts, actions, active_limit, api_status, ephemeral_containers,
+        mirror::{self, Owner},
+        references, variables,
+    },
+    probe::{Outcome, ProbeKind, ProbeParams, ProbeState, settings},
+    resources::{
+        PodDemand, ResourceList,
+        cgroups::{
+            CgroupConfig, CgroupVersion, NodeAmounts, container_cgroup, container_resources, node_cgroups,
+            pod_cgroup, sandbox_resources,
+        },
+        critical,
+        huge_pages::{self, Medium},
+        qos,
+    },
+    volumes::{claims, csi, flex_volume, migration, mount_points, remote_disk, removed_kinds},
 };
 use beelet_testing::hostile_pods::{Group, cases_of, pairs, plain};
+use beelet_units::{cgroup_driver::CgroupDriver, moment::Moment};
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use prost::Message as _;
@@ -160,7 +172,7 @@ fn lives(pod: &core::Pod) {
             let _ = (state.due(at), state.held(at), state.is_steady(at));
             state.record(Duration::MAX, Outcome::Failure);
             let command = probe.exec.iter().flat_map(|exec| exec.command.clone().unwrap_or_default());
-            let _ = expand::expand_probe_command(
+            let _ = variables::expand_probe_command(
                 &command.collect::<Vec<_>>(),
                 container.env.as_deref().unwrap_or_default(),
             );
@@ -207,7 +219,7 @@ fn volumes(pod: &core::Pod) {
         let _ = (
             migration::of_pod(volume, "default"),
             migration::is_migrated(volume),
-            removed_volumes::is_removed(volume),
+            removed_kinds::is_removed(volume),
         );
     }
 }

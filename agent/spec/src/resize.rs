@@ -8,7 +8,7 @@
 use std::{collections::BTreeMap, fmt::Write as _};
 
 use beelet_codec::ApiType as _;
-use beelet_policy::qos::qos_class;
+use beelet_policy::resources::qos::qos_class;
 use k8s_openapi::{
     api::core::v1::{Container, Pod, PodStatus, ResourceRequirements},
     apimachinery::pkg::api::resource::Quantity,
@@ -139,7 +139,7 @@ pub fn enact(status: &mut PodStatus, uid: &str, enacted: &BTreeMap<String, Optio
 /// containers. Where their `resizePolicy` asks for it they are started anew for that. Its QoS class may not
 /// change, nor may an amount come or go.
 pub fn shape(pod: &Pod) -> String {
-    let class = qos_class(pod).map(beelet_policy::qos::QosClass::as_str).unwrap_or_default();
+    let class = qos_class(pod).map(beelet_policy::resources::qos::QosClass::as_str).unwrap_or_default();
     let mut rest = pod.clone();
     rest.status = None;
     // Which manifest it is, and when it was read, goes with its content.

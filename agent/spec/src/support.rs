@@ -193,10 +193,10 @@ mod tests {
         let rows = TABLE.iter().filter(|row| row.1 == Removed);
         let names: Vec<&str> = rows.flat_map(|row| names_of(row.0)).collect();
         let known: Vec<&str> =
-            beelet_policy::removed_volumes::REMOVED.iter().map(|(name, _)| *name).collect();
+            beelet_policy::volumes::removed_kinds::REMOVED.iter().map(|(name, _)| *name).collect();
         assert_eq!(names, known);
         let page = include_str!("../../../docs/pods.md");
-        for (name, version) in beelet_policy::removed_volumes::REMOVED {
+        for (name, version) in beelet_policy::volumes::removed_kinds::REMOVED {
             assert!(page.contains(&format!("`{name}` ({version})")), "docs/pods.md: {name}");
         }
     }

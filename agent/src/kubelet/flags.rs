@@ -1,7 +1,7 @@
 //! The kubelet's flags that are settings of its configuration, as `AddKubeletConfigFlags`
 //! (cmd/kubelet/app/options) has them, and those that nobody needs.
 
-use beelet_policy::duration;
+use beelet_units::duration;
 use serde_json::{Map, Value, json};
 
 use super::nested;

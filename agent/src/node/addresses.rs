@@ -9,7 +9,7 @@ use std::{
 };
 
 use beelet_model::pod::HostIps;
-use beelet_policy::node_addresses::{configured, destinations, is_ipv6_first, is_reachable};
+use beelet_policy::node::addresses::{configured, destinations, is_ipv6_first, is_reachable};
 use tracing::{error, info};
 
 /// What was found counts for so long: statuses ask for it each time.

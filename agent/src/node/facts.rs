@@ -9,13 +9,13 @@ use std::{
 
 use super::addresses;
 use anyhow::{Context, Result, bail};
-use beelet_policy::{
+use beelet_policy::resources::{
+    CPU, EPHEMERAL_STORAGE, MEMORY, PODS, ResourceList,
     cgroups::{CgroupConfig, CgroupValues, CgroupVersion, NodeAmounts, Swap, reserved_cgroup},
     huge_pages,
-    quantity::Quantity,
-    resources::{CPU, EPHEMERAL_STORAGE, MEMORY, PODS, ResourceList},
 };
 use beelet_proto::cri;
+use beelet_units::quantity::Quantity;
 use tracing::warn;
 
 use beelet_api::grpc::devices::NodeResources;

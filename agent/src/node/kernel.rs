@@ -14,7 +14,7 @@ use tracing::{info, warn};
 
 use beelet_bpf::{Kernel, KernelOptions, PodFolders, PodShare, Scheduler, SchedulingClass};
 use beelet_cgroups::{Cgroups, Version};
-use beelet_policy::scheduler::{self, SchedulingShare};
+use beelet_policy::tuner::scheduler::{self, SchedulingShare};
 use beelet_tuner::{Scheduling, StartScheduler};
 
 /// Brings up the kernel half as far as this kernel allows. The kernel half logs what is missing.

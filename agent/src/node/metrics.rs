@@ -32,7 +32,7 @@ struct BuildLabel {
 
 impl Default for BuildLabel {
     fn default() -> Self {
-        let platform = format!("linux/{}", beelet_policy::node_status::architecture(std::env::consts::ARCH));
+        let platform = format!("linux/{}", beelet_policy::node::status::architecture(std::env::consts::ARCH));
         let (major, minor) = KUBELET_VERSION
             .strip_prefix('v')
             .and_then(|version| version.split_once('.'))

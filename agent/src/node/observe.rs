@@ -6,7 +6,7 @@
 use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result};
-use beelet_policy::image_gc::ImageGcPolicy;
+use beelet_policy::{images::gc::ImageGcPolicy, tuner::TunerMode};
 use beelet_proto::cri;
 use prometheus_client::registry::Registry;
 use tokio::{sync::watch, task::spawn_blocking};
@@ -39,12 +39,11 @@ use beelet_model::{
     disk::Unmeasured,
     table::{Complete, PodTable},
 };
-use beelet_policy::kernel_half::BpfMode;
-use beelet_policy::tuner::TunerMode;
 use beelet_state::{
     State,
     events::{NodeEvents, Recorder},
 };
+use beelet_units::bpf_settings::BpfMode;
 
 /// What is observed, and how it is told.
 #[derive(Debug, Clone)]

@@ -12,11 +12,14 @@ use std::{
 use anyhow::{Context, Result, bail};
 use beelet_base::blocking::blocking;
 use beelet_policy::{
-    cgroups::{CgroupConfig, CgroupDriver, CgroupValues},
-    scheduler::SchedulerKind,
-    user_namespaces::IdPool,
+    resources::{
+        cgroups::{CgroupConfig, CgroupValues},
+        user_namespaces::IdPool,
+    },
+    tuner::scheduler::SchedulerKind,
 };
 use beelet_proto::cri;
+use beelet_units::cgroup_driver::CgroupDriver;
 use tokio::{
     sync::{SetOnce, mpsc, watch},
     task::spawn_blocking,

@@ -6,7 +6,7 @@ use std::{fs, time::Duration};
 
 use anyhow::{Context, Result, bail};
 use beelet_base::program::{Bounds, Complaints, Program};
-use beelet_policy::user_namespaces::{IdPool, IdRange};
+use beelet_policy::resources::user_namespaces::{IdPool, IdRange};
 
 /// Whose ids they are.
 const USER: &str = "kubelet";

@@ -290,7 +290,7 @@ pub struct ContainerStats {
 }
 
 /// Who made a container's threads wait, in about the last minute: who had the CPUs meanwhile (waits below 100
-/// µs are left out), or whose threads needed the memory ([`beelet_policy::reclaim`]).
+/// µs are left out), or whose threads needed the memory ([`beelet_policy::tuner::reclaim`]).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct WaitedFor {
     /// Share of the last minute (0 to 1) in which some thread waited: PSI's, or where there is none, the

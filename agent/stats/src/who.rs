@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use beelet_bpf::{Interfering, NOBODY, Reclaimers};
 use beelet_cgroups::Cgroups;
-use beelet_policy::reclaim::{self, Freed, Place, ShortBelow, is_at_limit};
+use beelet_policy::tuner::reclaim::{self, Freed, Place, ShortBelow, is_at_limit};
 
 use super::model::{ContainerStats, Holder, PodStats, Reading, WaitedFor, Who};
 

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use beelet_policy::{
+use beelet_policy::resources::{
     cgroups::{shares_to_millis, weight_to_millis},
     qos::QosClass,
 };

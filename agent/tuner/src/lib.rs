@@ -24,7 +24,10 @@ mod view;
 
 use std::{sync::Arc, time::Duration};
 
-use beelet_policy::{cgroups::CgroupConfig, tuner::Law};
+use beelet_policy::{
+    resources::cgroups::CgroupConfig,
+    tuner::{Law, TunerMode},
+};
 use tokio::{
     sync::watch,
     task::spawn_blocking,
@@ -47,7 +50,6 @@ use beelet_base::clock::processor_time;
 use beelet_base::work::Work;
 use beelet_cgroups::Cgroups;
 use beelet_model::table::PodTable;
-use beelet_policy::tuner::TunerMode;
 use beelet_state::State;
 
 /// How it is set up.

@@ -8,8 +8,8 @@ use std::{collections::BTreeMap, fmt, sync::Arc};
 
 use beelet_cgroups::Cgroups;
 use beelet_policy::{
-    qos::QosClass,
-    scheduler::{SchedulingShare, share},
+    resources::qos::QosClass,
+    tuner::scheduler::{SchedulingShare, share},
 };
 use tracing::{info, warn};
 

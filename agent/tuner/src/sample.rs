@@ -7,8 +7,7 @@ use std::{
 };
 
 use beelet_ebpf_abi::Counters as KernelCounters;
-use beelet_policy::reclaim::is_at_limit;
-use beelet_policy::tuner::{ContainerSample, Observed, PodSample, Supports};
+use beelet_policy::tuner::{ContainerSample, Observed, PodSample, Supports, reclaim::is_at_limit};
 
 use super::{
     knobs::quota,

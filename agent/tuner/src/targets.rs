@@ -2,11 +2,11 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use beelet_policy::{
+use beelet_policy::resources::{
+    CPU, MEMORY, PodDemand,
     cgroups::{CgroupConfig, pod_path},
     critical::priority,
     qos::{QosClass, qos_class_of},
-    resources::{CPU, MEMORY, PodDemand},
 };
 
 use beelet_model::{

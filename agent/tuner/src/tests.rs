@@ -3,14 +3,13 @@
 use std::{collections::BTreeSet, fs, path::PathBuf, sync::Arc, time::Duration, time::Instant};
 
 use beelet_policy::{
-    qos::QosClass,
-    tuner::{ContainerSample, CpuCaps, KnobKind, Law, Observed, PodSample, Supports},
+    resources::qos::QosClass,
+    tuner::{ContainerSample, CpuCaps, KnobKind, Law, Observed, PodSample, Supports, TunerMode},
 };
 use tempfile::TempDir;
 
 use super::{Engine, Metrics, Outcome, Settings, longer_pause, recover};
 use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
-use beelet_policy::tuner::TunerMode;
 use beelet_state::State;
 
 const BEST_EFFORT: &str = "/kubepods/besteffort";

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, time::Instant};
 
 use beelet_cgroups::Cgroups;
 use beelet_policy::{
-    qos::QosClass,
+    resources::qos::QosClass,
     tuner::{Knob, KnobKind, Law},
 };
 

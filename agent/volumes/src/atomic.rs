@@ -28,7 +28,7 @@ use rustix::io::Errno;
 use super::Error;
 use super::fs_group::{Access, FsGroup, mask};
 use beelet_base::walk::remove;
-use beelet_policy::volume_content;
+use beelet_policy::volumes::content;
 
 /// The link that leads to the set in force.
 const DATA: &str = "..data";
@@ -105,7 +105,7 @@ pub(super) fn make_mount_points(
     group: Option<&FsGroup>,
 ) -> Result<(), Error> {
     for way in wanted {
-        volume_content::check_path(way)?;
+        content::check_path(way)?;
     }
     // The names of sets and of the link to them are ours.
     for way in wanted.iter().filter(|way| !way.starts_with("..")) {
@@ -120,7 +120,7 @@ pub(super) fn make_mount_points(
 
 /// What a path in a volume must be: relative, without `..`, and not one of our own names.
 fn check_path(path: &str) -> Result<(), Error> {
-    volume_content::check_path(path)?;
+    content::check_path(path)?;
     let mut parts = Path::new(path).components();
     let normal = parts.clone().all(|part| matches!(part, Component::Normal(_)));
     let ours =

@@ -11,7 +11,10 @@ use super::atomic::{Payload, PayloadFile};
 use super::{Attached, Error};
 use beelet_model::objects::Objects;
 use beelet_model::pod::NodeFacts;
-use beelet_policy::{references, trust_bundles, volume_content::Allowance};
+use beelet_policy::{
+    pod::references,
+    volumes::{content::Allowance, trust_bundles},
+};
 use beelet_spec::downward;
 use beelet_spec::env::missing;
 

@@ -7,7 +7,7 @@ use beelet_base::{
     folder::{PRIVATE, make_folder},
     program::{Bounds, Complaints, Ended, Program},
 };
-use beelet_policy::file_system::{FileSystem, mount_options};
+use beelet_policy::volumes::file_system::{FileSystem, mount_options};
 use rustix::{io::Errno, mount::MountFlags};
 
 use crate::{Error, mounts};

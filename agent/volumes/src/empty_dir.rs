@@ -2,9 +2,11 @@
 
 use std::path::Path;
 
-use beelet_policy::huge_pages::{self, Medium};
-use beelet_policy::quantity::Quantity;
-use beelet_policy::resources::{self, MEMORY};
+use beelet_policy::resources::{
+    self, MEMORY,
+    huge_pages::{self, Medium},
+};
+use beelet_units::quantity::Quantity;
 use k8s_openapi::api::core::v1 as core;
 
 use super::{Error, Sources, mounts};

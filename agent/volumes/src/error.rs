@@ -31,7 +31,7 @@ pub enum Error {
     Unmet(String),
     /// The pod asks for more than the agent makes for one.
     #[error(transparent)]
-    TooMuch(#[from] beelet_policy::volume_content::TooMuch),
+    TooMuch(#[from] beelet_policy::volumes::content::TooMuch),
     /// A folder could not be made or removed.
     #[error(transparent)]
     Folder(#[from] beelet_base::Error),

@@ -19,7 +19,7 @@ use std::{
 
 use beelet_base::folder::{PRIVATE, make_folder};
 use beelet_model::storage::VolumesInUse;
-use beelet_policy::{
+use beelet_policy::volumes::{
     csi,
     file_system::FileSystem,
     flex_volume::{self as policy, FlexVolume},

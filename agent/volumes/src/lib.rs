@@ -35,12 +35,14 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use beelet_model::storage::{Claimed, Published};
-use beelet_policy::claims;
-use beelet_policy::expand::{Budget, expand_strict};
-use beelet_policy::migration;
-use beelet_policy::mount_points;
-use beelet_policy::removed_volumes;
-use beelet_policy::volume_content::{self, Allowance, TooMuch};
+use beelet_policy::{
+    pod::variables::{Budget, expand_strict},
+    volumes::{
+        claims,
+        content::{Allowance, TooMuch, shown},
+        migration, mount_points, removed_kinds,
+    },
+};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 use rustix::fs::{Mode, OFlags};
@@ -287,7 +289,7 @@ impl Volumes {
             }
             atomic::write(&path, &top, &payload, self.fs_group.as_ref())?;
         } else if volume.git_repo.is_some() {
-            return Err(Error::unmet(removed_volumes::GIT_REPO));
+            return Err(Error::unmet(removed_kinds::GIT_REPO));
         } else if volume.image.is_none() {
             return Err(Error::unmet("beelet can't make volumes of this kind"));
         }
@@ -345,7 +347,7 @@ impl Volumes {
         let (all, mut left) = (container.volume_mounts.iter().flatten().enumerate(), Allowance::default());
         all.map(|(index, mount)| {
             self.mount((container, index), mount, facts, &mut left).map_err(|cause| Error::Mount {
-                path: volume_content::shown(&mount.mount_path),
+                path: shown(&mount.mount_path),
                 container: container.name.clone(),
                 cause: Box::new(cause),
             })
@@ -558,10 +560,7 @@ fn sub_path_of(
         .components()
         .all(|part| matches!(part, std::path::Component::Normal(_) | std::path::Component::CurDir));
     if !inside || text.contains('\0') {
-        return Err(Error::unmet(format!(
-            "subPath {:?} must be relative and without '..'",
-            volume_content::shown(&text)
-        )));
+        return Err(Error::unmet(format!("subPath {:?} must be relative and without '..'", shown(&text))));
     }
     Ok(Some(path))
 }

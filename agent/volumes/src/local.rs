@@ -12,7 +12,7 @@ use std::{
 
 use beelet_base::folder::{PRIVATE, make_folder};
 use beelet_model::storage::Claimed;
-use beelet_policy::{claims, file_system::FileSystem};
+use beelet_policy::volumes::{claims, file_system::FileSystem};
 use k8s_openapi::api::core::v1 as core;
 
 use crate::{

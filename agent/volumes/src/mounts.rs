@@ -13,7 +13,7 @@ use rustix::mount::{MountFlags, UnmountFlags};
 
 use super::Error;
 use beelet_base::mountinfo::{self, Mount};
-use beelet_policy::volume_content::{BYTES, NAMES};
+use beelet_policy::volumes::content::{BYTES, NAMES};
 
 /// How long a server may take to let go of a mount: the kubelet's.
 const SERVER: Duration = Duration::from_secs(60);

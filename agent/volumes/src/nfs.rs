@@ -11,7 +11,7 @@ use beelet_base::{
     folder::{PRIVATE, make_folder},
     program::Program,
 };
-use beelet_policy::file_system::{export, mount_options};
+use beelet_policy::volumes::file_system::{export, mount_options};
 use k8s_openapi::api::core::v1::NFSVolumeSource;
 
 use crate::{Error, VOLUMES, disk, local::one_name, mounts};

@@ -6,7 +6,7 @@ use std::{
 };
 
 use beelet_model::storage::Claimed;
-use beelet_policy::claims;
+use beelet_policy::volumes::claims;
 use k8s_openapi::api::core::v1 as core;
 use prometheus_client::{
     encoding::EncodeLabelSet,
@@ -162,7 +162,7 @@ pub(crate) fn plugin_at(place: &Path) -> &'static str {
     let is_in = |plugin: &str| place.components().any(|part| part.as_os_str() == plugin);
     match () {
         () if is_in(crate::local::PLUGIN) => LOCAL,
-        () if is_in(beelet_policy::csi::PLUGIN) => CSI,
+        () if is_in(beelet_policy::volumes::csi::PLUGIN) => CSI,
         () if is_in(crate::nfs::PLUGIN) => NFS,
         () if is_in(crate::remote::FC) => FC,
         () if is_in(crate::remote::ISCSI) => ISCSI,

@@ -19,7 +19,7 @@ use std::{
 
 use beelet_base::folder::{PRIVATE, make_folder};
 use beelet_model::storage::VolumesInUse;
-use beelet_policy::remote_disk::{IscsiDisk, RemoteDisk, RemoteVolume, is_unique_name};
+use beelet_policy::volumes::remote_disk::{IscsiDisk, RemoteDisk, RemoteVolume, is_unique_name};
 use serde::{Deserialize, Serialize};
 
 use self::{iscsi::Login, machine::Machine};

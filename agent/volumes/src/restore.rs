@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use beelet_policy::{claims, mount_points, volume_content::Allowance};
+use beelet_policy::volumes::{claims, content::Allowance, mount_points};
 use k8s_openapi::api::core::v1 as core;
 
 use super::{Error, Sources, Volumes, atomic, content, has_content, mounts, open_top};

@@ -34,12 +34,13 @@ use std::time::Duration;
 
 use arbitrary::Unstructured;
 use beelet_plan::{Input, WHATS};
-use beelet_policy::expand::{self as expansion, Budget, TooLong, Unexpanded};
 use beelet_policy::{
     devices::{Devices, checkpoint::Data},
     dra::checkpoint as claims,
+    pod::variables::{self as expansion, Budget, TooLong, Unexpanded},
+    volumes::{flex_volume, migration, remote_disk},
 };
-use beelet_policy::{duration, flex_volume, migration, quantity::Quantity, remote_disk};
+use beelet_units::{duration, quantity::Quantity};
 use k8s_openapi::api::core::v1::{EnvVar, Volume};
 use serde_json::Value;
 

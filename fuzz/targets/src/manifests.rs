@@ -3,9 +3,16 @@
 use std::path::PathBuf;
 use std::time::UNIX_EPOCH;
 
-use beelet_policy::cgroups::{CgroupConfig, CgroupDriver, CgroupVersion, NodeAmounts, pod_cgroup};
-use beelet_policy::probe::{ProbeKind, settings};
-use beelet_policy::{devices, qos, resources};
+use beelet_policy::{
+    devices,
+    probe::{ProbeKind, settings},
+    resources::{
+        self,
+        cgroups::{CgroupConfig, CgroupVersion, NodeAmounts, pod_cgroup},
+        qos,
+    },
+};
+use beelet_units::cgroup_driver::CgroupDriver;
 use k8s_openapi::api::core::v1::Pod;
 
 use beelet_manifests::Object;

@@ -7,9 +7,11 @@ use std::time::Duration;
 use beelet_codec::ApiType as _;
 use beelet_model::objects::{Object, Objects, Services};
 use beelet_model::pod::{Allocatable, HostDns, HostIps, ImageUser, NodeFacts};
-use beelet_policy::cgroups::{CgroupConfig, CgroupVersion, NodeAmounts, container_resources, pod_cgroup};
-use beelet_policy::pod::ephemeral_containers;
-use beelet_policy::{expand::Budget, mount_points, volume_content};
+use beelet_policy::{
+    pod::{ephemeral_containers, variables::Budget},
+    resources::cgroups::{CgroupConfig, CgroupVersion, NodeAmounts, container_resources, pod_cgroup},
+    volumes::{content, mount_points},
+};
 use beelet_proto::cri;
 use beelet_spec::cri_config::{self, ContainerFacts, Features};
 use beelet_spec::env::Sources;
@@ -78,7 +80,7 @@ pub fn pod_request(input: &[u8]) {
 fn mount_points(pod: &Pod) {
     for way in mount_points::nested(pod).into_values().flatten().flatten() {
         let is_inside = way.split('/').all(|part| !matches!(part, "" | "." | ".."));
-        assert!(is_inside && way.len() <= volume_content::PATH, "{way:?}");
+        assert!(is_inside && way.len() <= content::PATH, "{way:?}");
     }
 }
 
@@ -108,7 +110,7 @@ fn is_a_sentence(why: &impl std::fmt::Display, input: &[u8]) {
 
 fn sandbox(
     pod: &Pod,
-    wanted: &beelet_policy::cgroups::ContainerResources,
+    wanted: &beelet_policy::resources::cgroups::ContainerResources,
     node: &NodeFacts,
 ) -> Result<cri::PodSandboxConfig, beelet_spec::Error> {
     cri_config::sandbox(pod, 0, "/kubepods/pod".to_owned(), wanted.clone(), node)
@@ -169,7 +171,7 @@ fn objects() -> Objects {
     objects
 }
 
-fn facts(resources: beelet_policy::cgroups::ContainerResources) -> ContainerFacts {
+fn facts(resources: beelet_policy::resources::cgroups::ContainerResources) -> ContainerFacts {
     ContainerFacts {
         attempt: 0,
         restart_delay: Duration::ZERO,

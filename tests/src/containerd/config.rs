@@ -3,7 +3,7 @@
 use super::Names;
 use crate::{guards, images, requires, workdir};
 use anyhow::{Context as _, Result, bail};
-use beelet_policy::cgroups::CgroupDriver;
+use beelet_units::cgroup_driver::CgroupDriver;
 use serde_json::json;
 use std::net::Ipv4Addr;
 use std::path::Path;

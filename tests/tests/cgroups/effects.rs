@@ -9,12 +9,12 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use beelet_cgroups::{Adjust, CgroupError, Cgroups, Files, Version};
-use beelet_policy::cgroups::CgroupDriver;
-use beelet_policy::cgroups::{
+use beelet_policy::resources::cgroups::{
     CgroupConfig, CgroupVersion, CpuWeightFormula, NodeAmounts, node_cgroups, pod_cgroup,
 };
 use beelet_tests::guards::{CgroupRoot, Mount, Process};
 use beelet_tests::{require, requires, workdir};
+use beelet_units::cgroup_driver::CgroupDriver;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
 

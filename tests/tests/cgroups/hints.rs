@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use beelet_cgroups::{Cgroups, Files, Version};
 use beelet_eviction::{Hints, edges};
-use beelet_policy::cgroups::CgroupDriver;
 use beelet_policy::eviction::{Signal, Threshold, ThresholdValue};
 use beelet_tests::guards::CgroupRoot;
 use beelet_tests::load::{Load, Seat};
 use beelet_tests::workdir::{self, PATIENCE};
 use beelet_tests::{require, requires};
+use beelet_units::cgroup_driver::CgroupDriver;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 

@@ -6,13 +6,13 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 use beelet_cgroups::{Adjust, CgroupError, Cgroups, Files, Version};
-use beelet_policy::cgroups::CgroupDriver;
-use beelet_policy::cgroups::{
+use beelet_policy::resources::cgroups::{
     CgroupConfig, CgroupValues, CgroupVersion, MemoryQos, MemoryReservationPolicy, NodeAmounts,
     container_cgroup, node_cgroups, pod_cgroup,
 };
 use beelet_tests::guards::{CgroupRoot, Process};
 use beelet_tests::{require, requires, workdir};
+use beelet_units::cgroup_driver::CgroupDriver;
 use cgroups_rs::fs::{Cgroup, cpu::CpuController, hierarchies, memory::MemController};
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;

@@ -15,13 +15,13 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use beelet_cgroups::{Adjust, Cgroups, Files, Version};
-use beelet_policy::cgroups::CgroupDriver;
-use beelet_policy::cgroups::{
+use beelet_policy::resources::cgroups::{
     CgroupConfig, CgroupVersion, ContainerResources, NodeAmounts, container_cgroup, container_resources,
     pod_cgroup,
 };
 use beelet_tests::guards::CgroupRoot;
 use beelet_tests::{images, require, requires, workdir};
+use beelet_units::cgroup_driver::CgroupDriver;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 

@@ -9,14 +9,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use beelet_cgroups::{Cgroups, Files, Version};
-use beelet_policy::cgroups::CgroupDriver;
-use beelet_policy::qos::QosClass;
-use beelet_policy::tuner::TunerMode;
-use beelet_policy::tuner::{ContainerSample, CpuCaps, KnobKind, Law, Observed, PodSample, Supports};
+use beelet_policy::{
+    resources::qos::QosClass,
+    tuner::{ContainerSample, CpuCaps, KnobKind, Law, Observed, PodSample, Supports, TunerMode},
+};
 use beelet_state::State;
 use beelet_tests::guards::{CgroupRoot, Process};
 use beelet_tests::{require, requires, workdir};
 use beelet_tuner::{Engine, Metrics, Outcome, Settings, Target, TargetContainer, View, recover};
+use beelet_units::cgroup_driver::CgroupDriver;
 
 const BEST_EFFORT: &str = "/kubepods/besteffort";
 const HOG: &str = "/kubepods/besteffort/podhog";

@@ -5,10 +5,10 @@ use crate::place::{Container, Place, load, start};
 use beelet_bpf::{
     Counters, Edge, Edges, Interest, Interference, Kernel, KernelOptions, PressureKind, WaitedFor,
 };
-use beelet_policy::kernel_half::{ByQos, PressureEdges};
 use beelet_tests::load::{Load, Seat};
 use beelet_tests::workdir::PATIENCE;
 use beelet_tests::{require, requires};
+use beelet_units::bpf_settings::{ByQos, PressureEdges};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 

@@ -6,9 +6,9 @@ use crate::place::{LOOPBACK, Place, Process, listener_edges, other_object, start
 use aya::maps::{Array, MapData};
 use aya::programs::links::{FdLink, PinnedLink};
 use beelet_bpf::{Capability, Interest, Kernel, KernelOptions};
-use beelet_policy::kernel_half::BpfMode;
 use beelet_tests::guards::Mount;
 use beelet_tests::{require, requires, workdir};
+use beelet_units::bpf_settings::BpfMode;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 

@@ -14,14 +14,15 @@ use beelet_images::credentials::Keys;
 use beelet_images::pull::{Limits, Puller, Wanted};
 use beelet_images::{Handle, ImageGc, ImageGcRequest, Leases, Metrics, Parts};
 use beelet_model::table::{PodEntry, PodName, PodTable, Pods};
-use beelet_policy::image_credentials::Verification;
-use beelet_policy::image_gc::{
-    Collection, CollectionMode, CollectionStep, FsUsage, ImageGcPolicy, ImageRecord,
+use beelet_policy::images::{
+    credentials::Verification,
+    gc::{Collection, CollectionMode, CollectionStep, ImageGcPolicy, ImageRecord},
 };
 use beelet_proto::cri;
 use beelet_state::State;
 use beelet_state::events::{NodeEvents, Recorder};
 use beelet_tests::cri::{Asked, FakeCri, Op};
+use beelet_units::fs_usage::FsUsage;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
 use tokio::sync::watch;

@@ -13,11 +13,10 @@ use beelet::node::Builder;
 use beelet::node::observe::{Collecting, Options};
 use beelet_cgroups::{Cgroups, Files, Version};
 use beelet_client::Client;
-use beelet_policy::cgroups::CgroupDriver;
-use beelet_policy::image_gc::ImageGcPolicy;
-use beelet_policy::kernel_half::BpfMode;
-use beelet_policy::tuner::TunerMode;
-use beelet_policy::tuner::{CpuCaps, Law};
+use beelet_policy::{
+    images::gc::ImageGcPolicy,
+    tuner::{CpuCaps, Law, TunerMode},
+};
 use beelet_proto::{beelet as api, cri as proto};
 use beelet_state::State;
 use beelet_tests::cri::{Asked, Container, FakeCri, Op, PATIENCE, Sandbox};
@@ -25,6 +24,7 @@ use beelet_tests::guards::{CgroupRoot, Process};
 use beelet_tests::requires::{self, Missing};
 use beelet_tests::{require, workdir};
 use beelet_tuner::Settings;
+use beelet_units::{bpf_settings::BpfMode, cgroup_driver::CgroupDriver};
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;

@@ -5,9 +5,9 @@
 use std::time::{Duration, Instant};
 
 use beelet_cri::{Kind, Operation, Runtime};
-use beelet_policy::cgroups::CgroupDriver;
 use beelet_proto::cri;
 use beelet_tests::cri::{Asked, FakeCri, Op, Outcome, PATIENCE};
+use beelet_units::cgroup_driver::CgroupDriver;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 use tonic::Code;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use beelet_config::{Config, Server, TlsVersion};
 use beelet_kubelet_api::auth::Reviewers;
 use beelet_model::review::{AccessReviewer, Review, ReviewError, TokenReviewer, User};
-use beelet_policy::node_access::Access;
+use beelet_policy::node::access::Access;
 use beelet_tests::apiserver::Authority;
 use beelet_tests::cri::{Op, PATIENCE};
 use beelet_tests::ports;

@@ -11,7 +11,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::Duration;
 
-use beelet_policy::cgroups::CgroupDriver;
 use beelet_tests::agent::{Agent, Options, binary};
 use beelet_tests::cri::{FakeCri, Op};
 use beelet_tests::guards::{CgroupRoot, Mount, Process};
@@ -19,6 +18,7 @@ use beelet_tests::pages::{Format, PAGES, families};
 use beelet_tests::pods::PodView;
 use beelet_tests::workdir::{PATIENCE, wait_for};
 use beelet_tests::{images, manifests, require, requires, workdir};
+use beelet_units::cgroup_driver::CgroupDriver;
 use rustix::process::{Pid, Signal, kill_process};
 
 /// An agent, and what goes with it at the end of the test, in this order.

@@ -1,5 +1,5 @@
 //! Numbers from outside in sums: a time plus a length that is no constant goes by `After` in `base::clock`,
-//! and seconds become a `Duration` by `policy::bounds`. `Instant + Duration` panics where the sum is beyond
+//! and seconds become a `Duration` by `units::bounds`. `Instant + Duration` panics where the sum is beyond
 //! the type, and a pod may say `terminationGracePeriodSeconds: 9223372036854775807`.
 //!
 //! A rule of text knows no types: it goes by how times and lengths are called here. The clippy lint
@@ -11,7 +11,7 @@ use regex::Regex;
 use super::{Violation, code_of};
 
 /// Folders whose seconds are their own user's: settings, scenarios and arguments, bounded where they are read.
-const OWN_SECONDS: &[&str] = &["agent/config/", "agent/plan/", "agent/cli/", "agent/policy/src/bounds.rs"];
+const OWN_SECONDS: &[&str] = &["agent/config/", "agent/plan/", "agent/cli/", "agent/units/src/bounds.rs"];
 
 /// The rule's patterns.
 pub(super) struct Numbers {
@@ -75,7 +75,7 @@ impl Numbers {
         let is_bounded = self.constant.is_match(&seconds)
             || seconds.contains(".as_secs()")
             || seconds.contains(".into())");
-        (!is_bounded).then_some("seconds from outside have bounds: policy::bounds")
+        (!is_bounded).then_some("seconds from outside have bounds: units::bounds")
     }
 }
 

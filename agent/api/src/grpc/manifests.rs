@@ -24,8 +24,11 @@ use beelet_model::origin::Origin;
 use beelet_model::pod::has_host_port;
 use beelet_model::request::Request as PodRequest;
 use beelet_model::table::{PodName, PodTable};
-use beelet_policy::selector::{Selector, SelectorError};
-use beelet_policy::{bounds, references};
+use beelet_policy::pod::references;
+use beelet_units::{
+    bounds,
+    selector::{Selector, SelectorError},
+};
 
 /// How long an answer waits for the new manifest to be read.
 const SEEN: Duration = Duration::from_secs(10);

@@ -5,8 +5,8 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
-use beelet_policy::cgroups::CgroupDriver;
 use beelet_systemd::manager::Value;
+use beelet_units::cgroup_driver::CgroupDriver;
 use tempfile::TempDir;
 
 use super::super::{Cgroups, Hierarchy, Layout, Store, Version, names::Names};

@@ -1,11 +1,9 @@
 //! The node as text, laid out as `kubectl describe node` does it.
 
 use beelet_model::table::{PodName, PodTable};
-use beelet_policy::{
-    quantity::Quantity,
-    resources::{CPU, EPHEMERAL_STORAGE, MEMORY},
-};
+use beelet_policy::resources::{CPU, EPHEMERAL_STORAGE, MEMORY};
 use beelet_proto::beelet as proto;
+use beelet_units::quantity::Quantity;
 use jiff::Timestamp;
 
 use crate::{

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::{Context as _, bail};
 use beelet_codec::ApiType;
 use beelet_model::table::{PodName, PodTable};
-use beelet_policy::references::{self, Kind, Reference};
+use beelet_policy::pod::references::{self, Kind, Reference};
 use beelet_proto::beelet as proto;
 use clap::Args;
 use jiff::Timestamp;

@@ -14,9 +14,8 @@ use super::Finding;
 use beelet_bpf::{Kernel, KernelError, KernelOptions, MapMemory, PinnedProgram, Scheduler};
 use beelet_cgroups::{Cgroups, Files};
 use beelet_config::Config;
-use beelet_policy::cgroups::CgroupDriver;
-use beelet_policy::kernel_half::BpfMode;
-use beelet_policy::scheduler::SchedulerKind;
+use beelet_policy::tuner::scheduler::SchedulerKind;
+use beelet_units::{bpf_settings::BpfMode, cgroup_driver::CgroupDriver};
 
 /// What one map takes of the kernel's memory.
 #[derive(Serialize)]

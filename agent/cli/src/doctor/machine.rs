@@ -114,18 +114,18 @@ pub(super) fn privileges(_: &Patient) -> Vec<Finding> {
 
 pub(super) fn cgroups(patient: &Patient) -> Vec<Finding> {
     let config = &patient.config;
-    let cgroups = match Cgroups::discover(&config.cgroup_root, beelet_policy::cgroups::CgroupDriver::Cgroupfs)
-    {
-        Ok(cgroups) => cgroups,
-        Err(error) => {
-            return vec![Finding::missing(
-                "cgroups",
-                error.to_string(),
-                "no pod can be started",
-                "see above",
-            )];
-        }
-    };
+    let cgroups =
+        match Cgroups::discover(&config.cgroup_root, beelet_units::cgroup_driver::CgroupDriver::Cgroupfs) {
+            Ok(cgroups) => cgroups,
+            Err(error) => {
+                return vec![Finding::missing(
+                    "cgroups",
+                    error.to_string(),
+                    "no pod can be started",
+                    "see above",
+                )];
+            }
+        };
     if let Err(error) = cgroups.require_root() {
         let remedy = "correct cgroupRoot, or make the cgroup in every hierarchy";
         return vec![Finding::missing("cgroups", error.to_string(), "the agent refuses to start", remedy)];

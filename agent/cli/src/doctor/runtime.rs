@@ -7,13 +7,12 @@ use std::time::Duration;
 use beelet_proto::cri;
 
 use super::{Finding, Patient};
-use beelet_base::propagation::look;
+use beelet_base::propagation::{self, Reach, look};
 use beelet_cgroups::Cgroups;
 use beelet_config::Config;
 use beelet_cri::ownership;
 use beelet_cri::{Error, Runtime, sandbox_image};
-use beelet_policy::cgroups::CgroupDriver;
-use beelet_policy::propagation::{self, Reach};
+use beelet_units::cgroup_driver::CgroupDriver;
 
 /// Longer than any of these answers takes of a runtime that is well.
 const TIMEOUT: Duration = Duration::from_secs(5);

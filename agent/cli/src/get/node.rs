@@ -14,7 +14,7 @@ use crate::args::{AgentArgs, ObjectOutput};
 use crate::requested;
 use beelet_client::Client;
 use beelet_model::table::PodTable;
-use beelet_policy::quantity::Quantity;
+use beelet_units::quantity::Quantity;
 
 const RESOURCES: &[&str] = &["RESOURCE", "CAPACITY", "ALLOCATABLE", "REQUESTED", "FREE"];
 const CONDITIONS: &[&str] = &["CONDITION", "STATUS", "SINCE", "REASON"];

@@ -3,8 +3,8 @@
 use anyhow::bail;
 use beelet_model::pod::{container_names, default_container};
 use beelet_model::table::{PodEntry, PodName, PodTable};
-use beelet_policy::selector::Selector;
 use beelet_proto::beelet as proto;
+use beelet_units::selector::Selector;
 
 /// A container whose log is printed.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -109,7 +109,7 @@ impl Response {
     /// How long the answer holds; None if it doesn't say.
     pub(super) fn holds(&self) -> Result<Option<Duration>, ExecError> {
         let text = self.cache_duration.as_deref().filter(|text| !text.is_empty());
-        text.map(|text| beelet_policy::duration::parse(text).map_err(|_| ExecError::Duration)).transpose()
+        text.map(|text| beelet_units::duration::parse(text).map_err(|_| ExecError::Duration)).transpose()
     }
 }
 

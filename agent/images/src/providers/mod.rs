@@ -17,8 +17,8 @@ use beelet_base::clock::After as _;
 use beelet_config::{CredentialProvider, CredentialProviders, TokenAttributes};
 use beelet_model::accounts::{AccountError, ServiceAccounts};
 use beelet_policy::{
-    image_credentials::{PullAccount, matches},
-    references::TokenReference,
+    images::credentials::{PullAccount, matches},
+    pod::references::TokenReference,
 };
 use rustix::fs::Access;
 use sha2::{Digest, Sha256};

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use beelet_policy::resources::{PodDemand, is_pod_level_resource};
-use beelet_policy::{huge_pages, quantity::Quantity};
+use beelet_policy::resources::{PodDemand, huge_pages, is_pod_level_resource};
+use beelet_units::quantity::Quantity;
 use k8s_openapi::api::core::v1::{
     Container, ContainerPort, EnvFromSource, EnvVar, FileKeySelector, Pod, PodSpec, ResourceFieldSelector,
     SecurityContext, VolumeMount,

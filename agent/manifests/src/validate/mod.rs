@@ -10,7 +10,7 @@ mod volumes;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use beelet_policy::{bounds::LONGEST_GRACE_SECONDS, quantity::Quantity};
+use beelet_units::{bounds::LONGEST_GRACE_SECONDS, quantity::Quantity};
 use k8s_openapi::api::core::v1::{AppArmorProfile, Container, Pod, PodSpec, SeccompProfile, Toleration};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Amount;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;

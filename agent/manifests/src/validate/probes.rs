@@ -1,6 +1,6 @@
 //! The rules for probes.
 
-use beelet_policy::bounds::LONGEST_GRACE_SECONDS;
+use beelet_units::bounds::LONGEST_GRACE_SECONDS;
 use k8s_openapi::api::core::v1::{Container, HTTPGetAction, Probe};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 

@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 
 use beelet_codec::ApiType as _;
-use beelet_policy::{huge_pages::Medium, quantity::Quantity};
+use beelet_policy::resources::huge_pages::Medium;
+use beelet_units::quantity::Quantity;
 use k8s_openapi::api::core::v1::{
     DownwardAPIVolumeFile, EmptyDirVolumeSource, HostPathVolumeSource, ImageVolumeSource, KeyToPath,
     NFSVolumeSource, PodSpec, Volume, VolumeProjection,

@@ -11,7 +11,7 @@ mod devices;
 use std::{collections::BTreeSet, fs, path::PathBuf};
 
 use beelet_plan::{Input, WHATS, What};
-use beelet_policy::cgroups::{shares_to_weight_linear, shares_to_weight_quadratic};
+use beelet_policy::resources::cgroups::{shares_to_weight_linear, shares_to_weight_quadratic};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 

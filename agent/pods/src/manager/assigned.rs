@@ -4,7 +4,8 @@
 
 use std::{sync::Arc, time::Duration};
 
-use beelet_policy::{api_status, bounds};
+use beelet_policy::pod::api_status;
+use beelet_units::bounds;
 use jiff::Timestamp;
 use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::apis::meta::v1::Time};
 use tracing::info;

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use beelet_policy::cgroups as values;
+use beelet_policy::resources::cgroups as values;
 use beelet_proto::cri;
 use tokio::time::Instant;
 use tracing::warn;

@@ -8,7 +8,7 @@ use tracing::info;
 
 use super::{Managed, Manager};
 use crate::launch::Launcher;
-use beelet_policy::{cgroups::resize_changes_swap, resize_order::Turn};
+use beelet_policy::resources::{cgroups::resize_changes_swap, resize_order::Turn};
 use beelet_spec::resize::{self, Accepted, Pending, ResizeFacts};
 use beelet_state::events::Object;
 

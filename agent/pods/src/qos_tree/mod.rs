@@ -17,7 +17,7 @@ mod wanted;
 use std::{collections::BTreeMap, collections::BTreeSet, sync::Arc, time::Duration};
 
 use beelet_base::clock::After as _;
-use beelet_policy::cgroups::{CgroupConfig, CgroupValues, node_cgroups};
+use beelet_policy::resources::cgroups::{CgroupConfig, CgroupValues, node_cgroups};
 use k8s_openapi::api::core::v1 as core;
 use tokio::{
     sync::{mpsc, watch},

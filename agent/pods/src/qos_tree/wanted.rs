@@ -3,7 +3,7 @@
 use beelet_model::pod::running;
 use std::{collections::BTreeMap, sync::Arc};
 
-use beelet_policy::cgroups::{
+use beelet_policy::resources::cgroups::{
     CgroupConfig, CgroupValues, ContainerResources, container_cgroup, container_resources, pod_cgroup,
 };
 use k8s_openapi::api::core::v1 as core;
@@ -52,7 +52,7 @@ impl Wanted {
         wanted.levels.extend(daemons);
         for pod in pods {
             let in_pod =
-                |e: beelet_policy::field::FieldError| Error::Spec(format!("{}: {e}", PodName::of(pod)));
+                |e: beelet_units::field::FieldError| Error::Spec(format!("{}: {e}", PodName::of(pod)));
             let cgroup = pod_cgroup(pod, config).map_err(in_pod)?;
             // One that gets its amounts by a restart keeps those it has until then.
             for (id, container) in running(pod).filter(|(_, container)| !awaits_restart(pod, container)) {
@@ -93,7 +93,7 @@ fn without_readiness(pod: &core::Pod) -> core::Pod {
 
 #[cfg(test)]
 mod tests {
-    use beelet_policy::cgroups::{CgroupVersion, NodeAmounts};
+    use beelet_policy::resources::cgroups::{CgroupVersion, NodeAmounts};
     use serde_json::json;
 
     use super::*;

@@ -1,4 +1,4 @@
-use beelet_policy::pod::{Container, ContainerState, Observed, Sandbox};
+use beelet_policy::pod::{Container, ContainerState, Observed, Sandbox, why};
 use serde_json::json;
 
 use super::*;
@@ -618,7 +618,7 @@ fn an_oom_kill_is_told_with_the_kernels_numbers() {
              shared; the container's memory limit is 64Mi"
         )
     );
-    assert!(state.message.unwrap().starts_with(beelet_policy::why::OOM));
+    assert!(state.message.unwrap().starts_with(why::OOM));
     let named = OomFacts { command: "java".to_owned(), ..facts.clone() };
     assert!(named.sentence(None).starts_with("the kernel killed process 4711 (java) for want of memory: "));
     // Another process of it was killed, and it went on and ended by itself.

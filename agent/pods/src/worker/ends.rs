@@ -4,10 +4,8 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use beelet_base::clock::After as _;
-use beelet_policy::{
-    moment::Moment,
-    pod::{ContainerState, Observed},
-};
+use beelet_policy::pod::{ContainerState, Observed};
+use beelet_units::moment::Moment;
 use jiff::Timestamp;
 use tokio::time::Instant;
 

@@ -23,7 +23,7 @@ use tracing::info;
 use beelet_base::redirect::{MAX_REDIRECTS, Place, is_redirect};
 use beelet_base::tls;
 use beelet_cri::Runtime;
-use beelet_policy::bounds;
+use beelet_units::bounds;
 
 /// What applications see as the client: the kubelet's name, which some let pass without a login.
 const USER_AGENT: &str = "kube-lifecycle/1.36";

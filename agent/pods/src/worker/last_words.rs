@@ -4,10 +4,7 @@
 use std::path::Path;
 
 use beelet_base::blocking::blocking;
-use beelet_policy::{
-    pod::{Container, ContainerState, Verdicts},
-    why,
-};
+use beelet_policy::pod::{Container, ContainerState, Verdicts, why};
 use beelet_proto::cri;
 use beelet_state::events::Object;
 

@@ -3,11 +3,8 @@
 
 use std::{collections::BTreeSet, time::Duration};
 
-use beelet_policy::{
-    bounds,
-    pod::{self, KillReason},
-    why::KILL_FAILED,
-};
+use beelet_policy::pod::{self, KillReason, why::KILL_FAILED};
+use beelet_units::bounds;
 use futures::future::join_all;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;

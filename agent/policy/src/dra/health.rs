@@ -8,8 +8,7 @@ use std::{
 use k8s_openapi::api::core::v1::{Container, Pod, ResourceClaim, ResourceHealth, ResourceStatus};
 
 use super::{Device, Ledger, MAX_NAME, named};
-use crate::bounds;
-use crate::moment::Moment;
+use beelet_units::{bounds, moment::Moment};
 
 /// How long a report holds where the driver doesn't say for how long, and at most.
 const LEASE: Duration = Duration::from_secs(30);

@@ -105,7 +105,7 @@ impl Decision<'_> {
 
     /// The delay of a container that asked for the restart of all, and when it is over. The kubelet knows
     /// none; one that asks for it as soon as it starts would keep the node busy.
-    fn delay_of_round(&self, container: &Container) -> Option<(Duration, crate::moment::Moment)> {
+    fn delay_of_round(&self, container: &Container) -> Option<(Duration, beelet_units::moment::Moment)> {
         let spec = all(self.spec).find(|spec| spec.name == container.name)?;
         if !asks_for_all(spec, container) {
             return None;

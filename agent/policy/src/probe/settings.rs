@@ -9,7 +9,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use super::{EdgePolicy, ProbeKind};
-use crate::duration;
+use beelet_units::duration;
 
 /// The annotation for all containers of a pod.
 pub const POD_ANNOTATION: &str = "beelet.dev/probes";

@@ -13,6 +13,9 @@
 //! Decides and says why; must never read or write a cgroup, nor know which file of which version a [`Knob`]
 //! is.
 
+pub mod reclaim;
+pub mod scheduler;
+
 mod help;
 mod ladder;
 mod round;
@@ -28,7 +31,7 @@ pub use help::Help;
 pub use ladder::{Heat, Ladder};
 pub use standstill::Standstill;
 
-use crate::qos::QosClass;
+use crate::resources::qos::QosClass;
 
 /// How far the tuner goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -9,9 +9,11 @@ use super::{
     ladder::Move,
     words,
 };
-use crate::bounds;
-use crate::cgroups::{millis_to_shares, shares_to_weight_linear};
-use crate::qos::QosClass;
+use crate::resources::{
+    cgroups::{millis_to_shares, shares_to_weight_linear},
+    qos::QosClass,
+};
+use beelet_units::bounds;
 
 /// No pod is capped below this, in millicores: the kernel's shortest quota in a period of 100 ms.
 const LEAST_CAP: u64 = 10;

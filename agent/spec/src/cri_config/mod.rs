@@ -10,11 +10,9 @@ pub use security::{MASKED_PATHS, READONLY_PATHS};
 
 use std::{collections::HashMap, time::Duration};
 
-use beelet_policy::{
-    cgroups::{self as values, ContainerResources},
-    quantity::Quantity,
-};
+use beelet_policy::resources::cgroups::{self as values, ContainerResources};
 use beelet_proto::cri;
+use beelet_units::quantity::Quantity;
 use k8s_openapi::api::core::v1 as core;
 
 use super::{Error, app_armor, definition, env::Environment, resize, signals};

@@ -1,7 +1,7 @@
 //! The user namespace of a pod, as the runtime is told of it with its sandbox and with each of its
 //! containers.
 
-use beelet_policy::user_namespaces::IdRange;
+use beelet_policy::resources::user_namespaces::IdRange;
 use beelet_proto::cri;
 
 /// The user namespace that a pod and all its containers run in.

@@ -8,9 +8,8 @@ use tokio::task::spawn_blocking;
 use tracing::warn;
 
 use beelet_base::folder::{PRIVATE, make_folder};
-use beelet_base::propagation::look;
+use beelet_base::propagation::{self, Reach, look};
 use beelet_config::Config;
-use beelet_policy::propagation::{self, Reach};
 
 /// Several parts make folders in it: it has one mode, whichever comes first.
 pub(super) async fn make_kubelet_dir(config: &Config) -> Result<()> {

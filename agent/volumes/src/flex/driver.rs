@@ -12,7 +12,7 @@ use std::{
 };
 
 use beelet_base::program::{Ended, Program};
-use beelet_policy::flex_volume::{self as policy, Answer, Capabilities, Refusal};
+use beelet_policy::volumes::flex_volume::{self as policy, Answer, Capabilities, Refusal};
 
 use crate::{Error, disk};
 

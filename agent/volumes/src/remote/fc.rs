@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use beelet_policy::remote_disk::{self as policy, FcDisk};
+use beelet_policy::volumes::remote_disk::{self as policy, FcDisk};
 use tracing::debug;
 
 use super::machine::Machine;

@@ -4,7 +4,7 @@
 use std::{collections::BTreeMap, path::PathBuf, process::ExitStatus, time::Duration};
 
 use beelet_base::program::{Ended, Program};
-use beelet_policy::remote_disk::{self as policy, IscsiDisk};
+use beelet_policy::volumes::remote_disk::{self as policy, IscsiDisk};
 use tracing::warn;
 
 use super::machine::Machine;

@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use beelet_policy::remote_disk as policy;
+use beelet_policy::volumes::remote_disk as policy;
 use beelet_testing::again;
 use serde_json::{Value, json};
 

@@ -2,7 +2,7 @@
 
 use beelet_cri::Runtime;
 use beelet_images::containers::{self, ContainerGc, ContainerGcRequest, Handle, Metrics, Parts};
-use beelet_policy::container_gc::ContainerGcPolicy;
+use beelet_policy::images::containers::ContainerGcPolicy;
 use beelet_state::events::{NodeEvents, Recorder};
 use beelet_tests::cri::{Op, Outcome, PATIENCE};
 use serde_json::json;

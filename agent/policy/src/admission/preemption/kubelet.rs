@@ -1,0 +1,103 @@
+//! The kubelet's choice: three QoS passes, in each the pod nearest to what is missing, again and again.
+//!
+//! Follows `getPodsToPreempt` and `getPodsToPreemptByDistance`, down to the float arithmetic, the
+//! swap-removal and which of two equal pods wins (the later one). The distances are computed by column, so
+//! that the compiler vectorises them.
+
+use crate::{
+    admission::preemption::{Candidate, Needs},
+    resources::qos::QosClass,
+};
+
+/// Guaranteed pods that must go even if all others do, then Burstable ones, then BestEffort ones; evicted in
+/// reverse.
+pub(super) fn choose<'c, 'a>(candidates: &'c [Candidate<'a>], needs: &Needs<'_>) -> Vec<&'c Candidate<'a>> {
+    let of =
+        |class: QosClass| candidates.iter().filter(|candidate| candidate.class == class).collect::<Vec<_>>();
+    let (besteffort, burstable, guaranteed) =
+        (of(QosClass::BestEffort), of(QosClass::Burstable), of(QosClass::Guaranteed));
+    let guaranteed = nearest(&guaranteed, missing(needs, &[&besteffort, &burstable]));
+    let burstable = nearest(&burstable, missing(needs, &[&besteffort, &guaranteed]));
+    let besteffort = nearest(&besteffort, missing(needs, &[&burstable, &guaranteed]));
+    [besteffort, burstable, guaranteed].concat()
+}
+
+/// What is missing once these are gone: column and amount, above zero.
+fn missing(needs: &Needs<'_>, gone: &[&[&Candidate<'_>]]) -> Vec<(usize, i64)> {
+    let left = |&(column, _, amount): &(usize, &str, i64)| {
+        let left = gone
+            .iter()
+            .copied()
+            .flatten()
+            .fold(amount, |left, victim| left.saturating_sub(victim.frees[column]));
+        (left > 0).then_some((column, left))
+    };
+    needs.open.iter().filter_map(left).collect()
+}
+
+fn nearest<'c, 'a>(pods: &[&'c Candidate<'a>], mut missing: Vec<(usize, i64)>) -> Vec<&'c Candidate<'a>> {
+    let mut field = Field::new(pods, &missing);
+    let mut chosen = Vec::new();
+    while !missing.is_empty() && !field.pods.is_empty() {
+        let victim = field.take(field.nearest(&missing));
+        for (column, left) in &mut missing {
+            *left = left.saturating_sub(victim.frees[*column]);
+        }
+        let met: Vec<usize> = (0..missing.len()).filter(|row| missing[*row].1 <= 0).collect();
+        for row in met.into_iter().rev() {
+            missing.remove(row);
+            field.frees.remove(row);
+        }
+        chosen.push(victim);
+    }
+    chosen
+}
+
+/// The pods that are left, in columns: what each requests, and what it frees of each missing resource.
+struct Field<'c, 'a> {
+    pods: Vec<&'c Candidate<'a>>,
+    /// Memory, then cpu: the order of equally near pods.
+    sizes: Vec<(i64, i64)>,
+    frees: Vec<Vec<i64>>,
+}
+
+impl<'c, 'a> Field<'c, 'a> {
+    fn new(pods: &[&'c Candidate<'a>], missing: &[(usize, i64)]) -> Self {
+        let frees = missing.iter().map(|(column, _)| pods.iter().map(|pod| pod.frees[*column]).collect());
+        let sizes = pods.iter().map(|pod| (pod.memory, pod.cpu)).collect();
+        Self { pods: pods.to_vec(), sizes, frees: frees.collect() }
+    }
+
+    /// The pod with the least sum of squared missing fractions; of equal ones the one that requests less
+    /// memory, then less cpu; of equal ones the last.
+    fn nearest(&self, missing: &[(usize, i64)]) -> usize {
+        let mut distances = vec![0.0_f64; self.pods.len()];
+        for ((_, left), frees) in missing.iter().zip(&self.frees) {
+            let whole = *left as f64;
+            for (distance, frees) in distances.iter_mut().zip(frees) {
+                let fraction = left.saturating_sub(*frees).max(0) as f64 / whole;
+                *distance += fraction * fraction;
+            }
+        }
+        let mut best = 0;
+        for (index, distance) in distances.iter().enumerate().skip(1) {
+            let smaller = || self.sizes[index] <= self.sizes[best];
+            #[allow(
+                clippy::float_cmp,
+                reason = "the kubelet compares them so, and equal inputs give equal distances"
+            )]
+            if *distance < distances[best] || (*distance == distances[best] && smaller()) {
+                best = index;
+            }
+        }
+        best
+    }
+
+    fn take(&mut self, index: usize) -> &'c Candidate<'a> {
+        for column in &mut self.frees {
+            column.swap_remove(index);
+        }
+        self.sizes.swap_remove(index);
+        self.pods.swap_remove(index)
+    }
+}

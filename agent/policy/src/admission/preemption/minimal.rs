@@ -1,0 +1,242 @@
+//! The provably smallest choice: as few victims as possible in the most important class, then in the next,
+//! and so on.
+//!
+//! Counts first, class by class from the most important: the least number of its pods that, with the numbers
+//! already fixed above it and *all* pods below it, frees enough. Then, with all counts fixed, the set that
+//! frees least beyond the need (the sum over the missing resources of what is freed too much, as a fraction
+//! of what is missing). Both are branch-and-bound searches ([`super::search`]). Where one exceeds its budget,
+//! the answer is the best found so far, and `why` says that it isn't proven.
+
+use std::cmp::{Ordering, Reverse};
+
+use crate::admission::preemption::{
+    Candidate, Needs,
+    search::{Layer, Outcome, Search, TieSearch},
+};
+
+/// Steps of the search for the counts of one class.
+const COUNT_BUDGET: u32 = 200_000;
+/// Steps of the search among sets of equal counts: enough for any set of up to 14 pods (2^14 sets).
+const TIE_BUDGET: u32 = 60_000;
+/// The searches recurse once for each victim.
+const MOST_SEARCHED: usize = 1000;
+
+/// The victims, least important first, then by name; and what can't be promised about them.
+pub(super) fn choose<'c, 'a>(
+    candidates: &'c [Candidate<'a>],
+    needs: &Needs<'_>,
+) -> (Vec<&'c Candidate<'a>>, Vec<String>) {
+    if needs.open.is_empty() {
+        return (Vec::new(), Vec::new());
+    }
+    let problem = Problem::new(candidates, needs);
+    let greedy = problem.greedy();
+    let (victims, doubt) = match problem.smallest(&greedy) {
+        None => (
+            greedy,
+            Some(
+                "too many pods and resources to prove that no smaller set would do: this is the greedy answer",
+            ),
+        ),
+        Some(smallest) => match problem.least_overfreeing(&smallest) {
+            (victims, true) => (victims, None),
+            (victims, false) => (
+                victims,
+                Some(
+                    "no set has fewer victims of important classes; that none of the same size frees less too much is not proven",
+                ),
+            ),
+        },
+    };
+    let mut victims: Vec<&Candidate<'_>> =
+        victims.concat().into_iter().map(|item| problem.items[item].candidate).collect();
+    victims.sort_by_key(|victim| (victim.priority, victim.class, victim.name, victim.index));
+    (victims, doubt.map(str::to_owned).into_iter().collect())
+}
+
+/// A pod as the searches see it.
+pub(super) struct Item<'c, 'a> {
+    pub(super) candidate: &'c Candidate<'a>,
+    /// What it frees of each need.
+    pub(super) frees: Vec<i64>,
+    /// The sum of `frees / need`.
+    pub(super) cost: f64,
+    /// The sum of `frees / need`, each at most 1: what it can contribute.
+    pub(super) use_of: f64,
+}
+
+/// Chosen items, a list for each class, most important class first.
+type Choice = Vec<Vec<usize>>;
+
+/// Pods and needs, in classes.
+pub(super) struct Problem<'c, 'a> {
+    pub(super) items: Vec<Item<'c, 'a>>,
+    pub(super) needs: Vec<i64>,
+    /// Most important first: (priority, QoS).
+    classes: Vec<Vec<usize>>,
+    /// For each class and need, the most that 0, 1, 2, … of its pods free.
+    most: Vec<Vec<Vec<i128>>>,
+}
+
+impl<'c, 'a> Problem<'c, 'a> {
+    fn new(candidates: &'c [Candidate<'a>], needs: &Needs<'_>) -> Self {
+        let amounts: Vec<i64> = needs.open.iter().map(|(_, _, amount)| *amount).collect();
+        let item = |candidate: &'c Candidate<'a>| {
+            let frees: Vec<i64> =
+                needs.open.iter().map(|(column, _, _)| candidate.frees[*column].max(0)).collect();
+            let fractions = || frees.iter().zip(&amounts).map(|(frees, need)| *frees as f64 / *need as f64);
+            let (cost, use_of) = (fractions().sum(), fractions().map(|fraction| fraction.min(1.0)).sum());
+            Item { candidate, frees, cost, use_of }
+        };
+        let items: Vec<Item<'c, 'a>> = candidates.iter().map(item).collect();
+        let importance = |item: usize| (items[item].candidate.priority, items[item].candidate.class);
+        let mut order: Vec<usize> = (0..items.len()).collect();
+        order.sort_by_key(|&item| Reverse(importance(item)));
+        let classes: Vec<Vec<usize>> =
+            order.chunk_by(|&a, &b| importance(a) == importance(b)).map(<[usize]>::to_vec).collect();
+        let most = classes
+            .iter()
+            .map(|class| (0..amounts.len()).map(|need| most_freed(&items, class, need)).collect())
+            .collect();
+        Self { items, needs: amounts, classes, most }
+    }
+
+    /// Starts from all pods and gives back whoever isn't needed, most important class first and in it the
+    /// smallest first.
+    fn greedy(&self) -> Choice {
+        let mut spare: Vec<i128> = self.needs.iter().map(|need| -i128::from(*need)).collect();
+        for item in &self.items {
+            spare.iter_mut().zip(&item.frees).for_each(|(spare, frees)| *spare += i128::from(*frees));
+        }
+        let mut needed = |item: &usize| {
+            let frees = &self.items[*item].frees;
+            let needed = spare.iter().zip(frees).any(|(spare, frees)| *spare < i128::from(*frees));
+            if !needed {
+                spare.iter_mut().zip(frees).for_each(|(spare, frees)| *spare -= i128::from(*frees));
+            }
+            needed
+        };
+        let keep = |class: &Vec<usize>| {
+            let mut order = class.clone();
+            order.sort_by(|&a, &b| {
+                self.items[a].cost.total_cmp(&self.items[b].cost).then_with(|| self.by_name(b, a))
+            });
+            order.into_iter().filter(&mut needed).collect()
+        };
+        self.classes.iter().map(keep).collect()
+    }
+
+    /// A set with the lexicographically smallest counts, most important class first; `None` if that can't be
+    /// proven.
+    fn smallest(&self, greedy: &Choice) -> Option<Choice> {
+        let mut counts: Vec<usize> = Vec::new();
+        let mut found: Choice = Vec::new();
+        for class in 0..self.classes.len() {
+            let needs = self.needs_beside_all_below(class);
+            let known = counts
+                .iter()
+                .zip(greedy)
+                .all(|(count, set)| *count == set.len())
+                .then(|| greedy[class].len());
+            let mut count = self.least_thinkable(&counts, class, &needs)?;
+            while known != Some(count) {
+                counts.push(count);
+                match self.cover(&counts, &needs) {
+                    Outcome::Found(choice) => {
+                        found = choice;
+                        break;
+                    }
+                    Outcome::None => count += 1,
+                    Outcome::OutOfBudget => return None,
+                }
+                counts.pop();
+            }
+            if known == Some(count) {
+                counts.push(count);
+                found = greedy[..=class].to_vec();
+            }
+        }
+        Some(found)
+    }
+
+    /// What must come from this class and those above it once all pods below are gone.
+    fn needs_beside_all_below(&self, class: usize) -> Vec<i128> {
+        let below = self.most.get(class + 1..).unwrap_or_default();
+        let left = |(need, amount): (usize, &i64)| {
+            i128::from(*amount) - below.iter().filter_map(|class| class[need].last()).sum::<i128>()
+        };
+        self.needs.iter().enumerate().map(left).collect()
+    }
+
+    /// No fewer pods of the class than this can do, judged by each resource alone.
+    fn least_thinkable(&self, counts: &[usize], class: usize, needs: &[i128]) -> Option<usize> {
+        let alone = |(need, left): (usize, &i128)| {
+            let above: i128 = counts.iter().zip(&self.most).map(|(count, most)| most[need][*count]).sum();
+            let most = &self.most[class][need];
+            Some(most.partition_point(|most| *most < left - above)).filter(|count| *count < most.len())
+        };
+        needs.iter().enumerate().map(alone).try_fold(0, |least, count| Some(least.max(count?)))
+    }
+
+    /// A set with at most these counts in the classes from the top that meets `needs`.
+    fn cover(&self, counts: &[usize], needs: &[i128]) -> Outcome<Choice> {
+        if counts.iter().sum::<usize>() > MOST_SEARCHED {
+            return Outcome::OutOfBudget;
+        }
+        let layers = self.layers(counts, |&a, &b| self.items[b].use_of.total_cmp(&self.items[a].use_of));
+        Search::new(self, &layers, COUNT_BUDGET)
+            .cover(needs)
+            .map(|chosen| self.by_class(&chosen, counts.len()))
+    }
+
+    /// Of all sets with the counts of `smallest` the one that frees least too much, then the first by name;
+    /// and whether that is proven.
+    fn least_overfreeing(&self, smallest: &Choice) -> (Choice, bool) {
+        let counts: Vec<usize> = smallest.iter().map(Vec::len).collect();
+        if counts.iter().sum::<usize>() > MOST_SEARCHED {
+            return (smallest.clone(), false);
+        }
+        let layers = self.layers(&counts, |&a, &b| self.items[a].cost.total_cmp(&self.items[b].cost));
+        let (chosen, proven) = TieSearch::new(self, &layers, TIE_BUDGET, &smallest.concat()).run();
+        (self.by_class(&chosen, counts.len()), proven)
+    }
+
+    /// The classes from which any pod is to be taken, in the order in which a search tries their pods.
+    fn layers(&self, counts: &[usize], order: impl Fn(&usize, &usize) -> Ordering) -> Vec<Layer> {
+        let layer = |(count, class): (&usize, &Vec<usize>)| {
+            let mut class = class.clone();
+            class.sort_by(|a, b| {
+                let same =
+                    || self.items[*a].frees.cmp(&self.items[*b].frees).then_with(|| self.by_name(*a, *b));
+                order(a, b).then_with(same)
+            });
+            (*count > 0).then(|| Layer::new(self, class, *count))
+        };
+        counts.iter().zip(&self.classes).filter_map(layer).collect()
+    }
+
+    fn by_class(&self, chosen: &[usize], classes: usize) -> Choice {
+        let mut marked = vec![false; self.items.len()];
+        chosen.iter().for_each(|item| marked[*item] = true);
+        self.classes[..classes]
+            .iter()
+            .map(|class| class.iter().copied().filter(|item| marked[*item]).collect())
+            .collect()
+    }
+
+    pub(super) fn by_name(&self, a: usize, b: usize) -> Ordering {
+        let key = |item: usize| (self.items[item].candidate.name, self.items[item].candidate.index);
+        key(a).cmp(&key(b))
+    }
+}
+
+/// The most that 0, 1, 2, … pods of a class free of one need.
+fn most_freed(items: &[Item<'_, '_>], class: &[usize], need: usize) -> Vec<i128> {
+    let mut amounts: Vec<i64> = class.iter().map(|item| items[*item].frees[need]).collect();
+    amounts.sort_unstable_by_key(|amount| Reverse(*amount));
+    let sums = amounts.into_iter().scan(0_i128, |sum, amount| {
+        *sum += i128::from(amount);
+        Some(*sum)
+    });
+    std::iter::once(0).chain(sums).collect()
+}

@@ -1,0 +1,664 @@
+//! Who has which device: the kubelet's device manager (`pkg/kubelet/cm/devicemanager`) without its plugins'
+//! sockets.
+//!
+//! [`Devices`] is the ledger. An allocation is a conversation, since only the caller can talk to a plugin:
+//! [`Devices::select`] says which devices it would take (or what to ask the plugin first), the caller has the
+//! plugin allocate them, and [`Devices::commit`] writes it down. The caller must not begin another allocation
+//! of the same resource in between; everything else may happen meanwhile. Must never hand out a device that
+//! another container of a living pod holds; must never talk to anything.
+//!
+//! Times are [`Duration`]s since an origin of the caller's choice.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
+
+use k8s_openapi::api::core::v1::{Container, Pod};
+use serde::{Deserialize, Serialize};
+
+use crate::{dra::is_claimed, resources};
+use beelet_units::field::FieldError;
+
+pub mod admission;
+pub mod checkpoint;
+mod choice;
+mod error;
+mod rebuild;
+pub mod registration;
+pub mod topology;
+
+pub use choice::Question;
+pub use error::AllocateError;
+pub use rebuild::Remnant;
+
+use checkpoint::{CheckpointError, Data, HolderKey, Snapshot};
+use choice::{Nodes, fill, with_nodes};
+
+/// How long a resource of a plugin that has gone away is still shown (as unhealthy).
+pub const ENDPOINT_GRACE: Duration = Duration::from_secs(300);
+
+/// The NUMA node of a device that has none.
+const NO_NODE: i64 = -1;
+
+type Ids = BTreeSet<String>;
+
+/// What a plugin says it can do (`v1beta1.DevicePluginOptions`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub struct PluginOptions {
+    /// It must be called before each start of a container that has its devices.
+    pub pre_start_required: bool,
+    /// It can be asked which devices it would rather give.
+    pub get_preferred_allocation_available: bool,
+}
+
+/// A device as its plugin lists it.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Device {
+    /// Its id, unique within the resource.
+    pub id: String,
+    /// Whether it can be given away.
+    pub health: Health,
+    /// The NUMA nodes that it is near; none: it is not near any.
+    #[serde(default)]
+    pub numa_nodes: Vec<i64>,
+}
+
+/// A device's state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Health {
+    /// Can be given away.
+    Healthy,
+    /// Can't.
+    Unhealthy,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Endpoint {
+    options: PluginOptions,
+    stopped_at: Option<Duration>,
+}
+
+impl Endpoint {
+    fn expired(&self, now: Duration) -> bool {
+        self.stopped_at.is_some_and(|at| now.saturating_sub(at) > ENDPOINT_GRACE)
+    }
+}
+
+/// Devices that a container holds.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct HeldDevices {
+    /// Their ids by NUMA node, -1 for none; one that is near several nodes is listed at each.
+    pub by_node: BTreeMap<i64, Vec<String>>,
+    /// The plugin's answer: an encoded `v1beta1.ContainerAllocateResponse`.
+    pub response: Vec<u8>,
+}
+
+impl HeldDevices {
+    /// The ids.
+    #[must_use]
+    pub fn ids(&self) -> Ids {
+        self.by_node.values().flatten().cloned().collect()
+    }
+}
+
+/// What a container holds, by resource. Never changed in place, and so shared with whoever writes it down.
+pub type HeldByResource = BTreeMap<String, Arc<HeldDevices>>;
+
+/// How a container's devices are handed on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ContainerKind {
+    /// Ends before the containers start: they may have its devices.
+    Init,
+    /// A sidecar (restartable init container) or a container: keeps its devices.
+    Lasting,
+}
+
+/// A container's wish for devices.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerRequest<'a> {
+    /// The container's name.
+    pub container: &'a str,
+    /// How its devices are handed on.
+    pub kind: ContainerKind,
+    /// How many of each resource, by its name. All limits are here, devices or not.
+    pub limits: Vec<(&'a str, usize)>,
+}
+
+/// The devices that the containers of a pod request, in the order in which they are to be served; those left
+/// out that a claim gives them.
+///
+/// # Errors
+/// The path of the first limit that is not a quantity.
+pub fn container_requests(pod: &Pod) -> Result<Vec<ContainerRequest<'_>>, FieldError> {
+    let Some(spec) = &pod.spec else { return Ok(Vec::new()) };
+    let inits = spec.init_containers.iter().flatten().enumerate();
+    let inits = inits.map(|(i, container)| {
+        let kind =
+            if resources::is_restartable(container) { ContainerKind::Lasting } else { ContainerKind::Init };
+        container_request(pod, container, kind).map_err(|e| e.under(&format!("spec.initContainers[{i}]")))
+    });
+    let containers = spec.containers.iter().enumerate().map(|(i, container)| {
+        container_request(pod, container, ContainerKind::Lasting)
+            .map_err(|e| e.under(&format!("spec.containers[{i}]")))
+    });
+    inits.chain(containers).collect()
+}
+
+fn container_request<'a>(
+    pod: &Pod,
+    container: &'a Container,
+    kind: ContainerKind,
+) -> Result<ContainerRequest<'a>, FieldError> {
+    let limits = container.resources.as_ref().and_then(|resources| resources.limits.as_ref());
+    let limits = resources::ResourceList::read(limits).map_err(|e| e.under("resources.limits"))?;
+    let limits = limits
+        .iter()
+        .filter(|(name, _)| !is_claimed(pod, &container.name, name))
+        .map(|(name, quantity)| (name, usize::try_from(quantity.value()).unwrap_or(0)))
+        .collect();
+    Ok(ContainerRequest { container: &container.name, kind, limits })
+}
+
+/// One resource for one container.
+#[derive(Debug, Clone, Copy)]
+pub struct Request<'a> {
+    /// The pod's uid.
+    pub pod_uid: &'a str,
+    /// The container's name.
+    pub container: &'a str,
+    /// The resource.
+    pub resource: &'a str,
+    /// How many devices.
+    pub count: usize,
+    /// The container has been running since before this agent: it has its devices, whatever the plugin says.
+    pub already_running: bool,
+}
+
+/// What [`Devices::select`] would do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Selection {
+    /// Nothing is needed: the container has its devices, or asks for none.
+    Nothing,
+    /// These, now to be allocated by the plugin.
+    Chosen(BTreeSet<String>),
+    /// First ask the plugin which it would rather give.
+    Ask(Question),
+}
+
+/// What the node has of each resource.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Capacity {
+    /// All devices.
+    pub capacity: BTreeMap<String, usize>,
+    /// The healthy ones.
+    pub allocatable: BTreeMap<String, usize>,
+    /// Resources that are no longer there, since their plugin has been gone for too long.
+    pub removed: Ids,
+}
+
+/// The ledger.
+#[derive(Debug, Clone, Default)]
+pub struct Devices {
+    endpoints: BTreeMap<String, Endpoint>,
+    /// Of a plugin's list, and shared as a whole.
+    healthy: BTreeMap<String, Arc<Ids>>,
+    unhealthy: BTreeMap<String, Ids>,
+    /// NUMA nodes by resource and device.
+    nodes: BTreeMap<String, Nodes>,
+    /// How many devices of each resource are near which set of nodes: a handful of sets, however many devices
+    /// there are.
+    places: BTreeMap<String, BTreeMap<Vec<i64>, usize>>,
+    /// What is taken. Freed lazily: pods that are gone keep theirs until somebody wants devices.
+    taken: BTreeMap<String, Ids>,
+    pods: BTreeMap<String, BTreeMap<String, HeldByResource>>,
+    /// What was healthy before the last restart, of resources whose plugin hasn't listed its devices since.
+    last_known: BTreeMap<String, Arc<Ids>>,
+}
+
+/// What is known of a pod while its containers are served one after the other, init containers first. A value
+/// for each pod and each time that it is served.
+#[derive(Debug, Clone, Default)]
+pub struct Serving {
+    /// What init containers leave to those that follow, by resource.
+    reuse: BTreeMap<String, Ids>,
+    /// The NUMA nodes that the container being served should get its devices from.
+    affinity: Option<BTreeSet<i64>>,
+    /// Devices that the containers after the one being served hold already: the pod had another sandbox.
+    later: BTreeMap<String, Ids>,
+    /// The one being served ends before any of those begins.
+    lends: bool,
+}
+
+impl Serving {
+    /// A container of this kind is served next, and these come after it. An init container may have what they
+    /// hold: the kubelet keeps what it had itself, with the same effect, but also what nobody after it needs.
+    /// While one of those `runs`, they lend nothing.
+    pub(crate) fn begin<'c>(
+        &mut self,
+        devices: &Devices,
+        pod_uid: &str,
+        kind: ContainerKind,
+        after: impl Iterator<Item = &'c str>,
+        runs: impl Fn(&str) -> bool,
+    ) {
+        self.later.clear();
+        self.lends = kind == ContainerKind::Init;
+        let Some(pod) = devices.pods.get(pod_uid) else { return };
+        for container in after {
+            self.lends &= !runs(container);
+            for (resource, held) in pod.get(container).into_iter().flatten() {
+                self.later.entry(resource.clone()).or_default().extend(held.ids());
+            }
+        }
+    }
+
+    /// Devices that init containers leave to the container being served, which must have them. One that
+    /// keeps its devices can't have what one after it holds.
+    fn left(&self, resource: &str) -> impl Iterator<Item = &String> {
+        let later = self.later.get(resource).filter(|_| !self.lends);
+        let left = self.reuse.get(resource).into_iter().flatten();
+        left.filter(move |id| later.is_none_or(|later| !later.contains(*id)))
+    }
+
+    /// Devices of the containers after the one being served that it may have.
+    fn lent(&self, resource: &str) -> impl Iterator<Item = &String> {
+        self.later.get(resource).filter(|_| self.lends).into_iter().flatten()
+    }
+
+    /// The container that is served next gets its devices from these NUMA nodes, as far as they have enough
+    /// (see [`topology`]).
+    pub(crate) fn align(&mut self, nodes: Option<BTreeSet<i64>>) {
+        self.affinity = nodes;
+    }
+
+    /// A container has all it asked for. What an init container has is left to those that come after it; what
+    /// a lasting one has is not.
+    pub fn finish(&mut self, devices: &Devices, pod_uid: &str, container: &str, kind: ContainerKind) {
+        let held = devices.pods.get(pod_uid).and_then(|pod| pod.get(container));
+        for (resource, held) in held.into_iter().flatten() {
+            let reusable = self.reuse.entry(resource.clone()).or_default();
+            match kind {
+                ContainerKind::Init => reusable.extend(held.ids()),
+                ContainerKind::Lasting => {
+                    reusable.retain(|id| !held.by_node.values().flatten().any(|own| own == id));
+                }
+            }
+        }
+    }
+}
+
+impl Devices {
+    /// A plugin has registered (again).
+    pub fn register(&mut self, resource: &str, options: PluginOptions) {
+        self.endpoints.insert(resource.to_owned(), Endpoint { options, stopped_at: None });
+    }
+
+    /// A plugin lists its devices, all of them.
+    pub fn list(&mut self, resource: &str, devices: impl IntoIterator<Item = Device>) {
+        let (mut healthy, mut unhealthy, mut nodes) = (Ids::new(), Ids::new(), BTreeMap::new());
+        for device in devices {
+            // Of an id that is listed twice the last counts.
+            healthy.remove(&device.id);
+            unhealthy.remove(&device.id);
+            let set = if device.health == Health::Healthy { &mut healthy } else { &mut unhealthy };
+            set.insert(device.id.clone());
+            nodes.insert(device.id, device.numa_nodes);
+        }
+        let mut places: BTreeMap<Vec<i64>, usize> = BTreeMap::new();
+        for near in nodes.values() {
+            *places.entry(near.clone()).or_default() += 1;
+        }
+        self.last_known.remove(resource);
+        self.places.insert(resource.to_owned(), places);
+        self.healthy.insert(resource.to_owned(), Arc::new(healthy));
+        self.unhealthy.insert(resource.to_owned(), unhealthy);
+        self.nodes.insert(resource.to_owned(), nodes);
+    }
+
+    /// A plugin has gone away: its devices are unhealthy from now on.
+    pub fn stopped(&mut self, resource: &str, now: Duration) {
+        let Some(endpoint) = self.endpoints.get_mut(resource) else { return };
+        endpoint.stopped_at = Some(now);
+        let lost = self.healthy.get_mut(resource).map(std::mem::take).unwrap_or_default();
+        self.unhealthy.entry(resource.to_owned()).or_default().extend(Arc::unwrap_or_clone(lost));
+    }
+
+    /// A plugin's options; `None` if it isn't registered or has gone away.
+    #[must_use]
+    pub fn options(&self, resource: &str) -> Option<PluginOptions> {
+        self.endpoints
+            .get(resource)
+            .filter(|endpoint| endpoint.stopped_at.is_none())
+            .map(|endpoint| endpoint.options)
+    }
+
+    /// Is this a device plugin's resource: one that is registered, or that somebody holds?
+    #[must_use]
+    pub fn knows(&self, resource: &str) -> bool {
+        self.healthy.contains_key(resource) || self.taken.contains_key(resource)
+    }
+
+    /// Returns the node's devices, and forgets resources whose plugin has been gone for longer than
+    /// [`ENDPOINT_GRACE`].
+    pub fn capacity(&mut self, now: Duration) -> Capacity {
+        let mut result = Capacity::default();
+        let known: Ids = self.healthy.keys().chain(self.unhealthy.keys()).cloned().collect();
+        for resource in known {
+            if self.endpoints.get(&resource).is_none_or(|endpoint| endpoint.expired(now)) {
+                self.endpoints.remove(&resource);
+                self.healthy.remove(&resource);
+                self.unhealthy.remove(&resource);
+                self.last_known.remove(&resource);
+                result.removed.insert(resource);
+                continue;
+            }
+            let healthy = self.healthy.get(&resource).map(|ids| ids.len());
+            let unhealthy = self.unhealthy.get(&resource).map_or(0, BTreeSet::len);
+            result.capacity.insert(resource.clone(), healthy.unwrap_or(0) + unhealthy);
+            if let Some(healthy) = healthy {
+                result.allocatable.insert(resource, healthy);
+            }
+        }
+        result
+    }
+
+    /// The same, but a resource whose plugin hasn't come back since a restart has what it had before: a node
+    /// that was rebooted isn't taken for one without devices.
+    pub fn capacity_meanwhile(&mut self, now: Duration) -> Capacity {
+        let mut result = self.capacity(now);
+        for (resource, ids) in &self.last_known {
+            for amounts in [&mut result.capacity, &mut result.allocatable] {
+                let amount = amounts.entry(resource.clone()).or_default();
+                *amount = (*amount).max(ids.len());
+            }
+        }
+        result
+    }
+
+    /// Frees what pods hold that are no longer active. Call it before the first [`Self::select`] for a
+    /// container, unless not all sources of pods are ready (then who is active isn't known). Returns true if
+    /// there were any.
+    pub fn free_inactive(&mut self, active: impl Fn(&str) -> bool) -> bool {
+        let before = self.pods.len();
+        self.pods.retain(|uid, _| active(uid));
+        let any = self.pods.len() < before;
+        if any {
+            self.recount();
+        }
+        any
+    }
+
+    /// Frees what a container holds that has ended for good (an init container, once the next has started).
+    /// What other containers of the pod took over from it stays theirs.
+    pub fn release(&mut self, pod_uid: &str, container: &str) {
+        let Some(pod) = self.pods.get_mut(pod_uid) else { return };
+        if pod.remove(container).is_some() {
+            if pod.is_empty() {
+                self.pods.remove(pod_uid);
+            }
+            self.recount();
+        }
+    }
+
+    /// Selects the devices that a container would get.
+    ///
+    /// # Errors
+    /// If it can't get them (now: see [`AllocateError::may_pass`]).
+    pub fn select(&mut self, request: &Request<'_>, serving: &Serving) -> Result<Selection, AllocateError> {
+        let resource = request.resource.to_owned();
+        let held =
+            self.pods.get(request.pod_uid).and_then(|pod| pod.get(request.container)?.get(request.resource));
+        let held = held.map(|held| held.ids());
+        if let Some(held) = held.as_ref().filter(|held| held.len() != request.count) {
+            return Err(AllocateError::Changed {
+                pod_uid: request.pod_uid.to_owned(),
+                container: request.container.to_owned(),
+                resource,
+                held: held.len(),
+                requested: request.count,
+            });
+        }
+        if request.already_running {
+            return Ok(Selection::Nothing);
+        }
+        // Health before need: a container that lost its devices must not go on (k/k issue 109595).
+        let Some(healthy) = self.healthy.get(request.resource) else {
+            return Err(AllocateError::Unregistered { resource });
+        };
+        if healthy.is_empty() {
+            return Err(AllocateError::NoneHealthy { resource });
+        }
+        if held.as_ref().is_some_and(|held| !held.is_subset(healthy)) {
+            return Err(AllocateError::HeldUnhealthy { resource });
+        }
+        if held.is_some() || request.count == 0 {
+            return Ok(Selection::Nothing);
+        }
+        self.select_new(request, resource, serving)
+    }
+
+    fn select_new(
+        &mut self,
+        request: &Request<'_>,
+        resource: String,
+        serving: &Serving,
+    ) -> Result<Selection, AllocateError> {
+        let options = self.options(request.resource);
+        let taken = self.taken.entry(resource.clone()).or_default();
+        let mut must_include: Ids = serving.left(request.resource).take(request.count).cloned().collect();
+        let healthy = self.healthy.entry(resource.clone()).or_default();
+        let lent: Vec<&String> = serving.lent(request.resource).filter(|id| healthy.contains(*id)).collect();
+        let near = self.nodes.get(request.resource);
+        let is_near = |id: &&&String| {
+            let near = near.and_then(|nodes| nodes.get(**id)).into_iter().flatten();
+            serving.affinity.as_ref().is_none_or(|wanted| near.into_iter().any(|node| wanted.contains(node)))
+        };
+        for id in lent.iter().filter(is_near) {
+            if must_include.len() < request.count {
+                must_include.insert((*id).clone());
+            }
+        }
+        let others = lent.iter().copied().filter(|id| taken.contains(*id));
+        let mut free: Vec<&str> = healthy.difference(taken).chain(others).map(String::as_str).collect();
+        if !must_include.is_empty() {
+            free.retain(|id| !must_include.contains(*id));
+        }
+        let wanted = request.count - must_include.len();
+        if free.len() < wanted {
+            return Err(AllocateError::TooFew { resource, requested: wanted, available: free.len() });
+        }
+        let Some(options) = options else {
+            self.recount();
+            return Err(AllocateError::PluginGone { resource });
+        };
+        if wanted == 0 {
+            return Ok(Selection::Chosen(must_include));
+        }
+        let nodes = self.nodes.entry(resource).or_default();
+        let mut left: Vec<(&str, &[i64])> = with_nodes(free, nodes).collect();
+        if let Some(affinity) = &serving.affinity {
+            let is_near = |(_, near): &(&str, &[i64])| near.iter().any(|node| affinity.contains(node));
+            let aligned: Vec<(&str, &[i64])> = left.iter().copied().filter(is_near).collect();
+            if aligned.len() >= wanted {
+                left = aligned;
+            } else {
+                must_include.extend(aligned.into_iter().map(|(id, _)| id.to_owned()));
+            }
+        }
+        if !options.get_preferred_allocation_available {
+            return Ok(Selection::Chosen(fill(must_include, request.count, &left, nodes)));
+        }
+        let mut available: Ids = left.iter().map(|(id, _)| (*id).to_owned()).collect();
+        available.extend(must_include.iter().cloned());
+        let near = with_nodes(&available, nodes).filter(|(_, near)| !near.is_empty());
+        let nodes = near.map(|(id, near)| (id.to_owned(), near.to_vec())).collect();
+        Ok(Selection::Ask(Question { available, must_include, size: request.count, nodes }))
+    }
+
+    /// The plugin has allocated these devices to the container; `response` is its encoded answer.
+    pub fn commit(&mut self, request: &Request<'_>, ids: &BTreeSet<String>, response: Vec<u8>) {
+        let nodes = self.nodes.get(request.resource);
+        let mut by_node: BTreeMap<i64, Vec<String>> = BTreeMap::new();
+        for id in ids {
+            match nodes.and_then(|nodes| nodes.get(id)).filter(|near| !near.is_empty()) {
+                Some(near) => near.iter().for_each(|node| by_node.entry(*node).or_default().push(id.clone())),
+                None => by_node.entry(NO_NODE).or_default().push(id.clone()),
+            }
+        }
+        let pod = self.pods.entry(request.pod_uid.to_owned()).or_default();
+        let container = pod.entry(request.container.to_owned()).or_default();
+        container.insert(request.resource.to_owned(), Arc::new(HeldDevices { by_node, response }));
+        self.taken.entry(request.resource.to_owned()).or_default().extend(ids.iter().cloned());
+    }
+
+    /// The plugin did not allocate what was selected.
+    pub fn abandon(&mut self) {
+        self.recount();
+    }
+
+    /// Takes back what was committed to a pod's containers: pairs of container and resource.
+    pub(crate) fn take_back(&mut self, pod_uid: &str, committed: &[(String, String)]) {
+        if let Some(pod) = self.pods.get_mut(pod_uid) {
+            for (container, resource) in committed {
+                if let Some(held) = pod.get_mut(container) {
+                    held.remove(resource);
+                }
+            }
+            pod.retain(|_, held| !held.is_empty());
+            if pod.is_empty() {
+                self.pods.remove(pod_uid);
+            }
+        }
+        self.recount();
+    }
+
+    /// Frees all that a pod holds: it is gone.
+    pub fn forget(&mut self, pod_uid: &str) {
+        self.pods.remove(pod_uid);
+        self.recount();
+    }
+
+    /// The devices that a pod's containers hold.
+    #[must_use]
+    pub fn held(&self, pod_uid: &str) -> Option<&BTreeMap<String, HeldByResource>> {
+        self.pods.get(pod_uid)
+    }
+
+    /// The uids of the pods that hold something.
+    pub fn pods(&self) -> impl Iterator<Item = &str> {
+        self.pods.keys().map(String::as_str)
+    }
+
+    /// The resources that are listed, or were before the last restart.
+    pub fn resources(&self) -> impl Iterator<Item = &str> {
+        self.healthy.keys().map(String::as_str)
+    }
+
+    /// The devices of a resource, with their health, in the order of their ids.
+    pub fn devices_of(&self, resource: &str) -> Vec<Device> {
+        let nodes = self.nodes.get(resource);
+        let of = |ids: Option<&Ids>, health: Health| {
+            let device = |id: &String| {
+                let numa_nodes = nodes.and_then(|nodes| nodes.get(id)).cloned().unwrap_or_default();
+                Device { id: id.clone(), health, numa_nodes }
+            };
+            ids.into_iter().flatten().map(device).collect::<Vec<_>>()
+        };
+        let mut all = of(self.healthy.get(resource).map(|ids| &**ids), Health::Healthy);
+        all.extend(of(self.unhealthy.get(resource), Health::Unhealthy));
+        all.sort_by(|a, b| a.id.cmp(&b.id));
+        all
+    }
+
+    /// Since when a resource's plugin has been away; `None` while it is there (or was never).
+    #[must_use]
+    pub fn gone_since(&self, resource: &str) -> Option<Duration> {
+        self.endpoints.get(resource)?.stopped_at
+    }
+
+    /// Returns true if a device can be given away.
+    #[must_use]
+    pub fn is_healthy(&self, resource: &str, id: &str) -> bool {
+        self.healthy.get(resource).is_some_and(|ids| ids.contains(id))
+    }
+
+    /// Number of healthy devices of a resource that no container holds.
+    #[must_use]
+    pub fn free(&self, resource: &str) -> usize {
+        let Some(healthy) = self.healthy.get(resource) else { return 0 };
+        let taken = self.taken.get(resource).map_or(0, |taken| healthy.intersection(taken).count());
+        healthy.len() - taken
+    }
+
+    /// The healthy devices of each resource, and the NUMA nodes that each is near.
+    pub fn allocatable(&self) -> impl Iterator<Item = (&str, impl Iterator<Item = (&str, &[i64])>)> {
+        self.healthy.iter().map(|(resource, ids)| {
+            let nodes = self.nodes.get(resource);
+            let near =
+                move |id: &String| nodes.and_then(|nodes| nodes.get(id)).map_or(&[][..], Vec::as_slice);
+            (resource.as_str(), ids.iter().map(move |id| (id.as_str(), near(id))))
+        })
+    }
+
+    /// The state that must survive a restart of the agent.
+    #[must_use]
+    pub fn checkpoint(&self) -> Snapshot {
+        let containers = self.pods.iter().flat_map(|(uid, pod)| {
+            pod.iter().flat_map(move |(container, held)| held.iter().map(move |held| (uid, container, held)))
+        });
+        let held = containers.map(|(pod_uid, container, (resource, held))| {
+            let place = HolderKey {
+                pod_uid: pod_uid.clone(),
+                container: container.clone(),
+                resource: resource.clone(),
+            };
+            (place, Arc::clone(held))
+        });
+        let registered = self.healthy.iter().map(|(resource, ids)| {
+            (resource.clone(), Arc::clone(self.last_known.get(resource).unwrap_or(ids)))
+        });
+        Snapshot { held: held.collect(), registered: registered.collect() }
+    }
+
+    /// The ledger after a restart: who holds what is known; the plugins must come back first.
+    pub(crate) fn restored(data: Data, now: Duration) -> Self {
+        let mut devices = Self::default();
+        for entry in data.pod_device_entries.unwrap_or_default() {
+            let (HolderKey { pod_uid, container, resource }, held) = entry.into_held();
+            let pod = devices.pods.entry(pod_uid).or_default();
+            pod.entry(container).or_default().insert(resource, Arc::new(held));
+        }
+        for (resource, ids) in data.registered_devices.unwrap_or_default() {
+            let ids = ids.unwrap_or_default().into_iter().collect();
+            devices.last_known.insert(resource.clone(), Arc::new(ids));
+            devices.healthy.insert(resource.clone(), Arc::default());
+            devices.unhealthy.insert(resource.clone(), Ids::new());
+            devices.endpoints.insert(resource, Endpoint { stopped_at: Some(now), ..Endpoint::default() });
+        }
+        devices.recount();
+        devices
+    }
+
+    /// The ledger out of a checkpoint file.
+    ///
+    /// # Errors
+    /// If the file is corrupt.
+    pub fn read(file: &[u8], now: Duration) -> Result<Self, CheckpointError> {
+        Ok(Self::restored(Data::read(file)?, now))
+    }
+
+    /// What is taken is what somebody holds.
+    fn recount(&mut self) {
+        self.taken.clear();
+        for (resource, held) in self.pods.values().flat_map(BTreeMap::values).flatten() {
+            self.taken.entry(resource.clone()).or_default().extend(held.ids());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,176 @@
+//! Which pod has more on the node's disk than it may: the kubelet's local storage eviction
+//! (`pkg/kubelet/eviction/eviction_manager.go`, `localStorageEviction`).
+//!
+//! Numbers in, a sentence out. Must never look at how much the node has left: a pod goes for its own limits
+//! here.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::Pod;
+
+use crate::resources::{EPHEMERAL_STORAGE, PodDemand, ResourceList};
+use beelet_units::{field::FieldError, quantity::Quantity};
+
+/// What a pod has on disk, in bytes.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PodStorage {
+    /// Each emptyDir volume.
+    pub volumes: BTreeMap<String, u64>,
+    /// Each container's writable layer and logs together.
+    pub containers: BTreeMap<String, u64>,
+    /// The files of the node that its containers may write, together: `/etc/hosts`, termination messages.
+    pub files: u64,
+}
+
+/// A limit that a pod is above.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Violation {
+    /// The kubelet's name for it in metrics: `emptydirfs.limit`, `ephemeralpodfs.limit` or
+    /// `ephemeralcontainerfs.limit`.
+    pub signal: &'static str,
+    /// A sentence, in the kubelet's words.
+    pub message: String,
+}
+
+/// The first limit that the pod is above: of an emptyDir volume, of the pod as a whole, of a container. The
+/// pod's own limit counts its volumes, its containers' writable layers and logs, and the node's files that
+/// they may write; it is the sum of the containers' limits, where all have one or some have.
+///
+/// # Errors
+/// The path of the first amount in the pod that is not a quantity.
+pub fn violation(pod: &Pod, storage: &PodStorage) -> Result<Option<Violation>, FieldError> {
+    if let Some(found) = volume(pod, storage)? {
+        return Ok(Some(found));
+    }
+    let limit = PodDemand::read(pod)?.limits().get(EPHEMERAL_STORAGE);
+    let named = storage.volumes.values().chain(storage.containers.values()).copied();
+    let used: Quantity = named.chain([storage.files]).map(bytes).sum();
+    if let Some(limit) = limit.filter(|limit| used > *limit) {
+        let message = format!(
+            "Pod ephemeral local storage usage exceeds the total limit of containers {}. ",
+            limit.binary()
+        );
+        return Ok(Some(Violation { signal: "ephemeralpodfs.limit", message }));
+    }
+    container(pod, storage)
+}
+
+fn volume(pod: &Pod, storage: &PodStorage) -> Result<Option<Violation>, FieldError> {
+    let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
+    for (index, volume) in volumes.enumerate() {
+        let Some(size) = volume.empty_dir.as_ref().and_then(|empty| empty.size_limit.as_ref()) else {
+            continue;
+        };
+        let limit = Quantity::try_from(size).map_err(|error| {
+            FieldError::new(format!("spec.volumes[{index}].emptyDir.sizeLimit"), error.to_string())
+        })?;
+        let used = storage.volumes.get(&volume.name).copied().map(bytes);
+        if limit > Quantity::ZERO && used.is_some_and(|used| used > limit) {
+            let message = format!(
+                "Usage of EmptyDir volume {:?} exceeds the limit {:?}. ",
+                volume.name,
+                limit.binary()
+            );
+            return Ok(Some(Violation { signal: "emptydirfs.limit", message }));
+        }
+    }
+    Ok(None)
+}
+
+fn container(pod: &Pod, storage: &PodStorage) -> Result<Option<Violation>, FieldError> {
+    let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
+    for (index, container) in containers.enumerate() {
+        let limits = container.resources.as_ref().and_then(|resources| resources.limits.as_ref());
+        let limits = ResourceList::read(limits)
+            .map_err(|error| error.under(&format!("spec.containers[{index}].resources.limits")))?;
+        let Some(limit) = limits.get(EPHEMERAL_STORAGE) else { continue };
+        let used = storage.containers.get(&container.name).copied().map(bytes);
+        if used.is_some_and(|used| used > limit) {
+            let message = format!(
+                "Container {} exceeded its local ephemeral storage limit {:?}. ",
+                container.name,
+                limit.binary()
+            );
+            return Ok(Some(Violation { signal: "ephemeralcontainerfs.limit", message }));
+        }
+    }
+    Ok(None)
+}
+
+fn bytes(bytes: u64) -> Quantity {
+    Quantity::from_units(i64::try_from(bytes).unwrap_or(i64::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn pod() -> Pod {
+        let limited = json!({"name": "a", "resources": {"limits": {"ephemeral-storage": "100Mi"}}});
+        serde_json::from_value(json!({"metadata": {"name": "p"}, "spec": {
+            "containers": [limited, {"name": "b"}],
+            "volumes": [{"name": "v", "emptyDir": {"sizeLimit": "10Mi"}}, {"name": "w", "emptyDir": {}},
+                        {"name": "z", "emptyDir": {"sizeLimit": "0"}}],
+        }}))
+        .unwrap()
+    }
+
+    /// In MiB; the volumes v and w, the containers a and b.
+    fn check(volumes: [u64; 2], containers: [u64; 2], expect: Option<(&str, &str)>) {
+        let storage = PodStorage {
+            volumes: [
+                ("v".to_owned(), volumes[0] << 20),
+                ("w".to_owned(), volumes[1] << 20),
+                ("z".to_owned(), 1),
+            ]
+            .into(),
+            containers: [("a".to_owned(), containers[0] << 20), ("b".to_owned(), containers[1] << 20)].into(),
+            files: 0,
+        };
+        let found = violation(&pod(), &storage).unwrap();
+        let found = found.as_ref().map(|violation| (violation.signal, violation.message.trim_end()));
+        assert_eq!(found, expect, "{volumes:?} {containers:?}");
+    }
+
+    #[test]
+    fn volumes_pods_and_containers_have_limits() {
+        check([10, 0], [0, 0], None);
+        check(
+            [11, 0],
+            [0, 0],
+            Some(("emptydirfs.limit", "Usage of EmptyDir volume \"v\" exceeds the limit \"10Mi\".")),
+        );
+        let pod = "Pod ephemeral local storage usage exceeds the total limit of containers 100Mi.";
+        check([5, 50], [20, 30], Some(("ephemeralpodfs.limit", pod)));
+        check([5, 50], [20, 24], None);
+    }
+
+    #[test]
+    fn files_of_the_node_count_for_the_pod() {
+        let check = |files, expected| {
+            let storage =
+                PodStorage { files, volumes: [("w".to_owned(), 1)].into(), ..PodStorage::default() };
+            let found = violation(&pod(), &storage).unwrap();
+            assert_eq!(found.map(|found| found.signal), expected, "{files}");
+        };
+        check((100 << 20) - 1, None);
+        check(100 << 20, Some("ephemeralpodfs.limit"));
+        check(u64::MAX, Some("ephemeralpodfs.limit"));
+    }
+
+    #[test]
+    fn a_containers_own_limit_counts_where_the_pods_does_not() {
+        let mut pod = pod();
+        let spec = pod.spec.as_mut().unwrap();
+        spec.containers[1].resources =
+            serde_json::from_value(json!({"limits": {"ephemeral-storage": "100Mi"}})).unwrap();
+        let storage =
+            PodStorage { containers: [("a".to_owned(), 101 << 20)].into(), ..PodStorage::default() };
+        let found = violation(&pod, &storage).unwrap().unwrap();
+        assert_eq!(found.signal, "ephemeralcontainerfs.limit");
+        assert_eq!(found.message, "Container a exceeded its local ephemeral storage limit \"100Mi\". ");
+        assert_eq!(violation(&Pod::default(), &storage).unwrap(), None);
+    }
+}

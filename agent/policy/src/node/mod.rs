@@ -1,0 +1,13 @@
+//! The node as the API server sees it: its object, addresses, labels and conditions, the pods that fit on it,
+//! who may call it, the events it sends, and the order in which a shutdown ends its pods.
+
+pub mod access;
+pub mod addresses;
+pub mod events;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
+pub mod fit;
+pub mod labels;
+pub mod log_query;
+pub mod shutdown;
+pub mod status;
+pub mod token;

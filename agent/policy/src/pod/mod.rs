@@ -1,0 +1,656 @@
+//! What to do next for one pod: which sandbox and containers to create, start, stop or remove, given
+//! the pod's spec and what the runtime has of it.
+//!
+//! The decision is repeated whenever something changed, and each time looks at the whole: nothing is
+//! remembered between two decisions but what the runtime itself keeps (attempts, exit codes, the delay
+//! a container was started with). So an agent that was killed between any two actions goes on where
+//! it stopped. The order of containers follows KEP-753 (sidecars); the restart delays are the
+//! kubelet's (10 s doubling to 300 s, forgotten after 10 minutes).
+
+#[allow(clippy::arithmetic_side_effects)] // lengths and places in texts that are in memory
+pub mod api_status;
+#[allow(clippy::arithmetic_side_effects)] // lengths and places in texts that are in memory
+pub mod env_file;
+pub mod mirror;
+pub mod references;
+pub mod start_limit;
+#[allow(clippy::arithmetic_side_effects)] // lengths and places in texts that are in memory
+pub mod variables;
+#[allow(clippy::arithmetic_side_effects)] // lengths and places in texts that are in memory
+pub mod why;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{Container as ContainerSpec, Pod, PodSpec};
+
+use beelet_units::{bounds, moment::Moment};
+
+mod ephemeral;
+mod restart;
+mod round;
+mod start_retry;
+
+pub use ephemeral::ephemeral_containers;
+use restart::RESTART_DELAY_MAX;
+#[cfg(test)]
+use restart::RESTART_DELAY_RESET;
+pub use restart::{Tally, init_restarts, is_sidecar, phase, restart_delay, restarts, restarts_when_killed};
+pub use round::{Round, may_restart_all};
+pub use start_retry::{StartFailure, start_pause};
+
+/// What the runtime has of one pod.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Observed {
+    /// All sandboxes, in any order.
+    pub sandboxes: Vec<Sandbox>,
+    /// All containers, dead ones included, in any order.
+    pub containers: Vec<Container>,
+}
+
+/// A pod sandbox, as the runtime has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sandbox {
+    /// The runtime's identifier.
+    pub id: String,
+    /// Which of the pod's sandboxes it is, counted from 0.
+    pub attempt: u32,
+    /// Whether the runtime calls it ready: its namespaces and its network exist.
+    pub ready: bool,
+}
+
+/// A container, as the runtime has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Container {
+    /// The runtime's identifier.
+    pub id: String,
+    /// The name in the pod's spec.
+    pub name: String,
+    /// How many times the container had been started before: its restart count.
+    pub attempt: u32,
+    /// The sandbox it belongs to.
+    pub sandbox_id: String,
+    /// What it does.
+    pub state: ContainerState,
+    /// The delay it was started with, from which the next one follows.
+    pub restart_delay: Duration,
+    /// How often all containers of the pod had been restarted together before.
+    pub round: u32,
+}
+
+/// What a container does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ContainerState {
+    /// Created but never started.
+    Created,
+    /// Running since `started_at`.
+    Running {
+        /// When it was started.
+        started_at: Timestamp,
+    },
+    /// Ended.
+    Exited {
+        /// The exit code of its first process.
+        exit_code: i32,
+        /// When it was started; absent if it never was.
+        started_at: Option<Timestamp>,
+        /// When it ended.
+        finished_at: Timestamp,
+    },
+    /// The runtime doesn't know. It is stopped and started anew.
+    Unknown,
+}
+
+/// What probes and hooks say of the pod's running containers, by the runtime's container identifiers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Verdicts {
+    /// Containers whose startup probe succeeded, or that have none.
+    pub started: BTreeSet<String>,
+    /// Containers whose postStart hook is done. Those without one needn't be here.
+    pub hooked: BTreeSet<String>,
+    /// Containers that a failed liveness or startup probe, or a failed postStart hook, condemned, or that are
+    /// not what the pod asks for any more. The latter are started anew whatever code they end with.
+    pub condemned: BTreeMap<String, KillReason>,
+    /// Containers that somebody asked to be started again: their restart delay counts as over, and the next
+    /// one begins from nothing.
+    pub hurried: BTreeSet<String>,
+    /// How containers count as ended, by name, should the runtime have lost all that it knew of them: those
+    /// that ran were killed for all that is known. Those that never ran aren't here.
+    pub last_codes: BTreeMap<String, i32>,
+}
+
+/// The exit code of a container of which nobody knows how it ended (the kubelet's ContainerStatusUnknown).
+pub const UNKNOWN_EXIT: i32 = 137;
+
+/// Why a container is stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum KillReason {
+    /// Its liveness probe failed.
+    Liveness,
+    /// Its startup probe failed.
+    Startup,
+    /// The runtime doesn't know its state.
+    Unknown,
+    /// Its postStart hook failed.
+    PostStartHook,
+    /// It was made from another definition than the pod has now.
+    Redefined,
+    /// A rule asks for a restart of all containers of the pod.
+    RestartAll,
+    /// It gets other amounts of cpu or memory, which its resizePolicy has it restarted for.
+    Resized,
+    /// Somebody asked for it.
+    Requested,
+}
+
+impl KillReason {
+    /// Whether a container that is stopped for it is started again, unless its restart policy is Never.
+    pub fn is_for_a_restart(self) -> bool {
+        matches!(self, Self::Liveness | Self::Startup | Self::Requested)
+    }
+
+    /// Whether a probe condemned the container.
+    pub fn is_of_probe(self) -> bool {
+        matches!(self, Self::Liveness | Self::Startup)
+    }
+
+    /// The words that follow the container's name in an event; the kubelet's.
+    pub fn message(self) -> &'static str {
+        match self {
+            Self::Liveness => "failed liveness probe, will be restarted",
+            Self::Startup => "failed startup probe, will be restarted",
+            Self::Unknown => "is in unknown state, try killing it before restart",
+            Self::PostStartHook => "failed postStart hook",
+            Self::Redefined => "definition changed, will be restarted",
+            Self::Resized => "resize requires restart",
+            Self::RestartAll => "will be restarted with all containers of its pod",
+            Self::Requested => "is restarted on request",
+        }
+    }
+}
+
+/// A container to stop.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kill {
+    /// The runtime's identifier.
+    pub id: String,
+    /// The name in the pod's spec.
+    pub name: String,
+    /// Why.
+    pub reason: KillReason,
+}
+
+/// A container to start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Start {
+    /// The name in the pod's spec.
+    pub name: String,
+    /// The restart count it gets.
+    pub attempt: u32,
+    /// The delay that went before it, to be kept with the container.
+    pub restart_delay: Duration,
+    /// A container that was created for this attempt but not started yet.
+    pub created: Option<String>,
+    /// The round it is of, to be kept with the container.
+    pub round: u32,
+}
+
+/// Why a container isn't running though it should.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Backoff {
+    /// The whole delay.
+    pub delay: Duration,
+    /// When it is over.
+    pub until: Moment,
+}
+
+/// How a pod that has nothing more to do ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Every container ended with exit code 0.
+    Succeeded,
+    /// At least one did not.
+    Failed,
+}
+
+/// A postStart hook to run in a container that runs already: the agent ended before it knew how the hook did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hook {
+    /// The runtime's identifier of the container.
+    pub id: String,
+    /// The name in the pod's spec.
+    pub name: String,
+}
+
+/// What to do now, in this order: kill, stop sandboxes, create a sandbox, remove, run hooks, start.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Actions {
+    /// Containers to stop.
+    pub kill: Vec<Kill>,
+    /// Sandboxes to stop with all that runs in them; they stay listed.
+    pub stop_sandboxes: Vec<String>,
+    /// The attempt number of the sandbox to create. Nothing is started before it runs.
+    pub create_sandbox: Option<u32>,
+    /// Dead containers that nobody needs any more.
+    pub remove_containers: Vec<String>,
+    /// Stopped sandboxes without containers.
+    pub remove_sandboxes: Vec<String>,
+    /// Hooks to run before anything is started.
+    pub post_start: Vec<Hook>,
+    /// Containers to start, one after the other: one with a postStart hook holds the later ones back until it
+    /// is done.
+    pub start: Vec<Start>,
+    /// Containers that wait for their restart delay to pass.
+    pub backoff: BTreeMap<String, Backoff>,
+    /// Set once the pod has nothing more to do.
+    pub outcome: Option<Outcome>,
+    /// Set once nothing of a pod with an outcome runs: its volumes and its cgroup are nobody's any more.
+    /// Harmless to repeat.
+    pub release: bool,
+}
+
+impl Actions {
+    /// Returns true if there is nothing to do before something changes or [`Actions::wake_at`] comes.
+    pub fn is_idle(&self) -> bool {
+        self.only_makes() && self.create_sandbox.is_none() && self.start.is_empty()
+    }
+
+    /// Returns true if all that there is to do is to make a sandbox or containers.
+    pub fn only_makes(&self) -> bool {
+        self.kill.is_empty()
+            && self.stop_sandboxes.is_empty()
+            && self.remove_containers.is_empty()
+            && self.remove_sandboxes.is_empty()
+            && self.post_start.is_empty()
+    }
+
+    /// The time to decide again though nothing changed.
+    pub fn wake_at(&self) -> Option<Moment> {
+        self.backoff.values().map(|b| b.until).min()
+    }
+}
+
+/// The time that the pod may be active, by its activeDeadlineSeconds.
+pub fn active_limit(spec: &PodSpec) -> Option<Duration> {
+    spec.active_deadline_seconds.filter(|seconds| *seconds >= 0).map(bounds::seconds)
+}
+
+/// When containers ended, by the runtime's identifiers, and what time it is: on one clock, which nobody sets.
+/// The runtime's own times are the wall's, and a delay that is measured by them lasts hours where that clock
+/// is set back.
+#[derive(Clone, Copy, Debug)]
+pub struct Times<'a> {
+    /// When containers ended. One that isn't here ends now.
+    pub ended: &'a BTreeMap<String, Moment>,
+    /// The time of the decision.
+    pub now: Moment,
+}
+
+/// Decides what to do next for `pod`. `max_restart_delay` is the longest time a crashing container waits.
+pub fn actions(
+    pod: &Pod,
+    observed: &Observed,
+    verdicts: &Verdicts,
+    max_restart_delay: Duration,
+    times: Times<'_>,
+) -> Actions {
+    let Some(spec) = &pod.spec else { return Actions::default() };
+    let mut decision = Decision::new(spec, observed, verdicts, times);
+    decision.max_restart_delay = max_restart_delay;
+    decision.retire_old_sandboxes();
+    if let Some(outcome) = decision.outcome() {
+        decision.finish(outcome);
+    } else if decision.current.is_none() {
+        decision.stop_dead_sandboxes();
+        let attempt = observed.sandboxes.iter().map(|s| s.attempt.saturating_add(1)).max().unwrap_or(0);
+        decision.actions.create_sandbox = Some(attempt);
+    } else {
+        decision.kill_condemned();
+        decision.start_ephemeral();
+        if decision.enter_round() {
+            decision.start_missing();
+        }
+    }
+    decision.remove_dead();
+    decision.actions
+}
+
+/// One decision in the making.
+struct Decision<'a> {
+    spec: &'a PodSpec,
+    observed: &'a Observed,
+    verdicts: &'a Verdicts,
+    times: Times<'a>,
+    max_restart_delay: Duration,
+    /// The sandbox that containers run in, or none if a new one is needed.
+    current: Option<&'a Sandbox>,
+    /// The newest container of each name, in any sandbox: it has the restart count.
+    newest: BTreeMap<&'a str, &'a Container>,
+    round: Round,
+    actions: Actions,
+}
+
+impl<'a> Decision<'a> {
+    fn new(spec: &'a PodSpec, observed: &'a Observed, verdicts: &'a Verdicts, times: Times<'a>) -> Self {
+        let current = observed.sandboxes.iter().filter(|s| s.ready).max_by_key(|s| (s.attempt, &s.id));
+        let newest = newest(observed);
+        let round = Round::of_newest(spec, &newest);
+        let max_restart_delay = RESTART_DELAY_MAX;
+        let actions = Actions::default();
+        Self { spec, observed, verdicts, times, max_restart_delay, current, newest, round, actions }
+    }
+
+    /// The container of this name in the sandbox and the round that count: attempts in earlier ones are
+    /// history.
+    fn here(&self, name: &str) -> Option<&'a Container> {
+        let current = self.current?;
+        self.newest.get(name).copied().filter(|c| c.sandbox_id == current.id && !self.round.is_past(c))
+    }
+
+    /// How the newest container of this name ended, if it has. What is started anew in any case has no end;
+    /// one that the runtime has lost has the end that is last known.
+    fn exit_code(&self, name: &str) -> Option<i32> {
+        let Some(newest) = self.newest.get(name) else {
+            return self.verdicts.last_codes.get(name).copied();
+        };
+        let counts = |c: &&&Container| !self.round.is_past(c) && !self.is_outdated(c) && !self.comes_back(c);
+        match Some(newest).filter(counts).map(|c| &c.state) {
+            Some(ContainerState::Exited { exit_code, .. }) => Some(*exit_code),
+            _ => None,
+        }
+    }
+
+    /// Returns true if a container was stopped for one that is as the pod asks for now.
+    fn is_outdated(&self, container: &Container) -> bool {
+        let reason = self.verdicts.condemned.get(&container.id);
+        matches!(reason, Some(KillReason::Redefined | KillReason::Resized))
+    }
+
+    /// Whether a container is started again for the reason that it was stopped for.
+    fn comes_back(&self, container: &Container) -> bool {
+        let reason = self.verdicts.condemned.get(&container.id);
+        let mut own = self.spec.containers.iter().filter(|c| c.name == container.name);
+        reason.is_some_and(|reason| reason.is_for_a_restart())
+            && own.any(|c| restarts_when_killed(self.spec, c))
+    }
+
+    fn init_containers(&self) -> &'a [ContainerSpec] {
+        self.spec.init_containers.as_deref().unwrap_or_default()
+    }
+
+    /// Every sandbox but the current one is stopped as long as anything in it may still run.
+    fn retire_old_sandboxes(&mut self) {
+        for sandbox in &self.observed.sandboxes {
+            if self.current.is_some_and(|c| c.id == sandbox.id) {
+                continue;
+            }
+            let alive = self.observed.containers.iter().any(|c| {
+                c.sandbox_id == sandbox.id
+                    && !matches!(c.state, ContainerState::Exited { .. } | ContainerState::Created)
+            });
+            if sandbox.ready || alive {
+                self.actions.stop_sandboxes.push(sandbox.id.clone());
+            }
+        }
+    }
+
+    /// Before there is a new sandbox the dead ones are stopped too, as by the kubelet
+    /// (killPodWithSyncResult): one whose processes the machine lost, by a reboot, holds its addresses until
+    /// then.
+    fn stop_dead_sandboxes(&mut self) {
+        let stopped = &mut self.actions.stop_sandboxes;
+        for sandbox in &self.observed.sandboxes {
+            if !stopped.contains(&sandbox.id) {
+                stopped.push(sandbox.id.clone());
+            }
+        }
+    }
+
+    /// How the pod ended, if it has.
+    fn outcome(&self) -> Option<Outcome> {
+        let outcome_of = |codes: &[Option<i32>]| {
+            let all_zero = codes.iter().all(|code| *code == Some(0));
+            if all_zero { Outcome::Succeeded } else { Outcome::Failed }
+        };
+        let mut regular = self.init_containers().iter().filter(|c| !is_sidecar(c));
+        if regular.any(|c| {
+            self.exit_code(&c.name).is_some_and(|code| code != 0 && !init_restarts(self.spec, c, code))
+        }) {
+            return Some(Outcome::Failed);
+        }
+        let mut own = self.spec.containers.iter();
+        let codes: Vec<Option<i32>> = own.clone().map(|c| self.exit_code(&c.name)).collect();
+        // A sandbox that died took its containers along; where none of them ever comes back, that was the
+        // pod's end.
+        let comes_back = own.any(|c| restart::ever_restarts(self.spec, c)) || may_restart_all(self.spec);
+        if self.current.is_none() && !self.observed.containers.is_empty() && !comes_back {
+            return Some(outcome_of(&codes));
+        }
+        let ended_for_good = |(c, code): (&ContainerSpec, &Option<i32>)| {
+            code.is_some_and(|code| !restarts(self.spec, c, code))
+        };
+        let all = self.spec.containers.iter().zip(&codes).all(ended_for_good);
+        all.then(|| outcome_of(&codes))
+    }
+
+    /// A finished pod's sandbox stops, with the sidecars in it. Then the pod gives back what it has, but its
+    /// containers and their logs (the kubelet's `SyncTerminatedPod`).
+    fn finish(&mut self, outcome: Outcome) {
+        self.actions.outcome = Some(outcome);
+        if let Some(current) = self.current {
+            self.actions.stop_sandboxes.push(current.id.clone());
+        }
+        self.actions.release = self.actions.stop_sandboxes.is_empty();
+    }
+
+    fn kill(&mut self, container: &Container, reason: KillReason) {
+        self.actions.kill.push(Kill { id: container.id.clone(), name: container.name.clone(), reason });
+    }
+
+    fn kill_condemned(&mut self) {
+        for container in self.newest.clone().into_values() {
+            if self.here(&container.name).is_none() {
+                continue;
+            }
+            match (&container.state, self.verdicts.condemned.get(&container.id)) {
+                (ContainerState::Running { .. }, Some(reason)) => self.kill(container, *reason),
+                (ContainerState::Unknown, _) => self.kill(container, KillReason::Unknown),
+                _ => {}
+            }
+        }
+    }
+
+    fn start_missing(&mut self) {
+        // Once one of the pod's own containers exists, initialization is over for this sandbox.
+        let initialized = self.spec.containers.iter().any(|c| self.here(&c.name).is_some());
+        for spec in self.init_containers() {
+            let ready_for_next = if is_sidecar(spec) {
+                self.keep_running(spec, |_| true);
+                !self.waits_for_hook(spec) && self.is_started(&spec.name)
+            } else {
+                initialized || self.run_to_completion(spec)
+            };
+            if !ready_for_next && !initialized {
+                return;
+            }
+        }
+        for spec in &self.spec.containers {
+            let again = |code| restarts(self.spec, spec, code);
+            // What has ended for good in an earlier sandbox is not run again in this one.
+            if self.exit_code(&spec.name).is_none_or(again) {
+                self.keep_running(spec, again);
+            }
+            // The kubelet starts containers one after the other, hooks included; users hold applications back
+            // until a proxy is up by that.
+            if self.waits_for_hook(spec) {
+                return;
+            }
+        }
+    }
+
+    fn is_started(&self, name: &str) -> bool {
+        self.here(name).is_some_and(|c| {
+            matches!(c.state, ContainerState::Running { .. }) && self.verdicts.started.contains(&c.id)
+        })
+    }
+
+    /// Returns true if the container runs but its postStart hook isn't known to be done; asks for the hook
+    /// then.
+    fn waits_for_hook(&mut self, spec: &ContainerSpec) -> bool {
+        if spec.lifecycle.as_ref().is_none_or(|lifecycle| lifecycle.post_start.is_none()) {
+            return false;
+        }
+        let Some(container) = self.here(&spec.name) else { return false };
+        let runs = matches!(container.state, ContainerState::Running { .. });
+        if !runs || self.verdicts.hooked.contains(&container.id) {
+            return false;
+        }
+        if !self.verdicts.condemned.contains_key(&container.id) {
+            self.actions.post_start.push(Hook { id: container.id.clone(), name: container.name.clone() });
+        }
+        true
+    }
+
+    /// Starts an init container where needed; true once it has succeeded.
+    fn run_to_completion(&mut self, spec: &ContainerSpec) -> bool {
+        if let Some(ContainerState::Exited { exit_code: 0, .. }) = self.here(&spec.name).map(|c| &c.state) {
+            return true;
+        }
+        // One that failed for good made the pod's outcome before this is reached.
+        self.keep_running(spec, |code| code != 0);
+        false
+    }
+
+    fn keep_running(&mut self, spec: &ContainerSpec, restarts: impl Fn(i32) -> bool) {
+        let Some(container) = self.here(&spec.name) else {
+            // The first in this sandbox, though it may have run in an earlier one.
+            let attempt = self.newest.get(spec.name.as_str()).map_or(0, |c| c.attempt.saturating_add(1));
+            self.start(&spec.name, attempt, self.first_delay(&spec.name), None);
+            return;
+        };
+        match &container.state {
+            ContainerState::Running { .. } | ContainerState::Unknown => {}
+            ContainerState::Created => {
+                let created = Some(container.id.clone());
+                self.start(&spec.name, container.attempt, container.restart_delay, created);
+            }
+            ContainerState::Exited { .. } if self.is_outdated(container) => {
+                // How often another image crashed says nothing of this one.
+                let delay = match self.verdicts.condemned.get(&container.id) {
+                    Some(KillReason::Redefined) => Duration::ZERO,
+                    _ => container.restart_delay,
+                };
+                self.start(&spec.name, container.attempt.saturating_add(1), delay, None);
+            }
+            ContainerState::Exited { exit_code, .. } => {
+                let again = restarts(*exit_code) || self.comes_back(container);
+                let Some((delay, until)) = self.delay_after(container).filter(|_| again) else {
+                    return;
+                };
+                if self.verdicts.hurried.contains(&container.id) {
+                    self.start(&spec.name, container.attempt.saturating_add(1), Duration::ZERO, None);
+                } else if until > self.times.now {
+                    self.actions.backoff.insert(spec.name.clone(), Backoff { delay, until });
+                } else {
+                    self.start(&spec.name, container.attempt.saturating_add(1), delay, None);
+                }
+            }
+        }
+    }
+
+    /// The delay before a container that has ended is started again, and when it is over.
+    fn delay_after(&self, container: &Container) -> Option<(Duration, Moment)> {
+        let ContainerState::Exited { started_at, finished_at, .. } = container.state else { return None };
+        let ran = started_at.map_or(Duration::ZERO, |s| elapsed(s, finished_at));
+        let delay = restart_delay(container.attempt, container.restart_delay, ran, self.max_restart_delay);
+        let ended = self.ended_at(container);
+        if self.waits_for_nothing(container, ended, delay) {
+            return Some((delay, ended));
+        }
+        Some((delay, ended.plus(delay)))
+    }
+
+    fn ended_at(&self, container: &Container) -> Moment {
+        self.times.ended.get(&container.id).copied().unwrap_or(self.times.now)
+    }
+
+    /// Returns true if a container that a probe had stopped is replaced at once: the kubelet stops the one
+    /// and starts the other in one step, and counts the delay from the end that it knows then, which is the
+    /// one before (doBackOff). Without any there is no delay. Where that one isn't over, a later step looks,
+    /// and counts from this one's end.
+    fn waits_for_nothing(&self, container: &Container, ended: Moment, delay: Duration) -> bool {
+        let reason = self.verdicts.condemned.get(&container.id);
+        if !matches!(reason, Some(KillReason::Liveness | KillReason::Startup)) {
+            return false;
+        }
+        let is_before = |c: &&Container| {
+            c.name == container.name
+                && c.attempt < container.attempt
+                && matches!(c.state, ContainerState::Exited { .. })
+        };
+        let before = self.observed.containers.iter().filter(is_before).max_by_key(|c| (c.attempt, &c.id));
+        before.is_none_or(|before| self.ended_at(before).plus(delay) <= ended)
+    }
+
+    fn start(&mut self, name: &str, attempt: u32, restart_delay: Duration, created: Option<String>) {
+        let round = self.round.number;
+        self.actions.start.push(Start { name: name.to_owned(), attempt, restart_delay, created, round });
+    }
+
+    /// Of each name the newest container stays, and the newest dead one before it (it is the status's
+    /// `lastState`). Containers that were created in a sandbox or a round of the past never run.
+    fn remove_dead(&mut self) {
+        let mut kept_dead: BTreeMap<&str, (u32, &str)> = BTreeMap::new();
+        for c in &self.observed.containers {
+            let newest = self.newest.get(c.name.as_str()).is_some_and(|n| n.id == c.id);
+            if !newest && matches!(c.state, ContainerState::Exited { .. }) {
+                let slot = kept_dead.entry(&c.name).or_insert((c.attempt, &c.id));
+                *slot = (*slot).max((c.attempt, &c.id));
+            }
+        }
+        let in_current = |c: &Container| self.current.is_some_and(|s| s.id == c.sandbox_id);
+        let gone = |c: &Container| match c.state {
+            ContainerState::Exited { .. } => {
+                let newest = self.newest.get(c.name.as_str()).is_some_and(|n| n.id == c.id);
+                !newest && kept_dead.get(c.name.as_str()).is_none_or(|(_, id)| *id != c.id)
+            }
+            ContainerState::Created => !in_current(c) || self.round.is_past(c),
+            ContainerState::Running { .. } | ContainerState::Unknown => false,
+        };
+        let (removed, kept): (Vec<_>, Vec<_>) = self.observed.containers.iter().partition(|c| gone(c));
+        self.actions.remove_containers = removed.into_iter().map(|c| c.id.clone()).collect();
+        let keeps_last = self.actions.outcome.is_some() || self.current.is_none();
+        let last = self.observed.sandboxes.iter().max_by_key(|s| (s.attempt, &s.id));
+        for sandbox in &self.observed.sandboxes {
+            let needed = sandbox.ready
+                || kept.iter().any(|c| c.sandbox_id == sandbox.id)
+                // Its attempt number is all that tells how many there were.
+                || (keeps_last && last.is_some_and(|l| l.id == sandbox.id));
+            if !needed && !self.actions.stop_sandboxes.contains(&sandbox.id) {
+                self.actions.remove_sandboxes.push(sandbox.id.clone());
+            }
+        }
+    }
+}
+
+/// The newest container of each name.
+fn newest(observed: &Observed) -> BTreeMap<&str, &Container> {
+    let mut newest: BTreeMap<&str, &Container> = BTreeMap::new();
+    for container in &observed.containers {
+        let slot = newest.entry(&container.name).or_insert(container);
+        if (container.attempt, &container.id) > (slot.attempt, &slot.id) {
+            *slot = container;
+        }
+    }
+    newest
+}
+
+fn elapsed(from: Timestamp, to: Timestamp) -> Duration {
+    Duration::try_from(to.duration_since(from)).unwrap_or(Duration::ZERO)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,264 @@
+//! The values of a container: what CRI is asked for, and what the runtime makes of it in the container's
+//! cgroup (`generateLinuxContainerResources` of the kubelet, `opencontainers/cgroups` of the runtime).
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::{Container, Pod};
+
+use crate::resources::{
+    CPU, Demand, MEMORY, PodDemand, ResourceList,
+    cgroups::{
+        CgroupConfig, CgroupValues, CgroupVersion, CpuWeightFormula, Level, MemoryReservationPolicy,
+        Settings,
+        cpu::{millis_to_quota, millis_to_shares, proportional_weight},
+        names::pod_path,
+        swap::swap_max,
+    },
+    critical::is_critical,
+    huge_pages, is_restartable,
+    qos::{QosClass, qos_class_of},
+};
+use beelet_units::field::FieldError;
+
+/// `memory.high` is a whole number of these.
+const PAGE: f64 = 4096.0;
+/// Whether a kill for want of memory takes the whole cgroup: a switch, where the memory controller's other
+/// files hold bytes.
+pub const OOM_GROUP: &str = "memory.oom.group";
+/// Most bytes of swap.
+const SWAP_MAX: &str = "memory.swap.max";
+/// `oom_score_adj` of Guaranteed and node-critical pods.
+const GUARANTEED_OOM_SCORE_ADJ: i64 = -997;
+/// `oom_score_adj` of BestEffort pods.
+const BESTEFFORT_OOM_SCORE_ADJ: i64 = 1000;
+
+/// The numbers of CRI's `LinuxContainerResources`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerResources {
+    /// Relative CPU time; on v2 the runtime turns it into a weight.
+    pub cpu_shares: u64,
+    /// Microseconds per period; 0: no limit, or limits aren't enforced.
+    pub cpu_quota: i64,
+    /// Microseconds; 0: limits aren't enforced.
+    pub cpu_period: u64,
+    /// Bytes; 0: no limit.
+    pub memory_limit_bytes: i64,
+    /// -1000 (never) … 1000 (first) for the kernel's out-of-memory killer.
+    pub oom_score_adj: i64,
+    /// Bytes of memory and swap together on version 1; 0: not written.
+    pub memory_swap_limit_bytes: i64,
+    /// Most bytes of huge pages by the size of a page (`2MB`): one entry for each size that the machine
+    /// knows.
+    pub huge_page_limits: BTreeMap<String, u64>,
+    /// Files of cgroup v2 that CRI has no field for, set through `unified`.
+    pub unified: BTreeMap<String, String>,
+}
+
+/// The resources to ask CRI for when a container of a pod is created. `container` may be any (init) container
+/// of the pod.
+///
+/// # Errors
+/// The path of the first amount in the pod, or in the container, that is not a quantity.
+pub fn container_resources(
+    pod: &Pod,
+    container: &Container,
+    config: &CgroupConfig,
+) -> Result<ContainerResources, FieldError> {
+    let facts = Facts::read(pod, container)?;
+    let settings = facts.settings(config);
+    let mut unified = BTreeMap::new();
+    let mut put = |name: &str, bytes: Option<i64>| {
+        if let Some(bytes) = bytes {
+            unified.insert(name.to_owned(), bytes.to_string());
+        }
+    };
+    put("memory.min", settings.memory_min);
+    put("memory.low", settings.memory_low);
+    put("memory.high", settings.memory_high);
+    let swap = swap_max(pod, facts.class, &facts.own, config);
+    put(SWAP_MAX, swap.filter(|_| config.version == CgroupVersion::V2));
+    if kills_as_group(config) {
+        unified.insert(OOM_GROUP.to_owned(), "1".to_owned());
+    }
+    if config.version == CgroupVersion::V2 && config.cpu_weight_formula == CpuWeightFormula::Proportional {
+        unified.insert("cpu.weight".to_owned(), proportional_weight(facts.cpu_millis()).to_string());
+    }
+    Ok(ContainerResources {
+        cpu_shares: millis_to_shares(facts.cpu_millis()),
+        cpu_quota: settings.quota.unwrap_or(0),
+        cpu_period: settings.period.unwrap_or(0),
+        memory_limit_bytes: settings.memory_max.unwrap_or(0),
+        oom_score_adj: facts.oom_score_adj(pod, container, config.node.memory_capacity),
+        // Memory and swap together are no more than memory alone: no swap.
+        memory_swap_limit_bytes: match config.version {
+            CgroupVersion::V1 if swap.is_some() => settings.memory_max.unwrap_or(0),
+            _ => 0,
+        },
+        huge_page_limits: config.huge_pages.keys().map(|size| facts.huge_page_limit(*size)).collect(),
+        unified,
+    })
+}
+
+/// The values that the container's cgroup must have once the runtime has made it. The last part of the path
+/// stands for the folder that the runtime chooses: it is the container's name.
+///
+/// # Errors
+/// As [`container_resources`], and at `metadata.uid` if the pod's can't name a cgroup.
+pub fn container_cgroup(
+    pod: &Pod,
+    container: &Container,
+    config: &CgroupConfig,
+) -> Result<CgroupValues, FieldError> {
+    let facts = Facts::read(pod, container)?;
+    let parent = pod_path(pod.metadata.uid.as_deref(), facts.class, config)?;
+    let mut files = facts.settings(config).files(Level::Container, config);
+    if kills_as_group(config) {
+        // Kept, not only asked of the runtime: systemd takes it back when it reloads.
+        files.insert(OOM_GROUP.to_owned(), "1".to_owned());
+    }
+    let swap = swap_max(pod, facts.class, &facts.own, config);
+    if let Some(bytes) = swap.filter(|_| config.version == CgroupVersion::V2) {
+        files.insert(SWAP_MAX.to_owned(), bytes.to_string());
+    }
+    files.extend(
+        config.huge_page_files(|size| i64::try_from(facts.huge_page_limit(size).1).unwrap_or(i64::MAX)),
+    );
+    Ok(CgroupValues { path: format!("{parent}/{}", container.name), files })
+}
+
+/// Does a kill for want of memory take whole containers?
+pub(super) fn kills_as_group(config: &CgroupConfig) -> bool {
+    config.version == CgroupVersion::V2 && config.oom_group
+}
+
+/// The out-of-memory killer's adjustment for a container's processes (`GetContainerOOMScoreAdjust`).
+///
+/// # Errors
+/// The path of the first amount in the pod, or in the container, that is not a quantity.
+pub fn oom_score_adj(pod: &Pod, container: &Container, memory_capacity: i64) -> Result<i64, FieldError> {
+    Ok(Facts::read(pod, container)?.oom_score_adj(pod, container, memory_capacity))
+}
+
+/// A container's demand and its pod's.
+struct Facts<'a> {
+    pod: PodDemand<'a>,
+    own: Demand<'a>,
+    class: QosClass,
+}
+
+impl<'a> Facts<'a> {
+    fn read(pod: &'a Pod, container: &'a Container) -> Result<Self, FieldError> {
+        let demand = PodDemand::read(pod)?;
+        let own = Demand::read(container.resources.as_ref()).map_err(|error| error.under("resources"))?;
+        Ok(Self { class: qos_class_of(pod, &demand), pod: demand, own })
+    }
+
+    /// A container's own limit, else the pod-level one.
+    fn limit(&self, name: &str) -> beelet_units::quantity::Quantity {
+        let own = self.own.limits.amount(name);
+        match self.pod.pod_level.as_ref().filter(|_| own.is_zero() && self.pod.has_pod_level()) {
+            Some(pod_level) => pod_level.limits.amount(name),
+            None => own,
+        }
+    }
+
+    /// The name of a size of huge pages, and how many bytes of such the container may have: what it is
+    /// limited to, else what its pod is (`GetHugepageLimitsFromResources`).
+    fn huge_page_limit(&self, size: i64) -> (String, u64) {
+        let of = |list: &ResourceList<'_>| {
+            let mut all = list.iter().filter(|(name, _)| huge_pages::size_of_resource(name) == Some(size));
+            all.next().map(|(_, amount)| amount.value())
+        };
+        let of_pod = self.pod.pod_level.as_ref().filter(|_| self.pod.has_pod_level());
+        let limit = of(&self.own.limits).or_else(|| of(&of_pod?.limits)).unwrap_or(0);
+        (huge_pages::unit_name(size), u64::try_from(limit).unwrap_or(0))
+    }
+
+    /// Without a request the limit counts, as the API server would default it.
+    fn cpu_millis(&self) -> i64 {
+        self.own.requests.get(CPU).unwrap_or_else(|| self.limit(CPU)).milli_value()
+    }
+
+    fn settings(&self, config: &CgroupConfig) -> Settings {
+        let quota = millis_to_quota(self.limit(CPU).milli_value(), config.cpu_cfs_quota_period_us);
+        let mut settings = Settings {
+            cpu_millis: Some(self.cpu_millis()),
+            quota: config.cpu_cfs_quota.then_some(quota),
+            period: config.cpu_cfs_quota.then_some(config.cpu_cfs_quota_period_us),
+            memory_max: Some(self.limit(MEMORY).value()),
+            ..Settings::default()
+        };
+        self.memory_qos(&mut settings, config);
+        settings
+    }
+
+    /// KEP-2570: what is requested is protected, and a container that nears its limit is throttled before it
+    /// is killed.
+    fn memory_qos(&self, settings: &mut Settings, config: &CgroupConfig) {
+        let Some(qos) = config.memory_qos() else { return };
+        let request = self.own.requests.amount(MEMORY).value();
+        let limit = self.own.limits.amount(MEMORY).value();
+        let tiered = qos.reservation == MemoryReservationPolicy::TieredReservation && request != 0;
+        match self.class {
+            QosClass::Guaranteed if tiered => settings.memory_min = Some(request),
+            QosClass::Burstable if tiered => settings.memory_low = Some(request),
+            _ => (settings.memory_min, settings.memory_low) = (Some(0), Some(0)),
+        }
+        if let Some(factor) = qos.throttling_factor.filter(|_| request != limit) {
+            let bound = if limit != 0 { limit } else { config.node.allocatable_memory };
+            settings.memory_high =
+                Some(memory_high(request, bound, factor)).filter(|high| *high != 0 && *high > request);
+        }
+    }
+
+    fn oom_score_adj(&self, pod: &Pod, container: &Container, memory_capacity: i64) -> i64 {
+        let node_critical = pod.spec.as_ref().and_then(|spec| spec.priority_class_name.as_deref())
+            == Some("system-node-critical");
+        match self.class {
+            _ if node_critical && is_critical(pod) => GUARANTEED_OOM_SCORE_ADJ,
+            QosClass::Guaranteed => GUARANTEED_OOM_SCORE_ADJ,
+            QosClass::BestEffort => BESTEFFORT_OOM_SCORE_ADJ,
+            // Above every Guaranteed pod's score when it uses all memory, and below BestEffort.
+            QosClass::Burstable => self
+                .burstable_score(container, memory_capacity)
+                .clamp(1000 + GUARANTEED_OOM_SCORE_ADJ, BESTEFFORT_OOM_SCORE_ADJ - 1),
+        }
+    }
+
+    /// 1000 less the thousandths of the node's memory that are requested; a sidecar is no likelier to go than
+    /// the containers it serves.
+    fn burstable_score(&self, container: &Container, memory_capacity: i64) -> i64 {
+        let score = |request: i64| {
+            let capacity = i128::from(memory_capacity.max(1));
+            i64::try_from(1000 - 1000 * i128::from(request) / capacity).unwrap_or(i64::MIN)
+        };
+        let spare = self.unclaimed_pod_memory();
+        let own = score(self.own.requests.amount(MEMORY).value().saturating_add(spare));
+        if !is_restartable(container) {
+            return own;
+        }
+        let least = self.pod.containers.iter().map(|c| c.requests.amount(MEMORY).value()).min();
+        least.map_or(own, |request| own.min(score(request.saturating_add(spare))))
+    }
+
+    /// Each container's part of the pod-level memory request that no container claims (KEP-2837).
+    fn unclaimed_pod_memory(&self) -> i64 {
+        let Some(pod_level) = &self.pod.pod_level else { return 0 };
+        let containers =
+            i64::try_from(self.pod.containers.len() + self.pod.init_containers.len()).unwrap_or(i64::MAX);
+        match pod_level.requests.amount(MEMORY) {
+            request if request.is_zero() || containers == 0 => 0,
+            request => {
+                request.value().saturating_sub(self.pod.container_requests().amount(MEMORY).value())
+                    / containers
+            }
+        }
+    }
+}
+
+/// A fraction of the way from the request to the bound, in whole pages; computed in floats as the kubelet
+/// does.
+fn memory_high(request: i64, bound: i64, factor: f64) -> i64 {
+    let high = request as f64 + (bound as f64 - request as f64) * factor;
+    (high.floor() / PAGE) as i64 * 4096 // as: saturates, and no i64 of bytes loses more than the kubelet's own float64
+}

@@ -1,0 +1,92 @@
+//! Which of several pods that want other amounts of cpu and memory while they run gets its turn first.
+//!
+//! The order is that of the kubelet's allocation manager (`pkg/kubelet/allocation`, `sortPendingResizes`,
+//! since 1.34; KEP-1287): those that ask for no more than they have, then by priority, by QoS class, and by
+//! how long each has waited.
+
+use std::cmp::Reverse;
+
+use k8s_openapi::api::core::v1::Pod;
+
+use crate::resources::{
+    PodDemand, ResourceList,
+    critical::priority,
+    qos::{QosClass, qos_class},
+};
+
+/// A pod's place among those that wait. The least goes first.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Turn<T> {
+    grows: bool,
+    priority: Reverse<i32>,
+    class: Reverse<Option<QosClass>>,
+    since: T,
+}
+
+impl<T: Ord> Turn<T> {
+    /// The place of a pod that is as `before`, and has been wanted as `wanted` since then.
+    #[must_use]
+    pub fn of(before: &Pod, wanted: &Pod, since: T) -> Self {
+        Self {
+            grows: grows(before, wanted),
+            priority: Reverse(priority(wanted)),
+            class: Reverse(qos_class(wanted).ok()),
+            since,
+        }
+    }
+}
+
+/// Returns true if a pod would request more of anything than it does. Amounts that can't be read count as
+/// more.
+#[must_use]
+pub fn grows(before: &Pod, wanted: &Pod) -> bool {
+    let (Ok(before), Ok(wanted)) = (PodDemand::read(before), PodDemand::read(wanted)) else { return true };
+    let had: ResourceList<'_> = before.requests();
+    wanted.requests().iter().any(|(name, amount)| amount > had.amount(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn pod(cpu: &str, memory: &str, more: &Value) -> Pod {
+        let requests = json!({"cpu": cpu, "memory": memory});
+        let mut resources = json!({"requests": requests});
+        if more["guaranteed"] == true {
+            resources["limits"] = requests;
+        }
+        let spec =
+            json!({"priority": more["priority"], "containers": [{"name": "c", "resources": resources}]});
+        serde_json::from_value(json!({"metadata": {"name": "p"}, "spec": spec})).unwrap()
+    }
+
+    #[test]
+    fn a_pod_grows_if_it_asks_for_more_of_anything() {
+        let check = |before: (&str, &str), wanted: (&str, &str), expected: bool| {
+            let pod = |(cpu, memory): (&str, &str)| pod(cpu, memory, &json!({}));
+            assert_eq!(grows(&pod(before), &pod(wanted)), expected, "{before:?} to {wanted:?}");
+        };
+        check(("1", "1Gi"), ("1", "1Gi"), false);
+        check(("1", "1Gi"), ("500m", "1Gi"), false);
+        check(("1", "1Gi"), ("500m", "1025Mi"), true);
+        check(("1", "1Gi"), ("1001m", "1Mi"), true);
+    }
+
+    #[test]
+    fn shrinking_pods_go_first_then_the_important_ones_then_those_that_wait_longest() {
+        let turn = |cpu: &str, more: Value, since: u32| {
+            Turn::of(&pod("2", "1Gi", &more), &pod(cpu, "1Gi", &more), since)
+        };
+        let in_order = [
+            turn("1", json!({"priority": -5}), 9),
+            turn("3", json!({"priority": 7}), 8),
+            turn("3", json!({"guaranteed": true}), 7),
+            turn("3", json!({}), 1),
+            turn("3", json!({}), 2),
+            turn("3", json!({"priority": -5, "guaranteed": true}), 0),
+        ];
+        assert!(in_order.is_sorted(), "{in_order:#?}");
+    }
+}

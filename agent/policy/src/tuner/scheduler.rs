@@ -1,0 +1,72 @@
+//! Which part of the CPUs a pod's threads get, where the tuner's scheduler decides (`tuner.scheduler`).
+//!
+//! Must never look at anything but a pod's class, its request and its containers' limits.
+
+use crate::resources::{critical::SYSTEM_CRITICAL_PRIORITY, qos::QosClass};
+
+/// Who decides which thread runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SchedulerKind {
+    /// The kernel's own scheduler, by cgroups alone.
+    #[default]
+    Cgroups,
+    /// A scheduler of the tuner's, where the kernel has sched_ext.
+    SchedExt,
+}
+
+/// A pod's place in the order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SchedulingClass {
+    /// Before all others, and at once when it wakes up.
+    Latency,
+    /// By weight, together with the machine's own threads.
+    Shared,
+    /// What is left.
+    BestEffort,
+}
+
+/// A pod's part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SchedulingShare {
+    /// Its place.
+    pub class: SchedulingClass,
+    /// Its weight beside others of [`SchedulingClass::Shared`]: 100 for a request of one CPU.
+    pub weight: u32,
+}
+
+/// A pod's part, by its class, its priority and the millicores that it requests. Guaranteed pods come first,
+/// and Burstable ones of a system priority; a BestEffort one of these, which has asked for no CPU, is one
+/// among the Burstable. That a pod is static says nothing here: all may be.
+#[must_use]
+pub fn share(class: QosClass, priority: i32, millicores: u64) -> SchedulingShare {
+    let place = match (class, priority >= SYSTEM_CRITICAL_PRIORITY) {
+        (QosClass::Guaranteed, _) | (QosClass::Burstable, true) => SchedulingClass::Latency,
+        (QosClass::Burstable, false) | (QosClass::BestEffort, true) => SchedulingClass::Shared,
+        (QosClass::BestEffort, false) => SchedulingClass::BestEffort,
+    };
+    let weight = u32::try_from(millicores / 10).unwrap_or(u32::MAX).clamp(1, 1_000_000);
+    SchedulingShare { class: place, weight }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pods_place_comes_from_its_class_and_its_weight_from_its_request() {
+        use SchedulingClass::{BestEffort, Latency, Shared};
+        let (usual, critical) = (1_000_000_000, SYSTEM_CRITICAL_PRIORITY + 1000);
+        let check = |class, priority, millicores, place, weight| {
+            let expected = SchedulingShare { class: place, weight };
+            assert_eq!(share(class, priority, millicores), expected, "{class} {priority} {millicores}");
+        };
+        check(QosClass::Guaranteed, usual, 2000, Latency, 200);
+        check(QosClass::Burstable, usual, 250, Shared, 25);
+        check(QosClass::Burstable, critical, 250, Latency, 25);
+        check(QosClass::Burstable, usual, 0, Shared, 1);
+        check(QosClass::BestEffort, usual, 0, BestEffort, 1);
+        check(QosClass::BestEffort, critical, 0, Shared, 1);
+        check(QosClass::Burstable, usual, u64::MAX, Shared, 1_000_000);
+    }
+}

@@ -1,0 +1,17 @@
+//! Volumes: which claim and disk a pod gets, how a disk is attached, mounted, grown and taken apart, and how
+//! much a volume's content may be.
+
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
+pub mod claims;
+pub mod content;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
+pub mod csi;
+pub mod file_system;
+pub mod flex_volume;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
+pub mod growth;
+pub mod migration;
+pub mod mount_points;
+pub mod remote_disk;
+pub mod removed_kinds;
+pub mod trust_bundles;
