@@ -10,10 +10,10 @@ use beelet_ebpf_abi::{
 };
 
 use crate::{
+    atomic::exchange,
     events::dropped,
     kernel::{
-        OFF_CGROUP_ANCESTOR_IDS, OFF_CGROUP_ANCESTORS, OFF_CGROUP_KN, OFF_CGROUP_LEVEL, OFF_KERNFS_ID,
-        exchange, load,
+        OFF_CGROUP_ANCESTOR_IDS, OFF_CGROUP_ANCESTORS, OFF_CGROUP_KN, OFF_CGROUP_LEVEL, OFF_KERNFS_ID, load,
     },
     maps::{ANCESTRY, CONTAINERS, SETTINGS, SLOTS},
 };

@@ -4,8 +4,6 @@
 //! (`beelet_ebpf_abi::fields` says why, and has the table). The verifier checks every read against the
 //! kernel's own types. [`ABSENT`] means that this kernel has no such field.
 
-use core::intrinsics::{AtomicOrdering, atomic_cxchg};
-
 use aya_ebpf::Global;
 use beelet_ebpf_abi::{ABSENT, Address, FAMILY_IPV4, FAMILY_IPV6, kernel_fields};
 
@@ -129,11 +127,4 @@ pub(crate) unsafe fn read<T: Copy>(base: *const u8, offset: u32) -> T {
 pub(crate) fn load(word: &u64) -> u64 {
     // SAFETY: a reference is aligned and to something that lives.
     unsafe { core::ptr::read_volatile(word) }
-}
-
-/// Writes `new` into a word of a map value that other CPUs change, if `old` is there. Returns what was there.
-#[inline(always)]
-pub(crate) fn exchange(word: &mut u64, old: u64, new: u64) -> u64 {
-    // SAFETY: a reference is aligned and to something that lives.
-    unsafe { atomic_cxchg::<u64, { AtomicOrdering::Relaxed }, { AtomicOrdering::Relaxed }>(word, old, new) }.0
 }

@@ -7,9 +7,9 @@ use beelet_ebpf_abi::{
 };
 
 use crate::{
-    atomic::atomic_add,
+    atomic::{atomic_add, exchange},
     events::{header, send},
-    kernel::{exchange, load},
+    kernel::load,
     maps::{PRESSURE, SETTINGS},
 };
 

@@ -5,7 +5,9 @@
 //! with the machine's own threads, then BestEffort pods. A thread that finds no idle CPU takes one from a
 //! class behind its own. Each class that waits gets a turn on each CPU at least once per bound
 //! ([`BOUND_NS`]), so nobody starves. CPU limits, which the kernel keeps only for its own scheduler, are kept
-//! here: a thread whose container has used its quota is parked until the next window.
+//! here: a thread whose container has used its quota is parked until a later window. Then it leaves its queue
+//! for a moment, and is queued as others are, or parked again. However many threads a container has, as many
+//! come back in a window as its quota may pay for, so those moments cost little.
 //!
 //! An object of its own, which the agent loads by hand: aya knows no `struct_ops`, and kfuncs are calls of
 //! numbers (`beelet_ebpf_abi::scheduler`). Nothing is pinned: the kernel takes its own scheduler back as soon
@@ -34,11 +36,11 @@ use beelet_ebpf_abi::{
     CgroupKey, kernel_fields,
     scheduler::{
         BOUND_NS, End, FIRST_KFUNC, Limit, MACHINE, MAX_CPUS, MAX_SHARES, MESSAGE_BYTES, ROUND_NS, SLICE_NS,
-        Share, Turn, WEIGHT_OF_ONE_CPU, WINDOW_NS, class, kfunc,
+        Share, Turn, WATCHDOG_MS, WEIGHT_OF_ONE_CPU, WINDOW_NS, class, kfunc,
     },
 };
 
-use atomic::atomic_add;
+use atomic::{atomic_add, exchange};
 
 #[macro_use]
 #[allow(unused_macros)] // only the attached programs ask for groups
@@ -119,12 +121,24 @@ const PF_KTHREAD: u32 = 0x0020_0000;
 const LATENCY_QUEUE: u64 = 0;
 const SHARED_QUEUE: u64 = 1;
 const BEST_EFFORT_QUEUE: u64 = 2;
-/// And one further: those that were parked in windows with an even number, and an odd one.
+/// And further, for those that are parked, one for each window in which they come back. They are a wheel: half
+/// of them for windows ahead, and half for those that have passed, where a CPU may have left threads over.
 const PARKED_QUEUE: u64 = 3;
-const QUEUES: u64 = 5;
+const PARKED_QUEUES: u64 = 2 * AHEAD;
+const QUEUES: u64 = PARKED_QUEUE + PARKED_QUEUES;
+/// Windows that a thread is parked for at most.
+const AHEAD: u64 = 32;
+/// The same number, which the verifier knows and the compiler doesn't: older verifiers don't understand the
+/// loop that the compiler would make of it.
+static LOOKS: Global<u64> = Global::new(AHEAD);
+// A thread that all CPUs missed comes back when the wheel has turned.
+const _: () = assert!((AHEAD + PARKED_QUEUES) * WINDOW_NS < WATCHDOG_MS as u64 * 1_000_000);
 
-/// How long one that was parked runs before it is queued as others are.
-const RELEASED_SLICE_NS: u64 = 1_000_000;
+/// The slice of one that was parked, and of no other: it tells `running` to preempt it.
+const PARKED_SLICE_NS: u64 = 1;
+/// A container that has used its quota gets one of its threads back for each so many nanoseconds of its next
+/// quotas. Busy threads use more, and the rest are parked again; those that soon sleep use less.
+const PARKED_STEP_NS: u64 = 1_000_000;
 /// No cgroup2 hierarchy is deeper in practice.
 const MAX_LEVEL: u32 = 64;
 
@@ -182,8 +196,7 @@ extern "C" fn select_cpu(ctx: *const u64) -> i64 {
 #[unsafe(link_section = "raw_tp/enqueue")]
 extern "C" fn enqueue(ctx: *const u64) -> i64 {
     let (task, flags) = (task_at(ctx, 0), argument(ctx, 1));
-    let task_flags: u32 = read(task, &OFF_TASK_FLAGS);
-    if task_flags & PF_KTHREAD != 0 {
+    if is_kernel_thread(task) {
         // Many belong to one CPU, and all others wait for what they do.
         insert(task, DSQ_LOCAL, SLICE_NS, flags);
         return 0;
@@ -191,7 +204,7 @@ extern "C" fn enqueue(ctx: *const u64) -> i64 {
     let (place, now) = (place_of(task), now());
     let left = left(place.container, now);
     if left == 0 {
-        insert(task, PARKED_QUEUE + (now / WINDOW_NS & 1), RELEASED_SLICE_NS, flags);
+        insert(task, parked(comes_back(place.container, now)), PARKED_SLICE_NS, flags);
         return 0;
     }
     let slice = smaller(left, SLICE_NS);
@@ -210,11 +223,11 @@ extern "C" fn enqueue(ctx: *const u64) -> i64 {
 extern "C" fn dispatch(ctx: *const u64) -> i64 {
     let (cpu, previous, now) = (argument(ctx, 0) as u32, task_at(ctx, 1), now());
     let Some(turn) = TURNS.get_ptr_mut(cpu) else { return 0 };
-    if move_to_local(PARKED_QUEUE + ((now / WINDOW_NS + 1) & 1)) {
-        return 0;
-    }
     // SAFETY: an element of this CPU, which nobody else changes.
     let turn = unsafe { &mut *turn };
+    if release(turn, now) {
+        return 0;
+    }
     if now - turn.shared_ns > bound(SHARED_QUEUE) {
         turn.shared_ns = now;
         if move_to_local(SHARED_QUEUE) {
@@ -240,6 +253,45 @@ extern "C" fn dispatch(ctx: *const u64) -> i64 {
         goes_on(previous, turn, now);
     }
     0
+}
+
+/// The queue of those that are parked until a window.
+#[inline(always)]
+fn parked(window: u64) -> u64 {
+    PARKED_QUEUE + window % PARKED_QUEUES
+}
+
+/// The window in which a thread comes back whose container has used its quota.
+#[inline(always)]
+fn comes_back(container: u64, now: u64) -> u64 {
+    let window = now / WINDOW_NS;
+    let Some(limit) = LIMITS.get_ptr_mut(CgroupKey { cgroup_id: container }) else { return window + 1 };
+    // SAFETY: as in `place_of`. CPUs that race give the same turn to two threads.
+    let limit = unsafe { &mut *limit };
+    let debt = smaller(limit.used_ns.checked_div(limit.quota_ns).unwrap_or(1), AHEAD);
+    let (earliest, latest) = ((window + larger(debt, 1)) * WINDOW_NS, (window + AHEAD) * WINDOW_NS);
+    let at = smaller(larger(limit.next_ns, earliest), latest);
+    let step = smaller(PARKED_STEP_NS, limit.quota_ns) * WINDOW_NS;
+    limit.next_ns = at + step.checked_div(limit.quota_ns).unwrap_or(0);
+    at / WINDOW_NS
+}
+
+/// Moves a thread here that was parked until this window, or until one that passed since this CPU looked. One
+/// by one, before all others: each stays for a moment only.
+#[inline(always)]
+fn release(turn: &mut Turn, now: u64) -> bool {
+    let window = now / WINDOW_NS;
+    let mut at = larger(turn.window, less(window, AHEAD - 1));
+    let mut looks = 0;
+    while at <= window && looks < LOOKS.load() {
+        turn.window = at;
+        if move_to_local(parked(at)) {
+            return true;
+        }
+        at += 1;
+        looks += 1;
+    }
+    false
 }
 
 /// Gives the thread that ran here another slice, if it can run and may.
@@ -272,6 +324,12 @@ extern "C" fn running(ctx: *const u64) -> i64 {
     turn.share = place.share;
     turn.container = place.container;
     turn.class = place.class;
+    let slice: u64 = read(task, &OFF_TASK_SLICE);
+    // Others of its container may have used the quota while it was queued. Longer slices are the kernel's, for
+    // threads that it doesn't let us queue: those that exit, for one.
+    if slice == PARKED_SLICE_NS || slice <= SLICE_NS && left(place.container, turn.since_ns) == 0 {
+        kick(cpu as i32, KICK_PREEMPT);
+    }
     if place.class == class::SHARED
         && let Some(vtime) = VTIME.get_ptr_mut(0)
     {
@@ -341,7 +399,8 @@ extern "C" fn exit(ctx: *const u64) -> i64 {
 
 /// A window begins: CPUs that are idle have to look for threads that were parked.
 extern "C" fn next_window(_map: *const c_void, _key: *const c_void, timer: *mut bpf_timer) -> i64 {
-    if waiting(PARKED_QUEUE) > 0 || waiting(PARKED_QUEUE + 1) > 0 {
+    let window = now() / WINDOW_NS;
+    if waiting(parked(window)) > 0 || waiting(parked(window - 1)) > 0 {
         let mut cpu = 0;
         while cpu < CPUS.load() {
             kick(cpu as i32, KICK_IDLE);
@@ -369,11 +428,20 @@ struct Place {
     class: u32,
 }
 
+#[inline(always)]
+fn is_kernel_thread(task: Task) -> bool {
+    read::<u32>(task, &OFF_TASK_FLAGS) & PF_KTHREAD != 0
+}
+
 /// Looks at a thread's cgroup: `<root>/pod<uid>/...` is a Guaranteed pod, `<root>/burstable/pod<uid>/...` and
-/// `<root>/besteffort/pod<uid>/...` are the others. What lies elsewhere is the machine's.
+/// `<root>/besteffort/pod<uid>/...` are the others. All that lies elsewhere is the machine's, and so is a
+/// kernel thread wherever it lies.
 #[inline(always)]
 fn place_of(task: Task) -> Place {
     let machine = Place { share: MACHINE, container: 0, class: class::SHARED };
+    if is_kernel_thread(task) {
+        return machine;
+    }
     let cgroups: *const u8 = read(task, &OFF_TASK_CGROUPS);
     let cgroup: u64 = read(cgroups, &OFF_CSS_SET_CGROUP);
     let level: u32 = peek(cgroup + u64::from(OFF_CGROUP_LEVEL.load()));
@@ -405,15 +473,15 @@ fn left(container: u64, now: u64) -> u64 {
         return u64::MAX;
     }
     let Some(limit) = LIMITS.get_ptr_mut(CgroupKey { cgroup_id: container }) else { return u64::MAX };
-    // SAFETY: as in `place_of`. CPUs race for the new window: then a quota is given back twice, once.
+    // SAFETY: as in `place_of`.
     let limit = unsafe { &mut *limit };
-    let window = now / WINDOW_NS;
-    let passed = window.wrapping_sub(limit.window);
-    if passed > 0 {
-        limit.window = window;
+    let (window, known) = (now / WINDOW_NS, limit.window);
+    // Of CPUs that see the new window, one gives back; one whose time is older gives nothing.
+    if window > known && exchange(&mut limit.window, known, window) == known {
         // A quota is at most a window of all CPUs: the product fits.
-        let back = limit.quota_ns.wrapping_mul(smaller(passed, 1024));
-        limit.used_ns = less(limit.used_ns, back);
+        let back = smaller(limit.quota_ns.wrapping_mul(smaller(window - known, 1024)), limit.used_ns);
+        // SAFETY: a live element.
+        unsafe { atomic_add(&raw mut limit.used_ns, back.wrapping_neg()) };
     }
     less(limit.quota_ns, limit.used_ns)
 }
@@ -565,6 +633,11 @@ fn now() -> u64 {
 #[inline(always)]
 fn smaller(a: u64, b: u64) -> u64 {
     if a < b { a } else { b }
+}
+
+#[inline(always)]
+fn larger(a: u64, b: u64) -> u64 {
+    if a > b { a } else { b }
 }
 
 /// The difference; 0 where it would be less.

@@ -97,6 +97,7 @@ impl Drop for Load {
 /// The process: takes its place, says `ok`, and obeys until its input ends.
 ///
 /// - `burn MS`: computes
+/// - `swarm THREADS MS`: computes on so many threads at once
 /// - `mixed MS`: computes and sleeps in turns, on two threads
 /// - `idle MS`: two threads that do next to nothing, ten times per second
 /// - `doze ROUNDS`: sleeps 2 ms, time after time → `ok NANOSECONDS`, by which half of them ended too late
@@ -179,6 +180,10 @@ fn obey(line: &str, sockets: &mut Sockets) -> Result<String> {
             burn(Duration::from_millis(ms.parse()?));
             Ok(String::new())
         }
+        ["swarm", threads, ms] => {
+            swarm(threads.parse()?, Duration::from_millis(ms.parse()?));
+            Ok(String::new())
+        }
         ["mixed", ms] => {
             mixed(Duration::from_millis(ms.parse()?));
             Ok(String::new())
@@ -227,6 +232,19 @@ fn burn(time: Duration) {
             value = std::hint::black_box(value.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1));
         }
     }
+}
+
+/// None begins before all are there: each new one would have to wait for its turn.
+fn swarm(threads: usize, time: Duration) {
+    let all_are_there = std::sync::Barrier::new(threads);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                all_are_there.wait();
+                burn(time);
+            });
+        }
+    });
 }
 
 fn doze(rounds: usize) -> Duration {

@@ -154,6 +154,7 @@ impl Scheduler {
             container: 0,
             shared_ns: 0,
             best_effort_ns: 0,
+            window: 0,
             class: class::NONE,
             reserved: 0,
         };

@@ -60,6 +60,9 @@ pub struct Limit {
     pub used_ns: u64,
     /// The number of the window.
     pub window: u64,
+    /// When its quota may pay for the next thread that is parked: `CLOCK_MONOTONIC`, nanoseconds. The programs
+    /// move it.
+    pub next_ns: u64,
 }
 
 /// Value of the `TURNS` map, by CPU: what runs there.
@@ -76,6 +79,8 @@ pub struct Turn {
     pub shared_ns: u64,
     /// When [`class::BEST_EFFORT`] was.
     pub best_effort_ns: u64,
+    /// The number of the first window that may have left parked threads to this CPU.
+    pub window: u64,
     /// One of [`class`].
     pub class: u32,
     /// Zero.
@@ -141,16 +146,18 @@ const _: () = {
     assert!(offset_of!(Share, weight) == 8);
     assert!(offset_of!(Share, class) == 12);
 
-    assert!(size_of::<Limit>() == 24);
+    assert!(size_of::<Limit>() == 32);
     assert!(offset_of!(Limit, used_ns) == 8);
     assert!(offset_of!(Limit, window) == 16);
+    assert!(offset_of!(Limit, next_ns) == 24);
 
-    assert!(size_of::<Turn>() == 48);
+    assert!(size_of::<Turn>() == 56);
     assert!(offset_of!(Turn, share) == 8);
     assert!(offset_of!(Turn, container) == 16);
     assert!(offset_of!(Turn, shared_ns) == 24);
     assert!(offset_of!(Turn, best_effort_ns) == 32);
-    assert!(offset_of!(Turn, class) == 40);
+    assert!(offset_of!(Turn, window) == 40);
+    assert!(offset_of!(Turn, class) == 48);
 
     assert!(size_of::<End>() == 8 + 2 * MESSAGE_BYTES);
     assert!(offset_of!(End, reason) == 8);

@@ -8,6 +8,7 @@
 
 use crate::place::load;
 use beelet_bpf::{PodFolders, PodShare, Scheduler, SchedulingClass};
+use beelet_ebpf_abi::scheduler::WATCHDOG_MS;
 use beelet_tests::guards::{CgroupRoot, Process};
 use beelet_tests::load::{Load, Seat};
 use beelet_tests::requires::{self, Missing};
@@ -100,6 +101,11 @@ fn used(cgroup: &Path) -> Duration {
     Duration::from_micros(usage.parse().unwrap())
 }
 
+/// Threads of a cgroup's processes.
+fn threads(cgroup: &Path) -> usize {
+    std::fs::read_to_string(cgroup.join("cgroup.threads")).unwrap().lines().count()
+}
+
 /// CPU time that cgroups use meanwhile.
 fn meanwhile<const N: usize>(cgroups: [&Path; N], time: Duration) -> [f64; N] {
     let before = cgroups.map(used);
@@ -180,6 +186,33 @@ fn a_cpu_limit_holds_though_the_machine_is_idle() {
     println!("a limit of 250 millicores let {used:.2} s pass in 4 s");
     assert_eq!(scheduler.ended().unwrap(), None);
     assert!(used > 0.0 && used < 2.0, "{used} s of 4 s, with a limit of a quarter of a CPU");
+}
+
+#[test]
+fn a_cpu_limit_holds_for_a_container_of_many_threads_beside_a_latency_critical_pod() {
+    const THREADS: usize = 200;
+    const MILLI_CPUS: u64 = 100;
+    let Some(pods) = Pods::new() else { return };
+    let (first, limited) = (pods.container("podfirst/c"), pods.container("burstable/podlimited/c"));
+    let mut scheduler = pods.start();
+    let mut swarm = in_cgroup(&limited);
+    swarm.begin(&format!("swarm {THREADS} 600000")).unwrap();
+    let began = Instant::now();
+    while threads(&limited) <= THREADS {
+        assert!(began.elapsed() < PATIENCE, "{} of {THREADS} threads have begun", threads(&limited));
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let mut sleeper = in_cgroup(&first);
+    sleeper.begin("doze 1000").unwrap();
+    scheduler.share_out(&BTreeMap::new(), &BTreeMap::from([(id(&limited), MILLI_CPUS)])).unwrap();
+    // Longer than the kernel lets a thread wait.
+    let time = Duration::from_millis(u64::from(WATCHDOG_MS)) + Duration::from_secs(5);
+    let [used] = meanwhile([&limited], time);
+    let late = sleeper.answer().unwrap();
+    let allowed = time.as_secs_f64() * MILLI_CPUS as f64 / 1000.0;
+    println!("used {used:.2} s of {allowed:.2} s; a latency-critical pod woke up {late} ns late");
+    assert_eq!(scheduler.ended().unwrap(), None);
+    assert!(used > allowed / 2.0 && used < allowed * 1.5, "{used} s, with a limit of {allowed} s");
 }
 
 #[test]
