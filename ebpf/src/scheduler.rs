@@ -372,11 +372,13 @@ extern "C" fn init(_ctx: *const u64) -> i64 {
     let (timer, map) = (timer.cast::<bpf_timer>(), (&raw const TIMER).cast_mut().cast::<c_void>());
     // SAFETY: a timer in its own map's element.
     unsafe {
-        bpf_timer_init(timer, map, 1); // CLOCK_MONOTONIC
+        let refused = bpf_timer_init(timer, map, 1); // CLOCK_MONOTONIC
+        if refused != 0 {
+            return refused;
+        }
         bpf_timer_set_callback(timer, next_window as *mut c_void);
-        bpf_timer_start(timer, until_next_window(), 0);
+        bpf_timer_start(timer, until_next_window(), 0)
     }
-    0
 }
 
 /// The scheduler ends: by the agent's doing, or for a fault.

@@ -94,6 +94,8 @@ pub struct Scheduler {
     end: Array<MapData, End>,
     known: BTreeMap<u64, PodShare>,
     limited: BTreeMap<u64, u64>,
+    /// The kernel ends a timer as soon as no descriptor of its map is open.
+    _timer: Map,
     _link: OwnedFd,
 }
 
@@ -162,7 +164,7 @@ impl Scheduler {
         for cpu in 0..globals.cpus {
             turns.set(cpu, nothing, 0).map_err(|error| KernelError::map("TURNS", &error))?;
         }
-        let (limits, end) = (loaded.map("LIMITS")?, loaded.map("END")?);
+        let (limits, end, timer) = (loaded.map("LIMITS")?, loaded.map("END")?, loaded.take("TIMER")?);
         let refused = |what: &str| {
             let what = what.to_owned();
             move |error: std::io::Error| KernelError::io(&what, &error)
@@ -177,7 +179,7 @@ impl Scheduler {
             _ => KernelError::io("the kernel refused to start the scheduler", &error),
         })?;
         let (known, limited) = (BTreeMap::new(), BTreeMap::new());
-        let scheduler = Scheduler { shares, limits, end, known, limited, _link: link };
+        let scheduler = Scheduler { shares, limits, end, known, limited, _timer: timer, _link: link };
         // The kernel gives a link even where it looks at the callbacks only then, and doesn't like them.
         match scheduler.ended()? {
             None => Ok(scheduler),
@@ -453,9 +455,12 @@ impl Loaded {
     where
         M: TryFrom<Map, Error = aya::maps::MapError>,
     {
+        M::try_from(self.take(name)?).map_err(|error| KernelError::map(name, &error))
+    }
+
+    fn take(&mut self, name: &str) -> Result<Map, KernelError> {
         let map = self.maps.remove(name);
-        let map = map.ok_or_else(|| KernelError::new(format!("the BPF object has no map {name}")))?;
-        M::try_from(map).map_err(|error| KernelError::map(name, &error))
+        map.ok_or_else(|| KernelError::new(format!("the BPF object has no map {name}")))
     }
 
     /// Gives the kernel one program.

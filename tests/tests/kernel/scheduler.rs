@@ -185,7 +185,7 @@ fn a_cpu_limit_holds_though_the_machine_is_idle() {
     let [used] = meanwhile([&container], Duration::from_secs(4));
     println!("a limit of 250 millicores let {used:.2} s pass in 4 s");
     assert_eq!(scheduler.ended().unwrap(), None);
-    assert!(used > 0.0 && used < 2.0, "{used} s of 4 s, with a limit of a quarter of a CPU");
+    assert!(used > 0.7 && used < 2.0, "{used} s of 4 s, with a limit of a quarter of a CPU");
 }
 
 #[test]
