@@ -121,8 +121,8 @@ const PF_KTHREAD: u32 = 0x0020_0000;
 const LATENCY_QUEUE: u64 = 0;
 const SHARED_QUEUE: u64 = 1;
 const BEST_EFFORT_QUEUE: u64 = 2;
-/// And further, for those that are parked, one for each window in which they come back. They are a wheel: half
-/// of them for windows ahead, and half for those that have passed, where a CPU may have left threads over.
+/// Further, one for each window in which parked threads come back. The queues are a wheel: half of them are
+/// for windows ahead, and half for those that have passed, where a CPU may have left threads over.
 const PARKED_QUEUE: u64 = 3;
 const PARKED_QUEUES: u64 = 2 * AHEAD;
 const QUEUES: u64 = PARKED_QUEUE + PARKED_QUEUES;
@@ -325,8 +325,8 @@ extern "C" fn running(ctx: *const u64) -> i64 {
     turn.container = place.container;
     turn.class = place.class;
     let slice: u64 = read(task, &OFF_TASK_SLICE);
-    // Others of its container may have used the quota while it was queued. Longer slices are the kernel's, for
-    // threads that it doesn't let us queue: those that exit, for one.
+    // Others of its container may have used up the quota since. Longer slices are the kernel's, for those
+    // threads that it doesn't let us queue: ones that exit, for example.
     if slice == PARKED_SLICE_NS || slice <= SLICE_NS && left(place.container, turn.since_ns) == 0 {
         kick(cpu as i32, KICK_PREEMPT);
     }

@@ -60,8 +60,8 @@ pub struct Limit {
     pub used_ns: u64,
     /// The number of the window.
     pub window: u64,
-    /// When its quota may pay for the next thread that is parked: `CLOCK_MONOTONIC`, nanoseconds. The programs
-    /// move it.
+    /// When its quota may pay for the next parked thread: `CLOCK_MONOTONIC`, nanoseconds. The programs move
+    /// it.
     pub next_ns: u64,
 }
 
