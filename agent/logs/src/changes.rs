@@ -3,7 +3,8 @@
 //! and other daemons of root and other parts of the agent need some of them.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
+    ffi::OsString,
     io, mem,
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -15,9 +16,13 @@ use inotify::{EventMask, Inotify, WatchDescriptor, WatchMask, Watches};
 use tokio::sync::watch;
 
 use crate::rotate;
+use crate::written::Writer;
 
 /// How often a follower looks at a log where inotify sends no notice of changes.
-pub(crate) const LOOK: Duration = Duration::from_secs(1);
+const LOOK: Duration = Duration::from_secs(1);
+/// Names of closed files that are kept per folder. A log is rotated once per second at most, and a reader
+/// waits 10 s for a file's end.
+const CLOSED: usize = 16;
 /// Bytes of inotify events read at once.
 const EVENTS: usize = 16 << 10;
 
@@ -33,8 +38,8 @@ struct Folders {
 
 struct Folder {
     followers: usize,
-    /// Counts the rotated logs in the folder that their writer has closed; sent with every change.
-    closed: watch::Sender<u64>,
+    /// The rotated logs in the folder that their writer has closed last, by name; sent with every change.
+    closed: watch::Sender<Arc<VecDeque<OsString>>>,
 }
 
 /// Notifies of changes in a folder.
@@ -47,7 +52,7 @@ pub(crate) enum Changes {
 pub(crate) struct Follower {
     shared: Arc<Shared>,
     descriptor: WatchDescriptor,
-    closed: watch::Receiver<u64>,
+    closed: watch::Receiver<Arc<VecDeque<OsString>>>,
 }
 
 impl Changes {
@@ -62,12 +67,11 @@ impl Changes {
         }
     }
 
-    /// Number of rotated logs in the folder that their writer has closed since it is watched. A runtime
-    /// closes a log after it has opened the next one, and after it has written the last line.
-    pub(crate) fn closed(&self) -> u64 {
+    /// What is known of the writers in the folder by now.
+    pub(crate) fn writer(&self) -> Writer {
         match self {
-            Self::Told(follower) => *follower.closed.borrow(),
-            Self::Looked => 0,
+            Self::Told(follower) => Writer::Watched(Arc::clone(&follower.closed.borrow())),
+            Self::Looked => Writer::Unwatched,
         }
     }
 
@@ -103,7 +107,7 @@ impl Shared {
         let mut folders = self.lock();
         let descriptor = folders.watches.add(folder, mask)?;
         let known = folders.all.entry(descriptor.clone());
-        let folder = known.or_insert_with(|| Folder { followers: 0, closed: watch::Sender::new(0) });
+        let folder = known.or_insert_with(|| Folder { followers: 0, closed: watch::Sender::default() });
         folder.followers += 1;
         let closed = folder.closed.subscribe();
         drop(folders);
@@ -132,9 +136,16 @@ impl Shared {
                     // The folder is gone: who follows it looks for it from now on.
                     folders.all.remove(&event.wd);
                 } else if let Some(folder) = folders.all.get(&event.wd) {
-                    let closed = event.mask.contains(EventMask::CLOSE_WRITE)
-                        && event.name.is_some_and(rotate::is_rotated);
-                    folder.closed.send_modify(|count| *count = count.wrapping_add(closed.into()));
+                    let closed = event.mask.contains(EventMask::CLOSE_WRITE);
+                    let name = event.name.filter(|name| closed && rotate::is_rotated(name));
+                    folder.closed.send_modify(|names| {
+                        let Some(name) = name else { return };
+                        let names = Arc::make_mut(names);
+                        names.push_back(name.to_owned());
+                        if names.len() > CLOSED {
+                            names.pop_front();
+                        }
+                    });
                 }
             }
         }

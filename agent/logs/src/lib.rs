@@ -9,6 +9,7 @@ mod error;
 pub mod links;
 pub mod read;
 pub mod rotate;
+mod written;
 
 pub use self::error::Error;
 

@@ -2,6 +2,7 @@
 //! container has ended.
 
 use std::collections::VecDeque;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read};
 use std::os::unix::ffi::OsStrExt;
@@ -15,12 +16,15 @@ use rustix::fs::OFlags;
 use tokio::sync::mpsc;
 
 use super::{Error, Stream, own_file, parse, rotate};
-use crate::changes::{Changes, LOOK};
+use crate::changes::Changes;
+use crate::written::{Completion, Writer, Written};
 use beelet_base::blocking::blocking;
 
 /// Bytes of a piece that is handed on, and how many are read ahead.
 const PIECE: usize = 32 << 10;
 const PIECES: usize = 4;
+/// Bytes that are read before the reader looks whether anybody still listens.
+const STEP: usize = 4 << 20;
 /// Longest line that is kept whole; a longer one comes in pieces. Runtimes cut lines at 16 KiB.
 const LINE_MAX: u64 = 1 << 20;
 
@@ -59,38 +63,32 @@ pub async fn read(
     pieces: mpsc::Sender<Piece>,
     ended: Option<impl Future<Output = ()> + Send>,
 ) -> Result<(), Error> {
+    let folder = path.parent().unwrap_or(Path::new("/")).to_owned();
+    let listener = pieces.clone();
+    let open = move |writer: Writer| {
+        blocking("reading a log", move || Reader::new(path, wanted, &writer, &|| listener.is_closed()))
+    };
     let Some(ended) = ended else {
-        let reader = blocking("reading a log", move || Reader::new(path, wanted, 0)).await?;
-        return hand_on(reader, &pieces, || Writer::Ended).await.map(drop);
+        return hand_on(open(Writer::Ended).await?, &pieces, || Writer::Ended).await.map(drop);
     };
     // The folder is watched before its log is read: no change in between is missed.
-    let mut changes = Changes::of(path.parent().unwrap_or(Path::new("/")));
-    let closed = changes.closed();
-    let reader = blocking("reading a log", move || Reader::new(path, wanted, closed)).await?;
-    let mut reader = hand_on(reader, &pieces, || Writer::Closed(changes.closed())).await?;
+    let mut changes = Changes::of(&folder);
+    let mut reader = hand_on(open(changes.writer()).await?, &pieces, || changes.writer()).await?;
     let mut ended = std::pin::pin!(ended);
     loop {
+        let again = reader.again.unwrap_or_else(Instant::now);
         let over = tokio::select! {
             () = changes.next() => false,
-            () = tokio::time::sleep(LOOK), if reader.replaced.is_some() => false,
+            () = tokio::time::sleep_until(again.into()), if reader.again.is_some() => false,
             () = &mut ended => true,
             () = pieces.closed() => return Err(Error::Closed),
         };
-        let writer = || if over { Writer::Ended } else { Writer::Closed(changes.closed()) };
+        let writer = || if over { Writer::Ended } else { changes.writer() };
         reader = hand_on(reader, &pieces, writer).await?;
         if over {
             return Ok(());
         }
     }
-}
-
-/// How far the writer of a log is known to be.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Writer {
-    /// The writer has closed so many rotated logs since the folder is watched ([`Changes::closed`]).
-    Closed(u64),
-    /// The writer has ended, or the reader does not wait for it.
-    Ended,
 }
 
 /// Sends all lines that can be read now. No thread waits for a listener that is slow, or that has stopped
@@ -105,10 +103,13 @@ async fn hand_on(
         let writer = writer();
         let is_all;
         (reader, is_all) = blocking("reading a log", move || {
-            let is_all = reader.step(writer)?;
+            let is_all = reader.step(&writer)?;
             Ok::<_, Error>((reader, is_all))
         })
         .await?;
+        if pieces.is_closed() {
+            return Err(Error::Closed);
+        }
         for piece in std::mem::take(&mut reader.ready) {
             pieces.send(piece).await.map_err(|_| Error::Closed)?;
         }
@@ -122,20 +123,21 @@ async fn hand_on(
 struct Reader {
     path: PathBuf,
     wanted: Wanted,
-    /// Rotated files that have not been read, and the one that is being read.
+    /// Rotated files that are complete and have not been read, and the one that is being read.
     files: VecDeque<PathBuf>,
     rotated: Option<Box<dyn BufRead + Send>>,
-    /// The file that is being written, as far as it has been read. A runtime opens the next file first, and
-    /// writes to this one until it closes it.
-    open: Option<BufReader<File>>,
-    /// How many rotated logs the writer had closed when that file was opened.
-    closed: u64,
-    /// When another file was found to have the log's name.
-    replaced: Option<Instant>,
-    /// The writer had ended when that file was opened: no other one comes.
+    /// The file after those, which may still be written.
+    open: Option<Written>,
+    /// The name of the newest rotated file that was read, or left out.
+    newest: OsString,
+    /// When to look again though nothing changes.
+    again: Option<Instant>,
+    /// The writer had ended when the open file was opened: no other one comes.
     is_last: bool,
     /// How many lines are left out before the first that is wanted.
     skip: u64,
+    /// Bytes that this step may still read.
+    budget: usize,
     /// A line whose end has not been written yet.
     begun: Vec<u8>,
     /// The container's line that was handed on last goes on in the next one: no time stands before that.
@@ -146,63 +148,111 @@ struct Reader {
 }
 
 impl Reader {
-    /// Finds out where to begin. `closed`: how many rotated logs the writer had closed before.
-    fn new(path: PathBuf, wanted: Wanted, closed: u64) -> Result<Self, Error> {
-        // Opened first: what is rotated from now on is still read here, and must not be read twice.
-        let current = match own_file::read(&path) {
-            Ok(file) => Some(file),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
-            Err(e) => return Err(e.into()),
-        };
+    /// Finds out where to begin. `is_over` says that nobody waits for the answer any more.
+    fn new(
+        path: PathBuf,
+        wanted: Wanted,
+        writer: &Writer,
+        is_over: &dyn Fn() -> bool,
+    ) -> Result<Self, Error> {
         let mut reader = Self {
             path,
             wanted,
             files: VecDeque::new(),
             rotated: None,
             open: None,
-            closed,
-            replaced: None,
+            newest: OsString::new(),
+            again: None,
             is_last: false,
             skip: 0,
+            budget: 0,
             begun: Vec::new(),
             goes_on: false,
             gathered: None,
             ready: Vec::new(),
         };
-        let files = reader.rotated(current.as_ref())?;
-        let (first, skip) = reader.start(&files, current.as_ref())?;
-        reader.files = files.into_iter().skip(first).collect();
+        // Opened first: a file that is rotated from now on is still read here, and must not be read twice.
+        let current = reader.current()?;
+        let mut files = reader.rotated(current.as_ref())?;
+        let (first, skip) = reader.start(&files, current.as_ref(), is_over)?;
         reader.skip = skip;
-        reader.open = current.map(BufReader::new);
+        reader.newest =
+            files.drain(..first).next_back().map(|path| stem(&path).to_owned()).unwrap_or_default();
+        reader.arrange(files, current, writer)?;
         Ok(reader)
     }
 
     /// Reads on until enough is ready to be sent. Returns true once nothing more can be read for now.
-    fn step(&mut self, writer: Writer) -> Result<bool, Error> {
+    fn step(&mut self, writer: &Writer) -> Result<bool, Error> {
+        self.budget = STEP;
+        self.again = None;
         if !self.read_rotated()? {
             return Ok(false);
         }
-        if let Some(mut open) = self.open.take() {
-            let is_final = self.is_final(&open, writer)?;
-            let is_all = self.lines(&mut open)?;
-            if !is_all || !is_final {
-                self.open = Some(open);
-                if is_all {
-                    self.flush();
-                }
-                return Ok(is_all);
+        let Some(mut open) = self.open.take() else {
+            let current = self.current()?;
+            let is_all = current.is_none();
+            self.arrange(Vec::new(), current, writer)?;
+            if is_all {
+                self.flush();
             }
-            self.open_current(writer)?;
-            let current = self.open.as_ref().map(BufReader::get_ref);
-            self.files = self.rotated_after(open.get_ref(), current)?;
+            return Ok(is_all);
+        };
+        let completion = open.completion(&self.path, writer)?;
+        let is_all = self.lines(&mut open.file)?;
+        let is_over = match writer {
+            Writer::Ended => !self.is_last && completion != Completion::Newest,
+            Writer::Watched(_) | Writer::Unwatched => completion == Completion::Complete,
+        };
+        if is_all && is_over {
+            self.follow(&open, writer)?;
             return Ok(false);
         }
-        self.open_current(writer)?;
-        if self.open.is_some() {
-            return Ok(false);
+        self.open = Some(open);
+        if let Completion::Until(time) = completion {
+            self.again = Some(time);
         }
-        self.flush();
-        Ok(true)
+        if is_all {
+            self.flush();
+        }
+        Ok(is_all)
+    }
+
+    /// Goes on to the file after one that is complete. A listener that was slow may have missed more than one
+    /// rotation.
+    fn follow(&mut self, complete: &Written, writer: &Writer) -> Result<(), Error> {
+        let name = complete.name()?;
+        if rotate::is_rotated(&name) && name > self.newest {
+            self.newest = name;
+        }
+        // Opened before the rotated files are listed: one that is rotated in between is not missed.
+        let current = self.current()?;
+        let mut files = self.rotated(current.as_ref())?;
+        files.retain(|path| stem(path) > self.newest.as_os_str());
+        self.arrange(files, current, writer)
+    }
+
+    /// Takes the files to read next: rotated ones, the oldest first, and then `current`. Compressed ones are
+    /// complete. The first of the others may still be written, and [`Self::follow`] finds those behind it.
+    fn arrange(&mut self, files: Vec<PathBuf>, current: Option<File>, writer: &Writer) -> Result<(), Error> {
+        for path in files {
+            if !is_compressed(&path) {
+                match own_file::read(&path) {
+                    Ok(file) => {
+                        self.open = Some(Written::new(file)?);
+                        return Ok(());
+                    }
+                    // The rotation has compressed it since.
+                    Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+                    Err(e) => return Err(e.into()),
+                }
+            }
+            stem(&path).clone_into(&mut self.newest);
+            self.files.push_back(path);
+        }
+        self.is_last = matches!(writer, Writer::Ended);
+        self.open = current.map(Written::new).transpose()?;
+        Ok(())
     }
 
     /// Reads the rotated files that are left. Returns false if enough is ready to be sent before their end.
@@ -222,45 +272,13 @@ impl Reader {
         }
     }
 
-    /// Opens the file that has the log's name by now, if there is one.
-    fn open_current(&mut self, writer: Writer) -> Result<(), Error> {
-        self.replaced = None;
-        match writer {
-            Writer::Closed(count) => self.closed = count,
-            Writer::Ended => self.is_last = true,
+    /// The file that has the log's name by now, if there is one.
+    fn current(&self) -> Result<Option<File>, Error> {
+        match own_file::read(&self.path) {
+            Ok(file) => Ok(Some(file)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e.into()),
         }
-        self.open = match own_file::read(&self.path) {
-            Ok(file) => Some(BufReader::new(file)),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
-            Err(e) => return Err(e.into()),
-        };
-        Ok(())
-    }
-
-    /// Returns true if no more lines come to the open file: another file has the log's name, and the writer
-    /// has closed this one, or has had time to.
-    fn is_final(&mut self, open: &BufReader<File>, writer: Writer) -> Result<bool, Error> {
-        if !self.was_replaced(open)? {
-            self.replaced = None;
-            return Ok(false);
-        }
-        let replaced = self.replaced.get_or_insert_with(Instant::now);
-        Ok(match writer {
-            Writer::Closed(count) => count != self.closed || replaced.elapsed() >= LOOK,
-            Writer::Ended => !self.is_last,
-        })
-    }
-
-    /// The rotated files that are newer than `old`, oldest first, without `current`: a listener that was slow
-    /// may have missed more than one rotation.
-    fn rotated_after(&self, old: &File, current: Option<&File>) -> Result<VecDeque<PathBuf>, Error> {
-        let name = own_file::name(old)?;
-        let mut files = self.rotated(current)?;
-        files.retain(|path| {
-            let there = path.file_name().unwrap_or_default().as_bytes();
-            there.strip_suffix(rotate::COMPRESSED.as_bytes()).unwrap_or(there) > name.as_bytes()
-        });
-        Ok(files.into())
     }
 
     /// The rotated files but the one that is open already.
@@ -277,12 +295,17 @@ impl Reader {
     }
 
     /// Which file to begin with, and how many lines of it to leave out.
-    fn start(&self, files: &[PathBuf], current: Option<&File>) -> Result<(usize, u64), Error> {
+    fn start(
+        &self,
+        files: &[PathBuf],
+        current: Option<&File>,
+        is_over: &dyn Fn() -> bool,
+    ) -> Result<(usize, u64), Error> {
         let Some(mut missing) = self.wanted.tail else { return Ok((0, 0)) };
         if let Some(current) = current {
             // Another descriptor of the same file, with a position of its own.
             let again = own_file::reopen(current, OFlags::RDONLY)?;
-            let count = count_lines(&mut BufReader::new(again))?;
+            let count = count_lines(&mut BufReader::new(again), is_over)?;
             if count >= missing {
                 return Ok((files.len(), count - missing));
             }
@@ -290,7 +313,7 @@ impl Reader {
         }
         for (index, path) in files.iter().enumerate().rev() {
             let Some(mut file) = open(path)? else { continue };
-            let count = count_lines(&mut file)?;
+            let count = count_lines(&mut file, is_over)?;
             if count >= missing {
                 return Ok((index, count - missing));
             }
@@ -299,26 +322,16 @@ impl Reader {
         Ok((0, 0))
     }
 
-    /// Returns true if another file has the log's name by now.
-    fn was_replaced(&self, open: &BufReader<File>) -> Result<bool, Error> {
-        let ours = open.get_ref().metadata()?;
-        match fs::metadata(&self.path) {
-            Ok(there) => Ok((ours.dev(), ours.ino()) != (there.dev(), there.ino())),
-            // Renamed, and the new one not made yet: lines still come here.
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
-            Err(e) => Err(e.into()),
-        }
-    }
-
     /// Takes the whole lines that are left in a file, but those to be skipped. Returns true if that were all,
     /// false if enough is ready to be sent.
     fn lines(&mut self, file: &mut dyn BufRead) -> Result<bool, Error> {
         loop {
-            if self.ready.len() >= PIECES {
+            if self.ready.len() >= PIECES || self.budget == 0 {
                 return Ok(false);
             }
             let mut line = std::mem::take(&mut self.begun);
             let read = file.take(LINE_MAX).read_until(b'\n', &mut line)?;
+            self.budget = self.budget.saturating_sub(read);
             let whole = line.ends_with(b"\n");
             if !whole && (read == 0 || (line.len() as u64) < LINE_MAX) {
                 self.begun = line;
@@ -380,7 +393,7 @@ pub fn fixed(time: &str) -> Vec<u8> {
 
 /// Opens a log, compressed or not; None where it is gone. One may be compressed just now.
 fn open(path: &Path) -> Result<Option<Box<dyn BufRead + Send>>, Error> {
-    let compressed = path.extension().is_some_and(|end| end == "gz");
+    let compressed = is_compressed(path);
     match own_file::read(path) {
         Ok(file) if compressed => Ok(Some(Box::new(BufReader::new(GzDecoder::new(BufReader::new(file)))))),
         Ok(file) => Ok(Some(Box::new(BufReader::new(file)))),
@@ -392,9 +405,22 @@ fn open(path: &Path) -> Result<Option<Box<dyn BufRead + Send>>, Error> {
     }
 }
 
-fn count_lines(file: &mut dyn BufRead) -> Result<u64, Error> {
+/// A rotated file's name without the end of its compressed form.
+fn stem(path: &Path) -> &OsStr {
+    let name = path.file_name().unwrap_or_default().as_bytes();
+    OsStr::from_bytes(name.strip_suffix(rotate::COMPRESSED.as_bytes()).unwrap_or(name))
+}
+
+fn is_compressed(path: &Path) -> bool {
+    path.extension().is_some_and(|end| end == "gz")
+}
+
+fn count_lines(file: &mut dyn BufRead, is_over: &dyn Fn() -> bool) -> Result<u64, Error> {
     let mut count = 0;
     loop {
+        if is_over() {
+            return Err(Error::Closed);
+        }
         let buffer = file.fill_buf()?;
         if buffer.is_empty() {
             return Ok(count);
@@ -598,5 +624,115 @@ mod tests {
             text.lines().map(heads).collect::<Vec<_>>(),
             expected.iter().map(|t| heads(t)).collect::<Vec<_>>()
         );
+    }
+
+    /// Follows a log; gives its pieces, and what ends it.
+    fn follow(log: &Path) -> (mpsc::Receiver<Piece>, tokio::sync::oneshot::Sender<()>) {
+        let (sender, pieces) = mpsc::channel(4);
+        let (end, ended) = tokio::sync::oneshot::channel::<()>();
+        let ended = async move {
+            let _ = ended.await;
+        };
+        tokio::spawn(read(log.to_owned(), Wanted::default(), sender, Some(ended)));
+        (pieces, end)
+    }
+
+    /// The next lines, as many as are expected.
+    #[track_caller]
+    fn expect(expected: &str, pieces: &mut mpsc::Receiver<Piece>) -> impl Future<Output = ()> {
+        let caller = std::panic::Location::caller();
+        async move {
+            let mut text = String::new();
+            while text.len() < expected.len() {
+                let piece = tokio::time::timeout(PATIENCE, pieces.recv()).await.unwrap();
+                text.push_str(&String::from_utf8(piece.unwrap().bytes).unwrap());
+            }
+            assert_eq!(text, expected, "{caller}");
+        }
+    }
+
+    fn write(file: &mut File, text: &str) {
+        file.write_all(line(1, "stdout", text).as_bytes()).unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_follower_that_comes_in_the_middle_of_a_rotation_misses_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let (log, rotated) = (dir.path().join("0.log"), dir.path().join("0.log.20261121-190001"));
+        let mut old = File::create(&rotated).unwrap();
+        write(&mut old, "z1");
+        let mut new = File::create(&log).unwrap();
+        write(&mut new, "a1");
+        let (mut pieces, _end) = follow(&log);
+        expect("z1\n", &mut pieces).await;
+        write(&mut old, "z2");
+        expect("z2\n", &mut pieces).await;
+        drop(old);
+        expect("a1\n", &mut pieces).await;
+        write(&mut new, "a2");
+        expect("a2\n", &mut pieces).await;
+    }
+
+    #[tokio::test]
+    async fn rotations_that_overlap_and_other_files_that_are_closed_change_no_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("0.log");
+        let rotated = |number: u32| dir.path().join(format!("0.log.20261121-19000{number}"));
+        let mut a = File::create(&log).unwrap();
+        write(&mut a, "a1");
+        let (mut pieces, _end) = follow(&log);
+        expect("a1\n", &mut pieces).await;
+        fs::rename(&log, rotated(1)).unwrap();
+        let mut b = File::create(&log).unwrap();
+        write(&mut b, "b1");
+        // Another container's file is closed, and says nothing of this one.
+        drop(File::create(dir.path().join("7.log.20261121-190001")).unwrap());
+        fs::rename(&log, rotated(2)).unwrap();
+        let mut c = File::create(&log).unwrap();
+        write(&mut c, "c1");
+        write(&mut a, "a2");
+        expect("a2\n", &mut pieces).await;
+        drop(a);
+        expect("b1\n", &mut pieces).await;
+        write(&mut b, "b2");
+        expect("b2\n", &mut pieces).await;
+        drop(b);
+        expect("c1\n", &mut pieces).await;
+    }
+
+    #[tokio::test]
+    async fn a_log_that_was_removed_doubles_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("0.log");
+        let mut a = File::create(&log).unwrap();
+        write(&mut a, "a1");
+        let (mut pieces, end) = follow(&log);
+        expect("a1\n", &mut pieces).await;
+        fs::rename(&log, dir.path().join("0.log.20261121-190001")).unwrap();
+        let mut b = File::create(&log).unwrap();
+        drop(a);
+        write(&mut b, "b1");
+        expect("b1\n", &mut pieces).await;
+        fs::remove_file(&log).unwrap();
+        let mut c = File::create(&log).unwrap();
+        drop(b);
+        write(&mut c, "c1");
+        expect("c1\n", &mut pieces).await;
+        end.send(()).unwrap();
+        assert!(tokio::time::timeout(PATIENCE, pieces.recv()).await.unwrap().is_none());
+    }
+
+    #[tokio::test]
+    async fn a_reader_whose_listener_has_left_stops_counting() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("0.log");
+        // A file without an end: 4 TiB of nothing.
+        File::create(&log).unwrap().set_len(4 << 40).unwrap();
+        let (sender, pieces) = mpsc::channel(1);
+        let tail = Wanted { tail: Some(1), ..Wanted::default() };
+        let reading = tokio::spawn(read(log, tail, sender, None::<std::future::Ready<()>>));
+        drop(pieces);
+        let ended = tokio::time::timeout(PATIENCE, reading).await.unwrap().unwrap();
+        assert!(matches!(ended, Err(Error::Closed)), "{ended:?}");
     }
 }

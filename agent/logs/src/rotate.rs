@@ -5,7 +5,7 @@
 //! An agent killed between renaming and asking leaves a container that writes to the renamed file: where a
 //! log is missing that should be there, the runtime is asked again.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CString, OsStr, OsString};
 use std::fs::File;
 use std::io;
@@ -17,11 +17,14 @@ use std::time::Duration;
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use jiff::Timestamp;
+use jiff::civil::DateTime;
+use jiff::tz::TimeZone;
+use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1 as core;
 use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
@@ -37,6 +40,8 @@ use beelet_model::table::{PodName, PodTable};
 pub(super) const COMPRESSED: &str = ".gz";
 /// What an interrupted compression leaves.
 const UNFINISHED: &str = ".tmp";
+/// How far behind its rotated files a clock may be set for their order to be kept.
+const AHEAD: SignedDuration = SignedDuration::from_hours(24);
 
 /// When logs are rotated, and what is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,9 +88,15 @@ impl Rotator {
         Box::pin(async move {
             let mut check = tokio::time::interval(self.limits.interval.max(Duration::from_millis(100)));
             check.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+            // A container can make one of its files take hours to compress: that waits for nobody's rotation.
+            let mut compressing = Compressing::default();
             loop {
                 tokio::select! {
                     _ = check.tick() => {}
+                    (log, compressed) = compressing.next() => {
+                        self.record(&log, compressed);
+                        continue;
+                    }
                     () = cancel.cancelled() => return,
                 }
                 let written = written(&self.table.borrow(), &self.logs);
@@ -97,17 +108,23 @@ impl Rotator {
                 let due = due.await;
                 self.failing.retain(|path, _| due.iter().any(|log| log.path == *path));
                 for log in due {
-                    let rotated = self.rotate(&log).await;
+                    let rotated = self.rotate(&log, compressing.is_at(&log.path)).await;
+                    if rotated.is_ok() {
+                        compressing.add(self.logs.clone(), log.path.clone());
+                    }
                     self.record(&log.path, rotated);
                 }
             }
         })
     }
 
-    async fn rotate(&self, log: &Written) -> Result<(), Error> {
+    async fn rotate(&self, log: &Written, is_compressing: bool) -> Result<(), Error> {
         let (logs, path, max_files) = (self.logs.clone(), log.path.clone(), self.limits.max_files);
         let moved = blocking("rotating a log", move || {
             let log = Log::open(&logs, &path)?;
+            if !is_compressing {
+                log.clean()?;
+            }
             let moved = log.make_room(max_files)?;
             Ok::<_, io::Error>((log, moved))
         });
@@ -142,6 +159,55 @@ impl Rotator {
                 self.failing.insert(path.to_owned(), error);
             }
         }
+    }
+}
+
+/// Compresses rotated files, one log at a time.
+#[derive(Debug, Default)]
+struct Compressing {
+    /// The logs folder and the log of those that wait.
+    waiting: VecDeque<(PathBuf, PathBuf)>,
+    current: Option<PathBuf>,
+    work: JoinSet<Result<(), Error>>,
+}
+
+impl Compressing {
+    fn is_at(&self, log: &Path) -> bool {
+        self.current.as_deref() == Some(log)
+    }
+
+    /// Compresses the rotated files of a log, but the newest, once those before it are done.
+    fn add(&mut self, logs: PathBuf, log: PathBuf) {
+        if self.waiting.iter().all(|(_, waiting)| *waiting != log) {
+            self.waiting.push_back((logs, log));
+        }
+        self.start();
+    }
+
+    /// Waits until a log is done.
+    async fn next(&mut self) -> (PathBuf, Result<(), Error>) {
+        loop {
+            let Some(done) = self.work.join_next().await else {
+                std::future::pending::<()>().await;
+                continue;
+            };
+            let log = self.current.take().unwrap_or_default();
+            self.start();
+            return (log, done.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic())));
+        }
+    }
+
+    fn start(&mut self) {
+        if self.current.is_some() {
+            return;
+        }
+        let Some((logs, path)) = self.waiting.pop_front() else { return };
+        self.current = Some(path.clone());
+        self.work.spawn(async move {
+            let log = path.clone();
+            let compressed = blocking("compressing a log", move || Log::open(&logs, &path)?.compress_older());
+            compressed.await.map_err(|cause| Error::Rotate { log, cause })
+        });
     }
 }
 
@@ -198,29 +264,50 @@ impl Log {
         }
     }
 
-    /// Compresses what was rotated before, removes the oldest, and gives the log another name: what it is
-    /// called now, if it was there. Blocking.
+    /// Removes the oldest rotated files, and gives the log another name. Returns that name if the log was
+    /// there. Blocking.
     fn make_room(&self, max_files: usize) -> io::Result<Option<OsString>> {
-        self.clean()?;
-        let mut old = self.rotated()?;
+        let old = self.rotated()?;
         // One more is about to come, and one is being written.
         let excess = old.len().saturating_sub(max_files.saturating_sub(2));
-        for name in old.drain(..excess) {
-            self.remove(&name)?;
-        }
-        for name in old.iter().filter(|name| !is_compressed(name)) {
-            self.compress(name)?;
+        for name in &old[..excess] {
+            self.remove(name)?;
         }
         if !self.has(&self.name) {
             return Ok(None);
         }
-        let moved = with_end(&self.name, &Timestamp::now().strftime(".%Y%m%d-%H%M%S").to_string());
-        if self.has(&moved) {
-            // Two in a second: the container writes faster than names can tell apart.
-            return Err(io::Error::other("it was rotated less than a second ago"));
+        let moved = self.next_name(&old[excess..], Timestamp::now());
+        let taken = |end: &str| self.has(&with_end(&moved, end));
+        if taken("") || taken(COMPRESSED) || taken(UNFINISHED) {
+            return Err(io::Error::other(format!("its next name {} is taken", moved.display())));
         }
         self.rename(&self.name, &moved)?;
         Ok(Some(moved))
+    }
+
+    /// The name for the log that is rotated at `now`, after all that there are: names sort by time, and a clock
+    /// may be set back, or a container write faster than seconds can tell apart.
+    fn next_name(&self, old: &[OsString], now: Timestamp) -> OsString {
+        const FORM: &str = "%Y%m%d-%H%M%S";
+        let prefix = with_end(&self.name, ".");
+        let now = now.to_zoned(TimeZone::UTC).datetime();
+        let time = |name: &OsString| {
+            let name = name.as_bytes().strip_prefix(prefix.as_bytes())?;
+            let name = name.strip_suffix(COMPRESSED.as_bytes()).unwrap_or(name);
+            DateTime::strptime(FORM, str::from_utf8(name).ok()?).ok()
+        };
+        // Of files from far ahead no clock was the maker.
+        let horizon = now.saturating_add(AHEAD);
+        let newest = old.iter().filter_map(time).filter(|time| *time < horizon).max();
+        let after = newest.map_or(now, |newest| newest.saturating_add(SignedDuration::from_secs(1)));
+        with_end(prefix, &now.max(after).strftime(FORM).to_string())
+    }
+
+    /// Compresses the rotated files but the newest one, which the runtime may still write to.
+    fn compress_older(&self) -> io::Result<()> {
+        let old = self.rotated()?;
+        let older = old.split_last().map_or(&[][..], |(_, older)| older);
+        older.iter().filter(|name| !is_compressed(name)).try_for_each(|name| self.compress(name))
     }
 
     /// The rotated files, oldest first.
@@ -264,6 +351,10 @@ impl Log {
         }
         let from = own_file::reopen(&found, OFlags::RDONLY)?;
         let metadata = from.metadata()?;
+        if has_hole(&from, metadata.len())? {
+            // A runtime appends. A hole of terabytes would take hours to read.
+            return self.remove(name);
+        }
         let unfinished = with_end(name, UNFINISHED);
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let to = rustix::fs::openat(&self.folder, &unfinished, flags, Mode::from_raw_mode(0o600))?;
@@ -291,6 +382,16 @@ impl Log {
 
 /// How folders are opened that are read.
 const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+/// Returns true if a file has a hole before its end. Where the file system knows none, all of it is data.
+fn has_hole(file: &File, length: u64) -> io::Result<bool> {
+    if length == 0 {
+        return Ok(false);
+    }
+    let hole = rustix::fs::seek(file, rustix::fs::SeekFrom::Hole(0))?;
+    rustix::fs::seek(file, rustix::fs::SeekFrom::Start(0))?;
+    Ok(hole < length)
+}
 
 fn is_compressed(name: &OsStr) -> bool {
     name.as_bytes().ends_with(COMPRESSED.as_bytes())
@@ -351,6 +452,88 @@ mod tests {
         Log::open(dir.parent().unwrap(), &dir.join("0.log")).unwrap()
     }
 
+    /// All that a rotation does, one after the other; gives the new name of the log.
+    fn whole_round(log: &Log, max_files: usize) -> OsString {
+        log.clean().unwrap();
+        let moved = log.make_room(max_files).unwrap().unwrap();
+        log.compress_older().unwrap();
+        moved
+    }
+
+    #[test]
+    fn names_go_up_however_fast_a_container_writes_and_the_clock_is_set() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = log(dir.path());
+        let now: Timestamp = "2026-11-21T19:00:00Z".parse().unwrap();
+        let check = |old: &[&str], expected: &str| {
+            let old: Vec<OsString> = old.iter().map(|time| format!("0.log.{time}").into()).collect();
+            assert_eq!(log.next_name(&old, now).to_str(), Some(&*format!("0.log.{expected}")), "{old:?}");
+        };
+        check(&[], "20261121-190000");
+        check(&["20261121-185959.gz"], "20261121-190000");
+        check(&["20261121-190000"], "20261121-190001");
+        check(&["20261121-190000.gz", "20261121-195959"], "20261121-200000");
+        // Nothing that a clock has made.
+        check(&["99991231-235959", "20991231-235959", "x"], "20261121-190000");
+        // A second rotation at once loses nothing of the first.
+        for text in ["one", "two", "three"] {
+            fs::write(dir.path().join("0.log"), text).unwrap();
+            whole_round(&log, 9);
+        }
+        let text = |path: &PathBuf| {
+            let mut text = String::new();
+            let file = File::open(path).unwrap();
+            let read = if is_compressed(path.as_os_str()) {
+                flate2::read::GzDecoder::new(file).read_to_string(&mut text)
+            } else {
+                (&file).read_to_string(&mut text)
+            };
+            read.map(|_| text).unwrap()
+        };
+        let all = rotated(&dir.path().join("0.log")).unwrap();
+        assert_eq!(all.iter().map(text).collect::<Vec<_>>(), ["one", "two", "three"]);
+    }
+
+    #[tokio::test]
+    async fn logs_are_compressed_one_after_the_other_and_each_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let logs = dir.path().to_owned();
+        let mut compressing = Compressing::default();
+        let folder = |number: u32| logs.join(format!("pod/c{number}"));
+        for number in 0..3 {
+            fs::create_dir_all(folder(number)).unwrap();
+            for second in 0..2 {
+                fs::write(folder(number).join(format!("0.log.20260101-00000{second}")), "x").unwrap();
+            }
+            compressing.add(logs.clone(), folder(number).join("0.log"));
+            compressing.add(logs.clone(), folder(number).join("0.log"));
+        }
+        assert!(compressing.is_at(&folder(0).join("0.log")));
+        // The first one was begun when it came again.
+        for number in [0, 0, 1, 2] {
+            let (log, done) =
+                tokio::time::timeout(Duration::from_secs(60), compressing.next()).await.unwrap();
+            done.unwrap();
+            assert_eq!(log, folder(number).join("0.log"));
+            assert_eq!(names(&folder(number)), ["0.log.20260101-000000.gz", "0.log.20260101-000001"]);
+        }
+        assert!(compressing.current.is_none());
+    }
+
+    #[test]
+    fn a_file_with_holes_is_no_log() {
+        let dir = tempfile::tempdir().unwrap();
+        let hole = dir.path().join("0.log.20260101-000000");
+        fs::write(&hole, "text").unwrap();
+        fs::OpenOptions::new().write(true).open(&hole).unwrap().set_len(4 << 40).unwrap();
+        fs::write(dir.path().join("0.log.20260101-000001"), "").unwrap();
+        fs::write(dir.path().join("0.log"), "now").unwrap();
+        whole_round(&log(dir.path()), 5);
+        assert!(!hole.exists());
+        let left = names(dir.path());
+        assert_eq!((left.len(), left[0].as_str()), (2, "0.log.20260101-000001.gz"));
+    }
+
     #[test]
     fn links_that_a_pod_puts_among_the_logs_lead_nowhere() {
         let dir = tempfile::tempdir().unwrap();
@@ -366,7 +549,7 @@ mod tests {
         symlink(&secret, folder.join("0.log.20260101-000000")).unwrap();
         symlink(&victim, folder.join("0.log.20260101-000001.tmp")).unwrap();
         let log = Log::open(&logs, &folder.join("0.log")).unwrap();
-        log.make_room(5).unwrap().unwrap();
+        whole_round(&log, 5);
         let left = names(&folder);
         assert_eq!((left.len(), left[0].as_str()), (2, "0.log.20260101-000001.gz"));
         assert_eq!(fs::read_to_string(&victim).unwrap(), "kept");
@@ -389,7 +572,7 @@ mod tests {
         fs::write(dir.path().join("0.log.20260101-000004"), "old").unwrap();
         fs::create_dir(dir.path().join("0.log.20260101-000004.tmp")).unwrap();
         fs::write(dir.path().join("0.log"), "now").unwrap();
-        log(dir.path()).make_room(5).unwrap().unwrap();
+        whole_round(&log(dir.path()), 5);
         let left = names(dir.path());
         let (kept, folder) = ("0.log.20260101-000004.gz", "0.log.20260101-000001.gz");
         assert!(left.iter().any(|name| name == kept), "{left:?}");
@@ -418,7 +601,7 @@ mod tests {
             fs::write(dir.path().join(name), name).unwrap();
         }
         fs::write(&log, "now").unwrap();
-        let moved = dir.path().join(self::log(dir.path()).make_room(4).unwrap().unwrap());
+        let moved = dir.path().join(whole_round(&self::log(dir.path()), 4));
         let left = names(dir.path());
         assert_eq!(left[..2], ["0.log.20260101-000003.gz", "0.log.20260101-000004.gz"]);
         assert_eq!(left[3..], ["1.log"]);
