@@ -1,113 +1,20 @@
 //! An API server's JSON, read without what says who set which field: nobody on a node asks for that, and it
 //! can be most of an object.
 
-use std::fmt;
+use serde_json::Value;
 
-use serde::de::{Deserialize as _, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
-use serde_json::{Map, Value};
-
-/// Most levels of arrays and objects that are read; the reader of values gives up at 128. An object of the
-/// API that a node reads has some 20.
-const LEVELS: u8 = 100;
-/// The value in place of what has more levels: no field with levels below it takes a text, so that the object
-/// can't be read, and no other object of its list is hidden.
-const TOO_DEEP: &str = "(nested too deeply to be read)";
+use crate::reader::Reading;
 
 /// The value of an API server's JSON, without the `managedFields` of any `metadata`.
 ///
 /// They are skipped, not read: they may have any depth (an API server stores what an author of pods writes
-/// there). A value with more than [`LEVELS`] levels is a text instead. Else one such pod would hide all
+/// there). What has more than 100 levels is a text instead. Else one such pod would hide all
 /// others of its list.
 ///
 /// # Errors
 /// The text is not JSON.
 pub fn answer(text: &[u8]) -> Result<Value, serde_json::Error> {
-    let mut reader = serde_json::Deserializer::from_slice(text);
-    let value = Place { is_metadata: false, level: 0 }.deserialize(&mut reader)?;
-    reader.end()?;
-    Ok(value)
-}
-
-/// What is being read, and how many levels are around it.
-#[derive(Clone, Copy)]
-struct Place {
-    is_metadata: bool,
-    level: u8,
-}
-
-impl Place {
-    fn inside(self, is_metadata: bool) -> Self {
-        Self { is_metadata, level: self.level.saturating_add(1) }
-    }
-}
-
-impl<'de> DeserializeSeed<'de> for Place {
-    type Value = Value;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Value, D::Error> {
-        if self.level > LEVELS {
-            IgnoredAny::deserialize(deserializer)?;
-            return Ok(TOO_DEEP.into());
-        }
-        deserializer.deserialize_any(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Place {
-    type Value = Value;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("any valid JSON value")
-    }
-
-    fn visit_unit<E>(self) -> Result<Value, E> {
-        Ok(Value::Null)
-    }
-
-    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_string<E>(self, value: String) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Value, A::Error> {
-        let mut values = Vec::new();
-        while let Some(value) = list.next_element_seed(self.inside(false))? {
-            values.push(value);
-        }
-        Ok(Value::Array(values))
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
-        let mut values = Map::new();
-        while let Some(key) = map.next_key::<String>()? {
-            if self.is_metadata && key == "managedFields" {
-                map.next_value::<IgnoredAny>()?;
-                continue;
-            }
-            let value = map.next_value_seed(self.inside(key == "metadata"))?;
-            values.insert(key, value);
-        }
-        Ok(Value::Object(values))
-    }
+    Reading::ANSWER.read(text)
 }
 
 #[cfg(test)]
@@ -115,6 +22,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::reader::{LEVELS, TOO_DEEP};
 
     #[test]
     fn an_answer_is_read_without_its_managed_fields() {

@@ -4,20 +4,18 @@
 //! [`crate::ApiType`] uses: what is made of them for the objects inside exists once, in this crate (rustc
 //! shares generic code with the crates above where both are built with opt-level 0, 1 or s).
 
-use std::fmt;
-
 use serde::Serialize;
-use serde::de::{self, Deserialize, DeserializeOwned, Deserializer, MapAccess, SeqAccess, Visitor};
-use serde_json::{Map, Number, Value};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
 
-use crate::{decode, error::Problem, object::JsonError};
+use crate::{decode, error::Problem, object::JsonError, reader::Reading};
 
 /// The value of a text in JSON.
 ///
 /// # Errors
 /// The text is not JSON, or an object has a key twice.
 pub fn parse(text: &[u8]) -> Result<Value, serde_json::Error> {
-    serde_json::from_slice(text).map(|Unambiguous(value)| value)
+    Reading::Whole.read(text)
 }
 
 /// Reads data from a text in JSON.
@@ -51,72 +49,6 @@ pub fn to_value<T: Serialize>(data: &T) -> Result<Value, serde_json::Error> {
 /// As [`to_value`].
 pub fn to_json<T: Serialize>(data: &T) -> Result<String, serde_json::Error> {
     serde_json::to_string(data)
-}
-
-/// A value in which no object has a key twice. `Value` by itself would keep the last.
-struct Unambiguous(Value);
-
-impl<'de> Deserialize<'de> for Unambiguous {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(UnambiguousVisitor).map(Unambiguous)
-    }
-}
-
-struct UnambiguousVisitor;
-
-impl<'de> Visitor<'de> for UnambiguousVisitor {
-    type Value = Value;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a JSON value")
-    }
-
-    fn visit_unit<E>(self) -> Result<Value, E> {
-        Ok(Value::Null)
-    }
-
-    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
-        Ok(Number::from_f64(value).map_or(Value::Null, Value::Number))
-    }
-
-    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_string<E>(self, value: String) -> Result<Value, E> {
-        Ok(value.into())
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
-        let mut values = Vec::new();
-        while let Some(Unambiguous(value)) = items.next_element()? {
-            values.push(value);
-        }
-        Ok(Value::Array(values))
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
-        let mut map = Map::new();
-        while let Some((key, Unambiguous(value))) = entries.next_entry::<String, _>()? {
-            if map.contains_key(&key) {
-                return Err(de::Error::custom(format_args!("the key {key:?} is there twice")));
-            }
-            map.insert(key, value);
-        }
-        Ok(Value::Object(map))
-    }
 }
 
 #[cfg(test)]

@@ -18,6 +18,7 @@ pub mod error;
 mod object;
 pub mod parts;
 pub mod protobuf;
+mod reader;
 
 pub use answer::answer;
 pub use decode::{name_of, normalize};
