@@ -249,9 +249,10 @@ impl Ledger {
         let tenant = self.tenants.remove(&uid);
         let had = tenant.as_ref().map_or(before, |tenant| &tenant.pod);
         let room = if resize_order::grows(had, pod) { self.has_room(pod, now) } else { Ok(()) };
+        // Others may have the difference.
+        let gives_back = room.is_ok() && resize_order::grows(pod, had);
         if let Some(Tenant { pod: before, leaves_by, is_new }) = tenant {
-            // Others may have the difference.
-            self.count_change(room.is_ok());
+            self.count_change(gives_back);
             let is_new = is_new && room.is_err();
             let pod = if room.is_ok() { Arc::clone(pod) } else { before };
             self.tenants.insert(uid, Tenant { pod, leaves_by, is_new });

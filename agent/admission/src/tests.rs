@@ -432,6 +432,10 @@ async fn whatever_gives_room_back_is_published() {
     rang("a pod came in", false);
     assert_eq!(node.resize(&plain("a", "2"), &plain("a", "1")), Ok(()));
     rang("a pod has become smaller", true);
+    assert_eq!(node.resize(&plain("a", "1"), &plain("a", "2")), Ok(()));
+    rang("a pod has become larger", false);
+    assert!(node.resize(&plain("a", "2"), &plain("a", "5")).is_err());
+    rang("a pod may not become larger", false);
     node.admission.leaving("a", SECOND);
     rang("a pod is on its way out", true);
     node.admission.leaving("a", SECOND);
