@@ -104,7 +104,7 @@ impl Node {
             let told = self.told();
             for tried in pods {
                 if !found.contains_key(&tried.name)
-                    && let Some(outcome) = self.outcome(&tried.name, &told)
+                    && let Some(outcome) = self.outcome(tried, &told)
                 {
                     found.insert(tried.name.clone(), outcome);
                 }
@@ -149,8 +149,8 @@ impl Node {
         told
     }
 
-    fn outcome(&self, name: &str, told: &BTreeMap<String, String>) -> Option<Outcome> {
-        let Some(pod) = self.member.api.get(&path(name)) else { return Some(Outcome::Gone) };
+    fn outcome(&self, tried: &Tried, told: &BTreeMap<String, String>) -> Option<Outcome> {
+        let Some(pod) = self.member.api.get(&path(&tried.name)) else { return Some(Outcome::Gone) };
         let status = &pod["status"];
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let phase = text(&status["phase"]);
@@ -165,7 +165,13 @@ impl Node {
             return Some(Outcome::Told(format!("{}: {}", text(&status["reason"]), text(&status["message"]))));
         }
         let lists = ["initContainerStatuses", "containerStatuses", "ephemeralContainerStatuses"];
-        let all = lists.iter().flat_map(|list| status[*list].as_array().into_iter().flatten());
+        // The author's own words are none of the agent's.
+        let said = |list: &&str| {
+            let own = tried.pod["status"][*list].as_array().cloned().unwrap_or_default();
+            let all = status[*list].as_array().into_iter().flatten();
+            all.filter(move |container| !own.contains(container))
+        };
+        let all = lists.iter().flat_map(said);
         let states: Vec<&Value> = all.map(|container| &container["state"]).collect();
         if states.iter().any(|state| state["running"].is_object()) {
             return Some(Outcome::Runs);
@@ -176,7 +182,7 @@ impl Node {
         });
         let waits =
             waits.map(|waiting| format!("{}: {}", text(&waiting["reason"]), text(&waiting["message"])));
-        waits.or_else(|| told.get(name).cloned()).map(Outcome::Told)
+        waits.or_else(|| told.get(&tried.name).cloned()).map(Outcome::Told)
     }
 
     /// Deletes pods, each with another grace period, then with a second; waits until nothing is left of them.
@@ -244,15 +250,6 @@ fn reaches_the_node(pod: &Value) -> bool {
         && (pod["status"].is_object() || pod["status"].is_null())
 }
 
-/// Returns true for a pod that names an object by more bytes than a request can have. Such a pod waits for
-/// the object, as it must, but does not say so yet.
-fn is_beyond_a_request(what: &str) -> bool {
-    let names_an_object =
-        ["Ref.name = ", "configMap.name = ", "secret.name = ", "secretName = ", "Secrets[].name = "];
-    names_an_object.iter().any(|field| what.contains(field))
-        && [", 300000)", ", 20000)"].iter().any(|length| what.ends_with(length))
-}
-
 /// The part `part` of `of` of the cases of a group.
 fn of_group(group: Group, part: usize, of: usize) -> Vec<Tried> {
     let cases = sampled(group).into_iter().enumerate().filter(|(number, _)| number % of == part);
@@ -261,7 +258,7 @@ fn of_group(group: Group, part: usize, of: usize) -> Vec<Tried> {
         what: case.to_string(),
         pod: case.pod(),
     });
-    tried.filter(|tried| reaches_the_node(&tried.pod) && !is_beyond_a_request(&tried.what)).collect()
+    tried.filter(|tried| reaches_the_node(&tried.pod)).collect()
 }
 
 /// Tries pods on an agent, a batch after the other.
@@ -305,7 +302,6 @@ async fn more_pods_with_hostile_numbers_harm_nobody() {
 #[tokio::test]
 async fn pods_with_hostile_texts_harm_nobody() {
     require!(root);
-    require!(long);
     check(&of_group(Group::Texts, 0, 1)).await;
 }
 
