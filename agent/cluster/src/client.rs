@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use beelet_units::bounds;
+use beelet_units::{bounds, shorten::in_the_middle};
 use futures::{Stream, StreamExt, stream::try_unfold};
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Limited};
@@ -127,10 +127,10 @@ impl Error {
         }
     }
 
-    /// Returns true if what was asked for is not there.
+    /// Returns true if what was asked for is not there, or can't be: nothing has such a name.
     #[must_use]
     pub fn is_not_found(&self) -> bool {
-        self.code() == Some(404)
+        self.code() == Some(404) || self.kind == Kind::Unaskable
     }
 
     /// It is there already, or has changed meanwhile.
@@ -358,8 +358,12 @@ fn build(
     request.map_err(|error| unaskable(name, error.to_string()))
 }
 
+/// The name that can't be one may have any length.
 fn unaskable(request: &str, message: String) -> Error {
-    Error { request: request.to_owned(), kind: Kind::Unaskable, message }
+    const MOST: usize = 256;
+    let mut request = request.to_owned();
+    in_the_middle(&mut request, MOST);
+    Error { request, kind: Kind::Unaskable, message }
 }
 
 /// The answer, if its status is one of success.
@@ -536,10 +540,15 @@ mod tests {
         let path = "/api/v1/namespaces/shop/secrets/..";
         for error in [client.get(path).await.unwrap_err(), client.watch(path).await.map(drop).unwrap_err()] {
             assert_eq!(error.kind, Kind::Unaskable);
-            assert!(!error.is_transient() && !error.is_absence());
+            assert!(!error.is_transient() && !error.is_absence() && error.is_not_found());
             let words = "the API server can't be asked this: the name \"..\" may not be '..'";
             assert!(error.to_string().ends_with(words), "{error}");
         }
+        let long = format!("/api/v1/namespaces/shop/secrets/{}", "a".repeat(300_000));
+        let error = client.get(&long).await.unwrap_err();
+        assert!(error.kind == Kind::Unaskable && error.is_not_found());
+        let words = "a\" is longer than 512 bytes";
+        assert!(error.to_string().ends_with(words) && error.to_string().len() < 700, "{error}");
         // A character that no URL may have, which nobody escaped.
         assert_eq!(client.get("/api/v1/a b").await.unwrap_err().kind, Kind::Unaskable);
         assert!(server.requests().is_empty());

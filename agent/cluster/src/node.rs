@@ -33,7 +33,8 @@ use tracing::{info, warn};
 
 use crate::{
     backoff::{Backoff, jittered},
-    client::{Client, Error, Event, Patch},
+    client::{Client, Error, Event, Kind, Patch},
+    url::escaped,
 };
 
 /// What the Node says of the kubelet. The version is that of the kubelet whose contract this keeps:
@@ -209,7 +210,7 @@ impl Keeper {
         loop {
             let seconds = jittered(WATCH).as_secs();
             let name = &self.inputs.registration.name;
-            let from = self.version.as_ref().map(|version| format!("&resourceVersion={version}"));
+            let from = self.version.as_ref().map(|version| format!("&resourceVersion={}", escaped(version)));
             let query = format!(
                 "{NODES}?watch=true&allowWatchBookmarks=true&fieldSelector=metadata.name%3D{name}&timeoutSeconds={seconds}{}",
                 from.unwrap_or_default()
@@ -229,7 +230,8 @@ impl Keeper {
             };
             let mut events = match opened {
                 Ok(events) => events,
-                Err(error) if error.is_expired() => return Fate::Unknown,
+                // No request can begin at a version that is none.
+                Err(error) if error.is_expired() || error.kind == Kind::Unaskable => return Fate::Unknown,
                 Err(error) => {
                     self.note(Some(&error));
                     // Writes go on meanwhile: a write may succeed where a watch doesn't.

@@ -1,6 +1,7 @@
 //! Names within the paths and queries of requests. Names of pods' manifests are anybody's text: one must
 //! never reach another object, or another part of the API, than the one it names.
 
+use beelet_units::shorten::quoted;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 
 /// RFC 3986's unreserved characters stay.
@@ -18,8 +19,12 @@ pub(crate) fn field_selector(field: &str, value: &str) -> String {
     format!("fieldSelector={}", escaped(&format!("{field}={value}")))
 }
 
+/// Bytes of the longest name in a path. Those of most kinds of objects have 253 at most; that of an event has
+/// a time behind the name of what it is about.
+const LONGEST: usize = 512;
+
 /// Why nobody may ask for `path`: one of its parts can't be a name (`IsValidPathSegmentName` of
-/// apimachinery).
+/// apimachinery), or is longer than any.
 pub(crate) fn wrong_part(path: &str) -> Option<String> {
     let path = path.split('?').next().unwrap_or(path);
     path.split('/').skip(1).find_map(|part| {
@@ -27,9 +32,10 @@ pub(crate) fn wrong_part(path: &str) -> Option<String> {
         let why = match &*name {
             "" => "is empty".to_owned(),
             "." | ".." => format!("may not be '{name}'"),
+            name if name.len() > LONGEST => format!("is longer than {LONGEST} bytes"),
             name => format!("may not contain '{}'", name.chars().find(|c| matches!(c, '/' | '%'))?),
         };
-        Some(format!("the name {name:?} {why}"))
+        Some(format!("the name {} {why}", quoted(&name)))
     })
 }
 
@@ -51,6 +57,17 @@ mod tests {
         check(".", ".", Some("the name \".\" may not be '.'"));
         check("..", "..", Some("the name \"..\" may not be '..'"));
         check("", "", Some("the name \"\" is empty"));
+        check(
+            "../secrets?watch=1",
+            "..%2Fsecrets%3Fwatch%3D1",
+            Some("the name \"../secrets?watch=1\" may not contain '/'"),
+        );
+        check("..%2fsecrets", "..%252fsecrets", Some("the name \"..%2fsecrets\" may not contain '%'"));
+        let longest = "a".repeat(LONGEST);
+        check(&longest, &longest, None);
+        let beyond = "a".repeat(300_000);
+        let wrong = wrong_part(&format!("/api/v1/secrets/{beyond}")).unwrap();
+        assert!(wrong.len() < 400 && wrong.ends_with("a\" is longer than 512 bytes"), "{wrong}");
         assert_eq!(wrong_part("/api/v1/pods?fieldSelector=a%3D%2F"), None);
     }
 

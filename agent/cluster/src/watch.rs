@@ -14,8 +14,8 @@ use tracing::{debug, info, warn};
 
 use crate::{
     backoff::{Pauses, chance},
-    client::{ANSWER, Client, Error, Event},
-    url::field_selector,
+    client::{ANSWER, Client, Error, Event, Kind},
+    url::{escaped, field_selector},
 };
 
 /// How long the server is asked to keep a watch, at least.
@@ -99,7 +99,8 @@ impl Line<'_> {
                     self.do_without_streams(&error.message);
                     return;
                 }
-                Err(error) if error.is_expired() => {
+                // No request can begin at a version that is none.
+                Err(error) if error.is_expired() || (version.is_some() && error.kind == Kind::Unaskable) => {
                     info!(what = self.of.path, %error, "the watch can't go on where it was; all is listed again");
                     // Every node may have been told so at the same moment.
                     self.pauses.of(&error).wait(error.retry_after()).await;
@@ -120,7 +121,7 @@ impl Line<'_> {
     ) -> Result<(), Error> {
         let seconds = WATCH_SECONDS + u32::from(chance());
         let from = match version {
-            Some(version) => format!("resourceVersion={version}"),
+            Some(version) => format!("resourceVersion={}", escaped(version)),
             None => "sendInitialEvents=true&resourceVersionMatch=NotOlderThan".to_owned(),
         };
         let query = format!("watch=1&allowWatchBookmarks=true&timeoutSeconds={seconds}&{from}");

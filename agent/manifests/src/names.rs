@@ -2,16 +2,10 @@
 //! wrong as the rest of a sentence that begins with the name.
 
 use beelet_codec::error::Problem;
+use beelet_units::object_name::{is_label, is_subdomain};
 
 /// Longest name of one DNS label.
 const LABEL_MAX: usize = 63;
-/// Longest name of dotted DNS labels.
-const SUBDOMAIN_MAX: usize = 253;
-
-fn is_label(name: &str) -> bool {
-    let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
-    !name.is_empty() && name.bytes().all(inner) && !name.starts_with('-') && !name.ends_with('-')
-}
 
 /// A DNS-1123 label: containers, volumes, namespaces.
 pub(super) fn label(path: &str, name: &str) -> Option<Problem> {
@@ -29,7 +23,7 @@ pub(super) fn subdomain(path: &str, name: &str) -> Option<Problem> {
     if name.is_empty() {
         return Some(Problem::new(path, "must be there"));
     }
-    (!name.split('.').all(is_label) || name.len() > SUBDOMAIN_MAX).then(|| {
+    (!is_subdomain(name)).then(|| {
         let rule = "is not a name: up to 253 of a-z, 0-9, '-' and '.', each part beginning and ending with a letter or digit";
         Problem::new(path, format!("{} {rule}", quoted(name)))
     })
@@ -54,7 +48,7 @@ fn is_qualified_part(name: &str) -> bool {
 /// A key of a label or an annotation: `[prefix/]name`.
 pub(super) fn qualified(path: &str, key: &str) -> Option<Problem> {
     let (prefix, name) = key.split_once('/').map_or((None, key), |(prefix, name)| (Some(prefix), name));
-    let prefix_ok = prefix.is_none_or(|p| p.len() <= SUBDOMAIN_MAX && p.split('.').all(is_label));
+    let prefix_ok = prefix.is_none_or(is_subdomain);
     (!prefix_ok || !is_qualified_part(name)).then(|| {
         let rule = "is not a key: [a DNS name/]up to 63 of letters, digits, '-', '_' and '.'";
         Problem::new(beelet_codec::field(path, key), format!("{} {rule}", quoted(key)))

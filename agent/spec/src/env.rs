@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use beelet_policy::pod::variables::{Budget, TooLong, expand};
+use beelet_units::{object_name::impossible, shorten::quoted};
 use k8s_openapi::api::core::v1 as core;
 
 use super::{Error, downward, services};
@@ -242,10 +243,15 @@ impl Sources<'_> {
     }
 }
 
-/// The message for an object that a pod refers to and that isn't there. In a cluster in the kubelet's words.
+/// The message for an object that a pod refers to and that isn't there. In a cluster in the kubelet's words,
+/// and why if no object can have such a name.
 pub fn missing(pod: &core::Pod, kind: &str, name: &str) -> String {
     if Origin::of(pod).is_api() {
-        return format!("{} {name:?} not found", kind.to_lowercase());
+        let (kind, name, why) = (kind.to_lowercase(), quoted(name), impossible(name));
+        return match why {
+            None => format!("{kind} {name} not found"),
+            Some(why) => format!("{kind} {name} not found: {why}"),
+        };
     }
     let namespace = pod.metadata.namespace.as_deref().unwrap_or("default");
     format!("there is no {kind} {namespace}/{name}; put its manifest beside the pod's")

@@ -17,5 +17,9 @@ pub mod field;
 pub mod fs_usage;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod moment;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
+pub mod object_name;
 pub mod quantity;
 pub mod selector;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
+pub mod shorten;

@@ -68,6 +68,12 @@ pub fn alterations() -> Vec<Hostile> {
         altered("a version that no type holds", |object| {
             object["metadata"]["resourceVersion"] = "9".repeat(60).into();
         }),
+        altered_list("a list of a version of noise", |list| {
+            list["metadata"]["resourceVersion"] = json!("%00/../\u{1}");
+        }),
+        altered_list("a list of a version that no URL has room for", |list| {
+            list["metadata"]["resourceVersion"] = "9".repeat(100_000).into();
+        }),
         altered("a version that is a number", |object| object["metadata"]["resourceVersion"] = json!(7)),
         altered("a version of noise", |object| object["metadata"]["resourceVersion"] = json!("%00/../\u{1}")),
         altered("a name that leads elsewhere", |object| {
@@ -81,6 +87,16 @@ pub fn alterations() -> Vec<Hostile> {
         altered("a status that is a list", |object| object["status"] = json!([1, 2])),
         altered("data that is a number", |object| object["data"] = json!(7)),
     ]
+}
+
+/// A list that is changed so.
+fn altered_list(name: &'static str, change: impl Fn(&mut Value) + Send + Sync + 'static) -> Hostile {
+    let alter = move |answer: &mut Value| {
+        if answer["items"].is_array() {
+            change(answer);
+        }
+    };
+    Hostile { name, fault: Fault::Alter(Arc::new(alter)) }
 }
 
 /// An object that is changed so; of a list, each of its objects.

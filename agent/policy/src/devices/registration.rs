@@ -1,6 +1,8 @@
 //! Whom a plugin may register as: the kubelet's checks (`pkg/kubelet/cm/devicemanager/plugin/v1beta1`), with
 //! its words.
 
+use beelet_units::object_name::is_subdomain;
+
 /// The only version of the device plugin API there is.
 pub const VERSION: &str = "v1beta1";
 
@@ -47,15 +49,7 @@ pub fn is_extended_resource_name(name: &str) -> bool {
         return false;
     }
     let Some((prefix, name)) = name.split_once('/') else { return false };
-    prefix.len() + QUOTA_PREFIX.len() <= PREFIX_MAX && is_dns_name(prefix) && is_name(name)
-}
-
-/// RFC 1123: lower case labels of letters, digits and inner hyphens, between dots.
-fn is_dns_name(text: &str) -> bool {
-    let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-    text.split('.').all(|label| {
-        !label.is_empty() && label.chars().all(inner) && !label.starts_with('-') && !label.ends_with('-')
-    })
+    prefix.len() + QUOTA_PREFIX.len() <= PREFIX_MAX && is_subdomain(prefix) && is_name(name)
 }
 
 /// Letters, digits, `-`, `_` and `.`, a letter or a digit at each end.

@@ -18,7 +18,7 @@ use k8s_openapi::api::{
 use self::health::DeviceKey;
 pub use self::ledger::{Ledger, Unprepared};
 use crate::devices::registration::is_extended_resource_name;
-use beelet_units::quantity::Quantity;
+use beelet_units::{object_name::is_subdomain, quantity::Quantity};
 
 /// The gRPC services of drivers that the agent speaks, the newest first.
 pub const SERVICES: [&str; 2] = ["v1.DRAPlugin", "v1beta1.DRAPlugin"];
@@ -172,11 +172,7 @@ pub fn service(supported: &[String]) -> Result<&'static str, String> {
 /// the API has it (`validateDriverName` looks at the name in lower case). Names are compared as they are.
 #[must_use]
 pub fn is_driver_name(name: &str) -> bool {
-    let inner = |c: u8| c.is_ascii_alphanumeric() || c == b'-';
-    let label = |label: &str| {
-        !label.is_empty() && label.bytes().all(inner) && !label.starts_with('-') && !label.ends_with('-')
-    };
-    name.len() <= 63 && name.split('.').all(label)
+    name.len() <= 63 && is_subdomain(&name.to_ascii_lowercase())
 }
 
 /// A claim that a pod uses, by its name in the API.

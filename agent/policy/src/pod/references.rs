@@ -11,6 +11,7 @@ use k8s_openapi::api::core::v1::{
 };
 
 use crate::pod::ephemeral_containers;
+use beelet_units::object_name;
 
 /// A kind of object that pods refer to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -63,7 +64,8 @@ pub struct TokenReference {
 /// For how long a token is wanted where nobody says.
 const TOKEN_SECONDS: i64 = 3600;
 
-/// The objects that a pod refers to.
+/// The objects that a pod refers to. One that can have no such name is none of them: it is missing, and nobody
+/// is asked for it.
 #[must_use]
 pub fn of(pod: &Pod) -> BTreeSet<Reference> {
     let mut found = Found { namespace: namespace(pod), references: BTreeSet::new() };
@@ -141,7 +143,7 @@ struct Found {
 
 impl Found {
     fn add(&mut self, kind: Kind, name: Option<&String>) {
-        if let Some(name) = name.filter(|name| !name.is_empty()) {
+        if let Some(name) = name.filter(|name| object_name::impossible(name).is_none()) {
             let (namespace, name) = (self.namespace.clone(), name.clone());
             self.references.insert(Reference { kind, namespace, name });
         }
@@ -201,6 +203,9 @@ mod tests {
         };
         check(json!({}), &[]);
         check(json!({"imagePullSecrets": [{"name": "s"}, {"name": ""}]}), &["Secret s"]);
+        let names = [json!("../s"), json!("a?watch=1"), json!("a".repeat(254)), json!("a".repeat(300_000))];
+        let impossible = names.map(|name| json!({"name": "v", "configMap": {"name": name}}));
+        check(json!({"volumes": impossible}), &[]);
         let from = json!([{"configMapRef": {"name": "m"}}, {"secretRef": {"name": "s", "optional": true}}]);
         check(json!({"containers": [container(json!({"envFrom": from}))]}), &["ConfigMap m", "Secret s"]);
         let keys = json!([

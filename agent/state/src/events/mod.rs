@@ -13,6 +13,7 @@ use std::{
     time::Duration,
 };
 
+use beelet_units::shorten::in_the_middle;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod};
 use serde::{Deserialize, Serialize};
@@ -26,7 +27,7 @@ pub use self::node::NodeEvents;
 
 /// Events that are kept.
 pub const CAPACITY: usize = 2048;
-/// Bytes of a message; the rest is cut off. Runtimes can be talkative.
+/// Bytes of a message; a longer one lacks its middle. Runtimes can be talkative.
 const MESSAGE_MAX: usize = 1024;
 /// The name of the durable record.
 const NAME: &str = "events";
@@ -306,11 +307,7 @@ impl Recorder {
 }
 
 fn shortened(mut message: String) -> String {
-    if message.len() > MESSAGE_MAX {
-        let end = (0..=MESSAGE_MAX).rev().find(|i| message.is_char_boundary(*i)).unwrap_or(0);
-        message.truncate(end);
-        message.push('…');
-    }
+    in_the_middle(&mut message, MESSAGE_MAX);
     message
 }
 
@@ -353,11 +350,13 @@ mod tests {
     }
 
     #[test]
-    fn a_long_message_is_cut_between_characters() {
+    fn a_long_message_says_what_failed_and_why() {
         let recorder = Recorder::default();
-        recorder.normal(Object::node("n1"), "A", "ä".repeat(MESSAGE_MAX));
-        let log = recorder.log.borrow();
-        assert_eq!(log.all()[0].message.chars().count(), MESSAGE_MAX / 2 + 1);
+        let name = "ä".repeat(MESSAGE_MAX);
+        recorder.normal(Object::node("n1"), "A", format!("cannot read {name}: it is missing"));
+        let message = &recorder.log.borrow().all()[0].message;
+        assert!(message.starts_with("cannot read ä") && message.ends_with("ä: it is missing"), "{message}");
+        assert!((MESSAGE_MAX - 4..=MESSAGE_MAX).contains(&message.len()), "{}", message.len());
     }
 
     #[tokio::test]

@@ -137,7 +137,30 @@ async fn a_pod_that_names_what_can_have_no_name_waits_and_says_so_and_others_do_
         .until_event("FailedMount", "can't be asked this: the name \"../secrets\" may not contain '/'")
         .await;
     member.api.put(&path("spaced"), pod_with("spaced", &json!({"configMap": {"name": "a b,c=d&e%"}})));
-    member.until_event("FailedMount", "configmap \"a b,c=d&e%\" not found").await;
+    member.until_event("FailedMount", "configmap \"a b,c=d&e%\" not found: a name has only a-z").await;
+    let long = "a".repeat(300_000);
+    for (name, source, words) in [
+        ("mapped", json!({"configMap": {"name": long}}), "a\" not found: no name is longer than 253 bytes"),
+        (
+            "secret",
+            json!({"secret": {"secretName": long}}),
+            "a\" not found: no name is longer than 253 bytes",
+        ),
+        ("claim", json!({"persistentVolumeClaim": {"claimName": long}}), "a\" is longer than 512 bytes"),
+    ] {
+        member.api.put(&path(name), pod_with(name, &source));
+        member.until_event("FailedMount", words).await;
+    }
+    let token = json!({"projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}});
+    let mut robot = pod_with("robot", &token);
+    robot["spec"]["serviceAccountName"] = long.clone().into();
+    member.api.put(&path("robot"), robot);
+    member.until_event("FailedMount", "a\" is longer than 512 bytes").await;
+    // As of any object that is missing: who can do without it starts, and finds no registry's secret.
+    let mut optional = pod_with("optional", &json!({"configMap": {"name": long, "optional": true}}));
+    optional["spec"]["imagePullSecrets"] = json!([{"name": long}]);
+    member.api.put(&path("optional"), optional);
+    member.until_running("optional").await;
     member.api.put(&path("other"), pod("other"));
     member.until_running("other").await;
     let stray = |path: &str| path.contains("secrets") || path.contains("..");

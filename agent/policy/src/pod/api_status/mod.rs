@@ -16,6 +16,7 @@ use k8s_openapi::{
 use serde_json::{Map, Value, json};
 
 use crate::resources::critical::is_static;
+use beelet_units::shorten::in_the_middle;
 
 /// Conditions that the node alone writes (`pkg/kubelet/types/pod_status.go`).
 const OWNED: &[&str] = &[
@@ -272,10 +273,9 @@ fn shorten_sentences(status: &mut PodStatus) {
 }
 
 fn shorten(text: Option<&mut String>, most: usize) {
-    let Some(text) = text.filter(|text| text.len() > most) else { return };
-    let half = (most - '…'.len_utf8()) / 2;
-    let (end, start) = (text.floor_char_boundary(half), text.ceil_char_boundary(text.len() - half));
-    text.replace_range(end..start, "…");
+    if let Some(text) = text {
+        in_the_middle(text, most);
+    }
 }
 
 /// The status of a pod of which nothing is left on the node: its last one, with an end for every container
