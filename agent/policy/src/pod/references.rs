@@ -64,8 +64,8 @@ pub struct TokenReference {
 /// For how long a token is wanted where nobody says.
 const TOKEN_SECONDS: i64 = 3600;
 
-/// The objects that a pod refers to. One that can have no such name is none of them: it is missing, and nobody
-/// is asked for it.
+/// The objects that a pod refers to. One that can have no such name is none of them: it is missing, and is
+/// never asked for.
 #[must_use]
 pub fn of(pod: &Pod) -> BTreeSet<Reference> {
     let mut found = Found { namespace: namespace(pod), references: BTreeSet::new() };
