@@ -28,22 +28,6 @@ use crate::ports;
 use crate::requires::{self, Missing, missing};
 use crate::workdir::{self, PATIENCE, wait_for};
 
-/// The program that `KUBE_APISERVER` names.
-///
-/// # Errors
-/// It names none.
-pub fn given() -> Result<PathBuf, Missing> {
-    let named = std::env::var_os("KUBE_APISERVER").filter(|path| !path.is_empty()).map(PathBuf::from);
-    let remedy = "give the path of a kube-apiserver in KUBE_APISERVER";
-    match named {
-        None => Err(missing("no kube-apiserver is given", remedy)),
-        Some(path) if path.is_file() => Ok(path),
-        Some(path) => {
-            Err(missing(format!("KUBE_APISERVER names {}, which is not a file", path.display()), remedy))
-        }
-    }
-}
-
 /// The etcd that `ETCD` names, else the machine's.
 ///
 /// # Errors
@@ -245,7 +229,8 @@ impl Cluster {
     /// # Errors
     /// It does not start.
     pub fn start_server(&mut self) -> Result<()> {
-        let mut command = Command::new(given().map_err(|missing| anyhow::anyhow!("{missing}"))?);
+        let mut command =
+            Command::new(requires::kube_apiserver().map_err(|missing| anyhow::anyhow!("{missing}"))?);
         command.args(&self.arguments);
         self.server = Some(self.spawn("apiserver", command)?);
         wait_for("the API server to be ready", PATIENCE, || {
@@ -620,7 +605,7 @@ impl Watcher {
 /// # Errors
 /// It can't be asked.
 pub fn minor_version() -> Result<u32> {
-    let output = Command::new(given().map_err(|missing| anyhow::anyhow!("{missing}"))?)
+    let output = Command::new(requires::kube_apiserver().map_err(|missing| anyhow::anyhow!("{missing}"))?)
         .arg("--version")
         .output()
         .context("could not ask the API server for its version")?;

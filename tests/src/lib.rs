@@ -19,7 +19,6 @@ pub mod dra_driver;
 pub mod exec;
 pub mod faults;
 pub mod guards;
-pub mod images;
 pub mod kubelet;
 pub mod load;
 pub mod machine;
@@ -31,4 +30,5 @@ pub mod ports;
 pub mod registry;
 pub mod requires;
 pub mod traces;
-pub mod workdir;
+
+pub use beelet_tests_base::{images, workdir};

@@ -4,29 +4,9 @@
 //! it down for `cargo xtask test` to show at the end.
 
 use crate::containerd;
-use std::fmt;
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-/// What the machine lacks for a test, and what to do about it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Missing {
-    /// What is missing, as half a sentence: "it needs root".
-    pub what: String,
-    /// What would mend it.
-    pub remedy: String,
-}
-
-impl fmt::Display for Missing {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({})", self.what, self.remedy)
-    }
-}
-
-/// For what only the test itself can find out to be missing.
-pub fn missing(what: impl Into<String>, remedy: impl Into<String>) -> Missing {
-    Missing { what: what.into(), remedy: remedy.into() }
-}
+pub use beelet_tests_base::requires::{Missing, find_program, kube_apiserver, leave_out, missing, skip};
 
 /// The test changes the machine: cgroups, network namespaces, mounts.
 pub fn root() -> Result<(), Missing> {
@@ -97,7 +77,7 @@ pub fn dbus_daemon() -> Result<(), Missing> {
 
 /// The test asks a real API server: etcd, and the kube-apiserver that `KUBE_APISERVER` names.
 pub fn apiserver() -> Result<(), Missing> {
-    crate::cluster::given()?;
+    kube_apiserver()?;
     crate::cluster::etcd().map(drop)
 }
 
@@ -341,43 +321,12 @@ pub fn strace() -> Result<(), Missing> {
     Err(missing("strace can't trace here", "use a container or shell that has CAP_SYS_PTRACE"))
 }
 
-/// A program in PATH, or in the system folders that an ordinary user's PATH lacks.
-pub fn find_program(program: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let folders = std::env::split_paths(&path).chain(
-        ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"].map(PathBuf::from),
-    );
-    let all = std::env::join_paths(folders).ok()?;
-    which::which_in(program, Some(all), "/").ok()
-}
-
 /// The folder of the CNI plugins: Debian's, or the one that upstream's packages use.
 pub fn cni_bin_dir() -> Option<PathBuf> {
     ["/usr/lib/cni", "/opt/cni/bin", "/usr/libexec/cni"]
         .map(PathBuf::from)
         .into_iter()
         .find(|dir| dir.is_dir())
-}
-
-/// Says loudly that the calling test is left out, and writes it to the file that `BEELET_SKIPPED` names. For
-/// [`require!`](crate::require).
-pub fn skip(reason: &Missing) {
-    let thread = std::thread::current();
-    let line = skip_line(thread.name().unwrap_or("a test"), &reason.to_string());
-    eprint!("{line}");
-    if let Some(file) = std::env::var_os("BEELET_SKIPPED") {
-        let opened = std::fs::OpenOptions::new().append(true).create(true).open(&file);
-        if let Err(error) = opened.and_then(|mut opened| opened.write_all(line.as_bytes())) {
-            eprintln!("could not write to {}: {error}", file.display());
-        }
-    }
-}
-
-/// The line of a test that is left out. A reason that quotes a program may have several lines; the file has
-/// one for each test.
-fn skip_line(test: &str, reason: &str) -> String {
-    let reason: Vec<&str> = reason.split_whitespace().collect();
-    format!("SKIPPED {test}: {}\n", reason.join(" "))
 }
 
 /// Returns from the calling test, loudly, where the machine lacks something that it needs:
@@ -392,18 +341,4 @@ macro_rules! require {
             }
         )+
     };
-}
-
-#[cfg(test)]
-mod tests {
-    use super::skip_line;
-
-    #[test]
-    fn a_reason_of_several_lines_is_told_in_one() {
-        let reason = "mount(8) failed:\n       dmesg(1) may have more information.\n";
-        assert_eq!(
-            skip_line("quotas::xfs", reason),
-            "SKIPPED quotas::xfs: mount(8) failed: dmesg(1) may have more information.\n"
-        );
-    }
 }

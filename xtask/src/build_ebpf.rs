@@ -9,6 +9,7 @@ use crate::progress::Step;
 use crate::setup_ebpf::{self, Toolchain};
 use crate::shell;
 use anyhow::{Context as _, Result, bail};
+use beelet_tests_base::workdir;
 use object::build::elf::{Builder, SectionData};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
@@ -18,7 +19,7 @@ use std::path::{Path, PathBuf};
 /// Builds the kernel programs and writes ebpf/prebuilt/ (committed: `cargo build` takes the object from
 /// there)
 #[derive(clap::Args)]
-pub(crate) struct Args {
+pub struct Args {
     /// Write nothing: fail unless the committed object is what the committed sources give
     #[arg(long)]
     check: bool,
@@ -39,7 +40,7 @@ struct Record {
 }
 
 /// The programs that are attached and pinned, with their maps.
-pub(crate) const ATTACHED: &str = "beelet";
+pub const ATTACHED: &str = "beelet";
 /// Every object: the binary that cargo makes, of which `<name>.bpf.o` is made.
 const OBJECTS: [&str; 3] = [ATTACHED, "beelet-check", "beelet-scheduler"];
 
@@ -50,11 +51,11 @@ fn file_name(object: &str) -> String {
 
 /// A committed object.
 fn prebuilt(object: &str) -> PathBuf {
-    shell::repository().join("ebpf/prebuilt").join(file_name(object))
+    workdir::repository().join("ebpf/prebuilt").join(file_name(object))
 }
 
 fn record_path() -> PathBuf {
-    shell::repository().join("ebpf/prebuilt/beelet.bpf.json")
+    workdir::repository().join("ebpf/prebuilt/beelet.bpf.json")
 }
 
 /// The command line's entry.
@@ -62,14 +63,14 @@ fn record_path() -> PathBuf {
 /// # Errors
 /// The toolchain is missing and could not be installed, the programs do not build, or (`--check`) the
 /// committed object is not what the sources give.
-pub(crate) fn run(args: &Args) -> Result<()> {
+pub fn run(args: &Args) -> Result<()> {
     if args.check {
         return check();
     }
     if args.log {
         let toolchain = setup_ebpf::ensure()?;
         let object = object(&build(&toolchain, true)?, ATTACHED)?.to_vec();
-        let path = shell::repository().join("target/bpf/beelet-log.bpf.o");
+        let path = workdir::repository().join("target/bpf/beelet-log.bpf.o");
         write(&path, &object)?;
         println!("{}", path.display());
         return Ok(());
@@ -95,7 +96,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 ///
 /// # Errors
 /// A file cannot be read.
-pub(crate) fn is_current() -> Result<bool> {
+pub fn is_current() -> Result<bool> {
     let record = read_record()?;
     Ok(record.sources_sha256 == sources_digest()?)
 }
@@ -154,17 +155,17 @@ fn read_record() -> Result<Record> {
 }
 
 /// One of several objects.
-pub(crate) fn object<'a>(objects: &'a Objects, name: &str) -> Result<&'a [u8]> {
+pub fn object<'a>(objects: &'a Objects, name: &str) -> Result<&'a [u8]> {
     objects.get(name).map(Vec::as_slice).with_context(|| format!("no kernel object {name} was built"))
 }
 
 /// The bytes of objects, by name.
-pub(crate) type Objects = BTreeMap<&'static str, Vec<u8>>;
+pub type Objects = BTreeMap<&'static str, Vec<u8>>;
 
 /// Compiles, links and strips.
-pub(crate) fn build(toolchain: &Toolchain, log: bool) -> Result<Objects> {
+pub fn build(toolchain: &Toolchain, log: bool) -> Result<Objects> {
     let step = Step::start("kernel programs");
-    let target = shell::repository().join("target/bpf").join(if log { "log" } else { "plain" });
+    let target = workdir::repository().join("target/bpf").join(if log { "log" } else { "plain" });
     let mut path = std::ffi::OsString::from(&toolchain.linker_dir);
     if let Some(inherited) = std::env::var_os("PATH") {
         path.push(":");
@@ -214,7 +215,7 @@ fn rustflags(toolchain: &Toolchain) -> Result<Vec<String>> {
         "-Clink-arg=--btf".to_owned(),
         map(&cargo_home()?, "/cargo"),
         map(&toolchain.library, "/rust/library"),
-        map(&shell::repository(), "/beelet"),
+        map(&workdir::repository(), "/beelet"),
     ];
     // The folder below is named after the registry's address, which is a mirror's on some machines. The last
     // one that fits counts.
@@ -264,7 +265,7 @@ fn strip(linked: &[u8]) -> Result<Vec<u8>> {
 
 /// No folder of this machine may be in the object.
 fn refuse_paths(object: &[u8], toolchain: &Toolchain) -> Result<()> {
-    for path in [shell::repository(), cargo_home()?, toolchain.library.clone()] {
+    for path in [workdir::repository(), cargo_home()?, toolchain.library.clone()] {
         let needle = path.to_string_lossy().into_owned();
         if object.windows(needle.len()).any(|window| window == needle.as_bytes()) {
             bail!("the object holds this machine's path {needle}: a --remap-path-prefix is missing");
@@ -275,7 +276,7 @@ fn refuse_paths(object: &[u8], toolchain: &Toolchain) -> Result<()> {
 
 /// SHA-256 over names and contents of what goes into the object, in a fixed order.
 fn sources_digest() -> Result<String> {
-    let top = shell::repository();
+    let top = workdir::repository();
     let mut files = vec!["ebpf/Cargo.toml".into(), "ebpf/abi/Cargo.toml".into()];
     for folder in ["ebpf/src", "ebpf/abi/src"] {
         files_below(&top, Path::new(folder), &mut files)?;

@@ -10,9 +10,11 @@ use std::process::Command;
 
 /// A kind of processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, ValueEnum)]
-pub(crate) enum Arch {
+pub enum Arch {
+    /// x86-64.
     #[value(name = "amd64")]
     Amd64,
+    /// 64-bit ARM.
     #[value(name = "arm64")]
     Arm64,
 }
@@ -22,7 +24,7 @@ impl Arch {
     ///
     /// # Errors
     /// Nothing here is known about it.
-    pub(crate) fn here() -> Result<Arch> {
+    pub fn here() -> Result<Arch> {
         match std::env::consts::ARCH {
             "x86_64" => Ok(Arch::Amd64),
             "aarch64" => Ok(Arch::Arm64),
@@ -31,7 +33,7 @@ impl Arch {
     }
 
     /// As Debian and container images name it.
-    pub(crate) fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Arch::Amd64 => "amd64",
             Arch::Arm64 => "arm64",
@@ -39,7 +41,7 @@ impl Arch {
     }
 
     /// As Linux and Rust name it.
-    pub(crate) fn machine(self) -> &'static str {
+    pub fn machine(self) -> &'static str {
         match self {
             Arch::Amd64 => "x86_64",
             Arch::Arm64 => "aarch64",
@@ -47,7 +49,7 @@ impl Arch {
     }
 
     /// The target of static binaries.
-    pub(crate) fn musl(self) -> &'static str {
+    pub fn musl(self) -> &'static str {
         match self {
             Arch::Amd64 => "x86_64-unknown-linux-musl",
             Arch::Arm64 => "aarch64-unknown-linux-musl",
@@ -55,7 +57,7 @@ impl Arch {
     }
 
     /// The program that takes a binary's symbols away, and its Debian package.
-    pub(crate) fn strip(self) -> (&'static str, &'static str) {
+    pub fn strip(self) -> (&'static str, &'static str) {
         match self {
             Arch::Amd64 => ("x86_64-linux-gnu-strip", "binutils"),
             Arch::Arm64 => ("aarch64-linux-gnu-strip", "binutils-aarch64-linux-gnu"),
@@ -76,7 +78,7 @@ impl Arch {
 ///
 /// # Errors
 /// The target's standard library or its C compiler is missing; the message says what brings it.
-pub(crate) fn target_musl(cargo: &mut Command, arch: Arch) -> Result<()> {
+pub fn target_musl(cargo: &mut Command, arch: Arch) -> Result<()> {
     let target = arch.musl();
     require_standard_library(target)?;
     let (compiler, package) = arch.compiler();
@@ -108,7 +110,7 @@ fn require_standard_library(target: &str) -> Result<()> {
 ///
 /// # Errors
 /// There is no `strip` for this processor, or it failed.
-pub(crate) fn strip(binary: &Path, copy: &Path, arch: Arch) -> Result<()> {
+pub fn strip(binary: &Path, copy: &Path, arch: Arch) -> Result<()> {
     let (own, package) = arch.strip();
     let native = Arch::here().is_ok_and(|here| here == arch);
     let program = if native { setup::find("strip") } else { setup::find(own) };

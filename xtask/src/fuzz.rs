@@ -8,7 +8,7 @@ use crate::progress::Step;
 use crate::setup::{self, Part};
 use crate::shell;
 use anyhow::{Context as _, Result, bail};
-use beelet_tests::workdir;
+use beelet_tests_base::workdir;
 use flate2::{Compression, read::GzDecoder, write::GzEncoder};
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -88,7 +88,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 
 /// Every target, with the first line of what its program says about it.
 fn targets() -> Result<Vec<(String, String)>> {
-    let folder = shell::repository().join("fuzz/src/bin");
+    let folder = workdir::repository().join("fuzz/src/bin");
     let mut all = Vec::new();
     for entry in folder.read_dir().with_context(|| format!("cannot list {}", folder.display()))? {
         let path = entry?.path();
@@ -144,7 +144,7 @@ fn corpora(target: &str) -> Result<[PathBuf; 2]> {
 
 /// The inputs that are committed: hundreds of small files, mostly of the same words.
 fn packed(target: &str) -> PathBuf {
-    shell::repository().join(format!("fuzz/corpus/{target}.tar.gz"))
+    workdir::repository().join(format!("fuzz/corpus/{target}.tar.gz"))
 }
 
 fn make(folder: &Path) -> Result<()> {
@@ -159,7 +159,7 @@ fn limits() -> Vec<String> {
 fn attempt(target: &str, program: &Path, seconds: u64) -> Result<bool> {
     let step = Step::start(format!("fuzz {target}"));
     let [committed, grown] = corpora(target)?;
-    let crashes = shell::repository().join("fuzz/crashes").join(target);
+    let crashes = workdir::repository().join("fuzz/crashes").join(target);
     make(&crashes)?;
     let log = workdir::target_dir().join(format!("fuzz/{target}.log"));
     let file = File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
@@ -167,7 +167,7 @@ fn attempt(target: &str, program: &Path, seconds: u64) -> Result<bool> {
     command.args(limits()).args(["-print_final_stats=1", &format!("-max_total_time={seconds}")]);
     // The last / makes a folder of it.
     command.arg(format!("-artifact_prefix={}/", crashes.display()));
-    let dictionary = shell::repository().join(format!("fuzz/dictionaries/{target}.dict"));
+    let dictionary = workdir::repository().join(format!("fuzz/dictionaries/{target}.dict"));
     if dictionary.exists() {
         command.arg(format!("-dict={}", dictionary.display()));
     }

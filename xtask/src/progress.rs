@@ -15,7 +15,7 @@ const SHOWN_LINES: usize = 40;
 
 /// One step that a person waits for. Finished by [`Step::done`]; dropped before that, it disappears, and the
 /// error that follows says what went wrong.
-pub(crate) struct Step {
+pub struct Step {
     name: String,
     since: Instant,
     bar: Option<ProgressBar>,
@@ -23,7 +23,7 @@ pub(crate) struct Step {
 
 impl Step {
     /// Shows that `name` has begun.
-    pub(crate) fn start(name: impl Into<String>) -> Step {
+    pub fn start(name: impl Into<String>) -> Step {
         let name = name.into();
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::new_spinner();
@@ -43,14 +43,14 @@ impl Step {
     }
 
     /// Shows a detail beside the step's name; terminals only.
-    pub(crate) fn detail(&self, text: &str) {
+    pub fn detail(&self, text: &str) {
         if let Some(bar) = &self.bar {
             bar.set_message(console::strip_ansi_codes(text).trim().to_owned());
         }
     }
 
     /// The step is finished. `outcome` is a few words about what came out of it, or empty.
-    pub(crate) fn done(mut self, outcome: &str) {
+    pub fn done(mut self, outcome: &str) {
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();
         }
@@ -61,7 +61,7 @@ impl Step {
 
     /// Runs `command` as this step, its output beside the spinner, and hands back its standard output. An
     /// error carries the command, its exit status and the end of what it printed.
-    pub(crate) fn run(&self, command: &mut Command) -> Result<String> {
+    pub fn run(&self, command: &mut Command) -> Result<String> {
         let shown = crate::shell::display(command);
         let mut child = command
             .stdin(Stdio::null())

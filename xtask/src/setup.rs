@@ -9,7 +9,7 @@ use std::process::Command;
 
 /// Installs what the demo, the tests and the BPF build need. Changes nothing where nothing is missing.
 #[derive(clap::Args)]
-pub(crate) struct Args {
+pub struct Args {
     /// What to install for; may be given more than once [default: demo, test, ebpf]
     #[arg(long = "for", value_name = "PART", value_enum)]
     parts: Vec<Part>,
@@ -17,7 +17,7 @@ pub(crate) struct Args {
 
 /// What a set of programs is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Part {
+pub enum Part {
     /// `cargo xtask demo`: containerd, runc, CNI plugins, a static busybox
     Demo,
     /// `cargo xtask test`: what the demo needs, bpftool, iptables, makers of file systems, libelf and zlib
@@ -118,7 +118,7 @@ impl Part {
 }
 
 /// The command line's entry.
-pub(crate) fn run(args: &Args) -> Result<()> {
+pub fn run(args: &Args) -> Result<()> {
     let parts = if args.parts.is_empty() { &[Part::Demo, Part::Test, Part::Ebpf][..] } else { &args.parts };
     for part in parts {
         ensure(*part)?;
@@ -127,7 +127,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 /// Makes sure that everything `part` needs is there; installs what is not.
-pub(crate) fn ensure(part: Part) -> Result<()> {
+pub fn ensure(part: Part) -> Result<()> {
     ensure_packages(part)?;
     if part == Part::Ebpf { crate::setup_ebpf::run() } else { Ok(()) }
 }
@@ -158,7 +158,7 @@ fn ensure_packages(part: Part) -> Result<()> {
 }
 
 /// What `part` needs and this machine lacks, as half a sentence; none if all is there.
-pub(crate) fn lacking(part: Part) -> Option<String> {
+pub fn lacking(part: Part) -> Option<String> {
     let missing = missing(part);
     (!missing.is_empty()).then(|| format!("{} not installed", things(&missing)))
 }
@@ -178,12 +178,12 @@ fn is_there(need: &Need) -> bool {
 /// Returns true if the program at `path` asks for no dynamic loader (no PT_INTERP): only such a busybox runs
 /// in an image that holds nothing else. Debian's plain `busybox` package is dynamic and has the same path.
 fn is_static(path: &Path) -> bool {
-    beelet_tests::images::is_static(path).unwrap_or(false)
+    beelet_tests_base::images::is_static(path).unwrap_or(false)
 }
 
 /// A program in PATH, or in the system folders that an ordinary user's PATH lacks.
-pub(crate) fn find(program: &str) -> Option<PathBuf> {
-    beelet_tests::requires::find_program(program)
+pub fn find(program: &str) -> Option<PathBuf> {
+    beelet_tests_base::requires::find_program(program)
 }
 
 fn packages(needs: &[&Need]) -> Vec<&'static str> {

@@ -6,6 +6,7 @@
 use crate::progress::Step;
 use crate::shell;
 use anyhow::{Context as _, Result, bail};
+use beelet_tests_base::workdir;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -13,15 +14,15 @@ use std::process::Command;
 const BPF_LINKER_VERSION: &str = "0.13.0";
 
 /// Everything that a BPF build needs beyond cargo and rustc.
-pub(crate) struct Toolchain {
+pub struct Toolchain {
     /// The folder with `bpf-linker`.
-    pub(crate) linker_dir: PathBuf,
+    pub linker_dir: PathBuf,
     /// The folder `library` of rustc's sources.
-    pub(crate) library: PathBuf,
+    pub library: PathBuf,
     /// Whether `library` is not the sysroot's own, so that cargo has to be told.
-    pub(crate) library_elsewhere: bool,
+    pub library_elsewhere: bool,
     /// What made the object: rustc's and bpf-linker's version.
-    pub(crate) versions: String,
+    pub versions: String,
 }
 
 /// The compiler in use.
@@ -35,7 +36,7 @@ struct Rustc {
 ///
 /// # Errors
 /// rustc does not run, or a path is not what it should be.
-pub(crate) fn find() -> Result<Option<Toolchain>> {
+pub fn find() -> Result<Option<Toolchain>> {
     let rustc = rustc()?;
     let Some(linker_dir) = find_linker(&rustc)? else { return Ok(None) };
     let Some((library, library_elsewhere)) = find_library(&rustc)? else { return Ok(None) };
@@ -46,7 +47,7 @@ pub(crate) fn find() -> Result<Option<Toolchain>> {
 ///
 /// # Errors
 /// Something could not be installed: the message says what, and what to do.
-pub(crate) fn ensure() -> Result<Toolchain> {
+pub fn ensure() -> Result<Toolchain> {
     let rustc = rustc()?;
     let linker_dir = match find_linker(&rustc)? {
         Some(dir) => dir,
@@ -63,7 +64,7 @@ pub(crate) fn ensure() -> Result<Toolchain> {
 ///
 /// # Errors
 /// As [`ensure`].
-pub(crate) fn run() -> Result<()> {
+pub fn run() -> Result<()> {
     let step = Step::start("setup for ebpf");
     let toolchain = ensure()?;
     step.done(&toolchain.versions);
@@ -79,7 +80,7 @@ fn rustc() -> Result<Rustc> {
     let ask = |arguments: &[&str]| -> Result<String> {
         let output = Command::new("rustc")
             .args(arguments)
-            .current_dir(shell::repository())
+            .current_dir(workdir::repository())
             .output()
             .with_context(|| format!("could not start `rustc {}`", arguments.join(" ")))?;
         if !output.status.success() {
@@ -228,7 +229,7 @@ fn install_library(rustc: &Rustc) -> Result<(PathBuf, bool)> {
     let rustup = step.run(
         Command::new("rustup")
             .args(["component", "add", "rust-src"])
-            .current_dir(shell::repository())
+            .current_dir(workdir::repository())
             // The toolchain in use, even where another is the default.
             .env("RUSTUP_TOOLCHAIN", rustc.sysroot.file_name().unwrap_or_default()),
     );

@@ -1,19 +1,13 @@
-//! Small things every command needs: the repository's folders, cargo, a command shown as a person would type
-//! it.
+//! Small things every command needs: cargo, a command shown as a person would type it, the exit code.
 
 use anyhow::{Context as _, Result, bail};
-use std::path::{Path, PathBuf};
-use std::process::Command;
-
-/// The repository's top folder.
-pub(crate) fn repository() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new(".")).to_path_buf()
-}
+use beelet_tests_base::workdir;
+use std::process::{Command, ExitCode};
 
 /// Cargo, started at the repository's top: the one that runs us, so the toolchain is the same.
-pub(crate) fn cargo() -> Command {
+pub fn cargo() -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.current_dir(repository());
+    cargo.current_dir(workdir::repository());
     // Set by the cargo that runs us for xtask alone; in a child they would make cargo rebuild things.
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
@@ -25,7 +19,7 @@ pub(crate) fn cargo() -> Command {
 }
 
 /// Runs `command` with our own standard streams; an error names it and its exit status.
-pub(crate) fn run(command: &mut Command) -> Result<()> {
+pub fn run(command: &mut Command) -> Result<()> {
     let shown = display(command);
     let status = command.status().with_context(|| format!("could not start `{shown}`"))?;
     if !status.success() {
@@ -34,8 +28,19 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
+/// Prints a command's error, and gives its exit code.
+pub fn finish(result: Result<()>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{} {error:#}", console::style("error:").red().bold().for_stderr());
+            ExitCode::FAILURE
+        }
+    }
+}
+
 /// The command as one would type it.
-pub(crate) fn display(command: &Command) -> String {
+pub fn display(command: &Command) -> String {
     let mut text = command.get_program().to_string_lossy().into_owned();
     for argument in command.get_args() {
         let argument = argument.to_string_lossy();

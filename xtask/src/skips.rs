@@ -70,7 +70,7 @@ pub(crate) fn why(reason: &str) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use beelet_tests::requires::missing;
+    use beelet_tests_base::requires::missing;
 
     #[test]
     fn what_a_package_or_root_would_mend_is_not_let_pass() {

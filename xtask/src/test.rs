@@ -1,9 +1,9 @@
 //! `cargo xtask test`: every test that this machine can run, and a list of those that it can't.
 
 use crate::setup::{self, Part};
-use crate::{progress::Step, shell, skips, vm};
+use crate::{lab, progress::Step, shell, skips};
 use anyhow::{Context as _, Result, bail};
-use beelet_tests::{cluster, images, requires, workdir};
+use beelet_tests_base::{images, requires, workdir};
 use std::collections::BTreeMap;
 use std::num::NonZero;
 use std::path::Path;
@@ -11,7 +11,7 @@ use std::process::Command;
 
 /// Runs the tests of every tier that this machine allows, and lists what was left out and why.
 #[derive(clap::Args)]
-pub(crate) struct Args {
+pub struct Args {
     /// The tests that take minutes too
     #[arg(long)]
     long: bool,
@@ -63,7 +63,7 @@ const LIBBPF: &str = "beelet-libbpf/libbpf";
 
 /// The packages and features of a whole test run, as cargo takes them: with others, all that they share would
 /// be built a second time.
-pub(crate) fn selection() -> Vec<&'static str> {
+pub fn selection() -> Vec<&'static str> {
     let mut selection = EVERYTHING.to_vec();
     if libbpf_headers() {
         selection.extend(["--features", LIBBPF]);
@@ -72,10 +72,11 @@ pub(crate) fn selection() -> Vec<&'static str> {
 }
 
 /// The command line's entry.
-pub(crate) fn run(args: &Args) -> Result<()> {
+pub fn run(args: &Args) -> Result<()> {
     let mut left_out = Vec::new();
     // Without an API server, etcd serves nobody.
-    let parts = if cluster::given().is_ok() { &[Part::Test, Part::Cluster][..] } else { &[Part::Test] };
+    let parts =
+        if requires::kube_apiserver().is_ok() { &[Part::Test, Part::Cluster][..] } else { &[Part::Test] };
     for part in parts.iter().filter(|_| !args.no_setup) {
         if let Err(error) = setup::ensure(*part) {
             // What is missing costs the tests that need it, not the others.
@@ -91,7 +92,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let step = Step::start("build the agent and the test app");
     let mut build = shell::cargo();
     if args.chooses_packages() {
-        build.args(["build", "--package", "beelet", "--package", "xtask"]);
+        build.args(["build", "--package", "beelet", "--package", "beelet-lab"]);
     } else {
         // With the tests: alone, the agent has other features, and all that it shares with them would be
         // built twice.
@@ -113,8 +114,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let passed = run_tests(args, environment);
     let documented = run_examples(args);
     // Arguments for the runner choose tests, and the VMs know nothing of them.
-    let passed_in_vms =
-        if args.no_vm || !args.runner.is_empty() { Ok(()) } else { run_in_vms(&mut left_out) };
+    let passed_in_vms = if args.no_vm || !args.runner.is_empty() { Ok(()) } else { run_in_vms(&skipped) };
     let skipped = workdir::read(&skipped)?;
     let reasons = reasons(&skipped)?;
     report(&reasons, &left_out);
@@ -169,14 +169,11 @@ fn run_examples(args: &Args) -> Result<()> {
 }
 
 /// The tests that ask the kernel, on other kernels, where the machine can.
-fn run_in_vms(left_out: &mut Vec<String>) -> Result<()> {
-    if let Some(why) = vm::unavailable() {
-        left_out.push(format!("the kernel's tests on other kernels (cargo xtask vm): {why}"));
-        return Ok(());
-    }
-    let summary = vm::run_all(&vm::Options::default())?;
-    left_out.extend(summary.left_out());
-    summary.verdict()
+fn run_in_vms(skipped: &Path) -> Result<()> {
+    let mut command = lab::command_line("vm");
+    command.args(["--or-skip", "--no-setup"]);
+    command.env("BEELET_SKIPPED", skipped);
+    shell::run(&mut command).context("the kernel's tests in VMs failed")
 }
 
 fn libbpf_headers() -> bool {

@@ -4,7 +4,7 @@
 use super::version;
 use crate::cross::Arch;
 use anyhow::{Context as _, Result};
-use beelet_tests::images::Entry;
+use beelet_tests_base::images::Entry;
 use flate2::{Compression, GzBuilder};
 use std::fs::File;
 use std::path::{Path, PathBuf};

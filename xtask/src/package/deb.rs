@@ -3,7 +3,7 @@
 use super::{layout, version};
 use crate::{cross::Arch, setup, shell};
 use anyhow::{Context as _, Result, bail};
-use beelet_tests::{images::Entry, workdir};
+use beelet_tests_base::{images::Entry, workdir};
 use std::fmt::Write as _;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
@@ -30,7 +30,7 @@ pub(super) fn require() -> Result<()> {
 
 /// How a package is packed, as dpkg-deb takes it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Packed {
+pub enum Packed {
     /// Small, and a minute's work: for a release.
     Xz,
     /// Not at all: for a machine that is thrown away.
@@ -38,7 +38,7 @@ pub(crate) enum Packed {
 }
 
 /// Makes the package of these files in the folder `out`; all times in it are `seconds` since 1970.
-pub(crate) fn build(
+pub fn build(
     files: &[(String, Entry)],
     arch: Arch,
     revision: &str,
@@ -62,7 +62,7 @@ pub(crate) fn build(
         self::control(&name, arch, &root.join("usr/bin/beelet"), files)?,
     )?;
     for script in SCRIPTS {
-        let content = fs::read(shell::repository().join("packaging/deb").join(script))
+        let content = fs::read(workdir::repository().join("packaging/deb").join(script))
             .with_context(|| format!("could not read packaging/deb/{script}"))?;
         place(&control.join(script), &Entry::File(content, 0o755))?;
     }
@@ -168,7 +168,7 @@ mod tests {
     #[test]
     fn the_scripts_are_shell_that_a_shell_understands_and_can_be_run() {
         for script in SCRIPTS {
-            let path = shell::repository().join("packaging/deb").join(script);
+            let path = workdir::repository().join("packaging/deb").join(script);
             let output = Command::new("sh").arg("-n").arg(&path).output().unwrap();
             assert!(output.status.success(), "{script}: {}", String::from_utf8_lossy(&output.stderr));
             assert!(fs::read_to_string(&path).unwrap().starts_with("#!/bin/sh\n"), "{script}");

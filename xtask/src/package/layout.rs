@@ -3,7 +3,7 @@
 
 use crate::shell;
 use anyhow::{Context as _, Result, bail};
-use beelet_tests::images::Entry;
+use beelet_tests_base::{images::Entry, workdir};
 use flate2::{Compression, GzBuilder};
 use std::io::Write as _;
 use std::path::Path;
@@ -29,20 +29,20 @@ const COMPLETIONS: &[(&str, &str)] = &[
 
 /// All files by their paths from the root, sorted. `start` is what starts `binary` on this machine, before
 /// its arguments.
-pub(crate) fn files(binary: &Path, start: impl Fn() -> Result<Command>) -> Result<Vec<(String, Entry)>> {
+pub fn files(binary: &Path, start: impl Fn() -> Result<Command>) -> Result<Vec<(String, Entry)>> {
     let mut all = vec![
         ("usr/bin/beelet".to_owned(), Entry::File(read(binary)?, 0o755)),
         ("etc/beelet/manifests".to_owned(), Entry::Folder(0o755)),
     ];
     let mut add = |path: String, content: Vec<u8>| all.push((path, Entry::File(content, 0o644)));
     for (from, to) in COPIED {
-        add((*to).to_owned(), read(&shell::repository().join(from))?);
+        add((*to).to_owned(), read(&workdir::repository().join(from))?);
     }
     add(
         "usr/share/doc/beelet/changelog.gz".to_owned(),
-        gzip(&read(&shell::repository().join("CHANGELOG.md"))?)?,
+        gzip(&read(&workdir::repository().join("CHANGELOG.md"))?)?,
     );
-    for (name, content) in in_folder(&shell::repository().join("docs"), ".md")? {
+    for (name, content) in in_folder(&workdir::repository().join("docs"), ".md")? {
         add(format!("usr/share/doc/beelet/{name}"), content);
     }
     for (shell, path) in COMPLETIONS {

@@ -11,16 +11,20 @@ mod layout;
 mod sbom;
 
 use crate::cross::{self, Arch};
-use crate::{progress::Step, shell, vm};
+use crate::{
+    progress::Step,
+    qemu::{self, Qemu},
+    shell,
+};
 use anyhow::{Context as _, Result, bail};
-use beelet_tests::{images, workdir};
+use beelet_tests_base::{images, workdir};
 use serde_json::json;
 use sha2::{Digest as _, Sha256};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-pub(crate) use self::deb::{Packed, build as build_deb};
-pub(crate) use self::layout::files;
+pub use self::deb::{Packed, build as build_deb};
+pub use self::layout::files;
 
 /// The profile of what is shipped (Cargo.toml says what is in it).
 const PROFILE: &str = "dist";
@@ -30,7 +34,7 @@ const IMAGE: &str = "localhost/beelet:latest";
 /// Makes what a release ships, below target/package: a .deb, an archive with a static binary, a container
 /// image, an SBOM, and their checksums.
 #[derive(clap::Args)]
-pub(crate) struct Args {
+pub struct Args {
     /// The package's revision, behind the version: 0.1.0-REVISION
     #[arg(long, value_name = "REVISION", default_value = "1")]
     revision: String,
@@ -58,7 +62,7 @@ enum Product {
 }
 
 /// The command line's entry.
-pub(crate) fn run(args: &Args) -> Result<()> {
+pub fn run(args: &Args) -> Result<()> {
     let wants = |product| args.only.is_empty() || args.only.contains(&product);
     let out = workdir::target_dir().join("package");
     std::fs::create_dir_all(&out).with_context(|| format!("could not make {}", out.display()))?;
@@ -112,7 +116,7 @@ impl Commit {
     fn of_checkout() -> Commit {
         let git = |arguments: &[&str]| {
             let output =
-                Command::new("git").args(arguments).current_dir(shell::repository()).output().ok()?;
+                Command::new("git").args(arguments).current_dir(workdir::repository()).output().ok()?;
             output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
         };
         let found = || {
@@ -140,7 +144,12 @@ enum Linked {
 
 /// What starts this program on this machine.
 fn runnable(program: &Path, arch: Arch) -> Result<Command> {
-    if arch == Arch::here()? { Ok(Command::new(program)) } else { vm::emulated(program, arch) }
+    if arch == Arch::here()? {
+        return Ok(Command::new(program));
+    }
+    let mut command = Qemu::user(&qemu::folder(), arch)?.command();
+    command.arg(program);
+    Ok(command)
 }
 
 /// The agent, or the one that was given.

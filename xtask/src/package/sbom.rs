@@ -3,7 +3,7 @@
 use super::version;
 use crate::{progress::Step, shell};
 use anyhow::{Context as _, Result};
-use beelet_tests::workdir;
+use beelet_tests_base::workdir;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -23,7 +23,7 @@ pub(super) fn build(out: &Path) -> Result<PathBuf> {
         shell::run(install.arg(&root))?;
         step.done("installed");
     }
-    let manifest = shell::repository().join("agent/Cargo.toml");
+    let manifest = workdir::repository().join("agent/Cargo.toml");
     let mut command = Command::new(&tool);
     command.args([
         "cyclonedx",
@@ -34,10 +34,10 @@ pub(super) fn build(out: &Path) -> Result<PathBuf> {
         NAME,
         "--manifest-path",
     ]);
-    shell::run(command.arg(&manifest).current_dir(shell::repository()))?;
+    shell::run(command.arg(&manifest).current_dir(workdir::repository()))?;
     // It leaves a file beside every crate that it walked through.
     let path = out.join(format!("beelet-{}.cdx.json", version()));
-    let made = shell::repository().join("agent").join(format!("{NAME}.json"));
+    let made = workdir::repository().join("agent").join(format!("{NAME}.json"));
     std::fs::copy(&made, &path).with_context(|| format!("could not copy {}", made.display()))?;
     sweep()?;
     Ok(path)
@@ -46,7 +46,7 @@ pub(super) fn build(out: &Path) -> Result<PathBuf> {
 /// Removes what the tool wrote beside each crate of the workspace.
 fn sweep() -> Result<()> {
     let mut command = shell::cargo();
-    command.args(["metadata", "--no-deps", "--format-version", "1"]).current_dir(shell::repository());
+    command.args(["metadata", "--no-deps", "--format-version", "1"]).current_dir(workdir::repository());
     let output = command.output().context("could not start cargo metadata")?;
     let metadata: serde_json::Value =
         serde_json::from_slice(&output.stdout).context("cargo metadata failed")?;

@@ -1,5 +1,5 @@
-//! One set of features. `cargo xtask` builds this package alone, the tests build all of them, and cargo gives a
-//! library the features that the chosen packages ask for: where the two sets differ, each library above it is
+//! One set of features. `cargo xtask` builds this package or lab's alone, the tests build all of them, and cargo
+//! gives a library the features that the chosen packages ask for: where two sets differ, each library above it is
 //! built twice, and kept twice.
 
 use super::Violation;
@@ -8,12 +8,20 @@ use anyhow::{Context as _, Result, bail};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// Compares what this package is made of with what all of them are made of.
+/// The packages that `cargo run` builds alone, with their manifests.
+const PACKAGES: [(&str, &str); 2] = [("xtask", "xtask/Cargo.toml"), ("beelet-lab", "lab/Cargo.toml")];
+
+/// Compares what each of these packages is made of with what all packages are made of.
 pub(super) fn check(repository: &Path) -> Result<Vec<Violation>> {
-    // Without what is for tests: that of this package has no part in `cargo run`.
-    let own = tree(repository, &["--package", "xtask", "--edges", "normal,build"])?;
     let all = tree(repository, &test::selection())?;
-    Ok(compare(&features(&own), &features(&all)))
+    let all = features(&all);
+    let mut found = Vec::new();
+    for (package, manifest) in PACKAGES {
+        // Without what is for tests: that of the package has no part in `cargo run`.
+        let own = tree(repository, &["--package", package, "--edges", "normal,build"])?;
+        found.extend(compare(manifest, &features(&own), &all));
+    }
+    Ok(found)
 }
 
 /// Each library with its features, a line each.
@@ -44,7 +52,11 @@ fn features(tree: &str) -> BTreeMap<&str, BTreeSet<&str>> {
     all
 }
 
-fn compare(own: &BTreeMap<&str, BTreeSet<&str>>, all: &BTreeMap<&str, BTreeSet<&str>>) -> Vec<Violation> {
+fn compare(
+    manifest: &str,
+    own: &BTreeMap<&str, BTreeSet<&str>>,
+    all: &BTreeMap<&str, BTreeSet<&str>>,
+) -> Vec<Violation> {
     let differ = own.iter().filter_map(|(library, features)| {
         let wanted = all.get(library).filter(|wanted| *wanted != features)?;
         let names: Vec<&str> = wanted.symmetric_difference(features).copied().collect();
@@ -53,7 +65,7 @@ fn compare(own: &BTreeMap<&str, BTreeSet<&str>>, all: &BTreeMap<&str, BTreeSet<&
              are built twice: {}",
             names.join(", ")
         );
-        Some(Violation { file: "xtask/Cargo.toml".to_owned(), line: 1, message })
+        Some(Violation { file: manifest.to_owned(), line: 1, message })
     });
     differ.collect()
 }
@@ -67,7 +79,7 @@ mod tests {
         let all =
             "tokio v1.2.3 fs,net,test-util\nserde_derive v1.0.0 (proc-macro) default\na v0.1.0 (/x y/a) \n";
         let check = |own: &str, expected: &[&str]| {
-            let found = compare(&features(own), &features(all));
+            let found = compare("xtask/Cargo.toml", &features(own), &features(all));
             let messages: Vec<&str> = found.iter().map(|violation| violation.message.as_str()).collect();
             assert_eq!(messages.len(), expected.len(), "{messages:?}");
             for (message, expected) in messages.iter().zip(expected) {

@@ -9,8 +9,8 @@ mod numbers;
 mod outside;
 mod words;
 
-use crate::shell;
 use anyhow::{Context as _, Result, bail};
+use beelet_tests_base::workdir;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -73,7 +73,7 @@ struct Violation {
 
 /// The command line's entry.
 pub(crate) fn run(_: &Args) -> Result<()> {
-    let repository = shell::repository();
+    let repository = workdir::repository();
     let mut violations = Vec::new();
     let files = tracked(&repository)?;
     violations.extend(house::check(&repository)?);
@@ -292,7 +292,7 @@ mod tests {
     #[test]
     fn links_must_lead_to_a_file_of_the_repository() {
         let check = |text: &str, expected: usize| {
-            assert_eq!(check_links("README.md", text, &shell::repository()).len(), expected, "{text}");
+            assert_eq!(check_links("README.md", text, &workdir::repository()).len(), expected, "{text}");
         };
         check("see [the licence](LICENSE) and [the web](https://example.com/x)", 0);
         check("see [a part](#part) and [a part of a file](LICENSE#part)", 0);

@@ -1,0 +1,50 @@
+//! What devices cost: deciding which of 1,000 devices on 8 NUMA nodes go to a container, and admitting pods
+//! with devices, beyond the plugin's own time, which is what a call takes by a client that does nothing else:
+//! deciding, the hops between the tasks of the agent, and the checkpoint, which is written to memory here:
+//! the time that a disk takes for its fsync is not in it, and the rows say so. An admission's sample is the
+//! average of 100 pods. Measured by `bench/src/bin/devices.rs`, which has the agent's own parts in it.
+
+use super::Row;
+use anyhow::{Context as _, Result};
+use beelet_tests::workdir;
+use std::process::Command;
+use xtask::progress::Step;
+use xtask::shell;
+
+/// p99, in milliseconds.
+const BOUND: f64 = 1.0;
+
+/// The rows, and what the driver calls them.
+const ROWS: [(&str, &str); 5] = [
+    ("decision_of_1000", "decision"),
+    ("decision_of_two_restricted", "decision_of_two_restricted"),
+    ("decision_of_two_single_numa_node", "decision_of_two_single_numa_node"),
+    ("admission_overhead_without_disk", "admission"),
+    ("admission_overhead_without_disk_single_numa_node", "admission_single_numa_node"),
+];
+
+/// Measures the [`ROWS`].
+pub(super) fn run(quick: bool) -> Result<Vec<Row>> {
+    let step = Step::start("devices: decisions and admissions");
+    step.run(shell::cargo().args([
+        "build",
+        "--release",
+        "--package",
+        "beelet",
+        "--package",
+        "bench",
+        "--bin",
+        "bench-devices",
+    ]))?;
+    let rounds = if quick { "10" } else { "100" };
+    let driver = workdir::target_dir().join("release/bench-devices");
+    let output = Command::new(&driver).arg(rounds).output().context("could not start the bench's driver")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let measured: serde_json::Value = serde_json::from_str(&text)
+        .with_context(|| format!("the bench's driver failed: {}", String::from_utf8_lossy(&output.stderr)))?;
+    let samples = |name: &str| -> Vec<f64> {
+        measured[name].as_array().into_iter().flatten().filter_map(serde_json::Value::as_f64).collect()
+    };
+    step.done(&format!("{rounds} rounds"));
+    Ok(ROWS.map(|(row, name)| Row::new("devices", row, "ms", samples(name), BOUND)).into())
+}

@@ -1,0 +1,201 @@
+//! `cargo xtask conformance`: Kubernetes' own end-to-end tests as the judge (docs/conformance.md).
+//!
+//! The suites are built from Kubernetes' sources; nothing of them is in this repository. `E2E_TEST` names the
+//! cluster suite (`e2e.test`), which asks a cluster whose node runs beelet; `E2E_NODE_TEST` the node's
+//! (`e2e_node.test`), which starts the agent itself. What a run says goes into the ledger, and from there
+//! into the page: neither is written by hand.
+
+mod junit;
+mod ledger;
+mod page;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, bail};
+use beelet_tests::workdir;
+
+use self::ledger::{Ledger, Outcome, Row};
+use xtask::progress::Step;
+
+/// Runs Kubernetes' own tests against a node, and keeps the results
+#[derive(clap::Args)]
+#[command(after_help = "\
+Environment:
+  E2E_TEST       the cluster suite's binary, e2e.test
+  E2E_NODE_TEST  the node suite's binary, e2e_node.test
+  GINKGO         the ginkgo command: with it, tests run side by side (--procs)
+  KUBECONFIG     of the cluster that the cluster suite asks
+
+Examples:
+  KUBECONFIG=admin.conf E2E_TEST=./e2e.test cargo xtask conformance '\\[NodeConformance\\]'
+  E2E_NODE_TEST=./e2e_node.test cargo xtask conformance --suite node 'Containers Lifecycle'
+  cargo xtask conformance --results run/junit.xml   # of a run that was made elsewhere")]
+pub(crate) struct Args {
+    /// Which tests, as a regular expression on their names
+    #[arg(default_value = r"\[NodeConformance\]|\[sig-node\].*\[Conformance\]")]
+    focus: String,
+    /// Which not
+    #[arg(long, default_value = r"\[Flaky\]|\[LinuxOnly:false\]|\[Feature:")]
+    skip: String,
+    /// Which suite
+    #[arg(long, value_enum, default_value_t = Suite::Cluster)]
+    suite: Suite,
+    /// How many tests at a time (needs GINKGO)
+    #[arg(long, default_value_t = 1)]
+    procs: u32,
+    /// After so many minutes the run ends, with what it has
+    #[arg(long, default_value_t = 60)]
+    minutes: u32,
+    /// More arguments for the suite
+    #[arg(long, value_name = "ARGUMENT", allow_hyphen_values = true)]
+    suite_arg: Vec<String>,
+    /// Run nothing: take the results from these JUnit files, the later before the earlier
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    results: Vec<PathBuf>,
+}
+
+/// One of Kubernetes' suites.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Suite {
+    /// e2e.test, against a cluster
+    Cluster,
+    /// e2e_node.test, which starts the agent
+    Node,
+}
+
+impl Suite {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Cluster => "cluster",
+            Self::Node => "node",
+        }
+    }
+
+    fn variable(self) -> &'static str {
+        match self {
+            Self::Cluster => "E2E_TEST",
+            Self::Node => "E2E_NODE_TEST",
+        }
+    }
+}
+
+/// The command line's entry.
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let results = if args.results.is_empty() { vec![run_suite(args)?] } else { args.results.clone() };
+    let mut rows = Vec::new();
+    for file in &results {
+        let text = workdir::read(file)?;
+        rows.extend(junit::read(&text).with_context(|| format!("cannot read {}", file.display()))?);
+    }
+    if rows.is_empty() {
+        bail!("no test ran: does the focus match one? `{}`", args.focus);
+    }
+    keep(args.suite, rows)
+}
+
+/// Puts results into the ledger and the page, and tells them.
+fn keep(suite: Suite, rows: Vec<Row>) -> Result<()> {
+    let path = workdir::repository().join("tests/conformance/ledger.tsv");
+    let mut ledger = if path.exists() { Ledger::parse(&workdir::read(&path)?)? } else { Ledger::default() };
+    let failed: Vec<Row> = rows.iter().filter(|row| row.outcome == Outcome::Fail).cloned().collect();
+    println!("{}", ledger::counts(rows.iter()));
+    for row in rows {
+        ledger.take(suite.name(), row);
+    }
+    write(&path, &ledger.to_string())?;
+    let beside = workdir::read(&path.with_file_name("beside.tsv"))?;
+    write(&workdir::repository().join("docs/conformance.md"), &page::of(&ledger, &beside))?;
+    for row in &failed {
+        println!("failed: {}\n        {}", row.test, row.reason);
+    }
+    if failed.is_empty() { Ok(()) } else { bail!("{} tests failed", failed.len()) }
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    }
+    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Runs the suite; its JUnit file.
+fn run_suite(args: &Args) -> Result<PathBuf> {
+    let variable = args.suite.variable();
+    let Some(binary) = std::env::var_os(variable).map(PathBuf::from) else {
+        bail!(
+            "{variable} must name the suite's binary, built from Kubernetes' sources (docs/conformance.md)"
+        );
+    };
+    let binary = binary.canonicalize().with_context(|| format!("{variable}: {}", binary.display()))?;
+    let folder = workdir::target_dir().join("conformance").join(args.suite.name());
+    std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let junit = folder.join("junit.xml");
+    // An old run's results must not be taken for this one's.
+    if junit.exists() {
+        std::fs::remove_file(&junit).with_context(|| format!("cannot remove {}", junit.display()))?;
+    }
+    let step = Step::start(format!("{} against {}", binary.display(), args.focus));
+    let ended = command(args, &binary, &folder)?.current_dir(&folder).status();
+    let ended = ended.context("could not start the suite")?;
+    step.done(&ended.to_string());
+    if !junit.exists() {
+        bail!("the suite ended with {ended} and left no results: see its output above");
+    }
+    Ok(junit)
+}
+
+/// The suite's command line: through ginkgo where that is given.
+fn command(args: &Args, binary: &Path, folder: &Path) -> Result<Command> {
+    let ginkgo = std::env::var_os("GINKGO");
+    if args.procs > 1 && ginkgo.is_none() {
+        bail!("--procs needs ginkgo: GINKGO must name its command");
+    }
+    let flag = |name: &str, value: &str| match ginkgo {
+        Some(_) => format!("--{name}={value}"),
+        None => format!("--ginkgo.{name}={value}"),
+    };
+    let mut command = Command::new(ginkgo.as_deref().unwrap_or(binary.as_os_str()));
+    command.arg(flag("focus", &args.focus)).arg(flag("skip", &args.skip));
+    command.arg(flag("timeout", &format!("{}m", args.minutes)));
+    command.arg(if ginkgo.is_some() { "--no-color" } else { "--ginkgo.no-color" });
+    if ginkgo.is_some() {
+        command.arg("--keep-going").arg(format!("--procs={}", args.procs));
+        command.arg(format!("--output-dir={}", folder.display())).arg("--junit-report=junit.xml");
+        command.arg(binary).arg("--");
+    } else {
+        command.arg(flag("junit-report", &folder.join("junit.xml").display().to_string()));
+    }
+    match args.suite {
+        Suite::Cluster => {
+            let Some(kubeconfig) = std::env::var_os("KUBECONFIG") else {
+                bail!("KUBECONFIG must name the file that leads to the cluster, as an administrator");
+            };
+            let kubeconfig = Path::new(&kubeconfig).canonicalize().context("KUBECONFIG")?;
+            command.arg(format!("--kubeconfig={}", kubeconfig.display()));
+            command.args(["--provider=skeleton", "--allowed-not-ready-nodes=0", "--minStartupPods=0"]);
+        }
+        Suite::Node => {
+            let programs = programs(folder)?;
+            command.arg(format!("--k8s-bin-dir={}", programs.display())).arg("--prepull-images=false");
+        }
+    }
+    command.args(&args.suite_arg);
+    Ok(command)
+}
+
+/// The folder in which the node suite finds `kubelet`: beelet under that name.
+fn programs(folder: &Path) -> Result<PathBuf> {
+    let programs = folder.join("bin");
+    std::fs::create_dir_all(&programs).with_context(|| format!("cannot make {}", programs.display()))?;
+    let link = programs.join("kubelet");
+    if link.symlink_metadata().is_ok() {
+        std::fs::remove_file(&link).with_context(|| format!("cannot replace {}", link.display()))?;
+    }
+    let beelet = workdir::target_dir().join("release/beelet");
+    if !beelet.exists() {
+        bail!("{} is not there: `cargo build --release` makes it", beelet.display());
+    }
+    std::os::unix::fs::symlink(&beelet, &link).with_context(|| format!("cannot make {}", link.display()))?;
+    Ok(programs)
+}

@@ -1,0 +1,50 @@
+//! The commands that run beelet and measure it: `cargo xtask --help` lists them, `cargo xtask` starts them.
+//!
+//! One file or folder per command. The demo, the tests and the benches share a private containerd, images
+//! made without a registry and the agent as a child process: all of it is in `beelet-tests`. Setup, steps,
+//! cross builds and packages are shared with the other commands, in `xtask`.
+
+mod bench;
+mod build_and_load;
+mod conformance;
+mod demo;
+mod vm;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+/// The commands that run beelet and measure it.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", disable_help_subcommand = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Bench(bench::Args),
+    BuildAndLoad(build_and_load::Args),
+    Conformance(conformance::Args),
+    Demo(demo::Args),
+    Unload(build_and_load::UnloadArgs),
+    Vm(vm::Args),
+    /// A process that loads the machine, for the benches
+    #[command(hide = true)]
+    Load {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+}
+
+fn main() -> ExitCode {
+    xtask::shell::finish(match Cli::parse().command {
+        Command::Bench(args) => bench::run(&args),
+        Command::BuildAndLoad(args) => build_and_load::run(&args),
+        Command::Conformance(args) => conformance::run(&args),
+        Command::Demo(args) => demo::run(&args),
+        Command::Unload(args) => build_and_load::unload(&args),
+        Command::Vm(args) => vm::run(&args),
+        Command::Load { arguments } => beelet_tests::load::serve(&arguments),
+    })
+}

@@ -1,0 +1,386 @@
+//! End-to-end tests, or a bench, in a stock machine, in place of its checks: on its kernel, its systemd and
+//! its containerd, with either driver of cgroups.
+
+use super::{
+    CHECK_UNIT, Clock, FSTAB, Machine, NETWORK, Stock, agent_config, containerd_config, known, unpacked, want,
+};
+use crate::vm::boot::{self, End};
+use crate::vm::report::{Run, Summary};
+use crate::vm::results::{Event, Test, Transcript};
+use crate::vm::{doctor, guest, page, programs};
+use anyhow::{Context as _, Result, bail};
+use beelet_tests::{images, workdir};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use xtask::{cross::Arch, shell};
+
+pub(super) const SCRIPT: &str = include_str!("e2e.sh");
+
+/// No test takes longer, in seconds of a real machine: as .config/nextest.toml has it.
+const LIMIT: u32 = 300;
+/// So many times longer than on a real machine does a test wait, where BEELET_PATIENCE says nothing else.
+const PATIENCE: u32 = 4;
+/// By the host's clock: what a boot takes, and each of its tests. Half of that is usual beside other work.
+const BOOT: Duration = Duration::from_secs(600);
+const TEST: Duration = Duration::from_secs(120);
+/// By the host's clock: what a bench takes that lasts ten minutes by the machine's.
+const BENCH: Duration = Duration::from_secs(14_400);
+/// How often the machine is booted, if the emulator dies each time.
+const BOOTS: u32 = 3;
+/// The tests' target folder in the machine, and the program in it.
+const TARGET: &str = "check/e2e";
+const PROGRAM: &str = "check/e2e/deps/e2e";
+
+/// What tests read of the repository, each at its place.
+const READ: &[&str] = &[
+    "agent/proto/proto/beelet/signals.proto",
+    "docs/tour.md",
+    "examples/python/signals.py",
+    "examples/redis.yaml",
+    "packaging/beelet-observe.service",
+    "packaging/beelet.service",
+    "packaging/grafana/beelet.json",
+    "packaging/prometheus/beelet.rules.yaml",
+    "tests/plugins/device_plugin.py",
+    "tests/tests/e2e/data/kubernetes-mixin.rules.yaml",
+];
+
+/// Where something is to be run, and how.
+pub(crate) struct Wanted<'a> {
+    /// The machine's name.
+    pub(crate) machine: &'a str,
+    /// The agent; else a debug build of it.
+    pub(crate) agent: Option<&'a Path>,
+    /// Who drives the cgroups of the tests' own containerd and of the agents on it; else who drives the
+    /// machine's.
+    pub(crate) driver: Option<&'a str>,
+    /// How long a boot with all that runs there may take; else long enough on a busy host.
+    pub(crate) deadline: Option<Duration>,
+    /// What the machine's clock goes by.
+    pub(crate) clock: Clock,
+}
+
+impl Wanted<'_> {
+    /// The machine, and who drives the cgroups.
+    fn stock(&self) -> Result<(&'static Stock, &str)> {
+        let stock = known(self.machine)?;
+        let driver = self.driver.unwrap_or(stock.driver);
+        if driver == "systemd" && stock.cgroups != "v2" {
+            bail!("{} has cgroups of version 1, which systemd's driver is not for", stock.name);
+        }
+        Ok((stock, driver))
+    }
+}
+
+/// Boots a machine and runs end-to-end tests there: those whose names begin with one of the prefixes, or all
+/// of them for `all`. With `write_docs` what came out goes into docs/machines.md.
+///
+/// # Errors
+/// A test failed, the doctor found that the agent can't run on the machine's own containerd, or the machine
+/// could not be made or did not come to its end.
+pub(crate) fn end_to_end(wanted: &Wanted<'_>, prefixes: &[String], write_docs: bool) -> Result<()> {
+    let began = Instant::now();
+    let (stock, driver) = wanted.stock()?;
+    let (work, root, _lock) = unpacked(stock)?;
+    let test = install(&root, stock, wanted, driver)?;
+    let (plan, all) = plan_tests(&root, &test, prefixes)?;
+    let machine = Machine { clock: wanted.clock, ..Machine::new(stock, &work, root)? };
+    machine.make_disks()?;
+    let made = began.elapsed();
+    let title = format!("{}, {driver}", stock.name);
+    let tests = u32::try_from(plan.len()).unwrap_or(u32::MAX);
+    let deadline = wanted.deadline.unwrap_or_else(|| BOOT.saturating_add(TEST.saturating_mul(tests)));
+    let (transcript, end) = boots(&machine, &work, &title, &plan, deadline)?;
+    let last_words = if end == End::Done { Vec::new() } else { boot::last_lines(&console(&work)) };
+    let up = transcript.facts.get("up").cloned().unwrap_or_default();
+    let can_run = doctor::can_run(&transcript.doctor_json);
+    let run = Run { kernel: title.clone(), transcript, end, last_words };
+    let summary = Summary { arch: Arch::Amd64, plan, runs: vec![run] };
+    println!("{}", summary.text());
+    let (made, whole) = (made.as_secs(), began.elapsed().as_secs());
+    println!("# made in {made} s, up after {up} s of its own clock, done after {whole} s");
+    let verdict = summary.verdict().and_then(|()| match can_run {
+        true => Ok(()),
+        false => bail!("the doctor does not find that beelet can run on {title}: its words are above"),
+    });
+    if verdict.is_err() {
+        keep_logs(&machine, &work);
+    }
+    for run in summary.runs.iter().filter(|_| write_docs) {
+        let ended = run.transcript.verdicts.len();
+        let known = [
+            format!("{made} s"),
+            format!("{up} s"),
+            format!("{ended} tests, {} s by the host's clock", whole.saturating_sub(made)),
+        ];
+        let facts = page::TESTS_FACTS.iter().map(|row| (*row).to_owned()).zip(known).collect();
+        let tests = summary.found(run);
+        page::write_tests(&page::Tests { column: title.clone(), facts, tests, all: all.clone() })?;
+    }
+    verdict
+}
+
+/// Boots a machine and runs `cargo xtask bench` there with these arguments; what it says comes as it says it.
+///
+/// # Errors
+/// A bound does not hold, or the machine could not be made or did not come to its end.
+pub(crate) fn bench(wanted: &Wanted<'_>, arguments: &str) -> Result<()> {
+    let (stock, driver) = wanted.stock()?;
+    let (work, root, _lock) = unpacked(stock)?;
+    install(&root, stock, wanted, driver)?;
+    strip(&std::env::current_exe().context("could not find this program")?, &root.join(TARGET).join("lab"))?;
+    workdir::write(&root.join("check/bench"), format!("{arguments}\n"))?;
+    workdir::write(&root.join("check/plan"), "")?;
+    let machine = Machine { clock: wanted.clock, ..Machine::new(stock, &work, root)? };
+    machine.make_disks()?;
+    let title = format!("{}, {driver}", stock.name);
+    let (transcript, end) = boots(&machine, &work, &title, &[], wanted.deadline.unwrap_or(BENCH))?;
+    if let Some(trouble) = end.trouble() {
+        bail!("{title}: {trouble}; see {}", console(&work).display());
+    }
+    match transcript.facts.get("status").map(String::as_str) {
+        Some("0") => Ok(()),
+        status => bail!("the bench ended with status {}", status.unwrap_or("unknown")),
+    }
+}
+
+/// Runs the plan. Where the emulator dies, what was not run yet is run in another boot.
+fn boots(
+    machine: &Machine,
+    work: &Path,
+    title: &str,
+    plan: &[Test],
+    deadline: Duration,
+) -> Result<(Transcript, End)> {
+    // One thread: QEMU is bound to the life of the thread that starts it.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let mut whole = Transcript::default();
+    let mut boot = 1;
+    loop {
+        match plan.len() - whole.verdicts.len() {
+            0 => eprintln!(".. {title} boots"),
+            tests => eprintln!(".. {title} boots, for {tests} tests"),
+        }
+        let (transcript, end) = runtime.block_on(async {
+            let mut command = machine.command(&console(work));
+            command.args(["-serial", "stdio"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+            let child = command.spawn().context("could not start QEMU")?;
+            let known = RefCell::new(Transcript::default());
+            let event = |event: &Event, transcript: &Transcript| {
+                crate::vm::show(title, plan, event, transcript);
+                known.replace(transcript.clone());
+            };
+            let broken = |status: i32| (status != 0).then(|| format!("QEMU ended with {status}"));
+            tokio::select! {
+                followed = boot::follow(child, deadline, event, broken) => followed,
+                // What is known by then is kept: tests take minutes.
+                signal = crate::vm::interrupted() => Ok((known.take(), End::Stopped(signal?))),
+            }
+        })?;
+        whole.append(transcript);
+        match &end {
+            End::Died(why) if boot < BOOTS => eprintln!(".. the VM died ({why})"),
+            End::Died(_) => whole.ended_early("the VM died"),
+            End::Late(_) => cut_short(&mut whole, plan),
+            End::Done | End::Stopped(_) => {}
+        }
+        if boot == BOOTS || !matches!(end, End::Died(_)) {
+            return Ok((whole, end));
+        }
+        boot += 1;
+        let rest = plan_of(plan, |number| !whole.verdicts.contains_key(&number));
+        workdir::write(&machine.root.join("check/plan"), rest)?;
+        machine.make_disks()?;
+    }
+}
+
+/// The run's deadline came, which says nothing of the test that ran: it was not reached, as those after it.
+fn cut_short(transcript: &mut Transcript, plan: &[Test]) {
+    if let Some(test) = transcript.forget_running().and_then(|number| plan.get(number)) {
+        eprintln!(".. the deadline came while {test} ran; --deadline sets it");
+    }
+}
+
+fn console(work: &Path) -> PathBuf {
+    work.join("console-e2e")
+}
+
+/// The plan with those of the tests whose numbers are wanted.
+fn plan_of(plan: &[Test], wanted: impl Fn(usize) -> bool) -> String {
+    let text = guest::plan(plan, |_| format!("/{PROGRAM}"));
+    let lines = text.lines().enumerate().filter(|(number, _)| wanted(*number));
+    lines.map(|(_, line)| format!("{line}\n")).collect()
+}
+
+/// The variables that name programs which tests take where they are given, and what must lie beside each.
+const GIVEN: &[(&str, &[&str])] = &[
+    ("CONTAINERD", &["ctr", "containerd-shim-runc-v2"]),
+    ("DEVICE_PLUGIN", &[]),
+    ("ETCD", &[]),
+    ("KUBECTL", &[]),
+    ("KUBELET", &[]),
+    ("KUBE_APISERVER", &[]),
+    ("METRICS_SERVER", &[]),
+    ("PROMETHEUS", &[]),
+    ("PROMTOOL", &[]),
+];
+
+/// Copies the programs that the environment names, by `named`, and returns the lines that name them in the
+/// machine.
+fn given(root: &Path, named: impl Fn(&str) -> Option<PathBuf>) -> Result<String> {
+    let mut lines = String::new();
+    for (variable, beside) in GIVEN {
+        let Some(program) = named(variable) else { continue };
+        if !program.is_file() {
+            bail!("{variable} names {}, which is no file", program.display());
+        }
+        let place = Path::new("check/given").join(variable.to_lowercase());
+        fs::create_dir_all(root.join(&place))?;
+        let all =
+            std::iter::once(program.clone()).chain(beside.iter().map(|name| program.with_file_name(name)));
+        for file in all {
+            let name = file.file_name().context("a program has a name")?;
+            fs::copy(&file, root.join(&place).join(name))
+                .with_context(|| format!("could not copy {}, which {variable} means", file.display()))?;
+        }
+        let name = program.file_name().unwrap_or_default();
+        lines.push_str(&format!("{variable}=/{}\n", place.join(name).display()));
+    }
+    Ok(lines)
+}
+
+/// The patience that `said` asks for; without it, what an emulated machine needs.
+fn patience(said: Option<&str>) -> Result<u32> {
+    let Some(said) = said.filter(|said| !said.is_empty()) else { return Ok(PATIENCE) };
+    let factor = said.parse().ok().filter(|factor| *factor > 0);
+    factor.with_context(|| format!("BEELET_PATIENCE is {said:?}, not a whole number above 0"))
+}
+
+/// Takes the logs of failed tests off the disk.
+fn keep_logs(machine: &Machine, work: &Path) {
+    let logs = work.join("test-logs");
+    let _ = fs::remove_dir_all(&logs); // none, as a rule
+    let mut command = Command::new("debugfs");
+    command.arg("-R").arg(format!("rdump /{TARGET}/test-logs {}", work.display())).arg(&machine.disk);
+    let dumped = command.stdout(Stdio::null()).stderr(Stdio::null()).status();
+    if dumped.is_ok_and(|status| status.success()) && logs.is_dir() {
+        eprintln!("logs of failed tests: {}", logs.display());
+    }
+}
+
+/// The program without what only a debugger reads, at another place.
+fn strip(from: &Path, to: &Path) -> Result<()> {
+    fs::create_dir_all(to.parent().unwrap_or(to))?;
+    shell::run(Command::new("strip").arg("-o").arg(to).arg(from))
+}
+
+/// The tests to be run, which are written into the machine's plan, and the names of all.
+fn plan_tests(root: &Path, program: &Path, prefixes: &[String]) -> Result<(Vec<Test>, BTreeSet<String>)> {
+    let chosen = |test: &Test| prefixes.iter().any(|prefix| prefix == "all" || test.name.starts_with(prefix));
+    let tests = programs::tests("e2e", program)?;
+    let all = tests.iter().map(Test::to_string).collect();
+    let plan: Vec<Test> = tests.into_iter().filter(chosen).collect();
+    if plan.is_empty() {
+        bail!("no end-to-end test's name begins with {}", prefixes.join(" or "));
+    }
+    workdir::write(&root.join("check/plan"), plan_of(&plan, |_| true))?;
+    Ok((plan, all))
+}
+
+/// The tests' program, which it returns, and all that it and a bench start.
+fn install(root: &Path, stock: &Stock, wanted: &Wanted<'_>, driver: &str) -> Result<PathBuf> {
+    let at = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
+    eprintln!(".. build the agent and the tests");
+    let built = programs::dynamic("e2e", wanted.agent)?;
+    strip(&built.agent, &root.join(TARGET).join("beelet"))?;
+    strip(&built.test, &root.join(PROGRAM))?;
+    for helper in &built.helpers {
+        strip(helper, &at(helper))?;
+    }
+    for file in READ {
+        let file = workdir::repository().join(file);
+        fs::create_dir_all(at(file.parent().unwrap_or(&file)))?;
+        fs::copy(&file, at(&file)).with_context(|| format!("could not copy {}", file.display()))?;
+    }
+    fs::copy(images::busybox()?, root.join("bin/busybox")).context("could not copy busybox")?;
+    fs::copy(images::testapp()?, root.join("check/testapp")).context("could not copy the test app")?;
+    let patience = patience(std::env::var("BEELET_PATIENCE").ok().as_deref())?;
+    let mut environment = format!("BEELET_CGROUP_DRIVER={driver}\nBEELET_PATIENCE={patience}\n");
+    let named =
+        |variable: &str| std::env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from);
+    environment.push_str(&given(root, named)?);
+    for (path, text) in [
+        ("check/check.sh", SCRIPT.to_owned()),
+        ("check/run", guest::RUN.to_owned()),
+        ("check/limit", format!("{}\n", LIMIT.saturating_mul(patience))),
+        ("check/environment", environment),
+        // It makes the folder a target folder, which tests write into.
+        ("check/e2e/CACHEDIR.TAG", String::new()),
+        // What the doctor is asked about.
+        ("etc/containerd/config.toml", containerd_config(driver)),
+        ("etc/cni/net.d/10-pods.conflist", NETWORK.to_owned()),
+        ("etc/beelet/beelet.yaml", agent_config(stock, driver)),
+        ("etc/fstab", FSTAB.to_owned()),
+        ("etc/modules-load.d/check.conf", "quota_v2\ntcp_diag\n".to_owned()),
+        ("etc/systemd/system/check.service", CHECK_UNIT.to_owned()),
+    ] {
+        workdir::write(&root.join(path), text)?;
+    }
+    for folder in ["srv/pods", "etc/beelet/manifests", "check/images"] {
+        fs::create_dir_all(root.join(folder))?;
+    }
+    for image in images::standard()?.into_iter().filter(|image| image.name == images::PAUSE) {
+        let name = image.path.file_name().context("an image has a file's name")?.to_owned();
+        fs::copy(&image.path, root.join("check/images").join(name))?;
+    }
+    want(root, "check.service")?;
+    Ok(built.test)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_that_are_given_are_named_by_their_place_in_the_machine() {
+        let dir = tempfile::tempdir().unwrap();
+        let (here, root) = (dir.path().join("here"), dir.path().join("root"));
+        for name in ["kubelet", "containerd", "ctr", "containerd-shim-runc-v2"] {
+            workdir::write(&here.join(name), name).unwrap();
+        }
+        let named = |variable: &str| match variable {
+            "KUBELET" | "CONTAINERD" => Some(here.join(variable.to_lowercase())),
+            _ => None,
+        };
+        let lines = given(&root, named).unwrap();
+        assert_eq!(
+            lines,
+            "CONTAINERD=/check/given/containerd/containerd\nKUBELET=/check/given/kubelet/kubelet\n"
+        );
+        for file in ["containerd/ctr", "containerd/containerd-shim-runc-v2", "kubelet/kubelet"] {
+            assert!(root.join("check/given").join(file).is_file(), "{file}");
+        }
+        let gone = given(&root, |variable| (variable == "KUBECTL").then(|| here.join("kubectl")));
+        assert!(gone.unwrap_err().to_string().starts_with("KUBECTL names "));
+    }
+
+    #[test]
+    fn a_patience_is_a_number_above_zero() {
+        let said = |said| patience(said).map_err(|error| error.to_string());
+        assert_eq!([None, Some(""), Some("1"), Some("10")].map(said), [PATIENCE, PATIENCE, 1, 10].map(Ok));
+        for wrong in ["0", "-1", "1.5", "much"] {
+            let why = format!("BEELET_PATIENCE is {wrong:?}, not a whole number above 0");
+            assert_eq!(said(Some(wrong)), Err(why));
+        }
+    }
+
+    #[test]
+    fn what_tests_read_of_the_repository_is_there() {
+        let missing = READ.iter().find(|file| !workdir::repository().join(file).is_file());
+        assert_eq!(missing, None);
+    }
+}

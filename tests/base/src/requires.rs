@@ -1,0 +1,91 @@
+//! What a test or a command lacks on this machine, and how a test says that it is left out.
+
+use std::fmt;
+use std::io::Write as _;
+use std::path::PathBuf;
+
+/// What the machine lacks for a test, and what to do about it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Missing {
+    /// What is missing, as half a sentence: "it needs root".
+    pub what: String,
+    /// What would mend it.
+    pub remedy: String,
+}
+
+impl fmt::Display for Missing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.what, self.remedy)
+    }
+}
+
+/// For what only the test itself can find out to be missing.
+pub fn missing(what: impl Into<String>, remedy: impl Into<String>) -> Missing {
+    Missing { what: what.into(), remedy: remedy.into() }
+}
+
+/// A program in PATH, or in the system folders that an ordinary user's PATH lacks.
+pub fn find_program(program: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let folders = std::env::split_paths(&path).chain(
+        ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"].map(PathBuf::from),
+    );
+    let all = std::env::join_paths(folders).ok()?;
+    which::which_in(program, Some(all), "/").ok()
+}
+
+/// The program that `KUBE_APISERVER` names.
+///
+/// # Errors
+/// It names none.
+pub fn kube_apiserver() -> Result<PathBuf, Missing> {
+    let named = std::env::var_os("KUBE_APISERVER").filter(|path| !path.is_empty()).map(PathBuf::from);
+    let remedy = "give the path of a kube-apiserver in KUBE_APISERVER";
+    match named {
+        None => Err(missing("no kube-apiserver is given", remedy)),
+        Some(path) if path.is_file() => Ok(path),
+        Some(path) => {
+            Err(missing(format!("KUBE_APISERVER names {}, which is not a file", path.display()), remedy))
+        }
+    }
+}
+
+/// Says loudly that the calling test is left out, and writes it to the file that `BEELET_SKIPPED` names. For
+/// the macro `require!` of the crate `beelet-tests`.
+pub fn skip(reason: &Missing) {
+    let thread = std::thread::current();
+    leave_out(thread.name().unwrap_or("a test"), &reason.to_string());
+}
+
+/// [`skip`] for a test that another process ran, or would have run.
+pub fn leave_out(test: &str, reason: &str) {
+    let line = skip_line(test, reason);
+    eprint!("{line}");
+    if let Some(file) = std::env::var_os("BEELET_SKIPPED") {
+        let opened = std::fs::OpenOptions::new().append(true).create(true).open(&file);
+        if let Err(error) = opened.and_then(|mut opened| opened.write_all(line.as_bytes())) {
+            eprintln!("could not write to {}: {error}", file.display());
+        }
+    }
+}
+
+/// The line of a test that is left out. A reason that quotes a program may have several lines; the file has
+/// one for each test.
+fn skip_line(test: &str, reason: &str) -> String {
+    let reason: Vec<&str> = reason.split_whitespace().collect();
+    format!("SKIPPED {test}: {}\n", reason.join(" "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::skip_line;
+
+    #[test]
+    fn a_reason_of_several_lines_is_told_in_one() {
+        let reason = "mount(8) failed:\n       dmesg(1) may have more information.\n";
+        assert_eq!(
+            skip_line("quotas::xfs", reason),
+            "SKIPPED quotas::xfs: mount(8) failed: dmesg(1) may have more information.\n"
+        );
+    }
+}

@@ -1,0 +1,57 @@
+//! The project's own commands: `cargo xtask --help`.
+//!
+//! One file per command: arguments and the steps, in order. These commands know the repository, cargo and
+//! the machine, and no crate of the agent, so that `cargo xtask tidy` builds in seconds. Commands that run
+//! the agent (vm, bench, demo, conformance, build-and-load) are in lab/, which builds on this library;
+//! `lab.rs` is the only way to them. Nothing here is needed to build or to run beelet itself.
+
+pub mod build_ebpf;
+pub mod cross;
+mod fuzz;
+mod lab;
+pub mod package;
+pub mod progress;
+pub mod qemu;
+pub mod rootfs;
+pub mod setup;
+pub mod setup_ebpf;
+pub mod shell;
+mod skips;
+pub mod test;
+mod tidy;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+/// The project's own commands.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", disable_help_subcommand = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    BuildEbpf(build_ebpf::Args),
+    Fuzz(fuzz::Args),
+    Package(package::Args),
+    Setup(setup::Args),
+    Test(test::Args),
+    Tidy(tidy::Args),
+    #[command(flatten)]
+    Lab(lab::Command),
+}
+
+/// Runs the command that the command line names.
+pub fn main() -> ExitCode {
+    shell::finish(match Cli::parse().command {
+        Command::BuildEbpf(args) => build_ebpf::run(&args),
+        Command::Fuzz(args) => fuzz::run(&args),
+        Command::Package(args) => package::run(&args),
+        Command::Setup(args) => setup::run(&args),
+        Command::Test(args) => test::run(&args),
+        Command::Tidy(args) => tidy::run(&args),
+        Command::Lab(command) => lab::run(&command),
+    })
+}
