@@ -7,16 +7,24 @@ mod features;
 mod house;
 mod numbers;
 mod outside;
+mod ratchet;
+mod speech;
+mod text;
 mod words;
 
 use anyhow::{Context as _, Result, bail};
 use beelet_tests_base::workdir;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Checks what the compiler can't: floors of crates, doors, file lengths, links, words.
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+pub(crate) struct Args {
+    /// Write the counts of xtask/ratchet.toml that have fallen
+    #[arg(long)]
+    lower: bool,
+}
 
 /// More lines than this, and a file does more than one thing.
 const LONGEST: usize = 900;
@@ -72,13 +80,14 @@ struct Violation {
 }
 
 /// The command line's entry.
-pub(crate) fn run(_: &Args) -> Result<()> {
+pub(crate) fn run(args: &Args) -> Result<()> {
     let repository = workdir::repository();
     let mut violations = Vec::new();
     let files = tracked(&repository)?;
     violations.extend(house::check(&repository)?);
     violations.extend(features::check(&repository)?);
     let (words, numbers) = (words::Words::new()?, numbers::Numbers::new()?);
+    let mut counts = Counts::new(&files);
     for file in &files {
         let Ok(text) = std::fs::read_to_string(repository.join(file)) else { continue }; // not text
         violations.extend(check(file, &text));
@@ -87,12 +96,14 @@ pub(crate) fn run(_: &Args) -> Result<()> {
         violations.extend(outside::check(file, &text));
         if !file.starts_with(SELF) {
             violations.extend(words.check(file, &text));
+            counts.add(file, &text);
         }
         violations.extend(check_machine_paths(file, &text, &repository));
         if file.ends_with(".md") {
             violations.extend(check_links(file, &text, &repository));
         }
     }
+    violations.extend(ratchet::check(&repository, &counts.counted, args.lower)?);
     for violation in &violations {
         eprintln!("{}:{}: {}", violation.file, violation.line, violation.message);
     }
@@ -102,6 +113,31 @@ pub(crate) fn run(_: &Args) -> Result<()> {
             Ok(())
         }
         count => bail!("tidy: {count} violation(s)"),
+    }
+}
+
+/// The counts of the ratchet, file by file.
+struct Counts {
+    crates: BTreeSet<String>,
+    counted: ratchet::Counted,
+}
+
+impl Counts {
+    fn new(files: &[String]) -> Counts {
+        let crates = ratchet::crates(files);
+        Counts { crates, counted: BTreeMap::new() }
+    }
+
+    fn add(&mut self, file: &str, text: &str) {
+        let Some(name) = ratchet::crate_of(file, &self.crates) else { return };
+        for speech::Hit { pattern, line, words } in speech::hits(file, text) {
+            self.count(&name, pattern, file, line, words);
+        }
+    }
+
+    fn count(&mut self, name: &str, pattern: &'static str, file: &str, line: usize, words: String) {
+        let place = ratchet::Place { file: file.to_owned(), line, words };
+        self.counted.entry((name.to_owned(), pattern)).or_default().push(place);
     }
 }
 
