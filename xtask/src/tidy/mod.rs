@@ -2,6 +2,7 @@
 //! of the files that git knows. A rule is a few lines here; each violation names its file, its line and the
 //! rule.
 
+mod commits;
 mod doors;
 mod features;
 mod house;
@@ -18,12 +19,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Checks what the compiler can't: floors of crates, doors, file lengths, links, words.
+/// Checks what the compiler can't: floors of crates, doors, file lengths, links, words, subjects of commits.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Write the counts of xtask/ratchet.toml that have fallen
     #[arg(long)]
     lower: bool,
+
+    /// Check the subjects of the commits after this one [default: after the remote's main branch]
+    #[arg(long, value_name = "COMMIT")]
+    since: Option<String>,
 }
 
 /// More lines than this, and a file does more than one thing.
@@ -104,6 +109,14 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         }
     }
     violations.extend(ratchet::check(&repository, &counts.counted, args.lower)?);
+    for broken in commits::check(&repository, args.since.as_deref(), &files)? {
+        let commits::Broken { commit, why } = broken;
+        violations.push(Violation {
+            file: "commit".to_owned(),
+            line: 1,
+            message: format!("{commit}: {why}"),
+        });
+    }
     for violation in &violations {
         eprintln!("{}:{}: {}", violation.file, violation.line, violation.message);
     }
