@@ -9,7 +9,7 @@
 
 mod cadvisor;
 mod exposition;
-pub mod numbers;
+mod numbers;
 pub mod slis;
 pub mod summary;
 
@@ -68,6 +68,17 @@ impl fmt::Debug for ApiState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ApiState").finish_non_exhaustive()
     }
+}
+
+/// A metric with its page and labels.
+#[cfg(any(test, feature = "test-util"))]
+type Documented = (&'static str, numbers::Metric, &'static str);
+
+/// Every metric of `/metrics/resource` and `/metrics/slis`, and those of `/metrics/cadvisor` that all cgroups
+/// don't have alike: for docs/metrics.md.
+#[cfg(any(test, feature = "test-util"))]
+pub fn documented() -> Vec<Documented> {
+    cadvisor::documented().into_iter().chain(numbers::documented()).collect()
 }
 
 /// Opens the port that the field `setting` of the configuration names.

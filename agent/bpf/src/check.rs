@@ -8,7 +8,7 @@ use super::btf::Btf;
 use super::capability::{Capability, SOCKET_CHECK};
 use super::loader::not_loaded;
 use super::offsets::Offsets;
-use super::{KernelError, NetnsHandle, nsid, sys};
+use super::{AcceptQueues, KernelError, NetnsHandle, nsid, sys};
 use aya::EbpfLoader;
 use aya::programs::SchedClassifier;
 use beelet_ebpf_abi::check::{Answer, Asked, CURRENT_NETNS, Check, HEAD, MAX_CHECKS, found};
@@ -102,27 +102,6 @@ pub enum Found {
     HalfOpen,
     /// A connection that is being closed.
     Closing,
-}
-
-/// A listener and the accept queues at its address.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct AcceptQueues {
-    /// The kernel's number for the socket that was found.
-    pub cookie: u64,
-    /// The cgroup2 id that it was made in; 0 if unknown.
-    pub cgroup_id: u64,
-    /// Listeners at the address: more than one in a `SO_REUSEPORT` group.
-    pub listeners: u32,
-    /// Those with connections that wait.
-    pub waiting: u32,
-    /// Those that take no more.
-    pub full: u32,
-    /// Stands for the connections at the heads of the queues: any accept changes it. 0 if unknown.
-    pub heads: u64,
-    /// Connections that wait, in all queues.
-    pub backlog: u32,
-    /// The backlog that the found listener asked for.
-    pub max_backlog: u32,
 }
 
 /// Runs the program. Clones share it.

@@ -2,31 +2,10 @@
 //! (`RECLAIMERS`).
 
 use super::KernelError;
-use super::measures::Measures;
-use super::shares::{Sum, over_ns};
+use super::measures::{Measures, WaitedFor};
+use super::shares::Sum;
 use beelet_ebpf_abi::{Counters, PRESSURE_FLOOR_NS};
 use std::collections::BTreeMap;
-
-/// Who had the CPUs while a container's threads waited for them, in about the last minute: what is older
-/// than 34 s counts half, and so on. Waits below 100 µs are left out.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct WaitedFor {
-    /// Time waited, over all threads, nanoseconds.
-    pub waited_ns: u64,
-    /// Time that this is of, nanoseconds: the quotient is how many threads waited on average.
-    pub over_ns: u64,
-    /// The cgroup2 ids of those that had the CPU meanwhile ([`super::NOBODY`]: none had, so a quota held the
-    /// threads back), and for how long, nanoseconds; the most first. The sum may be less than what was
-    /// waited: a thread may have been moved, and each CPU remembers only its last sixteen changes.
-    pub held: Vec<(u64, u64)>,
-}
-
-impl WaitedFor {
-    pub(super) fn at(sum: &Sum, now_ns: u64) -> WaitedFor {
-        let sum = sum.at(now_ns);
-        WaitedFor { waited_ns: sum.total, over_ns: over_ns(now_ns), held: sum.parts }
-    }
-}
 
 /// Whose threads had to free memory because they needed some, in about the last minute, as in [`WaitedFor`]:
 /// cgroup2 ids and pages, the most first.

@@ -37,14 +37,14 @@ pub use sys::watched;
 
 pub use beelet_ebpf_abi::{Counters, Drops, NOBODY, OomKill, WAIT_BUCKETS};
 pub use capability::{Capability, NOT_NEEDED, ProgramInfo, programs};
-pub use check::{AcceptQueues, CheckTarget, CheckedNetns, Checker, Found};
+pub use check::{CheckTarget, CheckedNetns, Checker, Found};
 pub use edges::{Edge, Edges, Interest, PressureKind};
 pub use error::KernelError;
-pub use holders::{Interference, Interfering, Reclaimers, WaitedFor};
+pub use holders::{Interference, Interfering, Reclaimers};
 pub use inspect::{Pinned, PinnedProgram, RunStatistics, count_runs, dump, pinned};
 pub use listeners::{Listener, Listeners};
-pub use measures::{Measures, wait_bucket_floor_ns};
-pub use netns::{ListeningSocket, NetnsHandle};
+pub use measures::{Measures, WaitedFor, wait_bucket_floor_ns};
+pub use netns::{AcceptQueues, ListeningSocket, NetnsHandle};
 pub use own_memory::{give_memory_back, tame_allocator};
 pub use scheduler::{PodFolders, PodShare, Scheduler, SchedulerEnd, SchedulingClass};
 pub use traffic::Traffic;

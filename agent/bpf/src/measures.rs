@@ -2,8 +2,7 @@
 
 use super::KernelError;
 use super::containers::{Containers, add};
-use super::holders::WaitedFor;
-use super::shares::Sum;
+use super::shares::{Sum, over_ns};
 use aya::maps::{Map, MapData, PerCpuArray, PerCpuValues};
 use beelet_ebpf_abi::{Counters, FIRST_BUCKET_BITS, Running, Shares, WAIT_BUCKETS, reclaim};
 use std::collections::BTreeMap;
@@ -11,6 +10,27 @@ use std::sync::Arc;
 
 /// Readings of one cgroup before its busy threads are left out of the sum.
 const SETTLE_TRIES: u32 = 8;
+
+/// Who had the CPUs while a container's threads waited for them, in about the last minute: what is older
+/// than 34 s counts half, and so on. Waits below 100 µs are left out.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WaitedFor {
+    /// Time waited, over all threads, nanoseconds.
+    pub waited_ns: u64,
+    /// Time that this is of, nanoseconds: the quotient is how many threads waited on average.
+    pub over_ns: u64,
+    /// The cgroup2 ids of those that had the CPU meanwhile ([`super::NOBODY`]: none had, so a quota held the
+    /// threads back), and for how long, nanoseconds; the most first. The sum may be less than what was
+    /// waited: a thread may have been moved, and each CPU remembers only its last sixteen changes.
+    pub held: Vec<(u64, u64)>,
+}
+
+impl WaitedFor {
+    pub(super) fn at(sum: &Sum, now_ns: u64) -> WaitedFor {
+        let sum = sum.at(now_ns);
+        WaitedFor { waited_ns: sum.total, over_ns: over_ns(now_ns), held: sum.parts }
+    }
+}
 
 /// Reads the counters of all cgroups below the pods' root. Cheap to clone; never blocks.
 #[derive(Clone)]

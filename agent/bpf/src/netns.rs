@@ -3,7 +3,7 @@
 //! This is the second opinion: it seeds what listened before the programs were attached, confirms a verdict
 //! once per period, and answers alone where there is no BPF. It opens no connection and sends no packet.
 
-use super::{AcceptQueues, KernelError, sys};
+use super::{KernelError, sys};
 use netlink_packet_core::{NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload};
 use netlink_packet_sock_diag::SockDiagMessage;
 use netlink_packet_sock_diag::constants::{AF_INET, AF_INET6, IPPROTO_TCP};
@@ -15,6 +15,27 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
+
+/// A listener and the accept queues at its address.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AcceptQueues {
+    /// The kernel's number for the socket that was found.
+    pub cookie: u64,
+    /// The cgroup2 id that it was made in; 0 if unknown.
+    pub cgroup_id: u64,
+    /// Listeners at the address: more than one in a `SO_REUSEPORT` group.
+    pub listeners: u32,
+    /// Those with connections that wait.
+    pub waiting: u32,
+    /// Those that take no more.
+    pub full: u32,
+    /// Stands for the connections at the heads of the queues: any accept changes it. 0 if unknown.
+    pub heads: u64,
+    /// Connections that wait, in all queues.
+    pub backlog: u32,
+    /// The backlog that the found listener asked for.
+    pub max_backlog: u32,
+}
 
 /// The kernel answers a dump at once; a missing answer is a bug, and must not hang a worker.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);

@@ -10,10 +10,7 @@ use clap::{
 };
 use serde_json::Value;
 
-use crate::complete;
-
-/// Where the agent's socket is, if nobody says where.
-pub(crate) const SOCKET: &str = "/run/beelet/beelet.sock";
+use crate::{SOCKET, complete};
 
 /// A pod's name as other commands print it: `pod/web` is `web`.
 #[allow(clippy::unnecessary_wraps)] // clap wants a parser that may fail

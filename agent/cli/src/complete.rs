@@ -60,7 +60,7 @@ fn table() -> PodTable {
 
 /// What the agent answers, if it does.
 fn asked<T>(question: impl AsyncFnOnce(Client) -> Result<T, beelet_client::ClientError>) -> Option<T> {
-    let socket = std::env::var_os("BEELET_SOCKET").unwrap_or_else(|| super::args::SOCKET.into());
+    let socket = std::env::var_os("BEELET_SOCKET").unwrap_or_else(|| super::SOCKET.into());
     let asking = async {
         let client = Client::connect(Path::new(&socket)).await?;
         anyhow::Ok(question(client).await?)

@@ -12,7 +12,8 @@ use clap::{Args, Subcommand};
 use jiff::Timestamp;
 
 use super::args::AgentArgs;
-use super::get::{print, show_notice};
+use super::get::show_notice;
+use super::print::print;
 use super::{complete, finish};
 use beelet_client::Client;
 use beelet_model::table::PodName;

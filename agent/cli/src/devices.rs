@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::args::{Output, ShownArgs};
 use super::get::columns::Columns;
-use super::get::print;
+use super::print::print;
 use super::{finish, plain};
 use beelet_client::Client;
 

@@ -11,7 +11,7 @@ use super::again::again;
 use super::args::{Output, ShownArgs, pod_name};
 use super::get::columns::Columns;
 use super::get::pod::age;
-use super::get::print;
+use super::print::print;
 use super::{complete, finish};
 use beelet_client::{Client, ClientError};
 

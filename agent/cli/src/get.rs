@@ -5,7 +5,7 @@ pub(super) mod node;
 pub(super) mod objects;
 pub(super) mod pod;
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -17,6 +17,7 @@ use k8s_openapi::api::core::v1::Pod;
 use self::columns::Columns;
 use super::again::again;
 use super::args::{AgentArgs, pod_name};
+use super::print::print;
 use super::{complete, finish, plain, why::Warnings};
 use beelet_client::{Client, ClientError, Event};
 use beelet_codec::ApiType as _;
@@ -271,12 +272,6 @@ fn one(args: &PodsArgs, columns: &mut Columns, entry: &PodEntry) -> anyhow::Resu
             columns.line(&row)
         }
     })
-}
-
-pub(super) fn print(text: &str) -> io::Result<()> {
-    let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    out.flush()
 }
 
 /// Why pods may not be as they are shown goes to standard error, too.

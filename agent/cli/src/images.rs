@@ -12,7 +12,7 @@ use serde_json::json;
 use super::args::{AgentArgs, Output, ShownArgs};
 use super::gc::size;
 use super::get::columns::Columns;
-use super::get::print;
+use super::print::print;
 use super::{complete, finish, plain};
 use beelet_client::Client;
 

@@ -33,6 +33,7 @@ mod neighbours;
 mod plain;
 pub mod plan;
 pub mod port_forward;
+mod print;
 pub mod probe;
 mod requested;
 pub mod restart;
@@ -42,6 +43,9 @@ mod until;
 pub mod wait;
 mod waited;
 mod why;
+
+/// Default path of the agent's socket.
+const SOCKET: &str = "/run/beelet/beelet.sock";
 
 pub use args::{kinds, with_hint};
 

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use super::args::{Output, ShownArgs, pod_name};
 use super::get::columns::Columns;
 use super::get::pod::age;
-use super::get::print;
+use super::print::print;
 use super::{complete, finish, plain};
 use beelet_client::Client;
 

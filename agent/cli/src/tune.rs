@@ -12,7 +12,7 @@ use super::args::{Output, ShownArgs};
 use super::finish;
 use super::get::columns::Columns;
 use super::get::pod::age;
-use super::get::print;
+use super::print::print;
 use beelet_client::Client;
 
 /// Arguments of `beelet tune`.

@@ -321,14 +321,6 @@ impl Memory {
     }
 }
 
-/// Whether an object of this kind is kept only sealed.
-pub(crate) fn is_secret(kind: Kind) -> bool {
-    match kind {
-        Kind::Secret => true,
-        Kind::ConfigMap => false,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use tokio::task::JoinHandle;

@@ -6,7 +6,7 @@ use std::time::Duration;
 pub(crate) use beelet_base::chance::{chance, random};
 use tokio::time::sleep;
 
-use crate::client::Error;
+use crate::error::Error;
 
 /// A refusal whose pauses are still below this says nothing yet: about a second has passed since the first.
 const EARLY: Duration = Duration::from_millis(800);
@@ -100,7 +100,7 @@ pub(crate) fn jittered(time: Duration) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::client::Kind;
+    use crate::error::Kind;
 
     const SECOND: Duration = Duration::from_secs(1);
 

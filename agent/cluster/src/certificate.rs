@@ -394,7 +394,7 @@ async fn ask(
     let since = Instant::now();
     loop {
         let found = CertificateSigningRequest::from_value(&client.get(&path).await?)
-            .map_err(|problem| client::Error::unusable(&path, &problem))?;
+            .map_err(|problem| client::Error::unreachable(&path, &problem))?;
         let status = found.status.unwrap_or_default();
         for condition in status.conditions.unwrap_or_default() {
             if matches!(condition.type_.as_str(), "Denied" | "Failed") {

@@ -25,6 +25,8 @@ use tokio_util::io::StreamReader;
 
 use crate::{presence::Presence, url};
 
+pub use crate::error::{Error, Kind};
+
 /// Longest answer, in bytes: a list of 110 pods of the largest size that etcd takes.
 const MAX_ANSWER: usize = 256 << 20;
 /// Longest event of a watch, in bytes: an object has at most 1.5 MiB in etcd, and JSON escapes.
@@ -66,124 +68,6 @@ pub enum Event {
     /// The same, of a watch that began with all there was: that has been sent.
     Complete(String),
 }
-
-/// Why a request failed. Displayed, it is a whole sentence.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Error {
-    /// The method and path that were asked for.
-    pub request: String,
-    /// What kind of failure it was.
-    pub kind: Kind,
-    /// The server's words, or the cause.
-    pub message: String,
-}
-
-/// All that a caller may decide by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// No answer: refused, reset, too late, or an answer that is no answer.
-    Unreachable,
-    /// The server's certificate is not one that the kubeconfig's authority signed, or is not valid now.
-    Untrusted,
-    /// The request can't be made: a name in it can't be one. Nobody was asked, so it says nothing of the
-    /// server.
-    Unaskable,
-    /// The server answered with this status.
-    Status {
-        /// The HTTP status.
-        code: u16,
-        /// How long the server asks to wait before the next try.
-        retry_after: Option<Duration>,
-    },
-}
-
-impl Error {
-    /// The same request may succeed later without anybody's help.
-    #[must_use]
-    pub fn is_transient(&self) -> bool {
-        match self.kind {
-            Kind::Unreachable | Kind::Untrusted => true,
-            Kind::Status { code, .. } => code == 429 || code >= 500,
-            Kind::Unaskable => false,
-        }
-    }
-
-    /// An answer that is no answer to this request.
-    pub(crate) fn unusable(request: &str, cause: &dyn fmt::Display) -> Self {
-        unreachable(request, cause)
-    }
-
-    /// There was no server that could be asked.
-    pub(crate) fn is_absence(&self) -> bool {
-        matches!(self.kind, Kind::Unreachable | Kind::Untrusted)
-    }
-
-    /// The HTTP status, if the server answered.
-    #[must_use]
-    pub fn code(&self) -> Option<u16> {
-        match self.kind {
-            Kind::Status { code, .. } => Some(code),
-            Kind::Unreachable | Kind::Untrusted | Kind::Unaskable => None,
-        }
-    }
-
-    /// Returns true if what was asked for is not there, or can't be: nothing has such a name.
-    #[must_use]
-    pub fn is_not_found(&self) -> bool {
-        self.code() == Some(404) || self.kind == Kind::Unaskable
-    }
-
-    /// It is there already, or has changed meanwhile.
-    #[must_use]
-    pub fn is_conflict(&self) -> bool {
-        self.code() == Some(409)
-    }
-
-    /// Whoever asks has no right to, or not yet.
-    #[must_use]
-    pub fn is_refusal(&self) -> bool {
-        self.code() == Some(403)
-    }
-
-    /// A watch was asked to begin at a version that the server has forgotten, or can't know: one that an
-    /// earlier life of it gave, or that is none. client-go lists again after these too
-    /// (`isExpiredError`, `isTooLargeResourceVersionError` in its reflector).
-    #[must_use]
-    pub fn is_expired(&self) -> bool {
-        match self.code() {
-            Some(400 | 410) => true,
-            Some(504) => self.message.contains("Too large resource version"),
-            _ => false,
-        }
-    }
-
-    /// The time that the server asks to wait.
-    #[must_use]
-    pub fn retry_after(&self) -> Option<Duration> {
-        match self.kind {
-            Kind::Status { retry_after, .. } => retry_after,
-            Kind::Unreachable | Kind::Untrusted | Kind::Unaskable => None,
-        }
-    }
-}
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { request, message, .. } = self;
-        match self.kind {
-            Kind::Unreachable => write!(f, "{request}: the API server did not answer: {message}"),
-            Kind::Untrusted => write!(
-                f,
-                "{request}: the API server's certificate is not trusted: {message}. If the cluster's CA has changed, put the \
-                 new one into the kubeconfig; if this machine's clock is wrong, set it"
-            ),
-            Kind::Unaskable => write!(f, "{request}: the API server can't be asked this: {message}"),
-            Kind::Status { code, .. } => write!(f, "{request}: the API server says {code}: {message}"),
-        }
-    }
-}
-
-impl std::error::Error for Error {}
 
 /// The way to the API server. Clones share it. Behind it the connection may be replaced at any time, as when
 /// the client certificate is rotated.
@@ -289,14 +173,15 @@ impl Client {
         // What it begins with is a list, and as long as one at most.
         let first = path.contains("sendInitialEvents=true").then_some(MAX_ANSWER);
         Ok(try_unfold((lines, request, first), |(mut lines, request, first)| async move {
-            let Some(line) = line(&mut lines).await.map_err(|cause| unreachable(&request, &cause))? else {
+            let Some(line) = line(&mut lines).await.map_err(|cause| Error::unreachable(&request, &cause))?
+            else {
                 return Ok(None);
             };
             let event = event(&request, &line)?;
             let left = match first.filter(|_| !matches!(event, Event::Complete(_))) {
                 None => None,
                 Some(left) => match left.checked_sub(line.len()) {
-                    None => return Err(unreachable(&request, &"it begins with too much")),
+                    None => return Err(Error::unreachable(&request, &"it begins with too much")),
                     left => left,
                 },
             };
@@ -326,11 +211,11 @@ impl Client {
             let answer = self.send(built).await.map_err(|error| failed(request.clone(), &error))?;
             let answer = accepted(&request, answer).await?;
             let read = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
-            let bytes = read.map_err(|cause| unreachable(&request, &cause))?.to_bytes();
+            let bytes = read.map_err(|cause| Error::unreachable(&request, &cause))?.to_bytes();
             if bytes.is_empty() {
                 return Ok(Value::Null);
             }
-            beelet_codec::answer(&bytes).map_err(|cause| unreachable(&request, &cause))
+            beelet_codec::answer(&bytes).map_err(|cause| Error::unreachable(&request, &cause))
         };
         let answer = timeout(ANSWER, whole).await.unwrap_or_else(|_| Err(late(&request)));
         self.presence.note(&answer);
@@ -415,12 +300,8 @@ fn failed(request: String, failure: &kube::Error) -> Error {
     Error { request, kind: if untrusted { Kind::Untrusted } else { Kind::Unreachable }, message }
 }
 
-fn unreachable(request: &str, cause: &dyn fmt::Display) -> Error {
-    Error { request: request.to_owned(), kind: Kind::Unreachable, message: cause.to_string() }
-}
-
 fn late(request: &str) -> Error {
-    unreachable(request, &format_args!("no answer within {} s", ANSWER.as_secs()))
+    Error::unreachable(request, &format_args!("no answer within {} s", ANSWER.as_secs()))
 }
 
 /// The next line without its end; nothing at the end of the stream.
@@ -439,9 +320,9 @@ async fn line(stream: &mut (impl AsyncBufRead + Unpin)) -> std::io::Result<Optio
 }
 
 fn event(request: &str, line: &[u8]) -> Result<Event, Error> {
-    let mut value = beelet_codec::answer(line).map_err(|cause| unreachable(request, &cause))?;
+    let mut value = beelet_codec::answer(line).map_err(|cause| Error::unreachable(request, &cause))?;
     let object = value.get_mut("object").map(Value::take).filter(Value::is_object);
-    let object = object.ok_or_else(|| unreachable(request, &"an event without an object"))?;
+    let object = object.ok_or_else(|| Error::unreachable(request, &"an event without an object"))?;
     match value["type"].as_str() {
         Some("ADDED" | "MODIFIED") => Ok(Event::Applied(object)),
         Some("DELETED") => Ok(Event::Deleted(object)),
@@ -455,7 +336,7 @@ fn event(request: &str, line: &[u8]) -> Result<Event, Error> {
             let code = object["code"].as_u64().and_then(|code| u16::try_from(code).ok()).unwrap_or(500);
             Err(refused(request, code, &object, None))
         }
-        other => Err(unreachable(request, &format_args!("an event of the unknown type {other:?}"))),
+        other => Err(Error::unreachable(request, &format_args!("an event of the unknown type {other:?}"))),
     }
 }
 

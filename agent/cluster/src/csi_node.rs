@@ -124,7 +124,7 @@ fn changed(mut found: CSINode, drivers: &Drivers) -> Option<CSINode> {
 }
 
 fn read(path: &str, value: &Value) -> Result<CSINode, Error> {
-    CSINode::from_value(value).map_err(|problem| Error::unusable(path, &problem))
+    CSINode::from_value(value).map_err(|problem| Error::unreachable(path, &problem))
 }
 
 /// What must be changed of the Node, as a merge patch.

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tracing::warn;
 
-use crate::{assigned::Wanted, autonomy::is_secret, objects::Held};
+use crate::{assigned::Wanted, objects::Held};
 
 /// What anybody may read.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -185,4 +185,12 @@ fn read<T: ApiType>(value: &Value) -> Option<T> {
     // A value may be secret.
     read.inspect_err(|problem| warn!(field = problem.path, "a kept object can't be read, and is passed over"))
         .ok()
+}
+
+/// Returns true if an object of this kind is kept only sealed.
+fn is_secret(kind: Kind) -> bool {
+    match kind {
+        Kind::Secret => true,
+        Kind::ConfigMap => false,
+    }
 }

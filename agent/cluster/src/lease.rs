@@ -243,7 +243,7 @@ impl Keeper {
 }
 
 fn lease(request: &str, value: &serde_json::Value) -> Result<Lease, Error> {
-    Lease::from_value(value).map_err(|problem| Error::unusable(request, &problem))
+    Lease::from_value(value).map_err(|problem| Error::unreachable(request, &problem))
 }
 
 /// The lease, held by this node from now on.

@@ -12,6 +12,7 @@ pub mod client;
 pub mod connect;
 mod credential;
 pub mod csi_node;
+pub mod error;
 pub mod events;
 mod kept;
 pub mod lease;

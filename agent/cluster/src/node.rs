@@ -414,7 +414,7 @@ impl Keeper {
 }
 
 fn read(path: &str, value: &Value) -> Result<Node, Error> {
-    let mut node = Node::from_value(value).map_err(|problem| Error::unusable(path, &problem))?;
+    let mut node = Node::from_value(value).map_err(|problem| Error::unreachable(path, &problem))?;
     node.metadata.managed_fields = None;
     Ok(node)
 }

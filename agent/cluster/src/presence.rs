@@ -8,7 +8,7 @@ use tokio::{sync::watch, time::sleep};
 
 use crate::{
     backoff::{Backoff, random},
-    client::{Error, Kind},
+    error::{Error, Kind},
 };
 
 /// How long the parts of all nodes take to come back, each at a moment by chance.

@@ -84,7 +84,7 @@ impl Line<'_> {
         let mut list = self.client.get(&self.url("")).await?;
         let version = list["metadata"]["resourceVersion"].as_str().unwrap_or_default().to_owned();
         let objects =
-            items(&mut list).map_err(|cause| Error::unusable(&format!("GET {}", self.of.path), &cause))?;
+            items(&mut list).map_err(|cause| Error::unreachable(&format!("GET {}", self.of.path), &cause))?;
         Ok((objects, version))
     }
 

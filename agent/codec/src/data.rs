@@ -8,7 +8,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::{decode, error::Problem, object::JsonError, reader::Reading};
+use crate::{
+    decode,
+    error::{JsonError, Problem},
+};
 
 /// The value of a text in JSON.
 ///

@@ -23,6 +23,17 @@ impl Problem {
     }
 }
 
+/// Why a text in JSON gave no object. The cause is in the sentence, and so no source.
+#[derive(Debug, thiserror::Error)]
+pub enum JsonError {
+    /// It is not JSON.
+    #[error("is not JSON: {0}")]
+    Syntax(serde_json::Error),
+    /// A field is wrong.
+    #[error("{0}")]
+    Field(Problem),
+}
+
 /// The path of `key` inside the mapping at `path`: `limits.cpu`, but `limits["nvidia.com/gpu"]`.
 #[must_use]
 pub fn field(path: &str, key: &str) -> String {

@@ -22,8 +22,8 @@ mod reader;
 
 pub use answer::answer;
 pub use decode::{name_of, normalize};
-pub use error::field;
-pub use object::{ApiType, JsonError, list};
+pub use error::{JsonError, field};
+pub use object::{ApiType, list};
 
 use serde_json::Value;
 

@@ -11,7 +11,10 @@ use k8s_openapi::api::storage::v1::{CSIDriver, CSINode, VolumeAttachment};
 use k8s_openapi::{ListableResource, Resource};
 use serde_json::{Value, json};
 
-use crate::{data, decode, error::Problem};
+use crate::{
+    data, decode,
+    error::{JsonError, Problem},
+};
 
 /// A type of the Kubernetes API that is read from values and written to them.
 pub trait ApiType: Sized {
@@ -41,17 +44,6 @@ pub trait ApiType: Sized {
 
     /// The object as JSON on one line: the text of [`ApiType::to_value`], without the value.
     fn to_json(&self) -> Vec<u8>;
-}
-
-/// Why a text in JSON gave no object. The cause is in the sentence, and so no source.
-#[derive(Debug, thiserror::Error)]
-pub enum JsonError {
-    /// It is not JSON.
-    #[error("is not JSON: {0}")]
-    Syntax(serde_json::Error),
-    /// A field is wrong.
-    #[error("{0}")]
-    Field(Problem),
 }
 
 /// Implements [`ApiType`]. The functions are not generic, so serde's code for the types is made here and

@@ -20,7 +20,7 @@ use tokio::{sync::mpsc::error::TrySendError, time::Instant};
 use tracing::{info, warn};
 
 use super::{
-    Eviction, LateRoom, Leaving, ReclaimState, Reclaimed,
+    Eviction, IMMEDIATE, LateRoom, Leaving, ReclaimState, Reclaimed,
     gauges::Seen,
     local_storage::ASKED,
     looks::Looks,
@@ -32,8 +32,6 @@ use beelet_model::{
     table::{PodEntry, PodName},
 };
 
-/// What a pod gets under a hard threshold, as the kubelet's `immediateEvictionGracePeriodSeconds`.
-pub(super) const IMMEDIATE: Duration = Duration::from_secs(1);
 /// How much longer than its grace period a pod may take to be gone before others take its place.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long giving back may take before pods go although it has not ended.

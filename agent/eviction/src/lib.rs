@@ -67,6 +67,8 @@ use beelet_model::{pressure::Conditions, request::Request, table::PodTable};
 use beelet_state::events::NodeEvents;
 
 /// The longest time between two decisions: grace and transition periods end without a new number.
+/// Grace period of a pod under a hard threshold, as the kubelet's `immediateEvictionGracePeriodSeconds`.
+const IMMEDIATE: Duration = Duration::from_secs(1);
 const TICK: Duration = Duration::from_secs(1);
 
 /// Removes what nobody needs. Its errors are its maker's.

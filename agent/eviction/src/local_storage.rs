@@ -29,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use super::{
-    decide::IMMEDIATE,
+    IMMEDIATE,
     disk::DiskUsages,
     files,
     metrics::Metrics,

@@ -8,7 +8,7 @@ use std::path::Path;
 use prometheus_client::registry::Registry;
 
 use super::{metrics::Metrics, stats::Stats};
-use beelet_api::http::{numbers, summary};
+use beelet_api::http::{self, summary};
 use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
 
 use beelet_cri::Runtime;
@@ -249,7 +249,7 @@ fn page() -> String {
 
 /// The rest of a page, each with its labels.
 fn others(text: &mut String, page: &str) {
-    for (_, (name, kind, help), labels) in numbers::documented().into_iter().filter(|(of, ..)| *of == page) {
+    for (_, (name, kind, help), labels) in http::documented().into_iter().filter(|(of, ..)| *of == page) {
         let labels: Vec<String> =
             labels.split(", ").filter(|label| !label.is_empty()).map(|label| format!("`{label}`")).collect();
         let labels =

@@ -24,6 +24,7 @@ mod authority;
 pub mod hostile;
 mod patch;
 mod path;
+mod refusal;
 mod script;
 mod server;
 mod store;
@@ -47,9 +48,10 @@ pub use self::script::Script;
 pub use crate::faults::{Held, PATIENCE};
 
 use self::path::{Target, fits};
+use self::refusal::Refusal;
 use self::script::{Act, Fault};
 use self::server::Signal;
-use self::store::{Refusal, Store};
+use self::store::Store;
 use crate::faults::Rules;
 
 /// A request that came.

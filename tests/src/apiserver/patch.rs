@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::store::Refusal;
+use super::refusal::Refusal;
 
 /// By which key the elements of a list are told apart; a list that is not here is replaced as a whole
 /// (`patchMergeKey` in Kubernetes' types).

@@ -15,8 +15,9 @@ use tokio::task::JoinSet;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 
 use super::path::{self, Target, Verb};
+use super::refusal::Refusal;
 use super::script::{Act, Fault};
-use super::store::{Body, Refusal, now};
+use super::store::{Body, now};
 use super::{Asked, Outcome, Shared};
 
 /// Largest body of a request, in bytes, as in the API server.

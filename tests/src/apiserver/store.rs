@@ -10,47 +10,13 @@ use tokio::sync::mpsc;
 
 use super::patch;
 use super::path::{Selection, Target};
+use super::refusal::Refusal;
 
 /// The body of an answer.
 pub(super) type Body = UnsyncBoxBody<Bytes, std::io::Error>;
 
 /// Where a watch's lines go; an error breaks its connection.
 pub(super) type Lines = mpsc::UnboundedSender<Result<Frame<Bytes>, std::io::Error>>;
-
-/// Why a request was refused: what becomes a `metav1.Status`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Refusal {
-    pub(super) code: u16,
-    pub(super) reason: &'static str,
-    pub(super) message: String,
-}
-
-impl Refusal {
-    pub(super) fn not_found(target: &Target) -> Refusal {
-        let message =
-            format!("{} {:?} not found", target.resource(), target.name.as_deref().unwrap_or_default());
-        Refusal { code: 404, reason: "NotFound", message }
-    }
-
-    pub(super) fn bad(message: impl Into<String>) -> Refusal {
-        Refusal { code: 400, reason: "BadRequest", message: message.into() }
-    }
-
-    fn conflict(target: &Target, cause: &str) -> Refusal {
-        let (resource, name) = (target.resource(), target.name.as_deref().unwrap_or_default());
-        let message = format!("Operation cannot be fulfilled on {resource} {name:?}: {cause}");
-        Refusal { code: 409, reason: "Conflict", message }
-    }
-
-    /// The object that says so.
-    pub(super) fn status(&self) -> Value {
-        let Refusal { code, reason, message } = self;
-        json!({
-            "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-            "message": message, "reason": reason, "code": code,
-        })
-    }
-}
 
 /// Collection, namespace, name.
 type Key = (String, String, String);

@@ -84,10 +84,9 @@ pub(super) const START_TIME: Metric = (
     "When the container was started, in seconds since the epoch",
 );
 
-/// Every metric of `/metrics/resource` and `/metrics/slis`, and those of `/metrics/cadvisor` that all cgroups
-/// don't have alike, with its page and labels: for docs/metrics.md.
+/// Every metric of `/metrics/resource` and `/metrics/slis` with its page and labels: for docs/metrics.md.
 #[cfg(any(test, feature = "test-util"))]
-pub fn documented() -> Vec<(&'static str, Metric, &'static str)> {
+pub(super) fn documented() -> Vec<(&'static str, Metric, &'static str)> {
     let container = "container, namespace, pod";
     let resource = RESOURCE_CONTAINER.iter().map(|(metric, _)| ("/metrics/resource", *metric, container));
     let pods = RESOURCE_POD.iter().map(|(metric, _)| ("/metrics/resource", *metric, "namespace, pod"));
@@ -98,15 +97,7 @@ pub fn documented() -> Vec<(&'static str, Metric, &'static str)> {
         ("/metrics/slis", super::slis::LAST, "name, type"),
         ("/metrics/slis", super::slis::TOTAL, "name, status, type"),
     ];
-    super::cadvisor::documented()
-        .into_iter()
-        .chain(resource)
-        .chain(pods)
-        .chain(node)
-        .chain(start)
-        .chain(error)
-        .chain(checks)
-        .collect()
+    resource.chain(pods).chain(node).chain(start).chain(error).chain(checks).collect()
 }
 
 const RESOURCE_CONTAINER: [Of<Reading, Option<f64>>; 4] = {

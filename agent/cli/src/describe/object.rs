@@ -20,7 +20,8 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use super::text::Text;
 use crate::args::AgentArgs;
 use crate::complete;
-use crate::get::{objects::no_such, pod::age, print};
+use crate::get::{objects::no_such, pod::age};
+use crate::print::print;
 use beelet_client::Client;
 
 /// Arguments of `beelet describe configmap` and the like.

@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 
 use super::columns::Columns;
 use super::pod::age;
-use super::print;
 use crate::args::{AgentArgs, ObjectOutput};
+use crate::print::print;
 use crate::requested;
 use beelet_client::Client;
 use beelet_model::table::PodTable;

@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 
 use super::columns::Columns;
 use super::pod::age;
-use super::print;
 use crate::args::{AgentArgs, ObjectOutput};
+use crate::print::print;
 use crate::{complete, plain};
 use beelet_client::Client;
 
