@@ -2,6 +2,7 @@
 //! of the files that git knows. A rule is a few lines here; each violation names its file, its line and the
 //! rule.
 
+mod circles;
 mod commits;
 mod doors;
 mod features;
@@ -108,7 +109,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             violations.extend(check_links(file, &text, &repository));
         }
     }
-    violations.extend(ratchet::check(&repository, &counts.counted, args.lower)?);
+    violations.extend(ratchet::check(&repository, &counts.finish(), args.lower)?);
     for broken in commits::check(&repository, args.since.as_deref(), &files)? {
         let commits::Broken { commit, why } = broken;
         violations.push(Violation {
@@ -133,12 +134,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 struct Counts {
     crates: BTreeSet<String>,
     counted: ratchet::Counted,
+    drawn: BTreeMap<String, circles::Crate>,
 }
 
 impl Counts {
     fn new(files: &[String]) -> Counts {
         let crates = ratchet::crates(files);
-        Counts { crates, counted: BTreeMap::new() }
+        Counts { crates, counted: BTreeMap::new(), drawn: BTreeMap::new() }
     }
 
     fn add(&mut self, file: &str, text: &str) {
@@ -146,11 +148,31 @@ impl Counts {
         for speech::Hit { pattern, line, words } in speech::hits(file, text) {
             self.count(&name, pattern, file, line, words);
         }
+        let folder = self.crates.iter().filter(|folder| file.starts_with(&format!("{folder}/src/")));
+        if let Some(folder) = folder.max_by_key(|folder| folder.len())
+            && let Some(inner) = file.strip_prefix(&format!("{folder}/src/"))
+        {
+            self.drawn.entry(name).or_default().add(inner, file, text);
+        }
     }
 
     fn count(&mut self, name: &str, pattern: &'static str, file: &str, line: usize, words: String) {
         let place = ratchet::Place { file: file.to_owned(), line, words };
         self.counted.entry((name.to_owned(), pattern)).or_default().push(place);
+    }
+
+    /// All counts, with the circles, which are known only once all files are.
+    fn finish(mut self) -> ratchet::Counted {
+        for (name, drawn) in std::mem::take(&mut self.drawn) {
+            for files in drawn.circles() {
+                let first = files.first().copied().unwrap_or_default();
+                self.count(&name, "circle", first, 1, files.join(" <-> "));
+                for file in &files {
+                    self.count(&name, "file-in-circle", file, 1, files.join(" <-> "));
+                }
+            }
+        }
+        self.counted
     }
 }
 
