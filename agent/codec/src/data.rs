@@ -11,6 +11,7 @@ use serde_json::Value;
 use crate::{
     decode,
     error::{JsonError, Problem},
+    reader::Reading,
 };
 
 /// The value of a text in JSON.
