@@ -505,6 +505,14 @@ fn variables_and_mounts_are_checked() {
         "volumes: [{name: a, hostPath: {path: /b/../c}}]",
         "5:40: spec.volumes[0].hostPath.path: \"/b/../c\" must not have '..' in it",
     );
+    let long = "/b".repeat(2049);
+    check_text(
+        &with_spec(&format!("volumes: [{{name: a, hostPath: {{path: {long}}}}}]")),
+        "of 4098 bytes is longer than the 4096 bytes that Linux takes; shorten it",
+    );
+    let parts: Vec<_> = (0..1000).map(|n| format!("{{name: a, mountPath: /{n}, subPath: x}}")).collect();
+    let text = mounted(&parts.join(", "));
+    check_text(&text, "spec: needs 1001 mounts for its volumes, subPaths and block devices;");
     check_spec(
         "volumes: [{name: a, hostPath: {path: /b}, emptyDir: {}}]",
         "5:13: spec.volumes[0]: must have one source only",

@@ -9,7 +9,7 @@ use std::{
 
 use beelet_policy::{
     node::addresses::host_network_ips,
-    pod::ephemeral_containers,
+    pod::{ephemeral_containers, too_much},
     resources::{
         cgroups::{self as values, CgroupConfig, CgroupValues},
         qos::QosClass,
@@ -22,7 +22,7 @@ use k8s_openapi::api::core::v1 as core;
 use crate::error::Error;
 use beelet_admission::AdmissionRejection;
 use beelet_model::{
-    failure::Refusal,
+    failure::{REJECTED, Refusal},
     origin::Origin,
     pod::{HostIps, NodeFacts, container_of, grace_period, log_folder},
     table::PodName,
@@ -179,6 +179,9 @@ fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<AdmissionRejection> {
     if !Origin::of(pod).is_api() {
         return None;
     }
+    if let Some(Err(why)) = pod.spec.as_ref().map(too_much::check) {
+        return Some(rejection("UnexpectedAdmissionError", format!("{REJECTED}{why}")));
+    }
     let forbidden = pod.spec.as_ref().and_then(|spec| sysctls::refused(spec, &node.allowed_unsafe_sysctls));
     forbidden.map(|why| rejection("SysctlForbidden", why))
 }
@@ -272,6 +275,38 @@ mod tests {
         assert!(why.to_string().contains("spec.containers[0].resources.requests"), "{why}");
         assert!(plan.cgroup().is_err() && !why.is_transient());
         assert_eq!(plan.cgroups.len(), 3);
+    }
+
+    #[test]
+    fn a_pod_of_the_api_server_that_asks_for_too_much_is_refused() {
+        let refused = |field: &str, value: &Value| {
+            let plan = plan(|pod| {
+                pod["metadata"]["annotations"] = json!({"kubernetes.io/config.source": "api"});
+                pod["spec"]["containers"][0][field] = value.clone();
+            });
+            plan.refused.map(|rejection| format!("{}: {}", rejection.reason, rejection.message))
+        };
+        let names = |count: usize| -> Value {
+            let amounts = (0..count).map(|n| (format!("example.com/r{n}"), json!("1")));
+            json!({"limits": amounts.collect::<serde_json::Map<_, _>>()})
+        };
+        let parts = |count: usize| -> Value {
+            (0..count).map(|n| json!({"name": "art", "mountPath": format!("/{n}"), "subPath": "x"})).collect()
+        };
+        assert_eq!(refused("resources", &names(256)), None);
+        assert_eq!(
+            refused("resources", &names(257)).unwrap(),
+            "UnexpectedAdmissionError: Pod was rejected: spec: names 257 different resources in its requests, limits \
+             and overhead; the agent counts with at most 256 of one pod: name fewer resources"
+        );
+        assert_eq!(refused("volumeMounts", &parts(999)), None);
+        let why = refused("volumeMounts", &parts(1000)).unwrap();
+        assert!(
+            why.contains("spec: needs 1001 mounts for its volumes, subPaths and block devices;"),
+            "{why}"
+        );
+        let why = refused("workingDir", &"/a".repeat(2049).into()).unwrap();
+        assert!(why.contains("spec.containers[0].workingDir: the path "), "{why}");
     }
 
     #[test]

@@ -10,6 +10,7 @@ mod volumes;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use beelet_policy::pod::too_much;
 use beelet_units::{bounds::LONGEST_GRACE_SECONDS, quantity::Quantity};
 use k8s_openapi::api::core::v1::{AppArmorProfile, Container, Pod, PodSpec, SeccompProfile, Toleration};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Amount;
@@ -103,6 +104,10 @@ fn metadata(metadata: &ObjectMeta, problems: &mut Problems) {
 }
 
 fn pod_spec(spec: &PodSpec, problems: &mut Problems) {
+    if let Err(error) = too_much::check(spec) {
+        // Rules for each of very many things would be very many sentences.
+        return problems.add(error.path(), error.message());
+    }
     let policies = ["Always", "OnFailure", "Never"];
     problems.one_of("spec.restartPolicy", spec.restart_policy.as_deref(), &policies);
     problems.within(

@@ -14,6 +14,7 @@ pub mod env_file;
 pub mod mirror;
 pub mod references;
 pub mod start_limit;
+pub mod too_much;
 #[allow(clippy::arithmetic_side_effects)] // lengths and places in texts that are in memory
 pub mod variables;
 #[allow(clippy::arithmetic_side_effects)] // lengths and places in texts that are in memory

@@ -33,10 +33,10 @@ pub const EPHEMERAL_STORAGE: &str = "ephemeral-storage";
 pub const PODS: &str = "pods";
 
 /// Amounts by resource name, sorted by name. A missing resource and an amount of zero are different things to
-/// Kubernetes.
+/// Kubernetes. A pod may name very many resources: no operation takes longer than a search for each name.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ResourceList<'a> {
-    entries: Vec<(&'a str, Quantity)>,
+    entries: BTreeMap<&'a str, Quantity>,
 }
 
 impl<'a> ResourceList<'a> {
@@ -54,7 +54,7 @@ impl<'a> ResourceList<'a> {
 
     /// The amount of a resource, if the list has it.
     pub fn get(&self, name: &str) -> Option<Quantity> {
-        self.entries.iter().find(|(key, _)| *key == name).map(|(_, quantity)| *quantity)
+        self.entries.get(name).copied()
     }
 
     /// The amount of a resource, zero if the list doesn't have it.
@@ -64,7 +64,7 @@ impl<'a> ResourceList<'a> {
 
     /// Every resource in the list, by name.
     pub fn iter(&self) -> impl Iterator<Item = (&'a str, Quantity)> {
-        self.entries.iter().copied()
+        self.entries.iter().map(|(name, quantity)| (*name, *quantity))
     }
 
     /// True if the list has no resource at all.
@@ -74,26 +74,25 @@ impl<'a> ResourceList<'a> {
 
     /// Sets one amount.
     pub fn set(&mut self, name: &'a str, quantity: Quantity) {
-        self.merge(name, quantity, |_, new| new);
+        self.entries.insert(name, quantity);
     }
 
     /// Adds every amount of another list.
     pub fn add(&mut self, other: &Self) {
-        other.iter().for_each(|(name, quantity)| self.merge(name, quantity, |a, b| a + b));
+        for (name, quantity) in other.iter() {
+            let sum = self.entries.entry(name).or_default();
+            *sum = *sum + quantity;
+        }
     }
 
     /// Raises every amount to that of another list where that is more.
     pub(crate) fn raise_to(&mut self, other: &Self) {
-        other.iter().for_each(|(name, quantity)| self.merge(name, quantity, Ord::max));
+        other.iter().for_each(|(name, quantity)| self.raise(name, quantity));
     }
 
-    fn merge(&mut self, name: &'a str, quantity: Quantity, how: impl Fn(Quantity, Quantity) -> Quantity) {
-        // Lists have a handful of entries: a scan beats a map, and nothing is allocated for the names.
-        match self.entries.iter().position(|(key, _)| *key >= name) {
-            Some(at) if self.entries[at].0 == name => self.entries[at].1 = how(self.entries[at].1, quantity),
-            Some(at) => self.entries.insert(at, (name, quantity)),
-            None => self.entries.push((name, quantity)),
-        }
+    fn raise(&mut self, name: &'a str, quantity: Quantity) {
+        let highest = self.entries.entry(name).or_insert(quantity);
+        *highest = quantity.max(*highest);
     }
 }
 
@@ -255,19 +254,21 @@ impl<'a> PodDemand<'a> {
         total.max(highest)
     }
 
+    /// The sum of one kind of list. Each amount of the pod is looked at once: `highest` is never below
+    /// `sidecars`, so that an init container raises the names of its own list alone.
     fn aggregate(&self, of: impl for<'d> Fn(&'d Demand<'a>) -> &'d ResourceList<'a>) -> ResourceList<'a> {
         let mut total = ResourceList::default();
         self.containers.iter().for_each(|container| total.add(of(container)));
         let (mut sidecars, mut highest) = (ResourceList::default(), ResourceList::default());
         for init in &self.init_containers {
+            let own = of(&init.demand);
             if init.restartable {
-                total.add(of(&init.demand));
-                sidecars.add(of(&init.demand));
-                highest.raise_to(&sidecars);
-            } else {
-                let mut running = of(&init.demand).clone();
-                running.add(&sidecars);
-                highest.raise_to(&running);
+                total.add(own);
+                sidecars.add(own);
+            }
+            for (name, amount) in own.iter() {
+                let beside = sidecars.amount(name);
+                highest.raise(name, if init.restartable { beside } else { amount + beside });
             }
         }
         total.raise_to(&highest);
@@ -417,5 +418,52 @@ mod tests {
         let pod = pod(&spec);
         let demand = PodDemand::read(&pod).unwrap();
         assert_eq!(demand.container_request(CPU), demand.container_requests().amount(CPU));
+    }
+
+    /// A list of so many resources, of one each.
+    fn many(names: usize) -> BTreeMap<String, ApiQuantity> {
+        (0..names).map(|n| (format!("example.com/r{n:07}"), ApiQuantity("1".to_owned()))).collect()
+    }
+
+    #[test]
+    fn lists_of_very_many_resources_are_added_raised_and_searched() {
+        // A scan for each name would look at 20 thousand million names.
+        let count = 200_000;
+        let (names, mut sum) = (many(count), ResourceList::default());
+        let list = ResourceList::read(Some(&names)).unwrap();
+        sum.add(&list);
+        sum.add(&list);
+        sum.raise_to(&list);
+        names.keys().rev().for_each(|name| sum.set(name, sum.amount(name) + Quantity::from_units(1)));
+        assert_eq!(sum.iter().count(), count);
+        assert!(sum.iter().all(|(_, amount)| amount == Quantity::from_units(3)));
+    }
+
+    #[test]
+    fn each_of_very_many_init_containers_costs_its_own_amounts_alone() {
+        // A sum over all names for each init container would be one over a thousand million names.
+        let names = many(50_000);
+        let sidecar = Demand { requests: ResourceList::read(Some(&names)).unwrap(), ..Demand::default() };
+        let sidecar = InitDemand { demand: sidecar, restartable: true };
+        let mut init_containers = vec![sidecar];
+        let empty = |restartable| InitDemand { demand: Demand::default(), restartable };
+        init_containers.extend((0..20_000).map(|n| empty(n % 2 == 0)));
+        let pod = PodDemand { containers: Vec::new(), init_containers, pod_level: None, overhead: None };
+        assert_eq!(pod.requests().iter().count(), names.len());
+        assert!(pod.requests().iter().all(|(_, amount)| amount == Quantity::from_units(1)));
+    }
+
+    #[test]
+    fn an_init_container_counts_with_the_sidecars_before_it_name_by_name() {
+        let container = |name: &str, restart: Option<&str>, amounts: Value| json!({"name": name, "restartPolicy": restart, "resources": {"requests": amounts}});
+        let spec = json!({"containers": [container("main", None, json!({"example.com/a": "1"}))], "initContainers": [
+            container("first", None, json!({"example.com/a": "9", "example.com/z": "0"})),
+            container("sidecar", Some("Always"), json!({"example.com/a": "2", "example.com/b": "3"})),
+            container("second", None, json!({"example.com/b": "4", "example.com/c": "5"})),
+        ]});
+        let pod = pod(&spec);
+        let found: Vec<String> =
+            pod_requests(&pod).unwrap().iter().map(|(name, amount)| format!("{name}={amount}")).collect();
+        assert_eq!(found, ["example.com/a=9", "example.com/b=7", "example.com/c=5", "example.com/z=0"]);
     }
 }

@@ -98,18 +98,16 @@ struct LimitsDeclared {
 impl LimitsDeclared {
     fn of(demand: &PodDemand<'_>) -> Self {
         let mut declared = Self { cpu: true, memory: true };
-        demand.containers.iter().for_each(|container| declared.require(&container.limits));
+        demand.containers.iter().for_each(|container| declared.require(&Self::by(&container.limits)));
         // An init container is asked together with the sidecars that run beside it, as the kubelet's callback
         // is.
-        let mut sidecars = ResourceList::default();
+        let mut sidecars = Self { cpu: false, memory: false };
         for init in &demand.init_containers {
+            let own = Self::by(&init.demand.limits);
+            let running = Self { cpu: own.cpu || sidecars.cpu, memory: own.memory || sidecars.memory };
+            declared.require(&running);
             if init.restartable {
-                sidecars.add(&init.demand.limits);
-                declared.require(&sidecars);
-            } else {
-                let mut running = init.demand.limits.clone();
-                running.add(&sidecars);
-                declared.require(&running);
+                sidecars = running;
             }
         }
         if let Some(pod_level) = demand.pod_level.as_ref().filter(|_| demand.has_pod_level()) {
@@ -119,8 +117,13 @@ impl LimitsDeclared {
         declared
     }
 
-    fn require(&mut self, limits: &ResourceList<'_>) {
-        self.cpu &= !limits.amount(CPU).is_zero();
-        self.memory &= !limits.amount(MEMORY).is_zero();
+    /// The limits that a list has, which are none where they are zero.
+    fn by(limits: &ResourceList<'_>) -> Self {
+        Self { cpu: !limits.amount(CPU).is_zero(), memory: !limits.amount(MEMORY).is_zero() }
+    }
+
+    fn require(&mut self, limits: &Self) {
+        self.cpu &= limits.cpu;
+        self.memory &= limits.memory;
     }
 }
