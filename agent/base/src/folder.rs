@@ -14,9 +14,16 @@ pub const READABLE: u32 = 0o755;
 /// business alone.
 pub const PRIVATE: u32 = 0o750;
 
-/// Makes a folder, and those that are missing on the way to it, with this mode, whatever the umask.
+/// The longest path that Linux takes, in bytes (`PATH_MAX`).
+const LONGEST: usize = 4096;
+
+/// Makes a folder, and those that are missing on the way to it, with this mode, whatever the umask. A path
+/// that Linux doesn't take is not looked for: each folder on the way would be.
 pub fn make_folder(path: &Path, mode: u32) -> Result<(), Error> {
     let failed = |cause: Errno| Error::MakeFolder { path: path.to_owned(), cause };
+    if path.as_os_str().len() > LONGEST {
+        return Err(failed(Errno::NAMETOOLONG));
+    }
     let missing: Vec<&Path> =
         path.ancestors().take_while(|folder| !folder.as_os_str().is_empty() && !folder.exists()).collect();
     let mode = Mode::from_raw_mode(mode);
@@ -38,6 +45,14 @@ pub fn make_folder(path: &Path, mode: u32) -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_path_that_linux_does_not_take_costs_no_look_at_its_folders() {
+        // A million folders, of a path of a megabyte in the middle.
+        let path = "/a".repeat(1 << 20);
+        let refused = make_folder(Path::new(&path), READABLE).unwrap_err();
+        assert!(matches!(refused, Error::MakeFolder { cause: Errno::NAMETOOLONG, .. }));
+    }
 
     #[test]
     fn folders_have_the_mode_that_was_said_whatever_the_umask() {

@@ -8,10 +8,13 @@ use k8s_openapi::api::core::v1 as core;
 
 use super::Error;
 use beelet_base::folder::make_folder;
+use beelet_policy::volumes::content;
 
 /// Checks a host path against its type, and makes what the `…OrCreate` types ask for (folders 0755, files
 /// 0644).
 pub(super) fn check(host: &core::HostPathVolumeSource) -> Result<(), Error> {
+    // A PersistentVolume comes here too.
+    content::check_path(&host.path)?;
     let path = Path::new(&host.path);
     let kind = host.type_.as_deref().unwrap_or("");
     match kind {
@@ -49,6 +52,8 @@ fn make_file(path: &Path) -> std::io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use beelet_policy::volumes::content::TooMuch;
+
     use super::*;
 
     #[test]
@@ -67,6 +72,16 @@ mod tests {
             };
             check(&host).unwrap();
             assert_eq!(path.metadata().unwrap().permissions().mode() & 0o7777, mode, "{kind}");
+        }
+    }
+
+    #[test]
+    fn a_path_that_linux_does_not_take_is_refused_unseen_whatever_its_type() {
+        for kind in ["", "DirectoryOrCreate", "FileOrCreate", "Directory", "Socket"] {
+            let host = |path: String| core::HostPathVolumeSource { path, type_: Some(kind.to_owned()) };
+            // To look for each of the folders of a megabyte would be to read a million megabytes.
+            let refused = check(&host("/a".repeat(1 << 20))).unwrap_err();
+            assert!(matches!(refused, Error::TooMuch(TooMuch::Path { .. })), "{kind}: {refused}");
         }
     }
 

@@ -12,7 +12,7 @@ use std::{
 
 use beelet_base::folder::{PRIVATE, make_folder};
 use beelet_model::storage::Claimed;
-use beelet_policy::volumes::{claims, file_system::FileSystem};
+use beelet_policy::volumes::{claims, content, file_system::FileSystem};
 use k8s_openapi::api::core::v1 as core;
 
 use crate::{
@@ -83,6 +83,7 @@ impl LocalDisks {
         group: Option<&FsGroup>,
     ) -> Result<PathBuf, Error> {
         let name = one_name(claimed.name())?;
+        content::check_path(&source.path)?;
         let from = Path::new(&source.path);
         if from.components().any(|part| part == Component::ParentDir) {
             return Err(Error::unmet(format!("invalid path: {} must not contain '..'", source.path)));
@@ -147,6 +148,7 @@ pub(crate) fn options_of(claimed: &Claimed) -> Vec<String> {
 
 /// Checks that a `local` volume is a block device; where it is.
 pub(crate) fn device(source: &core::LocalVolumeSource) -> Result<PathBuf, Error> {
+    content::check_path(&source.path)?;
     let path = PathBuf::from(&source.path);
     let kind = fs::metadata(&path).map_err(Error::io("find the local volume", &path))?.file_type();
     if kind.is_block_device() {
@@ -167,6 +169,18 @@ pub(crate) fn host_path(claimed: &Claimed, source: &core::HostPathVolumeSource) 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_path_of_a_persistent_volume_is_one_that_linux_takes() {
+        let path = "/a".repeat(1 << 20);
+        let local = core::LocalVolumeSource { path: path.clone(), ..Default::default() };
+        let host = core::HostPathVolumeSource { path, type_: Some("DirectoryOrCreate".to_owned()) };
+        let (volume, claim) = Default::default();
+        let claimed = Claimed { volume, claim, read_only: false };
+        for refused in [device(&local), host_path(&claimed, &host)] {
+            assert!(matches!(refused, Err(Error::TooMuch(_))), "{refused:?}");
+        }
+    }
 
     #[test]
     fn a_servers_name_is_one_part_of_a_path() {
