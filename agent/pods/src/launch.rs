@@ -12,7 +12,7 @@ use beelet_proto::cri;
 use beelet_units::duration;
 use k8s_openapi::api::core::v1 as core;
 use tokio::{sync::watch, time::Instant};
-use tokio_util::task::TaskTracker;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tracing::{Instrument, trace_span};
 
 use crate::{
@@ -182,11 +182,11 @@ impl Launcher {
         let (cgroups, decided) = (Arc::clone(&self.cgroups), plan.cgroup()?.clone());
         let cgroups = chores.run(move || Ok(cgroups.ensure(&decided.path, &decided.files)?));
         let (of_pod, node) = (Arc::clone(plan), self.node.clone());
-        let folders = chores.run(move || {
+        let folders = chores.run_until(move |stop| {
             make_folder(&of_pod.logs, READABLE).map_err(Error::of_files)?;
             let (pod, claims, published, attached) = (&of_pod.pod, &claims, &published, &attached);
             let sources = Sources { pod, objects: &objects, node: &node, claims, published, attached };
-            of_pod.volumes.set_up(&sources).map_err(Error::of_volumes)
+            of_pod.volumes.set_up(&sources, &|| stop.is_cancelled()).map_err(Error::of_volumes)
         });
         // Both to their end: nothing may still be made when what was made is taken away.
         let made = async { tokio::join!(cgroups, folders) };
@@ -533,20 +533,20 @@ impl Launcher {
         let (plan, node) = (Arc::clone(starting.plan), self.node.clone());
         let (container, objects) = (starting.container.clone(), Arc::clone(&starting.objects));
         let events = self.events.clone();
-        let prepare = move || -> Result<_, BoxError> {
+        let prepare = move |stop: &CancellationToken| -> Result<_, BoxError> {
             refresh::restore(&plan.pod, &plan.volumes, &node, &objects, &events)?;
             let logs = plan.logs.join(&container.name);
             make_folder(&logs, READABLE)?;
             beelet_logs::rotate::forget_older(&logs, attempt);
             beelet_logs::clear(&logs, attempt)?;
-            let mut mounts = plan.volumes.mounts(&container, &facts)?;
+            let mut mounts = plan.volumes.mounts(&container, &facts, &|| stop.is_cancelled())?;
             let devices = plan.volumes.devices(&container)?;
             let hosts = hosts::write(&plan.folder, &plan.pod, &pod_ips, &node)?;
             mounts.extend(hosts::mount(&hosts, &container));
             mounts.extend(termination::prepare(&plan.folder, &container, attempt)?);
             Ok((mounts, devices))
         };
-        let preparing = starting.chores.run(move || prepare().map_err(Error::of_files));
+        let preparing = starting.chores.run_until(move |stop| prepare(stop).map_err(Error::of_files));
         self.waited(object, "its volumes and its logs", preparing).await
     }
 
@@ -585,7 +585,7 @@ impl Launcher {
         chores: &Chores,
         of_volumes: fn(&Volumes) -> Result<(), beelet_volumes::Error>,
     ) -> Result<(), Error> {
-        // What a cancelled step has begun makes things still.
+        // What a cancelled step has begun makes things still, until it sees that nobody waits for it.
         chores.done().await;
         self.csi.release(&plan.uid).await.map_err(Error::of_files)?;
         let (plan, cgroups) = (Arc::clone(plan), Arc::clone(&self.cgroups));
@@ -624,6 +624,16 @@ impl Chores {
         work: impl FnOnce() -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
         joined("a pod's chore", self.0.spawn_blocking(work).await).await
+    }
+
+    /// The same of work that is asked to stop once nobody waits for it any more.
+    async fn run_until<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&CancellationToken) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let stop = CancellationToken::new();
+        let _dropped_with_the_wait = stop.clone().drop_guard();
+        self.run(move || work(&stop)).await
     }
 
     /// Waits until all that was begun has ended.
@@ -701,6 +711,24 @@ impl std::fmt::Display for Ability {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn work_that_nobody_waits_for_any_more_is_asked_to_stop() {
+        let (chores, (began, begun)) = (Chores::new(), tokio::sync::oneshot::channel());
+        let work = chores.run_until(move |stop| {
+            let _ = began.send(());
+            while !stop.is_cancelled() {
+                std::thread::yield_now();
+            }
+            Ok(())
+        });
+        tokio::select! {
+            done = work => panic!("the work ended by itself: {done:?}"),
+            begun = begun => begun.unwrap(),
+        }
+        tokio::time::timeout(Duration::from_mins(1), chores.done()).await.expect("the work goes on");
+        assert!(chores.run_until(|stop| Ok(stop.is_cancelled())).await.is_ok_and(|stopped| !stopped));
+    }
 
     #[test]
     fn what_runtimes_can_is_known_by_their_version() {

@@ -32,6 +32,9 @@ pub enum Error {
     /// The pod asks for more than the agent makes for one.
     #[error(transparent)]
     TooMuch(#[from] beelet_policy::volumes::content::TooMuch),
+    /// The work was stopped: its pod is taken away, or another state of it is wanted.
+    #[error("the volumes are not made, as the agent stopped the work before its end")]
+    Stopped,
     /// A folder could not be made or removed.
     #[error(transparent)]
     Folder(#[from] beelet_base::Error),

@@ -103,6 +103,10 @@ pub struct MountFacts {
     pub recursive_read_only: bool,
 }
 
+/// Asks whether work is to stop: nobody waits for it any more. Asked between two mounts, so that what is made
+/// can soon be taken away.
+pub type Stop<'a> = &'a dyn Fn() -> bool;
+
 impl Volumes {
     /// The volumes of `pod`, with their folders below `pods_dir`.
     pub fn of(pod: &core::Pod, pods_dir: &Path) -> Self {
@@ -126,10 +130,14 @@ impl Volumes {
     /// Makes what must be there before the first container runs.
     ///
     /// Harmless to repeat. For a volume that no container uses nobody waits.
-    pub fn set_up(&self, sources: &Sources<'_>) -> Result<(), Error> {
+    ///
+    /// # Errors
+    /// Why one can't be made; or `stop` said so.
+    pub fn set_up(&self, sources: &Sources<'_>, stop: Stop<'_>) -> Result<(), Error> {
         let (mounts, devices) = claims::used(sources.pod);
         let (mut left, nested) = (Allowance::default(), mount_points::nested(sources.pod));
         for volume in &self.volumes {
+            go_on(stop)?;
             left.volume().map_err(|e| Error::from(e).of_volume(&volume.name))?;
             let is_used = mounts.contains(volume.name.as_str()) || devices.contains(volume.name.as_str());
             if !is_used && volume.host_path.is_some() {
@@ -343,9 +351,18 @@ impl Volumes {
     }
 
     /// The mounts of one container. Mounts the parts of volumes that it asks for.
-    pub fn mounts(&self, container: &core::Container, facts: &MountFacts) -> Result<Vec<cri::Mount>, Error> {
+    ///
+    /// # Errors
+    /// Why one can't be mounted; or `stop` said so.
+    pub fn mounts(
+        &self,
+        container: &core::Container,
+        facts: &MountFacts,
+        stop: Stop<'_>,
+    ) -> Result<Vec<cri::Mount>, Error> {
         let (all, mut left) = (container.volume_mounts.iter().flatten().enumerate(), Allowance::default());
         all.map(|(index, mount)| {
+            go_on(stop)?;
             self.mount((container, index), mount, facts, &mut left).map_err(|cause| Error::Mount {
                 path: shown(&mount.mount_path),
                 container: container.name.clone(),
@@ -459,6 +476,10 @@ impl Volumes {
             remove()
         })
     }
+}
+
+fn go_on(stop: Stop<'_>) -> Result<(), Error> {
+    if stop() { Err(Error::Stopped) } else { Ok(()) }
 }
 
 /// Returns true if a volume is made of objects or of what the pod is told about itself.

@@ -99,7 +99,7 @@ impl Volumes {
         // What was in the memory is still there for those that have it mounted, and for nobody else.
         let is_mounted = source.medium.as_deref().is_some_and(|medium| !medium.is_empty());
         let is_there = match std::fs::symlink_metadata(&path) {
-            Ok(found) => found.is_dir() && (!is_mounted || mounts::is_top(&path)?),
+            Ok(found) => found.is_dir() && (!is_mounted || mounts::is_mount_point(&path)?),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => false,
             Err(error) => return Err(Error::io("look at", &path)(error)),
         };

@@ -20,14 +20,17 @@ fn facts() -> MountFacts {
 fn set_up(pod: &core::Pod, dir: &Path) -> (Volumes, Result<(), Error>) {
     let volumes = Volumes::of(pod, dir);
     let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
-    let done = volumes.set_up(&Sources {
-        pod,
-        objects: &objects,
-        node: &node,
-        claims: &BTreeMap::new(),
-        published: &BTreeMap::new(),
-        attached: &BTreeMap::new(),
-    });
+    let done = volumes.set_up(
+        &Sources {
+            pod,
+            objects: &objects,
+            node: &node,
+            claims: &BTreeMap::new(),
+            published: &BTreeMap::new(),
+            attached: &BTreeMap::new(),
+        },
+        &|| false,
+    );
     (volumes, done)
 }
 
@@ -146,7 +149,7 @@ fn check_mount(mount: serde_json::Value, expected: Result<(&str, bool), &str>) {
     let volumes = Volumes::of(&pod, Path::new("/pods"));
     let mut facts = facts();
     facts.images.insert("image".to_owned(), "sha256:1".to_owned());
-    let made = volumes.mounts(&pod.spec.as_ref().unwrap().containers[0], &facts);
+    let made = volumes.mounts(&pod.spec.as_ref().unwrap().containers[0], &facts, &|| false);
     let shown = made.map(|mounts| (mounts[0].host_path.clone(), mounts[0].readonly));
     match (shown, expected) {
         (Ok((path, readonly)), Ok(expected)) => assert_eq!((path.as_str(), readonly), expected, "{mount}"),
@@ -179,7 +182,7 @@ fn a_label_of_containers_is_for_what_the_agent_made_and_nobody_mounted_read_only
         // Of those that a driver has mounted, a link says where.
         let place = dir.path().join("u1/volumes/vendor~driver/data");
         volumes.link("data", &place).unwrap();
-        let made = volumes.mounts(&pod.spec.as_ref().unwrap().containers[0], &facts()).unwrap();
+        let made = volumes.mounts(&pod.spec.as_ref().unwrap().containers[0], &facts(), &|| false).unwrap();
         assert_eq!(made[0].selinux_relabel, expected, "{source}");
     };
     check(json!({"emptyDir": {}}), true);
@@ -200,8 +203,11 @@ fn the_runtime_is_told_which_part_of_an_image_to_mount() {
         "containers": [{"name": "c", "volumeMounts": [{"name": "image", "mountPath": "/a", "subPath": "x/y"}]}],
         "volumes": [{"name": "image", "image": {"reference": "x"}}],
     }));
-    let mounts =
-        Volumes::of(&pod, Path::new("/pods")).mounts(&pod.spec.as_ref().unwrap().containers[0], &facts());
+    let mounts = Volumes::of(&pod, Path::new("/pods")).mounts(
+        &pod.spec.as_ref().unwrap().containers[0],
+        &facts(),
+        &|| false,
+    );
     assert_eq!(mounts.unwrap()[0].image_sub_path, "x/y");
 }
 
@@ -249,7 +255,7 @@ fn the_agent_makes_so_many_folders_for_the_parts_of_volumes_of_a_container_and_n
             "volumes": [{"name": "image", "image": {"reference": "x"}}],
         }));
         let volumes = Volumes::of(&pod, Path::new("/pods"));
-        let made = volumes.mounts(&pod.spec.as_ref().unwrap().containers[0], &facts());
+        let made = volumes.mounts(&pod.spec.as_ref().unwrap().containers[0], &facts(), &|| false);
         match (made.map(|mounts| mounts.len()).map_err(|e| e.to_string()), expected) {
             (Err(error), Err(part)) => assert!(error.contains(part), "{error}"),
             (made, expected) => assert_eq!(made, expected.map_err(str::to_owned)),
@@ -315,16 +321,20 @@ fn set_up_claim(
     let volumes = Volumes::of(pod, pods).on(&Operations::default(), &disks_only(disks, pods));
     let (objects, node) = (Objects::default(), beelet_spec::fixtures::node());
     let claims = [("data".to_owned(), claimed.clone())].into();
-    let done = volumes.set_up(&Sources {
-        pod,
-        objects: &objects,
-        node: &node,
-        claims: &claims,
-        published: &BTreeMap::new(),
-        attached: &BTreeMap::new(),
-    });
+    let done = volumes.set_up(
+        &Sources {
+            pod,
+            objects: &objects,
+            node: &node,
+            claims: &claims,
+            published: &BTreeMap::new(),
+            attached: &BTreeMap::new(),
+        },
+        &|| false,
+    );
     let container = &pod.spec.as_ref().unwrap().containers[0];
-    let place = done.and_then(|()| Ok(PathBuf::from(&volumes.mounts(container, &facts())?[0].host_path)));
+    let place =
+        done.and_then(|()| Ok(PathBuf::from(&volumes.mounts(container, &facts(), &|| false)?[0].host_path)));
     (volumes, place)
 }
 
@@ -429,7 +439,7 @@ fn a_volume_of_objects_is_kept_current_beside_a_claims_volume() {
     let pods = dir.path().join("pods");
     let disks = disks_only(&LocalDisks::new(dir.path(), &pods), &pods);
     let volumes = Volumes::of(&pod, &pods).on(&Operations::default(), &disks);
-    volumes.set_up(&sources).unwrap();
+    volumes.set_up(&sources, &|| false).unwrap();
     assert_eq!(volumes.refresh(&Sources { objects: &new, ..sources }).unwrap(), 1);
     assert_eq!(fs::read_to_string(volumes.path("conf").join("a")).unwrap(), "2");
 }
@@ -517,7 +527,7 @@ fn what_is_gone_of_a_volume_is_made_again_and_what_containers_wrote_is_told_to_b
         attached: &attached,
     };
     let volumes = Volumes::of(&pod, dir.path());
-    volumes.set_up(&sources).unwrap();
+    volumes.set_up(&sources, &|| false).unwrap();
     let restored = || {
         let all = volumes.restore(&sources).unwrap().into_iter();
         all.map(|one| (one.volume, one.loss)).collect::<Vec<_>>()
@@ -538,4 +548,35 @@ fn what_is_gone_of_a_volume_is_made_again_and_what_containers_wrote_is_told_to_b
     fs::remove_file(volumes.path("conf").join("b")).unwrap();
     assert_eq!((volumes.refresh(&sources).unwrap(), read("b")), (1, "2".to_owned()));
     assert_eq!(volumes.refresh(&sources).unwrap(), 0);
+}
+
+#[test]
+fn work_that_is_stopped_ends_before_the_next_volume_and_the_next_mount() {
+    let dir = tempfile::tempdir().unwrap();
+    let volumes: Vec<_> = (0..100).map(|n| json!({"name": format!("v{n}"), "emptyDir": {}})).collect();
+    let mounts: Vec<_> =
+        (0..100).map(|n| json!({"name": format!("v{n}"), "mountPath": format!("/{n}")})).collect();
+    let pod = pod(json!({"containers": [{"name": "c", "volumeMounts": mounts}], "volumes": volumes}));
+    let (objects, node, none) = (Objects::default(), beelet_spec::fixtures::node(), BTreeMap::new());
+    let sources = Sources {
+        pod: &pod,
+        objects: &objects,
+        node: &node,
+        claims: &none,
+        published: &BTreeMap::new(),
+        attached: &BTreeMap::new(),
+    };
+    let made = |pods: &str| fs::read_dir(dir.path().join(pods).join("u1/volumes")).unwrap().count();
+    let after = |looks: usize| {
+        let left = std::cell::Cell::new(looks);
+        move || left.replace(left.get().saturating_sub(1)) == 0
+    };
+    let of = |pods: &str| Volumes::of(&pod, &dir.path().join(pods));
+    assert!(matches!(of("some").set_up(&sources, &after(3)), Err(Error::Stopped)));
+    assert_eq!(made("some"), 3);
+    of("all").set_up(&sources, &|| false).unwrap();
+    assert_eq!(made("all"), 100);
+    let container = &pod.spec.as_ref().unwrap().containers[0];
+    assert!(matches!(of("all").mounts(container, &facts(), &after(99)), Err(Error::Stopped)));
+    assert_eq!(of("all").mounts(container, &facts(), &after(100)).unwrap().len(), 100);
 }
