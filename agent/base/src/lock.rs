@@ -6,8 +6,10 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// An exclusive lock on a file (flock), held until the value is dropped, which removes the file, or the
 /// process ends.
@@ -20,6 +22,8 @@ pub struct Lock {
 
 /// Losing the race against a holder that removes its file, time after time, is no race any more.
 const MAX_TRIES: usize = 100;
+/// How long a holder that may be ending is waited for.
+const DYING: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
 
 /// Why a lock could not be taken.
 #[derive(Debug, thiserror::Error)]
@@ -54,13 +58,18 @@ fn holder(pid: &Option<u32>) -> String {
 }
 
 impl Lock {
-    /// Takes the lock on `path` for `what` (the subject of an error's sentence), or says who has it. Does not
-    /// wait for it.
+    /// Takes the lock on `path` for `what` (the subject of an error's sentence), or says who has it. Blocks, for
+    /// two seconds at most, while the holder ends: a process that was killed has its locks until the kernel
+    /// has taken all of it away.
     ///
     /// # Errors
     /// Another process holds it, or the file cannot be opened.
     pub fn take(path: &Path, what: &str) -> Result<Self, LockError> {
-        Ok(Self { path: path.to_owned(), file: Mutex::new(Self::lock(path, what)?) })
+        let file = match Self::lock(path, what) {
+            Err(LockError::Held { pid, .. }) if pid.is_none_or(ends_soon) => Self::lock(path, what),
+            taken => taken,
+        };
+        Ok(Self { path: path.to_owned(), file: Mutex::new(file?) })
     }
 
     fn lock(path: &Path, what: &str) -> Result<File, LockError> {
@@ -159,6 +168,20 @@ fn flock_on(line: &str, inode: u64) -> Option<u32> {
     (number.parse() == Ok(inode)).then(|| pid.parse().ok()).flatten()
 }
 
+/// Waits until another process has ended, for [`DYING`] at most. Returns true if it has.
+fn ends_soon(pid: u32) -> bool {
+    let other = Some(pid).filter(|pid| *pid != std::process::id());
+    let other = other.and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?));
+    match other.map(|pid| pidfd_open(pid, PidfdFlags::empty())) {
+        Some(Ok(process)) => {
+            // A process's descriptor can be read once all of its threads have ended.
+            poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&DYING)).is_ok_and(|ended| ended > 0)
+        }
+        Some(Err(error)) => error == Errno::SRCH,
+        None => false,
+    }
+}
+
 fn read_pid(file: &mut File) -> Option<u32> {
     let mut text = String::new();
     file.rewind().ok()?;
@@ -182,6 +205,24 @@ mod tests {
         check("1: FLOCK  ADVISORY  WRITE -1 fe:01:262146 0 EOF", None);
         check("1: FLOCK", None);
         check("", None);
+    }
+
+    #[test]
+    fn a_holder_that_ends_is_waited_for_and_one_that_lives_is_named() {
+        use std::process::{Command, Stdio};
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("lock");
+        // The holder says when it has the lock, and ends soon after its input.
+        let mut holder = Command::new("flock");
+        let holder = holder.arg("-o").arg(&path).args(["sh", "-c", "echo locked; read line; sleep 0.5"]);
+        let mut holder = holder.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut said = [0; 7];
+        holder.stdout.take().unwrap().read_exact(&mut said).unwrap();
+        assert!(matches!(Lock::take(&path, "the state"), Err(LockError::Held { .. })));
+        drop(holder.stdin.take());
+        let taken = Lock::take(&path, "the state");
+        holder.wait().unwrap();
+        taken.unwrap();
     }
 
     #[test]
