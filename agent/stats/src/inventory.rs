@@ -20,7 +20,7 @@ fn pod(name: &PodName, entry: &PodEntry) -> PodStats {
         name: name.clone(),
         uid: pod.metadata.uid.clone().unwrap_or_default(),
         qos: status.qos_class.clone().unwrap_or_default(),
-        phase: status.reason.clone().or_else(|| status.phase.clone()).unwrap_or_default(),
+        phase: state_of_pod(pod, status),
         ready,
         not_ready,
         started_at: status.start_time.as_ref().map(|time| time.0),
@@ -34,6 +34,15 @@ fn pod(name: &PodName, entry: &PodEntry) -> PodStats {
         disk: None,
         volumes: Vec::new(),
     }
+}
+
+/// The state of a pod in a word: that it is deleted, why it has ended, else its phase.
+fn state_of_pod(pod: &Pod, status: &PodStatus) -> String {
+    let has_ended = matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"));
+    if pod.metadata.deletion_timestamp.is_some() && !has_ended {
+        return "Terminating".to_owned();
+    }
+    status.reason.clone().or_else(|| status.phase.clone()).unwrap_or_default()
 }
 
 /// The condition Ready, and why it isn't true, in one line.
@@ -110,6 +119,15 @@ mod tests {
         let table =
             PodTable { pods: Pods::unit(PodName::of(&entry.pod), Arc::new(entry)), ..Default::default() };
         pods(&table).remove(0)
+    }
+
+    #[test]
+    fn a_pod_that_is_deleted_is_terminating_until_it_has_ended() {
+        let state = |phase: &str| {
+            let metadata = json!({"name": "web-n", "deletionTimestamp": "2026-01-01T00:00:00Z"});
+            of(json!({"metadata": metadata, "spec": {"containers": []}, "status": {"phase": phase}})).phase
+        };
+        assert_eq!(["Running", "Pending", "Failed"].map(state), ["Terminating", "Terminating", "Failed"]);
     }
 
     #[test]

@@ -351,7 +351,7 @@ pub struct PodStats {
     pub uid: String,
     /// `Guaranteed`, `Burstable`, `BestEffort`; empty if unknown.
     pub qos: String,
-    /// `Pending`, `Running`, …
+    /// `Pending`, `Running`, `Terminating`, `Evicted`, …
     pub phase: String,
     /// Whether it takes traffic; `None` where it is not probed.
     pub ready: Option<bool>,
