@@ -92,7 +92,8 @@ fn init(args: &InitArgs) -> anyhow::Result<()> {
     write(&args.file, &text, args.force)?;
     let path = args.file.display();
     println!(
-        "{path} is written; check it with `beelet run --config {path} --check`, and this machine with `beelet doctor`"
+        "{path} is written; check it with `beelet run --config {path} --check`, and this machine with \
+         `beelet doctor --config {path}`"
     );
     if !machine.answers {
         eprintln!(
