@@ -100,7 +100,10 @@ impl Node for NodeService {
         }
         let encode = move || {
             let pods = table.shown().map(|(name, entry)| encode_pod(name, entry)).collect();
-            proto::ListPodsResponse { pods, rejected: encode_rejected(&table.rejected), notice }
+            let forced = table.pods.iter().filter(|(_, entry)| entry.abandoned);
+            let deleted_by_force = forced.map(|(name, _)| name.to_string()).collect();
+            let rejected = encode_rejected(&table.rejected);
+            proto::ListPodsResponse { pods, rejected, notice, deleted_by_force }
         };
         let encoded = tokio::task::spawn_blocking(encode).await;
         encoded.map(Response::new).map_err(|error| Status::internal(error.to_string()))
@@ -211,7 +214,7 @@ impl Watcher {
     }
 
     fn next_of(&mut self, name: &PodName) -> Option<proto::PodEvent> {
-        let now = self.pods.borrow().pods.get(name).filter(|entry| !entry.abandoned).cloned();
+        let now = self.pods.borrow().pods.get(name).and_then(PodEntry::shown).cloned();
         let sent = self.sent.get(name).cloned();
         let (kind, entry) = match (now, sent) {
             (Some(now), Some(sent)) if Arc::ptr_eq(&now, &sent) => return None,

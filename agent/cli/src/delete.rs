@@ -58,7 +58,7 @@ pub struct DeleteArgs {
     #[arg(long)]
     no_wait: bool,
     /// Give pods no time to end, do not wait, and show them no more. What the runtime cannot stop stays the
-    /// agent's, which goes on to stop it; a new pod of the name has to wait for that.
+    /// agent's, which goes on to stop it; a new pod of the name waits for that, and is shown as Pending.
     #[arg(long, conflicts_with_all = ["grace_period", "timeout"])]
     force: bool,
     /// Wait at most so long (`90s`, `5m`); else for two minutes longer than the pods get to end.

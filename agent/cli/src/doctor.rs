@@ -152,7 +152,7 @@ const GROUPS: &[(&str, &[Check])] = &[
             node::shutdown,
         ],
     ),
-    ("pods", &[node::manifests, pods::rejected, pods::images]),
+    ("pods", &[node::manifests, pods::rejected, pods::images, pods::deleted_by_force]),
 ];
 /// The group of the BPF programs.
 const PROGRAMS: &str = "kernel programs";

@@ -114,9 +114,11 @@ impl Target {
             let all = status.and_then(|status| status.conditions.as_ref()).into_iter().flatten();
             all.filter(|one| one.type_.eq_ignore_ascii_case(name)).map(|one| one.status.as_str()).next()
         };
+        // Of the name and the manifest of one that goes there may be another pod soon.
+        let is_going = entry.pod.metadata.deletion_timestamp.is_some();
         let met = match wanted {
-            Wanted::Ready => condition("Ready") == Some("True"),
-            Wanted::Running => phase == "Running",
+            Wanted::Ready => !is_going && condition("Ready") == Some("True"),
+            Wanted::Running => !is_going && phase == "Running",
             Wanted::Succeeded => phase == "Succeeded",
             Wanted::Ended => has_ended(status),
             Wanted::Deleted => false,
@@ -127,7 +129,7 @@ impl Target {
         let lasts = matches!(wanted, Wanted::Ended | Wanted::Deleted | Wanted::Condition(..));
         match met {
             true => Standing::Met,
-            false if has_ended(status) && !lasts => Standing::Hopeless,
+            false if has_ended(status) && !lasts && !is_going => Standing::Hopeless,
             false => Standing::Open,
         }
     }
@@ -214,12 +216,9 @@ impl Waited {
         let Ok(warnings) = Warnings::read(client).await else { return };
         for target in &self.missed {
             let Some(entry) = target.find(&self.table) else { continue };
-            let until = entry.pod.metadata.deletion_timestamp.as_ref().map(|time| time.0);
-            let line = match (warnings.why(&entry.pod, Timestamp::now()), until) {
+            let line = match (warnings.why(&entry.pod, Timestamp::now()), being_stopped(entry)) {
                 (Some(why), _) => format!("pod {}: {why}", target.name),
-                (None, Some(until)) => {
-                    format!("pod {} is being stopped; its containers have until {until}", target.name)
-                }
+                (None, Some(stopped)) => format!("pod {} {stopped}", target.name),
                 (None, None) => format!("pod {} is not being deleted", target.name),
             };
             if told.insert(line.clone()) {
@@ -243,10 +242,14 @@ fn reason(target: &Target, table: &PodTable, warnings: &Warnings, now: Timestamp
     let name = &target.name;
     let Some(entry) = target.find(table) else { return format!("pod {name}: is not there") };
     let phase = entry.pod.status.as_ref().and_then(|status| status.phase.as_deref()).unwrap_or("Pending");
-    match warnings.why(&entry.pod, now) {
-        Some(why) => format!("pod {name}: {why}"),
-        None => format!("pod {name}: {phase}"),
-    }
+    let why = warnings.why(&entry.pod, now).or_else(|| being_stopped(entry));
+    format!("pod {name}: {}", why.as_deref().unwrap_or(phase))
+}
+
+/// Says how long a pod that is deleted gets; None of one that is not.
+fn being_stopped(entry: &PodEntry) -> Option<String> {
+    let until = entry.pod.metadata.deletion_timestamp.as_ref()?.0;
+    Some(format!("is being stopped; its containers have until {until}"))
 }
 
 /// A time as people write it: `90`, `90s`, `5m`, `1h30m`.
@@ -278,6 +281,7 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
 mod tests {
     use std::sync::Arc;
 
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
     use serde_json::{Value, json};
 
     use super::*;
@@ -319,6 +323,23 @@ mod tests {
         check("condition=Ready=False", &failed, Standing::Met);
         check("condition=PodScheduled", &ready, Standing::Open);
         assert!("reddy".parse::<Wanted>().unwrap_err().contains("condition=NAME"));
+    }
+
+    #[test]
+    fn a_pod_on_its_way_out_is_not_the_one_that_is_waited_for() {
+        let ready = json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]});
+        let failed = json!({"phase": "Failed"});
+        for (status, wanted, expected) in [
+            (&ready, Wanted::Ready, Standing::Open),
+            (&ready, Wanted::Running, Standing::Open),
+            (&failed, Wanted::Ready, Standing::Open),
+            (&failed, Wanted::Ended, Standing::Met),
+        ] {
+            let mut table = table(status);
+            let entry = Arc::make_mut(table.pods.get_mut(&target("").name).unwrap());
+            entry.pod.metadata.deletion_timestamp = Some(Time(Timestamp::UNIX_EPOCH));
+            assert_eq!(target("").standing(&wanted, &table), expected, "{wanted} {status}");
+        }
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! The line that says why a pod isn't as it should be, from its status and its events.
 
 use beelet_client::Client;
-use beelet_policy::pod::why::{Warning, why};
+use beelet_model::labels::ANNOTATION_WAITS_FOR;
+use beelet_policy::pod::why::{Warning, waits_for_deleted, why};
 use beelet_proto::beelet as proto;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
@@ -23,16 +24,22 @@ impl Warnings {
 
     /// Why this pod isn't as it should be; None if it is.
     pub(crate) fn why(&self, pod: &Pod, now: Timestamp) -> Option<String> {
-        let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+        let metadata = &pod.metadata;
+        let before = metadata.annotations.as_ref().and_then(|all| all.get(ANNOTATION_WAITS_FOR));
+        match before {
+            Some(before) => Some(waits_for_deleted(&self.of_uid(before))),
+            None => why(pod, &self.of_uid(metadata.uid.as_deref().unwrap_or_default()), now),
+        }
+    }
+
+    fn of_uid(&self, uid: &str) -> Vec<Warning<'_>> {
         let own = self.0.iter().filter(|event| event.uid == uid);
-        let warnings: Vec<Warning<'_>> = own
-            .map(|event| Warning {
-                container: &event.container,
-                reason: &event.reason,
-                message: &event.message,
-                at: Timestamp::from_nanosecond(event.last_ns.into()).unwrap_or_default(),
-            })
-            .collect();
-        why(pod, &warnings, now)
+        own.map(|event| Warning {
+            container: &event.container,
+            reason: &event.reason,
+            message: &event.message,
+            at: Timestamp::from_nanosecond(event.last_ns.into()).unwrap_or_default(),
+        })
+        .collect()
     }
 }

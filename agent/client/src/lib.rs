@@ -261,6 +261,14 @@ impl Client {
         Ok((PodTable { pods, rejected: decode_rejected(list.rejected) }, list.notice))
     }
 
+    /// The pods, as namespace/name, that were deleted by force and have not ended yet.
+    ///
+    /// # Errors
+    /// As for [`Client::pods`].
+    pub async fn deleted_by_force(&mut self) -> Result<Vec<String>, ClientError> {
+        Ok(self.node.list_pods(proto::ListPodsRequest {}).await?.into_inner().deleted_by_force)
+    }
+
     /// All pods as they are now, and then every change.
     ///
     /// # Errors

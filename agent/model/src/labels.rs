@@ -51,5 +51,9 @@ pub const ANNOTATION_SOURCE: &str = "kubernetes.io/config.source";
 /// The value of [`ANNOTATION_SOURCE`] for pods of the API server.
 pub const SOURCE_API: &str = "api";
 
+/// The UID of the pod of the same name that this one waits for: that one was deleted by force, and has not
+/// gone yet.
+pub const ANNOTATION_WAITS_FOR: &str = "beelet.dev/waits-for";
+
 /// The manifest's path. Sandboxes carry it too: see [`super::Desired::may_remove`].
 pub const ANNOTATION_MANIFEST: &str = "beelet.dev/manifest";

@@ -81,9 +81,22 @@ pub enum Request {
         /// The container.
         container: Box<core::EphemeralContainer>,
     },
-    /// Takes a pod that is being deleted out of the view of people. What is left of it stays the manager's,
-    /// which goes on to end it. Nothing happens to a pod that isn't known.
-    Abandon {
+    /// Says how a static pod is to go whose manifest a person takes out. The pod is not terminated by this,
+    /// but by [`Request::Terminate`]; of one that is terminated already the sooner end counts. Nothing happens
+    /// to a pod that isn't known.
+    Delete {
+        /// The pod.
+        uid: String,
+        /// What its containers get to end by themselves; `None` for the pod's own grace period.
+        grace: Option<Duration>,
+        /// Takes the pod out of the view of people. What is left of it stays the manager's, which goes on to
+        /// end it.
+        force: bool,
+    },
+    /// Terminates a static pod on request, also where a manifest of its UID is there again by then: that one
+    /// is another pod, which starts with nothing of this one once this one is gone. Nothing happens to a pod
+    /// that isn't known.
+    Terminate {
         /// The pod.
         uid: String,
     },

@@ -82,9 +82,9 @@ pub struct PodTable {
 }
 
 impl PodTable {
-    /// The pods that people see: all but those that were deleted by force.
+    /// The pods that people see: in the place of one that was deleted by force, the pod that waits for it.
     pub fn shown(&self) -> impl Iterator<Item = (&PodName, &Arc<PodEntry>)> {
-        self.pods.iter().filter(|(_, entry)| !entry.abandoned)
+        self.pods.iter().filter_map(|(name, entry)| Some((name, PodEntry::shown(entry)?)))
     }
 
     /// The pods with such labels. An empty namespace means any.
@@ -161,6 +161,8 @@ pub struct PodEntry {
     pub cleared: bool,
     /// It was deleted by force: it is not shown to people any more, while what is left of it is ended.
     pub abandoned: bool,
+    /// The pod of the same name that waits until this one, which was deleted by force, is gone.
+    pub successor: Option<Arc<Self>>,
     /// Says when another try may succeed, if the pod was not let in.
     pub refusal: Option<Refusal>,
 }
@@ -182,8 +184,15 @@ impl PodEntry {
             stopped: false,
             cleared: false,
             abandoned: false,
+            successor: None,
             refusal: None,
         }
+    }
+
+    /// What people see under the pod's name, if anything.
+    #[must_use]
+    pub fn shown(entry: &Arc<Self>) -> Option<&Arc<Self>> {
+        if entry.abandoned { entry.successor.as_ref() } else { Some(entry) }
     }
 
     /// The proof that nothing of it runs any more. One that was ended may still have volumes and a cgroup.
@@ -270,6 +279,25 @@ mod tests {
         );
         check("/m/web.yaml: was taken away", &["/m/web.yaml: was taken away"]);
         check("3:1: not a pod", &["/m/web.yaml: 3:1: not a pod"]);
+    }
+
+    #[test]
+    fn one_that_was_deleted_by_force_is_seen_no_more_but_the_one_that_waits_for_it_is() {
+        let entry = |uid: &str| {
+            let pod = json!({"metadata": {"name": "web", "uid": uid}, "spec": {"containers": []}});
+            PodEntry::of(serde_json::from_value(pod).unwrap())
+        };
+        let check = |entry: PodEntry, expected: Option<&str>| {
+            let name = PodName::of(&entry.pod);
+            let table = PodTable { pods: Pods::unit(name, Arc::new(entry)), ..PodTable::default() };
+            let seen: Vec<_> =
+                table.shown().filter_map(|(_, entry)| entry.pod.metadata.uid.as_deref()).collect();
+            assert_eq!(seen, expected.into_iter().collect::<Vec<_>>());
+        };
+        check(entry("1"), Some("1"));
+        let abandoned = PodEntry { abandoned: true, ..entry("1") };
+        check(abandoned.clone(), None);
+        check(PodEntry { successor: Some(Arc::new(entry("2"))), ..abandoned }, Some("2"));
     }
 
     #[test]

@@ -8,9 +8,9 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     path::PathBuf,
     sync::Arc,
+    time::Duration,
 };
 
-use beelet_base::clock::After as _;
 use beelet_policy::{
     pod::{ContainerState, KillReason},
     probe::{ProbeKind, ProbeResult},
@@ -56,6 +56,7 @@ use beelet_spec::resize::{self, ResizeFacts};
 mod active;
 mod assigned;
 mod debugging;
+mod deleting;
 mod exits;
 mod failing;
 mod keeping;
@@ -131,6 +132,10 @@ struct Managed {
     wanted: Option<resizing::Wanted>,
     /// How often its manifest had been put back when it began.
     put_back: u64,
+    /// What it gets to end by itself once it is terminated, if a person has said so.
+    asked_grace: Option<Duration>,
+    /// The pod of its name that waits until it, which was deleted by force, is gone.
+    successor: Option<deleting::Successor>,
 }
 
 impl Managed {
@@ -349,14 +354,21 @@ impl Manager {
                     || orphan.shape == Some(resize::shape(pod))
             });
             let may_remove = desired.may_remove_of(orphan.origin, uid, orphan.manifest.as_deref());
-            if self.pods.contains_key(uid) || is_wanted || !may_remove {
+            // One whose termination an earlier instance of the agent began goes, whatever is wanted now.
+            let is_leaving = self.parts.records.is_leaving(uid);
+            if self.pods.contains_key(uid) || !is_leaving && (is_wanted || !may_remove) {
                 continue;
             }
-            info!(pod = %orphan.name, uid, "a pod that nobody wants runs here; it is terminated");
-            self.parts.metrics.orphaned();
+            if is_leaving {
+                info!(pod = %orphan.name, uid, "the termination of a pod goes on that an earlier agent began");
+            } else {
+                info!(pod = %orphan.name, uid, "a pod that nobody wants runs here; it is terminated");
+                self.parts.metrics.orphaned();
+            }
             self.spawn(Arc::new(pod_of_orphan(uid, orphan)), true);
         }
         self.spawn_missing(wanted, &in_runtime);
+        self.note_successors(&desired);
         // After those that run already have their room, and before new ones ask for some.
         self.due.resizes = true;
     }
@@ -466,7 +478,7 @@ impl Manager {
             return;
         }
         let record = self.parts.records.get(uid);
-        if record.as_ref().is_none_or(|record| record.failure.is_none()) {
+        if record.as_ref().is_none_or(|record| record.failure.is_none() && record.leaving.is_none()) {
             let accepted = record.and_then(|record| record.accepted);
             self.parts.launcher.admission.adopt(&resizing::as_accepted(pod, accepted.as_ref()));
         }
@@ -485,6 +497,8 @@ impl Manager {
         let (record, retry) = self.remembered(&uid, Origin::of(&pod));
         let mut kept = record.unwrap_or_else(|| PodRecord::new(runtime_pod(&pod)));
         kept.abandoned &= terminate;
+        let is_static = !Origin::of(&pod).is_api();
+        kept.leaving = (terminate && is_static).then(|| kept.leaving.unwrap_or_default());
         let left = self.left.remove(&uid);
         let counts = left.unwrap_or_else(|| Arc::new(next_counts(kept.status.as_deref())));
         let wanted = debugging::with_debuggers(pod, &kept.debuggers);
@@ -500,7 +514,7 @@ impl Manager {
         }
         self.admit_leaving(&uid, &pod, deletion.as_ref(), terminate);
         let control = Control {
-            terminate: terminate.then_some(Terminate { grace: None }),
+            terminate: terminate.then(|| Terminate { grace: kept.leaving.and_then(|leaving| leaving.grace) }),
             ..control_of(&kept, deletion.as_ref(), counts, beelet_model::pod::grace_period(&pod))
         };
         let (control, signal) = watch::channel(control);
@@ -528,6 +542,8 @@ impl Manager {
             resize: ResizeFacts::default(),
             wanted: None,
             put_back: put_back(&self.parts.desired.borrow(), &uid),
+            asked_grace: None,
+            successor: None,
         };
         let is_known = managed.kept.status.is_some();
         let may_run = self.runtime.as_ref().is_some_and(|runtime| runtime.contains_key(&uid));
@@ -562,23 +578,6 @@ impl Manager {
         }
     }
 
-    fn terminate(&mut self, uid: &str) {
-        let Some(managed) = self.pods.get_mut(uid) else { return };
-        if managed.is_dropped() {
-            return;
-        }
-        info!(pod = %managed.name, uid, "pod is terminated");
-        managed.control.send_modify(|c| c.terminate = Some(Terminate { grace: None }));
-        let mut pod = (*managed.pod).clone();
-        let grace = beelet_model::pod::grace_period(&pod);
-        let deadline = Timestamp::now().after(grace);
-        pod.metadata.deletion_timestamp = Some(Time(whole_second(deadline)));
-        pod.metadata.deletion_grace_period_seconds = i64::try_from(grace.as_secs()).ok();
-        managed.pod = Arc::new(pod);
-        self.parts.launcher.admission.leaving(uid, grace);
-        self.publish(uid);
-    }
-
     /// Takes this report, and those that have come behind it.
     fn on_reports(&mut self, report: WorkerReport) {
         self.on_report(report);
@@ -601,7 +600,9 @@ impl Manager {
         let Some(managed) = self.pods.get_mut(&report.uid) else { return };
         if report.stage == Stage::Gone {
             let name = managed.name.clone();
-            let counts = Arc::new(next_counts(managed.kept.status.as_deref()));
+            let on_request = managed.kept.leaving.is_some_and(|leaving| leaving.on_request);
+            let status = managed.kept.status.as_deref().filter(|_| !on_request);
+            let counts = Arc::new(next_counts(status));
             self.pods.remove(&report.uid);
             self.gone.insert(report.uid.clone(), Instant::now());
             self.parts.records.remove(&report.uid);
@@ -704,7 +705,8 @@ impl Manager {
                 self.fail(&uid, &PodFailure::refused(reason, message, refusal));
             }
             Request::Retry { uid } => self.retry(&uid),
-            Request::Abandon { uid } => self.abandon(&uid),
+            Request::Delete { uid, grace, force } => self.delete(&uid, grace, force),
+            Request::Terminate { uid } => self.terminate_on_request(&uid),
             Request::Restart { uid, containers } => self.restart(&uid, &containers),
             Request::Debug { uid, container } => self.debug(&uid, *container),
             Request::Exited { uid, status } => self.on_exited(&uid, *status),
@@ -794,6 +796,7 @@ impl Manager {
             stopped: managed.has_stopped(),
             cleared: managed.is_cleared(),
             abandoned: managed.kept.abandoned,
+            successor: managed.successor.as_ref().map(|successor| Arc::clone(&successor.entry)),
             refusal: managed.kept.failure.as_ref().and_then(|failure| failure.refusal),
         };
         if self.table.pods.get(&managed.name).is_none_or(|known| **known != entry) {

@@ -95,6 +95,19 @@ pub struct PodRecord {
     /// It was deleted by force: nobody is to see it any more, while what is left of it is ended all the same.
     #[serde(default)]
     pub abandoned: bool,
+    /// Set once the pod, a static one, is terminated: it goes, also where a manifest of its UID is there again.
+    #[serde(default)]
+    pub leaving: Option<Leaving>,
+}
+
+/// How a pod goes that is terminated.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Leaving {
+    /// What its containers get to end by themselves; `None` for the pod's own grace period.
+    pub grace: Option<Duration>,
+    /// A person asked for it: what the same manifest describes afterwards is another pod, whose restart counts
+    /// begin anew.
+    pub on_request: bool,
 }
 
 impl PodRecord {
@@ -114,6 +127,7 @@ impl PodRecord {
             netns: None,
             processes: BTreeMap::new(),
             abandoned: false,
+            leaving: None,
         }
     }
 
@@ -127,14 +141,19 @@ impl PodRecord {
         self.failure.is_some() || has_ended(self.status.as_deref())
     }
 
-    /// What of it nobody could find out again: how it ended, its debuggers, the hooks that are done.
-    fn lasting(&self) -> (Option<&PodFailure>, bool, &[core::EphemeralContainer], Vec<&String>) {
+    /// What of it nobody could find out again: how it ended or goes, its debuggers, the hooks that are done.
+    fn lasting(&self) -> Lasting<'_> {
         let ended = has_ended(self.status.as_deref());
-        (self.failure.as_ref(), ended, &self.debuggers, self.hooked.iter().collect())
+        let going = (self.leaving, self.abandoned);
+        (self.failure.as_ref(), ended, going, &self.debuggers, self.hooked.iter().collect())
     }
 }
 
 type Map = BTreeMap<String, Arc<PodRecord>>;
+
+/// See [`PodRecord::lasting`].
+type Lasting<'a> =
+    (Option<&'a PodFailure>, bool, (Option<Leaving>, bool), &'a [core::EphemeralContainer], Vec<&'a String>);
 
 /// Without what can't be of a pod of ours: what is recorded of a pod that is gone is taken away.
 fn sound(mut map: Map) -> Map {
@@ -228,6 +247,11 @@ impl Records {
     /// The record of a pod.
     pub fn get(&self, uid: &str) -> Option<PodRecord> {
         self.newest.borrow().get(uid).map(|record| (**record).clone())
+    }
+
+    /// Returns true if a pod was being terminated.
+    pub(crate) fn is_leaving(&self, uid: &str) -> bool {
+        self.newest.borrow().get(uid).is_some_and(|record| record.leaving.is_some())
     }
 
     /// The pods in the records, now and later.

@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
 
+mod deleting;
+
 use std::fs;
 use std::io::Write as _;
 use std::path::PathBuf;

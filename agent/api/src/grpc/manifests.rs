@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -12,7 +13,9 @@ use std::time::{Duration, SystemTime};
 use beelet_proto::beelet as proto;
 use beelet_proto::beelet::applied::Result as Applied;
 use beelet_proto::beelet::manifests_server::{Manifests, ManifestsServer};
+use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::{Mutex, SetOnce, mpsc, watch};
+use tokio::task::JoinSet;
 use tonic::{Request, Response, Status};
 
 use beelet_codec::document::Limits;
@@ -32,6 +35,9 @@ use beelet_units::{
 
 /// How long an answer waits for the new manifest to be read.
 const SEEN: Duration = Duration::from_secs(10);
+/// How long it is waited until it was seen that a manifest was taken out: longer than the source of manifests
+/// looks away where the kernel tells it nothing.
+const TAKEN_OUT: Duration = Duration::from_secs(30);
 /// How long it waits, right after the agent's start, until there is somebody to read it: a runtime needs a
 /// moment to answer.
 const STARTED: Duration = Duration::from_secs(10);
@@ -43,7 +49,7 @@ const MAX_ANSWER: usize = 256 << 20;
 const KEPT: &str = ".bak";
 
 /// What is there only when the node runs.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Running {
     /// What the manifests add up to.
     pub desired: watch::Receiver<Arc<Desired>>,
@@ -58,14 +64,44 @@ impl Running {
         self.requests.send(request).await.map_err(|_| Status::unavailable("the agent stops"))
     }
 
-    /// The pod that somebody means who deletes by force what was deleted before: its name and UID.
+    /// The static pod of that name that was deleted before and is still here: its name and UID. One that was
+    /// deleted by force is out of view, and is there for others that are in such haste alone.
     fn leaving(&self, request: &proto::DeleteRequest) -> Option<(String, String)> {
         let table = self.table.borrow();
         let namespace = if request.namespace.is_empty() { "default" } else { &request.namespace };
         let (name, entry) = table.find(namespace, &request.name).ok()?;
         let is_static = !Origin::of(&entry.pod).is_api();
-        let is_meant = request.force && request.kind == "Pod" && is_static && entry.ending;
+        let is_leaving = entry.pod.metadata.deletion_timestamp.is_some();
+        let is_seen = request.force || !entry.abandoned;
+        let is_meant = request.kind == "Pod" && is_static && is_leaving && is_seen;
         is_meant.then(|| Some((name.name.clone(), entry.pod.metadata.uid.clone()?)))?
+    }
+
+    /// Terminates a pod once it was seen that its manifest is out: if it ended before that, the manifest would
+    /// start it again. What is applied after that starts when the pod is gone.
+    async fn terminate(mut self, taken: TakenOut) {
+        let is_out = |desired: &Arc<Desired>| !taken.is_in(desired);
+        // At the end of the wait or of the agent: the pod goes all the same.
+        let _ = tokio::time::timeout(TAKEN_OUT, self.desired.wait_for(is_out)).await;
+        // The agent stops.
+        let _ = self.ask(PodRequest::Terminate { uid: taken.uid }).await;
+    }
+}
+
+/// A pod's manifest that was taken out.
+struct TakenOut {
+    path: PathBuf,
+    name: PodName,
+    uid: String,
+}
+
+impl TakenOut {
+    /// Returns true if the manifest counts, so far as is known.
+    fn is_in(&self, desired: &Desired) -> bool {
+        let PodName { namespace, name } = &self.name;
+        let is_its = |pod: &Arc<Pod>| pod.metadata.uid.as_deref() == Some(self.uid.as_str());
+        desired.pods.get(&self.name).is_some_and(is_its)
+            && desired.file("Pod", namespace, name).as_ref() == Some(&self.path)
     }
 }
 
@@ -94,8 +130,9 @@ pub fn service(folder: Folder, running: Arc<SetOnce<Running>>) -> ManifestsServe
 struct Service {
     folder: Folder,
     running: Arc<SetOnce<Running>>,
-    /// Whoever changes the folder: what one client was told must not be another's change.
-    turn: Mutex<()>,
+    /// Whoever changes the folder: what one client was told must not be another's change. The tasks terminate
+    /// the pods of manifests that were taken out.
+    turn: Mutex<JoinSet<()>>,
 }
 
 /// What a manifest is about.
@@ -165,7 +202,9 @@ impl Manifests for Service {
     ) -> Result<Response<proto::ApplyResponse>, Status> {
         let request = request.into_inner();
         let running = self.running().await?;
-        let _turn = self.turn.lock().await;
+        let mut turn = self.turn.lock().await;
+        // What is given now must not be taken for what was taken out before.
+        while turn.join_next().await.is_some() {}
         let (folder, now) = (self.folder.clone(), Arc::clone(&running.desired.borrow()));
         let dry_run = request.dry_run;
         let done = tokio::task::spawn_blocking(move || {
@@ -191,25 +230,36 @@ impl Manifests for Service {
     ) -> Result<Response<proto::DeleteResponse>, Status> {
         let request = request.into_inner();
         let running = self.running().await?;
-        let _turn = self.turn.lock().await;
+        let mut turn = self.turn.lock().await;
+        while turn.try_join_next().is_some() {}
         let found = self.folder.find(&running.desired.borrow(), &request);
-        let (path, name, uid) = match (found, running.leaving(&request)) {
+        let leaving = running.leaving(&request);
+        let (path, name, uid) = match (found, &leaving) {
             (Ok((path, name, uid)), _) => (Some(path), name, uid),
-            (Err(_), Some((name, uid))) => (None, name, uid),
+            (Err(_), Some((name, uid))) => (None, name.clone(), uid.clone()),
             (Err(status), None) => return Err(status),
         };
-        if let (Some(seconds), false) = (request.grace_seconds, uid.is_empty()) {
-            let grace = Some(bounds::grace(i64::try_from(seconds).unwrap_or(i64::MAX)));
-            let (reason, message) = ("Deleted".to_owned(), "deleted on request".to_owned());
-            running.ask(PodRequest::Fail { uid: uid.clone(), reason, message, grace }).await?;
-        }
         let (from, keep) = (path.clone(), request.keep_manifest);
         let take = move || from.map_or(Ok(None), |from| take_out(&from, keep));
         let taken = tokio::task::spawn_blocking(take).await;
         let kept = taken.map_err(|e| Status::internal(e.to_string()))??;
-        if request.force && !uid.is_empty() {
-            running.ask(PodRequest::Abandon { uid: uid.clone() }).await?;
+        let seconds = request.grace_seconds.map(|seconds| i64::try_from(seconds).unwrap_or(i64::MAX));
+        let (grace, force) = (seconds.map(bounds::grace), request.force);
+        // Another pod of the name may be on its way out, for which the one of the manifest has waited.
+        let leaving = leaving.map(|(_, uid)| uid);
+        let meant: BTreeSet<&String> =
+            leaving.iter().chain(Some(&uid)).filter(|uid| !uid.is_empty()).collect();
+        for uid in meant.into_iter().cloned() {
+            running.ask(PodRequest::Delete { uid, grace, force }).await?;
         }
+        if let Some(path) = path.clone().filter(|_| !uid.is_empty()) {
+            let namespace = if request.namespace.is_empty() { "default" } else { &request.namespace };
+            let pod = PodName { namespace: namespace.to_owned(), name: name.clone() };
+            let taken = TakenOut { path, name: pod, uid: uid.clone() };
+            turn.spawn(running.clone().terminate(taken));
+        }
+        // The one on its way out is what is here to be waited for.
+        let uid = leaving.unwrap_or(uid);
         Ok(Response::new(proto::DeleteResponse {
             file: path.map(|path| path.display().to_string()).unwrap_or_default(),
             kept: kept.map(|kept| kept.display().to_string()).unwrap_or_default(),
@@ -430,6 +480,7 @@ impl Plan {
     #[allow(clippy::result_large_err)] // tonic's own error type
     fn carry_out(&self) -> Result<(), Status> {
         for change in self.changes.iter().filter(|change| change.result() != Applied::Unchanged) {
+            make_folder_of(&change.file)?;
             write(&change.file, &change.text)
                 .map_err(|e| Status::internal(format!("cannot write {}: {e}", change.file.display())))?;
         }
@@ -502,6 +553,14 @@ fn temporary(folder: &Path, name: &OsStr) -> PathBuf {
     hidden.push(name);
     hidden.push(".new");
     folder.join(hidden)
+}
+
+/// Makes the folder of a manifest where it is not there, for root alone: manifests may have Secrets in them.
+#[allow(clippy::result_large_err)] // tonic's own error type
+fn make_folder_of(file: &Path) -> Result<(), Status> {
+    let Some(folder) = file.parent() else { return Ok(()) };
+    let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
+    made.map_err(|e| Status::internal(format!("cannot make the folder {}: {e}", folder.display())))
 }
 
 /// Writes a manifest whole: nobody ever sees half of it.
@@ -587,7 +646,8 @@ mod tests {
         let desired = ManifestSource::start(dir.path().to_owned(), "N1".to_owned(), options).await;
         let (requests, receiver) = mpsc::channel(4);
         let running = Arc::new(SetOnce::new());
-        running.set(Running { desired, requests, table: watch::channel(Arc::default()).1 }).unwrap();
+        let table = watch::channel(Arc::default()).1;
+        running.set(Running { desired, requests, table }).unwrap();
         let folder = folder_at(dir.path());
         let service = Service { folder, running, turn: Mutex::default() };
         Fixture { dir, service, _requests: receiver, cancel }
@@ -609,7 +669,8 @@ mod tests {
         let set = async {
             tokio::time::sleep(STARTED / 2).await;
             let (desired, requests) = (watch::channel(Arc::default()).1, mpsc::channel(1).0);
-            running.set(Running { desired, requests, table: watch::channel(Arc::default()).1 }).unwrap();
+            let table = watch::channel(Arc::default()).1;
+            running.set(Running { desired, requests, table }).unwrap();
         };
         let (found, ()) = tokio::join!(service.running(), set);
         assert!(found.is_ok());

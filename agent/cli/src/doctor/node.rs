@@ -36,7 +36,7 @@ pub(super) fn manifests(patient: &Patient) -> Vec<Finding> {
             check,
             format!("{} does not exist", path.display()),
             "there are no pods until it does",
-            format!("mkdir -p {}", path.display()),
+            "apply a manifest: `beelet apply -f FILE` makes the folder",
         ),
     }]
 }

@@ -1,12 +1,17 @@
 //! What the manifests' folder asks for: files that become no pod, and images that are not here.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use beelet_manifests::source::{Rules, preview};
 use beelet_model::desired::Desired;
 
+use beelet_client::Client;
+
 use super::{Finding, Patient};
 
+/// How long an agent that runs has to answer.
+const PATIENCE: Duration = Duration::from_secs(5);
 /// Most names in one sentence.
 const NAMED: usize = 5;
 
@@ -49,6 +54,34 @@ pub(super) fn rejected(patient: &Patient) -> Vec<Finding> {
     )]
 }
 
+/// The pods that were deleted by force and still run, so far as an agent is there to say so.
+pub(super) fn deleted_by_force(patient: &Patient) -> Vec<Finding> {
+    let socket = patient.config.socket();
+    let ask = async {
+        let answer = async { Client::connect(&socket).await.ok()?.deleted_by_force().await.ok() };
+        Ok(tokio::time::timeout(PATIENCE, answer).await.ok().flatten())
+    };
+    judge_deleted(&crate::block_on(ask).ok().flatten().unwrap_or_default())
+}
+
+fn judge_deleted(pods: &[String]) -> Vec<Finding> {
+    let detail = match pods {
+        [] => return Vec::new(),
+        [one] => format!("1 pod was deleted by force and still runs: {one}"),
+        all => {
+            let named = all.iter().take(NAMED).map(String::as_str).collect::<Vec<_>>().join(", ");
+            let more = if all.len() > NAMED { ", …" } else { "" };
+            format!("{} pods were deleted by force and still run: {named}{more}", all.len())
+        }
+    };
+    vec![Finding::degraded(
+        "deleted pods",
+        detail,
+        "they keep their CPU, memory, ports and volumes, and new pods of these names wait",
+        "see `beelet events` for what the runtime refuses; the agent goes on to stop them",
+    )]
+}
+
 pub(super) fn images(patient: &Patient) -> Vec<Finding> {
     let check = "images";
     let (Some(desired), Some(missing)) = (&patient.desired, patient.runtime.missing_images()) else {
@@ -68,4 +101,23 @@ pub(super) fn images(patient: &Patient) -> Vec<Finding> {
         "their pods wait until they are pulled; without a registry, for ever",
         "`beelet images pull IMAGE`, or import them into the runtime",
     )]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pods_that_were_deleted_by_force_and_still_run_are_named() {
+        let check = |count: usize, expected: &str| {
+            let names: Vec<String> = (1..=count).map(|n| format!("shop/web-{n}")).collect();
+            let findings = judge_deleted(&names);
+            assert_eq!(findings.first().map(|one| one.detail.as_str()).unwrap_or_default(), expected);
+        };
+        check(0, "");
+        check(1, "1 pod was deleted by force and still runs: shop/web-1");
+        check(2, "2 pods were deleted by force and still run: shop/web-1, shop/web-2");
+        let six = "shop/web-1, shop/web-2, shop/web-3, shop/web-4, shop/web-5, …";
+        check(6, &format!("6 pods were deleted by force and still run: {six}"));
+    }
 }

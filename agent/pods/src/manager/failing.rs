@@ -56,7 +56,7 @@ impl Manager {
     }
 
     /// The UID of the pod that a manifest of this UID means: one that was resized in place has kept its own.
-    fn known_as(&self, uid: &str) -> String {
+    pub(super) fn known_as(&self, uid: &str) -> String {
         let of_manifest = |managed: &Managed| hash_of(&managed.pod).as_deref() == Some(uid);
         let resized = || self.pods.iter().find(|(_, managed)| of_manifest(managed)).map(|(known, _)| known);
         let resized = if self.pods.contains_key(uid) { None } else { resized() };
@@ -89,15 +89,6 @@ impl Manager {
             c.counts = Arc::default();
             c.verdicts = pod::Verdicts::default();
         });
-        self.publish(uid);
-    }
-
-    /// See [`beelet_model::request::Request::Abandon`].
-    pub(super) fn abandon(&mut self, uid: &str) {
-        let uid = &self.known_as(uid);
-        let Some(managed) = self.pods.get_mut(uid) else { return };
-        info!(pod = %managed.name, uid, "pod is deleted by force; what is left of it is ended without anybody's wait");
-        managed.kept.abandoned = true;
         self.publish(uid);
     }
 

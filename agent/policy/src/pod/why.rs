@@ -101,6 +101,18 @@ pub fn why(pod: &Pod, warnings: &[Warning<'_>], now: Timestamp) -> Option<String
     of_init.or_else(of_main).or_else(|| look.newest("", None).filter(|_| !is_ready(status)))
 }
 
+/// Why a pod is not started whose name still is another one's, which was deleted by force. `warnings` are of
+/// that one, the newest last.
+#[must_use]
+pub fn waits_for_deleted(warnings: &[Warning<'_>]) -> String {
+    let waits = "waits for the pod of this name that was deleted by force";
+    let stuck = warnings.iter().rev().find(|warning| NOT_ENDED.contains(&warning.reason));
+    match stuck.map(|stuck| quote(&without_subject(stuck.message))) {
+        Some(stuck) => format!("{waits}: {stuck}"),
+        None => format!("{waits}, and is still being stopped"),
+    }
+}
+
 /// Why a pod that should end has not, of what happened since it should.
 fn not_ended(pod: &Pod, status: &PodStatus, warnings: &[Warning<'_>]) -> Option<String> {
     let until = pod.metadata.deletion_timestamp.as_ref().map(|time| time.0.as_second());
@@ -282,6 +294,15 @@ mod tests {
             "name": "c", "ready": false, "restartCount": 0, "image": "i", "imageID": "i",
             "state": state, "lastState": last
         }]})
+    }
+
+    #[test]
+    fn a_pod_that_waits_for_a_deleted_one_says_what_keeps_that_one() {
+        let waits = "waits for the pod of this name that was deleted by force";
+        let of = |reason| Warning { reason, ..warning("", "error killing pod: no answer") };
+        assert_eq!(waits_for_deleted(&[of("BackOff")]), format!("{waits}, and is still being stopped"));
+        let stuck = [of(KILL_FAILED), of("BackOff")];
+        assert_eq!(waits_for_deleted(&stuck), format!("{waits}: error killing pod: no answer"));
     }
 
     #[test]
