@@ -40,7 +40,9 @@ use beelet_model::table::PodTable;
 use beelet_stats::Stats;
 
 /// Connections at a time: known are those that are sent a page which costs something.
-const ROOM: Limits = Limits { known: 32, strangers: 64 };
+const ROOM: Limits = Limits { known: 32, strangers: 256 };
+/// Most bytes of a request's first lines.
+const HEAD_MAX: usize = 16 << 10;
 /// What a client has to send its request, and what the whole connection may take.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
@@ -107,6 +109,8 @@ pub fn serve(port: Port, state: ApiState, shutdown: CancellationToken) -> Work {
             let router = router.clone().layer(Extension(Arc::clone(&place)));
             connections.spawn(async move {
                 tokio::select! {
+                    biased;
+                    // A request that is there already is answered.
                     () = answer(stream, router) => {}
                     () = place.taken() => tracing::debug!("health and metrics: a connection had to go"),
                 }
@@ -131,6 +135,7 @@ async fn answer(stream: TcpStream, router: Router) {
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEADER_TIMEOUT)
+        .max_buf_size(HEAD_MAX)
         .keep_alive(false)
         .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
     match tokio::time::timeout(CONNECTION_TIMEOUT, connection).await {

@@ -84,6 +84,8 @@ pub(crate) async fn serve(server: Bound, shutdown: CancellationToken) {
         tasks.spawn(async move {
             let connection = answer(stream, address, keyring, router, &metrics, &place);
             tokio::select! {
+                biased;
+                // What it has sent already counts, also where another one has its place now.
                 () = connection => {}
                 () = place.taken() => { metrics.failed_connections.inc(); }
                 () = async { shutdown.cancelled().await; sleep(FAREWELL).await } => {}

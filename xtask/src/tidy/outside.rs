@@ -3,10 +3,15 @@
 use super::{Violation, code_of};
 
 /// What is found in the code of `agent/` outside tests, where it may be, and what to do instead.
-const RULES: [(&str, &[&str], &str); 4] = [
+const RULES: [(&str, &[&str], &str); 5] = [
     (
         "TcpListener::bind",
-        &["agent/base/src/room.rs", "agent/cli/"],
+        &["agent/cli/"],
+        "a TCP server is made by base::room, with limits for strangers and for those who are known",
+    ),
+    (
+        "TcpSocket::new_",
+        &["agent/base/src/room.rs"],
         "a TCP server is made by base::room, with limits for strangers and for those who are known",
     ),
     (

@@ -80,7 +80,7 @@ async fn health_is_ok_or_says_why_not() {
 async fn connections_that_ask_for_nothing_keep_nobody_from_health() {
     let server = start(None).await;
     let mut silent = Vec::new();
-    for _ in 0..200 {
+    for _ in 0..ROOM.strangers + 100 {
         silent.push(TcpStream::connect(server.address).await.unwrap());
     }
     let (_, body) = server.get("/healthz").await;

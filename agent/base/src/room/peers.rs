@@ -1,8 +1,13 @@
 //! Who has to go when strangers fill a server's room.
 //!
-//! Strangers are told apart by where they come from. The one that takes the most room loses its oldest place:
-//! a client that opens a thousand connections throws out its own, and one that opens a single connection
-//! keeps it.
+//! Strangers are told apart by where they come from. A source that takes the most room loses a place to a
+//! source that has less: a client that opens a thousand connections throws out its own, and a client that
+//! opens a single connection keeps it.
+//!
+//! Of those that may lose their place the oldest goes, once it has had time for a handshake and a request.
+//! Where strangers come so fast that not even the oldest has had that time, the older half keeps its places
+//! until it has, and the one in the middle goes: each newcomer has its place while half as many others come,
+//! enough for a client that asks at once, and some newcomers keep theirs for the whole time.
 
 use std::{
     collections::BTreeMap,
@@ -28,24 +33,46 @@ impl Source {
     }
 }
 
-/// The place that is taken away when all are taken: the oldest of the source that has the most, of equals the
-/// one whose oldest is oldest. `places` are in the order in which they were taken.
-#[must_use]
-pub fn victim<K: Copy>(places: impl IntoIterator<Item = (K, Source)>) -> Option<K> {
-    let mut of_source: BTreeMap<Source, (usize, usize, K)> = BTreeMap::new();
-    for (order, (key, source)) in places.into_iter().enumerate() {
-        of_source.entry(source).or_insert((0, order, key)).0 += 1;
+/// A place that a stranger has.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Held<K> {
+    pub key: K,
+    pub source: Source,
+    /// It has had time for a handshake and a request.
+    pub has_settled: bool,
+}
+
+/// The place that a newcomer gets when all are taken: one of its own source if that has its share of them,
+/// otherwise one of the sources that have the most. `places` are in the order in which they were taken.
+pub(super) fn victim<K: Copy>(places: impl Iterator<Item = Held<K>> + Clone, newcomer: Source) -> Option<K> {
+    let mut counts: BTreeMap<Source, usize> = BTreeMap::new();
+    for held in places.clone() {
+        *counts.entry(held.source).or_default() += 1;
     }
-    let most = of_source.into_values().max_by_key(|(count, oldest, _)| (*count, std::cmp::Reverse(*oldest)));
-    most.map(|(_, _, key)| key)
+    let most = counts.values().copied().max()?;
+    let has_its_share = counts.get(&newcomer).is_some_and(|own| own.saturating_add(1) >= most);
+    let may_go: Vec<Held<K>> = places
+        .filter(|held| match has_its_share {
+            true => held.source == newcomer,
+            false => counts.get(&held.source) == Some(&most),
+        })
+        .collect();
+    let oldest = may_go.first().filter(|oldest| oldest.has_settled);
+    oldest.or_else(|| may_go.get(may_go.len() / 2)).map(|held| held.key)
 }
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn source(address: &str) -> Source {
         Source::of(address.parse().unwrap())
+    }
+
+    fn numbered(last: u8) -> Source {
+        Source::of([10, 0, 0, last].into())
     }
 
     #[test]
@@ -56,16 +83,83 @@ mod tests {
         assert_ne!(source("10.0.0.1"), source("10.0.0.2"));
     }
 
+    /// `sources` have the places, of which the first ones have settled.
+    fn chosen(sources: &[u8], settled: usize, newcomer: u8) -> Option<usize> {
+        let held = sources.iter().enumerate().map(|(key, last)| Held {
+            key,
+            source: numbered(*last),
+            has_settled: key < settled,
+        });
+        victim(held, numbered(newcomer))
+    }
+
     #[test]
-    fn the_oldest_place_of_whoever_has_most_goes() {
-        let check = |addresses: &[&str], expected: Option<usize>| {
-            let places = addresses.iter().enumerate().map(|(n, address)| (n, source(address)));
-            assert_eq!(victim(places), expected, "{addresses:?}");
-        };
-        check(&[], None);
-        check(&["10.0.0.1"], Some(0));
-        check(&["10.0.0.1", "10.0.0.2", "10.0.0.2"], Some(1));
-        check(&["10.0.0.1", "10.0.0.2", "10.0.0.3"], Some(0));
-        check(&["10.0.0.3", "10.0.0.2", "10.0.0.3", "10.0.0.2"], Some(0));
+    fn the_oldest_that_has_settled_goes_and_without_one_the_middle() {
+        for (sources, settled, newcomer, expected) in [
+            (&[][..], 0, 1, None),
+            (&[1], 1, 1, Some(0)),
+            (&[1], 0, 2, Some(0)),
+            // Of the source that has the most.
+            (&[1, 2, 2], 3, 3, Some(1)),
+            (&[1, 2, 2, 2], 4, 1, Some(1)),
+            (&[1, 2, 2, 2, 2], 1, 3, Some(3)),
+            // Of the newcomer's own, which has its share.
+            (&[1, 1, 2, 2], 4, 2, Some(2)),
+            (&[1, 1, 2, 2, 1], 5, 2, Some(2)),
+            (&[1, 1, 2, 2], 2, 2, Some(3)),
+            // All have the same.
+            (&[1, 2, 3], 1, 4, Some(0)),
+            (&[1, 2, 3], 0, 4, Some(1)),
+            (&[2, 1, 2, 1], 4, 3, Some(0)),
+            // All are of one source.
+            (&[1, 1, 1, 1], 0, 1, Some(2)),
+            (&[1, 1, 1, 1], 1, 1, Some(0)),
+        ] {
+            assert_eq!(chosen(sources, settled, newcomer), expected, "{sources:?} {settled} {newcomer}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_source_loses_to_another_only_what_is_above_its_share(
+            sources in prop::collection::vec(0..8_u8, 1..64), settled in 0..64_usize, newcomer in 0..9_u8,
+        ) {
+            let loser = sources[chosen(&sources, settled, newcomer).unwrap()];
+            let of = |wanted: u8| sources.iter().filter(|last| **last == wanted).count();
+            let all: std::collections::BTreeSet<u8> = sources.iter().copied().chain([newcomer]).collect();
+            prop_assert!(loser == newcomer || of(loser) >= (sources.len() / all.len()).max(1));
+            prop_assert!(loser == newcomer || of(loser) > of(newcomer));
+        }
+
+        /// Whatever others do, a client keeps the only connection of its source as long as there are fewer
+        /// sources than places.
+        #[test]
+        fn a_single_connection_stays(
+            flood in prop::collection::vec(1..6_u8, 64..400), settles in 0..40_usize, at in 0..64_usize,
+        ) {
+            let mut places: Vec<u8> = Vec::new();
+            for (turn, newcomer) in flood.into_iter().enumerate() {
+                for newcomer in (turn == at).then_some(0).into_iter().chain([newcomer]) {
+                    if places.len() == 16 {
+                        places.remove(chosen(&places, settles % 17, newcomer).unwrap());
+                    }
+                    places.push(newcomer);
+                }
+                prop_assert!(turn < at || places.contains(&0));
+            }
+        }
+
+        /// However fast others of its source come, one keeps its place while half as many come as there are
+        /// places; and whatever is among the older half stays until it has settled.
+        #[test]
+        fn of_one_source_each_has_its_place_for_a_while_and_some_until_they_settle(most in 2..64_usize) {
+            let mut places: Vec<usize> = (0..most).collect();
+            for newcomer in most..most * 4 {
+                let gone = chosen(&vec![1; most], 0, 1).unwrap();
+                prop_assert!(gone >= most / 2);
+                prop_assert!(newcomer - places.remove(gone) >= most - most / 2);
+                places.push(newcomer);
+            }
+        }
     }
 }
