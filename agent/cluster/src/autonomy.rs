@@ -10,10 +10,7 @@ use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
 use beelet_base::blocking::blocking;
 use beelet_codec::data;
 use beelet_model::{desired::Desired, table::PodName};
-use beelet_policy::{
-    node::fit::NodeView,
-    pod::references::{self, Kind},
-};
+use beelet_policy::{node::fit::NodeView, pod::references};
 use beelet_state::{
     Loaded, State,
     events::{Object, Recorder},
