@@ -17,9 +17,10 @@ impl Node {
     /// Waits until the line of `get pods -o wide` about the pod has all these words.
     fn until_shown(&self, words: &[&str]) -> String {
         workdir::wait_for(&format!("the pod to be shown as {words:?}"), workdir::PATIENCE, || {
-            let said = self.run(&["get", "pods", "-o", "wide"]).well().out;
-            let line = said.lines().find(|line| line.contains(WEB)).unwrap_or_default().to_owned();
-            if words.iter().all(|word| line.contains(word)) { Ok(line) } else { Err(said) }
+            // An agent that has only begun knows nothing yet.
+            let said = self.run(&["get", "pods", "-o", "wide"]);
+            let line = said.out.lines().find(|line| line.contains(WEB)).unwrap_or_default().to_owned();
+            if words.iter().all(|word| line.contains(word)) { Ok(line) } else { Err(format!("{said:?}")) }
         })
         .unwrap()
     }
