@@ -27,7 +27,7 @@ impl Node {
 
     /// Waits until a pod runs that is not the one of this sandbox, and has nothing of it.
     fn until_new(&self, before: &str) {
-        self.run(&["wait", "web", "--for=ready", "--timeout=90s"]).well();
+        self.run(&["wait", WEB, "--for=ready", "--timeout=90s"]).well();
         assert_ne!(self.sandbox_id(), before);
         assert_eq!(self.cri.container(WEB, "main").unwrap().attempt(), 0, "the restart count begins anew");
         let line = self.until_shown(&["1/1", "Running"]);
