@@ -62,6 +62,17 @@ impl Folder {
         written
     }
 
+    /// Puts a new file of this mode that says `bytes` in place of whatever is called so. The disk may have it
+    /// later, and a reader may see it before it is whole.
+    pub fn create(&self, name: &OsStr, bytes: &[u8], mode: u32) -> io::Result<()> {
+        self.remove(name)?;
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(&self.0, one_name(name)?, flags, Mode::from_raw_mode(0o600))?;
+        let mut file = std::fs::File::from(file);
+        file.write_all(bytes)?;
+        own_file::permit(&file, mode)
+    }
+
     /// A new file beside `name`. What an agent that was killed has left under the first name goes; what
     /// others put there instead is passed by.
     fn temporary(&self, name: &OsStr) -> io::Result<(OsString, OwnedFd)> {

@@ -36,19 +36,25 @@ impl Sum for Taken {
 pub enum WritableFile {
     /// `/etc/hosts`, one for all containers.
     Hosts,
+    /// `/etc/hostname`, one for all containers of a sandbox.
+    Hostname,
+    /// `/etc/resolv.conf`, one for all containers of a sandbox.
+    Resolver,
     /// The termination messages of a container's instances.
     TerminationMessage,
 }
 
 impl WritableFile {
     /// All kinds.
-    pub const ALL: [Self; 2] = [Self::Hosts, Self::TerminationMessage];
+    pub const ALL: [Self; 4] = [Self::Hosts, Self::Hostname, Self::Resolver, Self::TerminationMessage];
 
     /// Its name in messages.
     #[must_use]
     pub const fn label(self) -> &'static str {
         match self {
             Self::Hosts => "/etc/hosts",
+            Self::Hostname => "/etc/hostname",
+            Self::Resolver => "/etc/resolv.conf",
             Self::TerminationMessage => "termination messages",
         }
     }
@@ -58,6 +64,8 @@ impl WritableFile {
     pub fn place(self, container: &str) -> PathBuf {
         match self {
             Self::Hosts => PathBuf::from("etc-hosts"),
+            Self::Hostname => PathBuf::from("etc-hostname"),
+            Self::Resolver => PathBuf::from("etc-resolv.conf"),
             Self::TerminationMessage => Path::new("containers").join(container),
         }
     }

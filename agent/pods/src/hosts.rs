@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
-use crate::error::FileError;
+use crate::{error::FileError, sandbox_files};
 use beelet_base::own_file;
 use beelet_model::disk::WritableFile;
 use beelet_model::pod::NodeFacts;
@@ -99,13 +99,9 @@ fn read_host() -> Result<Vec<u8>, FileError> {
     }
 }
 
-/// Its mount, read-only where the container's root is; None for a container that mounts something of its own
-/// there.
+/// Its mount; None for a container that mounts something of its own there.
 pub(super) fn mount(path: &Path, container: &core::Container) -> Option<cri::Mount> {
-    let taken = container.volume_mounts.iter().flatten().any(|mount| mount.mount_path == IN_CONTAINER);
-    let context = container.security_context.as_ref();
-    let readonly = context.and_then(|context| context.read_only_root_filesystem) == Some(true);
-    (!taken).then(|| WritableFile::Hosts.mount(path, IN_CONTAINER, readonly))
+    sandbox_files::mount(WritableFile::Hosts, path, IN_CONTAINER, container)
 }
 
 #[cfg(test)]
@@ -168,6 +164,7 @@ mod tests {
         };
         assert!(mount(Path::new("/p/etc-hosts"), &container("/etc")).is_some());
         assert!(mount(Path::new("/p/etc-hosts"), &container("/etc/hosts")).is_none());
+        assert!(mount(Path::new("/p/etc-hosts"), &container("/etc/hosts/")).is_none());
     }
 
     #[test]

@@ -24,7 +24,7 @@ use crate::{
     records::WrittenRecords,
     refresh,
     runtime_view::{Observation, SandboxDetail},
-    termination,
+    sandbox_files, termination,
     turns::{Turns, Urgency},
     user_namespaces::{self, UserNamespaces},
 };
@@ -123,6 +123,8 @@ struct Starting<'a> {
     plan: &'a Arc<PodPlan>,
     container: &'a core::Container,
     sandbox: &'a SandboxDetail,
+    /// Which of the pod's sandboxes it is.
+    sandbox_attempt: Option<u32>,
     /// The runtime's identifier of the container whose processes it shares.
     process_target: Option<String>,
     start: &'a Start,
@@ -182,8 +184,10 @@ impl Launcher {
         let (cgroups, decided) = (Arc::clone(&self.cgroups), plan.cgroup()?.clone());
         let cgroups = chores.run(move || Ok(cgroups.ensure(&decided.path, &decided.files)?));
         let (of_pod, node) = (Arc::clone(plan), self.node.clone());
+        let of_sandbox = config.clone();
         let folders = chores.run_until(move |stop| {
             make_folder(&of_pod.logs, READABLE).map_err(Error::of_files)?;
+            sandbox_files::write(&of_pod.folder, &of_sandbox).map_err(Error::of_files)?;
             let (pod, claims, published, attached) = (&of_pod.pod, &claims, &published, &attached);
             let sources = Sources { pod, objects: &objects, node: &node, claims, published, attached };
             of_pod.volumes.set_up(&sources, &|| stop.is_cancelled()).map_err(Error::of_volumes)
@@ -253,7 +257,10 @@ impl Launcher {
         }
         let process_target = process_target(plan, &start.name, seen)?;
         let objects = self.objects();
-        let starting = Starting { plan, container, sandbox, process_target, start, objects, chores };
+        let sandbox_attempt =
+            seen.pod.sandboxes.iter().find(|one| one.id == sandbox.id).map(|one| one.attempt);
+        let starting =
+            Starting { plan, container, sandbox, sandbox_attempt, process_target, start, objects, chores };
         // Until the container exists, nobody may remove its images.
         let images = self.images(&starting).await?;
         let mut config = self.container_config(&starting, &images).await?;
@@ -528,7 +535,7 @@ impl Launcher {
         pod_ips: Vec<String>,
         facts: MountFacts,
     ) -> Result<(Vec<cri::Mount>, Vec<cri::Device>), Error> {
-        let attempt = starting.start.attempt;
+        let (attempt, sandbox_attempt) = (starting.start.attempt, starting.sandbox_attempt);
         let object = || Object::container(&starting.plan.pod, &starting.start.name);
         let (plan, node) = (Arc::clone(starting.plan), self.node.clone());
         let (container, objects) = (starting.container.clone(), Arc::clone(&starting.objects));
@@ -543,6 +550,8 @@ impl Launcher {
             let devices = plan.volumes.devices(&container)?;
             let hosts = hosts::write(&plan.folder, &plan.pod, &pod_ips, &node)?;
             mounts.extend(hosts::mount(&hosts, &container));
+            let of_sandbox = |attempt| sandbox_files::mounts(&plan.folder, attempt, &container);
+            mounts.extend(sandbox_attempt.map(of_sandbox).unwrap_or_default());
             mounts.extend(termination::prepare(&plan.folder, &container, attempt)?);
             Ok((mounts, devices))
         };

@@ -27,6 +27,7 @@ mod launches;
 mod plan;
 mod rounds;
 mod runtime_view;
+mod sandbox_files;
 mod starts;
 mod status;
 mod termination;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
-use crate::error::FileError;
+use crate::{error::FileError, sandbox_files};
 use beelet_base::own_file;
 use beelet_model::disk::WritableFile;
 use beelet_model::labels;
@@ -27,8 +27,7 @@ pub(super) fn prepare(
     let Some(path) = container.termination_message_path.as_deref().filter(|path| !path.is_empty()) else {
         return Ok(None);
     };
-    let taken = container.volume_mounts.iter().flatten().any(|mount| mount.mount_path == path);
-    if taken {
+    if sandbox_files::has_own(container, path) {
         return Ok(None);
     }
     let folder = folder.join(WritableFile::TerminationMessage.place(&container.name));

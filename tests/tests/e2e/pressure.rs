@@ -649,7 +649,7 @@ fn a_pod_above_all_its_containers_limits_costs_itself_its_place() {
 fn a_pod_that_fills_files_which_are_mounted_into_it_costs_itself_its_place() {
     require!(containerd);
     let words = "Pod ephemeral local storage usage exceeds the total limit of containers 8Mi. ";
-    for file in ["/etc/hosts", "/dev/termination-log"] {
+    for file in ["/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/dev/termination-log"] {
         costs_its_place(&writer(&format!("of={file}"), &["8Mi"]), "ephemeralpodfs.limit", words);
     }
 }

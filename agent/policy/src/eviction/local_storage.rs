@@ -18,7 +18,7 @@ pub struct PodStorage {
     pub volumes: BTreeMap<String, u64>,
     /// Each container's writable layer and logs together.
     pub containers: BTreeMap<String, u64>,
-    /// The files of the node that its containers may write, together: `/etc/hosts`, termination messages.
+    /// The files of the node that its containers may write, together: those in `/etc`, termination messages.
     pub files: u64,
 }
 

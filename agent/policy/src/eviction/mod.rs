@@ -417,7 +417,7 @@ pub struct PodUsage {
     pub logs_bytes: u64,
     /// Volumes on the node's own disk.
     pub volumes_bytes: u64,
-    /// Files of the node that containers may write: `/etc/hosts`, termination messages.
+    /// Files of the node that containers may write: those in `/etc`, termination messages.
     pub files_bytes: u64,
     /// Inodes of all of these.
     pub inodes: u64,

@@ -306,6 +306,12 @@ async fn the_runtime_is_told_what_the_spec_says() {
     assert_eq!(context.namespace_options.unwrap().pid(), cri::NamespaceMode::Pod);
     let hosts = std::fs::read_to_string(mount(&config, "/etc/hosts").host_path).unwrap();
     assert!(hosts.contains("192.0.2.9\tprinter\n"), "{hosts}");
+    let hostname = mount(&config, "/etc/hostname");
+    assert!(hostname.host_path.ends_with("/etc-hostname/0") && hostname.selinux_relabel, "{hostname:?}");
+    assert_eq!(std::fs::read_to_string(&hostname.host_path).unwrap(), "www\n");
+    let resolver = std::fs::read_to_string(mount(&config, "/etc/resolv.conf").host_path).unwrap();
+    let servers = sandbox.config.dns_config.unwrap().servers;
+    assert!(servers.iter().all(|server| resolver.contains(&format!("nameserver {server}\n"))), "{resolver}");
     assert!(mount(&config, "/dev/termination-log").host_path.contains("/containers/main/0"));
 }
 
