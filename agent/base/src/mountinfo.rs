@@ -6,6 +6,9 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
+
 use crate::propagation::Groups;
 
 /// Where the kernel shows it.
@@ -33,6 +36,30 @@ pub struct Mount<'a> {
 /// The table as it is now.
 pub fn read() -> std::io::Result<Vec<u8>> {
     std::fs::read(PATH)
+}
+
+/// Returns true if something is mounted at `path`. A link in its place is not followed, and what is mounted
+/// there is not looked at: its server may be away.
+///
+/// The table of mounts is not read, which may have a hundred thousand lines: this is asked for each mount of
+/// each container. The kernel says it as it refuses to go from the folder above onto the mount (openat2(2),
+/// `RESOLVE_NO_XDEV`), before it asks the file system that is mounted for anything.
+pub fn is_mount_point(path: &Path) -> std::io::Result<bool> {
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+        return Ok(path == Path::new("/"));
+    };
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+    let parent = match rustix::fs::open(parent, flags | OFlags::DIRECTORY, Mode::empty()) {
+        Err(Errno::NOENT | Errno::NOTDIR) => return Ok(false),
+        found => found?,
+    };
+    let flags = flags | OFlags::NOFOLLOW;
+    match rustix::fs::openat2(parent, name, flags, Mode::empty(), ResolveFlags::NO_XDEV) {
+        Err(Errno::XDEV) => Ok(true),
+        Ok(_) | Err(Errno::NOENT) => Ok(false),
+        Err(e) => Err(e.into()),
+    }
 }
 
 /// The mounts of a table, in the order of mounting.
@@ -98,9 +125,56 @@ fn unescape(field: &[u8]) -> PathBuf {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::ffi::OsStrExt;
 
+    use rustix::mount::{MountFlags, UnmountFlags};
+
     use super::*;
+
+    #[test]
+    fn no_mount_is_looked_for_in_the_table_of_all_mounts() {
+        let own_mounts = ["unshare", "--mount", "--propagation", "private"];
+        let name = "no_mount_is_looked_for_in_the_table_of_all_mounts";
+        if !rustix::process::geteuid().is_root()
+            || !beelet_testing::again::in_child(module_path!(), name, &own_mounts)
+        {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for folder in ["mounted", "bound", "plain", "way"] {
+            fs::create_dir(at(folder)).unwrap();
+        }
+        for file in ["file", "bound-file"] {
+            fs::write(at(file), "").unwrap();
+        }
+        std::os::unix::fs::symlink("mounted", at("link")).unwrap();
+        std::os::unix::fs::symlink(dir.path(), at("way/link")).unwrap();
+        let mount = |point: &Path| rustix::mount::mount("none", point, "tmpfs", MountFlags::empty(), None);
+        mount(&at("mounted")).unwrap();
+        fs::create_dir(at("mounted/inner")).unwrap();
+        // On the same file system.
+        rustix::mount::mount_bind(at("plain"), at("bound")).unwrap();
+        rustix::mount::mount_bind(at("file"), at("bound-file")).unwrap();
+        // Without it no process can read the table.
+        mount(Path::new("/proc")).unwrap();
+        assert!(read().is_err());
+        let check = |path: &str, expected: bool| {
+            assert_eq!(is_mount_point(&at(path)).unwrap(), expected, "{path}");
+        };
+        for mounted in ["mounted", "bound", "bound-file", "way/link/mounted", "plain/../mounted"] {
+            check(mounted, true);
+        }
+        for other in ["plain", "file", "link", "mounted/inner", "missing", "missing/x", "file/x", ""] {
+            check(other, false);
+        }
+        assert!(is_mount_point(Path::new("/")).unwrap() && is_mount_point(Path::new("/proc")).unwrap());
+        rustix::mount::unmount("/proc", UnmountFlags::DETACH).unwrap();
+        for point in ["mounted", "bound", "bound-file"] {
+            rustix::mount::unmount(at(point), UnmountFlags::DETACH).unwrap();
+        }
+    }
 
     #[test]
     fn a_mount_is_read_whatever_its_optional_fields() {

@@ -151,9 +151,7 @@ impl Csi {
 
 /// Removes what a driver should have removed, and the record. Blocks.
 fn remove(folder: &Path, mount: &Path) -> Result<(), Error> {
-    let table = mountinfo::read().map_err(Error::io("read", mountinfo::PATH))?;
-    let real = mount.canonicalize().unwrap_or_else(|_| mount.to_owned());
-    if mountinfo::mounts(&table).any(|one| one.point == real) {
+    if mountinfo::is_mount_point(mount).map_err(Error::io("look for a mount at", mount))? {
         return Err(Error::Mounted(mount.to_owned()));
     }
     match fs::symlink_metadata(mount) {

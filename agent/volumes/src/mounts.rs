@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags, StatxAttributes, StatxFlags};
+use rustix::fs::{AtFlags, StatxAttributes, StatxFlags};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags};
 
@@ -134,27 +134,8 @@ pub(super) fn unmount(point: &Path) -> Result<(), Error> {
 
 /// Returns true if something is mounted at `path`. A link in its place is not followed, and what is mounted
 /// there is not looked at: its server may be away.
-///
-/// The kernel's table of mounts is not read, which may have a hundred thousand: this is asked for each mount of
-/// each container. The kernel says it as it refuses to go from the folder above onto the mount (openat2(2),
-/// `RESOLVE_NO_XDEV`), before it asks the file system that is mounted for anything.
 pub(super) fn is_mount_point(path: &Path) -> Result<bool, Error> {
-    let failed = |e: Errno| Error::io("look for a mount at", path)(e);
-    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
-        return Ok(path == Path::new("/"));
-    };
-    let flags = OFlags::PATH | OFlags::CLOEXEC;
-    let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
-    let parent = match rustix::fs::open(parent, flags | OFlags::DIRECTORY, Mode::empty()) {
-        Err(Errno::NOENT | Errno::NOTDIR) => return Ok(false),
-        found => found.map_err(failed)?,
-    };
-    let flags = flags | OFlags::NOFOLLOW;
-    match rustix::fs::openat2(parent, name, flags, Mode::empty(), ResolveFlags::NO_XDEV) {
-        Err(Errno::XDEV) => Ok(true),
-        Ok(_) | Err(Errno::NOENT) => Ok(false),
-        Err(e) => Err(failed(e)),
-    }
+    mountinfo::is_mount_point(path).map_err(Error::io("look for a mount at", path))
 }
 
 /// Returns true if a file system on this device is mounted anywhere that the agent sees.
@@ -194,45 +175,6 @@ mod tests {
 
     use super::*;
     use beelet_testing::again;
-
-    #[test]
-    fn no_mount_is_looked_for_in_the_table_of_all_mounts() {
-        let own_mounts = ["unshare", "--mount", "--propagation", "private"];
-        let name = "no_mount_is_looked_for_in_the_table_of_all_mounts";
-        if !rustix::process::geteuid().is_root() || !again::in_child(module_path!(), name, &own_mounts) {
-            return;
-        }
-        let dir = tempfile::tempdir().unwrap();
-        let at = |name: &str| dir.path().join(name);
-        for folder in ["mounted", "bound", "plain", "way"] {
-            fs::create_dir(at(folder)).unwrap();
-        }
-        for file in ["file", "bound-file"] {
-            fs::write(at(file), "").unwrap();
-        }
-        std::os::unix::fs::symlink("mounted", at("link")).unwrap();
-        std::os::unix::fs::symlink(dir.path(), at("way/link")).unwrap();
-        mount_memory(&at("mounted"), 1 << 20, 0o755).unwrap();
-        fs::create_dir(at("mounted/inner")).unwrap();
-        // On the same file system.
-        rustix::mount::mount_bind(at("plain"), at("bound")).unwrap();
-        rustix::mount::mount_bind(at("file"), at("bound-file")).unwrap();
-        // Without it no process can read the table.
-        rustix::mount::mount("none", "/proc", "tmpfs", MountFlags::empty(), None).unwrap();
-        assert!(mountinfo::read().is_err());
-        let check = |path: &str, expected: bool| {
-            assert_eq!(is_mount_point(&at(path)).unwrap(), expected, "{path}");
-        };
-        for mounted in ["mounted", "bound", "bound-file", "way/link/mounted", "plain/../mounted"] {
-            check(mounted, true);
-        }
-        for other in ["plain", "file", "link", "mounted/inner", "missing", "missing/x", "file/x", ""] {
-            check(other, false);
-        }
-        assert!(is_mount_point(Path::new("/")).unwrap() && is_mount_point(Path::new("/proc")).unwrap());
-        rustix::mount::unmount("/proc", UnmountFlags::DETACH).unwrap();
-        unmount_below(dir.path()).unwrap();
-    }
 
     #[test]
     fn a_name_in_the_mount_table_that_is_no_text_is_no_obstacle() {

@@ -154,6 +154,9 @@ mod tests {
 
     use super::*;
 
+    /// A spec with this path in it.
+    type SpecOf = fn(&str) -> Value;
+
     /// The start of the sentence about a pod's spec; nothing if the spec is within all bounds.
     fn check_spec(spec: &Value, expected: &str) {
         let spec: PodSpec = serde_json::from_value(spec.clone()).unwrap();
@@ -207,7 +210,7 @@ mod tests {
 
     #[test]
     fn every_path_of_a_pod_has_a_length_that_linux_takes() {
-        let paths: [(&str, fn(&str) -> Value); 9] = [
+        let paths: [(&str, SpecOf); 9] = [
             (
                 "spec.volumes[0].hostPath.path",
                 |p| json!({"volumes": [{"name": "v", "hostPath": {"path": p}}]}),
