@@ -264,6 +264,9 @@ impl DiskUsages {
     }
 }
 
+/// Follows the name of a volume that was not measured whole. Such a volume comes first.
+const TOO_DEEP: &str = " (with folders too deep to be measured)";
+
 /// Each thing of a pod on disk that counts when the signal is low, with its amount; the largest first.
 fn largest(disk: &PodDisk, signal: Signal, layout: DiskLayout) -> Vec<(String, Quantity)> {
     let named = |words: &str, map: &BTreeMap<String, Taken>| -> Vec<(String, Taken)> {
@@ -272,7 +275,14 @@ fn largest(disk: &PodDisk, signal: Signal, layout: DiskLayout) -> Vec<(String, Q
     let of_part = |part: &DiskPart| match part {
         DiskPart::Rootfs => named("writable layer of container", &disk.rootfs),
         DiskPart::Logs => named("logs of container", &disk.logs),
-        DiskPart::Volumes => named("volume", &disk.volumes),
+        DiskPart::Volumes => disk
+            .volumes
+            .iter()
+            .map(|(name, taken)| match disk.too_deep.contains(name) {
+                true => (format!("volume {name}{TOO_DEEP}"), *taken),
+                false => (format!("volume {name}"), *taken),
+            })
+            .collect(),
         DiskPart::Files => disk.files.iter().map(|(kind, taken)| (kind.label().to_owned(), *taken)).collect(),
     };
     let of_inodes = signal.resource() != EPHEMERAL_STORAGE;
@@ -283,7 +293,7 @@ fn largest(disk: &PodDisk, signal: Signal, layout: DiskLayout) -> Vec<(String, Q
     let all = DiskPart::counted(signal, layout).iter().flat_map(of_part);
     let mut all: Vec<_> = all.map(|(name, taken)| (name, amount(taken))).collect();
     all.retain(|(_, amount)| *amount > Quantity::ZERO);
-    all.sort_by_key(|(_, amount)| Reverse(*amount));
+    all.sort_by_key(|(name, amount)| (!name.ends_with(TOO_DEEP), Reverse(*amount)));
     all
 }
 
@@ -296,6 +306,7 @@ fn usage_of(disk: &PodDisk) -> PodUsage {
         volumes_bytes: bytes(&disk.volumes),
         files_bytes: disk.files.values().copied().sum::<Taken>().bytes,
         inodes: disk.whole().inodes,
+        hides_disk: !disk.too_deep.is_empty(),
         ..PodUsage::default()
     }
 }
@@ -335,6 +346,7 @@ mod tests {
             logs: one("main", 0, 1),
             rootfs: one("main", 70, 2),
             files: [(WritableFile::Hosts, Taken { bytes: 60, inodes: 1 })].into(),
+            ..PodDisk::default()
         };
         let check = |signal, layout, expected: &str| {
             let all = largest(&disk, signal, layout);
@@ -351,6 +363,10 @@ mod tests {
             "volume scratch 9, writable layer of container main 2, logs of container main 1, /etc/hosts 1";
         check(Signal::NodeFsInodesFree, DiskLayout::Single, inodes);
         check(Signal::MemoryAvailable, DiskLayout::Single, "");
+        let deep = PodDisk { too_deep: ["scratch".to_owned()].into(), ..disk.clone() };
+        let found = largest(&deep, node, DiskLayout::Single).swap_remove(0).0;
+        assert_eq!(found, "volume scratch (with folders too deep to be measured)");
+        assert!(usage_of(&deep).hides_disk && !usage_of(&disk).hides_disk);
     }
 
     #[tokio::test(start_paused = true)]

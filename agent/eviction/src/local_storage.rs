@@ -174,7 +174,7 @@ impl Measuring {
                 },
             };
             let ended = walk.go_on(&mut enough);
-            self.record(&part, walk.taken());
+            self.record(&part, &walk);
             if !ended {
                 self.walk = Some((part, walk));
                 break false;
@@ -214,9 +214,15 @@ impl Measuring {
         Some((part, walk))
     }
 
-    fn record(&mut self, part: &Part, taken: Taken) {
+    fn record(&mut self, part: &Part, walk: &Measure) {
+        let taken = walk.taken();
         match part {
-            Part::Volume(name, _) => self.found.volumes.insert(name.clone(), taken),
+            Part::Volume(name, _) => {
+                if walk.is_too_deep() {
+                    self.found.too_deep.insert(name.clone());
+                }
+                self.found.volumes.insert(name.clone(), taken)
+            }
             Part::Log(name, _) => self.found.logs.insert(name.clone(), taken),
             // They are never walked.
             Part::Files(..) => None,
@@ -237,6 +243,8 @@ struct Rounds {
     layers: Layers,
     /// Pods that are above a limit, of which it was told.
     above: HashSet<String>,
+    /// Pods with folders that are too deep to be measured, of which it was told.
+    deep: HashSet<String>,
 }
 
 impl Default for Rounds {
@@ -249,6 +257,7 @@ impl Default for Rounds {
             under_way: HashMap::new(),
             layers: Layers::default(),
             above: HashSet::new(),
+            deep: HashSet::new(),
         }
     }
 }
@@ -283,6 +292,7 @@ impl LocalStorage {
         rounds.measured.retain(|uid, _| here.contains(uid.as_str()));
         rounds.under_way.retain(|uid, _| here.contains(uid.as_str()));
         rounds.above.retain(|uid| here.contains(uid.as_str()));
+        rounds.deep.retain(|uid| here.contains(uid.as_str()));
         self.usages.keep_only(|uid| here.contains(uid));
         drop(here);
         // What began before it was asked for doesn't count.
@@ -309,6 +319,15 @@ impl LocalStorage {
             // What eviction waits for no longer keeps a pod from being measured.
             let in_time = since.is_some_and(|since| since.elapsed() < ASKED);
             let ended = walked && (measuring.layers_are_new || !in_time);
+            if let Some(volume) = measuring.found.too_deep.first()
+                && rounds.deep.insert(uid.clone())
+            {
+                warn!(
+                    pod = %PodName::of(&entry.pod), volume,
+                    "cannot measure a volume whole, as its folders are too deep; the pod counts as above the \
+                     limits that it has, and goes first where the disk is low"
+                );
+            }
             self.enforce(uid, entry, &measuring.found, ended, &mut rounds.above).await;
             if ended {
                 let period = if is_limited(&entry.pod) { LIMITED_PERIOD } else { self.period };
@@ -413,6 +432,7 @@ impl LocalStorage {
             volumes: disk.volumes.iter().map(|(name, taken)| (name.clone(), taken.bytes)).collect(),
             containers: container_names(pod).map(of_container).collect(),
             files: disk.files.values().copied().sum::<Taken>().bytes,
+            too_deep: disk.too_deep.clone(),
         };
         let Ok(Some(violation)) = violation(pod, &storage) else {
             if ended {
@@ -603,6 +623,31 @@ mod tests {
             node.round().await;
         }
         assert_eq!(node.asked_to_go(), ["a"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_pod_that_hides_its_files_below_too_many_folders_is_above_its_limit() {
+        let mut node = Node::new();
+        let tops = [("a-limited", Some("1Gi")), ("b-free", None)].map(|(name, limit)| {
+            let top = node.add(name, limit, &json!({}));
+            drop(beelet_testing::folders::make_deep(&top, 20_000));
+            top
+        });
+        node.rounds.turn = (Duration::from_mins(1), Duration::from_mins(1));
+        while node.rounds.measured.len() < 2 {
+            node.round().await;
+        }
+        let mut ended = Vec::new();
+        while let Ok(Request::Fail { uid, message, .. }) = node.requests.try_recv() {
+            ended.push((uid, message));
+        }
+        let [(uid, message)] = ended.as_slice() else { panic!("{ended:?}") };
+        assert!(uid == "a-limited" && message.contains("folders too deep to be measured"), "{message}");
+        assert!(node.storage.usages.of("b-free", None).hides_disk, "it goes first where the disk is low");
+        assert_eq!(node.rounds.deep.len(), 2);
+        for top in tops {
+            beelet_base::walk::remove_folder(&top).unwrap();
+        }
     }
 
     #[tokio::test(start_paused = true)]

@@ -18,7 +18,9 @@ use beelet_model::disk::Taken;
 
 /// What may be used at once after a pause: most folders are measured within it.
 const BURST: Duration = Duration::from_millis(100);
-/// What a walk may remember, in bytes: some ten thousand levels.
+/// What a walk may remember, in bytes: some five to ten thousand levels of folders, by the length of their
+/// names. Of names that wait there is never much, however many a folder has. Nobody can name a folder that is
+/// below more than 2048 others in one path (`PATH_MAX`): only a program that goes down one by one gets deeper.
 const MEMORY: usize = 1 << 20;
 /// Names that are counted before the time is looked at again.
 const NAMES: u32 = 64;
@@ -64,12 +66,14 @@ pub(super) struct Measure {
     bytes: u128,
     inodes: u128,
     is_whole: bool,
+    is_too_deep: bool,
 }
 
 impl Measure {
     /// A measurement that has counted the folder alone. One that isn't there is empty.
     pub(super) fn new(folder: &Path) -> Self {
-        let mut measure = Self { walk: None, device: 0, bytes: 0, inodes: 0, is_whole: true };
+        let mut measure =
+            Self { walk: None, device: 0, bytes: 0, inodes: 0, is_whole: true, is_too_deep: false };
         match open(folder, flags(), Mode::empty()).and_then(|top| measure.begin(top)) {
             Ok(()) | Err(Errno::NOENT) => {}
             Err(_) => measure.is_whole = false,
@@ -127,7 +131,10 @@ impl Measure {
                     match walk.enter(name) {
                         // It is gone, or something else by now; or something is mounted there.
                         Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV) => {}
-                        Err(_) => self.is_whole = false,
+                        Err(error) => {
+                            self.is_whole = false;
+                            self.is_too_deep |= error == Errno::NAMETOOLONG;
+                        }
                     }
                     return Gone::Far;
                 }
@@ -148,6 +155,12 @@ impl Measure {
     /// Returns true if nothing had to be left out so far.
     pub(super) fn is_whole(&self) -> bool {
         self.is_whole
+    }
+
+    /// Returns true if a folder was left out so far as it is deeper than the walk's memory lets it go. There
+    /// may be any amount in there, and names of files that were counted by a part for each name.
+    pub(super) fn is_too_deep(&self) -> bool {
+        self.is_too_deep
     }
 
     /// A file with several names is counted by each of them for its share: nothing needs to be remembered of
@@ -315,14 +328,37 @@ mod tests {
     }
 
     #[test]
+    fn a_tree_as_deep_as_a_path_can_name_is_measured_whole_however_wide_it_is() {
+        let dir = beelet_testing::folders::in_memory();
+        let top = dir.path().join("top");
+        std::fs::create_dir(&top).unwrap();
+        let (levels, files) = (2048, 20);
+        let mut folder = open(&top, flags(), Mode::empty()).unwrap();
+        for _ in 0..levels {
+            for file in 0..files {
+                let name = format!("{file:0200}");
+                openat(&folder, name, OFlags::CREATE | OFlags::WRONLY, 0o600.into()).unwrap();
+            }
+            mkdirat(&folder, "d", 0o700.into()).unwrap();
+            folder = openat(&folder, "d", flags(), Mode::empty()).unwrap();
+        }
+        let mut measure = Measure::new(&top);
+        assert!(measure.go_on(|| false));
+        assert!(measure.is_whole() && !measure.is_too_deep());
+        assert_eq!(measure.taken().inodes, levels * (files + 1) + 1);
+        beelet_base::walk::remove_folder(&top).unwrap();
+    }
+
+    #[test]
     fn a_measurement_remembers_no_more_than_it_may() {
         let dir = beelet_testing::folders::in_memory();
         let top = dir.path().join("top");
         std::fs::create_dir(&top).unwrap();
         // More levels than fit.
         drop(beelet_testing::folders::make_deep(&top, 2 * MEMORY / 100));
-        let (taken, whole) = all(&top);
-        assert!(!whole && taken.inodes > 5000, "{taken:?}");
+        let mut measure = Measure::new(&top);
+        assert!(measure.go_on(|| false));
+        assert!(!measure.is_whole() && measure.is_too_deep() && measure.taken().inodes > 5000, "{measure:?}");
         beelet_base::walk::remove_folder(&top).unwrap();
     }
 

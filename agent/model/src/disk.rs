@@ -1,7 +1,7 @@
 //! What a pod has on the node's disk.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     iter::Sum,
     path::{Path, PathBuf},
     sync::Arc,
@@ -94,6 +94,8 @@ pub struct PodDisk {
     pub rootfs: BTreeMap<String, Taken>,
     /// Files of the node that its containers may write.
     pub files: BTreeMap<WritableFile, Taken>,
+    /// The volumes with folders deeper than a measurement goes: there may be any amount in those folders.
+    pub too_deep: BTreeSet<String>,
 }
 
 impl PodDisk {

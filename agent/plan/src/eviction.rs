@@ -110,6 +110,7 @@ impl From<&Usage> for PodUsage {
             files_bytes: usage.files_bytes.unwrap_or(0),
             inodes: usage.inodes.unwrap_or(0),
             pids: usage.pids.unwrap_or(0),
+            hides_disk: false,
         }
     }
 }

@@ -96,6 +96,7 @@ fn amounts(pod: &core::Pod) {
         volumes: [("extra".to_owned(), u64::MAX)].into(),
         containers: [("main".to_owned(), u64::MAX)].into(),
         files: u64::MAX,
+        too_deep: ["extra".to_owned()].into(),
     };
     let _ = violation(pod, &storage);
     let amounts =

@@ -17,6 +17,7 @@ fn disk() -> PodDisk {
         logs: one("app", 8192, 1),
         rootfs: one("app", 4096, 2),
         files: [(WritableFile::Hosts, Taken { bytes: 1000, inodes: 1 })].into(),
+        ..PodDisk::default()
     }
 }
 

@@ -4,7 +4,7 @@
 //! Numbers in, a sentence out. Must never look at how much the node has left: a pod goes for its own limits
 //! here.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::Pod;
 
@@ -20,6 +20,10 @@ pub struct PodStorage {
     pub containers: BTreeMap<String, u64>,
     /// The files of the node that its containers may write, together: those in `/etc`, termination messages.
     pub files: u64,
+    /// The volumes with folders deeper than a measurement goes. A container can have any amount in there, and
+    /// make a file elsewhere count for next to nothing by names that it has in there: so such a volume is
+    /// above every limit.
+    pub too_deep: BTreeSet<String>,
 }
 
 /// A limit that a pod is above.
@@ -45,9 +49,11 @@ pub fn violation(pod: &Pod, storage: &PodStorage) -> Result<Option<Violation>, F
     let limit = PodDemand::read(pod)?.limits().get(EPHEMERAL_STORAGE);
     let named = storage.volumes.values().chain(storage.containers.values()).copied();
     let used: Quantity = named.chain([storage.files]).map(bytes).sum();
-    if let Some(limit) = limit.filter(|limit| used > *limit) {
+    let deep = storage.too_deep.first();
+    if let Some(limit) = limit.filter(|limit| used > *limit || deep.is_some()) {
+        let why = deep.filter(|_| used <= limit).map(|volume| too_deep(volume)).unwrap_or_default();
         let message = format!(
-            "Pod ephemeral local storage usage exceeds the total limit of containers {}. ",
+            "Pod ephemeral local storage usage exceeds the total limit of containers {}. {why}",
             limit.binary()
         );
         return Ok(Some(Violation { signal: "ephemeralpodfs.limit", message }));
@@ -65,9 +71,11 @@ fn volume(pod: &Pod, storage: &PodStorage) -> Result<Option<Violation>, FieldErr
             FieldError::new(format!("spec.volumes[{index}].emptyDir.sizeLimit"), error.to_string())
         })?;
         let used = storage.volumes.get(&volume.name).copied().map(bytes);
-        if limit > Quantity::ZERO && used.is_some_and(|used| used > limit) {
+        let (above, deep) = (used.is_some_and(|used| used > limit), storage.too_deep.contains(&volume.name));
+        if limit > Quantity::ZERO && (above || deep) {
+            let why = if above { String::new() } else { too_deep(&volume.name) };
             let message = format!(
-                "Usage of EmptyDir volume {:?} exceeds the limit {:?}. ",
+                "Usage of EmptyDir volume {:?} exceeds the limit {:?}. {why}",
                 volume.name,
                 limit.binary()
             );
@@ -75,6 +83,13 @@ fn volume(pod: &Pod, storage: &PodStorage) -> Result<Option<Violation>, FieldErr
         }
     }
     Ok(None)
+}
+
+/// Why a volume is above its limit that was not measured whole.
+fn too_deep(volume: &str) -> String {
+    format!(
+        "The volume {volume:?} has folders too deep to be measured, and counts as full: use fewer levels of folders. "
+    )
 }
 
 fn container(pod: &Pod, storage: &PodStorage) -> Result<Option<Violation>, FieldError> {
@@ -127,7 +142,7 @@ mod tests {
             ]
             .into(),
             containers: [("a".to_owned(), containers[0] << 20), ("b".to_owned(), containers[1] << 20)].into(),
-            files: 0,
+            ..PodStorage::default()
         };
         let found = violation(&pod(), &storage).unwrap();
         let found = found.as_ref().map(|violation| (violation.signal, violation.message.trim_end()));
@@ -145,6 +160,30 @@ mod tests {
         let pod = "Pod ephemeral local storage usage exceeds the total limit of containers 100Mi.";
         check([5, 50], [20, 30], Some(("ephemeralpodfs.limit", pod)));
         check([5, 50], [20, 24], None);
+    }
+
+    #[test]
+    fn a_volume_that_is_too_deep_to_be_measured_is_above_every_limit() {
+        let check = |volume: &str, used: u64, pod: &Pod, expected: Option<(&str, &str)>| {
+            let volumes = [(volume.to_owned(), used << 20)].into();
+            let too_deep = [volume.to_owned()].into();
+            let found = violation(pod, &PodStorage { volumes, too_deep, ..PodStorage::default() }).unwrap();
+            let found = found.as_ref().map(|found| (found.signal, found.message.trim_end()));
+            assert_eq!(found, expected, "{volume} {used}");
+        };
+        let volume = "Usage of EmptyDir volume \"v\" exceeds the limit \"10Mi\".";
+        let why = "The volume \"v\" has folders too deep to be measured, and counts as full: use fewer levels of folders.";
+        check("v", 0, &pod(), Some(("emptydirfs.limit", &format!("{volume} {why}"))));
+        check("v", 11, &pod(), Some(("emptydirfs.limit", volume)));
+        let whole = "Pod ephemeral local storage usage exceeds the total limit of containers 100Mi.";
+        let why = why.replace("\"v\"", "\"w\"");
+        check("w", 0, &pod(), Some(("ephemeralpodfs.limit", &format!("{whole} {why}"))));
+        check("w", 101, &pod(), Some(("ephemeralpodfs.limit", whole)));
+        // A size of zero is no limit, and a pod without limits has none to be above.
+        let mut free = pod();
+        free.spec.as_mut().unwrap().containers[0].resources = None;
+        check("z", 0, &free, None);
+        check("w", 0, &free, None);
     }
 
     #[test]

@@ -423,6 +423,9 @@ pub struct PodUsage {
     pub inodes: u64,
     /// Processes.
     pub pids: u64,
+    /// Part of what its volumes have could not be measured, as a container has put it too deep. Where the disk
+    /// of volumes is low it ranks as a pod of which nothing is known.
+    pub hides_disk: bool,
 }
 
 /// A kind of what a pod has on disk.
@@ -497,10 +500,17 @@ pub struct Candidate<'a> {
 }
 
 impl Candidate<'_> {
+    /// Its usage of what `signal` is about; `None` without statistics for that.
+    fn known(&self, signal: Signal, layout: DiskLayout) -> Option<Quantity> {
+        let counts = DiskPart::counted(signal, layout).contains(&DiskPart::Volumes);
+        let usage = self.usage.filter(|usage| !(counts && usage.hides_disk))?;
+        Some(usage.of(signal, layout))
+    }
+
     /// Its usage, the request for what `signal` is about, and whether it is above that; `None` without
     /// statistics. Requests for process ids don't exist.
     fn against_request(&self, signal: Signal, layout: DiskLayout) -> Option<(Quantity, Quantity, bool)> {
-        let usage = self.usage.map(|usage| usage.of(signal, layout))?;
+        let usage = self.known(signal, layout)?;
         // With inodes the kubelet subtracts the request for bytes all the same: kept, the order is part of
         // the contract.
         let (limit, subtracted) = match signal {
@@ -517,7 +527,7 @@ impl Candidate<'_> {
 
 /// The pods' places in `pods`, first to go first.
 ///
-/// Memory and disk: pods without statistics, then those above their request, each group by priority, then
+/// Memory and disk: pods without statistics, or that hide what they have on a disk, then those above their request, each group by priority, then
 /// those on their way out, then by how far they are above. Process ids: by priority, then those on their way
 /// out, then by how many they use. Ties keep the order of `pods`.
 #[must_use]
@@ -594,7 +604,7 @@ pub fn victims(
     missing: Quantity,
     leaving: bool,
 ) -> Vec<usize> {
-    let frees = |i: &usize| pods.get(*i)?.usage.map(|usage| usage.of(signal, layout));
+    let frees = |i: &usize| pods.get(*i)?.known(signal, layout);
     let may_go: Vec<usize> =
         ranked.iter().copied().filter(|i| pods.get(*i).is_some_and(|pod| !pod.critical)).collect();
     let mut worth: Vec<(usize, Quantity)> = may_go

@@ -454,6 +454,32 @@ fn what_is_missing_includes_the_minimum_reclaim() {
 }
 
 #[test]
+fn a_pod_that_hides_what_it_has_on_the_disk_of_volumes_goes_first_and_alone() {
+    let pod: Pod =
+        serde_json::from_value(json!({"metadata": {"name": "p"}, "spec": {"containers": []}})).unwrap();
+    let candidate = |(used, hides_disk): (u64, bool)| Candidate {
+        demand: PodDemand::read(&pod).unwrap(),
+        priority: i32::from(hides_disk),
+        critical: false,
+        leaving: false,
+        usage: Some(PodUsage { volumes_bytes: used, inodes: used, hides_disk, ..PodUsage::default() }),
+    };
+    let candidates = [(900, false), (1, true), (500, false)].map(candidate);
+    let check = |signal, layout, expectation: [usize; 3], gone: &[usize]| {
+        let ranked = rank(signal, layout, &candidates);
+        assert_eq!(ranked, expectation, "{signal:?} {layout:?}");
+        let chosen = victims(signal, layout, &ranked, &candidates, units(100), false);
+        assert_eq!(chosen, gone, "{signal:?} {layout:?}");
+    };
+    check(Signal::NodeFsAvailable, DiskLayout::Single, [1, 0, 2], &[1]);
+    check(Signal::NodeFsInodesFree, DiskLayout::Single, [1, 0, 2], &[1]);
+    check(Signal::NodeFsAvailable, DiskLayout::DedicatedImageFs, [1, 0, 2], &[1]);
+    // The volumes are elsewhere.
+    check(Signal::ImageFsAvailable, DiskLayout::DedicatedImageFs, [0, 2, 1], &[0]);
+    check(Signal::MemoryAvailable, DiskLayout::Single, [0, 2, 1], &[0]);
+}
+
+#[test]
 fn which_bytes_count_depends_on_the_disks() {
     let usage = PodUsage {
         rootfs_bytes: 1,
