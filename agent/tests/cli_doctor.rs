@@ -103,6 +103,27 @@ fn bpf_programs_are_tried_and_taken_away_again() {
     assert_eq!(find(off["findings"].as_array().unwrap(), "BPF")["detail"], "turned off by the configuration");
 }
 
+#[test]
+fn a_missing_cgroup_root_is_made_by_no_check() {
+    let dir = TempDir::new().unwrap();
+    let root = format!("beelet-misspelt-{}", std::process::id());
+    let made = || {
+        let hierarchies = std::fs::read_dir("/sys/fs/cgroup").into_iter().flatten().flatten();
+        let mounts = hierarchies.map(|entry| entry.path()).chain([PathBuf::from("/sys/fs/cgroup")]);
+        mounts.map(|mount| mount.join(&root)).filter(|folder| folder.exists()).collect::<Vec<_>>()
+    };
+    let output = doctor(&dir, "", &format!("healthzPort: 0\ncgroupRoot: /{root}"), &["--bpf", "-o", "json"]);
+    let left = made();
+    for folder in &left {
+        std::fs::remove_dir(folder).unwrap();
+    }
+    assert_eq!(left, Vec::<PathBuf>::new());
+    let findings = findings(&output);
+    assert_eq!(find(&findings, "cgroups")["state"], "missing");
+    let bpf = find(&findings, "BPF");
+    assert!(bpf["detail"].as_str().unwrap().contains(&root), "{bpf}");
+}
+
 /// What is there of the mounts and cgroups that the doctor `pid` made; other tests' doctors run beside it.
 fn leftovers(pid: u32) -> Vec<String> {
     let name = format!("beelet-doctor-{pid}");

@@ -34,6 +34,7 @@ pub mod read;
 pub mod stats;
 mod systemd;
 mod tree;
+mod trial;
 mod write;
 
 pub use error::CgroupError;
@@ -41,6 +42,7 @@ pub use layout::{Hierarchy, Layout, Version};
 pub use memory::MemoryUse;
 pub use metrics::Metrics;
 pub use stats::{CpuUse, Pressure, Stalled};
+pub use trial::Trial;
 
 use self::names::Names;
 use self::order::Change;

@@ -107,6 +107,34 @@ fn a_root_that_is_missing_where_cpu_and_memory_are_is_refused_by_its_name() {
 }
 
 #[test]
+fn a_trial_makes_no_root_and_leaves_none_of_its_cgroups() {
+    let dir = TempDir::new().unwrap();
+    let folders = |cgroups: &Cgroups, root: &str| {
+        let mut hierarchies = cgroups.hierarchies().to_vec();
+        let mount = dir.path().join("pids");
+        fs::create_dir_all(&mount).unwrap();
+        hierarchies.push(Hierarchy { mount, is_v2: false, controllers: ["pids".to_owned()].into() });
+        let layout = Layout { version: cgroups.version(), hierarchies };
+        Cgroups::over_folders(layout, root).unwrap()
+    };
+    let v1 = fake_v1(&dir);
+    let misspelt = folders(&v1, "/tset");
+    let error = misspelt.trial("try").unwrap_err();
+    assert!(matches!(error, CgroupError::NoRoot { .. }), "{error}");
+    assert!(misspelt.hierarchies().iter().all(|hierarchy| !hierarchy.mount.join("tset").exists()));
+    // The root is missing where pods get neither CPU nor memory: the agent makes it there, the trial does not.
+    let cgroups = folders(&v1, "/test/kubepods");
+    let trial = cgroups.trial("try").unwrap();
+    let made =
+        |folder: &str| cgroups.hierarchies().iter().filter(|one| one.mount.join(folder).exists()).count();
+    assert_eq!(made("test/kubepods/try"), 4);
+    trial.remove().unwrap();
+    assert_eq!((made("test/kubepods/try"), made("test/kubepods"), made("test")), (0, 3, 3));
+    drop(cgroups.trial("try").unwrap());
+    assert_eq!((made("test/kubepods/try"), made("test")), (0, 3));
+}
+
+#[test]
 fn v2_memory_below_what_is_in_use_is_refused() {
     let dir = TempDir::new().unwrap();
     let cgroups = fake_v2(&dir);

@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use super::Finding;
 use beelet_bpf::{Kernel, KernelError, KernelOptions, MapMemory, PinnedProgram, Scheduler};
-use beelet_cgroups::{Cgroups, Files};
+use beelet_cgroups::{CgroupError, Cgroups, Trial};
 use beelet_config::Config;
 use beelet_policy::tuner::scheduler::SchedulerKind;
 use beelet_units::{bpf_settings::BpfMode, cgroup_driver::CgroupDriver};
@@ -193,8 +193,8 @@ fn program_costs((bpffs, pin_name): (&Path, &str)) -> Result<Vec<ProgramCost>, K
 
 /// A cgroup and a mount point that go when the value does.
 struct Sandbox {
-    cgroups: Cgroups,
-    cgroup: String,
+    /// None once it is removed.
+    cgroup: Option<Trial>,
     cgroup2: PathBuf,
     bpffs: PathBuf,
 }
@@ -202,9 +202,8 @@ struct Sandbox {
 /// Why programs can't be tried.
 #[derive(Debug, thiserror::Error)]
 enum SandboxError {
-    /// The check of cgroups says why.
-    #[error("no cgroup can be made to try programs in")]
-    NoCgroup,
+    #[error("cannot make a cgroup to try programs in: {0}")]
+    NoCgroup(#[from] CgroupError),
     #[error("there is no cgroup2 hierarchy to attach programs to")]
     NoCgroup2,
     #[error("{}: {error}", .folder.display())]
@@ -215,7 +214,7 @@ impl SandboxError {
     fn remedy(&self) -> &'static str {
         match self {
             _ if !rustix::process::geteuid().is_root() => "run the doctor as root",
-            Self::NoCgroup => "what is said of cgroups above",
+            Self::NoCgroup(_) => "see the finding about cgroups above",
             Self::NoCgroup2 => "mount -t cgroup2 none /sys/fs/cgroup/unified",
             Self::Folder { .. } => "make that a folder that can be written, or set TMPDIR to one",
         }
@@ -225,16 +224,12 @@ impl SandboxError {
 impl Sandbox {
     fn new(config: &Config) -> Result<Self, SandboxError> {
         let name = format!("beelet-doctor-{}", std::process::id());
-        let cgroups = Cgroups::discover(&config.cgroup_root, CgroupDriver::Cgroupfs)
-            .map_err(|_| SandboxError::NoCgroup)?;
-        let cgroup = format!("/{name}");
-        let cgroup2 = cgroups.cgroup2_path(&cgroup).ok_or(SandboxError::NoCgroup2)?;
+        let cgroups = Cgroups::discover(&config.cgroup_root, CgroupDriver::Cgroupfs)?;
+        let cgroup = cgroups.trial(&name)?;
+        let cgroup2 = cgroup.cgroup2().ok_or(SandboxError::NoCgroup2)?;
         let bpffs = std::env::temp_dir().join(&name);
-        let sandbox = Self { cgroups, cgroup, cgroup2, bpffs };
-        sandbox.cgroups.ensure(&sandbox.cgroup, &Files::new()).map_err(|_| SandboxError::NoCgroup)?;
-        fs::create_dir(&sandbox.bpffs)
-            .map_err(|error| SandboxError::Folder { folder: sandbox.bpffs.clone(), error })?;
-        Ok(sandbox)
+        fs::create_dir(&bpffs).map_err(|error| SandboxError::Folder { folder: bpffs.clone(), error })?;
+        Ok(Self { cgroup: Some(cgroup), cgroup2, bpffs })
     }
 
     fn options(&self) -> KernelOptions {
@@ -247,7 +242,7 @@ impl Drop for Sandbox {
         // Not mounted, if the kernel half could not do it.
         let _ = unmount(&self.bpffs, UnmountFlags::DETACH);
         let _ = fs::remove_dir(&self.bpffs);
-        if let Err(error) = self.cgroups.remove(&self.cgroup) {
+        if let Some(Err(error)) = self.cgroup.take().map(Trial::remove) {
             eprintln!("warning: {error}");
         }
     }

@@ -8,7 +8,7 @@ use caps::{CapSet, Capability};
 
 use super::{Finding, Patient};
 use beelet_bpf::NetnsHandle;
-use beelet_cgroups::{CgroupError, Cgroups, Files, Version};
+use beelet_cgroups::{Cgroups, Version};
 
 /// What file systems and machines may differ by.
 const CLOCK_SLACK: Duration = Duration::from_secs(24 * 3600);
@@ -130,8 +130,9 @@ pub(super) fn cgroups(patient: &Patient) -> Vec<Finding> {
         let remedy = "correct cgroupRoot, or make the cgroup in every hierarchy";
         return vec![Finding::missing("cgroups", error.to_string(), "the agent refuses to start", remedy)];
     }
+    let try_one = || cgroups.trial(&format!("beelet-doctor-try-{}", std::process::id()))?.remove();
     if rustix::process::geteuid().is_root()
-        && let Err(error) = try_cgroup(&cgroups)
+        && let Err(error) = try_one()
     {
         // The sentence has the remedy.
         return vec![Finding::missing(
@@ -184,14 +185,6 @@ pub(super) fn cgroups(patient: &Patient) -> Vec<Finding> {
         }
     }
     findings
-}
-
-/// Makes a cgroup as the agent makes those of pods when it starts, and takes it away.
-fn try_cgroup(cgroups: &Cgroups) -> Result<(), CgroupError> {
-    let path = format!("/beelet-doctor-try-{}", std::process::id());
-    let made = cgroups.ensure(&path, &Files::new());
-    let removed = cgroups.remove(&path);
-    made.and(removed)
 }
 
 pub(super) fn pressure(_: &Patient) -> Vec<Finding> {
