@@ -12,7 +12,7 @@ use tracing_subscriber::{EnvFilter, Layer, Registry, reload};
 
 use crate::{
     cluster::{self, ClusterArgs},
-    node::Builder,
+    node::{Builder, facts::check_reservations_here},
     pod_cidr,
     spans::Exporter,
 };
@@ -128,6 +128,10 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
     if args.check {
         for warning in &warnings {
             eprintln!("warning: {warning}");
+        }
+        if let Err(error) = check_reservations_here(&config) {
+            eprintln!("error: {error}");
+            return ExitCode::from(USAGE);
         }
         print!("{}", config.effective());
         return ExitCode::SUCCESS;

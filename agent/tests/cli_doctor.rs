@@ -124,6 +124,16 @@ fn a_missing_cgroup_root_is_made_by_no_check() {
     assert!(bpf["detail"].as_str().unwrap().contains(&root), "{bpf}");
 }
 
+#[test]
+fn more_reserved_than_the_machine_has_is_found() {
+    let dir = TempDir::new().unwrap();
+    let output = doctor(&dir, "", "healthzPort: 0\nsystemReserved: {memory: 900Ti}", &["-o", "json"]);
+    let findings = findings(&output);
+    let finding = find(&findings, "reserved resources");
+    assert_eq!(finding["state"], "missing");
+    assert!(finding["detail"].as_str().unwrap().contains("lower systemReserved"), "{finding}");
+}
+
 /// What is there of the mounts and cgroups that the doctor `pid` made; other tests' doctors run beside it.
 fn leftovers(pid: u32) -> Vec<String> {
     let name = format!("beelet-doctor-{pid}");

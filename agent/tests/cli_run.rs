@@ -48,6 +48,14 @@ fn a_bad_configuration_is_refused_with_its_place() {
 }
 
 #[test]
+fn more_reserved_than_the_machine_has_is_refused_by_a_check() {
+    let config = "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nsystemReserved: {memory: 900Ti}\n";
+    let output = check(config).assert().failure().code(2).get_output().clone();
+    let error = text(&output.stderr);
+    assert!(error.starts_with("error: ") && error.contains("of memory are reserved"), "{error}");
+}
+
+#[test]
 fn help_names_every_subcommand() {
     let output =
         Command::new(env!("CARGO_BIN_EXE_beelet")).arg("--help").assert().success().get_output().clone();

@@ -41,7 +41,7 @@ use tracing::{info, warn};
 
 pub use self::{
     metrics::Metrics,
-    node::{NodeResources, hugepages},
+    node::{NodeResources, PID, hugepages, over_reserved, pids},
     retry_evicted::RetryEvicted,
 };
 

@@ -4,16 +4,22 @@
 //! what must stay free for eviction not to begin (`pkg/kubelet/cm/node_container_manager_linux.go`,
 //! `GetNodeAllocatableReservation`).
 
-use std::{collections::BTreeMap, path::Path};
+use std::{collections::BTreeMap, fs, path::Path};
 
+use beelet_base::{cpus, filesystem, machine_memory::meminfo};
 use beelet_policy::{
-    eviction::{Signal, Threshold},
-    resources::{EPHEMERAL_STORAGE, MEMORY, ResourceList},
+    eviction::Threshold,
+    node::reservations::{Excess, excesses, hard_eviction},
+    resources::{CPU, EPHEMERAL_STORAGE, MEMORY, ResourceList},
 };
 use beelet_units::quantity::Quantity;
 
 /// Where the kernel has its huge pages, a folder a size.
 const HUGEPAGES: &str = "/sys/kernel/mm/hugepages";
+/// What the kernel says of memory.
+const MEMINFO: &str = "/proc/meminfo";
+/// The resource of processes and threads, which can be reserved.
+pub const PID: &str = "pid";
 
 /// Amounts by resource: cores, bytes or counts.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -40,16 +46,7 @@ impl NodeResources {
             }
         };
         reserved.iter().for_each(|(name, amount)| take(name, *amount));
-        for threshold in thresholds.iter().filter(|threshold| threshold.grace.is_zero()) {
-            let resource = match threshold.signal {
-                Signal::MemoryAvailable => MEMORY,
-                Signal::NodeFsAvailable => EPHEMERAL_STORAGE,
-                _ => continue,
-            };
-            if let Some(all) = capacity.get(resource) {
-                take(resource, threshold.value.of(*all));
-            }
-        }
+        hard_eviction(&capacity, thresholds).iter().for_each(|(name, amount)| take(name, *amount));
         // Memory that was set aside as huge pages is no one's as memory.
         for (_, pages) in capacity.iter().filter(|(name, _)| name.starts_with("hugepages-")) {
             take(MEMORY, *pages);
@@ -66,6 +63,36 @@ impl NodeResources {
     }
 }
 
+/// The resources of which settings reserve more than this machine has, where pods' volumes are in the file
+/// system of the folder `volumes`. A resource that cannot be measured is not compared. Blocking.
+#[must_use]
+pub fn over_reserved(
+    volumes: &Path,
+    (system, kube): (&BTreeMap<String, Quantity>, &BTreeMap<String, Quantity>),
+    thresholds: &[Threshold],
+) -> Vec<Excess> {
+    let units = |amount: u64| i64::try_from(amount).unwrap_or(i64::MAX);
+    let memory = meminfo(&fs::read_to_string(MEMINFO).unwrap_or_default(), "MemTotal");
+    let storage = volumes.ancestors().find_map(|folder| filesystem::statvfs(folder).ok());
+    let amounts = [
+        (CPU, i64::try_from(cpus::count()).ok()),
+        (MEMORY, memory.map(units)),
+        (EPHEMERAL_STORAGE, storage.map(|disk| units(disk.bytes.capacity_bytes))),
+        (PID, pids()),
+    ];
+    let of = |(name, amount): (&str, Option<i64>)| Some((name.to_owned(), Quantity::from_units(amount?)));
+    excesses(&amounts.into_iter().filter_map(of).collect(), system, kube, thresholds)
+}
+
+/// Processes and threads that the kernel has at most: whichever of its two limits is lower
+/// (pkg/kubelet/stats/pidlimit).
+#[must_use]
+pub fn pids() -> Option<i64> {
+    let number = |file: &str| fs::read_to_string(file).ok()?.trim().parse::<i64>().ok();
+    let limits = [number("/proc/sys/kernel/pid_max"), number("/proc/sys/kernel/threads-max")];
+    limits.into_iter().flatten().min()
+}
+
 /// The huge pages that this machine has set aside, in bytes by resource name (`hugepages-2Mi`).
 #[must_use]
 pub fn hugepages() -> BTreeMap<String, Quantity> {
@@ -73,12 +100,11 @@ pub fn hugepages() -> BTreeMap<String, Quantity> {
 }
 
 fn hugepages_below(folder: &Path) -> BTreeMap<String, Quantity> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    let of_size = |entry: std::fs::DirEntry| {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let of_size = |entry: fs::DirEntry| {
         let name = entry.file_name().into_string().ok()?;
         let kib: i64 = name.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse().ok()?;
-        let pages: i64 =
-            std::fs::read_to_string(entry.path().join("nr_hugepages")).ok()?.trim().parse().ok()?;
+        let pages: i64 = fs::read_to_string(entry.path().join("nr_hugepages")).ok()?.trim().parse().ok()?;
         let bytes = kib.checked_mul(1024)?;
         let size = Quantity::from_units(bytes).binary();
         Some((format!("hugepages-{size}"), Quantity::from_units(bytes.checked_mul(pages)?)))
@@ -90,7 +116,7 @@ fn hugepages_below(folder: &Path) -> BTreeMap<String, Quantity> {
 mod tests {
     use std::time::Duration;
 
-    use beelet_policy::eviction::ThresholdValue;
+    use beelet_policy::eviction::{Signal, ThresholdValue};
 
     use super::*;
 

@@ -144,6 +144,7 @@ const GROUPS: &[(&str, &[Check])] = &[
         &[
             node::running,
             node::space,
+            node::reservations,
             node::quotas,
             node::inotify,
             node::processes,

@@ -9,6 +9,7 @@ use std::{
 
 use super::addresses;
 use anyhow::{Context, Result, bail};
+use beelet_policy::node::reservations::{Excess, excesses};
 use beelet_policy::resources::{
     CPU, EPHEMERAL_STORAGE, MEMORY, PODS, ResourceList,
     cgroups::{CgroupConfig, CgroupValues, CgroupVersion, NodeAmounts, Swap, reserved_cgroup},
@@ -93,6 +94,29 @@ pub(super) fn capacity(config: &Config, machine: &Machine) -> beelet_admission::
     beelet_admission::NodeResources::new(capacity, &reserved, &config.eviction.thresholds)
 }
 
+/// Refuses a configuration that reserves more of a resource than the machine has: nothing would be left for
+/// pods, and each would be rejected with a reason that points elsewhere. A kubelet refuses it, too.
+pub(super) fn check_reservations(config: &Config, machine: &Machine) -> Result<()> {
+    let mut capacity = capacity(config, machine).capacity;
+    if let Some(pids) = beelet_admission::pids() {
+        capacity.insert(beelet_admission::PID.to_owned(), Quantity::from_units(pids));
+    }
+    let (system, kube) = (&config.system_reserved, &config.kube_reserved);
+    refuse_excesses(&excesses(&capacity, system, kube, &config.eviction.thresholds))
+}
+
+/// The same for the machine as it is, before anything of an agent is there.
+pub(crate) fn check_reservations_here(config: &Config) -> Result<()> {
+    let reserved = (&config.system_reserved, &config.kube_reserved);
+    let volumes = &config.beelet.pods_dir;
+    refuse_excesses(&beelet_admission::over_reserved(volumes, reserved, &config.eviction.thresholds))
+}
+
+fn refuse_excesses(excesses: &[Excess]) -> Result<()> {
+    let sentences: Vec<String> = excesses.iter().map(Excess::to_string).collect();
+    if sentences.is_empty() { Ok(()) } else { bail!("{}", sentences.join("; ")) }
+}
+
 /// The facts by which cgroup values are computed on this machine.
 pub(super) fn cgroup_config(config: &Config, machine: &Machine, cgroups: &Cgroups) -> CgroupConfig {
     let version = match cgroups.version() {
@@ -121,19 +145,11 @@ pub(super) fn cgroup_config(config: &Config, machine: &Machine, cgroups: &Cgroup
             .filter_map(|(name, bytes)| Some((huge_pages::size_of_resource(name)?, bytes.value())))
             .collect(),
         limit_huge_pages: has_controller(cgroups, "hugetlb"),
-        node_pids: pids()
+        node_pids: beelet_admission::pids()
             .filter(|_| has_controller(cgroups, "pids"))
             .map(|pids| pids.saturating_sub(config.reserved("pid").value()).max(0)),
         ..CgroupConfig::new(version, node)
     }
-}
-
-/// Processes and threads that the kernel has at most: whichever of its two limits is lower
-/// (pkg/kubelet/stats/pidlimit).
-fn pids() -> Option<i64> {
-    let number = |file: &str| fs::read_to_string(file).ok()?.trim().parse::<i64>().ok();
-    let limits = [number("/proc/sys/kernel/pid_max"), number("/proc/sys/kernel/threads-max")];
-    limits.into_iter().flatten().min()
 }
 
 /// Returns true if a controller is where the pods' other values are: a hybrid machine may have it in cgroup2,
@@ -298,6 +314,30 @@ pub fn parse_resolver(text: &str) -> cri::DnsConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_machine_with_less_than_is_reserved_is_refused_before_it_runs_pods() {
+        let (mut config, _) = Config::with_defaults().unwrap();
+        let machine = Machine {
+            cpus: 4,
+            memory_bytes: 8 << 30,
+            storage_bytes: Some(100 << 30),
+            swap_bytes: 0,
+            hugepages: BTreeMap::new(),
+            host: HostIps::fixed(Vec::new()),
+        };
+        check_reservations(&config, &machine).unwrap();
+        check_reservations_here(&config).unwrap();
+        config.system_reserved.insert(MEMORY.to_owned(), Quantity::parse("900Ti").unwrap());
+        for refused in [check_reservations(&config, &machine), check_reservations_here(&config)] {
+            let error = refused.unwrap_err().to_string();
+            assert!(
+                error.contains("900Ti by systemReserved") || error.contains("921600Gi by systemReserved"),
+                "{error}"
+            );
+            assert!(error.contains("lower systemReserved"), "{error}");
+        }
+    }
 
     #[test]
     fn what_cpus_tell_of_their_throttling_is_hidden_where_there_is_any() {

@@ -475,6 +475,7 @@ impl Node {
             Some(machine) => machine.clone(),
             None => Machine::inspect(&base.config).await?,
         };
+        facts::check_reservations(&base.config, &machine)?;
         if base.config.fail_swap_on && machine.swap_bytes > 0 {
             bail!(
                 "this machine has swap, and failSwapOn is true: take it off (swapoff -a, and its line in /etc/fstab), or set \

@@ -8,6 +8,7 @@ use std::path::Path;
 use super::machine::existing;
 use super::{Finding, Patient};
 use beelet_bpf::quota::{self, Uncounted};
+use beelet_policy::node::reservations::Excess;
 use beelet_systemd::logind::Logind;
 
 const MIB: u64 = 1 << 20;
@@ -70,6 +71,26 @@ pub(super) fn space(patient: &Patient) -> Vec<Finding> {
         }
     })
     .collect()
+}
+
+/// Whether the machine has what the configuration reserves of it.
+pub(super) fn reservations(patient: &Patient) -> Vec<Finding> {
+    let (check, config) = ("reserved resources", &patient.config);
+    let reserved = (&config.system_reserved, &config.kube_reserved);
+    let excesses =
+        beelet_admission::over_reserved(&config.beelet.pods_dir, reserved, &config.eviction.thresholds);
+    if excesses.is_empty() {
+        return vec![Finding::ok(check, "the machine has more than is reserved")];
+    }
+    let missing = |excess: &Excess| {
+        Finding::missing(
+            check,
+            excess.to_string(),
+            "the agent refuses to start",
+            "correct the amounts in the KubeletConfiguration",
+        )
+    };
+    excesses.iter().map(missing).collect()
 }
 
 /// How the sizes of pods' volumes are found.

@@ -8,6 +8,8 @@ pub mod events;
 pub mod fit;
 pub mod labels;
 pub mod log_query;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
+pub mod reservations;
 pub mod shutdown;
 pub mod status;
 pub mod token;
