@@ -9,7 +9,9 @@ use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
 mod peer_groups;
 
-pub use peer_groups::{CONSEQUENCE, Groups, REMEDY, Reach, Sight, reach, sentence};
+pub use peer_groups::{
+    CONSEQUENCE, First, Groups, Look, Reach, Sight, Stranger, at_home, reach, remedy, sentence, stranger,
+};
 
 use crate::mountinfo;
 
@@ -18,10 +20,18 @@ use crate::mountinfo;
 const PROBE: &str = ".mount-probe";
 /// The first process. It listens for others (socket activation): what it sees need not be what they see.
 const INIT: u32 = 1;
+/// The inode of the machine's PID namespace (`PROC_PID_INIT_INO` of include/linux/proc_ns.h).
+const MACHINES_PIDS: u64 = 0xEFFF_FFFC;
 
 /// Finds out whether what process `own` mounts below `folder` is seen by process `runtime`. Blocking.
 #[must_use]
-pub fn look(folder: &Path, own: u32, runtime: Option<u32>) -> Reach {
+pub fn look(folder: &Path, own: u32, runtime: Option<u32>) -> Look {
+    let with_first = |pid: u32| Some(namespace(pid).ok()? == namespace(INIT).ok()?);
+    let stranger = stranger(with_first(own), runtime.and_then(with_first));
+    Look { reach: judge(folder, own, runtime), stranger }
+}
+
+fn judge(folder: &Path, own: u32, runtime: Option<u32>) -> Reach {
     let verdict = by_tables(folder, own, runtime).unwrap_or(Reach::Unknown);
     // The tables show no chain of peer groups through a third namespace. A mount that is there proves one.
     let proven = match (verdict, runtime) {
@@ -43,7 +53,15 @@ fn by_tables(folder: &Path, own: u32, runtime: Option<u32>) -> io::Result<Reach>
     let groups: Option<Vec<Groups>> =
         theirs.map(|table| mountinfo::mounts(&table).map(|mount| mount.groups).collect());
     let same_namespace = runtime.and_then(|pid| Some(namespace(own).ok()? == namespace(pid).ok()?));
-    Ok(reach(&Sight { same_namespace, own: own_groups, runtime: groups.as_deref() }))
+    let at_home = at_home(first(own), runtime.is_some());
+    Ok(reach(&Sight { same_namespace, at_home, own: own_groups, runtime: groups.as_deref() }))
+}
+
+/// The first process that is seen from here, None if /proc hides it.
+fn first(own: u32) -> Option<First> {
+    let has_agents_mounts = namespace(own).ok()? == namespace(INIT).ok()?;
+    let pids = std::fs::metadata(format!("/proc/{INIT}/ns/pid")).ok()?;
+    Some(First { has_agents_mounts, is_machines: pids.ino() == MACHINES_PIDS })
 }
 
 /// The nearest folder of `path` that exists, without links.
@@ -55,8 +73,11 @@ fn table(pid: u32) -> io::Result<Vec<u8>> {
     std::fs::read(format!("/proc/{pid}/mountinfo"))
 }
 
-/// What tells one mount namespace from another.
-fn namespace(pid: u32) -> io::Result<(u64, u64)> {
+/// What tells one mount namespace from another: that of a process, by device and inode.
+///
+/// # Errors
+/// There is no such process, or /proc hides it.
+pub fn namespace(pid: u32) -> io::Result<(u64, u64)> {
     std::fs::metadata(format!("/proc/{pid}/ns/mnt")).map(|found| (found.dev(), found.ino()))
 }
 
@@ -94,7 +115,7 @@ mod tests {
     fn a_process_sees_its_own_mounts() {
         let dir = tempfile::tempdir().unwrap();
         let own = std::process::id();
-        assert_eq!(look(&dir.path().join("not/there/yet"), own, Some(own)), Reach::Yes);
+        assert_eq!(look(&dir.path().join("not/there/yet"), own, Some(own)).reach, Reach::Yes);
     }
 
     #[test]
@@ -107,9 +128,23 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         // The process that made this one is outside.
         let outside = std::os::unix::process::parent_id();
-        assert_eq!(look(dir.path(), std::process::id(), Some(outside)), Reach::No);
+        let found = look(dir.path(), std::process::id(), Some(outside));
+        assert_eq!((found.reach, found.stranger), (Reach::No, Stranger::Agent));
         assert!(is_seen(dir.path(), std::process::id()).unwrap());
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
-        assert_eq!(look(dir.path(), std::process::id(), None), Reach::Unknown);
+        // Away from the first process, and the mount is private: nothing reaches any runtime from here.
+        assert_eq!(look(dir.path(), std::process::id(), None).reach, Reach::No);
+    }
+
+    #[test]
+    fn in_processes_and_mounts_of_its_own_nothing_reaches_a_runtime_outside() {
+        let own = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--propagation", "private"];
+        let name = "in_processes_and_mounts_of_its_own_nothing_reaches_a_runtime_outside";
+        if !rustix::process::geteuid().is_root() || !again::in_child(module_path!(), name, &own) {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        // The kernel tells no id of a process outside.
+        assert_eq!(look(dir.path(), std::process::id(), None).reach, Reach::No);
     }
 }

@@ -20,10 +20,22 @@ pub struct Groups {
 pub struct Sight<'a> {
     /// Both are in one mount namespace. None: the kernel does not say.
     pub same_namespace: Option<bool>,
+    /// The agent is in the mount namespace in which the runtime is unless it has one of its own: see
+    /// [`at_home`]. None: the kernel does not say.
+    pub at_home: Option<bool>,
     /// Of the agent's mount in which the pods' folder is.
     pub own: Groups,
     /// Of all mounts that the runtime has. None: its table cannot be read.
     pub runtime: Option<&'a [Groups]>,
+}
+
+/// What was found out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Look {
+    /// The verdict.
+    pub reach: Reach,
+    /// Who has to change if it is not [`Reach::Yes`].
+    pub stranger: Stranger,
 }
 
 /// Whether mounts reach the runtime.
@@ -37,9 +49,31 @@ pub enum Reach {
     Unknown,
 }
 
+/// What is known of the first process that is seen from here.
+#[derive(Clone, Copy, Debug)]
+pub struct First {
+    /// The agent is in its mount namespace.
+    pub has_agents_mounts: bool,
+    /// It is the machine's first process, and not that of a container.
+    pub is_machines: bool,
+}
+
+/// Whether the agent is where the runtime is unless one of them has a mount namespace of its own.
+///
+/// The machine's first process is in the machine's mount namespace, and so is every process that was not given
+/// another one. In a PID namespace of its own the first process may be the agent itself, and being where that
+/// is proves something only of processes of the same PID namespace. The kernel tells the runtime's id if it is
+/// one of these, and else none (`SO_PEERCRED`, net/core/sock.c), also where /proc hides other processes
+/// (`hidepid`). `first` is None where /proc hides the first process: nothing is held against the agent then.
+#[must_use]
+pub fn at_home(first: Option<First>, knows_runtimes_id: bool) -> Option<bool> {
+    first.map(|first| first.has_agents_mounts && (first.is_machines || knows_runtimes_id))
+}
+
 /// Judges by what the tables of mounts say. A mount that is `shared` is trusted where the runtime's table
 /// cannot be read: that is how a container has it that was given the folder with mountPropagation
-/// `Bidirectional`.
+/// `Bidirectional`. From any other mount nothing reaches another namespace (a slave gives nothing back), so
+/// it is enough only where nothing speaks against both being in one.
 #[must_use]
 pub fn reach(sight: &Sight<'_>) -> Reach {
     if sight.same_namespace == Some(true) {
@@ -51,19 +85,42 @@ pub fn reach(sight: &Sight<'_>) -> Reach {
             if mounts.iter().any(receives) { Reach::Yes } else { Reach::No }
         }
         (Some(_), None) => Reach::Yes,
-        (None, _) if sight.same_namespace == Some(false) => Reach::No,
+        (None, _) if sight.same_namespace == Some(false) || sight.at_home == Some(false) => Reach::No,
         (None, _) => Reach::Unknown,
     }
 }
 
-/// The facts in a sentence, for a verdict that is not [`Reach::Yes`].
+/// Which of the two has a mount namespace that is not the machine's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stranger {
+    /// The agent.
+    Agent,
+    /// The runtime.
+    Runtime,
+}
+
+/// Which of the two is in another mount namespace than the first process. The agent, where that is not known:
+/// its unit is the one that the reader has at hand.
 #[must_use]
-pub fn sentence(reach: Reach, folder: &str, runtime: Option<u32>) -> String {
+pub fn stranger(agent_with_first: Option<bool>, runtime_with_first: Option<bool>) -> Stranger {
+    match (agent_with_first, runtime_with_first) {
+        (Some(true), Some(false)) => Stranger::Runtime,
+        _ => Stranger::Agent,
+    }
+}
+
+/// The facts in a sentence.
+#[must_use]
+pub fn sentence(look: Look, folder: &str, runtime: Option<u32>) -> String {
     let runtime = runtime.map_or_else(String::new, |pid| format!(" (process {pid})"));
-    match reach {
+    let whose = match look.stranger {
+        Stranger::Agent => "the agent",
+        Stranger::Runtime => "the container runtime",
+    };
+    match look.reach {
         Reach::Yes => format!("the container runtime{runtime} sees what is mounted below {folder}"),
         Reach::No => format!(
-            "the container runtime{runtime} does not see what the agent mounts below {folder}: the agent has a mount \
+            "the container runtime{runtime} does not see what the agent mounts below {folder}: {whose} has a mount \
              namespace of its own"
         ),
         Reach::Unknown => format!(
@@ -78,7 +135,19 @@ pub const CONSEQUENCE: &str =
     "Secrets and tokens would be empty in containers, and volumes in memory would be on the disk";
 
 /// What to do about that.
-pub const REMEDY: &str = "run the agent in the runtime's mount namespace: take PrivateTmp=, ProtectSystem=, ProtectHome=, \
+#[must_use]
+pub const fn remedy(stranger: Stranger) -> &'static str {
+    match stranger {
+        Stranger::Agent => AGENTS_REMEDY,
+        Stranger::Runtime => RUNTIMES_REMEDY,
+    }
+}
+
+const RUNTIMES_REMEDY: &str = "run the container runtime in the machine's mount namespace: take PrivateTmp=, ProtectSystem=, \
+                               ProtectHome=, ReadOnlyPaths= and their like out of its unit (`systemctl cat containerd` shows \
+                               overrides) and restart it";
+
+const AGENTS_REMEDY: &str = "run the agent in the runtime's mount namespace: take PrivateTmp=, ProtectSystem=, ProtectHome=, \
                           ReadOnlyPaths= and their like out of the unit (`systemctl cat beelet` shows overrides); in a \
                           container, give it the folder with mountPropagation: Bidirectional; under unshare(1), make \
                           the mount shared first (mount --make-rshared /) and add --propagation unchanged";
@@ -95,7 +164,9 @@ mod tests {
 
     #[track_caller]
     fn check(same_namespace: Option<bool>, own: Groups, runtime: Option<&[Groups]>, expected: Reach) {
-        assert_eq!(reach(&Sight { same_namespace, own, runtime }), expected);
+        for at_home in [None, Some(true)] {
+            assert_eq!(reach(&Sight { same_namespace, at_home, own, runtime }), expected);
+        }
     }
 
     #[test]
@@ -129,14 +200,65 @@ mod tests {
     }
 
     #[test]
+    fn away_from_home_only_a_shared_mount_or_a_common_namespace_is_trusted() {
+        let check = |same_namespace, own, expected| {
+            let sight = Sight { same_namespace, at_home: Some(false), own, runtime: None };
+            assert_eq!(reach(&sight), expected, "{sight:?}");
+        };
+        check(None, PRIVATE, Reach::No);
+        check(None, SLAVE, Reach::No);
+        check(None, SHARED, Reach::Yes);
+        check(Some(true), PRIVATE, Reach::Yes);
+        check(Some(false), PRIVATE, Reach::No);
+    }
+
+    #[test]
+    fn the_agent_is_at_home_with_the_machines_first_process_or_with_a_runtime_of_its_own_container() {
+        let check = |has_agents_mounts, is_machines, knows_runtimes_id, expected| {
+            let first = First { has_agents_mounts, is_machines };
+            assert_eq!(
+                at_home(Some(first), knows_runtimes_id),
+                Some(expected),
+                "{first:?} {knows_runtimes_id}"
+            );
+        };
+        // On the machine itself, whether /proc hides the runtime or not.
+        check(true, true, true, true);
+        check(true, true, false, true);
+        // With mounts of its own.
+        check(false, true, true, false);
+        check(false, true, false, false);
+        check(false, false, true, false);
+        // With processes of its own: the runtime is one of them, or it is outside.
+        check(true, false, true, true);
+        check(true, false, false, false);
+        assert_eq!(at_home(None, false), None);
+    }
+
+    #[test]
+    fn a_sentence_says_whose_namespace_is_the_strange_one() {
+        let check = |agent, runtime, whose: &str, unit: &str| {
+            let stranger = stranger(agent, runtime);
+            let said = sentence(Look { reach: Reach::No, stranger }, "/pods", Some(7));
+            assert!(said.ends_with(&format!(": {whose} has a mount namespace of its own")), "{said}");
+            assert!(remedy(stranger).contains(unit), "{}", remedy(stranger));
+        };
+        check(Some(true), Some(false), "the container runtime", "`systemctl cat containerd`");
+        check(Some(false), Some(true), "the agent", "`systemctl cat beelet`");
+        check(Some(false), Some(false), "the agent", "`systemctl cat beelet`");
+        check(None, None, "the agent", "`systemctl cat beelet`");
+    }
+
+    #[test]
     fn a_verdict_is_a_sentence_with_the_folder_and_the_process() {
-        let said = sentence(Reach::No, "/var/lib/beelet/pods", Some(4711));
+        let of = |reach| Look { reach, stranger: Stranger::Agent };
+        let said = sentence(of(Reach::No), "/var/lib/beelet/pods", Some(4711));
         assert!(
             said.contains("(process 4711) does not see") && said.contains("below /var/lib/beelet/pods"),
             "{said}"
         );
         assert!(
-            sentence(Reach::Unknown, "/p", None)
+            sentence(of(Reach::Unknown), "/p", None)
                 .starts_with("cannot find out whether the container runtime sees")
         );
     }

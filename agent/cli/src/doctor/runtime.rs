@@ -259,17 +259,18 @@ pub(super) fn mounts(patient: &Patient) -> Vec<Finding> {
     }
     let folder = &patient.config.beelet.pods_dir;
     let own = facts.agent.unwrap_or_else(std::process::id);
-    let reach = look(folder, own, facts.process);
-    let detail = propagation::sentence(reach, &folder.display().to_string(), facts.process);
-    vec![match reach {
+    let found = look(folder, own, facts.process);
+    let remedy = propagation::remedy(found.stranger);
+    let detail = propagation::sentence(found, &folder.display().to_string(), facts.process);
+    vec![match found.reach {
         Reach::Yes => Finding::ok(check, detail),
         Reach::No => {
             let consequence = format!("{}; the agent refuses to start", propagation::CONSEQUENCE);
-            Finding::missing(check, detail, consequence, propagation::REMEDY)
+            Finding::missing(check, detail, consequence, remedy)
         }
         Reach::Unknown => {
             let consequence = format!("if it does not, {}", propagation::CONSEQUENCE);
-            Finding::degraded(check, detail, consequence, propagation::REMEDY)
+            Finding::degraded(check, detail, consequence, remedy)
         }
     }]
 }

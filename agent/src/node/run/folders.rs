@@ -29,14 +29,14 @@ pub(super) async fn refuse_lost_mounts(pods_dir: &Path, socket: &Path) -> Result
         }
         look(&folder, std::process::id(), runtime)
     });
-    let reach = looking.await.context("the mounts of pods")?;
-    let sentence = propagation::sentence(reach, &pods_dir.display().to_string(), runtime);
-    match reach {
+    let found = looking.await.context("the mounts of pods")?;
+    let sentence = propagation::sentence(found, &pods_dir.display().to_string(), runtime);
+    match found.reach {
         Reach::Yes => {}
         Reach::Unknown => {
             warn!("{sentence}. If it does not, {}: see `beelet doctor`", propagation::CONSEQUENCE);
         }
-        Reach::No => bail!("{sentence}, and {}; {}", propagation::CONSEQUENCE, propagation::REMEDY),
+        Reach::No => bail!("{sentence}, and {}; {}", propagation::CONSEQUENCE, propagation::remedy(found.stranger)),
     }
     Ok(())
 }
