@@ -112,14 +112,23 @@ fn manifests_in(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
 fn read(path: &Path) -> anyhow::Result<String> {
     // More than may be read by one: enough to tell.
     let most = Limits::SCENARIO.bytes as u64 + 1;
-    let mut text = String::new();
+    let mut bytes = Vec::new();
     let read = if path == Path::new("-") {
-        std::io::stdin().lock().take(most).read_to_string(&mut text)
+        std::io::stdin().lock().take(most).read_to_end(&mut bytes)
     } else {
-        std::fs::File::open(path).and_then(|file| file.take(most).read_to_string(&mut text))
+        std::fs::File::open(path).and_then(|file| file.take(most).read_to_end(&mut bytes))
     };
     read.with_context(|| format!("cannot read {}", name_of(path)))?;
-    Ok(text)
+    text_of(bytes).map_err(|byte| anyhow::anyhow!("{} is not UTF-8 text (byte {byte})", name_of(path)))
+}
+
+/// The text that bytes are, else the place of the first that is not of one, counted from 1. Of more than may be
+/// read only the size counts: it may end in the midst of a character.
+fn text_of(bytes: Vec<u8>) -> Result<String, usize> {
+    if bytes.len() > Limits::SCENARIO.bytes {
+        return Ok(String::from_utf8_lossy(&bytes).into_owned());
+    }
+    String::from_utf8(bytes).map_err(|error| error.utf8_error().valid_up_to().saturating_add(1))
 }
 
 /// The manifests of one text. What is wrong in one of its documents hides nothing of the others.
@@ -195,6 +204,15 @@ mod tests {
 
     const POD: &str =
         "apiVersion: v1\nkind: Pod\nmetadata: {name: web}\nspec:\n  containers: [{name: c, image: 'x:1'}]\n";
+
+    #[test]
+    fn bytes_that_are_no_text_are_named_by_their_place() {
+        assert_eq!(text_of(b"caf\xc3\xa9".to_vec()), Ok("café".to_owned()));
+        assert_eq!(text_of(b"caf\xe9: 1".to_vec()), Err(4));
+        // The size is the fault of a larger file, wherever it is cut.
+        let large = "é".repeat(Limits::SCENARIO.bytes / 2 + 1).into_bytes();
+        assert!(text_of(large[..Limits::SCENARIO.bytes + 1].to_vec()).is_ok());
+    }
 
     #[test]
     fn a_file_of_one_document_stays_as_it_is_written() {

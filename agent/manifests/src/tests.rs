@@ -530,6 +530,10 @@ fn security_is_checked() {
         "8:34: spec.containers[0].securityContext.runAsUser: must be at least 0, not -1",
     );
     check_container(
+        "securityContext: {runAsUser: 9223372036854775807}",
+        "8:34: spec.containers[0].securityContext.runAsUser: must be from 0 to 2147483647, not 9223372036854775807",
+    );
+    check_container(
         "securityContext: {runAsNonRoot: true, runAsUser: 0}",
         "8:54: spec.containers[0].securityContext.runAsUser: is root, but runAsNonRoot is true",
     );

@@ -62,7 +62,9 @@ impl Problems {
     fn within(&mut self, path: &str, number: Option<i64>, range: std::ops::RangeInclusive<i64>) {
         if let Some(number) = number.filter(|number| !range.contains(number)) {
             let (low, high) = (range.start(), range.end());
-            let rule = if *high == i64::MAX || *high == i64::from(i32::MAX) {
+            // The bound that the number does not break says nothing, unless it is one of the field's own.
+            let is_of_type = *high == i64::MAX || *high == i64::from(i32::MAX);
+            let rule = if is_of_type && number < *low {
                 format!("must be at least {low}")
             } else {
                 format!("must be from {low} to {high}")
