@@ -10,6 +10,7 @@
 //! This module must never decide anything about pods, and nothing outside it may speak CRI.
 
 pub mod cni;
+pub mod mounts;
 pub mod ownership;
 pub mod store;
 

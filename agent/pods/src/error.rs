@@ -30,6 +30,14 @@ pub enum Error {
         /// Why: a sentence.
         why: String,
     },
+    /// The runtime does not see what the agent mounts.
+    #[error("volume {volume}: {why}")]
+    UnseenMount {
+        /// The first volume that would be empty.
+        volume: String,
+        /// Why, and what to do: a sentence.
+        why: String,
+    },
     /// What the pod's claims are bound to isn't known, or the pod may not have it: the kubelet's words.
     #[error("unmounted volumes=[{0}], unattached volumes=[], failed to process volumes=[{0}]: {why}", .volumes.join(" "))]
     Claims {

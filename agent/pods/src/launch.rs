@@ -7,6 +7,7 @@ use beelet_base::spans::TARGET;
 use beelet_policy::{
     pod::{Start, start_limit::Call},
     resources::{cgroups as values, critical},
+    volumes::mounted,
 };
 use beelet_proto::cri;
 use beelet_units::duration;
@@ -35,7 +36,7 @@ use beelet_base::{
     walk::remove_folder,
 };
 use beelet_cgroups::Cgroups;
-use beelet_cri::Runtime;
+use beelet_cri::{Runtime, mounts::Mounts};
 use beelet_csi::Csi;
 use beelet_devices::Devices;
 use beelet_dra::Dra;
@@ -96,6 +97,8 @@ pub struct Launcher {
     pub disks: Disks,
     /// Storage plugins.
     pub csi: Csi,
+    /// Knows whether the runtime sees what is mounted for pods; None where nobody else could be the runtime.
+    pub mounts: Option<Arc<Mounts>>,
     /// Gives pods with user namespaces of their own their ids.
     pub users: Arc<UserNamespaces>,
     /// Decides which pods may run here.
@@ -169,6 +172,7 @@ impl Launcher {
         }
         self.user_namespace(plan, chores).await?.apply_to_sandbox(&mut config);
         config.dns_config = Some(self.name_resolution(plan, chores).await?);
+        self.require_mounts(mounted::first_mounted(&plan.pod)).await?;
         let pod = || Object::pod(&plan.pod);
         // On the heap: few pods have any, and all would keep room for them.
         let (storage, node) = (self.storage.as_deref(), self.desired.borrow().node.clone());
@@ -213,6 +217,13 @@ impl Launcher {
         });
         let sandbox = self.turns.make(urgency, Call::RunSandbox, run);
         Ok(self.waited(pod, "its sandbox and its network, which the runtime makes", sandbox).await?)
+    }
+
+    /// Refuses to mount what the runtime would not see: the container would have an empty folder in its place.
+    async fn require_mounts(&self, volume: Option<&str>) -> Result<(), Error> {
+        let (Some(volume), Some(mounts)) = (volume, &self.mounts) else { return Ok(()) };
+        let unseen = |why: Arc<str>| Error::UnseenMount { volume: volume.to_owned(), why: why.to_string() };
+        mounts.check().await.map_or(Ok(()), |why| Err(unseen(why)))
     }
 
     /// The pod's name resolution, by the machine's own as of now.
@@ -535,6 +546,7 @@ impl Launcher {
         pod_ips: Vec<String>,
         facts: MountFacts,
     ) -> Result<(Vec<cri::Mount>, Vec<cri::Device>), Error> {
+        self.require_mounts(mounted::first_part(starting.container)).await?;
         let (attempt, sandbox_attempt) = (starting.start.attempt, starting.sandbox_attempt);
         let object = || Object::container(&starting.plan.pod, &starting.start.name);
         let (plan, node) = (Arc::clone(starting.plan), self.node.clone());

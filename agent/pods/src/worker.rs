@@ -603,6 +603,10 @@ impl Worker {
             }
             Err(error) => {
                 match &error {
+                    Error::UnseenMount { volume, why } => {
+                        let message = format!("MountVolume.SetUp failed for volume {volume:?} : {why}");
+                        events.warning(pod(), "FailedMount", message);
+                    }
                     Error::Volume { volume, why } if Origin::of(&self.plan.pod).is_api() => {
                         let message = format!("MountVolume.SetUp failed for volume {volume:?} : {why}");
                         events.warning(pod(), "FailedMount", message);

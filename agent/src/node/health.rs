@@ -10,6 +10,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
 use beelet_api::grpc::Outlook;
+use beelet_cri::mounts::Mounts;
 use beelet_model::table::Complete;
 use beelet_pleg::relist::{NOTICED_AFTER, Pulse, UNHEALTHY_AFTER};
 use beelet_state::events::NodeEvents;
@@ -25,19 +26,31 @@ pub(super) struct Health {
     endpoint: Arc<str>,
     /// The relist's, once the runtime has answered for the first time.
     pulse: Arc<OnceLock<Pulse>>,
+    /// Once it is known that mounts reach the runtime.
+    mounts: Arc<OnceLock<Arc<Mounts>>>,
     began: Instant,
     pub(super) complete: Complete,
 }
 
 impl Health {
     pub(super) fn new(endpoint: &str) -> Self {
-        let (pulse, complete) = (Arc::default(), Arc::default());
-        Self { endpoint: endpoint.into(), pulse, began: Instant::now(), complete }
+        let (pulse, mounts, complete) = (Arc::default(), Arc::default(), Arc::default());
+        Self { endpoint: endpoint.into(), pulse, mounts, began: Instant::now(), complete }
     }
 
     /// From now on the relist's pulse decides.
     pub(super) fn follow(&self, pulse: Pulse) {
         let _ = self.pulse.set(pulse);
+    }
+
+    /// From now on mounts that do not reach the runtime count, too.
+    pub(super) fn follow_mounts(&self, mounts: Arc<Mounts>) {
+        let _ = self.mounts.set(mounts);
+    }
+
+    /// Knows whether mounts reach the runtime, if that is looked at.
+    pub(super) fn mounts(&self) -> Option<Arc<Mounts>> {
+        self.mounts.get().cloned()
     }
 
     /// An error sentence if the agent is not well.
@@ -53,7 +66,8 @@ impl Health {
         };
         let silent = pulse.silence();
         if silent < patience {
-            return Ok(());
+            let trouble = self.mounts.get().and_then(|mounts| mounts.state().trouble);
+            return trouble.map_or(Ok(()), |trouble| Err(trouble.to_string()));
         }
         let since = Timestamp::now().saturating_sub(silent).map(|at| format!(" since {at:.0}"));
         Err(format!(
@@ -91,6 +105,13 @@ impl Health {
 
     /// For how long [`Health::check`] has given its present answer.
     pub(super) fn lasted(&self) -> Duration {
-        self.pulse.get().map_or_else(|| self.began.elapsed(), Pulse::lasted)
+        let Some(pulse) = self.pulse.get() else { return self.began.elapsed() };
+        match self.mounts.get().map(|mounts| mounts.state()) {
+            Some(state) if pulse.silence() < UNHEALTHY_AFTER => match state.trouble {
+                Some(_) => state.since.elapsed(),
+                None => state.since.elapsed().min(pulse.lasted()),
+            },
+            _ => pulse.lasted(),
+        }
     }
 }

@@ -4,6 +4,8 @@
 
 use std::path::Path;
 
+use anyhow::{Result, bail};
+
 /// Each by its path below /proc/sys, and the kubelet's value.
 const SETTINGS: [(&str, u64); 6] = [
     ("vm/overcommit_memory", 1),
@@ -14,9 +16,22 @@ const SETTINGS: [(&str, u64); 6] = [
     ("kernel/keys/root_maxbytes", 25_000_000),
 ];
 
+/// `protectKernelDefaults`: refuses a machine whose kernel is not set as a kubelet would set it.
+pub(super) fn check(protect: bool) -> Result<()> {
+    let differing = differing(Path::new("/proc/sys"));
+    if protect && !differing.is_empty() {
+        bail!(
+            "protectKernelDefaults is true, and this machine's kernel is set otherwise than a kubelet sets it. As root: \
+             sysctl -w {}  (and a file in /etc/sysctl.d for the next boot)",
+            differing.join(" ")
+        );
+    }
+    Ok(())
+}
+
 /// Those that are not as a kubelet sets them, as `sysctl` would set them; `sys` is /proc/sys.
 #[must_use]
-pub(super) fn differing(sys: &Path) -> Vec<String> {
+fn differing(sys: &Path) -> Vec<String> {
     let differs = |(name, wanted): &(&str, u64)| {
         let value = std::fs::read_to_string(sys.join(name)).ok()?;
         (value.trim() != wanted.to_string()).then(|| format!("{}={wanted}", name.replace('/', ".")))

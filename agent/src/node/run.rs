@@ -1,13 +1,7 @@
 //! `beelet run`: a node that runs pods. The servers come first, so that somebody can see what is missing; all
 //! else is built once the container runtime answers.
 
-use std::{
-    net::SocketAddr,
-    ops::Deref,
-    path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
-};
+use std::{net::SocketAddr, ops::Deref, path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail};
 use beelet_base::blocking::blocking;
@@ -304,7 +298,8 @@ impl Base {
         if let Some(ownership) = ownership {
             // A kubelet that waited for the runtime as we did is seen only now.
             ownership.refuse_kubelet(self.runtime.socket())?;
-            folders::refuse_lost_mounts(&self.config.beelet.pods_dir, self.runtime.socket()).await?;
+            let (pods, socket) = (&self.config.beelet.pods_dir, self.runtime.socket());
+            self.health.follow_mounts(folders::refuse_lost_mounts(pods, socket).await?);
         }
         let node = Node::build(self, version).await?;
         node.run(inputs, &frame.failures, shutdown).await
@@ -436,19 +431,6 @@ impl Deref for Node {
     }
 }
 
-/// `protectKernelDefaults`: not on a machine whose kernel is not set as a kubelet would set it.
-fn check_kernel_settings(config: &Config) -> Result<()> {
-    let differing = kernel_settings::differing(Path::new("/proc/sys"));
-    if config.protect_kernel_defaults && !differing.is_empty() {
-        bail!(
-            "protectKernelDefaults is true, and this machine's kernel is set otherwise than a kubelet sets it. As root: \
-             sysctl -w {}  (and a file in /etc/sysctl.d for the next boot)",
-            differing.join(" ")
-        );
-    }
-    Ok(())
-}
-
 /// Records whether the pods together are held to what the node has for them
 /// (`enforceNodeAllocatableCgroups`).
 fn say_enforced(events: &NodeEvents, error: Option<&beelet_pods::error::Error>) {
@@ -482,7 +464,7 @@ impl Node {
                  failSwapOn: false"
             );
         }
-        check_kernel_settings(&base.config)?;
+        kernel_settings::check(base.config.protect_kernel_defaults)?;
         let mut cgroup_config = facts::cgroup_config(&base.config, &machine, &base.cgroups);
         let (held, journal) = (Arc::clone(&base.cgroups), Arc::clone(&base.state));
         spawn_blocking(move || beelet_tuner::recover(&held, &journal))
@@ -827,6 +809,7 @@ impl Node {
             storage: self.storage.clone(),
             disks: self.disks.clone(),
             csi: self.csi.clone(),
+            mounts: self.health.mounts(),
             dra: self.dra.clone(),
             users: Arc::new(UserNamespaces::new(self.user_ids, self.config.beelet.pods_dir.clone())),
             admission: Arc::clone(&protection.admission),

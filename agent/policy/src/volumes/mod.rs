@@ -12,6 +12,7 @@ pub mod flex_volume;
 pub mod growth;
 pub mod migration;
 pub mod mount_points;
+pub mod mounted;
 pub mod remote_disk;
 pub mod removed_kinds;
 pub mod trust_bundles;

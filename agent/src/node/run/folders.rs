@@ -1,7 +1,7 @@
 //! The folders that must be there before any part starts, and whether the runtime sees what is mounted in
 //! them.
 
-use std::path::Path;
+use std::{path::Path, sync::Arc};
 
 use anyhow::{Context, Result, bail};
 use tokio::task::spawn_blocking;
@@ -10,6 +10,7 @@ use tracing::warn;
 use beelet_base::folder::{PRIVATE, make_folder};
 use beelet_base::propagation::{self, Reach, look};
 use beelet_config::Config;
+use beelet_cri::mounts::Mounts;
 
 /// Several parts make folders in it: it has one mode, whichever comes first.
 pub(super) async fn make_kubelet_dir(config: &Config) -> Result<()> {
@@ -19,7 +20,8 @@ pub(super) async fn make_kubelet_dir(config: &Config) -> Result<()> {
 }
 
 /// A node whose runtime does not see what is mounted for pods would run them without their Secrets.
-pub(super) async fn refuse_lost_mounts(pods_dir: &Path, socket: &Path) -> Result<()> {
+/// Gives what looks again at a runtime that is started anew.
+pub(super) async fn refuse_lost_mounts(pods_dir: &Path, socket: &Path) -> Result<Arc<Mounts>> {
     let runtime = beelet_cri::ownership::listener(socket).await;
     let folder = pods_dir.to_owned();
     let looking = spawn_blocking(move || {
@@ -36,7 +38,9 @@ pub(super) async fn refuse_lost_mounts(pods_dir: &Path, socket: &Path) -> Result
         Reach::Unknown => {
             warn!("{sentence}. If it does not, {}: see `beelet doctor`", propagation::CONSEQUENCE);
         }
-        Reach::No => bail!("{sentence}, and {}; {}", propagation::CONSEQUENCE, propagation::remedy(found.stranger)),
+        Reach::No => {
+            bail!("{sentence}, and {}; {}", propagation::CONSEQUENCE, propagation::remedy(found.stranger))
+        }
     }
-    Ok(())
+    Ok(Arc::new(Mounts::new(pods_dir, socket)))
 }

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 
 use beelet_api::{podresources, podsapi};
 use beelet_base::blocking::blocking;
-use beelet_cri::ownership::Ownership;
+use beelet_cri::{mounts::Mounts, ownership::Ownership};
 use beelet_images::folder::Folder;
 use beelet_logs::links;
 use beelet_pods::{expand, launch::Launcher, orphans, records::Records, refresh, republish, volume_stats};
@@ -17,6 +17,8 @@ use crate::node::{builder::Handles, parts::Parts};
 
 /// How often it is looked whether the locks are there.
 const LOCKS_CHECKED: Duration = Duration::from_secs(60);
+/// How often it is looked whether another runtime answers that does not see what is mounted.
+const MOUNTS_CHECKED: Duration = Duration::from_secs(5);
 
 /// What keeps other agents from this one's records and runtime.
 pub(super) struct Locks {
@@ -65,6 +67,28 @@ impl Locks {
     }
 }
 
+/// Looks whether the runtime that answers sees what is mounted for pods, until `cancel`.
+async fn watch_mounts(mounts: Arc<Mounts>, events: NodeEvents, cancel: CancellationToken) {
+    let mut told = None;
+    loop {
+        tokio::select! {
+            () = cancel.cancelled() => return,
+            () = tokio::time::sleep(MOUNTS_CHECKED) => {}
+        }
+        let trouble = mounts.check().await;
+        if trouble == told {
+            continue;
+        }
+        match &trouble {
+            Some(sentence) => events.warning("MountsNotShared", sentence),
+            None => {
+                events.normal("MountsShared", "The container runtime sees what is mounted for pods again")
+            }
+        }
+        told = trouble;
+    }
+}
+
 impl Node {
     /// What finds folders of pods that are not there any more.
     pub(super) fn sweep(&self, records: &Records, handles: &Handles) -> orphans::Sweep {
@@ -103,6 +127,10 @@ impl Node {
         tasks.spawn("volumes of storage plugins", self.csi.clone().sweep(working.clone()));
         tasks.spawn("DRA drivers", self.dra.clone().follow(working.clone()));
         tasks.spawn("pod folders", orphans::sweep(sweep, working.clone()));
+        if let Some(mounts) = self.health.mounts() {
+            let events = NodeEvents::new(self.events.clone(), &self.config.node_name);
+            tasks.spawn("mounts", watch_mounts(mounts, events, working.clone()));
+        }
     }
 
     /// Starts what remembers who may have an image, and what takes in archives.
