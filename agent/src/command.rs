@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
 
-use crate::{kubelet, observe, run};
+use crate::{kubelet, node::preflight, observe, run};
 
 #[cfg(test)]
 mod packaging;
@@ -40,7 +40,7 @@ pub fn main() -> ExitCode {
     match cli.command {
         Command::Run(args) => run::run(&args),
         Command::Observe(args) => observe::run(&args),
-        Command::Other(command) => beelet_cli::run(command, Cli::command()),
+        Command::Other(command) => beelet_cli::run(command, Cli::command(), preflight::refusals),
     }
 }
 

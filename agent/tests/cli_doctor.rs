@@ -134,6 +134,24 @@ fn more_reserved_than_the_machine_has_is_found() {
     assert!(finding["detail"].as_str().unwrap().contains("lower systemReserved"), "{finding}");
 }
 
+#[test]
+fn what_keeps_the_agent_from_starting_keeps_the_doctor_from_saying_that_it_can() {
+    let dir = TempDir::new().unwrap();
+    std::fs::write(dir.path().join("state"), "").unwrap();
+    let kubelet =
+        "healthzPort: 0\nport: 10250\nauthorization: {mode: Webhook}\nresolvConf: /none/resolv.conf";
+    let findings = findings(&doctor(&dir, "", kubelet, &["-o", "json"]));
+    let check = |check: &str, part: &str| {
+        let finding = find(&findings, check);
+        assert_eq!(finding["state"], "missing", "{finding}");
+        assert!(finding["detail"].as_str().unwrap().contains(part), "{finding}");
+    };
+    check("stateDir", "/state is no folder");
+    check("kubelet API", "authorization.mode is Webhook");
+    assert_eq!(find(&findings, "runDir")["state"], "ok");
+    assert_eq!(find(&findings, "resolvConf")["state"], "degraded");
+}
+
 /// What is there of the mounts and cgroups that the doctor `pid` made; other tests' doctors run beside it.
 fn leftovers(pid: u32) -> Vec<String> {
     let name = format!("beelet-doctor-{pid}");

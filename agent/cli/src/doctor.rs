@@ -24,6 +24,7 @@ use super::args::Output;
 use super::{USAGE, failed, plain};
 use beelet_config::{Config, DEFAULT_PATH};
 use beelet_model::desired::Desired;
+use beelet_units::cgroup_driver::CgroupDriver;
 
 /// Arguments of `beelet doctor`.
 #[derive(Debug, Args)]
@@ -32,6 +33,9 @@ pub struct DoctorArgs {
     /// that is not there.
     #[arg(long, value_name = "FILE", env = "BEELET_CONFIG")]
     config: Option<PathBuf>,
+    /// The kubeconfig the agent is to run with, on a node of a cluster.
+    #[arg(long, value_name = "FILE")]
+    kubeconfig: Option<PathBuf>,
     /// Say more of what is well, too: a line for each thing, not for each group.
     #[arg(short, long)]
     verbose: bool,
@@ -42,6 +46,10 @@ pub struct DoctorArgs {
     #[arg(long)]
     bpf: bool,
 }
+
+/// The daemon's own checks of what keeps it from starting, by setting: a doctor that had its own would miss
+/// some. With the runtime's cgroup driver, if it told, and whether the node is one of a cluster.
+pub type Preflight = fn(&Config, Option<CgroupDriver>, bool) -> Vec<(&'static str, anyhow::Result<()>)>;
 
 /// How well something is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -107,6 +115,10 @@ struct Patient {
     runtime: Facts,
     /// What the manifests' folder adds up to; None if there is none.
     desired: Option<Desired>,
+    /// What the daemon's own checks say.
+    refused: Vec<(&'static str, anyhow::Result<()>)>,
+    /// The node is one of a cluster, or may be.
+    in_cluster: bool,
 }
 
 /// A check: one finding or several.
@@ -144,7 +156,8 @@ const GROUPS: &[(&str, &[Check])] = &[
         &[
             node::running,
             node::space,
-            node::reservations,
+            node::start,
+            node::warned,
             node::quotas,
             node::inotify,
             node::processes,
@@ -170,7 +183,7 @@ struct Report {
 
 /// Looks, and reports.
 #[must_use]
-pub fn run(args: &DoctorArgs) -> ExitCode {
+pub fn run(args: &DoctorArgs, preflight: Preflight) -> ExitCode {
     let config = match config(args.config.as_deref()) {
         Ok(config) => config,
         Err(error) => {
@@ -184,7 +197,10 @@ pub fn run(args: &DoctorArgs) -> ExitCode {
         Ok(facts) => facts,
         Err(error) => return failed(&error),
     };
-    let patient = Patient { config, runtime, desired };
+    // An agent that runs has found its API server, if it needs one.
+    let in_cluster = args.kubeconfig.is_some() || runtime.has_agent();
+    let refused = preflight(&config, runtime.driver(), in_cluster);
+    let patient = Patient { config, runtime, desired, refused, in_cluster };
     let of_group = |(group, checks): &(&'static str, &[Check])| {
         let findings: Vec<Finding> = checks.iter().flat_map(|check| check(&patient)).collect();
         findings.into_iter().map(|finding| Finding { group, ..finding }).collect::<Vec<_>>()

@@ -109,9 +109,10 @@ pub enum Command {
 /// Exit code of a wrong command line or a wrong file, clap's own.
 pub const USAGE: u8 = 2;
 
-/// Does what a command says. `whole` is the command line that it is a part of.
+/// Does what a command says. `whole` is the command line that it is a part of, `preflight` the daemon's own
+/// checks.
 #[must_use]
-pub fn run(command: Command, whole: clap::Command) -> ExitCode {
+pub fn run(command: Command, whole: clap::Command, preflight: doctor::Preflight) -> ExitCode {
     match command {
         Command::Get(args) => get::run(&args),
         Command::Describe(args) => describe::run(&args),
@@ -132,7 +133,7 @@ pub fn run(command: Command, whole: clap::Command) -> ExitCode {
         Command::Delete(args) => delete::run(&args),
         Command::Wait(args) => wait::run(&args),
         Command::Probe(args) => probe::run(&args),
-        Command::Doctor(args) => doctor::run(&args),
+        Command::Doctor(args) => doctor::run(&args, preflight),
         Command::Config(args) => config::run(&args),
         Command::Tune(args) => tune::run(&args),
         Command::Bpf(args) => bpf::run(&args),

@@ -178,6 +178,29 @@ pub fn port(config: &Server, in_cluster: bool) -> Option<u16> {
     Some(config.port.unwrap_or(default)).filter(|port| config.enabled && *port != 0)
 }
 
+/// Refuses a server that [`bind`] would refuse, as far as that shows without a port; makes nothing.
+///
+/// # Errors
+/// A file can't be used, or nobody could ever be allowed anything; the sentence says what to do.
+pub fn check(config: &Server, in_cluster: bool) -> Result<()> {
+    if port(config, in_cluster).is_none() {
+        return Ok(());
+    }
+    refuse_unasked(config, in_cluster)?;
+    tls::check(config)
+}
+
+/// Refuses to ask an API server that is not there.
+fn refuse_unasked(config: &Server, has_reviewers: bool) -> Result<()> {
+    if matches!(config.authorization, Authorization::Webhook { .. }) && !has_reviewers {
+        bail!(
+            "authorization.mode is Webhook, and this node has no API server that could be asked: set it to AlwaysAllow (who \
+             has a certificate of authentication.x509.clientCAFile may then do everything), or port: 0 for no server"
+        );
+    }
+    Ok(())
+}
+
 /// Opens the port and reads the keys.
 ///
 /// # Errors
@@ -185,13 +208,7 @@ pub fn port(config: &Server, in_cluster: bool) -> Option<u16> {
 /// to do.
 pub async fn bind(parts: Parts, port: u16) -> Result<Bound> {
     let Parts { config, node_name, certificates, reviewers, pages, metrics, .. } = parts;
-    let asks = matches!(config.authorization, Authorization::Webhook { .. });
-    if asks && reviewers.access.is_none() {
-        bail!(
-            "authorization.mode is Webhook, and this node has no API server that could be asked: set it to AlwaysAllow (who \
-             has a certificate of authentication.x509.clientCAFile may then do everything), or port: 0 for no server"
-        );
-    }
+    refuse_unasked(&config, reviewers.access.is_some())?;
     let address = SocketAddr::new(config.address, port);
     let port = Port::bind(address, connection::ROOM).await.map_err(|error| {
         anyhow::anyhow!(

@@ -85,6 +85,15 @@ struct Loaded {
 /// What tells that a file is another one, or has changed.
 type Stamp = (u64, u64, i64, i64);
 
+/// Refuses files that the configuration names and that [`Keyring::open`] could not use; makes none.
+pub(crate) fn check(config: &Server) -> Result<()> {
+    match config.tls_files {
+        // Given ones are only read.
+        Some(_) => Keyring::open(config, Path::new(""), "", Expiry::default()).map(drop),
+        None => config.client_ca_file.as_deref().map_or(Ok(()), |file| authority(file).map(drop)),
+    }
+}
+
 impl Keyring {
     /// Reads the files that the configuration names; without any, makes a certificate for `node` in `folder`.
     /// Blocking.

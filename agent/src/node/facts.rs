@@ -199,20 +199,14 @@ pub(super) fn reserved_cgroups(
     cgroups: &Cgroups,
     values: &CgroupConfig,
 ) -> Result<Vec<CgroupValues>> {
+    require_reserved_cgroups(config, cgroups)?;
     let daemons = [
-        ("systemReservedCgroup", &config.system_reserved_cgroup, &config.system_reserved),
-        ("kubeReservedCgroup", &config.kube_reserved_cgroup, &config.kube_reserved),
+        (&config.system_reserved_cgroup, &config.system_reserved),
+        (&config.kube_reserved_cgroup, &config.kube_reserved),
     ];
     let mut reserved = Vec::new();
-    for (field, cgroup, amounts) in daemons {
+    for (cgroup, amounts) in daemons {
         let Some(cgroup) = cgroup else { continue };
-        if !cgroups.exists_anywhere(&cgroup.path) {
-            bail!(
-                "{field}: there is no cgroup {}: make it and start the daemons in it, or take its part out of \
-                 enforceNodeAllocatable",
-                cgroups.cri_parent(&cgroup.path)
-            );
-        }
         let mut list = ResourceList::default();
         for (name, amount) in amounts.iter().filter(|(name, _)| !cgroup.compressible_only || *name == "cpu") {
             list.set(name, *amount);
@@ -220,6 +214,25 @@ pub(super) fn reserved_cgroups(
         reserved.push(reserved_cgroup(&cgroup.path, &list, values));
     }
     Ok(reserved)
+}
+
+/// Refuses a machine that lacks a cgroup of daemons that are to be held.
+pub(super) fn require_reserved_cgroups(config: &Config, cgroups: &Cgroups) -> Result<()> {
+    let daemons = [
+        ("systemReservedCgroup", &config.system_reserved_cgroup),
+        ("kubeReservedCgroup", &config.kube_reserved_cgroup),
+    ];
+    for (field, cgroup) in daemons {
+        let Some(cgroup) = cgroup.as_ref().filter(|cgroup| !cgroups.exists_anywhere(&cgroup.path)) else {
+            continue;
+        };
+        bail!(
+            "{field}: there is no cgroup {}: make it and start the daemons in it, or take its part out of \
+             enforceNodeAllocatable",
+            cgroups.cri_parent(&cgroup.path)
+        );
+    }
+    Ok(())
 }
 
 /// What the node adds to every pod.

@@ -18,6 +18,7 @@ pub mod metrics;
 pub mod observe;
 mod own_use;
 mod parts;
+pub(crate) mod preflight;
 pub mod process;
 mod protection;
 mod run;

@@ -31,7 +31,7 @@ use super::{
     kernel, kernel_settings,
     metrics::Metrics,
     parts::{Failures, Parts},
-    process,
+    preflight, process,
     protection::NodeProtection,
     sources,
     stats::{self, Stats},
@@ -147,6 +147,7 @@ struct LateServices {
 /// Runs the node until `shutdown`.
 pub(super) async fn run(builder: Builder, config: Config, shutdown: CancellationToken) -> Result<()> {
     let Builder { doors, sources, attached, reviewers, verbosity, accounts, storage } = builder;
+    preflight::require(&config, reviewers.access.is_some())?;
     // The locks come first: a second agent must not get as far as touching anything.
     let state = Arc::new(State::open(&config.beelet.state_dir)?);
     let (runtime, ownership) = open_runtime(&doors, &config).await?;
@@ -458,12 +459,7 @@ impl Node {
             None => Machine::inspect(&base.config).await?,
         };
         facts::check_reservations(&base.config, &machine)?;
-        if base.config.fail_swap_on && machine.swap_bytes > 0 {
-            bail!(
-                "this machine has swap, and failSwapOn is true: take it off (swapoff -a, and its line in /etc/fstab), or set \
-                 failSwapOn: false"
-            );
-        }
+        preflight::swap(&base.config, machine.swap_bytes)?;
         kernel_settings::check(base.config.protect_kernel_defaults)?;
         let mut cgroup_config = facts::cgroup_config(&base.config, &machine, &base.cgroups);
         let (held, journal) = (Arc::clone(&base.cgroups), Arc::clone(&base.state));

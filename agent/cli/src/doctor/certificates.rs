@@ -28,7 +28,7 @@ pub(super) fn expiry(patient: &Patient) -> Vec<Finding> {
     let folder = config.cert_dir();
     let serving = "nobody gets logs, metrics or a shell from this node";
     let approve = "see who approves its requests (kubectl get csr), and whether the clock is right";
-    let mut uses = vec![
+    let of_cluster = [
         Use {
             what: "the client certificate",
             path: folder.join("kubelet-client-current.pem"),
@@ -42,6 +42,8 @@ pub(super) fn expiry(patient: &Patient) -> Vec<Finding> {
             remedy: approve,
         },
     ];
+    // On a node of its own they are left from a kubelet, and nothing shows them.
+    let mut uses: Vec<Use> = of_cluster.into_iter().filter(|_| patient.in_cluster).collect();
     if let Some(files) = &config.server.tls_files {
         let (path, remedy) = (files.certificate.clone(), "replace tlsCertFile and tlsPrivateKeyFile");
         uses.push(Use { what: "the serving certificate", path, consequence: serving, remedy });

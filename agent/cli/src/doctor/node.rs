@@ -8,7 +8,6 @@ use std::path::Path;
 use super::machine::existing;
 use super::{Finding, Patient};
 use beelet_bpf::quota::{self, Uncounted};
-use beelet_policy::node::reservations::Excess;
 use beelet_systemd::logind::Logind;
 
 const MIB: u64 = 1 << 20;
@@ -33,6 +32,12 @@ pub(super) fn manifests(patient: &Patient) -> Vec<Finding> {
             "set staticPodPath in the KubeletConfiguration, and give the file with --config",
         ),
         Some(path) if path.exists() => Finding::ok(check, path.display().to_string()),
+        Some(path) if !existing(path).is_dir() => Finding::degraded(
+            check,
+            format!("{} cannot be there: {} is no folder", path.display(), existing(path).display()),
+            "there are no pods",
+            "name another folder as staticPodPath",
+        ),
         Some(path) => Finding::degraded(
             check,
             format!("{} does not exist", path.display()),
@@ -73,24 +78,37 @@ pub(super) fn space(patient: &Patient) -> Vec<Finding> {
     .collect()
 }
 
-/// Whether the machine has what the configuration reserves of it.
-pub(super) fn reservations(patient: &Patient) -> Vec<Finding> {
-    let (check, config) = ("reserved resources", &patient.config);
-    let reserved = (&config.system_reserved, &config.kube_reserved);
-    let excesses =
-        beelet_admission::over_reserved(&config.beelet.pods_dir, reserved, &config.eviction.thresholds);
-    if excesses.is_empty() {
-        return vec![Finding::ok(check, "the machine has more than is reserved")];
-    }
-    let missing = |excess: &Excess| {
-        Finding::missing(
-            check,
-            excess.to_string(),
-            "the agent refuses to start",
-            "correct the amounts in the KubeletConfiguration",
-        )
+/// What the daemon's own checks say of a start.
+pub(super) fn start(patient: &Patient) -> Vec<Finding> {
+    let judge = |&(setting, ref refused): &(&'static str, anyhow::Result<()>)| match refused {
+        Ok(()) => Finding::ok(setting, "the agent can start with it"),
+        Err(why) => {
+            Finding::missing(setting, crate::with_causes(why), "the agent refuses to start", "as said above")
+        }
     };
-    excesses.iter().map(missing).collect()
+    patient.refused.iter().map(judge).collect()
+}
+
+/// What the agent starts without, but warns of.
+pub(super) fn warned(patient: &Patient) -> Vec<Finding> {
+    let (config, mut findings) = (&patient.config, Vec::new());
+    if let Some(path) = config.resolv_conf.as_ref().filter(|path| !path.is_file()) {
+        findings.push(Finding::degraded(
+            "resolvConf",
+            format!("{} is no file", path.display()),
+            "pods wait until it is",
+            "name another file, or \"\" for none, as resolvConf",
+        ));
+    }
+    if let Some(path) = config.beelet.image_archives.as_ref().filter(|path| path.exists() && !path.is_dir()) {
+        findings.push(Finding::degraded(
+            "imageArchives",
+            format!("{} is no folder", path.display()),
+            "no image is taken from there",
+            "name a folder as imageArchives",
+        ));
+    }
+    findings
 }
 
 /// How the sizes of pods' volumes are found.

@@ -40,6 +40,16 @@ impl Facts {
         self.status.as_ref().ok()
     }
 
+    /// Returns true if an agent runs here.
+    pub(super) fn has_agent(&self) -> bool {
+        self.agent.is_some()
+    }
+
+    /// Its cgroup driver, if it told.
+    pub(super) fn driver(&self) -> Option<CgroupDriver> {
+        self.driver.as_ref().ok().copied().flatten()
+    }
+
     /// The images of pods that it does not have; None if it did not say.
     pub(super) fn missing_images(&self) -> Option<&[String]> {
         self.missing.as_deref()
