@@ -132,8 +132,8 @@ mod tests {
         assert_eq!((found.reach, found.stranger), (Reach::No, Stranger::Agent));
         assert!(is_seen(dir.path(), std::process::id()).unwrap());
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
-        // Away from the first process, and the mount is private: nothing reaches any runtime from here. Where /proc
-        // hides the first process, that is not known.
+        // Away from the first process, and the mount is private: nothing reaches any runtime from here.
+        // Where /proc hides the first process, that is not known.
         let expected = if namespace(INIT).is_ok() { Reach::No } else { Reach::Unknown };
         assert_eq!(look(dir.path(), std::process::id(), None).reach, expected);
     }

@@ -122,7 +122,7 @@ fn a_trial_makes_no_root_and_leaves_none_of_its_cgroups() {
     let error = misspelt.trial("try").unwrap_err();
     assert!(matches!(error, CgroupError::NoRoot { .. }), "{error}");
     assert!(misspelt.hierarchies().iter().all(|hierarchy| !hierarchy.mount.join("tset").exists()));
-    // The root is missing where pods get neither CPU nor memory: the agent makes it there, the trial does not.
+    // The root is missing where pods get neither CPU nor memory: the trial makes it and takes it away.
     let cgroups = folders(&v1, "/test/kubepods");
     let trial = cgroups.trial("try").unwrap();
     let made =

@@ -1,7 +1,7 @@
 //! A cgroup that is made to see whether cgroups can be made and used here, and leaves none behind.
 //!
-//! Must never make the configured root where CPU and memory are given: a misspelt root would then look well to
-//! the next one that looks. On version 2 controllers that it enabled in ancestors stay enabled: another
+//! Must never make the configured root where CPU and memory are given: a misspelt root would then look well
+//! to the next one that looks. On version 2 controllers that it enabled in ancestors stay enabled: another
 //! process may rely on them a moment later.
 
 use std::fs;

@@ -122,8 +122,8 @@ fn read(path: &Path) -> anyhow::Result<String> {
     text_of(bytes).map_err(|byte| anyhow::anyhow!("{} is not UTF-8 text (byte {byte})", name_of(path)))
 }
 
-/// The text that bytes are, else the place of the first that is not of one, counted from 1. Of more than may be
-/// read only the size counts: it may end in the midst of a character.
+/// The text that bytes are, else the place of the first that is not of one, counted from 1. Of more than may
+/// be read only the size counts: it may end in the midst of a character.
 fn text_of(bytes: Vec<u8>) -> Result<String, usize> {
     if bytes.len() > Limits::SCENARIO.bytes {
         return Ok(String::from_utf8_lossy(&bytes).into_owned());

@@ -219,7 +219,7 @@ impl Launcher {
         Ok(self.waited(pod, "its sandbox and its network, which the runtime makes", sandbox).await?)
     }
 
-    /// Refuses to mount what the runtime would not see: the container would have an empty folder in its place.
+    /// Refuses to mount what the runtime would not see: the container would have an empty folder there.
     async fn require_mounts(&self, volume: Option<&str>) -> Result<(), Error> {
         let (Some(volume), Some(mounts)) = (volume, &self.mounts) else { return Ok(()) };
         let unseen = |why: Arc<str>| Error::UnseenMount { volume: volume.to_owned(), why: why.to_string() };

@@ -60,11 +60,12 @@ pub struct First {
 
 /// Whether the agent is where the runtime is unless one of them has a mount namespace of its own.
 ///
-/// The machine's first process is in the machine's mount namespace, and so is every process that was not given
-/// another one. In a PID namespace of its own the first process may be the agent itself, and being where that
-/// is proves something only of processes of the same PID namespace. The kernel tells the runtime's id if it is
-/// one of these, and else none (`SO_PEERCRED`, net/core/sock.c), also where /proc hides other processes
-/// (`hidepid`). `first` is None where /proc hides the first process: nothing is held against the agent then.
+/// The machine's first process is in the machine's mount namespace, and so is every process that was not
+/// given another one. In a PID namespace of its own the first process may be the agent itself, and being
+/// where that is proves something only of processes of the same PID namespace. The kernel tells the runtime's
+/// id if it is one of these, and else none (`SO_PEERCRED`, net/core/sock.c), also where /proc hides other
+/// processes (`hidepid`). `first` is None where /proc hides the first process: nothing is held against the
+/// agent then.
 #[must_use]
 pub fn at_home(first: Option<First>, knows_runtimes_id: bool) -> Option<bool> {
     first.map(|first| first.has_agents_mounts && (first.is_machines || knows_runtimes_id))
