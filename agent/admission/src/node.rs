@@ -169,8 +169,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         for (size, pages) in [("2048kB", "512"), ("1048576kB", "3")] {
             let folder = dir.path().join(format!("hugepages-{size}"));
-            std::fs::create_dir(&folder).unwrap();
-            std::fs::write(folder.join("nr_hugepages"), pages).unwrap();
+            fs::create_dir(&folder).unwrap();
+            fs::write(folder.join("nr_hugepages"), pages).unwrap();
         }
         assert_eq!(
             hugepages_below(dir.path()),
