@@ -28,6 +28,7 @@ fn pods() -> Vec<(Pod, PodUsage)> {
             files_bytes: numbers.below(1 << 20),
             inodes: numbers.below(100_000),
             pids: numbers.below(500),
+            hides_disk: false,
         };
         (serde_json::from_value(pod).unwrap_or_default(), usage)
     };

@@ -58,9 +58,9 @@ fn holder(pid: &Option<u32>) -> String {
 }
 
 impl Lock {
-    /// Takes the lock on `path` for `what` (the subject of an error's sentence), or says who has it. Blocks, for
-    /// two seconds at most, while the holder ends: a process that was killed has its locks until the kernel
-    /// has taken all of it away.
+    /// Takes the lock on `path` for `what` (the subject of an error's sentence), or says who has it. Blocks,
+    /// for two seconds at most, while the holder ends: a process that was killed has its locks until the
+    /// kernel has taken all of it away.
     ///
     /// # Errors
     /// Another process holds it, or the file cannot be opened.

@@ -5,9 +5,9 @@
 //! same cgroup in every hierarchy: each version 1 controller's, version 1's named ones and cgroup2, because
 //! the runtime joins them all. It is the same with both drivers: only here it is known that systemd's cgroups
 //! are slices (`names`), made by systemd and not by us (`systemd`). Which values belong into which files is
-//! not decided here (`beelet_policy::resources::cgroups` does), nor is anything outside the cgroup root written, with
-//! one exception: on version 2 a controller must be passed down by every ancestor, so it is enabled (never
-//! disabled) in their `cgroup.subtree_control` too.
+//! not decided here (`beelet_policy::resources::cgroups` does), nor is anything outside the cgroup root
+//! written, with one exception: on version 2 a controller must be passed down by every ancestor, so it is
+//! enabled (never disabled) in their `cgroup.subtree_control` too.
 //!
 //! All calls are short and block. None retries: what cannot be done now is an error that says why, and the
 //! caller's next sync tries again. Only [`Cgroups::destroy`] waits, two seconds at most, for processes that

@@ -20,7 +20,8 @@ use beelet_model::disk::Taken;
 const BURST: Duration = Duration::from_millis(100);
 /// What a walk may remember, in bytes: some five to ten thousand levels of folders, by the length of their
 /// names. Of names that wait there is never much, however many a folder has. Nobody can name a folder that is
-/// below more than 2048 others in one path (`PATH_MAX`): only a program that goes down one by one gets deeper.
+/// below more than 2048 others in one path (`PATH_MAX`): only a program that goes down one by one gets
+/// deeper.
 const MEMORY: usize = 1 << 20;
 /// Names that are counted before the time is looked at again.
 const NAMES: u32 = 64;

@@ -1,10 +1,10 @@
 //! The HTTPS server of a node: what the API server, kubectl, metrics-server and monitors ask a kubelet, on
 //! its port and in its words.
 //!
-//! Every request is somebody's ([`auth`]) and needs a right (`policy::node::access`). The pages of numbers and
-//! of pods are made elsewhere and only shown here; what is made here reaches into containers: logs, commands,
-//! ports. Nothing here decides about pods, and nothing waits for a client without a limit: connections,
-//! streams, bytes and times are bounded.
+//! Every request is somebody's ([`auth`]) and needs a right (`policy::node::access`). The pages of numbers
+//! and of pods are made elsewhere and only shown here; what is made here reaches into containers: logs,
+//! commands, ports. Nothing here decides about pods, and nothing waits for a client without a limit:
+//! connections, streams, bytes and times are bounded.
 
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]

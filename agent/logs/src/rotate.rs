@@ -285,8 +285,8 @@ impl Log {
         Ok(Some(moved))
     }
 
-    /// The name for the log that is rotated at `now`, after all that there are: names sort by time, and a clock
-    /// may be set back, or a container write faster than seconds can tell apart.
+    /// The name for the log that is rotated at `now`, after all that there are: names sort by time, and a
+    /// clock may be set back, or a container write faster than seconds can tell apart.
     fn next_name(&self, old: &[OsString], now: Timestamp) -> OsString {
         const FORM: &str = "%Y%m%d-%H%M%S";
         let prefix = with_end(&self.name, ".");

@@ -19,7 +19,8 @@ use beelet_base::own_file;
 /// How long a file must stand still to be taken for complete, where no notice of its end can come: the kernel
 /// sends none, or the file was closed before anybody looked.
 pub(crate) const STILL: Duration = Duration::from_secs(1);
-/// The same, where a notice is expected. A runtime that never closes its files would hold up readers for good.
+/// The same, where a notice is expected. A runtime that never closes its files would hold up readers for
+/// good.
 const NEVER_CLOSED: Duration = Duration::from_secs(10);
 
 /// What is known of those who write to the logs of a folder.

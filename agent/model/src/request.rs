@@ -82,8 +82,8 @@ pub enum Request {
         container: Box<core::EphemeralContainer>,
     },
     /// Says how a static pod is to go whose manifest a person takes out. The pod is not terminated by this,
-    /// but by [`Request::Terminate`]; of one that is terminated already the sooner end counts. Nothing happens
-    /// to a pod that isn't known.
+    /// but by [`Request::Terminate`]; of one that is terminated already the sooner end counts. Nothing
+    /// happens to a pod that isn't known.
     Delete {
         /// The pod.
         uid: String,

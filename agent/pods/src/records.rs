@@ -95,7 +95,8 @@ pub struct PodRecord {
     /// It was deleted by force: nobody is to see it any more, while what is left of it is ended all the same.
     #[serde(default)]
     pub abandoned: bool,
-    /// Set once the pod, a static one, is terminated: it goes, also where a manifest of its UID is there again.
+    /// Set once the pod, a static one, is terminated: it goes, also where a manifest of its UID is there
+    /// again.
     #[serde(default)]
     pub leaving: Option<Leaving>,
 }
@@ -105,8 +106,8 @@ pub struct PodRecord {
 pub struct Leaving {
     /// What its containers get to end by themselves; `None` for the pod's own grace period.
     pub grace: Option<Duration>,
-    /// A person asked for it: what the same manifest describes afterwards is another pod, whose restart counts
-    /// begin anew.
+    /// A person asked for it: what the same manifest describes afterwards is another pod, whose restart
+    /// counts begin anew.
     pub on_request: bool,
 }
 

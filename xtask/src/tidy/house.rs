@@ -22,6 +22,7 @@ const DOORS: &[(&str, &str)] = &[
 /// draws lots.
 const OF_POLICY: &[&str] = &[
     "base64",
+    "beelet-units",
     "jiff",
     "k8s-openapi",
     "kube_quantity",

@@ -77,8 +77,8 @@ impl Running {
         is_meant.then(|| Some((name.name.clone(), entry.pod.metadata.uid.clone()?)))?
     }
 
-    /// Terminates a pod once it was seen that its manifest is out: if it ended before that, the manifest would
-    /// start it again. What is applied after that starts when the pod is gone.
+    /// Terminates a pod once it was seen that its manifest is out: if it ended before that, the manifest
+    /// would start it again. What is applied after that starts when the pod is gone.
     async fn terminate(mut self, taken: TakenOut) {
         let is_out = |desired: &Arc<Desired>| !taken.is_in(desired);
         // At the end of the wait or of the agent: the pod goes all the same.

@@ -423,8 +423,8 @@ pub struct PodUsage {
     pub inodes: u64,
     /// Processes.
     pub pids: u64,
-    /// Part of what its volumes have could not be measured, as a container has put it too deep. Where the disk
-    /// of volumes is low it ranks as a pod of which nothing is known.
+    /// Part of what its volumes have could not be measured, as a container has put it too deep. Where the
+    /// disk of volumes is low it ranks as a pod of which nothing is known.
     pub hides_disk: bool,
 }
 
@@ -527,9 +527,9 @@ impl Candidate<'_> {
 
 /// The pods' places in `pods`, first to go first.
 ///
-/// Memory and disk: pods without statistics, or that hide what they have on a disk, then those above their request, each group by priority, then
-/// those on their way out, then by how far they are above. Process ids: by priority, then those on their way
-/// out, then by how many they use. Ties keep the order of `pods`.
+/// Memory and disk: pods without statistics, or that hide what they have on a disk, then those above their
+/// request, each group by priority, then those on their way out, then by how far they are above. Process ids:
+/// by priority, then those on their way out, then by how many they use. Ties keep the order of `pods`.
 #[must_use]
 pub fn rank(signal: Signal, layout: DiskLayout, pods: &[Candidate<'_>]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..pods.len()).collect();

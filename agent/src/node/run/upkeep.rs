@@ -82,7 +82,7 @@ async fn watch_mounts(mounts: Arc<Mounts>, events: NodeEvents, cancel: Cancellat
         match &trouble {
             Some(sentence) => events.warning("MountsNotShared", sentence),
             None => {
-                events.normal("MountsShared", "The container runtime sees what is mounted for pods again")
+                events.normal("MountsShared", "The container runtime sees what is mounted for pods again");
             }
         }
         told = trouble;
