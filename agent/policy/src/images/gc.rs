@@ -250,6 +250,7 @@ enum Phase {
 /// use std::collections::HashSet;
 /// use std::time::Duration;
 /// use beelet_policy::images::gc::*;
+/// use beelet_units::fs_usage::FsUsage;
 ///
 /// let policy = ImageGcPolicy::new(85, 80, Duration::from_secs(120), Duration::ZERO)?;
 /// let old = ImageRecord {
