@@ -5,7 +5,6 @@ use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -405,14 +404,13 @@ fn open(path: &Path) -> Result<Option<Box<dyn BufRead + Send>>, Error> {
     }
 }
 
-/// A rotated file's name without the end of its compressed form.
+/// The name of a rotated file without the end of its compressed form.
 fn stem(path: &Path) -> &OsStr {
-    let name = path.file_name().unwrap_or_default().as_bytes();
-    OsStr::from_bytes(name.strip_suffix(rotate::COMPRESSED.as_bytes()).unwrap_or(name))
+    rotate::stem(path.file_name().unwrap_or_default())
 }
 
 fn is_compressed(path: &Path) -> bool {
-    path.extension().is_some_and(|end| end == "gz")
+    path.file_name().is_some_and(rotate::is_compressed)
 }
 
 fn count_lines(file: &mut dyn BufRead, is_over: &dyn Fn() -> bool) -> Result<u64, Error> {
@@ -435,6 +433,8 @@ fn count_lines(file: &mut dyn BufRead, is_over: &dyn Fn() -> bool) -> Result<u64
 mod tests {
     use std::io::Write;
     use std::time::Duration;
+
+    use tokio::task::JoinHandle;
 
     use super::*;
 
@@ -549,12 +549,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("0.log");
         fs::write(&log, line(1, "stdout", "a")).unwrap();
-        let (sender, mut pieces) = mpsc::channel(4);
-        let (end, ended) = tokio::sync::oneshot::channel::<()>();
-        let ended = async move {
-            let _ = ended.await;
-        };
-        let reading = tokio::spawn(read(log.clone(), Wanted::default(), sender, Some(ended)));
+        let (mut pieces, end, reading) = follow(&log, 4);
         let mut next = async || {
             let piece = tokio::time::timeout(PATIENCE, pieces.recv()).await.unwrap();
             piece.map(|piece| String::from_utf8(piece.bytes).unwrap())
@@ -593,12 +588,7 @@ mod tests {
             }
         };
         write(1, 40);
-        let (sender, mut pieces) = mpsc::channel(1);
-        let (end, ended) = tokio::sync::oneshot::channel::<()>();
-        let ended = async move {
-            let _ = ended.await;
-        };
-        let reading = tokio::spawn(read(log.clone(), Wanted::default(), sender, Some(ended)));
+        let (mut pieces, end, reading) = follow(&log, 1);
         let mut text = String::from_utf8(pieces.recv().await.unwrap().bytes).unwrap();
         let limits = |second: u32| dir.path().join(format!("0.log.20261121-19000{second}"));
         for second in 2..=4 {
@@ -626,15 +616,18 @@ mod tests {
         );
     }
 
-    /// Follows a log; gives its pieces, and what ends it.
-    fn follow(log: &Path) -> (mpsc::Receiver<Piece>, tokio::sync::oneshot::Sender<()>) {
-        let (sender, pieces) = mpsc::channel(4);
+    /// Follows a log with a channel of `ahead` pieces. The second value ends the log.
+    fn follow(
+        log: &Path,
+        ahead: usize,
+    ) -> (mpsc::Receiver<Piece>, tokio::sync::oneshot::Sender<()>, JoinHandle<Result<(), Error>>) {
+        let (sender, pieces) = mpsc::channel(ahead);
         let (end, ended) = tokio::sync::oneshot::channel::<()>();
         let ended = async move {
             let _ = ended.await;
         };
-        tokio::spawn(read(log.to_owned(), Wanted::default(), sender, Some(ended)));
-        (pieces, end)
+        let reading = tokio::spawn(read(log.to_owned(), Wanted::default(), sender, Some(ended)));
+        (pieces, end, reading)
     }
 
     /// The next lines, as many as are expected.
@@ -663,7 +656,7 @@ mod tests {
         write(&mut old, "z1");
         let mut new = File::create(&log).unwrap();
         write(&mut new, "a1");
-        let (mut pieces, _end) = follow(&log);
+        let (mut pieces, _end, _) = follow(&log, 4);
         expect("z1\n", &mut pieces).await;
         write(&mut old, "z2");
         expect("z2\n", &mut pieces).await;
@@ -680,7 +673,7 @@ mod tests {
         let rotated = |number: u32| dir.path().join(format!("0.log.20261121-19000{number}"));
         let mut a = File::create(&log).unwrap();
         write(&mut a, "a1");
-        let (mut pieces, _end) = follow(&log);
+        let (mut pieces, _end, _) = follow(&log, 4);
         expect("a1\n", &mut pieces).await;
         fs::rename(&log, rotated(1)).unwrap();
         let mut b = File::create(&log).unwrap();
@@ -706,7 +699,7 @@ mod tests {
         let log = dir.path().join("0.log");
         let mut a = File::create(&log).unwrap();
         write(&mut a, "a1");
-        let (mut pieces, end) = follow(&log);
+        let (mut pieces, end, _) = follow(&log, 4);
         expect("a1\n", &mut pieces).await;
         fs::rename(&log, dir.path().join("0.log.20261121-190001")).unwrap();
         let mut b = File::create(&log).unwrap();

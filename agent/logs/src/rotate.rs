@@ -292,9 +292,8 @@ impl Log {
         let prefix = with_end(&self.name, ".");
         let now = now.to_zoned(TimeZone::UTC).datetime();
         let time = |name: &OsString| {
-            let name = name.as_bytes().strip_prefix(prefix.as_bytes())?;
-            let name = name.strip_suffix(COMPRESSED.as_bytes()).unwrap_or(name);
-            DateTime::strptime(FORM, str::from_utf8(name).ok()?).ok()
+            let time = stem(name).as_bytes().strip_prefix(prefix.as_bytes())?;
+            DateTime::strptime(FORM, str::from_utf8(time).ok()?).ok()
         };
         // Of files from far ahead no clock was the maker.
         let horizon = now.saturating_add(AHEAD);
@@ -393,8 +392,14 @@ fn has_hole(file: &File, length: u64) -> io::Result<bool> {
     Ok(hole < length)
 }
 
-fn is_compressed(name: &OsStr) -> bool {
+pub(super) fn is_compressed(name: &OsStr) -> bool {
     name.as_bytes().ends_with(COMPRESSED.as_bytes())
+}
+
+/// A rotated file's name without the end of its compressed form.
+pub(super) fn stem(name: &OsStr) -> &OsStr {
+    let name = name.as_bytes();
+    OsStr::from_bytes(name.strip_suffix(COMPRESSED.as_bytes()).unwrap_or(name))
 }
 
 fn is_unfinished(name: &OsStr) -> bool {
