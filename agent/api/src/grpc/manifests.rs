@@ -68,7 +68,7 @@ impl Running {
     /// deleted by force is out of view, and is there for others that are in such haste alone.
     fn leaving(&self, request: &proto::DeleteRequest) -> Option<(String, String)> {
         let table = self.table.borrow();
-        let namespace = if request.namespace.is_empty() { "default" } else { &request.namespace };
+        let namespace = namespace_of(request);
         let (name, entry) = table.find(namespace, &request.name).ok()?;
         let is_static = !Origin::of(&entry.pod).is_api();
         let is_leaving = entry.pod.metadata.deletion_timestamp.is_some();
@@ -253,7 +253,7 @@ impl Manifests for Service {
             running.ask(PodRequest::Delete { uid, grace, force }).await?;
         }
         if let Some(path) = path.clone().filter(|_| !uid.is_empty()) {
-            let namespace = if request.namespace.is_empty() { "default" } else { &request.namespace };
+            let namespace = namespace_of(&request);
             let pod = PodName { namespace: namespace.to_owned(), name: name.clone() };
             let taken = TakenOut { path, name: pod, uid: uid.clone() };
             turn.spawn(running.clone().terminate(taken));
@@ -452,7 +452,7 @@ impl Folder {
 
 /// The pods that refer to an object.
 fn users(desired: &Desired, request: &proto::DeleteRequest, name: &str) -> Vec<String> {
-    let namespace = if request.namespace.is_empty() { "default" } else { &request.namespace };
+    let namespace = namespace_of(request);
     let is_meant = |reference: &references::Reference| {
         reference.kind.as_str() == request.kind && reference.namespace == namespace && reference.name == name
     };
@@ -553,6 +553,11 @@ fn temporary(folder: &Path, name: &OsStr) -> PathBuf {
     hidden.push(name);
     hidden.push(".new");
     folder.join(hidden)
+}
+
+/// The namespace of what is to be deleted.
+fn namespace_of(request: &proto::DeleteRequest) -> &str {
+    if request.namespace.is_empty() { "default" } else { &request.namespace }
 }
 
 /// Makes the folder of a manifest where it is not there, for root alone: manifests may have Secrets in them.
