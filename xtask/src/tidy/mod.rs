@@ -27,6 +27,10 @@ pub(crate) struct Args {
     #[arg(long)]
     lower: bool,
 
+    /// List every place that xtask/ratchet.toml counts in this crate (`pods`, `docs`), and exit
+    #[arg(long, value_name = "CRATE")]
+    list: Option<String>,
+
     /// Check the subjects of the commits after this one [default: after the remote's main branch]
     #[arg(long, value_name = "COMMIT")]
     since: Option<String>,
@@ -109,7 +113,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             violations.extend(check_links(file, &text, &repository));
         }
     }
-    violations.extend(ratchet::check(&repository, &counts.finish(), args.lower)?);
+    let counted = counts.finish();
+    if let Some(name) = &args.list {
+        return Ok(list(&counted, name));
+    }
+    violations.extend(ratchet::check(&repository, &counted, args.lower)?);
     for broken in commits::check(&repository, args.since.as_deref(), &files)? {
         let commits::Broken { commit, why } = broken;
         violations.push(Violation {
@@ -127,6 +135,20 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             Ok(())
         }
         count => bail!("tidy: {count} violation(s)"),
+    }
+}
+
+/// Prints the counted places of one crate, sorted by file and line.
+fn list(counted: &ratchet::Counted, name: &str) {
+    let of_crate = counted.iter().filter(|((of, _), _)| of == name);
+    let mut lines: Vec<_> = of_crate
+        .flat_map(|((_, pattern), places)| {
+            places.iter().map(move |place| (&place.file, place.line, *pattern, &place.words))
+        })
+        .collect();
+    lines.sort_unstable();
+    for (file, line, pattern, words) in lines {
+        println!("{file}:{line}: {pattern}: {words}");
     }
 }
 
