@@ -54,7 +54,7 @@ mod tests {
             let arguments = beelet_cli::kinds(line.split(' ').map(Into::into));
             let error = Cli::try_parse_from(&arguments).unwrap_err();
             let told = beelet_cli::with_hint(error, &arguments).to_string();
-            let tip = told.lines().find_map(|line| line.trim().strip_prefix("tip: a pod is meant by "));
+            let tip = told.lines().find_map(|line| line.trim().strip_prefix("tip: to name a pod, use "));
             assert_eq!(tip, hint, "{told}");
         };
         check("beelet describe web-1", Some("'beelet describe pod web-1'"));
@@ -70,7 +70,7 @@ mod tests {
             let told = beelet_cli::with_hint(error, &arguments).to_string();
             told.lines().find_map(|line| Some(line.trim().strip_prefix("tip: ")?.to_owned())).unwrap_or(told)
         };
-        let elsewhere = "a node has no such objects; 'beelet get --help' lists the kinds that it has";
+        let elsewhere = "a node has no objects of this kind; 'beelet get --help' lists the kinds";
         assert_eq!(tip("beelet get svc"), elsewhere);
         assert_eq!(tip("beelet get deployment/web"), elsewhere);
     }

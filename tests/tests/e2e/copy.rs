@@ -46,7 +46,7 @@ fn files_and_folders_are_copied_both_ways() {
     assert!(fs::read(here.join("followed")).unwrap() == large);
     let (code, _, error) = node.cli(&["cp", "web:/dev/null", &path("none")]);
     assert_eq!(code, Some(1), "{error}");
-    assert!(error.contains("nothing is copied"), "{error}");
+    assert!(error.contains("nothing was copied"), "{error}");
     copy("web:/tmp/site/.", &here.to_string_lossy());
     assert!(here.join("sub/large").is_file());
     let (code, _, error) = node.cli(&["cp", "web:/nowhere/at/all", &path("none")]);
