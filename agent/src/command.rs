@@ -9,7 +9,7 @@ use crate::{kubelet, node::preflight, observe, run};
 #[cfg(test)]
 mod packaging;
 
-/// A node agent that runs a machine's pods and keeps them healthy at kernel speed.
+/// A node agent that runs the pods of a machine and keeps them healthy at kernel speed.
 #[derive(Debug, Parser)]
 #[command(name = "beelet", version = env!("BEELET_VERSION"), propagate_version = true, max_term_width = 110)]
 struct Cli {
@@ -21,7 +21,7 @@ struct Cli {
 enum Command {
     /// Run the pods of this machine.
     Run(run::RunArgs),
-    /// Measure the pods of a kubelet (or of anything that speaks CRI), changing nothing.
+    /// Measure the pods of a kubelet, or of any CRI runtime, without changing anything.
     Observe(observe::ObserveArgs),
     #[command(flatten)]
     Other(beelet_cli::Command),

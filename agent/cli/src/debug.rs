@@ -21,10 +21,10 @@ use beelet_client::{Client, Event};
 /// Arguments of `beelet debug`.
 ///
 /// Adds an ephemeral container to a static pod. The container shares the pod's network and the names of its
-/// volumes, and with --target sees the processes of another container. The container starts once and is removed with the
-/// pod, and its name stays taken until then. With -i the exit code is 0 once the streams have ended, whatever
-/// the exit code of the container, as with `kubectl debug`; `beelet describe pod` shows that exit code. For
-/// pods from an API server, use `kubectl debug`.
+/// volumes, and with --target sees the processes of another container. The container starts once and is
+/// removed with the pod; its name stays taken until then. With -i the exit code is 0 once the streams have
+/// ended, regardless of the container's exit code, as with `kubectl debug`; `beelet describe pod` shows the
+/// container's exit code. For pods from an API server, use `kubectl debug`.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  beelet debug web --image busybox:1.36 -it\n  beelet debug web --image busybox:1.36 \

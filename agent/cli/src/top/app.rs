@@ -426,7 +426,7 @@ mod tests {
         let mut app = app();
         app.lost("the agent stopped".into());
         let since = app.trouble.as_ref().unwrap().1;
-        app.lost("no agent answers".into());
+        app.lost("the agent does not answer".into());
         assert_eq!(app.trouble.as_ref().unwrap().1, since);
         app.update(snapshot(&[]));
         assert!(app.trouble.is_none());
