@@ -326,7 +326,7 @@ fn images_show_whose_they_are_and_one_in_use_is_kept() {
     let said = node.run(&["images", "rm", images::APP]);
     assert!(said.err.contains("is in use by default/web-testnode"), "{}", said.err);
     node.run(&["images", "rm", other]).well();
-    assert!(node.run(&["images", "rm", other]).err.contains("there is no image"));
+    assert!(node.run(&["images", "rm", other]).err.contains("not found; `beelet images ls`"));
     node.run(&["images", "pull", "example.com/more:1"]).well();
     let said = node.run(&["get", "images", "-o", "json"]).well();
     let value: Value = serde_json::from_str(&said.out).unwrap();
@@ -401,7 +401,11 @@ fn logs_of_several_containers_and_pods_are_printed_with_whose_they_are() {
     }
     let said = node.run(&["logs", "-l", "app=shop"]);
     assert_eq!((said.code, said.out.as_str()), (Some(1), "one\ntwo\n"));
-    assert!(said.err.contains("default/db-testnode: the agent: the logs of main are gone"), "{}", said.err);
+    assert!(
+        said.err.contains("default/db-testnode: the agent: the logs of main no longer exist"),
+        "{}",
+        said.err
+    );
     assert!(said.err.contains("1 of 2 logs are incomplete"), "{}", said.err);
     let none = node.run(&["logs", "-l", "app=none"]);
     assert!(none.code == Some(1) && none.err.contains("no pod matches the selector"), "{}", none.err);
