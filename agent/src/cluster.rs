@@ -76,7 +76,7 @@ pub(crate) struct ClusterArgs {
     #[arg(long, value_name = "FILE", requires = "kubeconfig")]
     pub(crate) bootstrap_kubeconfig: Option<PathBuf>,
     /// Directory for requested and generated certificates. Default: pki in the kubelet's directory.
-    #[arg(long, value_name = "FOLDER")]
+    #[arg(long, value_name = "DIR")]
     pub(crate) cert_dir: Option<PathBuf>,
     /// Addresses of the node, at most one IPv4 and one IPv6. Default: the source address of the default
     /// route.

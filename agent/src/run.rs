@@ -56,7 +56,7 @@ pub(crate) struct ProviderArgs {
     #[arg(long, value_name = "FILE", requires = "image_credential_provider_bin_dir")]
     pub(crate) image_credential_provider_config: Option<PathBuf>,
     /// Directory of the credential provider programs.
-    #[arg(long, value_name = "FOLDER", requires = "image_credential_provider_config")]
+    #[arg(long, value_name = "DIR", requires = "image_credential_provider_config")]
     pub(crate) image_credential_provider_bin_dir: Option<PathBuf>,
 }
 

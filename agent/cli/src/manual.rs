@@ -26,7 +26,7 @@ pub struct CompletionsArgs {
 #[derive(Debug, Args)]
 pub struct ManArgs {
     /// Directory for beelet.1, beelet-run.1 and so on. Default: print beelet.1.
-    #[arg(value_name = "FOLDER")]
+    #[arg(value_name = "DIR")]
     folder: Option<PathBuf>,
 }
 

@@ -93,7 +93,7 @@ fn links(table: &PodTable, pod_logs_dir: &Path) -> BTreeMap<String, PathBuf> {
     links
 }
 
-/// The instances of a container whose logs may still be there: this one, and the one before.
+/// Returns the instances of a container whose logs may still exist: the current and the previous one.
 fn instances(status: &core::ContainerStatus) -> impl Iterator<Item = (&str, i32)> {
     let terminated = status.last_state.as_ref().and_then(|state| state.terminated.as_ref());
     let before = terminated.and_then(|terminated| terminated.container_id.as_deref());
@@ -108,8 +108,8 @@ fn instances(status: &core::ContainerStatus) -> impl Iterator<Item = (&str, i32)
 
 /// Makes the links that are missing, and removes those into the pods' logs that nobody wants. Blocking.
 /// Creates missing links and removes stale links into the pods' logs. Blocking.
-/// All of it is done in the one folder that was opened: a container that may write into the machine's logs
-/// can put a link to any folder in its place.
+/// All steps use the one opened directory: a container that may write to the machine's logs can replace the
+/// directory by a link to another one.
 fn apply(folder: &Path, pod_logs_dir: &Path, wanted: &BTreeMap<String, PathBuf>) -> io::Result<()> {
     let folder = open(folder)?;
     let mut there = BTreeSet::new();
