@@ -165,7 +165,7 @@ pub(crate) async fn container_logs(
     let folder = path.parent().unwrap_or(&path).to_owned();
     if !tokio::fs::try_exists(&folder).await.unwrap_or(false) {
         let sentence =
-            format!("the logs of container {:?} in pod {:?} are gone", target.container, target.pod);
+            format!("the logs of container {:?} in pod {:?} no longer exist", target.container, target.pod);
         return Err(Failure::new(StatusCode::BAD_REQUEST, sentence));
     }
     let id = status.and_then(runtime_id).map(str::to_owned);

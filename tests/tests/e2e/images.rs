@@ -47,7 +47,7 @@ fn an_imported_image_runs_is_exported_and_comes_back() {
         let (code, out, error) = node.cli(&["images", "import", tar.to_str().unwrap()]);
         assert_eq!((code, out.as_str()), (Some(0), "localhost/beelet/imported:1 imported\n"), "{error}");
         let (_, again, _) = node.cli(&["images", "import", tar.to_str().unwrap()]);
-        assert_eq!(again, "localhost/beelet/imported:1 was here\n");
+        assert_eq!(again, "localhost/beelet/imported:1 already present\n");
         node.apply(&pod("first", name));
         assert_eq!(node.output("first"), format!("{name}\n"));
 

@@ -81,7 +81,7 @@ fn what_the_tuner_holds_is_shown_and_put_back_after_kill_9_even_by_an_agent_that
     ];
     let base = values(&node, &cgroups);
     assert!(base.len() >= 6, "{base:?}");
-    assert!(node.cli(&["tune", "status"]).1.starts_with("Tuner:  off"));
+    assert!(node.cli(&["tune", "status"]).1.starts_with("Tuner:    off"));
 
     let rounds = if requires::long().is_ok() { ROUNDS.1 } else { ROUNDS.0 };
     for round in 0..rounds {
@@ -116,7 +116,7 @@ fn is_shown(node: &Node, held: &[Value]) {
     assert!(!first["ownersValue"].as_str().unwrap().is_empty(), "{first}");
     assert!(first["reason"].as_str().unwrap().contains("default/server-"), "{first}");
     let (_, text, _) = node.cli(&["tune", "status"]);
-    assert!(text.starts_with("Tuner:  enforce, looked"), "{text}");
+    assert!(text.starts_with("Tuner:    enforce, last round"), "{text}");
     assert!(text.contains("waits for a CPU") && text.contains(BEST_EFFORT), "{text}");
     let steps = json_of(node, &["tune", "history", "-o", "json"]);
     let (idle, cap) = (&steps[0], &steps[1]);

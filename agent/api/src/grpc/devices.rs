@@ -51,7 +51,7 @@ struct DevicesService {
 impl DevicesService {
     #[allow(clippy::result_large_err)] // tonic's own error type
     fn known(&self) -> Result<&Known, Status> {
-        let waiting = || Status::unavailable("the agent still waits for the container runtime");
+        let waiting = || Status::unavailable("the agent is still waiting for the container runtime");
         self.devices.get().ok_or_else(waiting)
     }
 }

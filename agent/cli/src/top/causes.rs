@@ -128,13 +128,13 @@ mod tests {
             pod.uid = format!("shop-{}", pod.name);
         }
         let before = snapshot.clone();
-        causes.put_into(&mut snapshot);
+        causes.apply_to(&mut snapshot);
         assert_eq!(snapshot, before, "all are ready");
         assert!(!are_wanted(&snapshot));
         snapshot.pods.iter_mut().for_each(|pod| pod.ready = Some(false));
         snapshot.pods[1].not_ready = "ContainersNotReady".into();
         assert!(are_wanted(&snapshot));
-        causes.put_into(&mut snapshot);
+        causes.apply_to(&mut snapshot);
         assert_eq!(snapshot.pods[0].phase, "Init:CrashLoopBackOff");
         assert!(
             snapshot.pods[0].not_ready.contains("exit 4, last words: cannot reach db"),

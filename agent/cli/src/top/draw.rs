@@ -422,7 +422,7 @@ mod tests {
         ]);
         snapshot.pods[1].ready = Some(false);
         snapshot.pods[1].not_ready = "ContainersNotReady: containers with unready status: [app]".into();
-        app.take(snapshot);
+        app.update(snapshot);
         app
     }
 
@@ -525,7 +525,7 @@ mod tests {
         assert!(screen(&mut app, 80, 24)[22].starts_with("the agent stopped; waiting for it (for 0 s)"));
         let mut empty = App::new(view());
         assert!(screen(&mut empty, 80, 24)[0].contains("waiting for the agent"));
-        empty.take(snapshot(&[]));
+        empty.update(snapshot(&[]));
         assert!(screen(&mut empty, 80, 24)[4].contains("no pods"));
     }
 }
