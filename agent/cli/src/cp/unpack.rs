@@ -152,7 +152,7 @@ impl Unpacker {
     }
 
     /// Returns true if a link at this depth stays within the copied tree, regardless of the other members:
-    /// all its `..` stand at its beginning, and there are at most as many as it has directories above it. A
+    /// all its `..` stand at its beginning, and there are at most as many as directories above the link. A
     /// link that the target passes through obeys the same rule.
     fn stays(&self, target: &[u8], depth: usize) -> bool {
         let parts: Vec<&[u8]> =

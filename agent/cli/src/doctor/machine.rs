@@ -54,7 +54,7 @@ const CAPABILITIES: &[(Capability, &str, &str)] = &[
     (
         Capability::CAP_SYS_ADMIN,
         "the agent cannot enter pod networks or mount file systems",
-        "probes inside pod networks and volume mounts fail",
+        "kernel-side checks of pods are lost",
     ),
     (Capability::CAP_BPF, "the agent cannot load BPF programs", "TCP probes connect instead"),
     (Capability::CAP_PERFMON, "BPF programs cannot read kernel structures", "TCP probes connect instead"),
