@@ -106,8 +106,8 @@ fn instances(status: &core::ContainerStatus) -> impl Iterator<Item = (&str, i32)
     })
 }
 
-/// Makes the links that are missing, and removes those into the pods' logs that nobody wants. Blocking.
 /// Creates missing links and removes stale links into the pods' logs. Blocking.
+///
 /// All steps use the one opened directory: a container that may write to the machine's logs can replace the
 /// directory by a link to another one.
 fn apply(folder: &Path, pod_logs_dir: &Path, wanted: &BTreeMap<String, PathBuf>) -> io::Result<()> {
