@@ -24,12 +24,12 @@ type Ids = BTreeSet<String>;
 enum Event {
     /// A plugin registers (again); with preferences or without.
     Register { resource: usize, asks: bool },
-    /// It lists its devices: which are there, which of them healthy, on which node each is.
+    /// A plugin lists its devices: which exist, which of them are healthy, and the node of each.
     List { resource: usize, there: u8, healthy: u8, nodes: u8 },
-    /// It goes away.
+    /// A plugin disconnects.
     Stop { resource: usize },
-    /// A pod asks for devices; its plugin may fail at its n-th call, and prefers some devices. While plugins
-    /// think about their answers other things happen.
+    /// A pod requests devices; its plugin may fail at its n-th call, and prefers some devices. The events of
+    /// `meanwhile` happen while plugins prepare their answers.
     Admit { pod: u8, fails_at: Option<u8>, prefer: u8, policy: u8, meanwhile: Vec<Event> },
     /// An init container of the pod has ended.
     InitEnds { pod: u8 },
@@ -279,8 +279,9 @@ impl Node {
         Ok(())
     }
 
-    /// Returns true if a pod that is here had its devices, all of them are well, and what its init container
-    /// needs beyond those of the containers after it is free: it must get them again in its next sandbox.
+    /// Returns true if a living pod held its devices, all of them are healthy, and the additional needs of
+    /// its init container (beyond the devices of the later containers) are free: the pod must get the devices
+    /// again in its next sandbox.
     fn has_for_again(&self, pod: u8, ended: bool) -> bool {
         let uid = format!("p{pod}");
         let Some(held) = self.devices.held(&uid).filter(|_| self.alive.contains_key(&uid)) else {
@@ -480,7 +481,10 @@ fn check_damaged(file: &[u8], before: &Devices, remnants: &[Remnant]) -> bool {
 fn a_truncated_checkpoint_loses_no_device() {
     let (before, file, remnants) = checkpointed();
     for length in 0..file.len() {
-        assert!(check_damaged(&file[..length], &before, &remnants), "accepted a checkpoint truncated at {length}");
+        assert!(
+            check_damaged(&file[..length], &before, &remnants),
+            "accepted a checkpoint truncated at {length}"
+        );
     }
     assert!(!check_damaged(&file, &before, &remnants));
 }
@@ -515,7 +519,7 @@ fn ten_thousand_corruptions_of_a_checkpoint_lose_no_device() {
 
 #[test]
 fn on_a_full_node_an_init_container_gets_its_pods_devices_again_after_a_reboot() {
-    // One device: the init container checks it, then the main container uses it.
+    // With a single device, the init container checks it and the main container then uses it.
     let wishes = |kinds: [(&'static str, ContainerKind); 2]| -> Vec<ContainerRequest<'static>> {
         let wish = |(container, kind)| ContainerRequest { container, kind, limits: vec![(RESOURCES[0], 1)] };
         kinds.map(wish).into()

@@ -17,8 +17,8 @@ use super::{
 /// Facts about the pod other than its requests.
 #[derive(Debug, Clone, Default)]
 pub struct Circumstances {
-    /// Containers that have been running since before this agent: they keep their devices, whatever state the
-    /// plugin is in.
+    /// Containers that have been running since before this agent: they keep their devices, even if a plugin
+    /// is missing.
     pub running: BTreeSet<String>,
     /// Init containers that have ended for good: they need no devices any more.
     pub ended: BTreeSet<String>,
@@ -64,7 +64,7 @@ pub enum Next {
     Done,
 }
 
-/// One pod's admission in progress.
+/// Admission of one pod, in progress.
 #[derive(Debug)]
 pub struct Admission<'a> {
     pod_uid: &'a str,

@@ -3,7 +3,7 @@
 //!
 //! Format: `pkg/kubelet/cm/devicemanager/checkpoint` (since 1.20, device ids by NUMA node). The checksum is
 //! FNV-1a (32 bit) over what go-spew prints for the data with `%#v`, sorted keys and no methods
-//! (`pkg/util/hash`, `checkpointmanager/checksum`). Must never panic, whatever the file holds.
+//! (`pkg/util/hash`, `checkpointmanager/checksum`). Must never panic on any content of the file.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -31,7 +31,7 @@ pub enum CheckpointError {
     },
 }
 
-/// One container's devices of one resource.
+/// Devices of one resource that one container holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
     /// The pod's uid.

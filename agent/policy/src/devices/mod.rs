@@ -172,10 +172,10 @@ pub struct Request<'a> {
     pub container: &'a str,
     /// The resource.
     pub resource: &'a str,
-    /// How many devices.
+    /// Number of devices.
     pub count: usize,
-    /// The container has been running since before this agent: it has its devices, whatever state the plugin
-    /// is in.
+    /// The container has been running since before this agent: it has its devices, even if the plugin is
+    /// missing.
     pub already_running: bool,
 }
 

@@ -47,7 +47,9 @@ impl Devices {
                 let ids = held.ids();
                 let others = |id: &String| owner.get(&key(id)).filter(|other| **other != pod_uid);
                 if let Some((id, other)) = ids.iter().find_map(|id| Some((id, others(id)?))) {
-                    dropped.push(format!("{id} of {resource} belongs to pod {other}; dropped the older claim of pod {pod_uid}"));
+                    dropped.push(format!(
+                        "{id} of {resource} belongs to pod {other}; dropped the older claim of pod {pod_uid}"
+                    ));
                     continue;
                 }
                 owner.extend(ids.iter().map(|id| (key(id), pod_uid.clone())));

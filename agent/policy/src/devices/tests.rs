@@ -258,7 +258,7 @@ fn wishes_come_in_the_order_of_serving() {
     assert_eq!(wishes[1].limits, [(GPU, 1)]);
 }
 
-/// One event of a ledger.
+/// An event of a ledger.
 #[derive(Debug, Clone)]
 enum Event {
     List(Vec<(u8, bool, Option<i64>)>),

@@ -2,9 +2,9 @@
 //! (`pkg/kubelet/cm/topologymanager`) with the device manager as its hint provider.
 //!
 //! Each resource has *hints*: the sets of nodes that could provide the requested devices. The smallest
-//! possible ones are *preferred*. One hint of each resource is combined with one of each other; the best
-//! combination is the affinity. The kubelet tries all combinations; this module merges equal ones after each
-//! resource, so that eight nodes and many resources cost microseconds.
+//! possible ones are *preferred*. A combination takes one hint per resource; the best combination is the
+//! affinity. The kubelet tries all combinations; this module merges equal ones after each resource, so that
+//! eight nodes and many resources cost microseconds.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,76 +1,78 @@
-//! What the kernel's view of a port means for a tcpSocket probe: listening, not listening, or stalled since.
+//! Verdicts of a tcpSocket probe from the kernel's view of a port: listening, not listening, or stalled.
 //!
-//! A connect() succeeds as long as the accept queue has room, whatever the application does. The kernel mode
-//! sees the queue itself, so it can tell a listener that takes its connections from one that lets them wait.
-//! It must never call a listener stalled that is only slow: connections must have waited for the whole of the
+//! A connect() succeeds while the accept queue has room, even if the application hangs. The kernel mode reads
+//! the queue itself and can distinguish a listener that accepts its connections from one that lets them wait.
+//! Must never call a listener stalled that is only slow: connections must have waited for the whole of the
 //! probe's timeout without one accept, or the queue must be full (then the kernel drops handshakes and
 //! connect() would fail too).
 //!
-//! In a `SO_REUSEPORT` group each member has a queue of its own, and a new connection goes to one of them by
-//! its address. The group is stalled only if every member is; one that has an empty queue has done its work.
+//! In a `SO_REUSEPORT` group each member has a queue of its own, and the kernel picks one of them for a new
+//! connection by its address. The group is stalled only if every member is; a member with an empty queue has
+//! done its work.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// The accept queues of everything that listens at one address, at one moment.
+/// The accept queues of all sockets that listen at one address, at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Queues {
-    /// Listeners: one, or the members of a `SO_REUSEPORT` group.
+    /// Number of listeners: one, or the members of a `SO_REUSEPORT` group.
     pub listeners: u32,
-    /// How many of them have a connection waiting.
+    /// Number of listeners with a waiting connection.
     pub waiting: u32,
-    /// How many of them take no more (`sk_ack_backlog > sk_max_ack_backlog`, `sk_acceptq_is_full` in
-    /// include/net/sock.h).
+    /// Number of listeners that accept no more connections (`sk_ack_backlog > sk_max_ack_backlog`,
+    /// `sk_acceptq_is_full` in include/net/sock.h).
     pub full: u32,
-    /// Which connections wait at the heads of the queues. Any accept changes it; 0 if the kernel can't say.
+    /// Identity of the connections at the heads of the queues. Any accept changes it; 0 if the kernel cannot
+    /// provide it.
     pub heads: u64,
 }
 
 impl Queues {
-    /// Returns true if one of them, and so a connection that comes, is taken at once.
+    /// Returns true if some queue is empty, so that a new connection is accepted at once.
     #[must_use]
     pub const fn has_empty(&self) -> bool {
         self.waiting < self.listeners || self.waiting == 0
     }
 
-    /// Returns true if no connection has room.
+    /// Returns true if every queue is full.
     #[must_use]
     pub const fn are_full(&self) -> bool {
         self.listeners > 0 && self.full >= self.listeners
     }
 }
 
-/// What was seen at an address.
+/// The state of an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sighting {
-    /// Nothing listens there.
+    /// No socket listens.
     Absent,
-    /// Something does.
+    /// At least one socket listens.
     Listening(Queues),
 }
 
-/// What it means.
+/// The meaning of a sighting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Verdict {
-    /// Connections are taken.
+    /// The application accepts connections.
     Listening,
-    /// They would be refused.
+    /// The kernel would refuse connections.
     NotListening,
-    /// They wait and nobody takes them.
+    /// Connections wait without being accepted.
     Stalled {
-        /// Since when nothing has been accepted, as far as was seen.
+        /// Time of the last known accept.
         since: Duration,
     },
-    /// Connections wait; whether the application takes them isn't known yet. Look again then.
+    /// Connections wait; the next look decides whether the application accepts them.
     Pending {
-        /// When to look again, at the latest.
+        /// Latest time for the next look.
         until: Duration,
     },
 }
 
-/// Remembers what waits at the heads of an address's accept queues, from one look to the next.
+/// The connections at the heads of an address's accept queues, from one look to the next.
 ///
 /// ```
 /// use std::time::Duration;
@@ -85,7 +87,7 @@ pub enum Verdict {
 /// ```
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct QueueWatch {
-    /// The heads as first seen, and when.
+    /// The heads when first seen, and the time.
     held: Option<(u64, Duration)>,
 }
 
@@ -112,13 +114,13 @@ impl QueueWatch {
             return Verdict::Listening;
         }
         match self.held {
-            // Without a name for what waits, the same length of a queue proves nothing.
+            // Without the heads' identity, an equal length of a queue proves nothing.
             _ if queues.heads == 0 => Verdict::Listening,
             Some((heads, since)) if heads == queues.heads => {
                 let until = since.saturating_add(timeout);
                 if now >= until { Verdict::Stalled { since } } else { Verdict::Pending { until } }
             }
-            // Something was accepted since the last look: that is what the probe asks.
+            // An accept happened since the last look, as the probe requires.
             Some(_) => {
                 self.held = Some((queues.heads, now));
                 Verdict::Listening
@@ -136,7 +138,7 @@ impl QueueWatch {
         self.held.is_some()
     }
 
-    /// Forgets what it saw: the container is another one.
+    /// Drops the state for a new container.
     pub fn reset(&mut self) {
         self.held = None;
     }
@@ -148,7 +150,7 @@ mod tests {
 
     use super::*;
 
-    /// Plays looks, one a second, at a probe with a timeout of two seconds. A look is `-` (absent), or
+    /// Plays looks, one per second, at a probe with a timeout of two seconds. A look is `-` (absent), or
     /// listeners, waiting, full and heads as four digits. Expectation: `L`, `N`, `S<since>` or `P<until>`.
     fn check(looks: &str, expectation: &str) {
         let mut watch = QueueWatch::default();
@@ -179,18 +181,18 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_queue_is_fine_and_no_listener_is_not() {
+    fn an_empty_queue_is_listening_and_a_missing_listener_is_not() {
         check("1000 - 1000", "L N L");
     }
 
     #[test]
-    fn connections_that_nobody_takes_for_the_timeout_stall_it() {
+    fn connections_unaccepted_for_the_timeout_stall_the_listener() {
         check("1101 1101 1101 1101", "P2 P2 S0 S0");
         check("1101 1101 1101 1000", "P2 P2 S0 L");
     }
 
     #[test]
-    fn an_accept_starts_the_wait_anew() {
+    fn an_accept_restarts_the_wait() {
         check("1101 1102 1102 1102", "P2 L P3 S1");
         check("1101 1102 1103 1104", "P2 L L L");
     }
@@ -210,17 +212,17 @@ mod tests {
     }
 
     #[test]
-    fn without_names_only_a_full_queue_is_stalled() {
+    fn without_the_heads_identity_only_a_full_queue_is_stalled() {
         check("1100 1100 1100 1110", "L L L S3");
     }
 
     #[test]
-    fn a_listener_that_goes_takes_the_wait_with_it() {
+    fn a_closed_listener_ends_the_wait() {
         check("1101 - 1101 1101 1101", "P2 N P4 P4 S2");
     }
 
     proptest! {
-        /// Nothing is called stalled while its heads change within the timeout and it isn't full.
+        /// A listener is never stalled while its heads change within the timeout and its queue is not full.
         #[test]
         fn no_stall_while_connections_are_taken(steps in prop::collection::vec((1..1_000_000_u64, 0..2000_u64), 1..50)) {
             let mut watch = QueueWatch::default();

@@ -33,7 +33,7 @@ impl<T> Outcome<T> {
     }
 }
 
-/// One class: its pods in the order of the search, and the maximum number to choose.
+/// The pods of one class in the order of the search, and the maximum number to choose.
 pub(super) struct Layer {
     order: Vec<usize>,
     count: usize,
