@@ -169,7 +169,7 @@ mod tests {
             let env: Vec<_> = (0..variables).map(variable).collect();
             let container = serde_json::from_value(json!({"name": "c", "env": env})).unwrap();
             let failed = read(container, &volumes).map(|_| ()).unwrap_err().to_string();
-            let together = "and what comes before it are longer than 16777216 bytes together";
+            let together = "makes the total longer than 16777216 bytes";
             assert_eq!(failed, format!("environment variable {expected} {together}"));
         };
         check(12_000, 1, "A", "V16 of container c: its value");

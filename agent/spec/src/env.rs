@@ -419,7 +419,7 @@ mod tests {
             assert_eq!(failed, expected);
         };
         let alone = "is longer than 1048576 bytes once its references are replaced";
-        let together = "and what comes before it are longer than 16777216 bytes together";
+        let together = "makes the total longer than 16777216 bytes";
         let mut doubling = vec![json!({"name": "V0", "value": "0123456789abcdef"})];
         let next = |n: usize| json!({"name": format!("V{n}"), "value": format!("$(V{0})$(V{0})", n - 1)});
         doubling.extend((1..=33).map(next));

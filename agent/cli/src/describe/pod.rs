@@ -362,8 +362,8 @@ mod tests {
         let text = text(&pod, &[waiting], &[event], Timestamp::from_second(60).unwrap());
         for expected in [
             "Name:                 web-n1\n",
-            "Why:                  container main: killed by the kernel for want of memory, last words: \\u{1b}[2J  Ready: \
-             True; it is started again after a back-off\n",
+            "Why:                  container main: killed by the kernel (out of memory), last words: \\u{1b}[2J  Ready: \
+             True; restarting after a back-off\n",
             "Labels:               a=1\n                      b=2\n",
             "Containers:\n  main:\n    Container ID:\n    Image:            busybox\n",
             "    State:            Waiting\n      Reason:         CrashLoopBackOff\n",

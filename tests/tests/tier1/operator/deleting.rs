@@ -72,7 +72,7 @@ fn check_that_it_waits_in_view(next: &Value) {
     node.run(&["delete", "pod", "web", "--force"]).well();
     let file = node.file("next.json", &next.to_string());
     let said = node.run(&["apply", "--wait", "--timeout", "3s", "-f", &file]);
-    let waits = "waits for the pod of this name that was deleted by force: ";
+    let waits = "waiting for the force-deleted pod of the same name: ";
     assert!(
         said.err.contains("not ready within 3 s") && said.err.contains(waits),
         "{}{}",
