@@ -77,7 +77,7 @@ impl Environment {
     }
 
     fn set(&mut self, name: &str, value: Vec<u8>) -> Result<(), TooLong> {
-        self.budget.take(name.len().saturating_add(value.len()))?;
+        self.budget.spend(name.len().saturating_add(value.len()))?;
         if self.values.insert(name.to_owned(), value).is_none() {
             self.order.push(name.to_owned());
         }
@@ -148,7 +148,7 @@ impl Sources<'_> {
         let mut budget = Budget::CONTAINER;
         let all = services::variables(self.objects.services(), self.namespace(), links != Some(false));
         all.map(|(name, value)| {
-            budget.take(name.len().saturating_add(value.len()))?;
+            budget.spend(name.len().saturating_add(value.len()))?;
             Ok((name, value))
         })
         .collect()

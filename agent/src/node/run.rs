@@ -768,7 +768,7 @@ impl Node {
             view: self.metrics.tuner_view.clone(),
         };
         let (view, node) = (self.metrics.tuner_view.subscribe(), self.config.node_name.clone());
-        let telling = beelet_tuner::tell(view, self.events.clone(), node, working.clone());
+        let telling = beelet_tuner::record_events(view, self.events.clone(), node, working.clone());
         tasks.spawn_optional("tuner's events", telling);
         tasks.spawn_optional("tuner", beelet_tuner::run(tuner, working.clone()));
     }

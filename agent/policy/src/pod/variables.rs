@@ -38,7 +38,7 @@ impl Budget {
     ///
     /// # Errors
     /// Fewer bytes are left.
-    pub fn take(&mut self, bytes: usize) -> Result<(), TooLong> {
+    pub fn spend(&mut self, bytes: usize) -> Result<(), TooLong> {
         self.left = self.left.checked_sub(bytes).ok_or(TooLong::Together { most: self.all })?;
         Ok(())
     }
@@ -112,7 +112,7 @@ pub fn expand<'v>(
         }
     }
     push(rest)?;
-    budget.take(out.len())?;
+    budget.spend(out.len())?;
     Ok(out)
 }
 

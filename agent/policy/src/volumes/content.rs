@@ -61,7 +61,7 @@ impl Allowance {
     /// # Errors
     /// The pod's volumes need too many.
     pub fn volume(&mut self) -> Result<(), TooMuch> {
-        self.take(VOLUME)
+        self.subtract(VOLUME)
     }
 
     /// Subtracts a file of this many bytes. [`Self::folders`] subtracts its folders.
@@ -69,7 +69,7 @@ impl Allowance {
     /// # Errors
     /// There are too many files, or too many bytes in them.
     pub fn file(&mut self, bytes: usize) -> Result<(), TooMuch> {
-        self.take(1)?;
+        self.subtract(1)?;
         self.bytes = self.bytes.checked_sub(bytes).ok_or(TooMuch::Bytes)?;
         Ok(())
     }
@@ -84,7 +84,7 @@ impl Allowance {
         for path in sorted {
             check_path(path)?;
             let known = folders_of(before).zip(folders_of(path)).take_while(|(one, two)| one == two).count();
-            self.take(folders_of(path).count().saturating_sub(known))?;
+            self.subtract(folders_of(path).count().saturating_sub(known))?;
             before = path;
         }
         Ok(())
@@ -96,10 +96,10 @@ impl Allowance {
     /// The path is too long, or has too many parts.
     pub fn path(&mut self, path: &str) -> Result<(), TooMuch> {
         check_path(path)?;
-        self.take(path.split('/').count())
+        self.subtract(path.split('/').count())
     }
 
-    fn take(&mut self, names: usize) -> Result<(), TooMuch> {
+    fn subtract(&mut self, names: usize) -> Result<(), TooMuch> {
         self.names = self.names.checked_sub(names).ok_or(TooMuch::Names)?;
         Ok(())
     }

@@ -43,14 +43,14 @@ fn in_container<'p>(mounts: &'p [VolumeMount], found: &mut Nested<'p>) {
             around.pop();
         }
         if let Some((outer, of)) = around.last().filter(|(outer, _)| !outer.is_empty()) {
-            note(found.entry(*of).or_insert_with(|| Ok(BTreeSet::new())), &place[outer.len()..]);
+            add_folder(found.entry(*of).or_insert_with(|| Ok(BTreeSet::new())), &place[outer.len()..]);
         }
         around.push((place, *volume));
     }
 }
 
 /// Adds a folder to a volume's.
-fn note(ways: &mut Result<BTreeSet<String>, TooMuch>, way: &[&str]) {
+fn add_folder(ways: &mut Result<BTreeSet<String>, TooMuch>, way: &[&str]) {
     let Ok(known) = ways else { return };
     let way = way.join("/");
     match content::check_path(&way) {
