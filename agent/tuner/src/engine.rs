@@ -479,7 +479,7 @@ impl Engine {
 
     /// Advises without changing anything: only the first step is advised, once while it stands.
     fn advise(&mut self, state: policy::State, steps: Vec<TunerStep>) {
-        // Without an action there is no effect to measure.
+        // Advice has no effect to measure.
         let (held, helps) = (BTreeMap::new(), BTreeMap::new());
         self.state = policy::State { held, cpu_help: helps.clone(), memory_help: helps, ..state };
         for step in steps {

@@ -2,7 +2,7 @@
 //!
 //! CRI reports a pod's containers, but not its requests. The cgroup's path shows the class; its weight shows
 //! the requested CPU, by the kubelet's formula inverted and rounded up; requested memory is visible only with
-//! memory QoS. An unknown request counts as more than the usage: such pods are not restricted.
+//! memory QoS. An unknown request counts as more than the usage, so that its pod is not restricted.
 
 use std::{
     collections::{BTreeMap, HashSet},

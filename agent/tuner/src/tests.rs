@@ -224,7 +224,7 @@ fn a_failed_restoration_is_retried_once_the_setting_is_no_longer_left_alone() {
     fs::remove_file(&high).unwrap();
     fs::write(&high, value.to_string()).unwrap();
     engine.tick(&[], start + Duration::from_secs(100));
-    assert_eq!(fs::read_to_string(&high).unwrap(), value.to_string(), "it is left alone for a minute");
+    assert_eq!(fs::read_to_string(&high).unwrap(), value.to_string(), "the file is left alone for a minute");
     let view = engine.tick(&[], start + Duration::from_secs(122));
     assert_eq!(fs::read_to_string(&high).unwrap(), "max");
     assert!(view.blocked.is_empty() && view.history.last().unwrap().outcome == Outcome::Done, "{view:?}");

@@ -577,7 +577,7 @@ impl<'a> Decision<'a> {
 
     /// Returns true if a container stopped by a probe is replaced at once: the kubelet stops the old
     /// container and starts the new one in one step, and counts the delay from the latest end known at that
-    /// time, which is the previous one's (doBackOff). Without a previous end there is no delay. If that delay
+    /// time, which is the previous one's (doBackOff). Without a previous end the delay is zero. If that delay
     /// has not passed, a later step decides, and counts from this container's end.
     fn waits_for_nothing(&self, container: &Container, ended: Moment, delay: Duration) -> bool {
         let reason = self.verdicts.condemned.get(&container.id);

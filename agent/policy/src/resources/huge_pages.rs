@@ -66,7 +66,7 @@ pub enum PageSizeError {
 /// Returns the size of a volume's pages, in bytes: that of the pod's requests.
 ///
 /// # Errors
-/// No container requests such pages, or they request several sizes and the medium names none.
+/// No container requests huge pages, or they request several sizes and the medium names none.
 pub fn page_size(medium: Medium, pod: &Pod) -> Result<i64, PageSizeError> {
     let spec = pod.spec.as_ref();
     let containers =

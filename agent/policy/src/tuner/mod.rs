@@ -185,7 +185,7 @@ pub struct Observed {
     pub pods: Vec<PodSample>,
 }
 
-/// One pod at one tick.
+/// A pod at one tick.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PodSample {
     /// `namespace/name`, for the reasons.

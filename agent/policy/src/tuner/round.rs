@@ -1,4 +1,4 @@
-//! One tick of the control law.
+//! A single tick of the control law.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -331,8 +331,8 @@ impl<'a> Round<'a> {
             && may_be(&pod.cgroup)
             && may_be(&self.seen.best_effort);
         let (kind, value, turn) = match self.least_weight(pod) {
-            _ if may_be_idle => (KnobKind::Idle, 1, "it runs only on otherwise idle CPUs"),
-            Some(weight) => (KnobKind::Weight, weight, "it runs at the weight of its request"),
+            _ if may_be_idle => (KnobKind::Idle, 1, "that it runs only on otherwise idle CPUs"),
+            Some(weight) => (KnobKind::Weight, weight, "that it runs at the weight of its request"),
             None => return false,
         };
         let requests = words::cpus(pod.cpu_request);
@@ -633,7 +633,7 @@ impl<'a> Round<'a> {
         let is_burst = |knob: &&Knob| knob.kind == KnobKind::Burst;
         let all: Vec<Knob> = self.state.held.keys().filter(is_burst).cloned().collect();
         for knob in all.iter().filter(|knob| !may || !limited.contains(knob.cgroup.as_str())) {
-            self.set(knob, None, "there is no quota to exceed any more");
+            self.set(knob, None, "the quota to exceed no longer exists");
         }
     }
 

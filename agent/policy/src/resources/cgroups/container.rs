@@ -160,7 +160,7 @@ impl<'a> Facts<'a> {
         }
     }
 
-    /// Returns the name of a huge page size, and the bytes of such pages that the container may have: its own
+    /// Returns the name of a huge page size, and the bytes of those pages that the container may have: its own
     /// limit, else its pod's (`GetHugepageLimitsFromResources`).
     fn huge_page_limit(&self, size: i64) -> (String, u64) {
         let of = |list: &ResourceList<'_>| {
