@@ -32,7 +32,7 @@ use beelet_model::{
     table::{PodEntry, PodName},
 };
 
-/// Time beyond its grace period for a pod to terminate before others are evicted in its place.
+/// Time beyond the grace period that a pod may take to terminate before others are evicted in its place.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Maximum time of a reclaim before pods are evicted although it has not ended.
 const RECLAIM_PATIENCE: Duration = Duration::from_secs(60);

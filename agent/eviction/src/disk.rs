@@ -150,7 +150,7 @@ fn layout_of(places: &Places) -> Option<DiskLayout> {
 #[derive(Clone, Debug)]
 pub struct DiskUsages {
     pods: Arc<Mutex<HashMap<String, Measured>>>,
-    /// Requests measurements that begin no earlier than this.
+    /// The last request: only measurements that began at this time or later are wanted.
     asked: watch::Sender<Option<Instant>>,
 }
 

@@ -131,8 +131,8 @@ fn open(cgroups: &Cgroups, thresholds: &[Threshold]) -> Vec<(&'static str, Kind,
     opened
 }
 
-/// Returns the usages at which each memory threshold of the pods would be crossed, if all of the usage were
-/// in real use.
+/// Returns the usages at which each memory threshold of the pods would be crossed, if none of the usage were
+/// reclaimable.
 fn usages(cgroups: &Cgroups, thresholds: &[Threshold]) -> Vec<u64> {
     let Some(limit) = cgroups.memory_use(PODS).and_then(|memory| memory.limit) else { return Vec::new() };
     let capacity = Quantity::from_units(i64::try_from(limit).unwrap_or(i64::MAX));

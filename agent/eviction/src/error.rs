@@ -19,10 +19,10 @@ pub enum Error {
     /// A file that should contain only a number does not.
     #[error("{0} does not contain a number")]
     NotANumber(&'static str),
-    /// The file lacks the machine's memory.
+    /// `/proc/meminfo` lacks a required field.
     #[error("/proc/meminfo lacks MemTotal, AnonPages, Cached, Buffers, SwapCached or Inactive(file)")]
     NoMemory,
-    /// The file lacks the number of threads.
+    /// `/proc/loadavg` lacks the number of threads.
     #[error("/proc/loadavg lacks the number of threads")]
     NoThreads,
     /// A file system could not be measured.

@@ -71,7 +71,7 @@ const IMMEDIATE: Duration = Duration::from_secs(1);
 /// Maximum time between two decisions: grace and transition periods end without a new number.
 const TICK: Duration = Duration::from_secs(1);
 
-/// Removes unused objects. Errors are those of the implementation.
+/// A function that removes unused objects. Errors are those of the implementation.
 pub type Reclaimer = Arc<dyn Fn(Reclaim) -> BoxFuture<'static, Result<Reclaimed, BoxError>> + Send + Sync>;
 
 /// The result of a reclaim step.
@@ -107,7 +107,7 @@ pub struct Parts {
     pub table: watch::Receiver<Arc<PodTable>>,
     /// Channel to the pods' manager.
     pub requests: mpsc::Sender<Request>,
-    /// Reclaims unused resources.
+    /// Remover of unused resources.
     pub reclaimer: Reclaimer,
     /// Published conditions of the node.
     pub conditions: watch::Sender<Conditions>,
@@ -117,7 +117,7 @@ pub struct Parts {
     pub metrics: Metrics,
 }
 
-/// Decides about reclaim and evictions whenever a number is new; runs as one task.
+/// The task that decides about reclaim and evictions whenever a number is new.
 pub struct Eviction {
     parts: Parts,
     /// Thresholds including the derived ones, for `layout`.
@@ -141,7 +141,7 @@ pub struct Eviction {
     late: Vec<LateRoom>,
     /// True once an event has reported that no pod can be evicted.
     complained: bool,
-    /// Triggers another reading of the disks' gauges.
+    /// Hints that trigger another reading of the disks' gauges.
     look_again: Hints,
     reclaimed_out: mpsc::Sender<(&'static [Reclaim], Reclaimed)>,
     reclaimed: mpsc::Receiver<(&'static [Reclaim], Reclaimed)>,

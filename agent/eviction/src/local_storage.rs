@@ -68,7 +68,7 @@ const LAYERS: Duration = Duration::from_secs(2);
 /// Interval of repeated requests while the runtime's report predates eviction's request.
 const LAYERS_AGAIN: Duration = Duration::from_millis(500);
 
-/// Measures the disk usage of all pods in turn, and evicts those above their limits; runs as one task.
+/// The task that measures the disk usage of all pods in turn, and evicts those above their limits.
 #[derive(Debug)]
 pub struct LocalStorage {
     /// All pods.
@@ -341,7 +341,7 @@ impl LocalStorage {
             budget.spend(used);
             let due = budget.due();
             if !due.is_zero() && pause(due, asked).await {
-                // A request for new measurements of all pods.
+                // A request has arrived to measure all pods again.
                 return;
             }
         }

@@ -35,7 +35,7 @@ const DEADLINE: Duration = Duration::from_millis(500);
 /// A container with its usage of a resource and its request.
 pub(super) type ContainerUse = (String, Quantity, Quantity);
 
-/// Reads pods' usage. Clones share their sources.
+/// A reader of pods' usage. Clones share their sources.
 #[derive(Clone, Debug)]
 pub struct PodUsages {
     /// The cgroup tree.
@@ -109,7 +109,7 @@ impl KnownUsage {
     }
 }
 
-/// Reads the usage of all pods, one round at a time on a thread that may block. A hanging round is awaited
+/// A reader of all pods' usage, one round at a time on a thread that may block. A hanging round is awaited
 /// once, and no other one starts meanwhile: results read so far, and earlier ones, count.
 #[derive(Debug)]
 pub(super) struct Survey {

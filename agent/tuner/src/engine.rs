@@ -62,7 +62,7 @@ struct Block {
     reason: String,
 }
 
-/// Holds cgroup settings as `policy::tuner` decides, tick by tick.
+/// The engine, which holds cgroup settings as `policy::tuner` decides, tick by tick.
 pub struct Engine {
     cgroups: Arc<Cgroups>,
     durable: Arc<State>,

@@ -25,7 +25,7 @@ use beelet_model::{
 /// Interval of searches for containers without a cgroup; a new container is searched for at once.
 const SEARCH_AGAIN: Duration = Duration::from_secs(10);
 
-/// Finds the pods, and caches their cgroups. Blocking.
+/// A finder of pods that caches their cgroups. Blocking.
 #[derive(Debug)]
 pub(super) struct Foreign {
     cgroups: Arc<Cgroups>,

@@ -166,7 +166,7 @@ pub fn run(parts: Parts, shutdown: CancellationToken) -> Work {
     })
 }
 
-/// Finds the running pods.
+/// A finder of the running pods.
 enum Finder {
     Ours(CgroupConfig, Targets),
     Foreign(Foreign),

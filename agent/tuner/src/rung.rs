@@ -21,7 +21,7 @@ pub trait Scheduling: Send {
     /// cgroup id.
     ///
     /// # Errors
-    /// A message.
+    /// The failure, as a message.
     fn share_out(
         &mut self,
         pods: &BTreeMap<u64, SchedulingShare>,
@@ -31,11 +31,11 @@ pub trait Scheduling: Send {
     /// Returns the reason if the kernel has unloaded the scheduler; `None` while it runs.
     ///
     /// # Errors
-    /// A message.
+    /// The failure, as a message.
     fn ended(&self) -> Result<Option<String>, String>;
 }
 
-/// Loads a scheduler.
+/// A function that loads a scheduler.
 pub type StartScheduler = Arc<dyn Fn() -> Result<Box<dyn Scheduling>, String> + Send + Sync>;
 
 /// State of the rung.

@@ -18,15 +18,15 @@ use beelet_cgroups::{Cgroups, Pressure, Version};
 /// Minimum time between two looks for a meaningful rate.
 pub(super) const LEAST_MICROS: u128 = 10_000;
 
-/// Returns the kernel programs' counters, by cgroup id, all at once.
+/// Source of the kernel programs' counters, by cgroup id, all at once.
 pub type Source = Arc<dyn Fn() -> BTreeMap<u64, KernelCounters> + Send + Sync>;
 
-/// Returns the users of the CPUs while these cgroups waited: by the waiting cgroups' ids, the ids of the
+/// Source of the users of the CPUs while these cgroups waited: by the waiting cgroups' ids, the ids of the
 /// users and their shares of the wait in permille.
 pub type Holders = Arc<dyn Fn(&BTreeSet<u64>) -> BTreeMap<u64, Vec<(u64, u32)>> + Send + Sync>;
 
-/// Returns the pages that the threads of each cgroup freed recently, because they needed memory and none was
-/// free.
+/// Source of the pages that the threads of each cgroup freed recently, because they needed memory and none
+/// was free.
 pub type Freed = Arc<dyn Fn() -> BTreeMap<u64, u64> + Send + Sync>;
 
 /// The measurements of the kernel programs.
@@ -34,9 +34,9 @@ pub type Freed = Arc<dyn Fn() -> BTreeMap<u64, u64> + Send + Sync>;
 pub struct KernelHalf {
     /// Single waits.
     pub counters: Source,
-    /// Users of the CPUs while others waited.
+    /// Source of the users of the CPUs while others waited.
     pub holders: Holders,
-    /// Cgroups that needed memory.
+    /// Source of the cgroups that needed memory.
     pub freed: Freed,
 }
 
@@ -52,7 +52,7 @@ struct CgroupCounters {
     kernel: Option<KernelCounters>,
 }
 
-/// Holds the counters of the last tick.
+/// Counters of the last tick.
 #[derive(Debug, Default)]
 pub(super) struct Sampler {
     before: BTreeMap<String, CgroupCounters>,

@@ -52,7 +52,7 @@ pub struct Entry {
     pub alloc_resp: Option<Vec<u8>>,
 }
 
-/// Identifies a container's devices of one resource.
+/// Identity of a container's devices of one resource.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct HolderKey {
     /// The pod's uid.
@@ -82,8 +82,8 @@ impl Snapshot {
     }
 }
 
-/// Writes successive checkpoints and encodes only the changes again: plugins' answers (four bytes of checksum
-/// input per byte) and the lists of all devices make up most of a checkpoint.
+/// A writer of successive checkpoints that encodes only the changes again: plugins' answers (four bytes of
+/// checksum input per byte) and the lists of all devices make up most of a checkpoint.
 #[derive(Debug, Default)]
 pub struct Text {
     /// Entries in the order of their arrival, which differs after a restart; no reader depends on it.

@@ -301,8 +301,8 @@ pub fn is_relieved(
 }
 
 /// Copies to the containers' filesystem the thresholds of its actual filesystem: the image filesystem's if
-/// that is a dedicated one, else the node's. Drops and returns thresholds set for it (the kubelet refuses to
-/// accept any).
+/// that is a dedicated one, else the node's. Drops and returns thresholds set for it (the kubelet accepts
+/// none).
 pub fn derive_container_fs(thresholds: &mut Vec<Threshold>, layout: DiskLayout) -> Vec<Threshold> {
     let is_container_fs =
         |t: &Threshold| matches!(t.signal, Signal::ContainerFsAvailable | Signal::ContainerFsInodesFree);

@@ -422,7 +422,7 @@ fn a_pod_that_fills_the_disk_is_evicted_alone() {
     check((0, 40_960 * KIB), missing, &["filler"]);
     // The pod ranks last by its priority.
     check((1000, 40_960 * KIB), missing, &["filler"]);
-    // The pod could not be measured in time, or is not a pod.
+    // The culprit could not be measured in time, or is not a pod.
     check((0, 0), missing, &["nginx"]);
     check((0, -1), missing, &["nginx"]);
 }

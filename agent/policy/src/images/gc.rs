@@ -301,8 +301,8 @@ impl<'a> Collection<'a> {
     ) -> Self {
         let mut order: Vec<&ImageRecord> =
             images.iter().filter(|image| !image.pinned && !in_use.contains(image.id.as_str())).collect();
-        // `None` sorts first: images never used come first, those present since ever before those detected
-        // later.
+        // `None` sorts first: images never used come first, and those present from the start before those
+        // detected later.
         order.sort_by_key(|image| (image.last_used, image.first_detected, image.id.as_str()));
         let (phase, outcome) = match mode {
             CollectionMode::Policy { .. } => (Phase::Age { next: 0 }, Outcome::default()),

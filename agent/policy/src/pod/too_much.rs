@@ -153,7 +153,7 @@ mod tests {
 
     use super::*;
 
-    /// Creates a spec with this path in it.
+    /// A function that creates a spec with this path in it.
     type SpecOf = fn(&str) -> Value;
 
     /// Expects the start of the message about a pod's spec; empty if the spec is within all bounds.

@@ -127,7 +127,7 @@ pub enum Unexpanded {
     TooLong(#[from] TooLong),
 }
 
-/// Does the work of [`expand`], but fails on an undefined reference. For `subPathExpr`.
+/// Works like [`expand`], but fails on an undefined reference. For `subPathExpr`.
 ///
 /// # Errors
 /// The first name that `value_of` does not know; or the result is too long.

@@ -62,7 +62,7 @@ pub enum Verdict {
     NotListening,
     /// Connections wait without being accepted.
     Stalled {
-        /// Time of the last known accept.
+        /// Time since which no accept has been seen.
         since: Duration,
     },
     /// Connections wait; the next look decides whether the application accepts them.

@@ -271,7 +271,7 @@ impl ProbeState {
         Some(self.transition(now, false))
     }
 
-    /// Does the work of [`Self::container_started`] for a container that started just now.
+    /// Works like [`Self::container_started`] for a container that started just now.
     pub fn container_restarted(&mut self, now: Duration) -> Option<Transition> {
         self.container_started(now, now)
     }

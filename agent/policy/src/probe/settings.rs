@@ -37,9 +37,9 @@ pub enum TcpMode {
 pub struct ProbeSettings {
     /// Method that answers a tcpSocket probe.
     pub mode: Option<TcpMode>,
-    /// Replaces `periodSeconds`.
+    /// Period in place of `periodSeconds`.
     pub period: Option<Duration>,
-    /// Replaces `timeoutSeconds`.
+    /// Timeout in place of `timeoutSeconds`.
     pub timeout: Option<Duration>,
     /// Effect of an edge on readiness.
     pub edge_policy: Option<EdgePolicy>,

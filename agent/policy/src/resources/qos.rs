@@ -48,7 +48,7 @@ pub fn qos_class(pod: &Pod) -> Result<QosClass, FieldError> {
     Ok(qos_class_of(pod, &PodDemand::read(pod)?))
 }
 
-/// Does the work of [`qos_class`] for a pod whose amounts have been read already.
+/// Works like [`qos_class`] for a pod whose amounts have been read already.
 pub fn qos_class_of(pod: &Pod, demand: &PodDemand<'_>) -> QosClass {
     match pod.status.as_ref().and_then(|status| status.qos_class.as_deref()) {
         Some("Guaranteed") => QosClass::Guaranteed,

@@ -159,14 +159,15 @@ pub enum KnobKind {
 pub struct Supports {
     /// [`KnobKind::Idle`].
     pub idle: bool,
-    /// A [`KnobKind::CpuCap`] stops no thread within the kernel, as it does before Linux 6.18, where
-    /// caps make others wait longer (measured: docs/tuner.md).
+    /// True if a [`KnobKind::CpuCap`] stops no thread within the kernel. Before Linux 6.18 a cap does, and
+    /// makes others wait longer (measured: docs/tuner.md).
     pub harmless_caps: bool,
     /// [`KnobKind::MemoryHigh`].
     pub memory_high: bool,
     /// [`KnobKind::Burst`].
     pub burst: bool,
-    /// [`KnobKind::Weight`] and [`KnobKind::Idle`] of pods: true if the tuner's owner sets their weights.
+    /// [`KnobKind::Weight`] and [`KnobKind::Idle`] of pods: true if this agent owns the pods' cgroups, and
+    /// they have an effect.
     pub weights: bool,
 }
 

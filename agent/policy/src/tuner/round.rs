@@ -44,7 +44,7 @@ struct Complaints<'a> {
     none: &'static str,
 }
 
-/// Restricts other pods for a complaint.
+/// A function that restricts other pods for a complaint.
 type Squeeze<'a> = fn(&mut Round<'a>, &Complaint<'a>);
 /// The place that records the effect of steps.
 type Helps = fn(&mut State) -> &mut BTreeMap<String, Help>;
@@ -391,8 +391,9 @@ impl<'a> Round<'a> {
     }
 
     /// Returns the lowest CPU weight with which a Burstable pod still gets its request while all others use
-    /// all that they can, if that is far below its own weight. The lower weight costs the pod nothing while
-    /// CPUs are free, and fewer turns otherwise; a waking thread still waits for the end of such a turn.
+    /// all that they can, if that is far below its own weight. While CPUs are free, the lower weight costs
+    /// the pod nothing; otherwise the pod gets fewer turns, and a thread of another pod that wakes up still
+    /// waits for the end of one.
     fn least_weight(&self, pod: &PodSample) -> Option<u64> {
         let requested = |class: QosClass| -> u64 {
             let of_class = self.seen.pods.iter().filter(|other| other.class == class);
@@ -412,7 +413,7 @@ impl<'a> Round<'a> {
             .then(|| 1 + shares_to_weight_linear(millis_to_shares(i64::try_from(enough).unwrap_or(i64::MAX))))
     }
 
-    /// Makes BestEffort pods idle; returns false if they were already.
+    /// Restricts the turn of BestEffort pods; returns false if it was restricted already.
     fn restrict_best_efforts_turn(&mut self, complaint: &Complaint<'_>) -> bool {
         let seen = self.seen;
         let first = if seen.supports.idle { KnobKind::Idle } else { KnobKind::Weight };
@@ -715,7 +716,7 @@ impl<'a> Complaints<'a> {
 fn standing(helps: &BTreeMap<String, Help>, complaint: &Complaint<'_>) -> ComplaintState {
     let tried = helps.get(&complaint.container.cgroup).map_or(ComplaintState::Open, Help::standing);
     match tried {
-        // A restriction stays in force if the pod is within bounds only because of it.
+        // Earlier steps may be the reason why no other pod is within reach now: they stay in force.
         ComplaintState::Open if complaint.hopeless && helps.contains_key(&complaint.container.cgroup) => {
             ComplaintState::Kept
         }

@@ -62,8 +62,8 @@ pub fn check_kind(volume: &Volume, namespace: &str) -> Result<(), String> {
     migration::of_pod(volume, namespace).transpose().map(drop)
 }
 
-/// Returns the volumes of a pod that containers use: as file systems, and as block devices. Pods do not wait
-/// for others.
+/// Returns the volumes of a pod that containers use: as file systems, and as block devices. A pod does not
+/// wait for its other volumes.
 #[must_use]
 pub fn used(pod: &Pod) -> (BTreeSet<&str>, BTreeSet<&str>) {
     let (mut mounts, mut devices) = (BTreeSet::new(), BTreeSet::new());

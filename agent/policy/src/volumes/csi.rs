@@ -108,8 +108,8 @@ pub fn attached_device<'n>(node: &'n Node, name: &str) -> Option<&'n str> {
     is_known.then_some(attached.device_path.as_str())
 }
 
-/// Returns true if a controller must attach a driver's volumes to the node. An unknown driver's must be
-/// attached.
+/// Returns true if a controller must attach a driver's volumes to the node. An unknown driver's volumes must
+/// be attached.
 #[must_use]
 pub fn is_attached(driver: Option<&CSIDriver>) -> bool {
     driver.is_none_or(|driver| driver.spec.attach_required != Some(false))

@@ -43,7 +43,7 @@ pub(super) fn choose<'c, 'a>(
             (victims, false) => (
                 victims,
                 Some(
-                    "no set has fewer victims of important classes; not proven: that no set of the same size overfrees less",
+                    "no set has fewer victims of important classes, but some set of the same size may overfree less",
                 ),
             ),
         },

@@ -136,7 +136,7 @@ pub fn preempt<P: Borrow<Pod>>(
     Ok(choose(&candidates, requirements, policy))
 }
 
-/// Does the work of [`preempt`] for candidates that have been read already.
+/// Works like [`preempt`] for candidates that have been read already.
 pub fn choose(candidates: &[Candidate<'_>], requirements: &[Requirement], policy: Policy) -> Preemption {
     let needs = Needs::new(requirements);
     let left = needs.left_after(candidates);

@@ -20,7 +20,7 @@ use crate::resources::{
 };
 use beelet_units::field::FieldError;
 
-/// Unit of `memory.high`.
+/// Page size: `memory.high` is a multiple of it.
 const PAGE: f64 = 4096.0;
 /// The switch that makes an OOM kill take the whole cgroup; the memory controller's other files hold bytes.
 pub const OOM_GROUP: &str = "memory.oom.group";
