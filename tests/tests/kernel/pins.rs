@@ -270,7 +270,7 @@ fn what_strangers_pinned_at_our_place_is_named_and_left_alone() {
     let current = |place: &Place| base(place).join(&version);
     let folder = |place: &Place, path: &str| std::fs::create_dir_all(base(place).join(path)).unwrap();
     check("a map for our folder", &|p| stranger(&base(p)), &|p| {
-        format!("{} is no folder", base(p).display())
+        format!("{} is not a folder", base(p).display())
     });
     check(
         "a map beside our versions",
@@ -357,7 +357,7 @@ fn without_a_place_for_pins_everything_works_unpinned_and_says_so() {
     let folder = tempfile::tempdir().unwrap();
     let full = folder.path().join("full");
     std::fs::create_dir_all(full.join("something")).unwrap();
-    check(full, "is no bpf file system, and not empty");
+    check(full, "is not a bpf file system, and not empty");
     let other = Mount::tmpfs(&folder.path().join("tmpfs"), 4096).unwrap();
     check(other.path().to_path_buf(), "is the mount point of another file system");
     let file = folder.path().join("file");
@@ -385,7 +385,7 @@ fn without_the_cgroup_the_tracepoint_still_sees_listeners() {
         kernel.stop(false).unwrap();
     };
     check(PathBuf::from("/no/such/cgroup"), "could not open the cgroup /no/such/cgroup");
-    check(folder.path().to_path_buf(), "is no cgroup2 folder");
+    check(folder.path().to_path_buf(), "is not a cgroup2 folder");
 }
 
 /// Everything off: the kernel half stands still, answers nothing and says why.
