@@ -139,7 +139,7 @@ enum Removed {
 #[derive(Debug)]
 pub struct Timers {
     looks: Interval,
-    /// None: only when asked.
+    /// None: only on request.
     collections: Option<Interval>,
     lists: Interval,
 }

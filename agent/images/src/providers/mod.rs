@@ -137,10 +137,10 @@ enum AskError {
 }
 
 impl Providers {
-    /// The programs of a configuration; their tokens come from `accounts`. Blocking.
+    /// Opens the programs of a configuration; their tokens come from `accounts`. Blocking.
     ///
     /// # Errors
-    /// A program isn't there, or can't be executed.
+    /// A program does not exist or cannot be executed.
     pub fn open(
         config: Option<&CredentialProviders>,
         accounts: Option<Arc<dyn ServiceAccounts>>,
