@@ -200,6 +200,7 @@ fn beelet(config: &Config) -> BeeletWire {
         tcp_probes: Some(ours.tcp_probes),
         edge_policy: Some(ours.edge_policy),
         liveness_canary: Some(GoDuration(ours.liveness_canary)),
+        liveness_stalled: Some(ours.liveness_stalled),
         critical_static_pods: Some(ours.critical_static_pods),
         cpu_weight_formula: Some(ours.cpu_weight_formula),
         kubelet_dir: text(&ours.kubelet_dir),

@@ -10,6 +10,7 @@ use std::time::Duration;
 use beelet_policy::{
     devices::topology::{TopologyPolicy, TopologyScope},
     images::credentials::{Policy, Verification, wrong_entry},
+    probe::listener::QueueRule,
     resources::{
         cgroups::{MemoryQos, MemoryReservationPolicy, SwapBehavior},
         user_namespaces,
@@ -180,7 +181,8 @@ pub(super) fn beelet(wire: &BeeletWire) -> Result<Beelet, Problem> {
         tcp_probes: wire.tcp_probes.unwrap_or(TcpProbes::Kernel),
         edge_policy: wire.edge_policy.unwrap_or_default(),
         // Zero is a value here: never.
-        liveness_canary: wire.liveness_canary.map_or(crate::defaults::CANARY, |every| every.0),
+        liveness_canary: wire.liveness_canary.map_or(Duration::ZERO, |every| every.0),
+        liveness_stalled: wire.liveness_stalled.unwrap_or(QueueRule::Room),
         critical_static_pods: wire.critical_static_pods.unwrap_or(false),
         cpu_weight_formula: wire.cpu_weight_formula.unwrap_or_default(),
         kubelet_dir: folder("kubeletDir", &wire.kubelet_dir, "/var/lib/kubelet")?,

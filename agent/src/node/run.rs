@@ -710,6 +710,7 @@ impl Node {
                 tcp_by_kernel: self.config.beelet.tcp_probes == TcpProbes::Kernel,
                 edge_policy: self.config.beelet.edge_policy,
                 canary: self.config.beelet.liveness_canary,
+                queue_rule: self.config.beelet.liveness_stalled,
             },
             events: self.events.clone(),
             metrics: self.metrics.probes.clone(),

@@ -81,6 +81,11 @@ fn encode(probe: ProbeView) -> proto::Probe {
         timeout_ms: millis(probe.timeout),
         held: probe.held.unwrap_or_default(),
         problems: probe.problems,
+        tolerated: probe.tolerated.map(|tolerated| proto::Tolerated {
+            looks: tolerated.looks,
+            failures: tolerated.failures,
+            last_unix_ms: tolerated.last.as_millisecond(),
+        }),
     }
 }
 

@@ -13,6 +13,8 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference},
 };
 
+use crate::probe::settings;
+
 /// Annotation of a mirror: the hash of its pod.
 pub const MIRROR: &str = "kubernetes.io/config.mirror";
 /// Annotation of a static pod and its mirror: a hash of the manifest.
@@ -84,7 +86,7 @@ pub fn steps(pods: &BTreeMap<Name, &Pod>, mirrors: &BTreeMap<Name, &Pod>, owner:
 pub(crate) fn mirror_of(pod: &Pod, owner: &Owner) -> Pod {
     let hash = annotation(pod, HASH).unwrap_or_default().to_owned();
     let mut annotations = pod.metadata.annotations.clone().unwrap_or_default();
-    annotations.retain(|key, _| !key.starts_with("beelet.dev/"));
+    annotations.retain(|key, _| !key.starts_with("beelet.dev/") || key == settings::POD_ANNOTATION);
     annotations.insert(SOURCE.to_owned(), FILE.to_owned());
     annotations.insert(MIRROR.to_owned(), hash);
     let node = OwnerReference {

@@ -6,6 +6,8 @@
 //! probe's timeout without one accept, or the queue must be full (then the kernel drops handshakes and
 //! connect() would fail too).
 //!
+//! A probe chooses by its [`QueueRule`] which of both fails it. Under `Room` it fails exactly where connect() would.
+//!
 //! In a `SO_REUSEPORT` group each member has a queue of its own, and the kernel picks one of them for a new
 //! connection by its address. The group is stalled only if every member is; a member with an empty queue has
 //! done its work.
@@ -72,6 +74,18 @@ pub enum Verdict {
     },
 }
 
+/// The state of the accept queues that fails a probe.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum QueueRule {
+    /// A full queue, or connections that waited for the probe's timeout without one accept: a stalled listener fails.
+    #[default]
+    #[serde(rename = "fail")]
+    Accepted,
+    /// A full queue alone, as with connect(): a stalled listener passes.
+    #[serde(rename = "pass")]
+    Room,
+}
+
 /// The connections at the heads of an address's accept queues, from one look to the next.
 ///
 /// ```
@@ -89,11 +103,36 @@ pub enum Verdict {
 pub struct QueueWatch {
     /// The heads when first seen, and the time.
     held: Option<(u64, Duration)>,
+    rule: QueueRule,
 }
 
 impl QueueWatch {
+    /// Returns a watch that has seen nothing and judges by `rule`.
+    #[must_use]
+    pub const fn new(rule: QueueRule) -> Self {
+        Self { held: None, rule }
+    }
+
     /// Judges one look. `timeout` is the probe's.
     pub fn judge(&mut self, now: Duration, timeout: Duration, seen: Sighting) -> Verdict {
+        let strict = self.judge_strictly(now, timeout, seen);
+        let is_full = matches!(seen, Sighting::Listening(queues) if queues.are_full());
+        match strict {
+            Verdict::Stalled { .. } | Verdict::Pending { .. } if self.rule == QueueRule::Room && !is_full => {
+                Verdict::Listening
+            }
+            verdict => verdict,
+        }
+    }
+
+    /// Returns true if the last look found connections that had waited for `timeout` without one accept:
+    /// [`QueueRule::Accepted`] fails the probe then.
+    #[must_use]
+    pub fn is_stalled(&self, now: Duration, timeout: Duration) -> bool {
+        self.held.is_some_and(|(heads, since)| heads != 0 && now >= since.saturating_add(timeout))
+    }
+
+    fn judge_strictly(&mut self, now: Duration, timeout: Duration, seen: Sighting) -> Verdict {
         let queues = match seen {
             Sighting::Absent => {
                 self.held = None;
@@ -153,7 +192,12 @@ mod tests {
     /// Plays looks, one per second, at a probe with a timeout of two seconds. A look is `-` (absent), or
     /// listeners, waiting, full and heads as four digits. Expectation: `L`, `N`, `S<since>` or `P<until>`.
     fn check(looks: &str, expectation: &str) {
-        let mut watch = QueueWatch::default();
+        check_by(QueueRule::Accepted, looks, expectation);
+    }
+
+    /// The same by `rule`. A `!` follows a verdict if the strict rule calls the listener stalled.
+    fn check_by(rule: QueueRule, looks: &str, expectation: &str) {
+        let mut watch = QueueWatch::new(rule);
         let verdicts: Vec<String> = looks
             .split_whitespace()
             .enumerate()
@@ -168,13 +212,15 @@ mod tests {
                         heads: digit(3).into(),
                     }),
                 };
-                let now = Duration::from_secs(second as u64);
-                match watch.judge(now, Duration::from_secs(2), seen) {
+                let (now, timeout) = (Duration::from_secs(second as u64), Duration::from_secs(2));
+                let verdict = match watch.judge(now, timeout, seen) {
                     Verdict::Listening => "L".to_owned(),
                     Verdict::NotListening => "N".to_owned(),
                     Verdict::Stalled { since } => format!("S{}", since.as_secs()),
                     Verdict::Pending { until } => format!("P{}", until.as_secs()),
-                }
+                };
+                let is_tolerated = rule == QueueRule::Room && watch.is_stalled(now, timeout);
+                verdict + if is_tolerated { "!" } else { "" }
             })
             .collect();
         assert_eq!(verdicts.join(" "), expectation, "{looks}");
@@ -195,6 +241,15 @@ mod tests {
     fn an_accept_restarts_the_wait() {
         check("1101 1102 1102 1102", "P2 L P3 S1");
         check("1101 1102 1103 1104", "P2 L L L");
+    }
+
+    #[test]
+    fn under_the_rule_of_room_only_a_full_queue_or_no_listener_fails() {
+        let check = |looks, expectation| check_by(QueueRule::Room, looks, expectation);
+        check("1101 1101 1101 1101 1102", "L L L! L! L");
+        check("1101 1101 1101 1111 1000", "L L L! S0! L");
+        check("1111 1112 - 1000", "S0 S1 N L");
+        check("2201 2201 2201 2221", "L L L! S0!");
     }
 
     #[test]
@@ -222,6 +277,23 @@ mod tests {
     }
 
     proptest! {
+        /// Under `Room` a look fails exactly if nothing listens or every queue is full, whatever came before.
+        #[test]
+        fn room_judges_each_look_alone(steps in prop::collection::vec((0..3_u32, 0..3_u32, 0..3_u32, 0..3_u64, 0..5000_u64), 1..50)) {
+            let mut watch = QueueWatch::new(QueueRule::Room);
+            let mut now = 0;
+            for (listeners, waiting, full, heads, millis) in steps {
+                now += millis;
+                let queues = Queues { listeners, waiting: waiting.min(listeners), full: full.min(listeners), heads };
+                let seen = if listeners == 0 { Sighting::Absent } else { Sighting::Listening(queues) };
+                let verdict = watch.judge(Duration::from_millis(now), Duration::from_secs(1), seen);
+                let passes = listeners > 0 && !queues.are_full();
+                prop_assert_eq!(verdict == Verdict::Listening, passes);
+                let is_pending = matches!(verdict, Verdict::Pending { .. });
+                prop_assert!(!is_pending);
+            }
+        }
+
         /// A listener is never stalled while its heads change within the timeout and its queue is not full.
         #[test]
         fn no_stall_while_connections_are_taken(steps in prop::collection::vec((1..1_000_000_u64, 0..2000_u64), 1..50)) {

@@ -8,7 +8,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use super::{EdgePolicy, ProbeKind};
+use super::{EdgePolicy, ProbeKind, listener::QueueRule};
 use beelet_units::duration;
 
 /// The annotation for all containers of a pod.
@@ -45,6 +45,21 @@ pub struct ProbeSettings {
     pub edge_policy: Option<EdgePolicy>,
     /// Interval at which a liveness probe in kernel mode opens a connection; zero for never.
     pub canary: Option<Duration>,
+    /// The state of the accept queues that fails a probe in kernel mode.
+    pub queue_rule: Option<QueueRule>,
+}
+
+/// Returns the rule by which a probe of `kind` judges accept queues. Readiness fails for a stalled listener, unless an
+/// annotation says otherwise. Liveness and startup restart containers, so they fail only where a connection would
+/// (as under a kubelet), unless an annotation, the node's setting or a `canary` of the probe asks for more.
+#[must_use]
+pub fn queue_rule(kind: ProbeKind, own: &ProbeSettings, of_node: QueueRule, canary: Duration) -> QueueRule {
+    let default = match kind {
+        ProbeKind::Readiness => QueueRule::Accepted,
+        ProbeKind::Liveness if !canary.is_zero() => QueueRule::Accepted,
+        ProbeKind::Liveness | ProbeKind::Startup => of_node,
+    };
+    own.queue_rule.unwrap_or(default)
 }
 
 /// Reads the settings in `annotations` for a container's probe of `kind`. The second value has one sentence
@@ -93,11 +108,16 @@ fn apply(settings: &mut ProbeSettings, item: &str, kind: ProbeKind, of_kind: boo
         "period" => settings.period = Some(time(value, SHORTEST)?),
         "timeout" => settings.timeout = Some(time(value, SHORTEST)?),
         "edgePolicy" => settings.edge_policy = Some(edge_policy(value)?),
+        "stalled" => settings.queue_rule = Some(stalled(value)?),
         "canary" => {
             let never = duration::parse(value).is_ok_and(|every| every.is_zero());
             settings.canary = Some(if never { Duration::ZERO } else { time(value, SHORTEST_ASKED)? });
         }
-        _ => return Err("has an unknown key (known: mode, period, timeout, edgePolicy, canary)".to_owned()),
+        _ => {
+            return Err(
+                "has an unknown key (known: mode, period, timeout, edgePolicy, stalled, canary)".to_owned()
+            );
+        }
     }
     Ok(())
 }
@@ -121,6 +141,14 @@ fn edge_policy(text: &str) -> Result<EdgePolicy, String> {
         "immediate" => Ok(EdgePolicy::Immediate),
         "threshold" => Ok(EdgePolicy::Threshold),
         _ => Err("is neither immediate nor threshold".to_owned()),
+    }
+}
+
+fn stalled(text: &str) -> Result<QueueRule, String> {
+    match text {
+        "fail" => Ok(QueueRule::Accepted),
+        "pass" => Ok(QueueRule::Room),
+        _ => Err("is neither fail nor pass".to_owned()),
     }
 }
 
@@ -175,8 +203,9 @@ mod tests {
             timeout: Some(Duration::from_millis(50)),
             edge_policy: Some(EdgePolicy::Threshold),
             canary: Some(Duration::ZERO),
+            queue_rule: Some(QueueRule::Accepted),
         };
-        let text = "mode=kernel period=100ms timeout=50ms edgePolicy=threshold canary=0";
+        let text = "mode=kernel period=100ms timeout=50ms edgePolicy=threshold canary=0 stalled=fail";
         check(&[(POD_ANNOTATION, text)], ProbeKind::Liveness, expect, &[]);
     }
 
@@ -206,7 +235,7 @@ mod tests {
     #[test]
     fn invalid_items_are_reported_and_the_rest_applies() {
         let expect = ProbeSettings { timeout: Some(Duration::from_secs(1)), ..ProbeSettings::default() };
-        let text = "mode=fast period=5ms wait=1s lively.mode=kernel connect timeout=1s";
+        let text = "mode=fast period=5ms wait=1s lively.mode=kernel connect timeout=1s stalled=no";
         check(
             &[(POD_ANNOTATION, text)],
             ProbeKind::Liveness,
@@ -216,9 +245,34 @@ mod tests {
                 "annotation beelet.dev/probes: \"lively.mode=kernel\" names an unknown kind of probe (liveness, readiness, startup); it is ignored",
                 "annotation beelet.dev/probes: \"mode=fast\" is neither kernel nor connect; it is ignored",
                 "annotation beelet.dev/probes: \"period=5ms\" is shorter than 10 ms; it is ignored",
-                "annotation beelet.dev/probes: \"wait=1s\" has an unknown key (known: mode, period, timeout, edgePolicy, canary); it is ignored",
+                "annotation beelet.dev/probes: \"stalled=no\" is neither fail nor pass; it is ignored",
+                "annotation beelet.dev/probes: \"wait=1s\" has an unknown key (known: mode, period, timeout, edgePolicy, stalled, canary); it is ignored",
             ],
         );
+    }
+
+    #[test]
+    fn liveness_and_startup_fail_for_a_stalled_listener_only_where_that_is_asked_for() {
+        use QueueRule::{Accepted, Room};
+        let check = |kind, own: Option<QueueRule>, of_node, canary, expected| {
+            let own = ProbeSettings { queue_rule: own, ..ProbeSettings::default() };
+            assert_eq!(
+                queue_rule(kind, &own, of_node, Duration::from_secs(canary)),
+                expected,
+                "{kind:?} {own:?}"
+            );
+        };
+        check(ProbeKind::Readiness, None, Room, 0, Accepted);
+        check(ProbeKind::Readiness, Some(Room), Accepted, 60, Room);
+        for kind in [ProbeKind::Liveness, ProbeKind::Startup] {
+            check(kind, None, Room, 0, Room);
+            check(kind, None, Accepted, 0, Accepted);
+            check(kind, Some(Accepted), Room, 0, Accepted);
+            check(kind, Some(Room), Accepted, 60, Room);
+        }
+        // A canary that the application has not accepted stays in the queue, and the next looks find it there.
+        check(ProbeKind::Liveness, None, Room, 60, Accepted);
+        check(ProbeKind::Startup, None, Room, 60, Room);
     }
 
     proptest! {

@@ -2,6 +2,7 @@
 //! listeners are real processes in a network namespace and a cgroup of the test's own.
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
+mod harmless;
 mod scene;
 mod schedule;
 

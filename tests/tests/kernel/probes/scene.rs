@@ -4,7 +4,7 @@ use crate::place::Place;
 use beelet_bpf::{Interest, Kernel};
 use beelet_model::request::{ProbeUpdate, Request};
 use beelet_model::table::{PodEntry, PodName, PodTable};
-use beelet_policy::probe::{EdgePolicy, Outcome, ProbeKind, ProbeResult};
+use beelet_policy::probe::{EdgePolicy, Outcome, ProbeKind, ProbeResult, listener::QueueRule};
 use beelet_probes::{Handle, ProbeView, Probes, Settings, Wanted};
 use beelet_state::events::Recorder;
 use beelet_tests::workdir::{PATIENCE, wait_for};
@@ -101,7 +101,12 @@ pub(crate) fn tcp(port: u16) -> Value {
 }
 
 fn settings() -> Settings {
-    Settings { tcp_by_kernel: true, edge_policy: EdgePolicy::Immediate, canary: Duration::ZERO }
+    Settings {
+        tcp_by_kernel: true,
+        edge_policy: EdgePolicy::Immediate,
+        canary: Duration::ZERO,
+        queue_rule: QueueRule::Room,
+    }
 }
 
 impl Scene {

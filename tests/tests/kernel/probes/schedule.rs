@@ -176,9 +176,11 @@ fn the_kernels_verdict_is_connects_but_for_what_the_docs_name() {
         let probes = [("readiness", tcp(port)), ("liveness", tcp(port))];
         Pod::new(name, &scene.place, &probes, &annotation).on_host()
     };
-    scene.show(&[pod("knows", "kernel"), pod("asks", "connect")]);
+    let plain = "period=1h timeout=300ms canary=0 mode=kernel";
+    let plain = Pod::new("plain", &scene.place, &[("liveness", tcp(port))], plain).on_host();
+    scene.show(&[pod("knows", "kernel"), pod("asks", "connect"), plain]);
     wait_for("all probes", PATIENCE, || match scene.list().len() {
-        4 => Ok(()),
+        5 => Ok(()),
         other => Err(format!("{other}")),
     })
     .unwrap();
@@ -195,6 +197,8 @@ fn the_kernels_verdict_is_connects_but_for_what_the_docs_name() {
             other => panic!("{other:?} on port {port}"),
         });
         let Expected { connect, kernel, canary } = behaviour.expected();
+        // Liveness without a canary, the default, is connect's verdict in every case.
+        assert_eq!(scene.run("plain", "main", Liveness), connect, "{behaviour:?}: plain liveness, kernel");
         // In this order: a look leaves nothing, a canary and a connection stay in the queue of one who hangs.
         assert_eq!(scene.run("knows", "main", Readiness), kernel, "{behaviour:?}: readiness, kernel");
         if let Some(canary) = canary {
