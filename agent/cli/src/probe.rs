@@ -141,10 +141,23 @@ fn print_notes(probes: &[&proto::Probe]) {
                 plain::line(&probe.fallback)
             );
         }
+        if let Some(tolerated) = &probe.tolerated {
+            eprintln!("{} {name}: {}", style.apply_to("note:"), tolerated_text(tolerated));
+        }
         for problem in &probe.problems {
             eprintln!("{} {name}: {}", style.apply_to("note:"), plain::line(problem));
         }
     }
+}
+
+/// Returns the effect that the stricter rule for stalled listeners would have had.
+fn tolerated_text(tolerated: &proto::Tolerated) -> String {
+    let last = stamp(tolerated.last_unix_ms).unwrap_or_else(|| "unknown".to_owned());
+    format!(
+        "connections waited longer than the timeout at {} looks (last: {last}); `stalled=fail` would have failed \
+         the container {} times",
+        tolerated.looks, tolerated.failures
+    )
 }
 
 fn row(probe: &proto::Probe, now: Timestamp) -> Vec<String> {
@@ -244,6 +257,11 @@ fn probe_json(probe: &proto::Probe) -> Value {
         "timeoutMilliseconds": probe.timeout_ms,
         "held": text(&probe.held),
         "problems": probe.problems,
+        "tolerated": probe.tolerated.as_ref().map(|tolerated| json!({
+            "looks": tolerated.looks,
+            "failures": tolerated.failures,
+            "last": stamp(tolerated.last_unix_ms),
+        })),
     })
 }
 
@@ -306,6 +324,17 @@ mod tests {
         let json = probe_json(&probe());
         assert_eq!(json["since"], "1970-01-01T00:16:40Z");
         assert_eq!(json["last"]["latencyMicroseconds"], 1);
+    }
+
+    #[test]
+    fn the_effect_of_the_stricter_rule_is_a_note_and_a_field() {
+        let tolerated = proto::Tolerated { looks: 7, failures: 2, last_unix_ms: 1_000_000 };
+        let expected = "connections waited longer than the timeout at 7 looks (last: 1970-01-01T00:16:40Z); \
+                        `stalled=fail` would have failed the container 2 times";
+        assert_eq!(tolerated_text(&tolerated), expected);
+        assert_eq!(probe_json(&probe())["tolerated"], Value::Null);
+        let json = probe_json(&proto::Probe { tolerated: Some(tolerated), ..probe() });
+        assert_eq!(json["tolerated"], json!({"looks": 7, "failures": 2, "last": "1970-01-01T00:16:40Z"}));
     }
 
     #[test]

@@ -22,7 +22,8 @@ use tracing::{error, info, warn};
 
 use crate::watch::{Collection, Sink, key_of};
 
-/// Annotations below this are the agent's own. A pod of the API server has no say in them, but for those of [`USERS`].
+/// Annotations below this are the agent's own. A pod of the API server has no say in them, but for those of
+/// [`USERS`].
 const OWN: &str = "beelet.dev/";
 /// Annotations below [`OWN`] that a pod's author sets.
 const USERS: &[&str] = &[beelet_policy::probe::settings::POD_ANNOTATION];

@@ -257,8 +257,8 @@ pub struct Beelet {
     pub tcp_probes: TcpProbes,
     /// What a listener's coming and going does to readiness.
     pub edge_policy: EdgePolicy,
-    /// Time between two connections of a liveness probe that the kernel answers, by which the probe sees that the
-    /// application still accepts; zero: never.
+    /// Time between two connections of a liveness probe that the kernel answers, by which the probe sees that
+    /// the application still accepts; zero: never.
     pub liveness_canary: Duration,
     /// The state of the accept queues that fails liveness and startup probes that the kernel answers.
     pub liveness_stalled: QueueRule,

@@ -136,7 +136,8 @@ struct Registry {
 }
 
 impl Registry {
-    /// Deregisters plugins whose sockets disappeared, and starts queries of sockets that are new or due again.
+    /// Deregisters plugins whose sockets disappeared, and starts queries of sockets that are new or due
+    /// again.
     fn update(&mut self, sockets: Vec<Identity>) {
         let gone: Vec<Identity> =
             self.known.keys().filter(|known| !sockets.contains(known)).cloned().collect();

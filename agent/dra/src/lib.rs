@@ -78,8 +78,8 @@ struct Inner {
 }
 
 impl Dra {
-    /// Loads the record of an earlier agent or a kubelet. Moves an invalid record aside and passes a reason and
-    /// message to `report`. Blocks.
+    /// Loads the record of an earlier agent or a kubelet. Moves an invalid record aside and passes a reason
+    /// and message to `report`. Blocks.
     #[must_use]
     pub fn open(kubelet_dir: &Path, metrics: Metrics, report: impl Fn(&str, String)) -> Self {
         let record = ForeignFile::of_node(kubelet_dir.join(RECORD));

@@ -151,7 +151,8 @@ impl Access {
         }
     }
 
-    /// Records that an image was pulled with these credentials. Returns false if the record cannot be written.
+    /// Records that an image was pulled with these credentials. Returns false if the record cannot be
+    /// written.
     async fn record_pulled(&self, image: &str, id: &str, credentials: Credentials) -> bool {
         let (path, changing) = (file(&self.pulled, id), Arc::clone(&self.changing));
         let (repository, id) = (reference::repository(image).to_owned(), id.to_owned());

@@ -1,7 +1,7 @@
 //! Every decision of the agent, as pure functions of data: no async, no I/O, no clock, no randomness.
 //!
-//! Each subject has a folder, whose head names its decisions. Shared values (quantities, durations, times) are
-//! in `units`.
+//! Each subject has a folder, whose head names its decisions. Shared values (quantities, durations, times)
+//! are in `units`.
 #![forbid(unsafe_code)]
 // Tests pass literals by value.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]

@@ -72,11 +72,11 @@ pub(super) struct Worker {
     pub ip: Option<IpAddr>,
     /// True if the kernel should answer, by the node's configuration and the annotations.
     wants_kernel: bool,
-    /// The pod's runtime class, unless an annotation asks for the kernel: such a pod's sockets may be in a network
-    /// stack that the pod's network namespace does not have (gVisor, Kata).
+    /// The pod's runtime class, unless an annotation asks for the kernel: such a pod's sockets may be in a
+    /// network stack that the pod's network namespace does not have (gVisor, Kata).
     runtime_class: Option<String>,
-    /// True once the kernel has had a listener on the port in the pod's network namespace. Before that, the absence
-    /// of a listener may only mean that the pod's sockets are somewhere else.
+    /// True once the kernel has had a listener on the port in the pod's network namespace. Before that, the
+    /// absence of a listener may only mean that the pod's sockets are somewhere else.
     pub has_seen_listener: bool,
     /// Looks at a stalled listener that count as successes.
     pub tolerated: Tolerated,
@@ -207,8 +207,8 @@ impl Worker {
         self.runtime_class.as_deref()
     }
 
-    /// Sets what answers from now on, and returns what did before. The longer minimum period holds for everything but
-    /// the kernel.
+    /// Sets what answers from now on, and returns what did before. The longer minimum period holds for
+    /// everything but the kernel.
     pub(super) fn choose(&mut self, method: Method) -> Method {
         let before = std::mem::replace(&mut self.method, method);
         self.has_seen_listener = false;
@@ -216,8 +216,8 @@ impl Worker {
         before
     }
 
-    /// Judges the port by what a lookup at `at` found, and counts a stall that the probe's rule tolerates. The second
-    /// value is true if a stricter rule would have failed the container with this look.
+    /// Judges the port by what a lookup at `at` found, and counts a stall that the probe's rule tolerates.
+    /// The second value is true if a stricter rule would have failed the container with this look.
     pub(super) fn judge(&mut self, at: Duration, sighting: Sighting) -> (Verdict, bool) {
         self.has_seen_listener |= matches!(sighting, Sighting::Listening(_));
         let verdict = self.hot.queues.judge(at, self.timeout, sighting);

@@ -6,7 +6,8 @@
 //! probe's timeout without one accept, or the queue must be full (then the kernel drops handshakes and
 //! connect() would fail too).
 //!
-//! A probe chooses by its [`QueueRule`] which of both fails it. Under `Room` it fails exactly where connect() would.
+//! A probe chooses by its [`QueueRule`] which of both fails it. Under `Room` it fails exactly where connect()
+//! would.
 //!
 //! In a `SO_REUSEPORT` group each member has a queue of its own, and the kernel picks one of them for a new
 //! connection by its address. The group is stalled only if every member is; a member with an empty queue has
@@ -77,7 +78,8 @@ pub enum Verdict {
 /// The state of the accept queues that fails a probe.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum QueueRule {
-    /// A full queue, or connections that waited for the probe's timeout without one accept: a stalled listener fails.
+    /// A full queue, or connections that waited for the probe's timeout without one accept: a stalled
+    /// listener fails.
     #[default]
     #[serde(rename = "fail")]
     Accepted,

@@ -49,9 +49,10 @@ pub struct ProbeSettings {
     pub queue_rule: Option<QueueRule>,
 }
 
-/// Returns the rule by which a probe of `kind` judges accept queues. Readiness fails for a stalled listener, unless an
-/// annotation says otherwise. Liveness and startup restart containers, so they fail only where a connection would
-/// (as under a kubelet), unless an annotation, the node's setting or a `canary` of the probe asks for more.
+/// Returns the rule by which a probe of `kind` judges accept queues. Readiness fails for a stalled listener,
+/// unless an annotation says otherwise. Liveness and startup restart containers, so they fail only where a
+/// connection would (as under a kubelet), unless an annotation, the node's setting or a `canary` of the probe
+/// asks for more.
 #[must_use]
 pub fn queue_rule(kind: ProbeKind, own: &ProbeSettings, of_node: QueueRule, canary: Duration) -> QueueRule {
     let default = match kind {
@@ -270,7 +271,8 @@ mod tests {
             check(kind, Some(Accepted), Room, 0, Accepted);
             check(kind, Some(Room), Accepted, 60, Room);
         }
-        // A canary that the application has not accepted stays in the queue, and the next looks find it there.
+        // A canary that the application has not accepted stays in the queue, and the next looks find it
+        // there.
         check(ProbeKind::Liveness, None, Room, 60, Accepted);
         check(ProbeKind::Startup, None, Room, 60, Room);
     }

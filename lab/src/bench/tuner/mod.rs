@@ -7,8 +7,8 @@
 //! tuner directly followed by one with it, so that other load on the machine affects both alike; a row is the
 //! 99th percentile of each run. All pods run before the interference starts. The warm-up, in which the tuner
 //! settles, is not measured. A memory shortage can be fought only with `memory.high`, on cgroup version 2;
-//! elsewhere its row has no bound and a note. That row is also measured with `cpuCaps: always`. The whole node's
-//! cgroup gets the highest weight, so that other work of this machine counts little.
+//! elsewhere its row has no bound and a note. That row is also measured with `cpuCaps: always`. The whole
+//! node's cgroup gets the highest weight, so that other work of this machine counts little.
 
 mod draw;
 mod node;

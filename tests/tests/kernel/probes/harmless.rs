@@ -10,9 +10,9 @@ use beelet_tests::require;
 use serde_json::json;
 use std::path::Path;
 
-/// A process that listens in the host's network namespace. To a pod whose own namespace is another one and whose address
-/// is 127.0.0.1, this is a listener in a network stack of its own: a connection reaches the process, and the kernel has
-/// no listener in the pod's namespace.
+/// A process that listens in the host's network namespace. To a pod whose own namespace is another one and
+/// whose address is 127.0.0.1, this is a listener in a network stack of its own: a connection reaches the
+/// process, and the kernel has no listener in the pod's namespace.
 fn out_of_sight(scene: &Scene) -> (Process, Socket) {
     let mut process = Process::start_at(Some(&scene.place.cgroup_dir()), Path::new("/proc/self/ns/net"));
     let listener = process.socket("listen 127.0.0.1:0");

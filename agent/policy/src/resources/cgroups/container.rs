@@ -160,8 +160,8 @@ impl<'a> Facts<'a> {
         }
     }
 
-    /// Returns the name of a huge page size, and the bytes of those pages that the container may have: its own
-    /// limit, else its pod's (`GetHugepageLimitsFromResources`).
+    /// Returns the name of a huge page size, and the bytes of those pages that the container may have: its
+    /// own limit, else its pod's (`GetHugepageLimitsFromResources`).
     fn huge_page_limit(&self, size: i64) -> (String, u64) {
         let of = |list: &ResourceList<'_>| {
             let mut all = list.iter().filter(|(name, _)| huge_pages::size_of_resource(name) == Some(size));
