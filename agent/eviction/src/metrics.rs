@@ -132,7 +132,7 @@ impl Metrics {
         }
     }
 
-    /// Number of pods evicted for this signal.
+    /// Returns the number of pods evicted for this signal.
     #[cfg(test)]
     pub(crate) fn evictions(&self, signal: beelet_policy::eviction::Signal) -> u64 {
         self.evictions.get_or_create(&SignalLabel { eviction_signal: signal.name() }).get()

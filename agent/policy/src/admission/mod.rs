@@ -292,7 +292,7 @@ mod tests {
     const NODE: [(&str, &str); 4] =
         [("cpu", "2"), ("memory", "1Gi"), ("pods", "3"), ("example.com/gpu", "1")];
 
-    /// Reasons as `resource requested used capacity`.
+    /// Expects reasons as `resource requested used capacity`.
     fn check(pod: &Pod, pods: &[Pod], reasons: &[&str]) -> Admission {
         let admission = admit(pod, pods, &node(&NODE), Policy::Kubelet).unwrap();
         let got: Vec<String> = admission

@@ -20,7 +20,7 @@ pub enum RegistrationError {
     Version(String),
     /// The plugin's resource name is invalid.
     #[error(
-        "the ResourceName {0:?} is invalid: an extended resource is named vendor.example/thing, and not in kubernetes.io"
+        "the ResourceName {0:?} is invalid: an extended resource has a name like vendor.example/thing, outside kubernetes.io"
     )]
     ResourceName(String),
 }

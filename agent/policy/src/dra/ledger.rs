@@ -35,7 +35,7 @@ impl Ledger {
         self.0.iter()
     }
 
-    /// The UIDs of the pods that use claims.
+    /// Returns the UIDs of pods that use claims.
     #[must_use]
     pub fn pods(&self) -> BTreeSet<String> {
         self.0.values().flat_map(|info| &info.pods).cloned().collect()
@@ -74,7 +74,7 @@ impl Ledger {
             known.pods.insert(pod.to_owned());
             for driver in info.drivers.keys() {
                 known.drivers.entry(driver.clone()).or_insert_with(|| {
-                    // Allocated since: what was prepared before is not all of it.
+                    // Further devices have been allocated since: the earlier preparation is incomplete.
                     known.prepared = false;
                     Vec::new()
                 });

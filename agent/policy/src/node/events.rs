@@ -24,7 +24,7 @@ const COMBINED: &str = "(combined from similar events): ";
 /// Identity of an event.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
-    /// The object, as a text of the caller's.
+    /// The object, in a text form of the caller's choice.
     pub object: String,
     /// `Normal` or `Warning`.
     pub kind: &'static str,

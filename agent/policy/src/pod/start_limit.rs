@@ -8,7 +8,7 @@
 
 use std::time::Duration;
 
-/// The calls that make a pod, in their order.
+/// The calls that create a pod, in their order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Call {
     /// `RunPodSandbox`, including the network's setup.

@@ -256,7 +256,7 @@ pub struct State {
     pub cpu_help: BTreeMap<String, Help>,
     /// Effect of memory steps likewise.
     pub memory_help: BTreeMap<String, Help>,
-    /// Pods that stand still for memory that was taken from them, or did, by their cgroups.
+    /// Pods that stand still, or recently did, for memory that was taken from them, by their cgroups.
     pub standstill: BTreeMap<String, Standstill>,
     /// Idle pods that get less than they request, by their cgroups: the number of consecutive ticks.
     pub falling_short: BTreeMap<String, u32>,

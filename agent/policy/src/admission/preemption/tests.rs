@@ -46,7 +46,7 @@ fn names() -> &'static [String] {
 
 const NEEDS: [(&str, i64); 2] = [("memory", 100), ("cpu", 100)];
 
-/// Victims' indices of candidates given as (priority, class, frees).
+/// Expects these victims' indices for candidates given as (priority, class, frees).
 fn check(policy: Policy, candidates: &[(i32, QosClass, [i64; 2])], victims: &[usize]) {
     let candidates: Vec<_> = candidates
         .iter()
