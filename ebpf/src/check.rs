@@ -6,9 +6,9 @@
 //! costs the lookup in the kernel's own socket table that a SYN would make, and sends no packet.
 //!
 //! The lookup by itself answers existence: specific and wildcard addresses, IPv4 on IPv6 sockets,
-//! `SO_REUSEPORT` groups, and redirections by a `BPF_PROG_TYPE_SK_LOOKUP` program in that namespace. It
-//! starts from the loopback device, so it misses a listener bound to another device (`SO_BINDTODEVICE`); user
-//! space asks sock_diag then.
+//! `SO_REUSEPORT` groups, and redirections by a `BPF_PROG_TYPE_SK_LOOKUP` program in that namespace. The
+//! lookup starts from the loopback device, so it misses a listener bound to another device
+//! (`SO_BINDTODEVICE`); user space asks sock_diag then.
 //!
 //! Kernel structures are read with `bpf_probe_read_kernel`: a group's members and the head of an accept queue
 //! are reached through pointers that may be stale by the time the program follows them. A read of the wrong
