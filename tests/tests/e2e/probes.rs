@@ -159,3 +159,45 @@ fn probe_ls_and_run_tell_how_the_kernel_answers() {
     let said = String::from_utf8(missing.stderr).unwrap();
     assert!(said.contains("has no startup probe here"), "{said}");
 }
+
+#[test]
+fn a_pod_under_gvisor_is_ready_and_never_restarted() {
+    require!(containerd, runsc);
+    let containerd = Containerd::start_with_gvisor_for_test().unwrap();
+    let agent = Agent::start(installed(&containerd)).unwrap();
+    let class = json!({
+        "apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": { "name": "gvisor" }, "handler": "runsc",
+    });
+    agent.apply("class.yaml", class.to_string()).unwrap();
+    let probe = json!({ "tcpSocket": { "port": PORT }, "periodSeconds": 1, "failureThreshold": 1 });
+    let pod = |name: &str, mode: &str| {
+        let mut pod = manifests::serving(name);
+        pod["spec"]["runtimeClassName"] = "gvisor".into();
+        pod["metadata"]["annotations"] = json!({ "beelet.dev/probes": mode });
+        pod["spec"]["containers"][0]["readinessProbe"] = probe.clone();
+        // The application needs some time to listen, and gVisor more: liveness looks after one period.
+        let liveness = json!({ "tcpSocket": { "port": PORT }, "periodSeconds": 1, "failureThreshold": 60 });
+        manifests::with(pod, "livenessProbe", liveness)
+    };
+    // By its class it connects; with the kernel asked first, a connection shows that the kernel can't know.
+    for (name, mode) in [("class", ""), ("asked", "mode=kernel")] {
+        agent.apply(&format!("{name}.yaml"), pod(name, mode).to_string()).unwrap();
+        let view = ready(&agent, name);
+        assert_eq!(view.restarts(), 0, "{view:?}");
+    }
+    let modes = || {
+        let list = list(&agent);
+        let mut modes: Vec<String> =
+            list.iter().map(|probe| probe["mode"].as_str().unwrap().to_owned()).collect();
+        modes.sort();
+        modes
+    };
+    wait_for("all probes to connect", PATIENCE, || match modes() {
+        modes if modes == ["connect"; 4] => Ok(()),
+        modes => Err(format!("{modes:?}")),
+    })
+    .unwrap();
+    for name in ["class", "asked"] {
+        assert_eq!(ready(&agent, name).restarts(), 0);
+    }
+}
