@@ -154,8 +154,8 @@ impl Trouble {
         let met = |call: &Call| call.op() == self.op;
         let call = node.cri.wait_for_after("the call that goes wrong", self.first, met).await;
         if self.fault == Fault::Persists {
-            // A resource change that the runtime refuses for a container is not retried: the container keeps
-            // its old values.
+            // A change of resources that the runtime refuses is tried once: the agent then sets the values
+            // itself.
             if self.op != Op::UpdateContainerResources {
                 node.cri.wait_for_after("the call to be tried again", call.number + 1, met).await;
             }
