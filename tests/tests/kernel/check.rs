@@ -155,7 +155,7 @@ fn a_group_is_looked_at_as_a_whole() {
     assert_eq!(looking.queues(at).listeners, 1);
     assert_eq!(looking.queues(at).cookie, first.cookie);
     process.close(first);
-    assert_eq!(looking.look(at), Found::Nothing);
+    assert_eq!(looking.find(at), Found::Nothing);
 }
 
 #[test]
@@ -223,7 +223,7 @@ fn a_listener_outlives_its_process_where_another_one_has_it() {
     assert_eq!(heir.socket("exec 0").cookie, socket.cookie);
     assert_eq!(looking.queues(at).cookie, socket.cookie);
     heir.kill();
-    assert_eq!(looking.look(at), Found::Nothing);
+    assert_eq!(looking.find(at), Found::Nothing);
 }
 
 #[test]

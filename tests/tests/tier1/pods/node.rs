@@ -357,7 +357,7 @@ impl Node {
 
     /// Waits until the agent has compared all cgroups with the pods' requests from now on: differences that
     /// it finds later come from outside changes.
-    pub(crate) async fn until_looked_after_cgroups(&self) {
+    pub(crate) async fn until_cgroups_compared(&self) {
         let keeping = &self.handles().metrics.qos_tree;
         // The first comparison that ends may have begun before this call.
         let wanted = keeping.syncs() + 2;
