@@ -7,7 +7,7 @@ use std::time::Duration;
 use beelet_proto::cri;
 
 use super::{Finding, Patient};
-use beelet_base::propagation::{self, Reach, look};
+use beelet_base::propagation::{self, Reach, inspect};
 use beelet_cgroups::Cgroups;
 use beelet_config::Config;
 use beelet_cri::ownership;
@@ -272,7 +272,7 @@ pub(super) fn mounts(patient: &Patient) -> Vec<Finding> {
     }
     let folder = &patient.config.beelet.pods_dir;
     let own = facts.agent.unwrap_or_else(std::process::id);
-    let found = look(folder, own, facts.process);
+    let found = inspect(folder, own, facts.process);
     let remedy = propagation::remedy(found.stranger);
     let detail = propagation::sentence(found, &folder.display().to_string(), facts.process);
     vec![match found.reach {
