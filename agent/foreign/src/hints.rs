@@ -1,6 +1,5 @@
-//! A word that containers come or go, from the folders of the pods' cgroups: inotify(7) reports their making
-//! and removal like that of any folder. It says that something happened, not what; where it can't, nothing is
-//! said and the lists now and then have to do.
+//! Hints that containers were created or removed, from inotify(7) on the folders of the pods' cgroups. A hint
+//! does not name the container. Without inotify only the periodic lists find changes.
 
 use std::collections::HashSet;
 use std::io;
@@ -13,10 +12,10 @@ use inotify::{EventStream, Inotify, WatchMask, Watches};
 use beelet_base::blocking::blocking;
 use beelet_cgroups::Cgroups;
 
-/// Room for some hundred events; more at a time come as an overflow, which is a word too.
+/// Buffer size, for some hundred events; more at a time arrive as an overflow, which is a hint too.
 const BUFFER: usize = 16 << 10;
 
-/// Where the word comes from.
+/// Watches on the pods' cgroup folders.
 pub(super) struct Hints {
     cgroups: Arc<Cgroups>,
     watched: HashSet<PathBuf>,
@@ -39,8 +38,7 @@ impl Hints {
         Self { cgroups, watched: HashSet::new(), inotify }
     }
 
-    /// Watches every folder that is there now. Words that came until now are forgotten: who calls this is
-    /// about to look.
+    /// Watches every existing folder. Earlier hints are dropped: the caller lists the runtime next.
     pub(super) async fn watch(&mut self) {
         let Some((watches, events)) = &mut self.inotify else { return };
         while let Some(Some(Ok(_))) = events.next().now_or_never() {}
@@ -51,7 +49,7 @@ impl Hints {
         let mut watches = watches.clone();
         for new in now.difference(&self.watched) {
             match watches.add(new, mask) {
-                // Gone since it was listed: its removal is reported where it was.
+                // Removed since the listing: its parent folder reports the removal.
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => {
@@ -64,7 +62,7 @@ impl Hints {
         self.watched = now;
     }
 
-    /// Waits for a word; for ever where the cgroups are not watched.
+    /// Waits for a hint; forever if the cgroups are not watched.
     pub(super) async fn next(&mut self) {
         let Some((_, events)) = &mut self.inotify else { return std::future::pending().await };
         if let Some(Err(error)) = events.next().await {
@@ -76,7 +74,7 @@ impl Hints {
 
 fn trouble(error: &io::Error) {
     tracing::warn!(
-        "pods' cgroups can't be watched: {error} (see fs.inotify.max_user_watches and max_user_instances); containers that \
+        "cannot watch the pods' cgroups: {error} (see fs.inotify.max_user_watches and max_user_instances); containers that \
          come or go are seen within 10 s"
     );
 }

@@ -1,10 +1,9 @@
-//! The pods of somebody else: what runs on a node whose kubelet (or anything that speaks CRI) owns it, as a
-//! pod table.
+//! The pods of another owner, a kubelet or any other client of CRI, as a pod table.
 //!
-//! It lists and asks for statuses, and calls nothing else of the runtime: above all never
-//! `GetContainerEvents`, of which containerd has one subscription, the kubelet's. News come from the pods'
-//! cgroups instead (inotify on their folders), and a list now and then is the safety net. What CRI doesn't
-//! say (readiness, the spec, the QoS class) is left open.
+//! The observer requests only lists and statuses from the runtime, and must never call `GetContainerEvents`:
+//! containerd has one subscription for it, the kubelet's. Changes are detected by inotify on the pods' cgroup
+//! folders, with periodic lists as the safety net. Values that CRI does not report (readiness, the spec, the
+//! QoS class) stay unset.
 
 mod hints;
 mod table;
@@ -27,17 +26,18 @@ use beelet_cgroups::Cgroups;
 use beelet_cri::{Error, Runtime};
 use beelet_model::table::{Complete, PodTable};
 
-/// The runtime is asked at least this often, and at most this often.
+/// Longest and shortest interval between two lists.
 const AT_LEAST: Duration = Duration::from_secs(10);
 const AT_MOST: Duration = Duration::from_secs(1);
-/// A container's cgroup comes a moment before the runtime calls it running.
+/// Delay after a hint: a container's cgroup exists shortly before the runtime reports the container as
+/// running.
 const SETTLE: Duration = Duration::from_millis(150);
-/// Statuses asked for at a time.
+/// Concurrent status requests.
 const STATUSES: usize = 16;
-/// Without an answer for this long, the node is not observed any more: three looks.
+/// Time without an answer, three lists, after which the observer is unhealthy.
 const UNHEALTHY: Duration = Duration::from_secs(30);
 
-/// What observing tells of itself. Clones count together.
+/// Metrics of the observer. Clones share them.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
     lists: Counter,
@@ -45,18 +45,14 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Adds all of them to `registry`.
+    /// Adds the metrics to `registry`.
     pub fn register(&self, registry: &mut Registry) {
-        registry.register(
-            "beelet_observe_lists",
-            "Times that the runtime was asked what runs",
-            self.lists.clone(),
-        );
-        registry.register("beelet_observe_list_failures", "Of these, how many failed", self.failures.clone());
+        registry.register("beelet_observe_lists", "Lists requested from the runtime", self.lists.clone());
+        registry.register("beelet_observe_list_failures", "Failed lists", self.failures.clone());
     }
 }
 
-/// Whether the runtime still answers. Clones share it.
+/// Health of the runtime: the time of its last answer. Clones share it.
 #[derive(Debug, Clone, Default)]
 pub struct Pulse(Arc<Mutex<Option<Instant>>>);
 
@@ -65,8 +61,10 @@ impl Pulse {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
 
+    /// Checks that the runtime has answered recently.
+    ///
     /// # Errors
-    /// The runtime has not answered lately.
+    /// Fails if the last answer is too old or missing.
     pub fn check(&self) -> Result<(), NoAnswer> {
         match *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(at) if at.elapsed() < UNHEALTHY => Ok(()),
@@ -76,37 +74,37 @@ impl Pulse {
     }
 }
 
-/// Since when the runtime has not answered.
+/// Missing answer of the runtime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoAnswer {
-    /// It did, this long ago.
+    /// The last answer is this old.
     #[error("the container runtime has not answered for {} s", .0.as_secs())]
     For(Duration),
-    /// It never did.
+    /// The runtime has never answered.
     #[error("the container runtime has not answered yet")]
     Yet,
 }
 
-/// What an observer needs.
+/// Inputs of an observer.
 #[derive(Debug)]
 pub struct Parts {
-    /// Asked for lists and statuses.
+    /// Container runtime.
     pub runtime: Runtime,
-    /// The runtime's name, as in `containerd://<id>`.
+    /// Name of the runtime, as in `containerd://<id>`.
     pub runtime_name: String,
-    /// The node's name.
+    /// Name of the node.
     pub node: String,
-    /// Where containers come and go.
+    /// Cgroups of the containers, for hints.
     pub cgroups: Arc<Cgroups>,
-    /// Where the pods are put.
+    /// Published pod table.
     pub table: watch::Sender<Arc<PodTable>>,
-    /// Set when they all are there.
+    /// Set once the table has all pods.
     pub complete: Complete,
-    /// What it tells of itself.
+    /// Metrics.
     pub metrics: Metrics,
 }
 
-/// Looks at a node.
+/// Observes a node.
 #[derive(Debug)]
 pub struct Observer {
     runtime: Runtime,
@@ -120,7 +118,7 @@ pub struct Observer {
     known: Details,
 }
 
-/// Details that were asked for, as long as what they are of is listed in the same state.
+/// Cached statuses of listed sandboxes and containers, valid while their listed state is unchanged.
 #[derive(Debug, Default)]
 struct Details {
     containers: HashMap<String, cri::ContainerStatus>,
@@ -128,7 +126,7 @@ struct Details {
 }
 
 impl Observer {
-    /// An observer that hasn't looked yet; `pulse` beats when it does.
+    /// Creates an observer; `pulse` records each answer of the runtime.
     #[must_use]
     pub fn new(parts: Parts, pulse: Pulse) -> Self {
         let Parts { runtime, runtime_name, node, cgroups, table, complete, metrics } = parts;
@@ -142,15 +140,15 @@ impl Observer {
             let mut said = None;
             loop {
                 let started = Instant::now();
-                // First, so that nothing falls between the list and the watching.
+                // Watching starts first, so that the list misses no change.
                 self.hints.watch().await;
-                let Some(looked) = shutdown.run_until_cancelled(self.look()).await else { return };
+                let Some(looked) = shutdown.run_until_cancelled(self.list()).await else { return };
                 match looked {
                     Ok(()) => said = None,
                     Err(error) => {
                         self.metrics.failures.inc();
                         if said.replace(error.kind) != Some(error.kind) {
-                            tracing::warn!("what runs here can't be told: {error}; asked again");
+                            tracing::warn!("cannot list the pods (will retry): {error}");
                         }
                     }
                 }
@@ -167,8 +165,8 @@ impl Observer {
         })
     }
 
-    /// Asks once, and publishes what is new.
-    async fn look(&mut self) -> Result<(), Error> {
+    /// Lists the runtime once, and publishes a changed table.
+    async fn list(&mut self) -> Result<(), Error> {
         self.metrics.lists.inc();
         let (sandboxes, containers) =
             tokio::try_join!(self.runtime.list_sandboxes(None), self.runtime.list_containers(None))?;
@@ -191,7 +189,7 @@ impl Observer {
         Ok(())
     }
 
-    /// Asks for the details of what is new or in another state, and forgets those of what has gone.
+    /// Requests the statuses of new or changed sandboxes and containers, and drops those of removed ones.
     async fn refresh(
         &mut self,
         sandboxes: &[cri::PodSandbox],
@@ -224,7 +222,7 @@ impl Observer {
     }
 }
 
-/// What went between the list and the question is no error.
+/// Treats "not found" as None: the object was removed after the list.
 async fn gone_is_none<T>(call: impl Future<Output = Result<T, Error>>) -> Result<Option<T>, Error> {
     match call.await {
         Ok(answer) => Ok(Some(answer)),

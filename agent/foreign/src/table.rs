@@ -1,8 +1,8 @@
-//! From CRI's lists and statuses to a pod table. Pure.
+//! Conversion of CRI's lists and statuses into a pod table. Pure.
 //!
-//! What a kubelet wrote on sandboxes and containers (labels, the restart count) is taken as it is; a
-//! runtime's user who wrote nothing has pods by their sandboxes' names. A pod's phase follows from its
-//! containers as far as that goes.
+//! The kubelet's labels and annotations on sandboxes and containers (names, the restart count) are used as
+//! they are; without them a pod has the name of its sandbox. A pod's phase follows from its containers, as
+//! far as possible.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use beelet_model::labels;
 use beelet_model::status::{OBSERVED, timestamp};
 use beelet_model::table::{PodEntry, PodName, PodTable};
 
-/// One look at the runtime.
+/// Lists and statuses of one reading of the runtime.
 pub(super) struct Listing<'a> {
     pub(super) node: &'a str,
     pub(super) runtime: &'a str,
@@ -29,7 +29,7 @@ pub(super) struct Listing<'a> {
 }
 
 impl Listing<'_> {
-    /// The table; None if it is `before`. Entries in which nothing changed stay the same.
+    /// Builds the table; None if it equals `before`. Unchanged entries keep their pointers.
     pub(super) fn table(&self, before: &PodTable) -> Option<PodTable> {
         let mut newest: BTreeMap<PodName, &cri::PodSandbox> = BTreeMap::new();
         for sandbox in self.sandboxes {
@@ -104,7 +104,7 @@ impl Listing<'_> {
         }
     }
 
-    /// The last attempt of each of the pod's containers, in the order of their first creation.
+    /// Returns the last attempt of each of the pod's containers, in the order of their first creation.
     fn newest_containers(&self, sandbox: &cri::PodSandbox) -> Vec<Attempts<'_>> {
         let uid = uid(sandbox);
         let of_pod = |one: &&cri::Container| {
@@ -117,7 +117,7 @@ impl Listing<'_> {
             if one.pod_sandbox_id == known.newest.pod_sandbox_id {
                 known.first = known.first.min(one.created_at);
             } else if is_newer {
-                // In another sandbox the pod began anew.
+                // In another sandbox the pod started again.
                 known.first = one.created_at;
             }
             if is_newer {
@@ -129,9 +129,9 @@ impl Listing<'_> {
         newest
     }
 
-    /// Returns true for an init container that is done. The runtime isn't told which ones these are; but the
-    /// kubelet makes none of the next before one of them has ended well, and makes the pod's own containers
-    /// one right after the other.
+    /// Returns true for a completed init container. The runtime does not know the init containers; but the
+    /// kubelet creates the next one only after one has succeeded, and creates the pod's own containers right
+    /// after each other.
     fn is_init(&self, one: &Attempts<'_>, all: &[Attempts<'_>]) -> bool {
         let ended = self.container_details.get(&one.newest.id).filter(|details| {
             details.state() == cri::ContainerState::ContainerExited && details.exit_code == 0
@@ -160,11 +160,11 @@ impl Listing<'_> {
     }
 }
 
-/// What is known of one container of a pod.
+/// Attempts of one container of a pod.
 #[derive(Clone, Copy)]
 struct Attempts<'a> {
     newest: &'a cri::Container,
-    /// When the first attempt in the sandbox of the newest one was made.
+    /// Creation time of the first attempt in the sandbox of the newest one.
     first: i64,
 }
 
@@ -174,7 +174,7 @@ impl<'a> Attempts<'a> {
     }
 }
 
-/// The pod's name: the kubelet's labels, else the sandbox's own.
+/// Returns the pod's name: from the kubelet's labels, else the sandbox's own.
 fn name(sandbox: &cri::PodSandbox) -> PodName {
     let metadata = sandbox.metadata.as_ref();
     let or = |label: &str, own: Option<&String>| {
@@ -197,7 +197,7 @@ fn container_name(one: &cri::Container) -> &str {
     one.labels.get(labels::CONTAINER_NAME).or(own).map_or("", String::as_str)
 }
 
-/// The name that the image was asked for by, where the runtime kept it.
+/// Returns the requested name of the image, if the runtime kept it.
 fn image(listed: &cri::Container, details: Option<&cri::ContainerStatus>) -> String {
     let told = details.and_then(|details| details.image.as_ref()).or(listed.image.as_ref());
     let Some(told) = told else { return String::new() };
@@ -242,8 +242,8 @@ fn waiting(reason: &str) -> ContainerState {
     }
 }
 
-/// A pod whose sandbox is up runs, also between two attempts of its containers; one whose sandbox is down has
-/// ended.
+/// Returns the pod's phase: a pod runs while its sandbox is up, also between two attempts of its containers,
+/// and has ended once the sandbox is down.
 fn phase(sandbox: &cri::PodSandbox, statuses: &[ContainerStatus]) -> &'static str {
     match sandbox.state() {
         _ if statuses.is_empty() => "Pending",
@@ -258,7 +258,7 @@ fn phase(sandbox: &cri::PodSandbox, statuses: &[ContainerStatus]) -> &'static st
     }
 }
 
-/// The kubelet knows; the runtime doesn't.
+/// Returns a condition with unknown readiness: only the kubelet knows it.
 fn unknown_readiness() -> PodCondition {
     PodCondition {
         type_: "Ready".to_owned(),
@@ -343,10 +343,10 @@ mod tests {
         assert!(container.state.as_ref().unwrap().running.as_ref().unwrap().started_at.is_some());
     }
 
-    /// A container: its name, when it was made, and the exit code and the time of its end.
+    /// A container: its name, its creation time, and the exit code and the time of its end.
     type Made<'a> = (&'a str, i64, Option<(i32, i64)>);
 
-    /// The init containers and the others of a pod with these containers.
+    /// Returns the init containers and the others of a pod with these containers.
     fn roles(containers: &[Made<'_>]) -> (Vec<String>, Vec<String>) {
         use cri::ContainerState::{ContainerExited, ContainerRunning};
         let state = |end: &Option<(i32, i64)>| if end.is_some() { ContainerExited } else { ContainerRunning };
@@ -395,18 +395,19 @@ mod tests {
             &["a", "b"],
             &["app"],
         );
-        // A sidecar runs before the next init container is made.
+        // A sidecar runs before the next init container is created.
         check(&[("side", 10, None), ("b", 30, Some((0, 40))), ("app", 50, None)], &["b"], &["side", "app"]);
-        // The pod's own containers are made before any of them has ended, and may be made again after it.
+        // The pod's own containers are created before any of them has ended, and may be created again after
+        // it.
         check(&[("one", 10, Some((0, 60))), ("app", 12, None)], &[], &["one", "app"]);
         check(
             &[("one", 10, Some((0, 60))), ("app", 12, Some((1, 70))), ("app", 80, None)],
             &[],
             &["one", "app"],
         );
-        // None that failed was the reason for the next.
+        // A failed container did not cause the next one.
         check(&[("one", 10, Some((1, 20))), ("app", 30, None)], &[], &["one", "app"]);
-        // With nobody after it, it may be all that the pod has.
+        // The last container may be the pod's only one.
         check(&[("one", 10, Some((0, 20)))], &[], &["one"]);
     }
 

@@ -1,4 +1,4 @@
-//! The service accounts of a cluster, and who asks the API server for them.
+//! Service accounts of a cluster, and the trait that reads them from the API server.
 
 use std::{collections::BTreeMap, fmt, future::Future, pin::Pin, sync::Arc};
 
@@ -7,16 +7,16 @@ use beelet_policy::pod::references::TokenReference;
 /// A service account.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Account {
-    /// Its UID.
+    /// UID of the account.
     pub uid: String,
-    /// Its annotations.
+    /// Annotations of the account.
     pub annotations: BTreeMap<String, String>,
 }
 
-/// A question under way.
+/// A request under way.
 pub type Asked<'a, T> = Pin<Box<dyn Future<Output = Result<T, AccountError>> + Send + 'a>>;
 
-/// Why there is no answer. Displayed, it is a sentence.
+/// Failure of a request; its display is a sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AccountError(pub String);
 
@@ -28,10 +28,10 @@ impl fmt::Display for AccountError {
 
 impl std::error::Error for AccountError {}
 
-/// Knows service accounts.
+/// Reads service accounts.
 pub trait ServiceAccounts: Send + Sync + fmt::Debug {
-    /// An account by its namespace and name.
+    /// Reads an account by its namespace and name.
     fn account<'a>(&'a self, namespace: &'a str, name: &'a str) -> Asked<'a, Account>;
-    /// A token of an account; the same one for the same question, as long as it holds.
+    /// Returns a token of an account; the same one for the same reference, while it is valid.
     fn token<'a>(&'a self, of: &'a TokenReference) -> Asked<'a, Arc<str>>;
 }

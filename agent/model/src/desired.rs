@@ -1,4 +1,4 @@
-//! What should run on the node: made by a source of pods, read by their manager.
+//! Desired pods of the node, from a source of pods for the pods' manager.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,42 +12,42 @@ use crate::objects::Objects;
 use crate::origin::Origin;
 use crate::table::{PodName, RejectedManifest};
 
-/// The pods that should run: by the folder's manifests, by the API server, or by both.
+/// Pods that should run: from the folder's manifests, from the API server, or from both.
 ///
-/// A manifest that becomes invalid takes nothing away: while the agent runs, the pod of its last valid
-/// content stays in `pods`. After a restart there is no such content, so the file is in `unreadable`, and a
-/// pod that runs from it must be left alone: ask [`Desired::may_remove`] before a pod that isn't in `pods` is
-/// stopped.
+/// A manifest that becomes invalid does not stop its pod: while the agent runs, the pod of its last valid
+/// content stays in `pods`. After a restart that content is unknown, so the file is in `unreadable`, and a
+/// pod that runs from it must be left alone: check [`Desired::may_remove`] before stopping a pod that is not
+/// in `pods`.
 #[derive(Clone, Debug, Default)]
 pub struct Desired {
     /// Complete, valid pods with their identity on this node and their priority.
     pub pods: BTreeMap<PodName, Arc<Pod>>,
-    /// What became no pod, and why. A file can be here and its earlier pod in `pods`.
+    /// Rejected manifests, with the reason. The earlier pod of a file may still be in `pods`.
     pub rejected: Vec<RejectedManifest>,
-    /// Manifests that are there, but whose pod isn't known: never valid since the agent started.
+    /// Existing manifests with an unknown pod: never valid since the agent's start.
     pub unreadable: BTreeSet<PathBuf>,
-    /// UIDs of pods that the API server assigns to this node and that can't be read: what runs of them is
-    /// left alone.
+    /// UIDs of unreadable pods that the API server assigns to this node; their running containers are left
+    /// alone.
     pub unreadable_uids: BTreeSet<String>,
-    /// The folder itself couldn't be read (or was never there since the agent started): `pods` may lack pods
-    /// that should run.
+    /// True if the folder itself is unreadable (or never existed since the agent's start): `pods` may lack
+    /// pods.
     pub folder_unread: bool,
-    /// The API server has not said yet which pods it assigns to this node: `pods` may lack some of them.
+    /// True until the API server has listed the pods of this node: `pods` may lack some of them.
     pub api_unread: bool,
-    /// No folder is configured. What runs from a file of an earlier configuration is left alone.
+    /// True without a configured folder. Pods from files of an earlier configuration are left alone.
     pub without_folder: bool,
-    /// The node as the API server has it, as far as pods may choose it.
+    /// The API server's Node, as far as pods may select it.
     pub node: Option<Arc<NodeView>>,
-    /// What pods refer to by name: ConfigMaps, Secrets, RuntimeClasses.
+    /// Objects that pods refer to by name: ConfigMaps, Secrets, RuntimeClasses.
     pub objects: Arc<Objects>,
-    /// How often a pod's manifest was deleted and put back, by UID, where that ends the pod that ran by it.
+    /// Number of times that a pod's manifest was deleted and restored, by UID, if that ends the running pod.
     pub put_back: BTreeMap<String, u64>,
-    /// The files of priority classes, by name.
+    /// Files of priority classes, by name.
     pub class_files: BTreeMap<String, PathBuf>,
 }
 
 impl PartialEq for Desired {
-    /// Pods and objects that both share are not compared by content.
+    /// Compares shared pods and objects by pointer.
     fn eq(&self, other: &Self) -> bool {
         let Self {
             pods,
@@ -80,7 +80,8 @@ impl PartialEq for Desired {
 }
 
 impl Desired {
-    /// Joins what several sources want. If two name the same pod or object, the first source counts.
+    /// Joins the desired pods of several sources. If two name the same pod or object, the first source
+    /// counts.
     #[must_use]
     pub fn joined(sources: &[Arc<Self>]) -> Self {
         let mut all = Self::default();
@@ -104,7 +105,7 @@ impl Desired {
         all
     }
 
-    /// The file that describes an object, if any does: `kind` as it is written, a pod's name as on this node.
+    /// Returns the file of an object, if it has one: `kind` as in the manifest, a pod's name as on this node.
     #[must_use]
     pub fn file(&self, kind: &str, namespace: &str, name: &str) -> Option<PathBuf> {
         match kind {
@@ -119,21 +120,21 @@ impl Desired {
         }
     }
 
-    /// Returns true if not all that should run is known.
+    /// Returns true if some desired pods are unknown.
     #[must_use]
     pub fn is_incomplete(&self) -> bool {
         self.folder_unread || self.api_unread || !self.unreadable_uids.is_empty()
     }
 
-    /// Returns true if a running pod of a manifest that isn't in `pods` may be stopped. `manifest` is the
-    /// file it was made from, by its annotation ([`super::ANNOTATION_MANIFEST`]).
+    /// Returns true if a running pod of a manifest that is not in `pods` may be stopped. `manifest` is the
+    /// pod's file, from its annotation ([`super::ANNOTATION_MANIFEST`]).
     #[must_use]
     pub fn may_remove(&self, manifest: Option<&Path>) -> bool {
         let is_known = !self.folder_unread && !self.without_folder;
         is_known && manifest.is_none_or(|file| !self.unreadable.contains(file))
     }
 
-    /// The same for the running pod of this UID, of any origin.
+    /// Returns true if the running pod with this UID, of any origin, may be stopped.
     #[must_use]
     pub fn may_remove_of(&self, origin: Origin, uid: &str, manifest: Option<&Path>) -> bool {
         match origin {
@@ -143,7 +144,7 @@ impl Desired {
     }
 }
 
-/// All objects together. Mostly one source has any, and what it has is not copied.
+/// Joins all objects. If only one source has any, as usual, its set is not copied.
 fn joined_objects<'a>(sources: impl Iterator<Item = &'a Arc<Objects>>) -> Arc<Objects> {
     let some: Vec<&Arc<Objects>> = sources.filter(|objects| !objects.is_empty()).collect();
     if let [only] = some.as_slice() {

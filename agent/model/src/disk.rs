@@ -1,4 +1,4 @@
-//! What a pod has on the node's disk.
+//! Disk usage of a pod.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,12 +10,12 @@ use std::{
 use beelet_proto::cri;
 use jiff::Timestamp;
 
-/// Bytes on disk, and inodes.
+/// Used bytes and inodes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Taken {
     /// Bytes of blocks.
     pub bytes: u64,
-    /// Files, folders and all else that has an inode.
+    /// Files, folders and other objects with an inode.
     pub inodes: u64,
 }
 
@@ -28,9 +28,9 @@ impl Sum for Taken {
     }
 }
 
-/// A kind of plain file in a pod's folder that is mounted into containers, which may write to it. Both
-/// sides go by this list: a mount of such a file is made by [`Self::mount`] alone, and a measurement of a
-/// pod's disk has each of [`Self::ALL`] in it. A file that is mounted but not counted is room without a limit
+/// A kind of plain file in a pod's folder that is mounted into containers, which may write to it. Mounts and
+/// measurements share this list: only [`Self::mount`] mounts these files, and a measurement of a pod's disk
+/// includes each of [`Self::ALL`]. A file that is mounted but not counted is room without a limit
 /// (CVE-2020-8557).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum WritableFile {
@@ -48,7 +48,7 @@ impl WritableFile {
     /// All kinds.
     pub const ALL: [Self; 4] = [Self::Hosts, Self::Hostname, Self::Resolver, Self::TerminationMessage];
 
-    /// Its name in messages.
+    /// Returns the name of the kind in messages.
     #[must_use]
     pub const fn label(self) -> &'static str {
         match self {
@@ -59,7 +59,7 @@ impl WritableFile {
         }
     }
 
-    /// Where those of a container are, below the pod's folder: a file, or a folder of files.
+    /// Returns a container's path of this kind, below the pod's folder: a file, or a folder of files.
     #[must_use]
     pub fn place(self, container: &str) -> PathBuf {
         match self {
@@ -70,7 +70,7 @@ impl WritableFile {
         }
     }
 
-    /// The mount of such a file, which is at `host_path` on the node.
+    /// Returns the mount of a file of this kind, which is at `host_path` on the node.
     #[must_use]
     pub fn mount(self, host_path: &Path, container_path: &str, readonly: bool) -> cri::Mount {
         cri::Mount {
@@ -83,7 +83,7 @@ impl WritableFile {
     }
 }
 
-/// What a pod has on disk, as last measured.
+/// Last measured disk usage of a pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PodDisk {
     /// emptyDir volumes on disk, by name.
@@ -92,14 +92,14 @@ pub struct PodDisk {
     pub logs: BTreeMap<String, Taken>,
     /// Writable layers by container.
     pub rootfs: BTreeMap<String, Taken>,
-    /// Files of the node that its containers may write.
+    /// Files of the node that containers may write.
     pub files: BTreeMap<WritableFile, Taken>,
-    /// The volumes with folders deeper than a measurement goes: there may be any amount in those folders.
+    /// Volumes with folders deeper than a measurement goes, which may contain any amount.
     pub too_deep: BTreeSet<String>,
 }
 
 impl PodDisk {
-    /// All of it.
+    /// Returns the total.
     #[must_use]
     pub fn whole(&self) -> Taken {
         let by_name = self.volumes.values().chain(self.logs.values()).chain(self.rootfs.values());
@@ -107,65 +107,64 @@ impl PodDisk {
     }
 }
 
-/// The room in a volume that has a file system, or a device, of its own; 0 where whoever was asked does not
-/// say it.
+/// Room in a volume with its own file system or device; 0 for unknown values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Room {
     /// Bytes in all.
     pub capacity_bytes: u64,
-    /// Bytes that may still be written.
+    /// Writable bytes.
     pub available_bytes: u64,
-    /// Bytes that are taken.
+    /// Used bytes.
     pub used_bytes: u64,
     /// Inodes in all.
     pub inodes: u64,
-    /// Inodes that are free.
+    /// Free inodes.
     pub inodes_free: u64,
-    /// Inodes that are taken.
+    /// Used inodes.
     pub inodes_used: u64,
 }
 
-/// What a pod's volume was found to have.
+/// Measured usage of a pod's volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VolumeUse {
-    /// The pod's name of the volume.
+    /// Name of the volume in the pod.
     pub volume: String,
-    /// The namespace and name of the claim; None of a volume that is the pod's own.
+    /// Namespace and name of the claim; None for a volume in the pod's own spec.
     pub claim: Option<(String, String)>,
-    /// When.
+    /// Time of the measurement.
     pub at: Timestamp,
-    /// The room in it.
+    /// Room in the volume.
     pub room: Room,
-    /// Its storage plugin says that something is wrong with it; None if the plugin says nothing of that.
+    /// True if the storage plugin reports a problem with the volume; None if the plugin reports no health.
     pub abnormal: Option<bool>,
 }
 
-/// The volumes of pods, by the pods' UIDs, as last asked.
+/// Last measured volumes of pods, by pod UID.
 pub type VolumesUse = Arc<BTreeMap<String, Vec<VolumeUse>>>;
 
-/// Paths in the node's file systems; None where nobody has said which it is.
+/// Paths in the node's file systems; None if unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Places {
-    /// That of volumes and logs.
+    /// Path in the file system of volumes and logs.
     pub node: Option<PathBuf>,
-    /// That of images.
+    /// Path in the file system of images.
     pub images: Option<PathBuf>,
-    /// That of writable layers.
+    /// Path in the file system of writable layers.
     pub containers: Option<PathBuf>,
-    /// What the images take, as the runtime says.
+    /// Usage of all images, from the runtime.
     pub all_images: Option<Taken>,
 }
 
-/// Tells what was measured on disk; measures nothing itself.
+/// Reports measured disk usage; does not measure.
 pub trait DiskUse: Send {
-    /// What the pod of this UID has, once that was measured.
+    /// Returns the usage of the pod with this UID, once measured.
     fn of(&self, uid: &str) -> Option<PodDisk>;
 
-    /// Where the node's file systems are.
+    /// Returns paths in the node's file systems.
     fn places(&self) -> Places;
 }
 
-/// Nobody measures.
+/// A [`DiskUse`] without measurements.
 #[derive(Clone, Copy, Debug)]
 pub struct Unmeasured;
 

@@ -1,24 +1,24 @@
-//! The one answer to the question whether anything of a pod still runs.
+//! Proof that all containers of a pod have ended.
 //!
-//! A phase says how a pod ended; that nothing of it runs any more is another thing. Its room, its devices,
-//! its probes and its place in what the node counts go by the second. All parts ask here, and what gives
-//! something of a pod away takes an [`Ended`], which nothing else can make.
+//! A final phase does not prove that no container runs any more. The release of a pod's room, devices, probes
+//! and node-wide counts needs that proof. All parts use this module, and functions that release something of
+//! a pod take an [`Ended`], which only this module can create.
 
 use k8s_openapi::api::core::v1 as core;
 
 use crate::status::has_ended;
 
-/// The proof that nothing of a pod runs any more, nor will again.
+/// Proof that no container of a pod runs any more, nor will again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ended(());
 
 impl Ended {
-    /// The proof for a pod of this status, if there is one. `stopped` is the word of the pod's worker, which
-    /// stopped all that ran.
+    /// Returns the proof for a pod with this status, if it has ended. `stopped` is set by the pod's worker
+    /// after it has stopped all containers.
     ///
-    /// Without that word the phase must be final and no container may run, as under the kubelet
-    /// (`filterOutInactivePods`): a sidecar or an ephemeral container may be there for longer than the
-    /// containers from which the phase follows.
+    /// Without `stopped` the phase must be final and no container may run, as under the kubelet
+    /// (`filterOutInactivePods`): a sidecar or an ephemeral container may outlive the containers that
+    /// determine the phase.
     #[must_use]
     pub fn of(status: Option<&core::PodStatus>, stopped: bool) -> Option<Self> {
         let by_itself = || has_ended(status) && !status.is_some_and(any_running);
@@ -26,7 +26,7 @@ impl Ended {
     }
 }
 
-/// Returns true if a status says of any container, whatever its kind, that it runs.
+/// Returns true if a status has a running container of any kind.
 fn any_running(status: &core::PodStatus) -> bool {
     let usual = status.init_container_statuses.iter().chain(&status.container_statuses);
     let mut all = usual.chain(&status.ephemeral_container_statuses).flatten();

@@ -1,7 +1,7 @@
-//! Pods that were ended for good by something other than their own containers: evicted, preempted, refused by
-//! admission, past their deadline. Such a pod gives everything back, but stays in the table as `Failed` until
-//! its manifest changes or somebody asks for another try. One that admission refused is asked for again after
-//! a restart of the agent, as under the kubelet.
+//! Pods that were ended permanently for a reason other than their own containers: evicted, preempted,
+//! rejected by admission, past their deadline. A failed pod releases everything, but stays in the table as
+//! `Failed` until its manifest changes or a part requests another try. Admission decides on a rejected pod
+//! again after a restart of the agent, as under the kubelet.
 
 use std::time::Duration;
 
@@ -12,18 +12,18 @@ use serde::{Deserialize, Serialize};
 use super::pressure::EVICTED;
 use super::status::whole_second;
 
-/// The reason of a pod that was active for longer than its activeDeadlineSeconds, as the kubelet has it.
+/// Reason of a pod that was active for longer than its activeDeadlineSeconds, as in the kubelet.
 pub const DEADLINE_EXCEEDED: &str = "DeadlineExceeded";
-/// The reason of a pod that was ended because the machine went down, as the kubelet has it.
+/// Reason of a pod that was terminated because the machine went down, as in the kubelet.
 pub const NODE_SHUTDOWN: &str = "Terminated";
-/// The condition that says so: not the pod's own fault.
+/// Condition of a disruption that the pod did not cause.
 const DISRUPTION: &str = "DisruptionTarget";
 /// Reasons with which the kubelet sets [`DISRUPTION`].
 const DISRUPTIONS: &[&str] = &["Evicted", "Preempting", NODE_SHUTDOWN];
 
-/// The reason of a pod that was not let in because the machine goes down.
+/// Reason of a pod that was rejected because the machine goes down.
 pub const NODE_SHUTS_DOWN: &str = "NodeShutdown";
-/// Reasons of pods that were not let in, as the kubelet has them; those that begin with [`OUT_OF`] too.
+/// Reasons of rejected pods, as in the kubelet; those that begin with [`OUT_OF`] as well.
 const REFUSALS: &[&str] = &[
     "UnexpectedAdmissionError",
     NODE_SHUTS_DOWN,
@@ -37,66 +37,66 @@ const REFUSALS: &[&str] = &[
     "NodeName",
     "TaintToleration",
 ];
-/// Not enough of what follows.
+/// Prefix of reasons for a lack of the resource that follows.
 const OUT_OF: &str = "OutOf";
-/// How the message of a pod begins that was not let in, as the kubelet's does. A node that is short of
-/// something refuses pods with the reason of those that it evicts: only this tells them apart.
+/// Beginning of the message of a rejected pod, as in the kubelet. A node under pressure rejects pods with the
+/// reason of evicted ones: only this prefix distinguishes them.
 pub const REJECTED: &str = "Pod was rejected: ";
 
-/// Says when another try of a pod that was not let in may succeed. The part that refuses a pod sets it;
-/// nothing reads it out of the reason's word.
+/// Condition for another try of a rejected pod. The part that rejects the pod sets it; no part derives it
+/// from the reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Refusal {
-    /// As soon as room is given back: amounts, ports, or pods that may be preempted.
+    /// Retry once room is released: amounts, ports, or pods that may be preempted.
     Room,
-    /// When something else has changed: the node's condition, its devices, the manifest. The part that knows
-    /// of that asks for another try.
+    /// Retry after another change: the node's condition, its devices, the manifest. The part that detects the
+    /// change requests the try.
     Other,
 }
 
-/// Why a pod was ended, and how far that has come. It is a part of the pod's durable record.
+/// Reason and progress of a pod's end; part of the pod's durable record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodFailure {
-    /// One word, `status.reason`: `Evicted`, `Preempting`, `OutOfcpu`, …
+    /// `status.reason`, a word: `Evicted`, `Preempting`, `OutOfcpu`, …
     pub reason: String,
-    /// A sentence, `status.message`.
+    /// `status.message`, a sentence.
     pub message: String,
-    /// How long its containers get to end by themselves; `None` for the pod's own grace period.
+    /// Grace period of its containers; `None` for the pod's own.
     pub grace: Option<Duration>,
-    /// Nothing of it runs any more: its phase is `Failed`, and whoever makes another pod in its place may do
-    /// so.
+    /// True once all containers have ended: the phase is `Failed`, and a controller may create another pod in
+    /// its place.
     #[serde(default)]
     pub stopped: bool,
-    /// Its cgroup and its volumes are gone too. Only then is its room free.
+    /// True once its cgroup and volumes are removed too. Only then is its room free.
     pub cleared: bool,
-    /// Set if it was not let in. Records of before that was noted have only the reason's words.
+    /// Set for a rejected pod. Older records lack the field and have only the reason.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub refusal: Option<Refusal>,
 }
 
 impl PodFailure {
-    /// A failure of a pod that still has everything.
+    /// Creates the failure of a pod that has released nothing yet.
     #[must_use]
     pub fn new(reason: impl Into<String>, message: impl Into<String>, grace: Option<Duration>) -> Self {
         let (reason, message) = (reason.into(), message.into());
         Self { reason, message, grace, stopped: false, cleared: false, refusal: None }
     }
 
-    /// The failure of a pod that was not let in.
+    /// Creates the failure of a rejected pod.
     #[must_use]
     pub fn refused(reason: impl Into<String>, message: impl Into<String>, refusal: Refusal) -> Self {
         Self { refusal: Some(refusal), ..Self::new(reason, message, None) }
     }
 
-    /// Returns true if nothing of it runs any more. A record of before that was noted has only the whole end.
+    /// Returns true if all containers have ended. Older records have only `cleared`.
     #[must_use]
     pub fn has_stopped(&self) -> bool {
         self.stopped || self.cleared
     }
 
-    /// Returns true if the pod was not let in, for lack of room, devices, ports. The kubelet remembers such a
-    /// pod no longer than it runs itself: after its restart a static pod is asked for again. One that was
-    /// evicted or preempted, or is past its deadline, has been let in.
+    /// Returns true if the pod was rejected, for lack of room, devices, ports. The kubelet forgets a rejected
+    /// pod at its restart, and decides on a static pod again. A pod that was evicted or preempted, or is past
+    /// its deadline, was admitted.
     #[must_use]
     pub fn is_refusal(&self) -> bool {
         self.refusal.is_some()
@@ -105,21 +105,22 @@ impl PodFailure {
             || self.reason == EVICTED && self.message.starts_with(REJECTED)
     }
 
-    /// Whether it went with its machine. Where nobody makes another pod in its place (a static one) it
-    /// runs again once the machine does.
+    /// Returns true if the pod was terminated with its machine. A static pod, which no controller replaces,
+    /// runs again after the boot.
     #[must_use]
     pub fn is_of_shutdown(&self) -> bool {
         self.reason == NODE_SHUTDOWN || self.reason == NODE_SHUTS_DOWN
     }
 
-    /// The sooner of two wishes wins: a pod that must go at once doesn't wait for an earlier, gentler end.
+    /// Shortens the grace period: the shorter of two wins, so a pod that must end at once does not wait for
+    /// an earlier, longer one.
     pub fn hasten(&mut self, grace: Option<Duration>, own: Duration) {
         if grace.is_some_and(|wanted| wanted < self.grace.unwrap_or(own)) {
             self.grace = grace;
         }
     }
 
-    /// Writes the failure into a status that was made without it. `previous` is the status before.
+    /// Writes the failure into a status that lacks it. `previous` is the previous status.
     pub fn mark(&self, status: &mut core::PodStatus, previous: Option<&core::PodStatus>, now: Timestamp) {
         status.reason = Some(self.reason.clone());
         status.message = Some(self.message.clone());

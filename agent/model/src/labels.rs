@@ -1,5 +1,5 @@
-//! The labels and annotations that tie sandboxes and containers to pods. The first group is the
-//! kubelet's, so that crictl and every other tool shows our pods as it shows a kubelet's.
+//! Labels and annotations that connect sandboxes and containers to pods. The first group is the
+//! kubelet's, so that crictl and other tools show our pods like a kubelet's.
 
 /// Label: the pod's name.
 pub const POD_NAME: &str = "io.kubernetes.pod.name";
@@ -9,18 +9,18 @@ pub const POD_NAMESPACE: &str = "io.kubernetes.pod.namespace";
 pub const POD_UID: &str = "io.kubernetes.pod.uid";
 /// Label: the container's name in the pod's spec.
 pub const CONTAINER_NAME: &str = "io.kubernetes.container.name";
-/// Container annotation: a digest of what it was made from.
+/// Container annotation: a digest of the container's definition.
 pub const CONTAINER_HASH: &str = "io.kubernetes.container.hash";
 /// Container annotation: the restart count.
 pub const RESTART_COUNT: &str = "io.kubernetes.container.restartCount";
-/// Container and sandbox annotation: seconds a pod gets to end by itself.
+/// Container and sandbox annotation: the pod's grace period in seconds.
 pub const GRACE_PERIOD: &str = "io.kubernetes.pod.terminationGracePeriod";
-/// Container annotation: where in the container its last words are.
+/// Container annotation: path of the termination message in the container.
 pub const TERMINATION_PATH: &str = "io.kubernetes.container.terminationMessagePath";
-/// Container annotation: whether the log's end will do for them.
+/// Container annotation: whether the log's end may replace the termination message.
 pub const TERMINATION_POLICY: &str = "io.kubernetes.container.terminationMessagePolicy";
 
-/// Label on everything the agent creates. Nothing without it is ever touched.
+/// Label on every sandbox and container that the agent creates. The agent never touches others.
 pub const MANAGED_BY: &str = "beelet.dev/managed-by";
 /// The value of [`MANAGED_BY`].
 pub const MANAGED_BY_BEELET: &str = "beelet";
@@ -28,32 +28,31 @@ pub const MANAGED_BY_BEELET: &str = "beelet";
 pub const MANIFEST: &str = "beelet.dev/manifest";
 /// Sandbox annotation: a digest of the pod without the amounts that may change while it runs.
 pub const SHAPE: &str = "beelet.dev/shape";
-/// Container annotation: the restart delay in whole seconds that went before this start.
+/// Container annotation: the restart delay before this start, in whole seconds.
 pub const RESTART_DELAY: &str = "beelet.dev/restart-delay-seconds";
-/// Container annotation: how often all containers of the pod had been restarted together before this start.
+/// Container annotation: number of restarts of all containers of the pod before this start.
 pub const ROUND: &str = "beelet.dev/round";
-/// Container annotation: its amounts of cpu and memory that can't change while it runs.
+/// Container annotation: the amounts of cpu and memory that cannot change while the container runs.
 pub const AMOUNTS: &str = "beelet.dev/amounts";
-/// Container annotation: the devices it was given, from which a lost checkpoint is rebuilt.
+/// Container annotation: the container's devices, from which a lost checkpoint is rebuilt.
 pub const DEVICES: &str = "beelet.dev/devices";
 
-/// What the manifest said when it became this pod; changes with the manifest even where the UID is written in
-/// it.
+/// Hash of the manifest's content for this pod; changes with the manifest even if that contains the UID.
 pub const ANNOTATION_HASH: &str = "kubernetes.io/config.hash";
 
-/// When the agent first read the manifest with this content, RFC 3339.
+/// Time at which the agent first read the manifest with this content, RFC 3339.
 pub const ANNOTATION_SEEN: &str = "kubernetes.io/config.seen";
 
-/// `file` where static pods are to be critical, as they are to the kubelet; [`SOURCE_API`] for pods of the
-/// API server; else absent.
+/// `file` if static pods are critical, as in the kubelet; [`SOURCE_API`] for pods of the API server; else
+/// absent.
 pub const ANNOTATION_SOURCE: &str = "kubernetes.io/config.source";
 
 /// The value of [`ANNOTATION_SOURCE`] for pods of the API server.
 pub const SOURCE_API: &str = "api";
 
-/// The UID of the pod of the same name that this one waits for: that one was deleted by force, and has not
-/// gone yet.
+/// UID of the pod with the same name that this one waits for: it was deleted by force, and has not
+/// ended yet.
 pub const ANNOTATION_WAITS_FOR: &str = "beelet.dev/waits-for";
 
-/// The manifest's path. Sandboxes carry it too: see [`super::Desired::may_remove`].
+/// Path of the manifest. Sandboxes carry it too: see [`super::Desired::may_remove`].
 pub const ANNOTATION_MANIFEST: &str = "beelet.dev/manifest";

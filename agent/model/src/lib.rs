@@ -1,5 +1,6 @@
-//! The nouns of the node that all parts share. No I/O, no tasks.
-// What this adds up comes from outside.
+//! Types that all parts of the node share: pods, the pod table, requests, objects, failures. No I/O, no
+//! tasks.
+// Sums in this crate are of numbers from outside.
 #![cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 
 pub mod accounts;

@@ -1,8 +1,8 @@
-//! The objects that pods refer to by name and that a cluster keeps in its API server: ConfigMaps, Secrets and
-//! RuntimeClasses, on a standalone node in manifests beside the pods'; and the services of a cluster.
+//! Objects that pods refer to by name: ConfigMaps, Secrets and RuntimeClasses, from the API server of a
+//! cluster or from manifests on a standalone node; and the services of a cluster.
 //!
-//! Immutable once built; a new set is built whenever a manifest changes. Values of secrets must never get
-//! into a log: this type's `Debug` shows names only.
+//! A set is immutable; each change of a manifest builds a new one. Values of secrets must never get into a
+//! log: the types' `Debug` shows names only.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -17,7 +17,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::origin::Origin;
 
-/// One object with the file it came from.
+/// An object with its file.
 #[derive(Clone, Debug)]
 struct Kept<T> {
     file: PathBuf,
@@ -25,26 +25,26 @@ struct Kept<T> {
 }
 
 impl<T: PartialEq> PartialEq for Kept<T> {
-    /// At once where it is the same object in memory.
+    /// Compares pointers first.
     fn eq(&self, other: &Self) -> bool {
         self.file == other.file && (Arc::ptr_eq(&self.object, &other.object) || self.object == other.object)
     }
 }
 
-/// Objects of one kind by namespace and name; the namespace of those that have none is empty.
+/// Objects of one kind by namespace and name; cluster-wide objects have an empty namespace.
 type ByName<T> = BTreeMap<(String, String), Kept<T>>;
 
-/// The services of a cluster. Cheap to clone, and to compare with a clone.
+/// Services of a cluster. Cloning them, and comparing clones, is cheap.
 #[derive(Clone)]
 pub struct Services(Arc<Vec<Service>>);
 
 impl Services {
-    /// All services that there are.
+    /// Creates the set of all services.
     pub fn new(all: Vec<Service>) -> Self {
         Self(Arc::new(all))
     }
 
-    /// Each of them.
+    /// Iterates over the services.
     pub fn iter(&self) -> impl Iterator<Item = &Service> {
         self.0.iter()
     }
@@ -56,39 +56,39 @@ impl PartialEq for Services {
     }
 }
 
-/// The trust bundles of a cluster, by name.
+/// Trust bundles of a cluster, by name.
 pub type TrustBundles = Arc<BTreeMap<String, ClusterTrustBundle>>;
 
-/// All of them.
+/// Set of all objects that pods may refer to.
 #[derive(Clone, Default, PartialEq)]
 pub struct Objects {
     config_maps: ByName<ConfigMap>,
     secrets: ByName<Secret>,
     runtime_classes: ByName<RuntimeClass>,
     tokens: BTreeMap<TokenReference, Arc<str>>,
-    /// Pods start without the tokens that are missing.
+    /// True if pods start without missing tokens.
     tokens_optional: bool,
-    /// None on a standalone node, and until the API server has told them.
+    /// Services; None on a standalone node, and until the API server has listed them.
     services: Option<Services>,
-    /// None until a pod wants any, and the API server has told them.
+    /// Trust bundles; None until a pod refers to one and the API server has listed them.
     trust_bundles: Option<TrustBundles>,
-    /// What the API server was asked for and has not answered yet.
+    /// Objects requested from the API server, without an answer yet.
     unread: BTreeSet<Reference>,
 }
 
-/// An object as a manifest describes it.
+/// An object from a manifest.
 #[derive(Clone, PartialEq)]
 pub enum Object {
     /// Configuration, as text or bytes.
     ConfigMap(Arc<ConfigMap>),
-    /// The same, to be kept from others' eyes.
+    /// Confidential configuration.
     Secret(Arc<Secret>),
-    /// Another way to run a pod.
+    /// A runtime handler for pods.
     RuntimeClass(Arc<RuntimeClass>),
 }
 
 impl Object {
-    /// `ConfigMap`, `Secret`, `RuntimeClass`.
+    /// Returns `ConfigMap`, `Secret` or `RuntimeClass`.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::ConfigMap(_) => "ConfigMap",
@@ -97,7 +97,7 @@ impl Object {
         }
     }
 
-    /// Its metadata.
+    /// Returns the object's metadata.
     pub fn metadata(&self) -> &ObjectMeta {
         match self {
             Self::ConfigMap(map) => &map.metadata,
@@ -129,8 +129,7 @@ impl fmt::Debug for Objects {
 }
 
 impl Objects {
-    /// Adds an object, in the place of one of its kind and name. The file of one that the API server keeps is
-    /// empty.
+    /// Adds an object, and replaces one of its kind and name. Objects of the API server have an empty file.
     pub fn add(&mut self, file: &Path, object: &Object) {
         let metadata = object.metadata();
         let name = metadata.name.clone().unwrap_or_default();
@@ -147,17 +146,17 @@ impl Objects {
         self.tokens.insert(of, token);
     }
 
-    /// Lets pods start without the tokens that are missing: nobody gives any now.
+    /// Lets pods start without missing tokens, while no API server issues any.
     pub fn do_without_tokens(&mut self) {
         self.tokens_optional = true;
     }
 
-    /// Whether pods start without the tokens that are missing.
+    /// Returns true if pods start without missing tokens.
     pub fn are_tokens_optional(&self) -> bool {
         self.tokens_optional
     }
 
-    /// Notes that an object may exist, but was not read yet.
+    /// Records that an object may exist, but was not read yet.
     pub fn add_unread(&mut self, reference: Reference) {
         self.unread.insert(reference);
     }
@@ -172,23 +171,24 @@ impl Objects {
         self.trust_bundles = Some(bundles);
     }
 
-    /// The trust bundles of the cluster, if they are known.
+    /// Returns the trust bundles of the cluster, if known.
     pub fn trust_bundles(&self) -> Option<&BTreeMap<String, ClusterTrustBundle>> {
         self.trust_bundles.as_deref()
     }
 
-    /// The services of the cluster, as far as they are known.
+    /// Returns the known services of the cluster.
     pub fn services(&self) -> impl Iterator<Item = &Service> {
         self.services.iter().flat_map(Services::iter)
     }
 
-    /// A token of a service account.
+    /// Returns a token of a service account.
     pub fn token(&self, of: &TokenReference) -> Option<&str> {
         self.tokens.get(of).map(|token| &**token)
     }
 
-    /// Returns true if the API server has not answered yet for something that `pod` refers to: nobody knows
-    /// whether it can run. Every pod of the API server refers to the services, by its variables.
+    /// Returns true if the API server has not answered yet about an object that `pod` refers to, so that it
+    /// is unknown whether the pod can run. Every pod of the API server refers to the services, by its
+    /// variables.
     pub fn is_unread(&self, pod: &Pod) -> bool {
         Origin::of(pod).is_api()
             && (self.services.is_none()
@@ -214,17 +214,17 @@ impl Objects {
             && (self.trust_bundles == others.trust_bundles || !references::wants_trust_bundles(pod))
     }
 
-    /// Returns true if there are none, and nothing is said of those that are missing.
+    /// Returns true if the set has neither objects nor settings about missing ones.
     pub(crate) fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Returns true if both are the same, at once where they are one.
+    /// Returns true if both sets are equal; compares pointers first.
     pub fn are_same(one: &Arc<Self>, other: &Arc<Self>) -> bool {
         Arc::ptr_eq(one, other) || one == other
     }
 
-    /// Adds what `others` has and this lacks.
+    /// Adds the objects of `others` that this set lacks.
     pub(crate) fn add_missing(&mut self, others: &Self) {
         for (of, token) in &others.tokens {
             self.tokens.entry(of.clone()).or_insert_with(|| Arc::clone(token));
@@ -242,22 +242,22 @@ impl Objects {
         add_missing(&mut self.runtime_classes, &others.runtime_classes);
     }
 
-    /// A ConfigMap.
+    /// Returns a ConfigMap.
     pub fn config_map(&self, namespace: &str, name: &str) -> Option<&ConfigMap> {
         get(&self.config_maps, namespace, name)
     }
 
-    /// A Secret.
+    /// Returns a Secret.
     pub fn secret(&self, namespace: &str, name: &str) -> Option<&Secret> {
         get(&self.secrets, namespace, name)
     }
 
-    /// A RuntimeClass.
+    /// Returns a RuntimeClass.
     pub fn runtime_class(&self, name: &str) -> Option<&RuntimeClass> {
         get(&self.runtime_classes, "", name)
     }
 
-    /// The file that an object of this kind and name came from.
+    /// Returns the file of the object with this kind and name.
     pub fn file(&self, kind: &str, namespace: &str, name: &str) -> Option<&Path> {
         let key = |namespace: &str| (namespace.to_owned(), name.to_owned());
         let file = match kind {
@@ -269,8 +269,8 @@ impl Objects {
         file.filter(|file| !file.as_os_str().is_empty())
     }
 
-    /// The runtime's handler for a pod: its class's, or, where no manifest describes the class, the one of
-    /// the class's own name; empty for a pod without a class.
+    /// Returns the runtime's handler for a pod: its class's or, without a manifest for the class, the one
+    /// with the class's own name; empty for a pod without a class.
     pub fn runtime_handler(&self, pod: &Pod) -> String {
         let class = pod.spec.as_ref().and_then(|spec| spec.runtime_class_name.as_deref());
         let Some(name) = class.filter(|name| !name.is_empty()) else { return String::new() };

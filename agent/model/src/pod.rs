@@ -1,4 +1,4 @@
-//! What follows from a pod's spec alone, and the folders and names that all parts use for it.
+//! Values derived from a pod's spec alone, and the folders and names that all parts use for a pod.
 
 use std::{
     collections::HashMap,
@@ -17,17 +17,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::{labels, status::runtime_id, table::PodName};
 
-/// The container or init container of this name.
+/// Finds the container or init container of this name.
 pub fn container_of<'a>(pod: &'a core::Pod, name: &str) -> Option<&'a core::Container> {
     let spec = pod.spec.as_ref()?;
     spec.init_containers.iter().flatten().chain(&spec.containers).find(|c| c.name == name)
 }
 
-/// The annotation that says which of a pod's containers is meant by default, as to kubectl.
+/// Annotation with a pod's default container, as for kubectl.
 const DEFAULT_CONTAINER: &str = "kubectl.kubernetes.io/default-container";
 
-/// The container that is meant where nobody named one: the one of the annotation that kubectl knows, else the
-/// first. Empty for a pod without any.
+/// Returns the default container: the one of kubectl's annotation, else the first. Empty for a pod without
+/// any.
 #[must_use]
 pub fn default_container(pod: &core::Pod) -> &str {
     let annotated = pod.metadata.annotations.as_ref().and_then(|all| all.get(DEFAULT_CONTAINER));
@@ -35,7 +35,7 @@ pub fn default_container(pod: &core::Pod) -> &str {
     annotated.or_else(first).map_or("", String::as_str)
 }
 
-/// The names of a pod's containers of every kind, in the order in which they begin.
+/// Returns the names of a pod's containers of every kind, in the order in which they start.
 #[must_use]
 pub fn container_names(spec: &core::PodSpec) -> Vec<&str> {
     let usual = spec.init_containers.iter().flatten().chain(&spec.containers);
@@ -43,7 +43,7 @@ pub fn container_names(spec: &core::PodSpec) -> Vec<&str> {
     usual.map(|container| container.name.as_str()).chain(ephemeral).collect()
 }
 
-/// Returns true if a port of the machine is to lead to a pod that has a network of its own.
+/// Returns true for a pod with a host port and a network of its own.
 #[must_use]
 pub fn has_host_port(pod: &core::Pod) -> bool {
     let Some(spec) = pod.spec.as_ref().filter(|spec| spec.host_network != Some(true)) else { return false };
@@ -52,7 +52,7 @@ pub fn has_host_port(pod: &core::Pod) -> bool {
     ports.any(|port| port.host_port.is_some_and(|port| port > 0))
 }
 
-/// Which of a pod's lists a container is in.
+/// List of a pod's spec that contains a container.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ContainerKind {
     /// `spec.containers`.
@@ -65,7 +65,7 @@ pub enum ContainerKind {
 }
 
 impl ContainerKind {
-    /// The list with the container of this name.
+    /// Returns the list with the container of this name.
     #[must_use]
     pub fn of(pod: &core::Pod, name: &str) -> Self {
         let Some(spec) = &pod.spec else { return Self::Own };
@@ -78,7 +78,7 @@ impl ContainerKind {
         }
     }
 
-    /// The list's name in a pod's spec.
+    /// Returns the list's name in a pod's spec.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -89,7 +89,7 @@ impl ContainerKind {
     }
 }
 
-/// The containers that run, with the runtime's identifiers.
+/// Returns the running containers, with the runtime's identifiers.
 pub fn running(pod: &core::Pod) -> impl Iterator<Item = (&str, &core::Container)> {
     let status = pod.status.as_ref();
     let all = status.into_iter().flat_map(|status| {
@@ -99,52 +99,51 @@ pub fn running(pod: &core::Pod) -> impl Iterator<Item = (&str, &core::Container)
         .filter_map(|one| Some((runtime_id(one)?, container_of(pod, &one.name)?)))
 }
 
-/// What a pod's containers get to end by themselves where the pod says nothing, in seconds: the API's own
-/// default.
+/// Default grace period of a pod, in seconds: the API's own default.
 pub const USUAL_GRACE_SECONDS: i64 = 30;
 
-/// The time that a pod's containers get to end by themselves, within the bounds of [`bounds::grace`].
+/// Returns a pod's grace period, within the bounds of [`bounds::grace`].
 pub fn grace_period(pod: &core::Pod) -> Duration {
     let seconds = pod.spec.as_ref().and_then(|s| s.termination_grace_period_seconds);
     bounds::grace(seconds.unwrap_or(USUAL_GRACE_SECONDS))
 }
 
-/// The folder of a pod's logs: `<namespace>_<name>_<uid>`, as the kubelet lays it out.
+/// Returns the folder of a pod's logs: `<namespace>_<name>_<uid>`, as in the kubelet.
 pub fn log_folder(logs: &Path, name: &PodName, uid: &str) -> PathBuf {
     logs.join(format!("{}_{}_{uid}", name.namespace, name.name))
 }
 
-/// A container's log inside the pod's folder.
+/// Returns the path of a container's log inside the pod's folder.
 pub fn log_path(container: &str, attempt: u32) -> String {
     format!("{container}/{attempt}.log")
 }
 
-/// The node's own addresses: one, or one of each family, or none. They may change while the node runs, or
-/// come late, so they are asked for each time.
+/// Addresses of the node: one, or one of each family, or none. The addresses may change while the node runs,
+/// or appear late, so each use reads them.
 #[derive(Clone)]
 pub struct HostIps {
-    /// Pods' addresses of IPv6 come before those of IPv4.
+    /// True if pods' IPv6 addresses come before IPv4 ones.
     pub is_ipv6_first: bool,
     ask: Arc<dyn Fn() -> Vec<IpAddr> + Send + Sync>,
 }
 
 impl HostIps {
-    /// Those that `ask` answers, which must be quick: it is called from async tasks.
+    /// Creates addresses that `ask` returns, which must be quick: async tasks call it.
     pub fn new(is_ipv6_first: bool, ask: impl Fn() -> Vec<IpAddr> + Send + Sync + 'static) -> Self {
         Self { is_ipv6_first, ask: Arc::new(ask) }
     }
 
-    /// These, for good.
+    /// Creates fixed addresses.
     pub fn fixed(ips: Vec<IpAddr>) -> Self {
         Self::new(ips.first().is_some_and(IpAddr::is_ipv6), move || ips.clone())
     }
 
-    /// The addresses as of now, the primary one first.
+    /// Returns the present addresses, the primary one first.
     pub fn now(&self) -> Vec<IpAddr> {
         (self.ask)()
     }
 
-    /// A pod's addresses of those that the runtime told.
+    /// Sorts a pod's addresses from the runtime.
     pub fn sorted(&self, of_pod: &[String]) -> Vec<String> {
         addresses::sort_pod_ips(of_pod, self.is_ipv6_first)
     }
@@ -156,7 +155,7 @@ impl fmt::Debug for HostIps {
     }
 }
 
-/// The node's own name resolution. Read again for each sandbox: the network's daemons rewrite its file.
+/// Name resolution of the node. Read again for each sandbox: network daemons rewrite its file.
 #[derive(Clone)]
 pub struct HostDns {
     last: Arc<RwLock<cri::DnsConfig>>,
@@ -164,27 +163,27 @@ pub struct HostDns {
 }
 
 impl HostDns {
-    /// The one that `read` reads; empty until it has been read.
+    /// Creates a name resolution that `read` reads; empty until the first reading.
     pub fn new(read: impl Fn() -> io::Result<cri::DnsConfig> + Send + Sync + 'static) -> Self {
         Self { last: Arc::default(), read: Arc::new(read) }
     }
 
-    /// This one, for good.
+    /// Creates a fixed name resolution.
     pub fn fixed(dns: cri::DnsConfig) -> Self {
         Self { last: Arc::new(RwLock::new(dns.clone())), read: Arc::new(move || Ok(dns.clone())) }
     }
 
-    /// Reads it anew. It may block.
+    /// Reads the name resolution again. The call may block.
     ///
     /// # Errors
-    /// It can't be read; the sentence says what to do. What was read last stays known.
+    /// Fails with a remedy if the file is unreadable. The last result is kept.
     pub fn read(&self) -> io::Result<()> {
         let dns = (self.read)()?;
         *self.last.write().unwrap_or_else(PoisonError::into_inner) = dns;
         Ok(())
     }
 
-    /// As it was read last.
+    /// Returns the last result.
     pub fn last(&self) -> cri::DnsConfig {
         self.last.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -196,75 +195,75 @@ impl fmt::Debug for HostDns {
     }
 }
 
-/// What the node adds to a pod's spec.
+/// Values that the node adds to a pod's spec.
 #[derive(Clone, Debug)]
 pub struct NodeFacts {
-    /// The node's name.
+    /// Name of the node.
     pub node_name: String,
-    /// The node's own addresses, `status.hostIPs`.
+    /// Addresses of the node, `status.hostIPs`.
     pub host: HostIps,
-    /// The folder that holds a folder of logs for each pod.
+    /// Folder with a folder of logs per pod.
     pub pod_logs_dir: PathBuf,
-    /// The node's own name resolution, for pods with dnsPolicy `Default`.
+    /// Name resolution of the node, for pods with dnsPolicy `Default`.
     pub host_dns: HostDns,
-    /// Name servers for pods with dnsPolicy `ClusterFirst`; without any they get the node's.
+    /// Name servers for pods with dnsPolicy `ClusterFirst`; without any these pods get the node's.
     pub cluster_dns: Vec<IpAddr>,
-    /// The domain that those pods' search list is made of.
+    /// Domain of the search list of pods with dnsPolicy `ClusterFirst`.
     pub cluster_domain: String,
-    /// The folder of the profiles that `seccompProfile: {type: Localhost}` names.
+    /// Folder of the profiles that `seccompProfile: {type: Localhost}` names.
     pub seccomp_root: PathBuf,
-    /// Containers without a seccompProfile get the runtime's.
+    /// True if containers without a seccompProfile get the runtime's.
     pub seccomp_default: bool,
-    /// Kernel settings that pods may have beside the safe ones; a `*` at the end stands for the rest of a
+    /// Kernel settings that pods may set in addition to the safe ones; a final `*` matches the rest of a
     /// name.
     pub allowed_unsafe_sysctls: Vec<String>,
-    /// The kernel enforces AppArmor profiles.
+    /// True if the kernel enforces AppArmor profiles.
     pub app_armor: bool,
-    /// Folders of this machine that containers don't see, beside those that no machine shows.
+    /// Masked folders of this machine, in addition to those that every machine masks.
     pub masked: Vec<String>,
-    /// What the node has for pods.
+    /// Resources of the node for pods.
     pub allocatable: Allocatable,
 }
 
-/// What a node has for pods: capacity less what is reserved.
+/// Resources of a node for pods: capacity minus reservations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Allocatable {
     /// Millicores.
     pub cpu_millis: i64,
     /// Bytes of memory.
     pub memory_bytes: i64,
-    /// Bytes of local storage, where the pods' folder is.
+    /// Bytes of local storage in the pods' file system.
     pub storage_bytes: i64,
 }
 
-/// User and groups of an image, where the pod does not set them.
+/// User of an image, for pods that do not set one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ImageUser {
-    /// The number of its user.
+    /// Number of the user.
     pub uid: Option<i64>,
-    /// The name of its user, where it has no number.
+    /// Name of the user, if it has no number.
     pub name: String,
 }
 
-/// The labels of everything we created.
+/// Returns the labels of all sandboxes and containers that beelet creates.
 pub fn managed() -> HashMap<String, String> {
     HashMap::from([(labels::MANAGED_BY.to_owned(), labels::MANAGED_BY_BEELET.to_owned())])
 }
 
-/// The labels of everything we created for a pod.
+/// Returns the labels of all sandboxes and containers of a pod.
 pub fn selector(uid: &str) -> HashMap<String, String> {
     let mut selector = managed();
     selector.insert(labels::POD_UID.to_owned(), uid.to_owned());
     selector
 }
 
-/// Returns true if an alias is one: an address, and names for it.
+/// Returns true if the text is an IP address.
 pub fn is_address(text: &str) -> bool {
     text.parse::<IpAddr>().is_ok()
 }
 
 impl NodeFacts {
-    /// The amount of a resource that the node has for pods: the value of a limit that isn't set.
+    /// Returns the node's amount of a resource for pods: the value of an unset limit.
     pub fn allocatable(&self, resource: &str) -> Quantity {
         match resource {
             "cpu" => Quantity::from_millis(self.allocatable.cpu_millis),

@@ -1,14 +1,14 @@
-//! The conditions of a node under pressure, and the reasons of pods that went for it.
+//! Conditions of a node under pressure, and reasons of pods that were ended for it.
 
 use std::collections::BTreeSet;
 
 use beelet_policy::eviction::NodeCondition;
 
-/// The reason of a pod that made room for a critical one, as the kubelet has it.
+/// Reason of a pod that was preempted for a critical one, as in the kubelet.
 pub const PREEMPTING: &str = "Preempting";
 
-/// The reason of a pod that went, or wasn't let in, because the node is short of something.
+/// Reason of a pod that was evicted or rejected because the node is under pressure.
 pub const EVICTED: &str = "Evicted";
 
-/// What the node is short of.
+/// Present pressure conditions of the node.
 pub type Conditions = BTreeSet<NodeCondition>;

@@ -1,22 +1,22 @@
-//! The first processes of what runs: how an exit that the kernel reports is known to be a container's end.
+//! First processes of containers and sandboxes, by which an exit from the kernel is matched to a container.
 
 use std::{collections::BTreeMap, sync::Arc};
 
-/// What a first process belongs to.
+/// Owner of a first process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// The pod's UID.
+    /// UID of the pod.
     pub uid: String,
-    /// The runtime's identifier of the container, or of the sandbox.
+    /// Identifier of the container or sandbox at the runtime.
     pub id: String,
     /// True for a sandbox.
     pub sandbox: bool,
-    /// Its cgroup, as [`beelet_cgroups`] names it. Empty for a sandbox.
+    /// Cgroup, as named by [`beelet_cgroups`]. Empty for a sandbox.
     pub cgroup: String,
 }
 
-/// By process id on the host. Most of one are of the one before, and shared with it.
+/// First processes by process id on the host. A new map shares most entries with the previous one.
 pub type Processes = BTreeMap<u32, Arc<Process>>;
 
-/// What a watch channel of [`Processes`] carries: replaced whole at each change.
+/// Value of a watch channel of [`Processes`], replaced at each change.
 pub type Shared = Arc<Processes>;

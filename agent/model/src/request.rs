@@ -1,4 +1,4 @@
-//! What the parts of the node ask of the pods' manager, and what they tell it.
+//! Requests and reports of the node's parts to the pods' manager.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,147 +14,143 @@ use tokio::time::Instant;
 
 use crate::{failure::Refusal, origin::Origin, status::OomFacts, table::PodName};
 
-/// What others ask of the pods.
+/// A request or report to the pods' manager.
 #[derive(Clone, Debug)]
 pub enum Request {
-    /// What the runtime was seen to have.
+    /// Observed state of the runtime.
     Runtime(RuntimePods),
     /// A probe's published state changed.
     Probe(ProbeUpdate),
-    /// Ends a pod for good: evicted, preempted, refused. Its containers and its sandbox are stopped, its
-    /// cgroup and volumes removed; then its phase is `Failed`, over restarts of the agent too (unless it was
-    /// [refused](Failure::is_refusal)), until its manifest changes or [`Request::Retry`] comes. Asked again,
-    /// the first reason stays and the shorter grace counts. Nothing happens to a pod that isn't known or has
-    /// ended by itself.
+    /// Ends a pod permanently: evicted, preempted, rejected. Its containers and sandbox are stopped, its
+    /// cgroup and volumes removed; then its phase is `Failed`, across agent restarts (unless it was
+    /// [rejected](Failure::is_refusal)), until its manifest changes or [`Request::Retry`] comes. A repeated
+    /// request keeps the first reason, and the shorter grace period counts. Ignored for an unknown pod or one
+    /// that has ended by itself.
     Fail {
-        /// The pod.
+        /// UID of the pod.
         uid: String,
-        /// One word, `status.reason`.
+        /// `status.reason`, a word.
         reason: String,
-        /// A sentence, `status.message`.
+        /// `status.message`, a sentence.
         message: String,
-        /// What its containers get to end by themselves; `None` for the pod's own grace period.
+        /// Grace period of the containers; `None` for the pod's own.
         grace: Option<Duration>,
     },
-    /// Ends a pod for good that is not let in, as [`Request::Fail`] does with the pod's own grace period.
+    /// Rejects a pod permanently, as [`Request::Fail`] does with the pod's own grace period.
     Refuse {
-        /// The pod.
+        /// UID of the pod.
         uid: String,
-        /// One word, `status.reason`.
+        /// `status.reason`, a word.
         reason: String,
-        /// A sentence, `status.message`.
+        /// `status.message`, a sentence.
         message: String,
-        /// Says when another try may succeed.
+        /// Condition for another try.
         refusal: Refusal,
     },
-    /// The runtime's word that a container has ended, asked for because something else said so first.
+    /// Reports the runtime's status of an ended container, read after a hint.
     Exited {
-        /// The pod.
+        /// UID of the pod.
         uid: String,
-        /// The container's last status.
+        /// Last status of the container.
         status: Box<cri::ContainerStatus>,
     },
-    /// The kernel killed a process of a container for want of memory.
+    /// Reports that the kernel OOM-killed a process of a container.
     OomKilled(OomUpdate),
-    /// A pod's new amounts are in force in its cgroups: which, by the runtime's identifier of a running
-    /// container, and by the UID those of the pod as a whole; or why they can't be yet.
+    /// Reports a pod's amounts in force in its cgroups, by the runtime's identifier of a running container,
+    /// and by the UID for the pod as a whole; or why they cannot be in force yet.
     Enacted {
-        /// The pod.
+        /// UID of the pod.
         uid: String,
         /// Amounts, or a sentence.
         amounts: Result<BTreeMap<String, Option<core::ResourceRequirements>>, String>,
     },
-    /// Starts containers again at once, without a restart delay; those that run are stopped first. Also tries
-    /// again at once what could not be started (an image that was not there). One that has ended for good
-    /// stays so.
+    /// Restarts containers at once, without a restart delay; running ones are stopped first. Also retries
+    /// containers that could not start (a missing image). Permanently ended containers stay ended.
     Restart {
-        /// The pod.
+        /// UID of the pod.
         uid: String,
-        /// The runtime's identifiers of the containers.
+        /// Identifiers of the containers at the runtime.
         containers: BTreeSet<String>,
     },
-    /// Adds an ephemeral container to a static pod: it stays with the pod. Nothing happens to a pod that
-    /// isn't known, ends, or has one of that name.
+    /// Adds an ephemeral container to a static pod, for the pod's lifetime. Ignored for an unknown or
+    /// terminating pod, or one that has a container of this name.
     Debug {
-        /// The pod.
+        /// UID of the pod.
         uid: String,
-        /// The container.
+        /// Ephemeral container to add.
         container: Box<core::EphemeralContainer>,
     },
-    /// Says how a static pod is to go whose manifest a person takes out. The pod is not terminated by this,
-    /// but by [`Request::Terminate`]; of one that is terminated already the sooner end counts. Nothing
-    /// happens to a pod that isn't known.
+    /// Sets the grace period of a static pod whose manifest a person removes. [`Request::Terminate`]
+    /// terminates the pod; for a terminating pod the shorter period counts. Ignored for an unknown pod.
     Delete {
-        /// The pod.
+        /// UID of the pod.
         uid: String,
-        /// What its containers get to end by themselves; `None` for the pod's own grace period.
+        /// Grace period of the containers; `None` for the pod's own.
         grace: Option<Duration>,
-        /// Takes the pod out of the view of people. What is left of it stays the manager's, which goes on to
-        /// end it.
+        /// Hides the pod. The manager keeps stopping its remains.
         force: bool,
     },
-    /// Terminates a static pod on request, also where a manifest of its UID is there again by then: that one
-    /// is another pod, which starts with nothing of this one once this one is gone. Nothing happens to a pod
-    /// that isn't known.
+    /// Terminates a static pod on request, even if a manifest with its UID exists again: that manifest is
+    /// another pod, which starts empty once this one is removed. Ignored for an unknown pod.
     Terminate {
-        /// The pod.
+        /// UID of the pod.
         uid: String,
     },
-    /// Lets a pod that was ended by [`Request::Fail`] or [`Request::Refuse`] run again, as if it were new:
-    /// once it has given back all it had.
+    /// Lets a pod that was ended by [`Request::Fail`] or [`Request::Refuse`] run again, as a new pod, once it
+    /// has released everything.
     Retry {
-        /// The pod.
+        /// UID of the pod.
         uid: String,
     },
 }
 
-/// What the runtime listed of one pod.
+/// Runtime's lists for one pod.
 #[derive(Clone, Debug, Default)]
 pub struct Listed {
-    /// Its sandboxes.
+    /// Sandboxes of the pod.
     pub sandboxes: Vec<cri::PodSandbox>,
-    /// Its containers.
+    /// Containers of the pod.
     pub containers: Vec<cri::Container>,
 }
 
-/// All our pods in the runtime, and which of them changed since the last time.
+/// All our pods in the runtime, and those that changed since the last report.
 #[derive(Clone, Debug)]
 pub struct RuntimePods {
-    /// By UID.
+    /// Pods by UID.
     pub pods: BTreeMap<String, RuntimePod>,
-    /// UIDs of pods with anything new.
+    /// UIDs of changed pods.
     pub changed: BTreeSet<String>,
-    /// By UID what was listed of those that changed, in the first answer of all: who looks at one next need
-    /// not ask for it. A runtime goes through all it has for each list that it is asked for.
+    /// Lists of the changed pods by UID, in the first report only: the next reader need not request them. A
+    /// runtime scans all its containers for each list.
     pub listed: BTreeMap<String, Listed>,
-    /// When the runtime was asked.
+    /// Time of the request to the runtime.
     pub asked_at: Instant,
-    /// The time before, it gave no answer.
+    /// True if the previous request had no answer.
     pub recovered: bool,
 }
 
-/// As much of a pod as its sandbox tells.
+/// A pod's data from its sandbox.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RuntimePod {
-    /// Its name.
+    /// Name of the pod.
     pub name: PodName,
-    /// Seconds its containers get to end by themselves.
+    /// Grace period of its containers.
     pub grace: Duration,
-    /// The manifest it came from.
+    /// Manifest of the pod.
     pub manifest: Option<PathBuf>,
-    /// What the manifest said then, as a hash.
+    /// Hash of the manifest's content at the sandbox's creation.
     pub hash: Option<String>,
-    /// The same without the amounts that may change while the pod runs.
+    /// Hash without the amounts that may change while the pod runs.
     #[serde(default)]
     pub shape: Option<String>,
-    /// The source that wanted it.
+    /// Source of the pod.
     #[serde(default)]
     pub origin: Origin,
 }
 
 impl RuntimePod {
     /// Returns true if this can be a pod of ours with this UID. Folders are named by UID and name, and
-    /// removed with the pod: what would lead out of their place was never ours, whoever says so.
+    /// removed with the pod: a name that leads out of its place was never ours.
     #[must_use]
     pub fn is_sound(&self, uid: &str) -> bool {
         let is_name = |part: &str| !part.is_empty() && !part.starts_with('.') && !part.contains(['/', '\0']);
@@ -165,29 +161,29 @@ impl RuntimePod {
 /// A probe's new state for one container instance.
 #[derive(Clone, Debug)]
 pub struct ProbeUpdate {
-    /// The pod.
+    /// UID of the pod.
     pub uid: String,
-    /// The container's name.
+    /// Name of the container.
     pub container: String,
-    /// The runtime's identifier of the instance that was probed.
+    /// Identifier of the probed instance at the runtime.
     pub container_id: String,
-    /// Which probe.
+    /// Kind of the probe.
     pub kind: ProbeKind,
-    /// Its new state.
+    /// New state.
     pub result: ProbeResult,
-    /// Whether the container must be restarted for it.
+    /// True if the container must be restarted.
     pub restart: bool,
-    /// When the kernel saw what caused it, `CLOCK_MONOTONIC` nanoseconds.
+    /// Time of the causing kernel event, `CLOCK_MONOTONIC` nanoseconds.
     pub kernel_ns: Option<u64>,
 }
 
 /// An OOM kill in a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OomUpdate {
-    /// The pod.
+    /// UID of the pod.
     pub uid: String,
-    /// The runtime's identifier of the container.
+    /// Identifier of the container at the runtime.
     pub id: String,
-    /// What the kernel said.
+    /// Report of the kernel.
     pub facts: OomFacts,
 }

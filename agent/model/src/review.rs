@@ -1,26 +1,26 @@
-//! Who asks this node for something, and whose word decides whether they may.
+//! Users of this node's server, and the traits that authenticate and authorize them.
 
 use std::{collections::BTreeMap, fmt, future::Future, pin::Pin};
 
 use beelet_policy::node::access::Access;
 
-/// Somebody who is known by a certificate or a token.
+/// A user, identified by a certificate or a token.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct User {
-    /// Their name.
+    /// Name of the user.
     pub name: String,
-    /// Their UID, where they have one.
+    /// UID of the user, if known.
     pub uid: String,
-    /// What they belong to.
+    /// Groups of the user.
     pub groups: Vec<String>,
-    /// What else the authenticator says of them.
+    /// Other attributes from the authenticator.
     pub extra: BTreeMap<String, Vec<String>>,
 }
 
 /// A review under way.
 pub type Review<'a, T> = Pin<Box<dyn Future<Output = Result<T, ReviewError>> + Send + 'a>>;
 
-/// Why there is no verdict. Displayed, it is a sentence.
+/// Failure of a review; its display is a sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReviewError(pub String);
 
@@ -32,14 +32,14 @@ impl fmt::Display for ReviewError {
 
 impl std::error::Error for ReviewError {}
 
-/// Knows the user of a bearer token.
+/// Authenticates bearer tokens.
 pub trait TokenReviewer: Send + Sync {
-    /// The token's user; None if the token is not valid.
+    /// Returns the token's user; None if the token is not valid.
     fn review<'a>(&'a self, token: &'a str) -> Review<'a, Option<User>>;
 }
 
-/// Knows what a user may do on this node.
+/// Authorizes users of this node.
 pub trait AccessReviewer: Send + Sync {
-    /// Returns true if the user has that access.
+    /// Returns true if the user has this access.
     fn review<'a>(&'a self, user: &'a User, access: Access) -> Review<'a, bool>;
 }

@@ -1,63 +1,62 @@
-//! What a pod's status and its containers' facts say, read in one way by all parts.
+//! Shared readers of a pod's status and its containers' facts.
 
 pub use beelet_ebpf_abi::OomKill;
 use beelet_policy::pod::why::OOM;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
 
-/// Why the readiness of a pod that another agent runs is not known: it is only observed.
+/// Reason for the unknown readiness of a pod that another agent runs and beelet observes.
 pub const OBSERVED: &str = "Observed";
 
-/// Returns true if a status has a final phase: the pod ended, well or not, and none of its containers is
-/// started again. Whether anything of it still runs is [`crate::ended::Ended`]'s to say.
+/// Returns true if a status has a final phase: the pod succeeded or failed, and no container restarts.
+/// [`crate::ended::Ended`] proves that no container runs any more.
 #[must_use]
 pub fn has_ended(status: Option<&core::PodStatus>) -> bool {
     matches!(status.and_then(|status| status.phase.as_deref()), Some("Succeeded" | "Failed"))
 }
 
-/// The runtime's identifier of a container's newest instance: `containerd://<id>` without the runtime's name.
-/// None before there was one.
+/// Returns the runtime's identifier of a container's newest instance: `containerd://<id>` without the
+/// runtime's name. None before the first instance.
 #[must_use]
 pub fn runtime_id(status: &core::ContainerStatus) -> Option<&str> {
     Some(status.container_id.as_deref()?.split_once("://")?.1)
 }
 
-/// Kubernetes times have whole seconds.
+/// Truncates a time to whole seconds, as Kubernetes times have.
 pub fn whole_second(time: Timestamp) -> Timestamp {
     Timestamp::from_second(time.as_second()).unwrap_or(time)
 }
 
-/// What probes have published for one container instance.
+/// Published probe results of one container instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct ProbeFacts {
-    /// The readiness probe's result; `None` before it gave any.
+    /// Result of the readiness probe; `None` before the first.
     pub ready: Option<bool>,
-    /// The startup probe's result; `None` before it gave any.
+    /// Result of the startup probe; `None` before the first.
     pub started: Option<bool>,
 }
 
-/// A process of a container that the kernel killed for want of memory.
+/// A process of a container that the kernel OOM-killed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct OomFacts {
     /// The process and its memory.
     #[serde(flatten)]
     pub kill: OomKill,
-    /// Its name as it set it; empty if unknown.
+    /// Name that the process has set; empty if unknown.
     #[serde(default)]
     pub command: String,
-    /// Whether the container's first process was killed, with which the container ends: this one, or one
-    /// beside it.
+    /// True if the container's first process was killed, this one or another, which ends the container.
     pub first: bool,
 }
 
 impl OomFacts {
-    /// All memory that it had.
+    /// Returns the total memory of the process.
     pub fn size(&self) -> u64 {
         self.kill.anon_rss.saturating_add(self.kill.file_rss).saturating_add(self.kill.shmem_rss)
     }
 
-    /// A sentence for people that says what the kernel saw. `limit` is the container's memory limit as its
-    /// manifest has it.
+    /// Formats a sentence about the kill. `limit` is the container's memory limit as in the
+    /// manifest.
     pub fn sentence(&self, limit: Option<&str>) -> String {
         let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
         let limit = limit.map_or_else(
@@ -75,7 +74,7 @@ impl OomFacts {
     }
 }
 
-/// A time of the runtime's, nanoseconds since the epoch; 0 means never.
+/// Converts a time of the runtime, in nanoseconds since the epoch; 0 means never.
 pub fn timestamp(nanoseconds: i64) -> Option<Timestamp> {
     if nanoseconds <= 0 {
         return None;

@@ -1,5 +1,5 @@
-//! The storage of a cluster: what claims are bound to (those to devices too), and who asks the API server for
-//! it.
+//! Storage of a cluster: claims (to devices too), their volumes, and the trait that reads them from the API
+//! server.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,15 +18,15 @@ use k8s_openapi::api::{
 };
 use tokio::sync::watch;
 
-/// A question under way.
+/// A request under way.
 pub type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<T, StorageError>> + Send + 'a>>;
 
-/// Why there is no answer. Displayed, it is a sentence.
+/// Failure of a request; its display is a sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StorageError {
-    /// The API server's words, or why it gave none.
+    /// Message of the API server, or the reason for a missing answer.
     pub message: String,
-    /// The API server says that there is no such object.
+    /// True if the API server reports that the object does not exist.
     pub is_not_found: bool,
 }
 
@@ -38,53 +38,53 @@ impl fmt::Display for StorageError {
 
 impl std::error::Error for StorageError {}
 
-/// Knows the storage of a cluster, and its claims to devices. Nothing is kept: each question is asked anew.
+/// Reads the storage of a cluster, and its claims to devices. Implementations cache nothing.
 pub trait Storage: Send + Sync + fmt::Debug {
-    /// A claim by its namespace and name.
+    /// Reads a claim by its namespace and name.
     fn claim<'a>(&'a self, namespace: &'a str, name: &'a str) -> Answer<'a, PersistentVolumeClaim>;
-    /// Changes the status of a claim, if nobody has changed the claim since it was read; the claim then.
+    /// Changes the status of a claim, if the claim has not changed since it was read, and returns the result.
     fn patch_claim<'a>(
         &'a self,
         claim: &'a PersistentVolumeClaim,
         status: &'a StatusPatch,
     ) -> Answer<'a, PersistentVolumeClaim>;
-    /// A PersistentVolume by its name.
+    /// Reads a PersistentVolume by its name.
     fn volume<'a>(&'a self, name: &'a str) -> Answer<'a, PersistentVolume>;
-    /// Says whether a volume is attached to a node, by the attachment's name.
+    /// Reads an attachment of a volume to a node, by the attachment's name.
     fn attachment<'a>(&'a self, name: &'a str) -> Answer<'a, VolumeAttachment>;
-    /// How a storage plugin is used, if anybody said so.
+    /// Reads the CSIDriver of a storage plugin, if it exists.
     fn driver<'a>(&'a self, name: &'a str) -> Answer<'a, Option<CSIDriver>>;
-    /// A ResourceClaim by its namespace and name.
+    /// Reads a ResourceClaim by its namespace and name.
     fn resource_claim<'a>(&'a self, namespace: &'a str, name: &'a str) -> Answer<'a, ResourceClaim>;
-    /// A Secret that a PersistentVolume or a pod's volume names.
+    /// Reads a Secret that a PersistentVolume or a pod's volume names.
     fn secret<'a>(&'a self, namespace: &'a str, name: &'a str) -> Answer<'a, Secret>;
-    /// A new token of a pod's service account.
+    /// Requests a new token of a pod's service account.
     fn token<'a>(&'a self, of: &'a TokenReference) -> Answer<'a, Token>;
-    /// This node's Node, as it is seen.
+    /// Returns this node's Node, as watched.
     fn node(&self) -> watch::Receiver<Option<Arc<Node>>>;
 }
 
 /// A token of a service account.
 #[derive(Clone)]
 pub struct Token {
-    /// What is shown to others.
+    /// The bearer token itself.
     pub token: String,
-    /// When it ends, as the API server wrote it.
+    /// Expiry, in the API server's format.
     pub expires: String,
 }
 
 impl fmt::Debug for Token {
-    /// Not the token.
+    /// Omits the token.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Token").field("expires", &self.expires).finish_non_exhaustive()
     }
 }
 
-/// The names of volumes that pods use or will use, as a Node's status has them, each with those pods' UIDs.
+/// Names of the volumes that pods use or will use, as in a Node's status, each with the pods' UIDs.
 pub type InUse = Arc<BTreeMap<String, BTreeSet<String>>>;
 
-/// The volumes that a controller has attached to the node, or is to attach: it detaches none that is in here.
-/// Clones share them.
+/// Volumes that a controller has attached to the node, or will attach; it does not detach a volume in this
+/// set. Clones share the set.
 #[derive(Clone, Debug)]
 pub struct VolumesInUse(Arc<watch::Sender<InUse>>);
 
@@ -95,13 +95,14 @@ impl Default for VolumesInUse {
 }
 
 impl VolumesInUse {
-    /// The volumes, as they change.
+    /// Follows changes of the set.
     #[must_use]
     pub fn subscribe(&self) -> watch::Receiver<InUse> {
         self.0.subscribe()
     }
 
-    /// A pod uses a volume, or will; without a pod, something of it is still on the node.
+    /// Records that a pod uses a volume, or will; without a pod, that parts of the volume are still on the
+    /// node.
     pub fn use_by(&self, name: &str, uid: Option<&str>) {
         self.0.send_if_modified(|all| {
             let is_known = all.get(name).is_some_and(|pods| uid.is_none_or(|uid| pods.contains(uid)));
@@ -112,7 +113,8 @@ impl VolumesInUse {
         });
     }
 
-    /// A pod uses the volumes of which this is true no more. Their names stay until they are forgotten.
+    /// Records that a pod no longer uses the volumes for which `is_meant` is true. Their names stay until
+    /// [`Self::forget`].
     pub fn leave(&self, uid: &str, is_meant: impl Fn(&str) -> bool) {
         self.0.send_if_modified(|all| {
             let is_left = |(name, pods): (&String, &BTreeSet<String>)| is_meant(name) && pods.contains(uid);
@@ -126,14 +128,14 @@ impl VolumesInUse {
         });
     }
 
-    /// The names that no pod uses.
+    /// Returns the names of unused volumes.
     #[must_use]
     pub fn unused(&self) -> Vec<String> {
         let all = Arc::clone(&self.0.borrow());
         all.iter().filter(|(_, pods)| pods.is_empty()).map(|(name, _)| name.clone()).collect()
     }
 
-    /// Forgets a volume that no pod uses, and of which nothing is on the node.
+    /// Removes a volume that no pod uses, and that has no parts on the node.
     pub fn forget(&self, name: &str) {
         self.0.send_if_modified(|all| {
             let is_unused = all.get(name).is_some_and(BTreeSet::is_empty);
@@ -145,28 +147,28 @@ impl VolumesInUse {
     }
 }
 
-/// A volume that a storage plugin has brought to a pod.
+/// A volume that a storage plugin has published for a pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Published {
-    /// Where it is.
+    /// Path of the volume.
     pub path: PathBuf,
-    /// The agent must give it to the pod's group.
+    /// True if the agent must change the volume's group to the pod's.
     pub give_to_group: bool,
 }
 
-/// What a pod's volume is, once its claim is bound.
+/// A pod's volume with a bound claim.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Claimed {
-    /// The PersistentVolume.
+    /// PersistentVolume.
     pub volume: Arc<PersistentVolume>,
-    /// The claim that is bound to it.
+    /// Claim that is bound to the volume.
     pub claim: Arc<PersistentVolumeClaim>,
-    /// The pod only reads it.
+    /// True if the pod only reads the volume.
     pub read_only: bool,
 }
 
 impl Claimed {
-    /// The PersistentVolume's name.
+    /// Returns the PersistentVolume's name.
     #[must_use]
     pub fn name(&self) -> &str {
         self.volume.metadata.name.as_deref().unwrap_or_default()

@@ -1,7 +1,7 @@
-//! What the node runs, as everyone else sees it: one value, replaced whole at each change and shared by
-//! reference. Two of them share all that is the same in both, so that a new one costs what has changed, and
-//! so does comparing it with the one before, however many pods there are. Readers hold a
-//! `watch::Receiver<Arc<PodTable>>` and never see half a change.
+//! The published state of all pods: an immutable value, replaced at each change and shared by reference. Two
+//! tables share their equal parts, so that building a new one, and comparing it with the previous one, costs
+//! as much as the change, regardless of the number of pods. Readers hold a `watch::Receiver<Arc<PodTable>>`
+//! and never see half a change.
 
 use std::{fmt, path::PathBuf, sync::Arc};
 
@@ -13,17 +13,17 @@ use tokio::sync::SetOnce;
 
 use crate::{ended::Ended, failure::Refusal};
 
-/// A pod's full name, unique on a node. Prints as `namespace/name`.
+/// Full name of a pod, unique on a node. Prints as `namespace/name`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct PodName {
-    /// The pod's namespace; `default` where the manifest names none.
+    /// Namespace of the pod; `default` if the manifest names none.
     pub namespace: String,
-    /// The pod's name, with the node's name behind it for static pods.
+    /// Name of the pod; static pods have the node's name as suffix.
     pub name: String,
 }
 
 impl PodName {
-    /// The name in a pod's metadata; a missing name is empty, a missing namespace `default`.
+    /// Returns the name in a pod's metadata; a missing name is empty, a missing namespace `default`.
     pub fn of(pod: &Pod) -> Self {
         let meta = &pod.metadata;
         Self {
@@ -39,24 +39,23 @@ impl fmt::Display for PodName {
     }
 }
 
-/// Set once all that runs is in the table. Before that a pod that is missing in it may only not have been
-/// looked at.
+/// Set once the table has all running pods. Before that a missing pod may only be unobserved.
 pub type Complete = Arc<SetOnce<()>>;
 
 /// Pods by name.
 pub type Pods = imbl::OrdMap<PodName, Arc<PodEntry>>;
 
-/// What is different between two [`Pods`].
+/// Difference between two [`Pods`].
 #[derive(Debug, Default)]
 pub struct PodChanges<'a> {
-    /// Those that are new or not the same any more, as they are now.
+    /// New or changed pods, in their new state.
     pub changed: Vec<(&'a PodName, &'a Arc<PodEntry>)>,
-    /// Those that are gone, as they were.
+    /// Removed pods, in their last state.
     pub gone: Vec<(&'a PodName, &'a Arc<PodEntry>)>,
 }
 
 impl<'a> PodChanges<'a> {
-    /// What came and went from `before` to `now`; what both share is passed over.
+    /// Computes the difference from `before` to `now`, without visiting shared parts.
     #[must_use]
     pub fn between(before: &'a Pods, now: &'a Pods) -> Self {
         let mut changes = Self::default();
@@ -72,22 +71,22 @@ impl<'a> PodChanges<'a> {
     }
 }
 
-/// All pods of the node, and the manifests that could not become one.
+/// All pods of the node, and the rejected manifests.
 #[derive(Clone, Debug, Default)]
 pub struct PodTable {
-    /// Every pod, terminating ones included. An entry stays the same `Arc` while nothing in it changes.
+    /// All pods, terminating ones included. An unchanged entry keeps its `Arc`.
     pub pods: Pods,
-    /// Manifests that could not be read, with the reason.
+    /// Rejected manifests, with the reason.
     pub rejected: Arc<Vec<RejectedManifest>>,
 }
 
 impl PodTable {
-    /// The pods that people see: in the place of one that was deleted by force, the pod that waits for it.
+    /// Returns the visible pods: the waiting successor replaces a pod that was deleted by force.
     pub fn shown(&self) -> impl Iterator<Item = (&PodName, &Arc<PodEntry>)> {
         self.pods.iter().filter_map(|(name, entry)| Some((name, PodEntry::shown(entry)?)))
     }
 
-    /// The pods with such labels. An empty namespace means any.
+    /// Returns the pods with matching labels. An empty namespace means any.
     pub fn chosen(
         &self,
         namespace: &str,
@@ -99,17 +98,17 @@ impl PodTable {
         })
     }
 
-    /// The pod that somebody calls `name`: by its whole name, or by its manifest's, without the node's name
-    /// at its end. An empty namespace means any.
+    /// Finds a pod by its whole name, or by its manifest's name without the node's suffix. An empty namespace
+    /// means any.
     ///
     /// # Errors
-    /// There is none, or more than one.
+    /// Fails if no pod or several pods match.
     pub fn find(&self, namespace: &str, name: &str) -> Result<(&PodName, &Arc<PodEntry>), FindError> {
         let of_namespace = |known: &&PodName| namespace.is_empty() || known.namespace == namespace;
         let is_meant = |known: &PodName, entry: &PodEntry| entry.is_called(known, name);
         let mut found: Vec<_> =
             self.pods.iter().filter(|(known, entry)| of_namespace(known) && is_meant(known, entry)).collect();
-        // A whole name goes before another pod's short one.
+        // A whole name has precedence over another pod's short name.
         if found.iter().any(|(known, _)| known.name == name) {
             found.retain(|(known, _)| known.name == name);
         }
@@ -125,54 +124,54 @@ impl PodTable {
     }
 }
 
-/// Why no pod is the one that a person named.
+/// Error of the search for a pod by name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FindError {
-    /// No pod is called so.
+    /// No pod has this name.
     #[error("there is no pod {0:?}; `beelet get pods` shows all")]
     NoPod(String),
-    /// More than one is.
+    /// Several pods match.
     #[error("{name:?} may be {first} or {second}: say which by --namespace")]
     Several {
-        /// What was asked for.
+        /// Searched name.
         name: String,
-        /// One of them.
+        /// A match.
         first: PodName,
-        /// Another one.
+        /// Another match.
         second: PodName,
     },
 }
 
-/// A pod with its status, and what a `v1.Pod` has no field for.
+/// A pod with its status, and state that a `v1.Pod` has no field for.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PodEntry {
     /// Spec and status, as the kubelet serves it.
     pub pod: Pod,
-    /// The last readiness change that a kernel event caused.
+    /// Last readiness change that a kernel event caused.
     pub readiness_edge: Option<ReadinessEdge>,
-    /// The pod's network namespace; `None` for host network pods and before the sandbox runs.
+    /// Network namespace of the pod; `None` for host network pods and before the sandbox runs.
     pub netns: Option<PathBuf>,
-    /// It is on its way out, or out: deleted, or ended for good (evicted, preempted, past its deadline,
-    /// refused).
+    /// True for a terminating or terminated pod: deleted, or ended permanently (evicted, preempted, past its
+    /// deadline, rejected).
     pub ending: bool,
-    /// It was ended, and nothing of it runs any more.
+    /// True if the pod was terminated, and all containers have ended.
     pub stopped: bool,
-    /// It was ended, and has given back everything that it had: containers, volumes, cgroup.
+    /// True if the pod was terminated, and has released everything: containers, volumes, cgroup.
     pub cleared: bool,
-    /// It was deleted by force: it is not shown to people any more, while what is left of it is ended.
+    /// True if the pod was deleted by force: it is hidden while its remains are stopped.
     pub abandoned: bool,
-    /// The pod of the same name that waits until this one, which was deleted by force, is gone.
+    /// Pod with the same name that waits for the end of this one, which was deleted by force.
     pub successor: Option<Arc<Self>>,
-    /// Says when another try may succeed, if the pod was not let in.
+    /// Condition for another try, if the pod was rejected.
     pub refusal: Option<Refusal>,
 }
 
-/// Every entry equals itself: no part of a pod is a floating-point number. With it two pointers to the same
-/// entry are equal without a look at it.
+/// Every entry equals itself, since no part of a pod is a floating-point number. So two pointers to the same
+/// entry are equal without comparing their contents.
 impl Eq for PodEntry {}
 
 impl PodEntry {
-    /// A pod of which nothing is known but what the object says.
+    /// Creates an entry from the object alone.
     #[must_use]
     pub fn of(pod: Pod) -> Self {
         let ending = pod.metadata.deletion_timestamp.is_some();
@@ -189,33 +188,33 @@ impl PodEntry {
         }
     }
 
-    /// What people see under the pod's name, if anything.
+    /// Returns the visible entry under the pod's name, if any.
     #[must_use]
     pub fn shown(entry: &Arc<Self>) -> Option<&Arc<Self>> {
         if entry.abandoned { entry.successor.as_ref() } else { Some(entry) }
     }
 
-    /// The proof that nothing of it runs any more. One that was ended may still have volumes and a cgroup.
+    /// Returns the proof that no container of the pod runs any more. A terminated pod may still have volumes
+    /// and a cgroup.
     #[must_use]
     pub fn ended(&self) -> Option<Ended> {
         Ended::of(self.pod.status.as_ref(), self.stopped || self.cleared)
     }
 
-    /// The proof that its room is free: it has given everything back, or ended by itself before anybody told
-    /// it to.
+    /// Returns the proof that the pod's room is free: it has released everything, or ended by itself before
+    /// it was terminated.
     #[must_use]
     pub fn gone(&self) -> Option<Ended> {
         self.ended().filter(|_| self.cleared || !self.ending)
     }
 
-    /// Returns true if its room is free.
+    /// Returns true if the pod's room is free.
     #[must_use]
     pub fn is_gone(&self) -> bool {
         self.gone().is_some()
     }
 
-    /// Returns true if somebody who says `name` may mean this pod: it is its whole name, or its manifest's,
-    /// without the node's name at its end.
+    /// Returns true if `name` may mean this pod: its whole name, or its manifest's without the node's suffix.
     #[must_use]
     pub fn is_called(&self, whole: &PodName, name: &str) -> bool {
         let node = self.pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).unwrap_or_default();
@@ -227,27 +226,28 @@ impl PodEntry {
 /// A readiness change that the kernel reported. Times are `CLOCK_MONOTONIC` nanoseconds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReadinessEdge {
-    /// The container whose readiness changed.
+    /// Container with the change.
     pub container: String,
-    /// What it changed to.
+    /// New readiness.
     pub ready: bool,
-    /// When the kernel saw the listener come or go.
+    /// Time of the listener's change in the kernel.
     pub kernel_ns: u64,
-    /// When the status that says so was published.
+    /// Time at which the changed status was published.
     pub published_ns: u64,
 }
 
 /// A manifest that could not become a pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RejectedManifest {
-    /// The file in the static pod folder.
+    /// File in the static pod folder.
     pub file: PathBuf,
-    /// Line and column where known, the field, the cause.
+    /// Line and column if known, the field, the cause.
     pub message: String,
 }
 
 impl RejectedManifest {
-    /// A line for each reason, each with the file's whole path, which the message abbreviates to its name.
+    /// Returns one line per reason, each with the file's whole path, which the message abbreviates to its
+    /// name.
     #[must_use]
     pub fn reasons(&self) -> Vec<String> {
         let path = self.file.display().to_string();
@@ -326,7 +326,7 @@ mod tests {
         now.insert(name(7), entry(1007));
         now.insert(name(1000), entry(1000));
         now.remove(&name(999));
-        // The same once more is no change.
+        // Inserting the same entry again changes nothing.
         let same = Arc::clone(&now[&name(500)]);
         now.insert(name(500), same);
         let changes = PodChanges::between(&before, &now);

@@ -3,8 +3,8 @@
 //! everything and the API server has their last statuses.
 //!
 //! `beelet_policy::node::shutdown` decides the order; the pods' manager terminates the pods. A published
-//! value, the start time of the shutdown, informs the other parts: admission then rejects pods, and the node is
-//! not ready. Without logind the agent runs without this part and logs that once.
+//! value, the start time of the shutdown, informs the other parts: admission then rejects pods, and the node
+//! is not ready. Without logind the agent runs without this part and logs that once.
 //!
 //! This crate must never end a pod because of a signal alone: any local process may send one.
 

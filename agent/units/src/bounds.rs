@@ -1,9 +1,9 @@
 //! Bounds for numbers from pods, plugins, runtimes and servers, mainly lengths of time.
 //!
-//! The API server bounds few of a pod's seconds from above: `kubectl delete --grace-period` accepts any int64.
-//! Sums with such a number overflow here, and in the runtime, which counts nanoseconds in an int64. So every
-//! number of seconds from outside becomes a [`Duration`] through one of these functions only. Sums of a time
-//! and a length use `After` in `base::clock`, as a second line of defence.
+//! The API server bounds few of a pod's seconds from above: `kubectl delete --grace-period` accepts any
+//! int64. Sums with such a number overflow here, and in the runtime, which counts nanoseconds in an int64. So
+//! every number of seconds from outside becomes a [`Duration`] through one of these functions only. Sums of a
+//! time and a length use `After` in `base::clock`, as a second line of defence.
 
 use std::time::Duration;
 

@@ -14,7 +14,8 @@ pub struct FieldError {
 }
 
 impl FieldError {
-    /// Creates an error at `path` (`spec.containers[0].resources.requests.cpu`; empty: the object as a whole).
+    /// Creates an error at `path` (`spec.containers[0].resources.requests.cpu`; empty: the object as a
+    /// whole).
     pub fn new(path: impl Into<String>, message: impl Into<String>) -> Self {
         Self { path: path.into(), message: message.into() }
     }

@@ -7,10 +7,10 @@
 //! digit (the apimachinery reads `Ki` and `.` as 0, its own grammar doesn't allow them), and a number out of
 //! range saturates where Go's accessors wrap around.
 //!
-//! `kube_quantity` 0.9 does not fit: it works in `rust_decimal` (28 digits), loses `u`, `n` and exponents such
-//! as `1e-3`, multiplies by unchecked `i64::pow` (overflow panics on input such as `9Ei`), falls back to 0 on
-//! a failed conversion and has no round-up accessors, so its sums would differ from the kubelet's. This module
-//! must never panic on any input, nor use floats.
+//! `kube_quantity` 0.9 does not fit: it works in `rust_decimal` (28 digits), loses `u`, `n` and exponents
+//! such as `1e-3`, multiplies by unchecked `i64::pow` (overflow panics on input such as `9Ei`), falls back to
+//! 0 on a failed conversion and has no round-up accessors, so its sums would differ from the kubelet's. This
+//! module must never panic on any input, nor use floats.
 
 use std::{fmt, iter::Sum, ops::Add, str::FromStr};
 
