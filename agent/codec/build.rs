@@ -32,7 +32,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let pool = protox::prost_reflect::DescriptorPool::from_file_descriptor_set(files)?;
     let mut tables = Tables::default();
     for root in ROOTS {
-        let message = pool.get_message_by_name(root).ok_or("a root is no message")?;
+        let message = pool.get_message_by_name(root).ok_or("unknown root message")?;
         tables.index(&message);
     }
     let mut text = String::from("pub(super) static MESSAGES: &[Message] = &[\n");

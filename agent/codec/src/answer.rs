@@ -1,15 +1,15 @@
-//! An API server's JSON, read without what says who set which field: nobody on a node asks for that, and it
-//! can be most of an object.
+//! Reader of an API server's JSON that skips `managedFields`: no part of a node needs them, and they can be
+//! most of an object.
 
 use serde_json::Value;
 
 use crate::reader::Reading;
 
-/// The value of an API server's JSON, without the `managedFields` of any `metadata`.
+/// Parses an API server's JSON, without the `managedFields` of any `metadata`.
 ///
-/// They are skipped, not read: they may have any depth (an API server stores what an author of pods writes
-/// there). What has more than 100 levels is a text instead. Else one such pod would hide all
-/// others of its list.
+/// `managedFields` are skipped, not parsed: they may have any depth (an API server stores the pod author's
+/// content). A text replaces values beyond 100 levels. Otherwise a pod with these would hide all others of
+/// its list.
 ///
 /// # Errors
 /// The text is not JSON.
@@ -52,7 +52,7 @@ mod tests {
         let names: Vec<Value> =
             [json!({ "metadata": { "name": "a" } }), json!({ "metadata": { "name": "b" } })].into();
         assert_eq!(answer(list.as_bytes()).unwrap(), json!({ "items": names }));
-        // Elsewhere they are read as far as the bound.
+        // Elsewhere the field is read up to the bound.
         let mut read = &answer(deep.as_bytes()).unwrap();
         let mut levels = 0;
         while let Some(inner) = read.get("f:a") {

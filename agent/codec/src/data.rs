@@ -1,8 +1,8 @@
-//! Data that is no Kubernetes object, but may hold some: records, scenarios, configuration.
+//! Readers and writers of data that may contain Kubernetes objects: records, scenarios, configuration.
 //!
-//! Its types belong to other crates, so these functions are generic. They use the reader and the writer that
-//! [`crate::ApiType`] uses: what is made of them for the objects inside exists once, in this crate (rustc
-//! shares generic code with the crates above where both are built with opt-level 0, 1 or s).
+//! The types belong to other crates, so the functions are generic. They use the reader and the writer of
+//! [`crate::ApiType`], so the code for the contained objects exists once, in this crate (rustc shares generic
+//! code with the crates above if both are built with opt-level 0, 1 or s).
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -14,15 +14,15 @@ use crate::{
     reader::Reading,
 };
 
-/// The value of a text in JSON.
+/// Parses a JSON text into a value.
 ///
 /// # Errors
-/// The text is not JSON, or an object has a key twice.
+/// Fails if the text is not JSON, or an object repeats a key.
 pub fn parse(text: &[u8]) -> Result<Value, serde_json::Error> {
     Reading::Whole.read(text)
 }
 
-/// Reads data from a text in JSON.
+/// Reads data from a JSON text.
 ///
 /// # Errors
 /// The text is not JSON, or holds something else.
@@ -33,7 +33,7 @@ pub fn from_json<T: DeserializeOwned>(text: &[u8]) -> Result<T, JsonError> {
 /// Reads data.
 ///
 /// # Errors
-/// The first field that is wrong, with serde's message.
+/// Fails with the first wrong field, and serde's message.
 pub fn read<T: DeserializeOwned>(value: &Value) -> Result<T, Problem> {
     serde_path_to_error::deserialize(value)
         .map_err(|error| Problem::new(decode::path_text(error.path()), error.inner().to_string()))
@@ -42,7 +42,7 @@ pub fn read<T: DeserializeOwned>(value: &Value) -> Result<T, Problem> {
 /// Writes data.
 ///
 /// # Errors
-/// The data has a form that JSON lacks, such as a map whose keys are no text.
+/// Fails for data that JSON lacks, such as a map with other keys than text.
 pub fn to_value<T: Serialize>(data: &T) -> Result<Value, serde_json::Error> {
     serde_json::to_value(data)
 }

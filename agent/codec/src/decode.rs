@@ -1,5 +1,5 @@
-//! A tree of values to a typed object: numbers where Kubernetes takes numbers or strings, every type error at
-//! once, and the fields that nobody knows.
+//! Decoder of a tree of values into a typed object. Accepts numbers where Kubernetes takes numbers or
+//! strings, and reports all type errors at once, and unknown fields.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -11,10 +11,10 @@ use super::error::Problem;
 /// Message about a field that an object does not have.
 const UNKNOWN: &str = "there is no such field; it has no effect (a misspelling?)";
 
-/// Most type errors that are looked for in one manifest.
+/// Limit of type errors reported per manifest.
 const MAX_TYPE_ERRORS: usize = 10;
 
-/// Where a quantity may be written as a number. `*` is any key, `[*]` any element.
+/// Places where a quantity may be a number. `*` is any key, `[*]` any element.
 const QUANTITIES: &[&str] = &[
     "spec.containers[*].resources.limits.*",
     "spec.containers[*].resources.requests.*",
@@ -30,7 +30,7 @@ const QUANTITIES: &[&str] = &[
     "spec.volumes[*].projected.sources[*].downwardAPI.items[*].resourceFieldRef.divisor",
 ];
 
-/// Turns the numbers of a pod into the strings that its type wants, where Kubernetes takes both: `cpu: 2`.
+/// Converts the numbers of a pod into strings where Kubernetes accepts both: `cpu: 2`.
 pub fn normalize(value: &mut Value) {
     for pattern in QUANTITIES {
         visit_mut(value, pattern, &mut |node| {
@@ -41,7 +41,7 @@ pub fn normalize(value: &mut Value) {
     }
 }
 
-/// Calls `f` with every node that `pattern` reaches.
+/// Calls `f` with every node that matches `pattern`.
 fn visit_mut(value: &mut Value, pattern: &str, f: &mut impl FnMut(&mut Value)) {
     if pattern.is_empty() {
         return f(value);
@@ -60,8 +60,8 @@ fn visit_mut(value: &mut Value, pattern: &str, f: &mut impl FnMut(&mut Value)) {
     }
 }
 
-/// Decodes an object, and finds the fields that such an object does not have; or finds every field that has
-/// the wrong type, and with them the fields that it doesn't have.
+/// Decodes an object, and finds its unknown fields; or finds every field of a wrong type, with the unknown
+/// fields.
 pub(crate) fn object<T: DeserializeOwned + Serialize>(
     value: &Value,
 ) -> Result<(T, Vec<Problem>), Vec<Problem>> {
@@ -71,7 +71,7 @@ pub(crate) fn object<T: DeserializeOwned + Serialize>(
     Ok((decoded, unknown))
 }
 
-/// The fields of `written` that `decoded`, which was made from it, does not have.
+/// Returns the fields of `written` that `decoded`, its decoded form, lacks.
 fn unknown_to<T: Serialize>(decoded: &T, written: &Value) -> Vec<Problem> {
     let mut unknown = Vec::new();
     if let Ok(known) = serde_json::to_value(decoded) {
@@ -80,8 +80,7 @@ fn unknown_to<T: Serialize>(decoded: &T, written: &Value) -> Vec<Problem> {
     unknown
 }
 
-/// Every field that has the wrong type, and then those that such an object does not have; `error` is the
-/// first one.
+/// Returns every field of a wrong type, then the unknown fields; `error` is the first type error.
 fn type_errors<T: DeserializeOwned + Serialize>(
     value: &Value,
     mut error: serde_path_to_error::Error<serde_json::Error>,
@@ -90,8 +89,8 @@ fn type_errors<T: DeserializeOwned + Serialize>(
     let mut problems = Vec::new();
     loop {
         problems.push(Problem::new(path_text(error.path()), sentence(&error.inner().to_string())));
-        // Taken out, the field no longer hides the errors behind it.
-        if problems.len() >= MAX_TYPE_ERRORS || !take_out(&mut value, error.path()) {
+        // Removing the field reveals the errors after it.
+        if problems.len() >= MAX_TYPE_ERRORS || !remove(&mut value, error.path()) {
             return problems;
         }
         match serde_path_to_error::deserialize::<_, T>(&value) {
@@ -104,14 +103,14 @@ fn type_errors<T: DeserializeOwned + Serialize>(
     }
 }
 
-/// The path of an error, as [`crate::document::Document::locate`] takes it; empty for the root.
+/// Formats the path of an error for [`crate::document::Document::locate`]; empty for the root.
 pub(crate) fn path_text(path: &Path) -> String {
-    // "." is the root, and "?" a place that the reader could not make out.
+    // "." is the root, and "?" an unknown place.
     path.to_string().trim_end_matches('?').trim_end_matches('.').to_owned()
 }
 
-/// Removes the node at `path`, or the list that holds it (an element's removal would renumber the others).
-fn take_out(value: &mut Value, path: &Path) -> bool {
+/// Removes the node at `path`, or the list that contains it (an element's removal would renumber the others).
+fn remove(value: &mut Value, path: &Path) -> bool {
     let segments: Vec<&Segment> = path.iter().collect();
     let Some(last) = segments.iter().rposition(|s| matches!(s, Segment::Map { .. })) else { return false };
     let mut node = value;
@@ -130,7 +129,7 @@ fn take_out(value: &mut Value, path: &Path) -> bool {
     }
 }
 
-/// serde's message in the words of someone who writes manifests.
+/// Rephrases serde's message for authors of manifests.
 fn sentence(message: &str) -> String {
     let rest = message.strip_prefix("invalid type: ").or_else(|| message.strip_prefix("invalid value: "));
     let Some((found, wanted)) = rest.and_then(|rest| rest.rsplit_once(", expected ")) else {
@@ -138,7 +137,7 @@ fn sentence(message: &str) -> String {
     };
     let (found, plain) = in_words(found);
     match wanted {
-        // Not with the text to quote: 0644 and 1.10 are 420 and 1.1 by now.
+        // The original text is lost: 0644 and 1.10 are 420 and 1.1 by now.
         "a string" if plain => format!("must be a string, not {found}; put it in quotes"),
         "a string" => format!("must be a string, not {found}"),
         "i32" | "a 32-bit integer" => format!("must be a whole number of at most 32 bits, not {found}"),
@@ -155,7 +154,7 @@ fn sentence(message: &str) -> String {
     }
 }
 
-/// What serde found, in words; and whether quotes would make a string of it.
+/// Describes serde's found value; the flag is true if quotes would make it a string.
 fn in_words(found: &str) -> (String, bool) {
     let quoted = |kind: &str| found.strip_prefix(kind).map(|text| text.trim_matches([' ', '`']));
     if let Some(text) = quoted("integer").or_else(|| quoted("floating point")) {
@@ -173,7 +172,7 @@ fn in_words(found: &str) -> (String, bool) {
     (words.to_owned(), false)
 }
 
-/// The kind of a value, for a sentence.
+/// Returns the kind of a value, for a sentence.
 pub fn name_of(value: &Value) -> &'static str {
     match value {
         Value::Null => "nothing",
@@ -185,7 +184,7 @@ pub fn name_of(value: &Value) -> &'static str {
     }
 }
 
-/// Fields of `written` that didn't survive the typed pod. Empty ones say nothing and are passed over.
+/// Collects the fields of `written` that the typed object lost. Skips empty ones.
 fn unknown_fields(written: &Value, known: &Value, path: &mut String, found: &mut Vec<Problem>) {
     let length = path.len();
     match (written, known) {

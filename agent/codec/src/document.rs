@@ -1,14 +1,14 @@
-//! Text to a tree of values, with the place of each node: YAML (also many documents in one text) or JSON.
+//! Reader of text into a tree of values, with the place of each node: YAML (also several documents in one
+//! text) or JSON.
 //!
-//! Everything a person writes for beelet comes in through here: pod manifests, the configuration, the
-//! scenarios of `beelet plan`. The tree is plain [`serde_json::Value`]; beside it every node keeps the
-//! line and column it came from, so that an error found later, at a field path, can still be shown where
-//! it was written.
+//! All files that people write for beelet pass this module: pod manifests, the configuration, the
+//! scenarios of `beelet plan`. The tree is a plain [`serde_json::Value`]; in addition every node keeps its
+//! line and column, so that a later error at a field path can be shown at its place.
 //!
-//! Scalars mean what they mean to Kubernetes' own reader (YAML 1.1: `yes` is a boolean, `0644` is octal),
-//! because a manifest must not change its meaning with the agent that reads it.
+//! Scalars have the meaning of Kubernetes' own reader (YAML 1.1: `yes` is a boolean, `0644` is octal),
+//! because a manifest must mean the same to every agent.
 //!
-//! This module must never read a file, never panic whatever the text, and never know what the fields mean.
+//! This module must never read a file, panic on any text, or interpret the fields.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,64 +20,64 @@ use serde_saphyr::{DuplicateKeyPolicy, Location, Spanned};
 /// Deepest nesting of mappings and lists.
 const MAX_DEPTH: usize = 100;
 
-/// Stack of the thread that reads, in bytes: a debug build needs tens of KiB a level. Only what is used of it
-/// costs memory.
+/// Stack of the reading thread, in bytes: a debug build needs tens of KiB per level. Only its used part costs
+/// memory.
 const STACK: usize = 32 << 20;
 
 /// Longest cause shown to the user, in characters: a message that quotes a text from outside stays readable.
 const MAX_MESSAGE: usize = 300;
 
-/// Most values that aliases stand for.
+/// Limit of values that aliases stand for.
 const MAX_ALIASED: usize = 200_000;
 
 /// Deepest nesting of aliases.
 const MAX_ALIAS_DEPTH: usize = 16;
 
-/// What one text may cost.
+/// Limits of a text.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Largest text, in bytes.
     pub bytes: usize,
-    /// Most mappings, lists and scalars, aliases expanded.
+    /// Largest number of mappings, lists and scalars, with aliases expanded.
     pub nodes: usize,
 }
 
 impl Limits {
-    /// One pod manifest or configuration file.
+    /// Limits of a pod manifest or configuration file.
     pub const MANIFEST: Limits = Limits { bytes: 1 << 20, nodes: 200_000 };
-    /// A scenario of `beelet plan`: thousands of pods or images.
+    /// Limits of a scenario of `beelet plan`, with thousands of pods or images.
     pub const SCENARIO: Limits = Limits { bytes: 64 << 20, nodes: 8_000_000 };
 }
 
-/// One document of a text.
+/// A document of a text.
 #[derive(Clone, Debug)]
 pub struct Document {
-    /// What it says.
+    /// Value of the document.
     pub value: Value,
-    /// Where each node of `value` was written.
+    /// Place of each node of `value`.
     pub lines: LineIndex,
 }
 
 impl Document {
-    /// Line and column (both from 1) of the node at `path`, or of its nearest ancestor that was written:
+    /// Finds line and column (both from 1) of the node at `path`, or of its nearest existing ancestor:
     /// `spec.containers[0].image` of a container without an image is the place of the container.
     ///
-    /// `path` is written as `serde_path_to_error` prints it; keys with dots in them (annotations) are found
-    /// too, plain (`limits.nvidia.com/gpu`) or quoted (`limits["nvidia.com/gpu"]`). `.` and the empty path
-    /// are the document's start. None where not even the first field exists.
+    /// `path` has the format of `serde_path_to_error`; keys with dots (annotations) may be plain
+    /// (`limits.nvidia.com/gpu`) or quoted (`limits["nvidia.com/gpu"]`). `.` and the empty path
+    /// are the document's start. None if not even the first field exists.
     #[must_use]
     pub fn locate(&self, path: &str) -> Option<(u64, u64)> {
         self.lines.locate(path)
     }
 
-    /// Line and column (both from 1) of the document's first node.
+    /// Returns line and column (both from 1) of the document's first node.
     #[must_use]
     pub fn start(&self) -> (u64, u64) {
         self.lines.position(&self.lines.root)
     }
 
-    /// Every key that a mapping of this document has more than once: its path, and the line and column (both
-    /// from 1) of its last place. Only [`parse_repeating`] lets such a document through.
+    /// Returns every repeated key of a mapping: its path, and the line and column (both from 1) of its last
+    /// place. Only [`parse_repeating`] accepts a document with repeated keys.
     #[must_use]
     pub fn repeated(&self) -> Vec<(String, (u64, u64))> {
         let mut found = Vec::new();
@@ -109,8 +109,8 @@ impl Document {
         found
     }
 
-    /// The items of the list in the field `name`, each as a document of its own with the places that it has
-    /// in this one; None where there is no such list.
+    /// Returns the items of the list in the field `name`, each as a document with its places in this one;
+    /// None if the field is not a list.
     #[must_use]
     pub fn items(&self, name: &str) -> Option<Vec<Document>> {
         let values = self.value.get(name)?.as_array()?;
@@ -124,15 +124,15 @@ impl Document {
     }
 }
 
-/// The place of every node of a document.
+/// Places of the nodes of a document.
 #[derive(Clone, Debug)]
 pub struct LineIndex {
     root: NodePlace,
-    /// Lines of the file above the text that was read.
+    /// Number of lines of the file above the text.
     above: u64,
 }
 
-/// The place of one node and of what is inside it.
+/// Place of a node and of its children.
 #[derive(Clone, Debug)]
 struct NodePlace {
     line: u32,
@@ -148,7 +148,7 @@ enum Children {
 }
 
 impl LineIndex {
-    /// As [`Document::locate`], for when the value has been used up.
+    /// Finds a place like [`Document::locate`], without the value.
     #[must_use]
     pub fn locate(&self, path: &str) -> Option<(u64, u64)> {
         let path = path.trim_start_matches('.');
@@ -170,7 +170,7 @@ impl LineIndex {
     }
 }
 
-/// One step along a path: the child that `path` begins with, and the path from there.
+/// Takes a step along a path: returns the child at the beginning of `path`, and the remaining path.
 fn step<'p, 't>(place: &'p NodePlace, path: &'t str) -> Option<(&'p NodePlace, &'t str)> {
     match &place.children {
         Children::None => None,
@@ -195,7 +195,7 @@ fn step<'p, 't>(place: &'p NodePlace, path: &'t str) -> Option<(&'p NodePlace, &
     }
 }
 
-/// Why a text could not be read.
+/// Error of an unreadable text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}, column {column}: {message}")]
 pub struct DocumentError {
@@ -203,14 +203,15 @@ pub struct DocumentError {
     pub line: u64,
     /// Column in characters, from 1.
     pub column: u64,
-    /// The cause, on one line.
+    /// Cause, on one line.
     pub message: String,
 }
 
-/// Reads all documents of `text`; documents with nothing in them are left out.
+/// Reads all documents of `text`, without empty ones.
 ///
 /// # Errors
-/// The text is neither YAML nor JSON, a mapping has a key twice, or the text exceeds [`Limits::SCENARIO`].
+/// Fails if the text is neither YAML nor JSON, a mapping repeats a key, or the text exceeds
+/// [`Limits::SCENARIO`].
 pub fn parse(text: &str) -> Result<Vec<Document>, DocumentError> {
     parse_within(text, Limits::SCENARIO)
 }
@@ -223,18 +224,18 @@ pub fn parse_within(text: &str, limits: Limits) -> Result<Vec<Document>, Documen
     parse_below(0, text, limits)
 }
 
-/// As [`parse_within`], but the last value of a key counts that a mapping has more than once, as in the
+/// Reads like [`parse_within`], but accepts repeated keys, of which the last value counts, as in the
 /// lenient decoding of `KubeletConfiguration` (`DecodeKubeletConfigurationIntoInternal` of the kubelet):
-/// [`Document::repeated`] lists such keys.
+/// [`Document::repeated`] lists them.
 ///
 /// # Errors
-/// The text is neither YAML nor JSON, or exceeds `limits`.
+/// Fails if the text is neither YAML nor JSON, or exceeds `limits`.
 pub fn parse_repeating(text: &str, limits: Limits) -> Result<Vec<Document>, DocumentError> {
     let below = |node: Node| Document { value: node.value, lines: LineIndex { root: node.place, above: 0 } };
     read(text, limits, DuplicateKeyPolicy::PassThrough).map(|nodes| nodes.into_iter().map(below).collect())
 }
 
-/// The same for a text that is a part of a file, with `above` lines before it: places are those of the file.
+/// Reads a text that is part of a file, after `above` lines: places are those of the file.
 ///
 /// # Errors
 /// As for [`parse`].
@@ -247,10 +248,10 @@ pub fn parse_below(above: u64, text: &str, limits: Limits) -> Result<Vec<Documen
 
 fn read(text: &str, limits: Limits, duplicates: DuplicateKeyPolicy) -> Result<Vec<Node>, DocumentError> {
     if text.len() > limits.bytes {
-        let message = format!("the text has {} bytes; at most {} are read", text.len(), limits.bytes);
+        let message = format!("the text has {} bytes; the limit is {}", text.len(), limits.bytes);
         return Err(DocumentError { line: 1, column: 1, message });
     }
-    // Kubernetes' own files come with a byte order mark from some editors.
+    // Some editors add a byte order mark.
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     on_a_deep_stack(|| {
         serde_saphyr::from_multiple_with_options::<Node>(text, options(limits, duplicates))
@@ -258,7 +259,7 @@ fn read(text: &str, limits: Limits, duplicates: DuplicateKeyPolicy) -> Result<Ve
     })
 }
 
-/// Runs `read` on a thread of its own: serde recurses once for each level, and the callers' threads (2 MiB in
+/// Runs `read` on a thread of its own: serde recurses once per level, and the callers' threads (2 MiB in
 /// an async runtime) are too small for [`MAX_DEPTH`] levels in a debug build.
 fn on_a_deep_stack<T: Send>(
     read: impl FnOnce() -> Result<T, DocumentError> + Send,
@@ -269,7 +270,7 @@ fn on_a_deep_stack<T: Send>(
         match thread.spawn_scoped(scope, read).map(std::thread::ScopedJoinHandle::join) {
             Ok(Ok(result)) => result,
             Ok(Err(_)) => failed("the YAML reader failed on this text; please report it as a bug".to_owned()),
-            Err(cause) => failed(format!("cannot start a thread to read it: {cause}")),
+            Err(cause) => failed(format!("cannot start a thread to read the text: {cause}")),
         }
     })
 }
@@ -295,12 +296,12 @@ fn options(limits: Limits, duplicates: DuplicateKeyPolicy) -> serde_saphyr::Opti
     }
 }
 
-/// The library's error as one short line, with its place taken out of the text.
+/// Converts the library's error into one short line, without the place in the text.
 fn describe(error: &serde_saphyr::Error, limits: Limits) -> DocumentError {
     let at = error.location();
     let (line, column) = at.map_or((1, 1), |at| (at.line().max(1), at.column().max(1)));
     let mut cause = error.without_snippet();
-    // What is wrong in what an alias stands for is told at the alias.
+    // An error in an alias's target is reported at the alias.
     while let serde_saphyr::Error::AliasError { error, .. } = cause {
         cause = error;
     }
@@ -328,7 +329,7 @@ fn describe(error: &serde_saphyr::Error, limits: Limits) -> DocumentError {
     DocumentError { line, column, message: one_line(&message) }
 }
 
-/// `text` without control characters and not longer than a message may be.
+/// Removes control characters from `text` and cuts it to the length of a message.
 fn one_line(text: &str) -> String {
     let mut line: String =
         text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(MAX_MESSAGE).collect();
@@ -338,13 +339,13 @@ fn one_line(text: &str) -> String {
     line
 }
 
-/// A node while it is read: its value and its place.
+/// A node during reading: its value and its place.
 struct Node {
     value: Value,
     place: NodePlace,
 }
 
-/// What a [`Spanned`] holds: the value, and the places of what is inside.
+/// Content of a [`Spanned`]: the value, and the places of its children.
 struct Content {
     value: Value,
     children: Children,
@@ -376,10 +377,10 @@ impl<'de> Deserialize<'de> for Content {
     }
 }
 
-/// The whole number that `value` is, if an `i64` has it: Kubernetes' readers turn YAML into JSON first, where
+/// Converts a whole `value` into an `i64` if it fits: Kubernetes' readers turn YAML into JSON first, where
 /// Go's encoder writes `1e+06` and `8080.0` without exponent and point (`encoding/json`, `floatEncoder`).
 fn whole(value: f64) -> Option<i64> {
-    // Below 2^63 in both directions; above, Go's decoder refuses the number as well.
+    // Below 2^63 in both directions; Go's decoder also refuses larger numbers.
     let in_range = (-(i64::MAX as f64)..i64::MAX as f64).contains(&value);
     (value.fract() == 0.0 && in_range).then_some(value as i64)
 }
@@ -448,7 +449,7 @@ impl<'de> Visitor<'de> for ContentVisitor {
         let (mut values, mut places) = (Map::new(), Vec::new());
         while let Some(key) = entries.next_key::<Spanned<String>>()? {
             let Node { value, mut place } = entries.next_value()?;
-            // A block that starts below its key is best shown at the key; a scalar at itself.
+            // The place of a block that starts below its key is the key's; that of a scalar its own.
             let (line, column) = coordinates(&key.referenced);
             if !matches!(place.children, Children::None) || value.is_null() {
                 (place.line, place.column) = (line, column);

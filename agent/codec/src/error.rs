@@ -1,32 +1,32 @@
-//! Why a manifest is refused: every reason, each with its place in the file.
+//! Reasons for refusing a manifest, each with its place in the file.
 
 use std::fmt;
 
 use crate::document::{Document, DocumentError};
 
-/// Most reasons that are told at once.
+/// Limit of reasons in one report.
 const MAX_REASONS: usize = 10;
 
-/// Something wrong with a field, before its place in the file is looked up.
+/// A problem of a field, before the lookup of its place in the file.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct Problem {
-    /// The field, as `spec.containers[0].image`; empty for the manifest as a whole.
+    /// Path of the field, such as `spec.containers[0].image`; empty for the whole manifest.
     pub path: String,
-    /// What is wrong, and what would be right.
+    /// Problem, and the correct form.
     pub message: String,
 }
 
 impl Problem {
-    /// A problem of the field at `path`; the document as a whole if it is empty.
+    /// Creates a problem of the field at `path`; an empty path means the whole document.
     pub fn new(path: impl Into<String>, message: impl Into<String>) -> Self {
         Problem { path: path.into(), message: message.into() }
     }
 }
 
-/// Why a text in JSON gave no object. The cause is in the sentence, and so no source.
+/// Error of a JSON text. The cause is part of the sentence, so the error has no source.
 #[derive(Debug, thiserror::Error)]
 pub enum JsonError {
-    /// It is not JSON.
+    /// The text is not JSON.
     #[error("is not JSON: {0}")]
     Syntax(serde_json::Error),
     /// A field is wrong.
@@ -34,7 +34,7 @@ pub enum JsonError {
     Field(Problem),
 }
 
-/// The path of `key` inside the mapping at `path`: `limits.cpu`, but `limits["nvidia.com/gpu"]`.
+/// Returns the path of `key` inside the mapping at `path`: `limits.cpu`, but `limits["nvidia.com/gpu"]`.
 #[must_use]
 pub fn field(path: &str, key: &str) -> String {
     let plain = !key.is_empty() && key.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_');
@@ -50,18 +50,18 @@ impl fmt::Display for Problem {
     }
 }
 
-/// One reason why a manifest is refused.
+/// A reason for refusing a manifest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FieldError {
-    /// Line and column (from 1) of the field, or of what should hold it.
+    /// Line and column (from 1) of the field, or of its nearest existing parent.
     pub at: Option<(u64, u64)>,
-    /// The field; empty for the manifest as a whole.
+    /// Path of the field; empty for the whole manifest.
     pub field: String,
-    /// What is wrong, and what would be right.
+    /// Problem, and the correct form.
     pub message: String,
 }
 
-/// Why a manifest is refused. Displayed, it has one line per reason, each starting with `file:line:column:`.
+/// Error of a refused manifest. Its display has one line per reason, each starting with `file:line:column:`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ManifestError {
     file: String,
@@ -70,20 +70,20 @@ pub struct ManifestError {
 }
 
 impl ManifestError {
-    /// A manifest that is refused as a whole.
+    /// Creates the error of a manifest refused as a whole.
     pub fn whole(file: &str, message: impl Into<String>) -> Self {
         let reason = FieldError { at: None, field: String::new(), message: message.into() };
         ManifestError { file: file.to_owned(), reasons: vec![reason], left_out: 0 }
     }
 
-    /// The file is neither YAML nor JSON.
+    /// Creates the error of a file that is neither YAML nor JSON.
     pub fn syntax(file: &str, error: &DocumentError) -> Self {
         let at = Some((error.line, error.column));
         let reason = FieldError { at, field: String::new(), message: error.message.clone() };
         ManifestError { file: file.to_owned(), reasons: vec![reason], left_out: 0 }
     }
 
-    /// The file holds no document, or more than one.
+    /// Creates the error of a file without a document, or with several.
     pub fn not_one(file: &str, documents: &[Document]) -> Self {
         let Some(second) = documents.get(1) else {
             return Self::whole(file, "there is nothing in the file; a manifest is a v1 Pod");
@@ -93,7 +93,7 @@ impl ManifestError {
         ManifestError { file: file.to_owned(), reasons: vec![reason], left_out: 0 }
     }
 
-    /// The error of a document: its problems, each with its place; of many the first.
+    /// Creates the error of a document from its problems, each with its place; of many the first.
     pub fn new(file: &str, document: &Document, problems: Vec<Problem>) -> Self {
         let mut reasons: Vec<FieldError> = problems
             .into_iter()
@@ -110,7 +110,7 @@ impl ManifestError {
         ManifestError { file: file.to_owned(), reasons, left_out }
     }
 
-    /// The reasons, in the order of the file.
+    /// Returns the reasons, in the order of the file.
     #[must_use]
     pub fn reasons(&self) -> &[FieldError] {
         &self.reasons

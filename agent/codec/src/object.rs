@@ -1,4 +1,4 @@
-//! The Kubernetes types that beelet reads and writes, and how. To add one, add a line to the table.
+//! Kubernetes types that beelet reads and writes. To add a type, add a line to the table.
 
 use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
 use k8s_openapi::api::certificates::v1beta1::ClusterTrustBundle;
@@ -18,22 +18,22 @@ use crate::{
 
 /// A type of the Kubernetes API that is read from values and written to them.
 pub trait ApiType: Sized {
-    /// Reads what a person wrote: the object, and the fields that such an object does not have.
+    /// Reads an object written by a person. Returns it with its unknown fields.
     ///
     /// # Errors
-    /// Every field that has the wrong type (of many, the first ten), in words for the person.
+    /// Fails with every field of a wrong type (the first ten), in words for people.
     fn read(value: &Value) -> Result<(Self, Vec<Problem>), Vec<Problem>>;
 
-    /// Reads what a program wrote. Fields that such an object does not have are skipped.
+    /// Reads an object written by a program, and skips unknown fields.
     ///
     /// # Errors
-    /// The first field that has the wrong type.
+    /// Fails with the first field of a wrong type.
     fn from_value(value: &Value) -> Result<Self, Problem>;
 
-    /// Writes the object. An object of the API has its `apiVersion` and `kind`.
+    /// Writes the object; an object of the API with its `apiVersion` and `kind`.
     fn to_value(&self) -> Value;
 
-    /// [`ApiType::from_value`] of a text.
+    /// Reads a text, as [`ApiType::from_value`] reads a value.
     ///
     /// # Errors
     /// The text is not JSON, or holds something else.
@@ -42,12 +42,12 @@ pub trait ApiType: Sized {
         Self::from_value(&value).map_err(JsonError::Field)
     }
 
-    /// The object as JSON on one line: the text of [`ApiType::to_value`], without the value.
+    /// Writes the object as JSON on one line: the text of [`ApiType::to_value`], without building the value.
     fn to_json(&self) -> Vec<u8>;
 }
 
-/// Implements [`ApiType`]. The functions are not generic, so serde's code for the types is made here and
-/// nowhere else.
+/// Implements [`ApiType`]. The functions are not generic, so serde's code for the types is generated only
+/// here.
 macro_rules! api_types {
     ($($type:ty),* $(,)?) => {$(
         impl ApiType for $type {
@@ -96,7 +96,7 @@ api_types![
     VolumeAttachment,
 ];
 
-/// A list of objects, as `v1.PodList` is one of pods.
+/// Builds a list of objects, such as a `v1.PodList` of pods.
 pub fn list<'o, T>(objects: impl IntoIterator<Item = &'o T>) -> Value
 where
     T: ApiType + Resource + ListableResource + 'o,

@@ -1,37 +1,37 @@
-//! The parts of a text that hold one object each: its documents, and the items of a list. They are kept as
-//! they are written, with their comments, and know which line of the file they begin at.
+//! Parts of a text with one object each: its documents, and the items of a list. A part keeps its text, with
+//! comments, and the number of its first line in the file.
 //!
-//! This module must never change what a part says: where the text of a list's item cannot be cut out, the
-//! item is written anew.
+//! This module must never change the meaning of a part: an item whose text cannot be cut out of its list is
+//! generated from its value.
 
 use crate::document::{self, Document, Limits};
 
-/// One document of a text.
+/// A document of a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part<'t> {
-    /// Lines of the file above it.
+    /// Number of lines of the file above the document.
     pub above: u64,
-    /// The document as it is written.
+    /// Text of the document.
     pub text: &'t str,
 }
 
 /// An item of a list.
 #[derive(Clone, Debug)]
 pub struct Item {
-    /// What it says, with its places in the file.
+    /// Value of the item, with its places in the file.
     pub document: Document,
-    /// A text that says the same.
+    /// Text with the same meaning.
     pub text: String,
 }
 
-/// The documents of `text` that have something in them. A text of one document is one part, whole.
+/// Returns the documents of `text` with content. A text of one document is one whole part.
 #[must_use]
 pub fn documents(text: &str) -> Vec<Part<'_>> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let mut parts: Vec<Part<'_>> = Vec::new();
     let (mut start, mut above, mut at, mut is_filled) = (0, 0, 0, false);
     for (number, line) in (0..).zip(text.split_inclusive('\n')) {
-        // No marker can be in a text that goes over several lines: YAML forbids it.
+        // YAML forbids markers inside a text of several lines.
         if is_filled && is_marker(line, "---") {
             parts.push(Part { above, text: &text[start..at] });
             (start, above, is_filled) = (at, number, false);
@@ -48,12 +48,12 @@ pub fn documents(text: &str) -> Vec<Part<'_>> {
     parts.into_iter().map(without_marker).collect()
 }
 
-/// Returns true if a line is this marker of a document's begin or end.
+/// Returns true if a line is this marker of a document's beginning or end.
 fn is_marker(line: &str, marker: &str) -> bool {
     line.strip_prefix(marker).is_some_and(|rest| rest.is_empty() || rest.starts_with([' ', '\t', '\r', '\n']))
 }
 
-/// Returns true if a line says something: it is more than a comment, a directive or a marker.
+/// Returns true if a line has content: more than a comment, a directive or a marker.
 fn is_content(line: &str) -> bool {
     let said = match line.strip_prefix("---") {
         Some(rest) if is_marker(line, "---") => rest,
@@ -64,7 +64,7 @@ fn is_content(line: &str) -> bool {
     !said.is_empty() && !said.starts_with('#')
 }
 
-/// A part of several needs no line `---` at its begin.
+/// Removes the line `---` at the beginning of a part.
 fn without_marker(part: Part<'_>) -> Part<'_> {
     match part.text.split_once('\n') {
         Some((line, rest)) if part.above > 0 && line.trim_end() == "---" => {
@@ -74,7 +74,7 @@ fn without_marker(part: Part<'_>) -> Part<'_> {
     }
 }
 
-/// The items of `list`, a list of objects (`kind: List`) that was read from `part`.
+/// Returns the items of `list`, a list of objects (`kind: List`) from `part`.
 #[must_use]
 pub fn items(list: &Document, part: Part<'_>) -> Option<Vec<Item>> {
     let lines: Vec<&str> = part.text.split_inclusive('\n').collect();
@@ -89,7 +89,7 @@ pub fn items(list: &Document, part: Part<'_>) -> Option<Vec<Item>> {
     Some(documents.into_iter().zip(texts).map(|(document, text)| Item { document, text }).collect())
 }
 
-/// The index of the first line of an item: the comments above it are its own.
+/// Returns the index of the first line of an item, including the comments above it.
 fn first_line(lines: &[&str], item: &Document, part: Part<'_>) -> usize {
     let line = item.start().0.saturating_sub(part.above + 1);
     let line = usize::try_from(line).unwrap_or(usize::MAX).min(lines.len());
@@ -97,7 +97,7 @@ fn first_line(lines: &[&str], item: &Document, part: Part<'_>) -> usize {
     line - comments.count()
 }
 
-/// An item's text, cut out of the list's; written anew where that would not say the same.
+/// Returns an item's text, cut out of the list's, or generated if the cut text would have another meaning.
 fn text_of(item: &Document, lines: &[&str], range: std::ops::Range<usize>) -> String {
     let indent = usize::try_from(item.start().1.saturating_sub(1)).unwrap_or_default();
     let cut = lines.get(range).map(|lines| cut_out(lines, indent));
@@ -105,11 +105,11 @@ fn text_of(item: &Document, lines: &[&str], range: std::ops::Range<usize>) -> St
         let read = document::parse_within(text, Limits::MANIFEST);
         matches!(read.as_deref(), Ok([one]) if one.value == item.value)
     };
-    // JSON is YAML, and says the same to every reader.
+    // JSON is YAML, with the same meaning for every reader.
     cut.filter(says_the_same).unwrap_or_else(|| format!("{:#}\n", item.value))
 }
 
-/// The lines of an item, `indent` characters less indented, up to what is beside the list.
+/// Returns the lines of an item, `indent` characters less indented, up to the end of the list.
 fn cut_out(lines: &[&str], indent: usize) -> String {
     let mut text = String::new();
     let mut is_first = true;

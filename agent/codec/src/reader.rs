@@ -1,4 +1,4 @@
-//! The reader of values in JSON.
+//! Reader of JSON values.
 
 use std::fmt;
 
@@ -7,33 +7,33 @@ use serde::de::{
 };
 use serde_json::{Map, Value};
 
-/// Most levels of arrays and objects that are read of an answer; the reader of values gives up at 128. An
+/// Limit of nested arrays and objects in an answer; the reader of values stops at 128. An
 /// object of the API that a node reads has some 20.
 pub(crate) const LEVELS: u8 = 100;
-/// The value in place of what has more levels: no field with levels below it takes a text, so that the object
-/// can't be read, and no other object of its list is hidden.
+/// Replacement of deeper values. No field with nested values accepts a text, so the object
+/// is unreadable, without hiding the other objects of its list.
 pub(crate) const TOO_DEEP: &str = "(nested too deeply to be read)";
 
-/// How a value is read.
+/// Mode of reading a value.
 #[derive(Clone, Copy)]
 pub(crate) enum Reading {
-    /// All of it. An object with a key twice is refused: `Value` by itself would keep the last.
+    /// Reads the whole value, and refuses an object with a repeated key: `Value` alone would keep the last.
     Whole,
-    /// An API server's answer, without the `managedFields` of any metadata, and with a text in the place of
-    /// what has more than [`LEVELS`] levels.
+    /// Reads an API server's answer, without the `managedFields` of any metadata, and with a text instead of
+    /// values beyond [`LEVELS`] levels.
     Answer {
-        /// This is the metadata of an object.
+        /// True inside the metadata of an object.
         is_metadata: bool,
-        /// So many arrays and objects are around it.
+        /// Number of enclosing arrays and objects.
         level: u8,
     },
 }
 
 impl Reading {
-    /// An API server's answer, from its beginning.
+    /// Mode at the beginning of an API server's answer.
     pub(crate) const ANSWER: Self = Self::Answer { is_metadata: false, level: 0 };
 
-    /// The only value of a text.
+    /// Reads the only value of a text.
     pub(crate) fn read(self, text: &[u8]) -> Result<Value, serde_json::Error> {
         let mut reader = serde_json::Deserializer::from_slice(text);
         let value = self.deserialize(&mut reader)?;
@@ -41,7 +41,7 @@ impl Reading {
         Ok(value)
     }
 
-    /// How an element is read, or the value of a key.
+    /// Returns the mode for an element, or for the value of a key.
     fn inside(self, key: Option<&str>) -> Self {
         match self {
             Self::Whole => Self::Whole,
