@@ -1,6 +1,6 @@
-//! One durable file in a form and at a place that another program gives: the kubelet's device checkpoint.
-//! Replaced as a whole like our own records; what can't be trusted is set aside beside it. Must never know
-//! what the content means.
+//! A durable file whose format and place another program defines: the kubelet's device checkpoint. The file
+//! is replaced as a whole like our own records; a damaged one is set aside next to it. This module must never
+//! interpret the content.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -16,35 +16,35 @@ use super::{MAX_QUARANTINED, MAX_RECORD, StateError, io_error, write_error};
 #[derive(Debug, Clone)]
 pub struct ForeignFile {
     path: PathBuf,
-    /// Only root can put anything in its folder's place.
+    /// True if only root can replace the file's folder.
     is_folder_safe: bool,
 }
 
 impl ForeignFile {
-    /// The file at `path`, which must be in a folder. Others (plugins, drivers) may write to that folder, and
-    /// put anything in its place: what they put there is never followed. Nothing is touched yet.
+    /// Creates a handle for the file at `path`, which must be in a folder. Plugins and drivers may write to
+    /// that folder, and replace it: their links are never followed. Does not access the file yet.
     #[must_use]
     pub fn new(path: PathBuf) -> Self {
         Self { path, is_folder_safe: false }
     }
 
-    /// The same in a folder of the node's administrator, which may be a link.
+    /// Creates a handle for a file in a folder of the node's administrator, which may be a link.
     #[must_use]
     pub fn of_node(path: PathBuf) -> Self {
         Self { path, is_folder_safe: true }
     }
 
-    /// The file's path.
+    /// Returns the file's path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its content; `None` where there is none. Of a file that is larger than any record may be there is
-    /// nothing, and so not what was written.
+    /// Reads the file; `None` if it is missing. A file larger than any record reads as empty, and so differs
+    /// from the written content.
     ///
     /// # Errors
-    /// The file system fails, or something else than a plain file is there.
+    /// Fails if the file system fails, or the path is not a plain file.
     pub fn read(&self) -> Result<Option<Vec<u8>>, StateError> {
         match self.open().and_then(|folder| folder.read(self.name(), MAX_RECORD)) {
             Ok(bytes) => Ok(Some(bytes.unwrap_or_default())),
@@ -53,13 +53,13 @@ impl ForeignFile {
         }
     }
 
-    /// Puts `bytes`, once the disk has them, in place of what is there. That survives the end of the agent,
-    /// however sudden; after that of the machine there is either the one or the other, and these for certain
-    /// after [`Self::settle`].
+    /// Replaces the content with `bytes`, once the disk has them. The new content survives a crash of the
+    /// agent. After a crash of the machine the file has either content, and the new one for certain after
+    /// [`Self::settle`].
     ///
     /// # Errors
-    /// There are more of them than [`Self::read`] takes, or the disk is full or fails; what was there before
-    /// still is.
+    /// Fails if `bytes` exceed the limit of [`Self::read`], or the disk is full or fails; the old content
+    /// stays.
     pub fn replace(&self, bytes: &[u8]) -> Result<(), StateError> {
         if bytes.len() as u64 > MAX_RECORD {
             return Err(StateError::TooLarge(self.path.clone()));
@@ -78,7 +78,7 @@ impl ForeignFile {
             folder => folder,
         };
         let written = folder.and_then(|folder| match folder.replace(self.name(), bytes) {
-            // Somebody has put a folder there.
+            // A plugin has created a folder there.
             Err(error) if error.kind() == io::ErrorKind::IsADirectory => {
                 folder.rename(self.name(), &self.aside())?;
                 folder.replace(self.name(), bytes)
@@ -88,19 +88,19 @@ impl ForeignFile {
         written.map_err(|error| write_error(&self.path, error))
     }
 
-    /// Waits until the disk knows what was last put in place.
+    /// Waits until the disk has the last replacement.
     ///
     /// # Errors
-    /// The disk fails.
+    /// Fails if the disk fails.
     pub fn settle(&self) -> Result<(), StateError> {
         let synced = self.open().and_then(|folder| folder.sync());
         synced.map_err(|error| io_error("sync", self.folder(), error))
     }
 
-    /// Removes the file; nothing if there is none.
+    /// Removes the file; a missing file is a success.
     ///
     /// # Errors
-    /// The file system fails.
+    /// Fails if the file system fails.
     pub fn remove(&self) -> Result<(), StateError> {
         match self.open().and_then(|folder| folder.remove_file(self.name())) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -110,10 +110,10 @@ impl ForeignFile {
         }
     }
 
-    /// Moves whatever is in the file's place aside, keeping the last few such; where it was moved to.
+    /// Moves the object at the file's path aside, keeps the last few copies, and returns the new path.
     ///
     /// # Errors
-    /// The file system fails.
+    /// Fails if the file system fails.
     pub fn set_aside(&self) -> Result<PathBuf, StateError> {
         let moved_to = self.aside();
         let set_aside = || {
@@ -151,7 +151,7 @@ impl ForeignFile {
     }
 }
 
-/// The end of the name of what was set aside begins so.
+/// Beginning of the suffix of set-aside copies.
 const ASIDE: &str = "corrupt-";
 
 #[cfg(test)]
@@ -198,7 +198,7 @@ mod tests {
 
     #[test]
     fn what_a_plugin_puts_in_its_place_or_beside_it_is_never_written_through() {
-        // As a device plugin does it that has the folder, and nothing else.
+        // Acts like a device plugin that can write to the folder only.
         for what in ["link", "dangling link", "FIFO", "folder"] {
             for place in ["checkpoint", "checkpoint.tmp"] {
                 let dir = tempfile::tempdir().unwrap();

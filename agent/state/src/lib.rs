@@ -1,13 +1,13 @@
 //! Durable state: the only writer of files that must survive the agent.
 //!
-//! One record is one file: a checksum line, then a JSON envelope with the boot it was written in. A record is
+//! Each record is a file: a checksum line, then a JSON envelope with the boot of the write. A record is
 //! replaced as a whole (temporary file, fsync, rename, fsync of the folder), so that a crash or a full disk
-//! leaves the old one. What cannot be trusted is set aside under another name and reported, never deleted and
-//! never a reason not to start. Whatever is not in here can be lost at any instant.
+//! leaves the old one. A damaged record is set aside under another name and reported; it is never deleted and
+//! never prevents a start. State outside this crate can be lost at any instant.
 //!
-//! [`ForeignFile`] is for a file whose form and place are another program's.
+//! [`ForeignFile`] is a file whose format and place another program defines.
 //!
-//! All calls block: async callers use `spawn_blocking`. This module must never know what the records mean.
+//! All calls block: async callers use `spawn_blocking`. This crate must never interpret the records.
 
 pub mod events;
 
@@ -28,19 +28,19 @@ use beelet_base::own_file;
 use beelet_codec::data;
 
 pub use beelet_base::lock::{Lock, LockError};
-/// The text of a value, or of a part of one, as a record holds it.
+/// Encodes a value, or a part of one, as in a record.
 pub use beelet_codec::data::to_json as json_text;
 pub use foreign::ForeignFile;
 
-/// The first line of a record is this and the checksum of all that follows.
+/// Beginning of a record's first line; the checksum of the rest follows.
 const MAGIC: &str = "beelet-state/1 sha256:";
-/// No record comes near it; a larger file is not ours.
+/// Size limit of a record, far above any real one; a larger file is not ours.
 const MAX_RECORD: u64 = 64 << 20;
-/// Set-aside copies that are kept of each record.
+/// Number of set-aside copies kept per record.
 const MAX_QUARANTINED: usize = 5;
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// A folder of records, locked for this process as long as the value lives.
+/// A folder of records, locked for this process while the value lives.
 #[derive(Debug)]
 pub struct State {
     dir: PathBuf,
@@ -48,88 +48,88 @@ pub struct State {
     lock: Lock,
 }
 
-/// What was found under a name.
+/// Result of loading a record.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Loaded<T> {
-    /// The record, whole.
+    /// The intact record.
     Value {
-        /// What was stored.
+        /// Stored value.
         value: T,
-        /// Whether it was stored since the machine last started: only then do process ids, cgroups and
-        /// network namespaces in it mean anything.
+        /// True if the record was stored since the last boot: only then are its process ids, cgroups and
+        /// network namespaces valid.
         same_boot: bool,
     },
-    /// Nothing was stored yet.
+    /// The record does not exist.
     Absent,
-    /// There was something, but it cannot be trusted. It is out of the way now.
+    /// The record was damaged, and was set aside.
     Quarantined {
-        /// Where it was moved.
+        /// New path of the damaged file.
         moved_to: PathBuf,
-        /// What is wrong with it.
+        /// Kind of damage.
         reason: Damage,
     },
 }
 
-/// Why a record cannot be trusted.
+/// Damage of a record.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Damage {
-    /// No record of ours is that large.
-    #[error("it has more than {MAX_RECORD} bytes")]
+    /// The file exceeds the size limit of records.
+    #[error("more than {MAX_RECORD} bytes")]
     TooLarge,
     /// The line with the checksum is missing.
-    #[error("it has no first line")]
+    #[error("the checksum line is missing")]
     NoFirstLine,
     /// The file was changed, or not written to its end.
-    #[error("its checksum does not match its content")]
+    #[error("the checksum does not match the content")]
     Checksum,
-    /// It was written by a version that knew other fields.
-    #[error("its content has another form: {0}")]
+    /// Another version with other fields wrote the record.
+    #[error("the content has an unknown format: {0}")]
     Form(String),
-    /// It was renamed.
-    #[error("it holds the record {0:?}")]
+    /// The file was renamed.
+    #[error("the file contains the record {0:?}")]
     OtherRecord(String),
 }
 
-/// Why state could not be kept.
+/// Failure to keep state.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
-    /// Another instance has the folder, or it cannot be locked.
+    /// Another instance has locked the folder, or locking failed.
     #[error(transparent)]
     Lock(#[from] LockError),
-    /// The disk is full. The record is as it was before.
+    /// The disk is full. The record is unchanged.
     #[error(
         "no space left to write {}: the former content is intact, but changes are not kept; free some space in its \
          file system",
         .0.display()
     )]
     NoSpace(PathBuf),
-    /// It would be larger than what is read again. The file is as it was before.
+    /// The content exceeds the size that is read back. The file is unchanged.
     #[error("the new content of {} has more than {MAX_RECORD} bytes, and is not written", .0.display())]
     TooLarge(PathBuf),
-    /// Any other failure of the file system.
+    /// Another failure of the file system.
     #[error("state: cannot {action} {}: {source}", .path.display())]
     Io {
-        /// What was tried.
+        /// Attempted action.
         action: &'static str,
-        /// With what.
+        /// Path of the file.
         path: PathBuf,
-        /// Why it failed.
+        /// Cause.
         source: io::Error,
     },
-    /// The value has no JSON form. A mistake of the caller.
+    /// The value has no JSON form, a bug of the caller.
     #[error("state: record {name} cannot be written as JSON: {source}")]
     Encode {
         /// The record.
         name: String,
-        /// Why.
+        /// Cause.
         source: serde_json::Error,
     },
-    /// The name cannot be a file's. A mistake of the caller.
+    /// The name is not valid for a file, a bug of the caller.
     #[error("state: {0:?} cannot name a record: use lower case letters, digits and '-'")]
     Name(String),
 }
 
-/// The body of a record's file.
+/// Body of a record's file.
 #[derive(Deserialize)]
 struct Envelope {
     record: String,
@@ -138,16 +138,16 @@ struct Envelope {
 }
 
 impl State {
-    /// Opens `dir` (made with mode 0700 if it does not exist) and takes its instance lock.
+    /// Opens `dir` (created with mode 0700 if missing) and takes its instance lock.
     ///
     /// # Errors
-    /// Another process has the lock (the error names it), or the folder cannot be made or read.
+    /// Fails if another process has the lock (the error names it), or the folder cannot be created or read.
     pub fn open(dir: &Path) -> Result<Self, StateError> {
         let boot_id = fs::read_to_string(BOOT_ID).map_err(|e| io_error("read", Path::new(BOOT_ID), e))?;
         Self::open_in_boot(dir, boot_id.trim())
     }
 
-    /// The same as if the machine ran in the boot of this id: for tests of what a reboot leaves.
+    /// Opens `dir` as in the boot with this id: for tests of reboots.
     ///
     /// # Errors
     /// As for [`State::open`].
@@ -163,8 +163,8 @@ impl State {
         Ok(state)
     }
 
-    /// Makes the folder and its lock again, if somebody has removed them: records are written again as they
-    /// change, and no other instance may write there. Returns true if the lock was gone.
+    /// Creates a removed folder and its lock again: records are written again as they change, and no other
+    /// instance may write there. Returns true if the lock was missing.
     ///
     /// # Errors
     /// As for [`State::open`].
@@ -172,16 +172,16 @@ impl State {
         Ok(self.lock.renew(&subject(&self.dir))?)
     }
 
-    /// The folder.
+    /// Returns the folder.
     #[must_use]
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Reads the record `name`. A record that cannot be trusted is renamed aside.
+    /// Reads the record `name`. A damaged record is set aside.
     ///
     /// # Errors
-    /// The file system fails in another way than by not having the file.
+    /// Fails if the file system fails; a missing file is not an error.
     pub fn load<T: DeserializeOwned>(&self, name: &str) -> Result<Loaded<T>, StateError> {
         let path = self.path(name)?;
         let bytes = match own_file::read(&path).and_then(|file| own_file::read_at_most(&file, MAX_RECORD)) {
@@ -196,15 +196,15 @@ impl State {
         }
     }
 
-    /// Stores `value` under `name` in place of what was there. When this returns, it survives a power cut.
+    /// Replaces the record `name` with `value`. On return the record survives a power cut.
     ///
     /// # Errors
-    /// The disk is full or fails; what was stored before is still there.
+    /// Fails if the disk is full or fails; the old record stays.
     pub fn store<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StateError> {
         self.store_json(name, &to_json(name, value)?)
     }
 
-    /// The same of a value whose JSON text is there already.
+    /// Stores a value from its JSON text.
     ///
     /// # Errors
     /// As for [`State::store`].
@@ -213,9 +213,9 @@ impl State {
         self.sync_dir()
     }
 
-    /// The same, without waiting for the disk: it survives the end of the agent, however sudden, but not a
-    /// power cut, after which it may be lost or damaged (and is then set aside). For what is of no use after
-    /// a reboot anyway.
+    /// Stores a value without waiting for the disk: the record survives a crash of the agent, but after a
+    /// power cut it may be lost or damaged (and is then set aside). For records that a reboot makes useless
+    /// anyway.
     ///
     /// # Errors
     /// As for [`State::store`].
@@ -223,7 +223,7 @@ impl State {
         self.store_json_for_this_boot(name, &to_json(name, value)?)
     }
 
-    /// The same of a value whose JSON text is there already.
+    /// Stores a value from its JSON text.
     ///
     /// # Errors
     /// As for [`State::store`].
@@ -244,14 +244,14 @@ impl State {
             .and_then(|file| settle(&file))
             .and_then(|()| fs::rename(&temporary, &path));
         if let Err(error) = written {
-            // Half a file would only take space that is missing already.
+            // A partial file would only waste space on a full disk.
             let _ = fs::remove_file(&temporary);
             return Err(write_error(&path, error));
         }
         Ok(())
     }
 
-    /// Forgets what is stored under `name`, without waiting for the disk: after a power cut it may be back.
+    /// Removes the record `name`, without waiting for the disk: after a power cut it may be back.
     ///
     /// # Errors
     /// As for [`State::remove`].
@@ -263,10 +263,10 @@ impl State {
         }
     }
 
-    /// Forgets what is stored under `name`; nothing if there is nothing.
+    /// Removes the record `name`; a missing record is a success.
     ///
     /// # Errors
-    /// The file system fails.
+    /// Fails if the file system fails.
     pub fn remove(&self, name: &str) -> Result<(), StateError> {
         let path = self.path(name)?;
         match fs::remove_file(&path) {
@@ -290,7 +290,7 @@ impl State {
             .map_err(|error| io_error("sync the folder", &self.dir, error))
     }
 
-    /// Moves a record aside, keeping the last few.
+    /// Sets a record aside, and keeps the last few copies.
     fn quarantine<T>(&self, name: &str, reason: Damage) -> Result<Loaded<T>, StateError> {
         let path = self.path(name)?;
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
@@ -306,7 +306,7 @@ impl State {
         Ok(Loaded::Quarantined { moved_to, reason })
     }
 
-    /// Temporary files of a process that was killed while it wrote.
+    /// Removes temporary files of a process that was killed during a write.
     fn remove_leftovers(&self) -> Result<(), StateError> {
         for path in self.files(|file| file.ends_with(".tmp"))? {
             fs::remove_file(&path).map_err(|error| io_error("remove", &path, error))?;
@@ -331,7 +331,7 @@ fn to_json<T: Serialize>(name: &str, value: &T) -> Result<String, StateError> {
     json_text(value).map_err(|source| StateError::Encode { name: name.to_owned(), source })
 }
 
-/// The bytes of a record's file, of its value's text.
+/// Encodes a record's file from its value's text.
 #[must_use]
 pub fn encode(name: &str, boot: &str, json: &str) -> Vec<u8> {
     let [record, boot] = [name, boot].map(|text| Value::from(text).to_string());
@@ -341,14 +341,14 @@ pub fn encode(name: &str, boot: &str, json: &str) -> Vec<u8> {
     bytes
 }
 
-/// The value of a record's file, and the boot it was written in.
+/// Decodes a record's file into its value and the boot of the write.
 ///
 /// # Errors
-/// The file is not what [`encode`] makes of such a value under this name.
+/// Fails if the file differs from the output of [`encode`] for a value of this type and name.
 pub fn decode<T: DeserializeOwned>(name: &str, bytes: &[u8]) -> Result<(T, String), Damage> {
     let body_start = bytes.iter().position(|b| *b == b'\n').ok_or(Damage::NoFirstLine)? + 1;
     let (line, body) = bytes.split_at(body_start);
-    // The line is compared, not parsed: one changed byte anywhere, in it too, is seen.
+    // Comparing the line instead of parsing it detects any changed byte, in the line too.
     if line != first_line(body).as_bytes() {
         return Err(Damage::Checksum);
     }
@@ -360,7 +360,7 @@ pub fn decode<T: DeserializeOwned>(name: &str, bytes: &[u8]) -> Result<(T, Strin
     Ok((value.map_err(|problem| Damage::Form(problem.to_string()))?, envelope.boot))
 }
 
-/// The line before a record's body: what it is, and the body's digest.
+/// Returns the line before a record's body: the magic text, and the body's digest.
 pub fn first_line(body: &[u8]) -> String {
     use std::fmt::Write as _;
     let mut line = MAGIC.to_owned();
@@ -385,7 +385,7 @@ fn write_error(path: &Path, error: io::Error) -> StateError {
     }
 }
 
-/// What the lock of a folder stands for.
+/// Returns the subject of a folder's lock, for messages.
 fn subject(dir: &Path) -> String {
     format!("state folder {}", dir.display())
 }

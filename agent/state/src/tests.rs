@@ -108,7 +108,7 @@ fn the_holder_of_a_lock_is_named_by_the_kernel_whatever_the_file_says() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("lock");
     let _held = Lock::acquire(&path, "a test").unwrap();
-    // Between the taking and the writing, the file names the holder before: here a process id that no process
+    // Between the lock and the write, the file names the previous holder: here a process id that no process
     // can have.
     for text in ["4194305\n", "", "no number"] {
         fs::write(&path, text).unwrap();
@@ -159,7 +159,7 @@ fn the_folder_and_its_records_are_for_their_owner_only() {
     assert_eq!(mode(&dir.join("pods.json")), 0o600);
 }
 
-/// Any damage to a record's bytes is seen; none makes it panic.
+/// Checks that damage to a record's bytes is detected, without a panic.
 fn damage(change: impl FnOnce(&mut Vec<u8>)) {
     let mut bytes = encode("pods", "boot", &json_text(&sample()).unwrap());
     let whole = bytes.clone();

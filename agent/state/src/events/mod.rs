@@ -1,9 +1,9 @@
-//! The node's event log: what was done to pods, and what went wrong, in words that users of Kubernetes know
+//! The node's event log: actions on pods, and failures, with the reasons that users of Kubernetes know
 //! (`Pulled`, `Created`, `Started`, `Killing`, `BackOff`, `Unhealthy`, `Evicted`, …).
 //!
 //! Every part records through a [`Recorder`]; recording never waits and never fails. The log is bounded
-//! ([`CAPACITY`], the oldest go first) and survives restarts of the agent. The same event again raises a
-//! count, as in the API server. Nobody decides anything by an event: they are for people.
+//! ([`CAPACITY`], the oldest events are dropped first) and survives restarts of the agent. A repeated event
+//! raises a count, as in the API server. Events are for people: no part must decide by them.
 
 mod node;
 
@@ -25,26 +25,26 @@ use beelet_model::{pod::ContainerKind, table::PodName};
 
 pub use self::node::NodeEvents;
 
-/// Events that are kept.
+/// Number of kept events.
 pub const CAPACITY: usize = 2048;
-/// Bytes of a message; a longer one lacks its middle. Runtimes can be talkative.
+/// Longest message, in bytes; a longer one loses its middle. Runtimes can be verbose.
 const MESSAGE_MAX: usize = 1024;
-/// The name of the durable record.
+/// Name of the durable record.
 const NAME: &str = "events";
-/// Events are written together, so often at most.
+/// Shortest interval between two writes, which combine events.
 const WRITE_PERIOD: Duration = Duration::from_secs(2);
 
-/// How bad it is.
+/// Severity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Kind {
-    /// All goes its way.
+    /// Normal operation.
     Normal,
-    /// Somebody should look.
+    /// A problem that needs attention.
     Warning,
 }
 
 impl Kind {
-    /// `Normal` or `Warning`.
+    /// Returns `Normal` or `Warning`.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -54,7 +54,7 @@ impl Kind {
     }
 }
 
-/// What an event is about.
+/// Object of an event.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Object {
     /// A pod, or one of its containers.
@@ -63,9 +63,9 @@ pub enum Object {
         name: PodName,
         /// `metadata.uid`.
         uid: String,
-        /// One of its containers, if the event is about that alone.
+        /// Container of the event, if it is about one alone.
         container: Option<String>,
-        /// Which of the pod's lists that one is in.
+        /// List of the pod's spec that contains the container.
         #[serde(default)]
         kind: ContainerKind,
     },
@@ -86,7 +86,7 @@ pub enum Object {
 }
 
 impl Object {
-    /// A pod as a whole.
+    /// Returns the object for a whole pod.
     #[must_use]
     pub fn pod(pod: &Pod) -> Self {
         Self::Pod {
@@ -97,7 +97,7 @@ impl Object {
         }
     }
 
-    /// One container of a pod.
+    /// Returns the object for a container of a pod.
     #[must_use]
     pub fn container(pod: &Pod, container: &str) -> Self {
         Self::Pod {
@@ -108,13 +108,13 @@ impl Object {
         }
     }
 
-    /// The node.
+    /// Returns the object for the node.
     #[must_use]
     pub fn node(name: &str) -> Self {
         Self::Node { name: name.to_owned() }
     }
 
-    /// A claim.
+    /// Returns the object for a claim.
     #[must_use]
     pub fn claim(claim: &PersistentVolumeClaim) -> Self {
         let metadata = claim.metadata.clone();
@@ -126,30 +126,30 @@ impl Object {
     }
 }
 
-/// Something that happened, once or several times.
+/// An event that occurred once or several times.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Event {
-    /// What it is about.
+    /// Object of the event.
     pub object: Object,
-    /// How bad it is.
+    /// Severity.
     pub kind: Kind,
-    /// One word.
+    /// Reason, a word.
     pub reason: String,
-    /// A sentence.
+    /// Message, a sentence.
     pub message: String,
-    /// When it happened first.
+    /// Time of the first occurrence.
     pub first: Timestamp,
-    /// When it happened last.
+    /// Time of the last occurrence.
     pub last: Timestamp,
-    /// How often.
+    /// Number of occurrences.
     pub count: u32,
 }
 
-/// What makes two events the same.
+/// Identity of an event.
 type Key = (Object, Kind, String, String);
 
-/// The events that are kept. Each has a number that grows with every change, so that a reader who knows up to
-/// some number can ask for the rest.
+/// Kept events. Each has a number that grows with every change, so that a reader can continue after the last
+/// number that it has seen.
 #[derive(Debug, Default)]
 pub struct Log {
     events: BTreeMap<u64, Arc<Event>>,
@@ -161,30 +161,30 @@ impl Log {
     fn of(events: Vec<Event>) -> Self {
         let mut log = Self::default();
         for event in events {
-            log.put(event);
+            log.insert(event);
         }
         log
     }
 
-    /// All events, the one that happened last at the end.
+    /// Returns all events, the latest last.
     #[must_use]
     pub fn all(&self) -> Vec<Arc<Event>> {
         self.events.values().cloned().collect()
     }
 
-    /// The number that the next event will get.
+    /// Returns the number of the next event.
     #[must_use]
     pub fn next(&self) -> u64 {
         self.next
     }
 
-    /// The first event whose number is `from` or more, with its number.
+    /// Returns the first event with a number of at least `from`, and that number.
     #[must_use]
     pub fn at_or_after(&self, from: u64) -> Option<(u64, Arc<Event>)> {
         self.events.range(from..).next().map(|(number, event)| (*number, Arc::clone(event)))
     }
 
-    fn put(&mut self, event: Event) {
+    fn insert(&mut self, event: Event) {
         let key = (event.object.clone(), event.kind, event.reason.clone(), event.message.clone());
         let known = self.numbers.remove(&key).and_then(|number| self.events.remove(&number));
         let event = match known {
@@ -207,44 +207,45 @@ impl Log {
     }
 }
 
-/// The way into the log. Clones share it.
+/// Writer of the log. Clones share the log.
 #[derive(Clone, Debug)]
 pub struct Recorder {
     log: watch::Sender<Log>,
 }
 
 impl Default for Recorder {
-    /// A recorder of a log that nobody writes to disk.
+    /// Creates a recorder of a log in memory only.
     fn default() -> Self {
         Self { log: watch::Sender::new(Log::default()) }
     }
 }
 
 impl Recorder {
-    /// A recorder that goes on with the log an earlier instance left. A damaged one is set aside and said so.
+    /// Creates a recorder that continues the log of an earlier instance. A damaged log is set aside, with a
+    /// warning.
     #[must_use]
     pub fn load(state: &State) -> Self {
         let events = match state.load::<Vec<Event>>(NAME) {
             Ok(Loaded::Value { value, .. }) => value,
             Ok(Loaded::Absent) => Vec::new(),
             Ok(Loaded::Quarantined { moved_to, reason }) => {
-                warn!(?moved_to, %reason, "the event log was damaged and set aside; it starts anew");
+                warn!(?moved_to, %reason, "the event log is damaged and was set aside; starting an empty one");
                 Vec::new()
             }
             Err(error) => {
-                warn!(%error, "the event log can't be read; it starts anew");
+                warn!(%error, "cannot read the event log; starting an empty one");
                 Vec::new()
             }
         };
         Self { log: watch::Sender::new(Log::of(events)) }
     }
 
-    /// Records that all went its way.
+    /// Records a normal event.
     pub fn normal(&self, object: Object, reason: &str, message: impl Into<String>) {
         self.record(object, Kind::Normal, reason, message.into());
     }
 
-    /// Records something that somebody should look at.
+    /// Records a warning.
     pub fn warning(&self, object: Object, reason: &str, message: impl Into<String>) {
         self.record(object, Kind::Warning, reason, message.into());
     }
@@ -254,17 +255,17 @@ impl Recorder {
         let message = shortened(message);
         let event =
             Event { object, kind, reason: reason.to_owned(), message, first: now, last: now, count: 1 };
-        self.log.send_modify(|log| log.put(event));
+        self.log.send_modify(|log| log.insert(event));
     }
 
-    /// The log, and word of every change to it.
+    /// Returns the log, and follows its changes.
     #[must_use]
     pub fn subscribe(&self) -> watch::Receiver<Log> {
         self.log.subscribe()
     }
 
-    /// The task that writes the log out, without waiting for the disk. It ends, after a last write, when
-    /// `shutdown` does. Failures are said once; the log in memory goes on.
+    /// Returns the task that writes the log to disk, without waiting for fsync. The task ends, after a last
+    /// write, with `shutdown`. A failure is logged once; the log in memory continues.
     pub fn writer(
         &self,
         state: Arc<State>,
@@ -279,7 +280,7 @@ impl Recorder {
                     changed = log.changed() => changed.is_err(),
                 };
                 if !ends {
-                    // What comes now will bring more.
+                    // The pause combines this event with the following ones.
                     tokio::select! { () = shutdown.cancelled() => {}, () = sleep(WRITE_PERIOD) => {} }
                 }
                 let events = log.borrow_and_update().all();
@@ -292,7 +293,7 @@ impl Recorder {
                     Err(cause) if !failing => {
                         error!(
                             error = cause,
-                            "the event log can't be written; a restart of the agent will lose events"
+                            "cannot write the event log; a restart of the agent will lose events"
                         );
                         failing = true;
                     }
@@ -343,7 +344,7 @@ mod tests {
         }
         let all = messages(&recorder);
         assert_eq!((all.len(), all[0].as_str()), (CAPACITY, "3 x1"));
-        // What was forgotten is new again.
+        // A dropped event is new again.
         recorder.normal(Object::node("n1"), "A", "0");
         assert_eq!(messages(&recorder).last().unwrap(), "0 x1");
         assert_eq!(recorder.log.borrow().numbers.len(), CAPACITY);

@@ -1,4 +1,4 @@
-//! What the node says of itself, as the kubelet's events on its Node: image garbage collection failed, memory
+//! Events of the node itself, like the kubelet's events on its Node: image garbage collection failed, memory
 //! is short.
 
 use tracing::{info, warn};
@@ -13,19 +13,19 @@ pub struct NodeEvents {
 }
 
 impl NodeEvents {
-    /// Events of the node of this name.
+    /// Creates the recorder of the node with this name.
     #[must_use]
     pub fn new(recorder: Recorder, node: &str) -> Self {
         Self { recorder, node: node.to_owned() }
     }
 
-    /// Something that somebody should look at.
+    /// Records a warning.
     pub fn warning(&self, reason: &str, message: &str) {
         warn!(reason, "{message}");
         self.recorder.warning(Object::node(&self.node), reason, message);
     }
 
-    /// Something that is good to know.
+    /// Records a normal event.
     pub fn normal(&self, reason: &str, message: &str) {
         info!(reason, "{message}");
         self.recorder.normal(Object::node(&self.node), reason, message);
