@@ -1,4 +1,4 @@
-//! `plan admission`: does a pod fit?
+//! `plan admission`: admission of a pod.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! `plan cgroups`: the files of a whole node.
+//! `plan cgroups`: the cgroup files of a whole node.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -43,7 +43,7 @@ struct Node {
     kube_reserved: Option<BTreeMap<String, Quantity>>,
     #[serde(default)]
     system_reserved: Option<BTreeMap<String, Quantity>>,
-    /// Signals and thresholds. They don't change any cgroup: kubepods is limited to what the reserves leave.
+    /// Signals and thresholds. They change no cgroup: only the reservations limit kubepods.
     #[serde(default)]
     eviction_hard: Option<BTreeMap<String, String>>,
 }
@@ -82,25 +82,25 @@ impl Scenario for CgroupsScenario {
     fn decide(&self) -> Result<CgroupsOutput, FieldError> {
         let config = self.config()?;
         let mut output = CgroupsOutput { qos: BTreeMap::new(), cgroups: BTreeMap::new() };
-        each_pod("pods", &self.pods, |pod| output.put_pod(pod, &config))?;
+        each_pod("pods", &self.pods, |pod| output.add_pod(pod, &config))?;
         for values in policy::node_cgroups(&self.pods, &config).map_err(|error| error.under("pods"))? {
-            output.put(values);
+            output.add(values);
         }
         Ok(output)
     }
 }
 
 impl CgroupsOutput {
-    fn put_pod(&mut self, pod: &Pod, config: &CgroupConfig) -> Result<(), FieldError> {
+    fn add_pod(&mut self, pod: &Pod, config: &CgroupConfig) -> Result<(), FieldError> {
         self.qos.insert(pod_name(pod)?, qos_class(pod)?);
-        self.put(policy::pod_cgroup(pod, config)?);
+        self.add(policy::pod_cgroup(pod, config)?);
         for container in containers(pod) {
-            self.put(policy::container_cgroup(pod, container, config)?);
+            self.add(policy::container_cgroup(pod, container, config)?);
         }
         Ok(())
     }
 
-    fn put(&mut self, values: CgroupValues) {
+    fn add(&mut self, values: CgroupValues) {
         self.cgroups.insert(values.path, values.files);
     }
 }
@@ -188,7 +188,7 @@ impl Config {
     }
 }
 
-/// The kernel takes 1 ms to 1 s.
+/// Checks the kernel's range of 1 ms to 1 s.
 fn cfs_period(period: Duration) -> Result<u64, FieldError> {
     match u64::try_from(period.as_micros()) {
         Ok(us @ 1_000..=1_000_000) => Ok(us),
@@ -206,7 +206,7 @@ mod tests {
     use beelet_policy::resources::cgroups::container_resources;
     use serde_json::{Value, json};
 
-    /// What the kubelet asked CRI for, in the golden data beside the files.
+    /// Compares CRI requests with the kubelet's, from the golden data.
     #[test]
     fn what_cri_is_asked_for_is_what_the_kubelet_asked_for() {
         let mut compared = 0;
@@ -229,7 +229,7 @@ mod tests {
                         "memoryLimitInBytes": resources.memory_limit_bytes,
                         "unified": resources.unified,
                     });
-                    // protobuf leaves out what is zero or empty
+                    // protobuf omits zero and empty values
                     got.as_object_mut().unwrap().retain(|_, value| *value != json!(0) && *value != json!({}));
                     assert_eq!(got, case["expect"]["cri"][&path], "{} {path}", scenario.name);
                     compared += 1;

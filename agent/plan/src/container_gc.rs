@@ -1,4 +1,4 @@
-//! `plan container-gc`: which dead containers go.
+//! `plan container-gc`: the dead containers to remove.
 
 use std::time::Duration;
 

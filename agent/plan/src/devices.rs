@@ -1,4 +1,4 @@
-//! `plan devices`: who gets which device, over a row of events.
+//! `plan devices`: assignment of devices over a row of events.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -28,7 +28,7 @@ pub(crate) struct DevicesScenario {
     steps: Vec<Step>,
 }
 
-/// Every field that some step may have; [`Step::check`] says which.
+/// Fields of all steps; [`Step::check`] checks those of each op.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]
 struct Step {
@@ -95,7 +95,7 @@ impl<'de> Deserialize<'de> for PodOrName {
 }
 
 impl Step {
-    /// A field that the step's op doesn't have is a mistake.
+    /// Checks that the step has only fields of its op.
     fn check(&self) -> Result<(), FieldError> {
         let fields = [
             (
@@ -143,7 +143,7 @@ impl Scenario for DevicesScenario {
     }
 }
 
-/// A plugin as the scenario describes it.
+/// A plugin of the scenario.
 #[derive(Default)]
 struct Plugin {
     preferred: Vec<String>,
@@ -155,14 +155,13 @@ struct Plugin {
 struct Node {
     devices: Devices,
     plugins: BTreeMap<String, Plugin>,
-    /// The active pods: name and uid.
+    /// Active pods: name and uid.
     active: BTreeMap<String, String>,
-    /// The pods whose last admission failed: they are ended for good, so nothing of them counts as running.
+    /// Pods whose last admission failed: they have ended permanently and do not count as running.
     refused: BTreeSet<String>,
-    /// After a restart, while it isn't yet known which pods are wanted: the pods that run.
+    /// Running pods after a restart, while the desired pods are unknown.
     running: Option<BTreeSet<String>>,
-    /// A pod that holds devices may have ceased to be active: looking for such pods takes time where there
-    /// are many.
+    /// True if a pod with devices may have become inactive: the search for these takes time with many pods.
     stale: bool,
     now: Duration,
 }
@@ -200,7 +199,7 @@ impl Node {
         Ok(json!({"ok": true}))
     }
 
-    /// An init container has ended for good: what no container after it holds is free.
+    /// Handles the permanent end of an init container: devices that no later container holds become free.
     fn init_ends(&mut self, step: &Step) -> Result<(), FieldError> {
         let Some(PodOrName::Name(name)) = &step.pod else {
             return Err(FieldError::new("pod", "must be the namespace/name of the init container's pod"));
@@ -216,7 +215,7 @@ impl Node {
     fn advance(&mut self, at: Option<u64>) -> Result<(), FieldError> {
         let Some(at) = at.map(Duration::from_secs) else { return Ok(()) };
         if at < self.now {
-            let message = format!("{} is before the step before it ({})", at.as_secs(), self.now.as_secs());
+            let message = format!("{} is before the previous step ({})", at.as_secs(), self.now.as_secs());
             return Err(FieldError::new("at", message));
         }
         self.now = at;
@@ -234,12 +233,12 @@ impl Node {
         Ok(())
     }
 
-    /// Everything is forgotten but what the checkpoint file says.
+    /// Keeps only the content of the checkpoint file.
     fn restart(&mut self, running: Option<&[String]>) -> Result<(), FieldError> {
         let round_trip = self.devices.checkpoint().write().and_then(|file| Devices::read(&file, self.now));
         self.devices = round_trip.map_err(|error| FieldError::new("", error.to_string()))?;
-        // The runtime may still list containers of a pod that was refused: no admission has given them
-        // anything.
+        // The runtime may still list containers of a refused pod, but no admission has assigned devices to
+        // them.
         let admitted = |name: &&String| !self.refused.contains(*name);
         self.running = running.map(|names| names.iter().filter(admitted).cloned().collect());
         self.plugins.clear();
@@ -256,7 +255,7 @@ impl Node {
         let before = self.active.insert(name.clone(), uid.clone());
         self.stale |= before.is_some_and(|before| before != uid);
         if let Err(error) = self.serve(&name, &uid, requests) {
-            // What it got before that is freed with other pods that are gone.
+            // Its earlier devices are freed with those of removed pods.
             self.active.remove(&name);
             self.refused.insert(name);
             self.stale |= self.devices.held(&uid).is_some();

@@ -1,4 +1,4 @@
-//! `plan eviction`: is the node under pressure, and who goes?
+//! `plan eviction`: pressure of the node, and the pod to evict.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -192,7 +192,7 @@ impl EvictionScenario {
         Ok(thresholds)
     }
 
-    /// What would have been remembered from earlier decisions.
+    /// Builds the memory of earlier decisions.
     fn tracker(&self, thresholds: &[Threshold]) -> Tracker {
         let mut tracker = Tracker::default();
         for (i, threshold) in thresholds.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! `plan image-gc`: which images go.
+//! `plan image-gc`: the images to remove.
 
 use std::{collections::HashSet, time::Duration};
 

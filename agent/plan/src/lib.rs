@@ -1,10 +1,11 @@
-//! `beelet plan`: a scenario in, the decision out, for every decision of `policy`.
+//! Engine of `beelet plan`: decides scenarios with the functions of `policy`.
 //!
-//! One file per WHAT holds the type of its scenario (unknown fields are errors) and of its answer, and calls
-//! the same functions of `policy` that the daemon calls. To add one: write the file, implement [`Scenario`],
-//! add a row to [`WHATS`], and put its golden data into `tests/data/`. The command line reads files and
-//! streams; this crate gets one scenario at a time. It must never decide anything itself.
-// What this adds up comes from outside.
+//! Each kind of decision (WHAT) has a file with the types of its scenario (unknown fields are errors) and of
+//! its answer, which calls the functions of `policy` that the daemon calls. To add a kind: write the file,
+//! implement [`Scenario`], add a row to [`WHATS`], and add golden data to `tests/data/`. The command line
+//! reads files and streams; this crate gets one scenario at a time. This crate must never decide anything
+//! itself.
+// Sums in this crate are of numbers from outside.
 #![cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 #![forbid(unsafe_code)]
 
@@ -28,28 +29,28 @@ use beelet_codec::data;
 
 use beelet_units::field::FieldError;
 
-/// One kind of scenario: its fields are the type's, with `#[serde(deny_unknown_fields, rename_all =
+/// A kind of scenario, whose fields are the type's, with `#[serde(deny_unknown_fields, rename_all =
 /// "camelCase")]`.
 pub trait Scenario: DeserializeOwned {
-    /// What is decided, without the name: the framework puts that in front.
+    /// Decision without the name, which the framework adds.
     type Output: Serialize;
 
-    /// The scenario's name.
+    /// Returns the scenario's name.
     fn name(&self) -> &str;
 
     /// Decides. A negative decision is an output, not an error.
     ///
     /// # Errors
-    /// A value that was well-formed JSON but makes no sense, by its path in the scenario.
+    /// Fails with the path of a value that is well-formed JSON but invalid.
     fn decide(&self) -> Result<Self::Output, FieldError>;
 }
 
 /// A kind of decision that `beelet plan` makes.
 #[derive(Debug)]
 pub struct What {
-    /// Its name on the command line.
+    /// Name on the command line.
     pub name: &'static str,
-    /// One line on what it decides.
+    /// One-line description.
     pub about: &'static str,
     run: fn(Input<'_>) -> Result<String, PlanError>,
 }
@@ -62,58 +63,58 @@ impl What {
     /// Reads one scenario and answers with one line of JSON, without a newline.
     ///
     /// # Errors
-    /// If the scenario can't be read: which one, which field and why.
+    /// Fails for an unreadable scenario, with its name, the field and the reason.
     pub fn answer(&self, input: Input<'_>) -> Result<String, PlanError> {
         (self.run)(input)
     }
 }
 
-/// Every WHAT, in the order in which help shows them.
+/// All kinds of decision, in the order of the help.
 pub const WHATS: &[What] = &[
-    What::of::<preemption::PreemptionScenario>("preemption", "which pods make room for a critical one"),
+    What::of::<preemption::PreemptionScenario>("preemption", "the pods that make room for a critical one"),
     What::of::<admission::AdmissionScenario>(
         "admission",
-        "whether a pod fits on the node, and who goes if it must",
+        "whether a pod fits, and which pods it preempts if critical",
     ),
-    What::of::<cgroups::CgroupsScenario>("cgroups", "what the cgroup files of a node and its pods must hold"),
-    What::of::<image_gc::ImageGcScenario>("image-gc", "which images garbage collection removes"),
+    What::of::<cgroups::CgroupsScenario>(
+        "cgroups",
+        "the contents of the cgroup files of a node and its pods",
+    ),
+    What::of::<image_gc::ImageGcScenario>("image-gc", "the images that garbage collection removes"),
     What::of::<container_gc::ContainerGcScenario>(
         "container-gc",
-        "which dead containers garbage collection removes",
+        "the dead containers that garbage collection removes",
     ),
     What::of::<eviction::EvictionScenario>(
         "eviction",
-        "whether the node is under pressure, and which pod goes first",
+        "whether the node is under pressure, and the pod to evict",
     ),
-    What::of::<devices::DevicesScenario>(
-        "devices",
-        "which devices of device plugins pods get, over a row of events",
-    ),
-    What::of::<probe::ProbeScenario>("probe", "what a row of probe outcomes makes of a container's state"),
+    What::of::<devices::DevicesScenario>("devices", "the devices that pods get, over a row of events"),
+    What::of::<probe::ProbeScenario>("probe", "a container's state after a row of probe outcomes"),
 ];
 
-/// The WHAT of this name.
+/// Returns the kind of this name.
 pub fn what(name: &str) -> Option<&'static What> {
     WHATS.iter().find(|what| what.name == name)
 }
 
-/// One scenario, as it came.
+/// A scenario in its input form.
 #[derive(Debug)]
 pub enum Input<'a> {
-    /// The text of one JSON value.
+    /// Text of one JSON value.
     Json(&'a [u8]),
-    /// A tree that something else has parsed (YAML).
+    /// Parsed tree (from YAML).
     Tree(Value),
 }
 
-/// Why a scenario got no decision.
+/// Error of a scenario without a decision.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanError {
-    /// The scenario's name, as far as that could be read.
+    /// Name of the scenario, if readable.
     pub scenario: Option<String>,
-    /// Which field, and why.
+    /// Wrong field, with the reason.
     pub field: FieldError,
-    /// The place where the text stops being JSON (it might be YAML): line and column, from 1.
+    /// Place at which the text stops being JSON (it may be YAML): line and column, from 1.
     pub not_json: Option<(u64, u64)>,
 }
 
@@ -160,7 +161,7 @@ fn run<S: Scenario>(input: Input<'_>) -> Result<String, PlanError> {
 
 fn not_json(error: &serde_json::Error) -> PlanError {
     let text = error.to_string();
-    // The place is beside the sentence.
+    // The place is reported separately from the sentence.
     let place = format!(" at line {} column {}", error.line(), error.column());
     let sentence = text.strip_suffix(&place).map(str::to_owned).unwrap_or(text);
     PlanError {
@@ -170,10 +171,10 @@ fn not_json(error: &serde_json::Error) -> PlanError {
     }
 }
 
-/// `namespace/name`, as every output names a pod.
+/// Returns `namespace/name`, the name of a pod in every output.
 ///
 /// # Errors
-/// At `metadata.name` if the pod has none.
+/// Fails at `metadata.name` if the pod has none.
 pub(crate) fn pod_name(pod: &Pod) -> Result<String, FieldError> {
     match pod.metadata.name.as_deref() {
         None | Some("") => Err(FieldError::new("metadata.name", "is missing; every pod needs a name")),
@@ -184,7 +185,7 @@ pub(crate) fn pod_name(pod: &Pod) -> Result<String, FieldError> {
     }
 }
 
-/// Does something for each pod of a list, with the list's path in front of every error.
+/// Calls a function for each pod of a list, and prepends the list's path to every error.
 pub(crate) fn each_pod<'p, T>(
     field: &str,
     pods: &'p [Pod],

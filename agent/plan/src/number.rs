@@ -1,4 +1,4 @@
-//! Plain numbers of a scenario, which may come as JSON numbers or as strings, and durations: for
+//! Deserializers for durations and plain numbers of a scenario, which may be JSON numbers or strings: for
 //! `#[serde(deserialize_with)]`.
 
 use std::{fmt, marker::PhantomData, time::Duration};
@@ -7,9 +7,9 @@ use serde::de::{Deserialize, Deserializer, Error as _, Unexpected, Visitor};
 
 use beelet_units::duration;
 
-/// A kind of number that a scenario may have.
+/// A type of number in a scenario.
 pub(crate) trait Number: Sized {
-    /// What the field expects, for error messages.
+    /// Expected type, for error messages.
     const EXPECTED: &'static str;
     fn from_text(text: &str) -> Option<Self>;
     fn from_signed(number: i64) -> Option<Self>;
@@ -33,7 +33,7 @@ impl Number for i64 {
     }
 
     fn from_float(number: f64) -> Option<Self> {
-        // 2^53: up to there a float holds every whole number exactly.
+        // 2^53: a float represents every whole number up to it exactly.
         (number.fract() == 0.0 && number.abs() <= 9_007_199_254_740_992.0).then_some(number as i64)
     }
 }
@@ -116,17 +116,18 @@ impl<N: Number> Visitor<'_> for NumberVisitor<N> {
     }
 }
 
-/// A number that must be there: `#[serde(deserialize_with = "number::required")]`.
+/// Reads a required number: `#[serde(deserialize_with = "number::required")]`.
 pub(crate) fn required<'de, D: Deserializer<'de>, N: Number>(deserializer: D) -> Result<N, D::Error> {
     Flexible::deserialize(deserializer).map(|Flexible(number)| number)
 }
 
-/// A number that may be absent or null: `#[serde(default, deserialize_with = "number::optional")]`.
+/// Reads a number that may be absent or null: `#[serde(default, deserialize_with = "number::optional")]`.
 pub(crate) fn optional<'de, D: Deserializer<'de>, N: Number>(deserializer: D) -> Result<Option<N>, D::Error> {
     Option::<Flexible<N>>::deserialize(deserializer).map(|number| number.map(|Flexible(number)| number))
 }
 
-/// A Go duration that may be absent or null: `#[serde(default, deserialize_with = "number::duration")]`.
+/// Reads a Go duration that may be absent or null: `#[serde(default, deserialize_with =
+/// "number::duration")]`.
 pub(crate) fn duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
     let text = Option::<String>::deserialize(deserializer)?;
     text.map(|text| duration::parse(&text).map_err(D::Error::custom)).transpose()

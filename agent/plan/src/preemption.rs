@@ -1,4 +1,4 @@
-//! `plan preemption`: who makes room.
+//! `plan preemption`: the pods to preempt.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! `plan probe`: what a row of outcomes makes of a probe's state.
+//! `plan probe`: a probe's state after a row of outcomes.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ pub(crate) struct ProbeScenario {
     probe: Probe,
     #[serde(deserialize_with = "number::required")]
     started_at: u64,
-    /// Absent: there is no startup probe to wait for; null: it never succeeds.
+    /// Time of the startup probe's success. Absent: no startup probe; null: it never succeeds.
     #[serde(default, deserialize_with = "present")]
     startup_succeeded_at: Option<Option<u64>>,
     #[serde(default)]
@@ -71,23 +71,23 @@ impl Scenario for ProbeScenario {
         let (mut container, mut last) = (None, 0);
         for (i, tick) in self.ticks.iter().enumerate() {
             if tick.at < last {
-                let message = format!("{} is before the tick before it ({last})", tick.at);
+                let message = format!("{} is before the previous tick ({last})", tick.at);
                 return Err(FieldError::new(format!("ticks[{i}].at"), message));
             }
             last = tick.at;
             let now = Duration::from_secs(tick.at);
-            // The probe sees a container at its first tick after the start; those that came and went in
-            // between it never sees.
+            // The probe sees a container at its first tick after the start, and misses containers that
+            // started and ended in between.
             let current = self.starts().filter(|start| *start <= tick.at).max();
             let Some(start) = current else { continue };
             if container != current {
                 container = current;
-                output.put(state.container_started(now, Duration::from_secs(start)));
+                output.add(state.container_started(now, Duration::from_secs(start)));
             }
             if self.startup_succeeded_at.flatten().is_some_and(|at| at <= tick.at) {
                 state.startup_succeeded();
             }
-            output.put(state.record(now, tick.outcome));
+            output.add(state.record(now, tick.outcome));
         }
         Ok(output)
     }
@@ -100,7 +100,7 @@ impl ProbeScenario {
 }
 
 impl ProbeOutput {
-    fn put(&mut self, transition: Option<Transition>) {
+    fn add(&mut self, transition: Option<Transition>) {
         let Some(Transition { at, result, restart }) = transition else { return };
         self.transitions.push(Change { at: at.as_secs(), result });
         if restart {

@@ -1,4 +1,4 @@
-//! Whatever comes in, `plan` answers or refuses: it never panics, and the same input always gets the same
+//! Tests that `plan` answers or refuses every input: it never panics, and the same input always gets the same
 //! answer.
 
 #![cfg(test)]
@@ -9,7 +9,7 @@ use beelet_plan::{Input, WHATS, What};
 use proptest::prelude::*;
 use serde_json::Value;
 
-/// A scenario of every WHAT that has golden data, as text, a few of each.
+/// Returns a few scenarios of every kind with golden data, as text.
 fn seeds() -> &'static Vec<(&'static What, Vec<String>)> {
     static SEEDS: OnceLock<Vec<(&'static What, Vec<String>)>> = OnceLock::new();
     SEEDS.get_or_init(|| {
@@ -26,7 +26,7 @@ fn seeds() -> &'static Vec<(&'static What, Vec<String>)> {
     })
 }
 
-/// Answers twice; the answers must be the same.
+/// Answers twice; both answers must be equal.
 fn answer(what: &What, text: &[u8]) -> Result<(), TestCaseError> {
     prop_assert_eq!(what.answer(Input::Json(text)), what.answer(Input::Json(text)));
     Ok(())

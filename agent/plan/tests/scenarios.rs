@@ -1,5 +1,5 @@
-//! Corners of the scenarios that the golden data doesn't have: what is refused and how, and what only the
-//! contract says.
+//! Corner cases that the golden data lacks: refusals with their messages, and rules of the contract
+//! alone.
 
 #![cfg(test)]
 
@@ -12,13 +12,13 @@ fn answer(name: &str, input: &Value) -> Result<Value, String> {
     Ok(serde_json::from_str(&answer).unwrap())
 }
 
-/// The scenario is refused with a message that has this in it.
+/// Checks that the scenario is refused with a message that contains `expectation`.
 fn refuse(name: &str, input: &Value, expectation: &str) {
     let error = answer(name, input).unwrap_err();
     assert!(error.contains(expectation), "{error}");
 }
 
-/// The results of a row of device events.
+/// Returns the results of a row of device events.
 fn devices(steps: &Value) -> Vec<Value> {
     let answer = answer("devices", &json!({"name": "n", "steps": steps})).unwrap();
     answer["results"].as_array().unwrap().clone()
@@ -208,5 +208,5 @@ fn a_gate_that_never_opens_and_none_at_all_are_different() {
 fn ticks_that_go_back_are_refused() {
     let scenario = json!({"name": "n", "kind": "liveness", "probe": {}, "startedAt": 0,
         "ticks": [{"at": 2, "outcome": "success"}, {"at": 1, "outcome": "success"}]});
-    refuse("probe", &scenario, "ticks[1].at: 1 is before the tick before it (2)");
+    refuse("probe", &scenario, "ticks[1].at: 1 is before the previous tick (2)");
 }

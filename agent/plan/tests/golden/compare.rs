@@ -1,4 +1,4 @@
-//! How a field of an answer is compared with what the kubelet did.
+//! Comparison of an answer's fields with the kubelet's.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use crate::{Case, devices};
 
-/// Every difference between the answer and what is expected, a line each.
+/// Returns every difference between the answer and the expectation, one line each.
 pub(crate) fn differences(case: &Case, answer: &Value) -> Vec<String> {
     let mut wrong = Vec::new();
     if answer["name"] != case.input["name"] {
@@ -42,7 +42,7 @@ pub(crate) fn differences(case: &Case, answer: &Value) -> Vec<String> {
     wrong
 }
 
-/// Anything but absent, null, false, "" and [].
+/// Returns true for a value other than absent, null, false, "" and [].
 pub(crate) fn says_something(value: Option<&Value>) -> bool {
     !matches!(value, None | Some(Value::Null | Value::Bool(false)))
         && value != Some(&json!(""))
@@ -64,7 +64,7 @@ fn type_and_reason(events: Option<&Value>) -> Vec<(&Value, &Value)> {
         .collect()
 }
 
-/// What a fresh cgroup holds: a file with this value equals an absent one.
+/// Returns the value of a fresh cgroup's file, which equals an absent one.
 fn fresh(version: &str, file: &str) -> Option<&'static str> {
     Some(match (version, file) {
         ("v1", "cpu.shares") => "1024",

@@ -1,4 +1,4 @@
-//! How the steps of a devices scenario are compared: decisions and numbers exactly, ids as far as they are
+//! Comparison of the steps of a devices scenario: decisions and numbers exactly, ids as far as
 //! determined.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,7 +9,7 @@ use crate::{Case, compare::says_something};
 
 type Ids = BTreeMap<String, BTreeSet<String>>;
 
-/// Every difference up to the first step whose outcome differs: what follows would only repeat it.
+/// Returns every difference up to the first step with a different outcome: later ones would only repeat it.
 pub(crate) fn differences(case: &Case, want: &Value, got: Option<&Value>, mode: &str) -> Vec<String> {
     let empty = Vec::new();
     let want = want.as_array().unwrap();
@@ -31,7 +31,7 @@ struct Walk<'a> {
     /// `exact`: the same ids; `counts`: as many, declared, distinct, and not in use.
     mode: &'a str,
     declared: Ids,
-    /// Pod to resource to ids.
+    /// Ids by pod and resource.
     active: BTreeMap<String, Ids>,
     wrong: Vec<String>,
 }
@@ -124,7 +124,7 @@ fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// Numbers and numbers in strings are the same here.
+/// Reads numbers and numbers in strings.
 fn integers(map: &Value) -> BTreeMap<String, Option<i64>> {
     let number = |value: &Value| value.as_i64().or_else(|| value.as_str()?.parse().ok());
     map.as_object().into_iter().flatten().map(|(name, value)| (name.clone(), number(value))).collect()

@@ -1,7 +1,7 @@
-//! Golden data: what the kubelet's own code (v1.36.2) decided on each scenario, against what `plan` decides.
+//! Golden data: compares the decisions of the kubelet's own code (v1.36.2) with those of `plan`.
 //!
-//! Every `tests/data/WHAT.jsonl` (also `WHAT-anything.jsonl`) is run; a line is `{"input", "expect",
-//! "compare"}`, and `compare` says how a field of the answer is compared. To add data, add a file.
+//! The test runs every `tests/data/WHAT.jsonl` (also `WHAT-anything.jsonl`); a line is `{"input", "expect",
+//! "compare"}`, and `compare` selects the comparison of a field. To add data, add a file.
 
 #![cfg(test)]
 
@@ -21,7 +21,7 @@ const WEIGHTS: &str = "cgroups-weights";
 /// Decisions for which the kubelet's code has not been run; their own tests cover them.
 const WITHOUT_GOLDEN_DATA: &[&str] = &["admission"];
 
-/// One line of a file.
+/// A line of a file.
 #[derive(Deserialize)]
 pub(crate) struct Case {
     input: Value,
@@ -43,7 +43,7 @@ fn files() -> Vec<(String, Vec<Case>)> {
     paths.into_iter().map(read).collect()
 }
 
-/// `cgroups-podlevel` is more `cgroups`, `image-gc` is itself.
+/// Returns the kind of a file: `cgroups-podlevel` belongs to `cgroups`, `image-gc` to itself.
 fn what_of(file: &str) -> Option<&'static What> {
     WHATS.iter().find(|what| {
         file == what.name || file.strip_prefix(what.name).is_some_and(|rest| rest.starts_with('-'))
