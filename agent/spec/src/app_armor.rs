@@ -1,18 +1,18 @@
-//! AppArmor profiles (KEP-24): which one a container has, and whether the node can hold it to that.
+//! AppArmor profiles (KEP-24): the profile of a container, and the node's ability to enforce it.
 
 use beelet_model::pod::NodeFacts;
 use beelet_proto::cri;
 use k8s_openapi::api::core::v1 as core;
 
-/// Annotations with this prefix named a container's profile before there were fields.
+/// Prefix of annotations for a container's profile, from before the fields.
 const ANNOTATION: &str = "container.apparmor.security.beta.kubernetes.io/";
-/// What such an annotation says.
+/// Value of the annotation for the runtime's default profile.
 const RUNTIME_DEFAULT: &str = "runtime/default";
 const UNCONFINED: &str = "unconfined";
 const LOCALHOST: &str = "localhost/";
 
-/// The reason why the node can't hold a pod's containers to their profiles; None where it can, or where none
-/// is asked for.
+/// Returns the reason why the node cannot enforce the profiles of a pod's containers; None if it can, or if
+/// the pod has no profile.
 #[must_use]
 pub fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<String> {
     let profiles = containers(pod).filter_map(|(name, own)| profile_of(pod, name, own));
@@ -28,7 +28,7 @@ pub fn refusal(pod: &core::Pod, node: &NodeFacts) -> Option<String> {
     None
 }
 
-/// The profile that a container is run with.
+/// Returns a container's profile for the runtime.
 pub(crate) fn of_container(pod: &core::Pod, container: &core::Container) -> Option<cri::SecurityProfile> {
     use cri::security_profile::ProfileType;
     let own = container.security_context.as_ref();
@@ -41,7 +41,7 @@ pub(crate) fn of_container(pod: &core::Pod, container: &core::Container) -> Opti
     Some(cri::SecurityProfile { profile_type: kind.into(), localhost_ref: localhost_ref.unwrap_or_default() })
 }
 
-/// All containers: their names and own settings.
+/// Returns the names and own settings of all containers.
 fn containers(pod: &core::Pod) -> impl Iterator<Item = (&str, Option<&core::SecurityContext>)> {
     let spec = pod.spec.iter();
     spec.flat_map(|spec| {
@@ -52,7 +52,7 @@ fn containers(pod: &core::Pod) -> impl Iterator<Item = (&str, Option<&core::Secu
     })
 }
 
-/// The container's own profile, then its annotation's, then its pod's.
+/// Returns the container's own profile, else its annotation's, else its pod's.
 fn profile_of(
     pod: &core::Pod,
     container: &str,

@@ -1,7 +1,7 @@
-//! What of a container can't change while it runs: another image asks for another container, and so do other
-//! amounts where its resizePolicy says so. The kubelet compares the name and the image alone
-//! (`pkg/kubelet/container/helpers.go`, `HashContainer`), and so does this: whatever else an API server lets
-//! change while a pod runs leaves its containers as they are.
+//! Properties of a container that cannot change while it runs: another image needs another container, and so
+//! do other amounts if its resizePolicy requires a restart. The kubelet compares only the name and the image
+//! (`pkg/kubelet/container/helpers.go`, `HashContainer`), and so does this module: other changes that an API
+//! server allows while a pod runs do not affect its containers.
 
 use std::fmt::Write as _;
 
@@ -11,7 +11,7 @@ use beelet_units::quantity::Quantity;
 use k8s_openapi::api::core::v1::{Container, ContainerResizePolicy, Pod, ResourceRequirements};
 use sha2::{Digest, Sha256};
 
-/// A digest of a container's definition.
+/// Returns a digest of a container's definition.
 pub fn digest(spec: &Container) -> String {
     let image = spec.image.as_deref().unwrap_or_default();
     let digest = Sha256::new().chain_update(&spec.name).chain_update([0]).chain_update(image).finalize();
@@ -22,15 +22,15 @@ pub fn digest(spec: &Container) -> String {
     })
 }
 
-/// Returns true if a container was made from another definition than `spec`. One that doesn't say was made
-/// before this was noted.
+/// Returns true if a container was created from another definition than `spec`. Containers from older
+/// versions have no digest.
 pub fn is_redefined(spec: &Container, made: &cri::ContainerStatus) -> bool {
     made.annotations.get(CONTAINER_HASH).is_some_and(|noted| *noted != digest(spec))
 }
 
-/// The containers that are not in `now` as they were in `before`, as far as the delays after failures ask: of
-/// the first list the image is another one (what failed to be pulled is not wanted any more), of the second
-/// the image or the resources (the kubelet's GetBackoffKey).
+/// Returns the containers whose delays after failures end with the change from `before` to `now`: the first
+/// list has those with another image (the failed pull is obsolete), the second those with another image or
+/// other resources (the kubelet's GetBackoffKey).
 #[must_use]
 pub fn renewed(before: &Pod, now: &Pod) -> (Vec<String>, Vec<String>) {
     let find = |name: &str| all(before).find(|container| container.name == name);
@@ -49,20 +49,20 @@ fn all(pod: &Pod) -> impl Iterator<Item = &Container> {
     pod.spec.iter().flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers))
 }
 
-/// The amounts of a container that only a restart changes (`resizePolicy` with `RestartContainer`); None if
-/// it has no such resource.
+/// Returns the amounts of a container that only a restart changes (`resizePolicy` with `RestartContainer`);
+/// None without any.
 pub fn amounts(spec: &Container) -> Option<String> {
     fixed(spec.resize_policy.as_deref().unwrap_or_default(), spec.resources.as_ref())
 }
 
-/// Returns true if a container was made with other amounts than `spec` has, of those that only a restart
+/// Returns true if a container was created with other amounts than `spec` has, of those that only a restart
 /// changes.
 pub fn is_resized(spec: &Container, made: &cri::ContainerStatus) -> bool {
     made.annotations.get(AMOUNTS).is_some_and(|noted| amounts(spec).is_some_and(|now| now != *noted))
 }
 
-/// Returns true if the container of this name, which runs, has other amounts by its pod's status than by its
-/// spec, and gets them by a restart.
+/// Returns true if the running container of this name has other amounts in its pod's status than in its spec,
+/// and a restart applies them.
 pub fn awaits_restart(pod: &Pod, spec: &Container) -> bool {
     let policies = spec.resize_policy.as_deref().unwrap_or_default();
     let Some(now) = fixed(policies, spec.resources.as_ref()) else { return false };
@@ -74,7 +74,7 @@ pub fn awaits_restart(pod: &Pod, spec: &Container) -> bool {
     of_name.any(|status| fixed(policies, status.resources.as_ref()).is_some_and(|has| has != now))
 }
 
-/// The amounts as text, however they were written.
+/// Formats the amounts, independent of their notation.
 fn fixed(policies: &[ContainerResizePolicy], resources: Option<&ResourceRequirements>) -> Option<String> {
     let amount = |list: Option<&std::collections::BTreeMap<String, _>>, name: &str| {
         let text: &k8s_openapi::apimachinery::pkg::api::resource::Quantity = list?.get(name)?;

@@ -1,4 +1,4 @@
-//! The downward API: what a pod may be told about itself, for variables and for files of volumes.
+//! The downward API: a pod's data about itself, for variables and for files of volumes.
 //! Formats and rounding are the kubelet's (`pkg/fieldpath`, `pkg/api/v1/resource`).
 
 use std::collections::BTreeMap;
@@ -11,10 +11,10 @@ use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::api::resource::Quant
 use crate::Error;
 use beelet_model::pod::NodeFacts;
 
-/// The value of a field of the pod.
+/// Returns the value of a field of the pod.
 ///
 /// # Errors
-/// The path names no field.
+/// Fails for an unknown field.
 pub fn field(pod: &core::Pod, path: &str, pod_ips: &[String], node: &NodeFacts) -> Result<String, Error> {
     let meta = &pod.metadata;
     let unknown = || Error::UnknownField(path.to_owned());
@@ -53,13 +53,13 @@ fn subscript(path: &str) -> Option<(&str, &str)> {
     Some((map, rest.strip_suffix("']")?))
 }
 
-/// A line for each entry, `key="value"`, sorted by key (`fieldpath.FormatMap`).
+/// Formats one line per entry, `key="value"`, sorted by key (`fieldpath.FormatMap`).
 fn whole_map(map: Option<&BTreeMap<String, String>>) -> String {
     let line = |(key, value): (&String, &String)| format!("{key}={}", quoted(value));
     map.into_iter().flatten().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// A text as Go's `%q` writes it: what shell scripts in containers have learned to read.
+/// Quotes a text like Go's `%q`, which scripts in containers expect.
 fn quoted(text: &str) -> String {
     let mut out = String::with_capacity(text.len() + 2);
     out.push('"');
@@ -88,7 +88,7 @@ fn quoted(text: &str) -> String {
     out
 }
 
-/// What the pod as a whole is limited to (KEP-2837), if it is.
+/// Returns the limit of the pod as a whole (KEP-2837), if set.
 fn pod_limit(pod: &core::Pod, name: &str) -> Result<Option<Quantity>, Error> {
     let limits = pod.spec.as_ref().and_then(|spec| spec.resources.as_ref()?.limits.as_ref());
     let Some(text) = limits.and_then(|limits| limits.get(name)).filter(|_| is_pod_level_resource(name))
@@ -99,16 +99,16 @@ fn pod_limit(pod: &core::Pod, name: &str) -> Result<Option<Quantity>, Error> {
     Ok(Some(limit).filter(|limit| !limit.is_zero()))
 }
 
-/// The amount that a field's text says.
+/// Parses the amount of a field.
 fn quantity(text: &Text, field: impl FnOnce() -> String) -> Result<Quantity, Error> {
     Quantity::parse(&text.0).map_err(|cause| Error::AmountOf { field: field(), cause })
 }
 
-/// What a container's resource is, in units of the divisor, rounded up. A limit that isn't set is the pod's,
-/// else what the node has for pods, a request that isn't set is nothing.
+/// Returns a container's resource in units of the divisor, rounded up. An unset limit defaults to the pod's,
+/// else to the node's amount for pods, an unset request to zero.
 ///
 /// # Errors
-/// The selector names no resource or no container of the pod, or an amount can't be read.
+/// Fails for an unknown resource or container, or an unreadable amount.
 pub fn resource(
     pod: &core::Pod,
     own: Option<&core::Container>,
@@ -142,7 +142,7 @@ pub fn resource(
     Ok(in_units(name, amount, divisor).to_string())
 }
 
-/// `amount / divisor`, rounded up; a divisor of nothing is one (`ExtractContainerResourceValue`).
+/// Computes `amount / divisor`, rounded up; a zero divisor counts as one (`ExtractContainerResourceValue`).
 fn in_units(name: &str, amount: Quantity, divisor: Quantity) -> i64 {
     let divisor = if divisor.is_zero() { Quantity::from_units(1) } else { divisor };
     let (amount, divisor) = match name {
@@ -201,7 +201,7 @@ mod tests {
         check("requests.cpu", "100m", "3");
         check("limits.memory", "1Mi", "100");
         check("requests.memory", "1Ki", "1");
-        // Not set: what the node has for pods.
+        // Unset: the node's amount for pods.
         check("limits.cpu", "1", "4");
         check("limits.cpu", "1m", "4000");
         check("requests.ephemeral-storage", "1", "0");

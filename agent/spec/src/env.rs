@@ -11,14 +11,13 @@ use k8s_openapi::api::core::v1 as core;
 use super::{Error, downward, services};
 use beelet_model::{objects::Objects, origin::Origin, pod::NodeFacts};
 
-/// Variables in the order they were defined; a later definition of the same name wins in place.
+/// Variables in the order of their definition; a later definition of the same name wins in place.
 #[derive(Clone)]
 pub struct Environment {
     order: Vec<String>,
-    /// Bytes: a Secret's value need not be text.
+    /// Values as bytes: a Secret's value need not be text.
     values: BTreeMap<String, Vec<u8>>,
-    /// What is left for the container's texts. All values that were ever set count, also those that others
-    /// have replaced.
+    /// Remaining budget for the container's texts. All values ever set count, including replaced ones.
     budget: Budget,
 }
 
@@ -29,19 +28,19 @@ impl Default for Environment {
 }
 
 impl std::fmt::Debug for Environment {
-    /// Names only: some values are secret.
+    /// Shows names only: some values are secret.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("Environment").field(&self.order).finish()
     }
 }
 
 impl Environment {
-    /// The value of a variable as text, as `$(VAR)` has it: what is none is replaced (U+FFFD).
+    /// Returns a variable as text, for `$(VAR)`: invalid UTF-8 is replaced (U+FFFD).
     pub fn get(&self, name: &str) -> Option<Cow<'_, str>> {
         self.values.get(name).map(|value| String::from_utf8_lossy(value))
     }
 
-    /// A container's command or its arguments, with their references replaced.
+    /// Replaces the references in a container's command or its arguments.
     pub(super) fn expand_words(
         &mut self,
         (container, field): (&str, &'static str),
@@ -62,7 +61,7 @@ impl Environment {
         Ok(words)
     }
 
-    /// All variables, in order.
+    /// Returns all variables, in order.
     pub(super) fn into_pairs(mut self) -> impl Iterator<Item = (String, Vec<u8>)> {
         self.order.into_iter().filter_map(move |name| self.values.remove(&name).map(|value| (name, value)))
     }
@@ -72,7 +71,7 @@ impl Environment {
         let (known, mut budget) = (&*self, self.budget);
         let other = |name: &str| others.get(name).map(|value| Cow::Borrowed(value.as_str()));
         let value = expand(text, |name| known.get(name).or_else(|| other(name)), &mut budget)?;
-        // With the name, it is taken anew below.
+        // The budget counts it again below, with the name.
         self.set(name, value.into_bytes())
     }
 
@@ -85,7 +84,7 @@ impl Environment {
     }
 }
 
-/// What a container's environment is made of besides its own spec.
+/// Sources of a container's environment, in addition to its own spec.
 #[derive(Clone, Copy)]
 pub struct Sources<'a> {
     /// The container's pod.
@@ -99,11 +98,11 @@ pub struct Sources<'a> {
 }
 
 impl Sources<'_> {
-    /// The environment of a container: first what it takes whole (`envFrom`), then its own variables, each of
-    /// which may refer to those before it and to those of services, which come last and replace none.
+    /// Builds the environment of a container: first `envFrom`, then its own variables, each of which may
+    /// refer to earlier ones and to those of services, which come last and replace none.
     ///
     /// # Errors
-    /// A variable's source is missing, or the variables are too long.
+    /// Fails if a variable's source is missing, or the variables are too long.
     pub fn environment(&self, container: &core::Container) -> Result<Environment, Error> {
         let mut env = Environment::default();
         for source in container.env_from.iter().flatten() {
@@ -142,7 +141,7 @@ impl Sources<'_> {
         Ok(value.map_or(Ok(()), |value| env.set(&variable.name, value))?)
     }
 
-    /// The variables of the services that the pod is told, as far as a container may have so many.
+    /// Returns the variables of the pod's services, within a container's budget.
     fn services(&self) -> Result<BTreeMap<String, String>, TooLong> {
         let links = self.pod.spec.as_ref().and_then(|spec| spec.enable_service_links);
         let mut budget = Budget::CONTAINER;
@@ -158,7 +157,7 @@ impl Sources<'_> {
         self.pod.metadata.namespace.as_deref().unwrap_or("default")
     }
 
-    /// None where an optional key or object isn't there: the variable isn't set then.
+    /// Returns the variable's value; None for a missing optional key or object, which leaves it unset.
     fn value(
         &self,
         container: &core::Container,
@@ -206,7 +205,7 @@ impl Sources<'_> {
         }
     }
 
-    /// Takes all keys of an object as variables. Keys that can't name one are passed over, as by the kubelet.
+    /// Adds all keys of an object as variables. Skips keys that are invalid names, as in the kubelet.
     fn take_whole(&self, source: &core::EnvFromSource, env: &mut Environment) -> Result<(), Error> {
         let prefix = source.prefix.as_deref().unwrap_or_default();
         let mut set = |key: &str, value: Vec<u8>| -> Result<(), TooLong> {
@@ -214,7 +213,7 @@ impl Sources<'_> {
             if is_variable_name(&name) {
                 return env.set(&name, value);
             }
-            tracing::warn!(variable = shown(&name), "a key can't name a variable and is left out");
+            tracing::warn!(variable = shown(&name), "skipping a key that is not a valid variable name");
             Ok(())
         };
         if let Some(reference) = &source.config_map_ref {
@@ -243,8 +242,8 @@ impl Sources<'_> {
     }
 }
 
-/// The message for an object that a pod refers to and that isn't there. In a cluster in the kubelet's words,
-/// and why if no object can have such a name.
+/// Returns the message for a missing object of a pod. In a cluster it is the kubelet's, with the reason if
+/// the name is impossible.
 pub fn missing(pod: &core::Pod, kind: &str, name: &str) -> String {
     if Origin::of(pod).is_api() {
         let (kind, name, why) = (kind.to_lowercase(), quoted(name), impossible(name));
@@ -257,13 +256,13 @@ pub fn missing(pod: &core::Pod, kind: &str, name: &str) -> String {
     format!("there is no {kind} {namespace}/{name}; put its manifest beside the pod's")
 }
 
-/// A variable's name in a sentence: it has no longest length in the API.
+/// Shortens a variable's name for a sentence, since the API does not limit its length.
 fn shown(name: &str) -> String {
     const MOST: usize = 256;
     name.char_indices().nth(MOST).map_or_else(|| name.to_owned(), |(end, _)| format!("{}…", &name[..end]))
 }
 
-/// Printable ASCII without '=', as the API has it.
+/// Returns true for printable ASCII without '=', as in the API.
 fn is_variable_name(name: &str) -> bool {
     !name.is_empty() && name.bytes().all(|b| (0x20..0x7f).contains(&b) && b != b'=')
 }
@@ -392,7 +391,7 @@ mod tests {
         );
     }
 
-    /// The names that error messages have of what is too long, whatever it is made of.
+    /// Checks that error messages name the part that is too long.
     #[test]
     fn an_environment_that_grows_ends_at_its_budget_with_the_variables_name() {
         let check = |container: serde_json::Value, expected: &str| {

@@ -1,4 +1,4 @@
-//! A node and a container's facts, for tests of this crate and of those above it.
+//! A node and a container's facts, for tests of this crate and the crates above.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -8,7 +8,7 @@ use beelet_proto::cri;
 
 use crate::cri_config::{ContainerFacts, Features};
 
-/// A node to test with.
+/// Returns a node for tests.
 pub fn node() -> NodeFacts {
     let host_dns = cri::DnsConfig {
         servers: vec!["192.0.2.53".to_owned()],
@@ -31,7 +31,7 @@ pub fn node() -> NodeFacts {
     }
 }
 
-/// Facts of a container to test with.
+/// Returns a container's facts for tests.
 pub fn facts() -> ContainerFacts {
     ContainerFacts {
         attempt: 2,

@@ -1,6 +1,6 @@
-//! Every field of a pod at its worst ([`beelet_testing::hostile_pods`]) through everything that is pure:
-//! the pod is read, judged, and put into the runtime's words. Nothing panics (overflow checks are on), and
-//! what comes out has a bound.
+//! Tests of all pure functions with every field of a pod at its worst ([`beelet_testing::hostile_pods`]):
+//! reading the pod, the decisions, and the CRI requests. No function may panic (overflow checks are on), and
+//! every result has a bound.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
@@ -47,12 +47,12 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use prost::Message as _;
 use serde_json::Value;
 
-/// Bytes that the requests to the runtime may have beside what the pod itself has, so many times over: a
-/// label is in the sandbox and in each container, references may repeat a value.
+/// Bytes that the requests to the runtime may have in addition to multiples of the pod's own: a label is in
+/// the sandbox and in each container, references may repeat a value.
 const REQUESTS_MAX: usize = 16 << 20;
 
-/// What all layers beneath the agent make of a pod: bytes of the requests to the runtime; None if it is no
-/// pod.
+/// Runs a pod through all pure layers, and returns the bytes of the requests to the runtime; None for a text
+/// that is not a pod.
 fn decide(text: &str) -> Option<usize> {
     let value: Value = serde_json::from_str(text).ok()?;
     let _ = support::check(&value);
@@ -66,7 +66,7 @@ fn decide(text: &str) -> Option<usize> {
     Some(requests(&pod))
 }
 
-/// Admission, QoS, preemption, ranking, cgroups, devices.
+/// Runs admission, QoS, preemption, ranking, cgroups, devices.
 fn amounts(pod: &core::Pod) {
     let bystander = core::Pod::from_value(&plain("bystander")).unwrap();
     let node = fixtures::node();
@@ -125,7 +125,7 @@ fn amounts(pod: &core::Pod) {
     }
 }
 
-/// Whether it belongs here, and in which order it ends.
+/// Runs the checks of the node's selection and the order of shutdown.
 fn places(pod: &core::Pod) {
     let _ = misfit(pod, &NodeView { name: "n1".to_owned(), ..NodeView::default() });
     let periods = Periods::of_totals(Duration::from_secs(30), Duration::from_secs(10));
@@ -138,7 +138,7 @@ fn places(pod: &core::Pod) {
     let _ = (app_armor::refusal(pod, &node), pod.spec.as_ref().and_then(|spec| sysctls::refused(spec, &[])));
 }
 
-/// The next steps of its life, its deadlines, its probes.
+/// Runs the pod's next actions, its deadlines, its probes.
 fn lives(pod: &core::Pod) {
     let _ = grace_period(pod);
     let observed = Observed {
@@ -181,7 +181,7 @@ fn lives(pod: &core::Pod) {
     }
 }
 
-/// What the API server is told.
+/// Builds the status for the API server.
 fn statuses(pod: &core::Pod) {
     let now = Time(k8s_openapi::jiff::Timestamp::UNIX_EPOCH);
     let in_api = pod.status.clone().unwrap_or_default();
@@ -198,7 +198,7 @@ fn statuses(pod: &core::Pod) {
     }
 }
 
-/// Which volumes there are, and who brings them.
+/// Runs the decisions on volumes.
 fn volumes(pod: &core::Pod) {
     let _ = (
         references::of(pod),
@@ -225,7 +225,7 @@ fn volumes(pod: &core::Pod) {
     }
 }
 
-/// Bytes of the requests that make its sandbox and its containers.
+/// Returns the bytes of the requests that create its sandbox and its containers.
 fn requests(pod: &core::Pod) -> usize {
     let (node, objects) = (fixtures::node(), Objects::default());
     let resources = fixtures::facts().resources;
@@ -254,7 +254,7 @@ fn containers(pod: &core::Pod) -> Vec<core::Container> {
     usual.chain(ephemeral_containers(spec)).collect()
 }
 
-/// Tries a pod; the sentence says what is wrong with what came of it.
+/// Tests a pod; returns a sentence about a violation.
 fn tried(name: &str, pod: &Value) -> Option<String> {
     let text = pod.to_string();
     let Ok(written) = catch_unwind(AssertUnwindSafe(|| decide(&text))) else {
@@ -265,7 +265,7 @@ fn tried(name: &str, pod: &Value) -> Option<String> {
     Some(format!("{name}: {size} bytes of a pod became {written} bytes of requests"))
 }
 
-/// Tries one of so many cases of a group.
+/// Tests every `one_of`th case of a group.
 fn check(group: Group, one_of: usize) {
     let cases = cases_of(group, one_of);
     assert!(cases.len() > 100, "{}", cases.len());

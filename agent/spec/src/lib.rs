@@ -1,4 +1,4 @@
-//! A pod's spec in the words of CRI. Pure.
+//! Conversion of a pod's spec into CRI requests. Pure.
 
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]

@@ -1,9 +1,9 @@
-//! Pods that change in nothing but their cpu and memory and that of their containers: they go on running,
-//! with new amounts (KEP-1287, KEP-5419).
+//! In-place resize: pods that change only their cpu and memory, or their containers', keep running with new
+//! amounts (KEP-1287, KEP-5419).
 //!
-//! A manifest that changes is another pod, with another UID. Whether it is the running one with other amounts
-//! is told by its [`shape`]: a digest of all the rest, which the sandbox carries as an annotation, so that a
-//! restart of the agent in the middle changes nothing. Pure.
+//! A changed manifest is another pod, with another UID. Its [`shape`] shows whether it is the running pod
+//! with other amounts: a digest of all other fields, which the sandbox carries as an annotation, so that a
+//! restart of the agent during a resize changes nothing. Pure.
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
@@ -21,38 +21,38 @@ use beelet_model::{
     status::runtime_id,
 };
 
-/// Amounts that may change.
+/// Resources that may change.
 const RESIZABLE: [&str; 2] = ["cpu", "memory"];
 
-/// The condition of a pod whose new amounts are not in force in all of its containers.
+/// Condition of a pod whose new amounts are not in force in all of its containers.
 pub const IN_PROGRESS: &str = "PodResizeInProgress";
-/// The condition of a pod that can't have the amounts of its manifest.
+/// Condition of a pod that cannot have the amounts of its manifest.
 pub const PENDING: &str = "PodResizePending";
 
-/// How a change of a running pod's amounts stands.
+/// Progress of a running pod's resize.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResizeFacts {
-    /// Why the pod keeps its own amounts.
+    /// Reason for keeping the old amounts.
     pub pending: Option<Pending>,
-    /// Why those that it has got are not in force yet, if there is a reason.
+    /// Reason why accepted amounts are not in force yet, if known.
     pub error: Option<String>,
 }
 
-/// Why a pod can't have the amounts of its manifest.
+/// Reason why a pod cannot have the amounts of its manifest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pending {
-    /// `Deferred` until a pod goes, or `Infeasible` on this node.
+    /// `Deferred` until another pod ends, or `Infeasible` on this node.
     pub reason: &'static str,
-    /// A sentence.
+    /// Message, a sentence.
     pub message: String,
 }
 
-/// A container's amounts in a status: as its manifest has them; None if it has none.
+/// Returns a container's amounts for a status, as in its manifest; None if it has none.
 pub fn amounts(container: &Container) -> Option<ResourceRequirements> {
     named(container.resources.as_ref()?)
 }
 
-/// The same of the pod as a whole (KEP-2837).
+/// Returns the amounts of the pod as a whole (KEP-2837).
 pub fn pod_amounts(pod: &Pod) -> Option<ResourceRequirements> {
     named(pod.spec.as_ref()?.resources.as_ref()?)
 }
@@ -67,25 +67,24 @@ fn named(resources: &ResourceRequirements) -> Option<ResourceRequirements> {
     })
 }
 
-/// Returns true if two states of one pod ask for the same amounts.
+/// Returns true if two states of one pod request the same amounts.
 pub fn same_amounts(one: &Pod, other: &Pod) -> bool {
     let amounts = |pod: &Pod| -> Vec<_> { containers(pod).map(|c| (c.name.clone(), amounts(c))).collect() };
     amounts(one) == amounts(other) && pod_amounts(one) == pod_amounts(other)
 }
 
-/// The resources of a pod and of its containers, as they were accepted: what is wanted may be more than there
-/// is room for.
+/// Accepted resources of a pod and its containers: the desired ones may exceed the room.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Accepted {
-    /// Of the pod as a whole.
+    /// Resources of the pod as a whole.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pod: Option<ResourceRequirements>,
-    /// By container.
+    /// Resources by container.
     containers: BTreeMap<String, Option<ResourceRequirements>>,
 }
 
 impl Accepted {
-    /// Those that `pod` has.
+    /// Returns the resources of `pod`.
     #[must_use]
     pub fn of(pod: &Pod) -> Self {
         Self {
@@ -94,7 +93,7 @@ impl Accepted {
         }
     }
 
-    /// Gives them to `pod`.
+    /// Sets the resources of `pod`.
     pub fn give(&self, pod: &mut Pod) {
         let Some(spec) = &mut pod.spec else { return };
         spec.resources.clone_from(&self.pod);
@@ -106,7 +105,7 @@ impl Accepted {
     }
 }
 
-/// Gives `pod` and its containers the amounts that `other` and its containers have.
+/// Copies the amounts of `other` and its containers to `pod` and its containers.
 pub fn take_amounts(pod: &mut Pod, other: &Pod) {
     Accepted::of(other).give(pod);
 }
@@ -115,13 +114,13 @@ fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
     pod.spec.iter().flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers))
 }
 
-/// Returns true if a pod's status says that new amounts are not in force yet.
+/// Returns true if a pod's status has amounts that are not in force yet.
 pub fn is_in_progress(pod: &Pod) -> bool {
     let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
     conditions.into_iter().any(|condition| condition.type_ == IN_PROGRESS && condition.status == "True")
 }
 
-/// Takes down which amounts are in force: of the pod as a whole by its `uid`, of containers by the runtime's
+/// Records the amounts in force: of the pod as a whole by its `uid`, of containers by the runtime's
 /// identifiers.
 pub fn enact(status: &mut PodStatus, uid: &str, enacted: &BTreeMap<String, Option<ResourceRequirements>>) {
     if let Some(amounts) = enacted.get(uid) {
@@ -135,14 +134,14 @@ pub fn enact(status: &mut PodStatus, uid: &str, enacted: &BTreeMap<String, Optio
     }
 }
 
-/// A digest of what a pod is besides the amounts that may change while it runs: cpu and memory of its
-/// containers. Where their `resizePolicy` asks for it they are started anew for that. Its QoS class may not
-/// change, nor may an amount come or go.
+/// Computes a digest of a pod without the amounts that may change while it runs: cpu and memory of its
+/// containers, which restart for a change if their `resizePolicy` requires it. The QoS class may not
+/// change, and no amount may be added or removed.
 pub fn shape(pod: &Pod) -> String {
     let class = qos_class(pod).map(beelet_policy::resources::qos::QosClass::as_str).unwrap_or_default();
     let mut rest = pod.clone();
     rest.status = None;
-    // Which manifest it is, and when it was read, goes with its content.
+    // The manifest's identity and reading time follow from its content.
     rest.metadata.uid = None;
     rest.metadata.deletion_timestamp = None;
     rest.metadata.deletion_grace_period_seconds = None;
@@ -150,9 +149,9 @@ pub fn shape(pod: &Pod) -> String {
         annotations.retain(|key, _| key != ANNOTATION_HASH && key != ANNOTATION_SEEN);
     }
     if let Some(spec) = &mut rest.spec {
-        // It comes from elsewhere, and is no reason for another pod.
+        // The priority has another source, and its change does not replace the pod.
         spec.priority = None;
-        // They are added to a pod while it runs.
+        // Ephemeral containers are added to a running pod.
         spec.ephemeral_containers = None;
         blank(&mut spec.resources);
         let containers = spec.init_containers.iter_mut().flatten().chain(&mut spec.containers);
@@ -166,7 +165,7 @@ pub fn shape(pod: &Pod) -> String {
     })
 }
 
-/// Takes out the amounts that may change.
+/// Removes the amounts that may change.
 fn blank(resources: &mut Option<ResourceRequirements>) {
     let Some(ResourceRequirements { requests, limits, .. }) = resources else { return };
     for (name, amount) in requests.iter_mut().flatten().chain(limits.iter_mut().flatten()) {

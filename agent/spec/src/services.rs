@@ -1,14 +1,13 @@
-//! The variables by which a container finds services: one set for each service that has an address of its
-//! own, as Docker's links once had them (kubelet: `pkg/kubelet/envvars`, `pkg/kubelet/kubelet_pods.go`,
-//! `getServiceEnvVarMap`).
+//! Environment variables of services: one set per service with an address of its own, in the format of Docker
+//! links (kubelet: `pkg/kubelet/envvars`, `pkg/kubelet/kubelet_pods.go`, `getServiceEnvVarMap`).
 
 use k8s_openapi::api::core::v1::{Service, ServicePort};
 
-/// The services of this namespace and name are told to every pod: the API server's own.
+/// Namespace of the API server's own service, whose variables every pod gets.
 const MASTER_NAMESPACE: &str = "default";
 const MASTER: &str = "kubernetes";
 
-/// The variables for a pod of `namespace`. Without `links` they are the master's alone.
+/// Returns the variables for a pod of `namespace`. Without `links` only the API server's service has any.
 pub fn variables<'s>(
     services: impl Iterator<Item = &'s Service>,
     namespace: &str,
@@ -23,13 +22,13 @@ pub fn variables<'s>(
         })
         .filter(|(name, of, _)| links && *of == namespace || (*of, *name) == (MASTER_NAMESPACE, MASTER))
         .collect();
-    // A service of the pod's own namespace goes before the master of the same name.
+    // A service of the pod's own namespace has precedence over the API server's of the same name.
     told.sort_by_key(|(name, of, _)| (*name, *of != namespace));
     told.dedup_by_key(|(name, ..)| *name);
     told.into_iter().flat_map(|(name, _, service)| of_service(name, service))
 }
 
-/// The service's own address; headless services have none.
+/// Returns the service's own address; headless services have none.
 fn address(service: &Service) -> Option<&str> {
     let address = service.spec.as_ref()?.cluster_ip.as_deref()?;
     (!address.is_empty() && address != "None").then_some(address)

@@ -1,28 +1,27 @@
-//! The signal that asks a container to end, in the words of pods (`SIGRTMIN+3`) and in the runtime's
-//! (KEP-4960).
+//! Stop signals of containers, in the notation of pods (`SIGRTMIN+3`) and of the runtime (KEP-4960).
 
 use beelet_proto::cri::Signal;
 use k8s_openapi::api::core::v1::Container;
 
 use crate::Error;
 
-/// The signal of this name, as pods write it.
+/// Parses a signal in the notation of pods.
 pub fn parse(name: &str) -> Option<Signal> {
     let signal = Signal::from_str_name(&name.replace('+', "PLUS").replace('-', "MINUS"))?;
-    // The runtime's own spelling is none of a pod's.
+    // The runtime's own notation is invalid in pods.
     (self::name(signal).as_deref() == Some(name)).then_some(signal)
 }
 
-/// The name of a signal, as pods write it; None for whatever the runtime sends by itself.
+/// Returns a signal's name in the notation of pods; None for the runtime's default.
 pub fn name(signal: Signal) -> Option<String> {
     let name = || signal.as_str_name().replace("PLUS", "+").replace("MINUS", "-");
     (signal != Signal::RuntimeDefault).then(name)
 }
 
-/// The signal that a container asks for.
+/// Returns the stop signal of a container.
 ///
 /// # Errors
-/// There is none of that name.
+/// Fails for an unknown signal.
 pub fn of_container(spec: &Container) -> Result<Signal, Error> {
     let asked = spec.lifecycle.as_ref().and_then(|lifecycle| lifecycle.stop_signal.as_deref());
     let Some(asked) = asked else { return Ok(Signal::RuntimeDefault) };

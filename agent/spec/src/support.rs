@@ -1,31 +1,29 @@
-//! What the agent can't do for a pod: one table, so that a field moves from refused to run by taking its row
-//! out.
+//! Table of the pod fields that the agent does not support. Removing a row makes a field supported.
 //!
-//! A field that the agent would pass over in silence is worse than one it refuses: nobody must believe that a
-//! pod is probed, confined or limited when it isn't. Fields that only a scheduler reads are passed over with
-//! a warning.
+//! The agent must never ignore a field silently: a user would believe that a pod is probed, confined or
+//! limited when it is not. Fields that only a scheduler reads cause a warning.
 
 use beelet_codec::error::Problem;
 use serde_json::Value;
 
-/// What becomes of a pod with such a field.
+/// Handling of a pod with an unsupported field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
-    /// Refused in a manifest: it refers to the API server or its objects, which a static pod may not.
+    /// Refused in a manifest: static pods may not refer to the API server or its objects.
     ApiObject,
-    /// Refused in a manifest: it is for nodes of another operating system. In a pod of the API server it has
+    /// Refused in a manifest: the field is for another operating system. In a pod of the API server it has
     /// no effect, as under the kubelet.
     OtherSystem,
     /// Refused in a manifest: Kubernetes has removed it. A pod of the API server waits for such a volume, as
     /// under the kubelet.
     Removed,
-    /// Accepted with a warning: it has no effect here.
+    /// Accepted with a warning: the field has no effect here.
     NoEffect,
 }
 use Verdict::{ApiObject, NoEffect, OtherSystem, Removed};
 
-/// One row: the field, the verdict, what it is in words. Any value of the field is meant but those that say
-/// nothing: null, false and empty ones.
+/// A row: the field, the verdict, its description. The row applies to any value except null, false and empty
+/// ones.
 type Row = (&'static str, Verdict, &'static str);
 
 /// `{a,b}` is either of them, `[*]` any element of a list.
@@ -54,16 +52,16 @@ const TABLE: &[Row] = &[
     ("spec.volumes[*].{cephfs,flocker,gitRepo,glusterfs,photonPersistentDisk,quobyte,rbd,scaleIO,storageos}", Removed, "volumes of this kind"),
 ];
 
-/// What the table says of a manifest.
+/// Unsupported fields of a manifest.
 #[derive(Debug, Default)]
 pub struct Found {
-    /// Why it can't be run.
+    /// Fields that prevent the pod from running.
     pub refused: Vec<Problem>,
-    /// What has no effect.
+    /// Fields without an effect.
     pub ignored: Vec<Problem>,
 }
 
-/// Looks every row of the table up in a manifest.
+/// Checks a manifest against every row of the table.
 #[must_use]
 pub fn check(manifest: &Value) -> Found {
     let mut found = Found::default();
@@ -100,12 +98,12 @@ fn says_nothing(node: &Value) -> bool {
         Value::Null | Value::Bool(false) => true,
         Value::String(text) => text.is_empty(),
         Value::Array(items) => items.is_empty(),
-        // `emptyDir: {}` says something, and so does any source of a volume or handler of a probe.
+        // `emptyDir: {}` has a meaning, and so has any source of a volume or handler of a probe.
         Value::Object(_) | Value::Bool(true) | Value::Number(_) => false,
     }
 }
 
-/// Calls `f` with every node that `pattern` reaches, and its path.
+/// Calls `f` with every node that matches `pattern`, and its path.
 fn visit(node: &Value, pattern: &str, path: &mut String, f: &mut impl FnMut(&str, &Value)) {
     let length = path.len();
     let pattern = pattern.strip_prefix('.').unwrap_or(pattern);
@@ -169,7 +167,7 @@ mod tests {
         check_refused(&json!("text"), &[]);
     }
 
-    /// The fields' own names: of `a.{b,c}[*].{d,e}` these are d and e.
+    /// Returns the last names of a pattern: of `a.{b,c}[*].{d,e}` these are d and e.
     fn names_of(pattern: &str) -> Vec<&str> {
         let last = pattern.rsplit_once('.').map_or(pattern, |(_, last)| last);
         last.trim_start_matches('{').trim_end_matches('}').split(',').collect()

@@ -1,12 +1,12 @@
-//! Which kernel settings a pod may have: those of its own namespaces that can do no harm to others, and those
-//! that the node's configuration allows (`allowedUnsafeSysctls`). As in the kubelet (`pkg/kubelet/sysctl`),
-//! which refuses the others too.
+//! Allowed kernel settings of pods: harmless ones of the pod's own namespaces, and those that the node's
+//! configuration allows (`allowedUnsafeSysctls`). As in the kubelet (`pkg/kubelet/sysctl`), others are
+//! refused.
 
 use k8s_openapi::api::core::v1::PodSpec;
 
 use crate::cri_config::with_dots;
 
-/// Settings that are kept apart by a namespace and can't be used to take from others.
+/// Namespaced settings that cannot harm other pods.
 const SAFE: [&str; 12] = [
     "kernel.shm_rmid_forced",
     "net.ipv4.ip_local_port_range",
@@ -22,7 +22,7 @@ const SAFE: [&str; 12] = [
     "net.ipv4.tcp_wmem",
 ];
 
-/// The reason why a pod's settings are refused, if they are: a sentence that begins with the field.
+/// Returns the reason for refusing a pod's settings, if any: a sentence that begins with the field.
 #[must_use]
 pub fn refused(spec: &PodSpec, allowed: &[String]) -> Option<String> {
     let listed = spec.security_context.as_ref().and_then(|context| context.sysctls.as_ref());

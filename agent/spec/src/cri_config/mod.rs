@@ -1,5 +1,5 @@
-//! A pod's spec in the runtime's words: the CRI configurations of its sandbox and its containers.
-//! Pure: everything that must be looked up (addresses, images, mounts) comes in.
+//! CRI configurations of a pod's sandbox and its containers.
+//! Pure: values that need a lookup (addresses, images, mounts) are arguments.
 
 pub use beelet_model::pod::{Allocatable, ImageUser, NodeFacts, grace_period, log_folder, log_path};
 mod network;
@@ -22,7 +22,7 @@ pub use self::network::{HostName, dns_warnings, name_resolution};
 pub(crate) use self::security::with_dots;
 pub use self::users::UserNamespace;
 
-/// The period of a quota that isn't the node's own business.
+/// Period of quotas outside the node's own configuration.
 const CFS_PERIOD_US: i64 = 100_000;
 
 fn pod_labels(pod: &core::Pod) -> HashMap<String, String> {
@@ -36,10 +36,10 @@ fn pod_labels(pod: &core::Pod) -> HashMap<String, String> {
     all
 }
 
-/// The configuration of a pod's sandbox. `wanted` is what its containers need together.
+/// Returns the configuration of a pod's sandbox. `wanted` is the total of its containers.
 ///
 /// # Errors
-/// Its names make none that Linux takes, or its overhead can't be read.
+/// Fails if the hostname is too long for Linux, or the overhead is unreadable.
 pub fn sandbox(
     pod: &core::Pod,
     attempt: u32,
@@ -74,7 +74,7 @@ pub fn sandbox(
     })
 }
 
-/// What the pod's runtime class costs by itself, for runtimes that size a virtual machine by it.
+/// Returns the overhead of the pod's runtime class, for runtimes that size a virtual machine by it.
 fn overhead(spec: &core::PodSpec) -> Result<Option<cri::LinuxContainerResources>, Error> {
     let Some(costs) = spec.overhead.as_ref().filter(|costs| !costs.is_empty()) else { return Ok(None) };
     let amount = |name: &str| -> Result<Option<Quantity>, Error> {
@@ -93,42 +93,42 @@ fn overhead(spec: &core::PodSpec) -> Result<Option<cri::LinuxContainerResources>
     }))
 }
 
-/// What not every runtime can do.
+/// Optional features of the runtime.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Features {
-    /// Groups that are exactly those asked for.
+    /// Exactly the requested supplemental groups.
     pub supplemental_groups_policy: bool,
-    /// Mounts that are read-only with all that is mounted below them.
+    /// Mounts that are read-only including all mounts below them.
     pub recursive_read_only: bool,
 }
 
-/// What is known of a container when it is about to be created, beside its spec.
+/// Inputs for the creation of a container, in addition to its spec.
 #[derive(Clone, Debug)]
 pub struct ContainerFacts {
-    /// The restart count.
+    /// Restart count.
     pub attempt: u32,
-    /// The delay that went before this start.
+    /// Restart delay before this start.
     pub restart_delay: Duration,
-    /// How often all containers of the pod had been restarted together before.
+    /// Number of earlier restarts of all containers of the pod.
     pub round: u32,
-    /// The image as the runtime identifies it.
+    /// Identifier of the image at the runtime.
     pub image_ref: String,
     /// User and groups of the image.
     pub image_user: ImageUser,
-    /// What the runtime can do.
+    /// Features of the runtime.
     pub features: Features,
-    /// Volumes and files, already looked up.
+    /// Resolved volumes and files.
     pub mounts: Vec<cri::Mount>,
-    /// The runtime's identifier of the container whose processes this one shares.
+    /// Identifier at the runtime of the container whose processes this one shares.
     pub process_target: Option<String>,
-    /// Cgroup values, as decided.
+    /// Decided cgroup values.
     pub resources: ContainerResources,
 }
 
-/// The configuration of one container.
+/// Returns the configuration of a container.
 ///
 /// # Errors
-/// It can't be confined as it says, asks for a stop signal that there isn't, or its texts are too long.
+/// Fails if the security settings are impossible, the stop signal is unknown, or the texts are too long.
 pub fn container(
     pod: &core::Pod,
     spec: &core::Container,
@@ -182,7 +182,7 @@ pub fn container(
     })
 }
 
-/// The decided cgroup values as CRI takes them.
+/// Converts the decided cgroup values to CRI.
 fn resources(decided: ContainerResources) -> cri::LinuxContainerResources {
     cri::LinuxContainerResources {
         cpu_shares: i64::try_from(decided.cpu_shares).unwrap_or(i64::MAX),
@@ -201,7 +201,8 @@ fn resources(decided: ContainerResources) -> cri::LinuxContainerResources {
     }
 }
 
-/// The same for a container that is there: what has no limit now says so, because 0 would leave it as it is.
+/// Converts the values for an existing container: a missing limit is explicit, because 0 would keep the old
+/// one.
 pub fn update(decided: ContainerResources) -> cri::LinuxContainerResources {
     let mut wanted = resources(decided);
     if wanted.memory_limit_in_bytes == 0 {
@@ -275,7 +276,7 @@ mod tests {
         let together = "makes the total longer than 16777216 bytes";
         check(json!(["run", "$(A)$(A)$(A)"]), json!([]), &format!("command[1] of container c {alone}"));
         check(json!(["run"]), json!(["$(A)".repeat(190_000)]), &format!("args[0] of container c {alone}"));
-        // Half a MiB is the environment, fifteen are the command.
+        // Half a MiB is environment, fifteen are the command.
         let many = |words: usize| vec!["$(A)$(A)"; words];
         check(json!(many(15)), json!(many(1)), &format!("args[0] of container c {together}"));
         check(json!(many(16)), json!([]), &format!("command[15] of container c {together}"));

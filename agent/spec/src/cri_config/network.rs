@@ -1,4 +1,4 @@
-//! A pod's network as the runtime is told of it: names, name resolution, ports on the machine.
+//! A pod's network settings for the runtime: names, name resolution, host ports.
 
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet, hash_map::Entry};
@@ -12,20 +12,20 @@ use beelet_model::origin::Origin;
 use beelet_model::pod::NodeFacts;
 use beelet_model::table::PodName;
 
-/// The longest hostname Linux takes, less its final zero.
+/// Longest hostname of Linux, without its final zero.
 const HOSTNAME_MAX: usize = 63;
-/// The longest one that `setHostnameAsFQDN` may make.
+/// Longest hostname from `setHostnameAsFQDN`.
 const FQDN_MAX: usize = 64;
-/// Name servers that the C library asks; more have no effect.
+/// Number of name servers that the C library uses.
 const SERVERS_MAX: usize = 3;
-/// Domains of a search list, and all their characters, that the kubelet hands on
+/// The kubelet's limit of domains in a search list, and of all their characters
 /// (`validation.MaxDNSSearchPaths`, `MaxDNSSearchListChars`).
 const SEARCHES_MAX: usize = 32;
 const SEARCH_CHARACTERS_MAX: usize = 2048;
-/// The longest domain of a search list: glibc 2.28 aborts at longer ones.
+/// Longest domain of a search list: glibc 2.28 aborts at longer ones.
 const SEARCH_MAX: usize = 253;
 
-/// A pod's own name and the domain that it is in, if any.
+/// Hostname of a pod, and its domain, if any.
 pub struct HostName {
     /// The first label.
     pub name: String,
@@ -34,7 +34,7 @@ pub struct HostName {
 }
 
 impl HostName {
-    /// As `GeneratePodHostNameAndDomain` in the kubelet.
+    /// Computes the name, like `GeneratePodHostNameAndDomain` in the kubelet.
     pub fn of(spec: &core::PodSpec, name: &PodName, node: &NodeFacts) -> Self {
         let set = |text: &Option<String>| text.clone().filter(|text| !text.is_empty());
         if let Some(whole) = set(&spec.hostname_override) {
@@ -42,22 +42,22 @@ impl HostName {
         }
         let wanted = set(&spec.hostname).unwrap_or_else(|| name.name.clone());
         let short: String = wanted.chars().take(HOSTNAME_MAX).collect();
-        // Without a cluster's domain it ends with a dot, as the kubelet's does.
+        // Without a cluster domain the name ends with a dot, as in the kubelet.
         let of_cluster = |subdomain| format!("{subdomain}.{}.svc.{}", name.namespace, node.cluster_domain);
         let domain = set(&spec.subdomain).map(of_cluster);
         Self { name: short.trim_end_matches(['-', '.']).to_owned(), domain }
     }
 
-    /// `name.domain`, where there is a domain.
+    /// Returns `name.domain`, if the pod has a domain.
     pub fn qualified(&self) -> Option<String> {
         self.domain.as_ref().map(|domain| format!("{}.{domain}", self.name))
     }
 }
 
-/// What the kernel is told.
+/// Returns the hostname for the kernel.
 pub(super) fn hostname(spec: &core::PodSpec, name: &PodName, node: &NodeFacts) -> Result<String, Error> {
     if spec.host_network == Some(true) {
-        // It has the machine's own name, and no namespace in which another could be set: runc refuses to try.
+        // The pod has the machine's hostname, and no namespace to set another: runc refuses to try.
         return Ok(String::new());
     }
     let host = HostName::of(spec, name, node);
@@ -70,18 +70,18 @@ pub(super) fn hostname(spec: &core::PodSpec, name: &PodName, node: &NodeFacts) -
     Ok(fqdn)
 }
 
-/// Name resolution by dnsPolicy, with dnsConfig's additions, no more than the C library takes.
+/// Returns the name resolution by dnsPolicy, with dnsConfig's additions, within the limits of the C library.
 pub(super) fn dns(spec: &core::PodSpec, namespace: &str, node: &NodeFacts) -> cri::DnsConfig {
     resolution(spec, namespace, node).0
 }
 
-/// A pod's name resolution, by the node's own as it was read last.
+/// Returns a pod's name resolution, from the node's last reading of its own.
 pub fn name_resolution(pod: &core::Pod, node: &NodeFacts) -> cri::DnsConfig {
     let spec = pod.spec.as_ref().map_or_else(Cow::default, Cow::Borrowed);
     dns(&spec, &PodName::of(pod).namespace, node)
 }
 
-/// What a pod's name resolution lacks of what was asked for: reasons and sentences, the kubelet's.
+/// Returns the reasons and messages about requested but omitted name resolution, as in the kubelet.
 pub fn dns_warnings(pod: &core::Pod, node: &NodeFacts) -> Vec<(&'static str, String)> {
     let Some(spec) = &pod.spec else { return Vec::new() };
     let PodName { namespace, name } = PodName::of(pod);
@@ -89,7 +89,7 @@ pub fn dns_warnings(pod: &core::Pod, node: &NodeFacts) -> Vec<(&'static str, Str
     let policy = spec.dns_policy.as_deref().unwrap_or("ClusterFirst");
     let of_cluster =
         policy == "ClusterFirstWithHostNet" || policy == "ClusterFirst" && spec.host_network != Some(true);
-    // On a node without a cluster nobody expects its servers.
+    // A node without a cluster needs no cluster DNS.
     let missing = of_cluster && node.cluster_dns.is_empty() && Origin::of(pod).is_api();
     let missing = missing.then(|| {
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
@@ -102,7 +102,7 @@ pub fn dns_warnings(pod: &core::Pod, node: &NodeFacts) -> Vec<(&'static str, Str
     left_out.chain(missing).collect()
 }
 
-/// The name resolution, and what was left out of it.
+/// Returns the name resolution, and its omitted parts.
 fn resolution(spec: &core::PodSpec, namespace: &str, node: &NodeFacts) -> (cri::DnsConfig, Vec<String>) {
     let on_host_network = spec.host_network == Some(true);
     let mut dns = match spec.dns_policy.as_deref().unwrap_or("ClusterFirst") {
@@ -125,15 +125,16 @@ fn resolution(spec: &core::PodSpec, namespace: &str, node: &NodeFacts) -> (cri::
     (dns, left_out)
 }
 
-/// Returns true for a name server on a link of the machine, as `fe80::1%3`: in a network namespace of its own
-/// a pod lacks that link, and its resolver fails at the address (kubernetes #140844; the kubelet of 1.38).
+/// Returns true for a name server on a link of the machine, such as `fe80::1%3`: in a network namespace of
+/// its own a pod lacks that link, and its resolver fails at the address (kubernetes #140844; the kubelet of
+/// 1.38).
 fn is_of_a_link(server: &str) -> bool {
     let address = server.split_once('%').and_then(|(address, _)| address.parse::<Ipv6Addr>().ok());
     address.is_some_and(|address| address.segments()[0] & 0xffc0 == 0xfe80)
 }
 
-/// Options, with `more` of them; one of the same name (`ndots:5`, `ndots:2`) is replaced in its place. The
-/// API sets no limit to their number.
+/// Adds `more` options; one of the same name (`ndots:5`, `ndots:2`) is replaced in its place. The API does
+/// not limit their number.
 fn options(own: Vec<String>, more: &[core::PodDNSConfigOption]) -> Vec<String> {
     let name_of = |option: &str| option.split(':').next().unwrap_or_default().to_owned();
     let mut places = HashMap::new();
@@ -160,7 +161,7 @@ fn once_each(list: Vec<String>) -> Vec<String> {
     list.into_iter().filter(|item| known.insert(item.clone())).collect()
 }
 
-/// Leaves out what nobody would read, or what some C libraries don't survive, and says so
+/// Omits entries that C libraries ignore or crash on, and returns messages about them
 /// (`formDNSConfigFitsLimits`).
 fn limit(dns: &mut cri::DnsConfig) -> Vec<String> {
     let mut said = Vec::new();
@@ -177,7 +178,7 @@ fn limit(dns: &mut cri::DnsConfig) -> Vec<String> {
     let mut length = 0;
     let fits = |domain: &&String| {
         length += domain.len() + 1;
-        // The last one has no space behind it.
+        // No space follows the last domain.
         length <= SEARCH_CHARACTERS_MAX + 1
     };
     let searches = dns.searches.iter().take_while(fits).count();
@@ -191,7 +192,7 @@ fn limit(dns: &mut cri::DnsConfig) -> Vec<String> {
     said
 }
 
-/// A cluster's name servers and search list, or the node's own where it has no cluster.
+/// Returns the cluster's name servers and search list, or the node's own without a cluster.
 fn cluster_dns(namespace: &str, node: &NodeFacts) -> cri::DnsConfig {
     if node.cluster_dns.is_empty() {
         return node.host_dns.last();
@@ -209,7 +210,7 @@ fn cluster_dns(namespace: &str, node: &NodeFacts) -> cri::DnsConfig {
     }
 }
 
-/// The ports that the network plugin is to forward to the pod.
+/// Returns the ports that the network plugin forwards to the pod.
 pub(super) fn port_mappings(spec: &core::PodSpec) -> Vec<cri::PortMapping> {
     if spec.host_network == Some(true) {
         return Vec::new();
@@ -299,7 +300,7 @@ mod tests {
         // Without the cluster's own servers they are the machine's as well.
         check(json!({}), elsewhere);
         check(json!({"dnsPolicy": "Default", "hostNetwork": true}), &servers[..3]);
-        // One that the pod names itself is its own business.
+        // A server in the pod's own spec is kept.
         let own = json!({"dnsPolicy": "None", "dnsConfig": {"nameservers": ["fe80::1%eth0"]}});
         check(own, &["fe80::1%eth0"]);
     }
@@ -368,7 +369,7 @@ mod tests {
 
     #[test]
     fn very_many_options_and_domains_are_looked_at_once() {
-        // Each with each, these would be 10^10 comparisons.
+        // A quadratic algorithm would need 10^10 comparisons.
         let option = |n: usize| json!({"name": format!("o{}", n % 100_000), "value": n.to_string()});
         let options: Vec<Value> = (0..200_000).map(option).collect();
         let searches: Vec<String> = (0..200_000).map(|n| format!("d{n}")).collect();

@@ -1,5 +1,5 @@
-//! Who a pod's processes are and what they may do, as the runtime is told: users, groups, capabilities,
-//! namespaces, system call filters. A container's own setting goes before its pod's.
+//! Security settings of a pod's processes for the runtime: users, groups, capabilities, namespaces, system
+//! call filters. A container's own setting has precedence over its pod's.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -10,7 +10,7 @@ use super::ContainerFacts;
 use crate::Error;
 use beelet_model::pod::{ImageUser, NodeFacts};
 
-/// Paths that Docker's default profile hides from a container, as the kubelet asks for them.
+/// Paths that Docker's default profile hides from a container, as in the kubelet.
 pub const MASKED_PATHS: &[&str] = &[
     "/proc/asound",
     "/proc/acpi",
@@ -25,11 +25,11 @@ pub const MASKED_PATHS: &[&str] = &[
     "/sys/firmware",
     "/sys/devices/virtual/powercap",
 ];
-/// Paths that it makes read-only.
+/// Paths that Docker's default profile makes read-only.
 pub const READONLY_PATHS: &[&str] =
     &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
-/// Which namespaces a pod and its containers have.
+/// Returns the namespaces of a pod and its containers.
 pub(super) fn namespaces(spec: &core::PodSpec) -> cri::NamespaceOption {
     let mode = |host: Option<bool>, own: cri::NamespaceMode| {
         if host == Some(true) { cri::NamespaceMode::Node } else { own }
@@ -47,8 +47,8 @@ pub(super) fn namespaces(spec: &core::PodSpec) -> cri::NamespaceOption {
     }
 }
 
-/// The namespaces of a container: its pod's, but for one that shares the processes of another container.
-/// Where the pod has one process namespace for all, they are shared already.
+/// Returns the namespaces of a container: its pod's, except for one that shares the processes of another
+/// container. In a pod with one process namespace they are shared already.
 fn namespaces_of_container(spec: &core::PodSpec, facts: &ContainerFacts) -> cri::NamespaceOption {
     let mut options = namespaces(spec);
     if let Some(target) = &facts.process_target
@@ -60,7 +60,7 @@ fn namespaces_of_container(spec: &core::PodSpec, facts: &ContainerFacts) -> cri:
     options
 }
 
-/// The sandbox's own confinement.
+/// Returns the sandbox's security settings.
 pub(super) fn of_sandbox(spec: &core::PodSpec) -> cri::LinuxSandboxSecurityContext {
     let context = spec.security_context.clone().unwrap_or_default();
     let ephemeral = spec.ephemeral_containers.iter().flatten().map(|c| &c.security_context);
@@ -68,17 +68,17 @@ pub(super) fn of_sandbox(spec: &core::PodSpec) -> cri::LinuxSandboxSecurityConte
     let mut contexts = usual.map(|c| &c.security_context).chain(ephemeral);
     cri::LinuxSandboxSecurityContext {
         namespace_options: Some(namespaces(spec)),
-        // The kubelet lets a sandbox be privileged as soon as one of its containers is.
+        // As in the kubelet, a sandbox is privileged if one of its containers is.
         privileged: contexts.any(|own| own.as_ref().and_then(|own| own.privileged) == Some(true)),
         run_as_user: context.run_as_user.map(|value| cri::Int64Value { value }),
-        // A group alone says nothing to a runtime; the sandbox's image has a user of its own.
+        // Runtimes ignore a group without a user; the sandbox's image has a user of its own.
         run_as_group: context
             .run_as_group
             .filter(|_| context.run_as_user.is_some())
             .map(|value| cri::Int64Value { value }),
         supplemental_groups: supplemental_groups(&context),
         selinux_options: context.se_linux_options.as_ref().map(selinux),
-        // The process that holds the namespaces needs nothing that the runtime's own filter forbids.
+        // The process that holds the namespaces needs no call that the runtime's own filter forbids.
         seccomp: Some(profile(cri::security_profile::ProfileType::RuntimeDefault, String::new())),
         ..Default::default()
     }
@@ -102,7 +102,7 @@ fn selinux(options: &core::SELinuxOptions) -> cri::SeLinuxOption {
     }
 }
 
-/// The filter of system calls: the container's, the pod's, or the node's default.
+/// Returns the system call filter: the container's, the pod's, or the node's default.
 fn seccomp(
     profile_of: Option<&core::SeccompProfile>,
     privileged: bool,
@@ -123,15 +123,15 @@ fn seccomp(
     }
 }
 
-/// A path below a folder, whatever it says: of an absolute one the rest, as `filepath.Join` of Go does it,
-/// and no part of it leads up.
+/// Joins a path to a folder without leaving it: strips the root of an absolute path, like Go's
+/// `filepath.Join`, and removes parts that lead up.
 fn below(folder: &Path, path: &Path) -> PathBuf {
     let parts = path.components().filter(|part| matches!(part, Component::Normal(_)));
     parts.fold(folder.to_owned(), |below, part| below.join(part))
 }
 
-/// A container's confinement. Fails where the runtime can't do what is asked for, or a container that must
-/// not run as root would.
+/// Returns a container's security settings. Fails if the runtime lacks a requested feature, or a container
+/// that must not run as root would.
 pub(super) fn of_container(
     pod_spec: &core::PodSpec,
     spec: &core::Container,
@@ -153,8 +153,8 @@ pub(super) fn of_container(
     if own.run_as_non_root.or(of_pod.run_as_non_root) == Some(true) {
         refuse_root(user, &facts.image_user)?;
     }
-    // One of both, as the kubelet tells them. An image that names nobody is root's (getImageUser): without a
-    // user the runtime would take no group.
+    // Either a number or a name, as in the kubelet. An image without a user runs as root (getImageUser):
+    // without a user the runtime would ignore the group.
     let (uid, username) = match (user.or(facts.image_user.uid), facts.image_user.name.as_str()) {
         (None, "") => (Some(0), String::new()),
         (None, name) => (None, name.to_owned()),
@@ -176,7 +176,7 @@ pub(super) fn of_container(
         supplemental_groups: supplemental_groups(&of_pod),
         supplemental_groups_policy: groups_policy(&of_pod, facts)?.into(),
         no_new_privs: own.allow_privilege_escalation == Some(false),
-        // A container's label goes before its pod's as a whole, not part by part.
+        // A container's label replaces its pod's as a whole, not part by part.
         selinux_options: own.se_linux_options.as_ref().or(of_pod.se_linux_options.as_ref()).map(selinux),
         masked_paths: masked,
         readonly_paths: paths(READONLY_PATHS),
@@ -185,7 +185,7 @@ pub(super) fn of_container(
     })
 }
 
-/// Refuses a container that would run as root though its pod forbids it (`verifyRunAsNonRoot`).
+/// Refuses a container that would run as root although its pod forbids it (`verifyRunAsNonRoot`).
 fn refuse_root(user: Option<i64>, image: &ImageUser) -> Result<(), Error> {
     match (user, image.uid, image.name.as_str()) {
         (Some(0), ..) => Err(Error::Contradiction),
@@ -207,15 +207,15 @@ fn groups_policy(
     }
 }
 
-/// Kernel settings of the pod's namespaces.
+/// Returns the kernel settings of the pod's namespaces.
 pub(super) fn sysctls(spec: &core::PodSpec) -> std::collections::HashMap<String, String> {
     let listed = spec.security_context.as_ref().and_then(|c| c.sysctls.as_ref());
-    // The API takes both ways of writing (`net/ipv4/…`), the runtime one.
+    // The API accepts both notations (`net/ipv4/…`), the runtime one.
     listed.into_iter().flatten().map(|s| (with_dots(&s.name), s.value.clone())).collect()
 }
 
-/// A sysctl's name with dots between its parts: where the first separator is a slash, slashes separate and
-/// dots belong to a name (sysctl(8)).
+/// Writes a sysctl's name with dots between its parts: if the first separator is a slash, slashes separate
+/// and dots belong to a name (sysctl(8)).
 pub(crate) fn with_dots(name: &str) -> String {
     match name.find(['.', '/']) {
         Some(at) if name.as_bytes()[at] == b'/' => name
@@ -271,7 +271,7 @@ mod tests {
             json!({"runAsUser": 7, "runAsGroup": 8}),
             (Some(7), Some(8), false, &[]),
         );
-        // A group alone goes with the image's user, and with root where the image has none.
+        // A group alone applies to the image's user, or to root if the image has none.
         check(json!({"runAsGroup": 6}), json!({}), (Some(0), Some(6), false, &[]));
         let nobodys = context(json!({"runAsGroup": 6}), json!({}), ImageUser::default()).unwrap();
         let ids = (nobodys.run_as_user.map(|id| id.value), nobodys.run_as_group.map(|id| id.value));

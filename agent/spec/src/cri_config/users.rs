@@ -1,15 +1,14 @@
-//! The user namespace of a pod, as the runtime is told of it with its sandbox and with each of its
-//! containers.
+//! User namespace of a pod, for the runtime's configuration of its sandbox and of each container.
 
 use beelet_policy::resources::user_namespaces::IdRange;
 use beelet_proto::cri;
 
-/// The user namespace that a pod and all its containers run in.
+/// User namespace of a pod and all its containers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UserNamespace {
-    /// The machine's.
+    /// The machine's user namespace.
     OfMachine,
-    /// One of the pod's own, whose ids are these of the machine.
+    /// A user namespace of the pod's own, with these ids of the machine.
     Own(IdRange),
 }
 
@@ -22,7 +21,7 @@ impl UserNamespace {
         cri::UserNamespace { mode: cri::NamespaceMode::Pod.into(), uids, gids }
     }
 
-    /// Makes a sandbox in this namespace of what is configured.
+    /// Configures a sandbox in this namespace.
     pub fn apply_to_sandbox(self, config: &mut cri::PodSandboxConfig) {
         let context = config.linux.as_mut().and_then(|linux| linux.security_context.as_mut());
         if let Some(options) = context.and_then(|context| context.namespace_options.as_mut()) {
@@ -30,8 +29,8 @@ impl UserNamespace {
         }
     }
 
-    /// Makes a container in this namespace of what is configured, devices and all. Its mounts show the files'
-    /// owners as the namespace has them: what is root's on the disk is its root's.
+    /// Configures a container in this namespace, devices included. Its mounts map the files' owners into the
+    /// namespace: root's files on the disk belong to its root.
     pub fn apply_to_container(self, config: &mut cri::ContainerConfig) {
         let context = config.linux.as_mut().and_then(|linux| linux.security_context.as_mut());
         if let Some(options) = context.and_then(|context| context.namespace_options.as_mut()) {
