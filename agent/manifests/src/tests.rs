@@ -690,7 +690,7 @@ fn unknown_fields_and_those_without_effect_are_warnings() {
     );
     check_warning(
         &with_spec("nodeSelector: {a: b}"),
-        "line 5: spec.nodeSelector: has no effect: there is no scheduler; the pod runs on this node",
+        "line 5: spec.nodeSelector: has no effect: a standalone node has no scheduler; the pod runs on this node",
     );
     check_accepted(&with_spec("volumes: [{name: a, emptyDir: {sizeLimit: 1Gi}}]"));
     check_accepted(&with_container("resources: {limits: {ephemeral-storage: 1Gi}}"));

@@ -106,7 +106,7 @@ impl Sources<'_> {
     pub fn environment(&self, container: &core::Container) -> Result<Environment, Error> {
         let mut env = Environment::default();
         for source in container.env_from.iter().flatten() {
-            self.take_whole(source, &mut env)
+            self.add_all_keys(source, &mut env)
                 .map_err(|cause| Error::EnvFrom { container: container.name.clone(), cause: cause.into() })?;
         }
         let too_many = |cause| Error::Services { container: container.name.clone(), cause };
@@ -206,7 +206,7 @@ impl Sources<'_> {
     }
 
     /// Adds all keys of an object as variables. Skips keys that are invalid names, as in the kubelet.
-    fn take_whole(&self, source: &core::EnvFromSource, env: &mut Environment) -> Result<(), Error> {
+    fn add_all_keys(&self, source: &core::EnvFromSource, env: &mut Environment) -> Result<(), Error> {
         let prefix = source.prefix.as_deref().unwrap_or_default();
         let mut set = |key: &str, value: Vec<u8>| -> Result<(), TooLong> {
             let name = format!("{prefix}{key}");

@@ -94,7 +94,7 @@ impl Accepted {
     }
 
     /// Sets the resources of `pod`.
-    pub fn give(&self, pod: &mut Pod) {
+    pub fn apply_to(&self, pod: &mut Pod) {
         let Some(spec) = &mut pod.spec else { return };
         spec.resources.clone_from(&self.pod);
         for container in spec.init_containers.iter_mut().flatten().chain(&mut spec.containers) {
@@ -106,8 +106,8 @@ impl Accepted {
 }
 
 /// Copies the amounts of `other` and its containers to `pod` and its containers.
-pub fn take_amounts(pod: &mut Pod, other: &Pod) {
-    Accepted::of(other).give(pod);
+pub fn copy_amounts(pod: &mut Pod, other: &Pod) {
+    Accepted::of(other).apply_to(pod);
 }
 
 fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
@@ -229,7 +229,7 @@ mod tests {
             let more = json!({"name": "more", "resources": {"limits": {"cpu": "1"}}});
             pod["spec"]["containers"].as_array_mut().unwrap().push(more);
         });
-        kept.give(&mut wanted);
+        kept.apply_to(&mut wanted);
         let spec = wanted.spec.unwrap();
         assert_eq!(serde_json::to_value(&spec.resources).unwrap(), whole);
         let request = |c: &Container| c.resources.clone().unwrap().requests.map(|all| all["cpu"].0.clone());

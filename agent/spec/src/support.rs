@@ -37,7 +37,7 @@ const TABLE: &[Row] = &[
     ("spec.schedulingGroup", ApiObject, "scheduling groups"),
     ("spec.{serviceAccount,serviceAccountName}", ApiObject, "service accounts"),
     ("spec.resourceClaims", ApiObject, "resource claims"),
-    ("spec.{affinity,nodeSelector,topologySpreadConstraints}", NoEffect, "there is no scheduler; the pod runs on this node"),
+    ("spec.{affinity,nodeSelector,topologySpreadConstraints}", NoEffect, "a standalone node has no scheduler; the pod runs on this node"),
     // Security.
     ("spec.securityContext.windowsOptions", OtherSystem, "windowsOptions"),
     ("spec.{containers,initContainers}[*].securityContext.windowsOptions", OtherSystem, "windowsOptions"),

@@ -160,7 +160,7 @@ fn with_amounts_of(wanted: &Arc<core::Pod>, has: &core::Pod) -> Arc<core::Pod> {
         return Arc::clone(wanted);
     }
     let mut pod = (**wanted).clone();
-    resize::take_amounts(&mut pod, has);
+    resize::copy_amounts(&mut pod, has);
     Arc::new(pod)
 }
 

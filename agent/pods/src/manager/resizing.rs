@@ -75,7 +75,7 @@ impl Managed {
 pub(super) fn as_accepted(wanted: &Arc<core::Pod>, accepted: Option<&Accepted>) -> Arc<core::Pod> {
     let Some(accepted) = accepted else { return Arc::clone(wanted) };
     let mut pod = (**wanted).clone();
-    accepted.give(&mut pod);
+    accepted.apply_to(&mut pod);
     if resize::same_amounts(&pod, wanted) { Arc::clone(wanted) } else { Arc::new(pod) }
 }
 

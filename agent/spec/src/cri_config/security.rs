@@ -320,7 +320,7 @@ mod tests {
         check(json!({}), json!({}), ProfileType::Unconfined, "");
         check(default.clone(), json!({}), ProfileType::RuntimeDefault, "");
         check(default.clone(), local.clone(), ProfileType::Localhost, "/seccomp/web/a.json");
-        // Below its folder, whatever it says: of static pods, nobody else looks at it.
+        // The profile stays below its folder: for static pods no API server validates it.
         let leads = |name: &str| json!({"seccompProfile": {"type": "Localhost", "localhostProfile": name}});
         check(default.clone(), leads("/etc/a.json"), ProfileType::Localhost, "/seccomp/etc/a.json");
         check(default.clone(), leads("../../etc/./a.json"), ProfileType::Localhost, "/seccomp/etc/a.json");
