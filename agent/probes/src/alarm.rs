@@ -1,6 +1,6 @@
-//! One timer of the kernel's for all deadlines. The runtime's own timers are kept in slots of growing length,
-//! and a wait that is longer than the first slots wakes the thread in between: for probes that the kernel
-//! answers, waking up is most of what they cost.
+//! A kernel timer for all deadlines. The runtime's own timers are kept in slots of growing length, and a wait
+//! longer than the first slots wakes the thread in between: wake-ups are most of the cost of probes that the
+//! kernel answers.
 
 use std::{io, os::fd::OwnedFd, time::Duration};
 
@@ -23,25 +23,25 @@ pub(super) struct Alarm {
 }
 
 impl Alarm {
-    /// One that isn't set.
+    /// Returns an unset alarm. Must be called in a runtime with I/O enabled.
     ///
     /// # Errors
-    /// The system gives no timer. Must be made where the runtime's I/O is.
+    /// The timer can't be made.
     pub(super) fn new() -> io::Result<Self> {
         let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
         let timer = timerfd_create(TimerfdClockId::Monotonic, flags)?;
         Ok(Self { timer: watched(timer, Interest::READABLE)?, set: None })
     }
 
-    /// Waits until `at`; for ever without it. A wait that is dropped may be followed by one for another time.
+    /// Waits until `at`, or forever without it. A dropped wait may be followed by a wait for another time.
     ///
     /// # Errors
-    /// The timer can't be set: not for a time that there is.
+    /// The timer can't be set, which never happens for a valid time.
     pub(super) async fn until(&mut self, at: Option<Duration>) -> io::Result<()> {
         if self.set != at {
             let it_value = at.map_or(Timespec { tv_sec: 0, tv_nsec: 0 }, |at| Timespec {
                 tv_sec: i64::try_from(at.as_secs()).unwrap_or(i64::MAX),
-                // Nothing at all would mean: never.
+                // Zero would disarm the timer.
                 tv_nsec: i64::from(at.subsec_nanos()).max(i64::from(at.as_secs() == 0)),
             });
             let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value };
@@ -56,7 +56,7 @@ impl Alarm {
                     self.set = None;
                     return Ok(());
                 }
-                // It had rung for another time, before it was set to this one.
+                // The timer had expired for another time, before it was set to this one.
                 Err(Errno::AGAIN) => ready.clear_ready(),
                 Err(Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn it_rings_at_its_time_and_not_before() {
+    async fn an_alarm_rings_at_its_time_and_not_before() {
         let mut alarm = Alarm::new().unwrap();
         for _ in 0..3 {
             rings_at(&mut alarm, now() + SOON).await;
@@ -91,11 +91,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_stops_waiting_may_wait_for_another_time() {
+    async fn a_dropped_wait_may_be_followed_by_another_time() {
         let mut alarm = Alarm::new().unwrap();
         assert!(timeout(SOON, alarm.until(None)).await.is_err());
         assert!(timeout(SOON, alarm.until(Some(now() + LATE))).await.is_err());
-        // It rings while nobody waits, and then is to ring later.
+        // The alarm rings without a waiter, and is then set to a later time.
         assert!(timeout(Duration::ZERO, alarm.until(Some(now() + SOON))).await.is_err());
         tokio::time::sleep(2 * SOON).await;
         rings_at(&mut alarm, now() + 3 * SOON).await;

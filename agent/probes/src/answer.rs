@@ -1,38 +1,38 @@
-//! What one look at a container gave.
+//! Result of a single check of a container.
 
 use beelet_policy::probe::Outcome;
 
-/// The most of an application's answer that is read or reported (`maxRespBodyLength` in pkg/probe).
+/// Maximum bytes of an application's answer to read or report (`maxRespBodyLength` in pkg/probe).
 pub(super) const MAX_OUTPUT: usize = 10 << 10;
 
-/// What a probe found.
+/// Result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Answer {
-    /// What it counts as.
+    /// Outcome of the check.
     pub outcome: Outcome,
-    /// A sentence, or what the application said, for the person who asks why.
+    /// Explanation for the user: a sentence, or the application's output.
     pub detail: String,
-    /// It counts as a success, and is still worth an event.
+    /// True for a success that still deserves an event.
     pub warning: bool,
 }
 
 impl Answer {
-    /// The container answered as it should.
+    /// Returns a success: the container answered as expected.
     pub(super) fn success(detail: impl Into<String>) -> Self {
         Self::new(Outcome::Success, detail.into())
     }
 
-    /// It answered, with something that is worth an event.
+    /// Returns a success that deserves an event.
     pub(super) fn warning(detail: impl Into<String>) -> Self {
         Self { warning: true, ..Self::success(detail) }
     }
 
-    /// It did not.
+    /// Returns a failure: the container did not answer as expected.
     pub(super) fn failure(detail: impl Into<String>) -> Self {
         Self::new(Outcome::Failure, detail.into())
     }
 
-    /// The probe could not be run.
+    /// Returns an error: the probe could not be run.
     pub(super) fn error(detail: impl Into<String>) -> Self {
         Self::new(Outcome::Error, detail.into())
     }
@@ -42,7 +42,7 @@ impl Answer {
     }
 }
 
-/// Not more than [`MAX_OUTPUT`] bytes, and no half characters.
+/// Cuts a text to at most [`MAX_OUTPUT`] bytes, between characters.
 fn cut(mut text: String) -> String {
     if text.len() > MAX_OUTPUT {
         text.truncate(text.floor_char_boundary(MAX_OUTPUT));

@@ -1,4 +1,4 @@
-//! Asks what may take a while to answer: an application, or the runtime.
+//! Runs the checks that may take a while: requests to an application or to the runtime.
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
@@ -10,15 +10,15 @@ use super::{answer::Answer, exec, grpc, http, target::Target, tcp};
 use beelet_base::tls;
 use beelet_cri::Runtime;
 
-/// Probes that wait for an answer at the same time. More wait for their turn.
+/// Maximum number of probes that wait for an answer at the same time. Further ones wait for their turn.
 const AT_ONCE: usize = 256;
-/// Commands that run at the same time: each costs the runtime some processes and some tens of milliseconds of
-/// CPU.
+/// Maximum number of commands that run at the same time: each costs the runtime some processes and some tens
+/// of milliseconds of CPU.
 const COMMANDS_AT_ONCE: usize = 16;
-/// How often a probe that can't be run is tried (`maxProbeRetries`, pkg/kubelet/prober).
+/// Maximum tries of a probe that can't be run (`maxProbeRetries`, pkg/kubelet/prober).
 const TRIES: usize = 3;
 
-/// Asks the applications and the runtime. Clones share its limits.
+/// Sends requests to the applications and the runtime. Clones share the limits.
 #[derive(Clone, Debug)]
 pub(super) struct Probers {
     runtime: Option<Runtime>,
@@ -27,7 +27,7 @@ pub(super) struct Probers {
     commands: Arc<Semaphore>,
 }
 
-/// One thing to ask.
+/// A request of a probe.
 #[derive(Clone, Debug)]
 pub(super) struct Question {
     /// The probe's target.
@@ -36,14 +36,14 @@ pub(super) struct Question {
     pub pod_ip: Option<IpAddr>,
     /// The container for a command.
     pub container_id: String,
-    /// The longest wait.
+    /// Timeout.
     pub within: Duration,
 }
 
 impl Probers {
     pub(super) fn new(runtime: Option<Runtime>) -> Self {
         let tls =
-            tls::settings().inspect_err(|error| tracing::error!(%error, "probes by HTTPS can't be run")).ok();
+            tls::settings().inspect_err(|error| tracing::error!(%error, "cannot run HTTPS probes")).ok();
         Self {
             runtime,
             tls,
@@ -52,10 +52,11 @@ impl Probers {
         }
     }
 
-    /// Asks, up to three times where the question can't be put. The second value: how long the last try took.
+    /// Sends the request, up to three times if it can't be sent. The second value is the duration of the last
+    /// try.
     pub(super) async fn ask(&self, question: &Question) -> (Answer, Duration) {
         let slots = if matches!(question.target, Target::Exec { .. }) { &self.commands } else { &self.slots };
-        // Never closed.
+        // The semaphore is never closed.
         let _slot = slots.acquire().await;
         let mut tries = 0;
         loop {
@@ -76,7 +77,7 @@ impl Probers {
         };
         if let Target::Exec { command } = target {
             let Some(runtime) = &self.runtime else {
-                return Answer::error("there is no container runtime to run a command");
+                return Answer::error("cannot run a command: no container runtime");
             };
             return exec::run(runtime, container_id, command, *within).await;
         }
@@ -86,7 +87,7 @@ impl Probers {
         match target {
             Target::Http { port, get, .. } => match &self.tls {
                 Some(tls) => http::get(get, &host, *port, tls, *within).await,
-                None => Answer::error("probes by HTTP can't be run: no cryptography"),
+                None => Answer::error("cannot run HTTP probes: no cryptography"),
             },
             Target::Tcp { port, .. } | Target::Grpc { port, .. } => {
                 match tokio::time::timeout(*within, tcp::resolve(&host, *port)).await {
@@ -115,7 +116,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_cannot_be_asked_is_an_error_and_no_failure() {
+    async fn a_request_that_cannot_be_sent_is_an_error_and_not_a_failure() {
         let probers = Probers::new(None);
         let tcp = Target::Tcp { host: None, port: 80 };
         assert_eq!(probers.ask(&question(tcp)).await.0, Answer::error("the pod has no address yet"));

@@ -1,9 +1,9 @@
-//! One connection, to see whether an idle application still accepts.
+//! A single connection that checks whether an idle application still accepts.
 //!
-//! The application gets what a tcpSocket probe of the kubelet's gives it: a connection that is closed at
-//! once. What is new is who says that it succeeded: the kernel completes a handshake by itself, so connect()
-//! proves nothing about the application before its queue is full. Here the kernel is asked whether the
-//! application has *taken* it (accept()).
+//! The application gets the same as from a tcpSocket probe of the kubelet: a connection that is closed at
+//! once. Only the criterion of success is new: the kernel completes a handshake by itself, so connect()
+//! proves nothing about the application before its queue is full. The canary asks the kernel whether the
+//! application has *accepted* the connection (accept()).
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -16,7 +16,7 @@ use tokio::{
 use super::{answer::Answer, tcp};
 use beelet_bpf::{CheckedNetns, Checker, Found};
 
-/// The first look comes this long after the handshake; each later one after twice the time.
+/// Time from the handshake to the first lookup; it doubles for each later one.
 const FIRST_LOOK: Duration = Duration::from_millis(1);
 
 /// Connects to `address`, which is in the namespace `netns`, and waits until the application accepts.
@@ -43,7 +43,7 @@ pub(super) async fn send(
     let mut pause = FIRST_LOOK;
     loop {
         let last = Instant::now() >= deadline;
-        // A connection that the application has closed, or written to, it had accepted.
+        // An application that has closed a connection, or written to it, had accepted it.
         let mut byte = [0; 1];
         let heard = stream.try_read(&mut byte).is_ok();
         match checker.lookup(&[target]) {
@@ -58,11 +58,11 @@ pub(super) async fn send(
                         within.as_secs_f64()
                     ));
                 }
-                // Another address for the pod than for us (NAT), or TCP_DEFER_ACCEPT: connect() is all there
-                // is.
+                // The pod sees another address than we do (NAT), or TCP_DEFER_ACCEPT: only connect() is left
+                // as a criterion.
                 Found::Nothing | Found::HalfOpen | Found::Listener(_) if last => {
                     return Answer::success(format!(
-                        "connected to {address}; the connection can't be followed, so whether it was accepted is not known"
+                        "connected to {address}; the connection can't be followed, so it is unknown whether it was accepted"
                     ));
                 }
                 _ => {}

@@ -1,9 +1,9 @@
-//! One exec probe: a command in the container, by the runtime. Exit code 0 is a success.
+//! An exec probe: the runtime runs a command in the container. Exit code 0 is a success.
 //!
-//! A probe that is out of time must not leave its processes in the container: a runtime kills the command it
-//! started, but not what that has started (and may then wait for their output for ever). So the deadline is
-//! kept here, the whole tree is ended here (`stragglers.rs`), and the runtime's own timeout, in whole
-//! seconds, is the net below.
+//! A probe that times out must not leave its processes in the container: a runtime kills the command that it
+//! started, but not the command's children (and may then wait for their output forever). So this module keeps
+//! the deadline and ends the whole tree (`stragglers.rs`), and the runtime's own timeout, in whole seconds,
+//! is only a fallback.
 
 use std::time::Duration;
 
@@ -19,10 +19,9 @@ use super::{
 use beelet_base::process::Moment;
 use beelet_cri::{Kind, Runtime};
 
-/// How much later than the probe's own deadline the runtime gives up.
+/// Time from the probe's own deadline to the runtime's.
 const NET: Duration = Duration::from_secs(2);
-/// How long the runtime may take to notice that the command it waits for is dead. Meanwhile the probe keeps
-/// its slot.
+/// Maximum wait for the runtime to notice the end of the command. During that time the probe keeps its slot.
 const FAREWELL: Duration = Duration::from_secs(10);
 
 /// Runs `command` in a container.
@@ -43,7 +42,7 @@ pub(super) async fn run(
         Err(_) => {
             end(runtime, container_id, command, started).await;
             if timeout(FAREWELL, call).await.is_err() {
-                warn!(container_id, "the runtime still waits for an exec probe that was ended");
+                warn!(container_id, "the runtime still waits for a killed exec probe");
             }
             return Answer::failure(format!(
                 "command {command:?} timed out after {} s",
@@ -53,7 +52,7 @@ pub(super) async fn run(
     };
     match output {
         Ok(output) => {
-            // The runtime hands on megabytes; the same part is kept as of any answer.
+            // The runtime may return megabytes; keep the same part as of any answer.
             let said: Vec<u8> = output.stdout.into_iter().chain(output.stderr).take(MAX_OUTPUT).collect();
             let said = String::from_utf8_lossy(&said).into_owned();
             match output.exit_code {
@@ -63,21 +62,24 @@ pub(super) async fn run(
             }
         }
         Err(error) if error.kind == Kind::Timeout => Answer::failure(error.to_string()),
-        // The command could not be started, or the runtime is away: nothing about the application.
+        // The command could not be started, or the runtime is unavailable: no verdict on the application.
         Err(error) => Answer::error(error.to_string()),
     }
 }
 
-/// Ends what a probe has started in a container.
+/// Ends the processes that a probe has started in a container.
 async fn end(runtime: &Runtime, container_id: &str, command: &[String], started: Moment) {
     let init = match runtime.container_pid(container_id).await {
         Ok(Some(pid)) => pid,
         Ok(None) => {
-            debug!(container_id, "the runtime names no process of the container; it ends the probe's itself");
+            debug!(
+                container_id,
+                "the runtime reports no process of the container; it ends the probe's itself"
+            );
             return;
         }
         Err(error) => {
-            warn!(container_id, %error, "an exec probe is out of time, and its processes can't be found");
+            warn!(container_id, %error, "an exec probe timed out, and its processes can't be found");
             return;
         }
     };

@@ -1,4 +1,4 @@
-//! One grpc probe: the health service of gRPC (grpc.health.v1), one call on a connection of its own.
+//! A grpc probe: a single call of gRPC's health service (grpc.health.v1) on a connection of its own.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -13,7 +13,7 @@ use super::{
     http::USER_AGENT,
 };
 
-/// Why there is no status.
+/// Failure to get a status.
 enum Broken {
     Connect(String),
     Call(Status),

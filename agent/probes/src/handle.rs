@@ -1,4 +1,4 @@
-//! The questions that other parts ask of the probes, and their answers.
+//! Commands of other parts to the probes, and their results.
 
 use std::time::Duration;
 
@@ -6,29 +6,29 @@ use beelet_policy::probe::{Outcome, ProbeKind, ProbeResult};
 use jiff::Timestamp;
 use tokio::sync::{mpsc, oneshot};
 
-/// Commands under way to the probes. More are refused.
+/// Maximum number of queued commands. Further ones are refused.
 const COMMANDS: usize = 16;
 
-/// What can be asked of the probes.
+/// A command to the probes.
 #[derive(Debug)]
 pub enum Command {
-    /// Every probe.
+    /// Lists every probe.
     List(oneshot::Sender<Vec<ProbeView>>),
-    /// One look, now.
+    /// Runs a probe once, at once.
     Run {
-        /// Of which container.
+        /// The probe.
         wanted: Wanted,
-        /// The answer, or why there is none.
+        /// Receiver of the result.
         reply: oneshot::Sender<Result<Explained, AskError>>,
     },
 }
 
-/// Which probe.
+/// Identification of a probe.
 #[derive(Clone, Debug)]
 pub struct Wanted {
     /// The pod's namespace; empty for any.
     pub namespace: String,
-    /// The pod's name, with or without the node's behind it.
+    /// The pod's name, with or without the node's name as suffix.
     pub pod: String,
     /// The container's name.
     pub container: String,
@@ -39,35 +39,35 @@ pub struct Wanted {
 /// The receiving end of [`Handle`].
 pub type Commands = mpsc::Receiver<Command>;
 
-/// Asks the probes.
+/// Sends commands to the probes.
 #[derive(Clone, Debug)]
 pub struct Handle {
     commands: mpsc::Sender<Command>,
 }
 
-/// Why a question to the probes has no answer: a sentence.
+/// Failure of a command to the probes: a sentence.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AskError {
-    /// There is no such probe, or more than one.
+    /// No probe matches, or more than one.
     #[error("{0}")]
     NotFound(String),
-    /// The probes don't run, or have too much to do.
+    /// The probes don't run, or are overloaded.
     #[error("the agent's probes don't answer: it is starting, stopping or overloaded; try again")]
     Unavailable,
 }
 
-/// Both ends of the line to the probes.
+/// Returns both ends of the channel to the probes.
 #[must_use]
 pub fn handle() -> (Handle, Commands) {
     let (sender, receiver) = mpsc::channel(COMMANDS);
     (Handle { commands: sender }, receiver)
 }
 
-/// How long a question may wait until the probes take it.
+/// Timeout of a list of the probes.
 const TAKEN_WITHIN: Duration = Duration::from_secs(10);
 
 impl Handle {
-    /// Every probe.
+    /// Lists every probe.
     ///
     /// # Errors
     /// The probes don't run.
@@ -80,10 +80,10 @@ impl Handle {
         }
     }
 
-    /// One look, now. Takes as long as the probe does.
+    /// Runs a probe once, at once. Takes as long as the probe does.
     ///
     /// # Errors
-    /// There is no such probe, or the probes don't run.
+    /// No probe matches, or the probes don't run.
     pub async fn run(&self, wanted: Wanted) -> Result<Explained, AskError> {
         let (reply, answer) = oneshot::channel();
         self.send(Command::Run { wanted, reply })?;
@@ -95,7 +95,7 @@ impl Handle {
     }
 }
 
-/// A probe, for people.
+/// A probe as shown to the user.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProbeView {
     /// The pod's namespace.
@@ -106,25 +106,25 @@ pub struct ProbeView {
     pub container: String,
     /// The kind.
     pub kind: ProbeKind,
-    /// What is looked at.
+    /// Target of the probe.
     pub target: String,
-    /// How: `kernel`, `sock_diag`, `connect`, `http`, `https`, `grpc` or `exec`.
+    /// Mode: `kernel`, `sock_diag`, `connect`, `http`, `https`, `grpc` or `exec`.
     pub mode: &'static str,
-    /// Why the kernel doesn't answer, where it was to.
+    /// Reason why the kernel doesn't answer, if it should.
     pub fallback: Option<String>,
-    /// What it says of the container.
+    /// Result of the probe.
     pub result: ProbeResult,
-    /// Since when.
+    /// Time of the result's last change.
     pub since: Option<Timestamp>,
-    /// The last look.
+    /// The last check.
     pub last: Option<LookView>,
-    /// Time between two looks.
+    /// Time between two checks.
     pub period: Duration,
-    /// The longest wait for an answer.
+    /// Timeout of an answer.
     pub timeout: Duration,
-    /// Why nothing counts at present.
+    /// Reason why results don't count at present.
     pub held: Option<String>,
-    /// What of the pod's annotations can't be read.
+    /// Invalid annotations of the pod.
     pub problems: Vec<String>,
     /// Looks at a stalled listener that count as successes.
     pub tolerated: Option<ToleratedView>,
@@ -141,26 +141,26 @@ pub struct ToleratedView {
     pub last: Timestamp,
 }
 
-/// A look, for people.
+/// A check as shown to the user.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LookView {
-    /// How it ended.
+    /// Outcome of the check.
     pub outcome: Outcome,
-    /// What it found.
+    /// Details of the outcome.
     pub detail: String,
-    /// How long it took.
+    /// Duration of the check.
     pub latency: Duration,
-    /// When.
+    /// Time of the check.
     pub at: Timestamp,
 }
 
-/// One look, with all that led to it.
+/// A check with its explanation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Explained {
-    /// The probe as it was before.
+    /// The probe before the check.
     pub probe: ProbeView,
-    /// What was found.
+    /// Result of the check.
     pub look: LookView,
-    /// The questions and their answers, in order.
+    /// The steps and their results, in order.
     pub explanation: Vec<String>,
 }

@@ -1,4 +1,4 @@
-//! The part of a probe's state that every look touches.
+//! The part of a probe's state that every check touches.
 
 use std::{sync::Arc, time::Duration};
 
@@ -11,29 +11,29 @@ use super::{
 };
 use beelet_bpf::CheckTarget;
 
-/// What a look at a [steady](Self::steady) probe needs: kept together, since a node with thousands of probes
-/// comes to each once per second, when nothing of it is in the CPU's caches any more.
+/// State for a check of a [steady](Self::steady) probe. Kept together, since a node with thousands of probes
+/// checks each once per second, when the CPU's caches have none of its state any more.
 #[derive(Debug)]
 pub(super) struct HotState {
-    /// Where to look, if the last look was a success of the kernel's and another one would change nothing.
+    /// Lookup target, if the last check was a success by the kernel and another success would change nothing.
     pub steady: Option<CheckTarget>,
-    /// Where it is in the timetable.
+    /// Place in the timetable.
     pub due: Option<Duration>,
-    /// When the next regular look comes; one before that is an additional one.
+    /// Time of the next regular check; a check before that is an additional one.
     pub regular: Duration,
-    /// The time between two looks.
+    /// Time between two checks.
     pub period: Duration,
-    /// When the next canary is sent; [`Duration::MAX`]: never.
+    /// Time of the next canary; [`Duration::MAX`]: never.
     pub canary_due: Duration,
     pub queues: QueueWatch,
     pub tally: Arc<Tally>,
-    /// When the last look was, and how long it took.
+    /// Time and duration of the last check.
     pub looked: (Duration, Duration),
 }
 
 impl HotState {
-    /// It was due and taken out of the timetable: back in it, for the regular look after this one. These keep
-    /// their distance however late this one is.
+    /// Enters a probe that was due into the timetable again, for its next regular check. Regular checks keep
+    /// their distance even if this one is late.
     pub(super) fn again(&mut self, id: Id, timetable: &mut Timetable, now: Duration, by_kernel: bool) {
         if now >= self.regular {
             let next = following(self.regular, self.period, now);

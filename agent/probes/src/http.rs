@@ -1,5 +1,5 @@
-//! One httpGet probe: a status from 200 to 399 is a success. Redirects are followed as long as they stay on
-//! the host (`RedirectChecker`, pkg/probe/http); one that leaves it ends the probe as a success with a
+//! An httpGet probe: a status from 200 to 399 is a success. The probe follows redirects to the same host
+//! (`RedirectChecker`, pkg/probe/http); a redirect to another host ends the probe as a success with a
 //! warning.
 
 use std::{net::SocketAddr, pin::Pin, sync::Arc, time::Duration};
@@ -30,12 +30,12 @@ use super::{
     tcp,
 };
 
-/// What applications see as the client: the kubelet's name, which some let pass without a login.
+/// User agent of probes: the kubelet's name, which some applications exempt from login.
 pub(super) const USER_AGENT: &str = "kube-probe/1.36";
-/// What to get.
+/// Request of the probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Get {
-    /// By HTTPS.
+    /// True for HTTPS.
     pub tls: bool,
     /// Path and query.
     pub path: String,
@@ -43,22 +43,22 @@ pub(super) struct Get {
     pub headers: Vec<(String, String)>,
 }
 
-/// Where it broke.
+/// Failure of a request.
 enum Broken {
-    /// The probe itself is wrong: says nothing about the application.
+    /// The probe itself is invalid: no verdict on the application.
     Request(String),
-    /// The application did not answer as it should.
+    /// The application did not answer as expected.
     Answer(String),
 }
 
-/// What came back.
+/// Reply of the application.
 struct Reply {
     status: StatusCode,
     location: Option<String>,
     body: String,
 }
 
-/// Asks `host` and says what came back.
+/// Sends the request to `host` and judges the reply.
 pub(super) async fn get(
     get: &Get,
     host: &str,
@@ -103,7 +103,7 @@ fn judge(reply: Reply) -> Answer {
     }
 }
 
-/// For fuzzing: follows one redirect, which must stay on the host and lead to what can be asked for.
+/// Follows a single redirect, which must stay on the host and lead to a valid request; for fuzzing.
 pub fn redirect(tls: bool, path: &str, host: &str, location: &str) {
     let from = Place { tls, port: 80, path: path.to_owned(), own_host: true };
     if let Ok(Some(next)) = from.next(host, location) {
@@ -131,7 +131,7 @@ async fn exchange(
         Box::pin(stream)
     };
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(|e| answer(&e))?;
-    // Ends with this function, however it is left.
+    // Aborted at every return of this function.
     let _driver = AbortOnDropHandle::new(tokio::spawn(connection));
     let response = sender.send_request(request).await.map_err(|e| answer(&e))?;
     let status = response.status();
@@ -140,11 +140,11 @@ async fn exchange(
     Ok(Reply { status, location, body: read(response).await.map_err(|e| answer(&e))? })
 }
 
-/// Something to speak HTTP over.
+/// A byte stream for HTTP.
 trait Stream: AsyncRead + AsyncWrite + Send {}
 impl<T: AsyncRead + AsyncWrite + Send> Stream for T {}
 
-/// The body, up to [`MAX_OUTPUT`].
+/// Reads the body, up to [`MAX_OUTPUT`].
 async fn read(response: Response<Incoming>) -> Result<String, hyper::Error> {
     let mut body = response.into_body();
     let mut read = Vec::new();
@@ -170,7 +170,7 @@ fn request(get: &Get, stop: &Place, host: &str) -> Result<Request<Empty<Bytes>>,
         }
     }
     for (name, value) in &get.headers {
-        // An empty Accept or User-Agent takes the default away, as under the kubelet.
+        // An empty Accept or User-Agent removes the default, as in the kubelet.
         let nothing = value.is_empty() && ["accept", "user-agent"].contains(&name.to_lowercase().as_str());
         if !nothing && (stop.own_host || !name.eq_ignore_ascii_case("host")) {
             request = request.header(name, value);

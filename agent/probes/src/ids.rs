@@ -1,15 +1,15 @@
-//! The names of a probe: one for people and the runtime, one for this crate's maps.
+//! The names of a probe: a key by pod and container, and an id for this crate's maps.
 
 use std::sync::Arc;
 
 use beelet_policy::probe::ProbeKind;
 
 slotmap::new_key_type! {
-    /// A probe, for as long as the agent runs.
+    /// Id of a probe, unique while the agent runs.
     pub(super) struct Id;
 }
 
-/// Which probe of which container.
+/// Key of a probe: pod, container and kind.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Key {
     pub uid: Arc<str>,

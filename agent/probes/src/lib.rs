@@ -1,11 +1,11 @@
-//! Probes: when to look at a container, how, and what changed. `policy::probe` says what an answer means for
-//! the container's state; this crate keeps the timetable, looks, and sends what changed to the pods' manager.
-//! It never restarts anything itself.
+//! Probes: runs the checks of containers and publishes changed results. `policy::probe` decides how an answer
+//! changes the container's state; this crate keeps the timetable, runs the checks, and sends changes to the
+//! pods' manager. Must never restart a container itself.
 //!
-//! One task, on a thread of its own, owns all probes. A timetable holds when each looks next. A probe that
-//! waits for an answer (HTTP, gRPC, a command, a connection) runs beside it, bounded; what the kernel knows
-//! is read on the spot, for all that are due together. A listener that comes or goes reaches the task as an
-//! edge, between two looks.
+//! A single task, on a thread of its own, owns all probes. A timetable has the time of each probe's next
+//! check. Probes that wait for an answer (HTTP, gRPC, a command, a connection) run concurrently, in limited
+//! numbers; answers of the kernel are read at once, for all due probes together. The opening or closing of a
+//! listener reaches the task as an edge, between two checks.
 
 mod alarm;
 mod answer;
@@ -36,14 +36,14 @@ pub use handle::{AskError, Commands, Explained, Handle, LookView, ProbeView, Tol
 pub use manager::{Parts, Probes};
 pub use metrics::Metrics;
 
-/// How probes behave on this node, unless a pod's annotations say otherwise.
+/// The node's defaults for probes, which a pod's annotations can override.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// Whether tcpSocket probes are answered by the kernel where it can.
+    /// True if the kernel answers tcpSocket probes when possible.
     pub tcp_by_kernel: bool,
-    /// What a listener's coming and going does to readiness.
+    /// Effect of a listener's opening and closing on readiness.
     pub edge_policy: EdgePolicy,
-    /// How often a liveness probe in kernel mode sends a connection; zero: never.
+    /// Period of the canary connections of liveness probes in kernel mode; zero turns them off.
     pub canary: Duration,
     /// The state of the accept queues that fails liveness and startup probes in kernel mode.
     pub queue_rule: QueueRule,

@@ -1,8 +1,7 @@
-//! What the kernel says of TCP ports: looked up for many probes at once when they are due, and at once for
-//! those that an edge is about.
+//! Checks TCP ports with the kernel: looks up all due probes together, and the probes of an edge at once.
 //!
-//! An edge is a hint, never a verdict: the address is looked up when it arrives, so that a listener that
-//! closed and opened again, was one of several, or never got as far as listening is seen as what it is now.
+//! An edge is a hint, never a verdict: its address is looked up on arrival, so that a listener that closed
+//! and opened again, was one of several, or never began to listen is seen in its current state.
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
@@ -20,29 +19,29 @@ use super::{
 };
 use beelet_bpf::{AcceptQueues, CheckedNetns, Edge, Found, Listener};
 
-/// When the socket table doesn't show yet what an edge announced, it is looked at again after this time, then
-/// after twice as long, and so on for a second: the caller of listen() may lose the CPU in the middle of it,
+/// Time to the first recheck if the socket table doesn't show yet what an edge announced; it doubles for each
+/// further one, over a second in total. The caller of listen() may lose the CPU in the middle of the call,
 /// and to a quota for a tenth of a second.
 const RECHECK: Duration = Duration::from_millis(1);
 const RECHECKS: u8 = 10;
-/// A process that ends closes its listeners before its exit can be known. Liveness and startup wait for so
-/// long before a listener's end counts.
+/// Wait of liveness and startup probes before a listener's end counts: an exiting process closes its
+/// listeners before its exit can be known.
 const EXIT_KNOWN: Duration = Duration::from_millis(100);
-/// A queue that isn't empty is first looked at again after this time, and then after twice as long.
+/// Time to the first recheck of a queue that isn't empty; it doubles for each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 
-/// What a look found at one probe's address.
+/// Result of a lookup at a probe's address.
 pub(super) enum Lookup {
     /// No socket listens.
     Absent,
     /// A socket listens.
     Listening(AcceptQueues),
-    /// Unknown, and why: a sentence.
+    /// Unknown, with the reason as a sentence.
     Unknown(String),
 }
 
 impl Lookup {
-    /// What a lookup says by itself.
+    /// Converts the result of a lookup by itself.
     pub(super) fn of(found: Found) -> Self {
         match found {
             Found::Listener(queues) => Self::Listening(queues),
@@ -59,13 +58,13 @@ impl Lookup {
     }
 }
 
-/// What of the queues is judged.
+/// Returns the fields of the queues that are judged.
 fn judged(queues: &AcceptQueues) -> Queues {
     Queues { listeners: queues.listeners, waiting: queues.waiting, full: queues.full, heads: queues.heads }
 }
 
 impl Probes {
-    /// Looks at the ports of these probes, and records what it finds.
+    /// Checks the ports of these probes, and records the results.
     pub(super) async fn poll(&mut self, ids: &[Id]) {
         if ids.is_empty() {
             return;
@@ -86,8 +85,8 @@ impl Probes {
         }
     }
 
-    /// Returns true if a steady probe has found what it always finds; if so it is counted, and nothing else
-    /// is to be done.
+    /// Returns true if a steady probe succeeded again; then the check is counted, and nothing else is to be
+    /// done.
     fn goes_on(&mut self, id: Id, lookup: &Lookup, at: Duration, latency: Duration) -> bool {
         let Lookup::Listening(queues) = lookup else { return false };
         let queues = judged(queues);
@@ -100,7 +99,7 @@ impl Probes {
         true
     }
 
-    /// A regular look.
+    /// Settles a regular check.
     async fn settle(&mut self, id: Id, lookup: &Lookup, at: Duration, latency: Duration) {
         let Some(worker) = self.workers.get_mut(id) else { return };
         let Some((_, port)) = worker.in_kernel() else { return };
@@ -109,7 +108,7 @@ impl Probes {
             if !worker.may_ask(at) {
                 return;
             }
-            debug!(pod = %worker.name, port, "the kernel can't say whether anybody listens; the probe connects");
+            debug!(pod = %worker.name, port, "the kernel can't check for a listener; the probe connects");
             self.launch(id, Purpose::Instead);
             return;
         };
@@ -137,7 +136,7 @@ impl Probes {
         }
     }
 
-    /// What is at the addresses of these probes, in order.
+    /// Looks up the addresses of these probes, in order.
     pub(super) fn lookups(&self, ids: &[Id]) -> Vec<Lookup> {
         let target = |id: &Id| {
             let worker = self.workers.get(*id)?;
@@ -148,7 +147,7 @@ impl Probes {
         let mut found = match self.parts.checker.as_ref().map(|checker| checker.lookup(&asked)) {
             Some(Ok(found)) => found.into_iter(),
             Some(Err(error)) => {
-                debug!(%error, "listeners are confirmed by sock_diag");
+                debug!(%error, "cannot look up listeners; sock_diag confirms them");
                 Vec::new().into_iter()
             }
             None => Vec::new().into_iter(),
@@ -164,10 +163,10 @@ impl Probes {
         lookups
     }
 
-    /// What is at a probe's address if a lookup `found` no listener, or could not be made.
+    /// Returns the result for a probe's address if a lookup `found` no listener, or could not be made.
     fn without_a_listener(&self, id: Id, found: Option<Found>) -> Lookup {
         let Some(worker) = self.workers.get(id) else {
-            return Lookup::Unknown("the probe is gone".to_owned());
+            return Lookup::Unknown("the probe was removed".to_owned());
         };
         match (found, worker.in_kernel(), worker.ip) {
             (Some(_), Some((netns, port)), Some(ip)) => self.second_opinion(netns, port, ip),
@@ -177,10 +176,9 @@ impl Probes {
         }
     }
 
-    /// The lookup found nothing, but passes over a listener that is bound to one device, and our own table
-    /// lacks one that was there before us, or came when the table was full: the namespace's socket list
-    /// decides before anything counts as a failure. Where there is no such list, the lookup's word and the
-    /// table's do.
+    /// Confirms a lookup without a result: the lookup misses a listener bound to a device, and our own table
+    /// lacks one that existed before us, or was opened while the table was full. The namespace's socket list
+    /// decides before the probe fails. Without such a list, the lookup and the table decide.
     fn second_opinion(&self, netns: &Arc<CheckedNetns>, port: u16, ip: IpAddr) -> Lookup {
         let why = match by_sock_diag(netns, port, ip) {
             Lookup::Unknown(why) => why,
@@ -203,14 +201,14 @@ impl Probes {
                 Edge::ListenerClosed { listener, at_ns } => {
                     self.on_edge(&listener, Hint::Closed(listener.cookie), at_ns).await;
                 }
-                Edge::Lost => self.look_again(),
-                // Others'.
+                Edge::Lost => self.recheck_all(),
+                // Edges for other parts.
                 _ => {}
             }
         }
     }
 
-    /// A listener came or went somewhere on the machine.
+    /// Handles the opening or closing of a listener anywhere on the machine.
     async fn on_edge(&mut self, listener: &Listener, hint: Hint, at_ns: u64) {
         let ids = self.probes_at(listener.netns_cookie, listener.port);
         let ids: Vec<Id> = ids
@@ -234,7 +232,7 @@ impl Probes {
         }
     }
 
-    /// Judges an edge by what is there now.
+    /// Judges an edge by the current state.
     async fn settle_edge(&mut self, id: Id, lookup: &Lookup) {
         let now = now();
         let Some(worker) = self.workers.get_mut(id) else { return };
@@ -242,8 +240,8 @@ impl Probes {
         worker.has_seen_listener |= matches!(lookup, Lookup::Listening(_));
         let listening = match (hint, lookup) {
             (Hint::Opened | Hint::Missed, Lookup::Listening(_)) => true,
-            // A process that ends closes its listeners first. It is not condemned for that: its exit is known
-            // by then.
+            // An exiting process closes its listeners first. The probe waits, and does not fail for that: the
+            // exit is known by then.
             (Hint::Closed(_) | Hint::Missed, Lookup::Absent) if worker.key.kind != ProbeKind::Readiness => {
                 worker.edge = Some((Hint::Gone, at_ns));
                 self.timetable.set(id, &mut worker.hot.due, now + EXIT_KNOWN);
@@ -257,8 +255,8 @@ impl Probes {
                 return;
             }
             (Hint::Closed(_) | Hint::Missed | Hint::Gone, Lookup::Absent) => false,
-            // The socket table is about to show it: looked at again, in a moment.
-            // Or our table is ahead of it, and there is no socket list to ask (a kernel without tcp_diag).
+            // The socket table is about to show the change, so check again in a moment. Or our table is ahead
+            // of it, and the socket list is unavailable (a kernel without tcp_diag).
             (Hint::Opened, Lookup::Absent) | (_, Lookup::Unknown(_)) if worker.rechecks < RECHECKS => {
                 return self.recheck(id, now);
             }
@@ -274,18 +272,18 @@ impl Probes {
                 }
                 return;
             }
-            // Another one is there; or it has gone again, which the next edge says.
+            // Another listener exists; or the new one has closed again, which the next edge announces.
             _ => {
                 worker.edge = None;
                 if matches!(hint, Hint::Closed(_) | Hint::Gone) {
-                    // What waited at the one that closed is gone with it.
+                    // The closed listener's waiting connections ended with it.
                     worker.hot.queues.reset();
                 }
                 return;
             }
         };
         if let Some(sighting) = lookup.sighting() {
-            // Remembers what waits, and forgets what waited at a listener that has closed.
+            // Records waiting connections, and drops those of a closed listener.
             worker.hot.queues.judge(now, worker.timeout, sighting);
         }
         self.judge_edge(id, listening).await;
@@ -321,17 +319,17 @@ impl Probes {
         self.timetable.set(id, &mut worker.hot.due, now.saturating_add(pause));
     }
 
-    /// The probes that the kernel answers for a port of a network namespace. Port 0 stands for all: a
-    /// listener from before the programs were attached, whose port the kernel had chosen, has lost it by the
-    /// time its end is sent (tcp_set_state puts the port before the tracepoint).
+    /// Returns the probes that the kernel answers for a port of a network namespace. Port 0 stands for all
+    /// ports: a listener from before the programs were attached, whose port the kernel had chosen, has lost
+    /// the port by the time its end is sent (tcp_set_state releases the port before the tracepoint).
     fn probes_at(&self, cookie: u64, port: u16) -> Vec<Id> {
         let ports = if port == 0 { 0..=u16::MAX } else { port..=port };
         let found = self.by_port.range((cookie, *ports.start())..=(cookie, *ports.end()));
         found.flat_map(|(_, ids)| ids.iter().copied()).collect()
     }
 
-    /// Edges were lost: every probe that the kernel answers looks now, as if one had come.
-    fn look_again(&mut self) {
+    /// Checks every probe that the kernel answers, as if an edge had come, because edges were lost.
+    fn recheck_all(&mut self) {
         let now = now();
         let looks = |worker: &Worker| worker.in_kernel().is_some() && worker.container_id.is_some();
         let ids: Vec<Id> =
@@ -344,7 +342,7 @@ impl Probes {
     }
 }
 
-/// What the namespace's socket list says.
+/// Looks up a listener in the namespace's socket list.
 fn by_sock_diag(netns: &Arc<CheckedNetns>, port: u16, ip: IpAddr) -> Lookup {
     match netns.handle().accept_queues(port, ip) {
         Ok(Some(queues)) => Lookup::Listening(queues),
@@ -353,8 +351,8 @@ fn by_sock_diag(netns: &Arc<CheckedNetns>, port: u16, ip: IpAddr) -> Lookup {
     }
 }
 
-/// A verdict as an answer. The same verdict has always the same words, so that events of it are counted as
-/// one.
+/// Converts a verdict to an answer. The same verdict always has the same text, so that its events are counted
+/// as one.
 pub(super) fn answer(verdict: Verdict, port: u16) -> Answer {
     match verdict {
         Verdict::Listening | Verdict::Pending { .. } => {

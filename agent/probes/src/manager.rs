@@ -1,5 +1,4 @@
-//! The task that owns all probes: it makes them fit the pods, looks when it is time, and publishes what
-//! changed.
+//! The task that owns all probes: it syncs them with the pods, runs due checks, and publishes changes.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -45,33 +44,33 @@ use beelet_model::{
 };
 use beelet_state::events::{Object, Recorder};
 
-/// Answers on their way to the task. A sender waits while the task is behind by this many.
+/// Capacity of the channel of answers to the task. A sender waits while it is full.
 const ANSWERS: usize = 256;
 
-/// What the probes need from the rest of the node.
+/// Dependencies of the probes.
 #[derive(Debug)]
 pub struct Parts {
     /// The pods with their status.
     pub table: watch::Receiver<Arc<PodTable>>,
-    /// Where changed results go.
+    /// Receiver of changed results.
     pub requests: mpsc::Sender<Request>,
     /// The container runtime, for commands.
     pub runtime: Option<Runtime>,
-    /// The kernel's listeners, where programs record them.
+    /// The kernel's listeners, if programs record them.
     pub listeners: Option<Listeners>,
-    /// Looks listeners up, where the kernel lets us.
+    /// Lookup of listeners, if the kernel allows it.
     pub checker: Option<Checker>,
     /// The kernel's edges.
     pub edges: Edges,
-    /// What is asked of this task.
+    /// Commands to this task.
     pub commands: Commands,
-    /// How probes behave on this node.
+    /// The node's defaults for probes.
     pub settings: Settings,
-    /// For people.
+    /// Recorder of events.
     pub events: Recorder,
     /// Counters.
     pub metrics: Metrics,
-    /// The runtime of the looks that wait for an answer.
+    /// Async runtime of the checks that wait for an answer.
     pub asking: tokio::runtime::Handle,
 }
 
@@ -87,7 +86,7 @@ pub(super) enum Purpose {
     Confirm,
 }
 
-/// A probe's answer, from the task that waited for it.
+/// A probe's answer, sent by the task that waited for it.
 #[derive(Debug)]
 struct Finished {
     id: Id,
@@ -125,7 +124,7 @@ pub struct Probes {
     ids: BTreeMap<Key, Id>,
     pub(super) workers: Workers,
     pub(super) timetable: Timetable,
-    /// The probes that the kernel answers, by namespace cookie and port.
+    /// Probes that the kernel answers, by namespace cookie and port.
     pub(super) by_port: BTreeMap<(u64, u16), BTreeSet<Id>>,
     namespaces: HashMap<Netns, Arc<CheckedNetns>>,
     pub(super) probers: Probers,
@@ -134,7 +133,7 @@ pub struct Probes {
 }
 
 impl Probes {
-    /// Probes that have not looked at anything yet.
+    /// Returns the owner without probes yet.
     pub fn new(parts: Parts) -> Self {
         let (finished_out, finished_in) = mpsc::channel(ANSWERS);
         Self {
@@ -151,8 +150,8 @@ impl Probes {
         }
     }
 
-    /// Probes until `shutdown`, or until this future is dropped: on a thread of its own, since most of what a
-    /// regular look costs is waking up for it, and a runtime of several threads wakes two.
+    /// Runs the probes until `shutdown`, or until this future is dropped: on a thread of its own, since
+    /// wake-ups are most of the cost of a regular check, and a runtime of several threads wakes two.
     pub fn run(self, shutdown: CancellationToken) -> Work {
         Box::pin(async move {
             let stop = shutdown.child_token();
@@ -171,13 +170,13 @@ impl Probes {
             });
             match thread {
                 Ok(thread) => {
-                    // It sends nothing: it ends.
+                    // The thread sends nothing; the channel closes when it ends.
                     let _ = ended.await;
                     if let Err(panic) = thread.join() {
                         std::panic::resume_unwind(panic);
                     }
                 }
-                Err(error) => error!(%error, "no probe can be run: the system gives no thread or no timer"),
+                Err(error) => error!(%error, "cannot run probes: no thread or timer"),
             }
         })
     }
@@ -188,7 +187,7 @@ impl Probes {
         loop {
             let next = self.timetable.next();
             tokio::select! {
-                // Edges first: they are what a user waits for.
+                // Edges first: users wait for their effect.
                 biased;
                 () = shutdown.cancelled() => return,
                 () = wake.notified() => self.drain_edges().await,
@@ -199,10 +198,10 @@ impl Probes {
                 }
                 rung = alarm.until(next) => match rung {
                     Ok(()) => self.on_time().await,
-                    Err(error) => return error!(%error, "no probe can be run any more: the timer fails"),
+                    Err(error) => return error!(%error, "cannot run probes any more: the timer failed"),
                 },
                 Some(command) = self.parts.commands.recv() => {
-                    // The client may have seen the pods that are there now.
+                    // The client may have seen newer pods.
                     if self.parts.table.has_changed().unwrap_or(false) {
                         self.sync().await;
                     }
@@ -212,7 +211,7 @@ impl Probes {
         }
     }
 
-    /// Makes the probes fit the pods. Entries that are the same `Arc` as before are passed over.
+    /// Syncs the probes with the pods. Skips entries that are the same `Arc` as before.
     async fn sync(&mut self) {
         let table = Arc::clone(&self.parts.table.borrow_and_update());
         let known = std::mem::replace(&mut self.known, table.pods.clone());
@@ -223,7 +222,8 @@ impl Probes {
         }
         for (name, entry) in changes.changed {
             let before = known.get(name);
-            // Another pod of that name, or the same let run again, starts anew.
+            // Another pod of that name, or the same pod after a cancelled termination, starts from the
+            // beginning.
             if let Some(before) = before
                 && (before.pod.metadata.uid != entry.pod.metadata.uid || before.ending && !entry.ending)
             {
@@ -241,7 +241,7 @@ impl Probes {
     /// Drops the probes of a pod: of all its containers, or of those without probes now.
     fn forget(&mut self, entry: &PodEntry, keep: Option<&BTreeSet<Key>>) {
         let uid = entry.pod.metadata.uid.clone().unwrap_or_default();
-        // No container is called "": those of the pod follow.
+        // No container is named "", so the pod's keys follow this one.
         let first = Key { uid: uid.into(), container: "".into(), kind: ProbeKind::Liveness };
         let of_pod = self.ids.range(&first..).take_while(|(key, _)| key.uid == first.uid);
         let gone = of_pod.filter(|(key, _)| keep.is_none_or(|keep| !keep.contains(key)));
@@ -314,7 +314,7 @@ impl Probes {
         Some(id)
     }
 
-    /// Brings a probe up to date with its container.
+    /// Syncs a probe with its container.
     async fn sync_container(&mut self, entry: &PodEntry, id: Id) {
         let now = now();
         let chosen = self.choose_method(entry, id);
@@ -332,7 +332,7 @@ impl Probes {
                     ProbeKind::Startup => s.started == Some(true),
                     ProbeKind::Liveness => false,
                 });
-                // Taken over from before a restart of the agent: what was true then goes on.
+                // The container is from before a restart of the agent: its state continues.
                 let taken_over = worker.container_id.is_none() && settled;
                 if taken_over {
                     worker.resume(started_at);
@@ -343,13 +343,13 @@ impl Probes {
                 worker.start(container, now);
                 let at = worker.plan(started_at, now, taken_over);
                 if taken_over {
-                    // Its edge may have come while no agent ran.
+                    // An edge may have come while no agent ran.
                     worker.edge = Some((Hint::Missed, monotonic(now)));
                 }
                 self.timetable.set(id, &mut worker.hot.due, at);
             }
             (None, _) => transitions.extend(worker.state.container_stopped(now)),
-            // The network namespace of one that was taken over is known only now.
+            // The network namespace of a container from before the restart is known only now.
             (Some(_), Some(_)) if chosen && worker.in_kernel().is_some() => {
                 worker.edge = Some((Hint::Missed, monotonic(now)));
                 self.timetable.set(id, &mut worker.hot.due, now);
@@ -371,8 +371,8 @@ impl Probes {
         }
     }
 
-    /// Decides what answers a probe, as far as it can be decided yet, and again where the pod has got another
-    /// network namespace. Whether it was decided now.
+    /// Chooses the source of a probe's answers as soon as possible, and again if the pod's network namespace
+    /// changes. Returns true if it was chosen now.
     fn choose_method(&mut self, entry: &PodEntry, id: Id) -> bool {
         let Some(worker) = self.workers.get(id) else { return false };
         if !matches!(worker.method(), Method::Undecided) {
@@ -385,7 +385,7 @@ impl Probes {
         let method = if !worker.wants_kernel() {
             Method::Ask(None)
         } else if self.parts.checker.is_none() && self.parts.listeners.is_none() {
-            Method::Ask(Some("the kernel half is off here (see beelet doctor)".to_owned()))
+            Method::Ask(Some("the kernel half is off (see `beelet doctor`)".to_owned()))
         } else if let Some(class) = worker.runtime_class() {
             Method::Ask(Some(format!(
                 "a pod of runtime class `{class}` may have sockets that the node's kernel does not see; if it has \
@@ -394,7 +394,7 @@ impl Probes {
         } else {
             let on_host = entry.pod.spec.as_ref().is_some_and(|s| s.host_network == Some(true));
             if entry.netns.is_none() && !on_host {
-                return false; // not known before the sandbox runs
+                return false; // unknown before the sandbox runs
             }
             match self.namespace(Netns::of(entry)) {
                 Ok(netns) => Method::Kernel(netns),
@@ -416,8 +416,8 @@ impl Probes {
         true
     }
 
-    /// So many more probes are answered so; those that connect where the kernel should have answered are
-    /// counted.
+    /// Adds `more` to the count of fallbacks, if the method is one: the probe connects although the kernel
+    /// should answer.
     fn count_fallback(&self, method: &Method, more: i64) {
         if matches!(method, Method::Ask(Some(_))) {
             self.parts.metrics.fallbacks.inc_by(more);
@@ -444,11 +444,11 @@ impl Probes {
         }
     }
 
-    /// Looks at everything that is due.
+    /// Runs all due checks.
     async fn on_time(&mut self) {
         let now = now();
         let (mut by_kernel, mut ask) = (Vec::new(), Vec::new());
-        for id in self.timetable.take(now) {
+        for id in self.timetable.pop_due(now) {
             if let Some(hot) = self.workers.steady_mut(id).filter(|hot| now < hot.canary_due) {
                 hot.again(id, &mut self.timetable, now, true);
                 by_kernel.push(id);
@@ -457,8 +457,7 @@ impl Probes {
             let Some(worker) = self.workers.get_mut(id) else { continue };
             let in_kernel = worker.in_kernel().is_some();
             worker.hot.again(id, &mut self.timetable, now, in_kernel);
-            // A probe on hold or not due yet keeps its place in the timetable; one under way has had its
-            // turn.
+            // A held or not yet due probe keeps its place in the timetable; one in flight has had its turn.
             if worker.in_flight || !worker.state.due(now) {
                 continue;
             }
@@ -474,7 +473,7 @@ impl Probes {
         }
     }
 
-    /// Asks what may take a while to answer in a task of its own.
+    /// Starts a check that waits for an answer, in a task of its own.
     pub(super) fn launch(&mut self, id: Id, purpose: Purpose) {
         let Some(worker) = self.workers.get_mut(id) else { return };
         let Some(question) = worker.question() else { return };
@@ -497,13 +496,13 @@ impl Probes {
                     None => probers.ask(&question).await,
                 }
             };
-            // An answer comes in any case: without one this probe would never be run again.
+            // An answer must come in any case: without it this probe would never run again.
             let asked = AssertUnwindSafe(asked).catch_unwind().await;
             let (answer, latency) = asked.unwrap_or_else(|_| {
-                (Answer::error("the probe panicked, which is a bug: the log says where"), started.elapsed())
+                (Answer::error("the probe panicked, which is a bug: see the log"), started.elapsed())
             });
             let container_id = question.container_id;
-            // It has no receiver any more if the agent ends.
+            // The receiver is closed if the agent is stopping.
             let _ = finished.send(Finished { id, container_id, purpose, answer, latency }).await;
         });
     }
@@ -512,7 +511,7 @@ impl Probes {
         let Some(worker) = self.workers.get_mut(finished.id) else { return };
         worker.in_flight = false;
         let Finished { id, container_id, purpose, answer, latency } = finished;
-        // An answer of a container that has ended says nothing about its successor.
+        // An answer of a previous container does not apply to the current one.
         if worker.container_id.as_ref() != Some(&container_id) {
             worker.edge = None;
             return;
@@ -569,7 +568,7 @@ impl Probes {
         let Some(worker) = self.workers.get_mut(id) else { return };
         worker.count(answer, latency);
         let now = now();
-        // One that was under way when the pod began to end.
+        // The check was in flight when the pod's termination began.
         let ending = worker.state.held(now) == Some(Suspension::Deleted);
         let transition = worker.state.record(now, answer.outcome);
         if !ending {
@@ -580,10 +579,10 @@ impl Probes {
         }
     }
 
-    /// Events for people, in the kubelet's words (pkg/kubelet/prober/prober.go).
+    /// Records an event, in the kubelet's words (pkg/kubelet/prober/prober.go).
     pub(super) fn record_event(&self, id: Id, answer: &Answer) {
         let Some(worker) = self.workers.get(id) else { return };
-        // What a command printed ends with a line's end.
+        // A command's output ends with a newline.
         let (kind, detail) = (worker.key.kind.title(), answer.detail.trim_end());
         let (reason, message) = match answer.outcome {
             Outcome::Success if answer.warning => ("ProbeWarning", format!("{kind} probe warning: {detail}")),
@@ -597,7 +596,7 @@ impl Probes {
         self.parts.events.warning(worker.object(), reason, message);
     }
 
-    /// Tells the pods' manager of a change.
+    /// Notifies the pods' manager of a change.
     pub(super) async fn send(&mut self, id: Id, transition: Transition, kernel_ns: Option<u64>) {
         let Some(worker) = self.workers.get_mut(id) else { return };
         worker.since = Some(Timestamp::now());
@@ -620,7 +619,7 @@ impl Probes {
         let _ = self.parts.requests.send(Request::Probe(update)).await;
     }
 
-    /// The probe of a container, by the pod's name with or without the node's behind it.
+    /// Finds the probe of a container, by the pod's name with or without the node's name as suffix.
     pub(super) fn find(&self, namespace: &str, pod: &str, container: &str, kind: ProbeKind) -> Vec<Id> {
         let of = |exact: bool| {
             self.workers.iter().filter(move |(_, worker)| {
@@ -647,24 +646,24 @@ fn container_status<'a>(pod: &'a core::Pod, name: &str) -> Option<&'a core::Cont
     all.into_iter().find(|c| c.name == name)
 }
 
-/// Since when a probe that was taken over has said what it says, as far as the pod's status says.
+/// Returns the time of the last change of a resumed probe's result, from the pod's status.
 fn since_of(pod: &core::Pod, kind: ProbeKind) -> Option<Timestamp> {
     let wanted = if kind == ProbeKind::Readiness { "ContainersReady" } else { "Initialized" };
     let conditions = pod.status.as_ref()?.conditions.as_ref()?;
     Some(conditions.iter().find(|c| c.type_ == wanted)?.last_transition_time.as_ref()?.0)
 }
 
-/// `containerd://<id>` without the runtime's name.
+/// Returns `containerd://<id>` without the runtime's name.
 fn bare_id(id: &str) -> String {
     id.split_once("://").map_or(id, |(_, bare)| bare).to_owned()
 }
 
-/// The clock of edges.
+/// Converts a time to the clock of edges.
 pub(super) fn monotonic(at: Duration) -> u64 {
     u64::try_from(at.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// A wall-clock time in the past on the clock of `ProbeState`.
+/// Converts a wall-clock time in the past to the clock of `ProbeState`.
 fn since_boot(at: Timestamp, now: Duration) -> Duration {
     let ago = Duration::try_from(Timestamp::now().duration_since(at)).unwrap_or(Duration::ZERO);
     now.saturating_sub(ago)

@@ -21,19 +21,19 @@ use prometheus_client::{
 use super::ids::Key;
 use beelet_model::table::PodName;
 
-/// Prometheus' default buckets, as the kubelet has them, and two for the kernel's answers; seconds.
+/// Buckets in seconds: Prometheus' defaults, which the kubelet uses, and two for the kernel's answers.
 const BOUNDS: [f64; 13] = [0.000_01, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
 
-/// What one probe has counted. Counters of its own, since a node makes thousands of looks per second that are
-/// all the same: what a kernel's success changes lies in one line of the CPU's caches.
+/// Counters of a probe. Each probe has its own, since a node makes thousands of equal checks per second: all
+/// fields that a success by the kernel changes are in a single line of the CPU's caches.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(super) struct Tally {
-    /// Looks by [`result`].
+    /// Checks by [`result`].
     outcomes: [AtomicU64; 3],
-    /// What they took together.
+    /// Total duration of the checks.
     nanoseconds: AtomicU64,
-    /// Looks by how long they took: up to each of [`BOUNDS`], and longer.
+    /// Checks by duration: up to each of [`BOUNDS`], and longer.
     durations: [AtomicU64; BOUNDS.len() + 1],
     of: Labels,
 }
@@ -50,7 +50,7 @@ struct Labels {
 }
 
 impl Labels {
-    /// The labels of `prober_probe_duration_seconds`.
+    /// Returns the labels of `prober_probe_duration_seconds`.
     fn of_durations(&self) -> [(&'static str, &str); 4] {
         [
             ("probe_type", self.probe_type),
@@ -60,7 +60,7 @@ impl Labels {
         ]
     }
 
-    /// The labels of `prober_probe_total`; `result` is `successful`, `failed` or `unknown`.
+    /// Returns the labels of `prober_probe_total`; `result` is `successful`, `failed` or `unknown`.
     fn of_looks(&self, result: &'static str) -> [(&'static str, &str); 6] {
         [
             ("probe_type", self.probe_type),
@@ -73,7 +73,7 @@ impl Labels {
     }
 }
 
-/// The label and the place of an outcome.
+/// Returns the label and the index of an outcome.
 const fn result(outcome: Outcome) -> (&'static str, usize) {
     match outcome {
         Outcome::Success => ("successful", 0),
@@ -83,7 +83,7 @@ const fn result(outcome: Outcome) -> (&'static str, usize) {
 }
 
 impl Tally {
-    /// A look has ended.
+    /// Counts a finished check.
     pub(super) fn count(&self, outcome: Outcome, took: Duration) {
         self.outcomes[result(outcome).1].fetch_add(1, Relaxed);
         let nanoseconds = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
@@ -94,7 +94,7 @@ impl Tally {
     }
 }
 
-/// The counters of all probes there are.
+/// The counters of all probes.
 #[derive(Debug, Default)]
 struct Tallies {
     all: Mutex<Vec<Arc<Tally>>>,
@@ -108,11 +108,11 @@ impl Tallies {
 
 impl Collector for Tallies {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        // A copy: probes that come and go don't wait for a scrape.
+        // A copy, so that adding and removing probes does not wait for a scrape.
         let all = self.lock().clone();
         let (name, help) = ("prober_probe", "Probes run, by kind and result.");
         let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
-        // Each once: a scrape with the same labels twice is refused as a whole.
+        // Each label set once: Prometheus refuses a whole scrape with duplicates.
         let mut durations: BTreeMap<_, (u64, [u64; BOUNDS.len() + 1])> = BTreeMap::new();
         for tally in &all {
             for outcome in [Outcome::Success, Outcome::Failure, Outcome::Error] {
@@ -149,12 +149,12 @@ pub struct Metrics {
     pub edges: Counter,
     /// Canary connections sent.
     pub canaries: Counter,
-    /// Probes that the kernel can't answer though it was asked to.
+    /// Probes that the kernel can't answer although it should.
     pub fallbacks: Gauge,
 }
 
 impl Metrics {
-    /// Adds all of them to `registry`.
+    /// Adds the metrics to `registry`.
     pub fn register(&self, registry: &mut Registry) {
         registry.register_collector(Box::new(Arc::clone(&self.tallies)));
         registry.register(
@@ -164,17 +164,17 @@ impl Metrics {
         );
         registry.register(
             "beelet_probe_canaries",
-            "Connections sent to see whether an application that is idle still accepts",
+            "Connections sent to check whether an idle application still accepts",
             self.canaries.clone(),
         );
         registry.register(
             "beelet_probe_fallbacks",
-            "TCP probes that connect although the kernel was to answer them",
+            "TCP probes that connect because the kernel cannot answer them",
             self.fallbacks.clone(),
         );
     }
 
-    /// The counters of a probe that is new.
+    /// Makes the counters of a new probe.
     pub(super) fn of_probe(&self, key: &Key, pod: &PodName) -> Arc<Tally> {
         let of = Labels {
             probe_type: key.kind.title(),
@@ -193,7 +193,7 @@ impl Metrics {
         tally
     }
 
-    /// Takes a probe's lines out of what is served.
+    /// Removes a probe's counters.
     pub(super) fn forget(&self, tally: &Arc<Tally>) {
         self.tallies.lock().retain(|other| !Arc::ptr_eq(other, tally));
     }
@@ -207,13 +207,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn probes_are_counted_under_the_kubelets_names_and_go_with_their_pod() {
+    fn probes_are_counted_under_the_kubelets_names_and_removed_with_their_pod() {
         let (metrics, mut registry) = (Metrics::default(), Registry::default());
         metrics.register(&mut registry);
         let key = Key { uid: "u1".into(), container: "web".into(), kind: ProbeKind::Readiness };
         let name = PodName { namespace: "shop".to_owned(), name: "web-n1".to_owned() };
         let (of, took) = (metrics.of_probe(&key, &name), Duration::from_millis(2));
-        // A static pod that changed has another UID and the same name.
+        // A changed static pod has another UID and the same name.
         let next = metrics.of_probe(&Key { uid: "u2".into(), ..key }, &name);
         for outcome in [Outcome::Success, Outcome::Failure, Outcome::Success] {
             of.count(outcome, took);

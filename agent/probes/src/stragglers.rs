@@ -1,19 +1,19 @@
-//! Finds and ends the processes of an exec probe that is out of time.
+//! Finds and ends the processes of an exec probe that timed out.
 //!
-//! The runtime starts a probe's command beside the container's first process: with the same parent (the
-//! shim), in the same cgroup, as the leader of a session of its own (runc's nsexec calls setsid). All that
-//! the command starts is in its process tree; what it leaves behind when a part of the tree ends goes to the
-//! container's first process, but stays in the session, or if it has made a session of its own too, mostly
-//! still holds the pipe that the command's output goes to. So the leader is found by parent, cgroup, start
-//! time and command line, and then tree, session and holders of its pipes are ended together, again and again
-//! until nothing is found any more: something may fork meanwhile.
+//! The runtime starts a probe's command as a sibling of the container's first process: with the same parent
+//! (the shim), in the same cgroup, as the leader of a session of its own (runc's nsexec calls setsid). All
+//! processes that the command starts are in its process tree. When a part of the tree ends, its children are
+//! reparented to the container's first process, but stay in the session; a child with a session of its own
+//! mostly still holds the pipe of the command's output. So this module finds the leader by parent, cgroup,
+//! start time and command line, and then ends tree, session and holders of its pipes together, repeatedly
+//! until none is left, because processes may fork in between.
 //!
 //! A script runs as its interpreter, and a command may have become another program (exec), so the command
-//! line is no more than a sign: see [`Likeness`]. What left the tree, the session and the pipes can't be told
-//! from what the application itself has started, and stays.
+//! line is only a sign: see [`Likeness`]. Processes that left the tree, the session and the pipes can't be
+//! distinguished from the application's own processes, and stay.
 //!
-//! Never touched: the container's first process, its own children in other sessions, and anything outside the
-//! container's cgroup.
+//! Must never touch the container's first process, its own children in other sessions, or processes outside
+//! the container's cgroup.
 
 use std::{
     collections::BTreeSet,
@@ -29,31 +29,31 @@ use rustix::{
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 
-/// Rounds of looking and killing before it gives up.
+/// Maximum rounds of listing and killing.
 const ROUNDS: usize = 20;
-/// How long one process may take to die before the next round.
+/// Maximum wait for the end of a process before the next round.
 const ROUND: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 
-/// Why processes of a probe may be left.
+/// Failure to end the processes of a probe.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum StragglersError {
-    #[error("the container's process {0} is gone")]
+    #[error("the container's process {0} has ended")]
     ContainerGone(u32),
     #[error("process {0} has no cgroup")]
     NoCgroup(u32),
     #[error("cannot list processes: {0}")]
     Proc(String),
-    #[error("{count} commands run in the container and none looks like {command:?}, so none is ended")]
+    #[error("{count} commands run in the container and none looks like {command:?}, so none is killed")]
     NoneAlike { count: usize, command: Vec<String> },
-    #[error("processes of the probe's session {0} are still there")]
+    #[error("processes of the probe's session {0} are still running")]
     StillThere(u32),
 }
 
-/// Ends the command that was started after `since` in the container whose first process is `init`, and all
-/// that it has started. Returns how many processes that were. Blocks for some milliseconds.
+/// Ends the command that was started after `since` in the container whose first process is `init`, with all
+/// of its processes. Returns their number. Blocks for some milliseconds.
 ///
 /// # Errors
-/// The processes can't be told from others, or did not end.
+/// The processes can't be distinguished from others, or did not end.
 pub(super) fn end(init: u32, command: &[String], since: Moment) -> Result<usize, StragglersError> {
     let proc = Path::new("/proc");
     let first = read(proc, init).ok_or(StragglersError::ContainerGone(init))?;
@@ -64,9 +64,9 @@ pub(super) fn end(init: u32, command: &[String], since: Moment) -> Result<usize,
     candidates.retain(in_container);
     let lines: Vec<Vec<String>> = candidates.iter().map(|process| command_of(proc, process.pid)).collect();
     let Some(leader) = choose(command, &lines)?.map(|index| candidates[index]) else {
-        return Ok(0); // it ended by itself just now
+        return Ok(0); // the command has just ended by itself
     };
-    // What the application writes to as well says nothing.
+    // Pipes that the application also writes to prove nothing.
     let pipes = &output_pipes(proc, leader.pid) - &output_pipes(proc, init);
     let inherited = |process: &Process| {
         process.started >= leader.started
@@ -88,7 +88,8 @@ pub(super) fn end(init: u32, command: &[String], since: Moment) -> Result<usize,
     Err(StragglersError::StillThere(leader.session))
 }
 
-/// What the runtime started after `since` beside the container's first process, in order.
+/// Returns the processes that the runtime started after `since` as siblings of the container's first process,
+/// in order.
 fn beside(all: &[Process], first: Process, since: Moment) -> Vec<Process> {
     let is_beside = |process: &&Process| {
         process.parent == first.parent
@@ -101,17 +102,16 @@ fn beside(all: &[Process], first: Process, since: Moment) -> Vec<Process> {
     found
 }
 
-/// How sure it is that a process with some command line is the one that was started with a command.
+/// Likelihood that a process with some command line was started with a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Likeness {
-    /// Nothing speaks for it: it may have become another program.
+    /// No match: the process may have become another program.
     None,
-    /// It has the command's arguments: another program was put before them, or in the place of the first
-    /// word.
+    /// The command's arguments match: another program precedes them, or replaces the first word.
     Arguments,
     /// A script: its interpreter, the script's path, the arguments (execve(2)).
     Script,
-    /// The very command.
+    /// The same command line.
     Same,
 }
 
@@ -131,8 +131,8 @@ impl Likeness {
     }
 }
 
-/// Which of the command lines in `lines` belongs to `command`: the first of those that are most like it. One
-/// that isn't like it at all is taken only if there is no other.
+/// Chooses the command line in `lines` that belongs to `command`: the first of the most similar ones. A line
+/// without any match is chosen only if it is the only one.
 fn choose(command: &[String], lines: &[Vec<String>]) -> Result<Option<usize>, StragglersError> {
     let likeness: Vec<Likeness> = lines.iter().map(|line| Likeness::of(command, line)).collect();
     match likeness.iter().max() {
@@ -144,14 +144,14 @@ fn choose(command: &[String], lines: &[Vec<String>]) -> Result<Option<usize>, St
     }
 }
 
-/// The pipes that a process' output goes to. Any other process that has one inherited it.
+/// Returns the pipes of a process's output. Another process that holds one of them has inherited it.
 fn output_pipes(proc: &Path, pid: u32) -> BTreeSet<PathBuf> {
     let fd = proc.join(pid.to_string()).join("fd");
     let targets = ["1", "2"].into_iter().filter_map(|number| fs::read_link(fd.join(number)).ok());
     targets.filter(|target| target.to_string_lossy().starts_with("pipe:[")).collect()
 }
 
-/// Everything in the leader's tree and in its session, and what has `inherited` its output.
+/// Returns the processes in the leader's tree and session, and those that `inherited` its output.
 fn members(all: &[Process], leader: Process, inherited: impl Fn(&Process) -> bool) -> Vec<Process> {
     let mut found: BTreeSet<u32> = BTreeSet::new();
     let mut members = Vec::new();
@@ -172,14 +172,15 @@ fn members(all: &[Process], leader: Process, inherited: impl Fn(&Process) -> boo
     }
 }
 
-/// Kills a process, unless its number belongs to another one by now.
+/// Kills a process, unless its pid was reused.
 fn kill(proc: &Path, process: Process) -> Option<OwnedFd> {
     let handle = pidfd_open(Pid::from_raw(i32::try_from(process.pid).ok()?)?, PidfdFlags::empty()).ok()?;
     let same = read(proc, process.pid).is_some_and(|now| now.started == process.started);
     (same && pidfd_send_signal(&handle, Signal::KILL).is_ok()).then_some(handle)
 }
 
-/// Waits until all of them are dead, or too long: one in an uninterruptible sleep dies when it likes.
+/// Waits until all processes have ended, up to [`ROUND`] for each: one in uninterruptible sleep may take
+/// longer.
 fn await_end(killed: &[OwnedFd]) {
     for process in killed {
         let mut ended = [PollFd::new(process, PollFlags::IN)];
@@ -187,25 +188,25 @@ fn await_end(killed: &[OwnedFd]) {
     }
 }
 
-/// All processes but zombies.
+/// Returns all processes but zombies.
 fn processes(proc: &Path) -> Result<Vec<Process>, StragglersError> {
     let entries = fs::read_dir(proc).map_err(|error| StragglersError::Proc(error.to_string()))?;
     let numbers = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     Ok(numbers.filter_map(|pid| read(proc, pid)).collect())
 }
 
-/// Most bytes of a file of another process: as many as one argument may have (`MAX_ARG_STRLEN`).
+/// Maximum bytes to read of another process's file: the maximum length of an argument (`MAX_ARG_STRLEN`).
 const MOST: u64 = 128 << 10;
 
-/// The beginning of a file of a process. A container's process decides how long its command is, which may be
-/// all of its memory (`PR_SET_MM_ARG_END`), and that of a file that it has mapped.
+/// Reads the beginning of a process's file. A container's process controls the length of its command line,
+/// which may be all of its memory (`PR_SET_MM_ARG_END`), and of a file that it has mapped.
 fn beginning(proc: &Path, pid: u32, name: &str) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     fs::File::open(proc.join(pid.to_string()).join(name))?.take(MOST).read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
-/// Which cgroups a process is in, as the kernel says it: containers may name cgroups of their own.
+/// Returns the cgroups of a process as the kernel's bytes: containers may choose any names for their cgroups.
 fn cgroup_of(proc: &Path, pid: u32) -> Option<Vec<u8>> {
     beginning(proc, pid, "cgroup").ok()
 }
@@ -223,7 +224,7 @@ mod tests {
 
     use super::*;
 
-    /// Each test stands for a shim, whose children are its own: one at a time in this process.
+    /// Lock of the tests that act as a shim with its children: only one may run at a time in this process.
     static SHIM: Mutex<()> = Mutex::new(());
 
     fn process(pid: u32, parent: u32, session: u32, started: u64) -> Process {
@@ -231,12 +232,12 @@ mod tests {
     }
 
     #[test]
-    fn what_the_runtime_started_beside_the_containers_own_process_is_found_in_order() {
+    fn siblings_of_the_containers_own_process_are_found_in_order() {
         let first = process(10, 5, 10, 100);
         let all = [
             first,
             process(20, 5, 20, 150),  // before the probe
-            process(21, 5, 7, 210),   // no leader of a session
+            process(21, 5, 7, 210),   // not a session leader
             process(22, 10, 22, 210), // started by the container itself
             process(24, 5, 24, 230),
             process(23, 5, 23, 220),
@@ -302,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_is_as_long_as_its_process_likes_is_read_as_far_as_commands_go() {
+    fn a_command_line_of_any_length_is_read_up_to_the_limit() {
         let proc = tempfile::tempdir().unwrap();
         fs::create_dir(proc.path().join("7")).unwrap();
         let file = fs::File::create(proc.path().join("7/cmdline")).unwrap();
@@ -311,16 +312,15 @@ mod tests {
         assert_eq!(found.iter().map(|word| word.len() + 1).sum::<usize>(), 128 << 10);
     }
 
-    /// A process beside this one's other children, as the shim's are: in a session of its own, its output in
-    /// a pipe.
+    /// Starts a child of this process as a shim does: in a session of its own, with its output in a pipe.
     fn start(command: &[String]) -> Child {
         let mut setsid = Command::new("setsid");
         setsid.args(command).stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap()
     }
 
-    /// Starts a probe's command beside a container, lets it run out of time, and looks what is left of the
-    /// processes that sleep for this many seconds. It has started all of them when it prints a line, and then
-    /// runs as `runs_as`.
+    /// Starts a probe's command next to a container, ends it, and checks that no process of `sleepers` (by
+    /// their seconds) is left. The command has started all of them when it prints a line, and then runs as
+    /// `runs_as`.
     fn check(command: &[&str], runs_as: &[&str], at_least: usize, sleepers: std::ops::RangeInclusive<u32>) {
         let _alone = SHIM.lock().unwrap_or_else(PoisonError::into_inner);
         // This process stands for the shim: both the container's first process and the probe are its
@@ -350,7 +350,7 @@ mod tests {
         assert_eq!(first.try_wait().unwrap(), None, "the container's own process was ended");
         let own = owned(&["sh", "-c", "sleep 600 & wait"]);
         assert_eq!(end(first.id(), &own, Moment(0)), Ok(0), "the first process is never a probe");
-        // With what it has started.
+        // With its children.
         rustix::process::kill_process_group(Pid::from_child(&first), Signal::KILL).unwrap();
         first.wait().unwrap();
     }
@@ -362,8 +362,8 @@ mod tests {
     }
 
     #[test]
-    fn what_left_its_tree_and_its_session_is_known_by_the_output_that_it_inherited() {
-        // The line is printed from the new session, when that one's parent is on its way out.
+    fn a_process_outside_tree_and_session_is_known_by_its_inherited_output() {
+        // The line is printed from the new session, while the session's parent is exiting.
         let script = "sleep 611 & sh -c 'setsid sh -c \"echo; exec sleep 612\" &'; wait";
         check(&["sh", "-c", script], &["sh", "-c", script], 3, 611..=612);
     }

@@ -1,5 +1,5 @@
-//! What a probe looks at, resolved from the spec: named ports become numbers, a missing host the pod's
-//! own address.
+//! Targets of probes, resolved from the spec: named ports become numbers, a missing host the pod's own
+//! address.
 
 use std::{
     collections::BTreeMap,
@@ -17,7 +17,7 @@ use k8s_openapi::{api::core::v1 as core, apimachinery::pkg::util::intstr::IntOrS
 
 use super::http::Get;
 
-/// Why a probe can't be run as its spec has it.
+/// Reason why a probe can't be run as specified.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum TargetError {
     #[error("a probe needs one of exec, httpGet, tcpSocket and grpc")]
@@ -34,7 +34,7 @@ pub(super) enum TargetError {
     PortRange(i32),
 }
 
-/// What is looked at.
+/// Target of a probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Target {
     /// A TCP port of the pod or of another host.
@@ -62,22 +62,22 @@ pub(super) enum Target {
     },
     /// A command in the container.
     Exec {
-        /// With its arguments, references to the environment expanded.
+        /// The command with its arguments, with references to the environment expanded.
         command: Vec<String>,
     },
 }
 
-/// How often a probe looks, and how long it waits for an answer.
+/// Period and timeout of a probe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Timing {
-    /// The time between two looks.
+    /// Time between two checks.
     pub period: Duration,
-    /// The longest wait for an answer.
+    /// Timeout of an answer.
     pub timeout: Duration,
 }
 
 impl Timing {
-    /// The timing of a probe: its annotation's, else the spec's, else the API's defaults.
+    /// Returns the timing of a probe: from its annotations, else the spec, else the API's defaults.
     pub(super) fn of(probe: &core::Probe, settings: &ProbeSettings) -> Self {
         let seconds = |value: Option<i32>, default: i32| {
             bounds::seconds(value.filter(|v| *v > 0).unwrap_or(default).into())
@@ -90,7 +90,7 @@ impl Timing {
 }
 
 impl Target {
-    /// The target of a probe, or why there is none.
+    /// Resolves the target of a probe.
     pub(super) fn of(probe: &core::Probe, container: &core::Container) -> Result<Self, TargetError> {
         let named = |host: &Option<String>| host.clone().filter(|h| !h.is_empty());
         if let Some(exec) = &probe.exec {
@@ -126,7 +126,7 @@ impl Target {
         Err(TargetError::NoHandler)
     }
 
-    /// The name of the way it is looked at, where the kernel doesn't answer.
+    /// Returns the name of the probe's mode if the kernel doesn't answer.
     pub(super) fn mode(&self) -> &'static str {
         match self {
             Self::Tcp { .. } => "connect",
@@ -138,10 +138,10 @@ impl Target {
     }
 }
 
-/// Most characters of a command that are shown.
+/// Maximum number of a command's characters to show.
 const SHOWN: usize = 1024;
 
-/// In words, with `pod` for the pod's own address.
+/// Describes the target, with `pod` for the pod's own address.
 impl fmt::Display for Target {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let host = |host: &Option<String>| host.clone().unwrap_or_else(|| "pod".to_owned());
@@ -183,7 +183,7 @@ fn port(port: &IntOrString, container: &core::Container) -> Result<u16, TargetEr
     u16::try_from(number).ok().filter(|p| *p > 0).ok_or(TargetError::PortRange(number))
 }
 
-/// A container's probes by kind, in the words of `policy`.
+/// Returns a container's probes by kind.
 pub(super) fn probes_of(container: &core::Container) -> BTreeMap<ProbeKind, &core::Probe> {
     [
         (ProbeKind::Liveness, &container.liveness_probe),
@@ -195,8 +195,8 @@ pub(super) fn probes_of(container: &core::Container) -> BTreeMap<ProbeKind, &cor
     .collect()
 }
 
-/// The address that probes look at: the pod's first, as the kubelet's do. On a machine that has none, pods on
-/// its network are asked by loopback, as an empty host is in Go.
+/// Returns the address for probes: the pod's first, as in the kubelet. On a machine without an address, pods
+/// on the host's network are probed by loopback, as with an empty host in Go.
 pub(super) fn pod_ip(pod: &core::Pod) -> Option<IpAddr> {
     let status = pod.status.as_ref()?;
     let first = status.pod_ips.iter().flatten().next().map(|ip| ip.ip.as_str());
@@ -211,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pod_on_the_network_of_a_machine_without_an_address_is_asked_by_loopback() {
+    fn a_pod_on_the_network_of_a_machine_without_an_address_is_probed_by_loopback() {
         let check = |host_network: bool, ips: serde_json::Value, expected: Option<&str>| {
             let pod = serde_json::json!({
                 "spec": {"containers": [], "hostNetwork": host_network}, "status": {"podIPs": ips},
@@ -297,17 +297,17 @@ mod tests {
     }
 
     #[test]
-    fn a_target_is_told_in_words() {
-        let tell = |json: serde_json::Value| {
+    fn a_target_is_described() {
+        let described = |json: serde_json::Value| {
             let container = core::Container::default();
             Target::of(&serde_json::from_value(json).unwrap(), &container).unwrap().to_string()
         };
-        assert_eq!(tell(serde_json::json!({"tcpSocket": {"port": 80}})), "tcp pod:80");
+        assert_eq!(described(serde_json::json!({"tcpSocket": {"port": 80}})), "tcp pod:80");
         let get = serde_json::json!({"httpGet": {"port": 80, "host": "db", "path": "/x", "scheme": "HTTPS"}});
-        assert_eq!(tell(get), "GET https://db:80/x");
-        assert_eq!(tell(serde_json::json!({"grpc": {"port": 9, "service": "db"}})), "grpc pod:9 db");
-        assert_eq!(tell(serde_json::json!({"exec": {"command": ["a", "b"]}})), "exec a b");
-        let long = tell(serde_json::json!({"exec": {"command": ["é".repeat(500_000)]}}));
+        assert_eq!(described(get), "GET https://db:80/x");
+        assert_eq!(described(serde_json::json!({"grpc": {"port": 9, "service": "db"}})), "grpc pod:9 db");
+        assert_eq!(described(serde_json::json!({"exec": {"command": ["a", "b"]}})), "exec a b");
+        let long = described(serde_json::json!({"exec": {"command": ["é".repeat(500_000)]}}));
         assert_eq!(long, format!("exec {}…", "é".repeat(SHOWN)));
     }
 }

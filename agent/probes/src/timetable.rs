@@ -1,9 +1,9 @@
-//! When to look at what next: one ordered set of deadlines for all probes of the node.
+//! The timetable of checks: an ordered set of deadlines for all probes of the node.
 //!
-//! Probes that the kernel answers cost a microsecond each, so what they cost together is how often the agent
-//! wakes up for them: their looks are put on a grid of their period (at most a second), and all that are due
-//! together are asked together. The grid moves a probe's first look, not the time between its looks. Nobody
-//! but the kernel notices such a burst; looks that somebody must answer are spread instead.
+//! Probes that the kernel answers cost a microsecond each, so their total cost depends on the number of the
+//! agent's wake-ups: their checks are aligned to a grid of their period (at most a second), and all due
+//! checks run together. The grid moves a probe's first check, not the time between its checks. Only the
+//! kernel notices such a burst; checks that an application must answer are spread instead.
 
 use std::{
     collections::BTreeMap,
@@ -13,25 +13,25 @@ use std::{
 
 use super::ids::Id;
 
-/// The coarsest grid.
+/// Maximum step of the grid.
 const COARSEST: Duration = Duration::from_secs(1);
 
-/// The deadlines, on the clock of `policy::probe`, each with the probes that are due then: on the grid that
-/// are many.
+/// The deadlines, on the clock of `policy::probe`, each with the probes due then, of which the grid makes
+/// many.
 #[derive(Debug, Default)]
 pub(super) struct Timetable {
     due: BTreeMap<Duration, Vec<Id>>,
 }
 
 impl Timetable {
-    /// Puts a probe at `at`, instead of where it is (`place`, which is brought up to date).
+    /// Schedules a probe at `at` instead of its current `place`, and updates `place`.
     pub(super) fn set(&mut self, id: Id, place: &mut Option<Duration>, at: Duration) {
         self.remove(id, place);
         self.due.entry(at).or_default().push(id);
         *place = Some(at);
     }
 
-    /// Takes a probe out.
+    /// Removes a probe.
     pub(super) fn remove(&mut self, id: Id, place: &mut Option<Duration>) {
         let Some(before) = place.take() else { return };
         if let Some(ids) = self.due.get_mut(&before) {
@@ -42,26 +42,26 @@ impl Timetable {
         }
     }
 
-    /// The next deadline.
+    /// Returns the next deadline.
     pub(super) fn next(&self) -> Option<Duration> {
         self.due.first_key_value().map(|(at, _)| *at)
     }
 
-    /// Takes out what is due, in order.
-    pub(super) fn take(&mut self, now: Duration) -> Vec<Id> {
+    /// Removes the due probes and returns them in order.
+    pub(super) fn pop_due(&mut self, now: Duration) -> Vec<Id> {
         let later = self.due.split_off(&(now + Duration::from_nanos(1)));
         std::mem::replace(&mut self.due, later).into_values().flatten().collect()
     }
 }
 
-/// The first point of the grid for `period` that isn't before `at`.
+/// Returns the first point of the grid for `period` that isn't before `at`.
 pub(super) fn on_grid(at: Duration, period: Duration) -> Duration {
     let step = period.clamp(Duration::from_millis(1), COARSEST).as_nanos();
     let points = at.as_nanos().div_ceil(step);
     Duration::from_nanos(u64::try_from(points * step).unwrap_or(u64::MAX))
 }
 
-/// Spreads probes evenly through their period: always the same moment for the same probe.
+/// Returns a probe's offset in its period, which spreads probes evenly: always the same for the same probe.
 pub(super) fn phase(of: &impl Hash, period: Duration) -> Duration {
     let mut hasher = DefaultHasher::new();
     of.hash(&mut hasher);
@@ -69,7 +69,7 @@ pub(super) fn phase(of: &impl Hash, period: Duration) -> Duration {
     Duration::from_millis(hasher.finish() % millis)
 }
 
-/// The next of the moments `from + n * period` that is after `now`.
+/// Returns the next of the moments `from + n * period` after `now`.
 pub(super) fn following(from: Duration, period: Duration, now: Duration) -> Duration {
     if now < from {
         return from;
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_due_comes_once_and_in_order() {
+    fn due_probes_come_once_and_in_order() {
         let mut table = Timetable::default();
         let mut ids: SlotMap<Id, ()> = SlotMap::with_key();
         let ids = [(); 5].map(|()| ids.insert(()));
@@ -101,13 +101,13 @@ mod tests {
         table.set(ids[0], &mut places[0], millis(5));
         table.remove(ids[2], &mut places[2]);
         assert_eq!(table.next(), Some(millis(5)));
-        assert_eq!(table.take(millis(10)), [ids[0], ids[1], ids[4]]);
-        assert_eq!(table.take(millis(10)), []);
+        assert_eq!(table.pop_due(millis(10)), [ids[0], ids[1], ids[4]]);
+        assert_eq!(table.pop_due(millis(10)), []);
         assert_eq!(table.due, BTreeMap::from([(millis(40), vec![ids[3]])]));
     }
 
     #[test]
-    fn the_grid_is_the_period_up_to_a_second_and_keeps_the_time_between_looks() {
+    fn the_grid_is_the_period_up_to_a_second_and_keeps_the_time_between_checks() {
         let check = |at, period, expect| {
             assert_eq!(on_grid(millis(at), millis(period)), millis(expect), "{at} {period}");
         };
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_late_look_does_not_move_the_ones_after_it() {
+    fn a_late_check_does_not_move_the_next_ones() {
         assert_eq!(following(millis(100), millis(50), millis(100)), millis(150));
         assert_eq!(following(millis(100), millis(50), millis(149)), millis(150));
         assert_eq!(following(millis(100), millis(50), millis(320)), millis(350));

@@ -1,4 +1,4 @@
-//! The probes as `beelet probe` shows them, and one look on demand with an explanation.
+//! The probes as shown by `beelet probe`, and a check on demand with an explanation.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -33,7 +33,7 @@ impl Probes {
                         b.kind,
                     ))
                 });
-                // The client may have gone.
+                // The client may have disconnected.
                 let _ = reply.send(list);
             }
             Command::Run { wanted, reply } => match self.one(&wanted) {
@@ -59,7 +59,7 @@ impl Probes {
         }
     }
 
-    /// Looks once, beside the timetable, and explains all that was found.
+    /// Runs a check outside the timetable, and explains the results.
     fn explain(&self, id: Id, reply: oneshot::Sender<Result<Explained, AskError>>) {
         let Some(worker) = self.workers.get(id) else { return };
         let probe = view(worker);
@@ -70,23 +70,23 @@ impl Probes {
         };
         let mut explanation = Vec::new();
         if let Some(why) = &probe.fallback {
-            explanation.push(format!("the kernel was to answer, but: {why}"));
+            explanation.push(format!("the kernel cannot answer: {why}"));
         }
         let kernel = worker.in_kernel().map(|(netns, port)| (Arc::clone(netns), port));
         let Some((netns, port)) = kernel else {
             let probers = self.probers.clone();
             self.parts.asking.spawn(async move {
                 explanation
-                    .push(format!("{}: {}, waiting {:?} at most", probe.mode, probe.target, probe.timeout));
+                    .push(format!("{}: {}, waiting at most {:?}", probe.mode, probe.target, probe.timeout));
                 let (answer, latency) = probers.ask(&question).await;
                 let _ = reply.send(Ok(explained(probe, answer, latency, explanation)));
             });
             return;
         };
         let started = Instant::now();
-        let lookup = self.lookups(&[id]).pop().unwrap_or(Lookup::Unknown("the probe is gone".to_owned()));
+        let lookup = self.lookups(&[id]).pop().unwrap_or(Lookup::Unknown("the probe was removed".to_owned()));
         explanation.push(format!(
-            "{}: looked port {port} up in the network namespace with the cookie {}",
+            "{}: looked up port {port} in the network namespace with cookie {}",
             probe.mode,
             netns.handle().cookie()
         ));
@@ -109,9 +109,7 @@ impl Probes {
             let verdict = onlooker.settle(verdict, question.within, &mut explanation).await;
             let mut found = match verdict {
                 Some(verdict) => answer(verdict, port),
-                None => {
-                    Answer::error("the kernel can't say whether anybody listens; a regular look connects")
-                }
+                None => Answer::error("the kernel can't check for a listener; a regular check connects"),
             };
             if canary && found.outcome == Outcome::Success {
                 let heard = onlooker.canary(question.within).await;
@@ -123,7 +121,7 @@ impl Probes {
     }
 }
 
-/// A probe as it is now.
+/// Describes the current state of a probe.
 fn view(worker: &Worker) -> ProbeView {
     ProbeView {
         namespace: worker.name.namespace.clone(),
@@ -135,7 +133,7 @@ fn view(worker: &Worker) -> ProbeView {
         fallback: match worker.method() {
             Method::Ask(why) => why.clone(),
             Method::Undecided if worker.wants_kernel() && worker.container_id.is_some() => {
-                Some("the runtime has not told the pod's network namespace".to_owned())
+                Some("the runtime has not reported the pod's network namespace".to_owned())
             }
             _ => None,
         },
@@ -159,13 +157,13 @@ fn view(worker: &Worker) -> ProbeView {
     }
 }
 
-/// A moment of the past on the wall's clock.
+/// Converts a moment of the past to the wall clock.
 fn wall(at: Duration) -> Timestamp {
     let now_there = Timestamp::now();
     now_there.checked_sub(now().saturating_sub(at)).unwrap_or(now_there)
 }
 
-/// Looks at one address beside the timetable.
+/// Checks an address outside the timetable.
 struct Onlooker {
     checker: Option<Checker>,
     netns: Arc<CheckedNetns>,
@@ -174,7 +172,7 @@ struct Onlooker {
 }
 
 impl Onlooker {
-    /// Waits for what isn't decided yet: whether the connections that wait are accepted within the timeout.
+    /// Waits for a pending verdict: whether the waiting connections are accepted within the timeout.
     async fn settle(
         &self,
         verdict: Option<Verdict>,
@@ -205,7 +203,7 @@ fn said(lookup: &Lookup) -> String {
         Lookup::Absent => "no socket listens there: a connection would be refused".to_owned(),
         Lookup::Unknown(why) => format!("no answer: {why}"),
         Lookup::Listening(queues) => format!(
-            "{} listener(s), cgroup {}, cookie {}; {} connection(s) wait, the queue takes {}; {} of them have waiting \
+            "{} listener(s), cgroup {}, cookie {}; {} connection(s) wait in a queue of {}; {} listener(s) have waiting \
              connections, {} are full",
             queues.listeners,
             queues.cgroup_id,

@@ -1,4 +1,4 @@
-//! One probe of one container: what it looks at, when, and what it has found.
+//! A probe of a container: its target, its schedule and its results.
 
 use std::{net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 
@@ -25,47 +25,47 @@ use beelet_bpf::{CheckTarget, CheckedNetns};
 use beelet_model::{pod::ContainerKind, table::PodName};
 use beelet_state::events::Object;
 
-/// What a look found, for people.
+/// Result of a check, for the user.
 #[derive(Clone, Debug)]
 pub(super) struct ProbeRecord {
     pub outcome: Outcome,
     pub detail: String,
 }
 
-/// What answers.
+/// Source of a probe's answers.
 #[derive(Clone, Debug)]
 pub(super) enum Method {
-    /// Not known before the container runs.
+    /// Unknown before the container runs.
     Undecided,
-    /// The application, or the runtime. The sentence says why not the kernel, where it was to answer.
+    /// The application or the runtime, with the reason if the kernel should answer but can't.
     Ask(Option<String>),
-    /// The kernel, in that namespace.
+    /// The kernel, in this namespace.
     Kernel(Arc<CheckedNetns>),
 }
 
-/// What an edge announced, until a look confirms it.
+/// Announcement of an edge, until a check confirms it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Hint {
-    /// A listener came.
+    /// A listener opened.
     Opened,
-    /// The listener with this cookie went.
+    /// The listener with this cookie closed.
     Closed(u64),
     /// Edges may have been missed.
     Missed,
-    /// A listener is gone, and the container may be ending.
+    /// A listener closed, and the container may be exiting.
     Gone,
 }
 
 #[derive(Debug)]
 pub(super) struct Worker {
     pub key: Key,
-    /// Which of the pod's lists its container is in.
+    /// Kind of the container in the pod's spec.
     pub of: ContainerKind,
     pub name: PodName,
     pub hot: HotState,
     pub state: ProbeState,
     pub target: Target,
-    /// The longest wait for an answer.
+    /// Timeout of an answer.
     pub timeout: Duration,
     /// The container instance under the probe; `None` between two instances.
     pub container_id: Option<String>,
@@ -81,22 +81,22 @@ pub(super) struct Worker {
     /// Looks at a stalled listener that count as successes.
     pub tolerated: Tolerated,
     method: Method,
-    /// The time between two looks that the pod wants.
+    /// Time between two checks, as requested by the pod.
     period: Duration,
-    /// When something else may be asked where the kernel can't say.
+    /// Time of the next allowed request to the application if the kernel can't answer.
     asks_from: Duration,
-    /// The namespace that the way was chosen for; `None` for the host's own.
+    /// The namespace for which the method was chosen; `None` for the host's own.
     pub netns: Option<PathBuf>,
-    /// An edge that is to be judged by the next look, and when it came, `CLOCK_MONOTONIC` nanoseconds.
+    /// Edge to be judged by the next check, with its time in `CLOCK_MONOTONIC` nanoseconds.
     pub edge: Option<(Hint, u64)>,
-    /// How often that look has come too early.
+    /// Number of checks of the edge that came too early.
     pub rechecks: u8,
     pub in_flight: bool,
     canary_every: Duration,
-    /// What the last look found.
+    /// Result of the last check.
     pub last: Option<ProbeRecord>,
     pub since: Option<Timestamp>,
-    /// What of the annotations can't be read.
+    /// Invalid annotations.
     pub problems: Vec<String>,
 }
 
@@ -130,7 +130,7 @@ impl Tolerated {
 }
 
 impl Worker {
-    /// A probe that has seen no container yet; why not, if it can't be run.
+    /// Makes a probe that has seen no container yet.
     pub(super) fn new(
         pod: &core::Pod,
         container: &core::Container,
@@ -156,7 +156,7 @@ impl Worker {
         if period != timing.period {
             problems.push(format!(
                 "the annotations' period of {} ms is only for tcpSocket probes that the kernel answers; the probe \
-                 looks once per second",
+                 runs once per second",
                 timing.period.as_millis()
             ));
         }
@@ -197,7 +197,7 @@ impl Worker {
         })
     }
 
-    /// Returns true if the kernel should answer, could it.
+    /// Returns true if the kernel should answer when possible.
     pub(super) fn wants_kernel(&self) -> bool {
         self.wants_kernel
     }
@@ -207,8 +207,8 @@ impl Worker {
         self.runtime_class.as_deref()
     }
 
-    /// Sets what answers from now on, and returns what did before. The longer minimum period holds for
-    /// everything but the kernel.
+    /// Sets the source of answers and returns the previous one. Other sources than the kernel are asked less
+    /// often.
     pub(super) fn choose(&mut self, method: Method) -> Method {
         let before = std::mem::replace(&mut self.method, method);
         self.has_seen_listener = false;
@@ -226,13 +226,13 @@ impl Worker {
         (verdict, self.tolerated.count(at, is_stalled, threshold))
     }
 
-    /// What was chosen to answer.
+    /// Returns the source of answers.
     pub(super) fn method(&self) -> &Method {
         &self.method
     }
 
-    /// Returns true if a look at `now` that the kernel can't answer may ask instead: as often as if the
-    /// kernel never could.
+    /// Returns true if a check at `now` that the kernel can't answer may ask the application instead: as
+    /// often as if the kernel never answered.
     pub(super) fn may_ask(&mut self, now: Duration) -> bool {
         let may = now >= self.asks_from;
         if may && self.hot.period < settings::SHORTEST_ASKED {
@@ -241,7 +241,7 @@ impl Worker {
         may
     }
 
-    /// The port and the namespace, where the kernel answers.
+    /// Returns the namespace and the port, if the kernel answers.
     pub(super) fn in_kernel(&self) -> Option<(&Arc<CheckedNetns>, u16)> {
         match (&self.method, &self.target) {
             (Method::Kernel(netns), Target::Tcp { port, .. }) => Some((netns, *port)),
@@ -249,7 +249,7 @@ impl Worker {
         }
     }
 
-    /// What answers, in a word.
+    /// Returns the name of the probe's mode.
     pub(super) fn mode(&self) -> &'static str {
         match self.in_kernel() {
             Some((netns, _)) if netns.is_numbered() => "kernel",
@@ -258,13 +258,13 @@ impl Worker {
         }
     }
 
-    /// Goes on with a container that was fine before the agent's restart.
+    /// Continues with a container whose probe succeeded before the agent's restart.
     pub(super) fn resume(&mut self, started_at: Duration) {
         let kind = self.state.kind();
         self.state = ProbeState::resume(kind, self.state.params(), started_at, ProbeResult::Success);
     }
 
-    /// Another container instance runs.
+    /// Starts with another container instance.
     pub(super) fn start(&mut self, id: String, now: Duration) {
         self.container_id = Some(id);
         self.hot.queues.reset();
@@ -276,12 +276,12 @@ impl Worker {
         }
     }
 
-    /// The time of the first look at a container that started at `started_at`. Readiness and startup want
-    /// good news at once. Liveness can only bring bad news, so a container gets one period before the first
-    /// of it, and an application that fails on its first failure isn't killed while it still starts. (The
-    /// kubelet's first look comes at a random moment of the first period.) What ran before this agent did is
-    /// asked at a moment of its own in the first period; the kernel, which it costs nothing, at once, so that
-    /// nothing wrong is said for long.
+    /// Plans the first check of a container that started at `started_at`, and returns its time. Readiness and
+    /// startup probes should succeed as early as possible. A liveness probe can only do harm, so a container
+    /// gets one period before the first check, and an application with a failure threshold of one isn't
+    /// killed while it still starts. (The kubelet's first check comes at a random moment of the first
+    /// period.) Containers from before the agent's start are checked at an offset of their own in the first
+    /// period, but at once by the kernel, whose checks are cheap, so that a wrong state is corrected soon.
     pub(super) fn plan(&mut self, started_at: Duration, now: Duration, taken_over: bool) -> Duration {
         let (initial, period) = (self.state.params().initial_delay, self.hot.period);
         let liveness = self.key.kind == ProbeKind::Liveness;
@@ -293,13 +293,13 @@ impl Worker {
         first.min(self.hot.regular)
     }
 
-    /// Returns true if canaries go to this probe's target at all: the kernel must be able to say whether they
-    /// are accepted.
+    /// Returns true if the probe sends canaries at all: the kernel must be able to check that they are
+    /// accepted.
     pub(super) fn sends_canaries(&self) -> bool {
         !self.canary_every.is_zero() && self.in_kernel().is_some_and(|(netns, _)| netns.is_numbered())
     }
 
-    /// Returns true if this look is to be a canary; if so, the next one is planned.
+    /// Returns true if this check is a canary, and then plans the next one.
     pub(super) fn takes_canary(&mut self, now: Duration) -> bool {
         let due = self.sends_canaries() && now >= self.hot.canary_due;
         if due {
@@ -318,7 +318,7 @@ impl Worker {
         }
     }
 
-    /// What to ask, and of which container.
+    /// Builds the request to the application or the runtime; `None` without a container.
     pub(super) fn question(&self) -> Option<Question> {
         Some(Question {
             target: self.target.clone(),
@@ -328,25 +328,24 @@ impl Worker {
         })
     }
 
-    /// The target of a lookup.
+    /// Returns the target of a lookup.
     pub(super) fn place(&self) -> Option<CheckTarget> {
         let (netns, port) = self.in_kernel()?;
         netns.target((self.ip?, port).into(), None)
     }
 
-    /// Returns true if a success of the kernel's at `now` or later, until anything else happens, would change
-    /// nothing.
+    /// Returns true if a success by the kernel at `now` or later would change nothing, until another event.
     pub(super) fn is_steady(&self, now: Duration) -> bool {
         self.state.is_steady(now) && self.edge.is_none() && !self.in_flight && !self.hot.queues.has_waiting()
     }
 
-    /// Keeps what a look found, and counts it.
+    /// Counts and records the result of a check.
     pub(super) fn count(&mut self, answer: &Answer, latency: Duration) {
         self.hot.tally.count(answer.outcome, latency);
         self.keep(answer, latency);
     }
 
-    /// Keeps what a look or an edge found.
+    /// Records the result of a check or an edge.
     pub(super) fn keep(&mut self, answer: &Answer, latency: Duration) {
         self.hot.looked = (now(), latency);
         let same = |last: &ProbeRecord| last.outcome == answer.outcome && last.detail == answer.detail;
@@ -356,7 +355,7 @@ impl Worker {
     }
 }
 
-/// The clock of `ProbeState`: `CLOCK_MONOTONIC`, the kernel's edges' own.
+/// Returns the time on the clock of `ProbeState`: `CLOCK_MONOTONIC`, as in the kernel's edges.
 pub(super) fn now() -> Duration {
     Duration::from_nanos(monotonic_ns())
 }

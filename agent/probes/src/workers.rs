@@ -1,4 +1,4 @@
-//! All probes of the node, and those that go on as they were.
+//! All probes of the node, and access to the steady ones.
 
 use std::time::Duration;
 
@@ -25,19 +25,19 @@ impl Workers {
         self.all.get(id)
     }
 
-    /// To change it in any way: until the next look it is unknown whether it is steady.
+    /// Returns a probe for any change; it no longer counts as steady until its next check.
     pub(super) fn get_mut(&mut self, id: Id) -> Option<&mut Worker> {
         let worker = self.all.get_mut(id)?;
         worker.hot.steady = None;
         Some(worker)
     }
 
-    /// What a look at a probe that is steady may change.
+    /// Returns the part of a steady probe that a check may change.
     pub(super) fn steady_mut(&mut self, id: Id) -> Option<&mut HotState> {
         self.all.get_mut(id).map(|worker| &mut worker.hot).filter(|hot| hot.steady.is_some())
     }
 
-    /// A look at `now` was a success of the kernel's, and has been published.
+    /// Records a published success by the kernel at `now`.
     pub(super) fn succeeded(&mut self, id: Id, now: Duration) {
         if let Some(worker) = self.all.get_mut(id) {
             worker.hot.steady = if worker.is_steady(now) { worker.place() } else { None };

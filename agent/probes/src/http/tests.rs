@@ -15,7 +15,7 @@ fn plain(path: &str, headers: &[(&str, &str)]) -> Get {
     Get { tls: false, path: path.to_owned(), headers }
 }
 
-/// Serves one connection after the other with `replies`, in order, and gives the requests it saw.
+/// Serves one connection after the other with `replies`, in order, and returns the requests.
 async fn serve(listener: TcpListener, replies: Vec<String>, acceptor: Option<TlsAcceptor>) -> Vec<String> {
     let mut requests = Vec::new();
     for reply in replies {
@@ -26,7 +26,7 @@ async fn serve(listener: TcpListener, replies: Vec<String>, acceptor: Option<Tls
         };
         let mut request = vec![0; 4096];
         let read = stream.read(&mut request).await.unwrap();
-        // The client may have heard enough.
+        // The client may have closed the connection.
         let _ = stream.write_all(reply.as_bytes()).await;
         let _ = stream.shutdown().await;
         requests.push(String::from_utf8_lossy(&request[..read]).into_owned());
@@ -65,7 +65,7 @@ async fn a_status_from_200_to_399_is_a_success() {
 }
 
 #[tokio::test]
-async fn what_is_not_http_is_a_failure() {
+async fn an_answer_that_is_not_http_is_a_failure() {
     for reply in ["", "220 smtp ready\r\n"] {
         assert_eq!(run(&plain("/", &[]), &[reply]).await.0.outcome, Outcome::Failure, "{reply:?}");
     }
@@ -85,7 +85,7 @@ async fn the_request_has_the_probes_headers() {
 }
 
 #[tokio::test]
-async fn a_header_that_is_none_is_the_probes_own_error() {
+async fn an_invalid_header_is_the_probes_own_error() {
     let bad = plain("/", &[("no spaces here", "x")]);
     let answer = get(&bad, "127.0.0.1", 1, &tls::settings().unwrap(), LONG).await;
     assert_eq!(answer.outcome, Outcome::Error);
@@ -115,7 +115,7 @@ async fn redirects_are_followed_on_the_host_only() {
 }
 
 #[tokio::test]
-async fn the_body_is_read_as_far_as_it_is_told() {
+async fn the_body_is_read_up_to_the_limit() {
     let endless = format!("HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n{}", "x".repeat(100_000));
     let (answer, _) = run(&plain("/", &[]), &[&endless]).await;
     assert_eq!((answer.outcome, answer.detail.len()), (Outcome::Success, MAX_OUTPUT));
