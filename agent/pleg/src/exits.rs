@@ -1,8 +1,8 @@
-//! From the first sign of a container's end to the runtime's own word of it.
+//! Waits from the first sign of a container's end to the runtime's confirmation.
 //!
-//! One task waits for all: it asks about a container soon and often while its end is fresh, then less and
-//! less, and leaves the rest to the relist. Many at once are asked for in one listing. It remembers exits of
-//! processes that it can't place yet: a container can end before anybody looked at it.
+//! A single task waits for all containers: it queries a container's state soon and often after the first
+//! sign, then less often, and leaves the rest to the relist. Many containers are queried in a single list.
+//! The task also remembers exits of unknown processes: a container can end before the agent has seen it.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
@@ -39,27 +39,28 @@ use beelet_model::{
     status::OomFacts,
 };
 
-/// How long after an exit the runtime is asked how often. After the last it is the relist's. It takes most
-/// containers a tenth of a second to be called ended, and up to a second where the machine is busy: those
-/// must not wait longer still.
+/// Intervals of queries to the runtime, each up to an age of the exit. After the last the relist takes over.
+/// For most containers the runtime reports the end after a tenth of a second, and on a busy machine after up
+/// to a second: those must not wait even longer.
 const SCHEDULE: [(Duration, Duration); 3] = [
     (Duration::from_secs(2), Duration::from_millis(2)),
     (Duration::from_secs(5), Duration::from_millis(20)),
     (Duration::from_secs(30), Duration::from_millis(250)),
 ];
-/// The same where the runtime sends its events: asking is only the net.
+/// Intervals while the runtime streams its events: the queries are only a fallback.
 const SCHEDULE_STREAMED: [(Duration, Duration); 2] = [
     (Duration::from_secs(3), Duration::from_millis(50)),
     (Duration::from_secs(30), Duration::from_millis(250)),
 ];
-/// The runtime has this many times as long for itself as a question took.
+/// Minimum pause after a query, as a multiple of the query's duration.
 const SHARE: u32 = 4;
-/// More containers than this are asked for in one listing.
+/// Maximum number of containers to query one by one; more are queried in a single list.
 const ONE_BY_ONE: usize = 4;
-/// Exits of unknown processes that are remembered, and for how long.
+/// Maximum number of remembered exits of unknown processes.
 const STRANGERS: usize = 1024;
+/// Time for which exits of unknown processes are remembered.
 const STRANGER_AGE: Duration = Duration::from_secs(5);
-/// A process that is gone though the kernel never said so for this long is a reason to trust it no more.
+/// Time after which an ended process without an exit reported by the kernel ends the trust in the kernel.
 const SILENCE: Duration = Duration::from_secs(5);
 
 /// Counters; clones share them.
@@ -70,7 +71,7 @@ pub struct Metrics {
     given_up: Counter,
 }
 
-/// The source that said first that a container had ended.
+/// The first source that reported a container's end.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Source {
     source: &'static str,
@@ -84,16 +85,16 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Adds all of them to `registry`.
+    /// Adds the metrics to `registry`.
     pub fn register(&self, registry: &mut Registry) {
         registry.register(
             "beelet_container_exits",
-            "Ends of containers, by the source that said so first",
+            "Ends of containers, by the source that reported them first",
             self.seen.clone(),
         );
         registry.register(
             "beelet_container_exit_delay_seconds",
-            "From a container's exit in the kernel to the runtime's word of it",
+            "Time from a container's exit in the kernel to the runtime's report of it",
             self.delay.clone(),
         );
         registry.register(
@@ -104,20 +105,20 @@ impl Metrics {
     }
 }
 
-/// What the task works with.
+/// Dependencies of the task.
 #[derive(Debug)]
 pub struct Parts {
     /// The runtime.
     pub runtime: Runtime,
-    /// Receives the exits that the runtime confirmed.
+    /// Receiver of the exits that the runtime confirmed.
     pub requests: mpsc::Sender<Request>,
-    /// What runs.
+    /// The running processes.
     pub processes: watch::Receiver<Shared>,
     /// Hints of exits.
     pub hints: mpsc::Receiver<ExitHint>,
-    /// The relist's need.
+    /// Pace of the relist.
     pub pace: Pace,
-    /// To know containers by their cgroup.
+    /// Cgroups, for finding containers by their cgroup ids.
     pub cgroups: Arc<Cgroups>,
     /// Counters.
     pub metrics: Metrics,
@@ -128,30 +129,30 @@ pub struct Parts {
 struct Pending {
     uid: String,
     since: Instant,
-    /// When the kernel saw the exit; None where another source told of it.
+    /// Time at which the kernel saw the exit; `None` if another source reported it.
     at_ns: Option<u64>,
 }
 
-/// Waits for the runtime's word on every container of which something says that it ended; runs as one task.
+/// Waits for the runtime's confirmation of every reported end of a container; runs as one task.
 #[derive(Debug)]
 pub struct Exits {
     parts: Parts,
     known: Shared,
-    /// cgroup2 ids of containers.
+    /// Pids of containers by cgroup2 id.
     cgroup_ids: HashMap<u64, u32>,
-    /// By the runtime's identifier.
+    /// Awaited containers by the runtime's identifier.
     pending: BTreeMap<String, Pending>,
     next_ask: Instant,
-    /// Processes that ended, of containers that are not known yet.
+    /// Exited processes of containers that are not known yet.
     strangers: VecDeque<(u32, u64, Instant)>,
-    /// Processes that are gone from `known`, and of which the kernel said nothing yet.
+    /// Processes removed from `known` without an exit reported by the kernel.
     unheard: BTreeMap<u32, Instant>,
-    /// Processes of which the kernel sent the exit before they were gone from `known`.
+    /// Processes whose exit the kernel reported before their removal from `known`.
     heard: VecDeque<u32>,
 }
 
 impl Exits {
-    /// A task without any hint yet.
+    /// Returns a task without hints yet.
     #[must_use]
     pub fn new(parts: Parts) -> Self {
         Self {
@@ -208,18 +209,18 @@ impl Exits {
         }
     }
 
-    /// A process has ended: its container's end must follow.
+    /// Awaits the end of an exited process's container.
     fn expect(&mut self, pid: u32, at_ns: Option<u64>) {
         let Some(process) = self.known.get(&pid) else { return };
         if process.sandbox {
-            // Its state has no shortcut, and it takes its containers along.
+            // Only a relist shows a sandbox's state, and its containers end with it.
             self.parts.pace.nudge();
             return;
         }
         let now = Instant::now();
         let source = if at_ns.is_some() { "kernel" } else { "runtime" };
         if at_ns.is_none() {
-            // The runtime knows already.
+            // The runtime already knows of the end.
             self.next_ask = now;
         }
         if !self.pending.contains_key(&process.id) {
@@ -231,26 +232,26 @@ impl Exits {
         }
     }
 
-    /// How often the runtime is asked now: as the freshest exit needs it.
+    /// Returns the interval of queries to the runtime, by the most recent exit.
     fn interval(&self) -> Duration {
         let youngest = self.pending.values().map(|p| p.since.elapsed()).min().unwrap_or_default();
         let schedule: &[_] = if self.parts.pace.is_streaming() { &SCHEDULE_STREAMED } else { &SCHEDULE };
         schedule.iter().find(|(age, _)| youngest < *age).map_or(SILENCE, |(_, interval)| *interval)
     }
 
-    /// Asks the runtime about all that are awaited; an error if nobody wants to know any more.
+    /// Queries the runtime about all awaited containers; an error if the receiver is closed.
     async fn ask(&mut self) -> Result<(), ()> {
         let began = Instant::now();
         let statuses = match self.ask_runtime().await {
             Ok(statuses) => statuses,
             Err(error) => {
-                debug!(%error, "containers that ended could not be asked about; tried again");
+                debug!(%error, "cannot query ended containers; trying again");
                 BTreeMap::new()
             }
         };
         for (id, status) in statuses {
             let Some(status) = status else {
-                // Somebody removed it: the worker must look for itself.
+                // The container was removed: the worker must check the pod itself.
                 self.pending.remove(&id);
                 self.parts.pace.nudge();
                 continue;
@@ -259,7 +260,7 @@ impl Exits {
                 continue;
             }
             let Some(pending) = self.pending.remove(&id) else { continue };
-            info!(id, "the runtime too says that the container has ended");
+            info!(id, "the runtime confirmed that the container has ended");
             if let Some(at_ns) = pending.at_ns {
                 let delay = Duration::from_nanos(monotonic_ns().saturating_sub(at_ns));
                 self.parts.metrics.delay.observe(delay.as_secs_f64());
@@ -267,15 +268,15 @@ impl Exits {
             let request = Request::Exited { uid: pending.uid, status: Box::new(status) };
             self.parts.requests.send(request).await.map_err(drop)?;
         }
-        self.give_up();
-        // One question at a time, which leaves a runtime that is slow to answer the most of its time: those
-        // that end together, a thousand of them at worst, are being stopped by it.
+        self.drop_late();
+        // A single query at a time, with pauses that leave a slow runtime most of its time: it is stopping
+        // the containers that end together, at worst a thousand.
         self.next_ask = Instant::now().after(self.interval().max(began.elapsed().saturating_mul(SHARE)));
         Ok(())
     }
 
-    /// The status of each container that is awaited; None for one that is gone. Those that can't have changed
-    /// are left out.
+    /// Returns the status of each awaited container; `None` for a removed one. Containers that can't have
+    /// changed are left out.
     async fn ask_runtime(&self) -> Result<BTreeMap<String, Option<cri::ContainerStatus>>, Error> {
         let runtime = &self.parts.runtime;
         let mut ended: Vec<&String> = self.pending.keys().collect();
@@ -307,8 +308,8 @@ impl Exits {
         }
     }
 
-    /// Leaves those that took too long to the relist.
-    fn give_up(&mut self) {
+    /// Leaves containers that took too long to the relist.
+    fn drop_late(&mut self) {
         let patience = SCHEDULE[SCHEDULE.len() - 1].0;
         let before = self.pending.len();
         self.pending.retain(|_, pending| pending.since.elapsed() < patience);
@@ -316,14 +317,14 @@ impl Exits {
         if left > 0 {
             warn!(
                 containers = left,
-                "the kernel saw containers end, but the runtime still calls them running; their pods wait"
+                "the kernel reported the end of containers, but the runtime still reports them as running; their pods wait"
             );
             self.parts.metrics.given_up.inc_by(left as u64);
             self.parts.pace.nudge();
         }
     }
 
-    /// What runs has changed.
+    /// Handles a change of the running processes.
     async fn on_processes(&mut self) {
         let now = Arc::clone(&self.parts.processes.borrow_and_update());
         let before = std::mem::replace(&mut self.known, now);
@@ -336,8 +337,8 @@ impl Exits {
                 self.strangers.push_back((pid, at_ns, since));
             }
         }
-        let told = self.parts.pace.is_kernel_trusted();
-        for pid in before.keys().filter(|pid| told && !self.known.contains_key(*pid)) {
+        let trusted = self.parts.pace.is_kernel_trusted();
+        for pid in before.keys().filter(|pid| trusted && !self.known.contains_key(*pid)) {
             if !self.heard.contains(pid) && !self.strangers.iter().any(|(stranger, ..)| stranger == pid) {
                 self.unheard.insert(*pid, Instant::now());
             }
@@ -346,12 +347,12 @@ impl Exits {
         self.find_cgroups().await;
     }
 
-    /// The kernel's word is worth something only while it tells of every exit.
+    /// Ends the trust in the kernel if it did not report an exit.
     fn check_trust(&mut self) {
         if self.unheard.values().any(|since| since.elapsed() > SILENCE) {
             warn!(
-                "the runtime no longer has containers whose end the kernel did not report (the death of a runtime or of \
-                 its shims does that); ends are looked for by relist again"
+                "containers ended without a report from the kernel (the end of a runtime or of its shims can cause that); \
+                 finding exits by relist again"
             );
             self.parts.pace.set_kernel(false);
             self.unheard.clear();
@@ -361,7 +362,7 @@ impl Exits {
         }
     }
 
-    /// Finds the cgroup2 ids of the containers, by which the kernel names them.
+    /// Finds the cgroup2 ids of the containers, which identify them in the kernel's events.
     async fn find_cgroups(&mut self) {
         let known = Arc::clone(&self.known);
         self.cgroup_ids.retain(|_, pid| known.contains_key(pid));
@@ -380,28 +381,28 @@ impl Exits {
             };
             paths.into_iter().filter_map(|(pid, path)| Some((id_of(&path)?, pid))).collect()
         };
-        // Without them an OOM kill is placed by its process alone.
+        // Without the ids, an OOM kill is assigned only by its process.
         self.cgroup_ids.extend(blocking("finding cgroups of containers", find).await);
     }
 
     async fn on_oom(&mut self, cgroup_id: u64, kill: OomKill) {
-        // First of all: it will be gone soon.
+        // Read first, because the process will end soon.
         let command = blocking("reading a process's name", move || command_of(kill.pid)).await;
         let pid = self.cgroup_ids.get(&cgroup_id).copied().unwrap_or(kill.pid);
         let Some(process) = self.known.get(&pid).filter(|process| !process.sandbox) else {
-            debug!(cgroup_id, ?kill, "an OOM kill outside of all known containers");
+            debug!(cgroup_id, ?kill, "OOM kill outside of all known containers");
             return;
         };
-        // The container's own end follows only if it was its first process.
+        // The container ends only if the victim was its first process.
         let facts = OomFacts { kill, command, first: kill.pid == pid };
         let update = OomUpdate { uid: process.uid.clone(), id: process.id.clone(), facts };
-        // It fails where the manager has ended.
+        // The receiver is closed after the manager's end.
         let _ = self.parts.requests.send(Request::OomKilled(update)).await;
     }
 }
 
-/// The name that a process gave itself, for people; empty if it is gone. Containers choose it: any bytes may
-/// come.
+/// Returns the name of a process for the user; empty if the process has ended. Containers choose it, so it
+/// may have any bytes.
 fn command_of(pid: u32) -> String {
     let name = std::fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
     let name = name.strip_suffix(b"\n").unwrap_or(&name);
@@ -409,7 +410,7 @@ fn command_of(pid: u32) -> String {
     String::from_utf8_lossy(name).chars().map(shown).collect()
 }
 
-/// Remembers, and forgets the oldest.
+/// Appends an item, and drops the oldest of a full queue.
 fn push<T>(queue: &mut VecDeque<T>, item: T) {
     if queue.len() >= STRANGERS {
         queue.pop_front();
@@ -422,7 +423,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_is_called_what_it_calls_itself_as_far_as_that_can_be_shown() {
+    fn a_process_name_is_shown_without_control_characters() {
         let named = |name: &'static [u8]| {
             std::thread::spawn(move || {
                 rustix::thread::set_name(&std::ffi::CString::new(name).unwrap()).unwrap();

@@ -1,12 +1,12 @@
-//! The pod lifecycle event generator: finds out what happened to sandboxes and containers, and sends it to
-//! the pods' manager. It never acts on a pod and never decides; what a change means is the worker's to see.
+//! The pod lifecycle event generator: detects changes of sandboxes and containers, and sends them to the
+//! pods' manager. Must never act on a pod nor decide; the pod's worker interprets a change.
 //!
-//! Three sources say that a container has ended: the kernel (its first process exited: known within a
-//! millisecond, on any runtime), the runtime's event stream (where it has one), and the [`relist`]. The first
-//! two only start a wait for the runtime's own word, in [`exits`]: until the runtime says EXITED, what else
-//! was in the container may hold the pod's ports, and only that word allows a restart. Whatever the sources
-//! say twice is acted on once, because a worker looks at attempts, not at messages. While the first two are
-//! trusted, the relist becomes rare.
+//! Three sources report that a container has ended: the kernel (its first process exited: known within a
+//! millisecond, with any runtime), the runtime's event stream (if it has one), and the [`relist`]. The first
+//! two only start a wait for the runtime's confirmation, in [`exits`]: until the runtime reports EXITED,
+//! other processes of the container may hold the pod's ports, and only that state allows a restart. A
+//! duplicate report has no effect, because a worker compares attempts, not messages. While the first two
+//! sources are trusted, the relist becomes rare.
 
 pub mod exits;
 pub mod relist;
@@ -23,37 +23,37 @@ use tokio_util::sync::CancellationToken;
 use beelet_base::work::Work;
 use beelet_bpf::{Edge, Edges, OomKill};
 
-/// Hints on their way to [`exits`]. While that channel is full the kernel's edges wait in their own, which
-/// counts what it loses and reports it.
+/// Capacity of the channel of hints to [`exits`]. While it is full the kernel's edges wait in their own
+/// channel, which counts and reports its losses.
 pub const HINTS: usize = 1024;
 
-/// Something that may be a container's end.
+/// A hint of a container's end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExitHint {
-    /// A process ended, by the kernel's word.
+    /// The kernel reported the exit of a process.
     Exited {
-        /// Its id on the host.
+        /// Pid on the host.
         pid: u32,
-        /// When, `CLOCK_MONOTONIC` nanoseconds.
+        /// Time of the exit, `CLOCK_MONOTONIC` nanoseconds.
         at_ns: u64,
     },
-    /// The kernel killed a process for want of memory, by its own word.
+    /// The kernel reported an OOM kill.
     OomKilled {
         /// The container's cgroup2 id; 0 if unknown.
         cgroup_id: u64,
         /// The process.
         kill: OomKill,
     },
-    /// A container or sandbox ended, by the runtime's word.
+    /// The runtime reported the end of a container or sandbox.
     Stopped {
         /// The runtime's identifier.
         id: String,
     },
-    /// Something may have been missed.
+    /// Events may have been missed.
     Lost,
 }
 
-/// Hands the kernel's edges on as hints, until `shutdown`.
+/// Forwards the kernel's edges as hints, until `shutdown`.
 pub fn forward(edges: Edges, hints: mpsc::Sender<ExitHint>, shutdown: CancellationToken) -> Work {
     Box::pin(async move {
         loop {
@@ -74,7 +74,7 @@ pub fn forward(edges: Edges, hints: mpsc::Sender<ExitHint>, shutdown: Cancellati
     })
 }
 
-/// How much the relist is needed: what the other sources know of themselves. Clones share it.
+/// Trust in the other sources, which determines the relist's period. Clones share the state.
 #[derive(Clone, Debug, Default)]
 pub struct Pace(Arc<PaceState>);
 
@@ -91,7 +91,7 @@ impl Pace {
         self.is_kernel_trusted() || self.is_streaming()
     }
 
-    /// Returns true if the kernel is expected to tell of every exit.
+    /// Returns true if the kernel is expected to report every exit.
     pub(crate) fn is_kernel_trusted(&self) -> bool {
         self.0.kernel.load(Ordering::Relaxed)
     }
@@ -101,7 +101,7 @@ impl Pace {
         self.0.stream.load(Ordering::Relaxed)
     }
 
-    /// The kernel reports exits, or it turned out that it doesn't.
+    /// Sets whether the kernel is trusted to report every exit.
     pub fn set_kernel(&self, trusted: bool) {
         self.0.kernel.store(trusted, Ordering::Relaxed);
     }
@@ -113,7 +113,7 @@ impl Pace {
         }
     }
 
-    /// Something happened that only a relist can tell.
+    /// Requests a relist.
     pub(crate) fn nudge(&self) {
         self.0.nudge.notify_one();
     }

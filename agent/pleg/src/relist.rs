@@ -1,6 +1,6 @@
-//! The safety net: asks the runtime for everything that is ours, once per period, and compares it with the
-//! last answer. Two calls, whatever the number of pods. While nothing is new and other sources are trusted,
-//! the period grows.
+//! The relist: lists all our sandboxes and containers in the runtime once per period, and compares them with
+//! the last list. Two calls for any number of pods. While nothing changes and other sources are trusted, the
+//! period grows.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -34,29 +34,31 @@ use beelet_model::{
     table::PodName,
 };
 
-/// The time between two looks, as the kubelet's.
+/// Time between two relists, as in the kubelet.
 pub const PERIOD: Duration = Duration::from_secs(1);
-/// The same where nothing was new for a while and other sources are trusted. It doubles up to this.
+/// Maximum time between two relists: the period doubles up to it while nothing changes and other sources are
+/// trusted.
 pub(crate) const PERIOD_MAX: Duration = Duration::from_secs(5);
-/// However often somebody asks for a look, there is one in this time at most, and it takes a fifth of the
-/// time at most: a runtime with a thousand pods has other work while many of them start.
+/// Minimum pause after a relist, regardless of the number of requests: a runtime with a thousand pods has
+/// other work while many of them start.
 const GAP: Duration = Duration::from_millis(100);
+/// Minimum pause as a multiple of the relist's duration: relists take at most a fifth of the time.
 const SHARE: u32 = 4;
-/// With no answer for this long the agent calls itself unhealthy and its node not ready, as the kubelet does
-/// (`maxWaitForContainerRuntime`, pkg/kubelet/kubelet.go).
+/// Time without an answer after which the agent reports itself unhealthy and its node not ready, as in the
+/// kubelet (`maxWaitForContainerRuntime`, pkg/kubelet/kubelet.go).
 pub const UNHEALTHY_AFTER: Duration = Duration::from_secs(30);
-/// With no answer for this long the readers of the pod table see it: twice the longest time between two
-/// relists.
+/// Time without an answer after which readers of the pod table see the failure: twice the longest time
+/// between two relists.
 pub const NOTICED_AFTER: Duration = Duration::from_secs(10);
 
-/// When the runtime last answered; clones share it.
+/// Time of the runtime's last answer; clones share it.
 #[derive(Clone, Debug)]
 pub struct Pulse(Arc<Mutex<Beat>>);
 
 #[derive(Clone, Copy, Debug)]
 struct Beat {
     last: Instant,
-    /// Since when no two beats were too far from each other.
+    /// Start of the current series of answers without a too long pause.
     well_since: Instant,
 }
 
@@ -79,13 +81,14 @@ impl Pulse {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// For how long the runtime has not answered.
+    /// Returns the time since the runtime's last answer.
     #[must_use]
     pub fn silence(&self) -> Duration {
         self.get().last.elapsed()
     }
 
-    /// For how long the silence has been shorter than [`UNHEALTHY_AFTER`], or longer.
+    /// Returns the time for which the silence has been shorter than [`UNHEALTHY_AFTER`], or for which it has
+    /// been longer.
     #[must_use]
     pub fn lasted(&self) -> Duration {
         let beat = self.get();
@@ -118,7 +121,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Adds all of them to `registry`.
+    /// Adds the metrics to `registry`.
     pub fn register(&self, registry: &mut Registry) {
         registry.register(
             "kubelet_pleg_relist_duration_seconds",
@@ -144,10 +147,10 @@ impl Metrics {
     }
 }
 
-/// One sandbox or container in a comparison: identifier and state.
+/// Identifiers and states of sandboxes and containers, by the pod's UID, for comparison.
 type Seen = BTreeMap<String, BTreeSet<(String, i32)>>;
 
-/// Looks once a [`PERIOD`].
+/// Runs a relist once per [`PERIOD`].
 #[derive(Debug)]
 pub struct Relist {
     runtime: Runtime,
@@ -159,7 +162,7 @@ pub struct Relist {
 }
 
 impl Relist {
-    /// A relist that has not looked yet, and the pulse that tells of its health.
+    /// Returns a new relist, and the pulse that shows its health.
     pub fn new(
         runtime: Runtime,
         requests: mpsc::Sender<Request>,
@@ -170,11 +173,11 @@ impl Relist {
         (Self { runtime, requests, metrics, pulse: pulse.clone(), pace, seen: None }, pulse)
     }
 
-    /// Asks until `shutdown`, at once and then periodically. A failure is logged once, and so is its end.
+    /// Runs relists until `shutdown`, at once and then periodically. Logs a failure once, and also its end.
     pub fn run(mut self, shutdown: CancellationToken) -> Work {
         Box::pin(async move {
             let mut failing = false;
-            // A slow answer delays the next look; it does not make a burst of them.
+            // A slow answer delays the next relist and does not cause a burst.
             let (mut last, mut period) = (Instant::now(), Duration::ZERO);
             let (mut began, mut gap) = (None::<Instant>, GAP);
             loop {
@@ -201,13 +204,13 @@ impl Relist {
                         if failing {
                             info!("the container runtime answers again");
                         }
-                        // When it is back, every worker must look: anything may have happened meanwhile.
+                        // After an outage every worker must check its pod: anything may have happened.
                         let news = RuntimePods { recovered: failing, ..news };
                         failing = false;
                         self.pulse.beat();
                         self.metrics.seen(SystemTime::now());
-                        // Without changes too: what came and went between two looks is missed by those who
-                        // saw it.
+                        // Also sent without changes: a worker may wait for a change that came and went
+                        // between two relists.
                         if self.requests.send(Request::Runtime(news)).await.is_err() {
                             return;
                         }
@@ -224,7 +227,7 @@ impl Relist {
         })
     }
 
-    /// Asks, and compares.
+    /// Lists sandboxes and containers, and compares them with the last list.
     async fn list(&mut self) -> Result<RuntimePods, Error> {
         let began = Instant::now();
         let ours = managed();
@@ -248,7 +251,7 @@ impl Relist {
     }
 }
 
-/// Sorts what was listed by pod.
+/// Groups sandboxes and containers by pod.
 fn group(
     sandboxes: &[cri::PodSandbox],
     containers: &[cri::Container],
@@ -266,13 +269,13 @@ fn group(
         let pod = pod_of(&container.labels, &container.annotations);
         let Some(uid) = uid(&container.labels).filter(|uid| pod.is_sound(uid)) else { continue };
         seen.entry(uid.clone()).or_default().insert((container.id.clone(), container.state));
-        // A container whose sandbox is gone still belongs to a pod that must be cleaned up.
+        // A container without its sandbox still belongs to a pod that must be cleaned up.
         pods.entry(uid).or_insert(pod);
     }
     (pods, seen)
 }
 
-/// What was listed of each of `pods`, by their UIDs.
+/// Returns the listed sandboxes and containers of each of `pods`, by their UIDs.
 fn by_pod(
     pods: &BTreeSet<String>,
     sandboxes: Vec<cri::PodSandbox>,
@@ -309,7 +312,7 @@ fn pod_of(
     }
 }
 
-/// The pods that are new, gone or not what they were.
+/// Returns the new, removed and changed pods.
 fn differences(before: &Seen, now: &Seen) -> BTreeSet<String> {
     let changed = now.iter().filter(|(uid, seen)| before.get(*uid) != Some(seen)).map(|(uid, _)| uid);
     let gone = before.keys().filter(|uid| !now.contains_key(*uid));
@@ -321,7 +324,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn the_pulse_knows_since_when_it_is_as_it_is() {
+    async fn the_pulse_measures_the_time_of_health_and_of_failure() {
         let pulse = Pulse::now();
         let check = |well: bool, seconds: u64| {
             let is_well = pulse.silence() < UNHEALTHY_AFTER;
@@ -358,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sandbox_says_how_long_its_pod_may_take_to_end_within_bounds() {
+    fn a_sandbox_has_its_pods_grace_period_within_bounds() {
         for (said, expected) in [
             ("7", 7),
             ("-1", 0),
@@ -374,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn what_names_no_pod_of_ours_is_nobodys() {
+    fn sandboxes_and_containers_without_a_valid_pod_are_ignored() {
         let labels = |uid: &str, name: &str| {
             let all = [(labels::POD_UID, uid), (labels::POD_NAME, name), (labels::POD_NAMESPACE, "default")];
             all.map(|(key, value)| (key.to_owned(), value.to_owned())).into()

@@ -1,5 +1,5 @@
-//! The runtime's event stream as a source of exits. Only where the agent owns the node: the stream has one
-//! subscriber.
+//! The runtime's event stream as a source of exits. Used only if the agent owns the node, because the stream
+//! has a single subscriber.
 
 use std::time::Duration;
 
@@ -12,12 +12,12 @@ use tracing::{debug, info, warn};
 use super::{ExitHint, Pace};
 use beelet_cri::{ContainerEvents, Error, Kind, Runtime};
 
-/// The pause before the stream is asked for again; it doubles up to [`RETRY_MAX`].
+/// Pause before the next subscription; it doubles up to [`RETRY_MAX`].
 const RETRY: Duration = Duration::from_secs(1);
-/// The longest pause.
+/// Maximum pause.
 const RETRY_MAX: Duration = Duration::from_secs(30);
 
-/// Follows the stream until `shutdown`, or until the runtime says that it has none.
+/// Follows the stream until `shutdown`, or until the runtime reports that it has none.
 pub fn follow(
     runtime: Runtime,
     hints: mpsc::Sender<ExitHint>,
@@ -42,7 +42,7 @@ pub fn follow(
                     );
                     return;
                 }
-                Err(error) => warn!(%error, "the container runtime's events broke off; the relist stands in"),
+                Err(error) => warn!(%error, "the container runtime's event stream failed; using the relist"),
                 Ok(()) => debug!("the container runtime ended its event stream"),
             }
             tokio::select! {
@@ -54,15 +54,15 @@ pub fn follow(
     })
 }
 
-/// One subscription, to its end. It counts as working from its first event on: a runtime may accept it, and
-/// then have another subscriber that gets them.
+/// Runs a subscription to its end. The stream counts as working from its first event on: a runtime may accept
+/// the subscription, but send the events to another subscriber.
 async fn once(runtime: &Runtime, hints: &mpsc::Sender<ExitHint>, pace: &Pace) -> Result<(), Error> {
     let mut events: ContainerEvents = runtime.container_events().await?;
     while let Some(event) = events.next().await? {
         if !pace.is_streaming() {
             info!("the container runtime streams its events");
             pace.set_streaming(true);
-            // What happened before the first one is not in the stream.
+            // The stream lacks earlier events.
             pace.nudge();
         }
         let stopped = event.container_event_type() == ContainerEventType::ContainerStoppedEvent;

@@ -148,7 +148,7 @@ fn exits(containerd: &Containerd, agent: &Agent, pods: usize, watched: usize) ->
             if let Some(running) = end.running {
                 at_most.push((asked - running) as f64 / 1e6);
             } else {
-                let exited = of_it("the runtime too says")?;
+                let exited = of_it("the runtime confirmed")?;
                 to_known.push((of_it("a container has ended")? - end.killed) as f64 / 1e6);
                 to_exited.push((exited - end.killed) as f64 / 1e6);
                 to_restart.push((asked - exited) as f64 / 1e6);
