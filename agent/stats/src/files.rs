@@ -1,8 +1,8 @@
-//! One reading of a cgroup from its files. What the kernel programs know is added by the sampler; what both
-//! know, the files say: they count from the cgroup's birth.
+//! Reads a cgroup from its files. The sampler adds the data of the kernel programs; data in both come from
+//! the files, which count from the cgroup's creation.
 //!
-//! A file that isn't there (an old kernel, a controller that is off, PSI switched off) leaves its numbers
-//! out; only a cgroup without memory and CPU time is no reading.
+//! The numbers of a missing file (an old kernel, a controller that is off, PSI switched off) are left out;
+//! only a cgroup without memory and CPU time gives no reading.
 
 use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
@@ -12,31 +12,34 @@ use super::model::{Details, Gauges, Net, Reading, Stalls};
 use super::parse;
 use beelet_cgroups::read::{CgroupDirs, Controller};
 
-/// So many files of a cgroup each reading needs at most: those of version 1 beside cgroup2.
+/// Maximum number of a cgroup's files that each reading needs: those of version 1 next to cgroup2.
 pub(super) const OFTEN: u64 = 10;
 
-/// Processes of a cgroup, and their open files: of more than so many the files are not counted.
+/// Maximum number of a cgroup's processes for counting their open files.
 const MAX_PROCESSES: usize = 256;
+/// Maximum number of open files to count.
 const MAX_FILES: u64 = 4096;
 
-/// Interfaces of a pod that are counted, and bytes of a file that tells of them.
+/// Maximum number of a pod's interfaces to count.
 const INTERFACES: usize = 32;
+/// Maximum bytes of a network file to read.
 const NETWORK_FILE: u64 = 64 << 10;
 
-/// How much of a cgroup is read.
+/// Depth of a cgroup's reading.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Depth {
     /// CPU time, memory and its limit.
     Usage,
-    /// What changes from second to second.
+    /// Numbers that change from second to second.
     Tick,
-    /// Limits and processes too.
+    /// Also limits and processes.
     Full,
-    /// All that a page shows.
+    /// All numbers of a page.
     Page,
 }
 
-/// Reads the cgroup; what [`Depth::Tick`] leaves out is taken from `last`. None if it has gone.
+/// Reads the cgroup; gauges that [`Depth::Tick`] leaves out come from `last`. `None` if the cgroup was
+/// removed.
 pub(super) fn read(
     dirs: &mut CgroupDirs,
     depth: Depth,
@@ -74,7 +77,7 @@ pub(super) fn read(
 
 struct Files<'a> {
     dirs: &'a mut CgroupDirs,
-    /// Whether each reading needs them.
+    /// True for files that each reading needs.
     often: bool,
     buffer: &'a mut Vec<u8>,
 }
@@ -92,8 +95,8 @@ impl Files<'_> {
         self.text(controller, file).and_then(parse::number)
     }
 
-    /// Time and throttling. cgroup2's own `cpu.stat` has the times even without its controller, so beside
-    /// version 1 it saves the three files of cpuacct.
+    /// Reads CPU time and throttling. cgroup2's own `cpu.stat` has the times even without its controller, so
+    /// next to version 1 it replaces the three files of cpuacct.
     fn cpu(&mut self, reading: &mut Reading) -> Option<()> {
         let counters = &mut reading.counters;
         let mut timed = false;
@@ -135,7 +138,7 @@ impl Files<'_> {
         let (counters, gauges) = (&mut reading.counters, &mut reading.gauges);
         let stat = self.text(Controller::Memory, "memory.stat")?;
         for (name, value) in parse::keyed(stat) {
-            // On version 1 the names without `total_` leave the cgroup's children out.
+            // On version 1 the numbers without `total_` exclude the cgroup's children.
             let name = if v1 { name.strip_prefix("total_").unwrap_or_default() } else { name };
             match name {
                 "active_file" => gauges.active_file = value,
@@ -166,7 +169,7 @@ impl Files<'_> {
         Some(())
     }
 
-    /// cgroup2 has these, also beside version 1.
+    /// Reads the stalls, which cgroup2 has also next to version 1.
     fn stalls(&mut self, reading: &mut Reading) {
         let mut of =
             |file: &'static str| -> Option<Stalls> { parse::stalls(self.text(Controller::Unified, file)?) };
@@ -176,7 +179,7 @@ impl Files<'_> {
         counters.io_stalls = of("io.pressure");
     }
 
-    /// Bytes that went to devices: all together, and into `details` by device, with the operations.
+    /// Reads the bytes of block devices: their sum, and in `details` by device, with the operations.
     fn io(&mut self, reading: &mut Reading, details: Option<&mut Details>) {
         let counters = &mut reading.counters;
         if self.dirs.is_v1() {
@@ -196,8 +199,8 @@ impl Files<'_> {
         }
     }
 
-    /// What has a file of its own. Version 2 has the peak since Linux 5.19, and the rest among the numbers
-    /// that [`Files::memory`] reads.
+    /// Reads the details with files of their own. Version 2 has the peak since Linux 5.19, and the rest among
+    /// the numbers that [`Files::memory`] reads.
     fn details(&mut self, details: &mut Details) {
         let v1 = self.dirs.is_v1();
         if v1 {
@@ -238,23 +241,23 @@ impl Files<'_> {
     }
 }
 
-/// The shares that a weight of version 2 stands for, by the runtimes' conversion turned round (KEP-2254).
+/// Converts a weight of version 2 to shares, by the inverse of the runtimes' conversion (KEP-2254).
 fn shares(weight: u64) -> u64 {
     2 + weight.saturating_sub(1).saturating_mul(262_142) / 9999
 }
 
-/// Processes of a cgroup, their open files, and the sockets among these.
+/// Number of a cgroup's processes, their open files, and their sockets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Opened {
     pub(super) processes: u64,
-    /// None where there are too many to be counted.
+    /// Open files, and the sockets among them; `None` if too many to count.
     pub(super) files: Option<(u64, u64)>,
-    /// How many the first of them may have open; -1: any number.
+    /// Maximum number of open files of the first process; -1: any number.
     pub(super) limit: Option<i64>,
 }
 
-/// Counts what the processes of the cgroup itself have open. What is beyond the bounds is not counted at all:
-/// a container must not make a page late, and half a number is none.
+/// Counts the open files of the processes in the cgroup itself. Beyond the limits nothing is counted: a
+/// container must not delay a page, and an incomplete number is useless.
 pub(super) fn opened(dirs: &CgroupDirs, buffer: &mut Vec<u8>) -> Option<Opened> {
     let controllers = [Controller::Unified, Controller::Memory];
     let text = controllers.into_iter().find_map(|controller| {
@@ -267,11 +270,11 @@ pub(super) fn opened(dirs: &CgroupDirs, buffer: &mut Vec<u8>) -> Option<Opened> 
     Some(Opened { processes: pids.len() as u64, files, limit })
 }
 
-/// Open files and sockets of these processes; none if there are too many.
+/// Returns the numbers of open files and sockets of these processes; `None` if there are too many.
 fn open_files(pids: &[u32]) -> Option<(u64, u64)> {
     let (mut files, mut sockets) = (0, 0);
     for pid in pids {
-        // It may have ended.
+        // The process may have ended.
         let Ok(folder) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { continue };
         for file in folder.flatten() {
             files += 1;
@@ -285,11 +288,11 @@ fn open_files(pids: &[u32]) -> Option<(u64, u64)> {
     Some((files, sockets))
 }
 
-/// The network of the process `pid`: its interfaces, and on the first of them the TCP segments sent again.
-/// None if the process has gone.
+/// Returns the network of the process `pid`: its interfaces, with the TCP retransmits in the first of them.
+/// `None` if the process has ended.
 ///
-/// The process may have made as many interfaces as it likes, by any names, in a namespace of its own: only
-/// the first ones are looked at.
+/// The process may have made any number of interfaces with any names in a namespace of its own: only the
+/// first ones are read.
 pub(super) fn network(pid: u32) -> Option<Vec<(String, Net)>> {
     let read = |file: &str| {
         let mut text = Vec::new();
@@ -305,16 +308,16 @@ pub(super) fn network(pid: u32) -> Option<Vec<(String, Net)>> {
     Some(interfaces)
 }
 
-/// Returns true if a process is in that network namespace, or that can't be told.
+/// Returns true if a process is in that network namespace, or if that is unknown.
 pub(super) fn is_in_network(pid: u32, netns: &Path) -> bool {
     let of = |path: &Path| std::fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
     let (its, pods) = (of(Path::new(&format!("/proc/{pid}/ns/net"))), of(netns));
     its.zip(pods).is_none_or(|(its, pods)| its == pods)
 }
 
-/// The first process of the cgroup.
+/// Returns the first process of the cgroup.
 pub(super) fn first_pid(dirs: &CgroupDirs, buffer: &mut Vec<u8>) -> Option<u32> {
-    // Beside version 1 the runtime may not have joined cgroup2.
+    // Next to version 1 the runtime may not have joined cgroup2.
     [Controller::Unified, Controller::Memory].into_iter().find_map(|controller| {
         dirs.read(controller, "cgroup.procs", buffer).ok()?.lines().next()?.parse().ok()
     })
@@ -328,7 +331,7 @@ mod tests {
     use super::*;
     use beelet_cgroups::{Cgroups, Hierarchy, Layout, Version};
 
-    /// A cgroup `/c` with these files, as plain files.
+    /// Makes a cgroup `/c` with these files, as plain files.
     fn dirs(dir: &Path, version: Version, files: &[(&str, &str, &str)]) -> CgroupDirs {
         let v1 = ["cpu", "cpuacct", "memory", "blkio", "pids"];
         let hierarchy = |name: &str, is_v2, controllers: &[&str]| Hierarchy {
@@ -396,7 +399,7 @@ mod tests {
     ];
 
     #[test]
-    fn both_versions_of_cgroups_say_the_same_of_the_same_container() {
+    fn both_versions_of_cgroups_give_the_same_reading_of_the_same_container() {
         let dir = tempfile::tempdir().unwrap();
         let mut buffer = Vec::new();
         let mut of = |version, name: &str, files| {
@@ -422,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_tick_leaves_out_stays_as_it_was() {
+    fn gauges_that_a_tick_leaves_out_stay_as_they_were() {
         let dir = tempfile::tempdir().unwrap();
         let mut dirs = dirs(dir.path(), Version::V2, V2);
         let mut buffer = Vec::new();
@@ -432,11 +435,11 @@ mod tests {
         let full = read(&mut dirs, Depth::Full, Some(&last), 1, &mut buffer).unwrap().gauges;
         assert_eq!((full.pids, full.memory_limit), (Some(6), Some(4096)));
         let read = read(&mut dirs, Depth::Full, Some(&last), 1, &mut buffer).unwrap();
-        assert_eq!(read.details, None, "a page alone needs them");
+        assert_eq!(read.details, None, "only a page needs them");
     }
 
     #[test]
-    fn a_cgroup_that_says_nothing_is_no_reading() {
+    fn a_cgroup_without_files_gives_no_reading() {
         let dir = tempfile::tempdir().unwrap();
         let mut dirs = dirs(dir.path(), Version::V2, &[]);
         assert_eq!(read(&mut dirs, Depth::Full, None, 1, &mut Vec::new()), None);

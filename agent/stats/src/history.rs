@@ -1,5 +1,5 @@
-//! The readings that windows are made from: every one of the last seconds, every tenth second of the last
-//! minute. Pure; times are `CLOCK_MONOTONIC` nanoseconds.
+//! The readings from which windows are computed: every reading of the last seconds, and one every ten seconds
+//! of the last minute. Pure; times are `CLOCK_MONOTONIC` nanoseconds.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -7,14 +7,15 @@ use std::time::Duration;
 use super::model::{Counters, Rates, WINDOWS};
 use super::rates::rates;
 
-/// Readings younger than this are all kept, and one in so much of older ones.
+/// Age up to which all readings are kept.
 const FINE: u64 = 11_000_000_000;
+/// Minimum distance of older readings.
 const COARSE: u64 = 9_500_000_000;
-/// Nothing is older.
+/// Maximum age of a reading.
 const OLDEST: u64 = 75_000_000_000;
-/// A window may be this much shorter than its name says: ticks come a little early and late.
+/// Divisor of a window's length: a window may be this part shorter, since ticks come a little early or late.
 const SLACK: u64 = 20;
-/// However often they are read, no two readings but the last two are closer together.
+/// Minimum distance of all readings but the last two, independent of the rate of reading.
 const SPACING: u64 = 200_000_000;
 
 /// Some of the readings of the last minute, oldest first.
@@ -30,8 +31,8 @@ impl<T> Default for History<T> {
 }
 
 impl<T> History<T> {
-    /// Adds a reading and forgets those that no window needs any more. One that is not newer than the last is
-    /// left out.
+    /// Adds a reading and drops those that no window needs any more. Ignores a reading that is not newer than
+    /// the last.
     pub(super) fn push(&mut self, at_ns: u64, reading: T) {
         if self.readings.back().is_some_and(|(last, _)| *last >= at_ns) {
             return;
@@ -57,8 +58,8 @@ impl<T> History<T> {
         });
     }
 
-    /// The reading that the window of this length begins with: the youngest one that is old enough, else the
-    /// oldest that there is. None before there are two.
+    /// Returns the first reading of the window of this length: the youngest that is old enough, else the
+    /// oldest. `None` with fewer than two readings.
     #[must_use]
     pub(super) fn base(&self, window: Duration) -> Option<&(u64, T)> {
         let (newest, _) = self.readings.back()?;
@@ -68,13 +69,13 @@ impl<T> History<T> {
         before().find(|(at, _)| newest - at >= enough).or_else(|| before().last())
     }
 
-    /// The newest reading.
+    /// Returns the newest reading.
     #[must_use]
     pub(super) fn newest(&self) -> Option<&(u64, T)> {
         self.readings.back()
     }
 
-    /// What `of` makes of each window's two readings and the time between them.
+    /// Applies `of` to each window's two readings and the time between them.
     pub(super) fn windows<R>(&self, of: impl Fn(&T, &T, Duration) -> R) -> [Option<R>; 3] {
         WINDOWS.map(|window| {
             let (now, newest) = self.newest()?;
@@ -85,7 +86,7 @@ impl<T> History<T> {
 }
 
 impl History<Counters> {
-    /// The rates over every window.
+    /// Returns the rates over every window.
     #[must_use]
     pub(super) fn rates(&self) -> [Option<Rates>; 3] {
         self.windows(rates)
@@ -103,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_are_as_long_as_they_say_once_there_is_enough() {
+    fn windows_have_their_length_once_enough_readings_exist() {
         let mut history = History::default();
         for second in 0..200u64 {
             // A tick is never exactly on time.
@@ -123,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_counters_give_the_same_rates_whatever_was_read_in_between() {
+    fn readings_in_between_do_not_change_the_rates() {
         let check = |seconds: &[u64]| {
             let mut history = History::default();
             seconds.iter().for_each(|second| history.push(second * SECOND, cpu(second * second * SECOND)));
@@ -135,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn with_few_readings_the_oldest_one_has_to_do() {
+    fn with_few_readings_the_oldest_is_used() {
         let mut history = History::default();
         history.push(10 * SECOND, cpu(0));
         assert_eq!(history.rates(), [None, None, None]);
@@ -143,13 +144,13 @@ mod tests {
         assert_eq!(history.rates().map(|rates| rates.unwrap().over_ns), [3 * SECOND; 3]);
         history.push(13 * SECOND, cpu(9 * SECOND));
         assert!((history.rates()[0].unwrap().cpu - 1.0).abs() < 1e-9, "a reading of the same moment");
-        // A look every quarter of an hour says nothing about the last minute.
+        // A reading every quarter of an hour gives no rate over the last minute.
         history.push(900 * SECOND, cpu(900 * SECOND));
         assert_eq!(history.rates(), [None, None, None]);
     }
 
     #[test]
-    fn somebody_who_reads_a_hundred_times_a_second_does_not_fill_the_memory() {
+    fn a_hundred_readings_per_second_do_not_fill_the_memory() {
         let mut history = History::default();
         for tick in 0..10_000u64 {
             history.push(tick * SECOND / 100, cpu(tick * SECOND / 100));

@@ -1,12 +1,11 @@
-//! The pods and containers of the node, from the pod table, with everything that a cgroup doesn't say.
-//! Pure.
+//! The pods and containers of the node, from the pod table, with all data that cgroups lack. Pure.
 
 use k8s_openapi::api::core::v1::{Container, ContainerState, ContainerStatus, Pod, PodStatus};
 
 use super::model::{ContainerStats, PodStats, State};
 use beelet_model::table::{PodEntry, PodName, PodTable};
 
-/// Every pod of the table, nothing read yet.
+/// Returns every pod of the table, without readings.
 pub(super) fn pods(table: &PodTable) -> Vec<PodStats> {
     table.pods.iter().map(|(name, entry)| pod(name, entry)).collect()
 }
@@ -36,7 +35,8 @@ fn pod(name: &PodName, entry: &PodEntry) -> PodStats {
     }
 }
 
-/// The state of a pod in a word: that it is deleted, why it has ended, else its phase.
+/// Returns the state of a pod: `Terminating` for a deleted pod, else the reason of its status, else its
+/// phase.
 fn state_of_pod(pod: &Pod, status: &PodStatus) -> String {
     let has_ended = matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"));
     if pod.metadata.deletion_timestamp.is_some() && !has_ended {
@@ -45,7 +45,7 @@ fn state_of_pod(pod: &Pod, status: &PodStatus) -> String {
     status.reason.clone().or_else(|| status.phase.clone()).unwrap_or_default()
 }
 
-/// The condition Ready, and why it isn't true, in one line.
+/// Returns the condition Ready, and the reason if it isn't true, in one line.
 fn readiness(status: &PodStatus) -> (Option<bool>, String) {
     let condition = status.conditions.iter().flatten().find(|condition| condition.type_ == "Ready");
     let Some(condition) = condition else { return (None, String::new()) };
@@ -59,7 +59,7 @@ fn readiness(status: &PodStatus) -> (Option<bool>, String) {
     (ready, words.join(": ").replace('\n', " "))
 }
 
-/// All containers that have a status, init containers first.
+/// Returns all containers with a status, init containers first.
 fn containers(pod: &Pod, status: &PodStatus, readiness_known: bool) -> Vec<ContainerStats> {
     let init_specs: &[Container] =
         pod.spec.as_ref().and_then(|spec| spec.init_containers.as_deref()).unwrap_or_default();
@@ -69,7 +69,7 @@ fn containers(pod: &Pod, status: &PodStatus, readiness_known: bool) -> Vec<Conta
     let init = status.init_container_statuses.iter().flatten();
     let init = init.map(|status| container(status, runs_to_its_end(&status), readiness_known));
     let main = status.container_statuses.iter().flatten();
-    // An ephemeral one is never called ready, and its end is no trouble of the pod's.
+    // An ephemeral container is never ready, and its end does not affect the pod.
     let ephemeral = status.ephemeral_container_statuses.iter().flatten();
     let ephemeral = ephemeral.map(|status| container(status, true, false));
     init.chain(main.map(|status| container(status, false, readiness_known))).chain(ephemeral).collect()
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_what_its_status_says() {
+    fn a_pod_has_the_data_of_its_status() {
         let pod = of(json!({
             "metadata": {"name": "web-n", "namespace": "shop", "uid": "u-1"},
             "spec": {"containers": [{"name": "app"}], "initContainers": [{"name": "init"}, {"name": "mesh", "restartPolicy": "Always"}]},
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn where_nobody_asks_a_pod_its_readiness_is_unknown() {
+    fn without_probes_the_readiness_is_unknown() {
         let pod = of(json!({
             "metadata": {"name": "p"},
             "status": {

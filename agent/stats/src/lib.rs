@@ -1,15 +1,15 @@
-//! What each container uses, waits for and is kept from: the kernel programs' counters and the cgroups' files
-//! made into one value for the whole node, [`NodeStats`], with rates over a second, ten and a minute.
+//! Usage, waits and limits of each container: combines the kernel programs' counters and the cgroups' files
+//! into a single value for the whole node, [`NodeStats`], with rates over a second, ten and a minute.
 //!
-//! Nothing is read without a reader. A [`Stats::subscribe`]d receiver gets a new value every tick as long as
-//! it lives; [`Stats::now`] makes one reading for one question (a scrape, a snapshot), with no more than that
-//! one asks for ([`Scope`]). This module only reads; it decides nothing and asks the runtime nothing: the pod
-//! table says which pods are on the node.
+//! Nothing is read without a reader. A [`Stats::subscribe`]d receiver gets a new value every tick while it
+//! lives; [`Stats::now`] makes a reading for a single request (a scrape, a snapshot), limited to the
+//! requested [`Scope`]. Must only read, never decide and never call the runtime: the pod table lists the
+//! node's pods.
 //!
-//! Where kernel programs measure, run-queue latency, preemption, reclaim and the sockets' traffic are theirs.
-//! Where they don't, these are missing, PSI files say how long containers waited, and a pod's traffic is its
-//! network namespace's. CPU time, memory, throttling and OOM kills come from the files always: they count
-//! from the cgroup's birth.
+//! If kernel programs measure, they provide run-queue latency, preemption, reclaim and the sockets' traffic.
+//! Otherwise these are missing, PSI files provide the wait times, and a pod's traffic is that of its network
+//! namespace. CPU time, memory, throttling and OOM kills always come from the files, which count from the
+//! cgroup's creation.
 
 mod files;
 mod history;
@@ -40,32 +40,31 @@ use beelet_model::{
     table::PodTable,
 };
 
-/// Questions that wait for a reading. One more is answered with the newest value that there is.
+/// Maximum number of requests waiting for a reading. Further ones get the newest value.
 const QUESTIONS: usize = 64;
-/// A question is answered by a reading that is not older than this: several at a time cost one.
+/// Maximum age of a reading for a request: several requests at a time cost a single reading.
 const FRESH: Duration = Duration::from_millis(100);
-/// How long a question waits: the first reading of hundreds of new containers takes some tens of
-/// milliseconds.
+/// Timeout of a request: the first reading of hundreds of new containers takes some tens of milliseconds.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// What is open of pods that are gone is closed at most this often: a look at all pods, for each of a
-/// hundred changes per second while many start, would cost more than it frees.
+/// Minimum time between two rounds of closing the files of removed pods: a scan of all pods for each of a
+/// hundred changes per second, while many start, would cost more than it frees.
 const FORGET: Duration = Duration::from_secs(1);
 
-/// How much of the node a reading has.
+/// Scope of a reading.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Scope {
-    /// What containers use and wait for: a tick's reading.
+    /// Usage and waits of containers: a tick's reading.
     Containers,
-    /// And the CPU time and memory of pods' own cgroups: `/metrics`, `/metrics/resource`.
+    /// Also the CPU time and memory of pods' own cgroups: `/metrics`, `/metrics/resource`.
     Usage,
-    /// A full reading: limits, networks, open files and disks too. `/metrics/cadvisor`, `/stats/summary`.
+    /// A full reading, with limits, networks, open files and disks: `/metrics/cadvisor`, `/stats/summary`.
     Everything,
 }
 
 type Question = (Scope, oneshot::Sender<Arc<NodeStats>>);
 
-/// Answers with the node's stats. Cheap to clone.
+/// Handle for reading the node's stats. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Stats {
     latest: watch::Sender<Arc<NodeStats>>,
@@ -83,7 +82,7 @@ pub struct Inbox {
     questions: mpsc::Receiver<Question>,
 }
 
-/// Both ends. Until [`Sampling`] runs, every answer is [`NodeStats::nothing_yet`].
+/// Returns both ends. Until [`Sampling`] runs, every answer is [`NodeStats::nothing_yet`].
 #[must_use]
 pub fn channel() -> (Stats, Inbox) {
     let (latest, _) = watch::channel(Arc::new(NodeStats::nothing_yet()));
@@ -99,7 +98,7 @@ pub fn channel() -> (Stats, Inbox) {
 }
 
 impl Stats {
-    /// One that stays as it is.
+    /// Returns a handle with a constant value.
     #[cfg(any(test, feature = "test-util"))]
     pub fn fixed(value: NodeStats) -> Self {
         let (stats, _) = channel();
@@ -107,8 +106,8 @@ impl Stats {
         stats
     }
 
-    /// A value every tick, as long as the receiver (or a clone of it) lives. The first one comes at once;
-    /// rates are in the second.
+    /// Subscribes to a value every tick, while the receiver (or a clone of it) lives. The first value comes
+    /// at once; the second has the first rates.
     #[must_use]
     pub fn subscribe(&self) -> watch::Receiver<Arc<NodeStats>> {
         let receiver = self.latest.subscribe();
@@ -116,7 +115,7 @@ impl Stats {
         receiver
     }
 
-    /// A reading that has this much, made now unless there is one of this very moment.
+    /// Returns a reading of this scope, made now unless a fresh one exists.
     pub async fn now(&self, scope: Scope) -> Arc<NodeStats> {
         let (answer, answered) = oneshot::channel();
         if self.questions.try_send((scope, answer)).is_ok()
@@ -127,61 +126,61 @@ impl Stats {
         self.latest()
     }
 
-    /// As [`Stats::now`] with [`Scope::Usage`], for one who reads what the containers' sockets carried: that
-    /// is counted only while somebody asks for it, so the first such reading has what was counted before.
+    /// Returns a reading as [`Stats::now`] with [`Scope::Usage`], for a reader of the containers' socket
+    /// traffic: that is counted only while it has readers, so the first reading has the earlier counts.
     pub async fn with_traffic(&self) -> Arc<NodeStats> {
         self.traffic.notify_one();
         self.now(Scope::Usage).await
     }
 
-    /// Notified whenever somebody reads what the containers' sockets carried: a subscriber at each tick, and
-    /// [`Stats::with_traffic`].
+    /// Returns the notification of each reading of the containers' socket traffic: by a subscriber at each
+    /// tick, and by [`Stats::with_traffic`].
     #[must_use]
     pub fn traffic_demand(&self) -> Arc<Notify> {
         Arc::clone(&self.traffic)
     }
 
-    /// The newest value, however old.
+    /// Returns the newest value of any age.
     pub(crate) fn latest(&self) -> Arc<NodeStats> {
         Arc::clone(&self.latest.borrow())
     }
 }
 
-/// What sampling needs.
+/// Dependencies of the sampling.
 pub struct Parts {
-    /// Where the files are.
+    /// Cgroups with the files to read.
     pub cgroups: Arc<Cgroups>,
     /// The pods of the node.
     pub table: watch::Receiver<Arc<PodTable>>,
-    /// What the kernel programs counted.
+    /// Reader of the kernel programs' counters.
     pub snapshot: Snapshot,
     /// The node's name.
     pub node: String,
-    /// The time between two readings while there is a subscriber.
+    /// Time between two readings while a subscriber exists.
     pub interval: Duration,
-    /// More containers than this are left out.
+    /// Maximum number of containers to read.
     pub most: usize,
-    /// What pods have on disk.
+    /// Disk usage of pods.
     pub disk: Box<dyn DiskUse>,
-    /// What their volumes have.
+    /// Usage of pods' volumes.
     pub volumes: watch::Receiver<VolumesUse>,
     /// Metrics of the sampling itself.
     pub metrics: metrics::Metrics,
 }
 
-/// Makes the readings, while there is a reader; runs as one task.
+/// Makes the readings while a reader exists; runs as one task.
 pub struct Sampling {
     inbox: Inbox,
     table: watch::Receiver<Arc<PodTable>>,
     interval: Duration,
     metrics: metrics::Metrics,
-    /// With the blocking thread while it reads.
+    /// The sampler; `None` while a blocking thread reads with it.
     sampler: Option<Sampler>,
-    /// When the newest reading was made, and what it has.
+    /// Time and scope of the newest reading.
     newest: Option<(Instant, Scope)>,
 }
 
-/// Waits for a change of the table, which may be older than `then`; not before `then`.
+/// Waits until `then`, and then for a change of the table, which may be earlier than `then`.
 async fn changed_after(
     table: &mut watch::Receiver<Arc<PodTable>>,
     then: Instant,
@@ -191,7 +190,7 @@ async fn changed_after(
 }
 
 impl Sampling {
-    /// Not reading yet.
+    /// Returns the task before its first reading.
     #[must_use]
     pub fn new(parts: Parts, inbox: Inbox) -> Self {
         let Parts { cgroups, snapshot, disk, .. } = parts;
@@ -206,7 +205,7 @@ impl Sampling {
         }
     }
 
-    /// Reads for subscribers and questions, until `shutdown`.
+    /// Reads for subscribers and requests, until `shutdown`.
     pub fn run(mut self, shutdown: CancellationToken) -> Work {
         Box::pin(async move {
             let mut next = Instant::now();
@@ -235,7 +234,7 @@ impl Sampling {
         })
     }
 
-    /// Closes what is open of pods that are gone: the next one who looks may come in an hour.
+    /// Closes the files of removed pods, since the next reader may come only in an hour.
     fn forget_gone(&mut self) {
         let table = Arc::clone(&self.table.borrow_and_update());
         if let Some(sampler) = &mut self.sampler {
@@ -243,10 +242,10 @@ impl Sampling {
         }
     }
 
-    /// A reading every tick until the last viewer has gone.
+    /// Makes a reading every tick until the last subscriber is dropped.
     async fn tick(&mut self) {
         let mut ticks = interval(self.interval);
-        // A reading that took longer than a tick is followed by a whole one, not by a burst.
+        // A reading that took longer than a tick is followed by a whole tick, not by a burst.
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let latest = self.inbox.latest.clone();
         loop {
@@ -271,7 +270,7 @@ impl Sampling {
         if self.newest.is_none_or(|(at, has)| has < scope || at.elapsed() > FRESH) {
             self.read(scope).await;
         }
-        // The receiver may have gone.
+        // The receiver may have been dropped.
         let _ = answer.send(Arc::clone(&self.inbox.latest.borrow()));
     }
 
@@ -290,7 +289,7 @@ impl Sampling {
                 self.newest = Some((Instant::now(), scope));
                 self.inbox.latest.send_replace(Arc::new(stats));
             }
-            // Only when the agent's threads are being taken down.
+            // Only while the async runtime is shutting down.
             Err(error) => tracing::error!("cannot read stats any more: {error}"),
         }
     }

@@ -1,9 +1,9 @@
 //! Containers' numbers as metrics, and metrics of the sampling itself.
 //!
-//! One table per page: a metric is its name, its meaning and the function that takes it from the value, and
-//! everything that shows metrics goes through these tables (`/metrics`, `/metrics/cadvisor`,
-//! `/metrics/resource`, docs/metrics.md). Cardinality is bounded by the number of containers, which the
-//! sampler bounds; histograms have 17 buckets.
+//! Each page has a table: a metric is its name, its help and the function that extracts its value, and all
+//! outputs of metrics use these tables (`/metrics`, `/metrics/cadvisor`, `/metrics/resource`,
+//! docs/metrics.md). Cardinality is bounded by the number of containers, which the sampler bounds; histograms
+//! have 17 buckets.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
@@ -21,7 +21,7 @@ use super::Stats;
 use super::model::{ContainerStats, NodeStats, PodStats, Reading, WAIT_BUCKETS, WaitedFor, Who};
 use super::rates::{bucket_bounds, reclaim_ns};
 
-/// Metrics of the sampling itself. Clones count together.
+/// Metrics of the sampling itself. Clones share the counts.
 #[derive(Debug, Clone)]
 pub struct Metrics {
     duration: Histogram,
@@ -41,11 +41,11 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Adds all of them to `registry`.
+    /// Adds the metrics to `registry`.
     pub fn register(&self, registry: &mut Registry) {
         registry.register(
             "beelet_pressure_read_duration_seconds",
-            "How long it took to read all containers' counters",
+            "Time to read all containers' counters",
             self.duration.clone(),
         );
         registry.register(
@@ -73,17 +73,17 @@ impl Metrics {
     }
 }
 
-/// Whether a metric only grows.
+/// Kind of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// It does.
+    /// A monotonic counter.
     Counter,
-    /// It doesn't.
+    /// A current value.
     Gauge,
 }
 
 impl Kind {
-    /// As the text format has it.
+    /// Returns the kind's name in the text format.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -93,15 +93,15 @@ impl Kind {
     }
 }
 
-/// A container's metric. A value that is not known is no sample.
+/// A container's metric. An unknown value gives no sample.
 pub struct ContainerMetric {
-    /// Its full name, `_total` included.
+    /// Full name, including `_total`.
     pub name: &'static str,
-    /// Whether it only grows.
+    /// Kind.
     pub kind: Kind,
-    /// What it means, with its unit.
+    /// Help text, with the unit.
     pub help: &'static str,
-    /// Labels of its own.
+    /// Additional labels.
     pub labels: &'static [(&'static str, &'static str)],
     /// The value.
     pub value: fn(&Reading) -> Option<f64>,
@@ -141,7 +141,7 @@ fn seconds(nanoseconds: u64) -> Option<f64> {
     Some(nanoseconds as f64 / 1e9)
 }
 
-/// What cAdvisor exports for containers, under its names and with its meaning.
+/// cAdvisor's metrics of containers, with its names and meanings.
 pub const CADVISOR: &[ContainerMetric] = &[
     with(
         counter("container_cpu_usage_seconds_total", "CPU time used, in seconds", |r| {
@@ -155,11 +155,9 @@ pub const CADVISOR: &[ContainerMetric] = &[
     counter("container_cpu_system_seconds_total", "CPU time used in the kernel, in seconds", |r| {
         seconds(r.counters.cpu_system_ns)
     }),
-    counter(
-        "container_cpu_cfs_periods_total",
-        "Periods of CPU quota enforcement in which something ran",
-        |r| r.gauges.cpu_limit.map(|_| r.counters.periods as f64),
-    ),
+    counter("container_cpu_cfs_periods_total", "Periods of CPU quota enforcement with a running task", |r| {
+        r.gauges.cpu_limit.map(|_| r.counters.periods as f64)
+    }),
     counter("container_cpu_cfs_throttled_periods_total", "Periods in which the CPU quota was used up", |r| {
         r.gauges.cpu_limit.map(|_| r.counters.throttled_periods as f64)
     }),
@@ -173,7 +171,7 @@ pub const CADVISOR: &[ContainerMetric] = &[
     }),
     gauge(
         "container_memory_working_set_bytes",
-        "Memory in use without inactive file pages: what eviction and OOM go by",
+        "Memory in use without inactive file pages, the value used by eviction and OOM",
         |r| Some(r.gauges.working_set as f64),
     ),
     gauge("container_memory_rss", "Anonymous memory, in bytes", |r| Some(r.gauges.rss as f64)),
@@ -181,24 +179,22 @@ pub const CADVISOR: &[ContainerMetric] = &[
     gauge("container_memory_mapped_file", "Mapped files in memory, in bytes", |r| {
         Some(r.gauges.mapped as f64)
     }),
-    gauge("container_memory_total_active_file_bytes", "File pages that were used lately, in bytes", |r| {
+    gauge("container_memory_total_active_file_bytes", "Recently used file pages, in bytes", |r| {
         Some(r.gauges.active_file as f64)
     }),
-    gauge("container_memory_total_inactive_file_bytes", "File pages that were not, in bytes", |r| {
+    gauge("container_memory_total_inactive_file_bytes", "File pages not used recently, in bytes", |r| {
         Some(r.gauges.inactive_file as f64)
     }),
-    gauge("container_memory_max_usage_bytes", "The most memory that was ever in use", |r| {
+    gauge("container_memory_max_usage_bytes", "Peak memory usage", |r| {
         r.details.as_ref()?.memory_peak.map(|bytes| bytes as f64)
     }),
-    gauge("container_memory_kernel_usage", "Memory of the kernel's own, in bytes", |r| {
+    gauge("container_memory_kernel_usage", "Kernel memory, in bytes", |r| {
         r.details.as_ref()?.memory_kernel.map(|bytes| bytes as f64)
     }),
-    counter("container_memory_failcnt", "Times that the memory limit was hit", |r| {
+    counter("container_memory_failcnt", "Number of times the memory limit was hit", |r| {
         r.details.as_ref()?.limit_hits.map(|times| times as f64)
     }),
-    gauge("container_memory_swap", "Memory that is swapped out, in bytes", |r| {
-        r.gauges.swap.map(|bytes| bytes as f64)
-    }),
+    gauge("container_memory_swap", "Swapped memory, in bytes", |r| r.gauges.swap.map(|bytes| bytes as f64)),
     with(
         counter("container_memory_failures_total", "Page faults, by kind", |r| {
             Some(r.counters.page_faults as f64)
@@ -231,21 +227,21 @@ pub const CADVISOR: &[ContainerMetric] = &[
     }),
     gauge(
         "container_spec_memory_reservation_limit_bytes",
-        "The limit that reclaim begins at; 0: none",
+        "Memory usage at which reclaim begins; 0: none",
         |r| Some(r.gauges.memory_reservation.unwrap_or(0) as f64),
     ),
     gauge(
         "container_spec_memory_swap_limit_bytes",
-        "How much may be swapped out, on cgroup v1 with the memory; 0: any amount",
+        "Limit of swap, on cgroup v1 of memory and swap together; 0: unlimited",
         |r| r.gauges.swap.map(|_| r.gauges.swap_limit.unwrap_or(0) as f64),
     ),
-    gauge("container_spec_cpu_shares", "The CPU shares, on cgroup v2 what its weight stands for", |r| {
+    gauge("container_spec_cpu_shares", "CPU shares, on cgroup v2 the equivalent of its weight", |r| {
         r.gauges.cpu_shares.map(|shares| shares as f64)
     }),
-    gauge("container_spec_cpu_quota", "The CPU quota for a period, in microseconds", |r| {
+    gauge("container_spec_cpu_quota", "CPU quota per period, in microseconds", |r| {
         r.gauges.cpu_limit.map(|cores| (cores * r.gauges.cpu_period.unwrap_or(100_000) as f64).round())
     }),
-    gauge("container_spec_cpu_period", "The period that a CPU quota is for, in microseconds", |r| {
+    gauge("container_spec_cpu_period", "Period of the CPU quota, in microseconds", |r| {
         r.gauges.cpu_period.map(|period| period as f64)
     }),
     gauge("container_processes", "Processes of the container's own cgroup", |r| {
@@ -258,15 +254,13 @@ pub const CADVISOR: &[ContainerMetric] = &[
         r.gauges.sockets.map(|count| count as f64)
     }),
     with(
-        gauge(
-            "container_ulimits_soft",
-            "How many files the first process may have open; -1: any number",
-            |r| r.details.as_ref()?.descriptors_limit.map(|limit| limit as f64),
-        ),
+        gauge("container_ulimits_soft", "Limit of open files of the first process; -1: unlimited", |r| {
+            r.details.as_ref()?.descriptors_limit.map(|limit| limit as f64)
+        }),
         &[("ulimit", "max_open_files")],
     ),
     gauge("container_threads", "Processes and threads", |r| r.gauges.pids.map(|pids| pids as f64)),
-    gauge("container_threads_max", "How many processes and threads there may be; 0: any number", |r| {
+    gauge("container_threads_max", "Limit of processes and threads; 0: unlimited", |r| {
         r.gauges.pids.map(|_| r.gauges.pids_limit.unwrap_or(0) as f64)
     }),
     counter(
@@ -301,11 +295,11 @@ pub const CADVISOR: &[ContainerMetric] = &[
     ),
 ];
 
-/// What only the kernel programs know, with labels `namespace`, `pod`, `container`.
+/// Metrics that only the kernel programs provide, with labels `namespace`, `pod`, `container`.
 pub const KERNEL: &[ContainerMetric] = &[
     counter(
         "beelet_container_on_cpu_seconds_total",
-        "Time that tasks were on a CPU since the programs were attached, interrupts and what a hypervisor took included, in seconds",
+        "Time that tasks were on a CPU since the programs were attached, including interrupts and time stolen by a hypervisor, in seconds",
         |r| seconds(r.counters.kernel.as_ref()?.on_cpu_ns),
     ),
     counter(
@@ -313,45 +307,37 @@ pub const KERNEL: &[ContainerMetric] = &[
         "Time that runnable tasks waited for a CPU, in seconds",
         |r| seconds(r.counters.kernel.as_ref()?.run_queue_wait_ns),
     ),
-    counter("beelet_container_context_switches_total", "Times that a task left its CPU", |r| {
+    counter("beelet_container_context_switches_total", "Number of times a task left its CPU", |r| {
         Some(r.counters.kernel.as_ref()?.switches as f64)
     }),
     with(
-        counter(
-            "beelet_container_preemptions_total",
-            "Times that a task had to leave its CPU, by who came next",
-            |r| Some(r.counters.kernel.as_ref()?.preempted_by_same_pod as f64),
-        ),
+        counter("beelet_container_preemptions_total", "Preemptions of tasks, by the preempting task", |r| {
+            Some(r.counters.kernel.as_ref()?.preempted_by_same_pod as f64)
+        }),
         &[("by", "same-pod")],
     ),
     with(
-        counter(
-            "beelet_container_preemptions_total",
-            "Times that a task had to leave its CPU, by who came next",
-            |r| Some(r.counters.kernel.as_ref()?.preempted_by_other_pod as f64),
-        ),
+        counter("beelet_container_preemptions_total", "Preemptions of tasks, by the preempting task", |r| {
+            Some(r.counters.kernel.as_ref()?.preempted_by_other_pod as f64)
+        }),
         &[("by", "other-pod")],
     ),
     with(
-        counter(
-            "beelet_container_preemptions_total",
-            "Times that a task had to leave its CPU, by who came next",
-            |r| Some(r.counters.kernel.as_ref()?.preempted_by_system as f64),
-        ),
+        counter("beelet_container_preemptions_total", "Preemptions of tasks, by the preempting task", |r| {
+            Some(r.counters.kernel.as_ref()?.preempted_by_system as f64)
+        }),
         &[("by", "system")],
     ),
-    counter(
-        "beelet_container_reclaim_seconds_total",
-        "Time that tasks spent reclaiming memory, in seconds",
-        |r| seconds(reclaim_ns(r.counters.kernel.as_ref()?)),
-    ),
-    counter("beelet_container_reclaims_total", "Times that a task had to reclaim memory", |r| {
+    counter("beelet_container_reclaim_seconds_total", "Time that tasks spent in reclaim, in seconds", |r| {
+        seconds(reclaim_ns(r.counters.kernel.as_ref()?))
+    }),
+    counter("beelet_container_reclaims_total", "Number of times a task had to reclaim memory", |r| {
         r.counters.kernel.as_ref().map(|kernel| (kernel.memcg_reclaims + kernel.direct_reclaims) as f64)
     }),
     counter("beelet_container_tcp_established_total", "TCP connections established, both ways", |r| {
         Some(r.counters.kernel.as_ref()?.established as f64)
     }),
-    counter("beelet_container_tcp_retransmits_total", "TCP segments sent again", |r| {
+    counter("beelet_container_tcp_retransmits_total", "TCP segments retransmitted", |r| {
         Some(r.counters.kernel.as_ref()?.retransmits as f64)
     }),
     counter(
@@ -369,23 +355,22 @@ pub const KERNEL: &[ContainerMetric] = &[
 /// The histogram of waits for a CPU.
 pub const RUNQUEUE: (&str, &str) = (
     "beelet_container_runqueue_latency_seconds",
-    "How long runnable tasks waited for a CPU, in seconds: 1 µs to 18 min, four times as long from bucket to bucket",
+    "Waits of runnable tasks for a CPU, in seconds: 1 µs to 18 min, each bucket four times as long as the one before",
 );
 
-/// Who had the CPUs while a container waited for them.
+/// Shares of the CPUs' holders while a container waited for them.
 pub const HELD: (&str, &str) = (
     "beelet_container_cpu_held_ratio",
-    "Share of the last minute's long waits for a CPU during which another had it; of the three that had it most",
+    "Share of the last minute's long waits for a CPU during which another pod or cgroup had it; the three largest",
 );
 
-/// Whose growth made a container wait for memory.
+/// Shares of the growth that made a container wait for memory.
 pub const GREW: (&str, &str) = (
     "beelet_container_memory_growth_ratio",
-    "Share of the memory that was needed in the last minute, while the container waited for some, that another needed; of the three that needed most",
+    "Share of the memory needed in the last minute, while the container waited for some, that another pod or cgroup needed; the three largest",
 );
 
-/// The labels that every container's metric of ours has. `pod_uid` is empty, and left out, unless it is
-/// configured.
+/// Labels of all our metrics of containers. `pod_uid` is left out unless configured.
 #[derive(Debug, Clone)]
 struct Labels<'a> {
     pod: &'a PodStats,
@@ -411,13 +396,13 @@ impl EncodeLabelSet for Labels<'_> {
     }
 }
 
-/// [`KERNEL`] and the histogram for the registry, from the newest reading: the server of the registry asks
-/// for one first.
+/// Collector of [`KERNEL`] and the histogram for the registry, from the newest reading: the registry's server
+/// requests a reading first.
 #[derive(Debug, Clone)]
 pub struct Containers {
-    /// Where the reading is.
+    /// Source of the reading.
     pub pressure: Stats,
-    /// Whether each sample has the pod's UID.
+    /// True if each sample has the pod's UID.
     pub pod_uid: bool,
 }
 
@@ -456,7 +441,7 @@ impl Collector for Containers {
 }
 
 impl Containers {
-    /// Who made containers wait; `own` is said of a container's own bounds.
+    /// Encodes the holders that made containers wait; `own` is the label of a container's own limit.
     fn waits(
         &self,
         (name, help): (&str, &str),
@@ -467,7 +452,7 @@ impl Containers {
     ) -> fmt::Result {
         let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
         for (pod, container) in pressure.containers() {
-            // Several containers of one pod are one: a sample's labels must be its own.
+            // Containers of the same pod are summed: a sample's labels must be unique.
             let mut shares: BTreeMap<String, f64> = BTreeMap::new();
             for holder in of(container).into_iter().flat_map(|waited| &waited.holders) {
                 *shares.entry(label_of(&holder.who, own)).or_default() += holder.share;
@@ -499,7 +484,7 @@ impl Containers {
     }
 }
 
-/// `namespace/pod` of a pod, the path of a cgroup of the machine's, and words for what is neither.
+/// Returns the label of a holder: `namespace/pod` of a pod, the path of a cgroup of the machine, or a word.
 fn label_of(who: &Who, own: &str) -> String {
     match who {
         Who::Pod { pod, .. } => format!("{}/{}", pod.namespace, pod.name),
@@ -509,14 +494,14 @@ fn label_of(who: &Who, own: &str) -> String {
     }
 }
 
-/// Upper bounds in seconds and counts, two of the kernel's buckets in one: 4^k times 1.024 µs. The last has
-/// no bound.
+/// Returns upper bounds in seconds and counts, with two of the kernel's buckets in each: 4^k times 1.024 µs.
+/// The last bucket has no upper bound.
 fn buckets(counts: &[u64; WAIT_BUCKETS]) -> Vec<(f64, u64)> {
     let mut merged: Vec<(f64, u64)> = Vec::with_capacity(WAIT_BUCKETS / 2 + 1);
     for (bucket, &count) in counts.iter().enumerate() {
         let last = bucket + 1 == WAIT_BUCKETS;
         match merged.last_mut().filter(|_| bucket % 2 == 0 && bucket > 0) {
-            // An even bucket is joined with the odd one before it.
+            // Merges an even bucket with the odd one before it.
             Some(before) if !last => *before = (bucket_bounds(bucket).1 / 1e9, before.1 + count),
             _ if last => merged.push((f64::INFINITY, count)),
             _ => merged.push((bucket_bounds(bucket).1 / 1e9, count)),
@@ -525,8 +510,8 @@ fn buckets(counts: &[u64; WAIT_BUCKETS]) -> Vec<(f64, u64)> {
     merged
 }
 
-/// Samples in Prometheus's text format 0.0.4, with the time of the reading: what cAdvisor and the kubelet
-/// serve, and what metrics-server reads. prometheus-client writes OpenMetrics alone, and no times.
+/// Samples in Prometheus's text format 0.0.4, with the time of the reading, as served by cAdvisor and the
+/// kubelet and read by metrics-server. prometheus-client writes only OpenMetrics, without times.
 #[derive(Debug, Default)]
 pub struct Page {
     text: String,
@@ -534,7 +519,7 @@ pub struct Page {
 }
 
 impl Page {
-    /// One sample; the first of its name is preceded by what it is.
+    /// Writes a sample; help and type precede the first one of its name.
     pub fn sample(
         &mut self,
         metric: (&'static str, Kind, &str),
@@ -545,7 +530,7 @@ impl Page {
         self.sample_of(metric, &LabelText::default(), labels, value, at_ms);
     }
 
-    /// A sample of what has many: with its labels and the sample's own.
+    /// Writes a sample with shared labels and its own.
     pub fn sample_of(
         &mut self,
         (name, kind, help): (&'static str, Kind, &str),
@@ -554,7 +539,7 @@ impl Page {
         value: f64,
         at_ms: Option<i64>,
     ) {
-        // Writing to a String fails never.
+        // Writing to a String never fails.
         if std::mem::replace(&mut self.last, name) != name {
             let _ = writeln!(self.text, "# HELP {name} {help}\n# TYPE {name} {}", kind.name());
         }
@@ -574,19 +559,19 @@ impl Page {
         };
     }
 
-    /// The page.
+    /// Returns the page.
     #[must_use]
     pub fn finish(self) -> String {
         self.text
     }
 }
 
-/// Labels as a page has them, written once for all samples of one thing.
+/// Formatted labels, shared by all samples of an object.
 #[derive(Debug, Clone, Default)]
 pub struct LabelText(String);
 
 impl LabelText {
-    /// In their order.
+    /// Formats the labels in their order.
     #[must_use]
     pub fn new(labels: &[(&str, &str)]) -> Self {
         let mut text = String::new();
@@ -626,7 +611,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_says_what_a_metric_is_once_and_escapes_what_must_be() {
+    fn a_page_has_a_metrics_help_once_and_escapes_labels() {
         let mut page = Page::default();
         let metric = ("container_x", Kind::Gauge, "An x");
         page.sample(metric, &[("pod", "a\\b\"c\nd"), ("namespace", "n")], 1.5, Some(1_000));
@@ -652,7 +637,7 @@ mod tests {
     #[test]
     fn names_follow_the_conventions() {
         for metric in CADVISOR.iter().chain(KERNEL) {
-            // The one name of cAdvisor's that does not follow them.
+            // The only name of cAdvisor that does not follow them.
             let counts = metric.name.ends_with("_total") || metric.name == "container_memory_failcnt";
             assert_eq!(metric.kind == Kind::Counter, counts, "{metric:?}");
             assert!(metric.help.starts_with(char::is_uppercase) && !metric.help.ends_with('.'), "{metric:?}");

@@ -1,5 +1,4 @@
-//! What is known of the node's containers at one moment: counters as the kernel keeps them, and rates over
-//! windows.
+//! The state of the node's containers at a moment: the kernel's counters, and rates over windows.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,29 +9,29 @@ use jiff::Timestamp;
 use beelet_model::disk::{Places, PodDisk, VolumeUse};
 use beelet_model::table::PodName;
 
-/// What only the kernel programs know, counted since they were attached; and the buckets of its histogram of
-/// waits for a CPU (`bucket_bounds` in rates.rs).
+/// Counters that only the kernel programs have, since they were attached; and the number of buckets of their
+/// histogram of waits for a CPU (`bucket_bounds` in rates.rs).
 pub use beelet_ebpf_abi::{Counters as KernelCounters, WAIT_BUCKETS};
 
-/// The lengths of the windows that rates are given over.
+/// Lengths of the windows of rates.
 pub(crate) const WINDOWS: [Duration; 3] =
     [Duration::from_secs(1), Duration::from_secs(10), Duration::from_secs(60)];
 
-/// Time during which tasks waited for a resource (PSI, Documentation/accounting/psi.rst). Microseconds since
-/// the cgroup was made.
+/// Time during which tasks waited for a resource (PSI, Documentation/accounting/psi.rst), in microseconds
+/// since the cgroup was made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stalls {
-    /// At least one task waited.
+    /// Time with at least one waiting task.
     pub some_us: u64,
-    /// All tasks that could have done something waited.
+    /// Time with all non-idle tasks waiting.
     pub full_us: u64,
     /// The kernel's own decaying averages over 10 s, 60 s and 300 s, in hundredths of a per cent: some, full.
     pub averages: [[u16; 3]; 2],
 }
 
-/// What passed through the network.
+/// Network traffic.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[allow(missing_docs)] // the names say it
+#[allow(missing_docs)] // the names suffice
 pub struct Net {
     pub rx_bytes: u64,
     pub rx_packets: u64,
@@ -42,49 +41,49 @@ pub struct Net {
     pub tx_packets: u64,
     pub tx_errors: u64,
     pub tx_dropped: u64,
-    /// TCP segments sent again.
+    /// TCP segments retransmitted.
     pub retransmits: u64,
 }
 
-/// Everything that only grows. A source that this machine doesn't have is `None`, never 0.
+/// Monotonic counters. A counter without a source on this machine is `None`, never 0.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Counters {
     /// CPU time, in nanoseconds.
     pub cpu_ns: u64,
-    /// Of it in user mode.
+    /// Part of the CPU time in user mode.
     pub cpu_user_ns: u64,
-    /// Of it in the kernel.
+    /// Part of the CPU time in the kernel.
     pub cpu_system_ns: u64,
-    /// Periods of CPU quota enforcement during which something ran; 0 without a quota.
+    /// Periods of CPU quota enforcement with a running task; 0 without a quota.
     pub periods: u64,
-    /// Of these, periods in which the quota was used up.
+    /// Periods in which the quota was used up.
     pub throttled_periods: u64,
-    /// Time that tasks were kept from running so, in nanoseconds.
+    /// Time that the quota kept tasks from running, in nanoseconds.
     pub throttled_ns: u64,
-    /// Waiting for a CPU.
+    /// Waits for a CPU.
     pub cpu_stalls: Option<Stalls>,
-    /// Waiting for memory: reclaim, refaults, swap.
+    /// Waits for memory: reclaim, refaults, swap.
     pub memory_stalls: Option<Stalls>,
-    /// Waiting for block devices.
+    /// Waits for block devices.
     pub io_stalls: Option<Stalls>,
     /// Page faults.
     pub page_faults: u64,
-    /// Of these, such that needed a read.
+    /// Page faults that needed a read.
     pub major_faults: u64,
-    /// Processes that the kernel killed for lack of memory.
+    /// Processes killed by the OOM killer.
     pub oom_kills: u64,
     /// Bytes read from and written to block devices.
     pub io_bytes: Option<[u64; 2]>,
-    /// From the kernel programs, where they run.
+    /// Counters of the kernel programs, if they run.
     pub kernel: Option<Box<KernelCounters>>,
 }
 
-/// What goes up and down.
+/// Current values.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Gauges {
-    /// All memory that is charged, in bytes.
+    /// All charged memory, in bytes.
     pub memory_usage: u64,
-    /// The part that can't be taken back at once: usage without inactive file pages, as cAdvisor has it.
+    /// Usage without inactive file pages, which can be reclaimed at once; defined as in cAdvisor.
     pub working_set: u64,
     /// Anonymous memory.
     pub rss: u64,
@@ -92,51 +91,51 @@ pub struct Gauges {
     pub cache: u64,
     /// Mapped files.
     pub mapped: u64,
-    /// File pages that were used lately.
+    /// Recently used file pages.
     pub active_file: u64,
-    /// File pages that were not, and go first.
+    /// Other file pages, which are reclaimed first.
     pub inactive_file: u64,
-    /// Swapped out; `None` where swap is not counted.
+    /// Swapped memory; `None` if swap is not counted.
     pub swap: Option<u64>,
-    /// The memory limit; `None`: none.
+    /// The memory limit, if any.
     pub memory_limit: Option<u64>,
-    /// The CPU quota in cores; `None`: none.
+    /// The CPU quota in cores, if any.
     pub cpu_limit: Option<f64>,
-    /// The period of the CPU quota in microseconds, also where there is no quota.
+    /// The period of the CPU quota in microseconds, also without a quota.
     pub cpu_period: Option<u64>,
-    /// The memory limit that reclaim begins at (`memory.high`, the soft limit of version 1); `None`: none.
+    /// Memory usage at which reclaim begins (`memory.high`, the soft limit of version 1), if limited.
     pub memory_reservation: Option<u64>,
-    /// How much may be swapped out; on version 1 memory and swap together; `None`: any amount.
+    /// Limit of swap, on version 1 of memory and swap together; `None` if unlimited.
     pub swap_limit: Option<u64>,
-    /// `cpu.shares`, on version 2 what `cpu.weight` stands for.
+    /// `cpu.shares`; on version 2 the equivalent of `cpu.weight`.
     pub cpu_shares: Option<u64>,
-    /// Processes and threads; `None` where they are not counted.
+    /// Processes and threads; `None` if not counted.
     pub pids: Option<u64>,
-    /// How many there may be; `None`: any number.
+    /// Limit of processes and threads; `None` if unlimited.
     pub pids_limit: Option<u64>,
-    /// Its processes. These three are in full readings, and `None` where they are too many to be counted.
+    /// Processes; in full readings.
     pub processes: Option<u64>,
-    /// Open files.
+    /// Open files; in full readings, `None` if too many to count.
     pub descriptors: Option<u64>,
-    /// Open sockets.
+    /// Open sockets; in full readings, `None` if too many files to count.
     pub sockets: Option<u64>,
 }
 
-/// A share of the time, 0 to 1.
+/// Shares of the time, 0 to 1.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Share {
-    /// Some task waited.
+    /// Share with some task waiting.
     pub some: f64,
-    /// All waited.
+    /// Share with all tasks waiting.
     pub full: f64,
 }
 
-/// How long runnable tasks waited for a CPU.
+/// Waits of runnable tasks for a CPU.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct RunQueue {
-    /// Half of the waits were shorter, in nanoseconds. `None` if there were none.
+    /// Median of the waits in nanoseconds; `None` without waits.
     pub p50_ns: Option<f64>,
-    /// All but one in a hundred were shorter.
+    /// 99th percentile of the waits in nanoseconds.
     pub p99_ns: Option<f64>,
     /// Seconds waited per second, over all tasks.
     pub waiting: f64,
@@ -144,10 +143,10 @@ pub struct RunQueue {
     pub waits: f64,
 }
 
-/// What happened between two readings, per second. `None` where no source measures it.
+/// Changes between two readings, per second. `None` without a source.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Rates {
-    /// The time between the two readings, in nanoseconds: near the window's length, less at the beginning.
+    /// Time between the two readings in nanoseconds: close to the window's length, less at the beginning.
     pub over_ns: u64,
     /// CPUs in use.
     pub cpu: f64,
@@ -157,61 +156,61 @@ pub struct Rates {
     pub throttled_time: f64,
     /// Waits for a CPU.
     pub runq: Option<RunQueue>,
-    /// Involuntary switches by the thread that came next: same pod, other pod, system.
+    /// Preemptions by the preempting thread: of the same pod, of another pod, of the system.
     pub preempted: Option<[f64; 3]>,
-    /// Waiting for a CPU (PSI).
+    /// Waits for a CPU (PSI).
     pub cpu_stalled: Option<Share>,
-    /// Waiting for memory (PSI).
+    /// Waits for memory (PSI).
     pub memory_stalled: Option<Share>,
-    /// Waiting for devices (PSI).
+    /// Waits for devices (PSI).
     pub io_stalled: Option<Share>,
     /// Seconds per second spent in reclaim.
     pub reclaim: Option<f64>,
-    /// Faults that needed a read.
+    /// Page faults that needed a read.
     pub major_faults: f64,
     /// Bytes read from devices.
     pub read_bytes: Option<f64>,
     /// Bytes written to devices.
     pub written_bytes: Option<f64>,
-    /// The container's sockets.
+    /// Traffic of the container's sockets.
     pub net: Option<NetRates>,
     /// Connections established.
     pub established: Option<f64>,
-    /// The mean of the smoothed round trip times seen, in microseconds; `None` if none was.
+    /// Mean of the sampled smoothed round-trip times in microseconds; `None` without samples.
     pub rtt_us: Option<f64>,
-    /// Processes killed for lack of memory, in all between the two readings.
+    /// Total number of OOM kills between the two readings.
     pub oom_kills: u64,
 }
 
-/// One reading of a cgroup.
+/// A reading of a cgroup.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Reading {
-    /// `CLOCK_MONOTONIC`, in nanoseconds.
+    /// Time of the reading: `CLOCK_MONOTONIC`, in nanoseconds.
     pub at_ns: u64,
-    /// The counters then.
+    /// Counters.
     pub counters: Counters,
-    /// The gauges then.
+    /// Gauges.
     pub gauges: Gauges,
-    /// What pages alone show; in full readings.
+    /// Details for pages; in full readings.
     pub details: Option<Box<Details>>,
 }
 
-/// What is read of a cgroup only when somebody asks for a page. `None` where this machine doesn't say it.
+/// Data of a cgroup that are read only for pages. `None` if this machine lacks the source.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Details {
-    /// How often the memory limit was hit since the cgroup was made.
+    /// Number of times the memory limit was hit since the cgroup was made.
     pub limit_hits: Option<u64>,
-    /// The most memory that was ever charged, in bytes.
+    /// Peak memory usage in bytes.
     pub memory_peak: Option<u64>,
-    /// Memory of the kernel's own, in bytes.
+    /// Kernel memory in bytes.
     pub memory_kernel: Option<u64>,
-    /// What went to and came from each block device; a device without any traffic may be missing.
+    /// Traffic of each block device; a device without traffic may be missing.
     pub devices: Vec<DeviceTraffic>,
-    /// How many files the first process may have open (the soft limit); -1: any number.
+    /// Limit of open files of the first process (the soft limit); -1: unlimited.
     pub descriptors_limit: Option<i64>,
 }
 
-/// What a cgroup read from a block device and wrote to it.
+/// Traffic between a cgroup and a block device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DeviceTraffic {
     /// The device's major and minor number.
@@ -222,122 +221,123 @@ pub struct DeviceTraffic {
     pub operations: [u64; 2],
 }
 
-/// A block device of the machine, as `/proc/diskstats` has it since the machine's start.
+/// A block device of the machine, as in `/proc/diskstats`, since boot.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Disk {
-    /// Its major and minor number.
+    /// Major and minor number.
     pub device: (u32, u32),
-    /// Its name below `/dev`.
+    /// Name below `/dev`.
     pub name: String,
-    /// What was read.
+    /// Reads.
     pub read: DiskWork,
-    /// What was written.
+    /// Writes.
     pub written: DiskWork,
-    /// Requests that are under way.
+    /// Requests in flight.
     pub in_flight: u64,
-    /// Milliseconds during which any request was under way.
+    /// Milliseconds with any request in flight.
     pub busy_ms: u64,
-    /// Milliseconds that all requests together were under way.
+    /// Total milliseconds of all requests in flight.
     pub weighted_ms: u64,
 }
 
-/// One direction of a block device.
+/// Requests of a block device in one direction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DiskWork {
-    /// Requests that are done.
+    /// Completed requests.
     pub completed: u64,
-    /// Requests that were merged with others.
+    /// Requests merged with others.
     pub merged: u64,
     /// Sectors of 512 bytes.
     pub sectors: u64,
-    /// Milliseconds that requests took.
+    /// Total milliseconds of the requests.
     pub ms: u64,
 }
 
-/// A container and what its cgroup said.
+/// A container and its cgroup's reading.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ContainerStats {
-    /// Its name in the pod.
+    /// Name in the pod.
     pub name: String,
     /// The runtime's identifier, without the runtime's name.
     pub id: String,
-    /// The image, as the pod's status has it.
+    /// The image, as in the pod's status.
     pub image: String,
-    /// It runs to its end, and says nothing of the pod then: an init container or an ephemeral one.
+    /// True for a container whose end does not affect the pod: an init or an ephemeral container.
     pub init: bool,
-    /// How often it was started again.
+    /// Number of restarts.
     pub restarts: u32,
-    /// What it is at.
+    /// Current state.
     pub state: State,
-    /// `None` where it is not probed (a foreign pod).
+    /// Readiness; `None` if not probed (a foreign pod).
     pub ready: Option<bool>,
-    /// When it was started.
+    /// Start time.
     pub started_at: Option<Timestamp>,
-    /// Its cgroup, from the root; `None` while it has none.
+    /// The container's cgroup, from the root; `None` while it has none.
     pub cgroup: Option<String>,
-    /// The cgroup2 directory's inode: how the kernel programs know it.
+    /// Inode of the cgroup2 directory, the kernel programs' id of the container.
     pub cgroup_id: Option<u64>,
-    /// The newest reading; `None` before the first one, and for what doesn't run.
+    /// The newest reading; `None` before the first one, and if the container doesn't run.
     pub reading: Option<Reading>,
-    /// Rates over [`WINDOWS`], in that order; `None` before there are two readings.
+    /// Rates over [`WINDOWS`], in that order; `None` with fewer than two readings.
     pub windows: [Option<Rates>; 3],
-    /// Who had the CPUs while it waited for them; `None` if it did not wait lately, and where no kernel
+    /// Holders of the CPUs while the container waited for them; `None` without recent waits, and if no kernel
     /// program measures.
     pub waited_for: Option<WaitedFor>,
-    /// Whose growth made it wait for memory; `None` if it did not lately, and where no kernel program
-    /// measures.
+    /// Holders whose growth made the container wait for memory; `None` without recent waits, and if no kernel
+    /// program measures.
     pub waited_for_memory: Option<WaitedFor>,
 }
 
-/// Who made a container's threads wait, in about the last minute: who had the CPUs meanwhile (waits below 100
-/// µs are left out), or whose threads needed the memory ([`beelet_policy::tuner::reclaim`]).
+/// Waits of a container's threads in about the last minute, and their causes: the holders of the CPUs (waits
+/// below 100 µs are left out), or those that needed the memory ([`beelet_policy::tuner::reclaim`]).
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct WaitedFor {
-    /// Share of the last minute (0 to 1) in which some thread waited: PSI's, or where there is none, the
-    /// number of threads that waited on average, at most 1.
+    /// Share of the last minute (0 to 1) in which some thread waited: from PSI, or without it the average
+    /// number of waiting threads, at most 1.
     pub some: f64,
-    /// Those that had most, three at most, the most first.
+    /// The holders with the largest shares, at most three, in descending order.
     pub holders: Vec<Holder>,
 }
 
-/// One of those that had what others waited for.
+/// Holder of a resource that others waited for.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Holder {
-    /// Who.
+    /// Identity of the holder.
     pub who: Who,
-    /// The share of the wait (0 to 1) during which it had the CPU; its share of the memory that was needed.
+    /// Share of the wait (0 to 1) during which the holder had the CPU, or its share of the needed memory.
     pub share: f64,
 }
 
-/// Who can have a CPU, or need memory.
+/// Identity of a holder of a CPU or of memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Who {
     /// A container, or the sandbox of a pod: then `container` is empty.
     Pod {
-        /// Its pod.
+        /// The pod.
         pod: PodName,
-        /// Its name.
+        /// Name of the container.
         container: String,
     },
-    /// A cgroup of the machine's, by its path from the root of cgroup2. `/` has kernel threads, and what is
-    /// in no cgroup.
+    /// A cgroup of the machine, by its path from the root of cgroup2. `/` has kernel threads, and processes
+    /// without a cgroup.
     Machine(String),
-    /// Nothing ran: its own CPU quota, or its pod's, held the container back; or its own memory limit did.
+    /// An idle CPU: the container's or its pod's CPU quota held the container back; or the container's own
+    /// memory limit.
     Nobody,
-    /// A cgroup that is gone.
+    /// A removed cgroup.
     Gone,
 }
 
-/// What a container is at.
+/// State of a container.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum State {
-    /// It runs.
+    /// The container runs.
     Running,
-    /// It will, and why it doesn't yet.
+    /// The container has not started yet, with the reason.
     Waiting(String),
-    /// It did, and how it ended.
+    /// The container has ended, with the reason.
     Ended(String),
-    /// The status says nothing.
+    /// The status has no state.
     #[default]
     Unknown,
 }
@@ -347,37 +347,36 @@ pub enum State {
 pub struct PodStats {
     /// Namespace and name.
     pub name: PodName,
-    /// Its UID.
+    /// UID of the pod.
     pub uid: String,
-    /// `Guaranteed`, `Burstable`, `BestEffort`; empty if unknown.
+    /// QoS class: `Guaranteed`, `Burstable`, `BestEffort`; empty if unknown.
     pub qos: String,
-    /// `Pending`, `Running`, `Terminating`, `Evicted`, …
+    /// Phase or reason: `Pending`, `Running`, `Terminating`, `Evicted`, …
     pub phase: String,
-    /// Whether it takes traffic; `None` where it is not probed.
+    /// Readiness; `None` if not probed.
     pub ready: Option<bool>,
-    /// Why not: the condition's reason and message, in one line.
+    /// Reason and message of the condition if the pod is not ready, in one line.
     pub not_ready: String,
-    /// When it was started.
+    /// Start time.
     pub started_at: Option<Timestamp>,
-    /// It shares the node's network: then `net` is `None`.
+    /// True if the pod shares the node's network; then `net` is empty.
     pub host_network: bool,
-    /// Its network namespace, where that is known.
+    /// The pod's network namespace, if known.
     pub netns: Option<PathBuf>,
-    /// The pod's own cgroup, which its containers' are in.
+    /// The pod's own cgroup, the parent of its containers' cgroups.
     pub cgroup: Option<String>,
-    /// What that one said: containers and pause together; from [`Scope::Usage`](crate::Scope::Usage) on, in
-    /// full readings all of it.
+    /// Reading of the pod's cgroup, containers and pause together; from [`Scope::Usage`](crate::Scope::Usage)
+    /// on, and complete in full readings.
     pub reading: Option<Reading>,
-    /// The pod's interfaces but the loopback one, by name; in full readings, and where no kernel program
-    /// counts.
+    /// The pod's interfaces but loopback, by name; in full readings, and if no kernel program counts.
     pub net: Vec<(String, Net)>,
-    /// Bytes received and sent per second, and segments sent again, over [`WINDOWS`]; from `net`.
+    /// Bytes received and sent per second, and retransmits, over [`WINDOWS`]; from `net`.
     pub net_windows: [Option<NetRates>; 3],
-    /// In the order of the spec, init containers first.
+    /// Containers in the order of the spec, init containers first.
     pub containers: Vec<ContainerStats>,
-    /// What it has on disk; in full readings.
+    /// Disk usage of the pod; in full readings.
     pub disk: Option<PodDisk>,
-    /// Its volumes with room of their own; in full readings.
+    /// The pod's volumes with a capacity of their own; in full readings.
     pub volumes: Vec<VolumeUse>,
 }
 
@@ -388,74 +387,74 @@ pub struct NetRates {
     pub rx_bytes: f64,
     /// Bytes sent.
     pub tx_bytes: f64,
-    /// TCP segments sent again.
+    /// TCP segments retransmitted.
     pub retransmits: f64,
 }
 
 /// The machine as a whole.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Machine {
-    /// CPUs that are online.
+    /// Online CPUs.
     pub cpus: u32,
-    /// Time that they were busy together since boot, in nanoseconds.
+    /// Busy time of all CPUs since boot, in nanoseconds.
     pub cpu_ns: u64,
-    /// Of one CPU each, how many are busy: over [`WINDOWS`].
+    /// Number of busy CPUs over [`WINDOWS`].
     pub cpu: [Option<f64>; 3],
     /// The load averages.
     pub load: [f64; 3],
-    /// Bytes of memory.
+    /// Total memory in bytes.
     pub memory_total: u64,
-    /// What can be had without swapping.
+    /// Memory available without swapping.
     pub memory_available: u64,
-    /// Used without inactive file pages.
+    /// Usage without inactive file pages.
     pub working_set: u64,
-    /// Used in all.
+    /// Total usage.
     pub memory_usage: u64,
-    /// Waiting, on the whole machine: CPU, memory, devices.
+    /// Stalls of the whole machine: CPU, memory, devices.
     pub stalls: [Option<Stalls>; 3],
-    /// The same as shares of the time, over 10 s.
+    /// Stalls as shares of the time, over 10 s.
     pub stalled: [Option<Share>; 3],
-    /// When it was started.
+    /// Boot time.
     pub booted_at: Option<Timestamp>,
     /// Anonymous memory.
     pub rss: Option<u64>,
-    /// Page faults, and such that needed a read.
+    /// Page faults, and those that needed a read.
     pub faults: Option<[u64; 2]>,
-    /// The machine's interfaces but the loopback one and pods' ends; in full readings.
+    /// The machine's interfaces but loopback and the pods' ends; in full readings.
     pub net: Vec<(String, Net)>,
-    /// Bytes of swap, and how many of them are free; `None` without any.
+    /// Total and free swap in bytes; `None` without swap.
     pub swap: Option<[u64; 2]>,
-    /// The path of the cgroup of all pods, and what it said; in full readings.
+    /// Path and reading of the cgroup of all pods; in full readings.
     pub all_pods: Option<(String, Reading)>,
-    /// The whole machine, as if it were a cgroup; in full readings.
+    /// The whole machine as a cgroup; in full readings.
     pub reading: Option<Reading>,
-    /// Its block devices; in full readings.
+    /// Block devices; in full readings.
     pub disks: Vec<Disk>,
 }
 
-/// The whole node at one moment. Published whole; never changed.
+/// The whole node at a moment: published as a whole, immutable.
 #[derive(Debug, Clone, PartialEq)]
 pub struct NodeStats {
-    /// When it was read.
+    /// Time of the reading.
     pub at: Timestamp,
-    /// The same on `CLOCK_MONOTONIC`, in nanoseconds; 0 before the first reading.
+    /// Time of the reading on `CLOCK_MONOTONIC`, in nanoseconds; 0 before the first reading.
     pub at_ns: u64,
     /// The node's name.
     pub node: Arc<str>,
-    /// Whether kernel programs measure; if not, what only they know is missing everywhere.
+    /// True if kernel programs measure; otherwise their data are missing everywhere.
     pub by_kernel: bool,
     /// The machine.
     pub machine: Machine,
-    /// Where its file systems are; in full readings.
+    /// Paths of the node's file systems; in full readings.
     pub places: Places,
     /// All pods, by name.
     pub pods: Vec<PodStats>,
-    /// Containers that run but whose cgroup was not found (yet), or that are beyond the configured number.
+    /// Running containers whose cgroup was not found (yet), or beyond the configured number.
     pub left_out: usize,
 }
 
 impl NodeStats {
-    /// The value before anything was read.
+    /// Returns the value before the first reading.
     #[must_use]
     pub fn nothing_yet() -> Self {
         Self {
@@ -470,12 +469,12 @@ impl NodeStats {
         }
     }
 
-    /// Every container with its pod.
+    /// Returns every container with its pod.
     pub fn containers(&self) -> impl Iterator<Item = (&PodStats, &ContainerStats)> {
         self.pods.iter().flat_map(|pod| pod.containers.iter().map(move |container| (pod, container)))
     }
 
-    /// Every container that was read, with its pod and the reading.
+    /// Returns every container with a reading, with its pod and the reading.
     pub fn readings(&self) -> impl Iterator<Item = (&PodStats, &ContainerStats, &Reading)> {
         self.containers().filter_map(|(pod, container)| Some((pod, container, container.reading.as_ref()?)))
     }

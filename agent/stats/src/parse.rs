@@ -1,5 +1,5 @@
-//! What the files of cgroups and of /proc say: text in, numbers out. Pure. What is not there, or not a
-//! number, is left out: kernels add lines, and leave some away that their configuration lacks.
+//! Parses the files of cgroups and of /proc: text in, numbers out. Pure. Missing or invalid numbers are left
+//! out: kernels add lines, and omit those that their configuration lacks.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use beelet_base::mountinfo::device_numbers;
 
 use super::model::{DeviceTraffic, Disk, DiskWork, Net, Stalls};
 
-/// Numbers by name, one a line (`memory.stat`, `cpu.stat`, `memory.events`).
+/// Parses numbers by name, one per line (`memory.stat`, `cpu.stat`, `memory.events`).
 pub fn keyed(text: &str) -> impl Iterator<Item = (&str, u64)> {
     text.lines().filter_map(|line| {
         let (name, value) = line.split_once(' ')?;
@@ -15,12 +15,12 @@ pub fn keyed(text: &str) -> impl Iterator<Item = (&str, u64)> {
     })
 }
 
-/// A single number.
+/// Parses a single number.
 pub(super) fn number(text: &str) -> Option<u64> {
     text.trim().parse().ok()
 }
 
-/// A limit: `max`, and version 1's numbers near the largest there is, are none.
+/// Parses a limit: `max`, and version 1's numbers near the maximum, mean no limit.
 pub fn limit(text: &str) -> Option<u64> {
     // PAGE_COUNTER_MAX in bytes, rounded down to pages (mm/page_counter.c); cpu.cfs_quota_us and pids.max
     // never come near.
@@ -28,18 +28,18 @@ pub fn limit(text: &str) -> Option<u64> {
     number(text).filter(|bytes| *bytes < NO_LIMIT)
 }
 
-/// CPUs that `cpu.max` allows: quota and period in microseconds.
+/// Returns the CPUs that `cpu.max` allows: quota and period in microseconds.
 pub fn cpu_max(text: &str) -> Option<f64> {
     let (quota, period) = text.trim().split_once(' ')?;
     quota_cores(quota.parse().ok()?, period.parse().ok()?)
 }
 
-/// CPUs that a quota allows; -1 is none.
+/// Returns the CPUs that a quota allows; -1 means no quota.
 pub(super) fn quota_cores(quota: i64, period: u64) -> Option<f64> {
     (quota > 0 && period > 0).then(|| quota as f64 / period as f64)
 }
 
-/// A PSI file: the totals of its two lines.
+/// Parses a PSI file: the totals of its two lines.
 pub fn stalls(text: &str) -> Option<Stalls> {
     let line = |kind: &str| text.lines().find_map(|line| line.strip_prefix(kind));
     let total = |line: &str| line.rsplit_once("total=")?.1.trim().parse().ok();
@@ -53,15 +53,15 @@ pub fn stalls(text: &str) -> Option<Stalls> {
     Some(Stalls { some_us: total(some)?, full_us: total(full).unwrap_or(0), averages })
 }
 
-/// `27.69`: the kernel always prints two decimals.
+/// Parses `27.69`: the kernel always prints two decimals.
 fn hundredths(text: &str) -> Option<u16> {
     let (whole, rest) = text.split_once('.')?;
     whole.parse::<u16>().ok()?.checked_mul(100)?.checked_add(rest.parse().ok()?)
 }
 
-/// `io.stat` of version 2: bytes and operations, read and written, over all devices. Sums here stop at the
-/// largest number: the kernel's own never come near it, but a file system in user space may be mounted over
-/// any of these files.
+/// Parses `io.stat` of version 2: bytes and operations, read and written, over all devices. Sums saturate:
+/// the kernel's numbers never come near the maximum, but a file system in user space may be mounted over any
+/// of these files.
 pub fn io_stat(text: &str) -> ([u64; 2], [u64; 2]) {
     let (mut bytes, mut operations) = ([0; 2], [0; 2]);
     let fields = text.lines().flat_map(|line| line.split(' ').skip(1));
@@ -82,7 +82,8 @@ fn add(sum: &mut u64, value: u64) {
     *sum = sum.saturating_add(value);
 }
 
-/// `blkio.throttle.io_service_bytes` or `…io_serviced` of version 1: read and written, over all devices.
+/// Parses `blkio.throttle.io_service_bytes` or `…io_serviced` of version 1: read and written, over all
+/// devices.
 pub fn blkio(text: &str) -> [u64; 2] {
     let mut sums = [0; 2];
     for line in text.lines() {
@@ -99,7 +100,7 @@ pub fn blkio(text: &str) -> [u64; 2] {
     sums
 }
 
-/// `io.stat` of version 2, by device.
+/// Parses `io.stat` of version 2, by device.
 pub fn io_stat_devices(text: &str) -> Vec<DeviceTraffic> {
     let devices = text.lines().filter_map(|line| {
         let device = device_numbers(line.split(' ').next()?)?;
@@ -109,7 +110,7 @@ pub fn io_stat_devices(text: &str) -> Vec<DeviceTraffic> {
     devices.collect()
 }
 
-/// The two files that [`blkio`] reads, bytes and operations, by device.
+/// Parses the two files that [`blkio`] reads, bytes and operations, by device.
 pub fn blkio_devices(bytes: &str, operations: &str) -> Vec<DeviceTraffic> {
     let mut found: BTreeMap<(u32, u32), DeviceTraffic> = BTreeMap::new();
     for (text, is_bytes) in [(bytes, true), (operations, false)] {
@@ -125,7 +126,7 @@ pub fn blkio_devices(bytes: &str, operations: &str) -> Vec<DeviceTraffic> {
     found.into_values().collect()
 }
 
-/// `/proc/diskstats` (Documentation/admin-guide/iostats.rst).
+/// Parses `/proc/diskstats` (Documentation/admin-guide/iostats.rst).
 pub fn disks(text: &str) -> Vec<Disk> {
     let disk = |line: &str| {
         let mut words = line.split_whitespace();
@@ -140,21 +141,21 @@ pub fn disks(text: &str) -> Vec<Disk> {
     text.lines().filter_map(disk).collect()
 }
 
-/// `/proc/PID/limits`: the soft limit of open files; -1 is none.
+/// Returns the soft limit of open files in `/proc/PID/limits`; -1 means no limit.
 pub fn descriptors_limit(text: &str) -> Option<i64> {
     let soft =
         text.lines().find_map(|line| line.strip_prefix("Max open files"))?.split_whitespace().next()?;
     if soft == "unlimited" { Some(-1) } else { soft.parse().ok() }
 }
 
-/// `/proc/vmstat`: page faults since the machine's start, and such that needed a read.
+/// Returns the page faults and major page faults since boot in `/proc/vmstat`.
 pub fn faults(text: &str) -> Option<[u64; 2]> {
     let of =
         |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
     Some([of("pgfault")?, of("pgmajfault")?])
 }
 
-/// `/proc/PID/net/dev`: every interface but the loopback one, so many at most.
+/// Parses `/proc/PID/net/dev`: every interface but loopback, up to a maximum number.
 pub fn interfaces(text: &str, most: usize) -> Vec<(String, Net)> {
     let interface = |line: &str| {
         let (name, numbers) = line.split_once(':')?;
@@ -193,7 +194,7 @@ pub fn interfaces(text: &str, most: usize) -> Vec<(String, Net)> {
     text.lines().filter_map(interface).filter(|(name, _)| name != "lo").take(most).collect()
 }
 
-/// `RetransSegs` of `/proc/PID/net/snmp`: two lines, names and values.
+/// Returns `RetransSegs` of `/proc/PID/net/snmp`: two lines, names and values.
 pub fn retransmits(text: &str) -> Option<u64> {
     let mut lines = text.lines().filter_map(|line| line.strip_prefix("Tcp: "));
     let (names, values) = (lines.next()?, lines.next()?);
@@ -201,8 +202,8 @@ pub fn retransmits(text: &str) -> Option<u64> {
     values.split(' ').nth(at)?.parse().ok()
 }
 
-/// `/proc/stat`: nanoseconds that all CPUs were busy, and the seconds since the epoch at which the machine
-/// was started. Idle and waiting for devices are not busy; a guest's time is part of its user time already.
+/// Returns the busy time of all CPUs in nanoseconds, and the boot time in seconds since the epoch, from
+/// `/proc/stat`. Idle and I/O wait are not busy; a guest's time is already part of the user time.
 pub fn machine_cpu(text: &str, ticks_per_second: u64) -> (Option<u64>, Option<i64>) {
     let busy = text.lines().find_map(|line| line.strip_prefix("cpu ")).map(|line| {
         let ticks: Vec<u64> = line.split_whitespace().take(8).filter_map(|word| word.parse().ok()).collect();
@@ -213,7 +214,7 @@ pub fn machine_cpu(text: &str, ticks_per_second: u64) -> (Option<u64>, Option<i6
     (busy, booted)
 }
 
-/// `/proc/stat`: nanoseconds that all CPUs were in user mode, and in the kernel.
+/// Returns the time of all CPUs in user mode and in the kernel in nanoseconds, from `/proc/stat`.
 pub fn machine_modes(text: &str, ticks_per_second: u64) -> [u64; 2] {
     let line = text.lines().find_map(|line| line.strip_prefix("cpu ")).unwrap_or_default();
     let ticks: Vec<u64> = line.split_whitespace().take(8).filter_map(|word| word.parse().ok()).collect();
@@ -225,7 +226,7 @@ pub fn machine_modes(text: &str, ticks_per_second: u64) -> [u64; 2] {
     })
 }
 
-/// `/proc/loadavg`.
+/// Parses `/proc/loadavg`.
 pub fn load(text: &str) -> [f64; 3] {
     let mut words = text.split(' ').map(|word| word.parse().unwrap_or(0.0));
     std::array::from_fn(|_| words.next().unwrap_or(0.0))

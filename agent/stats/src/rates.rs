@@ -1,12 +1,12 @@
-//! From counters to rates, over windows: pure arithmetic of two readings. The same whether the counters came
-//! from the kernel programs or from files.
+//! Computes rates from the counters of two readings, over windows. Pure; the same for counters of the kernel
+//! programs and of files.
 
 use std::time::Duration;
 
 use super::model::{Counters, KernelCounters, NetRates, Rates, RunQueue, Share, Stalls, WAIT_BUCKETS};
 
-/// The rates from `then` to `now`, which are `over` apart. A counter that went backwards (another counter has
-/// taken its place) began at 0.
+/// Returns the rates from `then` to `now`, which are `over` apart. A counter that went backwards (because it
+/// was replaced) began at 0.
 pub(super) fn rates(then: &Counters, now: &Counters, over: Duration) -> Rates {
     let seconds = over.as_secs_f64();
     if seconds <= 0.0 {
@@ -55,13 +55,13 @@ pub(super) fn rates(then: &Counters, now: &Counters, over: Duration) -> Rates {
     }
 }
 
-/// The growth of a counter.
+/// Returns the growth of a counter.
 pub(super) fn grown(then: u64, now: u64) -> u64 {
     now.checked_sub(then).unwrap_or(now)
 }
 
-/// The share of the time that was spent waiting. The kernel adds a wait when it is over or read, so the share
-/// may come out a hair above all of the time.
+/// Returns the share of the time that was spent waiting. The kernel adds a wait at its end or at a read, so
+/// the share may slightly exceed the whole time, and is capped.
 pub(super) fn share(then: Option<Stalls>, now: Option<Stalls>, over: Duration) -> Option<Share> {
     let (then, now) = (then?, now?);
     let micros = over.as_secs_f64() * 1e6;
@@ -69,7 +69,8 @@ pub(super) fn share(then: Option<Stalls>, now: Option<Stalls>, over: Duration) -
     Some(Share { some: share(then.some_us, now.some_us), full: share(then.full_us, now.full_us) })
 }
 
-/// Time that a container's tasks spent reclaiming memory, for its own limit or the node's, in nanoseconds.
+/// Returns the time that a container's tasks spent in reclaim, for its own limit or the node's, in
+/// nanoseconds.
 pub(super) fn reclaim_ns(of: &KernelCounters) -> u64 {
     of.memcg_reclaim_ns.wrapping_add(of.direct_reclaim_ns)
 }
@@ -85,17 +86,17 @@ fn run_queue(then: &KernelCounters, now: &KernelCounters, seconds: f64) -> RunQu
     }
 }
 
-/// The shortest wait that a bucket counts, and the shortest that is too long for it, in nanoseconds: 0 to
-/// 2^10, then from 2^(9+k) to 2^(10+k), as the kernel programs count (`run_queue_waits` in ebpf/abi). The
-/// last one has no end.
+/// Returns the lower (inclusive) and upper (exclusive) bound of a bucket in nanoseconds: 0 to 2^10, then from
+/// 2^(9+k) to 2^(10+k), as the kernel programs count (`run_queue_waits` in ebpf/abi). The last bucket has no
+/// upper bound.
 pub(super) fn bucket_bounds(bucket: usize) -> (f64, f64) {
     let bound = |power: usize| 2f64.powi(i32::try_from(power).unwrap_or(i32::MAX));
     (if bucket == 0 { 0.0 } else { bound(bucket + 9) }, bound(bucket + 10))
 }
 
-/// The value that a share `quantile` of all counted values is not above, from a histogram of
-/// [`bucket_bounds`]. Within a bucket the values are taken to be spread evenly, as Prometheus's
-/// `histogram_quantile` does: the true value is at most twice as large or half as large. None of nothing.
+/// Returns a quantile of a histogram with [`bucket_bounds`]. Values are assumed to be spread evenly within a
+/// bucket, as in Prometheus's `histogram_quantile`: the true value is at most twice as large or half as
+/// large. `None` for an empty histogram.
 pub(super) fn percentile(counts: &[u64], quantile: f64) -> Option<f64> {
     let total: u64 = counts.iter().sum();
     if total == 0 {
@@ -153,7 +154,7 @@ mod tests {
         let rates = rates(&then, &now, 2 * SECOND);
         assert!((rates.cpu - 1.5).abs() < 1e-9 && rates.over_ns == 2_000_000_000);
         assert_eq!((rates.throttled, rates.throttled_time, rates.oom_kills), (Some(0.25), 0.25, 2));
-        // Only one of the two readings had them.
+        // Only one of the two readings has them.
         assert_eq!((rates.read_bytes, rates.cpu_stalled, rates.runq), (None, None, None));
     }
 

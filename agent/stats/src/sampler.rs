@@ -1,5 +1,5 @@
-//! Reads all containers' cgroups once per call: keeps their directories open, their histories, and while
-//! somebody looks the files that each reading needs. Nothing else. Blocking; it runs where blocking is
+//! Reads all containers' cgroups once per call. The sampler keeps their directories open and their histories,
+//! and, while subscribers exist, also the files that each reading needs. Blocking: must run where blocking is
 //! allowed, one reading at a time.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -28,47 +28,46 @@ use beelet_model::disk::{DiskUse, Places, VolumesUse};
 use beelet_model::table::PodTable;
 use tokio::sync::watch;
 
-/// Limits, process counts and the like are read at least this often, in nanoseconds.
+/// Maximum time between two readings of limits, process counts and the like, in nanoseconds.
 const FULL_EVERY: u64 = 10_000_000_000;
-/// A container whose cgroup isn't there is looked for again after this long, then twice as long, up to the
-/// longest.
+/// Time to the next search for a container's missing cgroup, in nanoseconds; it doubles up to the maximum.
 const SEARCH_AGAIN: u64 = 250_000_000;
 const SEARCH_LONGEST: u64 = 30_000_000_000;
 
-/// What the kernel programs know, by cgroup id.
+/// Reading of the kernel programs.
 #[derive(Debug, Clone, Default)]
 pub struct KernelReading {
-    /// What they counted.
+    /// Counters by cgroup id.
     pub counters: BTreeMap<u64, KernelCounters>,
-    /// Who made them wait.
+    /// The cgroups that made others wait.
     pub interfering: Interfering,
 }
 
-/// Reads that; `None` where no program measures.
+/// Reader of the kernel programs; returns `None` if no program measures.
 pub type Snapshot = Box<dyn FnMut() -> Option<KernelReading> + Send>;
 
-/// Reads, and remembers what the next reading needs.
+/// Makes readings, and keeps the state for the next one.
 pub(super) struct Sampler {
     cgroups: Arc<Cgroups>,
     snapshot: Snapshot,
     disk: Box<dyn DiskUse>,
     volumes: watch::Receiver<VolumesUse>,
     node: Arc<str>,
-    /// More containers than this are left out.
+    /// Maximum number of containers to read.
     most: usize,
     containers: HashMap<String, Tracked>,
-    /// Containers whose cgroup was not found: when to look again, and how long to wait after that.
+    /// Containers whose cgroup was not found: time of the next search, and the pause after that.
     lost: HashMap<String, (u64, u64)>,
     /// Pods' own cgroups and networks, by UID.
     pods: HashMap<String, TrackedPod>,
-    /// The names of those that had the CPUs.
+    /// Names of the holders of the CPUs.
     names: Names,
     machine: History<MachineCounters>,
     full_at: u64,
     buffer: Vec<u8>,
 }
 
-/// A container whose cgroup is known.
+/// A container with a known cgroup.
 struct Tracked {
     path: String,
     id: Option<u64>,
@@ -109,7 +108,7 @@ impl Sampler {
             names: Names::default(),
             machine: History::default(),
             full_at: 0,
-            // Room for any cgroup's file that there is, so that one read is enough.
+            // Large enough for any cgroup's file, so that one read suffices.
             buffer: Vec::with_capacity(16 << 10),
         }
     }
@@ -148,7 +147,7 @@ impl Sampler {
             }
         }
         if let Some(kernel) = &kernel {
-            self.names.tell(&mut pods, &kernel.interfering, &self.cgroups, at_ns);
+            self.names.assign(&mut pods, &kernel.interfering, &self.cgroups, at_ns);
         }
         let machine = self.machine(at_ns, full);
         if machine.swap.is_none() {
@@ -166,7 +165,8 @@ impl Sampler {
         }
     }
 
-    /// There are no subscribers any more: the histories are too old to be of use for the next one.
+    /// Drops the histories and closes the files after the last subscriber: the histories would be too old for
+    /// the next one.
     pub(super) fn rest(&mut self) {
         for tracked in self.containers.values_mut() {
             tracked.history = History::default();
@@ -176,23 +176,23 @@ impl Sampler {
         self.machine = History::default();
     }
 
-    /// Returns true if that leaves room for the other files of the agent's.
+    /// Returns true if files may stay open: enough descriptors are left for the agent's other files.
     fn may_keep_open(&self) -> bool {
         let files = files::OFTEN * self.containers.len() as u64;
         getrlimit(Resource::Nofile).current.is_none_or(|limit| files <= limit / 2)
     }
 
-    /// Returns true if it keeps a cgroup's directories open.
+    /// Returns true if the sampler keeps any cgroup's directories open.
     pub(super) fn tracks(&self) -> bool {
         !self.containers.is_empty() || !self.pods.is_empty()
     }
 
-    /// Closes the directories of containers and pods that are gone.
+    /// Closes the directories of removed containers and pods.
     pub(super) fn forget_gone(&mut self, table: &PodTable) {
         self.retain(&inventory::pods(table));
     }
 
-    /// Keeps what these pods' running containers need; their ids.
+    /// Drops the state of all but these pods' running containers, and returns the ids of those.
     fn retain<'a>(&mut self, pods: &'a [PodStats]) -> HashSet<&'a str> {
         let wanted: HashSet<&str> = running(pods).take(self.most).collect();
         self.containers.retain(|id, _| wanted.contains(id.as_str()));
@@ -202,7 +202,8 @@ impl Sampler {
         wanted
     }
 
-    /// Finds the cgroups of containers that came, forgets those that went. How many have none.
+    /// Finds the cgroups of new containers, and drops those of ended ones. Returns the number of running
+    /// containers without a cgroup.
     fn track(&mut self, pods: &[PodStats], now: u64) -> usize {
         let wanted = self.retain(pods);
         let due = |id: &&str| self.lost.get(*id).is_none_or(|(again, _)| *again <= now);
@@ -217,7 +218,7 @@ impl Sampler {
     fn find(&mut self, missing: &HashSet<&str>, now: u64) {
         let mut found = self.cgroups.find_containers(missing);
         for id in missing {
-            // It may be gone again by now.
+            // The cgroup may have been removed by now.
             let opened = found.remove(*id).and_then(|path| Some((self.cgroups.open(&path).ok()?, path)));
             let Some((dirs, path)) = opened else {
                 let (_, wait) = self.lost.get(*id).copied().unwrap_or((0, SEARCH_AGAIN));
@@ -239,11 +240,12 @@ impl Sampler {
     ) {
         let Some(tracked) = self.containers.get_mut(&container.id) else { return };
         let last = tracked.last.as_ref().map(|last| &last.gauges);
-        // Each has its own time: with many containers the last is read some milliseconds after the first.
+        // Each reading has its own time: with many containers the last is read some milliseconds after the
+        // first.
         let reading = files::read(&mut tracked.dirs, depth, last, monotonic_ns(), &mut self.buffer);
         let Some(mut reading) = reading else { return };
         if let Some(kernel) = kernel {
-            // One that has not run since the programs were attached has no entry: it did nothing yet.
+            // A container that has not run since the programs were attached has no entry: its counters are 0.
             let counters = tracked.id.and_then(|id| kernel.get(&id)).copied().unwrap_or_default();
             reading.counters.kernel = Some(Box::new(counters));
         }
@@ -267,15 +269,15 @@ impl Sampler {
         }
     }
 
-    /// The pod's own cgroup is its containers' parent. Its network is asked of any of its processes, where
-    /// somebody wants all there is or no program counts.
+    /// Reads the pod's own cgroup, the parent of its containers' cgroups, and its network from any of its
+    /// processes, for a full reading or if no program counts.
     fn read_pod(&mut self, pod: &mut PodStats, scope: Scope, by_kernel: bool) {
         let Some(container) = pod.containers.iter().find(|container| container.cgroup.is_some()) else {
             return;
         };
         let path =
             container.cgroup.as_deref().and_then(|path| path.rsplit_once('/')).map(|(parent, _)| parent);
-        // Without a parent for the pod (a sandbox made by hand) there is no pod's cgroup.
+        // Without a parent for the pod (a sandbox made by hand) the pod has no cgroup.
         let Some(path) = path.filter(|path| !path.is_empty()) else { return };
         pod.cgroup = Some(path.to_owned());
         if pod.qos.is_empty() {
@@ -300,7 +302,7 @@ impl Sampler {
         }
         let Some(dirs) = self.containers.get(&container.id).map(|tracked| &tracked.dirs) else { return };
         let pid = files::first_pid(dirs, &mut self.buffer);
-        // A process may have a network of its own making, which is not the pod's.
+        // A process may have made a network namespace of its own, which is not the pod's.
         let pid =
             pid.filter(|pid| pod.netns.as_deref().is_none_or(|netns| files::is_in_network(*pid, netns)));
         let Some(interfaces) = pid.and_then(files::network) else { return };
@@ -344,7 +346,7 @@ impl Sampler {
             booted_at: booted.and_then(|seconds| Timestamp::from_second(seconds).ok()),
             rss: of_meminfo("AnonPages"),
             faults: parse::faults(&vmstat),
-            // Not this process's own namespace: an observer may be in a pod.
+            // Not this process's own namespace: `beelet observe` may run in a pod.
             net: if full { files::network(1).map(of_the_machine).unwrap_or_default() } else { Vec::new() },
             swap: Some(["SwapTotal", "SwapFree"].map(|name| of_meminfo(name).unwrap_or(0)))
                 .filter(|[total, _]| *total > 0),
@@ -363,14 +365,14 @@ impl Sampler {
         Some((root, reading))
     }
 
-    /// Number of containers with a cgroup.
+    /// Returns the number of containers with a cgroup.
     pub(super) fn tracked(&self) -> usize {
         self.containers.len()
     }
 }
 
-/// The machine as if it were a cgroup, for those who ask for the cgroup `/`. On version 2 the kernel has no
-/// numbers of that one's memory.
+/// Returns the machine as a cgroup, for readers of the cgroup `/`, of whose memory version 2's kernel has no
+/// numbers.
 fn whole(at_ns: u64, machine: &Machine, (stat, meminfo, vmstat): (&str, &str, &str)) -> Reading {
     let memory = |name| machine_memory::meminfo(meminfo, name).unwrap_or(0);
     let [cpu_user_ns, cpu_system_ns] = parse::machine_modes(stat, rustix::param::clock_ticks_per_second());
@@ -404,7 +406,7 @@ fn whole(at_ns: u64, machine: &Machine, (stat, meminfo, vmstat): (&str, &str, &s
     Reading { at_ns, counters, gauges, details: None }
 }
 
-/// Where the kernel counts no swap of cgroups, and there is none, they use none.
+/// Sets the swap usage to 0 if the kernel does not count it: the machine has no swap.
 fn without_swap(pods: &mut [PodStats]) {
     for pod in pods {
         let containers = pod.containers.iter_mut().filter_map(|container| container.reading.as_mut());
@@ -414,19 +416,20 @@ fn without_swap(pods: &mut [PodStats]) {
     }
 }
 
-/// The ids of the containers that run.
+/// Returns the ids of the running containers.
 fn running(pods: &[PodStats]) -> impl Iterator<Item = &str> {
     let containers = pods.iter().flat_map(|pod| &pod.containers);
     containers.filter(|c| c.state == State::Running && !c.id.is_empty()).map(|c| c.id.as_str())
 }
 
-/// Without what cAdvisor leaves out: pods' ends of their links, and the bridges of container engines.
+/// Removes the interfaces that cAdvisor leaves out: the host's ends of the pods' links, and the bridges of
+/// container engines.
 fn of_the_machine(interfaces: Vec<(String, Net)>) -> Vec<(String, Net)> {
     let is_ours = |name: &str| ["veth", "docker", "nerdctl"].iter().any(|prefix| name.starts_with(prefix));
     interfaces.into_iter().filter(|(name, _)| !is_ours(name)).collect()
 }
 
-/// The QoS class that a pod's cgroup is in; empty where it is in none.
+/// Returns the QoS class of a pod's cgroup; empty if it is in none.
 fn qos_of(path: &str) -> &'static str {
     let parent = path.rsplit_once('/').map_or("", |(parent, _)| parent);
     match parent.rsplit('/').next().unwrap_or_default().trim_end_matches(".slice").rsplit('-').next() {
@@ -437,7 +440,7 @@ fn qos_of(path: &str) -> &'static str {
     }
 }
 
-/// `cpu0`, `cpu1`, …: one line of `/proc/stat` for each.
+/// Returns true for a line of `/proc/stat` about a single CPU: `cpu0`, `cpu1`, ….
 fn is_cpu(line: &str) -> bool {
     line.strip_prefix("cpu").is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
 }

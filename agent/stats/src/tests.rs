@@ -12,14 +12,14 @@ use beelet_model::table::{PodEntry, PodName};
 
 const LONG: Duration = Duration::from_secs(30);
 
-/// A node of plain folders: containers' cgroups with files that a test writes.
+/// A node of plain folders: containers' cgroups with files written by the test.
 struct Node {
     dir: tempfile::TempDir,
     table: watch::Sender<Arc<PodTable>>,
     pressure: Stats,
     shutdown: CancellationToken,
     task: tokio::task::JoinHandle<()>,
-    /// Readings that were made: each asks the kernel half once.
+    /// Number of readings: each reads the kernel half once.
     readings: Arc<AtomicU64>,
 }
 
@@ -55,7 +55,7 @@ impl Node {
         Self { dir, table, pressure, shutdown, task, readings }
     }
 
-    /// These containers run, one per pod.
+    /// Sets the running containers, one per pod.
     fn run(&self, ids: &[&str]) {
         let pods = ids.iter().map(|id| {
             let pod = serde_json::from_value(json!({
@@ -86,7 +86,7 @@ impl Node {
         write(dir.parent().unwrap(), "cpu.stat", "usage_usec 7\n");
     }
 
-    /// Files that are open say nothing any more, as the kernel has it with those of a cgroup that is gone.
+    /// Empties the open files, as the kernel does with those of a removed cgroup.
     fn remove(&self, id: &str) {
         let dir = self.cgroup(id);
         fs::read_dir(&dir).unwrap().for_each(|file| fs::write(file.unwrap().path(), "").unwrap());
@@ -106,7 +106,7 @@ async fn until(
 }
 
 #[tokio::test]
-async fn a_subscriber_gets_values_with_rates_and_nothing_is_read_when_he_has_gone() {
+async fn a_subscriber_gets_values_with_rates_and_nothing_is_read_after_its_drop() {
     let node = Node::start(None, 100);
     node.write("a1", 1000);
     node.run(&["a1"]);
@@ -122,7 +122,7 @@ async fn a_subscriber_gets_values_with_rates_and_nothing_is_read_when_he_has_gon
         |value: &Arc<NodeStats>| value.pods[0].containers[0].windows[0].is_some_and(|rates| rates.cpu > 0.0);
     until(&mut values, busy).await;
     drop(values);
-    // It may be reading right now; after that it must be still.
+    // A reading may be in progress; after that no further one must follow.
     timeout(LONG, async {
         loop {
             let before = node.readings.load(Ordering::SeqCst);
@@ -139,7 +139,7 @@ async fn a_subscriber_gets_values_with_rates_and_nothing_is_read_when_he_has_gon
 }
 
 #[tokio::test]
-async fn a_question_is_answered_by_one_full_reading_though_nobody_looks() {
+async fn a_request_is_answered_by_one_full_reading_without_subscribers() {
     let node = Node::start(None, 100);
     node.write("a1", 1000);
     node.run(&["a1"]);
@@ -153,7 +153,7 @@ async fn a_question_is_answered_by_one_full_reading_though_nobody_looks() {
 }
 
 #[tokio::test]
-async fn a_question_for_usage_reads_what_pods_use_and_nothing_further() {
+async fn a_request_for_usage_reads_only_the_usage_of_pods() {
     let node = Node::start(None, 100);
     node.write("a1", 1000);
     let pod = node.cgroup("a1").parent().unwrap().to_owned();
@@ -174,7 +174,7 @@ async fn a_question_for_usage_reads_what_pods_use_and_nothing_further() {
     let (usage, is_full, all_pods) = of(Scope::Usage).await;
     assert_eq!((usage.working_set, usage.memory_limit, usage.swap), (4096, Some(8192), Some(512)));
     assert_eq!((usage.pids, is_full, all_pods), (None, false, false));
-    // What was just read is not enough for one who wants all.
+    // The last reading is not enough for a request for everything.
     let (all, is_full, _) = of(Scope::Everything).await;
     assert_eq!((all.swap, all.pids, is_full), (Some(512), Some(3), true));
 }
@@ -187,7 +187,7 @@ async fn containers_come_and_go_and_those_without_a_cgroup_are_counted() {
     let mut values = node.pressure.subscribe();
     let value = until(&mut values, |value| value.readings().count() == 1).await;
     assert_eq!(value.left_out, 1);
-    // The runtime had announced it before it made its cgroup.
+    // The runtime had announced the container before it made the cgroup.
     node.write("b2", 1);
     assert_eq!(until(&mut values, |value| value.readings().count() == 2).await.left_out, 0);
     node.remove("a1");
@@ -198,7 +198,7 @@ async fn containers_come_and_go_and_those_without_a_cgroup_are_counted() {
 }
 
 #[tokio::test]
-async fn directories_of_pods_that_go_are_closed_though_nobody_looks() {
+async fn directories_of_removed_pods_are_closed_without_subscribers() {
     let node = Node::start(None, 100);
     node.write("a1", 1);
     node.write("b2", 1);
@@ -232,7 +232,7 @@ async fn no_more_containers_are_read_than_are_allowed() {
 }
 
 #[tokio::test]
-async fn what_the_kernel_counted_is_found_by_the_cgroups_id() {
+async fn the_kernels_counters_are_found_by_the_cgroups_id() {
     let node = Node::start(Some(BTreeMap::new()), 100);
     node.write("a1", 1);
     node.run(&["a1"]);
@@ -256,7 +256,7 @@ async fn what_the_kernel_counted_is_found_by_the_cgroups_id() {
 }
 
 #[tokio::test]
-async fn before_sampling_runs_there_is_nothing_yet_and_nobody_waits_for_long() {
+async fn before_sampling_runs_requests_get_an_empty_value_soon() {
     let (pressure, inbox) = channel();
     drop(inbox);
     assert_eq!(*pressure.now(Scope::Usage).await, NodeStats::nothing_yet());

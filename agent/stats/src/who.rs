@@ -1,5 +1,5 @@
-//! Names those that made containers wait: who had the CPUs meanwhile, and who needed the memory. The kernel
-//! programs know them by cgroup ids.
+//! Names the cgroups that made containers wait: those that had the CPUs during the waits, and those that
+//! needed the memory. The kernel programs identify them by cgroup ids.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -9,15 +9,15 @@ use beelet_policy::tuner::reclaim::{self, Freed, Place, ShortBelow, is_at_limit}
 
 use super::model::{ContainerStats, Holder, PodStats, Reading, WaitedFor, Who};
 
-/// So many are named of each container.
+/// Maximum number of names per container.
 const MOST: usize = 3;
-/// A search of the machine's cgroups is followed by the next after this long at the earliest, in nanoseconds:
-/// it looks at thousands of folders on a full node.
+/// Minimum time between two searches of the machine's cgroups, in nanoseconds: a search visits thousands of
+/// folders on a full node.
 const SEARCH_AGAIN: u64 = 10_000_000_000;
-/// The place of the 60 s average among the kernel's.
+/// Index of the 60 s average among the kernel's.
 const MINUTE: usize = 1;
 
-/// The names that were found, of those that had a CPU at the last reading.
+/// The names of the cgroups that had a CPU at the last reading.
 #[derive(Debug, Default)]
 pub(super) struct Names {
     known: HashMap<u64, Who>,
@@ -25,8 +25,8 @@ pub(super) struct Names {
 }
 
 impl Names {
-    /// Says of each container who made it wait.
-    pub(super) fn tell(
+    /// Sets the holders for which each container waited.
+    pub(super) fn assign(
         &mut self,
         pods: &mut [PodStats],
         interfering: &Interfering,
@@ -56,7 +56,8 @@ impl Names {
         }
     }
 
-    /// Those whose growth a container waited for; its own limit, if it is at that and alone made itself wait.
+    /// Returns the holders for whose growth a container waited; its own limit, if the container is at the
+    /// limit and was the only one that grew.
     fn growers(&self, container: &ContainerStats, of: &[(u64, f64)]) -> Vec<Holder> {
         match *of {
             [(only, share)]
@@ -73,7 +74,7 @@ impl Names {
         Holder { who: self.known.get(&id).cloned().unwrap_or(Who::Gone), share }
     }
 
-    /// Finds the names of these cgroups. One that is gone keeps the name that it had.
+    /// Finds the names of these cgroups. A removed cgroup keeps its former name.
     fn learn(&mut self, ids: &HashSet<u64>, pods: &[PodStats], cgroups: &Cgroups, now_ns: u64) {
         self.known.retain(|id, _| ids.contains(id));
         if ids.contains(&NOBODY) {
@@ -99,7 +100,8 @@ impl Names {
     }
 }
 
-/// A cgroup below a pod's that is no container's is its sandbox's.
+/// Returns the owner of a cgroup's path. A cgroup below a pod's that does not belong to a container belongs
+/// to the sandbox.
 fn who_is_at(path: String, pods: &[PodStats]) -> Who {
     let is_below = |pod: &&PodStats| {
         let own = pod.cgroup.as_deref().filter(|own| !own.is_empty());
@@ -111,7 +113,7 @@ fn who_is_at(path: String, pods: &[PodStats]) -> Who {
     }
 }
 
-/// The share of the last minute in which some thread waited.
+/// Returns the share of the last minute in which some thread waited.
 fn some(container: &ContainerStats, of: &beelet_bpf::WaitedFor) -> f64 {
     let stalls = container.reading.as_ref().and_then(|reading| reading.counters.cpu_stalls);
     match stalls {
@@ -120,7 +122,7 @@ fn some(container: &ContainerStats, of: &beelet_bpf::WaitedFor) -> f64 {
     }
 }
 
-/// The share of the last minute in which some thread waited for memory.
+/// Returns the share of the last minute in which some thread waited for memory.
 fn some_for_memory(container: &ContainerStats) -> f64 {
     let stalls = container.reading.as_ref().and_then(|reading| reading.counters.memory_stalls);
     match stalls {
@@ -129,7 +131,8 @@ fn some_for_memory(container: &ContainerStats) -> f64 {
     }
 }
 
-/// The three whose growth made each container wait for memory that did, by its cgroup2 id.
+/// Returns, for each container that waited for memory, the three cgroups whose growth made it wait; by the
+/// container's cgroup2 id.
 fn growers(pods: &[PodStats], reclaimers: &Reclaimers) -> BTreeMap<u64, Vec<(u64, f64)>> {
     let freed = Freed { machine: &reclaimers.direct, limits: &reclaimers.memcg };
     if freed.machine.is_empty() && freed.limits.is_empty() {
@@ -153,7 +156,7 @@ fn growers(pods: &[PodStats], reclaimers: &Reclaimers) -> BTreeMap<u64, Vec<(u64
     waiting.filter_map(|one| of(one.cgroup_id?)).collect()
 }
 
-/// Where a container's memory is short, if it is. A tick doesn't read a pod's own cgroup.
+/// Returns the level at which a container's memory is short. A tick doesn't read a pod's own cgroup.
 fn short_below(container: &ContainerStats, pod: Option<&Reading>) -> ShortBelow {
     let is_at = |reading: &Reading| is_at_limit(reading.gauges.memory_usage, reading.gauges.memory_limit);
     match (container.reading.as_ref().is_some_and(is_at), pod.is_some_and(is_at)) {
@@ -207,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn who_had_the_cpus_is_named_as_long_as_it_is_known() {
+    fn holders_of_the_cpus_are_named_while_they_are_known() {
         let dir = tempfile::tempdir().unwrap();
         for path in ["system.slice/containerd.service", "kubepods/podb/sandbox"] {
             std::fs::create_dir_all(dir.path().join(path)).unwrap();
@@ -224,19 +227,19 @@ mod tests {
             pod("batch", "/kubepods/podb", &[("main", batch)]),
         ];
         let mut names = Names::default();
-        names.tell(&mut pods, &interfering, &cgroups, 1);
+        names.assign(&mut pods, &interfering, &cgroups, 1);
         let in_pod = |name: &str, container: &str| Who::Pod {
             pod: PodName { namespace: "shop".to_owned(), name: name.to_owned() },
             container: container.to_owned(),
         };
         let containerd = Who::Machine("/system.slice/containerd.service".to_owned());
-        let told = pods[0].containers[0].waited_for.clone().unwrap();
+        let found = pods[0].containers[0].waited_for.clone().unwrap();
         let expected = [(in_pod("batch", "main"), 0.62), (containerd, 0.21), (in_pod("web", "app"), 0.1)];
-        assert_eq!(told.holders, expected.map(|(who, share)| Holder { who, share }));
-        assert!((told.some - 0.5).abs() < 1e-9, "without PSI: {}", told.some);
+        assert_eq!(found.holders, expected.map(|(who, share)| Holder { who, share }));
+        assert!((found.some - 0.5).abs() < 1e-9, "without PSI: {}", found.some);
         assert_eq!(pods[1].containers[0].waited_for, None);
 
-        // The batch is gone, but was known; the sandbox is found once a search is due again.
+        // The batch container was removed, but its name is known; the sandbox is found at the next search.
         let sandbox = id("kubepods/podb/sandbox");
         let held = vec![(batch, 4), (sandbox, 3), (NOBODY, 2), (web, 1)];
         interfering.waited_for.insert(web, waited(10, 20, held));
@@ -245,10 +248,10 @@ mod tests {
         pods[0].containers[0].reading = Some(Reading { counters, ..Reading::default() });
         pods[1].containers.clear();
         for (at, of_sandbox) in [(2, Who::Gone), (SEARCH_AGAIN + 1, in_pod("batch", ""))] {
-            names.tell(&mut pods, &interfering, &cgroups, at);
-            let told = pods[0].containers[0].waited_for.clone().unwrap();
-            assert!((told.some - 0.14).abs() < 1e-9, "{}", told.some);
-            let who: Vec<Who> = told.holders.into_iter().map(|holder| holder.who).collect();
+            names.assign(&mut pods, &interfering, &cgroups, at);
+            let found = pods[0].containers[0].waited_for.clone().unwrap();
+            assert!((found.some - 0.14).abs() < 1e-9, "{}", found.some);
+            let who: Vec<Who> = found.holders.into_iter().map(|holder| holder.who).collect();
             assert_eq!(who, [in_pod("batch", "main"), of_sandbox, Who::Nobody]);
         }
     }
@@ -263,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn whose_growth_made_the_reclaim_is_told_of_those_that_waited_for_memory() {
+    fn growers_are_named_for_containers_that_waited_for_memory() {
         let dir = tempfile::tempdir().unwrap();
         let cgroups = over(dir.path());
         let mut pods = [
@@ -275,8 +278,8 @@ mod tests {
         pods[2].containers[0].reading = stalled(100, Some(100));
         let reclaimers = Reclaimers { direct: Vec::new(), memcg: vec![(4, 5000), (3, 75), (1, 25)] };
         let interfering = Interfering { waited_for: BTreeMap::new(), reclaimers };
-        Names::default().tell(&mut pods, &interfering, &cgroups, 1);
-        let told = |pod: usize, container: usize| pods[pod].containers[container].waited_for_memory.clone();
+        Names::default().assign(&mut pods, &interfering, &cgroups, 1);
+        let found = |pod: usize, container: usize| pods[pod].containers[container].waited_for_memory.clone();
         let in_pod = |name: &str, container: &str, share| Holder {
             who: Who::Pod {
                 pod: PodName { namespace: "shop".to_owned(), name: name.to_owned() },
@@ -288,9 +291,9 @@ mod tests {
             some: 0.08,
             holders: vec![in_pod("batch", "main", 0.75), in_pod("web", "app", 0.25)],
         };
-        assert_eq!(told(0, 0), Some(of_web));
-        assert_eq!((told(0, 1), told(1, 0)), (None, None), "they did not wait");
+        assert_eq!(found(0, 0), Some(of_web));
+        assert_eq!((found(0, 1), found(1, 0)), (None, None), "they did not wait");
         let own_limit = Holder { who: Who::Nobody, share: 1.0 };
-        assert_eq!(told(2, 0), Some(WaitedFor { some: 0.08, holders: vec![own_limit] }));
+        assert_eq!(found(2, 0), Some(WaitedFor { some: 0.08, holders: vec![own_limit] }));
     }
 }
