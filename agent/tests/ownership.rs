@@ -54,10 +54,10 @@ fn a_kubelet_with_a_connection_to_the_runtime_keeps_us_away() {
     assert_eq!(kubelet_on(&other).unwrap(), None);
 
     if rustix::process::geteuid().is_root() {
-        let error = Ownership::take(&socket).unwrap_err();
+        let error = Ownership::acquire(&socket).unwrap_err();
         assert!(matches!(error, OwnershipError::Kubelet { .. }), "{error}");
         assert!(error.to_string().contains(&format!("process {}", kubelet.0.id())), "{error}");
         drop(kubelet);
-        Ownership::take(&socket).unwrap();
+        Ownership::acquire(&socket).unwrap();
     }
 }

@@ -1,4 +1,5 @@
-//! The connection to a runtime's unix socket: made when first needed, made again whenever it broke.
+//! The connection to a runtime's unix socket: the first call opens it, and the next call after a break
+//! reopens it.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -9,11 +10,11 @@ use tonic::transport::{Channel, Endpoint, Uri};
 
 use super::error::ConnectError;
 
-/// Where the runtime listens, and the channel to it once there was a call.
+/// The socket of the runtime, and the channel to it after the first call.
 #[derive(Debug)]
 pub(super) struct Socket {
     pub(super) path: PathBuf,
-    // A channel starts a task, so it can only be made inside an async runtime: at the first call.
+    // A channel starts a task and so needs an async runtime: the first call creates it.
     channel: OnceLock<Channel>,
 }
 
@@ -22,8 +23,8 @@ impl Socket {
         Socket { path, channel: OnceLock::new() }
     }
 
-    /// The channel. It holds one HTTP/2 connection, and opens a new one at the next call after that broke:
-    /// tonic waits for nothing in between, so the agent is back as soon as the runtime is.
+    /// Returns the channel. The channel holds one HTTP/2 connection and replaces a broken one at the next
+    /// call. tonic does not wait in between, so the agent is connected again as soon as the runtime is up.
     pub(super) fn channel(&self) -> Channel {
         self.channel.get_or_init(|| connect_lazily(&self.path)).clone()
     }
@@ -31,7 +32,7 @@ impl Socket {
 
 fn connect_lazily(path: &Path) -> Channel {
     let path = path.to_owned();
-    // The authority must be a valid one, which a socket's path isn't: Go's server refuses the request then.
+    // Go's server refuses a request with an invalid authority, and a socket's path is not a valid authority.
     Endpoint::from_static("http://localhost").connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
         let path = path.clone();
         async move {
@@ -43,7 +44,7 @@ fn connect_lazily(path: &Path) -> Channel {
     }))
 }
 
-/// The socket's path of `unix:///path` or `/path`.
+/// Returns the path of the socket from `unix:///path` or `/path`.
 pub(super) fn socket_path(endpoint: &str) -> Result<PathBuf, EndpointError> {
     let error = |cause| EndpointError { endpoint: endpoint.to_owned(), cause };
     let path = match endpoint.strip_prefix("unix://") {
@@ -61,7 +62,7 @@ pub(super) fn socket_path(endpoint: &str) -> Result<PathBuf, EndpointError> {
     Ok(PathBuf::from(path))
 }
 
-/// An endpoint that names no unix socket.
+/// An endpoint that does not name a unix socket.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{endpoint:?} is not a runtime endpoint: {cause}; write it like unix:///run/containerd/containerd.sock"

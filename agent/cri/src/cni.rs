@@ -1,4 +1,5 @@
-//! The network configuration that the runtime gives to CNI. Only looked at: making networks is the runtime's.
+//! The network configuration that the runtime passes to CNI. This module only reads it: the runtime creates
+//! the networks.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,13 +11,13 @@ use serde_json::Value;
 
 use super::Runtime;
 
-/// Where runtimes look that do not say where.
+/// The folder that runtimes use when their status names none.
 const CONFIGURATIONS: &str = "/etc/cni/net.d";
 const PROGRAMS: &str = "/opt/cni/bin";
-/// Most bytes that are read of a configuration.
+/// The limit of bytes that are read of a configuration.
 const MOST: u64 = 1 << 20;
 
-/// Where the runtime looks.
+/// The folders that the runtime uses.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Places {
     /// The folder of configurations.
@@ -26,7 +27,8 @@ pub struct Places {
 }
 
 impl Places {
-    /// The places that a verbose status tells, as containerd's does; of other runtimes what is usual.
+    /// Returns the folders that a verbose status names, as containerd's does; for other runtimes the usual
+    /// ones.
     #[must_use]
     pub fn of(status: &cri::StatusResponse) -> Self {
         Self::read(status.info.get("config").map(String::as_str).unwrap_or_default())
@@ -47,7 +49,8 @@ impl Places {
         }
     }
 
-    /// The configuration that counts, the first by its name, with its text; empty if it can't be one. Blocks.
+    /// Returns the configuration that takes effect, the first one by name, with its text. The text is empty
+    /// if the file can't be read as text. Blocks.
     #[must_use]
     pub fn first(&self) -> Option<(PathBuf, String)> {
         let entries = fs::read_dir(&self.configurations).ok()?;
@@ -57,14 +60,14 @@ impl Places {
         });
         paths.sort();
         let path = paths.into_iter().next()?;
-        // Pods of CNI plugins write there.
+        // Pods of CNI plugins write to this folder.
         let read = own_file::read_through_links(&path).and_then(|file| own_file::read_at_most(&file, MOST));
         let text = read.ok().flatten().and_then(|bytes| String::from_utf8(bytes).ok());
         Some((path, text.unwrap_or_default()))
     }
 }
 
-/// The plugins of a configuration, which may be a list or one alone.
+/// Returns the plugins of a configuration, which may be a list or a single plugin.
 #[must_use]
 pub fn plugins(config: &Value) -> Vec<Value> {
     config["plugins"].as_array().cloned().unwrap_or_else(|| vec![config.clone()])
@@ -76,7 +79,8 @@ pub fn maps_ports(plugins: &[Value]) -> bool {
     plugins.iter().any(|plugin| plugin["type"] == "portmap" && plugin["capabilities"]["portMappings"] == true)
 }
 
-/// Why a hostPort leads nowhere with this configuration; None if it leads to its pod, or nobody can tell.
+/// Returns the reason why a hostPort leads nowhere with this configuration; None if it leads to its pod, or
+/// if the text can't be read.
 fn unmapped(file: &Path, text: &str) -> Option<String> {
     let config: Value = serde_json::from_str(text).ok()?;
     let file = file.display();
@@ -85,7 +89,8 @@ fn unmapped(file: &Path, text: &str) -> Option<String> {
 }
 
 impl Runtime {
-    /// The reason why a pod's hostPort leads nowhere; None if it leads to the pod, or nobody can tell.
+    /// Returns the reason why a pod's hostPort leads nowhere; None if it leads to the pod, or if that is
+    /// unknown.
     pub async fn unmapped_host_ports(&self) -> Option<String> {
         let places = Places::of(&self.status(true).await.ok()?);
         let (file, text) = blocking("reading the network's configuration", move || places.first()).await?;
@@ -98,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn plugins_are_looked_for_where_the_runtime_does() {
+    fn the_folders_of_plugins_come_from_the_runtimes_status() {
         let containerd = r#"{"cni": {"binDir": "/opt/a", "confDir": "/etc/a"}}"#;
         let expected = Places { configurations: "/etc/a".into(), programs: vec!["/opt/a".into()] };
         assert_eq!(Places::read(containerd), expected);

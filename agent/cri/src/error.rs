@@ -1,5 +1,5 @@
-//! What can go wrong between the agent and the container runtime, as a sentence for the person who has to
-//! mend it: which operation, on what, why, and what to do.
+//! The errors between the agent and the container runtime. Each is a sentence for the person who repairs the
+//! node: the operation, its object, the cause and the remedy.
 
 use std::error::Error as _;
 use std::fmt;
@@ -10,44 +10,44 @@ use tonic::{Code, Status};
 
 use super::operation::Operation;
 
-/// Longest text of the runtime's that an error quotes, in characters.
+/// The length limit of a runtime's text that an error quotes, in characters.
 const MAX_QUOTE: usize = 1000;
 
-/// What kind of failure it was: all that a caller may decide by.
+/// The kind of a failure: the only field that a caller may base a decision on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// The runtime isn't there, or the connection broke before it answered. What was asked for may or may
-    /// not have been done: look before asking again.
+    /// The runtime can't be reached, or the connection broke before it answered. The runtime may have carried
+    /// out the operation: the caller must read the state before it repeats the call.
     Unavailable,
-    /// No answer within the deadline. What was asked for may still be done.
+    /// The runtime did not answer within the deadline, but may still carry out the operation.
     Timeout,
     /// The runtime doesn't know the sandbox, container or image.
     NotFound,
-    /// It has one of that name already.
+    /// The runtime has a sandbox, container or image of that name already.
     AlreadyExists,
     /// The runtime lacks the call.
     Unimplemented,
-    /// Anything else that the runtime says.
+    /// Any other error that the runtime returns.
     Other,
 }
 
 /// A call to the runtime that failed. Displayed, it is a whole sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
-    /// What was asked for.
+    /// The operation that failed.
     pub operation: Operation,
-    /// What it was asked for: "container web of pod default/web", "image busybox:1.36"; empty where the
-    /// call is about the runtime itself.
+    /// The object of the operation: "container web of pod default/web", "image busybox:1.36"; empty if the
+    /// call concerns the runtime itself.
     pub subject: String,
-    /// What kind of failure it was.
+    /// The kind of the failure.
     pub kind: Kind,
     /// The cause, and the remedy where there is one.
     pub message: String,
 }
 
 impl Error {
-    /// Returns true if the runtime couldn't be reached or didn't answer in time, so that the same call may
-    /// well succeed later.
+    /// Returns true if the runtime couldn't be reached or didn't answer in time, so the same call may succeed
+    /// later.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         matches!(self.kind, Kind::Unavailable | Kind::Timeout)
@@ -72,8 +72,8 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// Why no connection to the runtime's socket came about. Made by the connector, found again by its type in
-/// the chain of causes that tonic hands back.
+/// The reason why the connector could not connect to the runtime's socket. [`Failure::from_status`] finds it
+/// by its type in the chain of causes that tonic returns.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot connect to {path}: {cause}")]
 pub(super) struct ConnectError {
@@ -82,13 +82,13 @@ pub(super) struct ConnectError {
     pub(super) cause: io::Error,
 }
 
-/// A failed attempt, before it is told to anyone.
+/// A failed attempt, before it becomes an [`Error`].
 pub(super) enum Failure {
-    /// Nothing came back in time.
+    /// The runtime did not answer in time.
     Deadline(Duration),
-    /// No socket, or nobody behind it.
+    /// The socket does not exist, or no process listens on it.
     Connect { cause: String, permission: bool },
-    /// The connection was there and broke.
+    /// The connection existed and broke.
     Broken(String),
     /// The runtime answered with an error.
     Answer(Status),
@@ -96,7 +96,7 @@ pub(super) enum Failure {
 
 impl Failure {
     pub(super) fn from_status(status: Status) -> Self {
-        // Only what happened on our side of the wire has a source; an answer of the runtime's has none.
+        // Only a failure on our side of the connection has a source; an answer of the runtime has none.
         let Some(source) = status.source() else { return Failure::Answer(status) };
         let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(source);
         let mut innermost = source.to_string();
@@ -111,7 +111,7 @@ impl Failure {
         Failure::Broken(innermost)
     }
 
-    /// Returns true if the connection was at fault, and a new one may help at once.
+    /// Returns true if the connection broke, so a new connection may help at once.
     pub(super) fn is_broken_connection(&self) -> bool {
         matches!(self, Failure::Broken(_))
     }
@@ -131,22 +131,22 @@ impl Failure {
         }
     }
 
-    /// The cause and the remedy. `endpoint` is the runtime's socket.
+    /// Returns the cause and the remedy. `endpoint` is the runtime's socket.
     pub(super) fn message(&self, endpoint: &str) -> String {
         match self {
             Failure::Deadline(after) => format!(
-                "the container runtime at {endpoint} did not answer within {after:?}; see its log for what \
-                 holds it up, or raise runtimeRequestTimeout"
+                "the container runtime at {endpoint} did not answer within {after:?}; read its log for the \
+                 cause, or raise runtimeRequestTimeout"
             ),
             Failure::Connect { permission: true, .. } => {
-                format!("not allowed to open the container runtime's socket {endpoint}; run beelet as root")
+                format!("no permission to open the container runtime's socket {endpoint}; run beelet as root")
             }
             Failure::Connect { cause, .. } => format!(
-                "the container runtime at {endpoint} is not there ({cause}); start it, or set \
+                "the container runtime at {endpoint} can't be reached: {cause}; start it, or set \
                  containerRuntimeEndpoint to its socket"
             ),
             Failure::Broken(cause) => format!(
-                "the connection to the container runtime at {endpoint} broke ({}); it may be restarting",
+                "the connection to the container runtime at {endpoint} broke: {}; the runtime may be restarting",
                 quote(cause)
             ),
             Failure::Answer(status) => answer(status, endpoint),
@@ -157,18 +157,21 @@ impl Failure {
 fn answer(status: &Status, endpoint: &str) -> String {
     let said = match without_ids(&quote(status.message())) {
         said if said.is_empty() => {
-            format!("the container runtime answered {:?} and nothing more", status.code())
+            format!("the container runtime answered {:?} without a message", status.code())
         }
         said => match sandbox_image(&said) {
             Some(image) => {
-                format!("no image for sandboxes: {image} is not here; `beelet images import` it ({said})")
+                format!(
+                    "the image for sandboxes, {image}, is not on the node; import it with `beelet images \
+                     import` ({said})"
+                )
             }
             None => said,
         },
     };
     match status.code() {
         Code::Unimplemented => format!(
-            "the container runtime at {endpoint} does not have this call ({said}); CRI v1 is needed \
+            "the container runtime at {endpoint} does not have this call ({said}); beelet needs CRI v1 \
              (containerd 1.6 or newer), with the CRI plugin enabled"
         ),
         Code::OutOfRange | Code::ResourceExhausted => format!(
@@ -180,16 +183,16 @@ fn answer(status: &Status, endpoint: &str) -> String {
     }
 }
 
-/// The image that the runtime makes sandboxes of, where it says that it has none.
+/// Returns the name of the sandbox image if `said` reports that the runtime lacks it.
 fn sandbox_image(said: &str) -> Option<&str> {
     let (image, why) = said.split_once("failed to get sandbox image \"")?.1.split_once('"')?;
     why.contains("failed to pull image").then_some(image)
 }
 
-/// The text without the identifiers of sandboxes and commands that did not come about: nobody can look for
-/// them, and with them each try would be an event of its own.
+/// Returns the text without the identifiers of sandboxes and commands that the runtime failed to create: they
+/// identify nothing, and with them each attempt would be a separate event.
 fn without_ids(said: &str) -> String {
-    /// Hexadecimal digits of an identifier of containerd's.
+    /// The number of hexadecimal digits of an identifier of containerd.
     const ID: usize = 64;
     let mut text = String::with_capacity(said.len());
     let mut rest = said;
@@ -210,7 +213,7 @@ fn without_ids(said: &str) -> String {
     text + rest
 }
 
-/// A text from outside on one line, and not without end.
+/// Returns a text of another program as a single line of limited length.
 fn quote(text: &str) -> String {
     let mut line: String =
         text.trim().chars().map(|c| if c.is_control() { ' ' } else { c }).take(MAX_QUOTE).collect();
@@ -231,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_image_of_sandboxes_is_named_first_and_every_try_says_the_same() {
+    fn a_missing_sandbox_image_is_named_first_and_every_attempt_has_the_same_message() {
         let said = |id: char| {
             let id = String::from(id).repeat(64);
             format!(
@@ -239,16 +242,17 @@ mod tests {
                  image \"pause:3.10\": failed to resolve image: connection refused"
             )
         };
-        let expected = "cannot start container web: no image for sandboxes: pause:3.10 is not here; `beelet images \
-                        import` it (failed to start sandbox: failed to get sandbox image \"pause:3.10\": failed to \
-                        pull image \"pause:3.10\": failed to resolve image: connection refused)";
+        let expected = "cannot start container web: the image for sandboxes, pause:3.10, is not on the node; \
+                        import it with `beelet images import` (failed to start sandbox: failed to get sandbox \
+                        image \"pause:3.10\": failed to pull image \"pause:3.10\": failed to resolve image: \
+                        connection refused)";
         for id in ['a', '5'] {
             check_answer(Code::Unknown, &said(id), Kind::Other, expected);
         }
     }
 
     #[test]
-    fn only_identifiers_of_what_did_not_come_about_are_left_out() {
+    fn only_identifiers_of_failed_creations_are_removed() {
         let id = "0d87c6c6b3ff08d7".repeat(4);
         let check = |text: &str, expected: &str| {
             assert_eq!(without_ids(&text.replace("ID", &id)), expected.replace("ID", &id));
@@ -267,12 +271,12 @@ mod tests {
     }
 
     #[test]
-    fn what_the_runtime_answers_becomes_a_kind_and_a_sentence() {
+    fn an_answer_of_the_runtime_becomes_a_kind_and_a_sentence() {
         check_answer(Code::NotFound, "no such id", Kind::NotFound, "cannot start container web: no such id");
         check_answer(Code::AlreadyExists, "name is reserved", Kind::AlreadyExists, "name is reserved");
         check_answer(Code::Unavailable, "closing", Kind::Unavailable, "closing");
         check_answer(Code::DeadlineExceeded, "slow", Kind::Timeout, "slow");
-        check_answer(Code::Unknown, "", Kind::Other, "answered Unknown and nothing more");
+        check_answer(Code::Unknown, "", Kind::Other, "answered Unknown without a message");
         check_answer(Code::Unimplemented, "unknown service", Kind::Unimplemented, "CRI plugin enabled");
         check_answer(Code::OutOfRange, "too large", Kind::Other, "16 MiB");
         check_answer(Code::Internal, "two\nlines\u{1b}[31m", Kind::Other, "two lines [31m");

@@ -1,4 +1,4 @@
-//! The runtime's own word of what happens to containers, where it gives any (containerd from 1.7 on).
+//! The container events of the runtime, from runtimes that send them (containerd since 1.7).
 
 use beelet_proto::cri;
 use cri::runtime_service_client::RuntimeServiceClient;
@@ -7,7 +7,7 @@ use tonic::Streaming;
 use super::error::Failure;
 use super::{Error, MAX_MESSAGE, Operation, Runtime};
 
-/// Events as they come. Dropped, the subscription ends.
+/// A subscription to container events. Dropping it ends the subscription.
 #[derive(Debug)]
 pub struct ContainerEvents {
     stream: Streaming<cri::ContainerEventResponse>,
@@ -15,18 +15,19 @@ pub struct ContainerEvents {
 }
 
 impl Runtime {
-    /// Subscribes to container events. containerd has room for one subscriber only and gives each event to
-    /// one of several: whoever shares a node with a kubelet must leave it to that.
+    /// Subscribes to container events. containerd supports one subscriber only and sends each event to just
+    /// one of several subscribers: an agent that shares a node with a kubelet must leave the events to the
+    /// kubelet.
     ///
     /// # Errors
-    /// As for every call: [`Error`]; [`super::Kind::Unimplemented`] where the runtime has no such stream.
-    /// Some runtimes (containerd 1.6) say so only when the first event is awaited.
+    /// The call fails with an [`Error`], of [`super::Kind::Unimplemented`] if the runtime lacks the stream.
+    /// Some runtimes (containerd 1.6) return that error only when the first event is awaited.
     pub async fn container_events(&self) -> Result<ContainerEvents, Error> {
         let mut client = RuntimeServiceClient::new(self.runtime.channel())
             .max_decoding_message_size(MAX_MESSAGE)
             .max_encoding_message_size(MAX_MESSAGE);
         let socket = self.runtime.path.display().to_string();
-        // No deadline: the answer's head may come with the first event only.
+        // The call has no deadline: the head of the answer may come only with the first event.
         match client.get_container_events(cri::GetEventsRequest {}).await {
             Ok(response) => Ok(ContainerEvents { stream: response.into_inner(), socket }),
             Err(status) => Err(error(&Failure::from_status(status), &socket)),
@@ -35,10 +36,11 @@ impl Runtime {
 }
 
 impl ContainerEvents {
-    /// The next event; None when the runtime has ended the stream. Safe to be dropped while it waits.
+    /// Returns the next event; None when the runtime has ended the stream. The future may be dropped while it
+    /// waits.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn next(&mut self) -> Result<Option<cri::ContainerEventResponse>, Error> {
         self.stream.message().await.map_err(|status| error(&Failure::from_status(status), &self.socket))
     }

@@ -9,12 +9,13 @@ use beelet_units::bounds;
 use super::{Call, Error, Operation, Runtime, container};
 
 impl Runtime {
-    /// Runs a command in a container and waits for its end; with its exit code and (up to some 16 MiB of)
-    /// what it wrote. After `timeout` (whole seconds count, rounded up) the runtime kills it; zero: never.
-    /// Dropping the future makes the runtime kill it too, but not what it has started itself.
+    /// Runs a command in a container and waits for its end; returns its exit code and its output (up to some
+    /// 16 MiB). After `timeout` (in whole seconds, rounded up) the runtime kills the command; zero means
+    /// never. Dropping the future makes the runtime kill the command too, but not the processes that the
+    /// command started.
     ///
     /// # Errors
-    /// As for every call: [`Error`]; a command that ran out of time is [`super::Kind::Timeout`].
+    /// The call fails with an [`Error`], of [`super::Kind::Timeout`] if the command exceeded its timeout.
     pub async fn exec_sync(
         &self,
         id: &str,
@@ -29,26 +30,27 @@ impl Runtime {
             .await
     }
 
-    /// The process id, on the host, of a container's first process, from the runtime's verbose words
-    /// (containerd and CRI-O have the same). None where it says none, or the container doesn't run.
+    /// Returns the process id, on the host, of a container's first process, from the runtime's verbose status
+    /// (containerd and CRI-O have the same). Returns None if the status contains none, or the container
+    /// doesn't run.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn container_pid(&self, id: &str) -> Result<Option<u32>, Error> {
         let response = self.container_status(id, true).await?;
         Ok(pid_of(&response.info))
     }
 }
 
-/// The process id in the `info` of a verbose status, a container's or a sandbox's.
+/// Returns the process id in the `info` of a verbose status of a container or a sandbox.
 #[must_use]
 pub fn pid_of(info: &HashMap<String, String>) -> Option<u32> {
     info.get("info").and_then(|info| pid_in(info))
 }
 
-/// `pid` in the JSON. 0 means that there is none.
+/// Returns `pid` from the JSON. 0 means that the process does not exist.
 fn pid_in(info: &str) -> Option<u32> {
-    // The rest, tens of kilobytes, is skipped.
+    // serde skips the other fields, tens of kilobytes.
     #[derive(serde::Deserialize)]
     struct Info {
         pid: u32,

@@ -1,5 +1,5 @@
 //! A connection to a port of a pod: Kubernetes' port forwarding protocol over SPDY, with the
-//! runtime's streaming server at the address that CRI's `PortForward` gives.
+//! runtime's streaming server at the address that CRI's `PortForward` returns.
 
 use std::io;
 use std::time::Duration;
@@ -13,19 +13,19 @@ use super::stream::{StreamError, connect, next};
 
 /// The protocol's name.
 const PROTOCOL: &str = "portforward.k8s.io";
-/// Most bytes of the server's word on why there is no connection.
+/// The limit of bytes of the server's error message.
 const ERROR_MAX: usize = 16 << 10;
-/// How long a server that has ended the data has to say why: containerd ends the data of a connection that
-/// was refused before it writes that it was.
+/// The time in which a server that has ended the data may still send an error: when a connection is refused,
+/// containerd ends the data before it writes the error.
 const LAST_WORD: Duration = Duration::from_millis(500);
-/// Answers to pings under way.
+/// The limit of queued answers to pings.
 const PONGS: usize = 16;
 
-/// Connects the two channels with a port, through the server at `url`, until the other side ends or nobody
-/// takes what it sends.
+/// Connects the two channels with a port, through the server at `url`, until the other side ends or the
+/// receiver of `output` is dropped.
 ///
 /// # Errors
-/// The server isn't there, speaks something else, or nothing listens on the port.
+/// The server can't be reached, speaks another protocol, or no process listens on the port.
 pub async fn forward(
     url: &str,
     port: u16,
@@ -50,7 +50,7 @@ impl Session {
         let mut open = |kind: &str| writer.open(&[("streamType", kind), ("port", &port), ("requestID", "0")]);
         let ((error, mut opening), (data, frame)) = (open("error"), open("data"));
         opening.extend(frame);
-        // Errors come from there alone.
+        // Only the server sends errors.
         opening.extend(spdy::data(error, &[], true));
         Self { opening, error, data }
     }
@@ -93,7 +93,7 @@ impl Session {
         }
     }
 
-    /// Reads until the connection has ended, or the server says why there is none.
+    /// Reads until the connection has ended or the server has sent an error.
     async fn read(
         &self,
         mut from: impl AsyncRead + Unpin,
@@ -126,7 +126,7 @@ impl Session {
                 }
                 Frame::GoAway => break,
                 Frame::Ping(payload) => {
-                    // With so many unanswered, one more is no loss.
+                    // When the queue is full, a further ping stays without an answer.
                     let _ = pongs.try_send(payload);
                 }
                 Frame::Data { .. } | Frame::Reset { .. } | Frame::Other => {}
@@ -139,7 +139,7 @@ impl Session {
     }
 }
 
-/// The next frame; none if it does not come by then.
+/// Returns the next frame; None if it does not arrive before `end`.
 async fn before(
     end: Option<Instant>,
     frame: impl Future<Output = Result<Option<Frame>, StreamError>>,
@@ -154,7 +154,8 @@ async fn before(
 mod tests {
     use super::*;
 
-    /// What comes of a server that answers with these frames and hangs up.
+    /// Runs a session with a server that sends `answer` and hangs up; returns the result, the received bytes
+    /// and the bytes that the server received.
     async fn session(answer: Vec<u8>) -> (Result<(), String>, Vec<u8>, Vec<u8>) {
         let (input, inputs) = mpsc::channel(8);
         input.send(b"hello".to_vec()).await.unwrap();
@@ -189,7 +190,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_port_without_a_listener_is_told() {
+    async fn a_port_without_a_listener_is_reported() {
         let (done, got, _) = session(spdy::data(1, b"connection refused", true)).await;
         assert_eq!((done, got.len()), (Err("connection refused".to_owned()), 0));
         // The data may end first.

@@ -1,11 +1,12 @@
-//! The only door to the container runtime: CRI v1 over a unix socket.
+//! The only client of the container runtime: CRI v1 over a unix socket.
 //!
-//! A [`Runtime`] is cheap to clone and never stale: it connects when first used and connects again, at the
-//! next call, after the runtime went away. Every call has a deadline (a pull has none: the runtime itself
-//! gives up on one that makes no progress), counts in the metrics, and fails with a sentence.
+//! A [`Runtime`] is cheap to clone and never stale: it connects at the first call, and connects again at the
+//! next call after the connection broke. Every call has a deadline, counts in the metrics, and fails with a
+//! sentence. A pull has no deadline: the runtime itself aborts a pull that makes no progress.
 //!
-//! A call that only looks is asked once more, at once, if the connection broke under it. A call that changes
-//! something never is: its caller has to look first. Dropping a call's future cancels it in the runtime too.
+//! If the connection breaks during a call that only reads, the call is sent a second time at once. A call
+//! that changes something is never repeated: its caller has to read the state first. Dropping a call's future
+//! cancels the call in the runtime too.
 //!
 //! This module must never decide anything about pods, and nothing outside it may speak CRI.
 
@@ -57,13 +58,14 @@ use self::channel::{Socket, socket_path};
 use self::error::Failure;
 use self::metrics::Metrics;
 
-/// Largest message either way, in bytes: the kubelet's own limit (`maxMsgSize`), which runtimes know.
+/// The size limit of a message in either direction, in bytes: the kubelet's own limit (`maxMsgSize`), which
+/// runtimes know.
 const MAX_MESSAGE: usize = 16 << 20;
 
-/// How long `wait_ready` waits between two attempts: at first, and at most.
+/// The pause of `wait_ready` between two attempts: the first one and the longest one.
 const READY_RETRY: (Duration, Duration) = (Duration::from_millis(50), Duration::from_millis(500));
 
-/// How long `wait_ready` waits for one answer before it asks again.
+/// The time that `wait_ready` waits for an answer before it sends the next request.
 const READY_DEADLINE: Duration = Duration::from_secs(10);
 
 /// The container runtime of this node. Clones share the connection and the metrics.
@@ -75,27 +77,28 @@ pub struct Runtime {
     metrics: Metrics,
 }
 
-/// Returns true if something has all labels that were asked for. The runtime is asked to look at them, too;
-/// but what is taken for ours is stopped and removed, and that must not hang on somebody else's filter.
+/// Returns true if `labels` contains all the `wanted` labels. The runtime filters by them too; but the agent
+/// stops and removes the pods that it considers its own, and that must not depend on another program's
+/// filter.
 fn has_labels(labels: &HashMap<String, String>, wanted: &HashMap<String, String>) -> bool {
     wanted.iter().all(|(key, value)| labels.get(key) == Some(value))
 }
 
 impl Runtime {
-    /// A runtime that listens at `endpoint` (`unix:///path` or `/path`). `request_timeout` is how long any
-    /// call may take unless its own documentation says otherwise. Does no I/O.
+    /// Returns a client of the runtime that listens at `endpoint` (`unix:///path` or `/path`).
+    /// `request_timeout` is the deadline of every call whose own documentation names no other. Does no I/O.
     ///
     /// # Errors
-    /// `endpoint` names no unix socket.
+    /// `endpoint` does not name a unix socket.
     pub fn new(endpoint: &str, request_timeout: Duration) -> Result<Self, EndpointError> {
         let socket = Arc::new(Socket::new(socket_path(endpoint)?));
         Ok(Runtime { runtime: Arc::clone(&socket), images: socket, request_timeout, metrics: Metrics::new() })
     }
 
-    /// The same runtime, with another socket for images.
+    /// Returns the same client with another socket for images.
     ///
     /// # Errors
-    /// `endpoint` names no unix socket.
+    /// `endpoint` does not name a unix socket.
     pub fn with_image_endpoint(mut self, endpoint: &str) -> Result<Self, EndpointError> {
         let path = socket_path(endpoint)?;
         if path != self.runtime.path {
@@ -104,7 +107,7 @@ impl Runtime {
         Ok(self)
     }
 
-    /// The runtime's socket.
+    /// Returns the runtime's socket.
     #[must_use]
     pub fn socket(&self) -> &Path {
         &self.runtime.path
@@ -115,8 +118,8 @@ impl Runtime {
         self.metrics.register(registry);
     }
 
-    /// Waits until the runtime answers, however long that takes; None if `cancel` came first. Says in the log
-    /// once what it waits for, again if the reason changes, and when it is over.
+    /// Waits without a limit until the runtime answers; returns None if `cancel` fires first. Logs the reason
+    /// for the wait once, logs it again if the reason changes, and logs the end of the wait.
     pub async fn wait_ready(&self, cancel: &CancellationToken) -> Option<cri::VersionResponse> {
         let (mut pause, longest) = READY_RETRY;
         let mut said: Option<Kind> = None;
@@ -127,24 +130,24 @@ impl Runtime {
                 Ok(version) => {
                     if said.is_some() {
                         tracing::info!(runtime = %version.runtime_name, version = %version.runtime_version,
-                            "the container runtime is there");
+                            "the container runtime answers");
                     }
                     return Some(version);
                 }
                 Err(error) => error,
             };
             if said.replace(error.kind) != Some(error.kind) {
-                tracing::warn!("{error}; waiting for it");
+                tracing::warn!("{error}; waiting for the container runtime");
             }
             cancel.run_until_cancelled(tokio::time::sleep(pause)).await?;
             pause = (pause * 2).min(longest);
         }
     }
 
-    /// The runtime's name and version.
+    /// Returns the runtime's name and version.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn version(&self) -> Result<cri::VersionResponse, Error> {
         self.version_within(self.request_timeout).await
     }
@@ -155,10 +158,10 @@ impl Runtime {
         call.runtime(request, |mut client, request| async move { client.version(request).await }).await
     }
 
-    /// The runtime's conditions (RuntimeReady, NetworkReady); with `verbose`, its configuration too.
+    /// Returns the runtime's conditions (RuntimeReady, NetworkReady); with `verbose`, its configuration too.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn status(&self, verbose: bool) -> Result<cri::StatusResponse, Error> {
         self.call(Operation::Status, String::new())
             .runtime(cri::StatusRequest { verbose }, |mut client, request| async move {
@@ -167,11 +170,11 @@ impl Runtime {
             .await
     }
 
-    /// The driver by which the runtime makes cgroups. None where it lacks the call (containerd below 2.0) or
-    /// names none that there is.
+    /// Returns the driver with which the runtime creates cgroups. Returns None if the runtime lacks the call
+    /// (containerd below 2.0) or names an unknown driver.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn runtime_config(&self) -> Result<Option<CgroupDriver>, Error> {
         let answer = self
             .call(Operation::RuntimeConfig, String::new())
@@ -180,8 +183,8 @@ impl Runtime {
             })
             .await;
         match answer {
-            // A number that stands for no driver is no word on it. (The generated getter would make it
-            // systemd.)
+            // An unknown number means that the driver is not known. (The generated getter would return
+            // systemd for it.)
             Ok(response) => Ok(response.linux.and_then(|linux| match linux.cgroup_driver.try_into() {
                 Ok(cri::CgroupDriver::Systemd) => Some(CgroupDriver::Systemd),
                 Ok(cri::CgroupDriver::Cgroupfs) => Some(CgroupDriver::Cgroupfs),
@@ -192,10 +195,10 @@ impl Runtime {
         }
     }
 
-    /// Tells the runtime which addresses its network plugin may give to pods.
+    /// Passes the range of pod addresses to the runtime, for its network plugin.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn update_runtime_config(&self, pod_cidr: &str) -> Result<(), Error> {
         let network_config = Some(cri::NetworkConfig { pod_cidr: pod_cidr.to_owned() });
         let request =
@@ -209,10 +212,10 @@ impl Runtime {
             .map(drop)
     }
 
-    /// The file systems that hold images and containers, with their use in bytes and inodes.
+    /// Returns the file systems that hold images and containers, with their use in bytes and inodes.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn image_fs_info(&self) -> Result<cri::ImageFsInfoResponse, Error> {
         self.call(Operation::ImageFsInfo, String::new())
             .images(cri::ImageFsInfoRequest {}, |mut client, request| async move {
@@ -221,10 +224,10 @@ impl Runtime {
             .await
     }
 
-    /// The pod sandboxes, all or those that `filter` lets through.
+    /// Returns the pod sandboxes, all or those that `filter` lets through.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn list_sandboxes(
         &self,
         filter: Option<cri::PodSandboxFilter>,
@@ -239,10 +242,11 @@ impl Runtime {
         Ok(response.items.into_iter().filter(|item| has_labels(&item.labels, &wanted)).collect())
     }
 
-    /// The status of a sandbox; with `verbose`, the runtime's own `info` too (its pid and netns among it).
+    /// Returns the status of a sandbox; with `verbose`, the runtime's own `info` too (its pid and netns among
+    /// it).
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn sandbox_status(
         &self,
         id: &str,
@@ -254,11 +258,11 @@ impl Runtime {
             .await
     }
 
-    /// Makes and starts a sandbox, its network included; returns its id. May take twice the request timeout,
-    /// as in the kubelet: it may have to pull the pause image and wait for CNI.
+    /// Creates and starts a sandbox with its network; returns its id. The deadline is twice the request
+    /// timeout, as in the kubelet: the runtime may have to pull the pause image and wait for CNI.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn run_sandbox(
         &self,
         config: cri::PodSandboxConfig,
@@ -274,10 +278,10 @@ impl Runtime {
         Ok(response.pod_sandbox_id)
     }
 
-    /// Stops a sandbox, all in it, and its network. Idempotent.
+    /// Stops a sandbox, its containers and its network. Idempotent.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn stop_sandbox(&self, id: &str) -> Result<(), Error> {
         let request = cri::StopPodSandboxRequest { pod_sandbox_id: id.to_owned() };
         self.call(Operation::StopSandbox, sandbox(id))
@@ -286,10 +290,10 @@ impl Runtime {
         Ok(())
     }
 
-    /// Removes a sandbox and all in it. Idempotent.
+    /// Removes a sandbox and its containers. Idempotent.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn remove_sandbox(&self, id: &str) -> Result<(), Error> {
         let request = cri::RemovePodSandboxRequest { pod_sandbox_id: id.to_owned() };
         self.call(Operation::RemoveSandbox, sandbox(id))
@@ -298,10 +302,10 @@ impl Runtime {
         Ok(())
     }
 
-    /// The containers, all or those that `filter` lets through.
+    /// Returns the containers, all or those that `filter` lets through.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn list_containers(
         &self,
         filter: Option<cri::ContainerFilter>,
@@ -316,10 +320,10 @@ impl Runtime {
         Ok(response.containers.into_iter().filter(|item| has_labels(&item.labels, &wanted)).collect())
     }
 
-    /// The status of a container; with `verbose`, the runtime's own `info` too (its pid among it).
+    /// Returns the status of a container; with `verbose`, the runtime's own `info` too (its pid among it).
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn container_status(
         &self,
         id: &str,
@@ -331,10 +335,10 @@ impl Runtime {
             .await
     }
 
-    /// Makes a container in a sandbox; returns its id.
+    /// Creates a container in a sandbox; returns its id.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn create_container(
         &self,
         sandbox_id: &str,
@@ -358,7 +362,7 @@ impl Runtime {
     /// Starts a container.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn start_container(&self, id: &str) -> Result<(), Error> {
         let request = cri::StartContainerRequest { container_id: id.to_owned() };
         self.call(Operation::StartContainer, container(id))
@@ -367,11 +371,12 @@ impl Runtime {
         Ok(())
     }
 
-    /// Stops a container: its stop signal, and SIGKILL after `grace` (whole seconds count, at most those of
-    /// [`LONGEST_GRACE`]). Idempotent. May take `grace` beyond the request timeout, as in the kubelet.
+    /// Stops a container: the runtime sends its stop signal, and SIGKILL after `grace` (in whole seconds, at
+    /// most those of [`LONGEST_GRACE`]). Idempotent. The deadline is the request timeout plus `grace`, as in
+    /// the kubelet.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn stop_container(&self, id: &str, grace: Duration) -> Result<(), Error> {
         let grace = grace.min(LONGEST_GRACE);
         let timeout = i64::try_from(grace.as_secs()).unwrap_or(LONGEST_GRACE_SECONDS);
@@ -386,7 +391,7 @@ impl Runtime {
     /// Removes a container. Idempotent.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn remove_container(&self, id: &str) -> Result<(), Error> {
         let request = cri::RemoveContainerRequest { container_id: id.to_owned() };
         self.call(Operation::RemoveContainer, container(id))
@@ -395,10 +400,10 @@ impl Runtime {
         Ok(())
     }
 
-    /// Resources that the containers which `filter` lets through use, their writable layers among it.
+    /// Returns the resources that the containers matched by `filter` use, their writable layers included.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn list_container_stats(
         &self,
         filter: cri::ContainerStatsFilter,
@@ -411,10 +416,10 @@ impl Runtime {
         Ok(response.stats)
     }
 
-    /// Changes what a container may use. What is 0 or empty in `resources` stays as it is.
+    /// Changes the resource limits of a container. A limit that is 0 or empty in `resources` stays unchanged.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn update_container_resources(
         &self,
         id: &str,
@@ -433,10 +438,10 @@ impl Runtime {
         Ok(())
     }
 
-    /// All images on this node.
+    /// Returns all images on this node.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn list_images(&self) -> Result<Vec<cri::Image>, Error> {
         let response = self
             .call(Operation::ListImages, String::new())
@@ -447,10 +452,10 @@ impl Runtime {
         Ok(response.images)
     }
 
-    /// An image by name, digest or id; None where the node doesn't have it.
+    /// Returns an image by name, digest or id; None where the node doesn't have it.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn image_status(&self, image: &str) -> Result<Option<cri::Image>, Error> {
         let request = cri::ImageStatusRequest { image: Some(image_spec(image)), verbose: false };
         let response = self
@@ -460,10 +465,10 @@ impl Runtime {
         Ok(response.image)
     }
 
-    /// Makes the runtime open a container's log by its name again: after it was renamed.
+    /// Makes the runtime reopen a container's log by its name, after the log was renamed.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn reopen_container_log(&self, id: &str) -> Result<(), Error> {
         let request = cri::ReopenContainerLogRequest { container_id: id.to_owned() };
         self.call(Operation::ReopenContainerLog, container(id))
@@ -472,10 +477,10 @@ impl Runtime {
         Ok(())
     }
 
-    /// Prepares a command in a container; returns the address of its streams, which serves them once.
+    /// Prepares a command in a container; returns the address of its streams, which works once.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn exec(&self, request: cri::ExecRequest) -> Result<String, Error> {
         let subject = container(&request.container_id);
         let response = self
@@ -486,10 +491,10 @@ impl Runtime {
     }
 
     /// Prepares to attach to a container's first process; returns the address of its streams,
-    /// which is good once.
+    /// which works once.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn attach(&self, request: cri::AttachRequest) -> Result<String, Error> {
         let subject = container(&request.container_id);
         let response = self
@@ -499,10 +504,10 @@ impl Runtime {
         Ok(response.url)
     }
 
-    /// Prepares to forward ports of a sandbox; returns the address of their streams, which serves them once.
+    /// Prepares to forward ports of a sandbox; returns the address of their streams, which works once.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn port_forward(&self, id: &str, ports: Vec<i32>) -> Result<String, Error> {
         let request = cri::PortForwardRequest { pod_sandbox_id: id.to_owned(), port: ports };
         let response = self
@@ -512,11 +517,11 @@ impl Runtime {
         Ok(response.url)
     }
 
-    /// Writes a running container's state into an archive at `location`. A timeout of zero is the runtime's
-    /// own.
+    /// Writes a running container's state into an archive at `location`. Zero as `timeout` means the
+    /// runtime's own timeout.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn checkpoint(&self, id: &str, location: &Path, timeout: Duration) -> Result<(), Error> {
         let request = cri::CheckpointContainerRequest {
             container_id: id.to_owned(),
@@ -531,11 +536,12 @@ impl Runtime {
         Ok(())
     }
 
-    /// Pulls an image for a pod, as somebody or nobody; returns the reference to run it by. No deadline: the
-    /// runtime gives up by itself on a pull that makes no progress. Drop the future to give up earlier.
+    /// Pulls an image for a pod, with `auth` or anonymously; returns the reference by which a container runs
+    /// it. The call has no deadline: the runtime aborts a pull that makes no progress. Dropping the future
+    /// aborts it earlier.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn pull_image(
         &self,
         image: &str,
@@ -561,7 +567,7 @@ impl Runtime {
     /// Removes an image with all its names. Idempotent.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn remove_image(&self, image: &str) -> Result<(), Error> {
         let request = cri::RemoveImageRequest { image: Some(image_spec(image)) };
         self.call(Operation::RemoveImage, image_subject(image))
@@ -575,12 +581,12 @@ impl Runtime {
     }
 }
 
-/// One call on its way: what every call has in common.
+/// A call before it is sent: the fields that all calls share.
 struct Call<'a> {
     door: &'a Runtime,
     operation: Operation,
     subject: String,
-    /// None: as long as the runtime likes.
+    /// None: the runtime decides when the call ends.
     deadline: Option<Duration>,
 }
 
@@ -628,7 +634,7 @@ impl Call<'_> {
         F: Future<Output = Result<Response<A>, Status>>,
     {
         let started = Instant::now();
-        // As the kubelet's own client names and describes it (otelgrpc).
+        // The kubelet's own client names and describes its spans like this (otelgrpc).
         let span = trace_span!(
             target: TARGET, "cri", otel.name = self.operation.rpc(), otel.kind = "client",
             rpc.system = "grpc", subject = self.subject.as_str(),
@@ -654,13 +660,14 @@ impl Call<'_> {
         })
     }
 
-    /// The deadline, within what a header of gRPC holds: tonic panics at more than eight digits of hours.
+    /// Returns the deadline, limited to the range of a gRPC header: tonic panics at more than eight digits of
+    /// hours.
     fn deadline(&self) -> Option<Duration> {
         self.deadline.map(|deadline| deadline.min(FAR))
     }
 
-    /// The request, with the deadline in its header: the runtime stops working on it then, too. Its own spans
-    /// are below `parent`.
+    /// Returns the request with the deadline in its header, so the runtime ends its own work at the deadline
+    /// too. The runtime's spans are children of `parent`.
     fn request<Q>(&self, message: Q, parent: Option<&str>) -> Request<Q> {
         let mut request = Request::new(message);
         if let Some(deadline) = self.deadline() {
@@ -680,7 +687,7 @@ where
     let Some(deadline) = deadline else {
         return send().await.map(Response::into_inner).map_err(Failure::from_status);
     };
-    // Not left to the channel's own timeout: that one doesn't run while the channel is busy connecting.
+    // The channel's own timeout is not enough: it does not run while the channel is connecting.
     let started = tokio::time::Instant::now();
     match tokio::time::timeout(deadline, send()).await {
         Ok(Ok(response)) => Ok(response.into_inner()),
@@ -698,7 +705,7 @@ fn image_spec(image: &str) -> cri::ImageSpec {
     }
 }
 
-/// Ids are long; the first 13 characters are what `crictl` shows.
+/// Shortens an id to its first 13 characters, as `crictl` shows it.
 fn short(id: &str) -> &str {
     id.get(..13).unwrap_or(id)
 }

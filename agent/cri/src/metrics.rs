@@ -1,5 +1,5 @@
-//! How often the runtime was called, how often it failed, how long it took: the kubelet's own metric names,
-//! so that existing dashboards keep working.
+//! The metrics of calls to the runtime: their number, their failures and their duration. They have the
+//! kubelet's own metric names, so existing dashboards keep working.
 
 use std::time::Duration;
 

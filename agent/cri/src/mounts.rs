@@ -1,7 +1,7 @@
-//! Whether the runtime that answers now sees what the agent mounts for pods.
+//! A check that the current runtime sees the agent's mounts for pods.
 //!
-//! A runtime that was started again may have another mount namespace than the one before. Must never judge
-//! while no runtime answers: nothing can be made then, and nothing is known of the next one.
+//! A restarted runtime may have another mount namespace than its predecessor. This module must never judge
+//! while no runtime answers: the agent can start no pods then, and the next runtime is unknown.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -18,27 +18,28 @@ use crate::ownership;
 /// The longest that a connection to the runtime's socket may take.
 const CONNECT: Duration = Duration::from_secs(2);
 
-/// What is wrong with the mounts, and since when.
+/// The trouble with the mounts, and the time of its last change.
 #[derive(Clone, Debug)]
 pub struct MountState {
-    /// Why mounts do not reach the runtime, and what to do: a sentence. None: they do, or that is not known.
+    /// The reason why mounts do not reach the runtime, and the remedy, as a sentence. None: the mounts reach
+    /// the runtime, or that is unknown.
     pub trouble: Option<Arc<str>>,
-    /// When that last changed.
+    /// The time when `trouble` last changed.
     pub since: Instant,
 }
 
-/// The runtime's process with its mount namespace: another one was started anew.
+/// The runtime's process with its mount namespace. Another identity means that the runtime was restarted.
 type Identity = (u32, Option<(u64, u64)>);
 
-/// The door to the machine: who listens, and what it sees.
+/// The access to the machine: inspects the mounts of the process that listens.
 type Looking = Arc<dyn Fn(&Path, u32) -> Look + Send + Sync>;
 
-/// Looks at the runtime behind one socket whenever it may be another one.
+/// The check of the runtime at a socket, repeated when the runtime may have been restarted.
 pub struct Mounts {
     folder: PathBuf,
     socket: PathBuf,
     look: Looking,
-    /// One at a time: each look may mount something.
+    /// The lock that makes inspections exclusive, because each may mount something.
     seen: Mutex<Option<(Identity, Reach)>>,
     state: watch::Sender<MountState>,
 }
@@ -53,7 +54,7 @@ impl fmt::Debug for Mounts {
 }
 
 impl Mounts {
-    /// The mounts below `folder`, and the runtime at `socket`.
+    /// Returns the check of the mounts below `folder`, for the runtime at `socket`.
     #[must_use]
     pub fn new(folder: &Path, socket: &Path) -> Self {
         Self::with(
@@ -68,13 +69,14 @@ impl Mounts {
         Self { folder: folder.to_owned(), socket: socket.to_owned(), look, seen: Mutex::default(), state }
     }
 
-    /// The state as of the last look.
+    /// Returns the state as of the last check.
     #[must_use]
     pub fn state(&self) -> MountState {
         self.state.borrow().clone()
     }
 
-    /// Looks again if another runtime answers, or mounts did not reach it; the sentence if they do not.
+    /// Inspects the mounts if another runtime answers, or if mounts did not reach the runtime before. Returns
+    /// the sentence of [`MountState::trouble`] if they do not reach it.
     pub async fn check(&self) -> Option<Arc<str>> {
         let mut seen = self.seen.lock().await;
         let listener = timeout(CONNECT, ownership::listener(&self.socket)).await.ok().flatten();
@@ -113,7 +115,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_runtime_that_stopped_seeing_mounts_is_looked_at_until_it_sees_them_again() {
+    async fn a_runtime_that_stopped_seeing_mounts_is_checked_until_it_sees_them_again() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("runtime.sock");
         let (apart, looks) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicUsize::new(0)));
@@ -124,13 +126,13 @@ mod tests {
             Look { reach, stranger: Stranger::Runtime }
         };
         let mounts = Mounts::with(dir.path(), &socket, Arc::new(look));
-        // Nobody listens: nothing is judged.
+        // No process listens, so the check does not judge.
         assert_eq!((mounts.check().await, looks.load(Ordering::Relaxed)), (None, 0));
         let listener = tokio::net::UnixListener::bind(&socket).unwrap();
         let trouble = mounts.check().await.unwrap();
         assert!(trouble.contains("the container runtime has a mount namespace of its own"), "{trouble}");
         assert!(trouble.contains("systemctl cat containerd"), "{trouble}");
-        // It stays while no runtime answers.
+        // The trouble stays while no runtime answers.
         drop(listener);
         std::fs::remove_file(&socket).unwrap();
         assert_eq!(mounts.check().await.as_ref(), Some(&trouble));
@@ -138,7 +140,7 @@ mod tests {
         apart.store(false, Ordering::Relaxed);
         assert_eq!(mounts.check().await, None);
         assert!(mounts.state().trouble.is_none());
-        // The same process is not looked at again once it was well.
+        // The check does not inspect the same process again after a good result.
         let before = looks.load(Ordering::Relaxed);
         assert_eq!((mounts.check().await, looks.load(Ordering::Relaxed)), (None, before));
     }

@@ -1,9 +1,9 @@
-//! The calls of CRI (and of containerd's store of images) that the agent makes, by name: in metrics as the
-//! kubelet names them, in errors as a person would.
+//! The calls of CRI (and of containerd's store of images) that the agent makes, with their names: metrics use
+//! the kubelet's names, errors use plain words.
 
 use prometheus_client::encoding::{EncodeLabelValue, LabelValueEncoder};
 
-/// Services by what the table calls them.
+/// Returns the full name of a service from its name in the table.
 macro_rules! service {
     (Runtime) => {
         "runtime.v1.RuntimeService/"
@@ -21,30 +21,30 @@ macro_rules! operations {
         /// A call of the container runtime interface.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Operation {
-            $(#[doc = concat!("To ", $phrase, ".")] $name,)*
+            $(#[doc = concat!("The call to ", $phrase, ".")] $name,)*
         }
 
         impl Operation {
             /// Every operation.
             pub const ALL: &[Operation] = &[$(Operation::$name),*];
 
-            /// Its name in metrics: the kubelet's `operation_type`.
+            /// Returns its name in metrics: the kubelet's `operation_type`.
             #[must_use]
             pub fn metric(self) -> &'static str {
                 match self { $(Operation::$name => $metric,)* }
             }
 
-            /// Its service and method, as spans are named.
+            /// Returns its service and method, which name its spans.
             pub(crate) fn rpc(self) -> &'static str {
                 match self { $(Operation::$name => concat!(service!($service), stringify!($method)),)* }
             }
 
-            /// The call in words that a subject can follow.
+            /// Returns the call in words that a subject can follow.
             pub(crate) fn phrase(self) -> &'static str {
                 match self { $(Operation::$name => $phrase,)* }
             }
 
-            /// Returns true if it only looks, so that asking twice is as good as once.
+            /// Returns true if the call only reads, so repeating it is safe.
             pub(crate) fn is_read(self) -> bool {
                 match self { $(Operation::$name => $read,)* }
             }
@@ -57,7 +57,7 @@ operations! {
     Status, "status", "ask the container runtime for its status", true, Runtime Status;
     RuntimeConfig, "runtime_config", "ask the container runtime for its configuration", true,
         Runtime RuntimeConfig;
-    UpdateRuntimeConfig, "update_runtime_config", "tell the container runtime the addresses of pods", false,
+    UpdateRuntimeConfig, "update_runtime_config", "pass the addresses of pods to the container runtime", false,
         Runtime UpdateRuntimeConfig;
     ImageFsInfo, "image_fs_info", "ask for the file systems that hold the images", true, Image ImageFsInfo;
     ListSandboxes, "list_podsandbox", "list the pod sandboxes", true, Runtime ListPodSandbox;

@@ -1,9 +1,9 @@
-//! One owner per runtime: two agents on the same one would stop each other's pods.
+//! The ownership of a runtime: a runtime has one owner only, because two agents on it would stop each other's
+//! pods.
 //!
-//! Against another beelet there is a lock, which the kernel gives back whatever happens to its holder. A
-//! kubelet takes no such lock, so it is recognized by what it does: it has a connection to the runtime's
-//! socket. This module only looks and refuses; it must never end another's process or touch another's
-//! sandbox.
+//! A lock keeps out another beelet; the kernel releases the lock whenever its holder ends. A kubelet does not
+//! take the lock, so this module recognizes a kubelet by its connection to the runtime's socket. This module
+//! only reads and refuses; it must never end the process of another program or touch its sandboxes.
 
 use std::collections::HashSet;
 use std::fs::{self, DirBuilder};
@@ -24,20 +24,20 @@ use sha2::{Digest, Sha256};
 
 use beelet_base::lock::{Lock, LockError};
 
-/// Where the locks of runtimes are, whatever folders an instance is given.
+/// The folder of the locks of runtimes, the same for all instances, independent of their configured folders.
 const LOCKS: &str = "/run/lock/beelet";
-/// Programs that are a kubelet, or have one in them. The name may go on with a version.
+/// The names of programs that are or contain a kubelet. A version may follow the name.
 const KUBELETS: [&str; 4] = ["kubelet", "kubelite", "hyperkube", "k3s"];
 
-/// The right to drive a runtime, as long as the value lives.
+/// The right to drive a runtime while the value lives.
 #[derive(Debug)]
 pub struct Ownership {
     lock: Lock,
-    /// What it stands for.
+    /// The name of the locked object in messages.
     what: String,
 }
 
-/// Why a runtime may not be driven.
+/// The reason why the agent may not drive a runtime.
 #[derive(Debug, thiserror::Error)]
 pub enum OwnershipError {
     /// Another beelet drives it.
@@ -45,12 +45,12 @@ pub enum OwnershipError {
     Lock(#[from] LockError),
     /// A kubelet drives it.
     #[error(
-        "{} (process {}) drives the runtime at {}: each would stop the other's pods. Stop it (systemctl disable --now \
-         kubelet), or give beelet a runtime of its own (containerRuntimeEndpoint)",
+        "{} (process {}) drives the runtime at {}, and each would stop the other's pods; stop the kubelet \
+         (systemctl disable --now kubelet), or configure another runtime for beelet (containerRuntimeEndpoint)",
         .kubelet.program, .kubelet.pid, .socket.display()
     )]
     Kubelet {
-        /// Which.
+        /// The kubelet.
         kubelet: Kubelet,
         /// The runtime's socket.
         socket: PathBuf,
@@ -60,7 +60,7 @@ pub enum OwnershipError {
     Locks {
         /// The folder.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
 }
@@ -68,28 +68,29 @@ pub enum OwnershipError {
 /// A process that is a kubelet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kubelet {
-    /// Its id.
+    /// Its process id.
     pub pid: u32,
     /// Its program's name.
     pub program: String,
 }
 
 impl Ownership {
-    /// Takes the runtime at `socket` (a path; the runtime need not be up). Blocks, but does not wait.
+    /// Acquires the runtime at `socket` (a path; the runtime need not be up). Blocks, but does not wait.
     ///
     /// # Errors
-    /// Another beelet or a kubelet has it.
-    pub fn take(socket: &Path) -> Result<Self, OwnershipError> {
-        Self::take_in(Path::new(LOCKS), socket)
+    /// Another beelet or a kubelet owns the runtime.
+    pub fn acquire(socket: &Path) -> Result<Self, OwnershipError> {
+        Self::acquire_in(Path::new(LOCKS), socket)
     }
 
-    fn take_in(locks: &Path, socket: &Path) -> Result<Self, OwnershipError> {
+    fn acquire_in(locks: &Path, socket: &Path) -> Result<Self, OwnershipError> {
         let fail = |source| OwnershipError::Locks { path: locks.to_owned(), source };
         DirBuilder::new().recursive(true).mode(0o700).create(locks).map_err(fail)?;
-        // /run/lock is everybody's: a folder or link that another user put there would give him our lock.
+        // All users may write to /run/lock: a folder or link of another user would let that user hold our
+        // lock.
         let metadata = fs::symlink_metadata(locks).map_err(fail)?;
         if !metadata.is_dir() || metadata.uid() != rustix::process::geteuid().as_raw() {
-            return Err(fail(io::Error::other("it is not a folder of this user's; remove it")));
+            return Err(fail(io::Error::other("the path is not a folder of this user; remove it")));
         }
         let what = format!("the runtime at {}", socket.display());
         let ownership = Self { lock: Lock::acquire(&locks.join(lock_name(socket)), &what)?, what };
@@ -97,33 +98,33 @@ impl Ownership {
         Ok(ownership)
     }
 
-    /// Makes the lock again, if somebody has removed it. Returns true if it was gone.
+    /// Recreates the lock's file if another program has removed it. Returns true if the file was missing.
     ///
     /// # Errors
-    /// Another beelet has taken the runtime meanwhile, or the lock can't be made.
+    /// Another beelet has acquired the runtime meanwhile, or the lock can't be recreated.
     pub fn renew(&self) -> Result<bool, LockError> {
         self.lock.renew(&self.what)
     }
 
-    /// Looks again for a kubelet: one may have waited for the runtime to come up.
+    /// Searches again for a kubelet, because one may have waited for the runtime to come up.
     ///
     /// # Errors
-    /// A kubelet has the runtime.
+    /// A kubelet owns the runtime.
     pub fn refuse_kubelet(&self, socket: &Path) -> Result<(), OwnershipError> {
         match kubelet_on(socket) {
             Ok(None) => Ok(()),
             Ok(Some(kubelet)) => Err(OwnershipError::Kubelet { kubelet, socket: socket.to_owned() }),
             Err(error) => {
-                // A kernel without sock_diag is no reason to leave the pods alone; `doctor` names it too.
-                tracing::warn!("cannot tell whether a kubelet drives {}: {error}", socket.display());
+                // On a kernel without sock_diag the agent must still run the pods; `doctor` reports it too.
+                tracing::warn!("cannot check whether a kubelet drives {}: {error}", socket.display());
                 Ok(())
             }
         }
     }
 }
 
-/// The same name for every path that leads to the socket. Not its inode: that is another one whenever the
-/// runtime starts.
+/// Returns a name that is the same for every path that leads to the socket. The name does not contain the
+/// socket's inode, which changes whenever the runtime starts.
 fn lock_name(socket: &Path) -> String {
     let resolved = fs::canonicalize(socket).unwrap_or_else(|_| socket.to_owned());
     let folder = resolved.parent().unwrap_or(Path::new("/"));
@@ -133,7 +134,7 @@ fn lock_name(socket: &Path) -> String {
             name.update(metadata.dev().to_ne_bytes());
             name.update(metadata.ino().to_ne_bytes());
         }
-        // The runtime was never started here: its folder is not there.
+        // Without the folder, the runtime has never run on this node.
         Err(_) => name.update(folder.as_os_str().as_bytes()),
     }
     name.update(resolved.file_name().unwrap_or_default().as_bytes());
@@ -141,10 +142,10 @@ fn lock_name(socket: &Path) -> String {
     format!("runtime-{digest}.lock")
 }
 
-/// The kubelet that has a connection to the runtime's `socket`, if one has.
+/// Returns the kubelet that has a connection to the runtime's `socket`; None if no kubelet has one.
 ///
 /// # Errors
-/// The kernel does not tell who is connected to whom (CONFIG_UNIX_DIAG).
+/// The kernel does not list the peers of connections (CONFIG_UNIX_DIAG).
 pub fn kubelet_on(socket: &Path) -> io::Result<Option<Kubelet>> {
     let kubelets = kubelets();
     if kubelets.is_empty() {
@@ -154,24 +155,25 @@ pub fn kubelet_on(socket: &Path) -> io::Result<Option<Kubelet>> {
     Ok(kubelets.into_iter().find(|kubelet| !clients.is_disjoint(&sockets_of(kubelet.pid))))
 }
 
-/// The reason why a beelet could not take the runtime at `socket` now, because another one has it; None if it
-/// could.
+/// Returns the reason why a beelet could not acquire the runtime at `socket` now because another beelet owns
+/// it; None if it could.
 #[must_use]
 pub fn beelet_on(socket: &Path) -> Option<String> {
     let path = Path::new(LOCKS).join(lock_name(socket));
-    // One that nobody made is nobody's; taken here, it is given back at once.
+    // Without a lock file no beelet owns the runtime. A lock that is acquired here is released at once.
     let taken = path.exists().then(|| Lock::acquire(&path, &format!("the runtime at {}", socket.display())));
     taken?.err().map(|error| error.to_string())
 }
 
-/// The process that listens at `socket`, the runtime as a rule; process 1 where systemd listens for it. None
-/// if nobody listens, or it is in a PID namespace that is not seen from here.
+/// Returns the process that listens at `socket`: usually the runtime, or process 1 where systemd listens for
+/// it. Returns None if no process listens, or if the process is in a PID namespace that is not visible from
+/// here.
 pub async fn listener(socket: &Path) -> Option<u32> {
     let peer = tokio::net::UnixStream::connect(socket).await.ok()?.peer_cred().ok()?;
     u32::try_from(peer.pid()?).ok().filter(|pid| *pid != 0)
 }
 
-/// Every process but our own that is a kubelet.
+/// Returns all processes that are kubelets, except the own process.
 fn kubelets() -> Vec<Kubelet> {
     let own = std::process::id();
     let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -181,7 +183,7 @@ fn kubelets() -> Vec<Kubelet> {
         .collect()
 }
 
-/// The name of `pid`'s program, if it is a kubelet's.
+/// Returns the name of `pid`'s program if the program is a kubelet.
 fn kubelet_program(pid: u32) -> Option<String> {
     let comm = fs::read(format!("/proc/{pid}/comm")).ok()?;
     let comm = String::from_utf8_lossy(&comm).trim().to_owned();
@@ -191,14 +193,14 @@ fn kubelet_program(pid: u32) -> Option<String> {
 }
 
 fn is_kubelet(name: &str) -> bool {
-    // A replaced program's link says so.
+    // The link of a replaced program has this suffix.
     let name = name.strip_suffix(" (deleted)").unwrap_or(name);
     KUBELETS.iter().any(|kubelet| {
         name.strip_prefix(kubelet).is_some_and(|rest| rest.is_empty() || rest.starts_with(['-', '.', '_']))
     })
 }
 
-/// The inodes of all sockets that `pid` has open; none if it is gone.
+/// Returns the inodes of all sockets that `pid` has open; empty if the process has ended.
 fn sockets_of(pid: u32) -> HashSet<u32> {
     let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     descriptors
@@ -209,11 +211,11 @@ fn sockets_of(pid: u32) -> HashSet<u32> {
         .collect()
 }
 
-/// The inodes of the sockets at the other end of every connection to `socket` (sock_diag(7)).
+/// Returns the inodes of the client sockets of all connections to `socket` (sock_diag(7)).
 fn clients_of(socket: &Path) -> io::Result<HashSet<u32>> {
     // An accepted connection keeps the listener's name and file (net/unix/af_unix.c, unix_stream_connect).
     let Ok(metadata) = fs::metadata(socket) else { return Ok(HashSet::new()) };
-    #[allow(clippy::cast_possible_truncation)] // the kernel gives the inode's lower half
+    #[allow(clippy::cast_possible_truncation)] // the kernel reports the inode's lower half
     let inode = metadata.ino() as u32;
     let is_ours = |response: &UnixResponse| {
         let named = matches!(response.name(), Some(UnixDiagName::Pathname(name))
@@ -225,8 +227,8 @@ fn clients_of(socket: &Path) -> io::Result<HashSet<u32>> {
     Ok(peers.filter(|inode| *inode != 0).collect())
 }
 
-/// The inode of a socket's file. Its field is private; on the wire (linux/unix_diag.h, unix_diag_vfs) it
-/// comes first.
+/// Returns the inode of a socket's file. The field is private, but it comes first in the serialized form
+/// (linux/unix_diag.h, unix_diag_vfs).
 fn inode_of(vfs: &Vfs) -> u32 {
     let mut bytes = [0; 8];
     vfs.emit(&mut bytes);
@@ -281,7 +283,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_kubelets_name_is_one() {
+    fn only_names_of_kubelets_are_recognized() {
         for name in ["kubelet", "kubelet-1.36.2", "kubelet (deleted)", "kubelite", "k3s-server", "k3s"] {
             assert!(is_kubelet(name), "{name}");
         }
@@ -291,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn the_other_ends_of_a_sockets_connections_are_found_and_no_others() {
+    fn the_clients_of_a_socket_are_found_and_no_others() {
         let dir = TempDir::new().unwrap();
         let (path, other) = (dir.path().join("runtime.sock"), dir.path().join("other.sock"));
         let (listener, other_listener) =
@@ -305,7 +307,7 @@ mod tests {
         let found = clients_of(&path).unwrap();
         assert_eq!(found.len(), 1);
         assert!(found.is_subset(&sockets_of(std::process::id())) && found.is_disjoint(&before));
-        // By another path it is the same socket.
+        // Another path leads to the same socket.
         let link = dir.path().join("link");
         std::os::unix::fs::symlink(dir.path(), &link).unwrap();
         assert_eq!(clients_of(&link.join("runtime.sock")).unwrap(), found);
@@ -316,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn a_runtime_is_taken_once_by_whatever_path() {
+    fn a_runtime_is_acquired_once_by_any_path() {
         let dir = TempDir::new().unwrap();
         let locks = dir.path().join("locks");
         let link = dir.path().join("link");
@@ -324,16 +326,16 @@ mod tests {
         let (socket, alias, another) =
             (dir.path().join("a.sock"), link.join("a.sock"), dir.path().join("b.sock"));
 
-        let first = Ownership::take_in(&locks, &socket).unwrap();
-        // A runtime that restarts has a new socket, and is the same runtime.
+        let first = Ownership::acquire_in(&locks, &socket).unwrap();
+        // A restarted runtime has a new socket but is the same runtime.
         let _listener = UnixListener::bind(&socket).unwrap();
         for path in [&socket, &alias] {
-            let error = Ownership::take_in(&locks, path).unwrap_err().to_string();
+            let error = Ownership::acquire_in(&locks, path).unwrap_err().to_string();
             assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
         }
-        let _another = Ownership::take_in(&locks, &another).unwrap();
+        let _another = Ownership::acquire_in(&locks, &another).unwrap();
         drop(first);
-        Ownership::take_in(&locks, &alias).unwrap();
+        Ownership::acquire_in(&locks, &alias).unwrap();
     }
 
     #[test]
@@ -341,7 +343,7 @@ mod tests {
         let dir = TempDir::new().unwrap();
         let locks = dir.path().join("locks");
         std::os::unix::fs::symlink(dir.path(), &locks).unwrap();
-        let error = Ownership::take_in(&locks, &dir.path().join("a.sock")).unwrap_err();
+        let error = Ownership::acquire_in(&locks, &dir.path().join("a.sock")).unwrap_err();
         assert!(matches!(error, OwnershipError::Locks { .. }), "{error}");
     }
 }

@@ -2,8 +2,8 @@
 
 use beelet_proto::cri;
 
-/// The image that sandboxes are made of, from the runtime's own configuration: containerd and CRI-O say it in
-/// their verbose status. Newer runtimes pin it besides.
+/// Returns the image that sandboxes are made of, from the runtime's own configuration: the verbose status of
+/// containerd and CRI-O contains it. Newer runtimes also pin it.
 #[must_use]
 pub fn sandbox_image(status: &cri::StatusResponse) -> Option<String> {
     let config: serde_json::Value = serde_json::from_str(status.info.get("config")?).ok()?;
@@ -17,7 +17,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_sandbox_image_is_read_from_what_containerd_says() {
+    fn the_sandbox_image_is_read_from_containerds_status() {
         let check = |config: &str, expect: Option<&str>| {
             let info = [("config".to_owned(), config.to_owned())].into();
             let status = cri::StatusResponse { info, ..Default::default() };

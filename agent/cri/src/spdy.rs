@@ -1,15 +1,16 @@
-//! As much of SPDY/3.1 as Kubernetes' streaming protocol needs, client side: open streams, send and receive
-//! data, answer pings. Every CRI runtime's streaming server speaks it, and unlike its WebSocket form (before
-//! v5) it can say that standard input has ended. Pure: bytes to frames and back.
+//! The part of SPDY/3.1 that Kubernetes' streaming protocol needs, client side: open streams, send and
+//! receive data, answer pings. Every CRI runtime's streaming server speaks SPDY, and unlike the protocol's
+//! WebSocket form (before v5) SPDY can signal the end of standard input. The module is pure: it converts
+//! bytes to frames and back.
 //!
-//! Headers of a stream go through zlib. The client's are put into *stored* blocks, which need no compressor;
-//! the server's are not looked at.
+//! SPDY compresses the headers of a stream with zlib. The client writes its headers as *stored* blocks, which
+//! need no compressor, and ignores the server's headers.
 //!
 //! Sources: the SPDY/3.1 draft (Chromium), sections 2.2 and 2.6; RFC 1950, RFC 1951 section 3.2.4.
 
-/// A frame's head: 8 bytes, then as many as it says.
+/// The length of a frame's head in bytes. The head contains the length of the rest.
 pub const HEAD: usize = 8;
-/// Most bytes of data in a frame that we send.
+/// The limit of bytes of data in a frame that the client sends.
 const DATA_MAX: usize = 32 << 10;
 
 const VERSION: u16 = 3;
@@ -24,7 +25,7 @@ const GOAWAY: u16 = 7;
 pub struct Head {
     kind: Kind,
     flags: u8,
-    /// Bytes that follow.
+    /// The number of bytes that follow.
     pub length: usize,
 }
 
@@ -34,32 +35,32 @@ enum Kind {
     Control { kind: u16 },
 }
 
-/// What a frame says, as far as it matters here.
+/// The content of a frame, as far as the streaming protocol needs it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Frame {
-    /// Data of a stream; `last` if it ends with it.
+    /// Data of a stream; `last` if the stream ends with this frame.
     Data {
         /// The stream.
         stream: u32,
-        /// What was sent.
+        /// The data.
         bytes: Vec<u8>,
-        /// Whether the stream ends with it.
+        /// True if the stream ends with this frame.
         last: bool,
     },
-    /// The other side gave a stream up.
+    /// The other side aborted a stream.
     Reset {
         /// The stream.
         stream: u32,
     },
-    /// To be sent back as it is.
+    /// A ping, whose content the answer repeats unchanged.
     Ping(Vec<u8>),
-    /// The other side goes.
+    /// The other side ends the connection.
     GoAway,
-    /// Anything else.
+    /// Any other frame.
     Other,
 }
 
-/// Reads a head.
+/// Parses a head.
 pub fn head(bytes: [u8; HEAD]) -> Head {
     let word = |at: usize| u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
     let (first, second) = (word(0), word(4));
@@ -71,7 +72,7 @@ pub fn head(bytes: [u8; HEAD]) -> Head {
     Head { kind, flags: bytes[4], length: (second & 0x00ff_ffff) as usize }
 }
 
-/// Makes a frame of its head and of what followed it.
+/// Makes a frame from its head and the bytes after the head.
 pub fn frame(head: Head, bytes: Vec<u8>) -> Frame {
     let stream = |bytes: &[u8]| -> u32 {
         let word = bytes.first_chunk::<4>().map_or(0, |word| u32::from_be_bytes(*word));
@@ -86,7 +87,7 @@ pub fn frame(head: Head, bytes: Vec<u8>) -> Frame {
     }
 }
 
-/// The client's side: what it sends.
+/// The writer of the client's frames.
 #[derive(Debug, Default)]
 pub(super) struct Writer {
     /// The zlib stream of all headers has begun.
@@ -95,7 +96,7 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    /// Opens a stream with these headers; its number and the frame.
+    /// Opens a stream with these headers; returns its number and the frame.
     pub(super) fn open(&mut self, headers: &[(&str, &str)]) -> (u32, Vec<u8>) {
         // A client's streams have odd numbers.
         let stream = self.streams * 2 + 1;
@@ -108,7 +109,7 @@ impl Writer {
         (stream, control(SYN_STREAM, 0, &payload))
     }
 
-    /// Names and values as zlib that is stored, not compressed.
+    /// Returns names and values as zlib that is stored, not compressed.
     fn header_block(&mut self, headers: &[(&str, &str)]) -> Vec<u8> {
         let mut plain = Vec::new();
         let number = |number: usize, plain: &mut Vec<u8>| {
@@ -127,13 +128,13 @@ impl Writer {
             block.extend([0x78, 0x01]); // deflate, a window of 32 KiB, no dictionary
         }
         stored(&plain, &mut block);
-        // An empty block flushes: the reader gets all of it without waiting for the next.
+        // An empty block flushes the headers: the reader gets them all without waiting for the next block.
         stored(&[], &mut block);
         block
     }
 }
 
-/// A stored block that isn't the last.
+/// Appends a stored block that is not marked as the last one.
 fn stored(bytes: &[u8], block: &mut Vec<u8>) {
     let length = u16::try_from(bytes.len()).unwrap_or(u16::MAX);
     block.push(0);
@@ -156,7 +157,7 @@ fn flags_and_length(flags: u8, length: usize) -> [u8; 4] {
     [flags, a, b, c]
 }
 
-/// Data of a stream, in as many frames as it takes; with `last`, the stream ends with it.
+/// Returns the frames that carry the data of a stream; with `last`, the stream ends with the last frame.
 pub fn data(stream: u32, bytes: &[u8], last: bool) -> Vec<u8> {
     let mut frames = Vec::new();
     let pieces: Vec<&[u8]> = if bytes.is_empty() { vec![bytes] } else { bytes.chunks(DATA_MAX).collect() };
@@ -170,7 +171,7 @@ pub fn data(stream: u32, bytes: &[u8], last: bool) -> Vec<u8> {
     frames
 }
 
-/// The answer to a ping.
+/// Returns the answer to a ping.
 pub(super) fn pong(payload: &[u8]) -> Vec<u8> {
     control(PING, 0, payload)
 }
@@ -196,7 +197,7 @@ mod tests {
         // 8 bytes of head, 10 of stream, association and priority.
         let zlib: Vec<u8> = a[18..].iter().chain(&b[18..]).copied().collect();
         let mut plain = Vec::new();
-        // The stream is never ended, so reading it whole fails at its end.
+        // The zlib stream has no end mark, so reading it whole fails at its end.
         let _ = flate2::read::ZlibDecoder::new(zlib.as_slice()).read_to_end(&mut plain);
         let block = |value: &str| -> Vec<u8> {
             let mut block = vec![0, 0, 0, 1, 0, 0, 0, 10];
@@ -222,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn control_frames_are_told_apart() {
+    fn control_frames_are_distinguished() {
         assert_eq!(read(&pong(&[0, 0, 0, 2])).0, Frame::Ping(vec![0, 0, 0, 2]));
         assert_eq!(read(&control(RST_STREAM, 0, &[0, 0, 0, 3, 0, 0, 0, 1])).0, Frame::Reset { stream: 3 });
         assert_eq!(read(&control(GOAWAY, 0, &[0; 8])).0, Frame::GoAway);

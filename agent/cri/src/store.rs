@@ -1,7 +1,7 @@
-//! Images into the runtime's store and out of it, for which CRI has no call: containerd's own API, on the
-//! same socket. Other runtimes have none that is served.
+//! The import of images into the runtime's store and their export. CRI has no call for them, so this module
+//! uses containerd's own API on the same socket. Other runtimes serve no API for them.
 //!
-//! Everything happens in containerd's namespace `k8s.io`, which is the one that its CRI looks into.
+//! Everything happens in containerd's namespace `k8s.io`, which containerd's CRI uses.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -25,15 +25,15 @@ use super::{Error, Kind, MAX_MESSAGE, Operation, Runtime, image_subject, within}
 
 /// The namespace of containerd that its CRI uses.
 const NAMESPACE: &str = "k8s.io";
-/// What CRI puts on the images that it looks after.
+/// The label that CRI sets on the images that it manages.
 const MANAGED: (&str, &str) = ("io.cri-containerd.image", "managed");
-/// What keeps an image from every collection of unused ones.
+/// The label that protects an image from every collection of unused images.
 const PINNED: (&str, &str) = ("io.cri-containerd.pinned", "pinned");
-/// How containerd's garbage collection knows what belongs to what.
+/// The prefix of the labels from which containerd's garbage collection knows the children of a blob.
 const REFERENCE: &str = "containerd.io/gc.ref.content.";
-/// A lease that nobody gives back ends by itself.
+/// The label with the time at which a lease ends that the agent has not released.
 const LEASE_ENDS: &str = "containerd.io/gc.expire";
-/// Pieces of a blob on their way.
+/// The limit of queued pieces of a blob.
 const QUEUE: usize = 2;
 
 /// The store of a containerd. Clones share the connection.
@@ -46,7 +46,7 @@ pub struct Store {
     subject: String,
 }
 
-/// What keeps the blobs that are written from being collected, until it is given back.
+/// A lease that protects new blobs from garbage collection until it is released.
 #[derive(Clone, Debug)]
 pub struct Lease(MetadataValue<tonic::metadata::Ascii>);
 
@@ -62,19 +62,20 @@ pub struct Writer {
 /// A blob that is to be written.
 #[derive(Clone, Copy, Debug)]
 pub struct Blob<'a> {
-    /// What its ingestion is called; no other one that is under way has that name.
+    /// The name of its ingestion, unique among those in progress.
     pub reference: &'a str,
-    /// Its digest; empty if it is known only when all is written.
+    /// Its digest; empty if the digest is known only after the last byte.
     pub digest: &'a str,
-    /// Its bytes.
+    /// Its length in bytes.
     pub size: u64,
 }
 
 impl Runtime {
-    /// The runtime's own store, for importing or exporting (`operation`) an image or an archive (`what`).
+    /// Returns the runtime's own store, for importing or exporting (`operation`) an image or an archive
+    /// (`what`).
     ///
     /// # Errors
-    /// The runtime is no containerd, or doesn't answer.
+    /// The runtime is not containerd, or doesn't answer.
     pub async fn store(&self, operation: Operation, what: &str) -> Result<Store, Error> {
         let version = self.version().await?;
         if version.runtime_name != "containerd" {
@@ -84,8 +85,8 @@ impl Runtime {
                 subject: image_subject(what),
                 kind: Kind::Unimplemented,
                 message: format!(
-                    "{name} has no call for it; use its own tools (for CRI-O: skopeo copy docker-archive:FILE \
-                     containers-storage:NAME)"
+                    "{name} has no call for it; use the tools of {name} (for CRI-O: skopeo copy \
+                     docker-archive:FILE containers-storage:NAME)"
                 ),
             });
         }
@@ -100,10 +101,11 @@ impl Runtime {
 }
 
 impl Store {
-    /// Keeps what is written under it from being collected, at most until `ends` (RFC 3339).
+    /// Creates a lease that protects the blobs written under it from collection, at most until `ends` (RFC
+    /// 3339).
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn lease(&self, id: &str, ends: &str) -> Result<Lease, Error> {
         let labels = HashMap::from([(LEASE_ENDS.to_owned(), ends.to_owned())]);
         let request = self.request(leases::CreateRequest { id: id.to_owned(), labels });
@@ -115,10 +117,10 @@ impl Store {
         Ok(Lease(id))
     }
 
-    /// Gives a lease back: what was written and belongs to no image may be collected.
+    /// Releases a lease: containerd may then collect the written blobs that belong to no image.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn release(&self, lease: Lease) -> Result<(), Error> {
         let id = lease.0.to_str().unwrap_or_default().to_owned();
         let request = self.request(leases::DeleteRequest { id, sync: false });
@@ -126,20 +128,20 @@ impl Store {
         self.within(client.delete(request)).await
     }
 
-    /// The bytes of a blob that is there; None if it isn't.
+    /// Returns the length of a blob in bytes; None if the store lacks it.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn size(&self, digest: &str) -> Result<Option<u64>, Error> {
         let request = self.request(content::InfoRequest { digest: digest.to_owned() });
         let answer = self.within(self.content().info(request)).await;
         found(answer.map(|info| u64::try_from(info.info.unwrap_or_default().size).unwrap_or_default()))
     }
 
-    /// A small blob, whole.
+    /// Returns the whole of a small blob.
     ///
     /// # Errors
-    /// It is larger than `most` bytes; or as for every call: [`Error`].
+    /// The blob is larger than `most` bytes, or the call fails.
     pub async fn read(&self, digest: &str, most: usize) -> Result<Vec<u8>, Error> {
         let mut pieces = self.pieces(digest).await?;
         let mut blob = Vec::new();
@@ -153,20 +155,20 @@ impl Store {
         Ok(blob)
     }
 
-    /// A blob in pieces: see [`Store::next`].
+    /// Begins to read a blob in pieces, with [`Store::next`].
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn pieces(&self, digest: &str) -> Result<Streaming<content::ReadContentResponse>, Error> {
         let request = content::ReadContentRequest { digest: digest.to_owned(), offset: 0, size: 0 };
         let request = self.request(request);
         self.within(self.content().read(request)).await
     }
 
-    /// The next piece of a blob; None at its end.
+    /// Returns the next piece of a blob; None at its end.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn next(
         &self,
         pieces: &mut Streaming<content::ReadContentResponse>,
@@ -175,10 +177,10 @@ impl Store {
         Ok(piece.map(|piece| piece.data))
     }
 
-    /// Begins to write a blob with its first bytes; None if the store has it.
+    /// Begins to write a blob with its first bytes; returns None if the store has the blob.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn write(
         &self,
         lease: &Lease,
@@ -204,10 +206,10 @@ impl Store {
         Ok(Some(Writer { store: self.clone(), requests, answers, written }))
     }
 
-    /// Notes what belongs to a blob: `children` are digests with what each is in one word.
+    /// Records the children of a blob: `children` are pairs of a kind, in one word, and a digest.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn refer(&self, digest: &str, children: &[(String, String)]) -> Result<(), Error> {
         let labels: HashMap<String, String> =
             children.iter().map(|(what, child)| (format!("{REFERENCE}{what}"), child.clone())).collect();
@@ -218,20 +220,21 @@ impl Store {
         self.within(self.content().update(request)).await.map(drop)
     }
 
-    /// What a name stands for; None if there is no such image.
+    /// Returns the descriptor of the image with this name; None if the store lacks the image.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn image(&self, name: &str) -> Result<Option<Descriptor>, Error> {
         let request = self.request(images::GetImageRequest { name: name.to_owned() });
         let answer = found(self.within(self.images().get(request)).await)?;
         Ok(answer.and_then(|answer| answer.image?.target))
     }
 
-    /// Lets a name stand for an image, whatever it stood for before. A pinned one is never removed as unused.
+    /// Assigns a name to an image and replaces an earlier assignment. A pinned image is never removed as
+    /// unused.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn name(&self, name: &str, target: Descriptor, pinned: bool) -> Result<(), Error> {
         let labels = [Some(MANAGED), pinned.then_some(PINNED)].into_iter().flatten();
         let labels = labels.map(|(key, value)| (key.to_owned(), value.to_owned())).collect();
@@ -289,10 +292,10 @@ impl Store {
 }
 
 impl Writer {
-    /// Writes more of it.
+    /// Writes the next bytes of the blob.
     ///
     /// # Errors
-    /// As for every call: [`Error`].
+    /// The call fails with an [`Error`].
     pub async fn write(&mut self, data: Vec<u8>) -> Result<(), Error> {
         let length = i64::try_from(data.len()).unwrap_or(i64::MAX);
         let request = content::WriteContentRequest {
@@ -305,10 +308,10 @@ impl Writer {
         self.send(request).await.map(drop)
     }
 
-    /// Ends it; the store compares it with `digest`.
+    /// Ends the blob; the store compares it with `digest`.
     ///
     /// # Errors
-    /// It isn't what was announced; or as for every call: [`Error`].
+    /// The blob differs from the announced one, or the call fails.
     pub async fn commit(mut self, digest: &str) -> Result<(), Error> {
         let request = content::WriteContentRequest {
             action: content::WriteAction::Commit.into(),
@@ -324,7 +327,7 @@ impl Writer {
         &mut self,
         request: content::WriteContentRequest,
     ) -> Result<content::WriteContentResponse, Error> {
-        // Where nobody takes it any more, the answer says why.
+        // If the receiver has ended, the answer contains the reason.
         let _ = self.requests.send(request).await;
         let answer = self.store.answer(self.answers.message()).await?;
         answer.ok_or_else(|| {
@@ -340,7 +343,7 @@ fn found<A>(answer: Result<A, Error>) -> Result<Option<A>, Error> {
     }
 }
 
-/// None if it is there already.
+/// Returns None if the runtime has the object already.
 fn exists<A>(answer: Result<A, Error>) -> Result<Option<A>, Error> {
     match answer {
         Err(error) if error.kind == Kind::AlreadyExists => Ok(None),

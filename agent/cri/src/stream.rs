@@ -1,5 +1,5 @@
 //! A command in a container with its streams: Kubernetes' remote command protocol, version 4, over SPDY, with
-//! the runtime's streaming server at the address that CRI's `Exec` gives.
+//! the runtime's streaming server at the address that CRI's `Exec` returns.
 
 use std::io;
 use std::time::Duration;
@@ -13,45 +13,45 @@ use super::spdy::{self, Frame, HEAD, Writer};
 
 /// The protocol's name.
 const PROTOCOL: &str = "v4.channel.k8s.io";
-/// How long the streaming server may take to accept.
+/// The time limit for the streaming server to accept.
 const CONNECT: Duration = Duration::from_secs(30);
-/// Most bytes of the server's first answer.
+/// The limit of bytes of the server's first answer.
 const ANSWER_MAX: usize = 16 << 10;
-/// Most bytes of a frame that the server sends; its own are a few KiB.
+/// The limit of bytes of a frame that the server sends; real frames have a few KiB.
 const FRAME_MAX: usize = 4 << 20;
-/// Most bytes of a command's final status.
+/// The limit of bytes of a command's final status.
 const STATUS_MAX: usize = 64 << 10;
-/// Answers to pings under way.
+/// The limit of queued answers to pings.
 const PONGS: usize = 16;
 
-/// What a command gets.
+/// An input of a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Input {
-    /// Something on its standard input.
+    /// Bytes for the standard input.
     Stdin(Vec<u8>),
-    /// Its standard input has ended.
+    /// The end of the standard input.
     StdinClosed,
-    /// Its terminal has another size.
+    /// A new size of the terminal.
     Resize {
-        /// Characters in a line.
+        /// The number of characters in a line.
         columns: u32,
-        /// Lines.
+        /// The number of lines.
         rows: u32,
     },
 }
 
-/// What a command gives.
+/// An output of a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Output {
-    /// Something on its standard output; of one with a terminal, all of it.
+    /// Bytes from the standard output; for a command with a terminal, all its output.
     Stdout(Vec<u8>),
-    /// Something on its standard error.
+    /// Bytes from the standard error.
     Stderr(Vec<u8>),
-    /// It has ended with this code. Nothing follows.
+    /// The exit code of the command, as the last output.
     Exit(i32),
 }
 
-/// Which streams a command has.
+/// The streams that a command has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Streams {
     /// Standard input.
@@ -60,53 +60,53 @@ pub struct Streams {
     pub tty: bool,
 }
 
-/// Why a command's streams ended before the command, or its end is not known. Displayed, it is a whole
-/// sentence.
+/// The reason why a command's streams ended before the command, or why its exit code is unknown. Its text is
+/// a whole sentence.
 #[derive(Debug, thiserror::Error)]
 pub enum StreamError {
-    /// A streaming server that is not spoken to in plain HTTP.
-    #[error("the runtime's streaming server is at {0}, and only http:// is supported")]
+    /// The server's address does not use plain HTTP.
+    #[error("the runtime's streaming server is at {0}, but only http:// is supported")]
     Scheme(String),
     /// The server can't be reached.
     #[error("the runtime's streaming server at {host}: {cause}")]
     Server {
-        /// Where it is.
+        /// The server's address.
         host: String,
-        /// Why.
+        /// The cause.
         cause: io::Error,
     },
     /// The server does not answer.
     #[error("the runtime's streaming server at {host} did not answer within {} s", .after.as_secs())]
     Timeout {
-        /// Where it is.
+        /// The server's address.
         host: String,
-        /// How long it was waited for.
+        /// The time that the client waited.
         after: Duration,
     },
-    /// The server does not take the command.
+    /// The server refuses the command.
     #[error("the runtime's streaming server at {host} {what}")]
     Refused {
-        /// Where it is.
+        /// The server's address.
         host: String,
-        /// What it did.
+        /// The server's behaviour.
         what: String,
     },
     /// The connection broke.
     #[error("the connection to the runtime's streaming server broke: {0}")]
     Broken(io::Error),
-    /// The server sends something else.
+    /// The server speaks another protocol.
     #[error("the runtime's streaming server does not speak SPDY/3.1")]
     NotSpdy,
-    /// A status that is too long.
-    #[error("the runtime's status of the command has no end")]
+    /// The status is too long.
+    #[error("the runtime's status of the command is longer than {} bytes", STATUS_MAX)]
     EndlessStatus,
-    /// No status.
-    #[error("the runtime ended the streams without saying how the command ended")]
+    /// The status is missing.
+    #[error("the runtime ended the streams without a status of the command")]
     NoStatus,
-    /// A status that is none.
+    /// The status is malformed.
     #[error("the runtime's status of the command can't be read: {0}")]
     UnreadableStatus(String),
-    /// The command could not be run; the runtime's own words.
+    /// The runtime could not run the command; the text is the runtime's own.
     #[error("{0}")]
     Command(String),
 }
@@ -121,10 +121,11 @@ impl StreamError {
     }
 }
 
-/// Runs the command that waits at `url` until it has ended, or nobody takes its output any more.
+/// Runs the command that the runtime prepared at `url` until it has ended or the receiver of `outputs` is
+/// dropped.
 ///
 /// # Errors
-/// The server isn't there, speaks something else, or the command could not be started.
+/// The server can't be reached, speaks another protocol, or could not start the command.
 pub async fn stream(
     url: &str,
     streams: Streams,
@@ -136,8 +137,8 @@ pub async fn stream(
     Session::new(streams).run(io::Cursor::new(rest).chain(from), to, inputs, outputs).await
 }
 
-/// A connection to the streaming server at `url` that speaks `protocol` over SPDY from now on, and what the
-/// server has sent so far.
+/// Connects to the streaming server at `url` with `protocol` over SPDY; returns the connection and the bytes
+/// that the server has sent after its answer.
 pub(super) async fn connect(url: &str, protocol: &str) -> Result<(TcpStream, Vec<u8>), StreamError> {
     let address = url.strip_prefix("http://").ok_or_else(|| StreamError::Scheme(url.to_owned()))?;
     let (host, path) = address.split_once('/').unwrap_or((address, ""));
@@ -152,7 +153,7 @@ pub(super) async fn connect(url: &str, protocol: &str) -> Result<(TcpStream, Vec
     connected.await.unwrap_or_else(timeout)
 }
 
-/// Asks for SPDY; what the server has sent beyond its answer.
+/// Requests SPDY; returns the bytes that the server has sent after its answer.
 async fn upgrade(
     socket: &mut TcpStream,
     host: &str,
@@ -171,10 +172,10 @@ async fn upgrade(
             break end + 4;
         }
         if answer.len() > ANSWER_MAX {
-            return Err(StreamError::refused(host, "answers without end"));
+            return Err(StreamError::refused(host, "sent too long an answer"));
         }
         if socket.read_buf(&mut answer).await.map_err(failed)? == 0 {
-            return Err(StreamError::refused(host, "hung up"));
+            return Err(StreamError::refused(host, "closed the connection"));
         }
     };
     let rest = answer.split_off(end);
@@ -182,7 +183,7 @@ async fn upgrade(
     let status = head.split(' ').nth(1).unwrap_or_default();
     if status != "101" {
         let line = head.lines().next().unwrap_or_default();
-        return Err(StreamError::refused(host, format!("refused: {line}")));
+        return Err(StreamError::refused(host, format!("refused the request: {line}")));
     }
     Ok(rest)
 }
@@ -198,7 +199,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// A session that has sent nothing yet.
+    /// Returns a session that has sent nothing yet.
     pub fn new(streams: Streams) -> Self {
         let mut writer = Writer::default();
         let mut opening = Vec::new();
@@ -231,7 +232,7 @@ impl Session {
                 let frames = tokio::select! {
                     input = inputs.recv(), if open => {
                         open = input.is_some();
-                        // One who can't send any more has nothing more to say, but may still listen.
+                        // A client that has dropped its sender sends no more input, but may still read.
                         self.frames(input.unwrap_or(Input::StdinClosed))
                     }
                     ping = pinged.recv() => spdy::pong(&ping.unwrap_or_default()),
@@ -250,7 +251,7 @@ impl Session {
         }
     }
 
-    /// What an input is on the wire; nothing for a stream that isn't there.
+    /// Returns the frames of an input; empty if the command lacks the input's stream.
     fn frames(&self, input: Input) -> Vec<u8> {
         match (input, self.stdin, self.resize) {
             (Input::Stdin(bytes), Some(stdin), _) if !bytes.is_empty() => spdy::data(stdin, &bytes, false),
@@ -263,10 +264,10 @@ impl Session {
         }
     }
 
-    /// Reads frames until the other side ends, or says something that is no frame.
+    /// Reads frames until the other side ends the streams or sends an invalid frame.
     ///
     /// # Errors
-    /// The connection broke, or the other side does not say how the command ended.
+    /// The connection broke, or the other side sent no exit code.
     pub async fn read(
         &self,
         mut from: impl AsyncRead + Unpin,
@@ -289,7 +290,7 @@ impl Session {
                 Frame::Data { stream, bytes, .. } if stream == self.stdout => Output::Stdout(bytes),
                 Frame::Data { stream, bytes, .. } if Some(stream) == self.stderr => Output::Stderr(bytes),
                 Frame::Ping(payload) => {
-                    // With so many unanswered, one more is no loss.
+                    // When the queue is full, a further ping stays without an answer.
                     let _ = pongs.try_send(payload);
                     continue;
                 }
@@ -303,13 +304,13 @@ impl Session {
             }
         }
         let code = exit_code(&status)?;
-        // Whether anybody listens is no matter any more.
+        // The receiver may have been dropped, which does not matter here.
         let _ = outputs.send(Output::Exit(code)).await;
         Ok(())
     }
 }
 
-/// The next frame; None at the end.
+/// Returns the next frame; None at the end.
 pub(super) async fn next(from: &mut (impl AsyncRead + Unpin)) -> Result<Option<Frame>, StreamError> {
     let mut head = [0; HEAD];
     match from.read_exact(&mut head).await {
@@ -326,7 +327,7 @@ pub(super) async fn next(from: &mut (impl AsyncRead + Unpin)) -> Result<Option<F
     Ok(Some(spdy::frame(head, bytes)))
 }
 
-/// A `metav1.Status`, as far as it tells how a command ended.
+/// The fields of a `metav1.Status` that contain the end of a command.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct Status {
@@ -370,7 +371,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_status_tells_how_a_command_ended() {
+    fn the_status_contains_the_exit_code_of_a_command() {
         let check = |status: &str, expected: Result<i32, &str>| match (exit_code(status.as_bytes()), expected)
         {
             (Ok(code), Ok(expected)) => assert_eq!(code, expected, "{status}"),
@@ -383,12 +384,12 @@ mod tests {
             Ok(3),
         );
         check(r#"{"status":"Failure","message":"no such file"}"#, Err("no such file"));
-        check("", Err("without saying how"));
+        check("", Err("without a status"));
         check("what?", Err("can't be read: what?"));
     }
 
-    /// A session with a server that sends these frames and then hangs up; what came out, and what the server
-    /// got.
+    /// Runs a session with a server that sends `answer` and then hangs up; returns the result, the outputs
+    /// and the bytes that the server received.
     async fn session(
         streams: Streams,
         inputs: Vec<Input>,
@@ -402,7 +403,7 @@ mod tests {
         let (client, mut server) = tokio::io::duplex(1 << 20);
         let serving = tokio::spawn(async move {
             let mut got = Vec::new();
-            // All that the client has to say, before the answer ends it.
+            // The server reads everything from the client before its answer ends the session.
             while !got.ends_with(&spdy::data(3, &[], true)) && server.read_buf(&mut got).await.unwrap() > 0 {}
             server.write_all(&answer).await.unwrap();
             got

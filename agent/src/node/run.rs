@@ -215,7 +215,7 @@ async fn open_runtime(doors: &Doors, config: &Config) -> Result<(Runtime, Option
     let runtime = Runtime::new(&config.runtime_endpoint, config.runtime_request_timeout)?
         .with_image_endpoint(&config.image_endpoint)?;
     let socket = runtime.socket().to_owned();
-    let taken = spawn_blocking(move || Ownership::take(&socket)).await;
+    let taken = spawn_blocking(move || Ownership::acquire(&socket)).await;
     Ok((runtime, Some(taken.context("the runtime could not be taken")??)))
 }
 
