@@ -1,8 +1,8 @@
-//! `beelet run` as it is started on a node, on a fake runtime, where the kernel half can't be had as it
-//! should: no BPF allowed, no bpf file system, pins of another version. The pod of these tests is on the
-//! host's network, so the test itself listens at its port. And what the service manager is told.
+//! `beelet run` as on a node, on a fake runtime, with faults of the kernel half: BPF is forbidden, the bpf
+//! file system is missing, pins are of another version. The tests' pod is on the host's network, so the test
+//! itself listens at the pod's port. Also tests the notifications to the service manager.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
@@ -20,7 +20,7 @@ use beelet_tests::{images, manifests, require, workdir};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-/// An agent, and what goes with it at the end of the test, in this order.
+/// An agent and its surroundings, dropped in this order at the end of the test.
 struct Daemon {
     agent: Agent,
     _cri: FakeCri,
@@ -48,7 +48,8 @@ impl Daemon {
         self.dir.path().join("agent/bpf")
     }
 
-    /// A pod whose readiness follows a port: how it is once it is ready, and once it is not ready any more.
+    /// Applies a pod whose readiness follows a port. Returns the pod when it is ready, and when it is no
+    /// longer ready.
     fn follows_a_port(&self) -> (PodView, PodView) {
         let listener = TcpListener::bind("0.0.0.0:0").unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -62,7 +63,7 @@ impl Daemon {
         (ready, unready)
     }
 
-    /// What the doctor finds, by check.
+    /// Returns the findings of `beelet doctor`.
     fn doctor(&self) -> Vec<Value> {
         let output = self.agent.cli(&["doctor", "-o", "json"]).output().unwrap();
         let text = String::from_utf8_lossy(&output.stdout);
@@ -72,14 +73,14 @@ impl Daemon {
         report["findings"].as_array().unwrap().clone()
     }
 
-    /// Waits until the kernel half is up; the API is there before it.
+    /// Waits until the kernel half is up; the API answers before that.
     fn wait_for_pins(&self) {
         let meta = self.pins().join("META");
         let there = || if meta.exists() { Ok(()) } else { Err(self.agent.log()) };
         workdir::wait_for("the pins", workdir::PATIENCE, there).unwrap();
     }
 
-    /// Where this version pins.
+    /// Returns the folder of this version's pins.
     fn pins(&self) -> PathBuf {
         self.bpffs().join(format!("beelet/v{ABI_VERSION}"))
     }
@@ -90,10 +91,10 @@ fn without_mount(mut options: Options) -> Options {
     options
 }
 
-/// The finding of this name.
+/// Returns the finding of this name.
 fn finding<'a>(findings: &'a [Value], check: &str) -> &'a Value {
     let found = findings.iter().find(|finding| finding["check"] == check);
-    found.unwrap_or_else(|| panic!("{check} is not among {findings:#?}"))
+    found.unwrap_or_else(|| panic!("{check} is missing in {findings:#?}"))
 }
 
 #[test]
@@ -136,7 +137,7 @@ fn where_bpf_is_not_allowed_everything_works_by_fallback_and_the_doctor_says_so(
     assert_eq!(program["state"], "degraded", "{program:#}");
     assert!(program["remedy"].as_str().unwrap().contains("CAP_BPF"), "{program:#}");
     assert!(!program["consequence"].as_str().unwrap().is_empty());
-    // What stands in for the kernel's answers, and that it does.
+    // The finding names the fallback and its effect.
     let lookup = finding(&findings, "socket_check");
     assert_eq!(lookup["state"], "degraded", "{lookup:#}");
     assert!(lookup["consequence"].as_str().unwrap().contains("connect() for TCP probes"), "{lookup:#}");
@@ -155,7 +156,7 @@ fn without_a_bpf_file_system_the_agent_mounts_one() {
     daemon.wait_for_pins();
     assert!(mounts().unwrap().iter().any(|mount| mount.path == daemon.bpffs() && mount.kind == "bpf"));
     let (_, unready) = daemon.follows_a_port();
-    assert!(unready.edge.is_some_and(|edge| !edge.ready), "the kernel did not say it");
+    assert!(unready.edge.is_some_and(|edge| !edge.ready), "the change did not come from the kernel");
 }
 
 #[test]
@@ -169,14 +170,14 @@ fn pins_of_another_version_give_way_to_the_agents_own() {
     daemon.agent.resume().unwrap();
     daemon.wait_for_pins();
     let (_, unready) = daemon.follows_a_port();
-    assert!(unready.edge.is_some_and(|edge| !edge.ready), "the kernel did not say it");
+    assert!(unready.edge.is_some_and(|edge| !edge.ready), "the change did not come from the kernel");
     assert!(!old.exists());
 }
 
-/// The service manager's end.
+/// The service manager's end of the notification socket.
 struct Manager(UnixDatagram);
 
-/// A watchdog's period, in microseconds.
+/// Period of the watchdog, in microseconds.
 const WATCHDOG_USEC: &str = "200000";
 
 impl Manager {
@@ -186,13 +187,14 @@ impl Manager {
         Manager(socket)
     }
 
-    /// Reads on until it is told this; what it was told before.
+    /// Reads until this notification. Returns the earlier ones.
     fn wait_for(&self, wanted: &str) -> Vec<String> {
         let mut told = Vec::new();
         loop {
             let mut buffer = [0; 4096];
             let read = self.0.recv(&mut buffer);
-            let length = read.unwrap_or_else(|error| panic!("waited for {wanted}: {error}, told {told:?}"));
+            let length =
+                read.unwrap_or_else(|error| panic!("waited for {wanted}: {error}, received {told:?}"));
             let lines =
                 String::from_utf8_lossy(&buffer[..length]).lines().map(str::to_owned).collect::<Vec<_>>();
             if lines.iter().any(|line| line == wanted) {
@@ -202,7 +204,7 @@ impl Manager {
         }
     }
 
-    /// Follows a whole life, which ends by `stop`.
+    /// Checks the notifications of a whole run of the agent, which `stop` ends.
     fn follow(&self, stop: impl FnOnce()) {
         let before = self.wait_for("READY=1");
         assert!(before.is_empty(), "{before:?}");
@@ -240,7 +242,7 @@ fn the_service_manager_is_told_the_same_by_an_observer() {
     require!(root);
     let dir = tempfile::tempdir().unwrap();
     let manager = Manager::at(&dir.path().join("notify"));
-    // No runtime answers: that is no reason to be started again.
+    // No runtime answers, which is not a reason for a restart.
     let cri = FakeCri::absent_at(&dir.path().join("cri.sock"));
     let child = Command::new(binary().unwrap())
         .args([
@@ -283,6 +285,6 @@ fn where_the_runtimes_cgroup_driver_is_another_the_agent_refuses_to_start_and_sa
     assert!(log.contains(sentence), "{log}");
     assert!(
         cgroup.dirs().iter().all(|dir| !dir.join("kubepods").exists()),
-        "it has made cgroups all the same"
+        "the refused agent has created cgroups"
     );
 }

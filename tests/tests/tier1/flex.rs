@@ -1,7 +1,7 @@
-//! Volumes of `flexVolume` drivers: scripts that mount file systems in memory, for static pods and for those
-//! of an API server.
+//! Volumes of `flexVolume` drivers, which are scripts that mount file systems in memory: for static pods and
+//! for pods of an API server.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
@@ -18,7 +18,7 @@ use crate::hostile::scene::{Scene, on_node, pod};
 
 const DRIVER: &str = "example.com/shelf";
 
-/// Puts a driver where the agent looks for it. It notes what it is called with.
+/// Installs a driver in the agent's folder. The driver records its calls.
 fn install(dir: &Path, script: &str) {
     let place = dir.join("drivers/example.com~shelf");
     fs::create_dir_all(&place).unwrap();
@@ -33,7 +33,7 @@ fn install(dir: &Path, script: &str) {
     fs::rename(place.join("new"), place.join("shelf")).unwrap();
 }
 
-/// The commands that the driver was called with.
+/// Returns the commands that the driver was called with.
 fn commands(dir: &Path) -> Vec<String> {
     let calls = fs::read_to_string(dir.join("calls")).unwrap_or_default();
     calls.lines().filter_map(|line| line.split(' ').next().map(str::to_owned)).collect()
@@ -43,14 +43,14 @@ fn count(dir: &Path, command: &str) -> usize {
     commands(dir).iter().filter(|one| *one == command).count()
 }
 
-/// A pod with such a volume.
+/// Returns a pod with such a volume.
 fn with_flex(mut pod: Value, source: &Value) -> Value {
     pod["spec"]["volumes"] = json!([{"name": "data", "flexVolume": source}]);
     pod["spec"]["containers"][0]["volumeMounts"] = json!([{"name": "data", "mountPath": "/data"}]);
     pod
 }
 
-/// Where the pod's volume is on the machine.
+/// Returns the path of the pod's volume on the machine.
 fn mounted(scene: &Scene, pod: &str) -> PathBuf {
     let container = scene.cri.container(pod, "main").unwrap();
     let mount = container.config.mounts.iter().find(|mount| mount.container_path == "/data").unwrap();
@@ -59,7 +59,7 @@ fn mounted(scene: &Scene, pod: &str) -> PathBuf {
 
 fn until_nothing_is_mounted(scene: &Scene) {
     let dir = scene.dir.path().to_owned();
-    scene.look_until("nothing to be mounted", || {
+    scene.look_until("all volumes to be unmounted", || {
         let mounts = guards::mounts().map_err(|error| error.to_string())?;
         match mounts.iter().find(|mount| mount.path.starts_with(&dir)) {
             Some(mount) => Err(format!("{mount:?}")),
@@ -69,7 +69,7 @@ fn until_nothing_is_mounted(scene: &Scene) {
 }
 
 const MOUNTS: &str = "init) echo '{\"status\": \"Success\", \"capabilities\": {\"attach\": false}}';;\n\
-    mount) mount -t tmpfs shelf \"$2\" || fail; echo \"$3\" > \"$2/told\"; ok;;\n\
+    mount) mount -t tmpfs shelf \"$2\" || fail; echo \"$3\" > \"$2/options\"; ok;;\n\
     unmount) [ -e $(dirname $0)/locked ] && fail; umount \"$2\" || fail; ok;;";
 
 #[test]
@@ -85,7 +85,7 @@ fn a_driver_mounts_a_static_pods_volume_and_gives_it_back_through_kills_and_faul
     let mut web = with_flex(pod("web"), &source);
     web["spec"]["securityContext"] = json!({"fsGroup": 2000});
     scene.apply(&web);
-    // It waits for its Secret, which must be of the driver's type.
+    // The pod waits for its Secret, which must have the driver's type.
     let secret = |kind: &str| {
         json!({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "key"}, "type": kind,
             "stringData": {"password": "hush"}})
@@ -101,8 +101,8 @@ fn a_driver_mounts_a_static_pods_volume_and_gives_it_back_through_kills_and_faul
         place.ends_with("volumes/data") || place.ends_with("volumes/example.com~shelf/data"),
         "{place:?}"
     );
-    let told = fs::read_to_string(place.join("told")).unwrap();
-    let told: Value = serde_json::from_str(&told).unwrap();
+    let options = fs::read_to_string(place.join("options")).unwrap();
+    let options: Value = serde_json::from_str(&options).unwrap();
     let expected = [
         ("size", "1m"),
         ("kubernetes.io/fsType", "ext4"),
@@ -112,11 +112,11 @@ fn a_driver_mounts_a_static_pods_volume_and_gives_it_back_through_kills_and_faul
         ("kubernetes.io/secret/password", "aHVzaA=="),
     ];
     for (key, value) in expected {
-        assert_eq!(told[key], value, "{key}");
+        assert_eq!(options[key], value, "{key}");
     }
     assert_eq!(fs::metadata(&place).unwrap().gid(), 2000);
     assert!(!scene.agent.log().contains("aHVzaA"), "a secret is in the log");
-    // An agent that was killed mounts it not again, and its driver may refuse for a while.
+    // A killed agent doesn't mount the volume again, and its driver may refuse for a while.
     scene.agent.kill9();
     scene.agent.resume().unwrap();
     scene.until_ready("web");
@@ -127,14 +127,14 @@ fn a_driver_mounts_a_static_pods_volume_and_gives_it_back_through_kills_and_faul
         0 => Err(format!("{:?}", commands(&dir))),
         _ => Ok(()),
     });
-    assert!(place.join("told").exists());
+    assert!(place.join("options").exists());
     scene.agent.kill9();
     fs::remove_file(dir.join("drivers/example.com~shelf/locked")).unwrap();
     scene.agent.resume().unwrap();
     scene.until_gone("web");
     until_nothing_is_mounted(&scene);
-    // Nobody wants it any more: an agent that was killed has no row for it in its table.
-    scene.look_until("the pod's folder to be gone", || {
+    // The pod has no manifest, and a killed agent has no row for it in its table.
+    scene.look_until("the pod's folder to be removed", || {
         if place.exists() { Err(place.display().to_string()) } else { Ok(()) }
     });
     scene.is_well();
@@ -144,7 +144,7 @@ fn a_driver_mounts_a_static_pods_volume_and_gives_it_back_through_kills_and_faul
 fn a_node_of_its_own_attaches_what_its_driver_wants_attached() {
     require!(root);
     let scene = Scene::start(|dir, options| {
-        // What is attached is shown to pods by the agent: the driver has neither mount nor unmount.
+        // The agent mounts the attached device for pods: the driver has neither mount nor unmount.
         let script = "init) ok;;\nattach) echo '{\"status\": \"Success\", \"device\": \"/dev/shelf\"}';;\n\
             waitforattach) ok;;\nmountdevice) mount -t tmpfs \"$3\" \"$2\" || fail; ok;;\n\
             unmountdevice) umount \"$2\" || fail; ok;;\ndetach) ok;;";
@@ -160,7 +160,7 @@ fn a_node_of_its_own_attaches_what_its_driver_wants_attached() {
     fs::write(mounted(&scene, &on_node("one")).join("written"), "1").unwrap();
     let second = mounted(&scene, &on_node("two"));
     assert!(second.join("written").exists());
-    assert!(fs::write(second.join("other"), "").is_err(), "the second only reads");
+    assert!(fs::write(second.join("other"), "").is_err(), "the second pod could write");
     scene.remove("one");
     scene.until_gone("one");
     assert_eq!((count(&dir, "unmountdevice"), count(&dir, "detach")), (0, 0));
@@ -188,11 +188,12 @@ async fn a_claims_volume_is_used_once_a_controller_has_attached_it() {
     member.api.put(&path("web"), claiming("web"));
     member.until_event("FailedMount", "for volume \"pv-1\" err=no volume plugin matched").await;
     let script = "init) ok;;\nmountdevice) mount -t tmpfs \"$3\" \"$2\" || fail; ok;;\n\
-        mount) echo \"$3\" > told; mount --bind PLACE \"$2\" || fail; echo \"$3\" > \"$2/told\"; ok;;\n\
+        mount) echo \"$3\" > options; mount --bind PLACE \"$2\" || fail; echo \"$3\" > \"$2/options\"; ok;;\n\
         unmount) umount \"$2\" || fail; ok;;\nunmountdevice) umount \"$2\" || fail; ok;;";
     let device = member.scene.dir.path().join("agent/kubelet/plugins/kubernetes.io/flexvolume");
     let device = device.join("example.com/shelf/mounts/pv-1");
-    let script = script.replace("echo \"$3\" > told; ", "").replace("PLACE", &device.display().to_string());
+    let script =
+        script.replace("echo \"$3\" > options; ", "").replace("PLACE", &device.display().to_string());
     install(&drivers, &script);
     let name = "example.com/shelf/pv-1";
     let in_use =
@@ -203,12 +204,12 @@ async fn a_claims_volume_is_used_once_a_controller_has_attached_it() {
     let attached = json!({"status": {"volumesAttached": [{"name": name, "devicePath": "shelf-7"}]}});
     member.api.patch(&format!("{}/status", own_node()), &attached);
     member.until_running("web").await;
-    let told = fs::read_to_string(Path::new(&member.mounted("web")).join("told")).unwrap();
-    assert!(told.contains("\"kubernetes.io/secret/k\":\"aHVzaA==\""), "{told}");
+    let options = fs::read_to_string(Path::new(&member.mounted("web")).join("options")).unwrap();
+    assert!(options.contains("\"kubernetes.io/secret/k\":\"aHVzaA==\""), "{options}");
     let mounts = guards::mounts().unwrap();
     assert!(mounts.iter().any(|mount| mount.path == device), "{mounts:?}");
     assert_eq!((count(&drivers, "attach"), count(&drivers, "waitforattach")), (0, 1));
-    // Others don't wait for it.
+    // Other pods don't wait for this one.
     member.api.put(&path("other"), assigned("other"));
     member.until_running("other").await;
     member.api.delete(&path("web"));
@@ -216,7 +217,7 @@ async fn a_claims_volume_is_used_once_a_controller_has_attached_it() {
         let node = api.get(&own_node())?;
         node["status"]["volumesInUse"].as_array().is_none_or(Vec::is_empty).then_some(())
     };
-    member.api.wait_until("the volume to be in use no more", free).await;
+    member.api.wait_until("the volume to be no longer in use", free).await;
     assert_eq!((count(&drivers, "unmountdevice"), count(&drivers, "detach")), (1, 0));
     until_nothing_is_mounted(&member.scene);
     member.scene.is_well();

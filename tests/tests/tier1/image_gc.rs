@@ -1,7 +1,7 @@
-//! Garbage collection of images against a runtime that does as it is told: what goes, what stays, and that
-//! nothing goes that a container has or is about to have.
+//! Garbage collection of images against a scripted runtime: removed images, kept images, and a guarantee that
+//! images of a container, existing or about to start, are kept.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::path::Path;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ use tonic::Code;
 const SIZE: u64 = 1_000_000;
 const CAPACITY: u64 = 100 * SIZE;
 
-/// A collector on a fake runtime, whose file system has what the images take away.
+/// A collector on a fake runtime, whose file system has less space with each image.
 struct Node {
     cri: Arc<FakeCri>,
     runtime: Runtime,
@@ -45,7 +45,7 @@ struct Node {
     dir: tempfile::TempDir,
 }
 
-/// One life of the collector.
+/// One run of the collector.
 struct Life {
     gc: Handle,
     shutdown: CancellationToken,
@@ -92,21 +92,21 @@ impl Drop for Node {
     }
 }
 
-/// How a node is set up.
+/// Settings of a node.
 struct Setup {
     high: i64,
     low: i64,
     min_age: Duration,
     max_age: Duration,
     period: Option<Duration>,
-    /// How many bytes an image takes on disk, of those that the runtime says.
+    /// Returns the bytes that an image takes on disk, from the size that the runtime reports.
     shared: fn(u64) -> u64,
     capacity: u64,
 }
 
 impl Default for Setup {
     fn default() -> Self {
-        // The shortest age there is: everything is old enough.
+        // With the shortest possible age, every image is old enough.
         let min_age = Duration::from_nanos(1);
         Self {
             high: 85,
@@ -136,7 +136,7 @@ impl Node {
         Self { cri, runtime, leases, gc, events, table, life: Some(life), setup, dir }
     }
 
-    /// The agent ends and begins again.
+    /// Ends the agent and starts it again.
     async fn restart(&mut self) {
         let life = self.life.take().unwrap();
         life.shutdown.cancel();
@@ -147,7 +147,7 @@ impl Node {
         self.life = Some(life);
     }
 
-    /// Images `i0`, `i1`, … of one size.
+    /// Adds images `i0`, `i1`, … of one size.
     fn images(&self, count: usize) {
         for i in 0..count {
             self.cri.add_image(&format!("i{i:03}"));
@@ -166,7 +166,7 @@ impl Node {
         self.runtime.run_sandbox(config, "").await.unwrap()
     }
 
-    /// Makes a container, as a worker does once it has the image.
+    /// Creates a container, as a worker does once it has the image.
     async fn create(&self, sandbox: &str, name: &str, image: &str) -> Result<String, String> {
         let spec = cri::ImageSpec { image: image.to_owned(), ..Default::default() };
         let config = cri::ContainerConfig {
@@ -178,7 +178,7 @@ impl Node {
         self.runtime.create_container(sandbox, config, &of).await.map_err(|error| error.to_string())
     }
 
-    /// The node's only pod has this image as a volume, and this phase.
+    /// Sets the node's only pod, with this image as a volume and this phase.
     fn mounts(&self, image: &str, phase: &str) {
         let pod: Pod = serde_json::from_value(json!({
             "metadata": { "name": "p", "namespace": "default", "uid": "u" },
@@ -213,18 +213,21 @@ async fn a_run_removes_what_the_plan_says_and_ends_at_the_low_mark() {
     node.create(&sandbox, "c", "i000").await.unwrap();
     let planned =
         node.gc.collect(ImageGcRequest { dry_run: true, ..ImageGcRequest::default() }).await.unwrap();
-    assert_eq!(node.left(), 90, "a dry run removes nothing");
+    assert_eq!(node.left(), 90, "the dry run removed images");
     let collected = node.gc.collect(ImageGcRequest::default()).await.unwrap();
     let ids = |images: &[beelet_images::gc::CollectedImage]| -> Vec<String> {
         images.iter().map(|image| image.id.clone()).collect()
     };
     assert_eq!(ids(&collected.images), ids(&planned.images));
     assert_eq!((collected.images.len(), node.left()), (10, 80));
-    assert!(node.cri.world().images.contains_key("docker.io/library/i000:latest"), "it is in use");
+    assert!(
+        node.cri.world().images.contains_key("docker.io/library/i000:latest"),
+        "an image in use was removed"
+    );
     assert_eq!(collected.outcome.freed_bytes, 10 * SIZE);
 }
 
-/// The daemon's order is `policy`'s own.
+/// The order of the daemon is that of `policy`.
 #[tokio::test]
 async fn the_daemon_and_the_policy_choose_alike() {
     let node = Node::new(Setup::default());
@@ -261,16 +264,20 @@ async fn the_daemon_and_the_policy_choose_alike() {
 
 #[tokio::test]
 async fn a_run_removes_no_more_than_the_sizes_call_for_and_the_next_goes_on() {
-    // Nine tenths of each image are layers that others have too.
+    // Nine tenths of each image are layers that other images share.
     let node = Node::new(Setup { shared: |size| size / 10, high: 8, low: 5, ..Setup::default() });
     node.images(90);
     let collected = node.gc.collect(ImageGcRequest::default()).await.unwrap();
-    assert_eq!((collected.images.len(), node.left()), (4, 86), "4 % are to go, and each is said to be 1 %");
+    assert_eq!(
+        (collected.images.len(), node.left()),
+        (4, 86),
+        "4 % are over, and each image is reported as 1 %"
+    );
     assert!(collected.outcome.error.is_none());
     let freed: u64 = collected.images.iter().map(|image| image.freed_bytes).sum();
-    assert_eq!(freed, collected.outcome.freed_bytes, "what is told is what was measured");
+    assert_eq!(freed, collected.outcome.freed_bytes, "the reported bytes differ from the measured ones");
     assert_eq!(freed, 4 * SIZE / 10);
-    // The disk is above the high mark still.
+    // The disk is still above the high mark.
     while node.left() > 79 {
         let left = node.left();
         node.gc.collect(ImageGcRequest::default()).await.unwrap();
@@ -287,7 +294,7 @@ async fn a_leased_image_stays_and_a_removal_that_fails_does_not_end_the_run() {
     node.cri.on(Op::RemoveImage).when(refused).fail(Code::Unknown, "image is busy");
     let collected =
         node.gc.collect(ImageGcRequest { all_unused: true, ..ImageGcRequest::default() }).await.unwrap();
-    assert_eq!(node.left(), 2, "the leased one and the one that could not be removed");
+    assert_eq!(node.left(), 2, "left: the leased image and the one that could not be removed");
     assert!(collected.outcome.error.unwrap().contains("image is busy"));
     assert!(node.cri.world().images.contains_key("docker.io/library/i089:latest"));
     drop(lease);
@@ -328,7 +335,7 @@ async fn an_image_that_comes_into_use_after_the_plan_is_spared() {
     let node = Arc::new(Node::new(Setup::default()));
     node.images(3);
     let sandbox = node.sandbox().await;
-    // The collection has decided and is about to ask about the first image.
+    // The collection has decided and is about to inspect the first image.
     let held = node.cri.on(Op::ImageStatus).hold();
     let collecting = tokio::spawn({
         let gc = node.gc.clone();
@@ -346,7 +353,7 @@ async fn an_image_that_comes_into_use_after_the_plan_is_spared() {
 #[tokio::test]
 async fn ages_survive_a_restart_and_young_images_stay() {
     let mut node = Node::new(Setup { min_age: Duration::from_secs(3600), ..Setup::default() });
-    // What was there when somebody looked for the first time counts as old.
+    // Images that exist at the first collection count as old.
     node.images(2);
     let look = ImageGcRequest { dry_run: true, ..ImageGcRequest::default() };
     node.gc.collect(look).await.unwrap();
@@ -357,15 +364,14 @@ async fn ages_survive_a_restart_and_young_images_stay() {
     assert_eq!(node.gc.collect(all).await.unwrap().images.len(), 2);
     let left: Vec<String> = node.cri.world().images.into_keys().collect();
     assert_eq!(left, ["docker.io/library/young:latest"]);
-    // Without the record everything is as if it had always been there.
+    // Without the record all images count as old again.
     let record = node.dir.path().join("state/images.json");
     std::fs::write(&record, "half a rec").unwrap();
     node.restart().await;
     assert_eq!(node.gc.collect(all).await.unwrap().images.len(), 1);
 }
 
-/// As the kubelet's own test of it wants: a restart must not be the moment at which everything goes that was
-/// in use just before it.
+/// As in the kubelet's own test: a restart must not remove images that were in use just before.
 #[tokio::test]
 async fn after_a_restart_no_image_goes_for_its_age_before_that_age_has_passed() {
     let max_age = Duration::from_secs(2);
@@ -374,15 +380,19 @@ async fn after_a_restart_no_image_goes_for_its_age_before_that_age_has_passed() 
     let gone = async |node: &Node| node.gc.collect(ImageGcRequest::default()).await.unwrap().images.len();
     for life in 0..2 {
         node.images(2);
-        assert_eq!(gone(&node).await, 0, "life {life}");
+        assert_eq!(gone(&node).await, 0, "run {life}");
         while gone(&node).await == 0 {
-            assert!(started.elapsed() < Duration::from_secs(60), "life {life}: they never go");
+            assert!(started.elapsed() < Duration::from_secs(60), "run {life}: the images were not removed");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        assert!(started.elapsed() >= max_age, "life {life}: they went after {:?}", started.elapsed());
-        // From then on there is nothing to wait for.
+        assert!(
+            started.elapsed() >= max_age,
+            "run {life}: the images were removed after {:?}",
+            started.elapsed()
+        );
+        // After that time, images are removed without further delay.
         node.images(2);
-        assert_eq!(gone(&node).await, 2, "life {life}");
+        assert_eq!(gone(&node).await, 2, "run {life}");
         started = Instant::now();
         node.restart().await;
     }
@@ -422,8 +432,8 @@ async fn a_store_without_capacity_and_one_that_can_not_be_freed_are_events() {
     assert_eq!(node.left(), 1);
 }
 
-/// The race that matters: containers start from images, old and new, while unused ones are removed as fast as
-/// can be.
+/// The decisive race: containers start from old and new images while unused ones are removed as fast as
+/// possible.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn in_ten_thousand_starts_no_image_goes_before_its_container_is_there() {
     const STARTS: usize = 10_000;
@@ -446,7 +456,7 @@ async fn in_ten_thousand_starts_no_image_goes_before_its_container_is_there() {
             removed
         }
     });
-    // As fast as it goes: only the order of things is as on a real node.
+    // The removals are not throttled: only their order is as on a real node.
     let unlimited = Limits { parallel: None, per_second: 0.0, burst: 1 };
     let records = tempfile::tempdir().unwrap();
     let access = Arc::new(Access::new(records.path(), Verification::default()));
@@ -476,13 +486,12 @@ async fn in_ten_thousand_starts_no_image_goes_before_its_container_is_there() {
     let pulls = node.cri.count(Op::PullImage);
     assert!(
         pulls > STARTS / 100,
-        "only {pulls} pulls: images were hardly ever removed, so nothing was shown"
+        "only {pulls} pulls: hardly any images were removed: the test shows nothing"
     );
     println!("{STARTS} starts, {pulls} pulls, {removed} removals");
 }
 
-/// What a pod's worker does: get the image and hold it until the container is there; then the container goes
-/// again.
+/// Acts as a pod's worker: leases the image until the container exists, and then removes the container.
 async fn start_one(node: &Node, puller: &Puller, sandbox: &str, name: &str, image: &str) {
     let of = cri::PodSandboxConfig::default();
     let policy = "IfNotPresent";

@@ -1,6 +1,8 @@
-//! Tier 1: the agent against a scriptable runtime. Needs no containerd and no BPF; what needs root says so.
+//! Tier 1: the agent against a scriptable runtime, without containerd and BPF; tests that need root require
+//! it.
 //!
-//! One program for the whole tier, one module per subject: `-E 'binary(tier1) and test(/^pods::/)'` chooses.
+//! The whole tier is one program with one module per subject: `-E 'binary(tier1) and test(/^pods::/)'`
+//! selects one.
 
 mod cluster;
 mod daemon;

@@ -1,8 +1,8 @@
-//! The folder of static pods, watched: real files, real inotify.
+//! The source of static pods watches its folder: real files, real inotify.
 //!
-//! The periodic check is set to an hour, so what is seen was told by an event.
+//! The periodic check runs every hour, so every change that a test sees came by an event.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -15,9 +15,9 @@ use beelet_model::desired::Desired;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-/// How long a test waits for what must come: generous, for a busy machine.
+/// Time limit of waits, generous for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// A check that never comes within a test.
+/// Interval of a check that never runs within a test.
 const NEVER: Duration = Duration::from_secs(3600);
 
 struct Watched {
@@ -29,7 +29,7 @@ struct Watched {
 }
 
 impl Watched {
-    /// A folder with some files in it, watched.
+    /// Creates a watched folder with some files.
     async fn with(files: &[(&str, &str)]) -> Self {
         let (root, dir) = Self::folder();
         fs::create_dir(&dir).unwrap();
@@ -66,7 +66,7 @@ impl Watched {
         fs::write(self.path(name), text).unwrap();
     }
 
-    /// Puts a file in place whole, as careful tools do.
+    /// Renames a complete file to its final path, as careful tools do.
     fn rename_into(&self, name: &str, text: &str) {
         let temporary = self.path(&format!(".{name}.new"));
         fs::write(&temporary, text).unwrap();
@@ -77,7 +77,7 @@ impl Watched {
         self.desired.borrow().clone()
     }
 
-    /// Waits until what is desired is as `wanted` says.
+    /// Waits until `wanted` is true for the desired pods.
     async fn until(&self, what: &str, wanted: impl Fn(&Desired) -> bool) -> Arc<Desired> {
         let mut receiver = self.desired.clone();
         let seen = tokio::time::timeout(PATIENCE, receiver.wait_for(|desired| wanted(desired))).await;
@@ -104,7 +104,7 @@ fn pod(name: &str) -> String {
     )
 }
 
-/// The names of all pods, without the node's.
+/// Returns the names of all pods, without the node's.
 fn pods(desired: &Desired) -> Vec<String> {
     desired.pods.keys().map(|name| name.name.trim_end_matches("-n1").to_owned()).collect()
 }
@@ -168,18 +168,18 @@ async fn a_broken_manifest_is_reported_and_touches_nothing_else() {
     let watched = Watched::with(&[("a.yaml", &pod("a")), ("b.yaml", &pod("b"))]).await;
     let before = watched.now();
     watched.write("b.yaml", &pod("b").replace("image:", "image: ["));
-    let desired = watched.until("the report", is_rejected("b.yaml:8:12: ")).await;
+    let desired = watched.until("the rejection", is_rejected("b.yaml:8:12: ")).await;
     assert_eq!(desired.pods, before.pods);
     watched.write("b.yaml", &format!("{}    resources: {{requests: {{cpu: lots}}}}\n", pod("b")));
     let desired = watched
         .until(
-            "the report",
+            "the rejection",
             is_rejected("b.yaml:9:33: spec.containers[0].resources.requests.cpu: \"lots\" is not a quantity"),
         )
         .await;
     assert_eq!(desired.pods, before.pods);
     watched.write("b.yaml", &pod("b"));
-    let desired = watched.until("its end", |desired| desired.rejected.is_empty()).await;
+    let desired = watched.until("the rejection to end", |desired| desired.rejected.is_empty()).await;
     assert_eq!(desired.pods, before.pods);
 }
 
@@ -191,7 +191,7 @@ async fn a_half_written_file_is_read_when_it_is_closed() {
     let (first, second) = text.split_at(40);
     let mut file = fs::File::create(watched.path("a.yaml")).unwrap();
     file.write_all(first.as_bytes()).unwrap();
-    // Another manifest shows that events were read meanwhile.
+    // Another manifest shows that events were read in the meantime.
     watched.write("b.yaml", &pod("b"));
     let desired = watched.until_pods(&["b"]).await;
     assert!(rejected(&desired).is_empty(), "{:?}", rejected(&desired));
@@ -242,7 +242,7 @@ async fn links_are_followed() {
     fs::hard_link(watched.path("../hard.yaml"), watched.path("b.yaml")).unwrap();
     watched.until_pods(&["a", "b"]).await;
     symlink(watched.path("../nowhere"), watched.path("c.yaml")).unwrap();
-    watched.until("the report", is_rejected("c.yaml: is a link that leads to nothing")).await;
+    watched.until("the rejection", is_rejected("c.yaml: is a link that leads to nothing")).await;
 }
 
 #[tokio::test]
@@ -257,11 +257,11 @@ async fn what_is_no_regular_file_or_too_large_is_rejected() {
     )
     .unwrap();
     watched.write("large.yaml", &format!("{}#{}", pod("large"), "x".repeat(1 << 20)));
-    watched.until("the report", is_rejected("large.yaml: has more than 1048576 bytes")).await;
-    // A pipe that is just made tells nothing; any event on it makes it looked at, without waiting for a
-    // writer.
+    watched.until("the rejection", is_rejected("large.yaml: has more than 1048576 bytes")).await;
+    // The creation of a pipe sends no event; any event of the pipe makes the source inspect it, without
+    // waiting for a writer.
     fs::rename(watched.path("pipe.yaml"), watched.path("pipe2.yaml")).unwrap();
-    watched.until("the report", is_rejected("pipe2.yaml: is not a regular file")).await;
+    watched.until("the rejection", is_rejected("pipe2.yaml: is not a regular file")).await;
 }
 
 #[tokio::test]
@@ -283,7 +283,9 @@ async fn a_copy_is_rejected_and_takes_over_when_the_original_goes() {
     assert_eq!(desired.pods, before.pods);
     fs::remove_file(watched.path("b.yaml")).unwrap();
     let copy = Some(watched.path("a.yaml"));
-    let desired = watched.until("its turn", |desired| desired.file("Pod", "default", "web-n1") == copy).await;
+    let desired = watched
+        .until("the copy to take over", |desired| desired.file("Pod", "default", "web-n1") == copy)
+        .await;
     assert!(rejected(&desired).is_empty(), "{:?}", rejected(&desired));
 }
 
@@ -299,7 +301,7 @@ async fn a_folder_that_is_not_there_is_reported_and_waited_for() {
         "{:?}",
         rejected(&desired)
     );
-    // All levels at once: the watch is still on the first one's parent when the last one is made.
+    // All levels are created at once: the watch is still on the first one's parent when the last one exists.
     for level in [dir.parent().and_then(Path::parent), dir.parent(), Some(&*dir)].into_iter().flatten() {
         fs::create_dir(level).unwrap();
     }
@@ -363,7 +365,7 @@ async fn one_file_may_stand_for_the_folder() {
     watched.until_pods(&["b"]).await;
 }
 
-/// The kernel's queue of events, per watcher.
+/// Returns the length of the kernel's queue of events, per watcher.
 fn queue_length() -> Option<usize> {
     fs::read_to_string("/proc/sys/fs/inotify/max_queued_events").ok()?.trim().parse().ok()
 }
@@ -373,14 +375,14 @@ async fn nothing_is_missed_when_the_kernels_queue_overflows() {
     let limit = queue_length().unwrap_or(16_384);
     assert!(limit <= 1 << 20, "fs.inotify.max_queued_events is {limit}: too many to fill");
     let watched = Watched::with(&[("gone.yaml", &pod("gone"))]).await;
-    // This test's thread is the only one that reads events (one thread, and no await here), so the queue
-    // fills. Equal events in a row are merged into one, so they alternate.
+    // Only this test's thread reads events, and it doesn't await here, so the queue fills. Equal events in a
+    // row are merged into one, so they alternate.
     let names = [watched.path("x.yaml"), watched.path("y.yaml")];
     fs::write(&names[0], pod("x")).unwrap();
     for i in 0..limit {
         fs::rename(&names[i % 2], &names[(i + 1) % 2]).unwrap();
     }
-    // These come when the queue is full: no event tells of them.
+    // These changes happen when the queue is full: no event reports them.
     watched.write("late.yaml", &pod("late"));
     fs::remove_file(watched.path("gone.yaml")).unwrap();
     watched.until_pods(&["late", "x"]).await;
@@ -395,7 +397,7 @@ async fn the_periodic_check_finds_what_no_event_told() {
     symlink(&target, dir.join("a.yaml")).unwrap();
     let watched = Watched::start(root, dir, Duration::from_millis(50)).await;
     watched.until_pods(&["a"]).await;
-    // A link's target lies outside of the folder: nothing tells of its change.
+    // A link's target lies outside the folder, so its change sends no event.
     fs::write(&target, pod("b")).unwrap();
     watched.until_pods(&["b"]).await;
 }
@@ -418,5 +420,5 @@ async fn watching_ends_when_it_is_cancelled() {
     let mut watched = Watched::with(&[]).await;
     watched.cancel.cancel();
     let closed = tokio::time::timeout(PATIENCE, watched.desired.changed()).await.unwrap();
-    assert!(closed.is_err(), "the sender is gone");
+    assert!(closed.is_err(), "the sender must be dropped");
 }

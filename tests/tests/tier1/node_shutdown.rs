@@ -1,7 +1,7 @@
-//! `beelet run` on a fake runtime and beside a logind that does as it is told: the machine goes down, and
-//! stays after all, and comes up again.
+//! `beelet run` on a fake runtime and with a scripted logind: the machine shuts down, cancels the shutdown,
+//! and boots again.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::time::Duration;
 
@@ -15,10 +15,10 @@ use beelet_tests::{images, manifests, require, workdir};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-/// Longer than any test.
+/// Grace period longer than any test.
 const PERIOD: &str = "10m";
 
-/// What goes at the end of the test, in this order.
+/// The machine's parts, dropped in this order at the end of the test.
 struct Machine {
     agent: Agent,
     logind: Logind,
@@ -26,7 +26,7 @@ struct Machine {
     cri: FakeCri,
     _cgroup: CgroupRoot,
     _dir: tempfile::TempDir,
-    /// Serves the bus.
+    /// Threads that serve the bus.
     threads: Runtime,
 }
 
@@ -80,7 +80,7 @@ impl Machine {
         conditions.iter().find(|condition| condition["type"] == "Ready").unwrap().clone()
     }
 
-    /// Nothing of the pod's volumes is left.
+    /// Returns true if any of the pod's volumes is left.
     fn has_volumes(&self, pod: &PodView) -> bool {
         self.agent.dir().join("pods").join(pod.uid()).exists()
     }
@@ -99,13 +99,13 @@ fn the_machine_goes_down_once_all_pods_are_gone_by_priority_and_nobody_new_comes
     let (web, dns) = (machine.runs("web"), machine.runs("dns"));
     assert!(machine.has_volumes(&web));
     assert_eq!(machine.readiness()["status"], "True");
-    // web's containers take their time.
+    // web's containers stop slowly.
     let stopping = machine.cri.on(Op::StopContainer).hold();
     machine.threads.block_on(machine.logind.shut_down());
     machine.wait("web", "web to be ended", |pod| reason(pod) == "Terminated");
     workdir::wait_for("the call to stop web", workdir::PATIENCE, || {
         match machine.cri.count(Op::StopContainer) {
-            0 => Err("none yet"),
+            0 => Err("no call yet"),
             _ => Ok(()),
         }
     })
@@ -149,7 +149,7 @@ fn static_pods_run_again_when_the_machine_stays_after_all_and_when_it_comes_up_a
     machine.runs("web");
     machine.locks(1);
     assert_eq!(machine.readiness()["status"], "True");
-    // Once more, for good.
+    // The machine shuts down once more, and does not cancel.
     machine.threads.block_on(machine.logind.shut_down());
     machine.locks(0);
     machine.wait("web", "web to be ended", |pod| pod.phase() == "Failed");

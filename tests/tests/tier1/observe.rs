@@ -1,5 +1,5 @@
-//! The observer against a runtime in memory: what it asks, what it never asks, what others see of it, and
-//! what it does where it is allowed to.
+//! The observer against a runtime in memory: its calls, its view for clients, and its actions if they are
+//! permitted.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -29,7 +29,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-/// The calls that an observer may make.
+/// Calls that an observer may make.
 const MAY_ASK: [Op; 5] =
     [Op::Version, Op::ListPodSandbox, Op::ListContainers, Op::PodSandboxStatus, Op::ContainerStatus];
 
@@ -90,7 +90,7 @@ impl Node {
         tokio::time::timeout(PATIENCE, self.task).await.unwrap().unwrap().unwrap();
     }
 
-    /// Waits until the pods, by name and phase, are these.
+    /// Waits until the pods have these names and phases.
     async fn wait_for(&self, expected: &[(&str, &str)]) {
         let seen = async {
             let mut watch = self.client().await.watch().await.unwrap();
@@ -119,7 +119,7 @@ impl Node {
     }
 }
 
-/// A pod with one container, as a kubelet would have made it.
+/// Adds a pod with one container, as a kubelet would have created it.
 fn add(cri: &FakeCri, pod: &str, running: bool) {
     let labels: HashMap<String, String> = [
         ("io.kubernetes.pod.name", pod),
@@ -169,7 +169,7 @@ async fn an_observer_shows_foreign_pods_and_asks_for_lists_and_statuses_alone() 
     add(&cri, "job", false);
     let node = Node::start(cri);
     node.wait_for(&[("job", "Succeeded"), ("web", "Running")]).await;
-    // Nothing tells of this one (it has no cgroup): the next list does.
+    // This pod has no cgroup, so no event reports it: the next list does.
     add(&node.cri, "late", true);
     remove(&node.cri, "job");
     node.wait_for(&[("late", "Running"), ("web", "Running")]).await;
@@ -197,7 +197,7 @@ async fn an_observer_outlives_its_runtime() {
 
 // ---- Images ----
 
-/// What collecting images may ask besides.
+/// Further calls that the collection of images may make.
 const MAY_ASK_OF_IMAGES: [Op; 5] =
     [Op::Status, Op::ListImages, Op::ImageStatus, Op::ImageFsInfo, Op::RemoveImage];
 
@@ -214,7 +214,7 @@ async fn where_it_is_allowed_unused_images_go_and_nothing_else_is_asked_for() {
         let fs_id = Some(proto::FilesystemIdentifier { mountpoint });
         world.image_fs.image_filesystems = vec![proto::FilesystemUsage { fs_id, ..Default::default() }];
     });
-    // All that is unused is too old at once, however full the disk is.
+    // Every unused image is too old at once, however full the disk is.
     let moment = Duration::from_nanos(1);
     let policy = ImageGcPolicy::new(100, 80, moment, moment).unwrap();
     let collecting = Collecting { policy, period: Duration::from_millis(200) };
@@ -226,14 +226,14 @@ async fn where_it_is_allowed_unused_images_go_and_nothing_else_is_asked_for() {
         });
         images.collect()
     };
-    until("the unused image to go", async || {
+    until("the unused image to be removed", async || {
         let left: Vec<String> = node.cri.world().images.values().map(|image| image.id.clone()).collect();
         if left.contains(&unused) { Err(format!("{left:?}")) } else { Ok(()) }
     })
     .await;
-    // It has looked at the others as well, and does again.
+    // The collector has inspected the other images as well, and does so again.
     let looks = node.cri.count(Op::ListImages);
-    until("another look", async || {
+    until("another list of images", async || {
         let now = node.cri.count(Op::ListImages);
         if now > looks + 1 { Ok(()) } else { Err(now.to_string()) }
     })
@@ -248,7 +248,7 @@ async fn where_it_is_allowed_unused_images_go_and_nothing_else_is_asked_for() {
     node.stop().await;
 }
 
-/// Asks again until it is so.
+/// Repeats a check until it passes.
 async fn until<T>(what: &str, mut so: impl AsyncFnMut() -> Result<T, String>) -> T {
     let deadline = tokio::time::Instant::now() + PATIENCE;
     loop {
@@ -267,7 +267,7 @@ const BEST_EFFORT: &str = "/kubepods/besteffort";
 const SERVER: &str = "/kubepods/burstable/podserver/container-of-server";
 const HOG: &str = "/kubepods/besteffort/podhog/container-of-hog";
 
-/// Cgroups as a kubelet would have made them, with a server that always waits and a hog.
+/// Cgroups as a kubelet would have created them, with a server that always waits and a hog.
 struct Owned {
     root: CgroupRoot,
     cgroups: Cgroups,
@@ -287,7 +287,7 @@ impl Owned {
         cgroups.ensure("/kubepods/burstable/podserver", &requested).unwrap();
         cgroups.ensure(SERVER, &Files::new()).unwrap();
         cgroups.ensure(HOG, &Files::new()).unwrap();
-        // Two tasks on one CPU, one of which always waits; the hog has the others.
+        // Two tasks share one CPU, so one of them always waits; the hog has the others.
         let allowed = workdir::read(Path::new("/proc/self/status")).unwrap();
         let allowed = allowed.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
         let first = allowed.trim().split([',', '-']).next().unwrap();
@@ -297,7 +297,7 @@ impl Owned {
         Owned { root, cgroups, state: tempfile::tempdir().unwrap(), _processes: processes }
     }
 
-    /// Where BestEffort pods are capped.
+    /// Returns the file with BestEffort pods' cap.
     fn cap(&self) -> PathBuf {
         let file = match self.cgroups.version() {
             Version::V2 => "cpu.max",
@@ -310,7 +310,7 @@ impl Owned {
         let cri = FakeCri::start();
         add(&cri, "server", true);
         add(&cri, "hog", true);
-        // Anything is worth a step here.
+        // Any signal is worth a step here.
         let law = Law {
             cpu_wait_permille: 1,
             quiet_percent: 0,
@@ -329,7 +329,7 @@ impl Owned {
     }
 }
 
-/// A process that never rests, in a cgroup and on some CPUs.
+/// Starts a process that is always busy, in a cgroup and on some CPUs.
 fn busy(root: &CgroupRoot, path: &str, cpus: &str) -> Process {
     let mut shell = Command::new("taskset");
     let shell = shell.args(["-c", cpus, "sh", "-c", "while :; do :; done"]).stdout(Stdio::null());
@@ -344,7 +344,7 @@ fn read(path: &Path) -> String {
     workdir::read(path).unwrap().trim().to_owned()
 }
 
-/// Waits for what the tuner says of itself.
+/// Waits until `so` is true for the tuner's status.
 async fn tuner(node: &Node, what: &str, so: impl Fn(&api::TunerStatus) -> bool) -> api::TunerStatus {
     let mut client = node.client().await;
     until(what, async || {
@@ -365,18 +365,18 @@ async fn where_it_is_allowed_the_hog_is_capped_and_its_owners_value_comes_back_a
     let held = &status.held[0];
     assert_eq!((status.mode.as_str(), held.cgroup.as_str()), ("enforce", BEST_EFFORT), "{status:#?}");
     assert!(held.reason.contains("default/server (main) waits for a CPU"), "{status:#?}");
-    // Nothing that could make a write of a kubelet fail.
+    // Other settings could make a kubelet's writes fail.
     assert!(status.held.iter().all(|held| held.setting == "cpu.max"), "{status:#?}");
     assert_ne!(read(&owned.cap()), owners);
     node.stop().await;
-    assert_eq!(read(&owned.cap()), owners, "a stop gives it back");
+    assert_eq!(read(&owned.cap()), owners, "the stop did not restore the value");
 
-    // It dies in the middle.
+    // The second observer dies while it holds the cap.
     let node = owned.observer(TunerMode::Enforce);
     tuner(&node, "a cap", |status| !status.held.is_empty()).await;
     node.task.abort();
     let _ = node.task.await;
-    until("its last thread to end", async || {
+    until("the observer's last thread to end", async || {
         State::open(owned.state.path()).map(|_| ()).map_err(|error| error.to_string())
     })
     .await;
@@ -384,11 +384,11 @@ async fn where_it_is_allowed_the_hog_is_capped_and_its_owners_value_comes_back_a
     let node = owned.observer(TunerMode::Advise);
     let status = tuner(&node, "advice", |status| !status.held.is_empty()).await;
     assert_eq!(status.mode, "advise");
-    assert_eq!(read(&owned.cap()), owners, "the next start gave it back, and advice writes nothing");
+    assert_eq!(read(&owned.cap()), owners, "the next start did not restore the value, or advice wrote one");
     let history = node.client().await.tuner_history().await.unwrap();
     let outcomes: Vec<&str> = history.steps.iter().map(|step| step.outcome.as_str()).collect();
     assert_eq!(outcomes.last(), Some(&"advised"), "{history:#?}");
-    assert!(outcomes.contains(&"done"), "what the earlier ones did is still known: {history:#?}");
+    assert!(outcomes.contains(&"done"), "steps of earlier runs are missing: {history:#?}");
     node.stop().await;
     assert!(!owned.state.path().join("tuner.json").exists());
 }
@@ -404,12 +404,12 @@ async fn what_the_owner_overwrites_is_the_owners_from_then_on() {
         _ => "77000",
     };
     workdir::write(&owned.cap(), theirs).unwrap();
-    let status = tuner(&node, "it to be left alone", |status| !status.blocked.is_empty()).await;
+    let status = tuner(&node, "the setting to be left alone", |status| !status.blocked.is_empty()).await;
     assert_eq!(status.blocked[0].cgroup, BEST_EFFORT, "{status:#?}");
     let history = node.client().await.tuner_history().await.unwrap();
     assert!(history.steps.iter().any(|step| step.outcome == "overwritten"), "{history:#?}");
-    // The trouble goes on, and so do its looks.
-    tuner(&node, "more looks", |now| now.looked_ns > status.looked_ns + 1_000_000_000).await;
+    // The trouble persists, and so do the tuner's ticks.
+    tuner(&node, "more ticks", |now| now.looked_ns > status.looked_ns + 1_000_000_000).await;
     assert_eq!(read(&owned.cap()), theirs);
     node.stop().await;
     assert_eq!(read(&owned.cap()), theirs);
@@ -417,17 +417,17 @@ async fn what_the_owner_overwrites_is_the_owners_from_then_on() {
 
 // ---- beelet top ----
 
-/// Ways to end it. Ctrl-C is a byte that a terminal in raw mode hands over as it is.
+/// Ways to end `beelet top`. Ctrl-C is a byte that a terminal in raw mode passes on unchanged.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum End {
     CtrlC,
     Quit,
     Signal(Signal),
-    /// The terminal goes: whoever has its other end dies.
+    /// The terminal is lost: the process at its other end dies.
     Lost,
 }
 
-/// `beelet top` at a terminal of script(1)'s.
+/// `beelet top` at a terminal of script(1).
 struct Top {
     script: Process,
     keys: ChildStdin,
@@ -440,7 +440,7 @@ impl Top {
         let at = |name: &str| dir.path().join(name).display().to_string();
         let (pid, status, screen) = (at("pid"), at("status"), at("screen"));
         let program = beelet_tests::agent::binary().unwrap();
-        // The shell around it outlives the terminal, to say how it ended.
+        // The outer shell outlives the terminal, to record the exit status.
         let inner = format!("echo $$ > {pid}; exec {} top --socket {}", program.display(), socket.display());
         let shell = format!("trap : HUP INT TERM; stty rows 24 cols 80; sh -c '{inner}'; echo $? > {status}");
         let mut script = Command::new("script");
@@ -489,15 +489,15 @@ async fn top_ends_well_and_gives_the_terminal_back_however_it_is_ended() {
         })
         .await;
         top.end(how);
-        let status = until("it to end", async || match top.file("status") {
+        let status = until("`beelet top` to end", async || match top.file("status") {
             status if status.is_empty() => Err(format!("{how:?}: {}", top.file("screen"))),
             status => Ok(status),
         })
         .await;
         assert_eq!(status.trim(), "0", "{how:?}");
         if how != End::Lost {
-            // What it drew on is gone, and the last word is that the terminal is as before.
-            until("the terminal to be given back", async || {
+            // The alternate screen is left, and the last output restores the terminal.
+            until("the terminal to be restored", async || {
                 let screen = top.file("screen");
                 let last = screen.rfind("\x1b[?1049l");
                 if last > screen.rfind("\x1b[?1049h") { Ok(()) } else { Err(format!("{how:?}: {screen:?}")) }

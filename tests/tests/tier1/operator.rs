@@ -1,7 +1,6 @@
-//! What a person at a node's command line sees and does: `beelet` commands against `beelet run` on a fake
-//! runtime.
+//! An operator's commands: `beelet` against `beelet run` on a fake runtime.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 mod deleting;
 
@@ -16,7 +15,7 @@ use beelet_tests::guards::CgroupRoot;
 use beelet_tests::{images, manifests, require, workdir};
 use serde_json::{Value, json};
 
-/// An agent on a fake runtime, and what goes with it at the end of the test, in this order.
+/// An agent on a fake runtime, with its surroundings, dropped in this order at the end of the test.
 struct Node {
     agent: Agent,
     cri: FakeCri,
@@ -24,7 +23,7 @@ struct Node {
     dir: tempfile::TempDir,
 }
 
-/// What a command said.
+/// Output and exit code of a command.
 #[derive(Debug)]
 struct Said {
     code: Option<i32>,
@@ -59,7 +58,7 @@ impl Node {
         self.agent.cli(arguments).output().unwrap().into()
     }
 
-    /// The same, with standard input.
+    /// Runs a command with standard input.
     fn feed(&self, arguments: &[&str], input: &str) -> Said {
         let mut command = self.agent.cli(arguments);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -68,7 +67,7 @@ impl Node {
         child.wait_with_output().unwrap().into()
     }
 
-    /// A file beside the agent's own.
+    /// Writes a file next to the agent's own.
     fn file(&self, name: &str, text: &str) -> String {
         let path = self.dir.path().join(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -208,7 +207,7 @@ fn a_pod_that_the_runtime_cannot_stop_says_why_and_by_force_it_is_out_of_view_wh
         assert!(shown.contains("error killing pod: ") && shown.contains(why), "{shown}");
     }
     assert!(node.run(&["events"]).well().out.contains("FailedKillPod"));
-    // Its manifest went with the first try.
+    // The first delete removed the pod's manifest.
     let forced = node.run(&["delete", "pod", "web", "--force"]).well();
     assert!(
         forced.out.starts_with("pod/web-testnode force deleted; its containers may run"),
@@ -217,14 +216,14 @@ fn a_pod_that_the_runtime_cannot_stop_says_why_and_by_force_it_is_out_of_view_wh
     );
     let there = || node.run(&["get", "pods"]).well().out.contains("web-testnode");
     let patience = workdir::PATIENCE;
-    workdir::wait_for("the pod to be out of view", patience, || {
-        if there() { Err("it is shown") } else { Ok(()) }
+    workdir::wait_for("the pod to be hidden", patience, || {
+        if there() { Err("the pod is shown") } else { Ok(()) }
     })
     .unwrap();
-    assert!(node.cri.sandbox("web-testnode").is_some(), "it is not stopped yet");
+    assert!(node.cri.sandbox("web-testnode").is_some(), "the sandbox was stopped too early");
     node.cri.heal();
     let gone = || node.cri.sandbox("web-testnode").map_or(Ok(()), |sandbox| Err(sandbox.id));
-    workdir::wait_for("what is left to be stopped", patience, gone).unwrap();
+    workdir::wait_for("the sandbox to be stopped", patience, gone).unwrap();
 }
 
 #[test]
@@ -280,7 +279,7 @@ fn a_restart_waits_for_no_back_off() {
     assert_eq!(attempt(), 1);
     let events = node.run(&["events", "--for", "web-testnode"]).well().out;
     assert!(events.contains("Container main is restarted on request"), "{events}");
-    // It crashes again and again; its delay is 10 s at least.
+    // The container crashes again and again; its delay is 10 s at least.
     for _ in 0..2 {
         let id = node.cri.container("web-testnode", "main").unwrap().id.clone();
         node.cri.exit(&id, 1);
@@ -354,10 +353,13 @@ fn why_a_pod_does_not_start_is_told_wherever_somebody_looks() {
     let said = node.run(&["logs", "large"]);
     let refused = "the container main of default/large-testnode was never started: OutOfcpu";
     assert!(said.err.contains(refused), "{}", said.err);
-    assert!(node.run(&["logs", "-f", "large"]).err.contains(refused), "nothing is there to wait for");
+    assert!(
+        node.run(&["logs", "-f", "large"]).err.contains(refused),
+        "logs -f waited for a pod that never starts"
+    );
 }
 
-/// Writes what a container of the pod has printed, as a runtime does.
+/// Writes output of a pod's container, as a runtime does.
 fn write_log(node: &Node, pod: &str, container: &str, lines: &[&str]) {
     let all: Value = serde_json::from_str(&node.run(&["get", "pod", pod, "-o", "json"]).well().out).unwrap();
     let uid = all["items"][0]["metadata"]["uid"].as_str().unwrap();
@@ -389,10 +391,10 @@ fn logs_of_several_containers_and_pods_are_printed_with_whose_they_are() {
     let (main, side) = ("[pod/web-testnode/main] ", "[pod/web-testnode/side] ");
     check(&["web", "--all-containers", "--prefix"], &format!("{main}one\n{main}two\n{side}three\n"));
     check(&["web", "--prefix", "--tail=1"], &format!("{main}two\n"));
-    // Of each only its last ten.
+    // Only the last ten lines of each log are printed.
     check(&["-l", "app=shop"], &format!("{}one\ntwo\n", "row\n".repeat(10)));
     check(&["-l", "app=shop", "-c", "side"], "three\n");
-    // One that cannot be read keeps the others' lines from nobody.
+    // A log that cannot be read does not suppress the lines of the others.
     let folder = node.agent.dir().join("logs");
     for entry in fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
         if entry.to_string_lossy().contains("default_db") {

@@ -1,6 +1,6 @@
-//! The agent's door to the container runtime, against a runtime that goes wrong on demand.
+//! The agent's client of the container runtime, against a runtime that fails on demand.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
 
-/// Longer than any test should take.
+/// Time longer than any test takes.
 const LONG: Duration = Duration::from_secs(120);
 
 fn client(cri: &FakeCri) -> Runtime {
@@ -161,7 +161,7 @@ async fn a_runtime_that_restarts_is_found_again_at_the_next_call() {
         assert_eq!(error.kind, Kind::Unavailable, "{error}");
         cri.come_back();
         assert_eq!(runtime.list_sandboxes(None).await.unwrap()[0].id, id);
-        // A call that changes something has no second try, so it must find the new connection at once.
+        // A call that changes state is not retried, so it must find the new connection at once.
         runtime.stop_sandbox(&id).await.unwrap();
     }
 }
@@ -197,7 +197,7 @@ async fn a_change_is_never_repeated() {
     assert_eq!(error.kind, Kind::Unavailable, "{error}");
     assert!(error.to_string().contains("the connection to the container runtime at"), "{error}");
     assert_eq!(cri.count(Op::RunPodSandbox), 1);
-    assert_eq!(runtime.list_sandboxes(None).await.unwrap().len(), 1, "it was done all the same");
+    assert_eq!(runtime.list_sandboxes(None).await.unwrap().len(), 1, "the call was not executed");
 }
 
 #[tokio::test]
@@ -268,9 +268,9 @@ async fn each_call_carries_its_deadline() {
         })
     };
     assert_eq!(deadline(Op::StopPodSandbox), Some(120.0));
-    assert_eq!(deadline(Op::RunPodSandbox), Some(240.0), "CNI and the pause image may take longer");
-    assert_eq!(deadline(Op::StopContainer), Some(150.0), "the grace period comes on top");
-    assert_eq!(deadline(Op::PullImage), None, "the runtime watches over a pull's progress");
+    assert_eq!(deadline(Op::RunPodSandbox), Some(240.0), "CNI and the pause image take longer");
+    assert_eq!(deadline(Op::StopContainer), Some(150.0), "the grace period is added");
+    assert_eq!(deadline(Op::PullImage), None, "the runtime checks a pull's progress");
     let stop = cri.wait_for("a stop", |call| call.op() == Op::StopContainer).await;
     assert_eq!(
         stop.asked,
@@ -282,7 +282,7 @@ async fn each_call_carries_its_deadline() {
 async fn no_time_is_longer_than_what_a_runtime_counts() {
     let cri = FakeCri::start();
     let runtime = client(&cri);
-    // What there is to stop, run or write doesn't matter: the request is.
+    // The results don't matter here: the requests do.
     for time in
         [Duration::MAX, Duration::from_secs(i64::MAX.unsigned_abs()), Duration::from_secs(400_000_000_000)]
     {
@@ -313,7 +313,7 @@ async fn waiting_for_the_runtime_ends_as_soon_as_it_is_there() {
         let (runtime, cancel) = (runtime.clone(), cancel.clone());
         async move { runtime.wait_ready(&cancel).await }
     });
-    // It listens before it can answer, as containerd does while its plugins load.
+    // The runtime listens before it can answer, as containerd does while its plugins load.
     cri.on(Op::Version).times(3).fail(Code::Unimplemented, "unknown service runtime.v1.RuntimeService");
     cri.come_back();
     let version = tokio::time::timeout(PATIENCE, waiting).await.unwrap().unwrap();

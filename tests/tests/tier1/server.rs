@@ -1,6 +1,6 @@
-//! The HTTPS server of a node, asked by real TLS clients: who is let in, and what they get.
+//! The HTTPS server of a node, with real TLS clients: their authorization, and the answers.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
 use super::pods::node::{Node, Settings, pod};
 
-/// A client's certificate and key from `authority`; an expired one was valid years ago.
+/// Returns a client's certificate and key from `authority`; an expired one was valid years ago.
 fn client(authority: &Authority, user: &str, group: &str, expired: bool) -> Identity {
     let mut params = CertificateParams::default();
     params.distinguished_name = rcgen::DistinguishedName::new();
@@ -48,8 +48,8 @@ pub(crate) struct Identity {
     key: PrivateKeyDer<'static>,
 }
 
-/// What the API server would say: `jane`'s token is hers, and administrators may do everything; she may read
-/// numbers.
+/// Answers of the API server: `jane` has a valid token and may read metrics, and administrators may do
+/// everything.
 struct Api;
 
 impl TokenReviewer for Api {
@@ -72,7 +72,7 @@ impl AccessReviewer for Api {
     }
 }
 
-/// A node with a server, and clients of its.
+/// A node with a server, and its clients.
 pub(crate) struct Scene {
     pub(crate) node: Node,
     authority: Authority,
@@ -81,7 +81,7 @@ pub(crate) struct Scene {
 }
 
 impl Scene {
-    /// A node with these pods, whose server is as `change` has it.
+    /// Starts a node with these pods, whose server `change` configures.
     pub(crate) async fn with(pods: &[Value], change: impl FnOnce(&mut Server)) -> Self {
         let mut node = Node::new(Settings::default());
         let authority = Authority::new("clients").unwrap();
@@ -117,7 +117,7 @@ impl Scene {
     }
 }
 
-/// Somebody who asks.
+/// A client of the server.
 pub(crate) struct Client<'a> {
     scene: &'a Scene,
     identity: Option<Identity>,
@@ -143,14 +143,14 @@ impl Client<'_> {
         Self { token: Some(token), ..self }
     }
 
-    /// A connection by TLS.
+    /// Opens a TLS connection.
     pub(crate) async fn connect(&self) -> std::io::Result<TlsStream<TcpStream>> {
         let connector = connector(self.scene.roots.clone(), self.identity.as_ref());
         let stream = TcpStream::connect(self.scene.address).await?;
         connector.connect(ServerName::try_from("n1").unwrap(), stream).await
     }
 
-    /// Sends a request's first lines, with these headers.
+    /// Sends the head of a request, with these headers.
     pub(crate) async fn send(&self, method: &str, path: &str, headers: &str) -> TlsStream<TcpStream> {
         let mut stream = self.connect().await.unwrap();
         let token = self.token.map(|token| format!("Authorization: Bearer {token}\r\n")).unwrap_or_default();
@@ -159,11 +159,11 @@ impl Client<'_> {
         stream
     }
 
-    /// Asks for a page.
+    /// Requests a page.
     pub(crate) async fn ask(&self, method: &str, path: &str) -> Answer {
         let mut stream = self.send(method, path, "Connection: close\r\n").await;
         let mut bytes = Vec::new();
-        // One that ends without TLS' own end has sent all the same.
+        // A connection that ends without TLS's close message has still sent everything.
         let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.unwrap();
         answer(&bytes)
     }
@@ -183,7 +183,7 @@ fn answer(bytes: &[u8]) -> Answer {
     Answer { status, head, body }
 }
 
-/// The content of a chunked body (RFC 9112 section 7.1).
+/// Decodes a chunked body (RFC 9112 section 7.1).
 fn dechunk(mut rest: &[u8]) -> Vec<u8> {
     let mut content = Vec::new();
     while let Some(end) = rest.windows(2).position(|window| window == b"\r\n") {
@@ -197,7 +197,8 @@ fn dechunk(mut rest: &[u8]) -> Vec<u8> {
     content
 }
 
-/// Connects to servers whose certificate is among these, with the client's own if it has one.
+/// Returns a connector for servers whose certificate is among these, with the client's own certificate if it
+/// has one.
 pub(crate) fn connector(roots: RootCertStore, identity: Option<&Identity>) -> TlsConnector {
     let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_safe_default_protocol_versions()
@@ -216,7 +217,7 @@ pub(crate) fn certificate(path: &Path) -> CertificateDer<'static> {
     CertificateDer::from_pem_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// A port of this machine that nobody has.
+/// Returns a free port of this machine.
 fn free_address() -> SocketAddr {
     let [port] = ports::free().unwrap();
     (Ipv4Addr::LOCALHOST, port).into()
@@ -262,8 +263,9 @@ async fn who_asks_and_what_they_may_decides_at_every_page() {
     }
 }
 
-/// The request of metrics-server 0.9's Go client, header by header (pkg/scraper/client/resource/client.go:
-/// the path, no `Accept`, gzip offered by the transport), and what its decoder must find (decode.go).
+/// The test repeats the request of metrics-server 0.9's Go client, header by header
+/// (pkg/scraper/client/resource/client.go: the path, no `Accept`, gzip offered by the transport), and checks
+/// for the values that its decoder needs (decode.go).
 #[tokio::test]
 async fn metrics_servers_own_request_is_answered_as_its_decoder_needs_it() {
     let scene = Scene::with(&[pod("web")], |_| {}).await;
@@ -276,14 +278,15 @@ async fn metrics_servers_own_request_is_answered_as_its_decoder_needs_it() {
     let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.unwrap();
     let page = answer(&bytes);
     assert_eq!(page.status, 200, "{page:?}");
-    // Its parser is that of the text format, whatever the header says; what is compressed it would unpack.
+    // metrics-server parses the text format, whatever the header says, and would decompress compressed
+    // content.
     assert!(page.head.contains("content-type: text/plain; version=0.0.4"), "{}", page.head);
     assert!(!page.head.contains("content-encoding"), "{}", page.head);
     for family in ["node_cpu_usage_seconds_total", "node_memory_working_set_bytes"] {
         let sample = page.text().lines().find(|line| line.starts_with(&format!("{family} ")));
         let words: Vec<&str> = sample.unwrap_or_else(|| panic!("{family}: {page:?}")).split(' ').collect();
         let [_, value, at] = words[..] else { panic!("{words:?}") };
-        // A node whose numbers are 0 is left out there.
+        // metrics-server leaves out a node whose values are 0.
         assert!(value.parse::<f64>().unwrap() > 0.0 && at.parse::<i64>().unwrap() > 0, "{words:?}");
     }
 }
@@ -340,7 +343,7 @@ async fn a_certificate_that_is_replaced_is_served_from_then_on() {
     };
     assert_eq!(shown().await, Some(first));
     let second = write("n1");
-    // Files are looked at again at most once per second.
+    // Files are checked again at most once per second.
     let replaced = async {
         while shown().await.as_ref() != Some(&second) {
             tokio::time::sleep(std::time::Duration::from_millis(100)).await;
@@ -356,7 +359,7 @@ async fn a_client_that_sends_a_head_without_end_is_cut_off() {
     let mut stream = scene.nobody().send("GET", "/metrics", "").await;
     let line = format!("X-Long: {}\r\n", "x".repeat(8000));
     let sending = async {
-        // A whole head would have ended long before.
+        // A complete head would have ended long before.
         for _ in 0..10_000 {
             if stream.write_all(line.as_bytes()).await.is_err() {
                 return true;
@@ -368,8 +371,8 @@ async fn a_client_that_sends_a_head_without_end_is_cut_off() {
     assert_eq!(scene.admin().get("/healthz/ping").await.text(), "ok");
 }
 
-/// A streaming server: for each connection it says what it was asked, agrees, and sends back what comes until
-/// that ends; then it says goodbye.
+/// Starts a streaming server: for each connection, it reports the request, accepts the upgrade, and echoes
+/// the input until its end; then it sends goodbye.
 async fn streaming() -> (String, tokio::sync::mpsc::UnboundedReceiver<String>) {
     let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -398,7 +401,7 @@ async fn streaming() -> (String, tokio::sync::mpsc::UnboundedReceiver<String>) {
 const SPDY: &str =
     "Connection: Upgrade\r\nUpgrade: SPDY/3.1\r\nX-Stream-Protocol-Version: v4.channel.k8s.io\r\n";
 
-/// Reads an answer's head, and no byte more.
+/// Reads an answer's head, and no further byte.
 async fn head(stream: &mut TlsStream<TcpStream>) -> String {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
@@ -433,7 +436,7 @@ async fn streams_are_passed_through_byte_by_byte_with_half_closed_sides() {
         let sent = large.clone();
         let sending = tokio::spawn(async move {
             to.write_all(&sent).await.unwrap();
-            // The other half stays open.
+            // The other direction stays open.
             to.shutdown().await.unwrap();
             to
         });
@@ -466,9 +469,9 @@ async fn a_stream_needs_an_upgrade_a_container_that_runs_and_the_right_to_run_co
     check(&admin, "/exec/default/web-n1/none?command=cat&output=1", 404).await;
     check(&admin, "/exec/default/none/main?command=cat&output=1", 404).await;
     check(&admin, "/exec/default/web-n1/other-uid/main?command=cat&output=1", 404).await;
-    // The runtime has no streams.
+    // The fake runtime has no streams.
     check(&admin, "/exec/default/web-n1/main?command=cat&output=1", 404).await;
-    // Who may read numbers may not run commands, also where a GET asks for it.
+    // The right to read metrics does not include commands, also by a GET.
     check(&scene.nobody().with_token("jane"), "/exec/default/web-n1/main?command=cat&output=1", 403).await;
 }
 
@@ -488,7 +491,7 @@ async fn a_stream_ends_when_it_is_silent_for_too_long() {
     assert_eq!(rest, b"");
 }
 
-/// Writes the log of the only pod's container `main`, as the runtime does; where it is.
+/// Writes the log of the only pod's container `main`, as the runtime does. Returns the path.
 fn write_log(scene: &Scene, text: &str) -> PathBuf {
     let table = scene.node.table();
     let (name, entry) = table.pods.get_min().unwrap();
@@ -541,7 +544,7 @@ async fn logs_are_shown_as_a_client_asks_for_them_and_followed_to_the_containers
     let mut following = admin.send("GET", path, "Connection: close\r\n").await;
     head(&mut following).await;
     let mut seen = Vec::new();
-    // What is written from now on was not there when it began to read.
+    // Later lines were not in the log when the request began to read.
     while !seen.ends_with(b"ee\n\r\n") {
         seen.push(timeout(PATIENCE, following.read_u8()).await.unwrap().unwrap());
     }
@@ -566,13 +569,13 @@ async fn the_end_of_a_log_never_comes_together_with_its_last_lines() {
         let log: String =
             text.lines().map(|line| format!("2026-11-21T19:00:00.5Z stdout F {line}\n")).collect();
         write_log(&scene, &log);
-        // What a race decides, it decides one way or the other soon.
+        // A race shows both outcomes within a few rounds.
         for _ in 0..20 {
             let path = "/containerLogs/default/web-n1/main";
             let mut stream = admin.send("GET", path, "Connection: close\r\n").await;
-            // One TLS record at a time, as Go's TLS hands them to who reads.
+            // Each read returns one TLS record, as Go's TLS passes them to readers.
             let mut records = Vec::new();
-            // A connection that ends without TLS' own end has sent all the same.
+            // A connection that ends without TLS's close message has still sent everything.
             while let Ok(record @ [_, ..]) = timeout(PATIENCE, stream.fill_buf()).await.unwrap() {
                 let record = record.to_vec();
                 stream.consume(record.len());
@@ -599,7 +602,7 @@ async fn the_configuration_in_effect_and_what_runs_are_pages() {
     assert_eq!(running["items"][0]["metadata"]["name"], "web-n1");
     let ran = admin.ask("POST", "/run/default/web-n1/main?cmd=true").await;
     assert_eq!((ran.status, ran.text()), (200, ""));
-    // The fake has no checkpoints.
+    // The fake runtime has no checkpoints.
     assert_eq!(admin.ask("POST", "/checkpoint/default/web-n1/main").await.status, 404);
 }
 
@@ -615,7 +618,7 @@ async fn what_is_switched_off_is_not_allowed() {
     assert_eq!(admin.get("/pods").await.status, 200);
 }
 
-/// Every endpoint of the server, but for those that a method or a name tells apart.
+/// Endpoints of the server, except for those that differ only by a method or a name.
 const ENDPOINTS: &[(&str, &str)] = &[
     ("GET", "/"),
     ("GET", "/healthz"),
@@ -679,7 +682,7 @@ async fn every_endpoint_refuses_every_client_that_may_not() {
                 assert!(answered.starts_with(&status), "{method} {path} by a client {who}: {answered}");
             }
         }
-        // Who may read numbers may do nothing else.
+        // The right to read metrics includes nothing else.
         let expected = if path.starts_with("/metrics") { 200 } else { 403 };
         let answer = scene.nobody().with_token("jane").ask(method, path).await;
         assert_eq!(answer.status, expected, "{method} {path}: {answer:?}");
@@ -721,7 +724,7 @@ async fn the_level_of_the_log_is_set_by_a_number_alone() {
         let _ = timeout(PATIENCE, stream.read_to_end(&mut bytes)).await.unwrap();
         answer(&bytes)
     };
-    // The log of a test is nobody's to set; a word is refused before that.
+    // A test's log level can't be set; a word is refused before that.
     assert_eq!(put("4").await.status, 400);
     assert!(put("debug").await.text().contains("not a whole number"));
     assert_eq!(put(&"4".repeat(1000)).await.status, 400);
@@ -729,7 +732,7 @@ async fn the_level_of_the_log_is_set_by_a_number_alone() {
     assert_eq!(admin.get("/debug/pprof/").await.status, 404);
 }
 
-/// Asks on a connection that stays open.
+/// Sends a request on a connection that stays open.
 async fn ping(stream: &mut TlsStream<TcpStream>) -> String {
     stream.write_all(b"GET /healthz/ping HTTP/1.1\r\nHost: n1\r\n\r\n").await.unwrap();
     let answered = timeout(PATIENCE, head(stream)).await.unwrap();
@@ -744,7 +747,7 @@ async fn clients_that_are_refused_lock_nobody_out() {
     let scene = Scene::with(&[], |_| {}).await;
     let mut kept = scene.admin().connect().await.unwrap();
     assert_eq!(ping(&mut kept).await, "ok");
-    // As many as the server takes of clients that it knows; each has asked once, and was refused.
+    // As many clients as the server's limit for known ones; each has sent one request, which was refused.
     let (nobody, mut refused) = (scene.nobody(), Vec::new());
     for number in 0..1024 {
         let mut stream = timeout(PATIENCE, nobody.send("HEAD", "/healthz", "")).await.unwrap();
@@ -752,7 +755,7 @@ async fn clients_that_are_refused_lock_nobody_out() {
         assert!(answered.starts_with("http/1.1 401"), "{number}: {answered}");
         assert!(answered.contains("connection: close"), "{answered}");
         refused.push(stream);
-        // It is used now and then, as an idle one is closed.
+        // The admin's connection is used at times, as an idle one would be closed.
         if number % 64 == 0 {
             assert_eq!(ping(&mut kept).await, "ok");
         }
@@ -767,14 +770,14 @@ async fn clients_that_are_refused_lock_nobody_out() {
     let _ = asked_again.write_all(b"HEAD /healthz HTTP/1.1\r\nHost: n1\r\n\r\n").await;
     let _ = timeout(PATIENCE, asked_again.read_to_end(&mut rest)).await.unwrap();
     assert!(rest.is_empty(), "{rest:?}");
-    // Nor do those that ask for nothing once they have shaken hands.
+    // Clients that send no request after the handshake don't block others either.
     let mut silent = Vec::new();
     for _ in 0..300 {
         silent.push(timeout(PATIENCE, nobody.connect()).await.unwrap().unwrap());
     }
     assert_eq!(timeout(PATIENCE, admin.get("/healthz/ping")).await.unwrap().text(), "ok");
     assert_eq!(ping(&mut kept).await, "ok");
-    // Who is known and may not keeps a connection that was let in.
+    // A known client is admitted, and gets 403 for a page outside its rights.
     let jane = scene.nobody().with_token("jane");
     let mut stream = jane.send("GET", "/metrics/probes", "").await;
     assert!(head(&mut stream).await.starts_with("HTTP/1.1 200"));
@@ -785,7 +788,7 @@ async fn clients_that_are_refused_lock_nobody_out() {
 #[tokio::test]
 async fn many_clients_that_say_nothing_hold_nobody_up() {
     let scene = Scene::with(&[], |_| {}).await;
-    // More than the server takes at a time: the oldest go.
+    // The clients exceed the server's limit: the oldest connections are closed.
     let mut silent = Vec::new();
     for _ in 0..1100 {
         match timeout(PATIENCE, TcpStream::connect(scene.address)).await {
@@ -799,7 +802,10 @@ async fn many_clients_that_say_nothing_hold_nobody_up() {
         let mut byte = [0];
         silent[0].read(&mut byte).await
     };
-    assert!(matches!(timeout(PATIENCE, ended).await.unwrap(), Ok(0) | Err(_)), "it was thrown out");
+    assert!(
+        matches!(timeout(PATIENCE, ended).await.unwrap(), Ok(0) | Err(_)),
+        "the oldest connection was not closed"
+    );
     drop(silent);
 }
 
@@ -813,7 +819,7 @@ async fn upgrades_that_are_never_used_are_bounded_and_leave_the_pages_alone() {
     let (url, mut asked) = streaming().await;
     scene.node.cri.change(|world| world.streaming = Some(url));
     let admin = scene.admin();
-    // Each client asks for a stream, and then says nothing, nor reads.
+    // Each client asks for a stream, and then neither writes nor reads.
     let mut open = Vec::new();
     for _ in 0..64 {
         open.push(admin.send("POST", "/attach/default/web-n1/main?output=1", SPDY).await);

@@ -1,6 +1,6 @@
-//! Spans of a pod's way, as a collector gets them.
+//! Spans of a pod's start, as a collector receives them.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -23,7 +23,7 @@ use tonic::{Request, Response, Status};
 
 use crate::hostile::scene::Scene;
 
-/// Keeps what it gets.
+/// A collector that keeps the received spans.
 #[derive(Clone, Default)]
 struct Collector(Arc<Mutex<Vec<Span>>>);
 
@@ -39,7 +39,7 @@ impl TraceService for Collector {
     }
 }
 
-/// A collector on a port of its own.
+/// Starts a collector on a port of its own.
 fn collect() -> (Collector, SocketAddr) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = listener.local_addr().unwrap();
@@ -78,7 +78,7 @@ async fn a_collector_gets_the_spans_of_a_pods_way_below_one_another() {
         START,
         "firstReady",
     ];
-    // They come in several batches, and a look of another kind has spans of the same names.
+    // Spans arrive in several batches, and other work has spans of the same names.
     let (spans, trace) = wait_for("the spans of the pod, in one trace", PATIENCE, || {
         let spans = collector.0.lock().unwrap().clone();
         let is_in =
@@ -87,13 +87,13 @@ async fn a_collector_gets_the_spans_of_a_pods_way_below_one_another() {
         let trace = spans.iter().find(whole).map(|span| span.trace_id.clone());
         trace.map(|trace| (spans.clone(), trace)).ok_or_else(|| {
             let names: Vec<&str> = spans.iter().map(|span| span.name.as_str()).collect();
-            format!("of {wanted:?} some are missing in each trace; there are {names:?}")
+            format!("each trace lacks some of {wanted:?}; received {names:?}")
         })
     })
     .unwrap();
     let by_id: BTreeMap<&[u8], &Span> = spans.iter().map(|span| (&span.span_id[..], span)).collect();
     let named = |name: &str| spans.iter().find(|span| span.name == name && span.trace_id == trace).unwrap();
-    // The names from a span up to the one that nothing is above.
+    // Returns the names from a span up to its root.
     let way = |name: &str| {
         let mut span = named(name);
         let mut names = vec![span.name.as_str()];
@@ -107,12 +107,12 @@ async fn a_collector_gets_the_spans_of_a_pods_way_below_one_another() {
     assert_eq!(way(START), [START, "startContainer", "syncPod", "startPod"]);
     assert_eq!(way("ensureImageExists"), ["ensureImageExists", "startContainer", "syncPod", "startPod"]);
     assert_eq!(way("firstReady"), ["firstReady", "startPod"]);
-    // The runtime is told which span its own belong below.
+    // The call carries the parent span for the runtime's own spans.
     let ran = scene.cri.calls().into_iter().find(|call| call.op() == Op::RunPodSandbox).unwrap();
     let expected = format!("00-{}-{}-01", hex(&trace), hex(&named(RUN).span_id));
     assert_eq!(ran.parent, Some(expected));
     let lines = scene.agent.log();
-    assert!(!lines.contains("syncPod") && !lines.contains("startPod"), "spans are no log lines: {lines}");
+    assert!(!lines.contains("syncPod") && !lines.contains("startPod"), "spans appear in the log: {lines}");
     scene.is_well();
 }
 

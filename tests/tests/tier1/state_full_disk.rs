@@ -1,4 +1,4 @@
-//! Durable state where the disk is full.
+//! Durable state on a full disk.
 #![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
 
 use beelet_state::{Loaded, State, StateError};
@@ -19,7 +19,7 @@ fn a_full_disk_is_said_so_and_keeps_the_former_record() {
     assert!(error.to_string().contains("no space left"), "{error}");
     assert_eq!(state.load("pods").unwrap(), Loaded::Value { value: small.clone(), same_boot: true });
 
-    // Nothing is left of the attempt that would take the space the next one needs.
+    // The failed attempt leaves no file that would take the space of the next one.
     state.store("others", &vec![1u8; 1000]).unwrap();
     assert_eq!(state.load("pods").unwrap(), Loaded::Value { value: small, same_boot: true });
 }

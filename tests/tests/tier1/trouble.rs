@@ -1,8 +1,7 @@
-//! `beelet run` and `beelet observe` on a fake runtime, in trouble: a part that panics, a runtime that dies
-//! or hangs, signals that come twice, a cgroup root that isn't there. What they say, how they end, and what
-//! they leave.
+//! `beelet run` and `beelet observe` on a fake runtime, in trouble: a part panics, the runtime dies or hangs,
+//! signals come twice, the cgroup root is missing. The tests check the messages, the exit, and the remains.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::io::Write as _;
 use std::os::unix::net::UnixDatagram;
@@ -21,7 +20,7 @@ use beelet_tests::{images, manifests, require, requires, workdir};
 use beelet_units::cgroup_driver::CgroupDriver;
 use rustix::process::{Pid, Signal, kill_process};
 
-/// An agent, and what goes with it at the end of the test, in this order.
+/// An agent and its surroundings, dropped in this order at the end of the test.
 struct Daemon {
     agent: Agent,
     cri: FakeCri,
@@ -30,7 +29,7 @@ struct Daemon {
 }
 
 impl Daemon {
-    /// One that waits for nothing; without kernel programs, and with an HTTP server.
+    /// Starts an agent without waiting for it, without kernel programs, and with an HTTP server.
     fn spawn(change: impl FnOnce(&Path, Options) -> Options) -> Daemon {
         let dir = tempfile::tempdir().unwrap();
         let cri = FakeCri::start();
@@ -43,7 +42,7 @@ impl Daemon {
         Daemon { agent, cri, cgroup, _dir: dir }
     }
 
-    /// One with a pod that runs.
+    /// Starts an agent with a running pod.
     fn with_a_pod(change: impl FnOnce(&Path, Options) -> Options) -> Daemon {
         let mut daemon = Daemon::spawn(change);
         daemon.agent.wait_until_up().unwrap();
@@ -63,13 +62,13 @@ impl Daemon {
         self.agent.pid().and_then(|pid| Pid::from_raw(pid.try_into().ok()?)).unwrap()
     }
 
-    /// What `/healthz` says, once it has this status.
+    /// Returns the answer of `/healthz`, once it has this status.
     fn until_health_is(&self, wanted: u16) -> String {
         let look = || match self.agent.get("/healthz") {
             Ok((status, body)) if status == wanted => Ok(body),
             other => Err(format!("{other:?}")),
         };
-        wait_for("another health", PATIENCE, look).unwrap()
+        wait_for("the status of `/healthz`", PATIENCE, look).unwrap()
     }
 
     fn beelet(&self, arguments: &[&str]) -> (Output, String) {
@@ -117,7 +116,7 @@ fn pods_go_on_while_the_agent_ends_for_a_part_and_the_next_start_has_them() {
     let mut daemon = Daemon::with_a_pod(|_, options| options);
     daemon.agent.terminate().unwrap();
     let started = daemon.cri.count(Op::StartContainer);
-    // As a service manager starts it again: each time the same part panics.
+    // The service manager would restart the agent: the same part panics each time.
     let config = daemon.agent.config();
     for _ in 0..2 {
         let failed = Command::new(binary().unwrap())
@@ -175,7 +174,7 @@ fn a_runtime_that_hangs_is_told_everywhere_and_all_recovers_by_itself() {
 
 fn is_told_everywhere(daemon: &Daemon) {
     let silent = format!("the container runtime at {} has not answered since", daemon.cri.endpoint());
-    // A pod that comes now waits; and so does whoever deletes one.
+    // A new pod waits, and so does a delete command.
     daemon.agent.apply("late.yaml", manifests::pod("late", &["/bin/testapp"]).to_string()).unwrap();
     let watched = daemon.agent.until("the new pod", |watch| watch.pod("late").map(PodView::name));
     watched.unwrap_or_else(|error| panic!("{error:#}\n{}", daemon.agent.log()));
@@ -199,7 +198,7 @@ fn is_told_everywhere(daemon: &Daemon) {
     assert!(said.starts_with("waiting: "), "{said}");
 }
 
-/// The first line of a process' standard error that has these words.
+/// Returns the first line of a process's standard error that has these words.
 fn says(mut process: Process, words: &str) -> String {
     use std::io::{BufRead as _, BufReader};
     let lines = BufReader::new(process.0.stderr.take().unwrap()).lines();
@@ -208,7 +207,7 @@ fn says(mut process: Process, words: &str) -> String {
 
 fn all_recovers(daemon: &Daemon) {
     assert_eq!(daemon.until_health_is(200), "ok");
-    let recovered = daemon.agent.until("the waiting pod to be ready, and the deleted one gone", |watch| {
+    let recovered = daemon.agent.until("the waiting pod to be ready, and the deleted one removed", |watch| {
         (watch.pod("late").is_some_and(PodView::ready) && watch.pod("web").is_none()).then_some(())
     });
     recovered
@@ -222,7 +221,7 @@ fn what_runs_is_not_known_before_the_runtime_has_answered_and_the_list_says_so()
     require!(root);
     let mut daemon = Daemon::spawn(|_, options| options);
     daemon.cri.crash();
-    // From the start again, without the runtime.
+    // The agent starts again, without the runtime.
     daemon.agent.kill9();
     let config = daemon.agent.config();
     let log = daemon.agent.dir().join("second.log");
@@ -243,7 +242,7 @@ fn what_runs_is_not_known_before_the_runtime_has_answered_and_the_list_says_so()
             Err(text)
         }
     };
-    wait_for("a list that says that nothing is known", PATIENCE, said).unwrap();
+    wait_for("a list that reports missing knowledge", PATIENCE, said).unwrap();
 }
 
 // ---- Starting ----
@@ -257,7 +256,7 @@ fn a_cgroup_root_that_is_not_there_is_refused_and_not_made() {
     let log = daemon.agent.log();
     assert!(!status.success() && log.contains(&format!("cgroupRoot: there is no cgroup /{name}")), "{log}");
     let made = CgroupRoot::existing(&name, CgroupDriver::Cgroupfs).unwrap();
-    assert!(made.dirs().iter().all(|dir| !dir.exists()), "it was made all the same");
+    assert!(made.dirs().iter().all(|dir| !dir.exists()), "the missing cgroup was created");
     let (doctor, text) = daemon.beelet(&["doctor"]);
     assert!(!doctor.status.success() && text.contains(&format!("there is no cgroup /{name}")), "{text}");
 }
@@ -293,14 +292,14 @@ fn an_observer_and_an_agent_share_a_node_but_no_socket() {
 fn every_page_of_metrics_is_taken_by_prometheus_own_parser() {
     require!(root, python_prometheus);
     let daemon = Daemon::with_a_pod(|_, options| options);
-    // How checks went is known once somebody has asked for one.
+    // Results of checks are known after the first request.
     assert_eq!(daemon.agent.get("/healthz").unwrap().0, 200);
     for (page, format) in PAGES.iter().flat_map(|(page, formats)| formats.iter().map(move |f| (*page, *f))) {
         let (status, body) = daemon.agent.get_as(page, format.accept()).unwrap();
         let families =
             families(&body, format).unwrap_or_else(|error| panic!("{page} {format:?}: {error:#}\n{body}"));
         assert!(status == 200 && !families.is_empty(), "{page} {format:?}: {status}");
-        // Go's parser has no such type, and Kubernetes' tests never end on a page with one.
+        // Go's parser lacks the type `unknown`, and Kubernetes' tests never end on a page with it.
         let text_only = matches!(format, Format::OpenMetrics) || !body.contains(" unknown\n");
         assert!(text_only && body.ends_with("# EOF\n") == matches!(format, Format::OpenMetrics), "{body}");
     }
@@ -321,7 +320,8 @@ fn promtool_takes_every_page_and_the_alert_rules() {
         check.stdin.take().unwrap().write_all(body.as_bytes()).unwrap();
         let output = check.wait_with_output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
-        // 3: it has read all, and would have named some otherwise. The kubelet's names are as they are.
+        // Exit code 3: promtool has read all lines, and reports those with style problems. The kubelet's
+        // names are exempt.
         assert!(matches!(output.status.code(), Some(0 | 3)), "{page}: {said}");
         let about_ours: Vec<_> = said.lines().filter(|line| line.starts_with("beelet_")).collect();
         assert!(about_ours.is_empty(), "{page}: {about_ours:#?}");
@@ -361,7 +361,7 @@ fn however_often_an_observer_is_told_to_end_it_leaves_no_kernel_programs_behind(
     let bpffs = Mount::bpffs(&dir.path().join("bpf")).unwrap();
     let cri = FakeCri::start();
     let pins = dir.path().join("bpf/watching");
-    // Twice at once, as by timeout(1), and once more while it ends, if it still does.
+    // The signals are sent twice at once, as by timeout(1), and once more during the exit.
     for pauses in [&[0][..], &[500], &[0, 1100], &[1100, 0]] {
         let arguments = ["--pin-name", "watching", "--listen", "off", "--bpffs"];
         let mut command = observer(&cri, dir.path(), &arguments);
@@ -375,7 +375,7 @@ fn however_often_an_observer_is_told_to_end_it_leaves_no_kernel_programs_behind(
         kill_process(pid, Signal::TERM).unwrap();
         for pause in pauses {
             std::thread::sleep(Duration::from_micros(500 + pause * 1000));
-            // It may have ended meanwhile; it is not waited for yet, so the id is still its own.
+            // The observer may have ended; it is not reaped yet, so the id is still its own.
             let _ = kill_process(pid, Signal::TERM);
         }
         let status = wait(&mut observing.0);
@@ -401,7 +401,7 @@ fn while_pods_stop_with_the_agent_the_service_manager_is_asked_for_more_time() {
     let mut told = Vec::new();
     while !told.iter().any(|line: &String| line.starts_with("EXTEND_TIMEOUT_USEC=")) {
         let mut buffer = [0; 4096];
-        let length = manager.recv(&mut buffer).unwrap_or_else(|error| panic!("{error}: told {told:?}"));
+        let length = manager.recv(&mut buffer).unwrap_or_else(|error| panic!("{error}: received {told:?}"));
         told.extend(String::from_utf8_lossy(&buffer[..length]).lines().map(str::to_owned));
     }
     assert!(told.contains(&"STOPPING=1".to_owned()), "{told:?}");
@@ -409,8 +409,8 @@ fn while_pods_stop_with_the_agent_the_service_manager_is_asked_for_more_time() {
     assert!(daemon.agent.wait_for_exit().unwrap().success());
 }
 
-/// The commands of docs/operating.md that take everything away, with this test's folders and cgroups for the
-/// real ones.
+/// Returns the uninstall commands of docs/operating.md, with this test's folders and cgroups for the real
+/// ones.
 fn uninstall_commands(daemon: &Daemon) -> Vec<String> {
     let page = workdir::read(&workdir::repository().join("docs/operating.md")).unwrap();
     let section = page.split_once("\n## Uninstall\n").unwrap().1;
@@ -439,7 +439,7 @@ fn the_documented_commands_leave_nothing_of_the_agent() {
         options.beelet("podsDir", dir.join("agent/state/pods").display().to_string())
     });
     daemon.agent.remove("web.yaml").unwrap();
-    let gone = daemon.agent.until("the pod to be gone", |watch| watch.pods.is_empty().then_some(()));
+    let gone = daemon.agent.until("the pod to be removed", |watch| watch.pods.is_empty().then_some(()));
     gone.unwrap_or_else(|error| panic!("{error:#}"));
     daemon.agent.terminate().unwrap();
     let left = |daemon: &Daemon| -> Vec<PathBuf> {

@@ -1,4 +1,4 @@
-//! More than a node has room for: processes, listeners, words.
+//! Floods: more processes, listeners and log output than a node has room for.
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -15,7 +15,7 @@ fn a_fork_bomb_stays_within_its_pods_limit_of_processes() {
     require!(containerd);
     const LIMIT: usize = 64;
     let scene = Scene::start(|options| options.kubelet("podPidsLimit", LIMIT));
-    // It waits until the server runs, which could not start its threads any more.
+    // The bomb waits until the server runs, as the server could not start its threads later.
     let pod = hostile("bomb", "{ sleep 2; exec testapp hurt bomb; } & true");
     scene.run(&manifests::with_resources(pod, ("", ""), ("1", "256Mi")));
     let root = scene.node.containerd.cgroup().dir("pids").unwrap();
@@ -26,7 +26,7 @@ fn a_fork_bomb_stays_within_its_pods_limit_of_processes() {
             line.windows(4).any(|word| word == b"bomb")
         })
     };
-    wait_for("the bomb to fill its room", PATIENCE, || match processes().count() {
+    wait_for("the bomb to reach its limit", PATIENCE, || match processes().count() {
         found if found >= LIMIT / 2 => Ok(()),
         found => Err(format!("{found} processes")),
     })
@@ -35,7 +35,7 @@ fn a_fork_bomb_stays_within_its_pods_limit_of_processes() {
         assert!(processes().count() <= LIMIT);
         std::thread::sleep(Duration::from_millis(100));
     }
-    // There is room for others.
+    // Other pods still have room.
     scene.another_comes_and_goes();
     scene.end(&["bomb"], Allowance::default());
 }
@@ -47,11 +47,11 @@ fn sixty_four_thousand_listeners_that_come_and_go_disturb_nobody() {
     let scene = Scene::start(|options| options);
     let pod = hostile("listeners", &format!("testapp hurt listeners {count}"));
     scene.node.apply(&manifests::with_resources(pod, ("", ""), ("1", "512Mi")));
-    // One that begins to listen meanwhile is found ready.
+    // A pod that begins to listen during the flood becomes ready.
     scene.another_comes_and_goes();
     let view = scene.harmed("listeners");
     eprintln!("{}", scene.node.log(&view, "main", 0));
-    // Each costs one record of the kernel's to read, and so do those that were held at once.
+    // The agent reads one record of the kernel per listener, also for those that were held at once.
     let cpu = Duration::from_micros(100) * u32::try_from(count).unwrap();
     scene.end(&["listeners"], Allowance { cpu, ..Allowance::default() });
 }
@@ -71,11 +71,11 @@ fn a_line_without_an_end_is_rotated_and_shown_in_bounded_memory() {
     scene
         .node
         .wait("shout", "to run", |pod| pod.container("main").is_some_and(|one| one.started == Some(true)));
-    // Read while it is written: by somebody who stops at once, and by somebody who takes all.
+    // The log is read while it is written: by a reader that stops at once, and by one that reads to the end.
     let mut follow = scene.node.agent.cli(&["logs", "-f", "shout"]).stdout(Stdio::piped()).spawn().unwrap();
     let mut some = vec![0; 1 << 20];
     follow.stdout.as_mut().unwrap().read_exact(&mut some).unwrap();
-    let _ = follow.kill(); // it may see its end just now
+    let _ = follow.kill(); // the command may end by itself at the same time
     let _ = follow.wait();
     let view = scene.harmed("shout");
     let folder = scene.node.pod_logs(&view).join("main");
@@ -83,9 +83,9 @@ fn a_line_without_an_end_is_rotated_and_shown_in_bounded_memory() {
         let files = std::fs::read_dir(&folder).unwrap().flatten();
         files.filter_map(|entry| entry.metadata().ok()).map(|found| found.len()).sum()
     };
-    wait_for("its log to be rotated", PATIENCE, || {
+    wait_for("the pod's log to be rotated", PATIENCE, || {
         let current = std::fs::metadata(folder.join("0.log")).map_err(|error| error.to_string())?.len();
-        if current <= 10 << 20 { Ok(()) } else { Err(format!("{current} bytes are in it")) }
+        if current <= 10 << 20 { Ok(()) } else { Err(format!("the log has {current} bytes")) }
     })
     .unwrap();
     for arguments in [&["logs", "shout"][..], &["logs", "shout", "--tail", "1"]] {
@@ -99,10 +99,10 @@ fn a_line_without_an_end_is_rotated_and_shown_in_bounded_memory() {
             }
         }
         assert!(child.wait().unwrap().success(), "{arguments:?}");
-        eprintln!("{arguments:?}: {read} bytes; {} bytes are kept", kept());
+        eprintln!("{arguments:?}: {read} bytes; {} bytes kept", kept());
         assert!(read > 0, "{arguments:?}");
     }
-    // Each byte is written once more when it is compressed, and read when it is shown.
+    // Each byte is written once more for the compression, and read for the output.
     let cpu = Duration::from_millis(100) * u32::try_from(bytes >> 20).unwrap();
     scene.end(&["shout"], Allowance { cpu, ..Allowance::default() });
 }

@@ -1,4 +1,4 @@
-//! Processes that can't be killed for a while, as those that wait for a dead disk.
+//! Processes that can't be killed for a while, like those that wait for a dead disk.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -12,8 +12,8 @@ use serde_json::json;
 
 use super::scene::{Allowance, Scene, hostile, scaled};
 
-/// A pod's cgroup, frozen as long as the value lives. Frozen above the containers' own cgroups, so that no
-/// runtime thaws it.
+/// A pod's cgroup, frozen until the drop. The cgroup is above the containers' own ones, which the runtime
+/// could thaw.
 struct Frozen {
     file: PathBuf,
     thawed: &'static str,
@@ -40,7 +40,7 @@ impl Frozen {
 
 impl Drop for Frozen {
     fn drop(&mut self) {
-        let _ = std::fs::write(&self.file, self.thawed); // on version 2 it may be gone: what is frozen there can be killed
+        let _ = std::fs::write(&self.file, self.thawed); // on version 2 the file may be missing: frozen processes can be killed there
     }
 }
 
@@ -56,7 +56,7 @@ fn processes_that_cannot_be_killed_hold_up_their_own_pod_alone_and_go_when_they_
     let view = scene.run(&manifests::with(hostile("frozen", "true"), "livenessProbe", probe));
     let frozen = Frozen::new(&scene, &view);
     let started = Instant::now();
-    // Its probes hang too, for a while, before it is told to go.
+    // The pod's probes hang too, for a while, before the pod is removed.
     std::thread::sleep(Duration::from_secs(5));
     scene.node.remove("frozen");
     scene.another_comes_and_goes();
@@ -67,7 +67,7 @@ fn processes_that_cannot_be_killed_hold_up_their_own_pod_alone_and_go_when_they_
     }
     let holds = hierarchies().unwrap().iter().any(|one| one.controllers.iter().any(|name| name == "freezer"));
     let there = scene.node.agent.look(|watch| watch.pod("frozen").is_some()).unwrap();
-    assert!(there || !holds, "a pod whose processes are there was called gone");
+    assert!(there || !holds, "a pod with running processes was reported as removed");
     drop(frozen);
     scene.gone(Instant::now(), &["frozen"], Allowance::default());
 }

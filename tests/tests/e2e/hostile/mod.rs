@@ -1,9 +1,9 @@
-//! Containers whose only job is to hurt the node that runs them. Each case is a pod, or some, that does one
-//! thing as badly as it can; see `tests/app/src/hurt.rs` for what they do. After each case the same must hold
-//! ([`scene::Scene::end`]): the pods go within their grace period and some seconds, the other pods have
-//! noticed nothing, the agent used little more than when it was quiet, and nothing is left.
+//! Containers that try to hurt the node that runs them. Each case is one or some pods that do one kind of
+//! harm as much as they can; see `tests/app/src/hurt.rs` for the kinds. The same must hold after each case
+//! ([`scene::Scene::end`]): the pods end within their grace period and some seconds, the other pods are
+//! unaffected, the agent used little more than when idle, and nothing is left.
 //!
-//! What takes minutes is smaller by default, and whole with `cargo xtask test --long`.
+//! Cases that take minutes are smaller by default, and whole with `cargo xtask test --long`.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // a test's helpers may panic as the test itself may
 

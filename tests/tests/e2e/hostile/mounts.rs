@@ -1,4 +1,4 @@
-//! Mounts that a privileged container takes away, and those that it makes on the machine.
+//! Mounts that a privileged container removes, and mounts that it makes on the machine.
 
 use beelet_tests::manifests;
 use beelet_tests::require;
@@ -8,8 +8,8 @@ use serde_json::json;
 use super::scene::{Allowance, Scene, hostile, with_volumes};
 use crate::node::{Node, object};
 
-/// A node like most machines: what is mounted below the pods' folder spreads to those who have it mounted
-/// too.
+/// Starts a node like most machines: mounts below the pods' folder propagate to the mount namespaces that
+/// share it.
 fn shared() -> Node {
     Node::start(|options| {
         let pods = options.manifests().with_file_name("pods");
@@ -40,7 +40,7 @@ fn a_volume_unmounted_from_inside_goes_with_its_pod() {
         ]),
     );
     scene.run(&manifests::with(pod, "securityContext", json!({ "privileged": true })));
-    // The volume that nobody sees any more is kept up to date like others.
+    // A volume that is unmounted inside the container is still kept up to date.
     scene.node.apply(&object("ConfigMap", "colors", &json!({ "color": "blue" })));
     scene.another_comes_and_goes();
     scene.node.agent.remove("configmap-colors.yaml").unwrap();

@@ -1,4 +1,4 @@
-//! Names: of files, of what is mounted, of processes, of cgroups. The kernel takes all bytes but two.
+//! Names of files, mounts, processes and cgroups. The kernel accepts all bytes but two.
 
 use beelet_tests::manifests;
 use beelet_tests::pages::Format;
@@ -12,8 +12,7 @@ use crate::node::container;
 fn names_that_are_no_text_in_volumes_and_in_the_mount_table_disturb_nobody() {
     require!(containerd);
     let mut scene = Scene::start(|options| options);
-    // The parts that are mounted are renamed: their mounts show the new names in the table of the whole
-    // machine.
+    // The mounted parts are renamed, so that the machine's mount table shows the new names.
     let mut pod = with_volumes(
         hostile("names", "testapp hurt names /v"),
         json!([{ "name": "v", "emptyDir": { "sizeLimit": "64Mi" } }]),
@@ -29,11 +28,11 @@ fn names_that_are_no_text_in_volumes_and_in_the_mount_table_disturb_nobody() {
     pod["spec"]["securityContext"] = json!({ "fsGroup": 2000 });
     let view = scene.run(&pod);
     let table = std::fs::read("/proc/self/mountinfo").unwrap();
-    assert!(std::str::from_utf8(&table).is_err(), "no mount has a name that is no text");
+    assert!(std::str::from_utf8(&table).is_err(), "every mount has a name in UTF-8");
     scene.another_comes_and_goes();
     scene.restart_agent();
     scene.another_comes_and_goes();
-    // The volume's files are given to the group once more.
+    // The group's ownership of the volume's files is set once more.
     scene.lose_sandbox(&view);
     scene.end(&["names"], Allowance::default());
 }
@@ -50,7 +49,7 @@ fn processes_whose_names_are_no_text_are_shown_probed_and_ended_like_others() {
     for command in [&["top", "--once"][..], &["get", "pods"], &["describe", "pod", "processes"]] {
         let (code, out, error) = scene.node.cli(command);
         assert!(code == Some(0) && out.contains("processes"), "{command:?}: {out}{error}");
-        assert!(!out.contains('\x1b'), "{command:?} hands on escape sequences: {out:?}");
+        assert!(!out.contains('\x1b'), "{command:?} passes on escape sequences: {out:?}");
     }
     let (status, body) = scene.node.agent.get_as("/metrics", Format::OpenMetrics.accept()).unwrap();
     assert!(status == 200 && body.trim_end().ends_with("# EOF"), "{body}");

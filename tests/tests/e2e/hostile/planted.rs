@@ -1,6 +1,6 @@
-//! Links, FIFOs, sockets and folders in every place that the agent opens. Most of these places are below
-//! folders of the agent's own: a container reaches them by a hostPath, which some are given in good faith
-//! (log shippers, backup).
+//! Links, FIFOs, sockets and folders at every path that the agent opens. Most of these paths are below
+//! folders of the agent's own: a container reaches them by a hostPath, which log shippers and backups have in
+//! good faith.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -17,12 +17,12 @@ use serde_json::{Value, json};
 use super::scene::{Allowance, Scene, hostile, with_volumes};
 use crate::node::{container, object};
 
-/// What stands in the secret: a line of a log, so that it would be shown as one.
+/// Content of the secret: a line of a log, which `beelet logs` would show.
 const SECRET: &str = "2026-11-21T19:00:00.000000001Z stderr F hush-hush\n";
-/// What is put there; `link` leads to the secret.
+/// Kinds of planted files; `link` leads to the secret.
 const KINDS: [&str; 4] = ["link", "fifo", "socket", "folder"];
 
-/// A file of the machine's that no container may read or change.
+/// A file of the machine that no container may read or change.
 struct Secret {
     path: PathBuf,
 }
@@ -36,12 +36,12 @@ impl Secret {
         Secret { path }
     }
 
-    /// The word that [`testapp hurt plant`] takes.
+    /// Returns the argument of [`testapp hurt plant`].
     fn kind(&self, kind: &str) -> String {
         if kind == "link" { format!("link={}", self.path.display()) } else { kind.to_owned() }
     }
 
-    /// Nobody changed it.
+    /// Checks that the file is unchanged.
     fn check(&self) {
         let found = fs::metadata(&self.path).unwrap();
         assert_eq!(fs::read_to_string(&self.path).unwrap(), SECRET);
@@ -49,7 +49,7 @@ impl Secret {
     }
 }
 
-/// Restarts come at once; logs are rotated early.
+/// Sets options for restarts without delay and an early rotation of logs.
 fn quick(options: Options) -> Options {
     options
         .kubelet("crashLoopBackOff", json!({ "maxContainerRestartPeriod": "1s" }))
@@ -58,7 +58,8 @@ fn quick(options: Options) -> Options {
         .kubelet("containerLogMonitorInterval", "1s")
 }
 
-/// The pod with the agent's folders in its container: its own ones are `$P` and, of `main`'s logs, `$L`.
+/// Returns the pod with the agent's folders in its container: `$P` is the pod's own folder, `$L` that of
+/// `main`'s logs.
 fn with_folders(scene: &Scene, mut pod: Value) -> Value {
     let dir = scene.node.agent.dir();
     let mut volumes = pod["spec"]["volumes"].as_array().cloned().unwrap_or_default();
@@ -79,21 +80,21 @@ fn with_folders(scene: &Scene, mut pod: Value) -> Value {
     pod
 }
 
-/// A pod that does its harm once and fails.
+/// Returns a pod that does its harm once and fails.
 fn failing(name: &str, harm: &str) -> Value {
     let mut pod = hostile(name, &format!("{harm}; exit 1"));
     pod["spec"]["restartPolicy"] = json!("Never");
     pod
 }
 
-/// All that a failed pod's status says of its container's end.
+/// Returns the message in a failed pod's status about its container's end.
 fn last_words(scene: &Scene, name: &str) -> String {
     let pod = scene.node.wait(name, "to fail", |pod| pod.phase() == "Failed");
     let state = pod.container("main").unwrap().state.clone().unwrap();
     state.terminated.unwrap().message.unwrap_or_default()
 }
 
-/// What `beelet logs` prints; it must end by itself.
+/// Returns the output of `beelet logs`, which must end by itself.
 fn logs(scene: &Scene, name: &str) -> String {
     let out = scene.node.agent.dir().join(format!("{name}.out"));
     let file = fs::File::create(&out).unwrap();
@@ -114,7 +115,7 @@ fn names(prefix: &str) -> Vec<String> {
 
 fn end(scene: &Scene, pods: &[String]) {
     let pods: Vec<&str> = pods.iter().map(String::as_str).collect();
-    // A dozen that start and end at once cost more than one.
+    // The cost of a dozen pods that start and end at once is higher.
     let cpu = Duration::from_millis(100) * u32::try_from(pods.len()).unwrap();
     scene.end(&pods, Allowance { cpu, ..Allowance::default() });
 }
@@ -129,7 +130,7 @@ fn last_words_are_read_from_plain_files_alone() {
         let plant = format!("testapp hurt plant {} $P/containers/main/0", secret.kind(kind));
         scene.node.apply(&with_folders(&scene, failing(name, &plant)));
     }
-    // The same by a volume at the path, without the machine's folders.
+    // These pods have a volume at the path, without the machine's folders.
     for kind in ["fifo", "folder"] {
         let mut pod = with_volumes(
             failing(&format!("taken-{kind}"), "true"),
@@ -143,7 +144,7 @@ fn last_words_are_read_from_plain_files_alone() {
         pods.push(format!("taken-{kind}"));
     }
     pods.iter().for_each(|name| assert_eq!(last_words(&scene, name), "", "{name}"));
-    // They are read again by an agent that starts.
+    // An agent that starts reads the files again.
     scene.restart_agent();
     pods.iter().for_each(|name| assert_eq!(last_words(&scene, name), "", "{name}"));
     secret.check();
@@ -158,7 +159,7 @@ fn files_that_the_agent_makes_for_a_containers_next_instance_are_its_own() {
     let pods = names("next");
     for (kind, name) in KINDS.iter().zip(&pods) {
         let kind = secret.kind(kind);
-        // The files that come with the second instance: its last words, the pod's hosts, its log.
+        // Files of the second instance: its termination message, the pod's hosts file, its log.
         let plant = format!(
             "testapp hurt plant {kind} $P/containers/main/1 $P/etc-hosts $L/1.log; touch $P/harmed; exit 1"
         );
@@ -168,7 +169,7 @@ fn files_that_the_agent_makes_for_a_containers_next_instance_are_its_own() {
     for name in &pods {
         let pod = scene.harmed(name);
         assert!(pod.restarts() >= 1, "{name}");
-        // It is ready before the runtime has written what it says.
+        // The pod is ready before the runtime has written its output.
         wait_for(&format!("the log of {name} to have its first line"), PATIENCE, || {
             let text = logs(&scene, name);
             if text.contains("serving") { Ok(()) } else { Err(text) }
@@ -187,13 +188,13 @@ fn logs_are_read_and_rotated_from_plain_files_alone() {
     let (own, ended, rotated) = (names("own"), names("ended"), names("rotated"));
     for (index, kind) in KINDS.iter().enumerate() {
         let kind = secret.kind(kind);
-        // In the place of the log that is written now, of a container that runs and of one that fails.
+        // The file replaces the current log, of a container that runs and of one that fails.
         let plant = format!("testapp hurt plant {kind} $L/0.log");
         scene.node.apply(&with_folders(&scene, hostile(&own[index], &plant)));
         let mut pod = failing(&ended[index], &plant);
         pod["spec"]["containers"][0]["terminationMessagePolicy"] = json!("FallbackToLogsOnError");
         scene.node.apply(&with_folders(&scene, pod));
-        // In the place of those that were rotated before; then there is something to rotate.
+        // The files replace rotated logs; then there is output to rotate.
         let plant = format!(
             "testapp hurt plant {kind} $L/0.log.20200101-000000 $L/0.log.20200101-000001.gz \
              $L/0.log.20200101-000002 $L/0.log.20200101-000003.gz.tmp; \
@@ -236,7 +237,7 @@ fn volumes_with_everything_that_is_no_file_are_given_counted_and_mounted_in_part
     let parts = names("part");
     for (kind, name) in KINDS.iter().zip(&parts) {
         let kind = secret.kind(kind);
-        // The part is replaced while it is mounted; the container's next instance mounts it anew.
+        // The part is replaced while it is mounted; the container's next instance mounts it again.
         let harm =
             format!("test -e /v/harmed || {{ testapp hurt plant {kind} /v/part; touch /v/harmed; exit 1; }}");
         let pod = with_volumes(
@@ -248,7 +249,7 @@ fn volumes_with_everything_that_is_no_file_are_given_counted_and_mounted_in_part
         );
         scene.node.apply(&pod);
     }
-    // All at once, given to a group when the volume is set up anew.
+    // The volume has all kinds of files, whose group is set when the volume is set up again.
     let everything = format!(
         "mkdir -p /v/deep; cd /v/deep; ln -sfn {secret} link; ln -sfn / root; ln -sfn link loop; ln -sfn loop link2; \
          test -p fifo || testapp hurt plant fifo fifo; testapp hurt plant socket socket; \
@@ -268,7 +269,7 @@ fn volumes_with_everything_that_is_no_file_are_given_counted_and_mounted_in_part
     assert_eq!(fs::metadata(folder.join("file")).unwrap().gid(), 2000);
     let message = scene.node.waiting("part-link", "main", "CreateContainerConfigError");
     assert!(message.contains("leads out of the volume"), "{message}");
-    // A FIFO, a socket and a folder are mounted as what they are.
+    // A FIFO, a socket and a folder are mounted as such.
     for name in parts.iter().filter(|name| *name != "part-link") {
         let ready = scene.harmed(name);
         assert!(ready.restarts() >= 1, "{name}");
@@ -285,18 +286,18 @@ fn what_stands_in_the_place_of_a_volumes_content_is_never_followed_out_of_it() {
     let outside = secret.path.parent().unwrap();
     scene.node.apply(&object("ConfigMap", "colors", &json!({ "color": "red" })));
     let cases = [
-        // What is in force leads out of the volume; so does what stands in the next one's place.
+        // The current set of files leads out of the volume, or the next set's path is occupied.
         ("data-link", format!("testapp hurt plant link={} $V/..data", outside.display())),
         ("data-up", "testapp hurt plant link=/ $V/..data".to_owned()),
         ("data-fifo", "testapp hurt plant fifo $V/..data".to_owned()),
         ("data-folder", "testapp hurt plant folder $V/..data".to_owned()),
         ("next-folder", "testapp hurt plant folder $V/..data_tmp".to_owned()),
-        // The set itself, and a name at the top.
+        // The planted file replaces the set itself, or a name at the top level.
         ("set-link", format!("testapp hurt plant link={} $V/$(readlink $V/..data)", outside.display())),
         ("set-deep", "testapp hurt deep $V/$(readlink $V/..data) 20000".to_owned()),
         ("key-fifo", "testapp hurt plant fifo $V/..data/color $V/color".to_owned()),
         ("key-folder", "testapp hurt plant folder $V/color $V/..2020".to_owned()),
-        // The volume's own folder.
+        // The planted link replaces the volume's own folder.
         ("volume-link", format!("mv $V $V.old; testapp hurt plant link={} $V", outside.display())),
     ];
     for (name, harm) in &cases {
@@ -315,7 +316,7 @@ fn what_stands_in_the_place_of_a_volumes_content_is_never_followed_out_of_it() {
     let watcher = scene.run(&watcher);
     cases.iter().for_each(|(name, _)| drop(scene.harmed(name)));
     scene.node.apply(&object("ConfigMap", "colors", &json!({ "color": "blue", "shape": "round" })));
-    // The others' volumes show the change.
+    // The other pods' volumes show the change.
     let shown = scene.node.folder(&watcher).join("volumes/colors/color");
     scene.node.wait_file(&shown, |text| text == "blue");
     scene.another_comes_and_goes();
@@ -351,7 +352,7 @@ fn a_volumes_folder_that_gave_way_to_a_link_is_not_set_up_through_it() {
         let view = scene.run(&pod);
         scene.kill_sandbox(&view);
     }
-    // Nobody says when something was not done: both have been set up, or tried to, some times by then.
+    // A refused set-up sends no event: after this time both have been set up, or attempted, several times.
     std::thread::sleep(Duration::from_secs(5));
     let found = fs::metadata(outside).unwrap();
     assert_eq!((found.mode() & 0o7777, found.gid()), (0o700, 0));

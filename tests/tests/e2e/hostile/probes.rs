@@ -1,4 +1,4 @@
-//! Whom probes ask, and how badly it answers.
+//! Hostile targets of probes.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::scene::{Allowance, Scene};
 
-/// How long all of them ask over and over.
+/// Time for which all probes run again and again.
 const ASKED: Duration = Duration::from_secs(10);
 
 fn listed(scene: &Scene) -> Vec<Value> {
@@ -19,7 +19,7 @@ fn listed(scene: &Scene) -> Vec<Value> {
     serde_json::from_str(&out).unwrap()
 }
 
-/// Waits until a probe of each pod has been answered, and hands back the answers.
+/// Waits until a probe of each pod has been answered, and returns the answers.
 fn answers(scene: &Scene, pods: &[&str]) -> BTreeMap<String, Value> {
     wait_for("an answer to each probe", PATIENCE, || {
         let all = listed(scene);
@@ -36,7 +36,7 @@ fn answers(scene: &Scene, pods: &[&str]) -> BTreeMap<String, Value> {
     .unwrap()
 }
 
-/// Processes of the machine whose command line has this word.
+/// Returns the number of the machine's processes whose command line has this word.
 fn processes(word: &str) -> usize {
     let all = std::fs::read_dir("/proc").unwrap().flatten();
     let lines = all.filter_map(|entry| std::fs::read(entry.path().join("cmdline")).ok());
@@ -66,14 +66,15 @@ fn commands_that_never_end_or_never_stop_talking_or_leave_a_daemon_cost_their_ow
     assert!(found["never"]["detail"].as_str().unwrap().contains("timed out"), "{found:?}");
     assert_eq!(found["never"]["outcome"], "failure", "{found:?}");
     let detail = |name: &str| found[name]["detail"].as_str().unwrap_or_default().len();
-    assert!(detail("shout") <= 64 << 10, "{} bytes are kept of what it said", detail("shout"));
+    assert!(detail("shout") <= 64 << 10, "{} bytes are kept of the command's output", detail("shout"));
     std::thread::sleep(ASKED);
-    // The command of now, with its two children, and one that is being ended.
+    // The current command with its two children, and one that is being ended.
     assert!(processes(&words[0]) <= 6, "{} processes of a probe that never ends", processes(&words[0]));
-    // What has left the probe's session and pipes is the application's own, up to its limit.
+    // A process that has left the probe's session and pipes belongs to the application, up to the pod's
+    // limit.
     assert!(processes(&words[2]) <= LIMIT);
     scene.another_comes_and_goes();
-    // To find and end a probe's processes takes some looks at all of the machine's.
+    // The search for a probe's processes reads all processes of the machine several times.
     scene.end(&["never", "shout", "daemon"], Allowance { cpu: ASKED / 2, ..Allowance::default() });
     assert_eq!([processes(&words[0]), processes(&words[1]), processes(&words[2])], [0, 0, 0]);
 }
@@ -96,7 +97,7 @@ fn servers_that_answer_without_end_or_not_at_all_cost_their_own_probe_alone() {
         });
         scene.node.apply(&manifests::with(manifests::pod(kind, &command), "readinessProbe", probe));
     }
-    // The first ones may find the server not there yet.
+    // The first probes may be earlier than the server.
     let wanted = [
         ("drip", "no answer within 1 s"),
         ("header", ""),
@@ -119,6 +120,6 @@ fn servers_that_answer_without_end_or_not_at_all_cost_their_own_probe_alone() {
     assert!(longest <= Some(64 << 10), "{longest:?} bytes are kept of an answer");
     std::thread::sleep(ASKED);
     scene.another_comes_and_goes();
-    // Endless headers are read until the probe is out of time or the client refuses more.
+    // Endless headers are read until the probe's timeout or until the client refuses more.
     scene.end(&kinds, Allowance { cpu: ASKED / 2, ..Allowance::default() });
 }

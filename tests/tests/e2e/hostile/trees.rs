@@ -1,4 +1,4 @@
-//! Trees of folders that are deeper, and have more in them, than anybody would make.
+//! Trees of folders that are deeper and larger than real ones.
 
 use std::time::{Duration, Instant};
 
@@ -9,17 +9,16 @@ use serde_json::json;
 use super::scene::{Allowance, Scene, hostile, scaled, with_volumes};
 use crate::node::Node;
 
-/// What one file may cost: to be made, counted, given to a group, removed. In memory that is the agent's own
-/// time.
+/// Time to create, count, chown and remove one file. In memory this is the agent's own time.
 const IN_MEMORY: Duration = Duration::from_micros(50);
 const ON_DISK: Duration = Duration::from_micros(400);
 
-/// A node whose pods' folder is in memory: how fast a disk removes a hundred thousand folders says nothing
-/// about the agent.
+/// Starts a node whose pods' folder is in memory: a disk's speed in removing a hundred thousand folders is no
+/// measure of the agent.
 fn in_memory() -> Scene {
     Scene::on(Node::start(|options| {
         let pods = options.manifests().with_file_name("pods");
-        // Unmounted with everything else of the instance.
+        // The harness unmounts this together with the instance's other mounts.
         std::mem::forget(Mount::tmpfs(&pods, 4 << 30).unwrap());
         options.http().unwrap()
     }))
@@ -36,7 +35,7 @@ fn a_tree_of_a_hundred_thousand_levels_is_walked_owned_and_removed() {
         json!([{ "name": "v", "mountPath": "/v" }]),
     );
     pod["spec"]["securityContext"] = json!({ "fsGroup": 2000 });
-    // The volume is given to the group whenever a sandbox is made.
+    // The group's ownership is set whenever a sandbox is created.
     let view = scene.run(&pod);
     scene.lose_sandbox(&view);
     scene.another_comes_and_goes();
@@ -52,7 +51,7 @@ fn many_files(scene: &Scene, count: usize, per_file: Duration) {
     );
     let started = Instant::now();
     scene.node.apply(&pod);
-    // Millions take minutes to make.
+    // Creating millions of files takes minutes.
     let work = per_file * u32::try_from(count).unwrap();
     let deadline = started + Duration::from_secs(120) + work;
     while !scene
@@ -61,10 +60,10 @@ fn many_files(scene: &Scene, count: usize, per_file: Duration) {
         .look(|watch| watch.pod("many").is_some_and(beelet_tests::pods::PodView::ready))
         .unwrap()
     {
-        assert!(Instant::now() < deadline, "the files are not there yet");
+        assert!(Instant::now() < deadline, "the files are incomplete");
         std::thread::sleep(Duration::from_millis(200));
     }
-    // Another pod's limit is kept meanwhile: the walks take turns.
+    // Another pod's limit is enforced at the same time: the walks alternate.
     let small = with_volumes(
         hostile("small", "dd if=/dev/zero of=/v/large bs=1M count=8"),
         json!([{ "name": "v", "emptyDir": { "sizeLimit": "4Mi" } }]),
@@ -84,7 +83,7 @@ fn a_volume_with_very_many_files_is_counted_and_removed_and_holds_nobody_up() {
 #[test]
 fn a_volume_with_five_million_files_is_counted_and_removed_and_holds_nobody_up() {
     require!(long, containerd);
-    // More than fits into memory.
+    // The files exceed the memory.
     many_files(
         &Scene::start(|options| options),
         scaled("BEELET_HOSTILE_FILES", 5_000_000, 5_000_000),

@@ -1,12 +1,12 @@
-//! Pods that are deleted, by force or with a grace period, and applied again, or deleted again.
+//! Pods that are deleted, by force or with a grace period, and applied or deleted again.
 
 use std::io::{BufRead as _, BufReader};
 
 use super::*;
 
-/// Why the runtime refuses to stop a sandbox.
+/// Error with which the runtime refuses to stop a sandbox.
 const REFUSES: &str = "cannot signal container in state created";
-/// The pod's name on the node.
+/// Name of the pod on the node.
 const WEB: &str = "web-testnode";
 
 impl Node {
@@ -14,10 +14,10 @@ impl Node {
         self.cri.sandbox(WEB).unwrap().id
     }
 
-    /// Waits until the line of `get pods -o wide` about the pod has all these words.
+    /// Waits until the pod's line of `get pods -o wide` has all these words.
     fn until_shown(&self, words: &[&str]) -> String {
         workdir::wait_for(&format!("the pod to be shown as {words:?}"), workdir::PATIENCE, || {
-            // An agent that has only begun knows nothing yet.
+            // An agent that has just started knows no pods yet.
             let said = self.run(&["get", "pods", "-o", "wide"]);
             let line = said.out.lines().find(|line| line.contains(WEB)).unwrap_or_default().to_owned();
             if words.iter().all(|word| line.contains(word)) { Ok(line) } else { Err(format!("{said:?}")) }
@@ -25,11 +25,11 @@ impl Node {
         .unwrap()
     }
 
-    /// Waits until a pod runs that is not the one of this sandbox, and has nothing of it.
+    /// Waits until a new pod runs, which has another sandbox and none of the old state.
     fn until_new(&self, before: &str) {
         self.run(&["wait", WEB, "--for=ready", "--timeout=90s"]).well();
         assert_ne!(self.sandbox_id(), before);
-        assert_eq!(self.cri.container(WEB, "main").unwrap().attempt(), 0, "the restart count begins anew");
+        assert_eq!(self.cri.container(WEB, "main").unwrap().attempt(), 0, "the restart count was kept");
         let line = self.until_shown(&["1/1", "Running"]);
         assert!(line.split_whitespace().any(|cell| cell == "0"), "{line}");
     }
@@ -55,12 +55,11 @@ fn what_is_deleted_in_haste_and_applied_again_runs_as_a_new_pod() {
         node.run(&["apply", "-f", &file]).well();
         node.until_new(&before);
         let events = node.run(&["events"]).well().out;
-        assert!(!events.contains("deleted on request"), "a deletion is no failure: {events}");
+        assert!(!events.contains("deleted on request"), "a deletion was reported as a failure: {events}");
     }
 }
 
-/// Forces a pod out that the runtime cannot stop, and applies `next`; then the agent is killed and started
-/// again.
+/// Forces out a pod that the runtime cannot stop, and applies `next`; then kills and restarts the agent.
 #[track_caller]
 fn check_that_it_waits_in_view(next: &Value) {
     let mut node = Node::start();
@@ -87,7 +86,7 @@ fn check_that_it_waits_in_view(next: &Value) {
     assert!(doctor.out.contains(forced), "{}{}", doctor.out, doctor.err);
     node.agent.kill9();
     node.agent.resume().unwrap();
-    // It is not taken for the one that was deleted, which still runs.
+    // The new pod is not mistaken for the deleted one, which still runs.
     node.until_shown(&words);
     let starts = || node.cri.count(Op::RunPodSandbox);
     assert_eq!((node.sandbox_id(), starts()), (before.clone(), 1));
@@ -141,7 +140,7 @@ fn a_second_delete_waits_as_the_first_one_did_and_may_be_in_more_haste() {
         let pod = said["items"].get(0).unwrap_or(&said);
         pod["metadata"]["deletionGracePeriodSeconds"].as_u64().unwrap()
     };
-    assert_eq!(grace(), 500, "a person may also give more time");
+    assert_eq!(grace(), 500, "a longer grace period was not accepted");
     let said = node.run(&["delete", "pod", "web", "--timeout", "15s"]);
     assert_eq!((said.code, said.out.as_str()), (Some(1), ""), "{}", said.err);
     let waiting =
@@ -157,11 +156,14 @@ fn a_second_delete_waits_as_the_first_one_did_and_may_be_in_more_haste() {
         })
         .unwrap();
     }
-    // By its whole name, too; and it comes back once the pod is gone.
+    // The pod's whole name works too; its manifest is applied again once the pod is removed.
     let mut waits = node.agent.cli(&["delete", "pod", WEB]);
     let mut waits = waits.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let told = BufReader::new(waits.stderr.take().unwrap()).lines().map_while(Result::ok);
-    assert!(told.into_iter().any(|line| waiting(&line)), "it ended, and said nothing of what it waits for");
+    assert!(
+        told.into_iter().any(|line| waiting(&line)),
+        "the command ended without naming the cause of its wait"
+    );
     node.cri.heal();
     let said = Said::from(waits.wait_with_output().unwrap()).well();
     assert_eq!(said.out, "pod/web-testnode deleted (manifest already removed)\n");
