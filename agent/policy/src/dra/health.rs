@@ -7,7 +7,7 @@ use std::{
 
 use k8s_openapi::api::core::v1::{Container, Pod, ResourceClaim, ResourceHealth, ResourceStatus};
 
-use super::{Device, Ledger, MAX_NAME, named};
+use super::{Device, DeviceKey, Ledger, MAX_NAME, named};
 use beelet_units::{bounds, moment::Moment};
 
 /// How long a report holds where the driver doesn't say for how long, and at most.
@@ -61,9 +61,6 @@ struct Known {
     message: String,
     until: Moment,
 }
-
-/// Pool and name of a device.
-pub type DeviceKey = (String, String);
 
 /// What drivers said last, as long as it holds: by driver, and by the plugin that said it, the newest last.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{ClaimInfo, ClaimKey, Device, health::DeviceKey};
+use super::{ClaimInfo, ClaimKey, Device, DeviceKey};
 
 /// Claims by namespace and name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

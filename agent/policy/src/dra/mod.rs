@@ -15,10 +15,12 @@ use k8s_openapi::api::{
     resource::v1::ResourceClaim,
 };
 
-use self::health::DeviceKey;
 pub use self::ledger::{Ledger, Unprepared};
 use crate::devices::registration::is_extended_resource_name;
 use beelet_units::{object_name::is_subdomain, quantity::Quantity};
+
+/// Pool and name of a device.
+pub type DeviceKey = (String, String);
 
 /// The gRPC services of drivers that the agent speaks, the newest first.
 pub const SERVICES: [&str; 2] = ["v1.DRAPlugin", "v1beta1.DRAPlugin"];

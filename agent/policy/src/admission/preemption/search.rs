@@ -7,13 +7,34 @@
 
 use std::cmp::Ordering;
 
-use crate::admission::preemption::minimal::Problem;
+use crate::admission::preemption::Candidate;
 
 /// What float sums may be off by, relative to the sum.
 const SLACK: f64 = 1e-9;
 /// Up to so many numbers the bounds are kept for every place in a layer; beyond, only for the layer as a
 /// whole.
 const LARGEST_TABLE: usize = 2_000_000;
+
+/// A pod as the searches see it.
+pub(super) struct Item<'c, 'a> {
+    pub(super) candidate: &'c Candidate<'a>,
+    /// What it frees of each need.
+    pub(super) frees: Vec<i64>,
+    /// The sum of `frees / need`.
+    pub(super) cost: f64,
+    /// The sum of `frees / need`, each at most 1: what it can contribute.
+    pub(super) use_of: f64,
+}
+
+/// Pods and needs, in classes.
+pub(super) struct Problem<'c, 'a> {
+    pub(super) items: Vec<Item<'c, 'a>>,
+    pub(super) needs: Vec<i64>,
+    /// Most important first: (priority, QoS).
+    pub(super) classes: Vec<Vec<usize>>,
+    /// For each class and need, the most that 0, 1, 2, … of its pods free.
+    pub(super) most: Vec<Vec<Vec<i128>>>,
+}
 
 /// How a search ended.
 pub(super) enum Outcome<T> {
