@@ -21,7 +21,7 @@ use super::beelet::{AutonomyWire, BeeletWire};
 use super::error::Problem;
 use super::kubelet::{KubeletWire, TracingWire};
 use super::values::{Amounts as AmountsWire, GoDuration};
-use super::words::{duration, number};
+use super::words::{duration, number, path, word};
 use super::{Autonomy, Beelet, Config, ReservedCgroup, TcpProbes, Tracing, pressure};
 
 /// The first of each is the default.
@@ -262,30 +262,6 @@ pub(super) fn node_name(wire: &BeeletWire) -> Result<String, Problem> {
             "{name:?} cannot name a node: use lower case letters, digits, '-' and '.' (RFC 1123), at most 253"
         ),
     ))
-}
-
-/// One of a few words; the first of them for none.
-pub(super) fn word<T: Copy, const N: usize>(
-    field: &str,
-    value: Option<&str>,
-    words: [(&str, T); N],
-) -> Result<T, Problem> {
-    let Some(value) = value.filter(|value| !value.is_empty()) else { return Ok(words[0].1) };
-    let known = words.iter().find(|(word, _)| *word == value).map(|(_, meaning)| *meaning);
-    known.ok_or_else(|| {
-        let all: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
-        Problem::new(field, format!("{value:?} is not one of {}", all.join(", ")))
-    })
-}
-
-/// An absolute path without `..`, or nothing for an empty one.
-pub(super) fn path(field: &str, value: &Option<String>) -> Result<Option<PathBuf>, Problem> {
-    let Some(value) = value.as_deref().filter(|value| !value.is_empty()) else { return Ok(None) };
-    let path = Path::new(value);
-    if !path.is_absolute() || path.components().any(|part| part == Component::ParentDir) {
-        return Err(Problem::new(field, format!("{value:?} must be an absolute path without '..'")));
-    }
-    Ok(Some(path.components().collect()))
 }
 
 fn endpoint(field: &str, value: &Option<String>, default: &str) -> Result<String, Problem> {

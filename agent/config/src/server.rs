@@ -8,13 +8,15 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use super::error::Problem;
-use super::kubelet::KubeletWire;
-use super::resolve::{path, word};
+use super::kubelet::{
+    AnonymousWire, AuthenticationWire, AuthorizationWire, KubeletWire, WebhookAuthenticationWire,
+    WebhookAuthorizationWire, X509Wire,
+};
 use super::values::GoDuration;
-use super::words::{duration, number};
+use super::words::{duration, number, path, word};
 
 /// The server of a node.
 #[derive(Debug, Clone, PartialEq)]
@@ -115,51 +117,6 @@ const VERSIONS: [(&str, TlsVersion); 4] = [
     ("VersionTLS10", TlsVersion::Tls12),
     ("VersionTLS11", TlsVersion::Tls12),
 ];
-
-#[derive(Debug, Default, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
-pub(super) struct AuthenticationWire {
-    pub(super) x509: Option<X509Wire>,
-    pub(super) webhook: Option<WebhookAuthenticationWire>,
-    pub(super) anonymous: Option<AnonymousWire>,
-}
-
-#[derive(Debug, Default, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
-pub(super) struct X509Wire {
-    #[serde(rename = "clientCAFile", skip_serializing_if = "Option::is_none")]
-    pub(super) client_ca_file: Option<String>,
-}
-
-#[derive(Debug, Default, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
-pub(super) struct WebhookAuthenticationWire {
-    pub(super) enabled: Option<bool>,
-    #[serde(rename = "cacheTTL")]
-    pub(super) cache_ttl: Option<GoDuration>,
-}
-
-#[derive(Debug, Default, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
-pub(super) struct AnonymousWire {
-    pub(super) enabled: Option<bool>,
-}
-
-#[derive(Debug, Default, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
-pub(super) struct AuthorizationWire {
-    pub(super) mode: Option<String>,
-    pub(super) webhook: Option<WebhookAuthorizationWire>,
-}
-
-#[derive(Debug, Default, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
-pub(super) struct WebhookAuthorizationWire {
-    #[serde(rename = "cacheAuthorizedTTL")]
-    pub(super) cache_authorized_ttl: Option<GoDuration>,
-    #[serde(rename = "cacheUnauthorizedTTL")]
-    pub(super) cache_unauthorized_ttl: Option<GoDuration>,
-}
 
 const TOKEN_TTL: Duration = Duration::from_secs(120);
 const ALLOWED_TTL: Duration = Duration::from_secs(300);
