@@ -1,5 +1,5 @@
 //! Work that may block, off the async threads. No panic in it is lost: it goes on in the task that waits for
-//! the work, so that it ends what asked for it: a part, and with it the agent (`node/parts`), or one pod's
+//! the work, so that it ends what asked for it: a part, and with it the agent (`node/tasks`), or one pod's
 //! worker.
 
 use std::any::Any;

@@ -342,7 +342,7 @@ impl Node {
 
     /// Number of values of cgroups that were set right after something else had changed them.
     pub(crate) fn drifted(&self, level: qos_tree::Level) -> u64 {
-        self.handles().metrics.qos_tree.drifted(level)
+        self.handles().services.metrics.qos_tree.drifted(level)
     }
 
     /// Waits until a value of a cgroup was set right after somebody else had changed it.
@@ -353,7 +353,7 @@ impl Node {
     /// Waits until all cgroups were compared with what pods ask for, from now on: what that finds later is
     /// somebody else's doing.
     pub(crate) async fn until_looked_after_cgroups(&self) {
-        let keeping = &self.handles().metrics.qos_tree;
+        let keeping = &self.handles().services.metrics.qos_tree;
         // The first that ends may have begun before.
         let wanted = keeping.syncs() + 2;
         let look = || (keeping.syncs() >= wanted).then_some(()).ok_or("not yet");
@@ -361,7 +361,7 @@ impl Node {
     }
 
     pub(crate) fn metrics(&self) -> &Metrics {
-        &self.handles().metrics.pods
+        &self.handles().services.metrics.pods
     }
 
     /// Asks the pods' manager for something, as the node's other parts do.
@@ -376,28 +376,28 @@ impl Node {
 
     /// The agent's events so far: `reason: message`.
     pub(crate) fn events(&self) -> Vec<String> {
-        let log = self.handles().events.subscribe();
+        let log = self.handles().services.events.subscribe();
         let all = log.borrow().all();
         all.iter().map(|event| format!("{}: {}", event.reason, event.message)).collect()
     }
 
     /// The probes, as `beelet probe ls` has them.
     pub(crate) async fn probes(&self) -> Vec<ProbeView> {
-        self.handles().probes.list().await.unwrap()
+        self.handles().services.probes.list().await.unwrap()
     }
 
     pub(crate) fn table(&self) -> Arc<PodTable> {
-        self.handles().table.borrow().clone()
+        self.handles().services.table.borrow().clone()
     }
 
     /// Returns true if the agent says that all that runs is in the table.
     pub(crate) fn is_complete(&self) -> bool {
-        self.handles().complete.initialized()
+        self.handles().services.complete.initialized()
     }
 
     /// A receiver of its own, for tests that must see every change.
     pub(crate) fn watch(&self) -> watch::Receiver<Arc<PodTable>> {
-        self.handles().table.clone()
+        self.handles().services.table.clone()
     }
 
     // ---- Waiting ----
