@@ -1,6 +1,7 @@
 //! Why a claim can't be used, or not be given back.
 
 use beelet_model::storage::StorageError;
+use beelet_policy::dra::ClaimError;
 
 /// A failure. Displayed, it is the kubelet's sentence where it has one.
 #[derive(Debug, thiserror::Error)]
@@ -17,8 +18,14 @@ pub enum Error {
         cause: StorageError,
     },
     /// The pod may not have the claim, or not yet.
-    #[error("{0}")]
-    Unmet(String),
+    #[error(transparent)]
+    Claim(#[from] ClaimError),
+    /// A node without an API server has no claims.
+    #[error("this node has no API server")]
+    NoApiServer,
+    /// A container uses a claim that its pod does not name.
+    #[error("a claim of the container is not among those of its pod")]
+    NotOfPod,
     /// The driver refused a call, or gave no answer.
     #[error("{method}: rpc error: code = {code} desc = {message}")]
     Call {
