@@ -3,6 +3,7 @@
 //! Must never look at anything but a pod's class, its request and its containers' limits.
 
 use crate::resources::{critical::SYSTEM_CRITICAL_PRIORITY, qos::QosClass};
+use beelet_units::scheduling::{SchedulingClass, SchedulingShare};
 
 /// Who decides which thread runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
@@ -13,26 +14,6 @@ pub enum SchedulerKind {
     Cgroups,
     /// A scheduler of the tuner's, where the kernel has sched_ext.
     SchedExt,
-}
-
-/// A pod's place in the order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SchedulingClass {
-    /// Before all others, and at once when it wakes up.
-    Latency,
-    /// By weight, together with the machine's own threads.
-    Shared,
-    /// What is left.
-    BestEffort,
-}
-
-/// A pod's part.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SchedulingShare {
-    /// Its place.
-    pub class: SchedulingClass,
-    /// Its weight beside others of [`SchedulingClass::Shared`]: 100 for a request of one CPU.
-    pub weight: u32,
 }
 
 /// A pod's part, by its class, its priority and the millicores that it requests. Guaranteed pods come first,
