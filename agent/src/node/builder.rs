@@ -11,6 +11,7 @@ use tokio_util::sync::CancellationToken;
 use super::{
     doors::Doors,
     handles::{Attached, Handles},
+    services::ApiServer,
 };
 use beelet_kubelet_api::{Verbosity, auth::Reviewers};
 use beelet_model::{accounts::ServiceAccounts, desired::Desired, storage::Storage};
@@ -23,8 +24,7 @@ pub struct Builder {
     pub(super) attached: Vec<Attached>,
     pub(super) reviewers: Reviewers,
     pub(super) verbosity: Option<Verbosity>,
-    pub(super) accounts: Option<Arc<dyn ServiceAccounts>>,
-    pub(super) storage: Option<Arc<dyn Storage>>,
+    pub(super) api_server: ApiServer,
 }
 
 impl Builder {
@@ -67,14 +67,16 @@ impl Builder {
 
     /// Asks `accounts` for the pods' service accounts: the API server, on a node of a cluster.
     #[must_use]
-    pub fn accounts(self, accounts: Arc<dyn ServiceAccounts>) -> Self {
-        Self { accounts: Some(accounts), ..self }
+    pub fn accounts(mut self, accounts: Arc<dyn ServiceAccounts>) -> Self {
+        self.api_server.accounts = Some(accounts);
+        self
     }
 
     /// Asks `storage` for the volumes that claims are bound to: the API server, on a node of a cluster.
     #[must_use]
-    pub fn storage(self, storage: Arc<dyn Storage>) -> Self {
-        Self { storage: Some(storage), ..self }
+    pub fn storage(mut self, storage: Arc<dyn Storage>) -> Self {
+        self.api_server.storage = Some(storage);
+        self
     }
 
     /// Lets clients of the node's HTTPS server set the log's level.

@@ -66,7 +66,7 @@ impl Builder {
     /// # Errors
     /// A required resource is unavailable, or a part failed; the sentence says which, and what to do.
     pub async fn run(self, config: Config, shutdown: CancellationToken) -> Result<()> {
-        let Self { doors, sources, attached, reviewers, verbosity, accounts, storage } = self;
+        let Self { doors, sources, attached, reviewers, verbosity, api_server } = self;
         preflight::require(&config, reviewers.access.is_some())?;
         // The locks come first: a second agent must not get as far as touching anything.
         let state = Arc::new(State::open(&config.beelet.state_dir)?);
@@ -78,7 +78,7 @@ impl Builder {
             }
         }
         let cgroups = open_cgroups(&doors, &config)?;
-        let (services, ends) = Services::open(config, doors, (state, runtime), (accounts, storage)).await?;
+        let (services, ends) = Services::open(config, doors, (state, runtime), api_server).await?;
         let late = Late::default();
         let mut frame = Frame::new(&shutdown);
         servers::start(&mut frame, &services, &late, &cgroups, (reviewers, verbosity)).await?;

@@ -58,6 +58,15 @@ pub struct Services {
     pub(super) storage: Option<Arc<dyn Storage>>,
 }
 
+/// Answers of the API server; None on a node without one.
+#[derive(Default)]
+pub(super) struct ApiServer {
+    /// Answers for the pods' service accounts.
+    pub(super) accounts: Option<Arc<dyn ServiceAccounts>>,
+    /// Answers for claims.
+    pub(super) storage: Option<Arc<dyn Storage>>,
+}
+
 /// Inner ends of the services: one part takes each.
 pub(super) struct Ends {
     pub(super) table: watch::Sender<Arc<PodTable>>,
@@ -79,13 +88,12 @@ pub(super) struct Late {
 }
 
 impl Services {
-    /// Opens the services over `state` and `runtime`, whose locks the agent holds. The API server of a
-    /// cluster answers for `accounts` and `storage`.
+    /// Opens the services over `state` and `runtime`, whose locks the agent holds.
     pub(super) async fn open(
         config: Config,
         doors: Doors,
         (state, runtime): (Arc<State>, Runtime),
-        (accounts, storage): (Option<Arc<dyn ServiceAccounts>>, Option<Arc<dyn Storage>>),
+        ApiServer { accounts, storage }: ApiServer,
     ) -> Result<(Self, Ends)> {
         let (table_out, table) = watch::channel(Arc::new(PodTable::default()));
         let (stats, inbox) = Stats::new();

@@ -115,7 +115,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     let counted = counts.finish();
     if let Some(name) = &args.list {
-        return Ok(list(&counted, name));
+        list(&counted, name);
+        return Ok(());
     }
     violations.extend(ratchet::check(&repository, &counted, args.lower)?);
     for broken in commits::check(&repository, args.since.as_deref(), &files)? {
