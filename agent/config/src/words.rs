@@ -62,7 +62,7 @@ pub(super) fn word<T: Copy + PartialEq, const N: usize>(
     Ok(meaning)
 }
 
-/// An absolute path without `..`, or nothing for an empty one.
+/// An absolute path without `..`; an empty one counts as not written.
 pub(super) fn path(field: &str, value: &mut Option<String>) -> Result<Option<PathBuf>, Problem> {
     let Some(given) = value.take().filter(|value| !value.is_empty()) else {
         return Ok(None);
@@ -76,14 +76,14 @@ pub(super) fn path(field: &str, value: &mut Option<String>) -> Result<Option<Pat
     Ok(Some(path))
 }
 
-/// The same, with a default.
+/// An absolute path without `..`; `default` where none is written.
 pub(super) fn path_or(field: &str, value: &mut Option<String>, default: &Path) -> Result<PathBuf, Problem> {
     let path = path(field, value)?.unwrap_or_else(|| default.to_owned());
     *value = Some(path.to_string_lossy().into_owned());
     Ok(path)
 }
 
-/// The same, where empty is a value: no path.
+/// An absolute path without `..`; an empty one is a value and stands for no path.
 pub(super) fn path_or_empty(field: &str, value: &mut Option<String>) -> Result<Option<PathBuf>, Problem> {
     let path = path(field, value)?;
     value.get_or_insert_default();
