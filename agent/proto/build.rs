@@ -1,4 +1,4 @@
-//! Compiles the vendored .proto files with protox: no protoc on the user's machine.
+//! Compiles the vendored .proto files with protox, so that builds need no protoc.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = [
@@ -29,7 +29,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     ];
     println!("cargo::rerun-if-changed=proto");
     let descriptors = protox::compile(files, ["proto"])?;
-    // Of the pods API the same bytes go to many clients.
+    // The pods API sends the same bytes to many clients.
     let mut builder = tonic_prost_build::configure().bytes(".v1alpha1");
     for message in SHOWN {
         builder = builder.type_attribute(message, "#[derive(serde::Serialize)]");
@@ -38,7 +38,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// What `beelet top -o json` prints as it came.
+/// Types that `beelet top -o json` prints unchanged.
 const SHOWN: [&str; 8] = [
     "beelet.v1.SignalSnapshot",
     "beelet.v1.SignalMachine",

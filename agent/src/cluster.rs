@@ -41,20 +41,20 @@ const AGAIN: Duration = Duration::from_secs(10);
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Node of a cluster")]
 pub(crate) struct ClusterArgs {
-    /// Be a node of a cluster: how the API server is reached, and as whom. Without it the node is on its own.
+    /// Kubeconfig for the API server; joins this node to that cluster. Default: run standalone.
     #[arg(long, value_name = "FILE")]
     pub(crate) kubeconfig: Option<PathBuf>,
-    /// Where there is no kubeconfig: one whose identity may ask for the node's certificate.
+    /// Kubeconfig for requesting the node's certificate, used if --kubeconfig does not exist.
     #[arg(long, value_name = "FILE", requires = "kubeconfig")]
     pub(crate) bootstrap_kubeconfig: Option<PathBuf>,
-    /// Where certificates are kept that were asked for or made. Default: pki in the kubelet's folder.
-    #[arg(long, value_name = "FOLDER")]
+    /// Directory for requested and generated certificates. Default: pki in the kubelet's directory.
+    #[arg(long, value_name = "DIR")]
     pub(crate) cert_dir: Option<PathBuf>,
-    /// The node's addresses, at most one of IPv4 and one of IPv6. Default: the one that the default route
-    /// leaves from.
+    /// Addresses of the node, at most one IPv4 and one IPv6. Default: the source address of the default
+    /// route.
     #[arg(long, value_name = "IP[,IP]", value_delimiter = ',')]
     pub(crate) node_ip: Vec<IpAddr>,
-    /// Labels that the Node is registered with.
+    /// Labels to register the Node with.
     #[arg(long, value_name = "KEY=VALUE,...", value_delimiter = ',', value_parser = label)]
     pub(crate) node_labels: Vec<(String, String)>,
 }
@@ -77,7 +77,7 @@ impl ClusterArgs {
         match families.collect::<Vec<_>>()[..] {
             [] | [_] => {}
             [first, second] if first != second => {}
-            _ => return Err("--node-ip takes one address, or one of IPv4 and one of IPv6".to_owned()),
+            _ => return Err("`--node-ip` accepts one address, or one IPv4 and one IPv6 address".to_owned()),
         }
         config.node.ips.clone_from(&self.node_ip);
         config.node.labels = self.node_labels.iter().cloned().collect();
@@ -91,9 +91,9 @@ impl ClusterArgs {
 }
 
 pub(crate) fn label(text: &str) -> Result<(String, String), String> {
-    let (key, value) = text.split_once('=').ok_or("a label is written as key=value")?;
+    let (key, value) = text.split_once('=').ok_or("expected `key=value`")?;
     if key.is_empty() || key.len() > 317 || value.len() > 63 {
-        return Err(format!("{text:?} is no label: a key has 1 to 317 characters, a value at most 63"));
+        return Err(format!("{text:?} is not a label: a key has 1 to 317 characters, a value at most 63"));
     }
     Ok((key.to_owned(), value.to_owned()))
 }
@@ -294,7 +294,7 @@ async fn open(options: identity::Options) -> (Client, Identity) {
         match connect::connect(options.clone()).await {
             Ok(connected) => return connected,
             Err(error) => {
-                warn!("cannot connect to the API server: {error}; trying again in {} s", AGAIN.as_secs());
+                warn!("cannot connect to the API server: {error}; retrying in {} s", AGAIN.as_secs());
             }
         }
         sleep(AGAIN).await;

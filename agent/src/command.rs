@@ -9,7 +9,7 @@ use crate::{kubelet, node::preflight, observe, run};
 #[cfg(test)]
 mod packaging;
 
-/// A node agent that runs a machine's pods and keeps them healthy at kernel speed.
+/// A node agent that runs the pods of a machine and keeps them healthy at kernel speed.
 #[derive(Debug, Parser)]
 #[command(name = "beelet", version = env!("BEELET_VERSION"), propagate_version = true, max_term_width = 110)]
 struct Cli {
@@ -21,7 +21,7 @@ struct Cli {
 enum Command {
     /// Run the pods of this machine.
     Run(run::RunArgs),
-    /// Measure the pods of a kubelet (or of anything that speaks CRI), changing nothing.
+    /// Measure the pods of a kubelet, or of any CRI runtime, without changing anything.
     Observe(observe::ObserveArgs),
     #[command(flatten)]
     Other(beelet_cli::Command),
@@ -54,7 +54,7 @@ mod tests {
             let arguments = beelet_cli::kinds(line.split(' ').map(Into::into));
             let error = Cli::try_parse_from(&arguments).unwrap_err();
             let told = beelet_cli::with_hint(error, &arguments).to_string();
-            let tip = told.lines().find_map(|line| line.trim().strip_prefix("tip: a pod is meant by "));
+            let tip = told.lines().find_map(|line| line.trim().strip_prefix("tip: to name a pod, use "));
             assert_eq!(tip, hint, "{told}");
         };
         check("beelet describe web-1", Some("'beelet describe pod web-1'"));
@@ -70,7 +70,7 @@ mod tests {
             let told = beelet_cli::with_hint(error, &arguments).to_string();
             told.lines().find_map(|line| Some(line.trim().strip_prefix("tip: ")?.to_owned())).unwrap_or(told)
         };
-        let elsewhere = "a node has no such objects; 'beelet get --help' lists the kinds that it has";
+        let elsewhere = "a node has no objects of this kind; 'beelet get --help' lists the kinds";
         assert_eq!(tip("beelet get svc"), elsewhere);
         assert_eq!(tip("beelet get deployment/web"), elsewhere);
     }

@@ -35,27 +35,31 @@ const ROOT: &str = "/var/lib/kubelet";
 const LOG_LINKS: &str = "/var/log/containers";
 /// Flags that are no settings of the configuration.
 const OWN: [(&str, &str, &str); 13] = [
-    ("config", "FILE", "The configuration"),
+    ("config", "FILE", "Configuration file"),
     (
         "config-dir",
-        "FOLDER",
-        "Drop-in configurations: files ending in .conf, merged over the configuration in the order of their names",
+        "DIR",
+        "Directory of drop-in configurations: *.conf files, merged over the configuration in the order of their names",
     ),
-    ("kubeconfig", "FILE", "How the API server is reached, and as whom; without it the node is on its own"),
-    ("bootstrap-kubeconfig", "FILE", "How a client certificate is asked for where there is no kubeconfig"),
-    ("cert-dir", "FOLDER", "Where certificates are kept; default: pki in --root-dir"),
-    ("root-dir", "FOLDER", "Where pods' volumes, plugins and certificates are; default: /var/lib/kubelet"),
-    ("hostname-override", "NAME", "The node's name, in place of the hostname"),
-    ("node-ip", "IP[,IP]", "The node's addresses, at most one of IPv4 and one of IPv6"),
-    ("node-labels", "KEY=VALUE,...", "Labels that the Node is registered with"),
-    ("cloud-provider", "external", "Who sets the Node's addresses: a cloud's controller, or nobody"),
+    ("kubeconfig", "FILE", "Kubeconfig for the API server. Default: run standalone"),
+    (
+        "bootstrap-kubeconfig",
+        "FILE",
+        "Kubeconfig for requesting a client certificate, used if --kubeconfig does not exist",
+    ),
+    ("cert-dir", "DIR", "Directory of certificates. Default: pki in --root-dir"),
+    ("root-dir", "DIR", "Directory of pod volumes, plugins and certificates. Default: /var/lib/kubelet"),
+    ("hostname-override", "NAME", "Name of the node. Default: the hostname"),
+    ("node-ip", "IP[,IP]", "Addresses of the node, at most one IPv4 and one IPv6"),
+    ("node-labels", "KEY=VALUE,...", "Labels to register the Node with"),
+    ("cloud-provider", "external", "Set to `external` if a cloud controller sets the Node's addresses"),
     (
         "image-credential-provider-config",
         "FILE",
-        "The programs that are asked for credentials of image registries: a file, or a folder of them",
+        "Credential providers for image registries: a CredentialProviderConfig file, or a directory of them",
     ),
-    ("image-credential-provider-bin-dir", "FOLDER", "Where those programs are"),
-    ("logging-format", "text|json", "How log lines look"),
+    ("image-credential-provider-bin-dir", "DIR", "Directory of the credential provider programs"),
+    ("logging-format", "text|json", "Format of log lines"),
 ];
 
 /// The program was called by the kubelet's name.
@@ -103,12 +107,12 @@ fn command() -> Command {
     // Said more than once, all of it counts, as in Go.
     let several = |name: &'static str| Arg::new(name).long(name).action(ArgAction::Append);
     let mut command = Command::new(NAME)
-        .about("A node agent that takes the kubelet's place (beelet)")
+        .about("A node agent that replaces the kubelet (beelet)")
         .disable_version_flag(true)
         .args_override_self(true)
         .max_term_width(110)
-        .arg(value("v").short('v').value_name("LEVEL").help("Say more: 4 what is done, 6 why"))
-        .arg(switch("version").help("Print the version and end"));
+        .arg(value("v").short('v').value_name("LEVEL").help("Log verbosity: 4 adds actions, 6 adds reasons"))
+        .arg(switch("version").help("Print the version and exit"));
     for (name, placeholder, help) in OWN {
         let arg = if name == "node-labels" { several(name) } else { value(name) };
         command = command.arg(arg.value_name(placeholder).help(help));
@@ -170,7 +174,7 @@ fn refused(error: &clap::Error) -> ExitCode {
         },
         _ => eprintln!("{error}"),
     }
-    eprintln!("`kubelet --help` lists the flags");
+    eprintln!("run `kubelet --help` for the flags");
     ExitCode::FAILURE
 }
 
@@ -201,7 +205,7 @@ fn read(matches: &ArgMatches) -> Result<(Config, Option<Membership>, Vec<Warning
         Some("external") => true,
         Some(other) => {
             return Err(format!(
-                "--cloud-provider: {other:?} is not in this version: clouds are run by their own controller (external)"
+                "--cloud-provider: {other:?} is not supported: use `external`, with the cloud's own controller"
             ));
         }
     };

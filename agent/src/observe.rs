@@ -17,7 +17,7 @@ use beelet_policy::tuner::{CpuCaps, Law, TunerMode};
 /// Arguments of `beelet observe`.
 #[derive(Debug, Args)]
 pub(crate) struct ObserveArgs {
-    /// The container runtime.
+    /// Endpoint of the container runtime.
     #[arg(
         long,
         value_name = "ENDPOINT",
@@ -25,92 +25,92 @@ pub(crate) struct ObserveArgs {
         default_value = "unix:///run/containerd/containerd.sock"
     )]
     runtime_endpoint: String,
-    /// The node's name, as others know it; default: the hostname.
+    /// Name of the node. Default: the hostname.
     #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     node_name: Option<String>,
-    /// The cgroup below which pods are looked for.
+    /// Root cgroup of the pods.
     #[arg(long, value_name = "PATH", default_value = "/")]
     cgroup_root: String,
-    /// The socket for `beelet top`, `beelet get` and other programs.
+    /// Socket for `beelet top`, `beelet get` and other clients.
     #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = "/run/beelet/beelet.sock")]
     socket: PathBuf,
-    /// Where /metrics and its like are served; `off`: nowhere. Elsewhere than on a loopback address only
-    /// numbers are.
+    /// Address of /metrics and the other HTTP pages, or `off`. A non-loopback address serves only metrics.
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:10270", value_parser = listen)]
     listen: Listen,
-    /// Whether kernel programs measure.
+    /// Use of BPF programs for measurements.
     #[arg(long, value_enum, default_value_t = Bpf::Auto)]
     bpf: Bpf,
-    /// Where a BPF file system is.
+    /// BPF file system.
     #[arg(long, value_name = "PATH", default_value = "/sys/fs/bpf")]
     bpffs: PathBuf,
-    /// The folder for our pins in it.
+    /// Directory of the agent's pins in the BPF file system.
     #[arg(long, value_name = "NAME", default_value = "beelet-observe")]
     pin_name: String,
-    /// Leave programs and maps running at the end: the next start counts on.
+    /// Keep BPF programs and maps pinned on exit so that counters survive a restart.
     #[arg(long)]
     keep_pins: bool,
-    /// The time between two readings while somebody looks: 100ms to 10s.
+    /// Time between two readings while a client is connected: 100ms to 10s.
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = interval)]
     interval: Duration,
-    /// The counters of more containers are not read.
+    /// Maximum number of containers to measure.
     #[arg(long, value_name = "NUMBER", default_value_t = 2048)]
     max_containers: usize,
-    /// Put the pod's UID into the metrics of containers: new series for every pod that is made anew.
+    /// Add the pod's UID to container metrics, which creates new series for every recreated pod.
     #[arg(long)]
     pod_uid: bool,
-    /// What it may change on the node. Without this it changes nothing.
+    /// Changes that the agent may make on the node. Default: none.
     #[arg(long, value_name = "WHAT", value_enum, value_delimiter = ',')]
     allow: Vec<Allow>,
-    /// With --allow tune: how far the tuner goes.
+    /// Mode of the tuner; with --allow tune.
     #[arg(long, value_name = "MODE", value_enum, default_value_t = Tune::Enforce)]
     tuner: Tune,
-    /// With --allow tune: on which kernels CPU use is capped.
+    /// Kernels on which the tuner caps CPU use; with --allow tune.
     #[arg(long, value_name = "WHERE", value_enum, default_value_t = Caps::Auto)]
     tuner_cpu_caps: Caps,
-    /// What --allow must remember (since when images are unused, how to undo what was tuned) is kept here;
-    /// nothing is written otherwise.
+    /// Directory for the state of --allow: ages of unused images and original cgroup settings. Unused without
+    /// --allow.
     #[arg(long, value_name = "PATH", default_value = "/var/lib/beelet-observe")]
     state_dir: PathBuf,
-    /// Say more: -v what is done, -vv why. RUST_LOG, where set, decides alone.
+    /// Increase verbosity (-v actions, -vv reasons). RUST_LOG overrides it.
     #[arg(short, long, action = clap::ArgAction::Count)]
     verbose: u8,
-    /// How log lines look.
+    /// Format of log lines.
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     log_format: LogFormat,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Bpf {
-    /// As far as this kernel and these privileges allow.
+    /// Use BPF as far as the kernel and the privileges allow.
     Auto,
-    /// Not at all: files and /proc.
+    /// Read only files and /proc.
     Off,
 }
 
 /// Something that acts on the node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Allow {
-    /// Tuning of pods' cgroups: CPU caps and memory.high of BestEffort pods, then of Burstable ones above
-    /// their request. What somebody else overwrites is left to them, and all is given back at the end.
+    /// Tune pods' cgroups: CPU caps and memory.high of BestEffort pods, then of Burstable pods above their
+    /// requests. The tuner leaves settings alone that another process overwrites, and restores all settings
+    /// on exit.
     Tune,
-    /// Removal of images that no container uses, with the kubelet's thresholds and ages.
+    /// Remove images that no container uses, with the kubelet's thresholds and ages.
     ImageGc,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Tune {
-    /// It says what it would set (`beelet tune history`).
+    /// Report the intended settings without applying them (`beelet tune history`).
     Advise,
-    /// It does it.
+    /// Apply the settings.
     Enforce,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum Caps {
-    /// Where a cap harms nobody else (Linux 6.18 and newer).
+    /// Cap where a cap cannot harm other cgroups (Linux 6.18 and newer).
     Auto,
-    /// On all.
+    /// Cap on all kernels.
     Always,
 }
 
@@ -124,9 +124,7 @@ fn listen(text: &str) -> Result<Listen, String> {
     if text == "off" {
         return Ok(Listen::Off);
     }
-    text.parse()
-        .map(Listen::At)
-        .map_err(|error| format!("{error}: write 127.0.0.1:10270, for example, or off"))
+    text.parse().map(Listen::At).map_err(|error| format!("{error}: use e.g. `127.0.0.1:10270`, or `off`"))
 }
 
 fn interval(text: &str) -> Result<Duration, String> {
@@ -134,7 +132,7 @@ fn interval(text: &str) -> Result<Duration, String> {
     if (Duration::from_millis(100)..=Duration::from_secs(10)).contains(&interval) {
         return Ok(interval);
     }
-    Err("it must be 100ms to 10s".to_owned())
+    Err("must be from 100ms to 10s".to_owned())
 }
 
 impl ObserveArgs {

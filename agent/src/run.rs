@@ -24,28 +24,28 @@ use beelet_kubelet_api::Verbosity;
 /// Arguments of `beelet run`.
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
-    /// The configuration: a KubeletConfiguration, and a BeeletConfiguration for what is beelet's own. `beelet
-    /// config init` writes one.
+    /// Configuration file: a KubeletConfiguration, and a BeeletConfiguration for the agent's own settings.
+    /// `beelet config init` generates one.
     #[arg(long, value_name = "FILE", env = "BEELET_CONFIG", default_value = beelet_config::DEFAULT_PATH)]
     config: PathBuf,
     #[command(flatten)]
     cluster: ClusterArgs,
     #[command(flatten)]
     providers: ProviderArgs,
-    /// Check the configuration, print every value that would be in effect, and stop.
+    /// Validate the configuration, print all effective values and exit.
     #[arg(long)]
     check: bool,
-    /// Stop all pods when told to stop; otherwise they keep running and the next start takes them over.
+    /// Stop all pods when the agent exits. By default pods keep running and the next start adopts them.
     #[arg(long)]
     stop_pods_on_exit: bool,
-    /// Say more: -v what is done, -vv why. RUST_LOG, where set, decides alone.
+    /// Increase verbosity (-v actions, -vv reasons). RUST_LOG overrides it.
     #[arg(short, long, action = clap::ArgAction::Count)]
     verbose: u8,
-    /// Development: load this BPF object (of `cargo xtask build-ebpf --log`) and pass on what its programs
-    /// say.
+    /// For development: load this BPF object (from `cargo xtask build-ebpf --log`) and log the messages of
+    /// its programs.
     #[arg(long, value_name = "OBJECT", num_args = 0..=1, default_missing_value = "target/bpf/beelet-log.bpf.o")]
     bpf_log: Option<PathBuf>,
-    /// How log lines look.
+    /// Format of log lines.
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     log_format: LogFormat,
 }
@@ -53,12 +53,11 @@ pub(crate) struct RunArgs {
 /// Programs that know who the node is at image registries.
 #[derive(Debug, Default, Args)]
 pub(crate) struct ProviderArgs {
-    /// The programs that are asked for credentials of image registries: a CredentialProviderConfig, or a
-    /// folder of them.
+    /// Credential providers for image registries: a CredentialProviderConfig file, or a directory of them.
     #[arg(long, value_name = "FILE", requires = "image_credential_provider_bin_dir")]
     pub(crate) image_credential_provider_config: Option<PathBuf>,
-    /// Where those programs are.
-    #[arg(long, value_name = "FOLDER", requires = "image_credential_provider_config")]
+    /// Directory of the credential provider programs.
+    #[arg(long, value_name = "DIR", requires = "image_credential_provider_config")]
     pub(crate) image_credential_provider_bin_dir: Option<PathBuf>,
 }
 
@@ -77,8 +76,8 @@ impl ProviderArgs {
                 Some(CredentialProviders::read(file, folder).map_err(|error| error.to_string())?)
             }
             _ => {
-                return Err("--image-credential-provider-config and --image-credential-provider-bin-dir go together: \
-                                name both"
+                return Err("`--image-credential-provider-config` and `--image-credential-provider-bin-dir` require each other: \
+                                set both"
                         .to_owned());
             }
         };
@@ -88,7 +87,7 @@ impl ProviderArgs {
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum LogFormat {
-    /// For people.
+    /// Human-readable text.
     Text,
     /// One JSON object per line.
     Json,
@@ -102,7 +101,7 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
         Err(faults) => {
             print_faults(&faults, args.check);
             if !args.config.exists() {
-                eprintln!("`beelet config init` writes one for this machine");
+                eprintln!("run `beelet config init` to generate a configuration for this machine");
             }
             return ExitCode::from(USAGE);
         }
@@ -112,7 +111,7 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
         && !object.is_file()
     {
         eprintln!(
-            "error: there is no BPF object {}: build it with `cargo xtask build-ebpf --log`",
+            "error: BPF object {} not found: build it with `cargo xtask build-ebpf --log`",
             object.display()
         );
         return ExitCode::from(USAGE);
@@ -168,7 +167,7 @@ pub(crate) fn end(ran: anyhow::Result<()>) -> ExitCode {
             let code = failed(&error);
             if is_denied(&error) && !rustix::process::geteuid().is_root() {
                 eprintln!(
-                    "the agent must be root: start it as root, or by its unit (`systemctl start beelet`)"
+                    "the agent needs root: start it as root, or through its unit (`systemctl start beelet`)"
                 );
             }
             code
@@ -251,7 +250,7 @@ pub(crate) fn start_logging(format: LogFormat, verbose: u8, spans: Option<(&Trac
     tracing_subscriber::registry().with(lines.with_filter(filter)).with(layer).init();
     let verbosity = Verbosity::new(move |level| handle.reload(EnvFilter::new(directives(verbosity(level)))));
     if let Err(error) = &spans {
-        tracing::warn!("spans are not sent: {error:#}");
+        tracing::warn!("cannot export spans: {error:#}");
     }
     Logging { verbosity, _spans: spans.ok().flatten() }
 }

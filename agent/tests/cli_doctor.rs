@@ -87,7 +87,7 @@ fn the_table_ends_with_the_verdict() {
     let output = doctor(&dir, "", "healthzPort: 0", &[]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.lines().last().unwrap().starts_with("beelet cannot run here: "), "{text}");
-    assert!(text.contains("MISSING") && text.contains("Do: install and start containerd"), "{text}");
+    assert!(text.contains("MISSING") && text.contains("Fix: install and start containerd"), "{text}");
 }
 
 #[test]

@@ -124,7 +124,7 @@ fn json_and_yaml_are_pod_lists() {
 fn a_pod_that_is_not_there_is_an_error_and_no_pods_are_said_so() {
     let api = start();
     let output = api.get(&["nosuch"]).assert().failure().code(1).get_output().clone();
-    assert!(String::from_utf8_lossy(&output.stderr).contains("there is no pod \"nosuch\""), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("pod \"nosuch\" not found"), "{output:?}");
     let output = api.get(&["-n", "empty"]).assert().success().get_output().clone();
     assert_eq!((output.stdout.len(), &*output.stderr), (0, &b"No pods found.\n"[..]));
 }

@@ -129,7 +129,7 @@ fn text_that_is_neither_yaml_nor_json_is_said_so_with_its_place() {
 fn an_input_that_is_wrong_everywhere_is_not_repeated_forever() {
     let (names, said, code) = outcome(&plan("cgroups", &"{}\n".repeat(1000)));
     assert_eq!((names.len(), code, said.lines().count()), (0, 2, 21));
-    assert!(said.ends_with("980 more like these\n"), "{said}");
+    assert!(said.ends_with("980 more errors\n"), "{said}");
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! A tracepoint's arguments, by positions that the agent looked up in the running kernel's BTF.
 //!
-//! The verifier takes only a constant offset into the context. So each position has a branch of its own with
-//! a load of its own; the read-only global makes all branches but one dead. In assembler, because the
-//! compiler would join the loads again into one from a computed address.
+//! The verifier accepts only constant offsets into the context. So each position has a branch of its own with
+//! a load of its own; the read-only global makes all branches but one dead. The loads are in assembler,
+//! because the compiler would merge them again into one from a computed address.
 
 use core::{arch::asm, ffi::c_void};
 
@@ -27,7 +27,7 @@ macro_rules! load {
     }};
 }
 
-/// The argument at `position`; 0 if this kernel's tracepoint has no such argument.
+/// Returns the argument at `position`; 0 if this kernel's tracepoint lacks the argument.
 #[inline(always)]
 pub(crate) fn argument(ctx: &BtfTracePointContext, position: &Position) -> u64 {
     let ctx: *mut c_void = ctx.as_ptr();
@@ -41,7 +41,7 @@ pub(crate) fn argument(ctx: &BtfTracePointContext, position: &Position) -> u64 {
     }
 }
 
-/// Whether this kernel's tracepoint has the argument.
+/// Returns true if this kernel's tracepoint has the argument.
 #[inline(always)]
 pub(crate) fn has(position: &Position) -> bool {
     position.load() != ABSENT

@@ -1,20 +1,20 @@
-//! `socket_check`: which socket would take a connection, and does its application accept what it is given?
+//! `socket_check`: finds the socket that would take a connection, and whether its application accepts the
+//! connections in its queue.
 //!
-//! An object of its own, without maps: the agent runs the program by hand (`BPF_PROG_TEST_RUN`), once for
-//! each check in the packet, and reads the answers from the packet. Nothing is attached, pinned or kept. A
-//! check costs a lookup in the kernel's own socket table, the one that a SYN would make, and no packet is
-//! sent.
+//! An object of its own, without maps: the agent runs the program on demand (`BPF_PROG_TEST_RUN`), once per
+//! check in the packet, and reads the answers from the packet. Nothing is attached, pinned or kept. A check
+//! costs the lookup in the kernel's own socket table that a SYN would make, and sends no packet.
 //!
 //! The lookup by itself answers existence: specific and wildcard addresses, IPv4 on IPv6 sockets,
-//! `SO_REUSEPORT` groups, and whatever a `BPF_PROG_TYPE_SK_LOOKUP` program in that namespace redirects. It
-//! starts from the loopback device, so it passes over a listener bound to another device (`SO_BINDTODEVICE`);
-//! user space asks sock_diag then.
+//! `SO_REUSEPORT` groups, and redirections by a `BPF_PROG_TYPE_SK_LOOKUP` program in that namespace. The
+//! lookup starts from the loopback device, so it misses a listener bound to another device
+//! (`SO_BINDTODEVICE`); user space asks sock_diag then.
 //!
 //! Kernel structures are read with `bpf_probe_read_kernel`: a group's members and the head of an accept queue
-//! are reached through pointers that may be stale by the time they are followed. Reading the wrong memory
-//! then gives a wrong number for one look, never a fault. What can't be read is 0, which the helper itself
-//! writes: to ask it whether it could would be a branch, and the verifiers of older kernels (6.1) follow
-//! every way through the members of a group, which with two branches a member are more than they look at.
+//! are reached through pointers that may be stale by the time the program follows them. A read of the wrong
+//! memory gives a wrong number for one check, never a fault. An unreadable value is 0, which the helper
+//! itself writes. Testing the helper's result would add a branch, and the verifiers of older kernels (6.1)
+//! follow every path through the members of a group: with two branches per member these exceed their limit.
 #![no_std]
 #![no_main]
 
@@ -50,18 +50,19 @@ kernel_fields!(check);
 
 /// include/net/tcp_states.h
 const TCP_ESTABLISHED: u8 = 1;
-/// include/net/tcp_states.h: a connection's own socket has just been made, and isn't in the accept queue yet.
+/// include/net/tcp_states.h: the connection's own socket has just been made, and isn't in the accept queue
+/// yet.
 const TCP_SYN_RECV: u8 = 3;
 /// include/net/tcp_states.h
 const TCP_LISTEN: u8 = 10;
 /// include/net/tcp_states.h
 const TCP_NEW_SYN_RECV: u32 = 12;
 
-/// Runs once per check: `cb[0]` counts them, from 0, over the runs of one call.
+/// Runs once per check: `cb[0]` counts the checks, from 0, over the runs of one call.
 #[classifier]
 pub(crate) fn socket_check(ctx: TcContext) -> i32 {
     let skb = ctx.skb.skb;
-    // SAFETY: the program's own context; the kernel lets it use `cb` as it likes.
+    // SAFETY: the program's own context; the kernel lets the program use `cb` freely.
     let index = unsafe {
         let index = (*skb).cb[0];
         (*skb).cb[0] = index + 1;
@@ -73,12 +74,12 @@ pub(crate) fn socket_check(ctx: TcContext) -> i32 {
     let at = HEAD + index * size_of::<Check>();
     let Ok(asked) = ctx.load::<Asked>(at) else { return 0 };
     let answer = look(skb, &asked);
-    // Fails only where the agent gave a packet that is too short: then there is no answer to read either.
+    // Fails only if the agent passed a packet that is too short: then it has no room for an answer either.
     let _ = ctx.store(at + size_of::<Asked>(), &answer, 0);
     0
 }
 
-/// `struct bpf_sock_tuple` for IPv4, as the listening side sees it: the other side is the source.
+/// `struct bpf_sock_tuple` for IPv4, from the listener's view: the remote side is the source.
 #[repr(C)]
 struct Tuple4 {
     remote: [u8; 4],
@@ -87,7 +88,7 @@ struct Tuple4 {
     local_port: u16,
 }
 
-/// The same for IPv6.
+/// `struct bpf_sock_tuple` for IPv6.
 #[repr(C)]
 struct Tuple6 {
     remote: [u8; 16],
@@ -109,12 +110,12 @@ fn look(skb: *mut __sk_buff, asked: &Asked) -> Answer {
             local_port,
         };
         let size = size_of::<Tuple4>() as u32;
-        // SAFETY: the context is the program's own, and the tuple of the size that says IPv4.
+        // SAFETY: the context is the program's own, and the tuple has the size that selects IPv4.
         unsafe { bpf_skc_lookup_tcp(skb.cast(), (&raw mut tuple).cast(), size, netns, 0) }
     } else if asked.family == FAMILY_IPV6 {
         let mut tuple = Tuple6 { remote: asked.remote, local: asked.local, remote_port, local_port };
         let size = size_of::<Tuple6>() as u32;
-        // SAFETY: as above, of the size that says IPv6.
+        // SAFETY: as above, with the size that selects IPv6.
         unsafe { bpf_skc_lookup_tcp(skb.cast(), (&raw mut tuple).cast(), size, netns, 0) }
     } else {
         return Answer::default();
@@ -123,7 +124,7 @@ fn look(skb: *mut __sk_buff, asked: &Asked) -> Answer {
         return Answer::default();
     }
     let answer = describe(sk);
-    // SAFETY: the lookup gave this reference, and nothing uses it after this.
+    // SAFETY: the lookup returned this reference, and nothing uses it after this.
     unsafe { bpf_sk_release(sk.cast()) };
     answer
 }
@@ -134,7 +135,7 @@ fn describe(sk: *mut bpf_sock) -> Answer {
     // SAFETY: a socket that the lookup holds for us.
     let tcp = unsafe { bpf_skc_to_tcp_sock(sk.cast()) }.cast::<u8>().cast_const();
     if tcp.is_null() {
-        // A request or a socket in TIME_WAIT, which have little more than an address.
+        // A request or a socket in TIME_WAIT, which has little more than an address.
         // SAFETY: as above; the verifier knows this field of every kind of socket.
         let state = unsafe { core::ptr::read_volatile(&raw const (*sk).state) };
         answer.found = if state == TCP_NEW_SYN_RECV { found::HALF_OPEN } else { found::CLOSING };
@@ -148,7 +149,7 @@ fn describe(sk: *mut bpf_sock) -> Answer {
         answer.found = found::LISTENER;
         queues(tcp, &mut answer);
     } else if state == TCP_ESTABLISHED {
-        // accept() gives the connection its `struct socket` (sock_graft, include/net/sock.h).
+        // accept() attaches a `struct socket` to the connection (sock_graft, include/net/sock.h).
         let socket: u64 = read(tcp, &OFF_SK_SOCKET);
         answer.found = if socket == 0 { found::WAITING } else { found::ACCEPTED };
     } else if state == TCP_SYN_RECV {
@@ -159,7 +160,7 @@ fn describe(sk: *mut bpf_sock) -> Answer {
     answer
 }
 
-/// The accept queues of a listener, or of all members of its group.
+/// Adds the accept queues of a listener, or of all members of its group, to the answer.
 #[inline(always)]
 fn queues(listener: *const u8, answer: &mut Answer) {
     answer.max_backlog = read(listener, &OFF_MAX_ACK_BACKLOG);
@@ -178,13 +179,13 @@ fn queues(listener: *const u8, answer: &mut Answer) {
             break;
         }
         let member: u64 = read_at(socks.wrapping_add(index as usize * size_of::<u64>()));
-        // Nothing can be read of a member that has gone.
+        // All reads of a freed member return 0.
         queue(member as *const u8, answer);
     }
 }
 
-/// Adds one listener's accept queue to the answer. Without branches, which older verifiers would follow for
-/// each member of a group.
+/// Adds the accept queue of a single listener to the answer. Without branches, which older verifiers would
+/// follow for each member of a group.
 #[inline(always)]
 fn queue(listener: *const u8, answer: &mut Answer) {
     let backlog: u32 = read(listener, &OFF_ACK_BACKLOG);
@@ -198,15 +199,14 @@ fn queue(listener: *const u8, answer: &mut Answer) {
         return;
     }
     let head: u64 = read(listener, &OFF_ACCEPT_HEAD);
-    // The request's memory is used again for another one; the random number in it makes it that very one.
+    // The kernel reuses a request's memory; the random number in the request identifies it.
     let isn: u32 = read(head as *const u8, &OFF_SENT_ISN);
     let name = (u64::from(isn) << 32) ^ head;
     answer.heads =
         answer.heads.wrapping_add(name.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_mul(waits)) | waits;
 }
 
-/// 1 if `a > b`, else 0: the sign of a difference, and nothing that the compiler could make a branch of
-/// again.
+/// Returns 1 if `a > b`, otherwise 0: the sign of a difference, which the compiler can't turn into a branch.
 #[inline(always)]
 fn exceeds(a: u32, b: u32) -> u64 {
     black_box(u64::from(b).wrapping_sub(u64::from(a))) >> 63
@@ -228,7 +228,7 @@ fn follow(base: *const u8, pointer: &Global<u32>, field: &Global<u32>) -> u64 {
     if inner == 0 { 0 } else { read(inner as *const u8, field) }
 }
 
-/// Reads a field; 0 where this kernel has none, or where the memory is gone.
+/// Reads a field; returns 0 if this kernel lacks the field or the memory is unmapped.
 #[inline(always)]
 fn read<T: Copy + Default>(base: *const u8, offset: &Global<u32>) -> T {
     let offset = offset.load();

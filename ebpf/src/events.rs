@@ -1,4 +1,4 @@
-//! Sending to user space, and counting what could not be sent.
+//! Sends events to user space, and counts those that could not be sent.
 
 use aya_ebpf::helpers::{bpf_get_smp_processor_id, bpf_ktime_get_ns};
 use beelet_ebpf_abi::{Drops, EventHeader};
@@ -9,7 +9,7 @@ use crate::{
     maps::{DROPS, EVENTS, META},
 };
 
-/// Whether these are the programs that count, not ones that take their place or lose it: see
+/// Returns true if this instance of the programs is the active one, not a coming or a replaced one: see
 /// [`beelet_ebpf_abi::Meta::instance`].
 #[inline(always)]
 pub(crate) fn is_current() -> bool {
@@ -19,7 +19,7 @@ pub(crate) fn is_current() -> bool {
     )
 }
 
-/// The head of a record about something that happened just now.
+/// Builds the head of a record about an event that happened just now.
 #[inline(always)]
 pub(crate) fn header(kind: u32, cgroup_id: u64) -> EventHeader {
     // SAFETY: both helpers take nothing and are allowed in every program type.
@@ -44,7 +44,7 @@ pub(crate) fn send<T: Copy + 'static>(record: T) {
 pub(crate) fn dropped(field: impl FnOnce(&mut Drops) -> *mut u64) {
     if let Some(drops) = DROPS.get_ptr_mut(0) {
         // SAFETY: the pointer is this CPU's live array element. The add is atomic because a program in an
-        // interrupt can come between on the same CPU.
+        // interrupt can run in between on the same CPU.
         unsafe { atomic_add(field(&mut *drops), 1) };
     }
 }

@@ -1,8 +1,9 @@
-//! The end of processes: each below the pods' root is sent to user space once, with its exit code or signal.
+//! Exits: the end of each process below the pods' root is sent to user space once, with its exit code or
+//! signal.
 //!
-//! `sched_process_exit` sends it, and what that missed is sent when the scheduler switches away from the
-//! thread for the last time: newer kernels (7.3, not yet 6.18) let programs on most tracepoints be preempted,
-//! and pass over the run of a program whose last run on the same CPU is not over (`recursion_misses`). The
+//! `sched_process_exit` sends the event. An exit that it missed is sent when the scheduler switches away from
+//! the thread for the last time: newer kernels (7.3, not yet 6.18) preempt programs on most tracepoints, and
+//! skip the run of a program whose last run on the same CPU is not over (`recursion_misses`). Programs on the
 //! scheduler's own tracepoint can't be preempted.
 
 use aya_ebpf::{bindings::BPF_NOEXIST, macros::btf_tracepoint, programs::BtfTracePointContext};
@@ -21,14 +22,14 @@ use crate::{
     tasks::Task,
 };
 
-/// include/linux/sched/signal.h: the whole process ends, by exit_group(2) or a fatal signal.
+/// include/linux/sched/signal.h: exit_group(2) or a fatal signal ends the whole process.
 const SIGNAL_GROUP_EXIT: u32 = 4;
 /// `struct upid` is an int and a pointer.
 const UPID_BYTES: u64 = 16;
 /// include/linux/pid_namespace.h: MAX_PID_NS_LEVEL
 const MAX_PID_LEVEL: u32 = 32;
 
-/// A thread ends.
+/// Handles the end of a thread.
 #[btf_tracepoint(function = "sched_process_exit")]
 pub(crate) fn task_exited(ctx: BtfTracePointContext) -> i32 {
     if !known::<{ group::EXIT_TASK | group::THREAD }>() {
@@ -47,8 +48,8 @@ pub(crate) fn task_exited(ctx: BtfTracePointContext) -> i32 {
     0
 }
 
-/// A thread of a pod's ends. do_exit counts `live` down before the tracepoint, so of threads that end
-/// together each may find that none lives.
+/// Handles the end of a pod's thread. do_exit decrements `live` before the tracepoint, so several threads
+/// that end together may each read zero.
 #[inline(always)]
 pub(crate) fn thread_ended(task: Task, cgroup_id: u64) {
     if !known::<{ group::EXIT }>() {
@@ -61,22 +62,22 @@ pub(crate) fn thread_ended(task: Task, cgroup_id: u64) {
     }
 }
 
-/// Sends the end of the thread's process, unless it was sent already.
+/// Sends the end of the thread's process, once.
 #[inline(always)]
 fn send_once(task: Task, cgroup_id: u64) {
     let signal: u64 = task.field(OFF_TASK_SIGNAL.load());
     let leader: *const u8 = task.field(OFF_TASK_LEADER.load());
-    // SAFETY: a typed kernel pointer. Another thread's last switch may come when the leader is gone already,
-    // and its memory is another's: then its process was sent already, by the thread that came before.
+    // SAFETY: a typed kernel pointer. Another thread's last switch may come after the leader was freed and
+    // its memory reused: then an earlier thread has already sent the process's end.
     let (started_ns, of_leader): (u64, u64) =
         unsafe { (read(leader, OFF_TASK_START.load()), read(leader, OFF_TASK_SIGNAL.load())) };
     let key = ExitedKey { started_ns, pid: task.field(OFF_TASK_TGID.load()), reserved: 0 };
-    // Looked up first: to insert makes room first, by forgetting another.
+    // Lookup before insertion, because an insertion into a full map evicts another entry first.
     // SAFETY: nothing is read through the reference.
     if of_leader != signal || unsafe { EXITED.get(&key) }.is_some() {
         return;
     }
-    // Two threads may come here at once.
+    // Two threads may get here at the same time.
     if EXITED.insert(key, 1_u64, u64::from(BPF_NOEXIST)).is_ok() {
         send(ExitEvent {
             header: header(kind::EXITED, cgroup_id),
@@ -88,11 +89,11 @@ fn send_once(task: Task, cgroup_id: u64) {
     }
 }
 
-/// What wait(2) will say (`wait_task_zombie` in kernel/exit.c).
+/// Returns the status that wait(2) will report (`wait_task_zombie` in kernel/exit.c).
 #[inline(always)]
 fn status(task: Task) -> u32 {
     let signal: *const u8 = task.field(OFF_TASK_SIGNAL.load());
-    // SAFETY: as in `thread_ended`, and `send_once` has seen that the leader is there.
+    // SAFETY: as in `thread_ended`, and `send_once` has checked that the leader exists.
     unsafe {
         if read::<u32>(signal, OFF_SIGNAL_FLAGS.load()) & SIGNAL_GROUP_EXIT != 0 {
             return read(signal, OFF_SIGNAL_EXIT_CODE.load());
@@ -102,7 +103,7 @@ fn status(task: Task) -> u32 {
     }
 }
 
-/// The process's id in its own pid namespace; 0 if this kernel's structures are strange.
+/// Returns the process's id in its own pid namespace; 0 if this kernel's structures are unknown.
 #[inline(always)]
 fn own_pid(task: Task) -> u32 {
     if OFF_TASK_THREAD_PID.load() == ABSENT

@@ -1,7 +1,7 @@
 //! The read-only globals of an object, from the table of both halves (`kernel_fields` in
 //! ebpf/abi/src/fields.rs).
 
-/// Makes a global of each row of an object.
+/// Makes a global for each row of an object.
 macro_rules! globals {
     ($($(#[$doc:meta])* $name:ident $(or $other:ident)? : $kind:ident ($($arg:expr),+) [$($group:ident)*];)+) => {
         $(
@@ -16,8 +16,8 @@ macro_rules! globals {
 /// Makes the check whether a group of an object's rows is complete.
 macro_rules! known {
     ($($(#[$doc:meta])* $name:ident $(or $other:ident)? : $kind:ident ($($arg:expr),+) [$($group:ident)*];)+) => {
-        /// Whether this kernel has every field of `GROUP`. The verifier drops everything behind it otherwise,
-        /// so that the object loads, idle, under any loader.
+        /// Returns true if this kernel has every field of `GROUP`. Otherwise the verifier drops the code
+        /// behind the check, so that the object loads under any loader and stays idle.
         #[inline(always)]
         pub(crate) fn known<const GROUP: u32>() -> bool {
             use beelet_ebpf_abi::{ABSENT, fields::group};

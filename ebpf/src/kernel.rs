@@ -1,13 +1,13 @@
-//! Reading kernel structures whose layout differs from kernel to kernel.
+//! Reads kernel structures whose layout differs between kernels.
 //!
 //! Each offset is a read-only global that the agent sets from the running kernel's BTF before loading
-//! (`beelet_ebpf_abi::fields` says why, and has the table). The verifier checks every read against the
-//! kernel's own types. [`ABSENT`] means that this kernel has no such field.
+//! (`beelet_ebpf_abi::fields` has the reason and the table). The verifier checks every read against the
+//! kernel's own types. [`ABSENT`] means that this kernel lacks the field.
 
 use aya_ebpf::Global;
 use beelet_ebpf_abi::{ABSENT, Address, FAMILY_IPV4, FAMILY_IPV6, kernel_fields};
 
-/// Which argument of a tracepoint something is, or where a field lies.
+/// Position of a tracepoint's argument, or offset of a field.
 pub(crate) type Position = Global<u32>;
 
 macro_rules! attached {
@@ -23,7 +23,7 @@ kernel_fields!(attached);
 #[unsafe(no_mangle)]
 pub(crate) static USE_TASK_STORAGE: Global<u32> = Global::new(0);
 
-/// Which instance of the programs this is: see [`beelet_ebpf_abi::Meta::instance`].
+/// Number of this instance of the programs: see [`beelet_ebpf_abi::Meta::instance`].
 #[unsafe(no_mangle)]
 pub(crate) static INSTANCE: Global<u32> = Global::new(0);
 
@@ -43,19 +43,20 @@ impl Sock {
     /// Reads a field of the socket.
     #[inline(always)]
     fn field<T: Copy>(self, offset: u32) -> T {
-        // SAFETY: `Sock::new` says that this is a typed kernel pointer; reads through one are checked against
-        // the type when the program is loaded and a fault reads as zero (Documentation/bpf/btf.rst,
+        // SAFETY: `Sock::new` requires a typed kernel pointer; the verifier checks reads through one against
+        // the type when the program is loaded, and a fault reads as zero (Documentation/bpf/btf.rst,
         // "BTF_KIND_STRUCT" pointers).
         unsafe { read(self.0, offset) }
     }
 
-    /// The IP protocol number, so that MPTCP, SCTP and DCCP (which share TCP's states) can be told apart.
+    /// Returns the IP protocol number, which distinguishes TCP from MPTCP, SCTP and DCCP (which share TCP's
+    /// states).
     #[inline(always)]
     pub(crate) fn protocol(self) -> u16 {
         self.field(OFF_SOCK_PROTOCOL.load())
     }
 
-    /// The cgroup2 id of the socket's cgroup, or 0.
+    /// Returns the cgroup2 id of the socket's cgroup, or 0.
     #[inline(always)]
     pub(crate) fn cgroup_id(self) -> u64 {
         let (cgroup, kn, id) = (OFF_SOCK_CGROUP.load(), OFF_CGROUP_KN.load(), OFF_KERNFS_ID.load());
@@ -73,7 +74,7 @@ impl Sock {
         }
     }
 
-    /// Where the socket is bound. The port is 0 while the kernel hasn't chosen one.
+    /// Returns the socket's bound address. The port is 0 while the kernel hasn't chosen one.
     #[inline(always)]
     pub(crate) fn address(self) -> Option<Address> {
         let net: *const u8 = self.field(OFF_SKC_NET.load());
@@ -117,7 +118,7 @@ fn set_word(address: &mut [u8; 16], index: usize, word: u32) {
 /// `base` is a typed kernel pointer and `offset` a constant to the verifier, within that type.
 #[inline(always)]
 pub(crate) unsafe fn read<T: Copy>(base: *const u8, offset: u32) -> T {
-    // Volatile: the compiler may neither merge reads (the verifier wants them field by field) nor repeat
+    // Volatile: the compiler may neither merge reads (the verifier requires them field by field) nor repeat
     // them. SAFETY: the verifier checks the access against the kernel's type, or refuses the program.
     unsafe { core::ptr::read_volatile(base.add(offset as usize).cast::<T>()) }
 }
@@ -125,6 +126,6 @@ pub(crate) unsafe fn read<T: Copy>(base: *const u8, offset: u32) -> T {
 /// Reads a word of a map value that other CPUs change.
 #[inline(always)]
 pub(crate) fn load(word: &u64) -> u64 {
-    // SAFETY: a reference is aligned and to something that lives.
+    // SAFETY: a reference is aligned and points to a live value.
     unsafe { core::ptr::read_volatile(word) }
 }

@@ -1,23 +1,23 @@
-//! TCP sockets that listen, on the whole machine: where, and since when.
+//! Listening TCP sockets of the whole machine, with their address and start time.
 //!
-//! Two hooks feed the same two idempotent functions, [`open`] and [`close`]: the first one wins and the other
-//! changes nothing.
+//! Two hooks feed the same two idempotent functions, [`open`] and [`close`]: the first call wins and the
+//! other changes nothing.
 //!
-//! - `pod_socket`, sock_ops on the pods' cgroup (sockets.rs). `LISTEN_CB` runs when `listen` has succeeded,
-//!   so the port is known and connections are taken. `STATE_CB` sees the listener end, where the tracepoint
-//!   is not allowed.
-//! - `listener_state`, on the tracepoint `inet_sock_set_state`. It sees every socket of the machine: those
-//!   made before the attach, those passed in from another cgroup, and those that die with their process.
+//! - `pod_socket`, sock_ops on the pods' cgroup (sockets.rs). `LISTEN_CB` runs after `listen` has succeeded,
+//!   so the port is known and the socket takes connections. `STATE_CB` sees the end of a listener if the
+//!   tracepoint is not allowed.
+//! - `listener_state`, on the tracepoint `inet_sock_set_state`, which sees every socket of the machine:
+//!   sockets made before the attach, passed in from another cgroup, or closed by the end of their process.
 //!
 //! The tracepoint's quirks (net/ipv4/inet_connection_sock.c):
 //!
 //! - `inet_csk_listen_start` sets the state *before* it has the port. A socket that listens without `bind`
-//!   has port 0 then: it is recorded, but neither counted nor reported until `LISTEN_CB` fills the port in.
-//!   If getting the port fails, the state goes back to CLOSE and [`close`] takes the record away again.
+//!   has port 0 then: it is recorded, but neither counted nor reported until `LISTEN_CB` fills in the port.
+//!   If getting the port fails, the state returns to CLOSE and [`close`] removes the record again.
 //! - `inet_csk_clone_lock` makes an accepted connection by copying the listener, *cookie and state included*,
 //!   and sets the copy to SYN_RECV: a transition from LISTEN that is not the listener's. Only LISTEN to CLOSE
 //!   is an end.
-//! - On the way to CLOSE an autobound port is given back first, so [`close`] trusts the record, not the
+//! - On the way to CLOSE the kernel releases an autobound port first, so [`close`] trusts the record, not the
 //!   socket.
 
 use aya_ebpf::{
@@ -39,8 +39,8 @@ use crate::{
     sockets::sock_of,
 };
 
-/// Asks for `STATE_CB` on this socket, and on the connections it accepts, which inherit it and pay for it: so
-/// only where nothing else sees the end.
+/// Requests `STATE_CB` on this socket. The connections that it accepts inherit the flag and its cost, so it
+/// is set only if no other hook sees the end.
 const BPF_SOCK_OPS_STATE_CB_FLAG: u32 = 4;
 
 /// include/net/tcp_states.h
@@ -49,7 +49,8 @@ const TCP_CLOSE: u32 = 7;
 const TCP_LISTEN: u32 = 10;
 const IPPROTO_TCP: u16 = 6;
 
-/// What sock_ops has to say of a listener in the pods' cgroup: it began to listen, or its state changed.
+/// Handles a sock_ops event of a listener in the pods' cgroup: the socket began to listen, or its state
+/// changed.
 #[inline(always)]
 pub(crate) fn by_sock_ops(ctx: &SockOpsContext, listens: bool) {
     if !listens && (ctx.arg(0) != TCP_LISTEN || ctx.arg(1) != TCP_CLOSE) || !known::<{ group::LISTENER }>() {
@@ -57,7 +58,7 @@ pub(crate) fn by_sock_ops(ctx: &SockOpsContext, listens: bool) {
     }
     if !tracepoint_attached() {
         if listens {
-            // OR-ed onto what is there: another program on this cgroup may have asked for its own callbacks.
+            // OR-ed onto the existing flags: another program on this cgroup may have requested callbacks.
             let _ = ctx.set_cb_flags((ctx.cb_flags() | BPF_SOCK_OPS_STATE_CB_FLAG) as i32);
         }
     } else if !listens {
@@ -69,11 +70,12 @@ pub(crate) fn by_sock_ops(ctx: &SockOpsContext, listens: bool) {
     if listens { open(cookie, sock, seen_by::SOCK_OPS) } else { close(cookie, sock) }
 }
 
-/// Every TCP socket of the machine that begins or ends to listen.
+/// Handles every TCP socket of the machine that begins or stops listening.
 #[btf_tracepoint(function = "inet_sock_set_state")]
 pub(crate) fn listener_state(ctx: BtfTracePointContext) -> i32 {
-    // The positions have been (sk, oldstate, newstate) since the tracepoint came with 4.16; the agent checks
-    // that they still are before it loads this (`check_set_state` in agent/bpf/src/offsets.rs).
+    // The arguments have been (sk, oldstate, newstate) since the tracepoint's introduction in 4.16; the agent
+    // checks that they still are before it loads this program (`check_set_state` in
+    // agent/bpf/src/offsets.rs).
     let (old, new): (i32, i32) = (ctx.arg(1), ctx.arg(2));
     let (old, new) = (old as u32, new as u32);
     let opens = new == TCP_LISTEN;
@@ -97,10 +99,10 @@ pub(crate) fn listener_state(ctx: BtfTracePointContext) -> i32 {
     0
 }
 
-/// Whether the tracepoint sees the closes, so that sock_ops may leave them to it.
+/// Returns true if the tracepoint sees the closes, so that sock_ops may ignore them.
 ///
-/// Without this, `close` by sock_ops would be followed, in the same `tcp_set_state`, by one by the tracepoint
-/// that finds no record and would report the end of an unknown listener.
+/// Otherwise a `close` by sock_ops would be followed, in the same `tcp_set_state`, by one by the tracepoint,
+/// which would find no record and report the end of an unknown listener.
 #[inline(always)]
 fn tracepoint_attached() -> bool {
     // SAFETY: the element lives as long as the array; the agent changes this field as one aligned word.
@@ -108,8 +110,8 @@ fn tracepoint_attached() -> bool {
         .is_some_and(|meta| unsafe { core::ptr::read_volatile(&raw const (*meta).tracepoint) } != 0)
 }
 
-/// Records a socket that listens. Both hooks run under the socket's lock, so one cookie is never opened twice
-/// at once.
+/// Records a listening socket. Both hooks run under the socket's lock, so a cookie is never opened twice at
+/// the same time.
 #[inline(always)]
 fn open(cookie: u64, sock: Sock, by: u32) {
     let Some(address) = sock.address() else { return };
@@ -149,11 +151,11 @@ fn open(cookie: u64, sock: Sock, by: u32) {
     }
 }
 
-/// Takes the record of a socket that listens no longer.
+/// Removes the record of a socket that stopped listening.
 ///
 /// A listener without a record (older than the attach, or the map was full) is reported as well, with
-/// `since_ns` 0: user space may know it from elsewhere. Its address was never counted, so nothing is taken
-/// away.
+/// `since_ns` 0: user space may know it from another source. Its address was never counted, so no count
+/// changes.
 #[inline(always)]
 fn close(cookie: u64, sock: Sock) {
     // SAFETY: takes nothing.
@@ -170,8 +172,8 @@ fn close(cookie: u64, sock: Sock) {
                 uncount(&known.address, now);
             }
             if known.address.port == 0 {
-                // `listen` without `bind` that never succeeded (or was never reported): no subscriber knows
-                // it.
+                // A `listen` without `bind` that never succeeded (or was never reported): no subscriber knows
+                // the socket.
                 return;
             }
             (known.address, known.cgroup_id, known.since_ns)
@@ -185,18 +187,18 @@ fn close(cookie: u64, sock: Sock) {
     send(ListenerEvent { header: header(kind::LISTENER_CLOSED, cgroup_id), cookie, since_ns, address });
 }
 
-/// Counts a listener at its address; 1 if it could.
+/// Counts a listener at its address; returns 1 on success, 0 if the map is full.
 #[inline(always)]
 fn count(address: &Address, cookie: u64, now: u64) -> u32 {
     if ADDRESSES.get_ptr(address).is_none() {
         let none = AddressCount { listeners: 0, last_cookie: cookie, changed_ns: now };
-        // Another CPU may be first: then its entry serves.
+        // Another CPU may insert first: then its entry serves.
         let _ = ADDRESSES.insert(address, none, u64::from(BPF_NOEXIST));
     }
     match ADDRESSES.get_ptr_mut(address) {
         Some(entry) => {
-            // SAFETY: a live element; the count is changed atomically, the rest is whole words where the last
-            // wins.
+            // SAFETY: a live element; the count is changed atomically, the other fields are whole words, and
+            // the last writer wins.
             unsafe {
                 atomic_add(&raw mut (*entry).listeners, 1);
                 (*entry).last_cookie = cookie;
@@ -211,7 +213,7 @@ fn count(address: &Address, cookie: u64, now: u64) -> u32 {
     }
 }
 
-/// The reverse of [`count`], for a listener that was counted.
+/// Reverses [`count`], for a listener that was counted.
 #[inline(always)]
 fn uncount(address: &Address, now: u64) {
     if let Some(entry) = ADDRESSES.get_ptr_mut(address) {
@@ -228,7 +230,7 @@ fn uncount(address: &Address, now: u64) {
 fn log(address: &Address, cookie: u64, opened: bool) {
     let what = if opened { "opened" } else { "closed" };
     aya_log_ebpf::info!(
-        (), // the macro wants a context and ignores it
+        (), // the macro requires a context and ignores it
         "listener {}: netns {} port {} cookie {}",
         what,
         address.netns_cookie,

@@ -1,4 +1,4 @@
-//! What every object has, whatever programs are in it.
+//! The parts that every object needs: panic handler and license.
 
 #[panic_handler]
 fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
@@ -6,8 +6,8 @@ fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
     loop {}
 }
 
-/// Schedulers, and helpers such as `bpf_skc_to_tcp_sock`, are for GPL-compatible programs only. The sources
-/// are Apache-2.0 as well.
+/// License of the object: the kernel allows schedulers, and helpers such as `bpf_skc_to_tcp_sock`, only to
+/// GPL-compatible programs. The sources are Apache-2.0 as well.
 #[unsafe(link_section = "license")]
 #[unsafe(no_mangle)]
 static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";

@@ -1,8 +1,8 @@
-//! Processes that the kernel chose to kill for want of memory, whether their cgroup's or the machine's.
+//! Victims of the OOM killer, because their cgroup or the whole machine was out of memory.
 //!
-//! The tracepoint passes the victim itself since Linux 6.9, its number before. Below 6.4 the number leads to
-//! the thread through the `TASKS` map; between the two, user space finds the cgroup out by the number.
-//! Everything is read by address here: it is rare, and one way serves both.
+//! The tracepoint passes the victim itself since Linux 6.9, its number before. Before 6.4 the number leads to
+//! the thread through the `TASKS` map; between the two releases, user space finds the cgroup by the number.
+//! This module reads all fields by address: OOM kills are rare, and one way serves both kinds of kernel.
 
 use aya_ebpf::{macros::btf_tracepoint, programs::BtfTracePointContext};
 use beelet_ebpf_abi::{ABSENT, OomEvent, OomKill, TaskKey, fields::group, kind};
@@ -44,7 +44,7 @@ pub(crate) fn oom_victim(ctx: BtfTracePointContext) -> i32 {
     report(task, cgroup_id, pid)
 }
 
-/// The victim's `task_struct` (0 if unknown) and its process id.
+/// Returns the victim's `task_struct` (0 if unknown) and its process id.
 #[inline(always)]
 fn victim(ctx: &BtfTracePointContext) -> (u64, u32) {
     if has(&POS_OOM_TASK) {
@@ -80,11 +80,11 @@ fn report(task: u64, cgroup_id: u64, pid: u32) -> i32 {
     0
 }
 
-/// A counter of a `mm_struct`. Some are sums of which each CPU holds back a little, and may be below zero for
-/// a moment.
+/// Returns a counter of a `mm_struct`. Some counters are sums without the small rest that each CPU keeps, and
+/// may be below zero for a moment.
 #[inline(always)]
 fn pages(mm: u64, offset: &Position) -> u64 {
     let pages: i64 = if mm == 0 || offset.load() == ABSENT { 0 } else { peek(mm + u64::from(offset.load())) };
-    // Four zeros in a row would become a call of `memset`, which kernels before 6.8 refuse.
+    // The compiler would turn four zeros in a row into a call of `memset`, which kernels before 6.8 refuse.
     core::hint::black_box(if pages < 0 { 0 } else { pages as u64 })
 }

@@ -1,5 +1,5 @@
-//! When a cgroup waits too much, user space gets an edge: one when it crosses its threshold, one when it is
-//! well again, and never more than one per second. Everything else is only counted.
+//! Pressure edges: user space gets one edge when a cgroup's waits rise above its threshold and one when they
+//! fall again, and never more than one per second. All other waits are only counted.
 
 use aya_ebpf::bindings::BPF_NOEXIST;
 use beelet_ebpf_abi::{
@@ -20,7 +20,7 @@ static CALM: Pressure = Pressure {
     edge_ns: 0,
 };
 
-/// A thread of a cgroup waited for `waited_ns`, until `now`. `KIND` is one of [`pressure`].
+/// Adds the wait of a cgroup's thread, `waited_ns` until `now`. `KIND` is one of [`pressure`].
 #[inline(always)]
 pub(crate) fn waited<const KIND: usize>(cgroup_id: u64, class: u32, waited_ns: u64, now: u64) {
     let threshold = threshold::<KIND>(class);
@@ -54,7 +54,7 @@ pub(crate) fn waited<const KIND: usize>(cgroup_id: u64, class: u32, waited_ns: u
     }
 }
 
-/// Sends an edge, if the cgroup's last one was a second ago; else the next wait tries again.
+/// Sends an edge if the cgroup's last one was at least a second ago; otherwise the next wait tries again.
 #[inline(always)]
 fn send_edge<const KIND: usize>(entry: &mut Pressure, cgroup_id: u64, above: bool, waited_ns: u64, now: u64) {
     let last = load(&entry.edge_ns);
@@ -73,7 +73,8 @@ fn send_edge<const KIND: usize>(entry: &mut Pressure, cgroup_id: u64, above: boo
 #[inline(always)]
 fn threshold<const KIND: usize>(class: u32) -> u64 {
     let Some(settings) = SETTINGS.get_ptr(0) else { return 0 };
-    // SAFETY: the element lives as long as the array; whole words, where any of two values will do.
+    // SAFETY: the element lives as long as the array; during a change, the old and the new word are both
+    // valid.
     let settings: &Settings = unsafe { &*settings };
     let all =
         if KIND == pressure::RUN_QUEUE as usize { &settings.run_queue_wait_ns } else { &settings.reclaim_ns };
@@ -94,7 +95,7 @@ fn entry<'a>(cgroup_id: u64) -> Option<&'a mut Pressure> {
             PRESSURE.get_ptr_mut(key)?
         }
     };
-    // SAFETY: a live element. Other CPUs write it too: each field is one word, changed atomically where it
-    // matters.
+    // SAFETY: a live element. Other CPUs also write it: each field is one word, changed atomically where
+    // needed.
     Some(unsafe { &mut *found })
 }

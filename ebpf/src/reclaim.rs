@@ -1,10 +1,10 @@
-//! How long threads of a cgroup look for free memory instead of running: because their own cgroup is at its
-//! limit, or because the whole machine is short. And who makes that necessary: a thread frees memory as it
-//! needs some, so those that grow are those that free most.
+//! Time that threads of a cgroup spend in reclaim instead of running, because their own cgroup is at its
+//! limit or the whole machine is short of memory; and the cgroups that cause the reclaim: a thread frees
+//! memory when it needs some, so the cgroups that grow free most.
 //!
-//! The hooks run in the thread that reclaims, so it is the current one that counts, whatever the tracepoints
-//! pass (their arguments have been reordered between kernels). Work that a kernel thread does for a cgroup
-//! stalls no thread of it.
+//! The hooks run in the reclaiming thread, so they account the current thread and ignore the tracepoints'
+//! arguments (which have been reordered between kernels). Reclaim by a kernel thread for a cgroup stalls no
+//! thread of that cgroup.
 
 use aya_ebpf::{
     helpers::{bpf_get_current_task_btf, bpf_ktime_get_ns},
@@ -53,7 +53,7 @@ pub(crate) fn direct_reclaim_end(ctx: BtfTracePointContext) -> i32 {
 
 #[inline(always)]
 fn current() -> Task {
-    // SAFETY: takes nothing; there is always a current task, typed by the helper.
+    // SAFETY: takes nothing; a current task always exists, typed by the helper.
     unsafe { Task::new(bpf_get_current_task_btf() as u64) }
 }
 
@@ -68,7 +68,7 @@ fn begin() -> i32 {
     0
 }
 
-/// A thread has freed so many pages.
+/// Accounts a reclaim by the current thread, which freed `freed` pages.
 #[inline(always)]
 fn end(kind: u32, freed: u64, fields: impl FnOnce(&mut Counters) -> (*mut u64, *mut u64)) -> i32 {
     if !known::<{ group::CGROUP }>() || !is_current() {
@@ -86,7 +86,7 @@ fn end(kind: u32, freed: u64, fields: impl FnOnce(&mut Counters) -> (*mut u64, *
         return 0;
     }
     let (cgroup, cgroup_id) = task.cgroup();
-    // Also outside pods: what the machine's daemons need, pods miss.
+    // Also outside pods: memory that the machine's daemons need is missing for pods.
     if freed > 0 {
         charge_freed(kind, cgroup_id, freed, now);
     }
@@ -95,7 +95,7 @@ fn end(kind: u32, freed: u64, fields: impl FnOnce(&mut Counters) -> (*mut u64, *
         return 0;
     }
     if let Some(found) = counters(cgroup_id) {
-        // SAFETY: a live element; atomic, because this thread may be put aside in the middle.
+        // SAFETY: a live element; atomic, because this thread may be preempted in the middle.
         unsafe {
             let (time, count) = fields(&mut *found);
             atomic_add(time, now - since);
@@ -106,15 +106,15 @@ fn end(kind: u32, freed: u64, fields: impl FnOnce(&mut Counters) -> (*mut u64, *
     0
 }
 
-/// Adds pages to those that threads of a cgroup have freed. Returns how many these are now.
+/// Adds pages to the sum that threads of a cgroup have freed. Returns the new sum.
 ///
-/// A function that the verifier checks by itself: the same for both programs, of which neither interrupts
-/// itself on one CPU, and each has an element of its own.
+/// The verifier checks this function by itself. Both programs share it: neither interrupts itself on one CPU,
+/// and each has an element of its own.
 #[inline(never)]
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn charge_freed(kind: u32, cgroup_id: u64, pages: u64, now: u64) -> u64 {
     let Some(found) = RECLAIMERS.get_ptr_mut(kind) else { return 0 };
-    // SAFETY: this CPU's live element, and nothing that writes it comes between.
+    // SAFETY: this CPU's live element, and no other writer runs on this CPU in between.
     let found = unsafe { &mut *found };
     age(found, 0, now >> HALF_LIFE_BITS);
     found.total = found.total.wrapping_add(pages);

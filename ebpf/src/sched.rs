@@ -1,10 +1,10 @@
-//! Time on the CPU, time waiting for it, and preemption by whom: for each cgroup below the pods' root, every
-//! event.
+//! Time on the CPU, time waiting for it, and preemptions by their cause: every event of each cgroup below the
+//! pods' root.
 //!
 //! These hooks run some hundred thousand times per second under the run-queue lock, with interrupts off, so
-//! nothing comes between on the same CPU: plain adds to per-CPU values are enough. What a thread has run and
-//! waited is added when it leaves the CPU, with one look-up; user space adds what runs now (`RUNNING`). All
-//! times here are those of the run queue's own clock: reading another one would be a third of the cost.
+//! no other code runs in between on the same CPU: plain adds to per-CPU values are enough. A thread's run and
+//! wait time is added when the thread leaves the CPU, with one lookup; user space adds the unfinished run
+//! (`RUNNING`). All times are on the run queue's own clock: reading another one would be a third of the cost.
 
 use aya_ebpf::{helpers::bpf_ktime_get_ns, macros::btf_tracepoint, programs::BtfTracePointContext};
 use beelet_ebpf_abi::{
@@ -29,22 +29,22 @@ use crate::{
 
 /// include/linux/sched.h
 const TASK_RUNNING: u32 = 0;
-/// include/linux/sched.h: it will never run again.
+/// include/linux/sched.h: the thread will never run again.
 const TASK_DEAD: u32 = 0x80;
-/// How often a CPU's run queue's clock is compared with `CLOCK_MONOTONIC`: NTP moves them apart by half a
-/// millisecond in that time at most.
+/// Period of comparing a CPU's run-queue clock with `CLOCK_MONOTONIC`: NTP moves them apart by at most half a
+/// millisecond in that time.
 const COMPARE_NS: u64 = 1_000_000_000;
-/// No state of the kernel's.
+/// Not a state of the kernel.
 const UNKNOWN: u32 = u32::MAX;
 
-/// One thread leaves this CPU and another comes.
+/// Accounts a switch of threads on this CPU.
 #[btf_tracepoint(function = "sched_switch")]
 pub(crate) fn sched_switch(ctx: BtfTracePointContext) -> i32 {
     if !known::<{ group::CGROUP | group::SWITCH }>() || !is_current() {
         return 0;
     }
     let Some(cpu) = RUNNING.get_ptr_mut(0) else { return 0 };
-    // SAFETY: this CPU's live element, and nothing comes between.
+    // SAFETY: this CPU's live element, and no other code runs in between.
     let cpu = unsafe { &mut *cpu };
     // SAFETY: both are tasks, never null.
     let (previous, next) =
@@ -87,15 +87,15 @@ pub(crate) fn sched_switch(ctx: BtfTracePointContext) -> i32 {
     0
 }
 
-/// How long a thread has waited for the CPU that it gets: nanoseconds.
+/// A thread's wait for the CPU that it gets, in nanoseconds.
 #[derive(Clone, Copy)]
 struct Wait {
     all: u64,
-    /// Of it at this CPU, up to now.
+    /// Part of the wait at this CPU, up to now.
     here: u64,
 }
 
-/// Finds once in a while how far `CLOCK_MONOTONIC` is ahead of this CPU's run queue's clock.
+/// Measures, once per period, how far `CLOCK_MONOTONIC` is ahead of this CPU's run-queue clock.
 #[inline(always)]
 fn compare_clocks(cpu: &mut Running, now: u64) {
     if now.wrapping_sub(cpu.compared_ns) >= COMPARE_NS {
@@ -105,19 +105,19 @@ fn compare_clocks(cpu: &mut Running, now: u64) {
     }
 }
 
-/// How long a thread that gets the CPU now has waited for it; `None` if its beginning was not seen.
+/// Returns the wait of a thread that gets the CPU now; `None` if the wait's beginning was not seen.
 #[inline(always)]
 fn waited_ns(next: Task, now: u64) -> Option<Wait> {
     if known::<{ group::RUN_DELAY }>() { Some(by_run_delay(next, now)) } else { by_wakeup(next, now) }
 }
 
-/// The kernel adds up how long each thread has waited in its life (`run_delay`). What has come to it since
-/// the last time that we saw it get a CPU is this wait, wherever the thread was moved meanwhile.
+/// Returns the wait by the kernel's sum of each thread's waits in its life (`run_delay`). The growth of the
+/// sum since the thread last got a CPU is this wait, even if the thread was moved in between.
 #[inline(always)]
 fn by_run_delay(next: Task, now: u64) -> Wait {
     let waits = next.waits(now);
-    // New to the pods, or its fork was passed over, as may be on newer kernels (see exits.rs); task storage
-    // may be made here.
+    // The thread is new to the pods, or its fork was missed, as may happen on newer kernels (see exits.rs);
+    // task storage may be made here.
     let state = next.state_or_new();
     let Some(state) = state else { return Wait { all: waits.here, here: waits.here } };
     // SAFETY: a live element; only this thread's own hooks write it, one at a time.
@@ -132,22 +132,22 @@ fn by_run_delay(next: Task, now: u64) -> Wait {
     Wait { all, here: waits.here }
 }
 
-/// A thread that comes was woken or preempted before, so its state is always of the current wait. That has no
-/// length if the wake-up caused the switch: then the kernel saves reading its clock again
+/// Returns the wait since the thread's last wake-up or preemption, so the state is always of the current
+/// wait. The length is zero if the wake-up caused the switch: then the kernel skips reading its clock again
 /// (`rq_clock_skip_update`).
 #[inline(always)]
 fn by_wakeup(next: Task, now: u64) -> Option<Wait> {
     // SAFETY: a live element; only this thread's own hooks write it, one at a time.
     let since = unsafe { (*next.state()?).runnable_since_ns };
-    // If it was moved meanwhile, it is not known since when it waits here.
+    // If the thread was moved in between, the beginning of its wait here is unknown.
     if since != 0 && now >= since { Some(Wait { all: now - since, here: now - since }) } else { None }
 }
 
-/// Adds what the thread that leaves has run and waited. `next` is the pod of the one that comes.
+/// Adds the run and wait time of the leaving thread. `next` is the pod of the next thread.
 #[inline(always)]
 fn account(cpu: &Running, now: u64, preempted: bool, next: Pod) {
     let Some(found) = counters(cpu.cgroup_id) else { return };
-    // SAFETY: this CPU's live element, and nothing comes between that writes these fields.
+    // SAFETY: this CPU's live element, and no other writer of these fields runs in between.
     let found: &mut Counters = unsafe { &mut *found };
     found.on_cpu_ns += now.saturating_sub(cpu.since_ns);
     found.switches += 1;
@@ -162,15 +162,15 @@ fn account(cpu: &Running, now: u64, preempted: bool, next: Pod) {
     }
     if cpu.waited != 0 {
         found.run_queue_wait_ns += cpu.wait_ns;
-        // A mask, hidden from the compiler, which would find it needless: older verifiers follow branches
+        // A mask, hidden from the compiler, which would drop it as needless: older verifiers follow branches
         // that their own bounds rule out, so a comparison is not enough for them.
         let bucket = core::hint::black_box(bucket(cpu.wait_ns)) as usize % WAIT_BUCKETS;
         found.run_queue_waits[bucket] += 1;
     }
 }
 
-/// In what state the thread leaves. [`TASK_RUNNING`]: it would have gone on, but was preempted, or yielded;
-/// the kernel counts that as an involuntary switch (`nivcsw` in kernel/sched/core.c).
+/// Returns the state of the leaving thread. [`TASK_RUNNING`]: the thread was still runnable, but was
+/// preempted or yielded; the kernel counts that as an involuntary switch (`nivcsw` in kernel/sched/core.c).
 #[inline(always)]
 fn state_of(ctx: &BtfTracePointContext, previous: Task) -> u32 {
     if has(&POS_SWITCH_PREEMPT) && argument(ctx, &POS_SWITCH_PREEMPT) & 0xff != 0 {
@@ -183,7 +183,7 @@ fn state_of(ctx: &BtfTracePointContext, previous: Task) -> u32 {
     if OFF_TASK_STATE.load() == ABSENT { UNKNOWN } else { previous.field(OFF_TASK_STATE.load()) }
 }
 
-/// The bucket of a wait: 0 below 2^10 ns, then one for each power of two, up to the last.
+/// Returns the bucket of a wait: 0 below 2^10 ns, then one per power of two, up to the last.
 #[inline(always)]
 fn bucket(wait_ns: u64) -> u64 {
     const LONGEST: u64 = (1 << (WAIT_BUCKETS - 1)) - 1;
@@ -204,14 +204,14 @@ fn bucket(wait_ns: u64) -> u64 {
     bits + (rest >> 1) + 1
 }
 
-/// A thread becomes runnable. The agent attaches this and the next only where the kernel doesn't count waits
-/// itself: two more hooks would cost half as much again (decisions/0015).
+/// Records that a thread becomes runnable. The agent attaches this hook and the next only if the kernel
+/// itself doesn't count waits: two more hooks would cost half as much again (decisions/0015).
 #[btf_tracepoint(function = "sched_wakeup")]
 pub(crate) fn sched_wakeup(ctx: BtfTracePointContext) -> i32 {
     woken(&ctx, Task::state)
 }
 
-/// A thread becomes runnable for the first time.
+/// Records that a thread becomes runnable for the first time.
 #[btf_tracepoint(function = "sched_wakeup_new")]
 pub(crate) fn sched_wakeup_new(ctx: BtfTracePointContext) -> i32 {
     woken(&ctx, Task::state_or_new)

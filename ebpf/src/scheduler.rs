@@ -1,17 +1,17 @@
-//! The scheduler: the callbacks of one `sched_ext_ops` (Documentation/scheduler/sched-ext.rst), which decide
-//! which thread runs where, for all threads of the classes SCHED_NORMAL, SCHED_BATCH and SCHED_IDLE.
+//! The scheduler: the callbacks of one `sched_ext_ops` (Documentation/scheduler/sched-ext.rst), which place
+//! all threads of the classes SCHED_NORMAL, SCHED_BATCH and SCHED_IDLE on CPUs.
 //!
-//! Three queues, for the whole machine: latency-critical pods first, then Burstable pods by weight together
+//! Three queues for the whole machine: latency-critical pods first, then Burstable pods by weight together
 //! with the machine's own threads, then BestEffort pods. A thread that finds no idle CPU takes one from a
-//! class behind its own. Each class that waits gets a turn on each CPU at least once per bound
-//! ([`BOUND_NS`]), so nobody starves. CPU limits, which the kernel keeps only for its own scheduler, are kept
-//! here: a thread whose container has used its quota is parked until a later window. Then it leaves its queue
-//! for a moment, and is queued as others are, or parked again. However many threads a container has, as many
-//! come back in a window as its quota may pay for, so those moments cost little.
+//! class behind its own. Each waiting class gets a turn on each CPU at least once per bound ([`BOUND_NS`]),
+//! so no class starves. The programs also enforce CPU limits, which the kernel does only in its own
+//! scheduler: a thread whose container has used its quota is parked until a later window. Then the thread
+//! runs for a moment, and is queued like others or parked again. The number of a container's threads that
+//! return in a window is limited by its quota, so those moments cost little.
 //!
-//! An object of its own, which the agent loads by hand: aya knows no `struct_ops`, and kfuncs are calls of
-//! numbers (`beelet_ebpf_abi::scheduler`). Nothing is pinned: the kernel takes its own scheduler back as soon
-//! as the agent's descriptor is closed, however it ends.
+//! An object of its own, which the agent links itself: aya does not support `struct_ops`, and kfuncs are
+//! calls of numbers (`beelet_ebpf_abi::scheduler`). Nothing is pinned: the kernel restores its own scheduler
+//! as soon as the agent's descriptor is closed, for any reason.
 #![no_std]
 #![no_main]
 #![feature(core_intrinsics)]
@@ -63,7 +63,7 @@ kernel_fields!(scheduler);
 /// The cgroup id of the pods' root.
 #[unsafe(no_mangle)]
 static PODS: Global<u64> = Global::new(0);
-/// How deep it is below the root of cgroup2.
+/// Depth of the pods' root below the root of cgroup2.
 #[unsafe(no_mangle)]
 static PODS_LEVEL: Global<u32> = Global::new(0);
 /// The cgroup id of the Burstable pods' folder.
@@ -72,33 +72,33 @@ static BURSTABLE: Global<u64> = Global::new(0);
 /// The cgroup id of the BestEffort pods' folder.
 #[unsafe(no_mangle)]
 static BEST_EFFORT: Global<u64> = Global::new(0);
-/// CPUs that there can be.
+/// Number of possible CPUs.
 #[unsafe(no_mangle)]
 static CPUS: Global<u32> = Global::new(0);
-/// 1: this kernel has `scx_bpf_task_set_slice`; 0: the field itself may be written.
+/// 1: this kernel has `scx_bpf_task_set_slice`; 0: the program may write the field itself.
 #[unsafe(no_mangle)]
 static HAS_SET_SLICE: Global<u32> = Global::new(0);
 
-/// Who gets which part. The agent enters pods, the programs count what they use.
+/// Shares of CPU time. The agent adds pods, the programs count their usage.
 #[btf_map]
 static SHARES: HashMap<CgroupKey, Share, MAX_SHARES> = HashMap::new();
 /// Containers with a CPU limit.
 #[btf_map]
 static LIMITS: HashMap<CgroupKey, Limit, MAX_SHARES> = HashMap::new();
-/// What runs on each CPU.
+/// The current turn on each CPU.
 #[btf_map]
 static TURNS: Array<Turn, MAX_CPUS> = Array::new();
-/// The virtual time of [`class::SHARED`]: that of the thread that was furthest behind when it got its turn.
+/// The virtual time of [`class::SHARED`]: the furthest virtual time of the threads that got a turn.
 #[btf_map]
 static VTIME: Array<u64, 1> = Array::new();
-/// Wakes up idle CPUs for threads that were parked.
+/// Timer that wakes idle CPUs for parked threads.
 #[btf_map]
 static TIMER: Array<Timer, 1> = Array::new();
-/// How the scheduler ended.
+/// End of the scheduler.
 #[btf_map]
 static END: Array<End, 1> = Array::new();
 
-/// The value of [`TIMER`]: the kernel finds the timer by its type's name.
+/// The value of [`TIMER`]; the kernel finds the timer by its type's name.
 #[repr(C)]
 struct Timer {
     timer: bpf_timer,
@@ -112,37 +112,37 @@ const ENQ_LAST: u64 = 1 << 41;
 // enum scx_kick_flags
 const KICK_IDLE: u64 = 1;
 const KICK_PREEMPT: u64 = 2;
-/// enum scx_ent_flags, include/linux/sched/ext.h: the thread can run.
+/// enum scx_ent_flags, include/linux/sched/ext.h: the thread is runnable.
 const TASK_QUEUED: u32 = 1;
 /// include/linux/sched.h
 const PF_KTHREAD: u32 = 0x0020_0000;
 
-/// The queues.
+/// Queue of latency-critical pods.
 const LATENCY_QUEUE: u64 = 0;
 const SHARED_QUEUE: u64 = 1;
 const BEST_EFFORT_QUEUE: u64 = 2;
-/// Further, one for each window in which parked threads come back. The queues are a wheel: half of them are
-/// for windows ahead, and half for those that have passed, where a CPU may have left threads over.
+/// First of the queues of parked threads, one per window in which threads return. The queues form a wheel:
+/// half of them are for coming windows, and half for past ones, in which a CPU may have left threads.
 const PARKED_QUEUE: u64 = 3;
 const PARKED_QUEUES: u64 = 2 * AHEAD;
 const QUEUES: u64 = PARKED_QUEUE + PARKED_QUEUES;
-/// Windows that a thread is parked for at most.
+/// Maximum number of windows for which a thread is parked.
 const AHEAD: u64 = 32;
-/// The same number, which the verifier knows and the compiler doesn't: older verifiers don't understand the
-/// loop that the compiler would make of it.
+/// [`AHEAD`], known to the verifier but not to the compiler: older verifiers don't accept the loop that the
+/// compiler would make of a constant.
 static LOOKS: Global<u64> = Global::new(AHEAD);
-// A thread that all CPUs missed comes back when the wheel has turned.
+// A thread that all CPUs missed returns when the wheel has turned.
 const _: () = assert!((AHEAD + PARKED_QUEUES) * WINDOW_NS < WATCHDOG_MS as u64 * 1_000_000);
 
-/// The slice of one that was parked, and of no other: it tells `running` to preempt it.
+/// Slice of a parked thread only: with it, `running` preempts the thread.
 const PARKED_SLICE_NS: u64 = 1;
-/// A container that has used its quota gets one of its threads back for each so many nanoseconds of its next
-/// quotas. Busy threads use more, and the rest are parked again; those that soon sleep use less.
+/// Part of a container's next quotas, in nanoseconds, for which one of its parked threads returns. Busy
+/// threads use more, and the rest are parked again; threads that soon sleep use less.
 const PARKED_STEP_NS: u64 = 1_000_000;
-/// No cgroup2 hierarchy is deeper in practice.
+/// Maximum depth of a cgroup; no cgroup2 hierarchy is deeper in practice.
 const MAX_LEVEL: u32 = 64;
 
-/// A `struct task_struct *` that the verifier knows as such.
+/// A `struct task_struct *` that the verifier tracks as such.
 type Task = *const u8;
 
 macro_rules! kfuncs {
@@ -151,8 +151,8 @@ macro_rules! kfuncs {
             $(#[$doc])*
             #[inline(always)]
             fn $name($($arg: $type),*) $(-> $out)? {
-                // SAFETY: the agent puts the kernel function of that place there, which the verifier checks
-                // every argument for.
+                // SAFETY: the agent replaces the number with the kernel function of that place, and the
+                // verifier checks every argument of the call.
                 unsafe {
                     let call: unsafe extern "C" fn($($type),*) $(-> $out)? =
                         transmute(FIRST_KFUNC as usize + kfunc::$place);
@@ -175,7 +175,7 @@ kfuncs! {
     fn may_run_on(cpu: u32, mask: *const u8) -> bool = TEST_CPU;
 }
 
-/// Where a thread wakes up: on an idle CPU at once, if there is one.
+/// Selects the CPU of a waking thread, and starts the thread at once if that CPU is idle.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "raw_tp/select_cpu")]
 extern "C" fn select_cpu(ctx: *const u64) -> i64 {
@@ -191,13 +191,13 @@ extern "C" fn select_cpu(ctx: *const u64) -> i64 {
     i64::from(cpu)
 }
 
-/// A thread that can run and has no CPU yet, or whose turn is over.
+/// Queues a runnable thread that has no CPU yet, or whose turn is over.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "raw_tp/enqueue")]
 extern "C" fn enqueue(ctx: *const u64) -> i64 {
     let (task, flags) = (task_at(ctx, 0), argument(ctx, 1));
     if is_kernel_thread(task) {
-        // Many belong to one CPU, and all others wait for what they do.
+        // Many kernel threads are bound to one CPU, and all other threads depend on their work.
         insert(task, DSQ_LOCAL, SLICE_NS, flags);
         return 0;
     }
@@ -217,13 +217,13 @@ extern "C" fn enqueue(ctx: *const u64) -> i64 {
     0
 }
 
-/// A CPU that has nothing to run.
+/// Finds the next thread for a CPU that has nothing to run.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "raw_tp/dispatch")]
 extern "C" fn dispatch(ctx: *const u64) -> i64 {
     let (cpu, previous, now) = (argument(ctx, 0) as u32, task_at(ctx, 1), now());
     let Some(turn) = TURNS.get_ptr_mut(cpu) else { return 0 };
-    // SAFETY: an element of this CPU, which nobody else changes.
+    // SAFETY: this CPU's element, which no other CPU changes.
     let turn = unsafe { &mut *turn };
     if release(turn, now) {
         return 0;
@@ -240,7 +240,7 @@ extern "C" fn dispatch(ctx: *const u64) -> i64 {
             return 0;
         }
     }
-    // The thread that ran here is in no queue yet: it goes before those of a class behind its own.
+    // The thread that ran here is not queued yet: it precedes threads of the classes behind its own.
     if move_to_local(LATENCY_QUEUE) || turn.class == class::LATENCY && goes_on(previous, turn, now) {
         return 0;
     }
@@ -255,18 +255,18 @@ extern "C" fn dispatch(ctx: *const u64) -> i64 {
     0
 }
 
-/// The queue of those that are parked until a window.
+/// Returns the queue of threads parked until a window.
 #[inline(always)]
 fn parked(window: u64) -> u64 {
     PARKED_QUEUE + window % PARKED_QUEUES
 }
 
-/// The window in which a thread comes back whose container has used its quota.
+/// Returns the window in which a thread returns whose container has used its quota.
 #[inline(always)]
 fn comes_back(container: u64, now: u64) -> u64 {
     let window = now / WINDOW_NS;
     let Some(limit) = LIMITS.get_ptr_mut(CgroupKey { cgroup_id: container }) else { return window + 1 };
-    // SAFETY: as in `place_of`. CPUs that race give the same turn to two threads.
+    // SAFETY: as in `place_of`. CPUs that race assign the same turn to two threads.
     let limit = unsafe { &mut *limit };
     let debt = smaller(limit.used_ns.checked_div(limit.quota_ns).unwrap_or(1), AHEAD);
     let (earliest, latest) = ((window + larger(debt, 1)) * WINDOW_NS, (window + AHEAD) * WINDOW_NS);
@@ -276,8 +276,8 @@ fn comes_back(container: u64, now: u64) -> u64 {
     at / WINDOW_NS
 }
 
-/// Moves a thread here that was parked until this window, or until one that passed since this CPU looked. One
-/// by one, before all others: each stays for a moment only.
+/// Moves a thread to this CPU that was parked until this window, or until a window since this CPU's last
+/// check. Parked threads come one by one, before all others: each runs only for a moment.
 #[inline(always)]
 fn release(turn: &mut Turn, now: u64) -> bool {
     let window = now / WINDOW_NS;
@@ -294,7 +294,7 @@ fn release(turn: &mut Turn, now: u64) -> bool {
     false
 }
 
-/// Gives the thread that ran here another slice, if it can run and may.
+/// Extends the turn of the thread that ran here by another slice, if it is runnable and within its quota.
 #[inline(always)]
 fn goes_on(previous: Task, turn: &mut Turn, now: u64) -> bool {
     if previous.is_null() || read::<u32>(previous, &OFF_TASK_SCX_FLAGS) & TASK_QUEUED == 0 {
@@ -309,7 +309,7 @@ fn goes_on(previous: Task, turn: &mut Turn, now: u64) -> bool {
     true
 }
 
-/// A thread begins to run.
+/// Records that a thread begins to run.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "raw_tp/running")]
 extern "C" fn running(ctx: *const u64) -> i64 {
@@ -318,15 +318,15 @@ extern "C" fn running(ctx: *const u64) -> i64 {
     // SAFETY: reads no memory.
     let cpu = unsafe { bpf_get_smp_processor_id() } as u32;
     let Some(turn) = TURNS.get_ptr_mut(cpu) else { return 0 };
-    // SAFETY: this CPU's element, which nobody else changes.
+    // SAFETY: this CPU's element, which no other CPU changes.
     let turn = unsafe { &mut *turn };
     turn.since_ns = now();
     turn.share = place.share;
     turn.container = place.container;
     turn.class = place.class;
     let slice: u64 = read(task, &OFF_TASK_SLICE);
-    // Others of its container may have used up the quota since. Longer slices are the kernel's, for those
-    // threads that it doesn't let us queue: ones that exit, for example.
+    // Other threads of the container may have used up the quota since. The kernel itself sets longer slices,
+    // for threads that it queues without the scheduler: exiting ones, for example.
     if slice == PARKED_SLICE_NS || slice <= SLICE_NS && left(place.container, turn.since_ns) == 0 {
         kick(cpu as i32, KICK_PREEMPT);
     }
@@ -334,7 +334,7 @@ extern "C" fn running(ctx: *const u64) -> i64 {
         && let Some(vtime) = VTIME.get_ptr_mut(0)
     {
         let reached: u64 = read(task, &OFF_TASK_VTIME);
-        // SAFETY: a live element. A race loses a step, which the next one makes.
+        // SAFETY: a live element. A race loses a step, which the next call repeats.
         unsafe {
             if reached.wrapping_sub(vtime.read_volatile()) as i64 > 0 {
                 vtime.write_volatile(reached);
@@ -344,21 +344,21 @@ extern "C" fn running(ctx: *const u64) -> i64 {
     0
 }
 
-/// A thread runs no longer.
+/// Records that a thread stops running.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "raw_tp/stopping")]
 extern "C" fn stopping(_ctx: *const u64) -> i64 {
     // SAFETY: reads no memory.
     let cpu = unsafe { bpf_get_smp_processor_id() } as u32;
     let Some(turn) = TURNS.get_ptr_mut(cpu) else { return 0 };
-    // SAFETY: this CPU's element, which nobody else changes.
+    // SAFETY: this CPU's element, which no other CPU changes.
     let turn = unsafe { &mut *turn };
     charge(turn, now());
     turn.class = class::NONE;
     0
 }
 
-/// Makes the queues, and starts the clock for those that are parked.
+/// Makes the queues, and starts the timer for parked threads.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "raw_tp/init")]
 extern "C" fn init(_ctx: *const u64) -> i64 {
@@ -381,7 +381,7 @@ extern "C" fn init(_ctx: *const u64) -> i64 {
     }
 }
 
-/// The scheduler ends: by the agent's doing, or for a fault.
+/// Records the scheduler's end, caused by the agent or by a fault.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = "raw_tp/exit")]
 extern "C" fn exit(ctx: *const u64) -> i64 {
@@ -399,7 +399,7 @@ extern "C" fn exit(ctx: *const u64) -> i64 {
     0
 }
 
-/// A window begins: CPUs that are idle have to look for threads that were parked.
+/// Handles the begin of a window: wakes idle CPUs to fetch parked threads.
 extern "C" fn next_window(_map: *const c_void, _key: *const c_void, timer: *mut bpf_timer) -> i64 {
     let window = now() / WINDOW_NS;
     if waiting(parked(window)) > 0 || waiting(parked(window - 1)) > 0 {
@@ -414,18 +414,18 @@ extern "C" fn next_window(_map: *const c_void, _key: *const c_void, timer: *mut 
     0
 }
 
-/// A little after the next window has begun.
+/// Returns the time until shortly after the begin of the next window, in nanoseconds.
 #[inline(always)]
 fn until_next_window() -> u64 {
     WINDOW_NS - now() % WINDOW_NS + 50_000
 }
 
-/// Whose a thread is.
+/// Owner of a thread.
 #[derive(Clone, Copy)]
 struct Place {
-    /// The key of its share.
+    /// Key of the thread's share.
     share: u64,
-    /// The cgroup id of its container; 0: none.
+    /// Cgroup id of the thread's container; 0 if it has none.
     container: u64,
     class: u32,
 }
@@ -435,9 +435,9 @@ fn is_kernel_thread(task: Task) -> bool {
     read::<u32>(task, &OFF_TASK_FLAGS) & PF_KTHREAD != 0
 }
 
-/// Looks at a thread's cgroup: `<root>/pod<uid>/...` is a Guaranteed pod, `<root>/burstable/pod<uid>/...` and
-/// `<root>/besteffort/pod<uid>/...` are the others. All that lies elsewhere is the machine's, and so is a
-/// kernel thread wherever it lies.
+/// Returns the owner of a thread by its cgroup: `<root>/pod<uid>/...` is a Guaranteed pod,
+/// `<root>/burstable/pod<uid>/...` and `<root>/besteffort/pod<uid>/...` are the others. Threads in other
+/// cgroups are the machine's, and so is a kernel thread in any cgroup.
 #[inline(always)]
 fn place_of(task: Task) -> Place {
     let machine = Place { share: MACHINE, container: 0, class: class::SHARED };
@@ -468,7 +468,7 @@ fn place_of(task: Task) -> Place {
     }
 }
 
-/// What a container may still use in this window, in nanoseconds.
+/// Returns the rest of a container's quota in this window, in nanoseconds.
 #[inline(always)]
 fn left(container: u64, now: u64) -> u64 {
     if container == 0 {
@@ -478,7 +478,7 @@ fn left(container: u64, now: u64) -> u64 {
     // SAFETY: as in `place_of`.
     let limit = unsafe { &mut *limit };
     let (window, known) = (now / WINDOW_NS, limit.window);
-    // Of CPUs that see the new window, one gives back; one whose time is older gives nothing.
+    // Of the CPUs that see the new window, only one refunds quota; a CPU with an older time refunds nothing.
     if window > known && exchange(&mut limit.window, known, window) == known {
         // A quota is at most a window of all CPUs: the product fits.
         let back = smaller(limit.quota_ns.wrapping_mul(smaller(window - known, 1024)), limit.used_ns);
@@ -488,7 +488,7 @@ fn left(container: u64, now: u64) -> u64 {
     less(limit.quota_ns, limit.used_ns)
 }
 
-/// Counts what the thread of a turn has used since it was last counted.
+/// Charges the CPU time that the thread of a turn has used since the last charge.
 #[inline(always)]
 fn charge(turn: &mut Turn, now: u64) {
     if turn.class == class::NONE {
@@ -511,7 +511,7 @@ fn charge(turn: &mut Turn, now: u64) {
     }
 }
 
-/// Where a share stands. One that slept gets no more than a slice for it.
+/// Returns the virtual time of a share. A share that slept gets at most one slice of credit.
 #[inline(always)]
 fn vtime_of(share: u64) -> u64 {
     let Some(reached) = VTIME.get_ptr(0) else { return 0 };
@@ -528,7 +528,7 @@ fn vtime_of(share: u64) -> u64 {
     }
 }
 
-/// How long a CPU may pass over a class that waits: shorter where many threads wait.
+/// Returns the maximum time for which a CPU may skip a waiting class: shorter if many threads wait.
 #[inline(always)]
 fn bound(queue: u64) -> u64 {
     let waiting = waiting(queue);
@@ -537,13 +537,13 @@ fn bound(queue: u64) -> u64 {
     smaller(BOUND_NS, round.unwrap_or(BOUND_NS))
 }
 
-/// Makes a CPU look at the queues that has nothing to do, or runs a class behind that of the thread.
+/// Kicks a CPU that is idle, or that runs a class behind the thread's, to check the queues.
 #[inline(always)]
 fn call_a_cpu(task: Task, class: u32, flags: u64) {
     // SAFETY: reads no memory.
     let own = unsafe { bpf_get_smp_processor_id() } as u32;
-    // A thread whose turn is over leaves its CPU right now, and that one looks by itself, unless it has told
-    // that it is about to sleep.
+    // A thread whose turn is over is leaving its CPU, which checks the queues by itself, unless `flags` say
+    // that the CPU has no other thread.
     let skipped = if flags & (ENQ_WAKEUP | ENQ_LAST) == 0 { own } else { u32::MAX };
     let mask: *const u8 = read(task, &OFF_TASK_CPUS_PTR);
     let mut cpu = cpu_behind(class::SHARED, mask, skipped);
@@ -553,17 +553,17 @@ fn call_a_cpu(task: Task, class: u32, flags: u64) {
     if cpu == u32::MAX {
         return;
     }
-    // A BestEffort thread takes nothing away: it wakes up who sleeps.
+    // A BestEffort thread preempts no other: it only wakes an idle CPU.
     kick(cpu as i32, if class == class::BEST_EFFORT { KICK_IDLE } else { KICK_PREEMPT });
 }
 
-/// The first CPU that runs a class behind `ahead`, or nothing of ours; `u32::MAX` if there is none.
+/// Returns the first CPU that runs a class behind `ahead` or none of our threads; `u32::MAX` without one.
 #[inline(always)]
 fn cpu_behind(ahead: u32, mask: *const u8, skipped: u32) -> u32 {
     let mut cpu = 0;
     while cpu < CPUS.load() {
         if let Some(turn) = TURNS.get_ptr(cpu)
-            // SAFETY: a live element; another CPU may be changing the word.
+            // SAFETY: a live element; another CPU may be changing the word, which is valid at any time.
             && unsafe { (&raw const (*turn).class).read_volatile() } > ahead
             && cpu != skipped
             && may_run_on(cpu, mask)
@@ -585,7 +585,8 @@ fn give_slice(task: Task, slice: u64) {
     unsafe { task.add(OFF_TASK_SLICE.load() as usize).cast_mut().cast::<u64>().write_volatile(slice) };
 }
 
-/// The id of a cgroup's ancestor `level` levels below the root of cgroup2; at its own level, its own id.
+/// Returns the id of a cgroup's ancestor `level` levels below the root of cgroup2; at its own level, its own
+/// id.
 #[inline(always)]
 fn ancestor_id(cgroup: u64, level: u32) -> u64 {
     let ancestor: u64 = peek(cgroup + u64::from(OFF_CGROUP_ANCESTORS.load()) + 8 * u64::from(level));
@@ -593,14 +594,14 @@ fn ancestor_id(cgroup: u64, level: u32) -> u64 {
     peek(node + u64::from(OFF_KERNFS_ID.load()))
 }
 
-/// A callback's argument that is a number.
+/// Returns a callback's argument as a number.
 #[inline(always)]
 fn argument(ctx: *const u64, index: usize) -> u64 {
     // SAFETY: the verifier checks that the callback has this argument.
     unsafe { ctx.add(index).read_volatile() }
 }
 
-/// A callback's argument that is a pointer.
+/// Returns a callback's argument as a pointer.
 #[inline(always)]
 fn task_at(ctx: *const u64, index: usize) -> Task {
     // SAFETY: as in `argument`.
@@ -615,7 +616,7 @@ fn read<T: Copy>(base: *const u8, offset: &Global<u32>) -> T {
     unsafe { base.add(offset.load() as usize).cast::<T>().read_volatile() }
 }
 
-/// Reads the kernel's memory; zero where nothing is mapped.
+/// Reads the kernel's memory; returns zero if nothing is mapped there.
 #[inline(always)]
 fn peek<T: Copy + Default>(address: u64) -> T {
     let mut value = T::default();
@@ -642,7 +643,7 @@ fn larger(a: u64, b: u64) -> u64 {
     if a > b { a } else { b }
 }
 
-/// The difference; 0 where it would be less.
+/// Returns the difference, or 0 if it would be negative.
 #[inline(always)]
 fn less(a: u64, b: u64) -> u64 {
     if a > b { a - b } else { 0 }

@@ -1,19 +1,20 @@
-//! Who had how much of something lately, in eight places per CPU: [`Shares`] says how.
+//! Recent amounts of a resource per cgroup, in eight places per CPU: see [`Shares`].
 
 use aya_ebpf::Global;
 use beelet_ebpf_abi::{MAX_PARTS, Part, Shares};
 
-/// [`MAX_PARTS`], which the verifier knows and the compiler doesn't: it would write the loops out.
+/// [`MAX_PARTS`], known to the verifier but not to the compiler, which would unroll the loops.
 static PARTS: Global<u32> = Global::new(MAX_PARTS as u32);
 
-/// Halves what is old, and clears what is another cgroup's.
+/// Halves old amounts, and clears those of another owner.
 #[inline(always)]
 pub(crate) fn age(found: &mut Shares, cgroup_id: u64, epoch: u64) {
     let passed = epoch.wrapping_sub(found.epoch);
     if found.cgroup_id == cgroup_id && passed == 0 {
         return;
     }
-    // Nothing is left after 63 halvings. The next is also where the clock went back, as it never does.
+    // After 63 halvings nothing is left. More than 63 also covers a clock that went back, which never
+    // happens.
     let by = if found.cgroup_id != cgroup_id || passed > 63 { 64 } else { passed };
     found.cgroup_id = cgroup_id;
     found.epoch = epoch;
@@ -21,7 +22,7 @@ pub(crate) fn age(found: &mut Shares, cgroup_id: u64, epoch: u64) {
     let mut index = 0;
     while index < PARTS.load() {
         let part = &mut found.parts[core::hint::black_box(index) as usize % MAX_PARTS];
-        // Hidden, too: of a loop that only clears, the compiler would make a `memset`, which BPF lacks.
+        // Hidden as well: the compiler would turn a loop that only clears into a `memset`, which BPF lacks.
         part.amount = halved(part.amount, core::hint::black_box(by));
         if part.amount == 0 {
             part.cgroup_id = 0;
@@ -35,7 +36,7 @@ fn halved(value: u64, by: u64) -> u64 {
     if by > 63 { 0 } else { value >> by }
 }
 
-/// Adds to what `cgroup_id` had. Returns how much that is now.
+/// Adds to the amount of `cgroup_id`. Returns the new amount.
 #[inline(always)]
 pub(crate) fn add(found: &mut Shares, cgroup_id: u64, amount: u64) -> u64 {
     let (mut place, mut least) = (0, u64::MAX);

@@ -1,8 +1,8 @@
-//! Threads: what cgroup one is in, and what it is waiting for.
+//! Threads: a thread's cgroup, and its wait state.
 //!
-//! A thread's state is made when it is forked (and, for those that were there before us, by one walk), and is
-//! only looked up afterwards: the scheduler's hooks run under the run-queue lock, where nothing may be
-//! allocated. From Linux 6.4 on it is task storage. Below, task storage can deadlock there, and it is a
+//! A thread's state is made at its fork (for earlier threads, by one walk), and only looked up afterwards:
+//! the scheduler's hooks run under the run-queue lock, where allocation is forbidden. From Linux 6.4 on the
+//! state is in task storage. On earlier kernels task storage can deadlock there, and the state is in a
 //! preallocated hash.
 
 use core::ffi::c_void;
@@ -31,17 +31,17 @@ const BPF_LOCAL_STORAGE_GET_F_CREATE: u64 = 1;
 /// include/linux/sched.h
 const PF_EXITING: u32 = 4;
 
-/// A `struct task_struct *` that the verifier knows as such.
+/// A `struct task_struct *` that the verifier tracks as such.
 #[derive(Clone, Copy)]
 pub(crate) struct Task(*const u8);
 
-/// What the kernel says of a thread's waiting, nanoseconds on the run queue's clock.
+/// The kernel's record of a thread's waits, in nanoseconds on the run queue's clock.
 pub(crate) struct Waits {
-    /// At the run queue where it is now. If it was moved there while it waited, it had waited elsewhere, too.
+    /// Wait at the thread's current run queue. A thread that was moved there had also waited elsewhere.
     pub(crate) here: u64,
-    /// In its life.
+    /// All waits in the thread's life.
     pub(crate) all: u64,
-    /// When it last got a CPU.
+    /// Time at which the thread last got a CPU.
     pub(crate) arrived: u64,
 }
 
@@ -61,7 +61,7 @@ impl Task {
     /// Reads a field.
     #[inline(always)]
     pub(crate) fn field<T: Copy>(self, offset: u32) -> T {
-        // SAFETY: `Task::new` says that this is a typed kernel pointer: see `read`.
+        // SAFETY: `Task::new` requires a typed kernel pointer: see `read`.
         unsafe { read(self.0, offset) }
     }
 
@@ -70,7 +70,7 @@ impl Task {
         self.field(OFF_TASK_PID.load())
     }
 
-    /// Its cgroup in cgroup2 (the address), and that cgroup's id.
+    /// Returns the thread's cgroup in cgroup2 (the address), and that cgroup's id.
     #[inline(always)]
     pub(crate) fn cgroup(self) -> (u64, u64) {
         let set: *const u8 = self.field(OFF_TASK_CGROUPS.load());
@@ -83,9 +83,9 @@ impl Task {
         }
     }
 
-    /// Now, in nanoseconds, on the clock of the run queue that it is on: the kernel reads that clock right
-    /// before each of the scheduler's hooks, under the lock that is still held (`update_rq_clock` in
-    /// kernel/sched/core.c), and measures waiting by it too (`sched_info`). Another reading would cost more
+    /// Returns the time on the clock of the thread's run queue, in nanoseconds. The kernel reads that clock
+    /// right before each of the scheduler's hooks, under the lock that is still held (`update_rq_clock` in
+    /// kernel/sched/core.c), and also measures waits with it (`sched_info`). Another reading would cost more
     /// than the rest of a wake-up (decisions/0013).
     #[inline(always)]
     pub(crate) fn run_queue_clock(self) -> u64 {
@@ -94,16 +94,16 @@ impl Task {
             return unsafe { bpf_ktime_get_ns() };
         }
         let group: *const u8 = self.field(OFF_TASK_CFS_RQ.load());
-        // SAFETY: every thread has one, and each has its run queue; typed kernel pointers, and a null one
-        // would read as zero.
+        // SAFETY: every thread has a cfs_rq, and every cfs_rq its run queue; typed kernel pointers, and a
+        // null one would read as zero.
         unsafe {
             let queue: *const u8 = read(group, OFF_CFS_RQ_RQ.load());
             read(queue, OFF_RQ_CLOCK.load())
         }
     }
 
-    /// How long the kernel says that it waits for the CPU that it gets at `now` (`sched_info_arrive` in
-    /// kernel/sched/stats.h, which comes after the hook).
+    /// Returns the kernel's measure of the thread's wait for the CPU that it gets at `now`
+    /// (`sched_info_arrive` in kernel/sched/stats.h, which runs after the hook).
     #[inline(always)]
     pub(crate) fn waits(self, now: u64) -> Waits {
         let queued: u64 = self.field(OFF_TASK_LAST_QUEUED.load());
@@ -112,14 +112,14 @@ impl Task {
         Waits { here, all: before + here, arrived: self.field(OFF_TASK_LAST_ARRIVAL.load()) }
     }
 
-    /// Its state, if it has any.
+    /// Returns the thread's state, if it has one.
     #[inline(always)]
     pub(crate) fn state(self) -> Option<*mut TaskState> {
         self.find(0)
     }
 
-    /// Its state, made if `task_forked` was passed over for it: that can be preempted on newer kernels (see
-    /// exits.rs), where task storage may be made under the run-queue lock.
+    /// Returns the thread's state, and makes it if `task_forked` missed the thread: newer kernels can preempt
+    /// that program (see exits.rs), and on them task storage may be made under the run-queue lock.
     #[inline(always)]
     pub(crate) fn state_or_new(self) -> Option<*mut TaskState> {
         self.find(BPF_LOCAL_STORAGE_GET_F_CREATE)
@@ -136,7 +136,7 @@ impl Task {
 
     #[inline(always)]
     fn storage(self, flags: u64) -> *mut TaskState {
-        // SAFETY: a map of that type, a typed task, and no initial value: the kernel begins with zeros.
+        // SAFETY: a map of that type, a typed task, and no initial value: the kernel starts with zeros.
         unsafe {
             bpf_task_storage_get(
                 (&raw const TASK_STORAGE).cast_mut().cast::<c_void>(),
@@ -148,8 +148,8 @@ impl Task {
         .cast()
     }
 
-    /// Makes its state. A hash entry that is there belongs to an earlier thread with the same number, or
-    /// (`flags`) is left alone.
+    /// Makes the thread's state. Replaces an existing hash entry, which belongs to an earlier thread with the
+    /// same number, unless `flags` forbid it.
     #[inline(always)]
     fn follow(self, flags: u32) {
         let made = if USE_TASK_STORAGE.load() == 0 {
@@ -168,7 +168,7 @@ impl Task {
         }
     }
 
-    /// Forgets its state, where that doesn't go with the thread by itself.
+    /// Removes the thread's state from the hash; the kernel itself frees task storage with the thread.
     #[inline(always)]
     pub(crate) fn forget(self) {
         if USE_TASK_STORAGE.load() == 0 {
@@ -177,12 +177,12 @@ impl Task {
     }
 }
 
-/// What a thread begins with. Not made on the stack: the compiler would call `memset`, and before Linux 6.8 a
-/// program may call no function that returns nothing.
+/// Initial state of a thread. Static instead of on the stack, for which the compiler would call `memset`:
+/// before Linux 6.8 a program may not call functions without a return value.
 static FRESH: TaskState =
     TaskState { runnable_since_ns: 0, arrived_ns: 0, waited_ns: 0, reclaiming_since_ns: 0, task: 0 };
 
-/// Every new thread of the machine, before it runs for the first time.
+/// Follows every new thread of the machine before its first run.
 #[btf_tracepoint(function = "sched_process_fork")]
 pub(crate) fn task_forked(ctx: BtfTracePointContext) -> i32 {
     if !known::<{ group::THREAD }>() {
@@ -203,7 +203,7 @@ pub(crate) struct TaskWalk {
     task: u64,
 }
 
-/// Every thread that is there when the programs are loaded; run once by the agent.
+/// Follows every thread that exists when the programs are loaded; run once by the agent.
 ///
 /// # Safety
 /// Called by the kernel with its own context.
@@ -218,7 +218,7 @@ pub(crate) unsafe fn task_walk(ctx: *const TaskWalk) -> u32 {
     // SAFETY: not null, and typed by the kernel.
     let task = unsafe { Task::new(pointer) };
     task.follow(BPF_NOEXIST);
-    // Where it has passed `task_exited` before the insertion, it carries this flag already.
+    // A thread that passed `task_exited` before the insertion already has this flag.
     if OFF_TASK_FLAGS.load() != ABSENT && task.field::<u32>(OFF_TASK_FLAGS.load()) & PF_EXITING != 0 {
         task.forget();
     }

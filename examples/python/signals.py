@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Watch what the kernel tells beelet of this node's containers (service beelet.v1.Signals).
+"""Watch the kernel's numbers and events of this node's containers (service beelet.v1.Signals).
 
     python3 -m venv venv && venv/bin/pip install grpcio grpcio-tools
     sudo venv/bin/python signals.py snapshot          # the node as it is now
@@ -23,7 +23,7 @@ PROTO = pathlib.Path(__file__).resolve().parents[2] / "agent/proto/proto/beelet/
 
 
 def generated(proto: pathlib.Path):
-    """The modules that protoc makes of the .proto file: messages and stubs."""
+    """Returns the modules that protoc generates from the .proto file: messages and stubs."""
     folder = tempfile.TemporaryDirectory()
     arguments = ["protoc", f"-I{proto.parent}", f"--python_out={folder.name}", f"--grpc_python_out={folder.name}"]
     if protoc.main([*arguments, str(proto)]) != 0:
@@ -35,7 +35,7 @@ def generated(proto: pathlib.Path):
 
 
 def number(message, field: str) -> str:
-    """A number that may not be known: an optional field is absent then, not 0."""
+    """Formats a number that may be unknown: an optional field is then absent, not 0."""
     return f"{getattr(message, field):.3g}" if message.HasField(field) else "-"
 
 

@@ -1,5 +1,5 @@
-//! `cargo xtask build-and-load` and `unload`: the kernel programs on their own, without the agent, to look at
-//! with bpftool. The agent's own loader does the work, so what is looked at is what the agent runs.
+//! `cargo xtask build-and-load` and `unload`: loads the kernel programs without the agent, for inspection
+//! with bpftool. Uses the agent's own loader, so that the programs are those that the agent runs.
 
 use anyhow::{Context as _, Result, bail};
 use beelet_bpf::{Kernel, KernelOptions};
@@ -9,39 +9,40 @@ use xtask::build_ebpf;
 use xtask::progress::Step;
 use xtask::setup_ebpf;
 
-/// Our cgroup, where none is given.
+/// Default cgroup.
 const CGROUP: &str = "beelet-dev";
 
-/// Builds the kernel programs, loads them, attaches them to a cgroup and pins everything, for bpftool
+/// Build the kernel programs, load them, attach them to a cgroup and pin everything, for bpftool
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The cgroup2 folder to attach to [default: a new cgroup `beelet-dev`]
+    /// cgroup2 folder to attach to [default: a new cgroup `beelet-dev`]
     #[arg(long, value_name = "DIR")]
     cgroup: Option<PathBuf>,
     #[command(flatten)]
     place: Place,
 }
 
-/// Takes back what build-and-load did: pins, its cgroup, a bpf file system that it mounted
+/// Undo build-and-load: remove the pins, its cgroup and a bpf file system that it mounted
 #[derive(clap::Args)]
 pub(crate) struct UnloadArgs {
     #[command(flatten)]
     place: Place,
 }
 
-/// Where the pins are.
+/// Location of the pins.
 #[derive(clap::Args)]
 struct Place {
-    /// The bpf file system; mounted if need be
+    /// bpf file system; mounted if needed
     #[arg(long, value_name = "DIR", default_value = "/sys/fs/bpf")]
     bpffs: PathBuf,
-    /// The folder for pins in it: an agent that runs on this machine has `beelet`
+    /// Folder for the pins in the bpf file system; an agent on this machine uses `beelet`
     #[arg(long, value_name = "NAME", default_value = "beelet")]
     pin_name: String,
 }
 
 impl Place {
-    /// Says that we mounted the bpf file system, across our own runs. Not in it: bpffs holds no files.
+    /// Returns the file that records, across runs, that we mounted the bpf file system. Outside of it, as
+    /// bpffs cannot hold regular files.
     fn mark(&self) -> PathBuf {
         let name: String = self
             .bpffs
@@ -63,11 +64,10 @@ impl Place {
     }
 }
 
-/// The command line's entry.
+/// Runs `build-and-load`.
 ///
 /// # Errors
-/// The programs could not be built, loaded or pinned: the message has each thing that is missing and its
-/// remedy.
+/// The programs cannot be built, loaded or pinned: the message lists each missing part with its remedy.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let object = object()?;
     let step = Step::start("load");
@@ -76,7 +76,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         None => {
             let cgroup = cgroup2()?.join(CGROUP);
             std::fs::create_dir_all(&cgroup).with_context(|| {
-                format!("could not make the cgroup {}; run this as root", cgroup.display())
+                format!("cannot create the cgroup {}; run this as root", cgroup.display())
             })?;
             cgroup
         }
@@ -85,7 +85,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let kernel = Kernel::start(&args.place.options(cgroup.clone(), object));
     if !was_mounted && is_bpffs(&args.place.bpffs) {
         let mark = args.place.mark();
-        std::fs::write(&mark, "").with_context(|| format!("could not write {}", mark.display()))?;
+        std::fs::write(&mark, "").with_context(|| format!("cannot write {}", mark.display()))?;
     }
     let missing: Vec<String> = kernel
         .capabilities()
@@ -98,7 +98,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let Some(pins) = kernel.pins().map(Path::to_path_buf).filter(|_| kernel.listeners().is_some()) else {
         bail!("nothing was loaded:\n{}", missing.join("\n"));
     };
-    let adopted = if kernel.adopted() { "; what ran before was taken over" } else { "" };
+    let adopted = if kernel.adopted() { "; took over from an earlier instance" } else { "" };
     step.done(&format!("pinned at {}, attached to {}{adopted}", pins.display(), cgroup.display()));
     for line in &missing {
         eprintln!("{} {line}", console::style("missing:").yellow().for_stderr());
@@ -108,38 +108,38 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// What to type now.
+/// Prints the commands for an inspection.
 fn print_commands(kernel: &Kernel, pins: &Path) {
-    println!("Look at it:");
+    println!("Inspect the programs and maps:");
     for map in kernel.memory() {
         let what = match map.map {
-            "LISTENERS" => "every socket that listens",
-            "ADDRESSES" => "how many listen at each address",
-            "DROPS" => "what was lost, for each CPU",
-            "META" => "whose pins these are",
-            "SETTINGS" => "which cgroups are pods', and from what on waiting is told",
-            "CONTAINERS" => "what each container used, waited for and moved, for each CPU",
-            "HOLDERS" => "who had each CPU while these waited for it",
-            "RECLAIMERS" => "whose threads had to free memory, for each CPU",
-            "SLOTS" => "which of these is which container's",
-            "PRESSURE" => "what the edges about waiting are decided from",
-            "RUNNING" => "which container runs on each CPU",
-            "ANCESTRY" => "which cgroup belongs to which pod: each CPU's cache",
-            "TASKS" => "what each thread waits for, below Linux 6.4",
-            "TASK_STORAGE" => "the same from Linux 6.4 on: storage of the threads, bpftool shows its size",
-            "EXITED" => "processes whose end was told lately",
-            _ => "the ring buffer: its events go to its one reader, bpftool shows its size",
+            "LISTENERS" => "listening sockets",
+            "ADDRESSES" => "number of listeners per address",
+            "DROPS" => "lost events, per CPU",
+            "META" => "owner of the pins",
+            "SETTINGS" => "cgroups of pods, and the thresholds for events about waiting",
+            "CONTAINERS" => "usage, waiting times and traffic of each container, per CPU",
+            "HOLDERS" => "containers that held each CPU while others waited for it",
+            "RECLAIMERS" => "containers whose threads had to reclaim memory, per CPU",
+            "SLOTS" => "slot of each container",
+            "PRESSURE" => "inputs of the edges about waiting",
+            "RUNNING" => "container running on each CPU",
+            "ANCESTRY" => "pod of each cgroup: a cache per CPU",
+            "TASKS" => "resource that each thread waits for, below Linux 6.4",
+            "TASK_STORAGE" => "the same from Linux 6.4 on, in thread storage; bpftool shows its size",
+            "EXITED" => "processes whose exit was reported recently",
+            _ => "ring buffer with a single reader; bpftool shows its size",
         };
         let verb = if matches!(map.map, "EVENTS" | "TASK_STORAGE") { "show" } else { "dump" };
         println!("  bpftool map {verb} pinned {}/{}    # {what}", pins.display(), map.map);
     }
     println!("  bpftool link show pinned {}/links/pod_socket", pins.display());
     println!("  bpftool prog show name listener_state");
-    println!("docs/bpftool.md says how to read this. `cargo xtask unload` takes it all back.");
+    println!("docs/bpftool.md explains the output. `cargo xtask unload` undoes everything.");
 }
 
-/// The object to load: built here if the sources have changed and the tools are there, else the committed
-/// one.
+/// Returns the object to load: built here if the sources have changed and the tools are installed, otherwise
+/// the committed one.
 fn object() -> Result<Option<PathBuf>> {
     if build_ebpf::is_current()? {
         return Ok(None); // built into the agent's library
@@ -154,14 +154,14 @@ fn object() -> Result<Option<PathBuf>> {
     };
     let path = workdir::repository().join("target/bpf/beelet.bpf.o");
     std::fs::write(&path, build_ebpf::object(&build_ebpf::build(&toolchain, false)?, build_ebpf::ATTACHED)?)
-        .with_context(|| format!("could not write {}", path.display()))?;
+        .with_context(|| format!("cannot write {}", path.display()))?;
     Ok(Some(path))
 }
 
-/// The command line's entry.
+/// Runs `unload`.
 ///
 /// # Errors
-/// Something could not be removed.
+/// A part could not be removed.
 pub(crate) fn unload(args: &UnloadArgs) -> Result<()> {
     let step = Step::start("unload");
     let mut done = Vec::new();
@@ -172,14 +172,9 @@ pub(crate) fn unload(args: &UnloadArgs) -> Result<()> {
         let mark = args.place.mark();
         if mark.exists() {
             rustix::mount::unmount(&args.place.bpffs, rustix::mount::UnmountFlags::empty()).with_context(
-                || {
-                    format!(
-                        "could not unmount {}, which build-and-load had mounted",
-                        args.place.bpffs.display()
-                    )
-                },
+                || format!("cannot unmount {}, which build-and-load had mounted", args.place.bpffs.display()),
             )?;
-            std::fs::remove_file(&mark).with_context(|| format!("could not remove {}", mark.display()))?;
+            std::fs::remove_file(&mark).with_context(|| format!("cannot remove {}", mark.display()))?;
             done.push("the bpf file system");
         }
     }
@@ -188,23 +183,23 @@ pub(crate) fn unload(args: &UnloadArgs) -> Result<()> {
         Ok(()) => done.push("the cgroup"),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
         Err(error) => {
-            return Err(error).with_context(|| format!("could not remove the cgroup {}", cgroup.display()));
+            return Err(error).with_context(|| format!("cannot remove the cgroup {}", cgroup.display()));
         }
     }
     step.done(&if done.is_empty() {
-        "nothing was there".to_owned()
+        "nothing to remove".to_owned()
     } else {
-        format!("took back {}", done.join(", "))
+        format!("removed {}", done.join(", "))
     });
     Ok(())
 }
 
-/// Where cgroup2 is mounted.
+/// Returns the mount point of cgroup2.
 fn cgroup2() -> Result<PathBuf> {
     let found = beelet_tests::guards::hierarchies()?.into_iter().find(|hierarchy| hierarchy.v2);
     found
         .map(|hierarchy| hierarchy.mount)
-        .context("no cgroup2 hierarchy is mounted: mount -t cgroup2 none /sys/fs/cgroup/unified")
+        .context("no cgroup2 hierarchy is mounted; run mount -t cgroup2 none /sys/fs/cgroup/unified")
 }
 
 fn is_bpffs(path: &Path) -> bool {

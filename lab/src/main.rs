@@ -1,8 +1,8 @@
-//! The commands that run beelet and measure it: `cargo xtask --help` lists them, `cargo xtask` starts them.
+//! Commands that run beelet and measure it: `cargo xtask --help` lists them, `cargo xtask` starts them.
 //!
-//! One file or folder per command. The demo, the tests and the benches share a private containerd, images
-//! made without a registry and the agent as a child process: all of it is in `beelet-tests`. Setup, steps,
-//! cross builds and packages are shared with the other commands, in `xtask`.
+//! Each command has its own file or folder. The demo, the tests and the benches share a private containerd,
+//! images built without a registry and the agent as a child process; these are in `beelet-tests`. Setup,
+//! steps, cross builds and packages are shared with the other commands, in `xtask`.
 
 mod bench;
 mod build_and_load;
@@ -13,7 +13,7 @@ mod vm;
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
-/// The commands that run beelet and measure it.
+/// Commands that run beelet and measure it.
 #[derive(Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask", disable_help_subcommand = true)]
 struct Cli {
@@ -29,7 +29,7 @@ enum Command {
     Demo(demo::Args),
     Unload(build_and_load::UnloadArgs),
     Vm(vm::Args),
-    /// A process that loads the machine, for the benches
+    /// Process that loads the machine, for the benches
     #[command(hide = true)]
     Load {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]

@@ -1,5 +1,4 @@
-//! Who has room, who waits for it, who is on the way out: the arithmetic of admission, with the time as an
-//! argument.
+//! Arithmetic of admission: pods that have room, wait for room or are terminating. Time is an argument.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,53 +20,53 @@ use tokio::time::Instant;
 
 use super::{AdmissionRejection, NodeResources, ResizeDeferral, grace_of, patience};
 
-/// How long room is kept for a pod that was asked to come back.
+/// Time for which room is reserved for a pod that was asked to restart.
 const RESERVED: Duration = Duration::from_secs(60);
 
-/// What was decided about a pod.
+/// Decision about a pod.
 #[derive(Debug)]
 pub(super) enum Verdict {
-    /// It has its room.
+    /// The pod has its room.
     Admitted,
-    /// It may not run here.
+    /// The pod may not run on this node.
     Rejected(AdmissionRejection),
-    /// There will be room for it. It must ask again when something changed, or at that time.
+    /// There will be room for the pod. The pod must ask again after a change or at `until`.
     Wait {
-        /// When one that leaves will have taken too long.
+        /// Next time at which a terminating pod becomes overdue.
         until: Option<Instant>,
     },
-    /// As [`Verdict::Wait`], once these are told to go.
+    /// Like [`Verdict::Wait`], after preempting the victims.
     Preempt {
-        /// In eviction order.
+        /// Pods to preempt, in eviction order.
         victims: Vec<Arc<core::Pod>>,
-        /// What there is too little of, the first if there are several.
+        /// Insufficient resource; the first one if there are several.
         resource: String,
-        /// When one that leaves will have taken too long.
+        /// Next time at which a terminating pod becomes overdue.
         until: Option<Instant>,
     },
 }
 
-/// A pod that has room.
+/// Pod that has room.
 #[derive(Debug)]
 struct Tenant {
     pod: Arc<core::Pod>,
-    /// By when it should be gone, if it is on its way out. Later than that it counts as one that won't go.
+    /// Deadline of a terminating pod. After it the pod counts as overdue.
     leaves_by: Option<Instant>,
-    /// It was let in just now: its amounts may have changed while it waited.
+    /// The pod has just been admitted: its amounts may have changed while it waited.
     is_new: bool,
 }
 
-/// A pod that waits for room, or for which room is kept.
+/// Pod that waits for room or has a reservation.
 #[derive(Debug)]
 struct Claim {
     pod: Arc<core::Pod>,
-    /// Its place in the queue.
+    /// Place in the queue.
     number: u64,
-    /// When it is void: it was asked to come back and didn't.
+    /// Expiry of a reservation.
     until: Option<Instant>,
 }
 
-/// The room that each admitted pod holds, and the pods that wait for room.
+/// Room of admitted pods, and the queue of pods that wait for room.
 #[derive(Debug)]
 pub(super) struct Ledger {
     resources: NodeResources,
@@ -77,22 +76,22 @@ pub(super) struct Ledger {
     /// By UID.
     claims: BTreeMap<String, Claim>,
     next_number: u64,
-    /// Counts what was given back: see [`Self::changes`].
+    /// Counts releases of room: see [`Self::changes`].
     changes: u64,
 }
 
-/// Which of the pods that leave are counted as still there.
+/// Terminating pods that count as present.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Leaving {
     /// All.
     All,
-    /// Those that should be gone by now and aren't.
+    /// Those past their deadline.
     Overdue,
-    /// None.
-    Nobody,
+    /// No terminating pod.
+    None,
 }
 
-/// Which of the claims that were made earlier are counted as if they had their room.
+/// Earlier claims that count as if they had their room.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Claims {
     /// All.
@@ -107,25 +106,25 @@ impl Ledger {
         Self { resources, policy, tenants, claims, next_number: 0, changes: 0 }
     }
 
-    /// Counts what others may have waited for: room that was given back, pods on their way out, claims that
-    /// were given up. Whatever takes a tenant or a claim away, or makes it smaller, counts here.
+    /// Returns a counter of the events that others may wait for: room released, pods terminating, claims
+    /// given up. Every change that removes or shrinks a tenant or claim must count here.
     pub(super) fn changes(&self) -> u64 {
         self.changes
     }
 
-    /// Returns true if the pod has room that it may keep.
+    /// Returns true if the pod has room and is not terminating.
     pub(super) fn has(&self, uid: &str) -> bool {
         self.tenants.get(uid).is_some_and(|tenant| tenant.leaves_by.is_none())
     }
 
-    /// The same of a pod that asks again. The first time after it was let in its amounts are those that it
-    /// asks with: they may have changed meanwhile. After that they change by [`Self::resize`] alone.
+    /// Like [`Self::has`], for a pod that asks again. The first call after the admission adopts the amounts
+    /// in `pod`, which may have changed in the meantime. Later only [`Self::resize`] changes them.
     pub(super) fn still_has(&mut self, pod: &Arc<core::Pod>, now: Instant) -> bool {
         let tenant = self.tenants.get_mut(&uid_of(pod)).filter(|tenant| tenant.leaves_by.is_none());
         let Some(tenant) = tenant else { return false };
         let known = Arc::clone(&tenant.pod);
         if std::mem::take(&mut tenant.is_new) && !Arc::ptr_eq(&known, pod) {
-            // More than there is room for is not counted. The pod was let in, and stays.
+            // An increase beyond the free room is not counted. The admitted pod stays.
             let _ = self.resize(pod, &known, now);
         }
         true
@@ -137,14 +136,14 @@ impl Ledger {
         self.tenants.insert(uid, Tenant { pod: Arc::clone(pod), leaves_by: None, is_new: false });
     }
 
-    /// Counts that something was given back, if it was.
+    /// Counts a release, if there was one.
     fn count_change(&mut self, changed: bool) {
         self.changes = self.changes.wrapping_add(u64::from(changed));
     }
 
-    /// A pod is on its way out.
+    /// Marks a pod as terminating.
     pub(super) fn leaving(&mut self, uid: &str, now: Instant, grace: Duration) {
-        self.give_up(uid);
+        self.withdraw(uid);
         let Some(tenant) = self.tenants.get_mut(uid) else { return };
         let by = now.after(patience(grace));
         if tenant.leaves_by.is_none_or(|known| by < known) {
@@ -153,31 +152,31 @@ impl Ledger {
         }
     }
 
-    /// A pod is gone.
+    /// Releases the room of a terminated pod.
     pub(super) fn released(&mut self, uid: &str) {
         let removed = self.tenants.remove(uid).is_some();
         self.count_change(removed);
     }
 
-    /// A pod waits no longer.
-    pub(super) fn give_up(&mut self, uid: &str) {
+    /// Removes a pod from the queue.
+    pub(super) fn withdraw(&mut self, uid: &str) {
         let removed = self.claims.remove(uid).is_some();
         self.count_change(removed);
     }
 
-    /// Gives up the room that was kept for pods which did not come back.
+    /// Drops expired reservations.
     pub(super) fn expire(&mut self, now: Instant) {
         let before = self.claims.len();
         self.claims.retain(|_, claim| claim.until.is_none_or(|until| until > now));
         self.count_change(self.claims.len() < before);
     }
 
-    /// When room that is kept for a pod is given up next.
+    /// Returns the time at which the next reservation expires.
     pub(super) fn next_expiry(&self) -> Option<Instant> {
         self.claims.values().filter_map(|claim| claim.until).min()
     }
 
-    /// Finds room for `pod`, or decides how it comes to some.
+    /// Admits `pod`, or decides whether it waits, preempts or is rejected.
     pub(super) fn decide(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Verdict {
         let uid = uid_of(pod);
         if self.has(&uid) {
@@ -185,7 +184,7 @@ impl Ledger {
         }
         self.expire(now);
         if self.tenants.contains_key(&uid) {
-            // Its own end comes first.
+            // The earlier instance of the pod must terminate first.
             return self.wait(pod, now);
         }
         match self.ask(pod, (Leaving::All, Claims::All), now) {
@@ -202,10 +201,11 @@ impl Ledger {
         Verdict::Admitted
     }
 
-    /// There is no room now. There may be when those that leave are gone, or when others leave too.
+    /// Handles a pod without room at present: waits for terminating pods, preempts others, or rejects the
+    /// pod.
     fn make_room(&mut self, pod: &Arc<core::Pod>, now: Instant) -> Verdict {
         let uid = uid_of(pod);
-        // One that won't go must not hold a critical pod while others could make room.
+        // An overdue pod must not block a critical pod while other pods could make room.
         let (decided, asked) = match self.ask(pod, (Leaving::Overdue, Claims::All), now) {
             Ok(answer) => answer,
             Err(rejection) => return self.reject(&uid, rejection),
@@ -223,21 +223,21 @@ impl Ledger {
             let Verdict::Wait { until } = self.wait(pod, now) else { return Verdict::Admitted };
             return Verdict::Preempt { victims, resource, until };
         }
-        let later = match self.ask(pod, (Leaving::Nobody, Claims::All), now) {
+        let later = match self.ask(pod, (Leaving::None, Claims::All), now) {
             Ok((later, _)) if fits(&later) => return self.wait(pod, now),
             Ok((later, _)) => later,
             Err(rejection) => return self.reject(&uid, rejection),
         };
-        // Room that is free now is not refused for a pod that only waits, which a kubelet would have refused.
-        // A critical one has pods ended for its room: that is nobody else's.
+        // Room that is free now is not withheld for a pod that only waits, which a kubelet would have
+        // rejected. Room for which a critical pod preempts others is withheld.
         match self.ask(pod, (Leaving::All, Claims::Critical), now) {
             Ok((decided, _)) if fits(&decided) => self.admit(pod),
             _ => self.reject(&uid, rejection(&later)),
         }
     }
 
-    /// Counts a pod that is here with other amounts, if it asks for less or there is room for them. One that
-    /// has no room yet is only told whether there would be some: `before` is that pod as it is.
+    /// Counts an admitted pod with other amounts, if they shrink or there is room. For a pod that is not
+    /// admitted yet, only returns whether there would be room; `before` is the pod as it is.
     pub(super) fn resize(
         &mut self,
         pod: &Arc<core::Pod>,
@@ -249,7 +249,7 @@ impl Ledger {
         let tenant = self.tenants.remove(&uid);
         let had = tenant.as_ref().map_or(before, |tenant| &tenant.pod);
         let room = if resize_order::grows(had, pod) { self.has_room(pod, now) } else { Ok(()) };
-        // Others may have the difference.
+        // Other pods may use the difference.
         let gives_back = room.is_ok() && resize_order::grows(pod, had);
         if let Some(Tenant { pod: before, leaves_by, is_new }) = tenant {
             self.count_change(gives_back);
@@ -260,7 +260,7 @@ impl Ledger {
         room
     }
 
-    /// Returns why there is no room for such a pod beside all others, if there is none.
+    /// Returns an error if the pod does not fit in addition to all others.
     pub(super) fn has_room(&self, pod: &Arc<core::Pod>, now: Instant) -> Result<(), ResizeDeferral> {
         match self.ask(pod, (Leaving::All, Claims::All), now) {
             Ok((decided, _)) if fits(&decided) => Ok(()),
@@ -269,8 +269,8 @@ impl Ledger {
         }
     }
 
-    /// Keeps room for a pod that isn't here. Returns false if there is none, nor any that others would have
-    /// to make for it.
+    /// Reserves room for a pod that is not on the node. Returns false if the pod does not fit, not even by
+    /// preemption.
     pub(super) fn reserve(&mut self, pod: &Arc<core::Pod>, now: Instant) -> bool {
         self.expire(now);
         let uid = uid_of(pod);
@@ -282,8 +282,8 @@ impl Ledger {
         room
     }
 
-    /// What `policy` says of `pod` beside those that are counted, and those in the order in which it was
-    /// asked.
+    /// Applies `policy` to `pod` and the pods that count; returns its decision and those pods, in the order
+    /// used.
     fn ask(
         &self,
         pod: &Arc<core::Pod>,
@@ -305,9 +305,9 @@ impl Ledger {
         };
         asked.extend(self.before(pod).filter(counts).map(|claim| unmovable(&claim.pod)));
         let mut list = self.resources.list();
-        // Devices are given out one by one, by `devices/`, which knows what an ended init container has left
-        // and what a plugin has, or by a claim that the scheduler has allocated: as an amount there is always
-        // enough of them here.
+        // `devices/` assigns devices one by one, since it knows the devices of ended init containers and of
+        // each plugin; the scheduler allocates claimed ones. As an amount, enough of them is always available
+        // here.
         for name in extended_resources(pod) {
             list.set(name, Quantity::from_units(i64::MAX / 1_000_000));
         }
@@ -320,8 +320,7 @@ impl Ledger {
         })
     }
 
-    /// The claims that go before the pod's: those that came earlier. A critical pod yields to critical ones
-    /// only.
+    /// Returns the claims that precede the pod's: earlier ones. A critical pod yields only to critical ones.
     fn before(&self, pod: &Arc<core::Pod>) -> impl Iterator<Item = &Claim> {
         let own = self.claims.get(&uid_of(pod)).map_or(u64::MAX, |claim| claim.number);
         let critical = is_critical(pod);
@@ -334,11 +333,11 @@ impl Ledger {
         Verdict::Wait { until: leave.chain(self.next_expiry()).min() }
     }
 
-    /// A pod keeps the place that it has, and has the amounts that it asks with now.
+    /// Creates or updates the pod's claim with its current amounts, keeping its place.
     fn claim(&mut self, pod: &Arc<core::Pod>, until: Option<Instant>) {
         let number = self.next_number;
         let claim = self.claims.entry(uid_of(pod)).or_insert(Claim { pod: Arc::clone(pod), number, until });
-        // Of fewer amounts the difference is nobody's any more.
+        // A smaller claim releases the difference.
         let differs = !Arc::ptr_eq(&claim.pod, pod) && claim.pod.spec != pod.spec;
         (claim.pod, claim.until) = (Arc::clone(pod), until);
         self.next_number = number.saturating_add(u64::from(claim.number == number));
@@ -346,17 +345,17 @@ impl Ledger {
     }
 
     fn reject(&mut self, uid: &str, rejection: AdmissionRejection) -> Verdict {
-        self.give_up(uid);
+        self.withdraw(uid);
         Verdict::Rejected(rejection)
     }
 }
 
-/// There is room, and nobody has to go for it.
+/// Returns true if there is room without preemption.
 fn fits(decided: &admission::Admission) -> bool {
     decided.admitted && decided.victims.is_empty()
 }
 
-/// In the kubelet's words (`pkg/kubelet/lifecycle/predicate.go`), of the first thing that stands against it.
+/// Converts the first reason to a rejection in the kubelet's words (`pkg/kubelet/lifecycle/predicate.go`).
 fn rejection(decided: &admission::Admission) -> AdmissionRejection {
     let sentence = decided.error.clone().unwrap_or_default();
     let refusal = match decided.refusal {
@@ -380,15 +379,16 @@ fn rejection(decided: &admission::Admission) -> AdmissionRejection {
                     short.resource, short.requested, short.used, short.capacity
                 ),
             ),
-            None => {
-                ("UnexpectedAdmissionError".to_owned(), "it does not fit, for no reason known".to_owned())
-            }
+            None => (
+                "UnexpectedAdmissionError".to_owned(),
+                "the pod does not fit, for an unknown reason".to_owned(),
+            ),
         },
     };
     AdmissionRejection { reason, message: format!("{REJECTED}{message}"), refusal }
 }
 
-/// Why amounts can't be had, in the words of a rejection.
+/// Converts the first reason to a deferral, in the words of a rejection.
 fn deferral(decided: &admission::Admission) -> ResizeDeferral {
     let infeasible = decided.reasons.iter().any(|short| short.requested > short.capacity);
     let message = match decided.reasons.first() {
@@ -396,14 +396,14 @@ fn deferral(decided: &admission::Admission) -> ResizeDeferral {
             "Node didn't have enough resource: {}, requested: {}, used: {}, capacity: {}",
             short.resource, short.requested, short.used, short.capacity
         ),
-        None => "Node has room for these amounts only where other pods go".to_owned(),
+        None => "Node has room for these amounts only if other pods are preempted".to_owned(),
     };
     ResizeDeferral { infeasible, message }
 }
 
-/// The resources that admission leaves to others: those of device plugins, and those that a claim of the pod
-/// gives to every container that asks for them. What a DeviceClass stands behind without a name of its own
-/// (`deviceclass.resource.kubernetes.io/…`) is no device plugin's: without a claim the pod is refused.
+/// Returns the resources that admission leaves to others: those of device plugins, and those that a claim of
+/// the pod provides to every container that requests them. A DeviceClass without an extended resource name
+/// (`deviceclass.resource.kubernetes.io/…`) is not a device plugin's: without a claim the pod is rejected.
 fn extended_resources(pod: &core::Pod) -> BTreeSet<&str> {
     let spec = pod.spec.iter();
     let containers = spec.flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers));
@@ -426,7 +426,7 @@ fn uid_of(pod: &core::Pod) -> String {
     pod.metadata.uid.clone().unwrap_or_default()
 }
 
-/// The pod as one whose room nobody can take: it goes already, or has not come yet.
+/// Returns a copy of the pod that cannot be preempted: it is terminating, or not admitted yet.
 fn unmovable(pod: &Arc<core::Pod>) -> Arc<core::Pod> {
     let mut pod = core::Pod::clone(pod);
     if let Some(spec) = &mut pod.spec {

@@ -1,14 +1,14 @@
-//! Who may run here: room for a pod's requests is found, made (a critical pod preempts) or refused, before
-//! anything of the pod is started.
+//! Admission: finds room for a pod's requests, makes room (a critical pod preempts others), or rejects the
+//! pod, before anything of the pod is started.
 //!
-//! The decisions are `beelet_policy::admission` and `::preemption`, the same that `beelet plan` shows; here
-//! they meet the pods that really hold something. A pod's worker asks before it starts anything; the pods'
-//! manager says what leaves and what has left. Room is counted as taken until the pod that had it is really
-//! gone, so a new pod may have to wait for one on its way out, and is not refused for it.
+//! `beelet_policy::admission` and `::preemption` decide, as in `beelet plan`; this crate applies them to the
+//! pods on the node. A pod's worker asks before it starts anything; the pods' manager reports terminating and
+//! terminated pods. Room counts as taken until its pod has really terminated, so a new pod may have to wait
+//! for a terminating one, and is not rejected because of it.
 //!
-//! Must never kill anything by itself (it asks the pods' manager to), never look at what pods use, and never
-//! refuse a pod that runs already.
-// What this adds up comes from outside.
+//! Must never kill anything by itself (it asks the pods' manager), never look at the pods' actual usage, and
+//! never reject a running pod.
+// The amounts that this crate adds come from outside.
 #![cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 
 use beelet_model::pressure::{Conditions, EVICTED, PREEMPTING};
@@ -50,58 +50,58 @@ use beelet_model::failure::{NODE_SHUTS_DOWN, REJECTED, Refusal};
 use beelet_model::{ended::Ended, request::Request, table::PodName};
 
 const PREEMPTED_MESSAGE: &str = "Preempted in order to admit critical pod";
-/// The kubelet's words.
+/// Message of the kubelet.
 const SHUTS_DOWN_MESSAGE: &str = "Pod was rejected as the node is shutting down.";
-/// The taint that a pod must tolerate to be let in without requests while memory is short.
+/// Taint that a best-effort pod must tolerate to be admitted under memory pressure.
 const MEMORY_PRESSURE_TAINT: &str = "node.kubernetes.io/memory-pressure";
 
-/// Why a pod may not run here.
+/// Rejection of a pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AdmissionRejection {
-    /// One word, as the kubelet has it: `OutOfcpu`, `NodePorts`, `Evicted`, `UnexpectedAdmissionError`, …
+    /// Single word, as the kubelet's: `OutOfcpu`, `NodePorts`, `Evicted`, `UnexpectedAdmissionError`, …
     pub reason: String,
-    /// A sentence.
+    /// Message for users.
     pub message: String,
-    /// Says when another try may succeed.
+    /// Condition under which another try may succeed.
     pub refusal: Refusal,
 }
 
-/// Why a pod that runs can't have other amounts.
+/// Refusal of a running pod's resize.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ResizeDeferral {
-    /// Not on this node, whoever goes.
+    /// The node could not fit these amounts even without other pods.
     pub infeasible: bool,
-    /// A sentence.
+    /// Message for users.
     pub message: String,
 }
 
-/// What admission needs from the rest of the node.
+/// Dependencies of admission.
 #[derive(Debug)]
 pub struct Parts {
-    /// What the node has for pods.
+    /// Capacity and allocatable resources of the node.
     pub resources: NodeResources,
-    /// How victims are chosen.
+    /// Choice of victims.
     pub policy: preemption::Policy,
-    /// What the node is short of.
+    /// Pressure conditions of the node.
     pub conditions: watch::Receiver<Conditions>,
-    /// Since when the machine has been going down, if it is.
+    /// Start of the machine's shutdown, if it is shutting down.
     pub shutdown: watch::Receiver<Option<Timestamp>>,
-    /// To the pods' manager.
+    /// Requests to the pods' manager.
     pub requests: mpsc::Sender<Request>,
     /// Counters.
     pub metrics: Metrics,
 }
 
-/// Decides whether a pod has room; clones of its `Arc` share one ledger.
+/// Decides whether a pod has room. Shared through an `Arc`.
 #[derive(Debug)]
 pub struct Admission {
     parts: Parts,
     ledger: Mutex<Ledger>,
-    /// Rung at each change of [`Ledger::changes`].
+    /// Publishes each change of [`Ledger::changes`].
     changes: watch::Sender<u64>,
 }
 
-/// A place in the queue of pods that wait for room. Dropped before it was admitted, the pod gives it up.
+/// Place in the queue of pods that wait for room. Dropping it before the admission gives up the place.
 #[derive(Debug)]
 pub struct QueuePlace<'a> {
     admission: &'a Admission,
@@ -110,66 +110,65 @@ pub struct QueuePlace<'a> {
 
 impl Drop for QueuePlace<'_> {
     fn drop(&mut self) {
-        self.admission.with(|ledger| ledger.give_up(&self.uid));
+        self.admission.with(|ledger| ledger.withdraw(&self.uid));
     }
 }
 
 impl Admission {
-    /// Admission on a node where no pod is yet.
+    /// Creates the admission of a node without pods.
     #[must_use]
     pub fn new(parts: Parts) -> Self {
         let ledger = Mutex::new(Ledger::new(parts.resources.clone(), parts.policy));
         Self { parts, ledger, changes: watch::Sender::new(0) }
     }
 
-    /// The resources that the node has for pods.
+    /// Returns the resources that the node has for pods.
     #[must_use]
     pub fn resources(&self) -> &NodeResources {
         &self.parts.resources
     }
 
-    /// Counts a pod that runs already: whatever is said of it now, it was let in before the agent's restart.
+    /// Counts a running pod regardless of its requests: it was admitted before the agent's restart.
     pub fn adopt(&self, pod: &Arc<core::Pod>) {
         self.with(|ledger| ledger.adopt(pod));
     }
 
-    /// Changes whenever room was given back, or may soon be: a pod is gone or on its way out, has become
-    /// smaller, or waits no longer. Everything that waits for room waits for this.
+    /// Subscribes to changes after which a waiting pod may fit: a pod is terminating, has terminated or
+    /// shrunk, or no longer waits.
     #[must_use]
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
     }
 
-    /// Counts a pod that is here with other amounts of cpu and memory, if it asks for less or there is room
-    /// for them; `before` is the pod as it is.
+    /// Counts an admitted pod with other amounts of cpu and memory, if they shrink or there is room; `before`
+    /// is the pod as it is.
     ///
     /// # Errors
-    /// There is no room for them now, or there never is on this node.
+    /// The amounts do not fit at present, or never on this node.
     pub fn resize(&self, pod: &Arc<core::Pod>, before: &core::Pod) -> Result<(), ResizeDeferral> {
         self.with(|ledger| ledger.resize(pod, before, Instant::now()))
     }
 
-    /// The pod is on its way out; what it has is not free yet. Unknown pods are none of ours.
+    /// Marks the pod as terminating; its room is not free yet. Ignores unknown pods.
     pub fn leaving(&self, uid: &str, grace: Duration) {
         self.with(|ledger| ledger.leaving(uid, Instant::now(), grace));
     }
 
-    /// The room of a pod is free, of which nothing runs any more.
+    /// Releases the room of a terminated pod.
     pub fn released(&self, uid: &str, _: Ended) {
         self.with(|ledger| ledger.released(uid));
     }
 
-    /// A place in the queue for a pod, which it keeps until this is dropped.
+    /// Returns a place in the queue for a pod; dropping it gives up the place.
     #[must_use]
     pub fn queue(&self, uid: &str) -> QueuePlace<'_> {
         QueuePlace { admission: self, uid: uid.to_owned() }
     }
 
-    /// Checks that `pod` belongs on `node`, by the node's name, labels and taints. A pod that was let in
-    /// before does.
+    /// Checks `pod` against the node's name, labels and taints. An admitted pod passes.
     ///
     /// # Errors
-    /// Why it does not.
+    /// The pod does not belong on `node`.
     pub fn fits(&self, pod: &core::Pod, node: &NodeView) -> Result<(), AdmissionRejection> {
         if self.with(|ledger| ledger.has(pod.metadata.uid.as_deref().unwrap_or_default())) {
             return Ok(());
@@ -179,21 +178,21 @@ impl Admission {
         Err(self.rejected(pod, AdmissionRejection { reason, message, refusal: Refusal::Other }))
     }
 
-    /// Has a pod ended that may not run here.
+    /// Requests the termination of a rejected pod.
     pub async fn refuse(&self, uid: &str, rejection: AdmissionRejection) {
         let AdmissionRejection { reason, message, refusal } = rejection;
         let request = Request::Refuse { uid: uid.to_owned(), reason, message, refusal };
-        // Without a manager there is nobody to end it, and soon no pod.
+        // Without a manager the agent is stopping, and the request is pointless.
         let _ = self.parts.requests.send(request).await;
     }
 
-    /// Returns true if a pod that was ended would find room now; a critical one also where others would have
-    /// to go. If so the room is kept for it for a while.
+    /// Returns true and reserves room for a while if a terminated pod would fit now; for a critical pod, also
+    /// by preemption.
     pub(self) fn reserve(&self, pod: &Arc<core::Pod>) -> bool {
         self.refused_by_node(pod).is_none() && self.with(|ledger| ledger.reserve(pod, Instant::now()))
     }
 
-    /// Gives up the room of pods that did not come back; when there is more of it to give up.
+    /// Drops expired reservations; returns the time of the next expiry.
     pub(self) fn expire(&self) -> Option<Instant> {
         self.with(|ledger| {
             ledger.expire(Instant::now());
@@ -201,10 +200,10 @@ impl Admission {
         })
     }
 
-    /// All victims at once: none waits for another's end.
+    /// Preempts all victims at once: none waits for another's termination.
     async fn preempt(&self, pod: &core::Pod, victims: &[Arc<core::Pod>], resource: &str) {
         for victim in victims {
-            warn!(pod = %PodName::of(pod), victim = %PodName::of(victim), resource, "preempts a pod to make room");
+            warn!(pod = %PodName::of(pod), victim = %PodName::of(victim), resource, "preempting a pod to make room");
             self.parts.metrics.preempted(resource);
             let request = Request::Fail {
                 uid: victim.metadata.uid.clone().unwrap_or_default(),
@@ -219,14 +218,14 @@ impl Admission {
     }
 
     fn rejected(&self, pod: &core::Pod, rejection: AdmissionRejection) -> AdmissionRejection {
-        info!(pod = %PodName::of(pod), reason = rejection.reason, message = rejection.message, "pod is rejected");
+        info!(pod = %PodName::of(pod), reason = rejection.reason, message = rejection.message, "rejected a pod");
         self.parts.metrics.rejected(&rejection.reason);
         rejection
     }
 
-    /// Nobody begins on a machine that goes down. Else the kubelet's rule (`pkg/kubelet/eviction`, `Admit`):
-    /// under memory pressure no pod without requests, unless it tolerates that; under any other pressure no
-    /// pod at all. Critical pods come in always.
+    /// Rejects all pods on a machine that is shutting down. Otherwise applies the kubelet's rule
+    /// (`pkg/kubelet/eviction`, `Admit`): memory pressure rejects best-effort pods that do not tolerate it;
+    /// any other pressure rejects all pods. Critical pods are always admitted.
     fn refused_by_node(&self, pod: &core::Pod) -> Option<AdmissionRejection> {
         if self.parts.shutdown.borrow().is_some() {
             let (reason, message) = (NODE_SHUTS_DOWN.to_owned(), SHUTS_DOWN_MESSAGE.to_owned());
@@ -246,7 +245,7 @@ impl Admission {
         Some(AdmissionRejection { reason: EVICTED.to_owned(), message, refusal: Refusal::Other })
     }
 
-    /// The only way to the ledger: whatever is given back there is published before anybody else works on it.
+    /// Runs `work` on the ledger: the only access to it. Publishes released room while the ledger is locked.
     fn with<T>(&self, work: impl FnOnce(&mut Ledger) -> T) -> T {
         let mut ledger = self.ledger.lock().unwrap_or_else(PoisonError::into_inner);
         let result = work(&mut ledger);
@@ -257,11 +256,11 @@ impl Admission {
 }
 
 impl QueuePlace<'_> {
-    /// Waits until `pod` may run: at once if there is room, later if there will be. Asked again for a pod
-    /// that was let in it says yes at once. Asked with other amounts, the pod keeps its place.
+    /// Waits until `pod` may run: returns at once if there is room, later if there will be. For an admitted
+    /// pod it returns at once. A call with other amounts keeps the pod's place.
     ///
     /// # Errors
-    /// Why it may not run here at all.
+    /// The pod may not run on this node.
     pub async fn admit(&self, pod: &Arc<core::Pod>) -> Result<(), AdmissionRejection> {
         let admission = self.admission;
         if admission.with(|ledger| ledger.still_has(pod, Instant::now())) {
@@ -297,8 +296,8 @@ impl QueuePlace<'_> {
     }
 }
 
-/// How long a pod that leaves gets before it counts as one that won't: the kubelet waits half as long again
-/// as the pod's own grace period, and at least 10 s (`pkg/kubelet/pod_workers.go`, `killPodNow`).
+/// Returns the time after which a terminating pod is overdue. As in the kubelet, 1.5 times the pod's grace
+/// period, and at least 10 s (`pkg/kubelet/pod_workers.go`, `killPodNow`).
 fn patience(grace: Duration) -> Duration {
     let half = grace.checked_div(2).unwrap_or_default();
     grace.saturating_add(half).max(Duration::from_secs(10))

@@ -1,4 +1,4 @@
-//! What admission tells of itself.
+//! Metrics of admission.
 
 use prometheus_client::{encoding::EncodeLabelSet, metrics::family::Family, registry::Registry};
 
@@ -26,12 +26,12 @@ impl Metrics {
     pub fn register(&self, registry: &mut Registry) {
         registry.register(
             "kubelet_preemptions",
-            "Pods that went for a critical one, by the resource that was short",
+            "Pods preempted for a critical pod, by the insufficient resource",
             self.preemptions.clone(),
         );
         registry.register(
             "kubelet_admission_rejections_total",
-            "Pods that were refused, by reason",
+            "Pods rejected by admission, by reason",
             self.rejections.clone(),
         );
     }

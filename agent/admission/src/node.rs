@@ -1,7 +1,7 @@
-//! What the node has for pods.
+//! Resources that the node has for pods.
 //!
-//! Allocatable is what the machine has, less what is reserved for the system and the node's own agents, less
-//! what must stay free for eviction not to begin (`pkg/kubelet/cm/node_container_manager_linux.go`,
+//! Allocatable is the machine's capacity, less the reservations for the system and the node's own agents,
+//! less the hard eviction thresholds (`pkg/kubelet/cm/node_container_manager_linux.go`,
 //! `GetNodeAllocatableReservation`).
 
 use std::{collections::BTreeMap, fs, path::Path};
@@ -14,25 +14,25 @@ use beelet_policy::{
 };
 use beelet_units::quantity::Quantity;
 
-/// Where the kernel has its huge pages, a folder a size.
+/// Kernel folder with one subfolder per huge page size.
 const HUGEPAGES: &str = "/sys/kernel/mm/hugepages";
-/// What the kernel says of memory.
+/// Kernel file of memory amounts.
 const MEMINFO: &str = "/proc/meminfo";
-/// The resource of processes and threads, which can be reserved.
+/// Resource name of processes and threads, which can be reserved.
 pub const PID: &str = "pid";
 
 /// Amounts by resource: cores, bytes or counts.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct NodeResources {
-    /// What the machine has.
+    /// Resources of the machine.
     pub capacity: BTreeMap<String, Quantity>,
-    /// What pods may request together.
+    /// Resources that pods may request in total.
     pub allocatable: BTreeMap<String, Quantity>,
 }
 
 impl NodeResources {
-    /// The part of `capacity` that is left for pods. `reserved` has what is kept for the system and the
-    /// agents together; of `thresholds` the hard ones count.
+    /// Computes the part of `capacity` that is left for pods. `reserved` is the sum of the reservations for
+    /// the system and the agents; only hard `thresholds` count.
     #[must_use]
     pub fn new(
         capacity: BTreeMap<String, Quantity>,
@@ -40,21 +40,21 @@ impl NodeResources {
         thresholds: &[Threshold],
     ) -> Self {
         let mut allocatable = capacity.clone();
-        let mut take = |name: &str, amount: Quantity| {
+        let mut subtract = |name: &str, amount: Quantity| {
             if let Some(left) = allocatable.get_mut(name) {
                 *left = left.saturating_sub(amount).max(Quantity::ZERO);
             }
         };
-        reserved.iter().for_each(|(name, amount)| take(name, *amount));
-        hard_eviction(&capacity, thresholds).iter().for_each(|(name, amount)| take(name, *amount));
-        // Memory that was set aside as huge pages is no one's as memory.
+        reserved.iter().for_each(|(name, amount)| subtract(name, *amount));
+        hard_eviction(&capacity, thresholds).iter().for_each(|(name, amount)| subtract(name, *amount));
+        // Memory set aside as huge pages is not available as memory.
         for (_, pages) in capacity.iter().filter(|(name, _)| name.starts_with("hugepages-")) {
-            take(MEMORY, *pages);
+            subtract(MEMORY, *pages);
         }
         Self { capacity, allocatable }
     }
 
-    /// The amounts that pods may request together, as `policy` takes them.
+    /// Returns the allocatable amounts in the form that `policy` uses.
     #[must_use]
     pub fn list(&self) -> ResourceList<'_> {
         let mut list = ResourceList::default();
@@ -63,8 +63,8 @@ impl NodeResources {
     }
 }
 
-/// The resources of which settings reserve more than this machine has, where pods' volumes are in the file
-/// system of the folder `volumes`. A resource that cannot be measured is not compared. Blocking.
+/// Returns the resources of which the settings reserve more than this machine has; pods' volumes are in the
+/// file system of the folder `volumes`. Skips a resource that cannot be measured. Blocking.
 #[must_use]
 pub fn over_reserved(
     volumes: &Path,
@@ -84,7 +84,7 @@ pub fn over_reserved(
     excesses(&amounts.into_iter().filter_map(of).collect(), system, kube, thresholds)
 }
 
-/// Processes and threads that the kernel has at most: whichever of its two limits is lower
+/// Returns the maximum number of processes and threads: the lower of the kernel's two limits
 /// (pkg/kubelet/stats/pidlimit).
 #[must_use]
 pub fn pids() -> Option<i64> {
@@ -93,7 +93,7 @@ pub fn pids() -> Option<i64> {
     limits.into_iter().flatten().min()
 }
 
-/// The huge pages that this machine has set aside, in bytes by resource name (`hugepages-2Mi`).
+/// Returns the huge pages of this machine in bytes, by resource name (`hugepages-2Mi`).
 #[must_use]
 pub fn hugepages() -> BTreeMap<String, Quantity> {
     hugepages_below(Path::new(HUGEPAGES))

@@ -1,9 +1,8 @@
-//! Lets pods run again that the node ended or did not let in: evicted ones once nothing has been short for
-//! the transition period, preempted ones once there has been room for so long, and those that did not fit as
-//! soon as they do. Under an API server somebody would make a new pod; a standalone node has only the
-//! manifest.
+//! Restarts pods that the node terminated or rejected: evicted ones when there has been no pressure for the
+//! transition period, preempted ones when there has been room for that period, and rejected ones as soon as
+//! they fit. In a cluster a controller would create a replacement; a standalone node has only the manifest.
 //!
-//! Must never bring back a pod for which there is no room: it would be refused once more.
+//! Must never restart a pod that does not fit: it would be rejected again.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
@@ -27,22 +26,21 @@ use beelet_model::{
     table::{PodChanges, PodEntry, PodName, PodTable, Pods},
 };
 
-/// A pod that did not fit is not tried again sooner than this: nothing turns in a circle at once.
+/// Minimum time before a rejected pod is retried, so that it cannot loop.
 const REFUSED_FOR: Duration = Duration::from_secs(1);
 
-/// Asks for another try of pods that were evicted or preempted, or did not fit, once the node has room for
-/// them.
+/// Requests a retry of pods that were evicted, preempted or rejected for lack of room, when they fit.
 #[derive(Debug)]
 pub struct RetryEvicted {
     /// All pods.
     pub table: watch::Receiver<Arc<PodTable>>,
-    /// What the node is short of.
+    /// Pressure conditions of the node.
     pub conditions: watch::Receiver<Conditions>,
-    /// Knows whether there is room.
+    /// Reserves room.
     pub admission: Arc<Admission>,
-    /// To the pods' manager.
+    /// Requests to the pods' manager.
     pub requests: mpsc::Sender<Request>,
-    /// How long nothing must have been short.
+    /// Time without pressure before evicted pods restart.
     pub transition: Duration,
 }
 
@@ -50,13 +48,13 @@ impl RetryEvicted {
     /// Works until `shutdown`.
     pub fn run(mut self, shutdown: CancellationToken) -> Work {
         Box::pin(async move {
-            // What was short before the agent began isn't known: only from here on nothing has been. So it
-            // doesn't matter either when by the wall's clock, which may have been set, a pod was ended.
+            // Pressure before the agent's start is unknown, so the period counts from here. The time at which
+            // a pod ended by the wall clock, which may have been set, does not matter either.
             let mut ended = Candidates::default();
             let (mut room, mut going) = (self.admission.changes(), self.admission.parts.shutdown.clone());
             loop {
                 ended.follow(&self.table.borrow_and_update());
-                let due = self.bring_back(&ended.in_order()).await;
+                let due = self.retry(&ended.in_order()).await;
                 let wake = due.into_iter().chain(self.admission.expire()).min();
                 let timer = async {
                     match wake {
@@ -70,7 +68,7 @@ impl RetryEvicted {
                     changed = self.conditions.changed() => if changed.is_err() { return },
                     // The sender lives as long as admission.
                     _ = room.changed() => {}
-                    // A machine that does not go down after all lets pods in again.
+                    // An aborted shutdown admits pods again.
                     Ok(()) = going.changed() => {}
                     () = timer => {}
                 }
@@ -78,8 +76,8 @@ impl RetryEvicted {
         })
     }
 
-    /// Asks for those that may; when others may at the soonest. Room that comes free wakes us.
-    async fn bring_back(&mut self, pods: &[&Candidate]) -> Option<Instant> {
+    /// Requests a retry of pods that are due; returns the next due time. Released room wakes the task.
+    async fn retry(&mut self, pods: &[&Candidate]) -> Option<Instant> {
         let short = !self.conditions.borrow_and_update().is_empty();
         let (now, mut due) = (Instant::now(), None);
         for Candidate { pod, how, at } in pods.iter().copied() {
@@ -89,9 +87,9 @@ impl RetryEvicted {
             if from.is_none_or(|from| from > now) {
                 due = due.into_iter().chain(from).min();
             } else if short && !is_refused {
-                // The conditions' end wakes us.
+                // The end of the pressure wakes the task.
             } else if self.admission.reserve(pod) {
-                info!(pod = %PodName::of(pod), "there is room for a pod that the node ended or refused; it may run");
+                info!(pod = %PodName::of(pod), "restarting a pod that was evicted or rejected: there is room for it");
                 let uid = pod.metadata.uid.clone().unwrap_or_default();
                 if self.requests.send(Request::Retry { uid }).await.is_err() {
                     return None;
@@ -102,16 +100,16 @@ impl RetryEvicted {
     }
 }
 
-/// The pods that the node ended.
+/// Pods that the node terminated or rejected.
 #[derive(Default)]
 struct Candidates {
-    /// The pods as they were when they were last looked at: only what has changed since is looked at again.
+    /// Pods as of the last update: only later changes are examined.
     known: Pods,
     ended: HashMap<PodName, Candidate>,
 }
 
 impl Candidates {
-    /// Takes over what has changed.
+    /// Updates the candidates from what has changed.
     fn follow(&mut self, table: &PodTable) {
         let changes = PodChanges::between(&self.known, &table.pods);
         for (name, _) in changes.gone {
@@ -125,7 +123,7 @@ impl Candidates {
         self.known = table.pods.clone();
     }
 
-    /// The most important first.
+    /// Returns the candidates by descending priority.
     fn in_order(&self) -> Vec<&Candidate> {
         let mut pods: Vec<_> = self.ended.iter().collect();
         pods.sort_by_cached_key(|(name, one)| (std::cmp::Reverse(priority(&one.pod)), *name));
@@ -133,19 +131,19 @@ impl Candidates {
     }
 }
 
-/// A pod that may run again.
+/// Pod that may be restarted.
 struct Candidate {
     pod: Arc<core::Pod>,
     how: How,
-    /// When it was first seen to have ended.
+    /// Time at which its end was first seen.
     at: Instant,
 }
 
 impl Candidate {
-    /// The pod, if the node ended it. It may have been ended `before`, at the same time by what it says, or
-    /// at another.
+    /// Returns a candidate if the node terminated or rejected the pod. `before` is the candidate of an
+    /// earlier version; the time is kept if it describes the same end.
     fn of(entry: &PodEntry, before: Option<&Self>) -> Option<Self> {
-        // In a cluster somebody makes a new pod.
+        // In a cluster a controller creates a replacement.
         if entry.pod.metadata.deletion_timestamp.is_some() || Origin::of(&entry.pod).is_api() {
             return None;
         }
@@ -157,16 +155,16 @@ impl Candidate {
     }
 }
 
-/// How the node ended a pod.
+/// Way in which the node ended a pod.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum How {
-    /// It ran, until then.
+    /// The pod ran until then.
     At(Timestamp),
-    /// There was no room for it.
+    /// The pod was rejected for lack of room.
     Refused,
 }
 
-/// Returns how the node ended the pod; None if it didn't, or if that isn't over yet.
+/// Returns how the node ended the pod; None if it did not, or if the pod has not terminated yet.
 fn how_ended(entry: &PodEntry) -> Option<How> {
     entry.ended()?;
     let status = entry.pod.status.as_ref()?;
@@ -212,7 +210,7 @@ mod tests {
         candidates.follow(&table(&[("b", "1", "OutOfcpu"), ("a", "2", "OutOfcpu"), ("c", "3", "Error")]));
         let first = seen(&candidates);
         assert_eq!(first.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["a", "b"]);
-        // The same end with other words is the same; another pod of that name is not.
+        // A changed reason is the same end; another pod of that name is not.
         candidates.follow(&table(&[("b", "1", "OutOfmemory"), ("a", "4", "OutOfcpu")]));
         let second = seen(&candidates);
         assert_eq!(second[1], first[1]);
@@ -222,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_the_node_ended_or_refused_comes_back_and_only_once_it_is_over() {
+    fn only_terminated_pods_that_the_node_ended_or_rejected_are_retried() {
         let condition = json!([{"type": "DisruptionTarget", "status": "True", "lastTransitionTime": "2026-11-21T12:00:00Z"}]);
         let check = |phase: &str, reason: &str, refusal: Option<Refusal>, expect: bool| {
             let status = json!({"phase": phase, "reason": reason, "conditions": condition});
@@ -233,8 +231,8 @@ mod tests {
         check("Running", "Evicted", None, false);
         check("Failed", "DeadlineExceeded", None, false);
         check("Succeeded", "", None, false);
-        // The reason's word says nothing of a refusal.
-        for reason in ["OutOfcpu", "NodePorts", "UnexpectedAdmissionError", "Whatever"] {
+        // The reason alone does not identify a rejection.
+        for reason in ["OutOfcpu", "NodePorts", "UnexpectedAdmissionError", "Other"] {
             check("Failed", reason, Some(Refusal::Room), true);
             check("Failed", reason, Some(Refusal::Other), false);
             check("Pending", reason, Some(Refusal::Room), false);

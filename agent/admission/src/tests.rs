@@ -29,7 +29,7 @@ fn uid_of(pod: &core::Pod) -> String {
     pod.metadata.uid.clone().unwrap()
 }
 
-/// A node with 4 CPUs and room for 10 pods, and what it asks of the manager.
+/// Node with 4 CPUs and room for 10 pods, and its requests to the manager.
 struct Node {
     admission: Arc<Admission>,
     requests: mpsc::Receiver<Request>,
@@ -54,7 +54,7 @@ impl Node {
         Self { admission: Arc::new(admission), requests: receiver, conditions }
     }
 
-    /// The answer, if there is one at once.
+    /// Returns the verdict, if there is one at once.
     async fn ask(&self, pod: &Arc<core::Pod>) -> Option<Result<(), AdmissionRejection>> {
         let place = self.admission.queue(&uid_of(pod));
         tokio::time::timeout(Duration::ZERO, place.admit(pod)).await.ok()
@@ -65,39 +65,39 @@ impl Node {
     }
 
     async fn rejects(&self, pod: &Arc<core::Pod>, reason: &str, message: &str) {
-        let rejection = self.ask(pod).await.expect("it waits").unwrap_err();
+        let rejection = self.ask(pod).await.expect("the pod waits").unwrap_err();
         assert_eq!((rejection.reason.as_str(), rejection.message.as_str()), (reason, message));
     }
 
-    /// Lets the pod wait on, as its worker does.
+    /// Spawns a task that waits, as the pod's worker does.
     fn waits(&self, pod: &Arc<core::Pod>) -> tokio::task::JoinHandle<Result<(), AdmissionRejection>> {
         let (admission, pod) = (Arc::clone(&self.admission), Arc::clone(pod));
         tokio::spawn(async move { admission.queue(&uid_of(&pod)).admit(&pod).await })
     }
 
-    /// The pod is gone.
+    /// Releases a terminated pod.
     fn released(&self, uid: &str) {
         self.admission.released(uid, Ended::of(None, true).unwrap());
     }
 
-    /// The answer to a pod that has `before`, and wants `wanted`.
+    /// Requests a resize from `before` to `wanted`.
     fn resize(&self, before: &Arc<core::Pod>, wanted: &Arc<core::Pod>) -> Result<(), ResizeDeferral> {
         self.admission.resize(wanted, before)
     }
 
-    /// The pods that were asked to go, so far.
-    fn asked_to_go(&mut self) -> Vec<String> {
-        let mut told = Vec::new();
+    /// Returns the pods preempted so far.
+    fn preempted(&mut self) -> Vec<String> {
+        let mut preempted = Vec::new();
         while let Ok(Request::Fail { uid, reason, message, grace }) = self.requests.try_recv() {
             assert_eq!((reason.as_str(), grace), ("Preempting", None));
             assert_eq!(message, "Preempted in order to admit critical pod");
-            told.push(uid);
+            preempted.push(uid);
         }
-        told
+        preempted
     }
 }
 
-/// Lets the tasks that can go on do so.
+/// Lets runnable tasks proceed.
 async fn settle() {
     for _ in 0..20 {
         tokio::task::yield_now().await;
@@ -143,7 +143,7 @@ async fn a_taken_port_and_another_system_are_reasons_of_their_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_device_class_stands_behind_is_left_to_the_pods_claim() {
+async fn resources_of_a_device_class_are_left_to_the_pods_claim() {
     const GPU: &str = "deviceclass.resource.kubernetes.io/gpu";
     let node = Node::new();
     let of = |name: &str, claimed: &[&str]| {
@@ -166,7 +166,7 @@ async fn what_a_device_class_stands_behind_is_left_to_the_pods_claim() {
     };
     let reason = format!("OutOf{GPU}");
     node.rejects(&of("none", &[]), &reason, &words(2)).await;
-    // What one container has by a claim is not another's.
+    // A claim covers only the containers that it names.
     node.rejects(&of("one", &["a"]), &reason, &words(2)).await;
 }
 
@@ -186,7 +186,7 @@ async fn a_pod_waits_for_one_on_its_way_out_and_later_ones_wait_behind_it() {
     node.admission.leaving("old", SECOND);
     let first = node.waits(&plain("first", "3"));
     settle().await;
-    // What the first waits for isn't the second's.
+    // Room that the first waits for is withheld from the second.
     let words = "Pod was rejected: Node didn't have enough resource: cpu, requested: 2000, used: 3000, capacity: 4000";
     node.rejects(&plain("second", "2"), "OutOfcpu", words).await;
     let third = node.waits(&plain("third", "1"));
@@ -218,17 +218,17 @@ async fn a_critical_pod_has_its_victims_killed_at_once_and_comes_in_when_there_i
     }
     let waiting = node.waits(&critical("critical", "2"));
     settle().await;
-    let told = node.asked_to_go();
-    assert_eq!(told.len(), 2, "both are told before either is gone");
-    // Nobody takes the room that is made.
-    node.released(&told[0]);
+    let victims = node.preempted();
+    assert_eq!(victims.len(), 2, "both are preempted before either terminates");
+    // Room made for the critical pod is withheld from others.
+    node.released(&victims[0]);
     settle().await;
     assert!(!waiting.is_finished());
     let words = "Pod was rejected: Node didn't have enough resource: cpu, requested: 1000, used: 4000, capacity: 4000";
     node.rejects(&plain("thief", "1"), "OutOfcpu", words).await;
-    node.released(&told[1]);
+    node.released(&victims[1]);
     assert_eq!(waiting.await.unwrap(), Ok(()));
-    assert_eq!(node.asked_to_go(), Vec::<String>::new());
+    assert_eq!(node.preempted(), Vec::<String>::new());
     assert_eq!(node.admission.parts.metrics.preemptions("cpu"), 2);
 }
 
@@ -240,15 +240,15 @@ async fn a_victim_that_will_not_die_is_replaced_by_others() {
     }
     let waiting = node.waits(&critical("critical", "2"));
     settle().await;
-    let told = node.asked_to_go();
-    node.released(&told[0]);
-    // Its grace period is 20 s, and the kubelet's patience half as long again.
+    let victims = node.preempted();
+    node.released(&victims[0]);
+    // The grace period is 20 s; the kubelet waits 1.5 times as long.
     tokio::time::sleep(29 * SECOND).await;
-    assert_eq!(node.asked_to_go(), Vec::<String>::new());
+    assert_eq!(node.preempted(), Vec::<String>::new());
     tokio::time::sleep(2 * SECOND).await;
-    let instead = node.asked_to_go();
+    let instead = node.preempted();
     assert_eq!(instead.len(), 1);
-    assert!(!told.contains(&instead[0]));
+    assert!(!victims.contains(&instead[0]));
     node.released(&instead[0]);
     assert_eq!(waiting.await.unwrap(), Ok(()));
 }
@@ -259,7 +259,7 @@ async fn where_only_one_that_will_not_die_could_make_room_the_critical_pod_waits
     node.admits(&plain("a", "4")).await;
     let waiting = node.waits(&critical("critical", "2"));
     settle().await;
-    assert_eq!(node.asked_to_go(), ["a"]);
+    assert_eq!(node.preempted(), ["a"]);
     tokio::time::sleep(300 * SECOND).await;
     assert!(!waiting.is_finished());
     node.released("a");
@@ -267,7 +267,7 @@ async fn where_only_one_that_will_not_die_could_make_room_the_critical_pod_waits
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_critical_pod_that_nobody_can_make_room_for_costs_nobody_anything() {
+async fn a_critical_pod_that_cannot_fit_preempts_no_pod() {
     let mut node = Node::new();
     node.admits(&plain("a", "1")).await;
     node.admits(&critical("b", "2")).await;
@@ -278,7 +278,7 @@ async fn a_critical_pod_that_nobody_can_make_room_for_costs_nobody_anything() {
     let claimer = pod("claimer", "0", &json!({"containers": port, "priority": 2_000_000_000}));
     let rejection = node.ask(&claimer).await.unwrap().unwrap_err();
     assert_eq!(rejection.reason, "NodePorts");
-    assert_eq!(node.asked_to_go(), Vec::<String>::new());
+    assert_eq!(node.preempted(), Vec::<String>::new());
 }
 
 #[tokio::test(start_paused = true)]
@@ -307,7 +307,7 @@ async fn under_pressure_only_those_come_in_that_the_kubelet_lets_in() {
     node.rejects(&plain("e", "1"), EVICTED, words).await;
     node.rejects(&best_effort("f", &toleration), EVICTED, words).await;
     node.admits(&critical("g", "1")).await;
-    // What was let in before stays so.
+    // Admitted pods stay admitted.
     node.admits(&plain("d", "1")).await;
     short(&[]);
     node.admits(&plain("e", "1")).await;
@@ -338,12 +338,12 @@ async fn a_pod_that_runs_may_grow_only_as_far_as_there_is_room() {
     assert_eq!((refused.infeasible, refused.message.as_str()), (false, sentence));
     assert!(node.resize(&a, &plain("a", "5")).unwrap_err().infeasible, "the node has only four");
     let new = node.resize(&plain("new", "1"), &plain("new", "5"));
-    assert!(new.unwrap_err().infeasible, "one that isn't in yet, too");
-    // What was refused is not counted.
+    assert!(new.unwrap_err().infeasible, "so for a pod that is not admitted yet");
+    // A refused increase is not counted.
     assert!(node.resize(&b, &plain("b", "3")).is_ok());
     assert!(node.resize(&b, &plain("b", "1")).is_ok());
     assert!(node.resize(&a, &plain("a", "3")).is_ok());
-    assert!(node.resize(&b, &critical("b", "2")).is_err(), "nobody goes for it");
+    assert!(node.resize(&b, &critical("b", "2")).is_err(), "no pod is preempted for a resize");
 }
 
 #[tokio::test(start_paused = true)]
@@ -352,14 +352,14 @@ async fn a_pod_may_always_have_less_also_where_there_is_too_little_for_all_or_ot
     for (name, cpu) in [("a", "3"), ("b", "3")] {
         node.admission.adopt(&plain(name, cpu));
     }
-    // Together they have more than the node has.
+    // Together they exceed the node.
     assert_eq!(node.resize(&plain("a", "3"), &plain("a", "2")), Ok(()));
     assert!(node.resize(&plain("a", "2"), &plain("a", "2500m")).is_err());
     node.admission.leaving("b", SECOND);
     let waits = node.waits(&plain("waits", "4"));
     settle().await;
     assert_eq!(node.resize(&plain("a", "2"), &plain("a", "1")), Ok(()));
-    // A pod that only waits may have less, too, whatever it has now.
+    // A waiting pod may shrink too, even if it does not fit.
     let pending = (plain("pending", "4"), plain("pending", "3"));
     assert_eq!(node.resize(&pending.0, &pending.1), Ok(()));
     waits.abort();
@@ -372,9 +372,9 @@ async fn a_pod_that_fits_now_is_not_refused_for_one_that_waits() {
     node.admission.leaving("old", SECOND);
     let large = node.waits(&plain("large", "4"));
     settle().await;
-    // Beside the large one it would not fit later: nobody else needs what is free now.
+    // The small pod would not fit after the large one, and no other pod needs the free room now.
     node.admits(&plain("small", "1")).await;
-    // A pod that would have its room later, too, waits behind.
+    // A pod that would also fit later queues behind.
     node.released("small");
     large.abort();
     settle().await;
@@ -396,10 +396,10 @@ async fn a_pod_that_waits_may_have_other_amounts_and_keeps_its_place() {
     node.admission.leaving("old", SECOND);
     let place = node.admission.queue("first");
     let wait = tokio::time::timeout(Duration::ZERO, place.admit(&plain("first", "2"))).await;
-    assert!(wait.is_err(), "it must wait");
-    // The same place with less: beside it there will be room for a second one.
+    assert!(wait.is_err(), "the pod must wait");
+    // The same place with less: there will be room for a second pod.
     let wait = tokio::time::timeout(Duration::ZERO, place.admit(&plain("first", "1"))).await;
-    assert!(wait.is_err(), "it must wait");
+    assert!(wait.is_err(), "the pod must wait");
     let second = node.waits(&plain("second", "1"));
     settle().await;
     assert!(!second.is_finished());
@@ -414,7 +414,7 @@ async fn a_pod_that_has_less_by_the_time_it_is_let_in_is_counted_with_that() {
     node.admits(&plain("a", "3")).await;
     node.admits(&plain("a", "1")).await;
     node.admits(&plain("b", "3")).await;
-    // From then on what is counted changes by a resize alone.
+    // From then on only a resize changes the counted amounts.
     node.admits(&plain("a", "4")).await;
     let words = "Pod was rejected: Node didn't have enough resource: cpu, requested: 1000, used: 4000, capacity: 4000";
     node.rejects(&plain("c", "1"), "OutOfcpu", words).await;
@@ -429,32 +429,32 @@ async fn whatever_gives_room_back_is_published() {
         changes.mark_unchanged();
     };
     node.admits(&plain("a", "2")).await;
-    rang("a pod came in", false);
+    rang("a pod was admitted", false);
     assert_eq!(node.resize(&plain("a", "2"), &plain("a", "1")), Ok(()));
-    rang("a pod has become smaller", true);
+    rang("a pod shrank", true);
     assert_eq!(node.resize(&plain("a", "1"), &plain("a", "2")), Ok(()));
-    rang("a pod has become larger", false);
+    rang("a pod grew", false);
     assert!(node.resize(&plain("a", "2"), &plain("a", "5")).is_err());
-    rang("a pod may not become larger", false);
+    rang("a pod may not grow", false);
     node.admission.leaving("a", SECOND);
-    rang("a pod is on its way out", true);
+    rang("a pod is terminating", true);
     node.admission.leaving("a", SECOND);
-    rang("that was known", false);
+    rang("the pod was terminating already", false);
     let waits = node.waits(&plain("b", "4"));
     settle().await;
     rang("a pod waits", false);
     waits.abort();
     settle().await;
-    rang("it gave up", true);
+    rang("the pod gave up", true);
     node.released("a");
-    rang("a pod is gone", true);
+    rang("a pod terminated", true);
     node.released("a");
-    rang("it was gone", false);
+    rang("the pod had terminated already", false);
     assert!(node.admission.reserve(&plain("c", "4")));
-    rang("room is kept for a pod", false);
+    rang("room is reserved for a pod", false);
     tokio::time::sleep(61 * SECOND).await;
     node.admission.expire();
-    rang("it did not come", true);
+    rang("the reservation expired", true);
     node.admits(&plain("d", "4")).await;
     node.rejects(
         &plain("e", "1"),
@@ -462,12 +462,12 @@ async fn whatever_gives_room_back_is_published() {
         "Pod was rejected: Node didn't have enough resource: cpu, requested: 1000, used: 4000, capacity: 4000",
     )
     .await;
-    rang("one that never waited was refused", false);
+    rang("a pod that never waited was rejected", false);
 }
 
-/// Whatever happens in whatever order: no pod waits for room that it would get if it asked now.
+/// Checks with random sequences that no pod waits for room that it would get if it asked now.
 #[tokio::test(start_paused = true)]
-async fn nobody_sleeps_beside_room_that_is_free() {
+async fn no_pod_sleeps_while_there_is_room_for_it() {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut random = |below: u64| {
         state ^= state << 13;
@@ -508,10 +508,10 @@ async fn nobody_sleeps_beside_room_that_is_free() {
                     here.push(pod);
                 }
             }
-            // Others may have taken what one waited for: that it hears of when the next pod goes.
+            // Other pods may have taken the room: the next release wakes the pod.
             for (pod, _) in &waiting {
                 let free = node.admission.with(|ledger| ledger.has_room(pod, Instant::now()));
-                assert!(free.is_err(), "{:?} sleeps, and there is room for it", pod.metadata.name);
+                assert!(free.is_err(), "{:?} sleeps although there is room for it", pod.metadata.name);
             }
         }
         waiting.into_iter().for_each(|(_, wait)| wait.abort());
@@ -551,8 +551,8 @@ async fn what_the_node_ended_comes_back_after_the_transition_period_whatever_the
 }
 
 proptest! {
-    /// Whatever a pod may take to end: that it leaves is known, until when it is waited for, and an end under
-    /// way is only hastened.
+    /// For any grace period: the termination is published, waiting has a deadline, and a later call can only
+    /// shorten the period.
     #[test]
     fn a_pod_may_leave_with_any_grace_period(seconds: u64, nanos in 0..1_000_000_000_u32) {
         let cpus = ("cpu".to_owned(), beelet_units::quantity::Quantity::from_units(4));
@@ -561,20 +561,20 @@ proptest! {
         let mut ledger = Ledger::new(resources, preemption::Policy::Kubelet);
         let (now, grace) = (Instant::now(), Duration::new(seconds, nanos));
         ledger.adopt(&plain("a", "3"));
-        let is_news = |ledger: &mut Ledger, grace: Duration| {
+        let publishes = |ledger: &mut Ledger, grace: Duration| {
             let before = ledger.changes();
             ledger.leaving("a", now, grace);
             ledger.changes() != before
         };
-        prop_assert!(is_news(&mut ledger, grace));
-        prop_assert!(!is_news(&mut ledger, grace.saturating_add(SECOND)));
+        prop_assert!(publishes(&mut ledger, grace));
+        prop_assert!(!publishes(&mut ledger, grace.saturating_add(SECOND)));
         let verdict = ledger.decide(&plain("b", "3"), now);
         let Verdict::Wait { until: Some(until) } = verdict else {
             return Err(TestCaseError::fail(format!("{verdict:?}")));
         };
         prop_assert!(until >= now + 10 * SECOND);
         prop_assert!(until.duration_since(now) >= grace.min(beelet_units::bounds::FAR));
-        prop_assert_eq!(is_news(&mut ledger, Duration::ZERO), until > now + 10 * SECOND);
+        prop_assert_eq!(publishes(&mut ledger, Duration::ZERO), until > now + 10 * SECOND);
     }
 }
 

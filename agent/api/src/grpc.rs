@@ -1,5 +1,5 @@
-//! beelet's own API (`agent/proto/proto/beelet/beelet.proto`) on a unix socket of mode 0600; besides, every
-//! request's peer must be root or the agent's own user.
+//! beelet's own API (`agent/proto/proto/beelet/beelet.proto`) on a unix socket of mode 0600. In addition, the
+//! peer of every request must be root or the agent's own user.
 
 pub mod garbage;
 
@@ -25,15 +25,15 @@ pub mod manifests;
 pub mod probes;
 pub mod tuner;
 
-/// How long a client waits for the first look at the runtime, before it is told what there is so far.
+/// Maximum time for a client to wait for the first list from the runtime before it receives partial results.
 const FIRST_LOOK: Duration = Duration::from_secs(5);
-/// How often it is looked whether a watcher must be told that what it sees may be old.
+/// Interval between two checks whether a watcher's pods may be outdated.
 const NOTICE_PERIOD: Duration = Duration::from_secs(2);
-/// Events on their way to one watcher. A watcher that is slower gets the newest state of each pod once it has
-/// caught up.
+/// Events queued for one watcher. A slower watcher receives the newest state of each pod once it has caught
+/// up.
 const WATCH_QUEUE: usize = 16;
 
-/// How far the pods that are known can be trusted.
+/// Trustworthiness of the known pods.
 #[derive(Clone)]
 pub struct Outlook {
     complete: Complete,
@@ -47,29 +47,29 @@ impl std::fmt::Debug for Outlook {
 }
 
 impl Outlook {
-    /// `notice` says in a sentence why they may not be as they are shown.
+    /// Returns an outlook; `notice` returns the reason why pods may be outdated, if any.
     #[must_use]
     pub fn new(complete: Complete, notice: impl Fn() -> Option<String> + Send + Sync + 'static) -> Self {
         Self { complete, notice: Arc::new(notice) }
     }
 
-    /// Waits for a moment until all pods are known, unless it is clear that this takes longer.
+    /// Waits briefly until all pods are known, unless a notice says that this takes longer.
     async fn settled(&self) {
         if (self.notice)().is_none() {
             let _ = tokio::time::timeout(FIRST_LOOK, self.complete.wait()).await;
         }
     }
 
-    /// Why pods may be missing or old; empty if there is no reason.
+    /// Returns the reason why pods may be missing or outdated; empty without one.
     fn notice(&self) -> String {
-        let early = "not everything that runs here has been looked at yet";
+        let early = "not all running pods have been inspected yet";
         let incomplete = (!self.complete.initialized()).then(|| early.to_owned());
         (self.notice)().or(incomplete).unwrap_or_default()
     }
 }
 
-/// The service of the pods: what every agent that runs pods offers. Other parts add theirs to what this
-/// returns.
+/// Returns the service for pods, which every agent that runs pods offers. Other parts add their services to
+/// it.
 #[must_use]
 pub fn node_service(
     pods: watch::Receiver<Arc<PodTable>>,
@@ -96,7 +96,7 @@ impl Node for NodeService {
         let notice = self.outlook.notice();
         let table = Arc::clone(&self.pods.borrow());
         if table.pods.is_empty() && !self.outlook.complete.initialized() {
-            return Err(Status::unavailable(format!("what runs here is not known yet: {notice}")));
+            return Err(Status::unavailable(format!("running pods are not known yet: {notice}")));
         }
         let encode = move || {
             let pods = table.shown().map(|(name, entry)| encode_pod(name, entry)).collect();
@@ -127,10 +127,10 @@ impl Node for NodeService {
         let shutdown = self.shutdown.clone();
         tokio::spawn(async move {
             tokio::select! {
-                // Over when the client or the table has gone: then there is nobody to tell, or nothing.
+                // The watcher ends with the client or the table.
                 _ = watcher.run() => {}
                 () = shutdown.cancelled() => {
-                    let _ = watcher.events.try_send(Err(Status::unavailable("the agent stops")));
+                    let _ = watcher.events.try_send(Err(Status::unavailable("the agent is shutting down")));
                 }
             }
         });
@@ -138,18 +138,18 @@ impl Node for NodeService {
     }
 }
 
-/// One client's view of the table, and what is needed to bring it up to date.
+/// A client's view of the table, and the state to update it.
 struct Watcher {
     pods: watch::Receiver<Arc<PodTable>>,
     events: mpsc::Sender<Result<proto::PodEvent, Status>>,
     sent: Pods,
     rejected: Arc<Vec<RejectedManifest>>,
-    /// It was told that what it sees may be old.
+    /// True if the client was notified that its pods may be outdated.
     noticed: bool,
     outlook: Outlook,
 }
 
-/// The client is gone, or the agent stops.
+/// The client disconnected, or the agent is shutting down.
 struct Over;
 
 impl Watcher {
@@ -169,8 +169,7 @@ impl Watcher {
         }
     }
 
-    /// Tells when there begins to be a reason why what the client sees may be old, and when there is none any
-    /// more.
+    /// Notifies the client when its pods may be outdated, and when they are current again.
     async fn send_notice(&mut self) -> Result<(), Over> {
         let notice = self.outlook.notice();
         if notice.is_empty() == self.noticed {
@@ -180,8 +179,8 @@ impl Watcher {
         Ok(())
     }
 
-    /// Sends the difference between what the client knows and the table. Each pod's state is read when there
-    /// is room for its event, so that a slow client skips what is old by then.
+    /// Sends the difference between the client's view and the table. Each pod's state is read when the queue
+    /// has room for its event, so that a slow client skips outdated states.
     async fn catch_up(&mut self) -> Result<(), Over> {
         let table = Arc::clone(&self.pods.borrow_and_update());
         let PodChanges { gone, changed } = PodChanges::between(&self.sent, &table.pods);
@@ -194,8 +193,7 @@ impl Watcher {
         self.send(Self::next_rejected).await
     }
 
-    /// Where the client knows all that the table has, what it knows is the table's own: the next comparison
-    /// passes over what they share.
+    /// Replaces an up-to-date view by the table's own map: the next comparison skips shared parts.
     fn share_with_table(&mut self) {
         let now = self.pods.borrow().pods.clone();
         let PodChanges { gone, changed } = PodChanges::between(&self.sent, &now);
@@ -204,7 +202,7 @@ impl Watcher {
         }
     }
 
-    /// Waits for room, then sends what `next` says, if anything.
+    /// Waits for room in the queue, then sends the event that `next` returns, if any.
     async fn send(&mut self, next: impl FnOnce(&mut Self) -> Option<proto::PodEvent>) -> Result<(), Over> {
         let room = self.events.clone().reserve_owned().await.map_err(|_| Over)?;
         if let Some(event) = next(self) {

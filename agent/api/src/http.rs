@@ -1,11 +1,11 @@
 //! `/healthz`, `/metrics` and its parts and `/stats/summary`, as the kubelet serves them, but without
-//! authentication: on loopback only (the configuration sees to that), and numbers and names only. What pods
-//! are made of (environment variables, arguments) is nobody's business who isn't root: `/pods` is served only
-//! where the configuration asks for it.
+//! authentication: on loopback only (which the configuration enforces), and only numbers and names. Pod specs
+//! (environment variables, arguments) are private to root: `/pods` is served only if the configuration allows
+//! it.
 //!
-//! Any local user can connect, so connections are short-lived and limited. Nobody who opens many, sends
-//! nothing or reads nothing keeps another one from `/healthz`: of connections that ask for nothing else the
-//! oldest goes, and pages that cost something have room of their own.
+//! Any local user can connect, so connections are short-lived and limited. A client that opens many
+//! connections, sends nothing or reads nothing cannot block `/healthz` for others: the oldest connection
+//! without an expensive request is closed first, and expensive pages have a limit of their own.
 
 mod cadvisor;
 mod exposition;
@@ -39,30 +39,30 @@ use beelet_base::work::Work;
 use beelet_model::table::PodTable;
 use beelet_stats::Stats;
 
-/// Connections at a time: known are those that are sent a page which costs something.
+/// Connection limits; known connections are those that receive an expensive page.
 const ROOM: Limits = Limits { known: 32, strangers: 256 };
-/// Most bytes of a request's first lines.
+/// Maximum bytes of a request's head.
 const HEAD_MAX: usize = 16 << 10;
-/// What a client has to send its request, and what the whole connection may take.
+/// Time limits for sending a request and for a whole connection.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What is served.
+/// State of the server.
 #[derive(Clone)]
 pub struct ApiState {
     /// The pods.
     pub pods: watch::Receiver<Arc<PodTable>>,
-    /// Every metric of the agent.
+    /// All metrics of the agent.
     pub registry: Arc<Registry>,
-    /// Containers' numbers.
+    /// Measurements of containers.
     pub pressure: Stats,
-    /// Serve `/pods`: all specs, to whoever can connect.
+    /// Serve `/pods`: all specs, to any client.
     pub specs: bool,
     /// Serve `/stats/summary`: names and numbers of this machine.
     pub summary: bool,
-    /// Why the agent is not well; None if it is.
+    /// Returns the reason why the agent is unhealthy, if any.
     pub health: Arc<dyn Fn() -> Option<String> + Send + Sync>,
-    /// How `/healthz` was answered.
+    /// Results of `/healthz`.
     pub slis: slis::Slis,
 }
 
@@ -76,27 +76,27 @@ impl fmt::Debug for ApiState {
 #[cfg(any(test, feature = "test-util"))]
 type Documented = (&'static str, numbers::Metric, &'static str);
 
-/// Every metric of `/metrics/resource` and `/metrics/slis`, and those of `/metrics/cadvisor` that all cgroups
-/// don't have alike: for docs/metrics.md.
+/// Returns all metrics of `/metrics/resource` and `/metrics/slis`, and those of `/metrics/cadvisor` that
+/// differ between kinds of cgroups, for docs/metrics.md.
 #[cfg(any(test, feature = "test-util"))]
 pub fn documented() -> Vec<Documented> {
     cadvisor::documented().into_iter().chain(numbers::documented()).collect()
 }
 
-/// Opens the port that the field `setting` of the configuration names.
+/// Opens the port; `setting` is the field of the configuration that sets it.
 ///
 /// # Errors
-/// The port is taken, usually by a kubelet; the error says what to do.
+/// The port is in use, usually by a kubelet; the error has the fix.
 pub async fn bind(address: SocketAddr, setting: &str) -> anyhow::Result<Port> {
     Port::bind(address, ROOM).await.map_err(|error| {
         anyhow::anyhow!(
-            "cannot serve health and metrics on {address}: {error}; set another {setting} (0 for none), or stop what is \
-             on it (a kubelet?)"
+            "cannot serve health and metrics on {address}: {error}; set another `{setting}` (0 disables the server), or stop the process \
+             that uses the port (a kubelet?)"
         )
     })
 }
 
-/// Serves until `shutdown`; answers under way are finished within a second.
+/// Serves until `shutdown`; pending answers get one second to finish.
 pub fn serve(port: Port, state: ApiState, shutdown: CancellationToken) -> Work {
     Box::pin(async move {
         let router = router(state).layer(middleware::from_fn(in_room));
@@ -110,9 +110,9 @@ pub fn serve(port: Port, state: ApiState, shutdown: CancellationToken) -> Work {
             connections.spawn(async move {
                 tokio::select! {
                     biased;
-                    // A request that is there already is answered.
+                    // A request that has already arrived is answered.
                     () = answer(stream, router) => {}
-                    () = place.taken() => tracing::debug!("health and metrics: a connection had to go"),
+                    () = place.taken() => tracing::debug!("health and metrics: closed a connection to make room"),
                 }
             });
         }
@@ -121,16 +121,16 @@ pub fn serve(port: Port, state: ApiState, shutdown: CancellationToken) -> Work {
     })
 }
 
-/// Answers for the health of the agent at once, and for all else where there is room.
+/// Answers `/healthz` immediately, and other requests within the connection limit.
 async fn in_room(Extension(place): Extension<Arc<Place>>, request: Request, next: Next) -> Response {
     if request.uri().path().starts_with("/healthz") || place.allowed() {
         return next.run(request).await;
     }
-    let sentence = "too many pages are being read already: try again later\n";
+    let sentence = "too many requests: try again later\n";
     (StatusCode::SERVICE_UNAVAILABLE, sentence).into_response()
 }
 
-/// One connection, one request.
+/// Answers the single request of a connection.
 async fn answer(stream: TcpStream, router: Router) {
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
@@ -141,11 +141,11 @@ async fn answer(stream: TcpStream, router: Router) {
     match tokio::time::timeout(CONNECTION_TIMEOUT, connection).await {
         Ok(Ok(())) => {}
         Ok(Err(error)) => tracing::debug!("health and metrics: a connection failed: {error}"),
-        Err(_) => tracing::debug!("health and metrics: a connection took too long"),
+        Err(_) => tracing::debug!("health and metrics: a connection timed out"),
     }
 }
 
-/// All pages, for a listener.
+/// Returns the router with all pages.
 pub fn router(state: ApiState) -> Router {
     let mut router = Router::new()
         .route("/", get(index))
@@ -172,10 +172,10 @@ async fn index(State(state): State<ApiState>) -> String {
     )
 }
 
-/// Says where they are instead.
+/// Explains where to read the pods instead.
 async fn no_pods() -> Response {
-    let sentence = "pods' specs are not served without authentication: use `beelet get pods -o json` as root. \
-                    (For `beelet run` there is unauthenticatedPods in the BeeletConfiguration.)\n";
+    let sentence = "pod specs are not served without authentication: use `beelet get pods -o json` as root. \
+                    (For `beelet run`, set `unauthenticatedPods` in the BeeletConfiguration.)\n";
     (StatusCode::FORBIDDEN, sentence).into_response()
 }
 
@@ -192,14 +192,14 @@ async fn syncloop(State(state): State<ApiState>) -> Response {
     }
 }
 
-/// Whoever answers is alive, and writes its log.
+/// An answer shows that the agent is alive and writes its log.
 async fn alive() -> &'static str {
     "ok"
 }
 
 async fn pods(State(state): State<ApiState>) -> Response {
     let table = Arc::clone(&state.pods.borrow());
-    // Thousands of pods are megabytes of text: not on a thread that others' timers need.
+    // Thousands of pods are megabytes of text, which would delay the timers of an async thread.
     let encoded = tokio::task::spawn_blocking(move || {
         beelet_codec::list::<Pod>(table.shown().map(|(_, entry)| &entry.pod)).to_string()
     });

@@ -1,10 +1,10 @@
-//! What others may ask the agent: gRPC on a unix socket for root, HTTP on loopback for health, metrics and
-//! pods.
+//! The agent's interfaces for clients: gRPC on a unix socket for root, HTTP on loopback for health, metrics
+//! and pods.
 //!
-//! Both read the pod table and never wait for the runtime; only gRPC changes anything, by wishes that it
-//! passes on.
+//! Both read the pod table and never wait for the runtime; only gRPC requests changes, which it forwards to
+//! other parts.
 
-// A test hands its literals over.
+// Tests pass literals by value.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
 pub mod grpc;

@@ -1,11 +1,10 @@
-//! The pod resources API v1 (KEP-606, KEP-2403, KEP-3695): which pod has which device, for monitors, on the
-//! kubelet's socket.
-//!
-//! Monitors written for v1alpha1 (devices by pod and container, nothing else) are answered at the same
+//! The pod resources API v1 (KEP-606, KEP-2403, KEP-3695): devices by pod, for monitors, on the kubelet's
 //! socket.
 //!
-//! Only what is handed out one by one is told: devices, by plugins and by claims (KEP-3695). No container has
-//! CPUs or memory of its own here, as with the kubelet's default policies.
+//! The same socket serves v1alpha1 (devices by pod and container only) for older monitors.
+//!
+//! The API lists individually assigned resources: devices from plugins and from claims (KEP-3695). Containers
+//! have no exclusive CPUs or memory, as with the kubelet's default policies.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -38,7 +37,7 @@ struct Version {
 
 type Calls = Family<Version, KubeletCounter>;
 
-/// Calls and errors, by the kubelet's names. Clones share them.
+/// Counters of calls and errors, under the kubelet's names. Clones share the counters.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
     all: Calls,
@@ -51,18 +50,22 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Adds all of them to `registry`.
+    /// Registers all counters.
     pub fn register(&self, registry: &mut Registry) {
         for (what, help, calls) in [
             ("requests_total", "Calls of the pod resources API", &self.all),
-            ("requests_list", "Calls of its List", &self.list),
-            ("requests_get", "Calls of its Get", &self.get),
-            ("requests_get_allocatable", "Calls of its GetAllocatableResources", &self.get_allocatable),
-            ("errors_list", "Calls of its List that failed", &self.list_errors),
-            ("errors_get", "Calls of its Get that failed", &self.get_errors),
+            ("requests_list", "List calls of the pod resources API", &self.list),
+            ("requests_get", "Get calls of the pod resources API", &self.get),
+            (
+                "requests_get_allocatable",
+                "GetAllocatableResources calls of the pod resources API",
+                &self.get_allocatable,
+            ),
+            ("errors_list", "Failed List calls of the pod resources API", &self.list_errors),
+            ("errors_get", "Failed Get calls of the pod resources API", &self.get_errors),
             (
                 "errors_get_allocatable",
-                "Calls of its GetAllocatableResources that failed",
+                "Failed GetAllocatableResources calls of the pod resources API",
                 &self.get_allocatable_errors,
             ),
         ] {
@@ -70,7 +73,7 @@ impl Metrics {
         }
     }
 
-    /// Counts a call that was answered so.
+    /// Counts a call by its result.
     fn count<T>(
         &self,
         server_api_version: &'static str,
@@ -86,8 +89,7 @@ impl Metrics {
     }
 }
 
-/// Serves until `shutdown`. Without the socket monitors see nothing; everything else goes on, and it is said
-/// why.
+/// Serves until `shutdown`. A failure to create the socket is logged and affects only monitors.
 pub fn serve(
     (devices, dra): (Devices, Dra),
     pods: watch::Receiver<Arc<PodTable>>,
@@ -99,7 +101,7 @@ pub fn serve(
         let listener = match grpc::bind(&socket).await {
             Ok(listener) => listener,
             Err(error) => {
-                tracing::error!("pod resources are not served: {error:#}");
+                tracing::error!("cannot serve pod resources: {error:#}");
                 return shutdown.cancelled().await;
             }
         };
@@ -108,7 +110,7 @@ pub fn serve(
             Routes::new(v1alpha1::pod_resources_lister_server::PodResourcesListerServer::new(lister.clone()));
         let routes = routes.add_service(PodResourcesListerServer::new(lister));
         if let Err(error) = grpc::serve_others(listener, routes, shutdown).await {
-            tracing::error!("pod resources are not served any more: {error:#}");
+            tracing::error!("the pod resources server failed: {error:#}");
         }
     })
 }
@@ -153,10 +155,10 @@ impl Lister {
     }
 }
 
-/// Ids with the NUMA nodes that each is near.
+/// NUMA nodes by device ID.
 type Ids = BTreeMap<String, Vec<i64>>;
 
-/// One entry per device, as the kubelet does.
+/// Returns one entry per device, as the kubelet does.
 fn container_devices(of_resource: BTreeMap<String, Ids>) -> Vec<ContainerDevices> {
     let all = of_resource.into_iter().flat_map(|(resource, ids)| {
         ids.into_iter().map(move |(id, nodes)| {
@@ -171,7 +173,7 @@ fn container_devices(of_resource: BTreeMap<String, Ids>) -> Vec<ContainerDevices
     all.collect()
 }
 
-/// A pod with all its containers, those without devices too.
+/// Returns a pod with all its containers, including those without devices.
 fn pod_resources((devices, dra): &(Devices, Dra), name: &PodName, entry: &PodEntry) -> PodResources {
     let uid = entry.pod.metadata.uid.as_deref().unwrap_or_default();
     let mut held = devices.held_by(uid);
@@ -192,7 +194,7 @@ fn pod_resources((devices, dra): &(Devices, Dra), name: &PodName, entry: &PodEnt
     }
 }
 
-/// A claim with its devices, each with its own CDI devices.
+/// Converts a claim with its devices and their CDI devices.
 fn dynamic_resource(claim: ClaimView) -> DynamicResource {
     let resource = |DeviceView { driver, device }| ClaimResource {
         cdi_devices: device.cdi.into_iter().map(|name| CdiDevice { name }).collect(),
@@ -249,7 +251,7 @@ impl v1alpha1::pod_resources_lister_server::PodResourcesLister for Lister {
     }
 }
 
-/// What v1alpha1 has of it: devices by container and resource, one entry per device as in v1.
+/// Converts a pod to v1alpha1: devices by container and resource, one entry per device as in v1.
 fn without_topology(pod: PodResources) -> v1alpha1::PodResources {
     let devices = |one: ContainerDevices| v1alpha1::ContainerDevices {
         resource_name: one.resource_name,

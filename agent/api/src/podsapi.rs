@@ -1,8 +1,7 @@
-//! The pods API v1alpha1 (KEP-4188): the node's pods with their status as the node has it, for programs on
-//! the node, on a socket of its own. A pod is the protobuf of a `v1.Pod`, made anew only when the pod has
-//! changed.
+//! The pods API v1alpha1 (KEP-4188): the node's pods with their local status, for programs on the node, on a
+//! socket of its own. A pod is the protobuf of a `v1.Pod`, encoded again only after a change.
 //!
-//! As KEP-4188 has it, nothing is said (`FAILED_PRECONDITION`) before all that runs is known.
+//! As KEP-4188 requires, calls fail (`FAILED_PRECONDITION`) until all running pods are known.
 
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
@@ -27,34 +26,33 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
-/// Where the kubelet of 1.36 has it, below its folder.
+/// Path of the socket below the kubelet's directory, as in the kubelet of 1.36.
 const SOCKET: &str = "pods-api/pods-api.sock";
 
-/// What it tells of.
+/// Inputs of the server.
 pub struct Inputs {
-    /// The kubelet's folder.
+    /// Directory of the kubelet.
     pub folder: PathBuf,
     /// The pods.
     pub pods: watch::Receiver<Arc<PodTable>>,
-    /// Set once all that runs is in the table.
+    /// Set once the table contains all running pods.
     pub complete: Complete,
 }
 
-/// Serves until `shutdown`. Without the socket its clients see nothing; everything else goes on, and it is
-/// said why.
+/// Serves until `shutdown`. A failure to create the socket is logged and affects only this API's clients.
 pub fn serve(inputs: Inputs, shutdown: CancellationToken) -> Work {
     Box::pin(async move {
         let Inputs { folder, pods, complete } = inputs;
         let listener = match grpc::bind(&folder.join(SOCKET)).await {
             Ok(listener) => listener,
             Err(error) => {
-                tracing::error!("the pods API is not served: {error:#}");
+                tracing::error!("cannot serve the pods API: {error:#}");
                 return shutdown.cancelled().await;
             }
         };
         let service = PodsServer::new(Server { pods, complete, known: Arc::default() });
         if let Err(error) = grpc::serve_others(listener, Routes::new(service), shutdown).await {
-            tracing::error!("the pods API is not served any more: {error:#}");
+            tracing::error!("the pods API server failed: {error:#}");
         }
     })
 }
@@ -65,12 +63,12 @@ struct Server {
     known: Arc<Known>,
 }
 
-/// The bytes of pods by UID, as they were written last: clients share them.
+/// Last encoding of each pod by UID, shared by all clients.
 #[derive(Default)]
 struct Known(Mutex<HashMap<String, (Arc<PodEntry>, Bytes)>>);
 
 impl Known {
-    /// A pod's bytes.
+    /// Returns a pod's encoding.
     fn bytes(&self, entry: &Arc<PodEntry>) -> Option<Bytes> {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((before, bytes)) = known.get(uid(entry))
@@ -83,7 +81,7 @@ impl Known {
         Some(bytes)
     }
 
-    /// Forgets what is in the table no more.
+    /// Removes pods that are not in the table.
     fn keep(&self, table: &PodTable) {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if known.len() > table.pods.len() {
@@ -92,7 +90,7 @@ impl Known {
         }
     }
 
-    /// The events that lead from one table to the next: what both share is not looked at.
+    /// Returns the events between two tables; shared parts are skipped.
     fn events(&self, before: &PodTable, after: &PodTable) -> Vec<WatchPodsEvent> {
         let changes = PodChanges::between(&before.pods, &after.pods);
         let (mut events, mut here) = (Vec::new(), Vec::new());
@@ -103,7 +101,7 @@ impl Known {
             let kind = match before.pods.get(name) {
                 Some(old) if old.pod == entry.pod => continue,
                 Some(old) if uid(old) == uid(entry) => EventType::Modified,
-                // Another pod of that name.
+                // A different pod with the same name.
                 Some(old) => {
                     events.extend(deleted(old));
                     EventType::Added
@@ -125,10 +123,12 @@ fn uid(entry: &PodEntry) -> &str {
 fn write(pod: &core::Pod) -> Option<Bytes> {
     let written = protobuf::pod(pod).map(Bytes::from);
     let name = || (pod.metadata.namespace.clone(), pod.metadata.name.clone());
-    written.inspect_err(|error| tracing::error!(pod = ?name(), "a pod has no protobuf: {error}")).ok()
+    written
+        .inspect_err(|error| tracing::error!(pod = ?name(), "cannot encode a pod as protobuf: {error}"))
+        .ok()
 }
 
-/// What is guaranteed of a pod that is gone.
+/// Returns the guaranteed fields of a removed pod.
 fn gone(pod: &core::Pod) -> core::Pod {
     let core::Pod { metadata: ObjectMeta { name, namespace, uid, .. }, .. } = pod.clone();
     core::Pod {
@@ -167,7 +167,7 @@ impl Pods for Server {
         let first = Arc::clone(&pods.borrow_and_update());
         let mut start = known.events(&PodTable::default(), &first);
         start.push(event(EventType::InitialSyncComplete, Bytes::new()));
-        // A slow client is told less, never something old: what it has and what there is are compared.
+        // A slow client skips intermediate states: its view is compared with the current table.
         let changes = stream::unfold((pods, known, first), |(mut pods, known, before)| async move {
             pods.changed().await.ok()?;
             let after = Arc::clone(&pods.borrow_and_update());
@@ -248,7 +248,7 @@ mod tests {
         next(EventType::Added).await;
         next(EventType::Added).await;
         assert!(next(EventType::InitialSyncComplete).await.is_empty());
-        // The same again is no change; a pod that ended is one, and so is one that is gone.
+        // An identical pod is not a change; a terminated or removed pod is.
         out.send_replace(table(&[("u1", "Running"), ("u2", "Running")]));
         out.send_replace(table(&[("u1", "Failed"), ("u3", "Pending")]));
         let deleted = next(EventType::Deleted).await;
@@ -258,6 +258,6 @@ mod tests {
         assert!(text(&next(EventType::Modified).await, "Failed"));
         assert!(text(&next(EventType::Added).await, "pod-u3"));
         let known = server.known.0.lock().unwrap();
-        assert!(known.len() == 2 && !known.contains_key("u2"), "what is gone is forgotten");
+        assert!(known.len() == 2 && !known.contains_key("u2"), "removed pods are dropped");
     }
 }

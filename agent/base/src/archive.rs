@@ -1,67 +1,67 @@
-//! Tar archives that somebody else made, member by member. Names are bytes and bounded, and so is what is
-//! kept in memory; nothing is unpacked here: the caller decides where a member goes, and whether. Blocking.
+//! Reads untrusted tar archives member by member. Names are bytes of bounded length, and memory is bounded.
+//! Must never unpack: the caller decides whether and to which path to write a member. Blocking.
 //!
-//! The header's fields are read by the `tar` crate. Its own iterator takes a long name into memory whatever
-//! its length.
+//! The `tar` crate parses the header's fields. Its own iterator reads a long name of any length into memory.
 
 use std::io::{self, Read};
 
 use tar::{EntryType, Header, PaxExtensions};
 
-/// A header, and what everything is padded to.
+/// Size of a header, to which all parts are padded.
 const BLOCK: usize = 512;
-/// Longest name of a member or of what it links to, in bytes: PATH_MAX.
+/// Maximum length of a member's name or link target, in bytes: PATH_MAX.
 const LONGEST_NAME: usize = 4096;
-/// Most bytes of extended headers before one member.
+/// Maximum bytes of an extended header.
 const MOST_EXTENDED: u64 = 1 << 20;
-/// Most members of an archive.
+/// Maximum number of members of an archive.
 const MOST_MEMBERS: u32 = 2_000_000;
 
-/// One thing in an archive. Its content is read from the [`Reader`] until the next one is asked for.
+/// A member of an archive. Its content can be read from the [`Reader`] until the next call of
+/// [`Reader::next_member`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
-    /// Its name as it is written, which may be absolute or lead upwards.
+    /// Name as written in the archive, which may be absolute or lead upwards.
     pub name: Vec<u8>,
-    /// What it is.
+    /// Kind of the member.
     pub kind: Kind,
-    /// Bytes of its content.
+    /// Size of the content in bytes.
     pub size: u64,
-    /// Its permissions, with the special bits.
+    /// Permissions with the special bits.
     pub mode: u32,
 }
 
-/// What a member is.
+/// Kind of a member.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kind {
     /// A file.
     File,
     /// A folder.
     Folder,
-    /// A symbolic link to this.
+    /// A symbolic link to this target.
     Link(Vec<u8>),
-    /// Another name of the member of this name.
+    /// A hard link to the member of this name.
     HardLink(Vec<u8>),
-    /// A device, a FIFO, a sparse file, or what tar does not know.
+    /// A device, a FIFO, a sparse file, or a kind unknown to tar.
     Other,
 }
 
-/// Why an archive can't be read on.
+/// Error while reading an archive.
 #[derive(Debug, thiserror::Error)]
 pub enum ArchiveError {
-    /// It can't be read.
+    /// The source can't be read.
     #[error(transparent)]
     Read(#[from] io::Error),
-    /// A header is none.
-    #[error("byte {0} does not begin a tar header: the file is no tar archive")]
+    /// A header is invalid.
+    #[error("byte {0} does not begin a tar header: the file is not a tar archive")]
     NotAHeader(u64),
-    /// It is cut off.
-    #[error("it ends in the middle")]
+    /// The archive is truncated.
+    #[error("the archive is truncated")]
     Truncated,
-    /// A name or its extensions are too long.
-    #[error("a name in it is too long")]
+    /// A name or an extended header is too long.
+    #[error("a name in the archive is too long")]
     LongName,
-    /// It has too many members.
-    #[error("it has more than {MOST_MEMBERS} members")]
+    /// The archive has too many members.
+    #[error("the archive has more than {MOST_MEMBERS} members")]
     ManyMembers,
 }
 
@@ -71,13 +71,14 @@ pub struct Reader<R> {
     source: R,
     /// Bytes read.
     at: u64,
-    /// Bytes of the member's content that were not read yet, and the padding behind it.
+    /// Unread bytes of the member's content.
     left: u64,
+    /// Bytes of padding after the content.
     padding: u64,
     members: u32,
 }
 
-/// What headers before a member's own say of it.
+/// Attributes of a member from extended headers before its own.
 #[derive(Default)]
 struct Extended {
     name: Option<Vec<u8>>,
@@ -91,10 +92,10 @@ impl<R: Read> Reader<R> {
         Self { source, at: 0, left: 0, padding: 0, members: 0 }
     }
 
-    /// The next member; None at the end. What was not read of the one before is skipped.
+    /// Returns the next member; `None` at the end. Skips the unread content of the previous member.
     ///
     /// # Errors
-    /// The archive is none, or can't be read.
+    /// The archive is invalid, or can't be read.
     pub fn next_member(&mut self) -> Result<Option<Member>, ArchiveError> {
         let mut extended = Extended::default();
         loop {
@@ -118,7 +119,7 @@ impl<R: Read> Reader<R> {
         }
     }
 
-    /// The source, behind the last byte that was read.
+    /// Returns the source, positioned after the last byte read.
     pub fn into_inner(self) -> R {
         self.source
     }
@@ -152,19 +153,19 @@ impl<R: Read> Reader<R> {
         if name.len() > LONGEST_NAME || link_length > LONGEST_NAME {
             return Err(ArchiveError::LongName);
         }
-        // A link has no content, whatever its header says of the file that it leads to.
+        // A link has no content; its header may have the size of its target.
         let has_content = matches!(kind, Kind::File | Kind::Other);
         let size = if has_content { extended.size.unwrap_or(size) } else { 0 };
         self.set_content(size);
         Ok(Member { name, kind, size, mode: header.mode().unwrap_or(0o644) & 0o7777 })
     }
 
-    /// The next header, its checksum compared; None at the archive's end.
+    /// Returns the next header after checking its checksum; `None` at the archive's end.
     fn header(&mut self) -> Result<Option<Header>, ArchiveError> {
         let begin = self.at;
         let mut block = [0; BLOCK];
         self.fill(&mut block)?;
-        // Two empty blocks are an archive's end; some write only one.
+        // Two empty blocks end an archive; some programs write only one.
         if block.iter().all(|byte| *byte == 0) {
             return Ok(None);
         }
@@ -203,7 +204,7 @@ impl<R: Read> Reader<R> {
         self.padding = (block - size % block) % block;
     }
 
-    /// Skips what is left of the last member.
+    /// Skips the rest of the last member.
     fn skip(&mut self) -> Result<(), ArchiveError> {
         let rest = self.left.saturating_add(self.padding);
         let skipped = io::copy(&mut (&mut self.source).take(rest), &mut io::sink())?;
@@ -222,8 +223,8 @@ impl<R: Read> Reader<R> {
     }
 }
 
-/// The content of the member that [`Reader::next_member`] gave last. An archive that ends within it is an
-/// error, not an end.
+/// Reads the content of the member last returned by [`Reader::next_member`]. An archive that ends within it
+/// is an error, not an end.
 impl<R: Read> Read for Reader<R> {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         let most = usize::try_from(self.left).unwrap_or(usize::MAX).min(bytes.len());
@@ -241,7 +242,7 @@ impl<R: Read> Read for Reader<R> {
 }
 
 impl Extended {
-    /// Takes what it knows from a pax header; what it does not know is left out.
+    /// Reads the known attributes of a pax header and ignores the others.
     fn read_pax(&mut self, bytes: &[u8]) {
         for record in PaxExtensions::new(bytes).flatten() {
             let value = record.value_bytes();
@@ -255,7 +256,7 @@ impl Extended {
     }
 }
 
-/// The parts of a member's name, without empty ones and `.`; None if it leads upwards.
+/// Returns the components of a member's name, without empty ones and `.`; `None` if the name leads upwards.
 #[must_use]
 pub fn parts(name: &[u8]) -> Option<Vec<&[u8]>> {
     let parts: Vec<&[u8]> =
@@ -268,7 +269,7 @@ pub fn parts(name: &[u8]) -> Option<Vec<&[u8]>> {
 mod tests {
     use super::*;
 
-    /// An archive of these files, as tar makes it.
+    /// Builds an archive of these files as tar does.
     fn archive(files: &[(&str, &[u8])]) -> Vec<u8> {
         let mut builder = tar::Builder::new(Vec::new());
         for (name, content) in files {
@@ -328,7 +329,7 @@ mod tests {
         let mut bytes = header("x", EntryType::XHeader, records.len() as u64);
         bytes.extend(records.as_bytes());
         bytes.resize(1024, 0);
-        // Its own header says 0: as where 33 bits don't fit.
+        // The member's own header has 0, as if 33 bits didn't fit.
         bytes.extend(header("old", EntryType::Regular, 0));
         bytes.resize(bytes.len() + 1024, 1);
         bytes.extend(header("next", EntryType::Symlink, 9));

@@ -1,21 +1,21 @@
-//! Numbers by chance, for pauses that are not to end at the same moment. Nothing secret may follow from them.
+//! Random numbers for jitter of pauses. Must never be used for secrets.
 
 use std::hash::{BuildHasher, RandomState};
 
-/// Any of 2^64 numbers.
+/// Returns a random 64-bit number.
 #[must_use]
 pub fn word() -> u64 {
-    // Each state has keys of its own.
+    // Each state has random keys of its own.
     RandomState::new().hash_one(0_u8)
 }
 
-/// Any of 256 numbers.
+/// Returns a random byte.
 #[must_use]
 pub fn chance() -> u8 {
     word().to_le_bytes()[0]
 }
 
-/// A number from 0 to 1 by chance.
+/// Returns a random number from 0 to 1.
 #[must_use]
 pub fn random() -> f64 {
     f64::from(chance()) / f64::from(u8::MAX)

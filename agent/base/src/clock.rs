@@ -1,5 +1,6 @@
-//! Clocks that nobody sets: the one that both halves share, the one that goes on while the machine sleeps,
-//! and a thread's own. And sums of a time and a length, which never overflow.
+//! Clocks that cannot be set: the monotonic clock that both halves share, the boot clock, which also runs
+//! while the machine sleeps, and a thread's CPU clock. Also sums of a time and a duration that never
+//! overflow.
 
 use std::time::Duration;
 
@@ -7,12 +8,13 @@ use beelet_units::bounds::FAR;
 use jiff::{SignedDuration, Timestamp};
 use rustix::time::{ClockId, clock_gettime};
 
-/// Sums of a time and a length that never panic.
+/// Sums of a time and a duration that never panic.
 ///
-/// `+` panics where the sum is beyond what the type holds, and that ends the agent. A length that is no
-/// constant is added by this alone (`cargo xtask tidy`).
+/// `+` panics if the sum exceeds the type's range, and that ends the agent. Durations that are not constants
+/// must be added with this trait (checked by `cargo xtask tidy`).
 pub trait After: Copy {
-    /// The time of so much later. More than [`FAR`] counts as that; the last time that there is stays itself.
+    /// Returns the time `length` later. A length above [`FAR`] counts as [`FAR`]; beyond the type's range,
+    /// the result saturates.
     #[must_use]
     fn after(self, length: Duration) -> Self;
 }
@@ -35,32 +37,32 @@ impl After for Timestamp {
     }
 }
 
-/// `CLOCK_MONOTONIC` in nanoseconds, as `bpf_ktime_get_ns` gives it in the kernel.
+/// Returns `CLOCK_MONOTONIC` in nanoseconds, as `bpf_ktime_get_ns` does in the kernel.
 pub fn monotonic_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
     seconds * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
 }
 
-/// How long this thread has had a processor (`CLOCK_THREAD_CPUTIME_ID`).
+/// Returns this thread's CPU time (`CLOCK_THREAD_CPUTIME_ID`).
 pub fn processor_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     let (seconds, nanos) = (u64::try_from(time.tv_sec), u32::try_from(time.tv_nsec));
     Duration::new(seconds.unwrap_or(0), nanos.unwrap_or(0))
 }
 
-/// The least difference that says that the wall's clock was set. Less is how it is slewed, and how long
-/// looking takes.
+/// Minimum difference that counts as setting the wall clock. Smaller differences come from slewing and from
+/// the time between the two readings.
 const SET: Duration = Duration::from_secs(1);
 
-/// Notices that the wall's clock was set: it goes another way than the time since boot.
+/// Detects a step of the wall clock: a difference to the time since boot.
 #[derive(Debug, Default)]
 pub struct WallClock {
     before: Option<(Timestamp, Duration)>,
 }
 
 impl WallClock {
-    /// By how much the clock was set since this was last asked; zero at first.
+    /// Returns the clock's step since the last call; zero at first.
     pub fn step(&mut self, now: Timestamp) -> SignedDuration {
         let boot = clock_gettime(ClockId::Boottime);
         let seconds = u64::try_from(boot.tv_sec).unwrap_or(0);
@@ -90,7 +92,7 @@ mod tests {
             assert_eq!(wall.after(length).duration_since(wall).unsigned_abs(), expected);
         }
         assert_eq!(Timestamp::MAX.after(Duration::MAX), Timestamp::MAX);
-        // However often: the last time stays itself.
+        // Also when repeated: the last time saturates.
         let mut late = std;
         for _ in 0..100_000 {
             late = late.after(Duration::MAX);
@@ -99,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_was_set_goes_another_way_than_the_time_since_boot() {
+    fn a_step_of_the_wall_clock_is_a_difference_to_the_time_since_boot() {
         let (mut clock, mut boot) = (WallClock::default(), 0);
         let mut step = |wall_ms: i64, passed_ms: u64| {
             boot += passed_ms;

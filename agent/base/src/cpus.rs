@@ -1,8 +1,8 @@
-//! The machine's CPUs, whatever of them this process may use.
+//! The machine's CPUs, including those that this process may not use.
 
 use crate::kernel_file;
 
-/// How many CPUs are online: not fewer where this process is kept to some of them by its affinity or a quota.
+/// Returns the number of online CPUs, which this process's affinity or quota does not reduce.
 #[must_use]
 pub fn count() -> usize {
     let online = kernel_file::read_to_string("/sys/devices/system/cpu/online");
@@ -12,7 +12,7 @@ pub fn count() -> usize {
     })
 }
 
-/// How many CPUs are in a list of the kernel's, `0-3,8`.
+/// Returns the number of CPUs in a list of the kernel's form, `0-3,8`.
 fn count_in(list: &str) -> Option<usize> {
     let in_part = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));

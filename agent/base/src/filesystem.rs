@@ -1,5 +1,5 @@
-//! How full the images' file system is. The runtime names it, the kernel measures it: the runtime's own
-//! figure is up to 10 s old, and what a removal really freed can only be seen in the file system (layers are
+//! Usage of the images' file system. The runtime names it and the kernel measures it: the runtime's own
+//! figure is up to 10 s old, and only the file system shows the bytes that a removal freed (layers are
 //! shared).
 
 use std::{path::Path, sync::Arc, time::Duration};
@@ -10,43 +10,42 @@ use beelet_units::fs_usage::FsUsage;
 use crate::Error;
 use crate::blocking::blocking;
 
-/// How long a file system may take to tell its size. One that hangs (a dead network mount) must hold nothing
-/// up.
+/// Timeout of measuring a file system: a hanging one (a dead network mount) must not block the caller.
 const DEADLINE: Duration = Duration::from_secs(5);
 
-/// Measures a file system by the path of something in it.
+/// Measures the file system of a path.
 #[derive(Clone)]
 pub struct Space(Arc<Measure>);
 
 type Measure = dyn Fn(&Path) -> Result<Statvfs, Error> + Send + Sync;
 
-/// What statvfs(2) says.
+/// Result of statvfs(2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Statvfs {
-    /// Size and free space for us, in bytes.
+    /// Size and space available to the agent, in bytes.
     pub bytes: FsUsage,
-    /// Inodes in all.
+    /// Total inodes.
     pub inodes: u64,
-    /// Inodes that are free.
+    /// Free inodes.
     pub inodes_free: u64,
 }
 
 impl Space {
-    /// By statvfs(2).
+    /// Measures with statvfs(2).
     #[must_use]
     pub fn by_statvfs() -> Self {
         Self::by(statvfs)
     }
 
-    /// By a function that may block: for tests.
+    /// Measures with a function that may block, for tests.
     pub fn by(measure: impl Fn(&Path) -> Result<Statvfs, Error> + Send + Sync + 'static) -> Self {
         Self(Arc::new(measure))
     }
 
-    /// How full the file system of `path` is.
+    /// Measures the file system of `path`.
     ///
     /// # Errors
-    /// It can't be asked, or doesn't answer in time.
+    /// The call fails, or times out.
     pub async fn measure(&self, path: &Path) -> Result<Statvfs, Error> {
         let (measure, owned) = (Arc::clone(&self.0), path.to_owned());
         let measured = blocking("measuring a file system", move || measure(&owned));
@@ -55,10 +54,10 @@ impl Space {
             .unwrap_or_else(|_| Err(Error::Hangs { path: path.to_owned(), after: DEADLINE }))
     }
 
-    /// The same where blocking does no harm.
+    /// Measures the file system of `path`, blocking.
     ///
     /// # Errors
-    /// It can't be asked.
+    /// The call fails.
     pub fn measure_now(&self, path: &Path) -> Result<Statvfs, Error> {
         (self.0)(path)
     }
@@ -70,10 +69,10 @@ impl std::fmt::Debug for Space {
     }
 }
 
-/// Size and use of the file system of `path`.
+/// Returns size and usage of the file system of `path`.
 ///
 /// # Errors
-/// The kernel doesn't say it.
+/// The call fails.
 pub fn statvfs(path: &Path) -> Result<Statvfs, Error> {
     let stat = rustix::fs::statvfs(path).map_err(|cause| Error::Measure { path: path.to_owned(), cause })?;
     let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
@@ -84,13 +83,13 @@ pub fn statvfs(path: &Path) -> Result<Statvfs, Error> {
     })
 }
 
-/// The mount point of the images' file system, as the runtime names it.
+/// Returns the mount point of the images' file system, as named by the runtime.
 pub fn image_mountpoint(info: &cri::ImageFsInfoResponse) -> Option<&str> {
     mountpoint(&info.image_filesystems)
 }
 
-/// The mount point of the file system of the containers' writable layers; the images' own where the runtime
-/// doesn't tell them apart.
+/// Returns the mount point of the file system of the containers' writable layers; that of the images if the
+/// runtime does not distinguish them.
 pub fn container_mountpoint(info: &cri::ImageFsInfoResponse) -> Option<&str> {
     mountpoint(&info.container_filesystems).or_else(|| image_mountpoint(info))
 }

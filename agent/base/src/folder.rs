@@ -1,4 +1,4 @@
-//! Folders that are made with a mode of their own, whatever the umask.
+//! Makes folders with an explicit mode, independent of the umask.
 
 use std::path::Path;
 
@@ -7,18 +7,17 @@ use rustix::io::Errno;
 
 use crate::Error;
 
-/// The mode of folders that anybody may look into: logs, and volumes, which containers of any user read.
+/// Mode of folders that every user may read: logs, and volumes, which containers of any user read.
 pub const READABLE: u32 = 0o755;
 
-/// The mode of the folders that lead to what pods have: on the machine it is the agent's and the runtime's
-/// business alone.
+/// Mode of the folders above the pods' data, which only the agent and the runtime may enter on the machine.
 pub const PRIVATE: u32 = 0o750;
 
-/// The longest path that Linux takes, in bytes (`PATH_MAX`).
+/// Maximum length of a path on Linux, in bytes (`PATH_MAX`).
 const LONGEST: usize = 4096;
 
-/// Makes a folder, and those that are missing on the way to it, with this mode, whatever the umask. A path
-/// that Linux doesn't take is not looked for: each folder on the way would be.
+/// Makes a folder and its missing parents with this mode, independent of the umask. Refuses a path that is
+/// too long for Linux at once, without a lookup of every parent.
 pub fn make_folder(path: &Path, mode: u32) -> Result<(), Error> {
     let failed = |cause: Errno| Error::MakeFolder { path: path.to_owned(), cause };
     if path.as_os_str().len() > LONGEST {
@@ -30,7 +29,7 @@ pub fn make_folder(path: &Path, mode: u32) -> Result<(), Error> {
     for folder in missing.into_iter().rev() {
         match rustix::fs::mkdir(folder, mode) {
             Ok(()) => {
-                // By descriptor: something else may be in its place by now.
+                // By descriptor: another process may have replaced the folder by now.
                 let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
                 let made = rustix::fs::open(folder, flags, Mode::empty()).map_err(failed)?;
                 rustix::fs::fchmod(made, mode).map_err(failed)?;
@@ -47,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_that_linux_does_not_take_costs_no_look_at_its_folders() {
+    fn a_path_too_long_for_linux_costs_no_lookups() {
         // A million folders, of a path of a megabyte in the middle.
         let path = "/a".repeat(1 << 20);
         let refused = make_folder(Path::new(&path), READABLE).unwrap_err();
@@ -55,10 +54,10 @@ mod tests {
     }
 
     #[test]
-    fn folders_have_the_mode_that_was_said_whatever_the_umask() {
+    fn folders_have_the_requested_mode_with_any_umask() {
         use std::os::unix::fs::PermissionsExt;
         let strict = ["sh", "-c", "umask 077; exec \"$0\" \"$@\""];
-        let name = "folders_have_the_mode_that_was_said_whatever_the_umask";
+        let name = "folders_have_the_requested_mode_with_any_umask";
         if !beelet_testing::again::in_child(module_path!(), name, &strict) {
             return;
         }
@@ -67,7 +66,7 @@ mod tests {
         make_folder(&dir.path().join("a/b/c/d"), READABLE).unwrap();
         let mode = |path: &str| dir.path().join(path).metadata().unwrap().permissions().mode() & 0o7777;
         assert_eq!((mode("a"), mode("a/b"), mode("a/b/c"), mode("a/b/c/d")), (0o750, 0o750, 0o755, 0o755));
-        // What is there stays as it is.
+        // An existing folder stays as it is.
         make_folder(&dir.path().join("a/b/c"), PRIVATE).unwrap();
         assert_eq!(mode("a/b/c"), 0o755);
         std::fs::write(dir.path().join("file"), "").unwrap();

@@ -1,4 +1,4 @@
-//! Small files that the kernel writes when they are read: of cgroups, of /proc, of /sys.
+//! Small files whose content the kernel generates on reading: of cgroups, /proc and /sys.
 
 use std::{
     fs::{File, OpenOptions},
@@ -6,20 +6,21 @@ use std::{
     path::Path,
 };
 
-/// What most of them fit in.
+/// Initial buffer size, which fits most of these files.
 const USUAL: usize = 4096;
 
-/// The whole text of a file. [`std::fs::read_to_string`] asks for the file's size first, which such a file
-/// does not have, and then reads it in steps from 32 bytes on: seven system calls where this takes four.
+/// Reads the whole text of a file. [`std::fs::read_to_string`] first queries the file's size, which such a
+/// file does not have, and then reads it in steps from 32 bytes on: seven system calls, where this function
+/// needs four.
 ///
 /// # Errors
 /// The file cannot be opened or read, or is not text.
 pub fn read_to_string(path: impl AsRef<Path>) -> io::Result<String> {
-    // A limit, even one that is never reached, makes the standard library read without asking for the size.
+    // With a limit, even an unreachable one, the standard library reads without querying the size.
     read_to_string_within(path, u64::MAX)
 }
 
-/// The same of so many bytes at most.
+/// Reads the text of a file up to `most` bytes.
 ///
 /// # Errors
 /// As for [`read_to_string`].
@@ -30,10 +31,10 @@ pub fn read_to_string_within(path: impl AsRef<Path>, most: u64) -> io::Result<St
     Ok(text)
 }
 
-/// Writes a word into a file of the kernel's, at once.
+/// Writes a word into a file of the kernel with one call.
 ///
 /// # Errors
-/// The file isn't there, or the kernel refuses the word.
+/// The file is missing, or the kernel refuses the word.
 pub fn write(path: impl AsRef<Path>, word: &str) -> io::Result<()> {
     OpenOptions::new().write(true).open(path)?.write_all(word.as_bytes())
 }
@@ -43,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_read_whole_whatever_its_size() {
+    fn a_file_of_any_size_is_read_whole() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         for size in [0, 1, USUAL - 1, USUAL, USUAL + 1, 10 * USUAL] {
@@ -59,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_or_not_text_is_an_error() {
+    fn a_missing_or_binary_file_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         assert_eq!(read_to_string(&path).unwrap_err().kind(), io::ErrorKind::NotFound);

@@ -1,6 +1,6 @@
-//! Which kernel runs.
+//! The running kernel's release.
 
-/// Its release, major and minor; (0, 0) where it calls itself something strange.
+/// Returns the kernel's release, major and minor; (0, 0) if it can't be parsed.
 #[must_use]
 pub fn running() -> (u32, u32) {
     parsed(&rustix::system::uname().release().to_string_lossy())
@@ -16,7 +16,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_release_is_two_numbers_whatever_follows() {
+    fn a_release_is_its_first_two_numbers() {
         for (text, expected) in
             [("6.18.5", (6, 18)), ("6.1.0-44-cloud-amd64", (6, 1)), ("7.0-rc1+", (7, 0)), ("own", (0, 0))]
         {

@@ -1,5 +1,6 @@
-//! Counters that keep the kubelet's names. OpenMetrics puts `_total` behind the name of a counter, and the
-//! kubelet has some that lack it (`kubelet_evictions`, `kubelet_preemptions`): dashboards ask for those.
+//! Counters that keep the kubelet's names. OpenMetrics appends `_total` to the name of a counter, but some of
+//! the kubelet's counters lack it (`kubelet_evictions`, `kubelet_preemptions`), and dashboards query those
+//! names.
 
 use std::sync::{
     Arc,
@@ -11,22 +12,22 @@ use prometheus_client::{
     metrics::{MetricType, TypedMetric},
 };
 
-/// A number that only grows, under exactly the name it is registered with. Clones share it.
+/// A monotonic counter, exported under exactly its registered name. Clones share the count.
 #[derive(Clone, Debug, Default)]
 pub struct KubeletCounter(Arc<AtomicU64>);
 
 impl KubeletCounter {
-    /// One more.
+    /// Increments the counter.
     pub fn inc(&self) {
         self.add(1);
     }
 
-    /// So many more.
+    /// Adds to the counter.
     pub fn add(&self, more: u64) {
         self.0.fetch_add(more, Ordering::Relaxed);
     }
 
-    /// The count so far.
+    /// Returns the count.
     #[must_use]
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
@@ -34,7 +35,7 @@ impl KubeletCounter {
 }
 
 impl TypedMetric for KubeletCounter {
-    // A counter by nature; the format's own word for it would change the name.
+    // The metric is a counter, but the format's type `counter` would change its name.
     const TYPE: MetricType = MetricType::Unknown;
 }
 

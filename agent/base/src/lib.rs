@@ -1,6 +1,6 @@
-//! Tools for every part of the agent, and nothing of what the agent is for: the clock, locks, TLS, blocking
-//! work, the doors to programs and to files in shared folders, walks by descriptor, tar archives, the size of
-//! file systems, the machine's memory, counters with the kubelet's names, the kernel's release.
+//! Tools for every part of the agent: the clock, locks, TLS, blocking work, the doors to programs and to
+//! files in shared folders, walks by descriptor, tar archives, the size of file systems, the machine's
+//! memory, counters with the kubelet's names, the kernel's release. Must never know about pods.
 
 pub mod archive;
 pub mod blocking;

@@ -1,4 +1,4 @@
-//! Locks that say who holds them, and that the kernel gives back whatever happens to the holder.
+//! Lock files that name their holder, and that the kernel releases when the holder ends for any reason.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
@@ -16,39 +16,39 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 #[derive(Debug)]
 pub struct Lock {
     path: PathBuf,
-    /// The file that is locked: another one once somebody has removed the first.
+    /// The locked file; replaced by [`Lock::renew`] if another process removed it.
     file: Mutex<File>,
 }
 
-/// Losing the race against a holder that removes its file, time after time, is no race any more.
+/// Maximum number of lost races against holders that remove their files.
 const MAX_TRIES: usize = 100;
-/// How long a holder that may be ending is waited for.
+/// Maximum wait for a holder that may be ending.
 const DYING: Timespec = Timespec { tv_sec: 2, tv_nsec: 0 };
 
-/// Why a lock could not be taken.
+/// Reason for failing to acquire a lock.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    /// Another process has it.
+    /// Another process holds the lock.
     #[error(
-        "{what} is in use by another beelet{} (lock {}): stop that one first, or give this one another folder",
+        "{what} is in use by another beelet{} (lock {}): stop that one first, or configure another folder for this one",
         holder(.pid), .path.display()
     )]
     Held {
-        /// What the lock stands for.
+        /// The locked resource.
         what: String,
         /// The lock file.
         path: PathBuf,
-        /// The process that has it, if it could be told.
+        /// Pid of the holder, if known.
         pid: Option<u32>,
     },
     /// The lock file cannot be used.
     #[error("{what} cannot be locked: {}: {source}", .path.display())]
     Io {
-        /// What the lock stands for.
+        /// The locked resource.
         what: String,
         /// The lock file.
         path: PathBuf,
-        /// Why it failed.
+        /// The cause.
         source: io::Error,
     },
 }
@@ -58,13 +58,13 @@ fn holder(pid: &Option<u32>) -> String {
 }
 
 impl Lock {
-    /// Takes the lock on `path` for `what` (the subject of an error's sentence), or says who has it. Blocks,
-    /// for two seconds at most, while the holder ends: a process that was killed has its locks until the
-    /// kernel has taken all of it away.
+    /// Acquires the lock on `path` for `what` (the subject of the error's sentence). Waits up to two seconds
+    /// for a holder that is ending: a killed process keeps its locks until the kernel has freed all its
+    /// resources.
     ///
     /// # Errors
-    /// Another process holds it, or the file cannot be opened.
-    pub fn take(path: &Path, what: &str) -> Result<Self, LockError> {
+    /// Another process holds the lock, or the file cannot be opened.
+    pub fn acquire(path: &Path, what: &str) -> Result<Self, LockError> {
         let file = match Self::lock(path, what) {
             Err(LockError::Held { pid, .. }) if pid.is_none_or(ends_soon) => Self::lock(path, what),
             taken => taken,
@@ -84,22 +84,22 @@ impl Lock {
                 }
                 Err(error) => return Err(fail(error.into())),
             }
-            // A lock on a file that its former holder has removed keeps nobody out: the next one makes a new
-            // file.
+            // A lock on a file that its former holder has removed protects nothing: the next process makes a
+            // new file.
             if is_at(&file, path) {
-                // The process id only serves the message above: a full disk is no reason not to start.
+                // The process id only serves the message above, so a full disk must not prevent the start.
                 let _ = write_pid(&mut file);
                 return Ok(file);
             }
         }
-        Err(fail(io::Error::other("it keeps being replaced by others")))
+        Err(fail(io::Error::other("other processes keep replacing the file")))
     }
 
-    /// Makes the file again, and locks it, if somebody has removed it: a lock on a file that is not there
-    /// keeps nobody out. Returns true if it was gone.
+    /// Makes and locks the file again if another process has removed it: a lock on a removed file protects
+    /// nothing. Returns true if the file was missing.
     ///
     /// # Errors
-    /// It can't be made, or another process has taken the lock meanwhile.
+    /// The file can't be made, or another process has acquired the lock.
     pub fn renew(&self, what: &str) -> Result<bool, LockError> {
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         if is_at(&file, &self.path) {
@@ -116,7 +116,8 @@ impl Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Removed while still locked; whoever waits for it looks again. Another's stays.
+        // Removed while still locked, so that a waiting process opens the file again. Another process's file
+        // stays.
         let file = self.file.get_mut().unwrap_or_else(PoisonError::into_inner);
         if is_at(file, &self.path) {
             let _ = fs::remove_file(&self.path);
@@ -129,12 +130,12 @@ fn open(path: &Path) -> io::Result<File> {
         .read(true)
         .write(true)
         .create(true)
-        .truncate(false) // whoever holds it has its process id in it
+        .truncate(false) // the file has the holder's process id
         .mode(0o600)
         .open(path)
 }
 
-/// Returns true if `file` is the one that `path` leads to now.
+/// Returns true if `path` still leads to `file`.
 fn is_at(file: &File, path: &Path) -> bool {
     match (file.metadata(), fs::metadata(path)) {
         (Ok(open), Ok(there)) => (open.dev(), open.ino()) == (there.dev(), there.ino()),
@@ -148,8 +149,8 @@ fn write_pid(file: &mut File) -> io::Result<()> {
     writeln!(file, "{}", std::process::id())
 }
 
-/// The process that has the lock: by the kernel's list, or, where that hides it (a process outside our PID
-/// namespace), by its own word in the file, which may be a dead one's until the holder has written.
+/// Returns the holder of the lock: from the kernel's list, or, if that hides it (a process outside our PID
+/// namespace), from the file, which may name a former holder until the current one has written to it.
 fn holder_of(file: &mut File) -> Option<u32> {
     let inode = file.metadata().ok()?.ino();
     let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
@@ -157,10 +158,10 @@ fn holder_of(file: &mut File) -> Option<u32> {
     locks.lines().find_map(|line| flock_on(line, inode)).or_else(|| read_pid(file)).filter(alive)
 }
 
-/// The holder, if a line of `/proc/locks` (proc_locks(5)) is of a flock on the file of this inode. The device
-/// is not compared: some file systems show another one there than in stat(2).
+/// Returns the holder if a line of `/proc/locks` (proc_locks(5)) is about a flock on the file of this inode.
+/// Ignores the device: some file systems show another one there than in stat(2).
 ///
-/// `1: FLOCK  ADVISORY  WRITE 4711 fe:01:262146 0 EOF`, and `1: -> FLOCK …` of one that waits.
+/// `1: FLOCK  ADVISORY  WRITE 4711 fe:01:262146 0 EOF`, and `1: -> FLOCK …` for a waiting process.
 fn flock_on(line: &str, inode: u64) -> Option<u32> {
     let fields: Vec<&str> = line.split_whitespace().collect();
     let [_, "FLOCK", _, _, pid, file, ..] = fields.as_slice() else { return None };
@@ -168,13 +169,13 @@ fn flock_on(line: &str, inode: u64) -> Option<u32> {
     (number.parse() == Ok(inode)).then(|| pid.parse().ok()).flatten()
 }
 
-/// Waits until another process has ended, for [`DYING`] at most. Returns true if it has.
+/// Waits up to [`DYING`] for the end of another process. Returns true if it has ended.
 fn ends_soon(pid: u32) -> bool {
     let other = Some(pid).filter(|pid| *pid != std::process::id());
     let other = other.and_then(|pid| Pid::from_raw(i32::try_from(pid).ok()?));
     match other.map(|pid| pidfd_open(pid, PidfdFlags::empty())) {
         Some(Ok(process)) => {
-            // A process's descriptor can be read once all of its threads have ended.
+            // A process's descriptor is readable once all of its threads have ended.
             poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&DYING)).is_ok_and(|ended| ended > 0)
         }
         Some(Err(error)) => error == Errno::SRCH,
@@ -212,15 +213,15 @@ mod tests {
         use std::process::{Command, Stdio};
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("lock");
-        // The holder says when it has the lock, and ends soon after its input.
+        // The holder prints a line when it has the lock, and ends soon after its input.
         let mut holder = Command::new("flock");
         let holder = holder.arg("-o").arg(&path).args(["sh", "-c", "echo locked; read line; sleep 0.5"]);
         let mut holder = holder.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let mut said = [0; 7];
         holder.stdout.take().unwrap().read_exact(&mut said).unwrap();
-        assert!(matches!(Lock::take(&path, "the state"), Err(LockError::Held { .. })));
+        assert!(matches!(Lock::acquire(&path, "the state"), Err(LockError::Held { .. })));
         drop(holder.stdin.take());
-        let taken = Lock::take(&path, "the state");
+        let taken = Lock::acquire(&path, "the state");
         holder.wait().unwrap();
         taken.unwrap();
     }
@@ -230,14 +231,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("state/lock");
         fs::create_dir(dir.path().join("state")).unwrap();
-        let lock = Lock::take(&path, "the state").unwrap();
+        let lock = Lock::acquire(&path, "the state").unwrap();
         assert!(!lock.renew("the state").unwrap());
         fs::remove_dir_all(dir.path().join("state")).unwrap();
         assert!(lock.renew("the state").unwrap());
-        assert!(matches!(Lock::take(&path, "the state"), Err(LockError::Held { .. })));
-        // Another one was faster.
+        assert!(matches!(Lock::acquire(&path, "the state"), Err(LockError::Held { .. })));
+        // Another process was faster.
         fs::remove_file(&path).unwrap();
-        let other = Lock::take(&path, "the state").unwrap();
+        let other = Lock::acquire(&path, "the state").unwrap();
         assert!(matches!(lock.renew("the state"), Err(LockError::Held { .. })));
         drop(lock);
         assert!(path.exists());
@@ -251,10 +252,10 @@ mod tests {
         let path = dir.path().join("lock");
         let file = open(&path).unwrap();
         flock(&file, FlockOperation::NonBlockingLockExclusive).unwrap();
-        let Err(LockError::Held { pid, .. }) = Lock::take(&path, "the state") else { panic!() };
+        let Err(LockError::Held { pid, .. }) = Lock::acquire(&path, "the state") else { panic!() };
         assert_eq!(pid, Some(std::process::id()));
         drop(file);
-        drop(Lock::take(&path, "the state").unwrap());
+        drop(Lock::acquire(&path, "the state").unwrap());
         assert!(!path.exists());
     }
 }

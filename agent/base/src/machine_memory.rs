@@ -1,10 +1,11 @@
-//! The machine's memory, from `/proc/meminfo` and the `memory.stat` of cgroup2's root: one formula for all
-//! who say how much is in use, the kubelet's.
+//! The machine's memory, from `/proc/meminfo` and the `memory.stat` of cgroup2's root: a single formula, the
+//! kubelet's, for all parts that report usage.
 //!
-//! Must never count what no process has and no pod's end gives back: slab, page tables, kernel stacks and
-//! huge pages that were set aside are in neither sum.
+//! Must never count memory that belongs to no process and that no pod's end frees: slab, page tables, kernel
+//! stacks and reserved huge pages are in neither sum.
 
-/// The value of a line of `/proc/meminfo`, in bytes, by its name; `None` without that line or a number of kB.
+/// Returns the value of a line of `/proc/meminfo` in bytes, by its name; `None` without that line or a number
+/// of kB.
 #[must_use]
 pub fn meminfo<'a>(text: &'a str, name: &str) -> Option<u64> {
     let value = |line: &'a str| line.strip_prefix(name)?.strip_prefix(':');
@@ -15,21 +16,21 @@ pub fn meminfo<'a>(text: &'a str, name: &str) -> Option<u64> {
 /// The machine's memory, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MachineMemory {
-    /// All there is.
+    /// Total memory.
     pub total: u64,
     /// Anonymous pages and the page cache.
     pub usage: u64,
-    /// The usage without file pages that nobody touched lately.
+    /// Usage without inactive file pages.
     pub working_set: u64,
 }
 
 impl MachineMemory {
-    /// The memory of which `meminfo` (the text of `/proc/meminfo`) and `root_stat` (the text of `memory.stat`
-    /// of cgroup2's root, where that is) speak; `None` if a line is missing.
+    /// Computes the memory from `meminfo` (the text of `/proc/meminfo`) and `root_stat` (the text of
+    /// `memory.stat` of cgroup2's root, if it exists); `None` if a line is missing.
     ///
-    /// The root cgroup of version 2 has no `memory.current`: `anon` and `file` of its `memory.stat` stand in
-    /// for it (opencontainers/cgroups, `rootStatsFromMeminfo` since runc #3933), as version 1's kernel sums
-    /// it for its root (mm/memcontrol-v1.c, `mem_cgroup_usage`). The same pages in `/proc/meminfo` are
+    /// The root cgroup of version 2 has no `memory.current`: `anon` and `file` of its `memory.stat` replace
+    /// it (opencontainers/cgroups, `rootStatsFromMeminfo` since runc #3933), as version 1's kernel computes
+    /// the usage of its root (mm/memcontrol-v1.c, `mem_cgroup_usage`). The same pages in `/proc/meminfo` are
     /// `AnonPages`, and `Cached`, `Buffers` and `SwapCached` (fs/proc/meminfo.c: these three are all file
     /// pages).
     #[must_use]
@@ -44,20 +45,20 @@ impl MachineMemory {
         Some(Self { total: of_meminfo("MemTotal")?, usage, working_set: usage.saturating_sub(inactive) })
     }
 
-    /// The memory that is left: the kubelet's `memory.available`.
+    /// Returns the available memory: the kubelet's `memory.available`.
     #[must_use]
     pub fn available(&self) -> u64 {
         self.total.saturating_sub(self.working_set)
     }
 }
 
-/// The value of a line of a cgroup's `memory.stat` by its name; `None` without that line or a number.
+/// Returns the value of a line of a cgroup's `memory.stat` by its name; `None` without that line or a number.
 #[must_use]
 pub fn memory_stat(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
 }
 
-/// The usage and the inactive file pages of a root cgroup; `None` if a line is missing.
+/// Returns the usage and the inactive file pages of a root cgroup; `None` if a line is missing.
 fn of_root(stat: &str) -> Option<(u64, u64)> {
     let [anon, file, inactive] = ["anon", "file", "inactive_file"].map(|name| memory_stat(stat, name));
     Some((anon?.saturating_add(file?), inactive?))
@@ -68,11 +69,10 @@ mod tests {
     use super::*;
 
     const GB: u64 = 1_000_000_000;
-    /// 64 GB, of which 20 GB are slab: dentries and inodes that a backup has left.
+    /// A machine of 64 GB, of which 20 GB are slab: dentries and inodes that a backup has left.
     const SLAB: &str = include_str!("../testdata/machine_memory/slab.meminfo");
     const SLAB_ROOT: &str = include_str!("../testdata/machine_memory/slab.memory.stat");
-    /// The same machine with 16 GiB of huge pages that were set aside when it was booted, none of them in
-    /// use.
+    /// The same machine with 16 GiB of huge pages reserved at boot, all unused.
     const HUGE: &str = include_str!("../testdata/machine_memory/huge.meminfo");
     const HUGE_ROOT: &str = include_str!("../testdata/machine_memory/huge.memory.stat");
 
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_what_the_kubelet_says_of_the_root_cgroup() {
+    fn memory_equals_the_kubelets_figures_of_the_root_cgroup() {
         let total = 62_500_000 * 1024;
         // anon 8 GB, file 6 GB, 4 GB of it inactive.
         check(SLAB, Some(SLAB_ROOT), [total, 14 * GB, 10 * GB]);
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn slab_and_huge_pages_that_were_set_aside_are_not_in_use() {
+    fn slab_and_reserved_huge_pages_do_not_count_as_used() {
         for text in [SLAB, HUGE] {
             let memory = MachineMemory::of(text, None).unwrap();
             let free_and_inactive =

@@ -1,6 +1,6 @@
-//! The table of mounts, `/proc/self/mountinfo` (proc_pid_mountinfo(5)). It is bytes: of all that is in a name
-//! the kernel escapes space, tab, newline and backslash alone, and anybody may name what is bound or mounted
-//! somewhere.
+//! The table of mounts, `/proc/self/mountinfo` (proc_pid_mountinfo(5)). Its content is bytes, not text: in
+//! names the kernel escapes only space, tab, newline and backslash, and any user may choose the name of a
+//! bound or mounted file.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -11,39 +11,39 @@ use rustix::io::Errno;
 
 use crate::propagation::Groups;
 
-/// Where the kernel shows it.
+/// Path of the table.
 pub const PATH: &str = "/proc/self/mountinfo";
 
-/// One mount.
+/// A mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount<'a> {
-    /// What of the file system is mounted, as it stands in the table.
+    /// The mounted part of the file system, as written in the table.
     pub root: &'a [u8],
-    /// Where it is mounted.
+    /// The mount point.
     pub point: PathBuf,
     /// The file system's type.
     pub fs_type: &'a [u8],
-    /// The numbers of the device that the file system is on, major and minor: made up where it is on none.
+    /// Major and minor number of the file system's device; made up by the kernel if it has no device.
     pub device: Option<(u32, u32)>,
-    /// The peer groups that it passes mounts on to, and gets them from.
+    /// Peer groups for sending and receiving mounts.
     pub groups: Groups,
-    /// What was mounted: a device's path, a server's name or any other word.
+    /// Mount source: a device's path, a server's name or any other word.
     pub source: &'a [u8],
-    /// The options of the file system.
+    /// Options of the file system.
     pub super_options: &'a [u8],
 }
 
-/// The table as it is now.
+/// Reads the current table.
 pub fn read() -> std::io::Result<Vec<u8>> {
     std::fs::read(PATH)
 }
 
-/// Returns true if something is mounted at `path`. A link in its place is not followed, and what is mounted
-/// there is not looked at: its server may be away.
+/// Returns true if `path` is a mount point. Follows no link in its place, and does not access the mounted
+/// file system, whose server may be unreachable.
 ///
-/// The table of mounts is not read, which may have a hundred thousand lines: this is asked for each mount of
-/// each container. The kernel says it as it refuses to go from the folder above onto the mount (openat2(2),
-/// `RESOLVE_NO_XDEV`), before it asks the file system that is mounted for anything.
+/// The function does not read the table of mounts, which may have a hundred thousand lines: it is called for
+/// each mount of each container. Instead the kernel refuses to cross from the folder above onto the mount
+/// (openat2(2), `RESOLVE_NO_XDEV`), before it accesses the mounted file system.
 pub fn is_mount_point(path: &Path) -> std::io::Result<bool> {
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
         return Ok(path == Path::new("/"));
@@ -62,7 +62,7 @@ pub fn is_mount_point(path: &Path) -> std::io::Result<bool> {
     }
 }
 
-/// The mounts of a table, in the order of mounting.
+/// Returns the mounts of a table, in the order of mounting.
 pub fn mounts(table: &[u8]) -> impl Iterator<Item = Mount<'_>> {
     table.split(|byte| *byte == b'\n').filter_map(parse)
 }
@@ -75,7 +75,7 @@ fn parse(line: &[u8]) -> Option<Mount<'_>> {
     loop {
         match fields.next()? {
             b"-" => break,
-            tag => note_group(tag, &mut groups),
+            tag => parse_group(tag, &mut groups),
         }
     }
     let fs_type = fields.next()?;
@@ -85,15 +85,15 @@ fn parse(line: &[u8]) -> Option<Mount<'_>> {
     Some(Mount { root, point: unescape(point), fs_type, device, groups, source, super_options })
 }
 
-/// Takes in one of the optional fields; `propagate_from` and `unbindable` say nothing that is needed.
-fn note_group(tag: &[u8], groups: &mut Groups) {
+/// Parses an optional field; `propagate_from` and `unbindable` are ignored.
+fn parse_group(tag: &[u8], groups: &mut Groups) {
     let number = |tag: &[u8], name: &[u8]| std::str::from_utf8(tag.strip_prefix(name)?).ok()?.parse().ok();
     groups.shared = groups.shared.or_else(|| number(tag, b"shared:"));
     groups.master = groups.master.or_else(|| number(tag, b"master:"));
 }
 
-/// The mount in which `path` is, which must be absolute and without links: the one with the longest mount
-/// point, and of those the one on top.
+/// Returns the mount that contains `path`, which must be absolute and without links: the mount with the
+/// longest mount point, and of those the one on top.
 #[must_use]
 pub fn mount_of<'a>(table: &'a [u8], path: &Path) -> Option<Mount<'a>> {
     mounts(table)
@@ -101,14 +101,14 @@ pub fn mount_of<'a>(table: &'a [u8], path: &Path) -> Option<Mount<'a>> {
         .max_by_key(|mount| mount.point.components().count())
 }
 
-/// A device's major and minor number as the kernel writes them: `8:16`.
+/// Parses a device's major and minor number in the kernel's form, `8:16`.
 #[must_use]
 pub fn device_numbers(text: &str) -> Option<(u32, u32)> {
     let (major, minor) = text.split_once(':')?;
     Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
-/// Undoes the kernel's `\040` for a space and its like.
+/// Decodes the kernel's octal escapes, such as `\040` for a space.
 fn unescape(field: &[u8]) -> PathBuf {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field;
@@ -133,9 +133,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_mount_is_looked_for_in_the_table_of_all_mounts() {
+    fn a_mount_point_is_found_without_the_table_of_all_mounts() {
         let own_mounts = ["unshare", "--mount", "--propagation", "private"];
-        let name = "no_mount_is_looked_for_in_the_table_of_all_mounts";
+        let name = "a_mount_point_is_found_without_the_table_of_all_mounts";
         if !rustix::process::geteuid().is_root()
             || !beelet_testing::again::in_child(module_path!(), name, &own_mounts)
         {
@@ -157,7 +157,7 @@ mod tests {
         // On the same file system.
         rustix::mount::mount_bind(at("plain"), at("bound")).unwrap();
         rustix::mount::mount_bind(at("file"), at("bound-file")).unwrap();
-        // Without it no process can read the table.
+        // Without /proc no process can read the table.
         mount(Path::new("/proc")).unwrap();
         assert!(read().is_err());
         let check = |path: &str, expected: bool| {
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mount_is_read_whatever_its_optional_fields() {
+    fn a_mount_is_parsed_with_any_optional_fields() {
         let table = b"29 23 0:26 /a /b rw,relatime shared:1 master:2 - ext4 /dev/x rw,y\n30 23 0:27 / /c rw - tmpfs t\n";
         let all: Vec<_> = mounts(table).collect();
         assert_eq!(all[0].point, PathBuf::from("/b"));
@@ -226,7 +226,7 @@ mod tests {
         };
         assert_eq!(point(b"/a\\040b\\011c\\012d\\134e"), b"/a b\tc\nd\\e");
         assert_eq!(point(b"/a\xff\xfeb\\377"), b"/a\xff\xfeb\xff");
-        // A backslash that was escaped begins no other escape.
+        // An escaped backslash does not begin another escape.
         assert_eq!(point(b"/tmp/a\\040b\\134040\xff"), b"/tmp/a b\\040\xff");
         assert_eq!(point(b"/a\\9\\04"), b"/a\\9\\04");
         assert_eq!(point(b"/\\400"), b"/\\400");

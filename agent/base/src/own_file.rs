@@ -1,9 +1,9 @@
-//! Plain files in folders that containers may have reached too, by a hostPath: what they put in a file's
-//! place is never followed, waited for, or written through, and no device is ever opened, since that alone
-//! may do something (a watchdog, a tape). So a file is found first (`O_PATH`), looked at, and then opened by
+//! Plain files in folders that containers may also reach, by a hostPath: must never follow, wait for, or
+//! write through entries that containers put in a file's place, nor open a device, since opening alone may
+//! have an effect (a watchdog, a tape). So a file is first found (`O_PATH`) and checked, and then opened by
 //! its descriptor. Blocking.
 //!
-//! With [`crate::shared_folder`] the one door to files in folders that others can write.
+//! Together with [`crate::shared_folder`] the only door to files in folders that others can write to.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -18,36 +18,35 @@ use rustix::io::Errno;
 
 use crate::walk::remove_folder;
 
-/// How often something else is cleared away before the agent gives up: somebody puts it there again and
-/// again.
+/// Maximum number of times that foreign entries are removed before the agent gives up: another process may
+/// recreate them.
 const TRIES: usize = 3;
 
-/// Opens a file for reading if it is a plain one. A link is refused by the kernel, and a FIFO isn't waited
-/// for.
+/// Opens a plain file for reading. The kernel refuses a link, and the call does not wait for a FIFO.
 pub fn read(path: &Path) -> io::Result<File> {
     let found = rustix::fs::openat(CWD, path, FOUND.union(OFlags::NOFOLLOW), Mode::empty())?;
     reopen(&found, OFlags::RDONLY)
 }
 
-/// Opens for reading what a path leads to, by links too, if it is a plain file: for files of the node's
-/// administrator, which may be links, in folders that containers are often given (`/etc`, that of CNI).
+/// Opens a plain file for reading, through links too: for files of the node's administrator, which may be
+/// links, in folders that are often mounted into containers (`/etc`, that of CNI).
 pub fn read_through_links(path: &Path) -> io::Result<File> {
     reopen(rustix::fs::openat(CWD, path, FOUND, Mode::empty())?, OFlags::RDONLY)
 }
 
-/// The beginning of an open file: so many bytes. None if it has more.
+/// Reads an open file of at most `most` bytes. `None` if it has more.
 pub fn read_at_most(file: &File, most: u64) -> io::Result<Option<Vec<u8>>> {
     let mut bytes = Vec::new();
     file.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
     Ok((bytes.len() as u64 <= most).then_some(bytes))
 }
 
-/// Opens what was found by `O_PATH`, if it is a plain file.
+/// Opens a plain file that was found by `O_PATH`.
 pub fn reopen(found: impl AsFd, access: OFlags) -> io::Result<File> {
     open_again(found.as_fd(), FileType::RegularFile, access)
 }
 
-/// Opens a block device that was found by `O_PATH`, for reading: of a volume that is one.
+/// Opens a block device that was found by `O_PATH` for reading: for block volumes.
 pub fn open_block_device(found: impl AsFd) -> io::Result<File> {
     open_again(found.as_fd(), FileType::BlockDevice, OFlags::RDONLY)
 }
@@ -63,7 +62,7 @@ fn open_again(found: BorrowedFd<'_>, wanted: FileType, access: OFlags) -> io::Re
     Ok(rustix::fs::open(by_descriptor, flags, Mode::empty())?.into())
 }
 
-/// The name of an open file in its folder; the last one, if it has been removed.
+/// Returns the name of an open file in its folder; the last name, if the file was removed.
 pub fn name(file: &File) -> io::Result<OsString> {
     let path = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
     let name = path.file_name().unwrap_or_default().as_bytes();
@@ -72,11 +71,11 @@ pub fn name(file: &File) -> io::Result<OsString> {
     Ok(OsStr::from_bytes(name).to_owned())
 }
 
-/// How a file is found that is looked at before it is opened.
+/// Flags for finding a file to check before opening it.
 pub const FOUND: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 
-/// Opens a file of the agent's own for writing, and makes it where there is none; as it is, not emptied. What
-/// else is in its place is removed.
+/// Opens a file of the agent's own for writing, without truncating it, and makes a missing one. Removes other
+/// kinds of entries in its place.
 pub fn own(path: &Path) -> io::Result<File> {
     let mut tries = 0;
     loop {
@@ -97,7 +96,7 @@ pub fn own(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Removes what is at `path`, unless it is a plain file.
+/// Removes the entry at `path`, unless it is a plain file.
 pub fn clear(path: &Path) -> io::Result<()> {
     match fs::symlink_metadata(path) {
         Ok(found) if found.is_file() => Ok(()),
@@ -107,7 +106,7 @@ pub fn clear(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Sets a file's permissions by its descriptor: no umask has a say.
+/// Sets a file's permissions by its descriptor, independent of the umask.
 pub fn permit(file: &File, mode: u32) -> io::Result<()> {
     file.set_permissions(fs::Permissions::from_mode(mode))
 }
@@ -119,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_plain_files_are_read_and_others_give_way_to_ones_of_our_own() {
+    fn only_plain_files_are_read_and_other_entries_are_replaced_by_own_files() {
         let dir = tempfile::tempdir().unwrap();
         let secret = dir.path().join("secret");
         fs::write(&secret, "hush").unwrap();
@@ -144,7 +143,7 @@ mod tests {
         }
         assert_eq!(fs::read_to_string(&secret).unwrap(), "hush");
         assert!(!at("nowhere").exists());
-        // By its administrator's link a file is read, and nothing else.
+        // The administrator's link leads to plain files only.
         let mut text = String::new();
         std::os::unix::fs::symlink(&secret, at("again")).unwrap();
         read_through_links(&at("again")).unwrap().read_to_string(&mut text).unwrap();
@@ -156,7 +155,7 @@ mod tests {
         let file = read(&secret).unwrap();
         assert_eq!(read_at_most(&file, 3).unwrap(), None);
         assert_eq!(read_at_most(&read(&secret).unwrap(), 4).unwrap().unwrap(), b"hush");
-        // What is there already stays as it is.
+        // An existing file stays as it is.
         let mut text = String::new();
         own(&at("link")).unwrap().read_to_string(&mut text).unwrap();
         assert_eq!(text, "ours");

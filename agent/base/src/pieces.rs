@@ -1,20 +1,20 @@
-//! Pieces that come one by one, read as a file is.
+//! Reads pieces from a channel as a continuous file.
 
 use std::io::{self, Read};
 
 use tokio::sync::mpsc;
 
-/// Reads what comes. Blocks.
+/// A blocking reader of pieces from a channel.
 #[derive(Debug)]
 pub struct Reader {
     pieces: mpsc::Receiver<io::Result<Vec<u8>>>,
     piece: Vec<u8>,
-    /// How much of the piece was read.
+    /// Bytes read of the piece.
     read: usize,
 }
 
 impl Reader {
-    /// Reads what comes through `pieces`; that none comes any more is its end.
+    /// Reads from `pieces`; the closing of the channel is the end of the file.
     #[must_use]
     pub fn new(pieces: mpsc::Receiver<io::Result<Vec<u8>>>) -> Self {
         Self { pieces, piece: Vec::new(), read: 0 }

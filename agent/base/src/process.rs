@@ -1,15 +1,15 @@
-//! Processes as `/proc/<pid>/stat` has them (proc(5)).
+//! Processes as shown by `/proc/<pid>/stat` (proc(5)).
 
 use std::{fs, path::Path};
 
 use serde::{Deserialize, Serialize};
 
-/// A time since boot in the clock ticks that /proc counts in.
+/// A time since boot in clock ticks, the unit of /proc.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Moment(pub u64);
 
 impl Moment {
-    /// The current one, rounded down.
+    /// Returns the current moment, rounded down.
     #[must_use]
     pub fn now() -> Self {
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
@@ -20,49 +20,50 @@ impl Moment {
     }
 }
 
-/// A process that has not ended. Its number is given again once it has; number and start together are not.
+/// A running process. The kernel reuses a pid after the process's end, but not the pair of pid and start
+/// time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// Its number.
+    /// Pid of the process.
     pub pid: u32,
-    /// Its parent's number.
+    /// Pid of the parent.
     pub parent: u32,
-    /// The number of its session's leader.
+    /// Pid of the session's leader.
     pub session: u32,
-    /// When it was started.
+    /// Start time.
     pub started: Moment,
 }
 
-/// The first process of a container or a sandbox, as it is known again after a restart of the agent.
+/// The first process of a container or a sandbox, recognizable after a restart of the agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FirstProcess {
-    /// Its number on the host.
+    /// Pid on the host.
     pub pid: u32,
-    /// When it was started; `None` if it had ended before anybody looked.
+    /// Start time; `None` if the process had ended before the agent read it.
     pub started: Option<Moment>,
 }
 
 impl FirstProcess {
-    /// The process that has this number now.
+    /// Returns the process that has this pid now.
     #[must_use]
     pub fn of(pid: u32) -> Self {
         Self { pid, started: read(Path::new("/proc"), pid).map(|process| process.started) }
     }
 
-    /// Returns true if it still runs: its number has not been given to another one.
+    /// Returns true if the process still runs, and its pid has not been reused.
     #[must_use]
     pub fn runs(&self) -> bool {
         self.started.is_some() && Self::of(self.pid) == *self
     }
 }
 
-/// The process with this number, below the procfs `proc`; `None` if there is none or it is a zombie.
+/// Returns the process with this pid below the procfs `proc`; `None` if it is missing or a zombie.
 #[must_use]
 pub fn read(proc: &Path, pid: u32) -> Option<Process> {
     parse(&fs::read(proc.join(pid.to_string()).join("stat")).ok()?)
 }
 
-/// Reads `/proc/<pid>/stat`. The name in it may hold any bytes, parentheses too. `None` for a zombie.
+/// Parses `/proc/<pid>/stat`. The name in it may have any bytes, also parentheses. `None` for a zombie.
 #[must_use]
 pub fn parse(stat: &[u8]) -> Option<Process> {
     let stat = String::from_utf8_lossy(stat);
@@ -85,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stat_line_is_read_whatever_the_process_is_called() {
+    fn a_stat_line_is_parsed_with_any_process_name() {
         let expected = Process { pid: 41, parent: 40, session: 42, started: Moment(12345) };
         let rest = "S 40 41 42 0 -1 4194304 1 2 3 4 5 6 7 8 20 0 1 0 12345 100 200";
         for name in [&b"sh"[..], b"a b", b"x) R 1 1 1", b"", b"\xff\xfe) S"] {
@@ -103,10 +104,10 @@ mod tests {
         let process = FirstProcess::of(child.id());
         assert!(process.runs());
         let another = FirstProcess { started: process.started.map(|Moment(at)| Moment(at + 1)), ..process };
-        assert!(!another.runs(), "a number that was given again");
+        assert!(!another.runs(), "a reused pid");
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(!process.runs());
-        assert!(!FirstProcess::of(process.pid).runs(), "nobody saw it while it ran");
+        assert!(!FirstProcess::of(process.pid).runs(), "the process ended before it was read");
     }
 }

@@ -1,10 +1,10 @@
-//! The one door through which the agent starts programs: tools of the machine's, drivers and plugins.
+//! The only door through which the agent starts programs: the machine's tools, drivers and plugins.
 //!
 //! No word from outside (a manifest, a driver, a client) can become an option of a program: a
-//! [`Program`] is made of options that stand in the agent's own code, of their values, and of operands, and
-//! an operand that looks like an option is refused before anything is started. No shell is ever asked.
-//! Each program has a process group of its own, a deadline, and a bound for what is kept of its words; with
-//! the deadline, or with the value that stands for it, the whole group is killed.
+//! [`Program`] consists of options from the agent's own code, of their values, and of operands, and an
+//! operand that looks like an option is refused before the start. Must never use a shell. Each program has a
+//! process group of its own, a timeout, and a limit on its kept output; at the timeout, or when its value is
+//! dropped, the whole group is killed.
 
 mod running;
 
@@ -18,7 +18,7 @@ use std::{
 
 pub use self::running::Running;
 
-/// A program with its arguments. What an option's name says is never a word from outside: it is `'static`.
+/// A program with its arguments. Names of options are `'static`, so they never come from outside.
 #[derive(Clone)]
 pub struct Program {
     path: OsString,
@@ -26,49 +26,49 @@ pub struct Program {
     environment: Vec<(OsString, OsString)>,
     input: Vec<u8>,
     are_options_over: bool,
-    /// The operand that would be an option.
+    /// The operand that looks like an option, if any.
     refused: Option<OsString>,
 }
 
-/// How long a program may take, and how much of its words is kept.
+/// Timeout of a program, and limits on its kept output.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
-    /// The time after which it is killed, with its group.
+    /// Timeout, after which the program's group is killed.
     pub within: Duration,
-    /// The most bytes of its standard output that are kept. More is read, and thrown away.
+    /// Maximum bytes of standard output to keep. More is read and discarded.
     pub output: usize,
-    /// What becomes of its standard error.
+    /// Handling of standard error.
     pub complaints: Complaints,
 }
 
-/// What becomes of a program's standard error.
+/// Handling of a program's standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Complaints {
-    /// Nobody reads it.
+    /// Discarded.
     Unheard,
-    /// It is in the output, between the rest (`CombinedOutput` of Go).
+    /// Mixed into the output (`CombinedOutput` of Go).
     InOutput,
-    /// So many bytes of it are kept by themselves.
+    /// Kept separately, up to this number of bytes.
     Apart(usize),
 }
 
-/// A program that has ended.
+/// Result of a program that has ended.
 #[derive(Debug)]
 pub struct Ended {
-    /// How it ended.
+    /// Exit status.
     pub status: ExitStatus,
-    /// The beginning of its output.
+    /// Beginning of the output.
     pub output: Vec<u8>,
-    /// It said more than what was kept of its output.
+    /// True if the output was longer than the kept part.
     pub is_cut: bool,
-    /// The beginning of its standard error, if that is kept apart.
+    /// Beginning of the standard error, if kept separately.
     pub complaints: Vec<u8>,
 }
 
-/// Why a program did not run to its end.
+/// Failure to run a program to its end.
 #[derive(Debug, thiserror::Error)]
 pub enum ProgramError {
-    /// A word from outside would be an option. Nothing was started.
+    /// A word from outside looks like an option. The program was not started.
     #[error("{program} is not started: its argument {word:?} would be read as an option")]
     Option {
         /// The program.
@@ -76,26 +76,26 @@ pub enum ProgramError {
         /// The word.
         word: String,
     },
-    /// It can't be started, or not be heard.
+    /// The program can't be started, or its output can't be read.
     #[error("cannot run {program}: {cause}; is it installed?")]
     Start {
         /// The program.
         program: String,
-        /// Why.
+        /// The cause.
         cause: io::Error,
     },
-    /// It took too long, and was killed with its group.
+    /// The program exceeded its timeout, and was killed with its group.
     #[error("{program} took longer than {} s", .within.as_secs())]
     Late {
         /// The program.
         program: String,
-        /// How long it had.
+        /// The timeout.
         within: Duration,
     },
 }
 
 impl ProgramError {
-    /// Returns true if there is no such program.
+    /// Returns true if the program does not exist.
     #[must_use]
     pub fn is_missing(&self) -> bool {
         matches!(self, Self::Start { cause, .. } if cause.kind() == io::ErrorKind::NotFound)
@@ -103,13 +103,13 @@ impl ProgramError {
 }
 
 impl Program {
-    /// A tool of the machine's, found in PATH.
+    /// Returns a tool of the machine, found in PATH.
     #[must_use]
     pub fn tool(name: &'static str) -> Self {
         Self::at(Path::new(name))
     }
 
-    /// The program at a path that the node's administrator has chosen; a bare name is found in PATH.
+    /// Returns the program at a path chosen by the node's administrator; a bare name is found in PATH.
     #[must_use]
     pub fn at(path: &Path) -> Self {
         Self {
@@ -122,14 +122,14 @@ impl Program {
         }
     }
 
-    /// Adds an option without a value, or a command of the program's: a word of the agent's own.
+    /// Adds an option without a value, or a subcommand: a word of the agent's own code.
     #[must_use]
     pub fn flag(self, name: &'static str) -> Self {
         self.push(name)
     }
 
-    /// Adds an option with a value, which may be any word: `--name=value`, or `-n value`, where getopt(3)
-    /// takes the second word for the value whatever it begins with.
+    /// Adds an option with a value, which may be any word: `--name=value`, or `-n value`, for which getopt(3)
+    /// takes the second word as the value even if it begins with a dash.
     #[must_use]
     pub fn setting(self, name: &'static str, value: impl AsRef<OsStr>) -> Self {
         if !name.starts_with("--") {
@@ -141,15 +141,15 @@ impl Program {
         self.push(joined)
     }
 
-    /// Adds `--`: no operand after it is an option. Not all programs know it.
+    /// Adds `--`, after which every word is an operand. Not all programs support it.
     #[must_use]
     pub fn end_of_options(mut self) -> Self {
         self.are_options_over = true;
         self.push("--")
     }
 
-    /// Adds an operand. One that begins with a dash before the end of the options is refused: the program is
-    /// not started.
+    /// Adds an operand. If it begins with a dash before the end of the options, the program will refuse to
+    /// start.
     #[must_use]
     pub fn operand(mut self, word: impl AsRef<OsStr>) -> Self {
         let word = word.as_ref();
@@ -159,34 +159,34 @@ impl Program {
         self.push(word)
     }
 
-    /// Adds words by their places, for a program whose protocol has no options (drivers of `flexVolume`).
+    /// Adds positional words, for a program whose protocol has no options (drivers of `flexVolume`).
     #[must_use]
     pub fn positional(self, words: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Self {
         words.into_iter().fold(self, Self::push)
     }
 
-    /// Adds arguments as the node's administrator has written them in a configuration. Never words of a
+    /// Adds arguments from the node administrator's configuration. Must never be used for words of a
     /// manifest, a driver or a client.
     #[must_use]
     pub fn configured(self, words: impl IntoIterator<Item = impl AsRef<OsStr>>) -> Self {
         words.into_iter().fold(self, Self::push)
     }
 
-    /// Sets a variable of its environment, which is the agent's otherwise.
+    /// Sets an environment variable in addition to the agent's environment.
     #[must_use]
     pub fn env(mut self, name: impl AsRef<OsStr>, value: impl AsRef<OsStr>) -> Self {
         self.environment.push((name.as_ref().to_owned(), value.as_ref().to_owned()));
         self
     }
 
-    /// Says what is on its standard input. Without it there is nothing.
+    /// Sets the standard input, which is empty by default.
     #[must_use]
     pub fn input(mut self, bytes: Vec<u8>) -> Self {
         self.input = bytes;
         self
     }
 
-    /// The arguments so far, as the program would get them.
+    /// Returns the arguments so far, as the program would get them.
     #[must_use]
     pub fn arguments(&self) -> &[OsString] {
         &self.arguments
@@ -197,28 +197,28 @@ impl Program {
         self
     }
 
-    /// Its name in sentences.
+    /// Returns the program's name for messages.
     #[must_use]
     pub fn name(&self) -> String {
         self.path.to_string_lossy().into_owned()
     }
 
-    /// Runs it until it ends. A future that is dropped kills its group.
+    /// Runs the program until it ends. Dropping the future kills the program's group.
     ///
-    /// For those that the program started, that live on after it and could still say something, nobody waits.
+    /// Does not wait for children that outlive the program, even if they could still write to its output.
     ///
     /// # Errors
-    /// It can't be started, or takes too long.
+    /// The program can't be started, or exceeds its timeout.
     pub async fn run(&self, bounds: Bounds) -> Result<Ended, ProgramError> {
         let running = self.start_with(bounds.complaints)?;
         match tokio::time::timeout(bounds.within, running.finish(&self.input, bounds)).await {
             Ok(ended) => ended.map_err(|cause| self.failed(cause)),
-            // Dropped, it was killed.
+            // The future was dropped, which killed the program.
             Err(_) => Err(ProgramError::Late { program: self.name(), within: bounds.within }),
         }
     }
 
-    /// The same on a thread that may block, which is none of the async ones.
+    /// Runs the program as [`Self::run`] does, on a thread that may block (not an async one).
     ///
     /// # Errors
     /// As for [`Self::run`].
@@ -227,11 +227,11 @@ impl Program {
         runtime.map_err(|cause| self.failed(cause))?.block_on(self.run(bounds))
     }
 
-    /// Starts it, for a caller that reads its output piece by piece. Its complaints are heard by nobody, and
-    /// it has no input. Must be called on a thread of an async runtime.
+    /// Starts the program, for a caller that reads its output piece by piece. Its standard error is
+    /// discarded, and its standard input is empty. Must be called on a thread of an async runtime.
     ///
     /// # Errors
-    /// It can't be started.
+    /// The program can't be started.
     pub fn start(&self) -> Result<Running, ProgramError> {
         self.start_with(Complaints::Unheard)
     }
@@ -250,7 +250,7 @@ impl Program {
 }
 
 impl fmt::Debug for Program {
-    /// Its path alone: arguments, variables and input may be secret.
+    /// Shows only the path: arguments, variables and input may be secret.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Program").field("path", &self.path).finish_non_exhaustive()
     }

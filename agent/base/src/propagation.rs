@@ -1,5 +1,5 @@
-//! Looks whether the mounts of one process reach another one; [`peer_groups`] judges what it finds. What is
-//! mounted for that is unmounted again.
+//! Checks whether the mounts of one process reach another; [`peer_groups`] judges the facts. A mount made for
+//! the check is unmounted again.
 
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
@@ -15,17 +15,17 @@ pub use peer_groups::{
 
 use crate::mountinfo;
 
-/// The folder that is mounted on, in the folder that is asked about: always the same, so that what a killed
-/// process left there is found again.
+/// Name of the mount point for the check: always the same, so that a later check removes the mount of a
+/// killed process.
 const PROBE: &str = ".mount-probe";
-/// The first process. It listens for others (socket activation): what it sees need not be what they see.
+/// The first process. Init listens for others (socket activation), which may see other mounts.
 const INIT: u32 = 1;
 /// The inode of the machine's PID namespace (`PROC_PID_INIT_INO` of include/linux/proc_ns.h).
 const MACHINES_PIDS: u64 = 0xEFFF_FFFC;
 
-/// Finds out whether what process `own` mounts below `folder` is seen by process `runtime`. Blocking.
+/// Checks whether process `runtime` sees the mounts of process `own` below `folder`. Blocking.
 #[must_use]
-pub fn look(folder: &Path, own: u32, runtime: Option<u32>) -> Look {
+pub fn inspect(folder: &Path, own: u32, runtime: Option<u32>) -> Look {
     let with_first = |pid: u32| Some(namespace(pid).ok()? == namespace(INIT).ok()?);
     let stranger = stranger(with_first(own), runtime.and_then(with_first));
     Look { reach: judge(folder, own, runtime), stranger }
@@ -33,7 +33,7 @@ pub fn look(folder: &Path, own: u32, runtime: Option<u32>) -> Look {
 
 fn judge(folder: &Path, own: u32, runtime: Option<u32>) -> Reach {
     let verdict = by_tables(folder, own, runtime).unwrap_or(Reach::Unknown);
-    // The tables show no chain of peer groups through a third namespace. A mount that is there proves one.
+    // The tables show no chain of peer groups through a third namespace. A visible mount proves one.
     let proven = match (verdict, runtime) {
         (Reach::No, Some(pid)) if own == std::process::id() => is_seen(folder, pid).ok(),
         _ => None,
@@ -57,14 +57,14 @@ fn by_tables(folder: &Path, own: u32, runtime: Option<u32>) -> io::Result<Reach>
     Ok(reach(&Sight { same_namespace, at_home, own: own_groups, runtime: groups.as_deref() }))
 }
 
-/// The first process that is seen from here, None if /proc hides it.
+/// Returns the first process visible to the agent; `None` if /proc hides it.
 fn first(own: u32) -> Option<First> {
     let has_agents_mounts = namespace(own).ok()? == namespace(INIT).ok()?;
     let pids = std::fs::metadata(format!("/proc/{INIT}/ns/pid")).ok()?;
     Some(First { has_agents_mounts, is_machines: pids.ino() == MACHINES_PIDS })
 }
 
-/// The nearest folder of `path` that exists, without links.
+/// Returns the nearest existing ancestor of `path`, without links.
 fn existing(path: &Path) -> io::Result<PathBuf> {
     path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/")).canonicalize()
 }
@@ -73,18 +73,18 @@ fn table(pid: u32) -> io::Result<Vec<u8>> {
     std::fs::read(format!("/proc/{pid}/mountinfo"))
 }
 
-/// What tells one mount namespace from another: that of a process, by device and inode.
+/// Returns the identity of a process's mount namespace: device and inode.
 ///
 /// # Errors
-/// There is no such process, or /proc hides it.
+/// The process does not exist, or /proc hides it.
 pub fn namespace(pid: u32) -> io::Result<(u64, u64)> {
     std::fs::metadata(format!("/proc/{pid}/ns/mnt")).map(|found| (found.dev(), found.ino()))
 }
 
-/// Mounts something in `folder` and looks whether the process sees it.
+/// Mounts a file system in `folder` and checks whether the process sees it.
 ///
 /// # Errors
-/// Nothing can be mounted here, or the process's table cannot be read.
+/// The mount fails, or the process's table cannot be read.
 fn is_seen(folder: &Path, pid: u32) -> io::Result<bool> {
     let place = folder.join(PROBE);
     let clear = || {
@@ -115,27 +115,27 @@ mod tests {
     fn a_process_sees_its_own_mounts() {
         let dir = tempfile::tempdir().unwrap();
         let own = std::process::id();
-        assert_eq!(look(&dir.path().join("not/there/yet"), own, Some(own)).reach, Reach::Yes);
+        assert_eq!(inspect(&dir.path().join("not/there/yet"), own, Some(own)).reach, Reach::Yes);
     }
 
     #[test]
-    fn nobody_outside_sees_mounts_of_a_private_namespace_and_the_probe_leaves_nothing() {
+    fn mounts_of_a_private_namespace_are_invisible_outside_and_the_probe_leaves_nothing() {
         let own_mounts = ["unshare", "--mount", "--propagation", "private"];
-        let name = "nobody_outside_sees_mounts_of_a_private_namespace_and_the_probe_leaves_nothing";
+        let name = "mounts_of_a_private_namespace_are_invisible_outside_and_the_probe_leaves_nothing";
         if !rustix::process::geteuid().is_root() || !again::in_child(module_path!(), name, &own_mounts) {
             return;
         }
         let dir = tempfile::tempdir().unwrap();
         // The process that made this one is outside.
         let outside = std::os::unix::process::parent_id();
-        let found = look(dir.path(), std::process::id(), Some(outside));
+        let found = inspect(dir.path(), std::process::id(), Some(outside));
         assert_eq!((found.reach, found.stranger), (Reach::No, Stranger::Agent));
         assert!(is_seen(dir.path(), std::process::id()).unwrap());
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
-        // Away from the first process, and the mount is private: nothing reaches any runtime from here.
-        // Where /proc hides the first process, that is not known.
+        // Away from the first process, and the mount is private: nothing reaches any runtime from here. If
+        // /proc hides the first process, that is unknown.
         let expected = if namespace(INIT).is_ok() { Reach::No } else { Reach::Unknown };
-        assert_eq!(look(dir.path(), std::process::id(), None).reach, expected);
+        assert_eq!(inspect(dir.path(), std::process::id(), None).reach, expected);
     }
 
     #[test]
@@ -146,7 +146,7 @@ mod tests {
             return;
         }
         let dir = tempfile::tempdir().unwrap();
-        // The kernel tells no id of a process outside.
-        assert_eq!(look(dir.path(), std::process::id(), None).reach, Reach::No);
+        // The kernel reports no id of a process outside.
+        assert_eq!(inspect(dir.path(), std::process::id(), None).reach, Reach::No);
     }
 }

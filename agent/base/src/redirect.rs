@@ -1,21 +1,21 @@
-//! Where a redirect of an application leads: probes and lifecycle hooks follow it as long as it stays on the
-//! host (`RedirectChecker` of pkg/probe/http).
+//! Resolves redirects of applications: probes and lifecycle hooks follow a redirect only to the same host
+//! (`RedirectChecker` of pkg/probe/http).
 
 use http::Uri;
 
-/// The most redirects that are followed, Go's own limit.
+/// Maximum number of redirects to follow, Go's own limit.
 pub const MAX_REDIRECTS: usize = 10;
 
-/// One place on the way of redirects; the host is the same all the way.
+/// A step in a chain of redirects, all on the same host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// By HTTPS.
+    /// True for HTTPS.
     pub tls: bool,
-    /// Where the application listens.
+    /// Port of the application.
     pub port: u16,
     /// Path and query.
     pub path: String,
-    /// A Host header of the spec still applies.
+    /// True while the Host header of the spec still applies.
     pub own_host: bool,
 }
 
@@ -23,38 +23,38 @@ pub struct Place {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RedirectError {
     /// The location is not an address of HTTP.
-    #[error("a redirect to {0:?}, which is no address")]
+    #[error("a redirect to the invalid address {0:?}")]
     NoAddress(String),
     /// The location's scheme is neither `http` nor `https`.
     #[error("a redirect to the unknown scheme {0:?}")]
     UnknownScheme(String),
 }
 
-/// Returns true if a reply with this status says where to go on.
+/// Returns true if a reply with this status is a redirect.
 #[must_use]
 pub fn is_redirect(status: u16) -> bool {
     matches!(status, 301 | 302 | 303 | 307 | 308)
 }
 
 impl Place {
-    /// The host with its port, as a Host header has it.
+    /// Returns the host with its port, in the form of a Host header.
     #[must_use]
     pub fn authority(&self, host: &str) -> String {
         let port = self.port;
         if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
     }
 
-    /// The whole address.
+    /// Returns the whole URL.
     #[must_use]
     pub fn url(&self, host: &str) -> String {
         let scheme = if self.tls { "https" } else { "http" };
         format!("{scheme}://{}{}", self.authority(host), self.path)
     }
 
-    /// The place that `location` leads to; `None` if on another host.
+    /// Resolves `location` against this step; `None` if it leads to another host.
     ///
     /// # Errors
-    /// The location is not an address of HTTP.
+    /// `location` is not an HTTP address.
     pub fn next(&self, host: &str, location: &str) -> Result<Option<Place>, RedirectError> {
         let bad = || RedirectError::NoAddress(location.to_owned());
         let absolute = match location.split_once(':') {
@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_has_brackets_where_colons_are_its_own() {
+    fn an_address_with_colons_has_brackets() {
         let place = Place { tls: true, port: 8443, path: "/a?b".to_owned(), own_host: true };
         assert_eq!(place.url("10.0.0.7"), "https://10.0.0.7:8443/a?b");
         assert_eq!(place.url("fd00::1"), "https://[fd00::1]:8443/a?b");

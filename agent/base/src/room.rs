@@ -1,9 +1,9 @@
-//! Room for the connections of a TCP server that strangers can reach. Those that have not shown who they are
-//! share some places, and the rest is for those of which a request was allowed: a client without credentials
-//! keeps no client with credentials out.
+//! Connection limits of a TCP server that strangers can reach. Unauthenticated connections share some places,
+//! and connections with an allowed request have places of their own: a client without credentials keeps no
+//! client with credentials out.
 //!
-//! The server accepts whatever comes, and never waits for a place. A stranger that comes when all places are
-//! taken gets the place of another one at once; [`peers`] chooses which.
+//! The server accepts every connection and never waits for a place. If all places are taken, a new stranger
+//! gets another stranger's place at once; [`peers`] chooses the victim.
 
 mod peers;
 
@@ -29,25 +29,25 @@ use tokio_util::sync::CancellationToken;
 use self::peers::{Held, victim};
 use crate::clock::After as _;
 
-/// After this time a stranger has had enough for a handshake and a request, on a slow network too.
+/// Time that suffices for a handshake and a request, also on a slow network.
 const SETTLE: Duration = Duration::from_millis(300);
-/// The connections that the kernel queues until they are accepted, as far as `net.core.somaxconn` allows
+/// Maximum number of connections that the kernel queues until they are accepted, within `net.core.somaxconn`
 /// (4096 by default since Linux 5.4).
 const BACKLOG: u32 = 4096;
-/// The server accepts this part of the strangers' places in a row, then the tasks of the connections that it
-/// has accepted get their turn: no burst takes a place away before its task has run.
+/// Divisor of the strangers' places: after accepting that part of them in a row, the server yields to the
+/// tasks of the accepted connections, so that no burst takes a place before its task has run.
 const BURST_PART: u64 = 8;
 
-/// How many connections there may be at a time.
+/// Maximum numbers of connections at a time.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Of which a request was allowed.
+    /// Connections with an allowed request.
     pub known: usize,
-    /// All others, at least one: in their handshake, in their first request, or refused.
+    /// All other connections, at least one: in their handshake, in their first request, or refused.
     pub strangers: usize,
 }
 
-/// A TCP server's port, and its room.
+/// A TCP server's port and its places.
 #[derive(Debug)]
 pub struct Port {
     listener: TcpListener,
@@ -58,25 +58,25 @@ impl Port {
     /// Listens at an address.
     ///
     /// # Errors
-    /// The port is taken, or is not for the agent's user.
+    /// The port is in use, or forbidden to the agent's user.
     pub async fn bind(address: SocketAddr, limits: Limits) -> io::Result<Self> {
         let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-        // The port is free again at once after a restart, whatever connections the last agent left behind.
+        // The port is free again at once after a restart, even if the last agent left connections behind.
         socket.set_reuseaddr(true)?;
         socket.bind(address)?;
         Ok(Self { listener: socket.listen(BACKLOG)?, room: Room::new(limits) })
     }
 
-    /// The address that it has.
+    /// Returns the bound address.
     ///
     /// # Errors
-    /// The kernel doesn't say.
+    /// The kernel cannot report it.
     pub fn address(&self) -> io::Result<SocketAddr> {
         self.listener.local_addr()
     }
 
-    /// The next connection to the server of this name, and its place. Where none can be accepted (out of file
-    /// descriptors, mostly), connections under way must end before another try makes sense.
+    /// Returns the next connection to the server of this name, and its place. If none can be accepted (mostly
+    /// for lack of file descriptors), open connections must end before another try makes sense.
     pub async fn accept(&self, server: &str) -> (TcpStream, SocketAddr, Place) {
         if self.room.is_after_burst() {
             yield_now().await;
@@ -87,7 +87,7 @@ impl Port {
                     let place = self.room.admit(Source::of(address.ip()), Instant::now());
                     return (stream, address, place);
                 }
-                // The next one has nothing to do with what befell this one.
+                // The error affects only this connection, not the next one.
                 Err(error) if is_of_one_connection(&error) => {}
                 Err(error) => {
                     tracing::warn!("{server}: cannot accept a connection: {error}");
@@ -98,7 +98,7 @@ impl Port {
     }
 }
 
-/// Returns true for an error that a single connection had before it was accepted (accept(2)).
+/// Returns true for an error of a single connection before it was accepted (accept(2)).
 fn is_of_one_connection(error: &io::Error) -> bool {
     use ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset, HostUnreachable};
     use ErrorKind::{NetworkUnreachable, TimedOut};
@@ -135,7 +135,7 @@ impl fmt::Debug for Place {
 #[derive(Default)]
 struct Strangers {
     next: u64,
-    /// In the order in which they came.
+    /// Strangers in the order of their arrival.
     places: BTreeMap<u64, Stranger>,
 }
 
@@ -152,7 +152,7 @@ impl Room {
         Arc::new(Self { known, strangers: Mutex::default(), most })
     }
 
-    /// A stranger's place, which another stranger may have had.
+    /// Returns a place for a stranger, if needed by evicting another stranger.
     fn admit(self: &Arc<Self>, source: Source, now: Instant) -> Place {
         let mut strangers = self.lock();
         while strangers.places.len() >= self.most {
@@ -173,13 +173,13 @@ impl Room {
         Place { room: Arc::clone(self), number, source, gone, known: OnceLock::new() }
     }
 
-    /// Returns true each time a part of the places has been given away.
+    /// Returns true each time a part of the places has been assigned.
     fn is_after_burst(&self) -> bool {
         let burst = (self.most as u64 / BURST_PART).max(1);
         self.lock().next.is_multiple_of(burst)
     }
 
-    fn give_back(&self, number: u64) {
+    fn release(&self, number: u64) {
         self.lock().places.remove(&number);
     }
 
@@ -188,7 +188,7 @@ impl Room {
     }
 }
 
-/// A connection's place, given back when it is dropped.
+/// A connection's place, released on drop.
 pub struct Place {
     room: Arc<Room>,
     number: u64,
@@ -198,32 +198,32 @@ pub struct Place {
 }
 
 impl Place {
-    /// Where its client comes from.
+    /// Returns the source of the client.
     #[must_use]
     pub fn source(&self) -> Source {
         self.source
     }
 
-    /// A request of it was allowed: it has a place among such from now on. Returns false if there is none.
+    /// Moves the connection to the places of clients with an allowed request. Returns false if none is free.
     #[must_use]
     pub fn allowed(&self) -> bool {
         if self.is_known() {
             return true;
         }
         let Ok(permit) = Arc::clone(&self.room.known).try_acquire_owned() else { return false };
-        // Another request of the same connection can't have been first: they come one after the other.
+        // No other request of the same connection can be first: its requests come one after the other.
         let _ = self.known.set(permit);
-        self.room.give_back(self.number);
+        self.room.release(self.number);
         true
     }
 
-    /// Returns true once a request of it was allowed.
+    /// Returns true once a request of the connection was allowed.
     #[must_use]
     pub fn is_known(&self) -> bool {
         self.known.get().is_some()
     }
 
-    /// Waits until another connection has its place.
+    /// Waits until another connection gets this place.
     pub async fn taken(&self) {
         self.gone.cancelled().await;
     }
@@ -231,7 +231,7 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.room.give_back(self.number);
+        self.room.release(self.number);
     }
 }
 
@@ -255,7 +255,7 @@ mod tests {
         place.gone.is_cancelled()
     }
 
-    /// Strangers that come one after the other, each once those before have settled.
+    /// Admits strangers one after the other, each after those before have settled.
     fn come(room: &Arc<Room>, source: Source, count: u32) -> Vec<Place> {
         let began = room.lock().places.values().map(|stranger| stranger.since).max();
         let began = began.unwrap_or_else(Instant::now);
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stranger_gets_a_place_at_once_and_one_that_has_settled_goes_first() {
+    fn a_stranger_gets_a_place_at_once_and_a_settled_one_loses_its_place_first() {
         let room = Room::new(Limits { known: 1, strangers: 2 });
         let now = Instant::now();
         let (first, second) = (room.admit(source(1), now), room.admit(source(2), now + SETTLE / 2));
@@ -273,7 +273,7 @@ mod tests {
         assert!(!is_taken(&fourth) && is_taken(&second) != is_taken(&third));
         drop(fourth);
         let _fifth = room.admit(source(5), now + SETTLE);
-        assert!(is_taken(&second) != is_taken(&third), "a place that was given back is free at once");
+        assert!(is_taken(&second) != is_taken(&third), "a released place is free at once");
     }
 
     #[test]
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn who_was_allowed_stays_whatever_strangers_do_and_has_room_of_its_own() {
+    fn an_allowed_connection_keeps_its_own_place_under_a_flood_of_strangers() {
         let room = Room::new(Limits { known: 2, strangers: 4 });
         let known = come(&room, source(1), 2);
         assert!(known.iter().all(Place::allowed) && known.iter().all(Place::allowed));
@@ -302,7 +302,7 @@ mod tests {
         assert!(again.iter().all(Place::allowed));
     }
 
-    /// Connects from an address. What is dropped leaves nothing behind in the kernel.
+    /// Connects from an address. A dropped connection leaves nothing behind in the kernel.
     async fn connect(from: [u8; 4], to: SocketAddr) -> io::Result<TcpStream> {
         let socket = TcpSocket::new_v4()?;
         socket.set_zero_linger()?;
@@ -370,7 +370,7 @@ mod tests {
         }
         let mut asked = 0;
         let asking = async {
-            // So many that they take longer where each connection waits for a place to settle.
+            // Enough requests to take longer if each connection waited for a place to settle.
             while asked < 75 || room.lock().next < 2_000 {
                 ask([127, 0, 0, 1], address, bytes).await.unwrap();
                 asked += 1;
@@ -383,7 +383,7 @@ mod tests {
 
     #[tokio::test]
     async fn floods_from_elsewhere_keep_no_client_waiting() {
-        // Several, as in a handshake and a request.
+        // Several exchanges, as in a handshake and a request.
         check_flood(&[[127, 0, 0, 2], [127, 0, 0, 3]], 4).await;
     }
 

@@ -1,7 +1,7 @@
-//! A folder that others can write too: device plugins, drivers, containers with a hostPath. It is opened
-//! once, and all that is done in it is done by its descriptor and a name: whatever others put there, links,
-//! FIFOs, devices, folders, nothing outside the folder is read or written, and nobody is waited for.
-//! Blocking.
+//! A folder that others can also write to: device plugins, drivers, containers with a hostPath. The folder is
+//! opened once, and all operations use its descriptor and a name: with any links, FIFOs, devices or folders
+//! that others put there, nothing outside the folder is read or written, and no operation waits for another
+//! process. All functions block.
 
 use std::ffi::{CString, OsStr, OsString};
 use std::io::{self, Write as _};
@@ -14,20 +14,20 @@ use rustix::io::Errno;
 
 use crate::{chance, own_file, walk};
 
-/// How often a name for a temporary file is tried: others may take each of them.
+/// Maximum number of names to try for a temporary file: others may use each of them.
 const TRIES: usize = 8;
 
-/// Such a folder, open.
+/// An open shared folder.
 #[derive(Debug)]
 pub struct Folder(OwnedFd);
 
 impl Folder {
-    /// Opens a folder. One that is a link to another is refused.
+    /// Opens a folder, and refuses a link to a folder.
     pub fn open(path: &Path) -> io::Result<Self> {
         Self::open_with(path, OFlags::NOFOLLOW)
     }
 
-    /// Opens a folder that only the node's administrator can put in its place, and so may be a link.
+    /// Opens a folder that may be a link, because only the node's administrator can create it.
     pub fn open_through_links(path: &Path) -> io::Result<Self> {
         Self::open_with(path, OFlags::empty())
     }
@@ -37,18 +37,18 @@ impl Folder {
         Ok(Self(rustix::fs::openat(CWD, path, flags, Mode::empty())?))
     }
 
-    /// What a plain file says, if that is so many bytes at most; None if it is more.
+    /// Returns the content of a plain file of at most `most` bytes; `None` if the file is longer.
     pub fn read(&self, name: &OsStr, most: u64) -> io::Result<Option<Vec<u8>>> {
         let flags = own_file::FOUND.union(OFlags::NOFOLLOW);
         let found = rustix::fs::openat(&self.0, one_name(name)?, flags, Mode::empty())?;
         own_file::read_at_most(&own_file::reopen(found, OFlags::RDONLY)?, most)
     }
 
-    /// Puts a file that says `bytes`, once the disk has them, in place of what is called so: a link there is
-    /// replaced, never followed. Where a folder is, nothing is done. Another reader of the folder may forge
-    /// what is in it at any time, and so is never to be trusted.
+    /// Writes `bytes` to a new file, syncs it to the disk, and renames it over the entry `name`: replaces a
+    /// link there and never follows it. Fails if the entry is a folder. Others with access to the folder may
+    /// forge the content at any time, so never trust it.
     ///
-    /// No two threads may replace one file at the same time.
+    /// No two threads may replace the same file at the same time.
     pub fn replace(&self, name: &OsStr, bytes: &[u8]) -> io::Result<()> {
         let name = one_name(name)?;
         let (temporary, file) = self.temporary(name)?;
@@ -56,14 +56,14 @@ impl Folder {
         let written = file.write_all(bytes).and_then(|()| file.sync_all());
         let written = written.and_then(|()| self.rename(&temporary, name));
         if written.is_err() {
-            // Half a file would only take space that is missing already.
+            // Half a file would only waste space, which may be the cause of the failure.
             let _ = self.unlink(&temporary);
         }
         written
     }
 
-    /// Puts a new file of this mode that says `bytes` in place of whatever is called so. The disk may have it
-    /// later, and a reader may see it before it is whole.
+    /// Replaces the entry `name` by a new file of this mode with the content `bytes`. The file is not synced
+    /// to the disk, and a reader may see it before it is complete.
     pub fn create(&self, name: &OsStr, bytes: &[u8], mode: u32) -> io::Result<()> {
         self.remove(name)?;
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -73,8 +73,8 @@ impl Folder {
         own_file::permit(&file, mode)
     }
 
-    /// A new file beside `name`. What an agent that was killed has left under the first name goes; what
-    /// others put there instead is passed by.
+    /// Creates a temporary file next to `name`. Removes the first name, which a killed agent may have left;
+    /// if others keep creating entries there, uses another name.
     fn temporary(&self, name: &OsStr) -> io::Result<(OsString, OwnedFd)> {
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let mut end = "tmp".to_owned();
@@ -87,15 +87,15 @@ impl Folder {
                 Err(error) => return Err(error.into()),
             }
         }
-        Err(io::Error::other("others take each name of a temporary file"))
+        Err(io::Error::other("other processes keep creating every name of a temporary file"))
     }
 
-    /// Renames whatever is called so, in the folder. What is at the new name goes.
+    /// Renames an entry within the folder. An entry at the new name is replaced.
     pub fn rename(&self, from: &OsStr, to: &OsStr) -> io::Result<()> {
         Ok(rustix::fs::renameat(&self.0, one_name(from)?, &self.0, one_name(to)?)?)
     }
 
-    /// Removes whatever is called so, a folder with all that is in it too; nothing if there is nothing.
+    /// Removes an entry, a folder with its content. Treats "not found" as success.
     pub fn remove(&self, name: &OsStr) -> io::Result<()> {
         let name = CString::new(one_name(name)?.as_bytes())?;
         match walk::remove(self.0.as_fd(), &name) {
@@ -104,7 +104,8 @@ impl Folder {
         }
     }
 
-    /// Removes a file with what an interrupted [`Self::replace`] has left of it; nothing if there is nothing.
+    /// Removes a file and the temporary file of an interrupted [`Self::replace`]. Treats "not found" as
+    /// success.
     pub fn remove_file(&self, name: &OsStr) -> io::Result<()> {
         let _ = self.unlink(&beside(one_name(name)?, "tmp"));
         match self.unlink(name) {
@@ -117,7 +118,7 @@ impl Folder {
         rustix::fs::unlinkat(&self.0, name, AtFlags::empty())
     }
 
-    /// The names in the folder that are wanted.
+    /// Returns the names in the folder that satisfy `is_wanted`.
     pub fn names(&self, is_wanted: impl Fn(&OsStr) -> bool) -> io::Result<Vec<OsString>> {
         let mut names = Vec::new();
         for entry in Dir::read_from(&self.0)? {
@@ -130,13 +131,13 @@ impl Folder {
         Ok(names)
     }
 
-    /// Waits until the disk knows what was put in the folder.
+    /// Syncs the folder's entries to the disk.
     pub fn sync(&self) -> io::Result<()> {
         Ok(rustix::fs::fsync(&self.0)?)
     }
 }
 
-/// A name with an end more.
+/// Returns a name with another suffix.
 #[must_use]
 pub fn beside(name: &OsStr, end: &str) -> OsString {
     let mut name = name.to_owned();
@@ -145,11 +146,11 @@ pub fn beside(name: &OsStr, end: &str) -> OsString {
     name
 }
 
-/// One name, which leads nowhere else.
+/// Checks that a name is a single path component.
 fn one_name(name: &OsStr) -> io::Result<&OsStr> {
     let bytes = name.as_bytes();
     if matches!(bytes, b"" | b"." | b"..") || bytes.contains(&b'/') {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no name of a file in a folder"));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a valid file name"));
     }
     Ok(name)
 }
@@ -161,7 +162,7 @@ mod tests {
 
     use super::*;
 
-    /// A folder beside a victim, with something put at `name` in it.
+    /// Makes a folder next to a victim, with an entry of kind `what` at `name` in it.
     fn planted(what: &str, name: &str) -> (tempfile::TempDir, Folder) {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("victim"), "hush").unwrap();
@@ -180,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_put_in_a_files_place_is_never_followed_waited_for_or_written_through() {
+    fn entries_of_others_are_never_followed_waited_for_or_written_through() {
         let name = OsStr::new("record");
         for what in ["link", "dangling link", "FIFO", "folder", "nothing"] {
             for place in ["record", "record.tmp"] {
@@ -223,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_too_long_is_none() {
+    fn a_file_that_is_too_long_is_not_returned() {
         let (_dir, folder) = planted("nothing", "x");
         let name = OsStr::new("record");
         assert_eq!(folder.read(name, 10).unwrap_err().kind(), io::ErrorKind::NotFound);

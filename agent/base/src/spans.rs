@@ -1,5 +1,5 @@
-//! Spans: what took how long on a pod's way. Code opens them by `tracing::trace_span!` with [`TARGET`]. Where
-//! the configuration has no `tracing` each is one look at a flag.
+//! Spans: the durations of the steps of a pod's life. Code opens them by `tracing::trace_span!` with
+//! [`TARGET`]. Without `tracing` in the configuration each span costs one check of a flag.
 
 use std::fmt::Display;
 
@@ -7,10 +7,10 @@ use opentelemetry::trace::TraceContextExt;
 use tracing::Span;
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
-/// The target of all spans, which tells them from what the log says.
+/// Target of all spans, which distinguishes them from log events.
 pub const TARGET: &str = "spans";
 
-/// Says on a span that what it is about failed, and why. The span must have the two fields.
+/// Records a failure and its reason on a span. The span must have the two fields.
 pub fn fail(span: &Span, why: &dyn Display) {
     if !span.is_disabled() {
         span.record("otel.status_code", "ERROR");
@@ -18,8 +18,8 @@ pub fn fail(span: &Span, why: &dyn Display) {
     }
 }
 
-/// The span for who continues it elsewhere, as the value of a `traceparent` header (W3C Trace Context,
-/// section 3.2). None where nobody collects spans.
+/// Returns the span as the value of a `traceparent` header (W3C Trace Context, section 3.2), for another
+/// process that continues the trace. `None` if spans are not collected.
 #[must_use]
 pub fn trace_parent(span: &Span) -> Option<String> {
     if span.is_disabled() {

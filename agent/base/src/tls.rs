@@ -1,6 +1,7 @@
-//! HTTPS as Kubernetes speaks it to applications, in probes and in hooks: encrypted, and nobody's identity
-//! checked. An application is asked whether it answers; its certificate is for its clients to judge (and
-//! names neither the pod nor its address). Never for anybody else than a pod's own application.
+//! HTTPS as Kubernetes uses it to applications, in probes and in hooks: encrypted, without checking the
+//! peer's identity. A probe only asks whether the application answers; its certificate is for its clients to
+//! judge (and names neither the pod nor its address). Must never be used for a peer other than a pod's own
+//! application.
 
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use tokio_rustls::rustls::{
     pki_types::{CertificateDer, ServerName, UnixTime},
 };
 
-/// Takes any certificate.
+/// Accepts any certificate.
 #[derive(Debug)]
 struct Anybody(Arc<CryptoProvider>);
 
@@ -27,8 +28,8 @@ impl ServerCertVerifier for Anybody {
         Ok(ServerCertVerified::assertion())
     }
 
-    // Whose key signed proves nothing where anybody's certificate is taken, and to look at it would mean to
-    // parse it strictly: certificates of version 1, or with short keys, are used by applications still.
+    // The signature proves nothing if every certificate is accepted, and a check would have to parse the
+    // certificate strictly: applications still use certificates of version 1, or with short keys.
     fn verify_tls12_signature(
         &self,
         _message: &[u8],
@@ -54,10 +55,10 @@ impl ServerCertVerifier for Anybody {
     }
 }
 
-/// The settings of every client of an application.
+/// Returns the TLS settings of every client of an application.
 ///
 /// # Errors
-/// The cryptography lacks what TLS 1.2 and 1.3 need, which it never does.
+/// The cryptography provider does not support TLS 1.2 and 1.3, which never happens.
 pub fn settings() -> Result<Arc<ClientConfig>, Error> {
     let provider = Arc::new(ring::default_provider());
     let settings = ClientConfig::builder_with_provider(Arc::clone(&provider))

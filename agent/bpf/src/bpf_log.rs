@@ -1,7 +1,6 @@
-//! Development: what the programs of an object built with `cargo xtask build-ebpf --log` say, passed on to
-//! tracing.
+//! Development: forwards the log of programs built with `cargo xtask build-ebpf --log` to tracing.
 //!
-//! The built-in object says nothing: libbpf refuses the map that aya-log needs, and the shipped object must
+//! The built-in object has no log: libbpf refuses the map that aya-log needs, and the shipped object must
 //! load everywhere.
 
 use aya::Ebpf;
@@ -12,19 +11,19 @@ use std::os::fd::{AsFd, BorrowedFd};
 pub(super) struct BpfLog(EbpfLogger<ToTracing>);
 
 impl BpfLog {
-    /// Opens the log of an object; `None` if it was built without.
+    /// Opens the log of an object; `None` if it was built without one.
     pub(super) fn open(ebpf: &mut Ebpf) -> Option<BpfLog> {
         ebpf.map("AYA_LOGS")?;
         match EbpfLogger::init_with_logger(ebpf, ToTracing) {
             Ok(logger) => Some(BpfLog(logger)),
             Err(error) => {
-                tracing::warn!("the log of the kernel programs can't be read: {error}");
+                tracing::warn!("cannot read the log of the kernel programs: {error}");
                 None
             }
         }
     }
 
-    /// Passes on what has come.
+    /// Forwards new records.
     pub(super) fn flush(&mut self) {
         self.0.flush();
     }
@@ -36,7 +35,7 @@ impl AsFd for BpfLog {
     }
 }
 
-/// aya-log speaks to the `log` crate's interface.
+/// Adapter from the `log` crate's interface, which aya-log uses, to tracing.
 struct ToTracing;
 
 impl log::Log for ToTracing {

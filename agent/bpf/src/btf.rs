@@ -1,14 +1,14 @@
 //! Decodes BTF, the kernel's description of its own types: where a field lies, what a tracepoint passes.
 //!
-//! Pure: bytes in, answers out. It never panics and never loops for long, whatever the bytes (they come from
-//! the kernel, but from *any* kernel). Format: Documentation/bpf/btf.rst.
+//! Pure: bytes in, answers out. The parser never panics and always ends soon, on any input (the bytes come
+//! from the kernel, but from *any* kernel). Format: Documentation/bpf/btf.rst.
 
 use thiserror::Error;
 
 const MAGIC: u16 = 0xeb9f;
-/// Anonymous members and typedef chains go this deep in no kernel.
+/// Bound on the nesting of anonymous members and on typedef chains; no kernel reaches it.
 const MAX_DEPTH: u32 = 32;
-/// Members looked at for one question; the largest kernel structs have some 300.
+/// Maximum number of members that one lookup visits; the largest kernel structs have some 300.
 const MAX_STEPS: u32 = 100_000;
 
 mod kind {
@@ -31,58 +31,58 @@ mod kind {
     pub(super) const ENUM64: u32 = 19;
 }
 
-/// Why the BTF gave no answer.
+/// Error of a BTF lookup.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum BtfError {
     /// The bytes are not BTF, or are cut off.
     #[error("not valid BTF: {0}")]
     Malformed(&'static str),
-    /// The kernel has no such type.
+    /// The kernel lacks the type.
     #[error("the kernel's BTF has no {0}")]
     NoType(String),
     /// The kernel has the type, but not this field.
     #[error("the kernel's BTF has no field {0}")]
     NoField(String),
-    /// A tracepoint passes something else than a program reads.
+    /// The tracepoint's arguments differ from those that the program reads.
     #[error("the tracepoint {tracepoint} does not begin with {expected} in this kernel")]
     OtherArguments {
-        /// Its name.
+        /// Name of the tracepoint.
         tracepoint: &'static str,
-        /// What the program reads, in order.
+        /// Arguments that the program reads, in order.
         expected: &'static str,
     },
 }
 
-/// Where a field lies in its outermost struct.
+/// Position of a field in its outermost struct.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Field {
-    /// The byte at which the field, or the byte that holds a bit field's first bit, begins.
+    /// Byte offset of the field, or of the byte that holds a bit field's first bit.
     pub(super) offset: u32,
-    /// For a bit field of a little-endian kernel: its first bit in that byte. 0 for others.
+    /// For a bit field of a little-endian kernel: its first bit in that byte; otherwise 0.
     pub(super) bit: u32,
-    /// Width in bits of a bit field; 0 for others.
+    /// Width in bits of a bit field; otherwise 0.
     pub(super) bits: u32,
 }
 
 /// A field that is an array of structs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ArrayField {
-    /// The byte at which it begins.
+    /// Byte offset of the array.
     pub(super) offset: u32,
-    /// The name of the struct that its elements are.
+    /// Name of the element's struct.
     pub(super) element: String,
-    /// The size of one element, in bytes.
+    /// Size of one element in bytes.
     pub(super) element_bytes: u32,
 }
 
-/// What a tracepoint passes to a program, in order.
+/// An argument that a tracepoint passes to a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Argument {
-    /// Its name, where the kernel's BTF still has it.
+    /// Name of the argument, if the kernel's BTF still has it.
     pub(super) name: Option<String>,
-    /// The struct it points to, if it is a pointer to one.
+    /// Name of the struct that the argument points to, if it is a pointer to a struct.
     pub(super) points_to: Option<String>,
-    /// Whether it is a plain integer.
+    /// True if the argument is a plain integer.
     pub(super) integer: bool,
 }
 
@@ -91,7 +91,7 @@ pub(super) struct Argument {
 pub struct Btf {
     bytes: Vec<u8>,
     strings: std::ops::Range<usize>,
-    /// Where each type's record begins; the index is its id. Id 0 is `void`.
+    /// Offset of each type's record; the index is the type's id. Id 0 is `void`.
     records: Vec<usize>,
 }
 
@@ -103,7 +103,7 @@ struct Record {
     kind: u32,
     count: u32,
     kind_flag: bool,
-    /// The id of the type it refers to, or a size.
+    /// Id of the type that this one refers to, or a size.
     other: u32,
 }
 
@@ -116,7 +116,7 @@ impl Btf {
         let header = |at: usize| read_u32(&bytes, at).ok_or(BtfError::Malformed("the header is cut off"));
         let magic = header(0)? & 0xffff;
         if magic != u32::from(MAGIC) {
-            return Err(BtfError::Malformed("it does not begin with BTF's magic number"));
+            return Err(BtfError::Malformed("the magic number is wrong"));
         }
         let (header_len, type_off, type_len) = (header(4)?, header(8)?, header(12)?);
         let (str_off, str_len) = (header(16)?, header(20)?);
@@ -141,19 +141,19 @@ impl Btf {
         Ok(Btf { bytes, strings, records })
     }
 
-    /// Where the field `path` (names joined by dots; anonymous members are looked through) of `struct name`
-    /// lies.
+    /// Returns the position of the field `path` of `struct name`. `path` is a list of names joined by dots;
+    /// members of anonymous structs and unions are found too.
     ///
     /// # Errors
-    /// There is no such struct or field.
+    /// The kernel lacks the struct or the field.
     pub(super) fn field(&self, name: &str, path: &str) -> Result<Field, BtfError> {
         self.locate(name, path).map(|(field, _)| field)
     }
 
-    /// Where the array of structs at `path` of `struct name` lies.
+    /// Returns the position of the array of structs at `path` of `struct name`.
     ///
     /// # Errors
-    /// There is no such struct or field, or it is something else.
+    /// The kernel lacks the struct or the field, or the field is not an array of structs.
     pub(super) fn array(&self, name: &str, path: &str) -> Result<ArrayField, BtfError> {
         let (field, id) = self.locate(name, path)?;
         let missing = || BtfError::NoField(format!("{name}.{path} that is an array of structs"));
@@ -165,20 +165,20 @@ impl Btf {
         Ok(ArrayField { offset: field.offset, element: named.to_owned(), element_bytes: element.other })
     }
 
-    /// The id and the size in bytes of `struct name`.
+    /// Returns the id and the size in bytes of `struct name`.
     ///
     /// # Errors
-    /// There is no such struct.
+    /// The kernel lacks the struct.
     pub(super) fn structure(&self, name: &str) -> Result<(u32, u32), BtfError> {
         let missing = || BtfError::NoType(format!("struct {name}"));
         let id = self.find(kind::STRUCT, name).ok_or_else(missing)?;
         Ok((id, self.record(id).ok_or_else(missing)?.other))
     }
 
-    /// The place among the members of `struct name`, and the byte, of a member of its own.
+    /// Returns the index and the byte offset of a direct member of `struct name`.
     ///
     /// # Errors
-    /// There is no such struct or member.
+    /// The kernel lacks the struct or the member.
     pub(super) fn place(&self, name: &str, member: &str) -> Result<(u32, u32), BtfError> {
         let missing = || BtfError::NoField(format!("{name}.{member}"));
         let (id, _) = self.structure(name)?;
@@ -191,12 +191,12 @@ impl Btf {
         Ok((index, self.field(name, member)?.offset))
     }
 
-    /// The id of a function.
+    /// Returns the id of a function.
     pub(super) fn function(&self, name: &str) -> Option<u32> {
         self.find(kind::FUNC, name)
     }
 
-    /// Where a field lies, and the id of its type.
+    /// Returns the position of a field and the id of its type.
     fn locate(&self, name: &str, path: &str) -> Result<(Field, u32), BtfError> {
         let mut id =
             self.find(kind::STRUCT, name).ok_or_else(|| BtfError::NoType(format!("struct {name}")))?;
@@ -215,13 +215,13 @@ impl Btf {
         Ok((Field { offset: bits / 8, bit: if width == 0 { 0 } else { bits % 8 }, bits: width }, id))
     }
 
-    /// What the tracepoint `name` passes, without the hidden first argument.
+    /// Returns the arguments of the tracepoint `name`, without the hidden first one.
     ///
     /// The types come from `btf_trace_<name>`, which is also what the kernel checks programs against. Names
     /// come from `__traceiter_<name>` or `__bpf_trace_<name>`, where the BTF has these functions.
     ///
     /// # Errors
-    /// The kernel has no such tracepoint.
+    /// The kernel lacks the tracepoint.
     pub(super) fn tracepoint(&self, name: &str) -> Result<Vec<Argument>, BtfError> {
         let missing = || BtfError::NoType(format!("tracepoint {name}"));
         let typedef = self.find(kind::TYPEDEF, &format!("btf_trace_{name}")).ok_or_else(missing)?;
@@ -251,7 +251,7 @@ impl Btf {
             .collect())
     }
 
-    /// The name and type of each parameter of a function prototype.
+    /// Returns the name and type of each parameter of a function prototype.
     fn parameters(&self, id: u32) -> Option<Vec<(u32, u32)>> {
         let record = self.record(id).filter(|record| record.kind == kind::FUNC_PROTO)?;
         (0..record.count as usize)
@@ -262,14 +262,14 @@ impl Btf {
             .collect()
     }
 
-    /// The name of the struct that a pointer of type `id` points to.
+    /// Returns the name of the struct that a pointer of type `id` points to.
     fn pointee(&self, id: u32) -> Option<String> {
         let pointer = self.resolve(id).filter(|record| record.kind == kind::PTR)?;
         let target = self.resolve(pointer.other).filter(|record| record.kind == kind::STRUCT)?;
         self.string(target.name).map(str::to_owned)
     }
 
-    /// The member `name` of a struct or union, found also inside anonymous ones.
+    /// Finds the member `name` of a struct or union, also inside anonymous members.
     fn member(&self, id: u32, name: &str, depth: u32, steps: &mut u32) -> Option<Member> {
         let depth = depth.checked_sub(1)?;
         let record = self.resolve(id).filter(|record| matches!(record.kind, kind::STRUCT | kind::UNION))?;
@@ -293,7 +293,7 @@ impl Btf {
         None
     }
 
-    /// The type itself, behind typedefs and qualifiers.
+    /// Resolves typedefs and qualifiers to the type behind them.
     fn resolve(&self, mut id: u32) -> Option<Record> {
         for _ in 0..MAX_DEPTH {
             let record = self.record(id)?;
@@ -307,7 +307,7 @@ impl Btf {
         None
     }
 
-    /// The id of the first type of that kind and name.
+    /// Returns the id of the first type of that kind and name.
     fn find(&self, kind: u32, name: &str) -> Option<u32> {
         (1..self.records.len()).find_map(|index| {
             let id = u32::try_from(index).ok()?;
@@ -359,7 +359,7 @@ fn read_record(bytes: &[u8], at: usize) -> Option<Record> {
     })
 }
 
-/// How many bytes follow a type's fixed part.
+/// Returns the number of bytes after a type's fixed part.
 fn trailing_bytes(record: Record) -> usize {
     let count = record.count as usize;
     match record.kind {
@@ -505,12 +505,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_btf_is_said_to_be_none() {
+    fn invalid_btf_is_refused_with_the_reason() {
         let check = |bytes: &[u8], expected: &str| {
             assert_eq!(Btf::parse(bytes.to_vec()).unwrap_err().to_string(), expected);
         };
         check(b"", "not valid BTF: the header is cut off");
-        check(b"\x7fELF", "not valid BTF: it does not begin with BTF's magic number");
+        check(b"\x7fELF", "not valid BTF: the magic number is wrong");
         check(&sample()[..23], "not valid BTF: the header is cut off");
         check(&sample()[..60], "not valid BTF: the type section is cut off");
     }

@@ -1,69 +1,68 @@
-//! What this kernel, these privileges and this machine allow, as data: one table of programs, and for each
-//! what it needs, whether it is there, what stands in for it and what a person can do about it. Read by
-//! `beelet doctor`.
+//! The abilities of this kernel, the agent's privileges and this machine, as data: one table of programs with
+//! each program's requirements, state, fallback and remedy. `beelet doctor` shows the table.
 
 use super::KernelError;
 use beelet_ebpf_abi::fields::group;
 
-/// Something the kernel half wants to do, and whether it can.
+/// A program or facility of the kernel half, and its state on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capability {
     /// The program, or the facility that programs need.
     pub program: &'static str,
-    /// What it needs from the kernel and the machine.
+    /// Requirements on the kernel and the machine.
     pub needs: &'static str,
-    /// Whether it works; if not, why.
+    /// `Ok` if the program works, otherwise the reason.
     pub have: Result<(), KernelError>,
-    /// Why it is left out although it would work: the kernel itself does what it is for. `None` where it
-    /// isn't.
+    /// Reason for leaving the program out although it would work: the kernel itself does the program's job.
+    /// `None` if the program is not left out.
     pub spared: Option<&'static str>,
-    /// What stands in when it doesn't.
+    /// Replacement while the program does not work.
     pub fallback: &'static str,
-    /// What a person can do about it; empty while it works.
+    /// Advice to the administrator; empty while the program works.
     pub remedy: String,
 }
 
-/// The words with which `beelet doctor` begins the row of a program that is spared.
+/// First words of `beelet doctor`'s row for a program that is left out.
 pub const NOT_NEEDED: &str = "not needed";
 
-/// How a program gets its events.
+/// Attachment point of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Hook {
-    /// sock_ops, on the pods' root cgroup.
+    /// The sock_ops hook of the pods' root cgroup.
     SockOps,
     /// Packets that sockets below the pods' root cgroup receive.
     SkbIngress,
-    /// Packets that they send.
+    /// Packets that sockets below the pods' root cgroup send.
     SkbEgress,
-    /// A BTF tracepoint of that name.
+    /// The BTF tracepoint of this name.
     Tracepoint(&'static str),
-    /// Run once for each thread, when the programs are loaded. Nothing stays attached.
+    /// A single run per thread when the programs are loaded. Nothing stays attached.
     TaskWalk,
 }
 
 /// A program of the object. A new hook family adds its rows here and its fields to `beelet_ebpf_abi::fields`;
 /// nothing else in the loader knows programs by name.
 pub(super) struct Program {
-    /// Its name in the object, and that of its link's pin.
+    /// Name of the program in the object, and of its link's pin.
     pub(super) name: &'static str,
     pub(super) hook: Hook,
     pub(super) needs: &'static str,
     pub(super) fallback: &'static str,
-    /// The fields that it can't do without: bits of [`group`].
+    /// Fields that the program requires: bits of [`group`].
     pub(super) fields: u32,
-    /// The fields with which it is spared, and why.
+    /// Fields whose presence makes the program unnecessary, and the reason.
     pub(super) spared: Option<(u32, &'static str)>,
 }
 
-/// The program whose presence `Meta::tracepoint` says to the others.
+/// The program whose presence `Meta::tracepoint` announces to the others.
 pub(super) const LISTENER_STATE: &str = "listener_state";
 const POD_SOCKET: &str = "pod_socket";
 
-/// The programs exchange words atomically, which arm64's BPF JIT can since 5.18
+/// The programs exchange words atomically, which arm64's BPF JIT supports since 5.18
 /// (arch/arm64/net/bpf_jit_comp.c).
 const TRACING: &str = "Linux 5.15 (arm64: 5.18) with BTF (/sys/kernel/btf/vmlinux); CAP_BPF and CAP_PERFMON";
 const ON_CGROUP: &str =
-    "Linux 5.15 (arm64: 5.18) with BTF, cgroup2 (also beside v1), CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN";
+    "Linux 5.15 (arm64: 5.18) with BTF, cgroup2 (also next to v1), CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN";
 const NO_WAITS: &str = "CPU time from cpu.stat, waiting from cpu.pressure: averages of 10 s, no histogram";
 const NO_RECLAIM: &str = "memory.pressure: averages of 10 s, refaults and throttling included";
 
@@ -71,9 +70,9 @@ const fn tracepoint(name: &'static str, hook: &'static str, fallback: &'static s
     Program { name, hook: Hook::Tracepoint(hook), needs: TRACING, fallback, fields, spared: None }
 }
 
-/// A hook that is for nothing but the beginning of waits.
+/// Builds the row of a hook that only marks the beginning of waits.
 const fn wakeup(name: &'static str) -> Program {
-    let spared = Some((group::RUN_DELAY, "this kernel counts itself how long each thread waits"));
+    let spared = Some((group::RUN_DELAY, "this kernel itself counts how long each thread waits"));
     Program { spared, ..tracepoint(name, name, NO_WAITS, group::WAKEUP | group::THREAD) }
 }
 
@@ -83,15 +82,15 @@ pub(super) const PROGRAMS: &[Program] = &[
     tracepoint(
         LISTENER_STATE,
         "inet_sock_set_state",
-        "pod_socket sees the listeners of pods; those opened before the start or passed in from outside are found \
-         by sock_diag, once a probe period",
+        "pod_socket sees the listeners of pods; sock_diag finds those opened before the start or passed in from \
+         outside, once per probe period",
         group::LISTENER,
     ),
     Program {
         name: POD_SOCKET,
         hook: Hook::SockOps,
         needs: ON_CGROUP,
-        fallback: "listener_state sees all listeners but those that listen without bind; sock_diag finds them once a \
+        fallback: "listener_state sees all listeners but those that listen without bind; sock_diag finds them once per \
                    probe period. Connections, retransmits and round-trip times are not counted",
         fields: group::LISTENER,
         spared: None,
@@ -99,7 +98,7 @@ pub(super) const PROGRAMS: &[Program] = &[
     tracepoint(
         "task_exited",
         "sched_process_exit",
-        "containers that exit are seen when the runtime tells, or by the relist",
+        "container exits are seen by the runtime's events or the next relist",
         group::CGROUP | group::EXIT_TASK | group::EXIT,
     ),
     tracepoint(
@@ -111,14 +110,14 @@ pub(super) const PROGRAMS: &[Program] = &[
     tracepoint(
         "task_forked",
         "sched_process_fork",
-        "run-queue and reclaim times are not counted for threads that begin later",
+        "run-queue and reclaim times are not counted for threads started later",
         group::FORK | group::THREAD,
     ),
     Program {
         name: "task_walk",
         hook: Hook::TaskWalk,
         needs: TRACING,
-        fallback: "run-queue and reclaim times are not counted for threads that were there before",
+        fallback: "run-queue and reclaim times are not counted for threads started before the agent",
         fields: group::THREAD,
         spared: None,
     },
@@ -133,13 +132,13 @@ pub(super) const PROGRAMS: &[Program] = &[
     traffic("traffic_out", Hook::SkbEgress),
 ];
 
-/// A hook that every packet of a pod passes.
+/// Builds the row of a hook that every packet of a pod passes.
 const fn traffic(name: &'static str, hook: Hook) -> Program {
     let fallback = "the counters of the pod's interface, all its containers together";
     Program { name, hook, needs: ON_CGROUP, fallback, fields: 0, spared: None }
 }
 
-/// A row of the table without a machine: for documentation.
+/// A row of the table without a machine's state, for documentation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProgramInfo {
     /// As in [`Capability::program`].
@@ -153,21 +152,21 @@ pub struct ProgramInfo {
 /// The row of the pins.
 pub(super) const PINS: ProgramInfo = ProgramInfo {
     name: "pins",
-    needs: "a bpf file system at the configured place, and nothing foreign at our folder in it",
-    fallback: "the programs run while the agent does: what happens while it is restarted is found by sock_diag afterwards",
+    needs: "a bpf file system at the configured path, and no foreign files in beelet's folder there",
+    fallback: "the programs run only while the agent does; sock_diag finds changes during its restarts afterwards",
 };
 
-/// The row of the program that looks listeners up (check.rs), an object of its own.
+/// The row of the program that looks up listeners (check.rs), which is an object of its own.
 pub(super) const SOCKET_CHECK: ProgramInfo = ProgramInfo {
     name: "socket_check",
     needs: "Linux 5.15 with BTF (/sys/kernel/btf/vmlinux), no lockdown=confidentiality; CAP_BPF, CAP_PERFMON and \
             CAP_NET_ADMIN",
-    fallback: "sock_diag confirms listeners, one call per look; only a full accept queue counts as stalled, and liveness \
-               probes send no canary; where that fails too, probes connect",
+    fallback: "sock_diag confirms listeners, one call per check; only a full accept queue counts as stalled, and \
+               liveness probes send no canary; if sock_diag fails too, probes connect",
 };
 
 impl Program {
-    /// Returns true if it is attached by [`super::Traffic`] alone, while somebody reads what it counts.
+    /// Returns true if only [`super::Traffic`] attaches the program, while a subscriber reads its counters.
     pub(super) fn is_on_demand(&self) -> bool {
         matches!(self.hook, Hook::SkbIngress | Hook::SkbEgress)
     }
@@ -177,7 +176,7 @@ impl Program {
     }
 }
 
-/// Every row that [`Capability`] can have.
+/// Returns every row that [`Capability`] can have.
 pub fn programs() -> impl Iterator<Item = ProgramInfo> {
     PROGRAMS.iter().map(Program::info).chain([PINS, SOCKET_CHECK])
 }
@@ -193,11 +192,10 @@ impl Capability {
     }
 }
 
-/// What stands in for all that knows of listeners when no program is there at all: they don't stand in for
-/// each other then.
+/// Fallback of every listener program if no program runs at all: the programs cannot replace each other then.
 const OFF_FALLBACK: &str = "connect() for TCP probes, sock_diag, relist";
 
-/// Rows for a kernel half that is off as a whole, for one reason.
+/// Returns the rows of a kernel half that is off as a whole, for one reason.
 pub(super) fn all_missing(why: &KernelError) -> Vec<Capability> {
     programs()
         .map(|row| {

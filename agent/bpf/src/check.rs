@@ -1,8 +1,8 @@
-//! Asks the kernel which socket would take a connection, and whether its application accepts what it is
-//! given: many addresses at a time, without a packet. The other half is `ebpf/src/check.rs`.
+//! Asks the kernel which socket would take a connection, and whether its application accepts the connections
+//! in its queue: many addresses at a time, without sending a packet. The other half is `ebpf/src/check.rs`.
 //!
-//! The program is loaded from an object of its own and run by hand (`BPF_PROG_TEST_RUN`); nothing of it is
-//! pinned or outlives the agent. Docs: docs/decisions/0007-socket-check.md.
+//! The program is loaded from an object of its own and run on demand (`BPF_PROG_TEST_RUN`); it is not pinned
+//! and ends with the agent. Docs: docs/decisions/0007-socket-check.md.
 
 use super::btf::Btf;
 use super::capability::{Capability, SOCKET_CHECK};
@@ -20,13 +20,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
 
-/// The object that `cargo xtask build-ebpf` made, aligned as a parser of ELF wants it.
+/// The object that `cargo xtask build-ebpf` made, aligned as an ELF parser requires.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(
     env!("CARGO_MANIFEST_DIR"),
     "/../../ebpf/prebuilt/beelet-check.bpf.o"
 ));
 
-/// A network namespace that lookups can be made in, for as long as this value lives.
+/// A network namespace in which lookups are possible while this value lives.
 #[derive(Debug)]
 pub struct CheckedNetns {
     handle: NetnsHandle,
@@ -34,10 +34,10 @@ pub struct CheckedNetns {
 }
 
 impl CheckedNetns {
-    /// Opens the namespace that a file stands for. Without `checker` it can only be asked through sock_diag.
+    /// Opens the namespace that a file stands for. Without `checker`, only sock_diag can query it.
     ///
     /// # Errors
-    /// There is no such file, it is no network namespace, or we may not enter it.
+    /// The file is missing or not a network namespace, or the agent may not enter the namespace.
     pub fn open(path: &Path, checker: Option<&Checker>) -> Result<CheckedNetns, KernelError> {
         let handle = NetnsHandle::open(path)?;
         let Some(checker) = checker else { return Ok(CheckedNetns { handle, number: None }) };
@@ -51,27 +51,27 @@ impl CheckedNetns {
         let number = match number {
             Ok(number) => Some(number),
             Err(error) => {
-                tracing::warn!("{error}; listeners of {} are confirmed by sock_diag", path.display());
+                tracing::warn!("{error}; sock_diag confirms the listeners of {}", path.display());
                 None
             }
         };
         Ok(CheckedNetns { handle, number })
     }
 
-    /// The sock_diag side of it.
+    /// The namespace's handle for sock_diag.
     #[must_use]
     pub fn handle(&self) -> &NetnsHandle {
         &self.handle
     }
 
-    /// Returns true if lookups can be made in it.
+    /// Returns true if lookups in the namespace are possible.
     #[must_use]
     pub fn is_numbered(&self) -> bool {
         self.number.is_some()
     }
 
-    /// A lookup in it, if it has a number: of the listener at `local`, or with `remote`, of the connection
-    /// between the two.
+    /// Returns a lookup in the namespace, if it has a number: of the listener at `local`, or, with `remote`,
+    /// of the connection between the two.
     #[must_use]
     pub fn target(&self, local: SocketAddr, remote: Option<SocketAddr>) -> Option<CheckTarget> {
         Some(CheckTarget { netns_id: self.number?, netns_cookie: self.handle.cookie(), local, remote })
@@ -87,20 +87,20 @@ pub struct CheckTarget {
     remote: Option<SocketAddr>,
 }
 
-/// What a lookup found.
+/// Result of a lookup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// Nothing: a connection would be refused (or goes to a listener bound to one device).
+    /// No socket: the kernel would refuse a connection (or pass it to a listener bound to one device).
     Nothing,
-    /// Something listens.
+    /// A listener.
     Listener(AcceptQueues),
-    /// A connection, established, that the application has not accepted.
+    /// An established connection that the application has not accepted.
     Waiting,
-    /// A connection that it has accepted.
+    /// A connection that the application has accepted.
     Accepted,
-    /// A connection whose handshake isn't over, as the listener sees it.
+    /// A connection whose handshake has not finished from the listener's view.
     HalfOpen,
-    /// A connection that is being closed.
+    /// A closing connection.
     Closing,
 }
 
@@ -117,7 +117,7 @@ struct Inner {
 }
 
 impl Checker {
-    /// Loads the program; the second value is its row in the table of capabilities.
+    /// Loads the program; the second value is the program's row in the table of capabilities.
     pub(super) fn start(kernel_btf: &Btf) -> (Option<Checker>, Capability) {
         let loaded = Checker::load(kernel_btf);
         let have = loaded.as_ref().map(|_| ()).map_err(Clone::clone);
@@ -151,7 +151,7 @@ impl Checker {
             .map_err(|error| KernelError::new(format!("no second descriptor for {NAME}: {error}")))?;
         let own_netns = own_netns()?;
         let checker = Checker { inner: Arc::new(Inner { program, own_netns }) };
-        // Loaded is not yet allowed to run: better known now than at the first probe.
+        // A loaded program may still be forbidden to run: better to learn that now than at the first probe.
         let nobody = CheckTarget {
             netns_id: CURRENT_NETNS,
             netns_cookie: own_netns,
@@ -162,7 +162,8 @@ impl Checker {
         Ok(checker)
     }
 
-    /// Looks up all `targets`, in order. Some tenths of a microsecond each, and a few for each 32 of them.
+    /// Looks up all `targets`, in order. Each takes some tenths of a microsecond, and each batch of 32 a few
+    /// microseconds.
     ///
     /// # Errors
     /// The kernel refused to run the program.
@@ -200,8 +201,8 @@ impl CheckTarget {
     }
 
     fn found(&self, answer: &Answer) -> Found {
-        // A socket of another namespace would mean that our number for it is stale: nothing can be said then.
-        // Sockets without a namespace's cookie are requests and those in TIME_WAIT.
+        // A socket of another namespace means that our number is stale: the answer is worthless then. Sockets
+        // without a namespace's cookie are requests and those in TIME_WAIT.
         if answer.netns_cookie != 0 && answer.netns_cookie != self.netns_cookie {
             return Found::Nothing;
         }
@@ -236,7 +237,7 @@ fn bytes(ip: IpAddr) -> (u16, [u8; 16]) {
     }
 }
 
-/// Writes a question into its place in the packet, field by field as the record lies there.
+/// Writes a question into its place in the packet, field by field in the record's layout.
 fn write_asked(asked: &Asked, place: &mut [u8]) {
     let mut put = |at: usize, bytes: &[u8]| {
         if let Some(place) = place.get_mut(at..at + bytes.len()) {
@@ -276,7 +277,7 @@ fn read_answer(place: &[u8]) -> Answer {
     }
 }
 
-/// The cookie of the namespace that this process is in.
+/// Returns the cookie of this process's network namespace.
 fn own_netns() -> Result<u64, KernelError> {
     let socket = rustix::net::socket(rustix::net::AddressFamily::UNIX, rustix::net::SocketType::STREAM, None)
         .map_err(|error| KernelError::new(format!("no socket: {error}")))?;

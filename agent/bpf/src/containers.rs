@@ -1,4 +1,4 @@
-//! The programs' table of what they count: `SLOTS` says which cgroup an element of `CONTAINERS` belongs to.
+//! The programs' table of counters: `SLOTS` has the cgroup of each element of `CONTAINERS`.
 
 use super::KernelError;
 use aya::maps::{Map, MapData, PerCpuArray, PerCpuValues};
@@ -7,19 +7,19 @@ use memmap2::{MmapOptions, MmapRaw};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The programs' table. They take slots; only this value frees them.
+/// The programs' table. The programs allocate slots; only this value frees them.
 pub(super) struct Containers {
-    /// The map's own memory: which slots are taken is known without a call for each.
+    /// The map's own memory, so that finding the slots in use takes no system call per slot.
     slots: MmapRaw,
     entries: usize,
     counters: PerCpuArray<MapData, Counters>,
 }
 
-/// A slot that is taken.
+/// A slot in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Taken {
     pub(super) slot: u32,
-    /// The cgroup2 id of its owner.
+    /// Cgroup2 id of the slot's owner.
     pub(super) cgroup_id: u64,
 }
 
@@ -39,12 +39,12 @@ impl Containers {
 
     fn owners(&self) -> &[AtomicU64] {
         // SAFETY: mapped with this length for as long as `self` lives, and aligned to a page; a `Slot` is one
-        // word, which everybody changes as a whole.
+        // word, which the programs and this process change as a whole.
         unsafe { std::slice::from_raw_parts(self.slots.as_ptr().cast(), self.entries) }
     }
 
-    /// The slots that are taken. A cgroup may have two: where one nearer to its home was freed just when it
-    /// took its own.
+    /// Returns the slots in use. A cgroup may have two, if a slot nearer to its home became free while it
+    /// allocated its own.
     pub(super) fn taken(&self) -> impl Iterator<Item = Taken> {
         let owners = (0..).zip(self.owners());
         owners
@@ -52,7 +52,7 @@ impl Containers {
             .filter(|taken| taken.cgroup_id != 0)
     }
 
-    /// What is in a slot, all CPUs added up.
+    /// Returns the counters of a slot, summed over all CPUs.
     pub(super) fn read(&self, taken: Taken) -> Result<Counters, KernelError> {
         let cpus =
             self.counters.get(&taken.slot, 0).map_err(|error| KernelError::map("CONTAINERS", &error))?;
@@ -63,7 +63,7 @@ impl Containers {
         Ok(sum)
     }
 
-    /// Frees the slot of a cgroup that is gone.
+    /// Frees the slot of a removed cgroup.
     pub(super) fn free(&mut self, taken: Taken) -> Result<(), KernelError> {
         let failed = |error: &dyn std::fmt::Display| KernelError::map("CONTAINERS", error);
         let cpus = aya::util::nr_cpus().map_err(|(what, error)| failed(&format!("{what}: {error}")))?;
@@ -75,7 +75,7 @@ impl Containers {
     }
 }
 
-/// Adds what `other` has counted. Taken apart, so that the compiler finds one that is missing.
+/// Adds `other` to `sum`. The pattern names every field, so the compiler reports a missing one.
 pub(super) fn add(sum: &mut Counters, other: &Counters) {
     let Counters {
         cgroup_id,

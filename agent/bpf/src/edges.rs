@@ -1,8 +1,9 @@
-//! Edges, and how they get from the reader thread to their subscribers.
+//! Edges, and their way from the reader thread to the subscribers.
 //!
-//! Each subscriber has a bounded channel of its own, so one that is slow harms nobody else. Where its channel
-//! is full, edges are counted and dropped, and once it has read what it has, it gets one [`Edge::Lost`] for
-//! all of them: it reads the maps (or asks the runtime) again then. Nobody ever waits for a subscriber.
+//! Each subscriber has a bounded channel of its own, so a slow one harms no other. While its channel is full,
+//! edges are counted and dropped. After the subscriber has read the rest, it gets one [`Edge::Lost`] for all
+//! of the dropped edges and reads the maps (or asks the runtime) again. The reader never waits for a
+//! subscriber.
 
 use super::listeners::Listener;
 use beelet_ebpf_abi::{OomKill, pressure};
@@ -13,68 +14,67 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Instant;
 use tokio::sync::Notify;
 
-/// Edges that wait for one subscriber before it loses some.
+/// Capacity of a subscriber's channel; further edges are lost.
 pub(super) const CHANNEL_EDGES: usize = 4096;
 
-/// Something happened that a subscriber should know now. Times are `CLOCK_MONOTONIC` in nanoseconds, taken in
+/// An event that a subscriber should learn of at once. Times are `CLOCK_MONOTONIC` in nanoseconds, taken in
 /// the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Edge {
     /// A socket began to listen.
     ListenerOpened {
-        /// Which, and where.
+        /// The socket and its address.
         listener: Listener,
-        /// When.
+        /// Time of the event.
         at_ns: u64,
     },
-    /// A socket listens no longer. Others may still listen at its address: ask
+    /// A socket stopped listening. Others may still listen at its address: see
     /// [`super::Listeners::is_listening`].
     ListenerClosed {
-        /// Which, and where. `since_ns` is 0 if it was opened before the programs were attached.
+        /// The socket and its address. `since_ns` is 0 if it was opened before the programs were attached.
         listener: Listener,
-        /// When.
+        /// Time of the event.
         at_ns: u64,
     },
-    /// A process below the pods' root cgroup ended, with its last thread. It is told once for each process:
-    /// of a container's processes the one with `own_pid` 1 is the container's own, unless the pod's
-    /// containers share a pid namespace. The runtime learns of it a little later.
+    /// A process below the pods' root cgroup ended, with its last thread: one edge per process. A container's
+    /// main process has `own_pid` 1, unless the pod's containers share a pid namespace. The runtime learns of
+    /// the exit a little later.
     ContainerExited {
-        /// The cgroup2 id (the inode of the directory) of its container.
+        /// Cgroup2 id (the inode of the directory) of the process's container.
         cgroup_id: u64,
-        /// The process, in the machine's pid namespace.
+        /// Pid in the machine's pid namespace.
         pid: u32,
-        /// Its id in its own pid namespace; 0 if unknown.
+        /// Pid in the process's own pid namespace; 0 if unknown.
         own_pid: u32,
-        /// Its exit code; 0 if a signal ended it.
+        /// Exit code; 0 if a signal ended the process.
         code: u32,
-        /// The signal that ended it; 0 if it ended by itself.
+        /// Signal that ended the process; 0 if it exited by itself.
         signal: u32,
-        /// When.
+        /// Time of the event.
         at_ns: u64,
     },
-    /// The kernel chose a process below the pods' root cgroup to be killed for want of memory. Its exit
-    /// follows.
+    /// The OOM killer chose a process below the pods' root cgroup. The process's exit follows.
     OomKill {
-        /// The cgroup2 id of its container; 0 if unknown.
+        /// Cgroup2 id of the process's container; 0 if unknown.
         cgroup_id: u64,
         /// The process.
         kill: OomKill,
-        /// When.
+        /// Time of the event.
         at_ns: u64,
     },
-    /// A cgroup below the pods' root crossed the threshold of its QoS class: it waited longer than that
-    /// within a second (`above`), or no longer half as long. At most one per cgroup and second. One that goes
-    /// idle sends nothing more: its [`super::Measures`] do.
+    /// A cgroup below the pods' root crossed the threshold of its QoS class: the time that its threads waited
+    /// within a second rose above the threshold (`above`), or fell below half of it. At most one edge per
+    /// cgroup and second. A cgroup that becomes idle sends no edge; its [`super::Measures`] show that.
     Pressure {
-        /// The cgroup2 id of the container.
+        /// Cgroup2 id of the container.
         cgroup_id: u64,
-        /// What it is short of.
+        /// The scarce resource.
         kind: PressureKind,
-        /// Whether it rose above the threshold, or fell below half of it.
+        /// True if the value rose above the threshold, false if it fell below half of it.
         above: bool,
-        /// How long its threads waited in the current second, nanoseconds: all threads added up.
+        /// Time waited in the current second, summed over all threads, in nanoseconds.
         value: u64,
-        /// When.
+        /// Time of the event.
         at_ns: u64,
     },
     /// Edges were lost: read the maps again.
@@ -82,7 +82,7 @@ pub enum Edge {
 }
 
 impl Edge {
-    /// Which subscribers get it; `None`: all.
+    /// Returns the interest that selects this edge; `None` if all subscribers get it.
     fn interest(&self) -> Option<Interest> {
         match self {
             Edge::ListenerOpened { .. } | Edge::ListenerClosed { .. } => Some(Interest::LISTENERS),
@@ -94,17 +94,17 @@ impl Edge {
     }
 }
 
-/// What a cgroup is short of.
+/// A resource that a cgroup is short of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum PressureKind {
-    /// A CPU: its threads are runnable, but don't run.
+    /// CPU: the cgroup's threads are runnable, but don't run.
     RunQueue,
-    /// Memory: its threads reclaim instead of running.
+    /// Memory: the cgroup's threads reclaim instead of running.
     Reclaim,
 }
 
 impl PressureKind {
-    /// From the record's number.
+    /// Converts the number in a record.
     pub(super) fn from_abi(number: u32) -> Option<PressureKind> {
         match number {
             pressure::RUN_QUEUE => Some(PressureKind::RunQueue),
@@ -114,7 +114,7 @@ impl PressureKind {
     }
 }
 
-/// Which edges a subscriber wants; join them with `|`. [`Edge::Lost`] comes always.
+/// The kinds of edges that a subscriber wants, joined with `|`. Every subscriber gets [`Edge::Lost`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Interest(u8);
 
@@ -143,31 +143,31 @@ impl BitOr for Interest {
     }
 }
 
-/// The end at which a subscriber receives its edges. Dropping it, and its clones, ends the subscription.
-/// Clones share it: each edge goes to one of them.
+/// A subscriber's receiver of edges. Dropping it and all its clones ends the subscription. Clones share the
+/// subscription: each edge reaches one of them.
 #[derive(Clone, Debug)]
 pub struct Edges {
     receiver: Receiver<Edge>,
     shared: Arc<Shared>,
 }
 
-/// What the hub and the subscriber both have.
+/// State that the hub and the subscriber share.
 #[derive(Debug)]
 struct Shared {
     sender: Sender<Edge>,
     interest: Interest,
-    /// Edges were dropped since the subscriber last heard of it.
+    /// Edges were dropped since the subscriber's last [`Edge::Lost`].
     lost: AtomicBool,
     wake: Arc<Notify>,
 }
 
 impl Edges {
-    /// The next edge, if there is one.
+    /// Returns the next edge, if there is one.
     #[must_use]
     pub fn try_recv(&self) -> Option<Edge> {
         match self.receiver.try_recv() {
             Ok(edge) => Some(edge),
-            // What came before the loss has been read; what comes after it is still to come.
+            // The subscriber has read all edges from before the loss, and none from after it.
             Err(_) => self.shared.lost.swap(false, Ordering::AcqRel).then_some(Edge::Lost),
         }
     }
@@ -175,7 +175,7 @@ impl Edges {
     /// Waits for the next edge, on this thread.
     ///
     /// # Errors
-    /// None came until `deadline`.
+    /// No edge came before `deadline`.
     pub fn recv_deadline(&self, deadline: Instant) -> Result<Edge, RecvTimeoutError> {
         match self.try_recv() {
             Some(edge) => Ok(edge),
@@ -183,7 +183,7 @@ impl Edges {
         }
     }
 
-    /// Waits for the next edge. Safe to drop at any time: no edge is lost by it.
+    /// Waits for the next edge. Cancel-safe: dropping the future loses no edge.
     pub async fn recv(&self) -> Edge {
         loop {
             if let Some(edge) = self.try_recv() {
@@ -193,14 +193,15 @@ impl Edges {
         }
     }
 
-    /// Notified after edges were sent: [`Edges::try_recv`] all of them then.
+    /// Returns the notification that follows sent edges: call [`Edges::try_recv`] until it returns `None`
+    /// then.
     #[must_use]
     pub fn wake(&self) -> Arc<Notify> {
         Arc::clone(&self.shared.wake)
     }
 }
 
-/// Hands edges to all subscribers that want them.
+/// Distributes edges to the interested subscribers.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Hub {
     subscribers: Arc<Mutex<Vec<Weak<Shared>>>>,
@@ -208,7 +209,7 @@ pub(super) struct Hub {
 }
 
 impl Hub {
-    /// A new subscription: edges from now on.
+    /// Subscribes to edges from now on.
     pub(super) fn subscribe(&self, interest: Interest) -> Edges {
         self.subscribe_with(interest, CHANNEL_EDGES)
     }
@@ -223,7 +224,7 @@ impl Hub {
         Edges { receiver, shared }
     }
 
-    /// Hands edges on and wakes the subscribers that got one. Never waits.
+    /// Sends edges to the subscribers and wakes those that got one. Never blocks.
     pub(super) fn send(&self, edges: &[Edge]) {
         if edges.is_empty() {
             return;
@@ -246,7 +247,7 @@ impl Hub {
         }
     }
 
-    /// While a subscriber has not heard of a loss yet, it gets nothing newer: the order stays.
+    /// Sends one edge, unless the subscriber has still to read an [`Edge::Lost`]: this keeps the order.
     fn send_one(&self, one: &Shared, edge: &Edge) {
         if one.lost.load(Ordering::Acquire) {
             self.count(edge);
@@ -264,7 +265,7 @@ impl Hub {
         }
     }
 
-    /// Number of edges that found a full channel, of all subscribers.
+    /// Returns the number of edges that found a full channel, over all subscribers.
     pub(super) fn dropped(&self) -> u64 {
         self.dropped.load(Ordering::Relaxed)
     }
@@ -288,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn everybody_gets_what_he_asked_for() {
+    fn each_subscriber_gets_the_edges_of_its_interest() {
         let hub = Hub::default();
         let (exits, both) =
             (hub.subscribe(Interest::EXITS), hub.subscribe(Interest::EXITS | Interest::OOM_KILLS));
@@ -300,14 +301,14 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_subscriber_loses_edges_hears_of_it_once_and_harms_nobody() {
+    fn a_slow_subscriber_loses_edges_gets_one_notice_and_harms_no_other() {
         let hub = Hub::default();
         let (slow, quick) = (hub.subscribe_with(Interest::ALL, 2), hub.subscribe_with(Interest::ALL, 10));
         hub.send(&[exit(1), exit(2), exit(3), exit(4)]);
         assert_eq!(all(&quick), [exit(1), exit(2), exit(3), exit(4)]);
         assert_eq!(hub.dropped(), 2);
         assert_eq!(slow.try_recv(), Some(exit(1)));
-        // Room or not: what follows a loss comes after the word of it.
+        // Even with room in the channel, edges after a loss come after the notice of it.
         hub.send(&[exit(5)]);
         assert_eq!(all(&slow), [exit(2), Edge::Lost]);
         assert_eq!(hub.dropped(), 3);

@@ -1,13 +1,13 @@
-//! What the kernel half could not do, and what a person can do about it.
+//! Errors of the kernel half, each with a remedy for the administrator.
 
 use super::btf::BtfError;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 
-/// Why the kernel half, or a part of it, could not do something.
+/// Error of the kernel half or of a part of it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KernelError {
-    /// The configuration turns it off.
+    /// The configuration turns BPF off.
     #[error("BPF is switched off")]
     Off,
     /// This kernel lacks a type, a field or a tracepoint that programs read.
@@ -16,31 +16,31 @@ pub enum KernelError {
     /// The kernel or the system refused a call.
     #[error("{message}")]
     Refused {
-        /// What was tried, and the answer.
+        /// The attempted operation and its error.
         message: String,
-        /// The answer's kind, where there was one.
+        /// Kind of the error, if known.
         kind: Option<ErrorKind>,
     },
-    /// The pods' cgroup is not what programs can be attached to.
+    /// Programs cannot be attached to the pods' cgroup.
     #[error("{0}")]
     Cgroup(String),
     /// A map could not be used.
     #[error("could not use the BPF map {map}: {why}")]
     Map {
-        /// Its name.
+        /// Name of the map.
         map: String,
         /// The reason.
         why: String,
     },
-    /// There is no bpf file system for pins. All else works without.
+    /// A bpf file system for pins is missing. Everything but the pins works without it.
     #[error("{why}")]
     NoFileSystem {
-        /// Where it should be.
+        /// Expected mount point.
         bpffs: PathBuf,
         /// The reason.
         why: String,
     },
-    /// The place for pins holds something that is not ours.
+    /// The place for pins holds foreign files.
     #[error("{0}")]
     Foreign(String),
     /// Anything else.
@@ -57,12 +57,12 @@ impl KernelError {
         KernelError::Map { map: name.to_owned(), why: error.to_string() }
     }
 
-    /// From a system call's answer.
+    /// Wraps the error of a system call.
     pub(super) fn io(what: &str, error: &std::io::Error) -> KernelError {
         KernelError::Refused { message: format!("{what}: {error}"), kind: Some(error.kind()) }
     }
 
-    /// From an error of aya's, with the causes that matter to a person.
+    /// Wraps an error of aya's, with the causes that help the administrator.
     pub(super) fn refused(what: &str, error: &(dyn std::error::Error + 'static)) -> KernelError {
         let (mut kind, mut innermost, mut cause) = (None, String::new(), Some(error));
         while let Some(current) = cause {
@@ -88,7 +88,7 @@ impl KernelError {
         KernelError::Refused { message, kind }
     }
 
-    /// The remedy: a sentence for a person.
+    /// Returns the remedy, a sentence for the administrator.
     #[must_use]
     pub fn remedy(&self) -> String {
         match self {
@@ -102,12 +102,12 @@ impl KernelError {
                 "use a kernel built with CONFIG_DEBUG_INFO_BTF and CONFIG_BPF_SYSCALL"
             }
             Self::Cgroup(_) => {
-                "mount cgroup2 (beside v1: mount -t cgroup2 none /sys/fs/cgroup/unified) and check cgroupRoot"
+                "mount cgroup2 (next to v1: mount -t cgroup2 none /sys/fs/cgroup/unified) and check cgroupRoot"
             }
             Self::NoFileSystem { bpffs, .. } => {
                 return format!("mount one: mount -t bpf bpf {}", bpffs.display());
             }
-            Self::Foreign(_) => "look at it with `bpftool`; then remove it, or set another pinName",
+            Self::Foreign(_) => "inspect it with `bpftool`; then remove it, or set another pinName",
             Self::Refused { .. } | Self::Map { .. } | Self::Failed(_) => {
                 "please report it with the kernel's version and this message"
             }
@@ -132,10 +132,10 @@ mod tests {
         check(refused(ErrorKind::PermissionDenied.into()), "CAP_BPF");
         check(refused(ErrorKind::NotFound.into()), "CONFIG_BPF_SYSCALL");
         check(refused(ErrorKind::OutOfMemory.into()), "report");
-        check(KernelError::Cgroup("/x is no cgroup2 folder".to_owned()), "mount -t cgroup2");
-        let why = "there is none".to_owned();
+        check(KernelError::Cgroup("/x is not a cgroup2 folder".to_owned()), "mount -t cgroup2");
+        let why = "not mounted".to_owned();
         check(KernelError::NoFileSystem { bpffs: "/bpf".into(), why }, "mount -t bpf bpf /bpf");
-        check(KernelError::Foreign("/bpf/beelet is no folder".to_owned()), "pinName");
+        check(KernelError::Foreign("/bpf/beelet is not a folder".to_owned()), "pinName");
     }
 
     #[test]

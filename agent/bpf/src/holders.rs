@@ -1,5 +1,5 @@
-//! Who made containers wait: who had the CPUs meanwhile (`HOLDERS`), and who needed the memory
-//! (`RECLAIMERS`).
+//! The cgroups that made containers wait: those that had the CPUs during the waits (`HOLDERS`), and those
+//! that needed the memory (`RECLAIMERS`).
 
 use super::KernelError;
 use super::measures::{Measures, WaitedFor};
@@ -7,45 +7,45 @@ use super::shares::Sum;
 use beelet_ebpf_abi::{Counters, PRESSURE_FLOOR_NS};
 use std::collections::BTreeMap;
 
-/// Whose threads had to free memory because they needed some, in about the last minute, as in [`WaitedFor`]:
-/// cgroup2 ids and pages, the most first.
+/// Cgroups whose threads had to free memory because they needed some, in about the last minute, weighted as
+/// in [`WaitedFor`]: cgroup2 ids and pages, in descending order of pages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Reclaimers {
-    /// While the machine was short of memory.
+    /// Pages freed while the machine was short of memory.
     pub direct: Vec<(u64, u64)>,
-    /// While their own cgroup, or one above it, was at its limit.
+    /// Pages freed while their own cgroup, or one above it, was at its limit.
     pub memcg: Vec<(u64, u64)>,
 }
 
-/// Who made containers wait.
+/// The cgroups that made containers wait.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Interfering {
-    /// By cgroup2 id, of those that waited.
+    /// Holders of the CPUs, by the cgroup2 id of the waiting cgroup.
     pub waited_for: BTreeMap<u64, WaitedFor>,
-    /// On the whole machine.
+    /// Reclaimers on the whole machine.
     pub reclaimers: Reclaimers,
 }
 
-/// The first bucket of [`Counters::run_queue_waits`] with waits that may be of [`PRESSURE_FLOOR_NS`].
+/// Counts the waits in the buckets of [`Counters::run_queue_waits`] from that of [`PRESSURE_FLOOR_NS`] on.
 fn long_waits(counters: &Counters) -> u64 {
     let first = super::measures::wait_bucket(PRESSURE_FLOOR_NS);
     counters.run_queue_waits[first..].iter().fold(0, |sum, count| sum.wrapping_add(*count))
 }
 
-/// Reads [`WaitedFor`] of those containers that waited long since the last time, and remembers it of the
-/// others; and [`Reclaimers`] if any container reclaimed: on a quiet node no call is made.
+/// Reads [`WaitedFor`] of the containers that had long waits since the last reading and caches the others,
+/// and reads [`Reclaimers`] if any container reclaimed: on a quiet node it makes no system call.
 #[derive(Debug)]
 pub struct Interference {
     measures: Measures,
-    /// By cgroup2 id: long waits that were counted when it was read, and what was read.
+    /// By cgroup2 id: the count of long waits at the last reading, and its result.
     known: BTreeMap<u64, (u64, Option<Sum>)>,
-    /// Reclaims that were counted when this was read: direct, and of cgroups.
+    /// Count of reclaims at the last reading of `reclaimers`: direct reclaim plus that of cgroups.
     reclaims: u64,
     reclaimers: [Sum; 2],
 }
 
 impl Interference {
-    /// Knows nothing yet.
+    /// Returns a reader with an empty cache.
     #[must_use]
     pub fn new(measures: Measures) -> Interference {
         Interference {
@@ -56,8 +56,8 @@ impl Interference {
         }
     }
 
-    /// Who had the CPUs while these cgroups waited, of those that did, and who needed the memory; `counters`
-    /// are those of [`Measures::snapshot`] of just now.
+    /// Returns the cgroups that had the CPUs while these cgroups waited, and those that needed the memory.
+    /// `counters` must come from a fresh [`Measures::snapshot`].
     ///
     /// # Errors
     /// The kernel refused to read a map.
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waits_that_may_be_long_are_told_from_short_ones() {
+    fn only_waits_that_may_be_long_are_counted() {
         let mut counters = Counters::default();
         counters.run_queue_waits[6] = 5;
         assert_eq!(long_waits(&counters), 0, "up to 65 µs");

@@ -1,5 +1,4 @@
-//! What is pinned, looked at from outside: for `beelet bpf`, `beelet doctor --bpf` and the benches. It
-//! changes nothing.
+//! Read-only view of the pinned programs and maps, for `beelet bpf`, `beelet doctor --bpf` and the benches.
 
 use super::capability::{Hook, PROGRAMS};
 use super::pins::{self, MAPS};
@@ -16,56 +15,56 @@ use std::path::{Path, PathBuf};
 /// A program that is attached by a pinned link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PinnedProgram {
-    /// Its name, and that of its link's pin.
+    /// Name of the program and of its link's pin.
     pub name: &'static str,
-    /// What it hangs on.
+    /// Attachment point.
     pub hook: String,
-    /// The kernel's number for it.
+    /// The kernel's number for the program.
     pub id: u32,
-    /// How many instructions the verifier looked at, over all paths; 0 before Linux 5.16.
+    /// Instructions that the verifier processed, over all paths; 0 before Linux 5.16.
     pub verified_instructions: u32,
-    /// Its machine code, bytes.
+    /// Size of the machine code in bytes.
     pub jitted_bytes: u32,
-    /// How often it ran while runs were counted.
+    /// Number of runs while runs were counted.
     pub runs: u64,
-    /// How long these runs took, nanoseconds.
+    /// Total time of these runs in nanoseconds.
     pub run_ns: u64,
-    /// How often it was due and did not run, because its last run on that CPU was not over: newer kernels
-    /// (7.3, not yet 6.18) preempt programs on tracepoints. 0 before Linux 5.12.
+    /// Number of skipped runs, because the last run on that CPU was not over: newer kernels (7.3, not yet
+    /// 6.18) preempt programs on tracepoints. 0 before Linux 5.12.
     pub misses: u64,
 }
 
-/// Everything that an agent has pinned.
+/// All pinned objects of an agent.
 #[derive(Clone, Debug)]
 pub struct Pinned {
-    /// Where.
+    /// Folder of the pins.
     pub dir: PathBuf,
     /// SHA-256 of the object that the programs came from, in hex.
     pub digest: String,
-    /// In the order of attaching. What couldn't be attached is missing.
+    /// Attached programs, in the order of attaching.
     pub programs: Vec<PinnedProgram>,
-    /// By name.
+    /// Maps in the order of their names.
     pub maps: Vec<MapMemory>,
 }
 
-/// While it lives the kernel counts and times the runs of all programs, at some 20 ns per run.
+/// Guard: while it lives, the kernel counts and times the runs of all programs, at some 20 ns per run.
 #[derive(Debug)]
 pub struct RunStatistics(#[expect(dead_code, reason = "held for its end")] OwnedFd);
 
-/// Begins to count runs.
+/// Starts counting runs.
 ///
 /// # Errors
-/// The kernel refuses (it takes `CAP_SYS_ADMIN`).
+/// The kernel refuses (counting needs `CAP_SYS_ADMIN`).
 pub fn count_runs() -> Result<RunStatistics, KernelError> {
     aya::sys::enable_stats(aya::sys::Stats::RunTime).map(RunStatistics).map_err(|error| {
-        KernelError::new(format!("the kernel would not count runs of BPF programs: {error}"))
+        KernelError::new(format!("the kernel refused to count runs of BPF programs: {error}"))
     })
 }
 
-/// Looks at what is pinned under `<bpffs>/<pin_name>`, in this version's folder.
+/// Inspects the pins under `<bpffs>/<pin_name>`, in this version's folder.
 ///
 /// # Errors
-/// Nothing of ours is pinned there, or the kernel refuses.
+/// The folder has no pins of ours, or the kernel refuses.
 pub fn pinned(bpffs: &Path, pin_name: &str) -> Result<Pinned, KernelError> {
     let dir = pins::folder(bpffs, pin_name);
     let meta: Meta = array(&open(&dir, "META")?, "META")?;
@@ -74,7 +73,7 @@ pub fn pinned(bpffs: &Path, pin_name: &str) -> Result<Pinned, KernelError> {
         let Ok(link) = sys::object_get(&pins::link_in(&dir, program.name)) else { continue };
         let info = sys::link_state(link.as_fd())
             .and_then(|state| sys::program_info(state.program_id))
-            .map_err(|error| KernelError::new(format!("could not look at {}: {error}", program.name)))?;
+            .map_err(|error| KernelError::new(format!("could not inspect {}: {error}", program.name)))?;
         programs.push(PinnedProgram {
             name: program.name,
             hook: match program.hook {
@@ -100,16 +99,16 @@ pub fn pinned(bpffs: &Path, pin_name: &str) -> Result<Pinned, KernelError> {
     Ok(Pinned { dir, digest, programs, maps: super::memory(&maps)? })
 }
 
-/// The entries of a pinned map, with the names of their fields: an object with `key` and `value` each, or
-/// `values` (one per CPU) for a per-CPU map. What was never written is left out of per-CPU arrays.
+/// Returns the entries of a pinned map, with the names of their fields: one object per entry with `key` and
+/// `value`, or `values` (one per CPU) for a per-CPU map. Per-CPU arrays omit entries that were never written.
 ///
 /// # Errors
-/// There is no such map, it is of a kind that can't be listed, or the kernel refuses.
+/// The map is missing or of a kind that can't be listed, or the kernel refuses.
 pub fn dump(bpffs: &Path, pin_name: &str, name: &str) -> Result<Vec<Value>, KernelError> {
     let dir = pins::folder(bpffs, pin_name);
     if !MAPS.iter().any(|shape| shape.name == name) {
         let names: Vec<&str> = MAPS.iter().map(|shape| shape.name).collect();
-        return Err(KernelError::new(format!("there is no map {name}: the maps are {}", names.join(", "))));
+        return Err(KernelError::new(format!("unknown map {name}: the maps are {}", names.join(", "))));
     }
     let map = open(&dir, name)?;
     match name {
@@ -127,12 +126,10 @@ pub fn dump(bpffs: &Path, pin_name: &str, name: &str) -> Result<Vec<Value>, Kern
         "HOLDERS" => per_cpu_array::<Shares>(map, name),
         "RECLAIMERS" => per_cpu_array::<Shares>(map, name),
         "SLOTS" => slots(map, name),
-        "EVENTS" => Err(KernelError::new(
-            "EVENTS is the ring buffer: what goes through it is read once, by the agent",
-        )),
-        _ => Err(KernelError::new(format!(
-            "{name} is storage of threads: it is read only with a thread in hand"
-        ))),
+        "EVENTS" => {
+            Err(KernelError::new("EVENTS is the ring buffer: only the agent reads its records, each once"))
+        }
+        _ => Err(KernelError::new(format!("{name} is task storage: the kernel lists no entries of it"))),
     }
 }
 
@@ -140,7 +137,7 @@ fn open(dir: &Path, name: &str) -> Result<MapData, KernelError> {
     let path = dir.join(name);
     if !path.exists() {
         return Err(KernelError::new(format!(
-            "there is no {}: no agent of this version has pinned its maps there",
+            "{} is missing: no agent of this version has pinned its maps there",
             path.display()
         )));
     }
@@ -194,7 +191,7 @@ fn per_cpu_array<T: aya::Pod + Show + Default + PartialEq>(
     Ok(shown)
 }
 
-/// A record with the names of its fields.
+/// Converts a record to JSON with the names of its fields.
 trait Show {
     fn show(&self) -> Value;
 }
@@ -239,7 +236,7 @@ macro_rules! show {
     ($($type:ident { $($field:ident),+ })+) => {$(
         impl Show for $type {
             fn show(&self) -> Value {
-                // Taken apart, so that the compiler finds a field that is missing here.
+                // The pattern names every field, so the compiler reports a missing one.
                 let $type { $($field),+ } = self;
                 let mut object = Object::new();
                 $(object.insert(stringify!($field).to_owned(), $field.show());)+
@@ -293,11 +290,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_pinned_is_said_to_be_missing() {
+    fn a_missing_pin_or_an_unknown_map_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
         let error = pinned(folder.path(), "beelet").unwrap_err().to_string();
         assert!(error.contains("no agent of this version has pinned"), "{error}");
         let error = dump(folder.path(), "beelet", "NONE").unwrap_err().to_string();
-        assert!(error.starts_with("there is no map NONE: the maps are META, LISTENERS"), "{error}");
+        assert!(error.starts_with("unknown map NONE: the maps are META, LISTENERS"), "{error}");
     }
 }

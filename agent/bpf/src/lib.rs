@@ -1,8 +1,8 @@
 //! The only user of bpf(2) in the agent: loads and attaches the kernel programs of `ebpf/`, keeps them pinned
-//! while the agent restarts, reads their maps and hands their edges on.
+//! while the agent restarts, reads their maps and publishes their edges.
 //!
-//! It never fails to start. What the kernel, the privileges or the machine don't allow is in
-//! [`Kernel::capabilities`], with what stands in for it. It decides nothing about pods, and knows none:
+//! The kernel half always starts. [`Kernel::capabilities`] lists what the kernel, the privileges or the
+//! machine don't allow, with a fallback for each. Must never decide about pods, which it does not know:
 //! sockets, cgroup ids and network namespace cookies in, edges out.
 
 mod bpf_log;
@@ -45,7 +45,7 @@ pub use inspect::{Pinned, PinnedProgram, RunStatistics, count_runs, dump, pinned
 pub use listeners::{Listener, Listeners};
 pub use measures::{Measures, WaitedFor, wait_bucket_floor_ns};
 pub use netns::{AcceptQueues, ListeningSocket, NetnsHandle};
-pub use own_memory::{give_memory_back, tame_allocator};
+pub use own_memory::{release_memory, tame_allocator};
 pub use scheduler::{PodFolders, Scheduler, SchedulerEnd};
 pub use traffic::Traffic;
 
@@ -59,34 +59,35 @@ use sha2::{Digest as _, Sha256};
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
-/// The object that `cargo xtask build-ebpf` made, aligned as a parser of ELF wants it.
+/// The object that `cargo xtask build-ebpf` made, aligned as an ELF parser requires.
 static OBJECT: &[u8] =
     aya::include_bytes_aligned!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../ebpf/prebuilt/beelet.bpf.o"));
 
-/// Where and how to run the kernel half.
+/// Options of the kernel half.
 #[derive(Clone, Debug)]
 pub struct KernelOptions {
-    /// The bpf file system, as a rule `/sys/fs/bpf`. It is mounted there if nothing else is.
+    /// Path of the bpf file system, usually `/sys/fs/bpf`. The kernel half mounts one there if the path has
+    /// no other mount.
     pub bpffs: PathBuf,
-    /// Our folder in it. No slashes, no dots.
+    /// Name of our folder in the bpf file system. No slashes, no dots.
     pub pin_name: String,
-    /// The cgroup2 folder that all pods are below.
+    /// The cgroup2 folder above all pods.
     pub cgroup: PathBuf,
-    /// Whether to use BPF at all.
+    /// Switch for the whole kernel half.
     pub mode: BpfMode,
-    /// Another object than the built-in one, for development.
+    /// Replacement for the built-in object, for development.
     pub object: Option<PathBuf>,
-    /// Pods that the node may have: there is room for the cgroups of so many.
+    /// Maximum number of pods of the node; sizes the tables of cgroups.
     pub pods: usize,
-    /// From what on waiting is sent as [`Edge::Pressure`].
+    /// Thresholds above which waiting is sent as [`Edge::Pressure`].
     pub pressure_edges: PressureEdges,
-    /// Fields of the kernel's to do without, by their names in [`beelet_ebpf_abi::fields`], as if this kernel
-    /// lacked them: what stands in for them can be tried on any kernel.
+    /// Kernel fields to ignore, by their names in [`beelet_ebpf_abi::fields`], as if this kernel lacked them:
+    /// with this the fallbacks can be tried on any kernel.
     pub without: &'static [&'static str],
 }
 
 impl Default for KernelOptions {
-    /// The usual places. Programs of pods need a cgroup, too.
+    /// The usual paths. The programs for pods also need `cgroup`.
     fn default() -> KernelOptions {
         KernelOptions {
             bpffs: PathBuf::from("/sys/fs/bpf"),
@@ -101,22 +102,22 @@ impl Default for KernelOptions {
     }
 }
 
-/// What a map takes of the kernel's memory, at most. All maps are allocated in full when they are made.
+/// Maximum kernel memory of a map. All maps are allocated in full when they are made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MapMemory {
     /// The map's name.
     pub map: &'static str,
-    /// How many entries it can hold; for the ring buffer, its bytes.
+    /// Maximum number of entries; for the ring buffer, its bytes.
     pub entries: u64,
     /// Bytes of one entry: key and value; 1 for the ring buffer.
     pub entry_bytes: u64,
-    /// How many copies there are of each value: the possible CPUs for a per-CPU map, else 1.
+    /// Copies of each value: the number of possible CPUs for a per-CPU map, else 1.
     pub copies: u64,
-    /// The product. The kernel's own bookkeeping (some 50 bytes per entry of a hash) comes on top.
+    /// Product of the three. The kernel's own bookkeeping (some 50 bytes per entry of a hash) is extra.
     pub bytes: u64,
 }
 
-/// The kernel half, as far as it runs.
+/// The running part of the kernel half.
 pub struct Kernel {
     capabilities: Vec<Capability>,
     adopted: bool,
@@ -127,7 +128,7 @@ pub struct Kernel {
     hub: Hub,
     drops: Option<PerCpuArray<MapData, Drops>>,
     memory: Vec<MapMemory>,
-    /// Before `links` and `pins`: it is stopped first.
+    /// Declared before `links` and `pins`, so that the reader stops first.
     reader: Option<Reader>,
     links: Vec<FdLink>,
     pins: Option<Pins>,
@@ -144,8 +145,8 @@ impl std::fmt::Debug for Kernel {
 }
 
 impl Kernel {
-    /// Brings up whatever is possible. Blocks for some hundred milliseconds at most, or a few if an earlier
-    /// instance's programs are taken over.
+    /// Starts all programs that can run here. Blocks for some hundred milliseconds at most, or a few if it
+    /// adopts an earlier instance's programs.
     #[must_use]
     pub fn start(options: &KernelOptions) -> Kernel {
         let mut kernel = Kernel::idle();
@@ -154,10 +155,10 @@ impl Kernel {
             return kernel;
         }
         match kernel.bring_up(options) {
-            // Once for all rows: they have the same reason.
+            // A single warning for all rows: they have the same reason.
             Err(error) => {
                 tracing::warn!(
-                    "BPF is not available here: {error}; every fallback is in use. To do: {}",
+                    "BPF is not available here: {error}; every fallback is in use; to fix: {}",
                     error.remedy()
                 );
                 kernel.capabilities = capability::all_missing(&error);
@@ -170,7 +171,7 @@ impl Kernel {
     fn warn_of_missing(&self) {
         for row in &self.capabilities {
             if let Err(why) = &row.have {
-                tracing::warn!("{} is not available here ({why}); instead: {}", row.program, row.fallback);
+                tracing::warn!("{} is not available here ({why}); fallback: {}", row.program, row.fallback);
             }
         }
     }
@@ -221,14 +222,14 @@ impl Kernel {
         self.capabilities.push(pins_row);
         let attached =
             self.capabilities.iter().any(|row| row.program != capability::PINS.name && row.have.is_ok());
-        // After the new ones are attached: between the two, nothing goes unseen.
+        // After attaching the new programs, so that no event goes unseen in between.
         for stale in found.map(|found| found.stale).unwrap_or_default() {
             match Pins::remove_stale(&stale) {
                 Ok(()) => tracing::info!("removed {}, pins of another version", stale.display()),
                 Err(error) => tracing::warn!("{error}"),
             }
         }
-        // Without pins they are attached for good: their maps could not be found again.
+        // Without pins these programs stay attached: their maps could not be found again.
         self.traffic = pins.clone().map(|pins| Traffic::new(object, pins, sizes, options.cgroup.clone()));
         self.pins = pins;
         let (checker, row) = Checker::start(&kernel_btf);
@@ -281,14 +282,14 @@ impl Kernel {
         Ok(())
     }
 
-    /// Takes away what any instance pinned under `<bpffs>/<pin_name>`, of every version: the programs end
-    /// unless somebody still holds them. False if there was nothing.
+    /// Removes the pins of every instance and version under `<bpffs>/<pin_name>`. The programs end unless a
+    /// process still holds them. Returns false if there were no pins.
     ///
     /// # Errors
-    /// Something there is not ours (it is left alone), or can't be removed.
+    /// The folder holds foreign files (which are left alone), or a pin can't be removed.
     pub fn remove_pins(bpffs: &Path, pin_name: &str) -> Result<bool, KernelError> {
         let pins = Pins::open(bpffs, pin_name)?;
-        // Whatever is there goes, however large its maps are.
+        // Everything is removed, so the sizes of the maps don't matter.
         let found = pins.inspect(Sizes::of(0, kernel_release()))?;
         let any = !found.stale.is_empty() || pins.dir().exists();
         for stale in found.stale {
@@ -298,40 +299,40 @@ impl Kernel {
         Ok(any)
     }
 
-    /// One row per program, and one for the pins: whether it works, why not, and what stands in for it.
+    /// Returns one row per program and one for the pins, each with its state and its fallback.
     #[must_use]
     pub fn capabilities(&self) -> &[Capability] {
         &self.capabilities
     }
 
-    /// Returns true if programs and maps of an earlier instance were taken over, so that the listener map was
-    /// kept complete while no agent ran.
+    /// Returns true if programs and maps of an earlier instance were adopted, so that the listener map stayed
+    /// complete while no agent ran.
     #[must_use]
     pub fn adopted(&self) -> bool {
         self.adopted
     }
 
-    /// The maps of listening sockets; `None` where no program could be attached.
+    /// Returns the maps of listening sockets; `None` if no program could be attached.
     #[must_use]
     pub fn listeners(&self) -> Option<Listeners> {
         self.listeners.clone()
     }
 
-    /// What counts the bytes of pods' sockets while somebody reads them; `None` where it counts always, or
-    /// never.
+    /// Returns the switch of the byte counters of pods' sockets, which count only while they have a reader;
+    /// `None` if they count always, or never.
     #[must_use]
     pub fn traffic(&self) -> Option<Traffic> {
         self.traffic.clone()
     }
 
-    /// Looks up listeners and their accept queues; `None` where that program could not be loaded.
+    /// Returns the lookup of listeners and their accept queues; `None` if that program could not be loaded.
     #[must_use]
     pub fn checker(&self) -> Option<Checker> {
         self.checker.clone()
     }
 
-    /// Waits until the kernel's events can be read no longer, though nothing ended that, and returns the
-    /// reason. Never ends without programs.
+    /// Waits until the reader of kernel events fails, and returns the reason. Without programs, waits
+    /// forever.
     pub fn failed(&self) -> impl Future<Output = String> + Send + use<> {
         let failed = self.reader.as_ref().map(Reader::failed);
         async move {
@@ -342,28 +343,28 @@ impl Kernel {
         }
     }
 
-    /// A subscription to edges from now on: subscribe first, then read the maps, and nothing is missed.
-    /// Without programs no edge ever comes.
+    /// Subscribes to edges from now on. Subscribe before reading the maps to miss nothing. Without programs
+    /// no edge ever comes.
     #[must_use]
     pub fn subscribe(&self, interest: Interest) -> Edges {
         self.hub.subscribe(interest)
     }
 
-    /// The counters that the programs keep for each container; `None` where none that counts could be
+    /// Returns the counters that the programs keep for each container; `None` if no counting program could be
     /// attached.
     #[must_use]
     pub fn measures(&self) -> Option<Measures> {
         self.measures.clone()
     }
 
-    /// Kernel memory that each map takes.
+    /// Returns the kernel memory of each map.
     #[must_use]
     pub fn memory(&self) -> &[MapMemory] {
         &self.memory
     }
 
-    /// Events that the programs could not record or send, on all CPUs, since the maps were made; `None`
-    /// without programs.
+    /// Returns the counts of events that the programs could not record or send, over all CPUs, since the maps
+    /// were made; `None` without programs.
     ///
     /// # Errors
     /// The kernel refused to read the map.
@@ -372,20 +373,20 @@ impl Kernel {
         reader::sum(map).map(Some)
     }
 
-    /// Number of edges that found a subscriber's channel full, since the start.
+    /// Returns the number of edges that found a subscriber's channel full, since the start.
     #[must_use]
     pub fn channel_full(&self) -> u64 {
         self.hub.dropped()
     }
 
-    /// The folder in which the maps and links of this version are pinned; `None` where they aren't.
+    /// Returns the folder with this version's pinned maps and links; `None` if they are not pinned.
     #[must_use]
     pub fn pins(&self) -> Option<&Path> {
         self.pins.as_ref().map(Pins::dir)
     }
 
-    /// Ends the reader. With `keep_pins` the programs run on and the next instance adopts them; without, they
-    /// go, and so does the bpf file system if this instance mounted it.
+    /// Stops the reader. With `keep_pins` the programs run on and the next instance adopts them. Otherwise
+    /// the pins are removed, and the bpf file system is unmounted if this instance mounted it.
     ///
     /// # Errors
     /// A pin could not be removed.
@@ -404,8 +405,8 @@ impl Kernel {
     }
 }
 
-/// The read-only globals of the object and their values for this kernel, for loaders other than [`Kernel`]
-/// (tests, benches). A global that is missing here keeps its default.
+/// Returns the read-only globals of the object and their values for this kernel, for loaders other than
+/// [`Kernel`] (tests, benches). A global that the result lacks keeps its default.
 ///
 /// # Errors
 /// The kernel does not describe its types.
@@ -413,19 +414,19 @@ pub fn globals() -> Result<Vec<(&'static str, u32)>, KernelError> {
     Ok(offsets::Offsets::resolve(&read_kernel_btf()?, kernel_release()).globals)
 }
 
-/// The object that is built in.
+/// Returns the built-in object.
 #[must_use]
 pub fn built_in_object() -> &'static [u8] {
     OBJECT
 }
 
-/// `CLOCK_MONOTONIC`, the programs' own clock, in nanoseconds.
+/// Returns `CLOCK_MONOTONIC`, the programs' own clock, in nanoseconds.
 fn monotonic_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
 }
 
-/// The kernel's release, major and minor; (0, 0) where it calls itself something strange.
+/// Returns the kernel's release, major and minor; (0, 0) if it can't be parsed.
 fn kernel_release() -> (u32, u32) {
     release_of(&rustix::system::uname().release().to_string_lossy())
 }
@@ -443,16 +444,15 @@ fn read_object(path: &Path) -> Result<Vec<u8>, KernelError> {
 
 fn read_kernel_btf() -> Result<btf::Btf, KernelError> {
     const PATH: &str = "/sys/kernel/btf/vmlinux";
-    let bytes = std::fs::read(PATH).map_err(|error| {
-        KernelError::io(&format!("this kernel does not describe its types: {PATH}"), &error)
-    })?;
+    let bytes = std::fs::read(PATH)
+        .map_err(|error| KernelError::io(&format!("cannot read this kernel's BTF: {PATH}"), &error))?;
     btf::Btf::parse(bytes).map_err(|error| KernelError::new(format!("{PATH} is {error}")))
 }
 
 type PinsFound = (Option<Pins>, Option<pins::Found>, Capability);
 
-/// The place for pins, what is there, and the row that says so. Only something foreign at our place is an
-/// error.
+/// Opens the folder for pins and inspects it; the last value is its row of the capabilities. Only foreign
+/// files in the folder are an error.
 fn find_pins(options: &KernelOptions, sizes: Sizes) -> Result<PinsFound, KernelError> {
     let row = |have| Capability::new(&capability::PINS, None, have);
     let opened = Pins::open(&options.bpffs, &options.pin_name).and_then(|pins| {
@@ -475,7 +475,8 @@ fn memory(maps: &std::collections::BTreeMap<&'static str, MapData>) -> Result<Ve
             let kind = info.map_type().map_err(|error| KernelError::map(name, &error))?;
             let (entry_bytes, copies) = match kind {
                 MapType::RingBuf => (1, 1),
-                // One for each thread, allocated with it; the kernel's bookkeeping is larger than the value.
+                // Each thread has one entry, allocated with the thread; the kernel's bookkeeping is larger
+                // than the value.
                 MapType::TaskStorage => (u64::from(info.value_size()), 1),
                 MapType::PerCpuArray => {
                     (u64::from(info.key_size()) + u64::from(info.value_size()), cpus as u64)

@@ -8,29 +8,29 @@ use beelet_ebpf_abi::{
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 
-/// A TCP socket that listens.
+/// A listening TCP socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Listener {
     /// The kernel's number for the socket (`SO_COOKIE`).
     pub cookie: u64,
-    /// The kernel's number for its network namespace (`SO_NETNS_COOKIE`).
+    /// The kernel's number for the socket's network namespace (`SO_NETNS_COOKIE`).
     pub netns_cookie: u64,
     /// 2 for IPv4, 10 for IPv6.
     pub family: u16,
-    /// Where it listens; unspecified (`0.0.0.0`, `::`) for every address.
+    /// Bound address; unspecified (`0.0.0.0`, `::`) for every address.
     pub address: IpAddr,
-    /// Its port; 0 while it is unknown (a socket outside the pods' cgroup that listens without `bind`).
+    /// Bound port; 0 while unknown (a socket outside the pods' cgroup that listens without `bind`).
     pub port: u16,
-    /// An IPv6 socket that takes IPv4 connections as well.
+    /// True for an IPv6 socket that also takes IPv4 connections.
     pub dual_stack: bool,
-    /// The cgroup2 id (the inode of the directory) it was made in; 0 if unknown.
+    /// Id (the inode of the directory) of the cgroup2 in which the socket was made; 0 if unknown.
     pub cgroup_id: u64,
-    /// Since when it listens: `CLOCK_MONOTONIC`, nanoseconds; 0 if its beginning was not seen.
+    /// Time at which the socket began to listen: `CLOCK_MONOTONIC`, nanoseconds; 0 if not seen.
     pub since_ns: u64,
 }
 
 impl Listener {
-    /// From what the programs wrote.
+    /// Converts the programs' record.
     pub(super) fn new(cookie: u64, address: &Address, cgroup_id: u64, since_ns: u64) -> Listener {
         let bytes = address.address;
         let ip = if address.family == FAMILY_IPV4 {
@@ -51,7 +51,7 @@ impl Listener {
     }
 }
 
-/// The keys under which a listener that answers at `ip:port` may be found, the most exact first.
+/// Returns the keys under which a listener that answers at `ip:port` may be recorded, the most exact first.
 pub(super) fn keys_for(netns_cookie: u64, ip: IpAddr, port: u16) -> Vec<Address> {
     let key = |address: [u8; 16], family: u16, dual_stack: u32| Address {
         netns_cookie,
@@ -69,7 +69,7 @@ pub(super) fn keys_for(netns_cookie: u64, ip: IpAddr, port: u16) -> Vec<Address>
                 key(bytes, FAMILY_IPV4, 0),
                 key([0; 16], FAMILY_IPV4, 0),
                 key([0; 16], FAMILY_IPV6, 1),
-                // An IPv6 socket bound to ::ffff:a.b.c.d takes IPv4 only, whatever IPV6_V6ONLY says.
+                // An IPv6 socket bound to ::ffff:a.b.c.d takes only IPv4, with any value of IPV6_V6ONLY.
                 key(mapped, FAMILY_IPV6, 1),
             ]
         }
@@ -108,7 +108,7 @@ impl Listeners {
         Ok(Listeners { maps: Arc::new(maps) })
     }
 
-    /// Every listener that the programs know, in the order of their cookies.
+    /// Returns every listener that the programs know, in the order of their cookies.
     ///
     /// # Errors
     /// The kernel refused to read the map.
@@ -121,9 +121,9 @@ impl Listeners {
         Ok(found.into_values().collect())
     }
 
-    /// A listener in that network namespace that takes connections to `port` at any of `addresses`.
+    /// Returns a listener in that network namespace that takes connections to `port` at any of `addresses`.
     ///
-    /// A socket bound to every address counts, also an IPv6 one that takes IPv4.
+    /// A socket bound to every address counts, and so does an IPv6 socket that takes IPv4.
     ///
     /// # Errors
     /// The kernel refused to read a map.
@@ -146,7 +146,7 @@ impl Listeners {
         Ok(None)
     }
 
-    /// A listener at exactly `key`: the last one opened there, or, if that one is gone, a sibling.
+    /// Returns a listener at exactly `key`: the last one opened there, or a sibling if that one was closed.
     fn at(&self, key: &Address, last_cookie: u64) -> Result<Option<Listener>, KernelError> {
         let last = self.maps.listeners.get(&SocketCookie { cookie: last_cookie }, 0);
         if let Some(record) = absent_is_none(last, "LISTENERS")?
@@ -158,7 +158,8 @@ impl Listeners {
         Ok(sibling.map(|(cookie, record)| Listener::new(cookie, key, record.cgroup_id, record.since_ns)))
     }
 
-    /// All records as they are. An entry may come twice if others go meanwhile: the kernel then starts over.
+    /// Returns all raw records. An entry may come twice if others are removed during the walk, because the
+    /// kernel then starts over.
     pub(super) fn records(&self) -> Result<Vec<(u64, ListenerRecord)>, KernelError> {
         let mut records = Vec::new();
         for entry in &self.maps.listeners {
@@ -174,7 +175,7 @@ impl Listeners {
     }
 }
 
-/// A missing key is an answer, not an error.
+/// Maps a missing key to `None`.
 pub(super) fn absent_is_none<T>(result: Result<T, MapError>, map: &str) -> Result<Option<T>, KernelError> {
     match result {
         Ok(value) => Ok(Some(value)),
@@ -188,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_is_looked_for_under_every_key_that_answers_for_it() {
+    fn an_address_is_looked_up_under_every_key_that_answers_for_it() {
         let check = |ip: &str, expected: &[&str]| {
             let keys: Vec<String> = keys_for(7, ip.parse().unwrap(), 80)
                 .iter()

@@ -1,10 +1,10 @@
-//! Puts the programs into the kernel, or finds them there.
+//! Loads the programs into the kernel, or adopts the ones that run there.
 //!
-//! Three ways, from the cheapest: everything runs already, from the same object (adopt it, load nothing); the
-//! maps are there but the object is another (load, put the new programs in the old ones' place, keep the
-//! maps); nothing is there (load, attach, pin). Every program is attached on its own: what fails becomes a
-//! row of the capabilities, no more. Those that are attached on demand ([`super::Traffic`]) are tried, and
-//! taken off again.
+//! Three cases, from the cheapest: everything runs already, from the same object (adopt it, load nothing);
+//! the maps exist but come from another object (load, replace the programs, keep the maps); nothing exists
+//! (load, attach, pin). Every program is attached on its own: a failure becomes a row of the capabilities and
+//! nothing more. The programs attached on demand ([`super::Traffic`]) are attached for a test and detached
+//! again.
 
 use super::KernelError;
 use super::bpf_log::BpfLog;
@@ -28,20 +28,20 @@ use std::path::Path;
 /// `statfs.f_type` of cgroup2 (include/uapi/linux/magic.h).
 const CGROUP2_SUPER_MAGIC: u64 = 0x6367_7270;
 
-/// The kernel half, running.
+/// The loaded kernel half.
 pub(super) struct Loaded {
-    /// By name.
+    /// Maps by name.
     pub(super) maps: BTreeMap<&'static str, MapData>,
-    /// The links that live only as long as we hold them.
+    /// Links without a pin, which end when this process drops them.
     pub(super) links: Vec<FdLink>,
     pub(super) capabilities: Vec<Capability>,
-    /// What the programs say, if their object was built to.
+    /// Log of the programs, if their object was built with one.
     pub(super) log: Option<BpfLog>,
-    /// Whether the listener maps were kept up to date before we came.
+    /// True if an earlier instance's programs kept the listener maps up to date.
     pub(super) adopted: bool,
 }
 
-/// What is to be loaded, and onto what.
+/// The object to load and its target.
 pub(super) struct Request<'a> {
     pub(super) object: &'a [u8],
     pub(super) digest: [u8; 32],
@@ -56,18 +56,18 @@ pub(super) struct Request<'a> {
     pub(super) without: &'static [&'static str],
 }
 
-/// Brings the kernel half up.
+/// Starts the kernel half.
 ///
-/// While programs are replaced, the old and the new ones are attached at once; those that would send an event
-/// twice heed `Meta::instance`, so writing that is the moment of change. An agent that dies before it leaves
-/// the old ones at work, after it the new ones; the next start tidies up.
+/// During a replacement the old and the new programs are attached at the same time. Those that would send an
+/// event twice check `Meta::instance`, so writing that field is the moment of change: an agent that dies
+/// before the write leaves the old programs active, and after it the new ones; the next start tidies up.
 ///
-/// An event that began before the new programs were attached is seen by the old ones alone. If such a one
-/// asked for `Meta::instance` after it was written, nobody would count it; so the write waits until all of
-/// these have ended.
+/// Only the old programs see an event that began before the new ones were attached. An old program that reads
+/// `Meta::instance` after the write would skip that event, and no program would count it; so the write waits
+/// until all running programs have ended.
 ///
 /// # Errors
-/// Nothing could be loaded at all. What only one program lacks is in [`Loaded::capabilities`].
+/// Nothing could be loaded at all. Failures of single programs are in [`Loaded::capabilities`].
 pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
     let earlier = match (&request.current, request.pins) {
         (Current::Complete(meta), Some(pins)) => Some((*meta, pins)),
@@ -79,7 +79,7 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
         Some((_, pins)) => pins.discard_new_links(),
         None => {}
     }
-    // The log isn't pinned: an object that logs is loaded again each time.
+    // The log isn't pinned, so an object with a log is loaded again at each start.
     let logs = request.object.windows(8).any(|window| window == b"AYA_LOGS");
     let offsets = Offsets::resolve(request.kernel_btf, request.release).without(request.without);
     if let Some((_, pins)) = earlier
@@ -99,7 +99,7 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
         None => 1,
     };
     let mut ebpf = open_object(request, &offsets, instance, earlier.map(|(_, pins)| pins))?;
-    let mut maps = take_maps(&mut ebpf)?;
+    let mut maps = extract_maps(&mut ebpf)?;
     let log = BpfLog::open(&mut ebpf);
     let mut meta = earlier.map_or_else(|| fresh_meta(request.digest), |(meta, _)| meta);
     if earlier.is_none()
@@ -123,7 +123,7 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
         && let Err(error) = sys::wait_for_running_programs()
     {
         tracing::warn!(
-            "could not wait for running BPF programs ({error}): an event of this moment may be missed"
+            "could not wait for running BPF programs; an event of this moment may be missed: {error}"
         );
     }
     write_meta(&maps, &Meta { complete: 1, instance, digest: request.digest, ..meta })?;
@@ -134,17 +134,18 @@ pub(super) fn load(request: &Request<'_>) -> Result<Loaded, KernelError> {
     Ok(Loaded { maps, links, capabilities, adopted: earlier.is_some(), log })
 }
 
-/// What the programs find before any of them is attached.
+/// Returns the `Meta` that the programs find before any of them is attached.
 fn fresh_meta(digest: [u8; 32]) -> Meta {
     Meta { magic: MAGIC, abi_version: ABI_VERSION, complete: 0, tracepoint: 0, instance: 0, digest }
 }
 
-/// Why a program is left out on this kernel.
+/// Returns the reason for leaving a program out on this kernel, if there is one.
 fn spared(program: &Program, offsets: &Offsets) -> Option<&'static str> {
     program.spared.filter(|(fields, _)| offsets.require(*fields).is_ok()).map(|(_, why)| why)
 }
 
-/// Takes away the links of programs that need none here: an earlier agent, or kernel, kept them attached.
+/// Removes the links of programs that are left out or attached on demand here: an earlier agent, or an
+/// earlier kernel, kept them attached.
 fn remove_needless_links(pins: &Pins, offsets: &Offsets) {
     let needless = |program: &&Program| program.is_on_demand() || spared(program, offsets).is_some();
     for program in PROGRAMS.iter().filter(needless) {
@@ -152,7 +153,7 @@ fn remove_needless_links(pins: &Pins, offsets: &Offsets) {
     }
 }
 
-/// Takes over what runs, without loading anything.
+/// Adopts the running programs without loading anything.
 fn adopt(pins: &Pins, offsets: &Offsets) -> Result<Loaded, KernelError> {
     let mut maps = BTreeMap::new();
     for shape in MAPS {
@@ -167,11 +168,12 @@ fn adopt(pins: &Pins, offsets: &Offsets) -> Result<Loaded, KernelError> {
     Ok(Loaded { maps, links: Vec::new(), capabilities, adopted: true, log: None })
 }
 
-/// Returns true if a program's pinned link is there and still attached to the right thing, or needs not be.
+/// Returns true if a program's pinned link exists and is still attached to the right target, or if the
+/// program needs no link.
 fn is_alive(pins: &Pins, program: &Program, cgroup: &Path) -> bool {
     let link = || sys::object_get(&pins.link(program.name)).and_then(|link| sys::link_state(link.as_fd()));
     match program.hook {
-        Hook::TaskWalk => true,                     // it has done its work
+        Hook::TaskWalk => true,                     // the walk is over
         Hook::SkbIngress | Hook::SkbEgress => true, // attached on demand
         Hook::Tracepoint(_) => link().is_ok(),
         Hook::SockOps => link().is_ok_and(|state| {
@@ -180,7 +182,7 @@ fn is_alive(pins: &Pins, program: &Program, cgroup: &Path) -> bool {
     }
 }
 
-/// Parses the object, sets its globals and makes its maps, or takes the pinned ones.
+/// Parses the object, sets its globals and makes its maps, or reuses the pinned ones.
 fn open_object(
     request: &Request<'_>,
     offsets: &Offsets,
@@ -195,7 +197,7 @@ fn open_object(
     loader.load(request.object).map_err(|error| not_loaded(&error))
 }
 
-/// What makes maps of these sizes, or takes the pinned ones.
+/// Returns a loader that makes maps of these sizes, or reuses the pinned ones.
 pub(super) fn loader_of<'a>(sizes: &'a Sizes, pins: Option<&Pins>) -> EbpfLoader<'a> {
     let mut loader = EbpfLoader::new();
     loader.allow_unsupported_maps(); // task storage, which only the programs use
@@ -211,8 +213,8 @@ pub(super) fn loader_of<'a>(sizes: &'a Sizes, pins: Option<&Pins>) -> EbpfLoader
     loader
 }
 
-/// Why an object could not be loaded. Where the kernel refuses every map, aya takes it for one that knows no
-/// globals, and complains of a section that isn't there.
+/// Explains why an object could not be loaded. If the kernel refuses every map, aya takes it for a kernel
+/// without globals and complains about a missing section, so this function tests that case itself.
 pub(super) fn not_loaded(error: &EbpfError) -> KernelError {
     match Array::<MapData, u32>::create(1, 0) {
         Ok(_) => KernelError::refused("the BPF object could not be loaded", error),
@@ -220,7 +222,7 @@ pub(super) fn not_loaded(error: &EbpfError) -> KernelError {
     }
 }
 
-fn take_maps(ebpf: &mut Ebpf) -> Result<BTreeMap<&'static str, MapData>, KernelError> {
+fn extract_maps(ebpf: &mut Ebpf) -> Result<BTreeMap<&'static str, MapData>, KernelError> {
     let mut maps = BTreeMap::new();
     for shape in MAPS {
         let map = ebpf
@@ -235,7 +237,7 @@ fn take_maps(ebpf: &mut Ebpf) -> Result<BTreeMap<&'static str, MapData>, KernelE
             Map::Unsupported(data) => data, // task storage: only the programs use it
             other => {
                 return Err(KernelError::new(format!(
-                    "the BPF object's map {} is of a strange kind: {other:?}",
+                    "the BPF object's map {} has an unexpected kind: {other:?}",
                     shape.name
                 )));
             }
@@ -245,7 +247,7 @@ fn take_maps(ebpf: &mut Ebpf) -> Result<BTreeMap<&'static str, MapData>, KernelE
     Ok(maps)
 }
 
-/// Pins fresh maps. META goes first, with our mark and `complete` 0.
+/// Pins new maps: META first, with our mark and `complete` 0.
 fn pin_maps(pins: &Pins, maps: &mut BTreeMap<&'static str, MapData>, meta: &Meta) -> Result<(), KernelError> {
     pins.create()?;
     write_meta(maps, meta)?;
@@ -261,21 +263,20 @@ fn pin_maps(pins: &Pins, maps: &mut BTreeMap<&'static str, MapData>, meta: &Meta
 fn write_meta(maps: &BTreeMap<&'static str, MapData>, meta: &Meta) -> Result<(), KernelError> {
     let failed =
         |error: &dyn std::fmt::Display| KernelError::new(format!("could not write the map {META}: {error}"));
-    let data = maps.get(META).ok_or_else(|| failed(&"the object has none"))?;
+    let data = maps.get(META).ok_or_else(|| failed(&"the object lacks it"))?;
     let copy = duplicate(data)?;
     let mut map: Array<MapData, Meta> =
         Map::from_map_data(copy).and_then(Array::try_from).map_err(|error| failed(&error))?;
     map.set(0, *meta, 0).map_err(|error| failed(&error))
 }
 
-/// A second handle of the same map.
+/// Returns a second handle of the same map.
 pub(super) fn duplicate(data: &MapData) -> Result<MapData, KernelError> {
-    let fd = data
-        .fd()
-        .as_fd()
-        .try_clone_to_owned()
-        .map_err(|error| KernelError::new(format!("no second descriptor for a BPF map: {error}")))?;
-    MapData::from_fd(fd).map_err(|error| KernelError::new(format!("could not look at a BPF map: {error}")))
+    let fd =
+        data.fd().as_fd().try_clone_to_owned().map_err(|error| {
+            KernelError::new(format!("could not duplicate a BPF map's descriptor: {error}"))
+        })?;
+    MapData::from_fd(fd).map_err(|error| KernelError::new(format!("could not inspect a BPF map: {error}")))
 }
 
 /// Attaches one program after the other.
@@ -284,14 +285,14 @@ struct Attach<'a> {
     offsets: &'a Offsets,
     kernel_types: &'a aya::Btf,
     ebpf: &'a mut Ebpf,
-    /// Links that are alive come from this very object and stay.
+    /// True if the existing links come from this very object and stay.
     reuse_same: bool,
     links: Vec<FdLink>,
 }
 
 impl Attach<'_> {
-    /// Attaches what this kernel needs. The programs learn as soon as it is attached whether the tracepoint
-    /// sees listeners.
+    /// Attaches the programs that this kernel needs. `Meta::tracepoint` is written as soon as the tracepoint
+    /// for listeners is attached.
     fn all(
         &mut self,
         maps: &BTreeMap<&'static str, MapData>,
@@ -326,8 +327,9 @@ impl Attach<'_> {
         }
     }
 
-    /// A tracing link can't be updated: the new one is attached before the old one goes. Meanwhile both see
-    /// each event; the functions behind them are idempotent, or heed `Meta::instance`.
+    /// Attaches a tracepoint program. A tracing link can't be updated, so the new one is attached before the
+    /// old one is removed. In between both see each event; the programs are idempotent, or check
+    /// `Meta::instance`.
     fn tracepoint(&mut self, program: &Program, name: &str) -> Result<(), KernelError> {
         if program.name == LISTENER_STATE {
             offsets::check_set_state(self.request.kernel_btf)?;
@@ -340,7 +342,7 @@ impl Attach<'_> {
         self.keep(program, link.into())
     }
 
-    /// Runs the program for each thread that is there.
+    /// Runs the program for each existing thread.
     fn walk(&mut self, program: &Program) -> Result<(), KernelError> {
         let kernel_types = self.kernel_types;
         let loaded: &mut Iter = find(self.ebpf, program)?;
@@ -348,14 +350,13 @@ impl Attach<'_> {
         let attached = loaded.attach().and_then(|id| loaded.take_link(id));
         let link = attached.map_err(|error| not_attached(&error))?;
         let mut walk = link.into_file().map_err(|error| not_attached(&error))?;
-        // It prints nothing: reading to the end is what runs it.
+        // The program prints nothing: reading to the end runs it.
         walk.read_to_end(&mut Vec::new())
             .map(drop)
-            .map_err(|error| KernelError::refused("the walk over the threads ended early", &error))
+            .map_err(|error| KernelError::refused("the walk over the threads was cut short", &error))
     }
 
-    /// Loads and attaches a program of the pods' root cgroup, or puts it in the place of the one that is
-    /// there.
+    /// Loads a program of the pods' root cgroup and attaches it, or replaces the one attached there.
     fn sock_ops(&mut self, program: &Program) -> Result<(), KernelError> {
         let cgroup = open_cgroup(self.request.cgroup)?;
         let living = self.request.pins.filter(|pins| is_alive(pins, program, self.request.cgroup));
@@ -370,23 +371,23 @@ impl Attach<'_> {
         self.keep(program, link.map_err(|error| no_link(&error))?)
     }
 
-    /// Loads and attaches a program that the packets of the pods' root cgroup pass.
+    /// Loads and attaches a program for the packets of the pods' root cgroup.
     fn packets(&mut self, program: &Program) -> Result<(), KernelError> {
         let link = attach_to_packets(self.ebpf, program, self.request.cgroup)?;
         self.keep(program, link)
     }
 
-    /// Pins a link beside its place, which it takes when all are there; or holds it.
+    /// Pins a link under a temporary name, to be renamed when all links exist; without pins, holds it.
     fn keep(&mut self, program: &Program, link: FdLink) -> Result<(), KernelError> {
         let Some(pins) = self.request.pins else {
             self.links.push(link);
             return Ok(());
         };
         if program.is_on_demand() {
-            return Ok(()); // it can be attached: with the link it is detached
+            return Ok(()); // attaching works; dropping the link detaches the program
         }
         let new = pins.new_link(program.name);
-        let _ = std::fs::remove_file(&new); // left by one that died right here
+        let _ = std::fs::remove_file(&new); // left by an instance that died right here
         let pinned: PinnedLink =
             link.pin(&new).map_err(|error| KernelError::refused("the link could not be pinned", &error))?;
         drop(pinned); // the pin holds it now
@@ -399,13 +400,13 @@ fn refused(error: &(dyn std::error::Error + 'static)) -> KernelError {
 }
 
 fn no_link(error: &(dyn std::error::Error + 'static)) -> KernelError {
-    KernelError::refused("the kernel gave no link", error)
+    KernelError::refused("the kernel returned no link", error)
 }
 
-/// With links the kernel always allows several programs on one cgroup, and refuses to be told so.
+/// With links the kernel always allows several programs on one cgroup, and refuses the flag that asks for it.
 const ON_CGROUP: CgroupAttachMode = CgroupAttachMode::Single;
 
-/// Loads a program that packets pass, and attaches it for as long as the link lives.
+/// Loads a program for packets and attaches it; dropping the link detaches it.
 pub(super) fn attach_to_packets(
     ebpf: &mut Ebpf,
     program: &Program,
@@ -422,7 +423,7 @@ pub(super) fn attach_to_packets(
     FdLink::try_from(attached.map_err(|error| not_attached(&error))?).map_err(|error| no_link(&error))
 }
 
-/// The object's program, as the kind that it must be.
+/// Finds the object's program and casts it to the expected kind.
 fn find<'b, P>(ebpf: &'b mut Ebpf, program: &Program) -> Result<&'b mut P, KernelError>
 where
     &'b mut P: TryFrom<&'b mut aya::programs::Program, Error = aya::programs::ProgramError>,
@@ -435,7 +436,7 @@ fn not_attached(error: &(dyn std::error::Error + 'static)) -> KernelError {
     KernelError::refused("the kernel refused to attach", error)
 }
 
-/// Puts a program in the place of the one behind a link, without a moment between.
+/// Atomically replaces the program behind a link.
 fn replace(
     link: std::os::fd::BorrowedFd<'_>,
     program: Result<&ProgramFd, aya::programs::ProgramError>,
@@ -455,9 +456,9 @@ fn open_cgroup(path: &Path) -> Result<std::fs::File, KernelError> {
     let file = std::fs::File::open(path)
         .map_err(|error| KernelError::Cgroup(format!("could not open the cgroup {shown}: {error}")))?;
     let kind = rustix::fs::fstatfs(&file)
-        .map_err(|error| KernelError::Cgroup(format!("could not look at {shown}: {error}")))?;
+        .map_err(|error| KernelError::Cgroup(format!("could not inspect {shown}: {error}")))?;
     if kind.f_type as u64 != CGROUP2_SUPER_MAGIC {
-        return Err(KernelError::Cgroup(format!("{shown} is no cgroup2 folder")));
+        return Err(KernelError::Cgroup(format!("{shown} is not a cgroup2 folder")));
     }
     Ok(file)
 }

@@ -1,4 +1,4 @@
-//! What the programs counted for each container: read on demand, never pushed.
+//! The programs' counters of each container: read on demand, never pushed.
 
 use super::KernelError;
 use super::containers::{Containers, add};
@@ -11,17 +11,18 @@ use std::sync::Arc;
 /// Readings of one cgroup before its busy threads are left out of the sum.
 const SETTLE_TRIES: u32 = 8;
 
-/// Who had the CPUs while a container's threads waited for them, in about the last minute: what is older
-/// than 34 s counts half, and so on. Waits below 100 µs are left out.
+/// The cgroups that had the CPUs while a container's threads waited for them, in about the last minute: time
+/// older than 34 s counts half, and so on. Waits below 100 µs are left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WaitedFor {
-    /// Time waited, over all threads, nanoseconds.
+    /// Time waited, summed over all threads, in nanoseconds.
     pub waited_ns: u64,
-    /// Time that this is of, nanoseconds: the quotient is how many threads waited on average.
+    /// Length of the period in nanoseconds: `waited_ns / over_ns` threads waited on average.
     pub over_ns: u64,
-    /// The cgroup2 ids of those that had the CPU meanwhile ([`super::NOBODY`]: none had, so a quota held the
-    /// threads back), and for how long, nanoseconds; the most first. The sum may be less than what was
-    /// waited: a thread may have been moved, and each CPU remembers only its last sixteen changes.
+    /// Cgroup2 ids of the cgroups that had the CPU during the waits ([`super::NOBODY`]: the CPU was idle, so
+    /// a quota held the threads back), and the time of each in nanoseconds, in descending order. The sum may
+    /// be less than `waited_ns`: a thread may have moved, and each CPU remembers only its last sixteen
+    /// changes.
     pub held: Vec<(u64, u64)>,
 }
 
@@ -69,9 +70,9 @@ impl Measures {
         Ok(Measures { maps: Arc::new(maps) })
     }
 
-    /// The counters of every cgroup that did anything yet, by cgroup2 id: all CPUs added up, with what its
-    /// threads that run right now have run so far. Counters only grow, and a cgroup that is gone is missing
-    /// after a while.
+    /// Returns the counters of every active cgroup, by cgroup2 id: summed over all CPUs, including the
+    /// unfinished runs of threads on a CPU now. Counters only grow, and a removed cgroup disappears after a
+    /// while.
     ///
     /// # Errors
     /// The kernel refused to read a map.
@@ -88,7 +89,7 @@ impl Measures {
         Ok(found)
     }
 
-    /// The counters of one cgroup, as [`Measures::snapshot`] has them; `None` if it did nothing yet.
+    /// Returns the counters of one cgroup, as [`Measures::snapshot`] has them; `None` if it has none yet.
     ///
     /// # Errors
     /// The kernel refused to read a map.
@@ -110,14 +111,14 @@ impl Measures {
             }
             tries -= 1;
             if settled || tries == 0 {
-                // What keeps changing has just begun to run: there is next to nothing to add.
+                // A thread that keeps changing has just begun to run: there is next to nothing to add.
                 return Ok(Some(counters));
             }
         }
     }
 
-    /// Who had the CPUs while these cgroups' threads waited for them, as far as they waited long (beyond 100
-    /// µs at a time) within the last minutes; by cgroup2 id.
+    /// Returns the cgroups that had the CPUs while the threads of the wanted cgroups waited for them,
+    /// counting long waits (beyond 100 µs at a time) within the last minutes; by cgroup2 id.
     ///
     /// # Errors
     /// The kernel refused to read a map.
@@ -140,7 +141,7 @@ impl Measures {
         Ok(found)
     }
 
-    /// Pages that the threads of each cgroup freed, in direct reclaim and in that of cgroups.
+    /// Returns the pages that the threads of each cgroup freed, in direct reclaim and in that of cgroups.
     pub(super) fn freed(&self) -> Result<[Sum; 2], KernelError> {
         let of = |kind: u32| {
             let cpus = self.maps.reclaimers.get(&kind, 0);
@@ -154,8 +155,8 @@ impl Measures {
         Ok([of(reclaim::DIRECT)?, of(reclaim::MEMCG)?])
     }
 
-    /// Pages that the threads of each cgroup freed lately because they needed some, by cgroup2 id, whatever
-    /// was short.
+    /// Returns the pages that the threads of each cgroup freed lately because they needed some, by cgroup2
+    /// id, in both kinds of reclaim.
     ///
     /// # Errors
     /// The map can't be read.
@@ -182,7 +183,7 @@ impl Measures {
     }
 }
 
-/// The length of a run-queue wait that a bucket of [`Counters::run_queue_waits`] begins with, nanoseconds.
+/// Returns the lower bound of a bucket of [`Counters::run_queue_waits`] in nanoseconds.
 #[must_use]
 pub fn wait_bucket_floor_ns(bucket: usize) -> u64 {
     match u32::try_from(bucket) {
@@ -191,13 +192,13 @@ pub fn wait_bucket_floor_ns(bucket: usize) -> u64 {
     }
 }
 
-/// The bucket of a run-queue wait: the programs' own rule (`bucket` in ebpf/src/sched.rs).
+/// Returns the bucket of a run-queue wait: the programs' own rule (`bucket` in ebpf/src/sched.rs).
 pub(super) fn wait_bucket(wait_ns: u64) -> usize {
     let bits = wait_ns.checked_ilog2().unwrap_or(0) + 1;
     (bits.saturating_sub(FIRST_BUCKET_BITS) as usize).min(WAIT_BUCKETS - 1)
 }
 
-/// Adds what a CPU's current thread has run and waited, which the programs add when it leaves the CPU.
+/// Adds the run and wait time of a CPU's current thread, which the programs add when it leaves the CPU.
 /// `now_ns` is on `CLOCK_MONOTONIC`.
 fn add_running(counters: &mut Counters, cpu: &Running, now_ns: u64) {
     counters.on_cpu_ns += now_ns.saturating_sub(cpu.since_ns.wrapping_add(cpu.ahead_ns));
@@ -212,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wait_is_in_the_bucket_that_its_length_says() {
+    fn a_wait_is_in_the_bucket_of_its_length() {
         for (wait_ns, bucket) in
             [(0, 0), (1, 0), (1023, 0), (1024, 1), (2047, 1), (2048, 2), (1 << 32, 23), (u64::MAX, 31)]
         {
@@ -223,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn who_runs_now_is_counted_up_to_now() {
+    fn a_running_thread_is_counted_up_to_now() {
         let mut counters = Counters { on_cpu_ns: 5, ..Counters::default() };
         let cpu = Running { since_ns: 100, cgroup_id: 1, wait_ns: 2000, waited: 1, ..Running::default() };
         add_running(&mut counters, &cpu, 107);
@@ -231,7 +232,7 @@ mod tests {
         assert_eq!(counters.run_queue_waits[1], 1);
         add_running(&mut counters, &Running { waited: 0, ..cpu }, 90);
         assert_eq!((counters.on_cpu_ns, counters.run_queue_waits[1]), (12, 1));
-        // On the run queue's clock it is another time, before or behind.
+        // The run queue's clock is ahead or behind.
         for ahead in [50, -50] {
             let ahead_ns = i64::cast_unsigned(ahead);
             let mut counters = Counters::default();

@@ -1,7 +1,8 @@
-//! A handle on a pod's network namespace, and its listening sockets as the kernel's sock_diag lists them.
+//! A handle on a pod's network namespace, and its listening sockets as listed by the kernel's sock_diag.
 //!
-//! This is the second opinion: it seeds what listened before the programs were attached, confirms a verdict
-//! once per period, and answers alone where there is no BPF. It opens no connection and sends no packet.
+//! sock_diag is the second source: it seeds the listeners from before the programs were attached, confirms a
+//! verdict once per period, and is the only source without BPF. The queries open no connection and send no
+//! packet.
 
 use super::{KernelError, sys};
 use netlink_packet_core::{NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload};
@@ -21,23 +22,24 @@ use std::time::Duration;
 pub struct AcceptQueues {
     /// The kernel's number for the socket that was found.
     pub cookie: u64,
-    /// The cgroup2 id that it was made in; 0 if unknown.
+    /// Id of the cgroup2 in which the socket was made; 0 if unknown.
     pub cgroup_id: u64,
     /// Listeners at the address: more than one in a `SO_REUSEPORT` group.
     pub listeners: u32,
-    /// Those with connections that wait.
+    /// Listeners with waiting connections.
     pub waiting: u32,
-    /// Those that take no more.
+    /// Listeners with a full queue.
     pub full: u32,
-    /// Stands for the connections at the heads of the queues: any accept changes it. 0 if unknown.
+    /// Fingerprint of the connections at the heads of the queues: any accept changes it. 0 if unknown.
     pub heads: u64,
-    /// Connections that wait, in all queues.
+    /// Waiting connections in all queues.
     pub backlog: u32,
-    /// The backlog that the found listener asked for.
+    /// Backlog requested by the found listener.
     pub max_backlog: u32,
 }
 
-/// The kernel answers a dump at once; a missing answer is a bug, and must not hang a worker.
+/// Timeout of an answer. The kernel answers a dump at once; a missing answer is a bug, and must not hang a
+/// worker.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
 /// A TCP socket in state LISTEN, as sock_diag reports it.
@@ -45,20 +47,20 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 pub struct ListeningSocket {
     /// The kernel's number for the socket, the same as in [`super::Listener::cookie`].
     pub cookie: u64,
-    /// Where it listens; unspecified for every address.
+    /// Bound address; unspecified for every address.
     pub address: IpAddr,
-    /// Its port.
+    /// Bound port.
     pub port: u16,
-    /// An IPv6 socket that takes IPv4 connections as well.
+    /// True for an IPv6 socket that also takes IPv4 connections.
     pub dual_stack: bool,
-    /// Connections that wait to be accepted.
+    /// Connections waiting to be accepted.
     pub backlog: u32,
-    /// The backlog that it asked for: one connection more finds the queue full.
+    /// Requested backlog: with one connection more the queue is full.
     pub max_backlog: u32,
 }
 
 impl ListeningSocket {
-    /// Returns true if it takes connections to `ip`.
+    /// Returns true if the socket takes connections to `ip`.
     fn answers_at(&self, ip: IpAddr) -> bool {
         match (self.address, ip) {
             (IpAddr::V4(own), IpAddr::V4(ip)) => own.is_unspecified() || own == ip,
@@ -71,7 +73,7 @@ impl ListeningSocket {
     }
 }
 
-/// A network namespace, held by a socket inside it. Blocking calls of some ten microseconds.
+/// A network namespace, held by a socket inside it. Its calls block for some ten microseconds.
 #[derive(Debug)]
 pub struct NetnsHandle {
     cookie: u64,
@@ -82,28 +84,27 @@ impl NetnsHandle {
     /// Opens the namespace that a file stands for (`/proc/<pid>/ns/net`, `/run/netns/<name>`).
     ///
     /// # Errors
-    /// There is no such file, it is no network namespace, or we may not enter it.
+    /// The file is missing or not a network namespace, or the agent may not enter the namespace.
     pub fn open(path: &Path) -> Result<NetnsHandle, KernelError> {
         let shown = path.display().to_string();
         let file = std::fs::File::open(path).map_err(|error| {
             KernelError::io(&format!("could not open the network namespace {shown}"), &error)
         })?;
-        // Only a thread's own namespace can be changed, and it must not be one that others work on: this one
-        // ends here.
+        // A thread can change only its own namespace, and no worker thread may: this thread ends here.
         let opened = std::thread::Builder::new().name("netns".to_owned()).spawn(move || {
             rustix::thread::move_into_link_name_space(
                 std::os::fd::AsFd::as_fd(&file),
                 Some(rustix::thread::LinkNameSpaceType::Network),
             )
-            .map_err(|error| KernelError::io("could not enter it", &error.into()))?;
+            .map_err(|error| KernelError::io("could not enter the namespace", &error.into()))?;
             open_socket()
         });
         let failed =
             |why: &str| KernelError::new(format!("the network namespace {shown} can't be watched: {why}"));
         let (cookie, socket) = opened
-            .map_err(|error| failed(&format!("no thread: {error}")))?
+            .map_err(|error| failed(&format!("cannot start a thread: {error}")))?
             .join()
-            .map_err(|_| failed("the thread that entered it panicked"))?
+            .map_err(|_| failed("the thread that enters it panicked"))?
             .map_err(|why| failed(&why.to_string()))?;
         Ok(NetnsHandle { cookie, socket: Mutex::new(socket) })
     }
@@ -122,10 +123,10 @@ impl NetnsHandle {
         self.cookie
     }
 
-    /// Every TCP socket that listens in it, on `port` if one is given.
+    /// Returns every TCP socket that listens in the namespace, on `port` if given.
     ///
     /// # Errors
-    /// The kernel refused, or its answer made no sense.
+    /// The kernel refused, or its answer was invalid.
     pub fn listening(&self, port: Option<u16>) -> Result<Vec<ListeningSocket>, KernelError> {
         let socket = self.socket.lock().unwrap_or_else(PoisonError::into_inner);
         let mut found = dump(&socket, AF_INET, port)?;
@@ -133,8 +134,8 @@ impl NetnsHandle {
         Ok(found)
     }
 
-    /// The accept queues of what takes connections to `ip:port` in it; `None` if nothing does. The heads of
-    /// the queues are unknown here.
+    /// Returns the accept queues of the listeners that take connections to `ip:port` in the namespace; `None`
+    /// without a listener. sock_diag does not report the heads of the queues.
     ///
     /// # Errors
     /// As [`NetnsHandle::listening`].
@@ -155,7 +156,7 @@ impl NetnsHandle {
         Ok(found)
     }
 
-    /// Returns true if anything in it takes connections to `port` at any of `ips`.
+    /// Returns true if a socket in the namespace takes connections to `port` at any of `ips`.
     ///
     /// # Errors
     /// As [`NetnsHandle::listening`].
@@ -167,18 +168,19 @@ impl NetnsHandle {
 
 fn open_socket() -> Result<(u64, Socket), KernelError> {
     let failed = KernelError::io;
-    let mut socket = Socket::new(NETLINK_SOCK_DIAG).map_err(|error| failed("no sock_diag socket", &error))?;
-    socket.bind_auto().map_err(|error| failed("no sock_diag address", &error))?;
-    socket.connect(&SocketAddr::new(0, 0)).map_err(|error| failed("no sock_diag", &error))?;
+    let mut socket =
+        Socket::new(NETLINK_SOCK_DIAG).map_err(|error| failed("cannot make a sock_diag socket", &error))?;
+    socket.bind_auto().map_err(|error| failed("cannot bind the sock_diag socket", &error))?;
+    socket.connect(&SocketAddr::new(0, 0)).map_err(|error| failed("cannot connect to sock_diag", &error))?;
     // SAFETY: `socket` owns the descriptor and outlives the borrow.
     let fd = unsafe { BorrowedFd::borrow_raw(socket.as_raw_fd()) };
     rustix::net::sockopt::set_socket_timeout(fd, rustix::net::sockopt::Timeout::Recv, Some(ANSWER_WITHIN))
-        .map_err(|error| failed("no deadline for sock_diag", &error.into()))?;
+        .map_err(|error| failed("cannot set a timeout for sock_diag", &error.into()))?;
     let cookie = sys::netns_cookie(fd).map_err(|error| failed("cannot read its cookie", &error))?;
     Ok((cookie, socket))
 }
 
-/// Asks for all listeners of one address family.
+/// Queries all listeners of one address family.
 fn dump(socket: &Socket, family: u8, port: Option<u16>) -> Result<Vec<ListeningSocket>, KernelError> {
     let failed = |what: &dyn std::fmt::Display| {
         KernelError::new(format!("sock_diag could not list listeners: {what}"))
@@ -221,8 +223,8 @@ fn dump(socket: &Socket, family: u8, port: Option<u16>) -> Result<Vec<ListeningS
     }
 }
 
-/// What the kernel's refusal means. A request about TCP is answered by a part of its own, which may be a
-/// module that the kernel can't find (net/core/sock_diag.c, `sock_diag_lock_handler`).
+/// Explains the kernel's refusal. Requests about TCP have a handler of their own, which may be a module that
+/// the kernel can't find (net/core/sock_diag.c, `sock_diag_lock_handler`).
 fn refusal(error: &std::io::Error) -> String {
     if error.kind() == std::io::ErrorKind::NotFound {
         "this kernel has no tcp_diag: load that module (modprobe tcp_diag), or use a kernel built with \

@@ -1,10 +1,11 @@
-//! The number of a network namespace as seen from ours: what a BPF socket lookup takes.
+//! The number of a network namespace as seen from ours, which a BPF socket lookup needs.
 //!
-//! The kernel numbers namespaces for each namespace that wants to speak of them (`RTM_NEWNSID`, rtnetlink). A
-//! number is free again when its namespace ends, so it means something only while the namespace is held: the
-//! owner of a number keeps a [`super::NetnsHandle`] on it.
+//! The kernel numbers namespaces per observing namespace, on request (`RTM_NEWNSID`, rtnetlink). A number is
+//! free again when its namespace ends, so it is valid only while the namespace is held: the owner of a number
+//! keeps a [`super::NetnsHandle`] on the namespace.
 //!
-//! Two messages of two attributes each: written by hand, since the crates for it bring all of rtnetlink.
+//! The two messages of two attributes each are built by hand, since the crates for them bring all of
+//! rtnetlink.
 
 use super::KernelError;
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
@@ -14,7 +15,7 @@ const RTM_NEWNSID: u16 = 88; // include/uapi/linux/rtnetlink.h
 const RTM_GETNSID: u16 = 90;
 const NETNSA_NSID: u16 = 1; // include/uapi/linux/net_namespace.h
 const NETNSA_FD: u16 = 3;
-/// In an answer: it has none yet. In a request: any.
+/// In an answer: the namespace has no number yet. In a request: any number.
 const NSID_NOT_ASSIGNED: i32 = -1;
 const NLMSG_ERROR: u16 = 2; // include/uapi/linux/netlink.h
 const NLM_F_REQUEST: u16 = 1;
@@ -22,10 +23,10 @@ const NLM_F_ACK: u16 = 4;
 const HEADER: usize = 16; // struct nlmsghdr
 const FAMILY: usize = 4; // struct rtgenmsg, padded
 
-/// The number of the namespace that the file `namespace` stands for; one is given to it if it has none.
+/// Returns the number of the namespace that the file `namespace` stands for, and assigns one if needed.
 pub(super) fn number_of(namespace: BorrowedFd<'_>) -> Result<i32, KernelError> {
     let failed = |what: &dyn std::fmt::Display| {
-        KernelError::new(format!("the kernel gave a network namespace no number: {what}"))
+        KernelError::new(format!("cannot get a number for a network namespace: {what}"))
     };
     let mut socket = Socket::new(NETLINK_ROUTE).map_err(|error| failed(&error))?;
     socket.bind_auto().map_err(|error| failed(&error))?;
@@ -34,7 +35,7 @@ pub(super) fn number_of(namespace: BorrowedFd<'_>) -> Result<i32, KernelError> {
     let ask = || -> Result<i32, KernelError> {
         let answer = exchange(&socket, &request(RTM_GETNSID, NLM_F_REQUEST, &[(NETNSA_FD, fd)]))
             .map_err(|error| failed(&error))?;
-        number_in(&answer).ok_or_else(|| failed(&"its answer has none"))
+        number_in(&answer).ok_or_else(|| failed(&"the kernel's answer has none"))
     };
     let known = ask()?;
     if known != NSID_NOT_ASSIGNED {
@@ -43,24 +44,24 @@ pub(super) fn number_of(namespace: BorrowedFd<'_>) -> Result<i32, KernelError> {
     let wish = [(NETNSA_FD, fd), (NETNSA_NSID, NSID_NOT_ASSIGNED)];
     match exchange(&socket, &request(RTM_NEWNSID, NLM_F_REQUEST | NLM_F_ACK, &wish)) {
         Ok(_) => {}
-        // Somebody was first: CNI plugins number the namespaces of their veths, too.
+        // Another process was first: CNI plugins also number the namespaces of their veths.
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
         Err(error) => return Err(failed(&error)),
     }
     match ask()? {
-        NSID_NOT_ASSIGNED => Err(failed(&"it forgot it at once")),
+        NSID_NOT_ASSIGNED => Err(failed(&"the number vanished at once")),
         number => Ok(number),
     }
 }
 
-/// A message about a namespace, with 32-bit attributes.
+/// Builds a message about a namespace, with 32-bit attributes.
 fn request(kind: u16, flags: u16, attributes: &[(u16, i32)]) -> Vec<u8> {
     let length = HEADER + FAMILY + attributes.len() * 8;
     let mut bytes = Vec::with_capacity(length);
     bytes.extend(u32::try_from(length).unwrap_or(u32::MAX).to_ne_bytes());
     bytes.extend(kind.to_ne_bytes());
     bytes.extend(flags.to_ne_bytes());
-    bytes.extend([0; 8]); // sequence and sender: the socket has one question at a time
+    bytes.extend([0; 8]); // sequence and sender: the socket has one request at a time
     bytes.extend([0; FAMILY]); // AF_UNSPEC
     for (attribute, value) in attributes {
         bytes.extend(8_u16.to_ne_bytes());
@@ -70,7 +71,7 @@ fn request(kind: u16, flags: u16, attributes: &[(u16, i32)]) -> Vec<u8> {
     bytes
 }
 
-/// Sends one message and takes the answer; an error in it becomes ours.
+/// Sends one message and returns the answer; an error in the answer becomes this function's error.
 fn exchange(socket: &Socket, request: &[u8]) -> std::io::Result<Vec<u8>> {
     socket.send(request, 0)?;
     let (answer, _) = socket.recv_from_full()?;
@@ -85,7 +86,7 @@ fn exchange(socket: &Socket, request: &[u8]) -> std::io::Result<Vec<u8>> {
     Ok(answer)
 }
 
-/// The NETNSA_NSID attribute of an answer.
+/// Returns the NETNSA_NSID attribute of an answer.
 fn number_in(answer: &[u8]) -> Option<i32> {
     let mut rest = answer.get(HEADER + FAMILY..)?;
     while rest.len() >= 4 {

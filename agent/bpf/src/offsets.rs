@@ -1,26 +1,26 @@
-//! Where this kernel has the fields and arguments that the programs read ([`beelet_ebpf_abi::fields`]).
+//! Positions in this kernel of the fields and arguments that the programs read ([`beelet_ebpf_abi::fields`]).
 //!
-//! Each sets one read-only global of an object. What a kernel lacks keeps its default,
-//! [`beelet_ebpf_abi::ABSENT`], and the programs do without.
+//! Each position sets one read-only global of an object. A missing field keeps its default,
+//! [`beelet_ebpf_abi::ABSENT`], and the programs work without it.
 
 use super::btf::{Argument, Btf, BtfError};
 use beelet_ebpf_abi::fields::{ATTACHED, CHECK, KernelField, SCHEDULER, Shape, Source};
 
-/// Task storage serves from this release on; before, the kernel may deadlock when it is used under the
+/// First release with usable task storage; earlier kernels may deadlock when programs use it under the
 /// run-queue lock.
 const TASK_STORAGE_SINCE: (u32, u32) = (6, 4);
 
-/// What this kernel has.
+/// The fields of this kernel.
 #[derive(Debug, Default)]
 pub struct Offsets {
     /// The values of the read-only globals.
     pub globals: Vec<(&'static str, u32)>,
-    /// What is missing, and why.
+    /// Missing fields, each with the reason.
     missing: Vec<(&'static KernelField, BtfError)>,
 }
 
 impl Offsets {
-    /// Looks up all that the attached programs read. `release` is the kernel's: major and minor.
+    /// Looks up all fields that the attached programs read. `release` is the kernel's: major and minor.
     #[must_use]
     pub fn resolve(btf: &Btf, release: (u32, u32)) -> Offsets {
         let mut offsets = Offsets::of(btf, ATTACHED);
@@ -28,12 +28,12 @@ impl Offsets {
         offsets
     }
 
-    /// Looks up all that `socket_check` reads.
+    /// Looks up all fields that `socket_check` reads.
     pub(super) fn of_check(btf: &Btf) -> Offsets {
         Offsets::of(btf, CHECK)
     }
 
-    /// Looks up all that the scheduler reads.
+    /// Looks up all fields that the scheduler reads.
     pub(super) fn of_scheduler(btf: &Btf) -> Offsets {
         Offsets::of(btf, SCHEDULER)
     }
@@ -49,7 +49,7 @@ impl Offsets {
         offsets
     }
 
-    /// As if this kernel lacked some of them.
+    /// Removes some fields, as if this kernel lacked them.
     pub(super) fn without(mut self, globals: &[&'static str]) -> Offsets {
         self.globals.retain(|(global, _)| !globals.contains(global));
         let left_out = ATTACHED
@@ -71,7 +71,7 @@ impl Offsets {
         }
     }
 
-    /// What is missing, one sentence each.
+    /// Returns the missing fields, one error each.
     pub(super) fn missing(&self) -> impl Iterator<Item = &BtfError> {
         self.missing.iter().map(|(_, error)| error)
     }
@@ -86,7 +86,8 @@ fn value_of(btf: &Btf, source: &Source) -> Result<u32, BtfError> {
     }
 }
 
-/// Linux 6.2 turned the numbers into per-CPU counters, which keep the bulk of their sum in one place.
+/// Returns the offset of an RSS counter. Linux 6.2 turned the plain numbers into per-CPU counters, which keep
+/// the bulk of their sum in one place.
 fn rss_counter(btf: &Btf, index: u32) -> Result<u32, BtfError> {
     let too_large = || BtfError::NoField("mm_struct.rss_stat at an offset below 4 GiB".to_owned());
     let (offset, stride) = match btf.field("mm_struct", "rss_stat.count") {
@@ -103,8 +104,8 @@ fn rss_counter(btf: &Btf, index: u32) -> Result<u32, BtfError> {
     index.checked_mul(stride).and_then(|more| offset.checked_add(more)).ok_or_else(too_large)
 }
 
-/// The position of a tracepoint's argument: by name, or where the BTF has no names by its place among those
-/// of its shape. Positions have changed between kernels.
+/// Returns the position of a tracepoint's argument: by name, or, if the BTF has no names, by its rank among
+/// the arguments of its shape. Positions have changed between kernels.
 fn position(btf: &Btf, tracepoint: &str, name: &str, shape: Shape, nth: usize) -> Result<u32, BtfError> {
     let fits = |argument: &Argument| match shape {
         Shape::Task => argument.points_to.as_deref() == Some("task_struct"),
@@ -119,7 +120,7 @@ fn position(btf: &Btf, tracepoint: &str, name: &str, shape: Shape, nth: usize) -
         .ok_or_else(|| BtfError::NoField(format!("{name} of tracepoint {tracepoint}")))
 }
 
-/// For fuzzing: every name that is looked for.
+/// Returns every name that is looked up, for fuzzing.
 pub fn names() -> impl Iterator<Item = String> {
     let mut names: Vec<String> =
         ["mm_struct", "rss_stat", "count", "percpu_counter"].map(str::to_owned).to_vec();
@@ -140,16 +141,16 @@ pub fn names() -> impl Iterator<Item = String> {
     names.into_iter()
 }
 
-/// Returns true if threads have task storage on this kernel, not the hash.
+/// Returns true if this kernel has usable task storage, so that the hash of threads is not needed.
 pub(super) fn has_task_storage(release: (u32, u32)) -> bool {
     release >= TASK_STORAGE_SINCE
 }
 
-/// Checks that `inet_sock_set_state` still passes (sk, oldstate, newstate), by name where the BTF has names,
-/// by type where not: the program reads them by position.
+/// Checks that `inet_sock_set_state` still passes (sk, oldstate, newstate), by name if the BTF has names,
+/// otherwise by type: the program reads them by position.
 ///
 /// # Errors
-/// It doesn't, or there is no such tracepoint.
+/// The arguments differ, or the kernel lacks the tracepoint.
 pub fn check_set_state(btf: &Btf) -> Result<(), BtfError> {
     const TRACEPOINT: &str = "inet_sock_set_state";
     let arguments = btf.tracepoint(TRACEPOINT)?;
@@ -174,7 +175,7 @@ mod tests {
     use super::*;
     use beelet_ebpf_abi::fields::group;
 
-    /// What not every kernel has; the programs have another way then.
+    /// Fields that some kernels lack; the programs use another way then.
     const OPTIONAL: &[&str] = &["POS_SWITCH_STATE", "POS_OOM_TASK", "POS_OOM_PID"];
     const EITHER: [&str; 2] = ["OFF_CGROUP_ANCESTORS", "OFF_CGROUP_ANCESTOR_IDS"];
     const ALL: u32 = u32::MAX;
@@ -185,7 +186,7 @@ mod tests {
 
     #[test]
     fn the_running_kernel_has_every_field() {
-        // Any kernel with BTF at all since 5.15 has them; without BTF there is nothing to check.
+        // Every kernel with BTF since 5.15 has them; without BTF the test is skipped.
         let Some(btf) = running_kernel() else {
             eprintln!(
                 "SKIPPED the_running_kernel_has_every_field: this kernel has no /sys/kernel/btf/vmlinux"
@@ -216,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_can_be_done_without() {
+    fn an_ignored_field_counts_as_missing() {
         let offsets = Offsets { globals: vec![("OFF_RQ_CLOCK", 8), ("OFF_SKC_NUM", 4)], missing: Vec::new() };
         let offsets = offsets.without(&["OFF_RQ_CLOCK"]);
         assert_eq!(offsets.globals, [("OFF_SKC_NUM", 4)]);

@@ -1,17 +1,18 @@
-//! Bounds of the work, and of the log lines, that others can cause in the reader of the ring. Any process of
-//! the machine makes it wake up by listen() and close(), and read all maps again by more listeners than they
-//! hold. What comes meanwhile waits in the ring or in the maps, and none of it is lost for good.
+//! Bounds on the work and the log lines that other processes can cause in the reader of the ring. Any process
+//! of the machine can wake the reader with listen() and close(), and make it read all maps again with more
+//! listeners than the maps hold. Events during a pause wait in the ring or in the maps; none is lost
+//! permanently.
 
 use std::time::{Duration, Instant};
 
-/// Wake-ups within a second that cost no pause: more than any node's pods cause.
+/// Wake-ups within a second without a pause: more than any node's pods cause.
 const FREE_WAKES: u32 = 1000;
-/// The pause between two of those that come on top. They are a thousand more per second at most, and what
-/// comes meanwhile is late by this much.
+/// Pause after each further wake-up. The pause limits them to a thousand more per second, and delays edges by
+/// at most this time.
 pub(super) const PAUSE: Duration = Duration::from_millis(1);
-/// The time between two readings of the maps for losses.
+/// Minimum time between two readings of the maps because of losses.
 pub(super) const LOSS_PERIOD: Duration = Duration::from_secs(5);
-/// The time between two warnings of losses, which may go on for as long as a storm does.
+/// Minimum time between two warnings about losses, which last as long as a storm does.
 pub(super) const WARNING_PERIOD: Duration = Duration::from_secs(60);
 
 /// Counts wake-ups.
@@ -22,7 +23,7 @@ pub(super) struct Wakes {
 }
 
 impl Wakes {
-    /// Counts one. Returns true if the next must wait for a [`PAUSE`].
+    /// Counts a wake-up. Returns true if the next one must wait for a [`PAUSE`].
     pub(super) fn are_too_many(&mut self, now: Instant) -> bool {
         if self.since.is_none_or(|since| now.duration_since(since) >= Duration::from_secs(1)) {
             (self.since, self.count) = (Some(now), 0);
@@ -32,7 +33,7 @@ impl Wakes {
     }
 }
 
-/// Something that may be done once per period.
+/// Limits an action to once per period.
 #[derive(Debug)]
 pub(super) struct RateLimit {
     period: Duration,
@@ -44,7 +45,7 @@ impl RateLimit {
         RateLimit { period, last: None }
     }
 
-    /// Returns true if it may be done now, and records it as done.
+    /// Returns true if the action is allowed now, and records it as done.
     pub(super) fn is_due(&mut self, now: Instant) -> bool {
         let is_due = self.next().is_none_or(|next| next <= now);
         if is_due {
@@ -53,7 +54,7 @@ impl RateLimit {
         is_due
     }
 
-    /// When it may be done again; None: at once.
+    /// Returns the time of the next allowed action; `None` if it is allowed at once.
     pub(super) fn next(&self) -> Option<Instant> {
         self.last.and_then(|last| last.checked_add(self.period))
     }
@@ -64,10 +65,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_storm_is_slowed_down_and_what_a_node_does_is_not() {
+    fn a_storm_is_slowed_down_and_normal_load_is_not() {
         let (start, mut wakes) = (Instant::now(), Wakes::default());
         let at = |ms: u64| start + Duration::from_millis(ms);
-        // Each millisecond one, for ever.
+        // A wake-up each millisecond, forever.
         assert!((0..10_000).all(|ms| !wakes.are_too_many(at(ms))));
         // A thousand in an instant, and the next of the same second.
         assert!((0..FREE_WAKES).all(|_| !wakes.are_too_many(at(20_000))));

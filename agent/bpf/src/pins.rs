@@ -1,8 +1,8 @@
-//! Where maps and links stay while the agent is away: `<bpffs>/<name>/v<ABI>/`, with the links in `links/`.
+//! The pins of maps and links while no agent runs: `<bpffs>/<name>/v<ABI>/`, with the links in `links/`.
 //!
-//! `META` is pinned first and removed last, so every folder of ours has it, whatever moment we died in. A
-//! folder without it, or with anything in it that we would not have put there, is a stranger's: named, and
-//! never touched.
+//! `META` is pinned first and removed last, so every folder of ours has it, even if an agent died at any
+//! moment. A folder without it, or with objects that the agent does not pin, is foreign: an error names it,
+//! and the agent never touches it.
 
 use super::KernelError;
 use super::capability::PROGRAMS;
@@ -23,11 +23,11 @@ use std::path::{Path, PathBuf};
 const BPF_FS_MAGIC: u64 = 0xcafe_4a11;
 /// The subfolder for links.
 const LINKS: &str = "links";
-/// Marks a link that has not yet taken its predecessor's place. No dots: bpffs refuses them in names.
+/// Suffix of a link that has not yet replaced its predecessor. No dots: bpffs refuses them in names.
 const NEW: &str = "_new";
 pub(super) const META: &str = "META";
 
-/// A map as this ABI version has it.
+/// A map's shape in this ABI version.
 pub(super) struct MapShape {
     pub(super) name: &'static str,
     kind: MapType,
@@ -37,13 +37,13 @@ pub(super) struct MapShape {
 }
 
 impl MapShape {
-    /// Entries of the map, if these are others than the object says.
+    /// Returns the number of entries, if it differs from the object's.
     pub(super) fn resized(&self, sizes: Sizes) -> Option<u32> {
         let entries = self.entries(sizes);
         if entries == self.entries { None } else { u32::try_from(entries).ok() }
     }
 
-    /// Entries of the map on this kernel and this node.
+    /// Returns the number of entries on this kernel and this node.
     fn entries(&self, sizes: Sizes) -> usize {
         if self.name == TASKS && sizes.task_storage {
             1
@@ -55,19 +55,19 @@ impl MapShape {
     }
 }
 
-/// What the sizes of maps depend on.
+/// Parameters of the maps' sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sizes {
-    /// Threads are in one of two maps, and the other is kept as small as can be.
+    /// True if threads are in task storage; the hash for threads has the minimum size then.
     task_storage: bool,
-    /// Entries of what is kept for each cgroup of a pod, as a power of two.
+    /// Entries of the per-cgroup maps, as a power of two.
     pub(super) container_bits: u32,
 }
 
 impl Sizes {
-    /// For a node of so many pods. A pod has two cgroups or more (its sandbox's and its containers'), those
-    /// that are gone are counted for a while, and the table may be three quarters full
-    /// (docs/decisions/0014-counters-table.md): four entries per pod.
+    /// Returns the sizes for a node of `pods` pods: four entries per pod. A pod has two cgroups or more (its
+    /// sandbox's and its containers'), removed cgroups keep their entries for a while, and the table may be
+    /// three quarters full (docs/decisions/0014-counters-table.md).
     pub(super) fn of(pods: usize, release: (u32, u32)) -> Sizes {
         let entries = pods.saturating_mul(4).clamp(1 << LEAST_BITS, 1 << MOST_BITS);
         Sizes {
@@ -77,15 +77,16 @@ impl Sizes {
     }
 }
 
-/// No table is smaller than 1,024 entries, or larger than 65,536: it is there once for each CPU.
+/// Minimum size of a table, 1,024 entries, as a power of two.
 const LEAST_BITS: u32 = 10;
+/// Maximum size of a table, 65,536 entries: every CPU has a copy.
 const MOST_BITS: u32 = 16;
 
 const fn shape(name: &'static str, kind: MapType, key: usize, value: usize, entries: usize) -> MapShape {
     MapShape { name, kind, key, value, entries }
 }
 
-/// What each thread is waiting for, where there is no task storage.
+/// The map of waiting threads for kernels without usable task storage.
 const TASKS: &str = "TASKS";
 
 /// Every map that is pinned. `META` comes first.
@@ -117,33 +118,33 @@ pub(super) struct Pins {
     mounted: bool,
 }
 
-/// What an earlier instance left in the folder of this ABI version.
+/// Pins of an earlier instance in the folder of this ABI version.
 #[derive(Debug)]
 pub(super) enum Current {
-    /// Nothing, or something half made that counts as nothing.
+    /// No pins, or unfinished ones, which count as none.
     Absent,
     /// Maps and links that an earlier instance finished.
     Complete(Meta),
 }
 
-/// What was found under our name.
+/// Result of inspecting our folder.
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) current: Current,
-    /// Folders of ours, of other ABI versions.
+    /// Folders of other ABI versions.
     pub(super) stale: Vec<PathBuf>,
 }
 
 impl Pins {
-    /// Finds, or mounts, the bpf file system.
+    /// Finds or mounts the bpf file system.
     ///
     /// # Errors
-    /// [`KernelError::NoFileSystem`]: all works without pins then.
+    /// [`KernelError::NoFileSystem`]: the kernel half then works without pins.
     pub(super) fn open(bpffs: &Path, name: &str) -> Result<Pins, KernelError> {
         let no_file_system = |why| KernelError::NoFileSystem { bpffs: bpffs.to_path_buf(), why };
         if name.is_empty() || name.contains(['/', '.']) {
             return Err(no_file_system(format!(
-                "the pin name {name:?} can't be used: bpffs takes no slashes and no dots in a name"
+                "the pin name {name:?} is invalid: bpffs allows neither slashes nor dots in a name"
             )));
         }
         let mounted = ensure_mounted(bpffs).map_err(no_file_system)?;
@@ -152,15 +153,15 @@ impl Pins {
         Ok(Pins { bpffs: bpffs.to_path_buf(), base, dir, mounted })
     }
 
-    /// Inspects what is there, and changes nothing.
+    /// Inspects our folder without changing it.
     ///
     /// # Errors
-    /// [`KernelError::Foreign`]: our place is taken, and the kernel half stays off.
+    /// [`KernelError::Foreign`]: the path holds foreign files, and the kernel half stays off.
     pub(super) fn inspect(&self, sizes: Sizes) -> Result<Found, KernelError> {
         let foreign = |path: &Path, what: &str| {
             KernelError::Foreign(format!(
-                "{} is {what}, which beelet did not make. It is left alone; remove it, or give beelet another place \
-                 (bpffs and pinName in its configuration)",
+                "{} is {what}, which beelet did not make, and is left alone; remove it, or configure another path for \
+                 beelet (bpffs and pinName in its configuration)",
                 path.display()
             ))
         };
@@ -168,7 +169,7 @@ impl Pins {
         match std::fs::symlink_metadata(&self.base) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(found),
             Err(error) => return Err(foreign(&self.base, &format!("unreadable ({error})"))),
-            Ok(metadata) if !metadata.is_dir() => return Err(foreign(&self.base, "no folder")),
+            Ok(metadata) if !metadata.is_dir() => return Err(foreign(&self.base, "not a folder")),
             Ok(_) => {}
         }
         for entry in entries(&self.base).map_err(|error| foreign(&self.base, &error.to_string()))? {
@@ -194,7 +195,7 @@ impl Pins {
         Ok(found)
     }
 
-    /// Everything in the folder of this version must be something that we put there.
+    /// Checks that the folder of this version holds only objects that the agent pins.
     fn check_current(&self) -> Result<(), (PathBuf, String)> {
         let unreadable =
             |path: &Path, error: &std::io::Error| (path.to_path_buf(), format!("unreadable ({error})"));
@@ -213,7 +214,7 @@ impl Pins {
         Ok(())
     }
 
-    /// Returns true if every map is there and has the shape of this version.
+    /// Returns true if every map is pinned and has the shape of this version.
     fn maps_fit(&self, sizes: Sizes) -> bool {
         MAPS.iter().all(|shape| {
             let info = MapData::from_pin(self.map(shape.name)).and_then(|map| map.info());
@@ -235,17 +236,17 @@ impl Pins {
         })
     }
 
-    /// Takes away the pins of this version; whatever they hold ends with its last user.
+    /// Removes the pins of this version; each object ends with its last user.
     pub(super) fn remove_current(&self) -> Result<(), KernelError> {
         remove_tree(&self.dir)
     }
 
-    /// Takes away a folder that [`Pins::inspect`] called stale.
+    /// Removes a folder that [`Pins::inspect`] reported as stale.
     pub(super) fn remove_stale(path: &Path) -> Result<(), KernelError> {
         remove_tree(path)
     }
 
-    /// Takes everything of ours away: the pins, our folder, and the mount if this instance made it.
+    /// Removes the pins and our folder, and unmounts the file system if this instance mounted it.
     pub(super) fn remove_all(&self) -> Result<(), KernelError> {
         self.remove_current()?;
         match std::fs::remove_dir(&self.base) {
@@ -262,27 +263,27 @@ impl Pins {
         Ok(())
     }
 
-    /// The folder of this version.
+    /// Returns the folder of this version.
     pub(super) fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The path at which a map is pinned.
+    /// Returns the pin path of a map.
     pub(super) fn map(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }
 
-    /// The path at which a program's link is pinned.
+    /// Returns the pin path of a program's link.
     pub(super) fn link(&self, program: &str) -> PathBuf {
         link_in(&self.dir, program)
     }
 
-    /// The path at which a link is pinned before it takes the place of the old one.
+    /// Returns the pin path of a link before it replaces the old one.
     pub(super) fn new_link(&self, program: &str) -> PathBuf {
         self.dir.join(LINKS).join(format!("{program}{NEW}"))
     }
 
-    /// Puts every new link in the place of its old one, which ends with that.
+    /// Renames every new link over its predecessor, which ends with that.
     pub(super) fn promote_links(&self) -> Result<(), KernelError> {
         for program in PROGRAMS {
             let (new, place) = (self.new_link(program.name), self.link(program.name));
@@ -299,12 +300,12 @@ impl Pins {
         Ok(())
     }
 
-    /// Takes away the link of a program that is not needed any more.
+    /// Removes the link of a program that is no longer needed.
     pub(super) fn remove_link(&self, program: &str) {
         let _ = std::fs::remove_file(self.link(program)); // most have none
     }
 
-    /// Takes away every new link that has not taken its place.
+    /// Removes every new link that was not promoted.
     pub(super) fn discard_new_links(&self) {
         for program in PROGRAMS {
             let _ = std::fs::remove_file(self.new_link(program.name));
@@ -312,25 +313,25 @@ impl Pins {
     }
 }
 
-/// The folder of this version's pins, whether it is there or not.
+/// Returns the path of the folder for this version's pins, which may not exist.
 pub(super) fn folder(bpffs: &Path, name: &str) -> PathBuf {
     bpffs.join(name).join(format!("v{ABI_VERSION}"))
 }
 
-/// The path of a program's link below such a folder.
+/// Returns the path of a program's link below a folder of pins.
 pub(super) fn link_in(dir: &Path, program: &str) -> PathBuf {
     dir.join(LINKS).join(program)
 }
 
-/// Mounts a bpf file system at `path` unless there is one; true if it did.
+/// Mounts a bpf file system at `path` unless one is mounted there; returns true if it mounted one.
 fn ensure_mounted(path: &Path) -> Result<bool, String> {
     let shown = path.display();
     if !path.exists() {
         std::fs::create_dir_all(path)
-            .map_err(|error| format!("there is no {shown} and it could not be made: {error}"))?;
+            .map_err(|error| format!("{shown} is missing and could not be made: {error}"))?;
     }
     let kind =
-        rustix::fs::statfs(path).map_err(|error| format!("could not look at {shown}: {error}"))?.f_type;
+        rustix::fs::statfs(path).map_err(|error| format!("could not inspect {shown}: {error}"))?.f_type;
     if kind as u64 == BPF_FS_MAGIC {
         return Ok(false);
     }
@@ -341,16 +342,17 @@ fn ensure_mounted(path: &Path) -> Result<bool, String> {
         return Err(format!("{shown} is the mount point of another file system, not of a bpf one"));
     }
     if !is_empty(path) {
-        return Err(format!("{shown} is no bpf file system, and not empty, so none is mounted over it"));
+        return Err(format!("{shown} is not a bpf file system, and not empty, so none is mounted over it"));
     }
     let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
     rustix::mount::mount("bpf", path, "bpf", flags, c"mode=0700")
-        .map_err(|error| format!("no bpf file system could be mounted at {shown}: {error}"))?;
+        .map_err(|error| format!("could not mount a bpf file system at {shown}: {error}"))?;
     tracing::info!("mounted a bpf file system at {shown}");
     Ok(true)
 }
 
-/// Reads the META map of a folder; `None` if there is none; an error says what else is at its place.
+/// Reads the META map of a folder; `None` if it is missing. An error describes the foreign object in its
+/// place.
 fn read_meta(dir: &Path) -> Result<Option<Meta>, String> {
     let path = dir.join(META);
     if !path.exists() {
@@ -361,7 +363,7 @@ fn read_meta(dir: &Path) -> Result<Option<Meta>, String> {
     let data = MapData::from_pin(&path).map_err(|error| unreadable(&error))?;
     let info = data.info().map_err(|error| unreadable(&error))?;
     if info.value_size() as usize != size_of::<Meta>() || info.map_type().ok() != Some(MapType::Array) {
-        // Another version's may have grown; ours never shrinks below its head.
+        // Another version's META may be longer; ours is never shorter than the common head.
         return Err("a map of another shape".to_owned());
     }
     let map: Array<MapData, Meta> =
@@ -375,23 +377,23 @@ fn expect_kind(path: &Path, expected: ObjectKind) -> Result<(), (PathBuf, String
     match kind {
         Ok(kind) if kind == expected => Ok(()),
         Ok(kind) => Err((path.to_path_buf(), format!("a BPF {}", format!("{kind:?}").to_lowercase()))),
-        Err(error) => Err((path.to_path_buf(), format!("no BPF object ({error})"))),
+        Err(error) => Err((path.to_path_buf(), format!("not a BPF object ({error})"))),
     }
 }
 
-/// The paths in a folder.
+/// Returns the paths in a folder.
 fn entries(dir: &Path) -> std::io::Result<Vec<PathBuf>> {
     std::fs::read_dir(dir)?.map(|entry| entry.map(|entry| entry.path())).collect()
 }
 
-/// Returns true if a folder holds nothing, or only our empty folder for links.
+/// Returns true if a folder is empty, or holds only our empty folder for links.
 fn is_empty(dir: &Path) -> bool {
     entries(dir).is_ok_and(|found| {
         found.iter().all(|path| path.ends_with(LINKS) && entries(path).is_ok_and(|links| links.is_empty()))
     })
 }
 
-/// Returns true if nobody has pinned anything on a bpf file system: the kernel puts these two there itself
+/// Returns true if a bpf file system has no pins but the two that the kernel itself makes
 /// (kernel/bpf/preload).
 fn only_the_kernels_own(bpffs: &Path) -> bool {
     entries(bpffs).is_ok_and(|found| {
@@ -399,7 +401,7 @@ fn only_the_kernels_own(bpffs: &Path) -> bool {
     })
 }
 
-/// Removes a folder of ours, META last: interrupted, it is still known as ours.
+/// Removes a folder of ours, META last, so that the rest of an interrupted removal is still known as ours.
 fn remove_tree(dir: &Path) -> Result<(), KernelError> {
     let failed = |path: &Path, error: &std::io::Error| {
         KernelError::new(format!("could not remove {}: {error}", path.display()))

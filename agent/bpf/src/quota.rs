@@ -1,9 +1,9 @@
-//! Disk usage without walking: where a file system counts by project (XFS and ext4 mounted with `prjquota`),
-//! a volume gets a project of its own, and the kernel says what it takes.
+//! Disk usage without a walk: on file systems with project quotas (XFS and ext4 mounted with `prjquota`), a
+//! volume gets a project of its own, and the kernel counts its usage.
 //!
-//! Nothing is limited by this, only counted. Whatever doesn't work, for whatever reason, leaves the walk in
-//! its place. Must never take a folder out of somebody else's project, nor follow what a pod puts in the way
-//! of the agent: a link, a pipe.
+//! The quotas only count and set no limit. On any failure the caller walks the folder instead. Must never
+//! move a folder out of a foreign project, nor follow a link or wait for a pipe that a pod puts in the
+//! agent's way.
 
 use std::{
     ffi::CStr,
@@ -31,13 +31,13 @@ pub struct Counted {
 /// `_IOW('X', 32, struct fsxattr)`.
 const GET_ATTRIBUTES: libc::Ioctl = ioctl_number(2, 31) as libc::Ioctl;
 const SET_ATTRIBUTES: libc::Ioctl = ioctl_number(1, 32) as libc::Ioctl;
-/// `FS_XFLAG_PROJINHERIT`: what is made in a folder gets its project.
+/// `FS_XFLAG_PROJINHERIT`: new files in a folder get the folder's project.
 const INHERIT: u32 = 0x200;
 /// `QCMD(Q_GETINFO, PRJQUOTA)` and `QCMD(Q_GETQUOTA, PRJQUOTA)` (include/uapi/linux/quota.h).
 const GET_INFO: u32 = 0x80_0005 << 8 | PROJECTS;
 const GET_QUOTA: u32 = 0x80_0007 << 8 | PROJECTS;
 const PROJECTS: u32 = 2;
-/// Our projects: high numbers, which nobody writes into /etc/projects.
+/// First of our projects: high numbers, which no administrator uses in /etc/projects.
 const FIRST_PROJECT: u32 = 0x4000_0000;
 
 /// `struct fsxattr`.
@@ -79,17 +79,17 @@ const fn ioctl_number(direction: u32, number: u32) -> u32 {
     direction << 30 | (size_of::<Attributes>() as u32) << 16 | (b'X' as u32) << 8 | number
 }
 
-/// How a file is opened that may be another by now: no link is followed, no pipe waited for.
+/// Flags for opening a file that a pod may have replaced: follow no link, wait for no pipe.
 const READ: OFlags = OFlags::RDONLY
     .union(OFlags::NOFOLLOW)
     .union(OFlags::NONBLOCK)
     .union(OFlags::NOCTTY)
     .union(OFlags::CLOEXEC);
-/// Deeper than any volume that a pod has just begun to fill.
+/// Maximum depth: deeper than any volume that a pod has just begun to fill.
 const DEEPEST: usize = 64;
 
-/// Disk usage of `folder`, by its project, which it gets if it has none. None where the file system counts no
-/// projects, the folder is in a project that isn't its own, or anything else is in the way.
+/// Returns the disk usage of `folder` from its project, which it gets if it has none. `None` if the file
+/// system has no project quotas, the folder is in a foreign project, or anything else fails.
 #[must_use]
 pub fn measure(folder: &Path) -> Option<Counted> {
     let top = open_folder(folder).ok()?;
@@ -99,20 +99,20 @@ pub fn measure(folder: &Path) -> Option<Counted> {
     usage(top.as_fd(), adopt_opened(folder, &top).ok()?)
 }
 
-/// Puts `folder` and all that is in it into the folder's own project, and says which that is. A folder that
-/// is in it stays as it is: it is marked last, once everything below it is.
+/// Moves `folder` and its whole content into the folder's own project, and returns the project's number.
+/// Skips a folder that is in its project already: a folder is marked last, after everything below it.
 ///
 /// # Errors
-/// It is in another project (it inherited that, and somebody's limit may come with it), or something in it
-/// can't be marked.
+/// The folder is in another project (an inherited one, which may have a limit), or a file in it can't be
+/// marked.
 pub fn adopt(folder: &Path) -> io::Result<u32> {
     adopt_opened(folder, &open_folder(folder)?)
 }
 
-/// The project of a file or folder that is not a link.
+/// Returns the project of a file or folder that is not a link.
 ///
 /// # Errors
-/// It is not there, or its file system has no projects.
+/// The path is missing, or its file system has no projects.
 pub fn project_of(path: &Path) -> io::Result<u32> {
     Ok(attributes(openat(CWD, path, READ, Mode::empty())?.as_fd())?.projid)
 }
@@ -128,43 +128,43 @@ fn adopt_opened(folder: &Path, top: &OwnedFd) -> io::Result<u32> {
         return Ok(project);
     }
     if before.projid != 0 && before.projid != project {
-        return Err(io::Error::other("the folder is in somebody else's project"));
+        return Err(io::Error::other("the folder is in a foreign project"));
     }
     let marking = Marking { project, device: fstat(top)?.st_dev };
     marking.all_in(top, false)?;
     mark(top, project, true)?;
-    // What was made in the folder itself meanwhile has inherited nothing; from now on everything does.
+    // Files made in the folder itself during the first pass inherited nothing; from now on all do.
     if let Err(error) = marking.all_in(top, true) {
-        // Else it would be taken for complete the next time.
+        // Otherwise the next call would take the marking for complete.
         set_attributes(top.as_fd(), &before)?;
         return Err(error);
     }
     Ok(project)
 }
 
-/// A number for a folder: of a path always the same one.
+/// Returns the project number of a folder, always the same for a path.
 fn project_for(folder: &Path) -> u32 {
     let bytes = folder.as_os_str().as_encoded_bytes();
-    // FNV-1a; two volumes of a node that meet in it are measured as one, which a node's few hundred don't.
+    // FNV-1a; two volumes with the same hash would be measured as one, which is unlikely among a node's few
+    // hundred.
     let hash =
         bytes.iter().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193));
     FIRST_PROJECT | hash & (FIRST_PROJECT - 1)
 }
 
-/// Puts files and folders into a project.
+/// Moves files and folders into a project.
 #[derive(Clone, Copy)]
 struct Marking {
     project: u32,
-    /// The file system that all of them are on.
+    /// Device of the file system that all of them are on.
     device: u64,
 }
 
 impl Marking {
-    /// Marks everything in `folder`; but what in `folder` itself is in the project already stays as it is if
-    /// `all_but_marked`. Fails where it is deeper than [`DEEPEST`].
+    /// Marks everything in `folder`. With `all_but_marked`, skips the direct entries of `folder` that are in
+    /// the project already. Fails if `folder` is deeper than [`DEEPEST`].
     fn all_in(self, folder: &OwnedFd, all_but_marked: bool) -> io::Result<()> {
-        // The folders on the way down, each with what is left to read of it: as many descriptors as it is
-        // deep.
+        // The folders on the way down, each with the rest of its entries: one descriptor per level.
         let mut open = vec![(Dir::read_from(folder)?, folder.try_clone()?)];
         loop {
             let depth = open.len();
@@ -187,13 +187,13 @@ impl Marking {
         }
     }
 
-    /// Marks a file, or a folder, which is returned: the folder comes before what is in it, so that what is
-    /// made in it meanwhile inherits. Its kind when it was listed means nothing any more: a pod may have put
-    /// a link or a pipe in its place.
+    /// Marks a file or a folder, and returns a folder. A folder is marked before its content, so that files
+    /// made in it during the walk inherit the project. The kind is checked again after opening, because a pod
+    /// may have replaced the entry with a link or a pipe since it was listed.
     fn entry(self, folder: &OwnedFd, name: &CStr, all_but_marked: bool) -> io::Result<Option<OwnedFd>> {
         let file = match openat(folder, name, READ, Mode::empty()) {
             Ok(file) => file,
-            // It is gone, a link, or a socket.
+            // Removed, a link, or a socket.
             Err(Errno::NOENT | Errno::LOOP | Errno::NXIO) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
@@ -228,38 +228,38 @@ fn mark(file: &OwnedFd, project: u32, inherit: bool) -> io::Result<()> {
 fn attributes(file: BorrowedFd<'_>) -> io::Result<Attributes> {
     let mut attributes = Attributes::default();
     // SAFETY: the descriptor is open for the call, and the kernel writes one `struct fsxattr` to the pointer,
-    // which is to one of that size and alignment (fs/ioctl.c, `ioctl_fsgetxattr`).
+    // whose target has that size and alignment (fs/ioctl.c, `ioctl_fsgetxattr`).
     let result = unsafe { libc::ioctl(file.as_raw_fd(), GET_ATTRIBUTES, &raw mut attributes) };
     if result == 0 { Ok(attributes) } else { Err(io::Error::last_os_error()) }
 }
 
 fn set_attributes(file: BorrowedFd<'_>, attributes: &Attributes) -> io::Result<()> {
-    // SAFETY: as above; the kernel only reads (`ioctl_fssetxattr`).
+    // SAFETY: as in `attributes`; the kernel only reads (`ioctl_fssetxattr`).
     let result = unsafe { libc::ioctl(file.as_raw_fd(), SET_ATTRIBUTES, &raw const *attributes) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Why volumes in a folder are measured by walking through them.
+/// Reason for measuring the volumes in a folder by walking them.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Uncounted {
-    /// Their file system counts no projects: as a rule, it could.
+    /// Project quotas are off on the volumes' file system; usually they can be turned on.
     #[error("{0}")]
     Off(String),
-    /// It may, but the agent isn't allowed to ask.
+    /// Project quotas may be on, but the agent may not query them.
     #[error("{0}")]
     Refused(String),
 }
 
-/// Checks that the kernel counts what volumes in `folder`, or in the nearest folder above it that exists,
-/// take.
+/// Checks that the kernel counts the disk usage of volumes in `folder`, or in the nearest existing folder
+/// above it.
 ///
 /// # Errors
-/// It doesn't: why, and what to do, in a sentence.
+/// The kernel does not count it; the error has the reason and the remedy.
 pub fn counted(folder: &Path) -> Result<(), Uncounted> {
     let nearest = folder.ancestors().find(|path| path.is_dir()).unwrap_or(folder);
     let off = |error: io::Error| {
         Uncounted::Off(format!(
-            "the file system of {} counts nothing by project ({error}): mount XFS or ext4 with prjquota to have it counted",
+            "the file system of {} has no project quotas ({error}): mount XFS or ext4 with prjquota to turn them on",
             nearest.display()
         ))
     };
@@ -267,11 +267,11 @@ pub fn counted(folder: &Path) -> Result<(), Uncounted> {
     let opened = openat(CWD, nearest, flags, Mode::empty()).map_err(|error| off(error.into()))?;
     match quotactl::<Info>(opened.as_fd(), GET_INFO, 0) {
         Ok(_) => Ok(()),
-        // The question itself needs no privilege (fs/quota/quota.c, `check_quotactl_permission`): something
-        // filters it.
+        // The query itself needs no privilege (fs/quota/quota.c, `check_quotactl_permission`): a filter
+        // refuses it.
         Err(Errno::PERM | Errno::ACCESS) => Err(Uncounted::Refused(
-            "the system call quotactl_fd is refused to the agent: allow it (SystemCallFilter= of the unit, the container's \
-             seccomp profile)"
+            "a filter refuses the system call quotactl_fd: allow it (SystemCallFilter= of the unit, the container's seccomp \
+             profile)"
                 .to_owned(),
         )),
         Err(error) => Err(off(error.into())),
@@ -288,12 +288,11 @@ fn usage(file: BorrowedFd<'_>, project: u32) -> Option<Counted> {
     Some(Counted { bytes: quota.bytes, inodes: quota.inodes })
 }
 
-/// quotactl_fd(2), Linux 5.14: the file system is that of the descriptor, wherever its device is.
+/// Calls quotactl_fd(2), Linux 5.14, which takes the file system of the descriptor and needs no device path.
 fn quotactl<T>(file: BorrowedFd<'_>, command: u32, id: u32) -> Result<T, Errno> {
     let mut answer = MaybeUninit::<T>::zeroed();
-    // SAFETY: the descriptor is open for the call, and the kernel writes the structure that the command is
-    // for to the pointer, which is to zeroed memory of its size and alignment (fs/quota/quota.c,
-    // `do_quotactl`).
+    // SAFETY: the descriptor is open for the call, and the kernel writes the command's structure to the
+    // pointer, whose target is zeroed memory of its size and alignment (fs/quota/quota.c, `do_quotactl`).
     let result =
         unsafe { libc::syscall(libc::SYS_quotactl_fd, file.as_raw_fd(), command, id, answer.as_mut_ptr()) };
     if result != 0 {
@@ -316,18 +315,18 @@ mod tests {
     }
 
     #[test]
-    fn where_nothing_is_counted_by_project_nothing_is_said() {
+    fn without_project_quotas_there_is_no_usage_and_the_remedy_is_named() {
         // procfs has no quotas anywhere.
         assert_eq!(measure(Path::new("/proc/self")), None);
         assert_eq!(measure(Path::new("/nonexistent")), None);
         for path in ["/proc/self", "/proc/self/not/yet/there"] {
             let Err(Uncounted::Off(why)) = counted(Path::new(path)) else { panic!("{path} counts") };
-            assert!(why.contains("/proc/self counts nothing") && why.contains("prjquota"), "{why}");
+            assert!(why.contains("/proc/self has no project quotas") && why.contains("prjquota"), "{why}");
         }
     }
 
     #[test]
-    fn what_was_swapped_for_a_link_a_pipe_or_nothing_is_neither_followed_nor_waited_for() {
+    fn an_entry_replaced_by_a_link_or_a_pipe_is_neither_followed_nor_waited_for() {
         let (dir, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         std::os::unix::fs::symlink(outside.path(), dir.path().join("link")).unwrap();
         rustix::fs::mknodat(CWD, dir.path().join("pipe"), FileType::Fifo, 0o600.into(), 0).unwrap();

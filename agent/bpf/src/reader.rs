@@ -1,8 +1,8 @@
-//! The one thread that reads the ring buffer and hands typed edges on.
+//! The thread that reads the ring buffer and publishes typed edges.
 //!
-//! It sleeps in poll(2) until the kernel or [`Reader::stop`] wakes it; it never spins. Nothing is lost for
-//! good: where an edge could not be delivered (the ring was full, or a channel) it delivers [`Edge::Lost`],
-//! and its subscribers read the maps again.
+//! The thread sleeps in poll(2) until the kernel or [`Reader::stop`] wakes it, and never spins. No state is
+//! lost permanently: if an edge could not be delivered (the ring or a channel was full), the thread delivers
+//! [`Edge::Lost`], and its subscribers read the maps again.
 
 use super::bpf_log::BpfLog;
 use super::edges::{Edge, Hub, PressureKind};
@@ -23,12 +23,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tokio::sync::SetOnce;
 
-/// Edges that are handed on together: their subscribers are woken once.
+/// Edges that are sent together: their subscribers are woken once.
 const BATCH: usize = 256;
-/// After so many new listeners the reader checks whether unused addresses fill their map.
+/// New listeners between two checks whether unused addresses fill their map.
 const OPENS_PER_SWEEP: u32 = 1024;
-/// After so many processes that ended it removes the counters of cgroups that are gone, or after some time.
+/// Process exits after which the reader removes the counters of removed cgroups.
 const EXITS_PER_SWEEP: u32 = 256;
+/// Time after which the reader removes these counters if fewer processes ended.
 const SWEEP_AFTER: Duration = Duration::from_secs(30);
 
 /// The running reader thread.
@@ -39,7 +40,7 @@ pub(super) struct Reader {
     failed: Arc<SetOnce<String>>,
 }
 
-/// What the thread works with.
+/// State of the thread.
 struct Work {
     ring: RingBuf<MapData>,
     drops: PerCpuArray<MapData, Drops>,
@@ -56,17 +57,17 @@ struct Work {
     wakes: Wakes,
     /// Listeners opened since the last sweep.
     opened: u32,
-    /// Processes that ended since stale counters were last removed; and when to do it again at the latest.
+    /// Processes that ended since stale counters were last removed.
     exited: u32,
+    /// Deadline of the next removal of stale counters.
     remove_at: Option<Instant>,
 }
 
 impl Reader {
-    /// Starts the thread. Events that are in the ring already, or were dropped, are passed over: the maps say
-    /// what they led to.
+    /// Starts the thread. Skips earlier events, in the ring or dropped: the maps have their result.
     ///
     /// # Errors
-    /// The drop counters can't be read, or no thread or eventfd can be made.
+    /// The drop counters can't be read, or the thread or the eventfd can't be made.
     pub(super) fn start(
         mut ring: RingBuf<MapData>,
         drops: PerCpuArray<MapData, Drops>,
@@ -75,13 +76,13 @@ impl Reader {
         hub: Hub,
     ) -> Result<Reader, KernelError> {
         let failed = |what: &str, error: &dyn std::fmt::Display| {
-            KernelError::new(format!("the reader of kernel events could not start: {what}: {error}"))
+            KernelError::new(format!("could not start the reader of kernel events: {what}: {error}"))
         };
         let stop_poll =
-            Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| failed("no eventfd", &error))?);
+            Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| failed("eventfd", &error))?);
         while ring.next().is_some() {}
-        // After the ring, which may have been full: what was dropped until now is nobody's loss, as there
-        // are no subscribers yet.
+        // After the ring, which may have been full: drops until now affect no subscriber, since none exists
+        // yet.
         let handled_drops = sum(&drops)?;
         let (sweeper, stale_counters) = sweepers;
         let work = Work {
@@ -106,24 +107,24 @@ impl Reader {
         let thread = std::thread::Builder::new()
             .name("kernel-events".to_owned())
             .spawn(move || publish_failure(&failed_out, || work.run()))
-            .map_err(|error| failed("no thread", &error))?;
+            .map_err(|error| failed("thread", &error))?;
         Ok(Reader { thread: Some(thread), stop_poll, failed: reason })
     }
 
-    /// Waits until the thread has ended unasked, and says why.
+    /// Waits until the thread fails, and returns the reason.
     pub(super) fn failed(&self) -> impl Future<Output = String> + Send + use<> {
         let failed = Arc::clone(&self.failed);
         async move { failed.wait().await.clone() }
     }
 
-    /// Ends the thread and waits for it.
+    /// Stops the thread and waits for its end.
     pub(super) fn stop(&mut self) {
         if let Err(error) = rustix::io::write(&*self.stop_poll, &1_u64.to_ne_bytes()) {
-            tracing::warn!("the reader of kernel events could not be woken to stop: {error}");
+            tracing::warn!("cannot wake the reader of kernel events to stop it: {error}");
             return;
         }
         if let Some(thread) = self.thread.take() {
-            // A panic was published where it happened.
+            // The thread itself published a panic.
             let _ = thread.join();
         }
     }
@@ -135,7 +136,7 @@ impl Drop for Reader {
     }
 }
 
-/// Publishes why `work` ended, unless it was asked to.
+/// Publishes the reason for the end of `work`, unless it was stopped.
 fn publish_failure(failed: &SetOnce<String>, work: impl FnOnce() -> Result<(), KernelError>) {
     let reason = match std::panic::catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(())) => return,
@@ -143,15 +144,15 @@ fn publish_failure(failed: &SetOnce<String>, work: impl FnOnce() -> Result<(), K
         Err(panic) => {
             let text = panic.downcast_ref::<&str>().copied();
             let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-            format!("panicked: {}", text.unwrap_or("without a word"))
+            format!("panicked: {}", text.unwrap_or("no message"))
         }
     };
-    // There is one thread, and it ends once.
+    // The only thread ends once.
     let _ = failed.set(reason);
 }
 
 impl Work {
-    /// An error says why there are no events any more.
+    /// Runs until stopped; an error is the reason for the end of events.
     fn run(mut self) -> Result<(), KernelError> {
         loop {
             let owes = self.drain();
@@ -181,13 +182,13 @@ impl Work {
         }
     }
 
-    /// Hands on what is in the ring. Returns true if subscribers are still to be notified of a loss.
+    /// Publishes the events in the ring. Returns true if subscribers are still to be notified of a loss.
     fn drain(&mut self) -> bool {
         let mut batch = Vec::new();
         while let Some(edge) = self.ring.next().map(|record| decode(&record)) {
             let edge = edge.unwrap_or_else(|unknown| {
-                // A record of a newer object: the maps have what it says.
-                tracing::warn!("an unknown record of kind {unknown} came from the kernel programs");
+                // A record of a newer object: the maps have its content.
+                tracing::warn!("unknown record kind from the kernel programs: {unknown}");
                 Edge::Lost
             });
             self.opened += u32::from(matches!(edge, Edge::ListenerOpened { .. }));
@@ -213,7 +214,7 @@ impl Work {
         if is_due {
             if self.warnings.is_due(Instant::now()) {
                 tracing::warn!(
-                    "the kernel programs lost something, which is read from the maps instead: {new:?} in all"
+                    "the kernel programs lost events, which are read from the maps instead; totals: {new:?}"
                 );
             }
             self.handled_drops = new;
@@ -225,8 +226,8 @@ impl Work {
         seen != new
     }
 
-    /// Removes the counters of cgroups that are gone once enough processes have ended, or a while after one
-    /// has.
+    /// Removes the counters of removed cgroups after enough processes have ended, or some time after the
+    /// first exit.
     fn remove_stale_counters(&mut self, full: bool) {
         if self.exited == 0 && !full && self.remove_at.is_none() {
             return;
@@ -236,17 +237,17 @@ impl Work {
         if self.exited < EXITS_PER_SWEEP && now < at && !full {
             return;
         }
-        // What is found gone for the first time is removed the next time: so there is one.
+        // A cgroup found removed for the first time loses its counters the next time, so schedule one.
         self.remove_at = (self.exited > 0).then_some(now + SWEEP_AFTER);
         self.exited = 0;
         match self.stale_counters.sweep(full) {
             Ok(0) => {}
-            Ok(removed) => tracing::debug!("removed the counters of {removed} cgroups that are gone"),
+            Ok(removed) => tracing::debug!("freed the counters of {removed} removed cgroups"),
             Err(error) => tracing::warn!("{error}"),
         }
     }
 
-    /// Makes room for new addresses, once per period at most.
+    /// Removes unused addresses, once per period at most.
     fn sweep(&mut self, full: bool) {
         if !full && (self.opened < OPENS_PER_SWEEP || !self.sweeps.is_due(Instant::now())) {
             return;
@@ -254,14 +255,14 @@ impl Work {
         self.opened = 0;
         match self.sweeper.sweep(monotonic_ns(), full) {
             Ok(0) => {}
-            Ok(removed) => tracing::info!("removed {removed} addresses that nobody listens on any more"),
+            Ok(removed) => tracing::info!("removed {removed} addresses without listeners"),
             Err(error) if self.warnings.is_due(Instant::now()) => tracing::warn!("{error}"),
             Err(error) => tracing::debug!("{error}"),
         }
     }
 }
 
-/// All drops of all CPUs.
+/// Returns the drops summed over all CPUs.
 pub(super) fn sum(drops: &PerCpuArray<MapData, Drops>) -> Result<Drops, KernelError> {
     let values = drops.get(&0, 0).map_err(|error| KernelError::map("DROPS", &error))?;
     Ok(values.iter().fold(Drops::default(), |sum, cpu| Drops {
@@ -273,8 +274,8 @@ pub(super) fn sum(drops: &PerCpuArray<MapData, Drops>) -> Result<Drops, KernelEr
     }))
 }
 
-/// Reads one record; `Err` with the kind of one that this version doesn't know, or that is too short for its
-/// kind.
+/// Decodes one record. `Err` has the record's kind if this version does not know it, or if the record is too
+/// short for it.
 pub fn decode(record: &[u8]) -> Result<Edge, u32> {
     let mut bytes = Bytes(record);
     let header = EventHeader {
@@ -304,7 +305,7 @@ pub fn decode(record: &[u8]) -> Result<Edge, u32> {
 }
 
 fn exited(event: &ExitEvent) -> Edge {
-    // wait(2): the signal, or 0, in seven bits; then whether there is a core file; then the exit code.
+    // wait(2): the signal, or 0, in seven bits; then the core-file flag; then the exit code.
     let signal = event.status & 0x7f;
     let code = if signal == 0 { (event.status >> 8) & 0xff } else { 0 };
     let EventHeader { at_ns, cgroup_id, .. } = event.header;
@@ -351,30 +352,30 @@ fn listener_event(header: EventHeader, bytes: &mut Bytes<'_>) -> Option<Listener
         since_ns: bytes.u64()?,
         address: Address {
             netns_cookie: bytes.u64()?,
-            address: bytes.take()?,
-            port: u16::from_ne_bytes(bytes.take()?),
-            family: u16::from_ne_bytes(bytes.take()?),
+            address: bytes.split()?,
+            port: u16::from_ne_bytes(bytes.split()?),
+            family: u16::from_ne_bytes(bytes.split()?),
             dual_stack: bytes.u32()?,
         },
     })
 }
 
-/// Takes fields off the front of a record.
+/// Splits fields off the front of a record.
 struct Bytes<'a>(&'a [u8]);
 
 impl Bytes<'_> {
-    fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+    fn split<const N: usize>(&mut self) -> Option<[u8; N]> {
         let (head, rest) = self.0.split_first_chunk::<N>()?;
         self.0 = rest;
         Some(*head)
     }
 
     fn u32(&mut self) -> Option<u32> {
-        self.take().map(u32::from_ne_bytes)
+        self.split().map(u32::from_ne_bytes)
     }
 
     fn u64(&mut self) -> Option<u64> {
-        self.take().map(u64::from_ne_bytes)
+        self.split().map(u64::from_ne_bytes)
     }
 }
 
@@ -399,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_ends_unasked_says_why() {
+    fn a_thread_that_fails_publishes_the_reason() {
         let check = |work: fn() -> Result<(), KernelError>, expected: Option<&str>| {
             let failed = SetOnce::new();
             publish_failure(&failed, work);
@@ -407,7 +408,7 @@ mod tests {
         };
         check(|| Ok(()), None);
         check(|| Err(KernelError::new("ended: poll")), Some("ended: poll"));
-        check(|| std::panic::panic_any("a slot that is none"), Some("panicked: a slot that is none"));
+        check(|| std::panic::panic_any("an invalid slot"), Some("panicked: an invalid slot"));
     }
 
     #[test]
@@ -442,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exit_says_how() {
+    fn an_exit_has_a_code_or_a_signal() {
         let check = |status: u32, code: u32, signal: u32| {
             let edge =
                 Edge::ContainerExited { cgroup_id: 42, pid: 700, own_pid: 1, code, signal, at_ns: 1000 };
@@ -457,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn an_oom_kill_says_how_much() {
+    fn an_oom_kill_has_the_memory_of_the_process() {
         let page = rustix::param::page_size() as u64;
         let edge = Edge::OomKill {
             cgroup_id: 42,

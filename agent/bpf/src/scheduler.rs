@@ -1,10 +1,10 @@
 //! The scheduler of the tuner's top rung: loads the callbacks of `ebpf/src/scheduler.rs` into one
-//! `sched_ext_ops` of the kernel's, and says who gets which part.
+//! `sched_ext_ops` of the kernel, and sets the pods' shares.
 //!
-//! The link's descriptor is all that keeps it: nothing is pinned, so the kernel takes its own scheduler back
-//! when the agent ends, however it ends. Must never be loaded twice, and decides nothing: shares and limits
-//! come from `policy`. Linked by hand, because aya knows neither `struct_ops` nor kfuncs
-//! (docs/decisions/0026-scheduler.md).
+//! Only the link's descriptor keeps the scheduler loaded: nothing is pinned, so the kernel restores its own
+//! scheduler when the agent ends, for any reason. Must never be loaded twice, and decides nothing: shares and
+//! limits come from `policy`. The code is linked by hand, because aya supports neither `struct_ops` nor
+//! kfuncs (docs/decisions/0026-scheduler.md).
 
 use super::btf::{Btf, BtfError};
 use super::loader::not_loaded;
@@ -25,21 +25,21 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// The object that `cargo xtask build-ebpf` made, aligned as a parser of ELF wants it.
+/// The object that `cargo xtask build-ebpf` made, aligned as an ELF parser requires.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(
     env!("CARGO_MANIFEST_DIR"),
     "/../../ebpf/prebuilt/beelet-scheduler.bpf.o"
 ));
 
-/// The structure that the callbacks become the members of.
+/// The structure whose members are the callbacks.
 const OPS: &str = "sched_ext_ops";
-/// The value of the map that it is given to the kernel in.
+/// The map value that passes the structure to the kernel.
 const OPS_VALUE: &str = "bpf_struct_ops_sched_ext_ops";
-/// Its name in `/sys/kernel/sched_ext/root/ops`.
+/// The scheduler's name in `/sys/kernel/sched_ext/root/ops`.
 const NAME: &str = "beelet";
-/// `SCX_OPS_ENQ_LAST`: a thread that runs alone is asked about as well, when its slice is over.
+/// `SCX_OPS_ENQ_LAST`: the kernel also enqueues the only runnable thread of a CPU when its slice ends.
 const FLAGS: u64 = 2;
-/// Callbacks, each a program of the object and a member of [`OPS`]; whether it may sleep.
+/// Callbacks, each a program of the object and a member of [`OPS`]; true if it may sleep.
 const CALLBACKS: [(&str, bool); 7] = [
     ("select_cpu", false),
     ("enqueue", false),
@@ -50,7 +50,7 @@ const CALLBACKS: [(&str, bool); 7] = [
     ("exit", true),
 ];
 
-/// Where the pods' cgroups lie.
+/// Folders of the pods' cgroups.
 #[derive(Clone, Copy, Debug)]
 pub struct PodFolders<'a> {
     /// The pods' root, on cgroup2.
@@ -61,14 +61,14 @@ pub struct PodFolders<'a> {
     pub best_effort: &'a Path,
 }
 
-/// How the scheduler ended, though nobody asked for it.
+/// Unrequested end of the scheduler.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SchedulerEnd {
-    /// The kernel's words.
+    /// The kernel's reason and message.
     pub reason: String,
 }
 
-/// The scheduler, which runs while this value lives.
+/// The loaded scheduler; dropping the value ends it.
 pub struct Scheduler {
     shares: HashMap<MapData, CgroupKey, Share>,
     limits: HashMap<MapData, CgroupKey, Limit>,
@@ -90,27 +90,26 @@ impl std::fmt::Debug for Scheduler {
 }
 
 impl Scheduler {
-    /// Says why this kernel can't have it, before anything is loaded.
+    /// Checks that this kernel supports the scheduler, before anything is loaded.
     ///
     /// # Errors
-    /// It lacks sched_ext, or describes its types not well enough.
+    /// The kernel lacks sched_ext, or its BTF lacks a required type.
     pub fn supported() -> Result<(), KernelError> {
         Ops::find(&read_kernel_btf()?).map(drop)
     }
 
-    /// Loads the scheduler: from then on it decides for every thread of the machine that has no real-time
-    /// class.
+    /// Loads the scheduler: from then on it schedules every thread of the machine without a real-time class.
     ///
     /// # Errors
-    /// This kernel can't have it or refuses it, or another scheduler is loaded.
+    /// This kernel does not support or refuses the scheduler, or another scheduler is loaded.
     pub fn start(folders: &PodFolders<'_>) -> Result<Scheduler, KernelError> {
         Scheduler::start_object(OBJECT, folders)
     }
 
-    /// As [`Scheduler::start`], with another object: for tests.
+    /// Loads the scheduler from another object, for tests.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Scheduler::start`].
     pub fn start_object(object: &[u8], folders: &PodFolders<'_>) -> Result<Scheduler, KernelError> {
         let kernel = read_kernel_btf()?;
         let ops = Ops::find(&kernel)?;
@@ -145,34 +144,34 @@ impl Scheduler {
         for cpu in 0..globals.cpus {
             turns.set(cpu, nothing, 0).map_err(|error| KernelError::map("TURNS", &error))?;
         }
-        let (limits, end, timer) = (loaded.map("LIMITS")?, loaded.map("END")?, loaded.take("TIMER")?);
+        let (limits, end, timer) = (loaded.map("LIMITS")?, loaded.map("END")?, loaded.extract("TIMER")?);
         let refused = |what: &str| {
             let what = what.to_owned();
             move |error: std::io::Error| KernelError::io(&what, &error)
         };
         let map = sys::struct_ops_map(ops.value_type, value.bytes.len(), loaded.btf.as_fd())
-            .map_err(refused("the kernel refused a map for the scheduler"))?;
+            .map_err(refused("the kernel refused the scheduler's map"))?;
         sys::map_update(map.as_fd(), 0, &value.bytes).map_err(refused("the kernel refused the scheduler"))?;
         let link = sys::struct_ops_link(map.as_fd()).map_err(|error| match error.kind() {
             std::io::ErrorKind::ResourceBusy => KernelError::new(
-                "another scheduler is loaded: `cat /sys/kernel/sched_ext/root/ops` says which; end it first",
+                "another scheduler is loaded: end it first; `cat /sys/kernel/sched_ext/root/ops` shows its name",
             ),
             _ => KernelError::io("the kernel refused to start the scheduler", &error),
         })?;
         let (known, limited) = (BTreeMap::new(), BTreeMap::new());
         let scheduler = Scheduler { shares, limits, end, known, limited, _timer: timer, _link: link };
-        // The kernel gives a link even where it looks at the callbacks only then, and doesn't like them.
+        // The kernel returns a link even if it checks and rejects the callbacks only afterwards.
         match scheduler.ended()? {
             None => Ok(scheduler),
-            Some(end) => Err(KernelError::new(format!("the kernel took the scheduler away: {}", end.reason))),
+            Some(end) => Err(KernelError::new(format!("the kernel unloaded the scheduler: {}", end.reason))),
         }
     }
 
-    /// Sets who gets which part, by the cgroup ids of pods, and how much CPU time containers may use, in
-    /// thousandths of a CPU by their cgroup ids. Writes only what changed.
+    /// Sets the shares of pods by their cgroup ids, and the CPU limits of containers by their cgroup ids, in
+    /// thousandths of a CPU. Writes only changes.
     ///
     /// # Errors
-    /// There is no room for so many, or the kernel refused.
+    /// A map is full, or the kernel refused.
     pub fn share_out(
         &mut self,
         pods: &BTreeMap<u64, SchedulingShare>,
@@ -180,7 +179,7 @@ impl Scheduler {
     ) -> Result<(), KernelError> {
         let failed = |error: aya::maps::MapError| KernelError::map("SHARES", &error);
         for gone in self.known.keys().filter(|id| !pods.contains_key(id)) {
-            // It may never have been entered: there was no room then.
+            // The entry may be missing because the map was full.
             let _ = self.shares.remove(&CgroupKey { cgroup_id: *gone });
         }
         self.known.retain(|id, _| pods.contains_key(id));
@@ -212,7 +211,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// How it ended, if the kernel has taken it away; `None` while it runs.
+    /// Returns the reason if the kernel unloaded the scheduler; `None` while it runs.
     ///
     /// # Errors
     /// The kernel refused to read the map.
@@ -236,13 +235,13 @@ fn number_of(class: SchedulingClass) -> u32 {
     }
 }
 
-/// What the kernel wrote up to the zero byte.
+/// Returns the kernel's text up to the zero byte.
 fn text(bytes: &[u8]) -> String {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     String::from_utf8_lossy(&bytes[..end]).trim().to_owned()
 }
 
-/// The numbers that the programs know as constants.
+/// Numbers that the programs use as constants.
 struct Globals {
     pods: u64,
     pods_level: u32,
@@ -256,14 +255,14 @@ impl Globals {
     fn find(folders: &PodFolders<'_>, ops: &Ops) -> Result<Globals, KernelError> {
         let id = |path: &Path| {
             std::fs::metadata(path).map(|metadata| metadata.ino()).map_err(|error| {
-                KernelError::Cgroup(format!("could not look at the cgroup {}: {error}", path.display()))
+                KernelError::Cgroup(format!("could not inspect the cgroup {}: {error}", path.display()))
             })
         };
         let cpus = aya::util::nr_cpus()
             .map_err(|(file, error)| KernelError::io(&format!("could not read {file}"), &error))?;
         if cpus > MAX_CPUS {
             return Err(KernelError::new(format!(
-                "this machine may have {cpus} CPUs; the scheduler serves up to {MAX_CPUS}"
+                "this machine may have {cpus} CPUs; the scheduler supports up to {MAX_CPUS}"
             )));
         }
         Ok(Globals {
@@ -277,29 +276,29 @@ impl Globals {
     }
 }
 
-/// How many folders a cgroup is below the root of its hierarchy, in which every cgroup but the root has a
-/// file that the root lacks.
+/// Returns the depth of a cgroup below the root of its hierarchy. Every cgroup but the root has the file
+/// `cgroup.type`.
 fn level(cgroup: &Path) -> Result<u32, KernelError> {
     let depth = cgroup.ancestors().take_while(|path| path.join("cgroup.type").exists()).count();
     if depth == 0 || !cgroup.join("cgroup.procs").exists() {
-        return Err(KernelError::Cgroup(format!("{} is no folder of cgroup2", cgroup.display())));
+        return Err(KernelError::Cgroup(format!("{} is not a cgroup2 folder", cgroup.display())));
     }
     u32::try_from(depth).map_err(|_| KernelError::Cgroup(format!("{} is too deep", cgroup.display())))
 }
 
-/// What the kernel says of its `sched_ext_ops`.
+/// The kernel's description of its `sched_ext_ops`.
 struct Ops {
-    /// The id of [`OPS`].
+    /// Type id of [`OPS`].
     ops_type: u32,
-    /// The id of [`OPS_VALUE`].
+    /// Type id of [`OPS_VALUE`].
     value_type: u32,
-    /// The bytes of a value.
+    /// Size of a value in bytes.
     size: usize,
-    /// Where the structure begins in it.
+    /// Offset of the structure in the value.
     data: usize,
-    /// Members that are set, by name: the place in the structure, and the byte.
+    /// Members to set, by name: index in the structure, and byte offset.
     members: BTreeMap<&'static str, (u32, usize)>,
-    /// The ids of the kernel's functions, as in [`KFUNCS`].
+    /// Ids of the kernel's functions, in the order of [`KFUNCS`].
     functions: Vec<Option<u32>>,
 }
 
@@ -332,17 +331,17 @@ impl Ops {
         })
     }
 
-    /// Whether the kernel has the function that a global is about.
+    /// Returns true if the kernel has the function that the global stands for.
     fn knows(&self, global: &str) -> bool {
         KFUNCS.iter().zip(&self.functions).any(|(kfunc, id)| kfunc.known_by == Some(global) && id.is_some())
     }
 
-    /// A value without callbacks.
+    /// Returns a value without callbacks.
     fn value(&self) -> Value {
         let mut value = Value { bytes: vec![0; self.size] };
-        value.put(self, "flags", &FLAGS.to_ne_bytes());
-        value.put(self, "timeout_ms", &WATCHDOG_MS.to_ne_bytes());
-        value.put(self, "name", NAME.as_bytes());
+        value.set(self, "flags", &FLAGS.to_ne_bytes());
+        value.set(self, "timeout_ms", &WATCHDOG_MS.to_ne_bytes());
+        value.set(self, "name", NAME.as_bytes());
         value
     }
 }
@@ -351,13 +350,13 @@ fn byte_places(members: BTreeMap<&'static str, (u32, u32)>) -> BTreeMap<&'static
     members.into_iter().map(|(name, (index, byte))| (name, (index, byte as usize))).collect()
 }
 
-/// The structure as the kernel is given it.
+/// The structure in the layout that the kernel expects.
 struct Value {
     bytes: Vec<u8>,
 }
 
 impl Value {
-    fn put(&mut self, ops: &Ops, member: &str, bytes: &[u8]) {
+    fn set(&mut self, ops: &Ops, member: &str, bytes: &[u8]) {
         let Some((_, byte)) = ops.members.get(member) else { return };
         let at = ops.data + byte;
         if let Some(place) = self.bytes.get_mut(at..at + bytes.len()) {
@@ -365,7 +364,7 @@ impl Value {
         }
     }
 
-    /// In a callback's place is the descriptor of its program.
+    /// Sets a callback to the descriptor of its program.
     fn callback(
         &mut self,
         ops: &Ops,
@@ -374,12 +373,12 @@ impl Value {
     ) -> Result<(), KernelError> {
         let fd = u64::try_from(program.as_raw_fd())
             .map_err(|_| KernelError::new(format!("the program {name} has no descriptor")))?;
-        self.put(ops, name, &fd.to_ne_bytes());
+        self.set(ops, name, &fd.to_ne_bytes());
         Ok(())
     }
 }
 
-/// The object with its maps in the kernel, and its code ready to be given to it.
+/// The object with its maps in the kernel and its code ready to load.
 struct Loaded {
     object: aya_obj::Object,
     maps: std::collections::HashMap<String, Map>,
@@ -399,7 +398,7 @@ impl Loaded {
         loader.override_global("BEST_EFFORT", &globals.best_effort, true);
         loader.override_global("CPUS", &globals.cpus, true);
         loader.override_global("HAS_SET_SLICE", &globals.has_set_slice, true);
-        // aya makes the maps, with the globals in them; the code is linked to them here.
+        // aya makes the maps, with the globals in them; this function links the code to them.
         let mut ebpf = loader.load(bytes).map_err(|error| not_loaded(&error))?;
         let broken = |error: &(dyn std::error::Error + 'static)| {
             KernelError::refused("the BPF object could not be linked", error)
@@ -430,20 +429,20 @@ impl Loaded {
         Ok(Loaded { object, maps, btf, programs: Vec::new() })
     }
 
-    /// A map that is read and written here.
+    /// Removes a map from the object and returns it typed.
     fn map<M>(&mut self, name: &str) -> Result<M, KernelError>
     where
         M: TryFrom<Map, Error = aya::maps::MapError>,
     {
-        M::try_from(self.take(name)?).map_err(|error| KernelError::map(name, &error))
+        M::try_from(self.extract(name)?).map_err(|error| KernelError::map(name, &error))
     }
 
-    fn take(&mut self, name: &str) -> Result<Map, KernelError> {
+    fn extract(&mut self, name: &str) -> Result<Map, KernelError> {
         let map = self.maps.remove(name);
         map.ok_or_else(|| KernelError::new(format!("the BPF object has no map {name}")))
     }
 
-    /// Gives the kernel one program.
+    /// Loads one program into the kernel.
     fn program(&self, name: &str, sleeps: bool, ops: &Ops) -> Result<OwnedFd, KernelError> {
         let missing = || KernelError::new(format!("the BPF object has no program {name}"));
         let program = self.object.programs.get(name).ok_or_else(missing)?;
@@ -477,8 +476,8 @@ fn data(map: &Map) -> Option<&MapData> {
     }
 }
 
-/// Puts the running kernel's functions in the places of the numbers. What this kernel lacks becomes nothing:
-/// a global tells the programs not to call it.
+/// Replaces the placeholder numbers with the running kernel's functions. A call of a missing function becomes
+/// a no-op, which never runs: a global makes the programs skip the call.
 fn call_kernel(code: &mut [bpf_insn], functions: &[Option<u32>]) -> Result<(), KernelError> {
     const CALL: u8 = 0x85; // BPF_JMP | BPF_CALL
     const SET_R0_TO_0: u8 = 0xb7; // BPF_ALU64 | BPF_MOV | BPF_K

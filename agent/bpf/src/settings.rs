@@ -1,5 +1,4 @@
-//! The settings of the programs that count: which cgroups are pods', and from what on waiting is worth an
-//! edge.
+//! Settings of the counting programs: the pods' cgroups, and the thresholds of edges for waiting.
 
 use super::KernelError;
 use aya::maps::{Array, Map, MapData};
@@ -8,13 +7,13 @@ use beelet_units::bpf_settings::{ByQos, PressureEdges};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// The durations as the programs have them, by [`qos`].
+/// Returns the durations in the programs' form, by [`qos`].
 fn nanoseconds(by_qos: ByQos) -> [u64; qos::CLASSES] {
     [by_qos.guaranteed, by_qos.burstable, by_qos.best_effort]
         .map(|duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
 }
 
-/// Writes the settings, unless the programs have the same already.
+/// Writes the settings, unless the programs already have the same.
 pub(super) fn publish(map: MapData, pods: &Path, edges: &PressureEdges) -> Result<(), KernelError> {
     let failed = |error: &dyn std::fmt::Display| KernelError::map("SETTINGS", error);
     let mut map: Array<MapData, Settings> =
@@ -28,8 +27,8 @@ pub(super) fn publish(map: MapData, pods: &Path, edges: &PressureEdges) -> Resul
     map.set(0, wanted, 0).map_err(|error| failed(&error))
 }
 
-/// The QoS cgroups have the kubelet's names: with the systemd driver a slice repeats the name of the one
-/// above it.
+/// Builds the settings. The QoS cgroups have the kubelet's names: with the systemd driver a slice repeats its
+/// parent's name.
 fn settings(pods: &Path, edges: &PressureEdges) -> Settings {
     let id = |path: &Path| std::fs::metadata(path).map_or(0, |metadata| metadata.ino());
     let slice = pods.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(".slice"));
@@ -54,7 +53,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn cgroups_are_named_by_their_inodes_and_a_missing_one_by_nothing() {
+    fn cgroups_are_identified_by_their_inodes_and_a_missing_one_by_zero() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join("burstable")).unwrap();
         let edges = PressureEdges {

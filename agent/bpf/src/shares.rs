@@ -1,15 +1,15 @@
-//! Who had how much of something in about the last minute: what each CPU noted ([`Shares`]), added up.
+//! Cgroups' shares of a resource in about the last minute: the records of each CPU ([`Shares`]), summed.
 
 use beelet_ebpf_abi::{HALF_LIFE_BITS, Shares};
 
-/// The sum over all CPUs. What is older than 34 s counts half, and so on.
+/// The sum over all CPUs. Amounts older than 34 s count half, and so on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Sum {
-    /// All of it.
+    /// Total amount.
     pub(super) total: u64,
-    /// Cgroup2 ids, and how much each had. The sum may be less than `total`, or more.
+    /// Cgroup2 ids and the amount of each. Their sum may be less than `total`, or more.
     pub(super) parts: Vec<(u64, u64)>,
-    /// Up to when it was halved.
+    /// Half-life up to which the amounts were halved.
     epoch: u64,
 }
 
@@ -18,7 +18,7 @@ impl Sum {
         Sum { epoch: now_ns >> HALF_LIFE_BITS, ..Sum::default() }
     }
 
-    /// Adds what one CPU noted.
+    /// Adds the record of one CPU.
     pub(super) fn add(&mut self, cpu: &Shares, now_ns: u64) {
         let passed = (now_ns >> HALF_LIFE_BITS).saturating_sub(cpu.epoch);
         self.total = self.total.saturating_add(halved(cpu.total, passed));
@@ -32,12 +32,12 @@ impl Sum {
         }
     }
 
-    /// The most first.
+    /// Sorts the parts in descending order of their amounts.
     pub(super) fn sort(&mut self) {
         self.parts.sort_by_key(|(id, amount)| (std::cmp::Reverse(*amount), *id));
     }
 
-    /// As it counts at a later time, if nothing was added since.
+    /// Returns the sum as weighted at a later time, if nothing was added since.
     pub(super) fn at(&self, now_ns: u64) -> Sum {
         let epoch = now_ns >> HALF_LIFE_BITS;
         let passed = epoch.saturating_sub(self.epoch);
@@ -50,8 +50,8 @@ impl Sum {
     }
 }
 
-/// The time that counts, nanoseconds: this half-life's so far, and half of each before, which makes one
-/// whole.
+/// Returns the weighted length of the period in nanoseconds: the current half-life so far, plus the earlier
+/// ones, each halved once more than the next, which sum up to one whole half-life.
 pub(super) fn over_ns(now_ns: u64) -> u64 {
     (1 << HALF_LIFE_BITS) + (now_ns & ((1 << HALF_LIFE_BITS) - 1))
 }
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn all_cpus_are_added_up_and_what_is_older_counts_half() {
+    fn all_cpus_are_summed_and_older_amounts_count_half() {
         let now_ns = 5 * HALF_LIFE + 7;
         let mut sum = Sum::none(now_ns);
         sum.add(&cpu(5, 1000, &[(20, 600), (30, 300)]), now_ns);
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_before_grows_old() {
+    fn an_earlier_sum_is_halved_with_time() {
         let read = Sum { total: 800, parts: vec![(20, 600), (30, 1)], epoch: 3 };
         let later = read.at(4 * HALF_LIFE);
         assert_eq!((later.total, &later.parts[..]), (400, &[(20, 300)][..]));

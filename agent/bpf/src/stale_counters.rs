@@ -1,7 +1,7 @@
-//! Removes what the programs counted for cgroups that are gone.
+//! Removes the programs' counters of removed cgroups.
 //!
-//! The programs take a slot for a cgroup when it first does something, and can't know when it will do nothing
-//! more. It is freed when its cgroup was found gone twice, so that a reader of the counters still sees the
+//! The programs allocate a slot for a cgroup at its first event, and can't know which event is its last. A
+//! slot is freed when its cgroup was found missing twice, so that a reader of the counters still sees the
 //! last ones; at once if the programs have found the map full.
 
 use super::KernelError;
@@ -12,13 +12,13 @@ use std::collections::BTreeSet;
 use std::os::unix::fs::DirEntryExt;
 use std::path::{Path, PathBuf};
 
-/// The entries of cgroups that are gone.
+/// Finds and removes the entries of removed cgroups.
 pub(super) struct StaleCounters {
     containers: Containers,
     pressure: HashMap<MapData, CgroupKey, Pressure>,
     /// The pods' root.
     pods: PathBuf,
-    /// Found gone once.
+    /// Cgroups found missing once.
     gone: BTreeSet<u64>,
 }
 
@@ -38,10 +38,10 @@ impl StaleCounters {
         })
     }
 
-    /// Removes what was gone the last time already; with `force`, everything that is gone. Returns how many
-    /// entries.
+    /// Removes the entries of cgroups that were also missing the last time; with `force`, of all missing
+    /// cgroups. Returns the number of entries removed.
     pub(super) fn sweep(&mut self, force: bool) -> Result<usize, KernelError> {
-        // Before the cgroups: one that is made meanwhile is in neither.
+        // Read before listing the cgroups, so that a cgroup made in between is not taken for a removed one.
         let taken: Vec<Taken> = self.containers.taken().collect();
         let mut counted: BTreeSet<u64> = taken.iter().map(|taken| taken.cgroup_id).collect();
         for key in self.pressure.keys() {
@@ -68,7 +68,7 @@ impl StaleCounters {
     }
 }
 
-/// The ids of the cgroups below `root`, and its own.
+/// Returns the ids of `root` and the cgroups below it.
 fn alive(root: &Path) -> std::io::Result<BTreeSet<u64>> {
     use std::os::unix::fs::MetadataExt as _;
     let mut found = BTreeSet::from([std::fs::metadata(root)?.ino()]);
@@ -76,7 +76,7 @@ fn alive(root: &Path) -> std::io::Result<BTreeSet<u64>> {
     while let Some(folder) = folders.pop() {
         let entries = match std::fs::read_dir(&folder) {
             Ok(entries) => entries,
-            // It went while we walked.
+            // The cgroup was removed during the walk.
             Err(error) if folder != root && error.kind() == std::io::ErrorKind::NotFound => continue,
             Err(error) => return Err(error),
         };

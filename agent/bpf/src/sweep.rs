@@ -1,14 +1,14 @@
-//! Keeps `ADDRESSES` from filling up with addresses that nobody listens on any more.
+//! Keeps `ADDRESSES` from filling up with addresses without listeners.
 //!
-//! The programs never delete an address whose count fell to zero: another CPU may have looked the entry up
-//! already and be about to add to it, and that listener's count would go with the entry (or be added to the
-//! next owner of the entry's memory). A map has no lock that tracing programs may take, so user space does it
-//! *optimistically and verifies*:
+//! The programs never delete an address whose count fell to zero: another CPU may have looked up the entry
+//! already and be about to add to it, and that listener's count would be deleted with the entry (or added to
+//! the next owner of the entry's memory). A map has no lock that tracing programs may take, so user space
+//! deletes *optimistically and verifies*:
 //!
-//! 1. only when the map is half full, only entries that have been zero for a minute;
-//! 2. wait until every program that runs now has ended: none of them holds a stale entry any more;
-//! 3. compare all counts with the listeners' records, and correct what differs twice, with such a wait
-//!    between. The correction is not atomic either, so this is repeated until nothing differs.
+//! 1. only when the map is half full, delete only entries that have been zero for a minute;
+//! 2. wait until every running program has ended: none of them holds a stale entry any more;
+//! 3. compare all counts with the listeners' records, and correct each count that differs twice, before and
+//!    after another wait. The correction is not atomic either, so repeat this step until all counts agree.
 //!
 //! A listener that hits the window (nanoseconds, at an address unused for a minute) is thus counted wrongly
 //! for milliseconds. The same comparison counts listeners that came while the map was full.
@@ -19,9 +19,9 @@ use aya::maps::{HashMap, Map, MapData};
 use beelet_ebpf_abi::{Address, AddressCount, ListenerRecord, MAX_ADDRESSES, SocketCookie};
 use std::collections::BTreeMap;
 
-/// A count must have been zero this long.
+/// Minimum time for which a count must have been zero.
 const UNUSED_NS: u64 = 60_000_000_000;
-/// Corrections are tried this often; one is enough unless an address changes thousands of times per second.
+/// Maximum rounds of corrections; one is enough unless an address changes thousands of times per second.
 const MAX_ROUNDS: u32 = 8;
 const BPF_EXIST: u64 = 2;
 
@@ -31,7 +31,7 @@ pub(super) struct Sweeper {
     listeners: Listeners,
     records: HashMap<MapData, SocketCookie, ListenerRecord>,
     addresses: HashMap<MapData, Address, AddressCount>,
-    /// More entries than this are too many.
+    /// Number of entries above which a sweep begins.
     limit: usize,
 }
 
@@ -52,8 +52,8 @@ impl Sweeper {
         })
     }
 
-    /// Removes what has been unused for long if the map is half full; `force` if the programs found it full.
-    /// Returns how many entries.
+    /// Removes long unused addresses if the map is half full; `force` if the programs found it full. Returns
+    /// the number of entries removed.
     pub(super) fn sweep(&mut self, now_ns: u64, force: bool) -> Result<usize, KernelError> {
         let counts = self.counts()?;
         if counts.len() <= self.limit && !force {
@@ -86,7 +86,7 @@ impl Sweeper {
     fn count_the_uncounted(&mut self) -> Result<(), KernelError> {
         for (cookie, record) in self.listeners.records()? {
             if record.counted == 0 && record.address.port != 0 {
-                // It may be gone by now: then the key is, too.
+                // The listener may have closed by now; then its key is missing, and the insertion fails.
                 let _ = self.records.insert(
                     SocketCookie { cookie },
                     ListenerRecord { counted: 1, ..record },
@@ -120,7 +120,7 @@ impl Sweeper {
             }
         }
         Err(KernelError::new(
-            "the counts of the map ADDRESSES would not settle; verdicts are confirmed by sock_diag once per period",
+            "the counts of the map ADDRESSES keep changing; sock_diag confirms verdicts once per period",
         ))
     }
 
@@ -133,9 +133,9 @@ impl Sweeper {
         let none = AddressCount { listeners: 0, last_cookie: 0, changed_ns: 0 };
         let mut corrected = count.copied().unwrap_or(none);
         corrected.listeners = corrected.listeners.saturating_add_signed(difference);
-        // Of any process's making, so there may be thousands.
+        // Debug level, since any process can cause thousands of these lines.
         tracing::debug!(
-            "counted {} listeners at a swept address, port {}",
+            "corrected the count of a swept address to {} listeners, port {}",
             corrected.listeners,
             address.port
         );
@@ -143,7 +143,7 @@ impl Sweeper {
     }
 }
 
-/// The addresses that nobody has listened on for long.
+/// Returns the addresses without a listener for [`UNUSED_NS`].
 fn unused(counts: &BTreeMap<Address, AddressCount>, now_ns: u64) -> Vec<Address> {
     counts
         .iter()
@@ -152,7 +152,8 @@ fn unused(counts: &BTreeMap<Address, AddressCount>, now_ns: u64) -> Vec<Address>
         .collect()
 }
 
-/// By how much each count is too low (or, negative, too high) for the records.
+/// Returns the difference between the records and each count: positive if the count is too low, negative if
+/// too high.
 fn differences(
     records: &[(u64, ListenerRecord)],
     counts: &BTreeMap<Address, AddressCount>,
@@ -187,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_has_been_unused_for_a_minute_is_swept() {
+    fn only_addresses_unused_for_a_minute_are_swept() {
         let now = 100_000_000_000;
         let counts = BTreeMap::from([
             (address(1), count(0, now - UNUSED_NS)),

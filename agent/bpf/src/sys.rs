@@ -1,4 +1,4 @@
-//! Thin wrappers of system calls that neither aya nor rustix has. Nothing here decides anything.
+//! Thin wrappers of system calls that neither aya nor rustix has. Must never decide anything.
 
 use aya_obj::generated::{
     BPF_F_LINK, BPF_F_SLEEPABLE, bpf_attach_type, bpf_attr, bpf_cmd, bpf_func_info, bpf_insn, bpf_link_info,
@@ -12,7 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use tokio::io::{Interest, unix::AsyncFd};
 
-/// What kind of BPF object a descriptor is.
+/// Kind of a BPF object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ObjectKind {
     Map,
@@ -20,12 +20,12 @@ pub(super) enum ObjectKind {
     Link,
 }
 
-/// What the kernel says about a link.
+/// State of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LinkState {
-    /// The program behind it.
+    /// Id of the program behind the link.
     pub(super) program_id: u32,
-    /// For a link to a cgroup: that cgroup's id, 0 once the cgroup is gone. `None` for other links.
+    /// For a link to a cgroup: that cgroup's id, 0 after the cgroup's removal. `None` for other links.
     pub(super) cgroup_id: Option<u64>,
 }
 
@@ -36,12 +36,12 @@ fn bpf(cmd: bpf_cmd, attr: &mut bpf_attr) -> io::Result<i64> {
 }
 
 fn empty_attr() -> bpf_attr {
-    // SAFETY: all zero is a value of this union of plain integers, and what the kernel wants for what isn't
-    // used.
+    // SAFETY: all zero is a value of this union of plain integers, and the kernel requires zero for unused
+    // members.
     unsafe { zeroed() }
 }
 
-/// Opens what is pinned at `path`.
+/// Opens the object pinned at `path`.
 pub(super) fn object_get(path: &Path) -> io::Result<OwnedFd> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     let mut attr = empty_attr();
@@ -52,7 +52,7 @@ pub(super) fn object_get(path: &Path) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// The kind of a BPF descriptor: the kernel tells it only by the name of the descriptor's inode.
+/// Returns the kind of a BPF descriptor, which the kernel shows only in the name of the descriptor's inode.
 pub(super) fn object_kind(fd: BorrowedFd<'_>) -> io::Result<ObjectKind> {
     let name = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
     let name = name.to_string_lossy();
@@ -63,11 +63,11 @@ pub(super) fn object_kind(fd: BorrowedFd<'_>) -> io::Result<ObjectKind> {
     } else if name.contains("bpf_link") || name.contains("bpf-link") {
         Ok(ObjectKind::Link)
     } else {
-        Err(io::Error::other(format!("{name} is no kind of BPF object that this version knows")))
+        Err(io::Error::other(format!("unknown kind of BPF object: {name}")))
     }
 }
 
-/// Asks the kernel about a link.
+/// Queries the state of a link.
 pub(super) fn link_state(link: BorrowedFd<'_>) -> io::Result<LinkState> {
     // SAFETY: all zero is a value of this struct of plain integers.
     let mut info: bpf_link_info = unsafe { zeroed() };
@@ -83,7 +83,7 @@ pub(super) fn link_state(link: BorrowedFd<'_>) -> io::Result<LinkState> {
     Ok(LinkState { program_id: info.prog_id, cgroup_id })
 }
 
-/// What the kernel says of a program. Older kernels leave the last fields zero.
+/// Queries the kernel's information about a program. Older kernels leave the last fields zero.
 pub(super) fn program_info(id: u32) -> io::Result<bpf_prog_info> {
     let mut attr = empty_attr();
     attr.__bindgen_anon_6.__bindgen_anon_1.prog_id = id;
@@ -101,7 +101,7 @@ pub(super) fn program_info(id: u32) -> io::Result<bpf_prog_info> {
     Ok(info)
 }
 
-/// Puts `program` in the place of a link's program, without a moment between.
+/// Atomically replaces a link's program with `program`.
 pub(super) fn link_update(link: BorrowedFd<'_>, program: BorrowedFd<'_>) -> io::Result<()> {
     let mut attr = empty_attr();
     attr.link_update.link_fd = link.as_raw_fd() as u32;
@@ -109,14 +109,14 @@ pub(super) fn link_update(link: BorrowedFd<'_>, program: BorrowedFd<'_>) -> io::
     bpf(bpf_cmd::BPF_LINK_UPDATE, &mut attr).map(|_| ())
 }
 
-/// Takes the descriptor that a call has made.
+/// Wraps the descriptor that a call returned.
 fn made(fd: io::Result<i64>) -> io::Result<OwnedFd> {
     let fd = RawFd::try_from(fd?).map_err(io::Error::other)?;
     // SAFETY: the kernel has just made this descriptor for us.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Gives the kernel the types that programs and maps speak of.
+/// Loads the types of programs and maps into the kernel.
 pub(super) fn btf_load(types: &[u8]) -> io::Result<OwnedFd> {
     let mut attr = empty_attr();
     attr.__bindgen_anon_7.btf = types.as_ptr() as u64;
@@ -126,23 +126,23 @@ pub(super) fn btf_load(types: &[u8]) -> io::Result<OwnedFd> {
 
 /// A program that becomes a member of one of the kernel's structures.
 pub(super) struct StructOpsProgram<'a> {
-    /// What bpftool shows.
+    /// Name shown by bpftool.
     pub(super) name: &'a str,
     pub(super) code: &'a [bpf_insn],
     pub(super) license: &'a CStr,
-    /// The id of the structure among the kernel's types.
+    /// Id of the structure among the kernel's types.
     pub(super) ops_type: u32,
-    /// The member's place in it.
+    /// Index of the member in the structure.
     pub(super) member: u32,
-    /// The kernel calls it where it may sleep.
+    /// True if the kernel calls the program in a context that may sleep.
     pub(super) sleeps: bool,
     /// The object's own types.
     pub(super) btf: BorrowedFd<'a>,
-    /// Which of them its functions are.
+    /// Types of the program's functions.
     pub(super) functions: &'a [bpf_func_info],
 }
 
-/// Loads such a program. Where the kernel refuses, the verifier's log comes with the error.
+/// Loads a struct_ops program. If the kernel refuses, the error includes the verifier's log.
 pub(super) fn struct_ops_program(program: &StructOpsProgram<'_>) -> Result<OwnedFd, (io::Error, String)> {
     let made = made(load_struct_ops(program, &mut []));
     made.or_else(|_| {
@@ -180,8 +180,8 @@ fn load_struct_ops(program: &StructOpsProgram<'_>, log: &mut [u8]) -> io::Result
     bpf(bpf_cmd::BPF_PROG_LOAD, &mut attr)
 }
 
-/// Makes the map through which the kernel is given a structure of programs; `value_type` is that of the
-/// map's value among the kernel's types.
+/// Makes the map that passes a structure of programs to the kernel; `value_type` is the id of the map value's
+/// type among the kernel's types.
 pub(super) fn struct_ops_map(value_type: u32, size: usize, btf: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let mut attr = empty_attr();
     // SAFETY: plain integers, so any member of the union may be written; nothing else of it is in use.
@@ -207,7 +207,7 @@ pub(super) fn map_update(map: BorrowedFd<'_>, key: u32, value: &[u8]) -> io::Res
     bpf(bpf_cmd::BPF_MAP_UPDATE_ELEM, &mut attr).map(|_| ())
 }
 
-/// Hands the structure in a map over to the kernel, which uses it until the descriptor is closed.
+/// Registers the structure in a map with the kernel, which uses it until the descriptor is closed.
 pub(super) fn struct_ops_link(map: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let mut attr = empty_attr();
     attr.link_create.__bindgen_anon_1.map_fd = map.as_raw_fd() as u32;
@@ -215,7 +215,7 @@ pub(super) fn struct_ops_link(map: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     made(bpf(bpf_cmd::BPF_LINK_CREATE, &mut attr))
 }
 
-/// Waits until every BPF program that is running now has ended (they run inside RCU read-side sections).
+/// Waits until every running BPF program has ended (programs run inside RCU read-side sections).
 pub(super) fn wait_for_running_programs() -> io::Result<()> {
     const MEMBARRIER_CMD_GLOBAL: libc::c_int = 1; // synchronize_rcu(), kernel/sched/membarrier.c
     // SAFETY: takes three integers, touches no memory of ours.
@@ -223,7 +223,7 @@ pub(super) fn wait_for_running_programs() -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The cookie of the network namespace that a socket is in (since Linux 5.14).
+/// Returns the cookie of a socket's network namespace (since Linux 5.14).
 pub(super) fn netns_cookie(socket: BorrowedFd<'_>) -> io::Result<u64> {
     const SO_NETNS_COOKIE: libc::c_int = 71; // include/uapi/asm-generic/socket.h
     let mut cookie = 0_u64;
@@ -241,7 +241,8 @@ pub(super) fn netns_cookie(socket: BorrowedFd<'_>) -> io::Result<u64> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(cookie) }
 }
 
-/// Runs a program `runs` times on `packet`, which it may change. A signal only makes it start over.
+/// Runs a program `runs` times on `packet`, which the program may change. After a signal the call starts
+/// over.
 pub(super) fn program_test_run(program: BorrowedFd<'_>, packet: &mut [u8], runs: u32) -> io::Result<()> {
     let question = packet.to_vec();
     let size = u32::try_from(packet.len()).map_err(io::Error::other)?;
@@ -262,11 +263,11 @@ pub(super) fn program_test_run(program: BorrowedFd<'_>, packet: &mut [u8], runs:
     }
 }
 
-/// A descriptor whose readiness the async runtime tells: for timers, PSI triggers and event counters. Must be
-/// called in a runtime that has I/O.
+/// Registers a descriptor with the async runtime, which reports its readiness: for timers, PSI triggers and
+/// event counters. Must be called in a runtime with I/O enabled.
 ///
 /// # Errors
-/// The runtime can't watch it.
+/// The runtime can't watch the descriptor.
 pub fn watched(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an `OwnedFd` is open and names the same file for as long as it lives, and the value returned
     // owns it.

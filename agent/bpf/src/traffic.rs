@@ -1,7 +1,7 @@
-//! The programs that count the bytes and packets of pods' sockets. Every packet passes them, which takes a
-//! pod one or two per cent of its bulk throughput (docs/decisions/0010-socket-costs.md), so they are attached
-//! only while somebody reads what they count. They come from the same object as the others and count into
-//! the pinned maps; their links are this process's alone and end with it.
+//! The programs that count the bytes and packets of pods' sockets. Every packet passes these programs, which
+//! costs a pod one or two per cent of its bulk throughput (docs/decisions/0010-socket-costs.md), so they are
+//! attached only while a subscriber reads the counters. The programs come from the same object as the others
+//! and count into the pinned maps; their links are not pinned and end with this process.
 
 use super::KernelError;
 use super::capability::PROGRAMS;
@@ -12,7 +12,7 @@ use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Attaches them, and takes them off. Clones share them.
+/// Attaches and detaches the traffic programs. Clones share them.
 #[derive(Clone, Debug)]
 pub struct Traffic(Arc<Shared>);
 
@@ -22,20 +22,20 @@ struct Shared {
     pins: Pins,
     sizes: Sizes,
     cgroup: PathBuf,
-    /// While they are attached.
+    /// Links of the programs while they are attached.
     links: Mutex<Vec<FdLink>>,
 }
 
 impl Traffic {
-    /// Not attached yet. `object` is the one whose maps are at `pins`.
+    /// Returns a detached value. The maps of `object` must be pinned at `pins`.
     pub(super) fn new(object: Cow<'static, [u8]>, pins: Pins, sizes: Sizes, cgroup: PathBuf) -> Traffic {
         Traffic(Arc::new(Shared { object, pins, sizes, cgroup, links: Mutex::default() }))
     }
 
-    /// Counts from now on. Blocks for some ten milliseconds, while the kernel checks the programs anew.
+    /// Attaches the programs. Blocks for some ten milliseconds, while the kernel verifies them again.
     ///
     /// # Errors
-    /// The kernel refuses them.
+    /// The kernel refuses the programs.
     pub fn attach(&self) -> Result<(), KernelError> {
         let shared = &*self.0;
         let mut links = shared.links.lock().unwrap_or_else(PoisonError::into_inner);
@@ -43,7 +43,7 @@ impl Traffic {
             return Ok(());
         }
         let mut loader = loader::loader_of(&shared.sizes, Some(&shared.pins));
-        // Nothing in these programs depends on the kernel's types, and reading those takes memory.
+        // These programs don't depend on the kernel's types, and reading those takes memory.
         let mut ebpf = loader.btf(None).load(&shared.object).map_err(|error| loader::not_loaded(&error))?;
         let on_demand = PROGRAMS.iter().filter(|program| program.is_on_demand());
         *links = on_demand
@@ -52,7 +52,7 @@ impl Traffic {
         Ok(())
     }
 
-    /// Counts no longer; what was counted stays.
+    /// Detaches the programs; the counters stay.
     pub fn detach(&self) {
         self.0.links.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }

@@ -1,129 +1,128 @@
-//! What can go wrong with cgroups, and what to do about it.
+//! Errors of cgroups, with their remedies.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use super::Version;
 
-/// Why a cgroup could not be read or made what it should be.
+/// Failure to read, make or change a cgroup.
 #[derive(Debug, thiserror::Error)]
 pub enum CgroupError {
     /// No usable hierarchy.
     #[error(
-        "no cgroup file system is mounted as a whole: mount cgroup2 at /sys/fs/cgroup, or run beelet outside the \
-         container it is in"
+        "no whole cgroup file system is mounted: mount cgroup2 at /sys/fs/cgroup, or run beelet outside its container"
     )]
     NotMounted,
-    /// A controller we cannot do without.
+    /// A required controller is missing.
     #[error(
         "the kernel's {controller} controller is not available to cgroups: mount its hierarchy, or enable it in the \
          root's cgroup.subtree_control{}",
-        if *.controller == "memory" { "; boot with cgroup_enable=memory where a board turns it off" } else { "" }
+        if *.controller == "memory" { "; boot with cgroup_enable=memory if the board turns it off" } else { "" }
     )]
     NoController {
-        /// Its name.
+        /// Name of the controller.
         controller: &'static str,
     },
     /// The systemd driver without systemd.
     #[error(
-        "the cgroup driver is systemd, but systemd is not this machine's process 1 (there is no /run/systemd/system): set \
+        "the cgroup driver is systemd, but systemd is not this machine's process 1 (/run/systemd/system is missing): set \
          SystemdCgroup = false in the runtime's configuration and cgroupDriver: cgroupfs in ours, or mount that folder and \
-         /run/dbus where beelet runs in a container"
+         /run/dbus if beelet runs in a container"
     )]
     NoSystemd,
     /// The systemd driver on version 1.
     #[error(
-        "the cgroup driver is systemd, which beelet drives on cgroup v2 alone, and this machine's cgroups are {version}: \
+        "the cgroup driver is systemd, which beelet supports only on cgroup v2, but this machine's cgroups are {version}: \
          boot with systemd.unified_cgroup_hierarchy=1, or set SystemdCgroup = false in the runtime's configuration and \
          cgroupDriver: cgroupfs in ours"
     )]
     SystemdNeedsV2 {
-        /// What they are.
+        /// Version of the machine's cgroups.
         version: Version,
     },
-    /// systemd refused, or gave no answer.
+    /// systemd refused, or did not answer.
     #[error(transparent)]
     Systemd(#[from] beelet_systemd::Error),
-    /// The cgroup root is not there.
+    /// The cgroup root is missing.
     #[error(
-        "cgroupRoot: there is no cgroup {root} ({} is missing): beelet makes only what is below it. Correct the path, or make \
-         the cgroup first, in every hierarchy",
+        "cgroupRoot: there is no cgroup {root} ({} is missing), and beelet makes only cgroups below it: correct the path, or \
+         make the cgroup first, in every hierarchy",
         .missing.display()
     )]
     NoRoot {
-        /// As configured.
+        /// The root as configured.
         root: String,
-        /// Where it should be.
+        /// The missing directory.
         missing: PathBuf,
     },
-    /// A path that leads somewhere else.
+    /// A path leads out of the cgroup root.
     #[error("{0:?} is not a cgroup path below the cgroup root")]
     Path(String),
-    /// A path that is no pod's.
-    #[error("{0} is not a pod's cgroup: nothing in it is killed")]
+    /// A path does not belong to a pod.
+    #[error("{0} is not a pod's cgroup: its processes are not killed")]
     NotAPod(String),
-    /// A file whose controller is nowhere.
+    /// The controller of a file is in no hierarchy.
     #[error("{cgroup}: {file} cannot be set to {value:?}: no mounted hierarchy has its controller")]
     NoHierarchy {
         /// The cgroup.
         cgroup: String,
         /// The file.
         file: String,
-        /// What it should have held.
+        /// The value to write.
         value: String,
     },
-    /// The kernel kept another value than the one written.
-    #[error("{}: wrote {wrote:?} but the kernel keeps {kept:?}: something else writes there too", .file.display())]
+    /// The kernel kept another value than the written one.
+    #[error("{}: wrote {wrote:?} but the kernel keeps {kept:?}: another process may write to it too", .file.display())]
     Refused {
         /// The file.
         file: PathBuf,
-        /// What was written.
+        /// The written value.
         wrote: String,
-        /// What it holds.
+        /// The file's value.
         kept: String,
     },
-    /// A limit below what is in use would kill at once.
+    /// A limit below the current usage would make the kernel kill processes at once.
     #[error(
         "{}: {limit} bytes are below the {used} in use: not written, because the kernel would kill processes at once; \
-         it is tried again when they fit",
+         beelet tries again when the usage fits",
         .file.display()
     )]
     WouldKill {
         /// The file.
         file: PathBuf,
-        /// The limit that was wanted.
+        /// The requested limit.
         limit: u64,
-        /// What is in use.
+        /// The current usage.
         used: u64,
     },
-    /// Processes are still there.
+    /// The cgroup still has processes.
     #[error("{cgroup} still has processes: {}", listed(.pids))]
     NotEmpty {
         /// The cgroup.
         cgroup: String,
-        /// Their ids.
+        /// Pids of the processes.
         pids: Vec<u32>,
     },
-    /// The kernel or the file system said no.
+    /// The kernel or the file system refused an operation.
     #[error("cannot {action} {}: {source}{}", .path.display(), hint(.source, .path))]
     Io {
-        /// What was tried.
+        /// The operation.
         action: &'static str,
-        /// With what.
+        /// The file or directory.
         path: PathBuf,
-        /// Why it failed.
+        /// The cause.
         source: io::Error,
     },
 }
 
 impl CgroupError {
-    /// Returns true if it only says that the cgroup or its file is not there (any more).
+    /// Returns true if the error means that the cgroup or its file does not exist (any more).
     #[must_use]
     pub fn is_gone(&self) -> bool {
         matches!(self, Self::Io { source, .. } if super::is_gone(source))
     }
 
-    /// Returns true if a removal failed because of processes that have not gone yet.
+    /// Returns true if a removal failed because of processes that have not ended yet.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         match self {
@@ -144,7 +143,7 @@ fn listed(pids: &[u32]) -> String {
     format!("{}{more}", shown.join(", "))
 }
 
-/// What the kernel means by an error number here.
+/// Explains an error of the kernel for the file.
 fn hint(error: &io::Error, path: &Path) -> &'static str {
     let file = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     match (error.kind(), file) {
@@ -152,8 +151,8 @@ fn hint(error: &io::Error, path: &Path) -> &'static str {
             " (beelet must be root, and cgroups mounted writable)"
         }
         (io::ErrorKind::ResourceBusy, "cgroup.subtree_control") => {
-            " (a cgroup with processes of its own cannot have controllers for its children: make one below it, and \
-             write each line of its cgroup.procs into that one's)"
+            " (a cgroup with processes of its own cannot have controllers for its children: make a cgroup below it, and \
+             write each line of its cgroup.procs into that of the new one)"
         }
         (io::ErrorKind::ResourceBusy, "memory.limit_in_bytes") => {
             " (more than that is in use and cannot be reclaimed)"

@@ -1,27 +1,27 @@
-//! Settings that the tuner holds for a while, and what their owner would have there meanwhile.
+//! Settings that the tuner holds for a while, and their owners' values during that time.
 //!
-//! What is held is not written by [`Cgroups::ensure_all`] and [`Cgroups::adjust`], nor is it drift: they only
-//! note the value that they would have written, which is the one that comes back on release.
+//! [`Cgroups::ensure_all`] and [`Cgroups::adjust`] neither write held files nor report them as drift: they
+//! only record the value that they would have written, which is restored on release.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::{CgroupError, Cgroups, write};
 
-/// By cgroup and file: what its owner would have there.
+/// Owners' values by cgroup and file.
 type Map = BTreeMap<(String, String), String>;
 
-/// All that is held. Never locked while a file is read or written.
+/// All held files. Must never be locked while a file is read or written.
 #[derive(Debug, Default)]
 pub(super) struct HeldFiles(Mutex<Map>);
 
 impl HeldFiles {
     fn map(&self) -> MutexGuard<'_, Map> {
-        // Each change is one insertion or removal, so a thread that died has left nothing half done.
+        // Each change is a single insertion or removal, so a panicked thread has left nothing half done.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns true if the file is held; then `value` is what it gets back.
+    /// Returns true if the file is held, and records `value` as the one to restore.
     pub(super) fn defers(&self, cgroup: &str, file: &str, value: &str) -> bool {
         let mut map = self.map();
         let Some(owners) = map.get_mut(&(cgroup.to_owned(), file.to_owned())) else { return false };
@@ -29,26 +29,26 @@ impl HeldFiles {
         true
     }
 
-    /// What the owner would have, if the file is held.
+    /// Returns the owner's value, if the file is held.
     fn owners(&self, cgroup: &str, file: &str) -> Option<String> {
         self.map().get(&(cgroup.to_owned(), file.to_owned())).cloned()
     }
 }
 
 impl Cgroups {
-    /// The value that the owner of a file has there, or would have while it is held; None if there is no such
-    /// file.
+    /// Returns the owner's value of a file: its content, or the recorded value while it is held; `None` if
+    /// the file is missing.
     #[must_use]
     pub fn owners_value(&self, cgroup: &str, file: &str) -> Option<String> {
         self.held.owners(cgroup, file).or_else(|| self.read(cgroup, file))
     }
 
-    /// Takes a file from its owner, whose value is `owners` ([`Cgroups::owners_value`]), and sets it to
-    /// `value`; without one it is only not touched by anybody. Nothing but the process's memory knows of it:
-    /// whoever holds a file keeps a record to undo it by.
+    /// Holds a file against its owner, whose value is `owners` ([`Cgroups::owners_value`]), and sets the file
+    /// to `value`; without a value the file only stays as it is. The hold exists only in this process's
+    /// memory: the holder must keep a record to undo it.
     ///
     /// # Errors
-    /// The kernel refuses the value, or keeps another one. The file is held all the same.
+    /// The kernel refuses the value, or keeps another one. The file is held nevertheless.
     pub fn hold(
         &self,
         cgroup: &str,
@@ -63,11 +63,11 @@ impl Cgroups {
         }
     }
 
-    /// Gives a held file back to its owner, with its value; `otherwise` is that where this process doesn't
-    /// hold it. A cgroup that is gone needs nothing.
+    /// Releases a held file and restores its owner's value, or `otherwise` if this process doesn't hold the
+    /// file. Treats a removed cgroup as success.
     ///
     /// # Errors
-    /// The kernel refuses the value, or keeps another one. The file is not held any more all the same.
+    /// The kernel refuses the value, or keeps another one. The file is released nevertheless.
     pub fn release(&self, cgroup: &str, file: &str, otherwise: &str) -> Result<(), CgroupError> {
         let owners = self.held.map().remove(&(cgroup.to_owned(), file.to_owned()));
         let value = owners.as_deref().unwrap_or(otherwise);
@@ -77,7 +77,7 @@ impl Cgroups {
         }
     }
 
-    /// Stops to hold a file, and leaves in it what there is: somebody else has it now.
+    /// Releases a file without changing it, because another part holds it now.
     pub fn let_go(&self, cgroup: &str, file: &str) {
         self.held.map().remove(&(cgroup.to_owned(), file.to_owned()));
     }

@@ -1,4 +1,4 @@
-//! The end of what a pod left behind.
+//! Kills the processes that a pod left behind.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -11,21 +11,21 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::{CgroupError, Cgroups, tree};
 
-/// How long killed processes may take to be gone. A process that sits in the kernel (a dead disk) may take
-/// longer: its cgroup is tried again later.
+/// Maximum wait for the end of killed processes. A process stuck in the kernel (a dead disk) may take longer:
+/// the caller tries its cgroup again later.
 const GRACE: Duration = Duration::from_secs(2);
-/// How often the processes are listed and killed, where the kernel can't kill a cgroup as a whole.
+/// Maximum rounds of listing and killing the processes, if the kernel can't kill a cgroup as a whole.
 const ROUNDS: usize = 10;
-/// The pause before a removal that the kernel refused is tried again: the last process is gone, but not yet
-/// its task.
+/// Pause before retrying a removal that the kernel refused: the last process has ended, but its task still
+/// exists.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Kills what is in `path`; the ids of those that were there.
+/// Kills the processes in `path` and returns their ids.
 pub(super) fn pod(cgroups: &Cgroups, path: &str) -> Result<Vec<u32>, CgroupError> {
     Ok(all(cgroups, path)?.into_keys().collect())
 }
 
-/// Kills what is in `path`, waits until it is gone, and removes the cgroup.
+/// Kills the processes in `path`, waits for their end, and removes the cgroup.
 pub(super) fn destroy(cgroups: &Cgroups, path: &str) -> Result<Vec<u32>, CgroupError> {
     let deadline = Instant::now() + GRACE;
     let killed = all(cgroups, path)?;
@@ -39,7 +39,7 @@ pub(super) fn destroy(cgroups: &Cgroups, path: &str) -> Result<Vec<u32>, CgroupE
     }
 }
 
-/// Kills every process in `path` and below, those that are forked meanwhile too.
+/// Kills every process in `path` and below, including those forked during the kill.
 fn all(cgroups: &Cgroups, path: &str) -> Result<BTreeMap<u32, OwnedFd>, CgroupError> {
     if !is_pod(path) {
         return Err(CgroupError::NotAPod(path.to_owned()));
@@ -52,9 +52,10 @@ fn all(cgroups: &Cgroups, path: &str) -> Result<BTreeMap<u32, OwnedFd>, CgroupEr
     if killed.is_empty() {
         return Ok(killed);
     }
-    // Since 5.14 the kernel kills a whole cgroup at once, so that nothing can fork its way out.
+    // Since 5.14 the kernel kills a whole cgroup at once, so that no process can escape by forking.
     let whole = cgroups.cgroup2_path(path).is_some_and(|dir| fs::write(dir.join("cgroup.kill"), "1").is_ok());
-    // What is in a version 1 hierarchy alone, or on an older kernel, one by one; frozen it can't fork.
+    // Processes only in a version 1 hierarchy, or on an older kernel, are killed one by one; frozen processes
+    // can't fork.
     let frozen = if whole { None } else { Frozen::new(cgroups, &relative) };
     for process in killed.values() {
         let _ = pidfd_send_signal(process, Signal::KILL);
@@ -76,14 +77,14 @@ fn all(cgroups: &Cgroups, path: &str) -> Result<BTreeMap<u32, OwnedFd>, CgroupEr
     Ok(killed)
 }
 
-/// A pod that is frozen as long as the value lives. Signals wait until then.
+/// A frozen pod; dropping the value thaws it. Signals wait until then.
 struct Frozen<'a> {
     cgroups: &'a Cgroups,
     relative: &'a Path,
 }
 
 impl<'a> Frozen<'a> {
-    /// None where the kernel has no freezer.
+    /// Freezes the pod; `None` if the kernel has no freezer.
     fn new(cgroups: &'a Cgroups, relative: &'a Path) -> Option<Self> {
         let frozen = Self { cgroups, relative };
         frozen.set(true).then_some(frozen)
@@ -107,12 +108,12 @@ impl Drop for Frozen<'_> {
     }
 }
 
-/// Waits until all of them have ended, or the deadline.
+/// Waits until all processes have ended, or until the deadline.
 fn wait<'a>(processes: impl Iterator<Item = &'a OwnedFd>, deadline: Instant) {
     for process in processes {
         let left = deadline.saturating_duration_since(Instant::now());
         let Ok(left) = Timespec::try_from(left) else { return };
-        // Readable: it has ended.
+        // The descriptor is readable once the process has ended.
         let _ = poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&left));
     }
 }
@@ -129,12 +130,11 @@ fn is_pod(path: &str) -> bool {
     }
 }
 
-/// A handle of the process `pid`, if it is still in the cgroup once it cannot be mistaken for another any
-/// more.
+/// Returns a handle of the process `pid`, if the process is still in the cgroup after the handle was opened.
 fn in_cgroup(cgroups: &Cgroups, relative: &Path, pid: u32) -> Option<OwnedFd> {
     let raw = i32::try_from(pid).ok().and_then(Pid::from_raw)?;
     let process = pidfd_open(raw, PidfdFlags::empty()).ok()?;
-    // From here on the number may be given to another process, but the descriptor stays with this one.
+    // From here on the kernel may reuse the pid, but the descriptor stays with this process.
     let mut now = BTreeSet::new();
     for hierarchy in cgroups.hierarchies() {
         tree::pids(&hierarchy.mount.join(relative), &mut now).ok()?;
@@ -147,7 +147,7 @@ mod tests {
     use super::is_pod;
 
     #[test]
-    fn only_a_pods_own_cgroup_is_one() {
+    fn only_cgroups_of_pods_are_accepted() {
         for path in ["/kubepods/podx", "/kubepods/burstable/pod1-2", "/kubepods/besteffort/podx/container"] {
             assert!(is_pod(path), "{path}");
         }

@@ -1,11 +1,11 @@
-//! Which cgroup hierarchies this machine has, read from the table of mounts.
+//! Finds the machine's cgroup hierarchies in the table of mounts.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use beelet_base::mountinfo::{self, Mount};
 
-/// Controllers of version 1 as they stand among a mount's options (kernel: include/linux/cgroup_subsys.h).
+/// Controllers of version 1 as named in a mount's options (kernel: include/linux/cgroup_subsys.h).
 const V1_CONTROLLERS: [&str; 15] = [
     "blkio",
     "cpu",
@@ -23,16 +23,16 @@ const V1_CONTROLLERS: [&str; 15] = [
     "pids",
     "rdma",
 ];
-/// A machine is one of version 1 if any of these is there in version 1. Others are sometimes mounted beside
-/// an otherwise unified hierarchy (VPN clients do it with net_cls).
+/// Controllers that make a machine one of version 1 if any of them is mounted in version 1. Others are
+/// sometimes mounted next to an otherwise unified hierarchy (VPN clients do it with net_cls).
 const DECISIVE: [&str; 4] = ["cpu", "cpuset", "memory", "pids"];
 
-/// How cgroups are mounted.
+/// Version of the machine's cgroups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Version {
-    /// Version 1 alone.
+    /// Only version 1.
     V1,
-    /// Version 1 has the controllers; a cgroup2 hierarchy without them is there too.
+    /// Version 1 has the controllers; a cgroup2 hierarchy without them is mounted too.
     Hybrid,
     /// cgroup2 has the controllers.
     V2,
@@ -48,40 +48,40 @@ impl std::fmt::Display for Version {
     }
 }
 
-/// One mounted hierarchy.
+/// A mounted hierarchy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hierarchy {
-    /// Where it is mounted.
+    /// Mount point.
     pub mount: PathBuf,
-    /// Whether it is cgroup2.
+    /// True for cgroup2.
     pub is_v2: bool,
-    /// Version 1: its controllers; none for a named one such as `name=systemd`. cgroup2: empty, the root's
-    /// `cgroup.controllers` tells.
+    /// Version 1: controllers; none for a named hierarchy such as `name=systemd`. cgroup2: empty, since the
+    /// root's `cgroup.controllers` lists them.
     pub controllers: BTreeSet<String>,
 }
 
-/// All hierarchies pods take part in.
+/// All hierarchies that pods join.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
-    /// What that makes of the machine.
+    /// Version of the machine's cgroups.
     pub version: Version,
-    /// Version 1 first, in the order they are mounted; cgroup2, if there is one, last.
+    /// Hierarchies of version 1 in the order of mounting, then cgroup2, if mounted.
     pub hierarchies: Vec<Hierarchy>,
 }
 
-/// The layout that `mountinfo` describes; None if no cgroup file system is mounted.
+/// Parses the layout that `mountinfo` describes; `None` if no cgroup file system is mounted.
 #[must_use]
 pub fn parse(mountinfo: &[u8]) -> Option<Layout> {
     parse_where(mountinfo, |root| root == b"/")
 }
 
-/// The same, for reading alone: a mount of the hierarchy's root counts also where it is seen from inside a
-/// cgroup namespace (`/../..`), as a container that has the machine's `/sys/fs/cgroup` mounted sees it.
+/// Parses the layout only for reading: also accepts a mount of the hierarchy's root seen from inside a cgroup
+/// namespace (`/../..`), as in a container that has the machine's `/sys/fs/cgroup` mounted.
 #[must_use]
 pub fn parse_for_reading(mountinfo: &[u8]) -> Option<Layout> {
     let from_inside =
         |root: &[u8]| root.len() > 1 && root.split(|byte| *byte == b'/').skip(1).all(|part| part == b"..");
-    // Beside those, a root of `/` is only the namespace's own.
+    // If such a mount exists, a root of `/` is only the namespace's own.
     let inside = mountinfo::mounts(mountinfo)
         .any(|mount| mount.fs_type.starts_with(b"cgroup") && from_inside(mount.root));
     parse_where(mountinfo, |root| if inside { from_inside(root) } else { root == b"/" })
@@ -92,8 +92,8 @@ fn parse_where(mountinfo: &[u8], whole: impl Fn(&[u8]) -> bool) -> Option<Layout
     let mut v2: Option<Hierarchy> = None;
     for mount in mountinfo::mounts(mountinfo) {
         // A mount whose root is not the hierarchy's own shows a part of it (a container's view, a bind
-        // mount): the paths we give the runtime would mean something else there. `/..` is a root outside our
-        // cgroup namespace.
+        // mount): our paths would mean other cgroups to the runtime. `/..` is a root outside our cgroup
+        // namespace.
         if !whole(mount.root) {
             continue;
         }
@@ -102,7 +102,7 @@ fn parse_where(mountinfo: &[u8], whole: impl Fn(&[u8]) -> bool) -> Option<Layout
             b"cgroup2" if v2.is_none() => v2 = Some(hierarchy(true, BTreeSet::new())),
             b"cgroup" => {
                 let identity = v1_identity(&mount);
-                // The same hierarchy may be mounted twice; the first is as good as any.
+                // The same hierarchy may be mounted twice; any of the mounts will do.
                 if !v1.iter().any(|(known, _)| *known == identity) {
                     v1.push((identity, hierarchy(false, v1_controllers(&mount))));
                 }
@@ -119,7 +119,7 @@ fn parse_where(mountinfo: &[u8], whole: impl Fn(&[u8]) -> bool) -> Option<Layout
         (false, None) => return None,
     };
     if version == Version::V2 {
-        // The runtime looks at cgroup2 alone then.
+        // The runtime uses only cgroup2 then.
         hierarchies.clear();
     }
     hierarchies.extend(v2);
@@ -134,7 +134,7 @@ fn v1_controllers(mount: &Mount<'_>) -> BTreeSet<String> {
     options(mount).filter(|option| V1_CONTROLLERS.contains(option)).map(str::to_owned).collect()
 }
 
-/// What tells one version 1 hierarchy from another: its controllers and its name.
+/// Returns the identity of a version 1 hierarchy: its controllers and its name.
 fn v1_identity(mount: &Mount<'_>) -> String {
     let name = options(mount).find(|option| option.starts_with("name=")).unwrap_or_default();
     let controllers: Vec<String> = v1_controllers(mount).into_iter().collect();
@@ -163,7 +163,7 @@ mod tests {
 30 25 0:27 / /sys/fs/cgroup/cpuset rw,nosuid shared:14 - cgroup cgroup rw,cpuset,clone_children
 ";
 
-    /// `mount point: controllers` of each hierarchy, one a line; `cgroup2` where it is that.
+    /// Describes each hierarchy in a line, `mount point: controllers`, with `cgroup2` for that.
     fn describe(layout: &Layout) -> String {
         let line = |h: &Hierarchy| {
             let controllers: Vec<&str> = h.controllers.iter().map(String::as_str).collect();
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lone_v1_controller_beside_the_unified_hierarchy_changes_nothing() {
+    fn a_lone_v1_controller_next_to_the_unified_hierarchy_changes_nothing() {
         let text = format!("{V2}50 1 0:40 / /opt/net_cls rw - cgroup net_cls rw,net_cls\n");
         check(&text, Version::V2, &["/sys/fs/cgroup: cgroup2"]);
     }

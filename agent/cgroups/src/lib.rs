@@ -1,17 +1,17 @@
 //! The only writer of cgroup files: version 1, hybrid and version 2, cgroupfs and systemd behind one set of
 //! paths.
 //!
-//! A path here is written from the configured cgroup root, e.g. `/kubepods/burstable/pod<uid>`, and names the
-//! same cgroup in every hierarchy: each version 1 controller's, version 1's named ones and cgroup2, because
-//! the runtime joins them all. It is the same with both drivers: only here it is known that systemd's cgroups
-//! are slices (`names`), made by systemd and not by us (`systemd`). Which values belong into which files is
-//! not decided here (`beelet_policy::resources::cgroups` does), nor is anything outside the cgroup root
-//! written, with one exception: on version 2 a controller must be passed down by every ancestor, so it is
-//! enabled (never disabled) in their `cgroup.subtree_control` too.
+//! A path in this crate starts at the configured cgroup root, e.g. `/kubepods/burstable/pod<uid>`, and names
+//! the same cgroup in every hierarchy: each version 1 controller's, version 1's named ones and cgroup2,
+//! because the runtime joins them all. Paths are the same with both drivers: only this crate knows that
+//! systemd's cgroups are slices (`names`), made by systemd (`systemd`). Must never decide the values of files
+//! (`beelet_policy::resources::cgroups` does), nor write outside the cgroup root, with one exception: on
+//! version 2 every ancestor must pass a controller down, so the crate also enables it (never disables it) in
+//! their `cgroup.subtree_control`.
 //!
-//! All calls are short and block. None retries: what cannot be done now is an error that says why, and the
-//! caller's next sync tries again. Only [`Cgroups::destroy`] waits, two seconds at most, for processes that
-//! it killed, and with the systemd driver all that write wait for systemd's answer, 20 seconds at most.
+//! All calls are short and block. None retries: a failure is an error with its reason, and the caller's next
+//! sync tries again. Only [`Cgroups::destroy`] waits, at most two seconds, for the processes that it killed,
+//! and with the systemd driver all writing calls wait for systemd's answer, at most 20 seconds.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -50,7 +50,7 @@ use self::systemd::Slices;
 use beelet_base::{kernel_file, mountinfo};
 use beelet_units::cgroup_driver::CgroupDriver;
 
-/// What one cgroup's files must hold, by file name.
+/// Required contents of a cgroup's files, by file name.
 pub type Files = BTreeMap<String, String>;
 
 /// The machine's cgroups below one root.
@@ -63,36 +63,36 @@ pub struct Cgroups {
     held: Arc<held::HeldFiles>,
 }
 
-/// What came of adjusting cgroups.
+/// Result of adjusting cgroups.
 #[derive(Debug, Default)]
 pub struct Adjusted {
-    /// What was written, in that order.
+    /// Written changes, in that order.
     pub changed: Vec<Change>,
-    /// What could not be. The next sync tries it again.
+    /// Failures, to be retried by the next sync.
     pub failed: Vec<CgroupError>,
 }
 
-/// Which of the differences are written.
+/// Selection of the differences to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Adjust {
-    /// Only what leaves more room. Before something below gets wider that is somebody else's to write.
+    /// Only differences that raise a limit, before the runtime raises the limits of cgroups below.
     Wider,
-    /// All of them.
+    /// All differences.
     All,
 }
 
-/// What the hierarchies are made of.
+/// Kind of the hierarchies' directories.
 #[derive(Debug, Clone)]
 enum Store {
     /// The kernel makes and removes a cgroup's files.
     Kernel,
-    /// Plain folders: somebody else has to.
+    /// Plain folders, whose files this crate makes and removes.
     Folders,
-    /// The same as the kernel's, but slices are systemd's to make and remove.
+    /// As the kernel's, but systemd makes and removes slices.
     Systemd(Arc<Slices>),
 }
 
-/// The table of mounts.
+/// Returns the table of mounts.
 fn mounts() -> Result<Vec<u8>, CgroupError> {
     mountinfo::read().map_err(|error| CgroupError::io("read", Path::new(mountinfo::PATH), error))
 }
@@ -102,13 +102,13 @@ impl Cgroups {
     ///
     /// # Errors
     /// No hierarchy with the cpu and memory controllers is mounted, the path leads upwards, or systemd can't
-    /// be the driver here: it isn't process 1, or the controllers are version 1's.
+    /// be the driver: it isn't process 1, or the controllers are version 1's.
     pub fn discover(cgroup_root: &str, driver: CgroupDriver) -> Result<Self, CgroupError> {
         Self::with_layout(layout::parse(&mounts()?).ok_or(CgroupError::NotMounted)?, cgroup_root)?
             .with_driver(driver)
     }
 
-    /// The same cgroups with another driver. What is held stays held, by its name.
+    /// Returns the same cgroups with another driver. Held files stay held, by their names.
     ///
     /// # Errors
     /// As for [`Cgroups::discover`].
@@ -127,8 +127,8 @@ impl Cgroups {
         Ok(Self { names, store, ..self })
     }
 
-    /// Finds the hierarchies for reading alone. Unlike [`Cgroups::discover`] it takes any driver's tree as it
-    /// is, and the machine's hierarchies from inside a container that has them mounted.
+    /// Finds the hierarchies only for reading. Unlike [`Cgroups::discover`], it accepts the tree of any
+    /// driver, and the machine's hierarchies mounted in a container.
     ///
     /// # Errors
     /// As for [`Cgroups::discover`].
@@ -136,7 +136,7 @@ impl Cgroups {
         Self::with_layout(layout::parse_for_reading(&mounts()?).ok_or(CgroupError::NotMounted)?, cgroup_root)
     }
 
-    /// The same for a layout that is known already.
+    /// Returns the cgroups of a known layout.
     ///
     /// # Errors
     /// As for [`Cgroups::discover`].
@@ -156,8 +156,8 @@ impl Cgroups {
         Ok(cgroups)
     }
 
-    /// The same over plain folders, for tests of what runs above this module on machines that lend them no
-    /// cgroupfs: a new cgroup gets copies of its parent's files, and they go with it.
+    /// Returns cgroups over plain folders, for tests of higher layers on machines without a usable cgroupfs:
+    /// a new cgroup gets copies of its parent's files, which are removed with it.
     ///
     /// # Errors
     /// As for [`Cgroups::with_layout`].
@@ -165,12 +165,12 @@ impl Cgroups {
         Ok(Self { store: Store::Folders, ..Self::with_layout(layout, cgroup_root)? })
     }
 
-    /// Makes sure that the root is there, where pods get their CPU and memory: a typing mistake must not give
-    /// them another place. The kubelet wants it so, too (`cgroupManager.Validate`,
+    /// Checks that the root exists in the hierarchies of CPU and memory, so that a typing error does not move
+    /// pods to another cgroup. The kubelet requires the same (`cgroupManager.Validate`,
     /// pkg/kubelet/cm/container_manager_linux.go).
     ///
     /// # Errors
-    /// It is not.
+    /// The root is missing.
     pub fn require_root(&self) -> Result<(), CgroupError> {
         for hierarchy in ["cpu", "memory"].into_iter().filter_map(|name| self.hierarchy_of(name)) {
             let missing = hierarchy.mount.join(self.root_path());
@@ -181,14 +181,14 @@ impl Cgroups {
         Ok(())
     }
 
-    /// The driver that makes the cgroups.
+    /// Returns the driver that makes the cgroups.
     #[must_use]
     pub fn driver(&self) -> CgroupDriver {
         self.names.driver()
     }
 
-    /// Changes whenever somebody else may have written all values anew: systemd, once it has read its units
-    /// again. None with the cgroupfs driver.
+    /// Returns a channel that changes whenever systemd, after reloading its units, may have overwritten all
+    /// values. `None` with the cgroupfs driver.
     #[must_use]
     pub fn rewrites(&self) -> Option<watch::Receiver<u64>> {
         match &self.store {
@@ -197,25 +197,25 @@ impl Cgroups {
         }
     }
 
-    /// The version of cgroups that this machine mounts.
+    /// Returns the machine's version of cgroups.
     #[must_use]
     pub fn version(&self) -> Version {
         self.layout.version
     }
 
-    /// All hierarchies in use.
+    /// Returns all hierarchies in use.
     #[must_use]
     pub fn hierarchies(&self) -> &[Hierarchy] {
         &self.layout.hierarchies
     }
 
-    /// Metrics of the time that writing takes.
+    /// Returns the metrics of write durations.
     #[must_use]
     pub fn metrics(&self) -> &Metrics {
         &self.metrics
     }
 
-    /// The names of all controllers that pods can be given values for.
+    /// Returns the names of all controllers that are available to pods.
     #[must_use]
     pub fn controllers(&self) -> BTreeSet<String> {
         self.hierarchies().iter().flat_map(Hierarchy::names).collect()
@@ -230,12 +230,12 @@ impl Cgroups {
     }
 
     /// Makes all these cgroups (by path) in every hierarchy and their files hold the given values, in an
-    /// order that never holds any of them tighter than both the old and the new values do. A file that holds
-    /// its value already is not written; what is written is read back.
+    /// order that never limits any of them more tightly than both the old and the new values do. Skips files
+    /// that already hold their value, and reads back the others.
     ///
     /// # Errors
-    /// A directory or file cannot be written, the kernel keeps another value, a memory limit would kill at
-    /// once, or a value other than "no limit" is for a controller this machine doesn't have.
+    /// A directory or file cannot be written, the kernel keeps another value, a memory limit would make the
+    /// kernel kill at once, or a value other than "no limit" belongs to a missing controller.
     pub fn ensure_all(&self, cgroups: &BTreeMap<String, Files>) -> Result<(), CgroupError> {
         self.metrics.time("update", || {
             // Parents come before their children in the order of paths.
@@ -245,8 +245,7 @@ impl Cgroups {
                     if let Store::Systemd(slices) = &self.store {
                         slices.start(&hierarchy.mount, &self.root_path(), &relative, files)?;
                     }
-                    // With slices: what is left to do is to pass controllers down that systemd knows nothing
-                    // of.
+                    // With slices, this only passes down the controllers that systemd does not manage.
                     tree::make(hierarchy, self.version(), &relative, &self.store)?;
                 }
             }
@@ -255,21 +254,21 @@ impl Cgroups {
         })
     }
 
-    /// Makes the files of those of these cgroups that exist hold the given values, in the same order. One
-    /// that can't be written doesn't keep the others.
+    /// Makes the files of the existing ones of these cgroups hold the given values, in the same order. A
+    /// failed write does not prevent the others.
     #[must_use]
     pub fn adjust(&self, cgroups: &BTreeMap<String, Files>, how: Adjust) -> Adjusted {
         self.metrics.time("adjust", || write::all(self, cgroups, how))
     }
 
-    /// The files of one cgroup that differ from `values`, and errors for those that can't be compared. Of a
-    /// cgroup that is gone nothing.
+    /// Returns the files of a cgroup that differ from `values`, and errors for those that can't be compared;
+    /// nothing for a removed cgroup.
     #[must_use]
     pub fn differences(&self, path: &str, values: &Files) -> (Vec<Change>, Vec<CgroupError>) {
         write::changed(self, path, values)
     }
 
-    /// Takes back what a quota may be exceeded by, where the kernel knows such a thing.
+    /// Resets the burst of a quota, if the kernel supports bursts.
     ///
     /// # Errors
     /// The kernel refuses.
@@ -281,11 +280,11 @@ impl Cgroups {
         }
     }
 
-    /// Removes the cgroup `path` and what is below it from every hierarchy. It is no error if there is none.
+    /// Removes the cgroup `path` and those below it from every hierarchy. Treats "not found" as success.
     ///
     /// # Errors
-    /// Processes are in it (nothing is removed then; the error names them), or the kernel still counts some
-    /// that just ended.
+    /// The cgroup has processes (nothing is removed then; the error names them), or the kernel still counts
+    /// some that just ended.
     pub fn remove(&self, path: &str) -> Result<(), CgroupError> {
         self.metrics.time("destroy", || {
             let relative = self.relative(path)?;
@@ -296,7 +295,7 @@ impl Cgroups {
             if let Store::Systemd(slices) = &self.store {
                 slices.stop(&relative)?;
             }
-            // One hierarchy's failure must not keep the others.
+            // A failure in a hierarchy must not prevent the removal in the others.
             let results: Vec<_> = self
                 .hierarchies()
                 .iter()
@@ -306,10 +305,10 @@ impl Cgroups {
         })
     }
 
-    /// The processes in `path` and below it, in any hierarchy.
+    /// Returns the processes in `path` and below it, in any hierarchy.
     ///
     /// # Errors
-    /// The path is bad, or a list of processes cannot be read.
+    /// The path is invalid, or a list of processes cannot be read.
     pub fn pids(&self, path: &str) -> Result<Vec<u32>, CgroupError> {
         let relative = self.relative(path)?;
         let mut pids = BTreeSet::new();
@@ -319,8 +318,8 @@ impl Cgroups {
         Ok(pids.into_iter().collect())
     }
 
-    /// Sends SIGKILL to every process that is left in a pod's cgroup `path`, and gives their ids. They may
-    /// take a moment to be gone. For the end of a pod, when the runtime has nothing more to stop.
+    /// Sends SIGKILL to every process left in a pod's cgroup `path`, and returns their ids. The processes may
+    /// take a moment to end. For the end of a pod, when the runtime has nothing more to stop.
     ///
     /// # Errors
     /// The path is not a pod's, or a list of processes cannot be read.
@@ -328,18 +327,18 @@ impl Cgroups {
         kill::pod(self, path)
     }
 
-    /// Ends a pod's cgroup `path`: sends SIGKILL to every process that is left in it, waits (two seconds at
-    /// most) until they are gone, and removes it. Gives their ids.
+    /// Destroys a pod's cgroup `path`: sends SIGKILL to every process left in it, waits for their end (at
+    /// most two seconds), and removes the cgroup. Returns the ids of the processes.
     ///
     /// # Errors
-    /// The path is not a pod's, or the processes don't end: they sit in the kernel.
+    /// The path is not a pod's, or the processes don't end because they are stuck in the kernel.
     pub fn destroy(&self, path: &str) -> Result<Vec<u32>, CgroupError> {
         kill::destroy(self, path)
     }
 
-    /// The cgroup that the runtime made for the container `id` of the pod with the cgroup `pod`: containerd
-    /// names it by the id alone, CRI-O `crio-<id>`, and with systemd it is a scope. None if there is none
-    /// (yet).
+    /// Returns the cgroup that the runtime made for the container `id` of the pod with the cgroup `pod`:
+    /// containerd names it by the bare id, CRI-O `crio-<id>`, and with systemd it is a scope. `None` if it
+    /// does not exist (yet).
     #[must_use]
     pub fn container_path(&self, pod: &str, id: &str) -> Option<String> {
         let dir = self.hierarchy_of("cpu")?.mount.join(self.relative(pod).ok()?);
@@ -351,7 +350,8 @@ impl Cgroups {
         Some(format!("{pod}/{name}"))
     }
 
-    /// The content of `file` of the cgroup `path`, without the last line's end; None if there is none.
+    /// Returns the content of `file` of the cgroup `path`, without the final newline; `None` if it is
+    /// missing.
     #[must_use]
     pub fn read(&self, path: &str, file: &str) -> Option<String> {
         let hierarchy = self.hierarchy_of_file(file)?;
@@ -359,21 +359,21 @@ impl Cgroups {
         Some(kernel_file::read_to_string(path).ok()?.trim_end().to_owned())
     }
 
-    /// The id by which the kernel half knows the cgroup `path`: the inode of its cgroup2 directory.
+    /// Returns the kernel half's id of the cgroup `path`: the inode of its cgroup2 directory.
     #[must_use]
     pub fn cgroup_id(&self, path: &str) -> Option<u64> {
         Some(fs::metadata(self.cgroup2_path(path)?).ok()?.ino())
     }
 
-    /// The cgroup2 directory of `path`, whether it exists or not; None without cgroup2.
+    /// Returns the cgroup2 directory of `path`, which may not exist; `None` without cgroup2.
     #[must_use]
     pub fn cgroup2_path(&self, path: &str) -> Option<PathBuf> {
         let hierarchy = self.hierarchies().iter().find(|hierarchy| hierarchy.is_v2)?;
         Some(hierarchy.mount.join(self.relative(path).ok()?))
     }
 
-    /// The name of `path` for the runtime (CRI `cgroup_parent`): from the hierarchies' root, with systemd too
-    /// (`ToSystemd` of the kubelet). Runtimes take the last part of a slice's.
+    /// Returns the name of `path` for the runtime (CRI `cgroup_parent`): from the hierarchies' root, also
+    /// with systemd (`ToSystemd` of the kubelet). Runtimes use the last component of a slice's path.
     #[must_use]
     pub fn cri_parent(&self, path: &str) -> String {
         self.names.path(path)
@@ -393,7 +393,7 @@ impl Cgroups {
             .is_ok_and(|relative| self.hierarchies().iter().any(|h| h.mount.join(&relative).is_dir()))
     }
 
-    /// Returns true if the cgroup `path` exists in each hierarchy that one of `files` is in.
+    /// Returns true if the cgroup `path` exists in each hierarchy that contains one of `files`.
     #[must_use]
     pub fn has_all(&self, path: &str, files: &Files) -> bool {
         self.relative(path).is_ok_and(|relative| {
@@ -402,7 +402,7 @@ impl Cgroups {
         })
     }
 
-    /// The pods' cgroups that exist in any hierarchy, e.g. `/kubepods/besteffort/pod<uid>`.
+    /// Returns the pods' cgroups that exist in any hierarchy, e.g. `/kubepods/besteffort/pod<uid>`.
     ///
     /// # Errors
     /// A directory cannot be listed.
@@ -419,7 +419,7 @@ impl Cgroups {
         Ok(found.into_iter().collect())
     }
 
-    /// `path` below a hierarchy's mount point.
+    /// Converts `path` to a path relative to a hierarchy's mount point.
     fn relative(&self, path: &str) -> Result<PathBuf, CgroupError> {
         if path == "/" {
             return Ok(self.root_path());
@@ -427,12 +427,12 @@ impl Cgroups {
         Ok(PathBuf::from(self.names.path(checked(path)?).trim_start_matches('/')))
     }
 
-    /// The root below a hierarchy's mount point.
+    /// Returns the root relative to a hierarchy's mount point.
     fn root_path(&self) -> PathBuf {
         PathBuf::from(self.names.root_path().trim_start_matches('/'))
     }
 
-    /// Has systemd keep a value that is about to be written, where the cgroup is a unit of its.
+    /// Sets a value that is about to be written as a property of systemd's unit, if the cgroup is a unit.
     fn keep(&self, path: &str, file: &str, value: &str) -> Result<(), CgroupError> {
         match &self.store {
             Store::Systemd(slices) => slices.set(&self.relative(path)?, file, value),
@@ -440,12 +440,13 @@ impl Cgroups {
         }
     }
 
-    /// The hierarchy that has `controller`.
+    /// Returns the hierarchy with `controller`.
     fn hierarchy_of(&self, controller: &str) -> Option<&Hierarchy> {
         self.hierarchies().iter().find(|hierarchy| hierarchy.has(controller))
     }
 
-    /// The hierarchy that `file` is in: `cpu.shares` is the cpu controller's, `cgroup.kill` is cgroup2's own.
+    /// Returns the hierarchy with `file`: `cpu.shares` belongs to the cpu controller, `cgroup.kill` to
+    /// cgroup2.
     fn hierarchy_of_file(&self, file: &str) -> Option<&Hierarchy> {
         match file.split('.').next()? {
             "cgroup" => self.hierarchies().iter().find(|hierarchy| hierarchy.is_v2),
@@ -455,7 +456,7 @@ impl Cgroups {
 }
 
 impl Hierarchy {
-    /// Its controllers by name; cgroup2's as its root offers them now.
+    /// Returns the names of the hierarchy's controllers; for cgroup2, those that its root offers now.
     fn names(&self) -> BTreeSet<String> {
         if !self.is_v2 {
             return self.controllers.clone();
@@ -469,7 +470,7 @@ impl Hierarchy {
     }
 }
 
-/// `path`, if it is absolute and leads nowhere but down.
+/// Returns `path` if it is absolute and only leads downwards.
 fn checked(path: &str) -> Result<&str, CgroupError> {
     let well_formed = path.strip_prefix('/').is_some_and(|rest| {
         rest.split('/').all(|part| !matches!(part, "" | "." | "..") && !part.contains(['\0', '\n']))
@@ -477,12 +478,12 @@ fn checked(path: &str) -> Result<&str, CgroupError> {
     if well_formed { Ok(path) } else { Err(CgroupError::Path(path.to_owned())) }
 }
 
-/// `file`, if it is a file's name and not a path.
+/// Returns `file` if it is a file's name and not a path.
 fn checked_file(file: &str) -> Option<&str> {
     Some(file).filter(|file| !file.contains('/') && !file.is_empty() && *file != "..")
 }
 
-/// Returns true if `error` only says that the thing is not there (any more).
+/// Returns true if `error` means that the file does not exist (any more).
 fn is_gone(error: &io::Error) -> bool {
     // ENODEV: a cgroup's file that was opened before the cgroup was removed.
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ENODEV)

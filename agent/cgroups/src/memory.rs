@@ -1,8 +1,8 @@
-//! A cgroup's memory: how much of it is really needed, and descriptors on which the kernel says that it gets
-//! tight.
+//! A cgroup's memory: its working set, and descriptors with which the kernel signals that memory becomes
+//! scarce.
 //!
-//! A descriptor is only a reason to look: none of them says that anything is short. They end with the cgroup,
-//! or when they are dropped.
+//! A descriptor is only a reason to measure: none of them means that memory is short. Descriptors end with
+//! the cgroup, or when they are dropped.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
@@ -17,26 +17,25 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::{CgroupError, Cgroups, Hierarchy};
 
-/// Windows of a PSI trigger that are tried: any length for the privileged, multiples of 2 s for others
+/// Windows of a PSI trigger to try: any length for privileged processes, multiples of 2 s for others
 /// (kernel: Documentation/accounting/psi.rst, `WINDOW_MIN_US` and the check in `psi_trigger_create`).
 const PSI_WINDOWS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(2)];
-/// From here on a version 1 limit means none: the kernel rounds its largest number down to a page.
+/// Lower bound of version 1 limits that mean "no limit": the kernel rounds its largest number down to a page.
 const NO_LIMIT: u64 = i64::MAX as u64 - (1 << 20);
 
-/// What a cgroup's memory is like, in bytes.
+/// Memory of a cgroup in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryUse {
-    /// All that is charged to it.
+    /// All memory charged to the cgroup.
     pub usage: u64,
-    /// Without what the kernel would give back first: file pages that nobody touched lately. What the kubelet
-    /// calls the working set.
+    /// Usage without inactive file pages, which the kernel would reclaim first: the kubelet's working set.
     pub working_set: u64,
-    /// The limit; None: none.
+    /// The limit, if any.
     pub limit: Option<u64>,
 }
 
 impl Cgroups {
-    /// The memory of the cgroup `path` and all below it; None if it isn't there (any more).
+    /// Returns the memory of the cgroup `path` and those below it; `None` if it does not exist (any more).
     #[must_use]
     pub fn memory_use(&self, path: &str) -> Option<MemoryUse> {
         let number = |file: &str| self.read(path, file)?.parse::<u64>().ok();
@@ -50,13 +49,13 @@ impl Cgroups {
         Some(MemoryUse { usage, working_set: usage.saturating_sub(inactive), limit })
     }
 
-    /// The machine's memory, of which `meminfo` is the text of `/proc/meminfo`; None if that lacks a line.
+    /// Returns the machine's memory; `meminfo` is the text of `/proc/meminfo`. `None` if it lacks a line.
     #[must_use]
     pub fn machine_memory(&self, meminfo: &str) -> Option<MachineMemory> {
         MachineMemory::of(meminfo, self.root_memory_stat().as_deref())
     }
 
-    /// The `memory.stat` of cgroup2's real root. A container with a cgroup namespace sees its own
+    /// Returns the `memory.stat` of cgroup2's real root. A container with a cgroup namespace sees its own
     /// cgroup as the root: only the real one has no `memory.current`.
     fn root_memory_stat(&self) -> Option<String> {
         let root = &self.hierarchies().iter().find(|hierarchy| hierarchy.is_v2)?.mount;
@@ -66,17 +65,19 @@ impl Cgroups {
         kernel_file::read_to_string(root.join("memory.stat")).ok()
     }
 
-    /// The processes and threads in the cgroup `path` and below it; None where nobody counts them.
+    /// Returns the number of processes and threads in the cgroup `path` and below it; `None` if they are not
+    /// counted.
     #[must_use]
     pub fn pids_use(&self, path: &str) -> Option<u64> {
         self.read(path, "pids.current")?.parse().ok()
     }
 
-    /// Readable (with priority) whenever tasks of `path` have waited for memory for `stall` within a second,
-    /// or within two where this process lacks CAP_SYS_RESOURCE. Needs cgroup2 (hybrid will do) and PSI.
+    /// Returns a descriptor that becomes readable (with priority) whenever tasks of `path` have waited for
+    /// memory for `stall` within a second, or within two if this process lacks CAP_SYS_RESOURCE. Requires
+    /// cgroup2 (also on a hybrid machine) and PSI.
     ///
     /// # Errors
-    /// There is no cgroup2, or the kernel has no PSI.
+    /// cgroup2 is not mounted, or the kernel has no PSI.
     pub fn pressure_trigger(&self, path: &str, stall: Duration) -> Result<OwnedFd, CgroupError> {
         let file = self
             .cgroup2_path(path)
@@ -93,21 +94,22 @@ impl Cgroups {
         Err(CgroupError::io("set a pressure trigger in", &file, error))
     }
 
-    /// Readable (with priority) whenever a counter of `path`'s `memory.events` moves. Version 2 only. Each
-    /// time the file must be read, from its beginning.
+    /// Returns a descriptor that becomes readable (with priority) whenever a counter of `path`'s
+    /// `memory.events` changes. Version 2 only. Each time the caller must read the file from its beginning.
     ///
     /// # Errors
-    /// There is no such file.
+    /// The file is missing.
     pub fn memory_events(&self, path: &str) -> Result<OwnedFd, CgroupError> {
         let file = self.memory_dir(path)?.join("memory.events");
         let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&file);
         opened.map(OwnedFd::from).map_err(|error| CgroupError::io("open", &file, error))
     }
 
-    /// Readable whenever the memory charged to `path` crosses so many bytes, up or down. Version 1 only.
+    /// Returns a descriptor that becomes readable whenever the memory charged to `path` crosses `bytes`, up
+    /// or down. Version 1 only.
     ///
     /// # Errors
-    /// The kernel has no such notification here (version 2, or an RT kernel).
+    /// The kernel lacks this notification (version 2, or an RT kernel).
     pub fn usage_threshold(&self, path: &str, bytes: u64) -> Result<OwnedFd, CgroupError> {
         let dir = self.memory_dir(path)?;
         let usage_file = dir.join("memory.usage_in_bytes");
@@ -116,10 +118,10 @@ impl Cgroups {
             fs::File::open(&usage_file).map_err(|error| CgroupError::io("open", &usage_file, error))?;
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| CgroupError::io("make an eventfd for", &usage_file, error.into()))?;
-        // The kernel keeps its own reference to the eventfd; closing ours takes the notification back.
+        // The kernel keeps its own reference to the eventfd; closing ours cancels the notification.
         let line = format!("{} {} {bytes}", event.as_raw_fd(), usage.as_raw_fd());
         fs::write(&control, line)
-            .map_err(|error| CgroupError::io("ask for notifications in", &control, error))?;
+            .map_err(|error| CgroupError::io("request notifications in", &control, error))?;
         Ok(event)
     }
 
@@ -133,7 +135,7 @@ impl Cgroups {
 fn trigger(file: &std::path::Path, stall: Duration, window: Duration) -> io::Result<OwnedFd> {
     let mut opened = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(file)?;
     let stall = stall.min(window);
-    // One write, with the end that the kernel wants.
+    // A single write, with the terminator that the kernel requires.
     opened.write_all(format!("some {} {}\0", stall.as_micros(), window.as_micros()).as_bytes())?;
     Ok(opened.into())
 }
@@ -153,7 +155,7 @@ mod tests {
         let meminfo = "MemTotal: 100 kB\nAnonPages: 10 kB\nCached: 20 kB\nBuffers: 0 kB\nSwapCached: 0 kB\n\
                        Inactive(file): 5 kB\n";
         let usage = || cgroups.machine_memory(meminfo).map(|memory| memory.usage);
-        assert_eq!(usage(), Some(30 << 10), "there is no file");
+        assert_eq!(usage(), Some(30 << 10), "the file is missing");
         let write = |file: &str, text: &str| fs::write(mount.path().join(file), text).unwrap();
         write("memory.stat", "anon 1\nfile 2\ninactive_file 1\n");
         assert_eq!(usage(), Some(3));

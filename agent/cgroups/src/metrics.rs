@@ -1,4 +1,4 @@
-//! How long cgroup operations take.
+//! Metrics of the durations of cgroup operations.
 
 use std::time::Instant;
 
@@ -27,7 +27,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Adds them to `registry`.
+    /// Adds the metrics to `registry`.
     pub fn register(&self, registry: &mut Registry) {
         registry.register(
             "kubelet_cgroup_manager_duration_seconds",

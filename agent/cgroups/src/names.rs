@@ -1,23 +1,23 @@
-//! Which directory a cgroup's name stands for. Pure.
+//! Maps a cgroup's name to its directory. Pure.
 //!
-//! Everywhere in the agent a cgroup has its name in cgroupfs form, whichever driver there is (the kubelet's
-//! `CgroupName`): `/kubepods/burstable/pod<uid>`, and below a pod what the runtime calls its containers'
-//! cgroups. With the systemd driver each part down to the pod is a slice. A name that begins with a unit
+//! Throughout the agent a cgroup's name has the cgroupfs form with any driver (the kubelet's `CgroupName`):
+//! `/kubepods/burstable/pod<uid>`, and below a pod the runtime's names of its containers' cgroups. With the
+//! systemd driver each component down to the pod is a slice. A name that begins with a unit
 //! (`/system.slice/x.service`) stands for itself.
 
 use beelet_policy::resources::cgroups::slice_path;
 use beelet_units::cgroup_driver::CgroupDriver;
 
-/// How names become paths.
+/// Mapping of names to paths.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Names {
     driver: CgroupDriver,
-    /// The configured root in cgroupfs form, without a slash at its end; empty: the hierarchies' own.
+    /// Configured root in cgroupfs form, without a trailing slash; empty for the hierarchies' own root.
     root: String,
 }
 
 impl Names {
-    /// `root` is checked already. One that is given as a slice counts as what it is a slice of
+    /// Returns the mapping for a checked `root`. A slice is converted to its cgroupfs name
     /// (`ParseSystemdToCgroupName` of the kubelet).
     pub(super) fn new(driver: CgroupDriver, root: &str) -> Self {
         let slice = root.rsplit('/').next().and_then(|name| name.strip_suffix(".slice"));
@@ -32,12 +32,12 @@ impl Names {
         self.driver
     }
 
-    /// The configured root.
+    /// Returns the configured root.
     pub(super) fn root(&self) -> &str {
         &self.root
     }
 
-    /// The path of the root, from the hierarchies' own; empty if that is it.
+    /// Returns the path of the root, from the hierarchies' own root; empty if they are the same.
     pub(super) fn root_path(&self) -> String {
         match self.driver {
             CgroupDriver::Cgroupfs => self.root.clone(),
@@ -45,7 +45,7 @@ impl Names {
         }
     }
 
-    /// The path of the cgroup `name`, from the hierarchies' root.
+    /// Returns the path of the cgroup `name`, from the hierarchies' root.
     pub(super) fn path(&self, name: &str) -> String {
         if self.driver == CgroupDriver::Cgroupfs || starts_with_unit(name) {
             return format!("{}{name}", self.root_path());
@@ -54,7 +54,7 @@ impl Names {
         format!("{}{runtimes}", slice_path(&format!("{}{ours}", self.root)))
     }
 
-    /// The UID of the pod whose cgroup is the directory `child` of `parent` (a name).
+    /// Returns the UID of the pod whose cgroup is the directory `child` of `parent` (a name).
     pub(super) fn pod_uid(&self, parent: &str, child: &str) -> Option<String> {
         let uid = match self.driver {
             CgroupDriver::Cgroupfs => child.strip_prefix("pod")?.to_owned(),
@@ -73,7 +73,7 @@ impl Names {
     }
 }
 
-/// Returns true if a directory of this name is a unit's.
+/// Returns true if a directory of this name belongs to a unit.
 pub(super) fn is_unit(name: &str) -> bool {
     [".slice", ".scope", ".service"].iter().any(|kind| name.ends_with(kind))
 }
@@ -82,7 +82,7 @@ fn starts_with_unit(name: &str) -> bool {
     name.split('/').nth(1).is_some_and(is_unit)
 }
 
-/// Where the part of a name ends that the agent made: at the pod, if there is one in it.
+/// Returns the end of the part of a name that the agent makes: up to the pod, if the name contains one.
 fn end_of_pod(name: &str) -> usize {
     let mut end = 0;
     for (depth, part) in name.split('/').skip(1).enumerate() {
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pods_directory_says_its_uid() {
+    fn a_pods_directory_has_its_uid() {
         let check = |driver, parent: &str, child: &str, expected: Option<&str>| {
             assert_eq!(Names::new(driver, "").pod_uid(parent, child).as_deref(), expected, "{child}");
         };

@@ -1,28 +1,27 @@
-//! In which order limits are written when several change, and what a value means as a limit.
+//! The order of writing several limits, and the meaning of a value as a limit.
 //!
-//! While a change is under way no cgroup may be held tighter than both the old and the new values hold it,
-//! and the kernel's rule that a child's CPU share fits into its parent's must hold after every write. So what
-//! gets wider is written first, parents before children; what gets tighter comes last, children before
-//! parents.
+//! During a change no cgroup may be limited more tightly than by both the old and the new values, and the
+//! kernel's rule that a child's CPU share fits into its parent's must hold after every write. So raised
+//! limits are written first, parents before children, and lowered limits last, children before parents.
 
 use std::cmp::Ordering;
 
 use beelet_policy::resources::cgroups::OOM_GROUP;
 
-/// One file of one cgroup that is to change.
+/// Change of a file of a cgroup.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
     /// The cgroup, below the cgroup root.
     pub cgroup: String,
     /// The file.
     pub file: String,
-    /// What it holds.
+    /// Current content.
     pub from: String,
-    /// What it is to hold.
+    /// New content.
     pub to: String,
 }
 
-/// Sorts `changes` into the order they must be written in. Stable among equals.
+/// Sorts `changes` into the required order of writing. Stable among equals.
 pub fn sort(changes: &mut [Change]) {
     changes.sort_by_cached_key(|change| {
         let depth = change.cgroup.split('/').filter(|part| !part.is_empty()).count();
@@ -31,14 +30,14 @@ pub fn sort(changes: &mut [Change]) {
     });
 }
 
-/// Returns true if `change` leaves less room than there was.
+/// Returns true if `change` lowers a limit.
 #[must_use]
 pub fn tightens(change: &Change) -> bool {
     compare(&change.file, &change.to, &change.from) == Ordering::Less
 }
 
-/// Returns true if two contents of `file` mean the same to the kernel, `page` being the size that memory is
-/// rounded down to.
+/// Returns true if two contents of `file` mean the same to the kernel, which rounds memory down to multiples
+/// of `page`.
 #[must_use]
 pub fn same(file: &str, a: &str, b: &str, page: u64) -> bool {
     let bytes = |limit: Limit| match limit {
@@ -54,7 +53,7 @@ pub fn same(file: &str, a: &str, b: &str, page: u64) -> bool {
     }
 }
 
-/// Which of two contents of `file` leaves more room.
+/// Compares two contents of `file` as limits.
 fn compare(file: &str, a: &str, b: &str) -> Ordering {
     if file == "cpu.max" {
         // quota/period, compared without division
@@ -72,7 +71,7 @@ fn compare(file: &str, a: &str, b: &str) -> Ordering {
     limit(a).cmp(&limit(b))
 }
 
-/// An amount, or more than any.
+/// An amount, or no limit, which is greater than any amount.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Limit {
     Amount(u64),
@@ -86,7 +85,7 @@ fn limit(text: &str) -> Option<Limit> {
     }
 }
 
-/// The bytes of a memory limit; None for no limit.
+/// Returns the bytes of a memory limit; `None` for no limit.
 #[must_use]
 pub fn bytes(text: &str) -> Option<u64> {
     match limit(text) {
@@ -111,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn wider_goes_from_the_top_and_tighter_from_the_bottom() {
+    fn raised_limits_are_written_from_the_top_and_lowered_ones_from_the_bottom() {
         check(&[("/k/p", "memory.max", "1", "2"), ("/k", "memory.max", "1", "2")], &["/k", "/k/p"]);
         check(&[("/k", "memory.max", "2", "1"), ("/k/p", "memory.max", "2", "1")], &["/k/p", "/k"]);
         check(&[("/k/a", "memory.max", "2", "1"), ("/k/b", "memory.max", "1", "2")], &["/k/b", "/k/a"]);
@@ -150,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_gives_back_is_recognized() {
+    fn values_that_the_kernel_rounds_are_recognized() {
         check_same("memory.limit_in_bytes", "-1", "9223372036854771712", true);
         check_same("memory.max", "max", "max", true);
         check_same("memory.max", "8191", "4096", true);

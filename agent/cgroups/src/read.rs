@@ -1,8 +1,8 @@
-//! Reading the same cgroups again and again: where containers are, and their files by open directories.
+//! Reads the same cgroups repeatedly: finds containers' cgroups, and reads their files by open directories.
 //!
-//! Nothing here writes. A directory that is held open names its cgroup for good: once that one is removed,
-//! reading fails, and another one of the same name is not mistaken for it. So does a file; and to open one
-//! takes the kernel three to ten times as long as to read it again.
+//! Must never write. An open directory identifies its cgroup permanently: after the cgroup's removal reads
+//! fail, and a new cgroup of the same name is not mistaken for it. The same holds for an open file; and
+//! opening a file takes the kernel three to ten times as long as reading it again.
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::fs;
@@ -14,19 +14,19 @@ use rustix::fs::{Mode, OFlags};
 
 use super::{Cgroups, Hierarchy, Version};
 
-/// Deeper than any runtime nests containers.
+/// Maximum depth of a search; no runtime nests containers that deep.
 const MAX_DEPTH: usize = 10;
-/// More folders than this are not looked at in one search.
+/// Maximum number of folders that a search visits.
 const MAX_FOLDERS: usize = 100_000;
-/// The largest file that is read: `memory.stat` has some 2 KiB, `io.stat` some 100 bytes per device.
+/// Maximum size of a file: `memory.stat` has some 2 KiB, `io.stat` some 100 bytes per device.
 const MAX_FILE: usize = 256 << 10;
 
-/// Which hierarchy a file is in. On version 2 they all are the same one.
+/// Hierarchy of a file. On version 2 all are the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Controller {
     /// Shares and quota.
     Cpu,
-    /// CPU time (version 1 alone).
+    /// CPU time (only version 1).
     Cpuacct,
     /// Memory.
     Memory,
@@ -34,7 +34,7 @@ pub enum Controller {
     Blkio,
     /// Processes and threads.
     Pids,
-    /// cgroup2 itself: PSI, also beside version 1.
+    /// cgroup2 itself: PSI, also next to version 1.
     Unified,
 }
 
@@ -46,14 +46,14 @@ const CONTROLLERS: [(Controller, &str); 5] = [
     (Controller::Pids, "pids"),
 ];
 
-/// The directories of one cgroup, open.
+/// The open directories of a cgroup.
 #[derive(Debug)]
 pub struct CgroupDirs {
     version: Version,
-    /// By [`Controller`]; one that is mounted together with another is here once for each.
+    /// Directories by [`Controller`]; a shared mount has an entry for each of its controllers.
     v1: Vec<(Controller, OwnedFd)>,
     unified: Option<OwnedFd>,
-    /// Files that stay open, if they are to.
+    /// Files kept open; `None` if files are closed after each reading.
     kept: Option<Vec<(Controller, &'static str, OwnedFd)>>,
 }
 
@@ -61,7 +61,7 @@ impl Cgroups {
     /// Opens the directories of the cgroup `path`.
     ///
     /// # Errors
-    /// There is no such cgroup (any more) in any hierarchy, or the path is bad.
+    /// The cgroup does not exist (any more) in any hierarchy, or the path is invalid.
     pub fn open(&self, path: &str) -> io::Result<CgroupDirs> {
         let relative = self.relative(path).map_err(|error| io::Error::other(error.to_string()))?;
         let mut dirs = CgroupDirs { version: self.version(), v1: Vec::new(), unified: None, kept: None };
@@ -73,20 +73,20 @@ impl Cgroups {
             }
             for (controller, name) in CONTROLLERS {
                 if hierarchy.controllers.contains(name) {
-                    // Not every cgroup is in every hierarchy; which file is missing is told when it is read.
+                    // Not every cgroup is in every hierarchy; reading a missing file reports that.
                     dirs.v1.extend(open_dir(&dir).ok().map(|fd| (controller, fd)));
                 }
             }
         }
         if dirs.v1.is_empty() && dirs.unified.is_none() {
-            return Err(io::Error::new(io::ErrorKind::NotFound, format!("there is no cgroup {path}")));
+            return Err(io::Error::new(io::ErrorKind::NotFound, format!("cgroup {path} does not exist")));
         }
         Ok(dirs)
     }
 
-    /// The cgroups of these containers below the root, by the runtimes' ids. Runtimes name a container's
-    /// cgroup by its id, bare (cgroupfs) or as in `cri-containerd-<id>.scope` (systemd). Those that have none
-    /// are left out.
+    /// Returns the cgroups of these containers below the root, by the runtimes' ids. Runtimes name a
+    /// container's cgroup by its id, bare (cgroupfs) or as in `cri-containerd-<id>.scope` (systemd).
+    /// Containers without a cgroup are left out.
     #[must_use]
     pub fn find_containers(&self, ids: &HashSet<&str>) -> BTreeMap<String, String> {
         let mut search = Search { ids, found: BTreeMap::new(), folders: MAX_FOLDERS };
@@ -96,9 +96,8 @@ impl Cgroups {
         search.found
     }
 
-    /// The cgroups that the kernel half knows by these ids, whether pods' or the machine's: their paths from
-    /// the root of cgroup2. Those that are gone, and those that are nested deeper than any that we know, are
-    /// left out.
+    /// Returns the cgroups with these ids of the kernel half, of pods and of the machine: their paths from
+    /// the root of cgroup2. Removed cgroups and very deeply nested ones are left out.
     #[must_use]
     pub fn find_ids(&self, ids: &HashSet<u64>) -> BTreeMap<u64, String> {
         use std::os::unix::fs::{DirEntryExt as _, MetadataExt as _};
@@ -134,8 +133,9 @@ impl Cgroups {
         found
     }
 
-    /// The folders below which containers come and go: `kubepods` (`kubepods.slice`), its QoS classes and the
-    /// pods' own, by where they are mounted. For a watch; the containers' own are not among them.
+    /// Returns the absolute paths of the folders in which containers' cgroups appear: `kubepods`
+    /// (`kubepods.slice`), its QoS classes and the pods' own. For a watch; containers' own folders are left
+    /// out.
     #[must_use]
     pub fn pod_folders(&self) -> Vec<PathBuf> {
         let mut found = Vec::new();
@@ -148,8 +148,8 @@ impl Cgroups {
         found
     }
 
-    /// The cgroups that all pods are below, one as a rule: `/kubepods` or `/kubepods.slice`, or deeper where
-    /// a kubelet has a cgroup root of its own.
+    /// Returns the cgroups above all pods, usually a single one: `/kubepods` or `/kubepods.slice`, or deeper
+    /// if a kubelet has a cgroup root of its own.
     #[must_use]
     pub fn pods_roots(&self) -> Vec<String> {
         let mut found = Vec::new();
@@ -159,7 +159,7 @@ impl Cgroups {
         found
     }
 
-    /// The hierarchy that every container is in.
+    /// Returns a hierarchy that contains every container.
     fn searched(&self) -> Option<&Hierarchy> {
         self.hierarchies().iter().find(|h| h.is_v2 || h.controllers.contains("memory"))
     }
@@ -178,7 +178,7 @@ impl Search<'_> {
             if self.folders == 0 || self.found.len() == self.ids.len() {
                 return;
             }
-            // Files are by far the most entries; the kernel tells their kind without another call.
+            // Most entries are files; the kernel reports their kind without another call.
             if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
                 continue;
             }
@@ -190,7 +190,7 @@ impl Search<'_> {
                 Some(id) => {
                     self.found.insert(id.to_owned(), below);
                 }
-                // Another container's own folder has nothing to find, and some ninety files to look through.
+                // Another container's folder has some ninety files and nothing to find.
                 None if depth > 0 && !is_container(name) => self.descend(&entry.path(), &below, depth - 1),
                 None => {}
             }
@@ -198,13 +198,13 @@ impl Search<'_> {
     }
 }
 
-/// `dir` and its folders down to `depth`, without containers' own.
+/// Collects `dir` and its folders down to `depth`, without containers' own.
 fn collect_folders(dir: &Path, depth: usize, found: &mut Vec<PathBuf>) {
     if found.len() >= MAX_FOLDERS {
         return;
     }
     found.push(dir.to_owned());
-    // A pod's folder is not looked through: what is in it are containers.
+    // A pod's folder is not searched: its entries are containers.
     if depth > 0 {
         for child in folders(dir).iter().filter(|child| !is_container(child)) {
             collect_folders(&dir.join(child), depth - 1, found);
@@ -212,7 +212,7 @@ fn collect_folders(dir: &Path, depth: usize, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Returns true if a folder of this name is a container's, whichever: an id of 64 digits, or a scope.
+/// Returns true if a folder of this name belongs to any container: an id of 64 digits, or a scope.
 fn is_container(name: &str) -> bool {
     name.ends_with(".scope") || name.len() >= 64 && name.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
@@ -220,7 +220,7 @@ fn is_container(name: &str) -> bool {
 fn find_pods_roots(dir: &Path, path: &str, depth: usize, found: &mut Vec<String>) {
     for name in folders(dir) {
         let below = format!("{path}/{name}");
-        // With a cgroup root the systemd driver puts that one's name in front.
+        // With a cgroup root the systemd driver prefixes the root's name.
         if name == "kubepods" || name == "kubepods.slice" || name.ends_with("-kubepods.slice") {
             found.push(below);
         } else if depth > 0 {
@@ -235,13 +235,13 @@ fn folders(dir: &Path) -> Vec<String> {
     dirs.filter_map(|entry| entry.file_name().into_string().ok()).collect()
 }
 
-/// The container that a cgroup of this name belongs to.
+/// Returns the container of a cgroup by the cgroup's name.
 fn container_of<'a>(name: &'a str, ids: &HashSet<&str>) -> Option<&'a str> {
     if ids.contains(name) {
         return Some(name);
     }
     let name = name.strip_suffix(".scope").unwrap_or(name);
-    // CRI-O's monitor process has a scope of its own, named after the container too.
+    // CRI-O's monitor process has a scope of its own, also named after the container.
     if name.contains("conmon") {
         return None;
     }
@@ -254,7 +254,7 @@ pub(super) fn is_of(name: &str, id: &str) -> bool {
 }
 
 impl CgroupDirs {
-    /// The id by which the kernel half knows this cgroup: the inode of its cgroup2 directory.
+    /// Returns the kernel half's id of this cgroup: the inode of its cgroup2 directory.
     #[must_use]
     pub fn id(&self) -> Option<u64> {
         Some(rustix::fs::fstat(self.unified.as_ref()?).ok()?.st_ino)
@@ -266,8 +266,8 @@ impl CgroupDirs {
         self.version != Version::V2
     }
 
-    /// Keeps files that [`Self::reread`] opens open from now on, or closes them after each reading. The
-    /// kernel needs some 5 kB for each open file.
+    /// Sets whether files opened by [`Self::reread`] stay open or are closed after each reading. The kernel
+    /// needs some 5 kB for each open file.
     pub fn keep_open(&mut self, keep: bool) {
         if keep {
             self.kept.get_or_insert_default();
@@ -276,10 +276,10 @@ impl CgroupDirs {
         }
     }
 
-    /// Reads `file` into `buffer` and hands back its text.
+    /// Reads `file` into `buffer` and returns its text.
     ///
     /// # Errors
-    /// There is no such file or hierarchy here, or the cgroup has gone.
+    /// The file or hierarchy is missing, or the cgroup was removed.
     pub fn read<'a>(
         &self,
         controller: Controller,
@@ -289,7 +289,7 @@ impl CgroupDirs {
         read_all(&self.open_file(controller, file)?, buffer)
     }
 
-    /// The same for a file that will be read again soon.
+    /// Reads a file that will be read again soon, as [`Self::read`] does.
     ///
     /// # Errors
     /// As [`Self::read`].
@@ -328,22 +328,22 @@ fn open_dir(path: &Path) -> io::Result<OwnedFd> {
     Ok(rustix::fs::open(path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?)
 }
 
-/// The whole file, from its beginning: there the kernel makes its text anew. A buffer with room for it takes
-/// one call.
+/// Reads the whole file from its beginning, where the kernel generates its text again. With a large enough
+/// buffer this takes a single call.
 fn read_all<'a>(fd: &OwnedFd, buffer: &'a mut Vec<u8>) -> io::Result<&'a str> {
-    // Only what is not there yet is cleared: what an earlier file left in it may stay.
+    // Only new bytes of the buffer are zeroed: the rest of an earlier file may stay.
     buffer.resize(buffer.capacity().max(4096), 0);
     let mut length = 0;
     loop {
         let read = rustix::io::pread(fd, &mut buffer[length..], length as u64)?;
         length += read;
-        // A short read is the end: the text was whole when it was made.
+        // A short read is the end: the kernel generated the whole text.
         if read == 0 || length < buffer.len() {
             return std::str::from_utf8(&buffer[..length])
                 .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error));
         }
         if length >= MAX_FILE {
-            return Err(io::Error::other("a cgroup's file is larger than any that is known"));
+            return Err(io::Error::other("a cgroup's file is unexpectedly large"));
         }
         buffer.resize(buffer.len() * 2, 0);
     }
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn containers_are_found_by_their_ids_however_the_runtime_names_their_cgroups() {
+    fn containers_are_found_by_their_ids_under_any_runtimes_names() {
         let dir = tempfile::tempdir().unwrap();
         let cgroups = cgroups(dir.path(), Version::V2);
         let ids = ["a".repeat(64), "b".repeat(64), "c".repeat(64), "d".repeat(64)];
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn the_folders_that_containers_come_and_go_in_are_found() {
+    fn the_folders_in_which_containers_appear_are_found() {
         let dir = tempfile::tempdir().unwrap();
         let cgroups = cgroups(dir.path(), Version::V2);
         let id = "a".repeat(64);
@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_stays_open_tells_what_is_in_it_now() {
+    fn a_file_that_stays_open_returns_its_current_content() {
         let dir = tempfile::tempdir().unwrap();
         let cgroups = cgroups(dir.path(), Version::V2);
         let file = dir.path().join("unified/c/cpu.stat");
@@ -456,13 +456,13 @@ mod tests {
             dirs.reread(Controller::Cpu, "cpu.stat", &mut buffer).map(str::to_owned).ok()
         };
         dirs.keep_open(true);
-        // What isn't there is looked for again.
+        // A missing file is looked up again.
         assert_eq!(read(&mut dirs), None);
         for text in ["usage_usec 10\n", "usage_usec 7\n"] {
             fs::write(&file, text).unwrap();
             assert_eq!(read(&mut dirs).as_deref(), Some(text));
         }
-        // It is that very file: another one of its name is another cgroup's.
+        // The open file stays the same: a new file of its name belongs to another cgroup.
         fs::remove_file(&file).unwrap();
         fs::write(&file, "usage_usec 1\n").unwrap();
         assert_eq!(read(&mut dirs).as_deref(), Some("usage_usec 7\n"));

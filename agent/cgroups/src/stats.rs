@@ -1,4 +1,4 @@
-//! What cgroups use and how they suffer, as numbers with one unit on both versions.
+//! CPU usage and pressure of cgroups, in the same units on both versions.
 
 use std::path::PathBuf;
 
@@ -9,32 +9,32 @@ use super::{Cgroups, Version};
 /// CPU time of a cgroup since it was made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CpuUse {
-    /// Nanoseconds that it ran.
+    /// Run time in nanoseconds.
     pub used_ns: u64,
-    /// Nanoseconds that its quota held it back; 0 without one.
+    /// Time throttled by the quota in nanoseconds; 0 without one.
     pub throttled_ns: u64,
 }
 
-/// What pressure stall information counts (kernel: Documentation/accounting/psi.rst).
+/// Resources of pressure stall information (kernel: Documentation/accounting/psi.rst).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pressure {
-    /// Tasks that are ready and wait for a CPU.
+    /// Runnable tasks that wait for a CPU.
     Cpu,
     /// Tasks that wait for memory to be reclaimed or read back.
     Memory,
 }
 
-/// How long tasks of a cgroup stalled for something, in microseconds (Documentation/accounting/psi.rst).
+/// Stall time of a cgroup's tasks for a resource, in microseconds (Documentation/accounting/psi.rst).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stalled {
-    /// One at least.
+    /// Time with at least one stalled task.
     pub some_us: u64,
-    /// All that could have done something; None where that is not counted (CPUs, on older kernels).
+    /// Time with all non-idle tasks stalled; `None` if not counted (CPUs, on older kernels).
     pub full_us: Option<u64>,
 }
 
 impl Cgroups {
-    /// CPU time of `path`; None if the cgroup is gone.
+    /// Returns the CPU time of `path`; `None` if the cgroup does not exist.
     #[must_use]
     pub fn cpu_use(&self, path: &str) -> Option<CpuUse> {
         let stat = self.text("cpu", path, "cpu.stat")?;
@@ -46,15 +46,15 @@ impl Cgroups {
         Some(CpuUse { used_ns, throttled_ns: self.throttled_in(&stat) })
     }
 
-    /// Nanoseconds that the quota of `path` has held it back since it was made: [`CpuUse::throttled_ns`]
-    /// alone, which one file tells on both versions. None if the cgroup is gone.
+    /// Returns only [`CpuUse::throttled_ns`] of `path`, which takes a single file on both versions. `None` if
+    /// the cgroup does not exist.
     #[must_use]
     pub fn throttled_ns(&self, path: &str) -> Option<u64> {
         let stat = self.text("cpu", path, "cpu.stat")?;
         Some(self.throttled_in(&stat))
     }
 
-    /// What a `cpu.stat` says of it.
+    /// Parses the throttled time in a `cpu.stat`.
     fn throttled_in(&self, stat: &str) -> u64 {
         if self.version() == Version::V2 {
             field(stat, "throttled_usec").unwrap_or(0).saturating_mul(1000)
@@ -63,8 +63,8 @@ impl Cgroups {
         }
     }
 
-    /// How long tasks of `path` stalled, since it was made; None where the kernel doesn't count it. On a
-    /// hybrid machine the cgroup2 side has it.
+    /// Returns the stall time of the tasks of `path` since the cgroup was made; `None` if the kernel doesn't
+    /// count it. On a hybrid machine the cgroup2 hierarchy has it.
     #[must_use]
     pub fn stalled(&self, path: &str, pressure: Pressure) -> Option<Stalled> {
         let file = match pressure {
@@ -77,7 +77,7 @@ impl Cgroups {
 
     fn text(&self, controller: &str, path: &str, file: &str) -> Option<String> {
         let hierarchy = match self.version() {
-            // All controllers are in the one hierarchy: nothing to look up.
+            // All controllers are in a single hierarchy.
             Version::V2 => self.hierarchies().last()?,
             Version::V1 | Version::Hybrid => {
                 self.hierarchies().iter().find(|h| h.controllers.contains(controller))?
@@ -88,12 +88,12 @@ impl Cgroups {
     }
 }
 
-/// The number behind `name ` at the start of a line.
+/// Returns the number after `name ` at the start of a line.
 fn field(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
-/// The total of the line that begins with `kind`: `some avg10=… avg60=… avg300=… total=…`.
+/// Returns the total of the line that begins with `kind`: `some avg10=… avg60=… avg300=… total=…`.
 fn total(text: &str, kind: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(kind))?;
     line.split(' ').find_map(|word| word.strip_prefix("total=")?.parse().ok())
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn the_total_of_some_is_told_from_that_of_full() {
+    fn the_totals_of_some_and_full_are_distinguished() {
         let text = "some avg10=0.12 avg60=0.00 avg300=0.00 total=1234\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=9\n";
         assert_eq!((total(text, "some "), total(text, "full ")), (Some(1234), Some(9)));
         assert_eq!(total("full avg10=0.00 avg60=0.00 avg300=0.00 total=9\n", "some "), None);

@@ -1,4 +1,4 @@
-//! Without a real cgroupfs: folders with the files a kernel would have put there.
+//! Tests without a real cgroupfs: folders with the files that a kernel would make.
 
 use tempfile::TempDir;
 
@@ -6,7 +6,7 @@ use super::*;
 
 const NODES: [&str; 4] = ["kubepods", "kubepods/burstable", "kubepods/burstable/podx", "kubepods/podg"];
 
-/// A mount point with the given files in the root and in every cgroup of [`NODES`].
+/// Makes a mount point with the given files in the root and in every cgroup of [`NODES`].
 fn mount(dir: &TempDir, name: &str, files: &[(&str, &str)]) -> PathBuf {
     let mount = dir.path().join(name);
     for node in ["", "test"].map(str::to_owned).into_iter().chain(NODES.map(|node| format!("test/{node}"))) {
@@ -69,7 +69,7 @@ fn v2_controllers_are_passed_down_and_values_written() {
     }
 }
 
-/// A directory in the place of a file can't be written, as root can everything else.
+/// Replaces a file by a directory, which even root can't write to.
 fn refuse_controllers(cgroups: &Cgroups) {
     let unified = cgroups.hierarchies().iter().find(|hierarchy| hierarchy.is_v2).unwrap();
     let file = unified.mount.join("cgroup.subtree_control");
@@ -79,7 +79,7 @@ fn refuse_controllers(cgroups: &Cgroups) {
 }
 
 #[test]
-fn on_a_hybrid_machine_nothing_is_asked_of_the_controllers_of_cgroup2() {
+fn on_a_hybrid_machine_the_controllers_of_cgroup2_are_not_needed() {
     let dir = TempDir::new().unwrap();
     let (v1, v2) = (fake_v1(&dir), fake_v2(&dir));
     let hierarchies = v1.hierarchies().iter().chain(v2.hierarchies()).cloned().collect();
@@ -122,7 +122,7 @@ fn a_trial_makes_no_root_and_leaves_none_of_its_cgroups() {
     let error = misspelt.trial("try").unwrap_err();
     assert!(matches!(error, CgroupError::NoRoot { .. }), "{error}");
     assert!(misspelt.hierarchies().iter().all(|hierarchy| !hierarchy.mount.join("tset").exists()));
-    // The root is missing where pods get neither CPU nor memory: the trial makes it and takes it away.
+    // The root is missing in hierarchies without CPU and memory: the trial makes and removes it.
     let cgroups = folders(&v1, "/test/kubepods");
     let trial = cgroups.trial("try").unwrap();
     let made =
@@ -163,7 +163,7 @@ fn v1_values_go_to_their_controllers_and_cpusets_are_inherited() {
 }
 
 #[test]
-fn what_holds_its_value_already_is_not_written() {
+fn a_file_with_its_value_is_not_written() {
     let dir = TempDir::new().unwrap();
     let cgroups = fake_v1(&dir);
     let file = dir.path().join("memory/test/kubepods/podg/memory.limit_in_bytes");
@@ -172,7 +172,7 @@ fn what_holds_its_value_already_is_not_written() {
 }
 
 #[test]
-fn a_missing_controller_matters_only_if_something_is_asked_of_it() {
+fn a_missing_controller_matters_only_if_a_value_needs_it() {
     let dir = TempDir::new().unwrap();
     let cgroups = fake_v1(&dir);
     cgroups.ensure("/kubepods/podg", &files(&[("pids.max", "max")])).unwrap();
@@ -199,7 +199,7 @@ fn paths_lead_nowhere_but_down() {
 }
 
 #[test]
-fn a_machine_without_the_memory_controller_is_told_what_to_do() {
+fn a_machine_without_the_memory_controller_gets_a_remedy() {
     let dir = TempDir::new().unwrap();
     let mut layout = fake_v1(&dir).layout;
     layout.hierarchies.remove(1);

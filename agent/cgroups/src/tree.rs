@@ -1,4 +1,4 @@
-//! The directories of one hierarchy: made from the top, removed from the bottom.
+//! The directories of a hierarchy: made from the top, removed from the bottom.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -15,11 +15,11 @@ use super::layout::{Hierarchy, Version};
 use super::{CgroupError, Store, is_gone};
 use beelet_base::walk::{Walk, WalkStep};
 
-/// Controllers that are passed down to pods on version 2, where the kernel has them.
+/// Controllers to pass down to pods on version 2, if the kernel has them.
 const PASSED_DOWN: [&str; 6] = ["cpu", "cpuset", "hugetlb", "io", "memory", "pids"];
 
-/// Makes `relative` and what is missing above it, ready for its controllers: on a hybrid machine those are
-/// all version 1's, and nothing is asked of cgroup2.
+/// Makes `relative` and its missing ancestors, ready for its controllers: on a hybrid machine all controllers
+/// are version 1's, and cgroup2 needs none.
 pub(super) fn make(
     hierarchy: &Hierarchy,
     version: Version,
@@ -50,7 +50,7 @@ pub(super) fn make(
     Ok(())
 }
 
-/// Does for a plain folder what the kernel does for a cgroup: it is there with its files, or not at all.
+/// Makes a plain folder atomically with its files, as the kernel makes a cgroup.
 fn make_folder(parent: &Path, child: &Path) -> io::Result<()> {
     if child.exists() {
         return Err(io::ErrorKind::AlreadyExists.into());
@@ -68,7 +68,7 @@ fn make_folder(parent: &Path, child: &Path) -> io::Result<()> {
     }
 }
 
-/// The names of the files in a plain folder.
+/// Returns the names of the files in a plain folder.
 fn files(dir: &Path) -> io::Result<Vec<OsString>> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries.collect::<io::Result<Vec<_>>>()?,
@@ -78,7 +78,8 @@ fn files(dir: &Path) -> io::Result<Vec<OsString>> {
     Ok(entries.iter().filter(|e| e.path().is_file()).map(fs::DirEntry::file_name).collect())
 }
 
-/// Enables in `parent` what its children need; only what is not enabled yet and what it has itself.
+/// Enables the controllers in `parent` that its children need, if `parent` has them and they are not enabled
+/// yet.
 fn pass_down(parent: &Path) -> Result<(), CgroupError> {
     let words = |file: &str| -> Result<BTreeSet<String>, CgroupError> {
         let path = parent.join(file);
@@ -99,7 +100,7 @@ fn pass_down(parent: &Path) -> Result<(), CgroupError> {
         .map_err(|error| CgroupError::io("enable controllers in", &path, error))
 }
 
-/// On version 1 a new cpuset is empty, and no process may enter it: it gets its parent's.
+/// Copies the parent's cpuset: on version 1 a new cpuset is empty, and no process may enter it.
 fn inherit(parent: &Path, child: &Path, file: &str) -> Result<(), CgroupError> {
     let read = |dir: &Path| {
         let path = dir.join(file);
@@ -112,8 +113,8 @@ fn inherit(parent: &Path, child: &Path, file: &str) -> Result<(), CgroupError> {
     fs::write(&path, read(parent)?.trim()).map_err(|error| CgroupError::io("write", &path, error))
 }
 
-/// Removes `dir` and all below it, from the bottom, by descriptors: a container that makes cgroups of its own
-/// may nest them deeper than any path. Only the directories: a cgroup's files go with it.
+/// Removes `dir` and the directories below it, from the bottom, by descriptors: a container that makes
+/// cgroups of its own may nest them deeper than any path. The kernel removes a cgroup's files with it.
 pub(super) fn remove(dir: &Path, store: &Store) -> Result<(), CgroupError> {
     let failed = |error: Errno| CgroupError::io("remove the cgroup", dir, error.into());
     match open(dir).and_then(|top| empty(Walk::of(top)?, store)) {
@@ -128,7 +129,7 @@ pub(super) fn remove(dir: &Path, store: &Store) -> Result<(), CgroupError> {
     }
 }
 
-/// Removes what is below the top of a walk.
+/// Removes the directories below the top of a walk.
 fn empty(mut walk: Walk, store: &Store) -> Result<(), Errno> {
     while let Some(step) = walk.step()? {
         let done = match step {
@@ -137,7 +138,7 @@ fn empty(mut walk: Walk, store: &Store) -> Result<(), Errno> {
                 rustix::fs::unlinkat(walk.here(), &name, AtFlags::empty())
             }
             WalkStep::Left(name) => rustix::fs::unlinkat(walk.here(), &name, AtFlags::REMOVEDIR),
-            // What is left of a cgroup that was moved meanwhile keeps the one above it: that fails then.
+            // The rest of a cgroup that was moved in between makes the removal of its parent fail.
             WalkStep::Entry(..) | WalkStep::End | WalkStep::Lost => Ok(()),
         };
         match done {
@@ -148,7 +149,7 @@ fn empty(mut walk: Walk, store: &Store) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Adds the ids of all processes in `dir` and below it to `pids`. By descriptors, as [`remove`].
+/// Adds the ids of all processes in `dir` and below it to `pids`. Uses descriptors, as [`remove`] does.
 pub(super) fn pids(dir: &Path, pids: &mut BTreeSet<u32>) -> Result<(), CgroupError> {
     let listed = open(dir).and_then(|top| {
         let mut walk = Walk::of(top)?;
@@ -182,7 +183,7 @@ fn add_pids(cgroup: BorrowedFd<'_>, pids: &mut BTreeSet<u32>) -> Result<(), Errn
             Ok(())
         }
         Err(error) if is_gone(&error) => Ok(()),
-        // A threaded cgroup of version 2 has its processes listed at its domain.
+        // The processes of a threaded cgroup of version 2 are listed at its domain.
         Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
         Err(error) => Err(Errno::from_io_error(&error).unwrap_or(Errno::IO)),
     }
@@ -193,7 +194,7 @@ fn open(dir: &Path) -> Result<OwnedFd, Errno> {
     rustix::fs::open(dir, flags, Mode::empty())
 }
 
-/// The names of the cgroups right below `dir`; none if `dir` is not there.
+/// Returns the names of the cgroups right below `dir`; none if `dir` is missing.
 pub(super) fn children(dir: &Path) -> Result<Vec<String>, CgroupError> {
     let list = || -> io::Result<Vec<String>> {
         let mut names = Vec::new();

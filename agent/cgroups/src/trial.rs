@@ -1,29 +1,29 @@
-//! A cgroup that is made to see whether cgroups can be made and used here, and leaves none behind.
+//! A trial cgroup, which checks that cgroups can be made and used on this machine, and is removed afterwards.
 //!
-//! Must never make the configured root where CPU and memory are given: a misspelt root would then look well
-//! to the next one that looks. On version 2 controllers that it enabled in ancestors stay enabled: another
-//! process may rely on them a moment later.
+//! Must never make the configured root in the hierarchies of CPU and memory: a misspelt root would then look
+//! correct to the next check. On version 2, controllers that the trial enabled in ancestors stay enabled:
+//! another process may rely on them a moment later.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::{CgroupError, Cgroups, Files};
 
-/// An empty cgroup right below the root, in every hierarchy. It is removed with the value.
+/// An empty cgroup right below the root, in every hierarchy; removed on drop.
 #[derive(Debug)]
 pub struct Trial {
     cgroups: Cgroups,
     path: String,
-    /// The parts of the root that were made with it, in hierarchies that had none; children after parents.
+    /// Components of the root made with the cgroup, in hierarchies that lacked them; children after parents.
     made: Vec<PathBuf>,
 }
 
 impl Cgroups {
-    /// Makes the cgroup `name` below the root, as those of pods are made.
+    /// Makes the cgroup `name` below the root, in the same way as the cgroups of pods.
     ///
     /// # Errors
-    /// The root is not there, and nothing was made; or the cgroup cannot be made, and what was made of it is
-    /// gone again.
+    /// The root is missing, and nothing was made; or the cgroup cannot be made, and its finished parts were
+    /// removed again.
     pub fn trial(&self, name: &str) -> Result<Trial, CgroupError> {
         self.require_root()?;
         let path = format!("/{name}");
@@ -34,32 +34,32 @@ impl Cgroups {
         };
         let made = self.hierarchies().iter().flat_map(|hierarchy| absent(&hierarchy.mount).into_iter().rev());
         let trial = Trial { made: made.collect(), cgroups: self.clone(), path };
-        // A value of its own by now: what is made of it goes also if this fails.
+        // The value exists before the cgroup, so that its drop removes the finished parts after a failure.
         trial.cgroups.ensure(&trial.path, &Files::new())?;
         Ok(trial)
     }
 }
 
 impl Trial {
-    /// Where it is in the cgroup2 hierarchy; `None` if there is none.
+    /// Returns the cgroup's directory in the cgroup2 hierarchy; `None` without cgroup2.
     #[must_use]
     pub fn cgroup2(&self) -> Option<PathBuf> {
         self.cgroups.cgroup2_path(&self.path)
     }
 
-    /// Removes it.
+    /// Removes the cgroup.
     ///
     /// # Errors
     /// As for [`Cgroups::remove`].
     pub fn remove(mut self) -> Result<(), CgroupError> {
-        self.take_away()
+        self.clear()
     }
 
-    fn take_away(&mut self) -> Result<(), CgroupError> {
+    fn clear(&mut self) -> Result<(), CgroupError> {
         let removed = self.cgroups.remove(&self.path);
         let parts = std::mem::take(&mut self.made);
         for part in parts.iter().rev() {
-            // The kernel keeps one that is in use by now.
+            // The kernel keeps a cgroup that is in use by now.
             let _ = fs::remove_dir(part);
         }
         removed
@@ -68,7 +68,7 @@ impl Trial {
 
 impl Drop for Trial {
     fn drop(&mut self) {
-        // For a caller that went away early; the others call `remove`.
-        let _ = self.take_away();
+        // For a caller that returned early; the others call `remove`.
+        let _ = self.clear();
     }
 }

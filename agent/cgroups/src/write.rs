@@ -1,4 +1,4 @@
-//! Values into files: only what differs, in the right order, read back.
+//! Writes values to files: only those that differ, in the right order, and reads them back.
 
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
@@ -8,11 +8,12 @@ use std::path::{Path, PathBuf};
 use super::order::{self, Change};
 use super::{Adjust, Adjusted, CgroupError, Cgroups, Files, checked_file};
 
-/// Version 1's quota and period are one value to the kernel's rules, so they are compared and ordered as one.
+/// Version 1's quota and period are a single value to the kernel's rules, so they are compared and ordered as
+/// one.
 const CFS_QUOTA: &str = "cpu.cfs_quota_us";
 const CFS_PERIOD: &str = "cpu.cfs_period_us";
 
-/// Writes what differs. One failure doesn't keep the others: each value is better in its place than not.
+/// Writes the differences. A failure does not prevent the other writes.
 pub(super) fn all(cgroups: &Cgroups, wanted: &BTreeMap<String, Files>, how: Adjust) -> Adjusted {
     let page = page_size();
     let mut report = Adjusted::default();
@@ -32,7 +33,7 @@ pub(super) fn all(cgroups: &Cgroups, wanted: &BTreeMap<String, Files>, how: Adju
     report
 }
 
-/// Sets one file, whatever it holds.
+/// Sets a file, regardless of its content.
 pub(super) fn one(cgroups: &Cgroups, cgroup: &str, file: &str, value: &str) -> Result<(), CgroupError> {
     let Some(dir) = dir_of(cgroups, cgroup, file, value)? else { return Ok(()) };
     let path = dir.join(file);
@@ -40,12 +41,12 @@ pub(super) fn one(cgroups: &Cgroups, cgroup: &str, file: &str, value: &str) -> R
         refuse_to_kill(&dir, &path, value)?;
     }
     cgroups.keep(cgroup, file, value)?;
-    put(&path, value)?;
+    store(&path, value)?;
     kept(&path, file, value, page_size())
 }
 
-/// What differs from `files` in one cgroup, and what can't be compared. Of a cgroup that is gone nothing
-/// differs.
+/// Returns the differences of a cgroup from `files`, and the files that can't be compared. A removed cgroup
+/// has no differences.
 pub(super) fn changed(cgroups: &Cgroups, cgroup: &str, files: &Files) -> (Vec<Change>, Vec<CgroupError>) {
     let page = page_size();
     let (mut changes, mut failed) = (Vec::new(), Vec::new());
@@ -117,7 +118,7 @@ fn as_cpu_max(quota: &str, period: &str) -> String {
     format!("{} {period}", if quota == "-1" { "max" } else { quota })
 }
 
-/// The directory that has `file`; None where its controller is missing and `value` asks for no limit anyway.
+/// Returns the directory of `file`; `None` if its controller is missing and `value` means no limit.
 fn dir_of(cgroups: &Cgroups, cgroup: &str, file: &str, value: &str) -> Result<Option<PathBuf>, CgroupError> {
     checked_file(file).ok_or_else(|| CgroupError::Path(file.to_owned()))?;
     match cgroups.hierarchy_of_file(file) {
@@ -141,11 +142,11 @@ fn write(cgroups: &Cgroups, change: &Change, page: u64) -> Result<(), CgroupErro
         refuse_to_kill(&dir, &file, &change.to)?;
     }
     cgroups.keep(&change.cgroup, &change.file, &change.to)?;
-    put(&file, &change.to)?;
+    store(&file, &change.to)?;
     kept(&file, &change.file, &change.to, page)
 }
 
-/// The kernel took the value as it was meant.
+/// Checks that the kernel kept the value.
 fn kept(path: &Path, file: &str, value: &str, page: u64) -> Result<(), CgroupError> {
     let kept = read(path)?;
     if order::same(file, &kept, value, page) {
@@ -154,17 +155,17 @@ fn kept(path: &Path, file: &str, value: &str, page: u64) -> Result<(), CgroupErr
     Err(CgroupError::Refused { file: path.to_owned(), wrote: value.to_owned(), kept })
 }
 
-/// Version 1 has two files where each write must leave a share that the parent can give: no quota goes with
-/// any period.
+/// Writes version 1's quota and period. After each write the share must fit into the parent's, so the quota
+/// is removed before the period changes.
 fn write_cfs(dir: &Path, value: &str) -> Result<(), CgroupError> {
     let (quota, period) = value.split_once(' ').unwrap_or((value, "100000"));
     let quota = if quota == "max" { "-1" } else { quota };
     let (quota_file, period_file) = (dir.join(CFS_QUOTA), dir.join(CFS_PERIOD));
     if read(&period_file)? != period {
-        put(&quota_file, "-1")?;
-        put(&period_file, period)?;
+        store(&quota_file, "-1")?;
+        store(&period_file, period)?;
     }
-    put(&quota_file, quota)?;
+    store(&quota_file, quota)?;
     let kept = as_cpu_max(&read(&quota_file)?, &read(&period_file)?);
     if kept == as_cpu_max(quota, period) {
         return Ok(());
@@ -172,8 +173,8 @@ fn write_cfs(dir: &Path, value: &str) -> Result<(), CgroupError> {
     Err(CgroupError::Refused { file: quota_file, wrote: value.to_owned(), kept })
 }
 
-/// On version 2 a limit below what is in use makes the kernel kill until it fits (mm/memcontrol.c,
-/// `memory_max_write`).
+/// Refuses a limit below the current usage, at which version 2's kernel would kill processes until the usage
+/// fits (mm/memcontrol.c, `memory_max_write`).
 fn refuse_to_kill(dir: &Path, file: &Path, limit: &str) -> Result<(), CgroupError> {
     let Some(limit) = order::bytes(limit) else { return Ok(()) };
     let used = read(&dir.join("memory.current"))?.parse().unwrap_or(0);
@@ -188,8 +189,9 @@ fn read(path: &Path) -> Result<String, CgroupError> {
     Ok(text.trim().to_owned())
 }
 
-/// One write call, as the kernel wants it. Never makes a file: what is not there is not a cgroup's.
-fn put(path: &Path, value: &str) -> Result<(), CgroupError> {
+/// Writes a value in a single call, as the kernel requires. Never makes a file: a missing file belongs to no
+/// cgroup.
+fn store(path: &Path, value: &str) -> Result<(), CgroupError> {
     OpenOptions::new()
         .write(true)
         .truncate(true)

@@ -1,27 +1,27 @@
-//! What follows the agent goes on when it comes back: a watch, a followed log.
+//! Reconnection of watches and followed logs after the agent restarts.
 
 use std::path::Path;
 use std::time::Duration;
 
 use beelet_client::{Client, ClientError};
 
-/// That it is waited for the agent, and why.
+/// Returns the line that announces the wait for the agent and the reason for it.
 fn waiting(why: &ClientError) -> String {
     match why {
-        // What its sentence advises is being done.
-        ClientError::Gone => "the agent stopped, or was started anew; waiting for it".to_owned(),
+        // The error's own text advises to run the command again, which happens here.
+        ClientError::Gone => "the agent stopped or was restarted; waiting for it".to_owned(),
         why => format!("{why}; waiting for it"),
     }
 }
 
-/// The pause between two tries to reach it.
+/// Pause between two connection attempts.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// Connects again to an agent that went away (`why`), however long that takes, and waits until it knows its
-/// pods. Says that it waits, and when that is over.
+/// Reconnects to an agent that became unreachable (`why`), without a time limit, and waits until the agent
+/// knows its pods. Prints a line when the wait begins and one when it ends.
 ///
 /// # Errors
-/// It is not away: the same would fail again.
+/// Returns `why` if the failure is permanent, because a retry would fail again.
 pub(super) async fn again(socket: &Path, why: ClientError) -> Result<Client, ClientError> {
     if !why.is_transient() {
         return Err(why);
@@ -51,7 +51,7 @@ mod tests {
 
     #[test]
     fn nobody_is_told_to_ask_again_while_that_is_done() {
-        assert_eq!(waiting(&ClientError::Gone), "the agent stopped, or was started anew; waiting for it");
+        assert_eq!(waiting(&ClientError::Gone), "the agent stopped or was restarted; waiting for it");
         assert!(waiting(&ClientError::Hangs).ends_with("its log; waiting for it"));
     }
 }

@@ -1,4 +1,4 @@
-//! `beelet apply -f`: manifests into the agent's folder, checked first.
+//! `beelet apply -f`: validates manifests and writes them to the agent's manifest directory.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -16,19 +16,20 @@ use beelet_model::table::PodName;
 
 /// Arguments of `beelet apply`.
 ///
-/// All manifests are checked before the first one is written, and everything that is wrong in any of them is
-/// told. Each is written as it is, with its comments, in the place of the one that described the same object.
+/// Validates all manifests before writing the first one and reports every error of every manifest. Each
+/// manifest is written unchanged, including its comments, in place of the manifest that described the same
+/// object.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct ApplyArgs {
     #[command(flatten)]
     files: FilesArgs,
-    /// Only say what would be done. Without an agent they are only checked.
+    /// Print the changes without making them. If no agent runs, only validate the manifests.
     #[arg(long)]
     dry_run: bool,
     #[command(flatten)]
     prune: PruneArgs,
-    /// Come back only when the pods are so: ready, running, succeeded, ended or condition=NAME[=VALUE].
+    /// Wait until the pods reach this state: ready, running, succeeded, ended or condition=NAME[=VALUE].
     #[arg(
         long,
         value_name = "STATE",
@@ -38,14 +39,14 @@ pub struct ApplyArgs {
         conflicts_with = "dry_run"
     )]
     wait: Option<Wanted>,
-    /// With --wait: at most so long (`90s`, `5m`).
+    /// Maximum time for --wait, e.g. `90s` or `5m`.
     #[arg(long, value_name = "TIME", value_parser = until::duration, requires = "wait", default_value = "5m")]
     timeout: Duration,
     #[command(flatten)]
     agent: AgentArgs,
 }
 
-/// How long it is watched what becomes of the pods where nobody asked to wait.
+/// Time to watch the pods when --wait is not given.
 const GLANCE: Duration = Duration::from_secs(1);
 
 const EXAMPLES: &str = "Examples:
@@ -55,21 +56,21 @@ const EXAMPLES: &str = "Examples:
   beelet apply -f shop/ --prune -l app=shop
   generate | beelet apply -f -";
 
-/// What else goes.
+/// Arguments of the removal of other manifests.
 #[derive(Debug, Args)]
 struct PruneArgs {
-    /// Also take out the manifests that are not among these and that -l or --all names.
+    /// Also remove manifests that -l or --all selects and that are not among the given ones.
     #[arg(long, requires = "pruned")]
     prune: bool,
-    /// With --prune: manifests with such labels (`app=shop,tier!=db`).
+    /// Label selector of the manifests to prune, e.g. `app=shop,tier!=db`.
     #[arg(short = 'l', long, value_name = "SELECTOR", requires = "prune", group = "pruned")]
     selector: Option<String>,
-    /// With --prune: all that the folder holds.
+    /// Prune all other manifests in the directory.
     #[arg(long, requires = "prune", group = "pruned")]
     all: bool,
 }
 
-/// Applies them, all or none if any is wrong.
+/// Applies the manifests: all of them, or none if any is invalid.
 #[must_use]
 pub fn run(args: &ApplyArgs) -> ExitCode {
     let manifests = match files::read_all(&args.files.files) {
@@ -87,14 +88,14 @@ pub fn run(args: &ApplyArgs) -> ExitCode {
     finish(async { Ok(code(apply(args, &manifests).await?)) })
 }
 
-/// Returns true if the node takes all of them.
+/// Returns true if the node admits every pod.
 async fn apply(args: &ApplyArgs, manifests: &[Manifest]) -> anyhow::Result<bool> {
     let mut client = match Client::connect(&args.agent.socket).await {
         Err(error @ ClientError::NotRunning { .. }) if args.dry_run => {
             manifests
                 .iter()
                 .for_each(|manifest| println!("{}: {} is valid", manifest.name, manifest.title()));
-            eprintln!("what would change is not known: {error}");
+            eprintln!("cannot determine the changes: {error}");
             return Ok(true);
         }
         client => client?,
@@ -108,11 +109,14 @@ async fn apply(args: &ApplyArgs, manifests: &[Manifest]) -> anyhow::Result<bool>
     let answer = client.apply(request).await?;
     let mut taken = true;
     for (manifest, applied) in manifests.iter().zip(&answer.applied) {
-        let refused = if applied.refused.is_empty() { "" } else { ", but refused" };
+        let refused = if applied.refused.is_empty() { "" } else { ", but rejected" };
         println!("{}{refused}", sentence(applied, args.dry_run));
         for reason in &applied.refused {
             taken = false;
-            eprintln!("error: {}", plain::line(&format!("{}: the node refuses it: {reason}", manifest.name)));
+            eprintln!(
+                "error: {}",
+                plain::line(&format!("{}: rejected by the node: {reason}", manifest.name))
+            );
         }
     }
     answer.pruned.iter().for_each(|pruned| println!("{}", sentence(pruned, args.dry_run)));
@@ -122,8 +126,8 @@ async fn apply(args: &ApplyArgs, manifests: &[Manifest]) -> anyhow::Result<bool>
     Ok(follow(args, &mut client, &answer.applied).await? && taken)
 }
 
-/// Says what becomes of the pods: at a glance, or for as long as is wanted. Returns true if they are as they
-/// are wanted.
+/// Follows the pods, for `--timeout` with `--wait` and briefly otherwise, and prints the result. Returns true
+/// if the pods reached the state that `--wait` names, or if `--wait` is missing.
 async fn follow(args: &ApplyArgs, client: &mut Client, applied: &[proto::Applied]) -> anyhow::Result<bool> {
     let is_followed = |one: &&proto::Applied| {
         let changed = one.result() != Applied::Unchanged || args.wait.is_some();
@@ -159,7 +163,7 @@ async fn follow(args: &ApplyArgs, client: &mut Client, applied: &[proto::Applied
     Ok(args.wait.is_none() || waited.missed.is_empty())
 }
 
-/// `pod/web created`.
+/// Returns a line such as `pod/web created`.
 fn sentence(applied: &proto::Applied, dry_run: bool) -> String {
     let result = match applied.result() {
         Applied::Created => "created",

@@ -1,4 +1,4 @@
-//! Arguments that several commands have.
+//! Arguments shared by several commands.
 
 use std::{convert::Infallible, ffi::OsString, path::PathBuf};
 
@@ -12,19 +12,19 @@ use serde_json::Value;
 
 use crate::{SOCKET, complete};
 
-/// A pod's name as other commands print it: `pod/web` is `web`.
+/// Parses a pod's name with or without its kind: `pod/web` is `web`.
 #[allow(clippy::unnecessary_wraps)] // clap wants a parser that may fail
 pub(crate) fn pod_name(text: &str) -> Result<String, Infallible> {
     let name = KINDS_OF_PODS.iter().find_map(|kind| text.strip_prefix(kind)?.strip_prefix('/'));
     Ok(name.unwrap_or(text).to_owned())
 }
 
-/// What a pod may be called.
+/// Names of the kind Pod.
 const KINDS_OF_PODS: [&str; 3] = ["pod", "pods", "po"];
-/// The commands whose first argument is a kind.
+/// Commands whose first argument is a kind.
 const TAKE_A_KIND: [&str; 3] = ["get", "describe", "delete"];
 
-/// The command line with `get KIND/NAME` taken apart.
+/// Returns the command line with `get KIND/NAME` split into two arguments.
 pub fn kinds(arguments: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut arguments: Vec<OsString> = arguments.into_iter().collect();
     let takes_one = arguments.get(1).is_some_and(|command| TAKE_A_KIND.iter().any(|one| command == one));
@@ -37,7 +37,7 @@ pub fn kinds(arguments: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     arguments
 }
 
-/// The error of a command line; where a name stands in the place of a kind it says how a pod is asked for.
+/// Returns the error of a command line, with a hint if a name stands in the place of a kind.
 #[must_use]
 pub fn with_hint(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
     let text = |index: usize| arguments.get(index)?.to_str();
@@ -47,7 +47,7 @@ pub fn with_hint(mut error: clap::Error, arguments: &[OsString]) -> clap::Error 
     };
     let is_of_kind = matches!(error.kind(), ErrorKind::InvalidSubcommand | ErrorKind::InvalidValue);
     let is_guessed = [ContextKind::SuggestedSubcommand, ContextKind::SuggestedValue];
-    // The word that is wrong may be another one: `get pod web -o name`.
+    // The invalid word may be another one: `get pod web -o name`.
     let is_wrong = |word: &&str| {
         let wrong = error.get(ContextKind::InvalidSubcommand).or(error.get(ContextKind::InvalidValue));
         matches!(wrong, Some(ContextValue::String(wrong)) if wrong == word)
@@ -55,13 +55,13 @@ pub fn with_hint(mut error: clap::Error, arguments: &[OsString]) -> clap::Error 
     if is_of_kind
         && let Some(command) = text(1).filter(|command| TAKE_A_KIND.contains(command))
         && let Some(name) = text(2).filter(is_name).filter(is_wrong)
-        // What is known need not be guessed: `deployment` is none of `po`.
+        // A known cluster kind needs no guess by clap: `deployment` does not mean `po`.
         && (CLUSTER.contains(&name) || is_guessed.into_iter().all(|guess| error.get(guess).is_none()))
     {
         let hint = if CLUSTER.contains(&name) {
-            format!("a node has no such objects; 'beelet {command} --help' lists the kinds that it has")
+            format!("a node has no objects of this kind; 'beelet {command} --help' lists the kinds")
         } else {
-            format!("a pod is meant by 'beelet {command} pod {name}'")
+            format!("to name a pod, use 'beelet {command} pod {name}'")
         };
         for guess in is_guessed {
             error.remove(guess);
@@ -71,7 +71,7 @@ pub fn with_hint(mut error: clap::Error, arguments: &[OsString]) -> clap::Error 
     error
 }
 
-/// What people ask a cluster for.
+/// Kinds that exist in a cluster and not on a node.
 const CLUSTER: [&str; 24] = [
     "all",
     "cronjob",
@@ -99,10 +99,10 @@ const CLUSTER: [&str; 24] = [
     "svc",
 ];
 
-/// The agent that a command asks.
+/// The agent to ask.
 #[derive(Debug, Args)]
 pub(crate) struct AgentArgs {
-    /// The agent's socket.
+    /// Path of the agent's socket.
     #[arg(long, value_name = "PATH", env = "BEELET_SOCKET", default_value = SOCKET)]
     pub(crate) socket: PathBuf,
 }
@@ -110,19 +110,19 @@ pub(crate) struct AgentArgs {
 /// A container of a pod.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct ContainerArgs {
-    /// The pod, with or without the node's name at its end.
+    /// Name of the pod, with or without the node's name at the end.
     #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods())]
     pub(crate) pod: String,
-    /// The container; else the pod's default or first one.
+    /// Name of the container. Default: the pod's default container, else its first.
     #[arg(short, long, value_name = "CONTAINER", add = complete::containers())]
     pub(crate) container: Option<String>,
-    /// The pod's namespace; needed only where two pods have the name.
+    /// Namespace of the pod. Required only if two pods have the same name.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     pub(crate) namespace: Option<String>,
 }
 
 impl ContainerArgs {
-    /// The same as the agent is asked for it.
+    /// Returns the container as the agent's API names it.
     pub(crate) fn target(&self) -> proto::ContainerTarget {
         proto::ContainerTarget {
             namespace: self.namespace.clone().unwrap_or_default(),
@@ -132,7 +132,7 @@ impl ContainerArgs {
     }
 }
 
-/// How a command shows what the agent answers.
+/// Output format and agent of a command that shows an answer.
 #[derive(Debug, Args)]
 pub(crate) struct ShownArgs {
     /// Output format.
@@ -145,30 +145,30 @@ pub(crate) struct ShownArgs {
 /// An output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Output {
-    /// For people.
+    /// Human-readable table.
     Table,
-    /// JSON: one document; of what happens one after the other one per line.
+    /// JSON: one document, or one per line for a stream.
     Json,
 }
 
 /// An output format of Kubernetes objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ObjectOutput {
-    /// For people.
+    /// Human-readable table.
     Table,
-    /// One object, with all its fields; of several a List.
+    /// JSON: one object with all fields, or a List.
     Json,
-    /// The same as YAML.
+    /// YAML: one object with all fields, or a List.
     Yaml,
 }
 
 impl ObjectOutput {
-    /// The text of an object, or of the table that stands for it.
+    /// Returns the text of an object, or of the table that represents the object.
     pub(crate) fn text(self, object: &Value, table: impl FnOnce() -> String) -> anyhow::Result<String> {
         match self {
             Self::Table => Ok(table()),
             Self::Json => Ok(format!("{object:#}\n")),
-            Self::Yaml => beelet_codec::yaml(object).context("cannot write it as YAML"),
+            Self::Yaml => beelet_codec::yaml(object).context("cannot convert the object to YAML"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `beelet attach`: the streams of a container's own first process.
+//! `beelet attach`: the streams of a container's main process.
 
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
@@ -16,15 +16,15 @@ use beelet_client::Client;
 
 /// Arguments of `beelet attach`.
 ///
-/// Shows what the container's first process prints from now on (`beelet logs` shows what it printed before);
-/// with -i it gets what is typed, if its manifest says `stdin: true`. Ends with the container; Ctrl-C ends
-/// the command alone, unless the container has a terminal, which gets it then.
+/// Prints the output of the container's main process from now on; `beelet logs` prints earlier output. With
+/// -i, standard input is sent to the process if its manifest sets `stdin: true`. The command exits with the
+/// container. Ctrl-C ends only the command, unless the container has a terminal, which then receives the key.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  beelet attach web\n  beelet attach -it shell -c main")]
 pub struct AttachArgs {
     #[command(flatten)]
     of: ContainerArgs,
-    /// Hand standard input on to the container.
+    /// Pass standard input to the container.
     #[arg(short = 'i', long)]
     stdin: bool,
     /// Use the container's terminal, if it has one (`tty: true`).
@@ -34,7 +34,7 @@ pub struct AttachArgs {
     agent: AgentArgs,
 }
 
-/// Attaches; the exit code is 0 when the container's streams have ended.
+/// Attaches; the exit code is 0 once the container's streams have ended.
 #[must_use]
 pub fn run(args: AttachArgs) -> ExitCode {
     finish(async { Ok(exit_code(attach(args).await?)) })
@@ -52,6 +52,6 @@ async fn attach(args: AttachArgs) -> anyhow::Result<i32> {
     };
     send(&sender, Input::Start(start)).await;
     let outputs = awaited(client.attach(ReceiverStream::new(receiver))).await?;
-    eprintln!("attached: what is printed from now on is shown");
+    eprintln!("attached; showing output from now on");
     converse(args.stdin, terminal, sender, outputs).await
 }

@@ -1,4 +1,4 @@
-//! `beelet bpf`: what the agent has in the kernel, for machines without bpftool.
+//! `beelet bpf`: the agent's BPF programs and maps, for machines without bpftool.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -20,33 +20,33 @@ pub struct BpfArgs {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// List the programs and maps that an agent has pinned.
+    /// List the BPF programs and maps that an agent has pinned.
     Ls {
         #[command(flatten)]
         place: Place,
-        /// One JSON object instead of tables.
+        /// Print one JSON object instead of tables.
         #[arg(long)]
         json: bool,
     },
     /// Print the entries of a map, one JSON object per line.
     Dump {
-        /// The map, as `beelet bpf ls` names it.
+        /// Name of the map, as printed by `beelet bpf ls`.
         map: String,
         #[command(flatten)]
         place: Place,
     },
 }
 
-/// Which agent's.
+/// Location of an agent's pins.
 #[derive(Debug, Args)]
 struct Place {
-    /// The agent's configuration; without it, the defaults.
+    /// Configuration file of the agent. Default: built-in defaults.
     #[arg(long, value_name = "FILE", env = "BEELET_CONFIG")]
     config: Option<PathBuf>,
-    /// The bpf file system, if the configuration says another.
+    /// BPF file system. Default: from the configuration.
     #[arg(long, value_name = "DIR")]
     bpffs: Option<PathBuf>,
-    /// The folder for pins in it, if the configuration says another.
+    /// Directory of the pins in the BPF file system. Default: from the configuration.
     #[arg(long, value_name = "NAME")]
     pin_name: Option<String>,
 }
@@ -63,7 +63,7 @@ impl Place {
     }
 }
 
-/// Looks, and prints.
+/// Reads the pins and prints them.
 #[must_use]
 pub fn run(args: &BpfArgs) -> ExitCode {
     let place = match &args.command {
@@ -85,7 +85,7 @@ pub fn run(args: &BpfArgs) -> ExitCode {
     match text {
         Ok(text) => {
             use std::io::Write as _;
-            // A reader that has seen enough is no failure.
+            // A closed standard output is not a failure: its reader has seen enough.
             let _ = std::io::stdout().lock().write_all(text.as_bytes());
             ExitCode::SUCCESS
         }
@@ -143,7 +143,7 @@ fn tables(found: &Pinned) -> String {
         table.to_string().lines().map(|line| format!("{}\n", line.trim_end())).collect()
     };
     format!(
-        "{}, of the object {}\n\n{}\n{}",
+        "{}, from the object {}\n\n{}\n{}",
         found.dir.display(),
         found.digest.get(..12).unwrap_or_default(),
         trimmed(&programs),

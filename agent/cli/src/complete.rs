@@ -1,5 +1,5 @@
-//! Names that a shell completes: the agent is asked for them, and has little time to answer. Without an
-//! answer nothing is completed, and nothing is said.
+//! Shell completion of names, which come from the agent. The agent has one second to answer; without an
+//! answer the completion is empty and prints no error.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -11,15 +11,15 @@ use beelet_model::table::PodTable;
 use beelet_proto::beelet as proto;
 use clap_complete::engine::{ArgValueCompleter, CompletionCandidate, PathCompleter, ValueCompleter as _};
 
-/// How long somebody who pressed Tab waits at most.
+/// Maximum time that a completion takes.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Pods' names.
+/// Completes pod names.
 pub(super) fn pods() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| begin_with(current, table().pods.keys().map(|name| &name.name)))
 }
 
-/// The containers of the pods that the command line names, or of all.
+/// Completes container names of the pods on the command line, or of all pods.
 pub(super) fn containers() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {
         let words: Vec<OsString> = std::env::args_os().collect();
@@ -27,14 +27,14 @@ pub(super) fn containers() -> ArgValueCompleter {
     })
 }
 
-/// Namespaces that pods are in.
+/// Completes namespaces of pods.
 pub(super) fn namespaces() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {
         begin_with(current, table().pods.keys().map(|name| &name.namespace))
     })
 }
 
-/// Images that are here.
+/// Completes the names of local images.
 pub(super) fn images() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {
         let listed = asked(async |mut client| client.images().await);
@@ -43,7 +43,7 @@ pub(super) fn images() -> ArgValueCompleter {
     })
 }
 
-/// A path here, or a pod with a colon.
+/// Completes a local path, or the name of a pod followed by a colon.
 pub(super) fn places() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {
         let pods = table();
@@ -58,7 +58,7 @@ fn table() -> PodTable {
     asked(async |mut client| client.pods().await.map(|(table, _)| table)).unwrap_or_default()
 }
 
-/// What the agent answers, if it does.
+/// Returns the agent's answer, or None on error or timeout.
 fn asked<T>(question: impl AsyncFnOnce(Client) -> Result<T, beelet_client::ClientError>) -> Option<T> {
     let socket = std::env::var_os("BEELET_SOCKET").unwrap_or_else(|| super::SOCKET.into());
     let asking = async {
@@ -69,7 +69,7 @@ fn asked<T>(question: impl AsyncFnOnce(Client) -> Result<T, beelet_client::Clien
     answer.ok()
 }
 
-/// Those that go on from what was typed, each once.
+/// Returns the distinct names that begin with the typed text.
 fn begin_with(current: &OsStr, names: impl IntoIterator<Item = impl AsRef<str>>) -> Vec<CompletionCandidate> {
     let typed = current.to_string_lossy();
     let names = names.into_iter().filter(|name| name.as_ref().starts_with(&*typed));

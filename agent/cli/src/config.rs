@@ -24,7 +24,7 @@ pub struct ConfigArgs {
 
 #[derive(Debug, Subcommand)]
 enum What {
-    /// Write a commented configuration for this machine: its runtime, its cgroup driver, its size.
+    /// Write a commented configuration for this machine's runtime, cgroup driver and size.
     Init(InitArgs),
 }
 
@@ -32,47 +32,47 @@ enum What {
 #[command(after_help = "Examples:\n  beelet config init\n  beelet config init - | less\n  \
                         beelet config init --runtime-endpoint /run/k3s/containerd/containerd.sock")]
 struct InitArgs {
-    /// The file; - prints it.
+    /// File to write. `-` prints to standard output.
     #[arg(value_name = "FILE", default_value = DEFAULT_PATH)]
     file: PathBuf,
-    /// Write over a file that is there.
+    /// Overwrite an existing file.
     #[arg(long)]
     force: bool,
-    /// Where the container runtime listens, as a path or as `unix://PATH`; else the first of the usual places at
-    /// which something does.
+    /// Endpoint of the container runtime, as a path or as `unix://PATH`. Default: the first well-known socket
+    /// that exists.
     #[arg(long, value_name = "ENDPOINT", value_parser = socket)]
     runtime_endpoint: Option<String>,
 }
 
-/// The path of an endpoint.
+/// Parses an endpoint and returns its path.
 fn socket(endpoint: &str) -> Result<String, String> {
     let path = endpoint.strip_prefix("unix://").unwrap_or(endpoint);
     let is_plain = path.starts_with('/') && !path.chars().any(|c| c.is_whitespace() || c.is_control());
     is_plain.then(|| path.to_owned()).ok_or_else(|| {
-        "it must be an absolute path of a socket, or unix:// and one, as unix:///run/containerd/containerd.sock"
+        "expected the absolute path of a socket, with or without `unix://`, e.g. `unix:///run/containerd/containerd.sock`"
             .to_owned()
     })
 }
 
-/// Where runtimes listen that are installed as they come.
+/// Default sockets of the container runtimes.
 const SOCKETS: &[&str] = &["/run/containerd/containerd.sock", "/run/crio/crio.sock"];
-/// How long a runtime may take to answer.
+/// Maximum time for the runtime to answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
 const MIB: u64 = 1 << 20;
 
-/// What of this machine the file depends on.
+/// Properties of the machine that the file depends on.
 #[derive(Debug, PartialEq, Eq)]
 struct Machine {
     name: String,
     cpus: u64,
     memory: u64,
     socket: String,
-    /// A runtime listens at the socket.
+    /// True if a runtime listens at the socket.
     answers: bool,
     driver: Option<CgroupDriver>,
 }
 
-/// Does it.
+/// Runs the command.
 #[must_use]
 pub fn run(args: &ConfigArgs) -> ExitCode {
     let What::Init(args) = &args.what;
@@ -83,7 +83,7 @@ pub fn run(args: &ConfigArgs) -> ExitCode {
 }
 
 fn init(args: &InitArgs) -> anyhow::Result<()> {
-    let machine = Machine::look(args.runtime_endpoint.as_deref())?;
+    let machine = Machine::detect(args.runtime_endpoint.as_deref())?;
     let text = machine.text();
     if args.file == Path::new("-") {
         print!("{text}");
@@ -92,19 +92,19 @@ fn init(args: &InitArgs) -> anyhow::Result<()> {
     write(&args.file, &text, args.force)?;
     let path = args.file.display();
     println!(
-        "{path} is written; check it with `beelet run --config {path} --check`, and this machine with \
+        "wrote {path}; check the file with `beelet run --config {path} --check`, and this machine with \
          `beelet doctor --config {path}`"
     );
     if !machine.answers {
         eprintln!(
-            "no container runtime listens at {}: install one, or correct containerRuntimeEndpoint",
+            "no container runtime listens at {}: install one, or correct `containerRuntimeEndpoint`",
             machine.socket
         );
     }
     Ok(())
 }
 
-/// Writes the file, with the folders that lead to it.
+/// Writes the file and creates its parent directories.
 fn write(path: &Path, text: &str, force: bool) -> anyhow::Result<()> {
     let failed = || format!("cannot write {}", path.display());
     if let Some(folder) = path.parent() {
@@ -120,7 +120,7 @@ fn write(path: &Path, text: &str, force: bool) -> anyhow::Result<()> {
     let mut file = match options.open(path) {
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
             bail!(
-                "{} is there already: say --force to write over it, or - to print the new one",
+                "{} already exists: use `--force` to overwrite it, or `-` to print the new configuration",
                 path.display()
             );
         }
@@ -130,7 +130,7 @@ fn write(path: &Path, text: &str, force: bool) -> anyhow::Result<()> {
 }
 
 impl Machine {
-    fn look(endpoint: Option<&str>) -> anyhow::Result<Self> {
+    fn detect(endpoint: Option<&str>) -> anyhow::Result<Self> {
         let (defaults, _) = Config::with_defaults()?;
         let usual = || *SOCKETS.iter().find(|socket| Path::new(socket).exists()).unwrap_or(&SOCKETS[0]);
         let socket = endpoint.unwrap_or_else(usual);
@@ -149,12 +149,13 @@ impl Machine {
         Ok(Self { name: defaults.node_name, cpus, memory, socket: socket.to_owned(), answers, driver })
     }
 
-    /// A share of the memory that keeps a small machine usable: a sixteenth, within 128 MiB and 2 GiB.
+    /// Returns a share of the memory in MiB that keeps a small machine usable: a sixteenth, within 128 MiB
+    /// and 2 GiB.
     fn reserved_memory(&self) -> u64 {
         (self.memory / MIB / 16).clamp(128, 2048)
     }
 
-    /// A tenth of a CPU, and a hundredth of one for each further.
+    /// Returns the reserved CPU in millicores: a tenth of a CPU, plus a hundredth for each further CPU.
     fn reserved_cpu(&self) -> u64 {
         100 + 10 * self.cpus.saturating_sub(1)
     }
@@ -162,10 +163,10 @@ impl Machine {
     fn text(&self) -> String {
         let driver = match self.driver {
             Some(CgroupDriver::Systemd) => {
-                "cgroupDriver: systemd              # the runtime says so".to_owned()
+                "cgroupDriver: systemd              # reported by the runtime".to_owned()
             }
             Some(CgroupDriver::Cgroupfs) => {
-                "cgroupDriver: cgroupfs             # the runtime says so".to_owned()
+                "cgroupDriver: cgroupfs             # reported by the runtime".to_owned()
             }
             None => "# cgroupDriver: systemd            # if the runtime has SystemdCgroup = true".to_owned(),
         };
@@ -174,35 +175,35 @@ impl Machine {
         let (cpus, all) = (self.cpus, self.memory / MIB);
         format!(
             "# The configuration of beelet on this machine ({cpus} CPUs, {all} MiB of memory).\n\
-             # What a line with # shows is the default. docs/configuration.md says what all fields mean.\n\
+             # Commented-out fields show the defaults. docs/configuration.md describes all fields.\n\
              apiVersion: kubelet.config.k8s.io/v1beta1\n\
              kind: KubeletConfiguration\n\n\
-             # What runs here is what lies in this folder; `beelet apply` writes into it.\n\
+             # Pods come from the manifests in this directory; `beelet apply` writes to it.\n\
              staticPodPath: /etc/beelet/manifests\n\
              containerRuntimeEndpoint: unix://{socket}\n\
              {driver}\n\n\
-             # What the system and the agent keep for themselves; pods get the rest.\n\
+             # Reserved for the system and the agent; pods get the rest.\n\
              systemReserved: {{cpu: {cpu}m, memory: {memory}Mi}}\n\
-             # Pods are evicted below these; see docs/node-pressure.md.\n\
+             # Thresholds below which pods are evicted; see docs/node-pressure.md.\n\
              # evictionHard: {{memory.available: 100Mi, nodefs.available: 10%, nodefs.inodesFree: 5%, imagefs.available: 15%, imagefs.inodesFree: 5%}}\n\
              # maxPods: 110\n\
-             # Unused images go when the disk is so full, down to the second.\n\
+             # Disk usage in percent that starts image removal, and the usage that ends it.\n\
              # imageGCHighThresholdPercent: 85\n\
              # imageGCLowThresholdPercent: 80\n\
              # containerLogMaxSize: 10Mi\n\
              # containerLogMaxFiles: 5\n\
-             # /healthz and /metrics; loopback only.\n\
+             # Port of /healthz and /metrics, on loopback only.\n\
              # healthzPort: 10248\n\
              ---\n\
              apiVersion: beelet.dev/v1alpha1\n\
              kind: BeeletConfiguration\n\
-             # Ends every pod's name.\n\
+             # Suffix of every pod's name.\n\
              nodeName: {name}\n\
              # stateDir: /var/lib/beelet\n\
              # runDir: /run/beelet\n\
-             # TCP probes: by the kernel's word, or by connecting as the kubelet does.\n\
+             # TCP probes ask the kernel, or connect (`connect`) as the kubelet does.\n\
              # tcpProbes: kernel\n\
-             # Stop all pods with the agent; else they go on and the next start takes them over.\n\
+             # Stop all pods when the agent exits. By default pods keep running and the next start adopts them.\n\
              # stopPodsOnExit: false\n"
         )
     }
@@ -223,7 +224,7 @@ mod tests {
         }
     }
 
-    /// Reads the text as a configuration.
+    /// Loads the text as a configuration.
     fn load(text: &str) -> Config {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a/beelet.yaml");
@@ -269,7 +270,7 @@ mod tests {
     #[test]
     fn what_it_shows_as_defaults_are_the_defaults() {
         let plain = load(&machine(None).text());
-        // Every line that is a field behind a comment sign.
+        // Matches every commented-out field.
         let is_field = |line: &str| {
             line.strip_prefix("# ").is_some_and(|rest| {
                 let name = rest.split(':').next().unwrap_or_default();

@@ -1,5 +1,5 @@
-//! `beelet cp`: files and folders between this machine and a container, through a tar that runs there, as
-//! `kubectl cp`.
+//! `beelet cp`: copies files and directories to and from a container by running `tar` in the container, as
+//! `kubectl cp` does.
 
 mod pack;
 mod unpack;
@@ -21,37 +21,38 @@ use super::args::AgentArgs;
 use super::exec::{QUEUE, awaited, send};
 use super::{complete, finish, plain};
 
-/// Most bytes kept of what a command says on standard error.
+/// Maximum bytes kept of a command's standard error.
 const MOST_WORDS: usize = 4 << 10;
 
 /// Arguments of `beelet cp`.
 ///
-/// The container needs a `tar`. Into it go files, folders and links; out of it come files and folders, and
-/// those links that stay within what is copied: what a container puts into its archive never leaves the
-/// target.
+/// The container needs `tar`. Files, directories and links can be copied into a container. Files, directories
+/// and links that stay within the copied tree can be copied out of a container: an archive from a container
+/// cannot write outside the target.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   beelet cp app.conf web:/etc/app/app.conf
   beelet cp web:/var/log/app ./logs -c main
   beelet cp site/ shop/web:/srv")]
 pub struct CpArgs {
-    /// What is copied: a path here, or POD:PATH (NAMESPACE/POD:PATH) there.
+    /// Source: a local path, or POD:PATH or NAMESPACE/POD:PATH.
     #[arg(value_name = "SOURCE", add = complete::places())]
     from: Place,
-    /// Where to: the other kind. What is copied goes into a folder that is there; else it gets this name.
+    /// Target: POD:PATH if the source is local, else a local path. If the target is an existing directory,
+    /// the source is copied into it.
     #[arg(value_name = "TARGET", add = complete::places())]
     to: Place,
-    /// The container; else the pod's default or first one.
+    /// Name of the container. Default: the pod's default container, else its first.
     #[arg(short, long, value_name = "CONTAINER", add = complete::containers())]
     container: Option<String>,
-    /// The pod's namespace; needed only where two pods have the name.
+    /// Namespace of the pod. Required only if two pods have the same name.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
     #[command(flatten)]
     agent: AgentArgs,
 }
 
-/// Where something is.
+/// A local path or a path in a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Place {
     Here(PathBuf),
@@ -64,7 +65,7 @@ impl FromStr for Place {
     fn from_str(text: &str) -> Result<Self, String> {
         let here = || Ok(Self::Here(text.into()));
         let Some((pod, path)) = text.split_once(':') else { return here() };
-        // A path with a colon in it is written with its folder.
+        // A local path that contains a colon is written with its directory.
         if pod.starts_with(['/', '.']) {
             return here();
         }
@@ -74,17 +75,17 @@ impl FromStr for Place {
         };
         if pod.is_empty() || pod.contains('/') || namespace.as_deref() == Some("") {
             return Err(
-                "write POD:PATH or NAMESPACE/POD:PATH; a path here that has a colon as ./PATH".to_owned()
+                "expected `POD:PATH` or `NAMESPACE/POD:PATH`; write a local path that contains a colon as `./PATH`".to_owned()
             );
         }
         if path.is_empty() {
-            return Err("a path must follow the colon".to_owned());
+            return Err("missing path after the colon".to_owned());
         }
         Ok(Self::There { namespace, pod: pod.to_owned(), path: path.to_owned() })
     }
 }
 
-/// Copies.
+/// Runs the copy.
 #[must_use]
 pub fn run(args: &CpArgs) -> ExitCode {
     finish(copy(args))
@@ -100,7 +101,7 @@ async fn copy(args: &CpArgs) -> anyhow::Result<()> {
             let mut there = There::connect(args, namespace.as_deref(), pod).await?;
             upload(&mut there, from, path).await
         }
-        _ => bail!("one of the two must be in a pod (POD:PATH), and only one"),
+        _ => bail!("exactly one of SOURCE and TARGET must be in a pod (`POD:PATH`)"),
     }
 }
 
@@ -110,11 +111,11 @@ struct There {
     target: proto::ContainerTarget,
 }
 
-/// A command that runs.
+/// A running command.
 struct Command {
     input: mpsc::Sender<proto::ExecInput>,
     outputs: tonic::Streaming<proto::ExecOutput>,
-    /// What it said on standard error.
+    /// Output on standard error, truncated to [`MOST_WORDS`].
     words: Vec<u8>,
 }
 
@@ -139,26 +140,26 @@ impl There {
         Ok(Command { input, outputs, words: Vec::new() })
     }
 
-    /// Returns true if there is a folder of that name.
+    /// Returns true if `path` is a directory in the container.
     async fn has_folder(&mut self, path: &str) -> anyhow::Result<bool> {
         let mut command = self.start(&["test", "-d", path], false).await?;
         match command.next().await {
             Ok(Out::Ended(code)) => Ok(code == 0),
-            Ok(Out::Bytes(_)) => bail!("`test` in the container prints something"),
-            // Without a shell's tools it is not known; tar says the rest.
+            Ok(Out::Bytes(_)) => bail!("`test` in the container printed unexpected output"),
+            // An image without `test` leaves this unknown; tar reports a missing path.
             Err(_) => Ok(false),
         }
     }
 }
 
-/// What a command gives.
+/// Output or end of a command.
 enum Out {
     Bytes(Vec<u8>),
     Ended(i32),
 }
 
 impl Command {
-    /// What it prints next on standard output, or its exit code.
+    /// Returns the next output on standard output, or the exit code.
     async fn next(&mut self) -> anyhow::Result<Out> {
         loop {
             let output = self.outputs.message().await.map_err(no_answer)?;
@@ -169,12 +170,12 @@ impl Command {
                     self.words.extend(bytes.iter().take(room));
                 }
                 Some(Output::ExitCode(code)) => return Ok(Out::Ended(code)),
-                None => bail!("the agent ended the command without its exit code"),
+                None => bail!("the agent ended the command without an exit code"),
             }
         }
     }
 
-    /// What its exit code and its words mean.
+    /// Converts the exit code and the standard error to a result.
     fn ended(&self, code: i32) -> anyhow::Result<()> {
         let words = String::from_utf8_lossy(&self.words);
         let words = plain::line(words.trim()).into_owned();
@@ -186,14 +187,14 @@ impl Command {
     }
 }
 
-/// A runtime says in its own words that a program is not there.
+/// Returns the error of a command that could not start; each runtime words a missing program differently.
 fn no_tar(words: &str) -> anyhow::Error {
     if words.contains("executable file not found")
         || words.contains("no such file")
         || words.contains("not found")
     {
         return anyhow::anyhow!(
-            "the container has no tar, which copies need; one file is copied by `beelet exec POD -- cat PATH > FILE`, or by \
+            "the container has no `tar`; to copy one file, use `beelet exec POD -- cat PATH > FILE` or \
              `beelet exec -i POD -- sh -c 'cat > PATH' < FILE`"
         );
     }
@@ -208,8 +209,8 @@ fn no_answer(status: tonic::Status) -> anyhow::Error {
     }
 }
 
-/// The folder that tar goes into there, and the name of what is copied in it; "." stands for all that is in
-/// the folder.
+/// Splits a path in the container into the directory for tar and the name in it; "." stands for the content
+/// of the directory.
 fn split(path: &str) -> anyhow::Result<(&str, &str)> {
     let trimmed = path.trim_end_matches('/');
     let (folder, name) = match trimmed.rsplit_once('/') {
@@ -227,7 +228,7 @@ fn split(path: &str) -> anyhow::Result<(&str, &str)> {
 async fn download(there: &mut There, from: &str, to: &Path) -> anyhow::Result<()> {
     let (folder, name) = split(from)?;
     let unpacker = unpack::Unpacker::new(name, to)?;
-    // A file is wanted for what is in it: each file of a ConfigMap's volume is a link.
+    // A file is copied by content, because each file of a ConfigMap volume is a link.
     let create = if there.has_folder(from).await? { "cf" } else { "chf" };
     let mut command = there.start(&["tar", create, "-", "-C", folder, "--", name], false).await?;
     let (pieces, received) = mpsc::channel(QUEUE);
@@ -235,7 +236,7 @@ async fn download(there: &mut There, from: &str, to: &Path) -> anyhow::Result<()
     let code = loop {
         match command.next().await {
             Ok(Out::Bytes(bytes)) => {
-                // Where unpacking has ended, it says why.
+                // The unpacker has ended; its result has the cause.
                 if pieces.send(Ok(bytes)).await.is_err() {
                     break 0;
                 }
@@ -246,7 +247,7 @@ async fn download(there: &mut There, from: &str, to: &Path) -> anyhow::Result<()
     };
     drop(pieces);
     let unpacked = unpacking.await?;
-    // An archive that ends early has its reason in what tar said.
+    // The exit code goes first: tar's own output explains a truncated archive.
     command.ended(code)?;
     let left_out = unpacked.with_context(|| format!("cannot copy {from}"))?;
     for line in left_out {
@@ -259,10 +260,10 @@ async fn upload(there: &mut There, from: &Path, to: &str) -> anyhow::Result<()> 
     let is_into = to.ends_with('/') || there.has_folder(to).await?;
     let name = from.canonicalize().with_context(|| format!("cannot read {}", from.display()))?;
     let name = name.file_name().and_then(|name| name.to_str());
-    let name = name.with_context(|| format!("{} has no name that can be copied", from.display()))?;
+    let name = name.with_context(|| format!("{} has no file name in UTF-8", from.display()))?;
     let (folder, name) = if is_into { (to, name) } else { split(to)? };
     let packer = pack::Packer::new(from, name);
-    // Times are those of the copy, as with kubectl.
+    // Modification times are those of the copy, as with `kubectl cp`.
     let mut command = there.start(&["tar", "-xmf", "-", "-C", folder], true).await?;
     let input = command.input.clone();
     let packing = tokio::task::spawn_blocking(move || packer.pack(&input));

@@ -1,4 +1,4 @@
-//! `beelet debug`: a container with tools of its own, added to a pod that runs.
+//! `beelet debug`: adds an ephemeral container to a running pod.
 
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
@@ -20,49 +20,49 @@ use beelet_client::{Client, Event};
 
 /// Arguments of `beelet debug`.
 ///
-/// Adds an ephemeral container to a static pod. It has the pod's network and volumes' names, and with
-/// --target sees the processes of another container. It is started once, and goes with the pod; its name
-/// stays taken until then. With -i the exit status is 0 once its streams have ended, whatever its command
-/// ended with, as with kubectl debug; `beelet describe pod` says that. Pods of an API server get such
-/// containers there (kubectl debug).
+/// Adds an ephemeral container to a static pod. The container shares the pod's network and the names of its
+/// volumes, and with --target sees the processes of another container. The container starts once and is
+/// removed with the pod; its name stays taken until then. With -i the exit code is 0 once the streams have
+/// ended, regardless of the container's exit code, as with `kubectl debug`; `beelet describe pod` shows the
+/// container's exit code. For pods from an API server, use `kubectl debug`.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  beelet debug web --image busybox:1.36 -it\n  beelet debug web --image busybox:1.36 \
                         --target main -it -- sh\n  beelet debug web --image tools:1 -c capture -- tcpdump -w /tmp/out"
 )]
 pub struct DebugArgs {
-    /// The pod, with or without the node's name at its end.
+    /// Name of the pod, with or without the node's name at the end.
     #[arg(value_name = "POD", value_parser = pod_name)]
     pod: String,
-    /// The image of the new container.
+    /// Image of the new container.
     #[arg(long, value_name = "IMAGE")]
     image: String,
-    /// The container whose processes it sees; else it sees its own.
+    /// Container whose process namespace to share. Default: a namespace of its own.
     #[arg(long, value_name = "CONTAINER")]
     target: Option<String>,
-    /// Its name; else debugger, debugger-2 and so on.
+    /// Name of the new container. Default: debugger, debugger-2 and so on.
     #[arg(short, long, value_name = "NAME")]
     container: Option<String>,
-    /// The pod's namespace; needed only where two pods have the name.
+    /// Namespace of the pod. Required only if two pods have the same name.
     #[arg(short, long, value_name = "NAMESPACE")]
     namespace: Option<String>,
-    /// Attach to it, and hand standard input on.
+    /// Attach to the container and pass standard input to it.
     #[arg(short = 'i', long)]
     stdin: bool,
-    /// Give it a terminal.
+    /// Allocate a terminal for the container.
     #[arg(short, long, requires = "stdin")]
     tty: bool,
-    /// Wait at most so long until it runs (`90s`, `5m`).
+    /// Maximum time to wait until the container runs, e.g. `90s` or `5m`.
     #[arg(long, value_name = "TIME", value_parser = until::duration, default_value = "2m")]
     timeout: Duration,
-    /// What it runs; else what its image says.
+    /// Command to run. Default: the command of the image.
     #[arg(last = true, value_name = "COMMAND")]
     command: Vec<String>,
     #[command(flatten)]
     agent: AgentArgs,
 }
 
-/// Adds the container, and attaches to it with -i; the exit code is 0 when its streams have ended.
+/// Adds the container and attaches to it with -i; the exit code is 0 once its streams have ended.
 #[must_use]
 pub fn run(args: DebugArgs) -> ExitCode {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -91,25 +91,25 @@ async fn debug(args: DebugArgs) -> anyhow::Result<i32> {
     };
     let made = client.debug(request).await?;
     let name = &made.container;
-    eprintln!("{}", plain::line(&format!("container {name} is added to pod {}", made.pod)));
+    eprintln!("{}", plain::line(&format!("container {name} added to pod {}", made.pod)));
     let exit = match tokio::time::timeout(args.timeout, started(&mut client, &made)).await {
         Ok(started) => started?,
         Err(_) => bail!(
-            "container {name} does not run after {} s: see `beelet describe pod {}`",
+            "container {name} is not running after {} s: see `beelet describe pod {}`",
             args.timeout.as_secs(),
             args.pod
         ),
     };
     if let Some(exit) = exit {
         eprintln!(
-            "container {name} has ended already (exit code {exit}): `beelet logs {} -c {name}`",
+            "container {name} has already terminated (exit code {exit}); see `beelet logs {} -c {name}`",
             args.pod
         );
         return Ok(exit);
     }
     if !args.stdin {
         println!(
-            "container {name} runs: `beelet logs {0} -c {name}`, `beelet exec {0} -c {name} -- COMMAND`",
+            "container {name} is running; use `beelet logs {0} -c {name}` or `beelet exec {0} -c {name} -- COMMAND`",
             args.pod
         );
         return Ok(0);
@@ -129,7 +129,8 @@ async fn debug(args: DebugArgs) -> anyhow::Result<i32> {
     converse(true, args.tty && io::stdin().is_terminal(), sender, outputs).await
 }
 
-/// Waits until the container has started; its exit code if it has ended already. Says once what it waits for.
+/// Waits until the container has started, prints each waiting reason once, and returns the exit code if the
+/// container has already terminated.
 async fn started(client: &mut Client, made: &proto::DebugResponse) -> anyhow::Result<Option<i32>> {
     let mut watch = client.watch().await?;
     let (mut table, mut is_synced, mut told) = (PodTable::default(), false, String::new());
@@ -139,7 +140,7 @@ async fn started(client: &mut Client, made: &proto::DebugResponse) -> anyhow::Re
         let entry = table.pods.values().find(|entry| entry.pod.metadata.uid.as_ref() == Some(&made.uid));
         let Some(entry) = entry else {
             if is_synced {
-                bail!("the pod {} is gone", made.pod);
+                bail!("pod {} no longer exists", made.pod);
             }
             continue;
         };
@@ -154,12 +155,15 @@ async fn started(client: &mut Client, made: &proto::DebugResponse) -> anyhow::Re
             Some(core::ContainerState { waiting: Some(waiting), .. }) => {
                 let message = waiting.message.clone().unwrap_or_default();
                 if !message.is_empty() && told != message {
-                    eprintln!("{}", plain::line(&format!("container {} waits: {message}", made.container)));
+                    eprintln!(
+                        "{}",
+                        plain::line(&format!("container {} is waiting: {message}", made.container))
+                    );
                     told = message;
                 }
             }
             _ => {}
         }
     }
-    bail!("the agent stopped")
+    bail!("the agent stopped while the container was starting")
 }

@@ -1,4 +1,5 @@
-//! `beelet delete`: manifests out of the agent's folder, and for pods the wait until they are gone.
+//! `beelet delete`: removes manifests from the agent's manifest directory and waits until their pods have
+//! terminated.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -16,52 +17,52 @@ use super::{USAGE, code, complete, finish, plain};
 use beelet_client::Client;
 use beelet_model::table::{PodEntry, PodName};
 
-/// How much longer than their grace period pods are waited for.
+/// Time to wait in addition to the pods' grace period.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Arguments of `beelet delete`.
 ///
-/// What runs here is what the folder of manifests says, so deleting an object is removing its manifest. Keep
-/// a copy, or say --keep-manifest: the file gets .bak at its end then, and renaming it back brings the object
-/// back.
+/// The agent runs the pods of its manifest directory, so deleting an object removes its manifest. Keep a
+/// copy, or use --keep-manifest, which renames the file to FILE.bak; renaming it back restores the object.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   beelet delete pod web
   beelet delete -f shop/
   beelet delete pods -l app=shop --keep-manifest")]
 pub struct DeleteArgs {
-    /// What kind of object.
+    /// Kind of the objects.
     #[arg(value_enum, value_name = "KIND", required_unless_present = "files")]
     kind: Option<Kind>,
-    /// Their names; a pod's with or without the node's name at its end.
+    /// Names of the objects. A pod's name may omit the node's name at the end.
     #[arg(value_name = "NAME", value_parser = pod_name, add = complete::pods(), required_unless_present_any = ["files", "selector", "all"])]
     names: Vec<String>,
-    /// What these manifests describe: files, folders or - for standard input.
+    /// Delete the objects of these manifests: files, directories or - for standard input.
     #[arg(short, long = "filename", value_name = "FILE", conflicts_with_all = ["kind", "names", "selector", "all"])]
     files: Vec<PathBuf>,
-    /// Those with such labels (`app=shop,tier!=db`).
+    /// Label selector, e.g. `app=shop,tier!=db`.
     #[arg(short = 'l', long, value_name = "SELECTOR", conflicts_with = "names")]
     selector: Option<String>,
-    /// All of the kind in the namespace.
+    /// Delete all objects of the kind in the namespace.
     #[arg(long, conflicts_with_all = ["names", "selector"])]
     all: bool,
-    /// Their namespace.
+    /// Namespace of the objects.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces(), default_value = "default")]
     namespace: String,
     /// Rename the manifest to FILE.bak instead of removing it.
     #[arg(long)]
     keep_manifest: bool,
-    /// Seconds that a pod's containers get to end by themselves; else the pod's own.
+    /// Grace period in seconds. Default: each pod's own.
     #[arg(long, value_name = "SECONDS")]
     grace_period: Option<u64>,
-    /// Come back at once, not when the pods are gone.
+    /// Return immediately instead of waiting until the pods have terminated.
     #[arg(long)]
     no_wait: bool,
-    /// Give pods no time to end, do not wait, and show them no more. What the runtime cannot stop stays the
-    /// agent's, which goes on to stop it; a new pod of the name waits for that, and is shown as Pending.
+    /// Delete with a grace period of zero, do not wait, and hide the pods. The agent keeps trying to stop
+    /// containers that the runtime cannot stop; a new pod of the same name stays Pending until they have
+    /// terminated.
     #[arg(long, conflicts_with_all = ["grace_period", "timeout"])]
     force: bool,
-    /// Wait at most so long (`90s`, `5m`); else for two minutes longer than the pods get to end.
+    /// Maximum time to wait, e.g. `90s` or `5m`. Default: two minutes more than the longest grace period.
     #[arg(long, value_name = "TIME", value_parser = until::duration, conflicts_with = "no_wait")]
     timeout: Option<Duration>,
     #[command(flatten)]
@@ -81,10 +82,10 @@ enum Kind {
     /// Pods.
     #[value(aliases = ["pods", "po"])]
     Pod,
-    /// ConfigMaps; pods that run keep what they have.
+    /// ConfigMaps; running pods keep the values that they have.
     #[value(name = "configmap", aliases = ["configmaps", "cm"])]
     ConfigMap,
-    /// Secrets; pods that run keep what they have.
+    /// Secrets; running pods keep the values that they have.
     #[value(aliases = ["secrets"])]
     Secret,
     /// PriorityClasses.
@@ -96,7 +97,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// As manifests have it.
+    /// Returns the kind as manifests write it.
     fn text(self) -> &'static str {
         match self {
             Self::Pod => "Pod",
@@ -108,7 +109,7 @@ impl Kind {
     }
 }
 
-/// Deletes them.
+/// Deletes the objects.
 #[must_use]
 pub fn run(args: &DeleteArgs) -> ExitCode {
     let given = if args.files.is_empty() { Ok(Vec::new()) } else { files::read_all(&args.files) };
@@ -122,7 +123,7 @@ pub fn run(args: &DeleteArgs) -> ExitCode {
     finish(async { Ok(code(delete(args, given).await?)) })
 }
 
-/// Returns true if all of them are deleted.
+/// Returns true if all objects were deleted.
 async fn delete(args: &DeleteArgs, given: Vec<Manifest>) -> anyhow::Result<bool> {
     let mut client = Client::connect(&args.agent.socket).await?;
     let objects = objects(args, given, &mut client).await?;
@@ -156,15 +157,15 @@ async fn delete(args: &DeleteArgs, given: Vec<Manifest>) -> anyhow::Result<bool>
         return Ok(all);
     }
     for reason in waited.reasons(&mut client).await? {
-        eprintln!("error: not gone within {} s: {}", timeout.as_secs(), plain::line(&reason));
+        eprintln!("error: not deleted within {} s: {}", timeout.as_secs(), plain::line(&reason));
     }
     bail!(
-        "the agent goes on to stop what is left: `beelet events` tells how, `beelet wait POD --for=deleted` waits for it, \
-         and --force takes a pod out of view"
+        "the agent keeps stopping the remaining pods: use `beelet events` to follow, `beelet wait POD --for=deleted` to wait, \
+         or `--force` to hide a pod"
     )
 }
 
-/// What pods get to end by themselves. Of an agent that does not know its pods yet, nothing.
+/// Returns the pods' grace periods; empty if the agent does not know its pods yet.
 async fn graces(args: &DeleteArgs, client: &mut Client) -> BTreeMap<PodName, Duration> {
     let Ok((table, _)) = client.pods().await else { return BTreeMap::new() };
     let given = args.grace_period.map(Duration::from_secs);
@@ -172,13 +173,13 @@ async fn graces(args: &DeleteArgs, client: &mut Client) -> BTreeMap<PodName, Dur
     table.pods.iter().map(|(name, entry)| (name.clone(), grace(entry))).collect()
 }
 
-/// A pod whose manifest is taken out, and the line for it once it is gone.
+/// A pod whose manifest was removed, and the line to print once the pod has terminated.
 struct Going {
     target: Target,
     sentence: String,
 }
 
-/// Takes one object's manifest out; the pod that goes with it, if it is a pod's and waited for.
+/// Removes the manifest of one object. Returns the pod to wait for, if any.
 async fn delete_one(
     args: &DeleteArgs,
     object: &Object,
@@ -195,14 +196,14 @@ async fn delete_one(
     let deleted = client.delete(request).await?;
     let kind = object.kind.to_lowercase();
     let file = match (deleted.kept.as_str(), deleted.file.as_str()) {
-        ("", "") => "its manifest was removed before".to_owned(),
+        ("", "") => "manifest already removed".to_owned(),
         ("", file) => format!("{file} removed"),
-        (kept, _) => format!("its manifest is {kept} now"),
+        (kept, _) => format!("manifest renamed to {kept}"),
     };
     let is_pod = !deleted.uid.is_empty();
     let how = match (args.force && is_pod, args.no_wait && is_pod) {
-        (true, _) => "deleted by force, and its containers may run until the agent has stopped them",
-        (_, true) => "is being deleted",
+        (true, _) => "force deleted; its containers may run until the agent has stopped them",
+        (_, true) => "is terminating",
         (false, false) => "deleted",
     };
     let sentence = plain::line(&format!("{kind}/{} {how} ({file})", deleted.name)).into_owned();
@@ -221,7 +222,7 @@ async fn delete_one(
     Ok(is_waited_for.then_some(Going { target: Target { name, uid: deleted.uid }, sentence }))
 }
 
-/// What is to be deleted.
+/// Returns the objects to delete.
 async fn objects(
     args: &DeleteArgs,
     given: Vec<Manifest>,

@@ -1,4 +1,4 @@
-//! `beelet describe`: a pod, the node, or an object, with all that is known of it, and what happened to it.
+//! `beelet describe`: details and events of a pod, the node or another object.
 
 mod node;
 mod object;
@@ -27,38 +27,38 @@ pub struct DescribeArgs {
 
 #[derive(Debug, Subcommand)]
 enum What {
-    /// A pod, its containers and its events.
+    /// Show a pod with its containers and events.
     #[command(visible_aliases = ["pods", "po"])]
     Pod(PodArgs),
-    /// The node: its conditions, what pods request of it and which pods those are, its events.
+    /// Show the node with its conditions, the pods and their resource requests, and events.
     #[command(visible_aliases = ["nodes", "no"])]
     Node(AgentArgs),
-    /// A ConfigMap of the manifests' folder, and the pods that use it.
+    /// Show a ConfigMap from the manifest directory and the pods that use it.
     #[command(name = "configmap", visible_aliases = ["configmaps", "cm"])]
     ConfigMap(object::ObjectArgs),
-    /// A Secret of the manifests' folder, and the pods that use it; without its values.
+    /// Show a Secret from the manifest directory and the pods that use it, without its values.
     #[command(visible_alias = "secrets")]
     Secret(object::ObjectArgs),
-    /// A PriorityClass of the manifests' folder, and the pods that name it.
+    /// Show a PriorityClass from the manifest directory and the pods that use it.
     #[command(name = "priorityclass", visible_aliases = ["priorityclasses", "pc"])]
     PriorityClass(object::ObjectArgs),
-    /// A RuntimeClass of the manifests' folder, and the pods that name it.
+    /// Show a RuntimeClass from the manifest directory and the pods that use it.
     #[command(name = "runtimeclass", visible_alias = "runtimeclasses")]
     RuntimeClass(object::ObjectArgs),
 }
 
 #[derive(Debug, Args)]
 struct PodArgs {
-    /// The pod's name, with or without the node's name behind it.
+    /// Name of the pod, with or without the node's name at the end.
     name: String,
-    /// The pod's namespace; needed only where two pods have the name.
+    /// Namespace of the pod. Required only if two pods have the same name.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
     #[command(flatten)]
     agent: AgentArgs,
 }
 
-/// Shows it.
+/// Prints the description.
 #[must_use]
 pub fn run(args: &DescribeArgs) -> ExitCode {
     finish(async {
@@ -91,7 +91,7 @@ async fn describe(args: &PodArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What its containers waited for. It is a line of many: nothing, where the agent does not measure yet.
+/// Returns the measured waits of the pod's containers, or an empty list while the agent does not measure yet.
 async fn signals(socket: &std::path::Path, name: &PodName) -> Vec<proto::SignalContainer> {
     let Ok(mut client) = beelet_client::signals::Client::connect(socket).await else { return Vec::new() };
     let Ok(snapshot) = client.snapshot(&name.namespace).await else { return Vec::new() };

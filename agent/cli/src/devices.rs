@@ -1,4 +1,4 @@
-//! `beelet devices`: the devices of this node and who holds them, from the agent's own socket.
+//! `beelet devices`: the devices of this node and their holders.
 
 use std::process::ExitCode;
 
@@ -17,14 +17,14 @@ const TITLES: &[&str] = &["RESOURCE", "DEVICE", "HEALTH", "NUMA", "POD", "CONTAI
 /// Arguments of `beelet devices`.
 #[derive(Debug, Args)]
 pub struct DevicesArgs {
-    /// Only these resources.
+    /// Show only these resources.
     #[arg(value_name = "RESOURCE")]
     resources: Vec<String>,
     #[command(flatten)]
     shown: ShownArgs,
 }
 
-/// Shows them.
+/// Prints the devices.
 #[must_use]
 pub fn run(args: &DevicesArgs) -> ExitCode {
     finish(devices(args))
@@ -35,7 +35,7 @@ async fn devices(args: &DevicesArgs) -> anyhow::Result<()> {
     if let Some(missing) =
         args.resources.iter().find(|name| listed.resources.iter().all(|r| r.name != **name))
     {
-        anyhow::bail!("no device plugin has registered {missing:?} here; `beelet devices` shows all");
+        anyhow::bail!("no device plugin has registered {missing:?}; `beelet devices` lists all resources");
     }
     listed.resources.retain(|resource| args.resources.is_empty() || args.resources.contains(&resource.name));
     match args.shown.output {
@@ -73,7 +73,7 @@ fn table(resources: &[proto::DeviceResource]) -> String {
     Columns::new(TITLES).table(&rows)
 }
 
-/// A holder's pod; its uid where the pod isn't in the table.
+/// Returns the pod of a holder, or its UID if the pod is not in the table.
 fn pod_of(holder: &proto::Holder) -> String {
     if holder.pod.is_empty() {
         holder.pod_uid.clone()
@@ -91,23 +91,23 @@ fn health(resource: &proto::DeviceResource, device: &proto::Device) -> &'static 
     }
 }
 
-/// What isn't as it should be goes to standard error, so that standard output has only devices.
+/// Prints problems to standard error, so that standard output has only devices.
 fn remarks(listed: &proto::ListDevicesResponse) {
     if listed.resources.iter().all(|resource| resource.devices.is_empty()) {
         eprintln!("No devices found.");
     }
     for resource in listed.resources.iter().filter(|resource| !resource.connected) {
         match resource.gone_seconds {
-            Some(seconds) => eprintln!("{}: its device plugin has been away for {seconds} s", resource.name),
-            None => eprintln!("{}: its device plugin has not said yet what it has", resource.name),
+            Some(seconds) => eprintln!("{}: device plugin disconnected {seconds} s ago", resource.name),
+            None => eprintln!("{}: device plugin has not listed its devices yet", resource.name),
         }
     }
     for pod in &listed.waiting {
         let message = plain::line(&pod.message);
-        eprintln!("pod {}/{} has waited for {} s: {message}", pod.namespace, pod.pod, pod.seconds);
+        eprintln!("pod {}/{} waiting for {} s: {message}", pod.namespace, pod.pod, pod.seconds);
     }
     if !listed.trouble.is_empty() {
-        eprintln!("device plugins can't register: {}", listed.trouble);
+        eprintln!("device plugins cannot register: {}", listed.trouble);
     }
 }
 

@@ -1,4 +1,4 @@
-//! `beelet diff -f`: what `apply` would change in the manifests that the agent has.
+//! `beelet diff -f`: the changes that `apply` would make to the agent's manifests.
 
 use std::process::ExitCode;
 
@@ -13,7 +13,8 @@ use beelet_client::Client;
 
 /// Arguments of `beelet diff`.
 ///
-/// Exit code 0: nothing would change; 1: something would, or the agent did not answer; 2: a file is wrong.
+/// Exit codes: 0 without differences, 1 with differences or if the agent did not answer, 2 if a file is
+/// invalid.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  beelet diff -f web.yaml\n  beelet diff -f shop/ && echo up to date")]
 pub struct DiffArgs {
@@ -23,7 +24,7 @@ pub struct DiffArgs {
     agent: AgentArgs,
 }
 
-/// Shows it.
+/// Prints the differences.
 #[must_use]
 pub fn run(args: &DiffArgs) -> ExitCode {
     let manifests = match files::read_all(&args.files.files) {
@@ -47,14 +48,14 @@ async fn diff(args: &DiffArgs, manifests: &[Manifest]) -> anyhow::Result<String>
     Ok(manifests.iter().zip(&answer.applied).map(|(new, old)| difference(new, old)).collect())
 }
 
-/// The change of one manifest as `diff -u` tells it; empty if there is none.
+/// Returns the change of one manifest in the format of `diff -u`; empty without a change.
 fn difference(new: &Manifest, old: &proto::Applied) -> String {
     let before = old.before.as_deref().unwrap_or_default();
     if before == new.text {
         return String::new();
     }
     if new.kind == "Secret" {
-        return format!("{} differs from {} (a secret is not shown)\n", new.title(), old.file);
+        return format!("{} differs from {} (content hidden)\n", new.title(), old.file);
     }
     let header = if old.before.is_some() { old.file.as_str() } else { "/dev/null" };
     TextDiff::from_lines(before, new.text.as_str()).unified_diff().header(header, &new.name).to_string()
@@ -84,7 +85,7 @@ mod tests {
         let changed = "--- /m/web.yaml\n+++ web.yaml:3\n@@ -1,2 +1,2 @@\n a: 1\n-b: 2\n+b: 3\n";
         check("Pod", Some("a: 1\nb: 2\n"), "a: 1\nb: 3\n", changed);
         check("Pod", None, "a: 1\n", "--- /dev/null\n+++ web.yaml:3\n@@ -0,0 +1 @@\n+a: 1\n");
-        let secret = "secret/web differs from /m/web.yaml (a secret is not shown)\n";
+        let secret = "secret/web differs from /m/web.yaml (content hidden)\n";
         check("Secret", Some("data: {a: eA==}\n"), "data: {a: eQ==}\n", secret);
     }
 }

@@ -1,6 +1,5 @@
-//! `beelet doctor`: what this kernel, these privileges and this runtime allow; for each missing thing, what
-//! that means and what to do about it. It only looks: what it has to make to see whether it works, it takes
-//! away again.
+//! `beelet doctor`: checks the kernel, the privileges, the runtime and the configuration. Each problem comes
+//! with its effect and a fix. The checks undo every change that they make to try a feature.
 
 mod certificates;
 mod kernel;
@@ -29,41 +28,41 @@ use beelet_units::cgroup_driver::CgroupDriver;
 /// Arguments of `beelet doctor`.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
-    /// The configuration the agent is to run with; without it /etc/beelet/beelet.yaml, or the defaults if
-    /// that is not there.
+    /// Configuration file of the agent. Default: /etc/beelet/beelet.yaml if it exists, else the built-in
+    /// defaults.
     #[arg(long, value_name = "FILE", env = "BEELET_CONFIG")]
     config: Option<PathBuf>,
-    /// The kubeconfig the agent is to run with, on a node of a cluster.
+    /// Kubeconfig of the agent, on a node of a cluster.
     #[arg(long, value_name = "FILE")]
     kubeconfig: Option<PathBuf>,
-    /// Say more of what is well, too: a line for each thing, not for each group.
+    /// Print one line per passed check instead of one per group.
     #[arg(short, long)]
     verbose: bool,
-    /// How the findings are shown.
+    /// Output format.
     #[arg(short, long, value_enum, default_value_t = Output::Table)]
     output: Output,
-    /// Also say what the BPF programs cost: instructions, runs and their time within a second, memory.
+    /// Also print the cost of the BPF programs: instructions, runs and run time within one second, memory.
     #[arg(long)]
     bpf: bool,
 }
 
-/// The daemon's own checks of what keeps it from starting, by setting: a doctor that had its own would miss
-/// some. With the runtime's cgroup driver, if it told, and whether the node is one of a cluster.
+/// The daemon's own start checks, by setting, so that the doctor cannot miss one. The arguments are the
+/// runtime's cgroup driver if the runtime reports it, and whether the node belongs to a cluster.
 pub type Preflight = fn(&Config, Option<CgroupDriver>, bool) -> Vec<(&'static str, anyhow::Result<()>)>;
 
-/// How well something is.
+/// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum State {
-    /// As it should be.
+    /// The check passed.
     Ok,
-    /// The agent runs without it, in a way that is said.
+    /// The agent runs with the limitation that the finding describes.
     Degraded,
-    /// The agent cannot run without it.
+    /// The agent cannot run.
     Missing,
 }
 
-/// One thing that was looked at.
+/// Result of one check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 struct Finding {
     #[serde(skip)]
@@ -109,22 +108,22 @@ impl Finding {
     }
 }
 
-/// What the checks look at besides the machine itself.
+/// Inputs of the checks, besides the machine itself.
 struct Patient {
     config: Config,
     runtime: Facts,
-    /// What the manifests' folder adds up to; None if there is none.
+    /// Pods of the manifest directory; None without a directory.
     desired: Option<Desired>,
-    /// What the daemon's own checks say.
+    /// Results of the daemon's own start checks.
     refused: Vec<(&'static str, anyhow::Result<()>)>,
-    /// The node is one of a cluster, or may be.
+    /// True if the node belongs to a cluster, or may.
     in_cluster: bool,
 }
 
-/// A check: one finding or several.
+/// A check, which returns one or more findings.
 type Check = fn(&Patient) -> Vec<Finding>;
 
-/// Every check by its group, in the order of the report.
+/// All checks by group, in the order of the report.
 const GROUPS: &[(&str, &[Check])] = &[
     (
         "machine",
@@ -168,10 +167,10 @@ const GROUPS: &[(&str, &[Check])] = &[
     ),
     ("pods", &[node::manifests, pods::rejected, pods::images, pods::deleted_by_force]),
 ];
-/// The group of the BPF programs.
+/// Group of the BPF programs.
 const PROGRAMS: &str = "kernel programs";
 
-/// The whole report.
+/// The full report.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Report {
@@ -181,7 +180,7 @@ struct Report {
     bpf: Option<Costs>,
 }
 
-/// Looks, and reports.
+/// Runs all checks and prints the report.
 #[must_use]
 pub fn run(args: &DoctorArgs, preflight: Preflight) -> ExitCode {
     let config = match config(args.config.as_deref()) {
@@ -197,7 +196,7 @@ pub fn run(args: &DoctorArgs, preflight: Preflight) -> ExitCode {
         Ok(facts) => facts,
         Err(error) => return failed(&error),
     };
-    // An agent that runs has found its API server, if it needs one.
+    // A running agent has an API server if it needs one.
     let in_cluster = args.kubeconfig.is_some() || runtime.has_agent();
     let refused = preflight(&config, runtime.driver(), in_cluster);
     let patient = Patient { config, runtime, desired, refused, in_cluster };
@@ -214,7 +213,7 @@ pub fn run(args: &DoctorArgs, preflight: Preflight) -> ExitCode {
         Output::Table => table(&report, args.verbose),
         Output::Json => serde_json::to_string_pretty(&report).unwrap_or_default() + "\n",
     };
-    // A reader that has seen enough is no failure of the machine's.
+    // A closed standard output is not a failure of the machine.
     let _ = io::stdout().lock().write_all(text.as_bytes());
     if report.can_run { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
@@ -232,7 +231,7 @@ fn config(path: Option<&Path>) -> Result<Config, String> {
     Ok(config)
 }
 
-/// What is well in one line per group, before the group's other findings.
+/// Merges the passed checks of each group into one line before the group's other findings.
 fn in_short(findings: &[Finding]) -> Vec<Finding> {
     let mut short = Vec::new();
     for group in findings.chunk_by(|a, b| a.group == b.group) {
@@ -244,7 +243,7 @@ fn in_short(findings: &[Finding]) -> Vec<Finding> {
         }
         if !well.is_empty() {
             let what =
-                if group[0].group == PROGRAMS { format!("{} work", well.len()) } else { well.join(", ") };
+                if group[0].group == PROGRAMS { format!("{} attach", well.len()) } else { well.join(", ") };
             short.push(Finding::ok(group[0].group, what));
         }
         short.extend(group.iter().filter(|finding| finding.state != State::Ok).cloned());
@@ -259,7 +258,7 @@ fn cells(finding: &Finding) -> Vec<Cell> {
         State::Missing => ("MISSING", Color::Red),
     };
     let mut text = finding.detail.clone();
-    for (word, part) in [("So", &finding.consequence), ("Do", &finding.remedy)] {
+    for (word, part) in [("Effect", &finding.consequence), ("Fix", &finding.remedy)] {
         if !part.is_empty() {
             text += &format!("\n{word}: {part}");
         }
@@ -292,13 +291,13 @@ fn table(report: &Report, verbose: bool) -> String {
     let count = |state| report.findings.iter().filter(|finding| finding.state == state).count();
     let (degraded, missing) = (count(State::Degraded), count(State::Missing));
     text += &match (missing, degraded) {
-        (0, 0) => "\nbeelet can run here, with all it has.\n".to_owned(),
-        (0, 1) => "\nbeelet can run here; one of its parts is degraded as said above.\n".to_owned(),
+        (0, 0) => "\nbeelet can run here with all features.\n".to_owned(),
+        (0, 1) => "\nbeelet can run here; 1 feature is degraded (see above).\n".to_owned(),
         (0, degraded) => {
-            format!("\nbeelet can run here; {degraded} of its parts are degraded as said above.\n")
+            format!("\nbeelet can run here; {degraded} features are degraded (see above).\n")
         }
-        (1, _) => "\nbeelet cannot run here: one thing is missing.\n".to_owned(),
-        (missing, _) => format!("\nbeelet cannot run here: {missing} things are missing.\n"),
+        (1, _) => "\nbeelet cannot run here: 1 check failed.\n".to_owned(),
+        (missing, _) => format!("\nbeelet cannot run here: {missing} checks failed.\n"),
     };
     text
 }
@@ -323,11 +322,8 @@ mod tests {
         let lines: Vec<&str> = text.lines().map(str::trim).collect();
         assert!(lines[0].starts_with("ok") && lines[0].ends_with("Linux 6.12"), "{text}");
         assert!(lines[1].starts_with("degraded") && lines[1].ends_with("not mounted"), "{text}");
-        assert_eq!(lines[2..4], ["So: pins are lost", "Do: mount it"]);
-        assert!(
-            text.ends_with("beelet can run here; one of its parts is degraded as said above.\n"),
-            "{text}"
-        );
+        assert_eq!(lines[2..4], ["Effect: pins are lost", "Fix: mount it"]);
+        assert!(text.ends_with("beelet can run here; 1 feature is degraded (see above).\n"), "{text}");
     }
 
     #[test]

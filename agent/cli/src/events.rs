@@ -1,4 +1,4 @@
-//! `beelet events`: what happened to pods, and what went wrong.
+//! `beelet events`: events of pods and of the node.
 
 use std::process::ExitCode;
 
@@ -20,16 +20,16 @@ const TITLES: &[&str] = &["LAST SEEN", "TYPE", "REASON", "OBJECT", "COUNT", "MES
 /// Arguments of `beelet events`.
 #[derive(Debug, Args)]
 pub struct EventsArgs {
-    /// Only events of this pod, with or without the node's name at its end.
+    /// Show only events of this pod, with or without the node's name at the end.
     #[arg(long = "for", value_name = "POD", value_parser = pod_name, add = complete::pods())]
     pod: Option<String>,
-    /// Only events of pods in this namespace.
+    /// Show only events of pods in this namespace.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
-    /// Only events of this type.
+    /// Show only events of this type.
     #[arg(long, value_enum)]
     r#type: Option<Type>,
-    /// After those that are kept, show each one when it happens, until interrupted.
+    /// Watch for new events after listing the recorded ones, until interrupted.
     #[arg(short, long)]
     watch: bool,
     #[command(flatten)]
@@ -38,13 +38,13 @@ pub struct EventsArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Type {
-    /// All went its way.
+    /// Normal event.
     Normal,
-    /// Somebody should look.
+    /// Warning event.
     Warning,
 }
 
-/// Shows them.
+/// Prints the events.
 #[must_use]
 pub fn run(args: &EventsArgs) -> ExitCode {
     finish(events(args))
@@ -62,7 +62,7 @@ pub(super) async fn events(args: &EventsArgs) -> anyhow::Result<()> {
         let mut kept = client.kept_events(wanted).await?;
         kept.retain(|event| args.wants(event));
         if let Some(pod) = args.pod.as_deref().filter(|_| kept.is_empty()) {
-            // A misspelt name has no events either.
+            // A misspelt pod name must not look like a pod without events.
             let namespace = args.namespace.as_deref().unwrap_or_default();
             client.pods().await?.0.find(namespace, pod).map_err(anyhow::Error::msg)?;
         }
@@ -74,7 +74,7 @@ pub(super) async fn events(args: &EventsArgs) -> anyhow::Result<()> {
     }
 }
 
-/// The events that are kept, then each that comes, also over restarts of the agent.
+/// Prints the recorded events, then each new one, also across restarts of the agent.
 async fn follow(
     args: &EventsArgs,
     mut client: Client,
@@ -87,16 +87,16 @@ async fn follow(
     }
 }
 
-/// What a watch has shown.
+/// State of a watch.
 struct Watcher<'a> {
     args: &'a EventsArgs,
     columns: Columns,
-    /// When the newest of what was shown happened; None before the first.
+    /// Time of the newest printed event; None before the first.
     newest: Option<i64>,
 }
 
 impl Watcher<'_> {
-    /// Shows what comes; why nothing comes any more.
+    /// Prints the stream's events and returns the reason of its end.
     async fn watch(
         &mut self,
         client: &mut Client,
@@ -106,7 +106,7 @@ impl Watcher<'_> {
             Ok(stream) => stream,
             Err(error) => return Ok(error),
         };
-        // Those that are kept are shown together, in columns that fit all of them.
+        // The recorded events are printed together, so that the columns fit all of them.
         let (mut kept, mut synced) = (Vec::new(), false);
         loop {
             let event = match stream.message().await {
@@ -126,7 +126,7 @@ impl Watcher<'_> {
         }
     }
 
-    /// Shows the events that are kept, but those that were shown before.
+    /// Prints the recorded events that have not been printed before.
     fn catch_up(&mut self, mut kept: Vec<proto::Event>) -> anyhow::Result<()> {
         let is_first = self.newest.is_none();
         kept.retain(|event| Some(event.last_ns) > self.newest);
@@ -183,13 +183,13 @@ fn row(event: &proto::Event, now: Timestamp) -> Vec<String> {
     ]
 }
 
-/// How long ago it happened, as kubectl says it.
+/// Returns the time since the event, as kubectl prints it.
 pub(super) fn last_seen(event: &proto::Event, now: Timestamp) -> String {
     let time = |ns: i64| Timestamp::from_nanosecond(ns.into()).unwrap_or_default();
     age(time(event.last_ns), now)
 }
 
-/// `pod/web-n1` or `pod/web-n1/main`; `node/n1`.
+/// Returns `pod/web-n1`, `pod/web-n1/main` or `node/n1`.
 fn object(event: &proto::Event) -> String {
     let container = if event.container.is_empty() { String::new() } else { format!("/{}", event.container) };
     format!("{}/{}{container}", event.object_kind.to_lowercase(), event.name)
@@ -212,7 +212,7 @@ fn json(event: &proto::Event) -> anyhow::Result<String> {
         "lastTimestamp": time(event.last_ns),
         "count": event.count,
     });
-    serde_json::to_string(&value).context("an event cannot be written as JSON")
+    serde_json::to_string(&value).context("cannot convert the event to JSON")
 }
 
 #[cfg(test)]

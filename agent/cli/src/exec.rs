@@ -1,4 +1,4 @@
-//! `beelet exec`: a command in a container, with the caller's standard streams and terminal.
+//! `beelet exec`: runs a command in a container with the caller's standard streams and terminal.
 
 use std::io::{self, IsTerminal, Read, Write};
 use std::process::ExitCode;
@@ -17,11 +17,11 @@ use super::args::{AgentArgs, ContainerArgs};
 use super::{exit_code, finish};
 use beelet_client::Client;
 
-/// Input on its way to the agent. What is typed faster waits.
+/// Messages queued for the agent; faster input blocks.
 pub(super) const QUEUE: usize = 16;
-/// Most bytes of standard input in one message.
+/// Maximum bytes of standard input per message.
 const PIECE: usize = 16 << 10;
-/// How long a person waits without asking why.
+/// Time after which a pending call prints a notice.
 const SILENCE: Duration = Duration::from_secs(2);
 
 /// Arguments of `beelet exec`.
@@ -30,26 +30,26 @@ const SILENCE: Duration = Duration::from_secs(2);
 pub struct ExecArgs {
     #[command(flatten)]
     of: ContainerArgs,
-    /// Hand standard input on to the command.
+    /// Pass standard input to the command.
     #[arg(short = 'i', long)]
     stdin: bool,
-    /// Give the command a terminal; with -i, where standard input is one.
+    /// Allocate a terminal for the command; with -i only if standard input is a terminal.
     #[arg(short, long)]
     tty: bool,
     #[command(flatten)]
     agent: AgentArgs,
-    /// The command, after `--`.
+    /// Command to run, after `--`.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<String>,
 }
 
-/// Runs it; the exit code is the command's.
+/// Runs the command; the exit code is that of the command.
 #[must_use]
 pub fn run(args: ExecArgs) -> ExitCode {
     finish(async { Ok(exit_code(exec(args).await?)) })
 }
 
-/// The terminal as keys come from it, without lines and signals of its own. Dropped, it is as it was.
+/// The terminal in raw mode: keys arrive unprocessed, without signals. Dropping it restores the mode.
 struct RawTerminal;
 
 impl RawTerminal {
@@ -61,7 +61,7 @@ impl RawTerminal {
 
 impl Drop for RawTerminal {
     fn drop(&mut self) {
-        // There is nobody left to tell.
+        // An error cannot be reported here.
         let _ = crossterm::terminal::disable_raw_mode();
     }
 }
@@ -69,11 +69,11 @@ impl Drop for RawTerminal {
 async fn exec(args: ExecArgs) -> anyhow::Result<i32> {
     let mut client = Client::connect(&args.agent.socket).await?;
     let terminal = args.tty && args.stdin && io::stdin().is_terminal();
-    // As kubectl: a terminal would not show the command the end of a file or a pipe, and it would wait for
-    // more.
+    // As kubectl does: a terminal would hide the end of a file or a pipe from the command, which would then
+    // wait for more input.
     let tty = args.tty && (terminal || !args.stdin);
     if args.tty && !tty {
-        eprintln!("standard input is no terminal, so the command gets none either");
+        eprintln!("standard input is not a terminal: not allocating one for the command");
     }
     let (sender, receiver) = mpsc::channel(QUEUE);
     let start =
@@ -83,7 +83,7 @@ async fn exec(args: ExecArgs) -> anyhow::Result<i32> {
     converse(args.stdin, terminal, sender, outputs).await
 }
 
-/// Connects the caller's standard streams and terminal with a process; its exit code.
+/// Connects the caller's standard streams and terminal with a process and returns its exit code.
 pub(super) async fn converse(
     stdin: bool,
     terminal: bool,
@@ -93,7 +93,7 @@ pub(super) async fn converse(
     let raw = if terminal { Some(RawTerminal::enter()?) } else { None };
     let keys = sender.clone();
     if stdin {
-        // A thread of its own, for a read that nothing ends but a key; it ends with the program.
+        // The read has its own thread because only a key ends it; the thread ends with the program.
         std::thread::spawn(move || type_in(&keys));
     }
     let sizes = tokio::spawn(async move {
@@ -107,13 +107,13 @@ pub(super) async fn converse(
     ended
 }
 
-/// Waits for the streams of a container, and says after a while what is waited for: a runtime that hangs
-/// answers only with the agent's deadline, and silence until then looks like a command that runs.
+/// Waits for the streams of a container and prints a notice after a while: an unresponsive runtime fails only
+/// at the agent's deadline, and until then silence looks like a running command.
 pub(super) async fn awaited<T>(call: impl Future<Output = T>) -> T {
     let notice = || {
         eprintln!(
-            "waiting for the container runtime, which has not begun this yet; Ctrl-C gives up, `beelet get node` \
-             says how the runtime is"
+            "waiting for the container runtime to start this; press Ctrl-C to give up, or run `beelet get node` \
+             to see the runtime's condition"
         );
     };
     after_a_while(call, notice).await
@@ -134,7 +134,7 @@ pub(super) async fn send(sender: &mpsc::Sender<proto::ExecInput>, input: Input) 
     sender.send(proto::ExecInput { input: Some(input) }).await.is_ok()
 }
 
-/// Hands standard input on until it ends, or nobody wants it.
+/// Sends standard input until it ends or the receiver closes.
 fn type_in(sender: &mpsc::Sender<proto::ExecInput>) {
     let mut stdin = io::stdin().lock();
     let mut bytes = vec![0; PIECE];
@@ -151,7 +151,7 @@ fn type_in(sender: &mpsc::Sender<proto::ExecInput>) {
     }
 }
 
-/// Tells the terminal's size, now and at each change.
+/// Sends the terminal's size now and after each change.
 async fn follow_size(sender: &mpsc::Sender<proto::ExecInput>) {
     let Ok(mut changes) = signal(SignalKind::window_change()) else { return };
     loop {
@@ -167,7 +167,7 @@ async fn follow_size(sender: &mpsc::Sender<proto::ExecInput>) {
     }
 }
 
-/// Prints the command's output; its exit code.
+/// Prints the command's output and returns its exit code.
 async fn print(outputs: &mut tonic::Streaming<proto::ExecOutput>) -> anyhow::Result<i32> {
     let (mut out, mut err) = (io::stdout(), io::stderr());
     loop {
@@ -183,7 +183,7 @@ async fn print(outputs: &mut tonic::Streaming<proto::ExecOutput>) -> anyhow::Res
                 err.flush()?;
             }
             Some(Output::ExitCode(code)) => return Ok(code),
-            None => bail!("the agent ended the command's output without its exit code"),
+            None => bail!("the agent ended the command's output without an exit code"),
         }
     }
 }

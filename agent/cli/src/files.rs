@@ -1,5 +1,5 @@
-//! The manifests of the files that a command is given with `-f`: read, taken apart and checked, with
-//! everything that is wrong in any of them.
+//! Reads, splits and validates the manifests of the files that a command receives with `-f`, and collects all
+//! errors.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -14,56 +14,56 @@ use beelet_proto::beelet as proto;
 
 use super::plain;
 
-/// The files of a command.
+/// Manifest files of a command.
 #[derive(Debug, Args)]
 pub(crate) struct FilesArgs {
-    /// The manifests: files, folders (their *.yaml, *.yml and *.json), or - for standard input. One file may
-    /// hold several documents and lists (`kind: List`).
+    /// Manifests: files, directories (their *.yaml, *.yml and *.json files) or - for standard input. A file
+    /// may contain several documents and lists (`kind: List`).
     #[arg(short, long = "filename", value_name = "FILE", required = true)]
     pub(crate) files: Vec<PathBuf>,
 }
 
-/// One manifest of a file.
+/// A manifest of a file.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Manifest {
-    /// `web.yaml`, or `web.yaml:12` for one that begins there.
+    /// `web.yaml`, or `web.yaml:12` for a manifest that begins at line 12.
     pub(crate) name: String,
-    /// One document, as it is written.
+    /// Unchanged text of the document.
     pub(crate) text: String,
     /// `Pod`, `ConfigMap`, …
     pub(crate) kind: &'static str,
-    /// Empty for a kind that has none.
+    /// Namespace; empty for a kind without namespaces.
     pub(crate) namespace: String,
-    /// As it is written.
+    /// Name of the object, as in the manifest.
     pub(crate) object: String,
-    /// What of it has no effect, a sentence each.
+    /// Sentences about fields without effect.
     pub(crate) warnings: Vec<String>,
 }
 
 impl Manifest {
-    /// `pod/web`, as results are told.
+    /// Returns `pod/web`, as results print it.
     pub(crate) fn title(&self) -> String {
         format!("{}/{}", self.kind.to_lowercase(), self.object)
     }
 }
 
-/// As the agent is given them.
+/// Converts the manifests for a request.
 pub(crate) fn to_send(manifests: &[Manifest]) -> Vec<proto::Manifest> {
     let one =
         |manifest: &Manifest| proto::Manifest { text: manifest.text.clone(), name: manifest.name.clone() };
     manifests.iter().map(one).collect()
 }
 
-/// All manifests of the files.
+/// Reads all manifests of the files.
 ///
 /// # Errors
-/// Everything that is wrong in any of them, a text of one or more lines each.
+/// Returns all errors of all manifests, each a text of one or more lines.
 pub(crate) fn read_all(files: &[PathBuf]) -> Result<Vec<Manifest>, Vec<String>> {
     let (mut manifests, mut errors) = (Vec::new(), Vec::new());
     for file in files {
         match texts_of(file) {
             Ok(texts) => texts.into_iter().for_each(|(name, text)| match text {
-                Ok(text) => take_apart(&name, &text, &mut manifests, &mut errors),
+                Ok(text) => split_manifests(&name, &text, &mut manifests, &mut errors),
                 Err(error) => errors.push(format!("{error:#}")),
             }),
             Err(error) => errors.push(format!("{error:#}")),
@@ -71,19 +71,19 @@ pub(crate) fn read_all(files: &[PathBuf]) -> Result<Vec<Manifest>, Vec<String>> 
     }
     if manifests.is_empty() && errors.is_empty() {
         let names: Vec<_> = files.iter().map(|file| name_of(file)).collect();
-        errors.push(format!("there is no manifest in {}", names.join(", ")));
+        errors.push(format!("no manifest found in {}", names.join(", ")));
     }
     if errors.is_empty() { Ok(manifests) } else { Err(errors) }
 }
 
-/// Prints what is wrong.
+/// Prints the errors.
 pub(crate) fn show_errors(errors: &[String]) {
     for line in errors.iter().flat_map(|error| error.lines()) {
         eprintln!("error: {}", plain::line(line));
     }
 }
 
-/// The texts of a file or a folder, each with its name.
+/// Returns the texts of a file or a directory, each with its name.
 fn texts_of(file: &Path) -> anyhow::Result<Vec<(String, anyhow::Result<String>)>> {
     let paths = if file.is_dir() { manifests_in(file)? } else { vec![file.to_owned()] };
     Ok(paths.iter().map(|path| (name_of(path), read(path))).collect())
@@ -94,12 +94,12 @@ fn name_of(path: &Path) -> String {
 }
 
 fn manifests_in(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
-    let failed = || format!("cannot read the folder {}", folder.display());
+    let failed = || format!("cannot read the directory {}", folder.display());
     let mut paths = Vec::new();
     for entry in std::fs::read_dir(folder).with_context(failed)? {
         let path = entry.with_context(failed)?.path();
         let known = path.extension().is_some_and(|end| end == "yaml" || end == "yml" || end == "json");
-        // One that leads to nothing is told, as one that can't be read is.
+        // A dangling link is reported, like an unreadable file.
         let is_dangling = || path.is_symlink() && !path.exists();
         if known && (path.is_file() || is_dangling()) {
             paths.push(path);
@@ -110,7 +110,7 @@ fn manifests_in(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
 }
 
 fn read(path: &Path) -> anyhow::Result<String> {
-    // More than may be read by one: enough to tell.
+    // Reads one byte more than the limit, to detect a larger file.
     let most = Limits::SCENARIO.bytes as u64 + 1;
     let mut bytes = Vec::new();
     let read = if path == Path::new("-") {
@@ -122,8 +122,8 @@ fn read(path: &Path) -> anyhow::Result<String> {
     text_of(bytes).map_err(|byte| anyhow::anyhow!("{} is not UTF-8 text (byte {byte})", name_of(path)))
 }
 
-/// The text that bytes are, else the place of the first that is not of one, counted from 1. Of more than may
-/// be read only the size counts: it may end in the midst of a character.
+/// Converts the bytes to text, or returns the position of the first invalid byte, counted from 1. For a file
+/// above the limit only the size matters, because the cut may split a character.
 fn text_of(bytes: Vec<u8>) -> Result<String, usize> {
     if bytes.len() > Limits::SCENARIO.bytes {
         return Ok(String::from_utf8_lossy(&bytes).into_owned());
@@ -131,13 +131,10 @@ fn text_of(bytes: Vec<u8>) -> Result<String, usize> {
     String::from_utf8(bytes).map_err(|error| error.utf8_error().valid_up_to().saturating_add(1))
 }
 
-/// The manifests of one text. What is wrong in one of its documents hides nothing of the others.
-fn take_apart(name: &str, text: &str, manifests: &mut Vec<Manifest>, errors: &mut Vec<String>) {
+/// Adds the manifests of one text. An error in one document does not hide the others.
+fn split_manifests(name: &str, text: &str, manifests: &mut Vec<Manifest>, errors: &mut Vec<String>) {
     if text.len() > Limits::SCENARIO.bytes {
-        errors.push(format!(
-            "{name}: larger than the {} bytes that are read of a file",
-            Limits::SCENARIO.bytes
-        ));
+        errors.push(format!("{name}: larger than the limit of {} bytes per file", Limits::SCENARIO.bytes));
         return;
     }
     let parts = parts::documents(text);
@@ -160,14 +157,14 @@ fn take_apart(name: &str, text: &str, manifests: &mut Vec<Manifest>, errors: &mu
     errors.extend(unread);
 }
 
-/// The document of a part; None if it says nothing.
+/// Returns the document of a part, or None if the part is empty.
 fn documents_of(part: Part<'_>) -> Result<Option<Document>, DocumentError> {
     let documents = document::parse_below(part.above, part.text, Limits::SCENARIO)?;
     let mut documents = documents.into_iter().filter(|document| !document.value.is_null());
     Ok(documents.next())
 }
 
-/// The items of a `kind: List`.
+/// Returns the items of a `kind: List`.
 fn list_of(document: &Document, part: Part<'_>) -> Option<Vec<parts::Item>> {
     let kind = document.value.get("kind")?.as_str()?;
     let is_list = matches!(kind, "List" | "PodList" | "ConfigMapList" | "SecretList");
@@ -177,7 +174,7 @@ fn list_of(document: &Document, part: Part<'_>) -> Option<Vec<parts::Item>> {
 fn manifest(name: &str, document: &Document, text: &str, is_one: bool) -> Result<Manifest, ManifestError> {
     if text.len() > Limits::MANIFEST.bytes {
         let most = Limits::MANIFEST.bytes;
-        let message = format!("has {} bytes; a manifest may have {most}", text.len());
+        let message = format!("has {} bytes; the limit is {most}", text.len());
         return Err(ManifestError::new(name, document, vec![beelet_codec::error::Problem::new("", message)]));
     }
     let read = beelet_manifests::read_document(document, name)?;
@@ -198,7 +195,7 @@ mod tests {
 
     fn apart(text: &str) -> (Vec<Manifest>, Vec<String>) {
         let (mut manifests, mut errors) = (Vec::new(), Vec::new());
-        take_apart("a.yaml", text, &mut manifests, &mut errors);
+        split_manifests("a.yaml", text, &mut manifests, &mut errors);
         (manifests, errors)
     }
 
@@ -209,7 +206,7 @@ mod tests {
     fn bytes_that_are_no_text_are_named_by_their_place() {
         assert_eq!(text_of(b"caf\xc3\xa9".to_vec()), Ok("café".to_owned()));
         assert_eq!(text_of(b"caf\xe9: 1".to_vec()), Err(4));
-        // The size is the fault of a larger file, wherever it is cut.
+        // The size error wins, wherever the text is cut.
         let large = "é".repeat(Limits::SCENARIO.bytes / 2 + 1).into_bytes();
         assert!(text_of(large[..Limits::SCENARIO.bytes + 1].to_vec()).is_ok());
     }

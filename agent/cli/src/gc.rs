@@ -1,4 +1,5 @@
-//! `beelet gc images` and `beelet gc containers`: removes what nobody needs, or says what would go.
+//! `beelet gc images` and `beelet gc containers`: removes unused images and dead containers, or lists
+//! candidates.
 
 use std::process::ExitCode;
 
@@ -19,19 +20,19 @@ pub struct GcArgs {
 
 #[derive(Debug, Subcommand)]
 enum What {
-    /// Unused images: by the thresholds of the configuration, oldest use first.
+    /// Remove unused images down to the configured thresholds, least recently used first.
     #[command(visible_alias = "image")]
     Images {
-        /// Everything unused and not too young, whatever space there is.
+        /// Remove all unused images above the minimum age, regardless of disk usage.
         #[arg(long)]
         all_unused: bool,
         #[command(flatten)]
         common: Common,
     },
-    /// Dead containers and sandboxes beyond the numbers of the configuration.
+    /// Remove dead containers and sandboxes beyond the configured numbers.
     #[command(visible_alias = "container")]
     Containers {
-        /// Also everything of pods that have ended.
+        /// Also remove all containers and sandboxes of terminated pods.
         #[arg(long)]
         terminated: bool,
         #[command(flatten)]
@@ -41,14 +42,14 @@ enum What {
 
 #[derive(Debug, Args)]
 struct Common {
-    /// Remove nothing; say what would go.
+    /// Print the candidates without removing them.
     #[arg(long)]
     dry_run: bool,
     #[command(flatten)]
     agent: AgentArgs,
 }
 
-/// Does it.
+/// Runs the collection.
 #[must_use]
 pub fn run(args: &GcArgs) -> ExitCode {
     finish(collect(&args.what))
@@ -91,7 +92,7 @@ fn images(collected: &proto::CollectImagesResponse, dry_run: bool) -> String {
     let (count, freed) = (collected.images.len(), size(collected.freed_bytes));
     let noun = if count == 1 { "image" } else { "images" };
     text + &match dry_run {
-        true => format!("{count} {noun} would be removed, {freed} in all\n"),
+        true => format!("{count} {noun} would be removed, {freed} freed\n"),
         false => format!("{count} {noun} removed, {freed} freed\n"),
     }
 }
@@ -115,7 +116,7 @@ fn containers(collected: &proto::CollectContainersResponse, dry_run: bool) -> St
     text + &format!("{verb}: containers {containers}, sandboxes {sandboxes}\n")
 }
 
-/// Nothing at all for no rows.
+/// Returns the table, or an empty string without rows.
 fn table(titles: &'static [&'static str], rows: &[Vec<String>]) -> String {
     if rows.is_empty() {
         return String::new();
@@ -128,8 +129,8 @@ fn short(id: &str) -> String {
     id.get(..13).unwrap_or(id).to_owned()
 }
 
-/// `16.6 MiB`, one decimal.
-#[expect(clippy::cast_precision_loss, reason = "for a person, to one decimal")]
+/// Returns a size such as `16.6 MiB`, with one decimal.
+#[expect(clippy::cast_precision_loss, reason = "displayed with one decimal")]
 pub(super) fn size(bytes: u64) -> String {
     let units = [(1_u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.iter().find(|(unit, _)| bytes >= *unit) {
@@ -164,7 +165,7 @@ mod tests {
         );
         assert_eq!(
             images(&proto::CollectImagesResponse::default(), true),
-            "0 images would be removed, 0 B in all\n"
+            "0 images would be removed, 0 B freed\n"
         );
     }
 }

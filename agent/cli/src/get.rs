@@ -1,4 +1,4 @@
-//! `beelet get pods`: what runs here, from the agent's own socket.
+//! `beelet get`: lists pods and other objects of this machine.
 
 pub(super) mod columns;
 pub(super) mod node;
@@ -33,50 +33,50 @@ pub struct GetArgs {
 
 #[derive(Debug, Subcommand)]
 enum What {
-    /// The pods of this machine.
+    /// List pods.
     #[command(visible_aliases = ["pod", "po"])]
     Pods(PodsArgs),
-    /// The ConfigMaps of the manifests' folder.
+    /// List ConfigMaps from the manifest directory.
     #[command(name = "configmaps", visible_aliases = ["configmap", "cm"])]
     ConfigMaps(objects::ObjectsArgs),
-    /// The Secrets of the manifests' folder; their values only with -o json or yaml.
+    /// List Secrets from the manifest directory; values only with -o json or yaml.
     #[command(visible_alias = "secret")]
     Secrets(objects::ObjectsArgs),
-    /// The PriorityClasses of the manifests' folder.
+    /// List PriorityClasses from the manifest directory.
     #[command(name = "priorityclasses", visible_aliases = ["priorityclass", "pc"])]
     PriorityClasses(objects::ObjectsArgs),
-    /// The RuntimeClasses of the manifests' folder.
+    /// List RuntimeClasses from the manifest directory.
     #[command(name = "runtimeclasses", visible_alias = "runtimeclass")]
     RuntimeClasses(objects::ObjectsArgs),
-    /// The runtime's images: `beelet images ls`.
+    /// List the runtime's images, as `beelet images ls`.
     #[command(visible_alias = "image")]
     Images(crate::args::ShownArgs),
-    /// What happened to pods, and what went wrong: `beelet events`.
+    /// List events, as `beelet events`.
     #[command(visible_aliases = ["event", "ev"])]
     Events(crate::events::EventsArgs),
-    /// What this machine has, and what pods may have of it.
+    /// Show the node's capacity, allocatable resources and conditions.
     #[command(visible_alias = "nodes")]
     Node(node::NodeArgs),
 }
 
 #[derive(Debug, Args)]
 struct PodsArgs {
-    /// Only these pods, with or without the node's name at their end.
+    /// Show only these pods, with or without the node's name at the end.
     #[arg(value_name = "NAME", value_parser = pod_name, add = complete::pods())]
     names: Vec<String>,
-    /// Only pods of this namespace.
+    /// Show only pods in this namespace.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
-    /// Pods of all namespaces. The default; here for the habit.
+    /// Show pods in all namespaces. This is the default; accepted for compatibility with kubectl.
     #[arg(short = 'A', long, conflicts_with = "namespace")]
     all_namespaces: bool,
-    /// Only pods with such labels (`app=shop,tier!=db`).
+    /// Label selector, e.g. `app=shop,tier!=db`.
     #[arg(short = 'l', long, value_name = "SELECTOR")]
     selector: Option<Selector>,
-    /// How they are shown.
+    /// Output format.
     #[arg(short, long, value_enum, default_value_t = Output::Table)]
     output: Output,
-    /// After all pods, show each one again when it changes, until interrupted.
+    /// Watch for changes after listing the pods, until interrupted.
     #[arg(short, long)]
     watch: bool,
     #[command(flatten)]
@@ -85,10 +85,10 @@ struct PodsArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Output {
-    /// One line per pod.
+    /// A line per pod.
     Table,
-    /// The same with addresses, QoS class, how long the last readiness change took from the kernel's event,
-    /// and why a pod isn't ready.
+    /// As table, with addresses, QoS class, the time that the last readiness change took from the kernel's
+    /// event, and the reason why a pod is not ready.
     Wide,
     /// A v1.PodList; with --watch one v1.Pod per line.
     Json,
@@ -96,7 +96,7 @@ enum Output {
     Yaml,
 }
 
-/// Shows them.
+/// Prints the objects.
 #[must_use]
 pub fn run(args: &GetArgs) -> ExitCode {
     finish(async {
@@ -154,12 +154,12 @@ fn show(args: &PodsArgs, table: &PodTable, warnings: &Warnings) -> anyhow::Resul
         table.pods.iter().filter(|(name, entry)| args.wants(name, entry)).map(|(_, entry)| entry).collect();
     let is_shown = |wanted: &&String| chosen.iter().any(|one| one.is_called(&PodName::of(&one.pod), wanted));
     if let Some(missing) = args.names.iter().find(|name| !is_shown(name)) {
-        bail!("there is no pod {missing:?}; `beelet get pods` shows all");
+        bail!("pod {missing:?} not found; `beelet get pods` lists all pods");
     }
     let list = || beelet_codec::list::<Pod>(chosen.iter().map(|entry| &entry.pod));
     let text = match args.output {
         Output::Json => format!("{:#}\n", list()),
-        Output::Yaml => beelet_codec::yaml(&list()).context("the pods")?,
+        Output::Yaml => beelet_codec::yaml(&list()).context("cannot convert the pods to YAML")?,
         Output::Table | Output::Wide if chosen.is_empty() => {
             eprintln!("No pods found.");
             String::new()
@@ -174,7 +174,7 @@ fn show(args: &PodsArgs, table: &PodTable, warnings: &Warnings) -> anyhow::Resul
     Ok(())
 }
 
-/// The watch: all pods first, then each that changes, also over restarts of the agent.
+/// Prints all pods, then each changed pod, also across restarts of the agent.
 async fn follow(args: &PodsArgs, mut client: Client) -> anyhow::Result<()> {
     let mut watcher = Watcher { args, columns: args.columns(), shown: None };
     loop {
@@ -183,16 +183,16 @@ async fn follow(args: &PodsArgs, mut client: Client) -> anyhow::Result<()> {
     }
 }
 
-/// What a watch has shown.
+/// State of a watch.
 struct Watcher<'a> {
     args: &'a PodsArgs,
     columns: Columns,
-    /// None before the first time that all pods were told.
+    /// The printed pods; None before the first complete list.
     shown: Option<PodTable>,
 }
 
 impl Watcher<'_> {
-    /// Shows what comes; why nothing comes any more.
+    /// Prints the stream's changes and returns the reason of its end.
     async fn watch(&mut self, client: &mut Client) -> anyhow::Result<ClientError> {
         let mut watch = match client.watch().await {
             Ok(watch) => watch,
@@ -213,7 +213,7 @@ impl Watcher<'_> {
                     continue;
                 }
                 Event::Rejected(rejected) if synced => show_rejected(rejected),
-                Event::Notice(notice) if notice.is_empty() => eprintln!("Pods are shown as they are again."),
+                Event::Notice(notice) if notice.is_empty() => eprintln!("showing current pods again"),
                 Event::Notice(notice) => show_notice(notice),
                 Event::Added(name, entry) | Event::Modified(name, entry) | Event::Deleted(name, entry)
                     if synced =>
@@ -226,7 +226,7 @@ impl Watcher<'_> {
         }
     }
 
-    /// Shows what is there: all of it at first, later what is not as it was shown.
+    /// Prints all pods the first time, later only the pods that have changed.
     fn catch_up(&mut self, table: PodTable) -> anyhow::Result<()> {
         let before = self.shown.take();
         if before.is_none() {
@@ -260,13 +260,16 @@ impl Watcher<'_> {
     }
 }
 
-/// One pod as the watch shows it.
+/// Returns the text of one pod in a watch.
 fn one(args: &PodsArgs, columns: &mut Columns, entry: &PodEntry) -> anyhow::Result<String> {
     Ok(match args.output {
         Output::Json => format!("{}\n", entry.pod.to_value()),
-        Output::Yaml => format!("---\n{}", beelet_codec::yaml(&entry.pod.to_value()).context("the pod")?),
+        Output::Yaml => format!(
+            "---\n{}",
+            beelet_codec::yaml(&entry.pod.to_value()).context("cannot convert the pod to YAML")?
+        ),
         Output::Table | Output::Wide => {
-            // What events know comes with the table alone.
+            // Reasons from events appear only without --watch.
             let row = args.row(entry, &Warnings::default());
             columns.fit(&row);
             columns.line(&row)
@@ -274,14 +277,14 @@ fn one(args: &PodsArgs, columns: &mut Columns, entry: &PodEntry) -> anyhow::Resu
     })
 }
 
-/// Why pods may not be as they are shown goes to standard error, too.
+/// Prints to standard error why the pods may be outdated.
 pub(super) fn show_notice(notice: &str) {
     if !notice.is_empty() {
-        eprintln!("Pods are shown as they were last known: {notice}");
+        eprintln!("showing the last known state of pods: {notice}");
     }
 }
 
-/// Manifests that could not become pods go to standard error, so that standard output has only pods.
+/// Prints rejected manifests to standard error, so that standard output has only pods.
 fn show_rejected(rejected: &[RejectedManifest]) {
     if rejected.is_empty() {
         return;
@@ -292,7 +295,7 @@ fn show_rejected(rejected: &[RejectedManifest]) {
     rejected.iter().flat_map(reasons).for_each(|line| eprintln!("  {line}"));
 }
 
-/// A line for each reason.
+/// Returns one line per reason.
 fn reasons(rejected: &RejectedManifest) -> Vec<String> {
     rejected.reasons().iter().map(|line| plain::line(line).into_owned()).collect()
 }

@@ -1,4 +1,4 @@
-//! `beelet images`: what the runtime has, and changes of it by hand.
+//! `beelet images`: lists, pulls, removes, imports and exports the runtime's images.
 
 mod archive;
 
@@ -22,7 +22,7 @@ use beelet_client::Client;
   beelet images ls
   beelet images pull registry.example/web:2
   beelet images rm registry.example/web:1
-  beelet images import web.tar          # of docker save, podman save, …
+  beelet images import web.tar          # from docker save, podman save, …
   beelet images export registry.example/web:2 -o web.tar")]
 pub struct ImagesArgs {
     #[command(subcommand)]
@@ -31,23 +31,23 @@ pub struct ImagesArgs {
 
 #[derive(Debug, Subcommand)]
 enum What {
-    /// The images that are here, whose pods use them, and those that pods name and that are not here.
+    /// List the runtime's images with the pods that use them, and the missing images that pods name.
     #[command(visible_alias = "list")]
     Ls(ShownArgs),
-    /// Fetch an image, without credentials.
+    /// Pull an image without credentials.
     Pull(PullArgs),
-    /// Remove images with all their names; `beelet gc images` removes what is unused.
+    /// Remove images and all their names. To remove unused images, use `beelet gc images`.
     Rm(RmArgs),
-    /// Take the images of an archive, without a registry; a containerd can. Archives in the folder `images`
-    /// beside the manifests are taken by the agent itself.
+    /// Import images from archives, without a registry. Requires containerd. The agent imports archives in
+    /// the directory `images` next to the manifests by itself.
     Import(ImportArgs),
-    /// Write images into an archive, for another machine.
+    /// Export images to an archive.
     Export(ExportArgs),
 }
 
 #[derive(Debug, Args)]
 struct PullArgs {
-    /// Its name.
+    /// Name of the image.
     #[arg(value_name = "IMAGE")]
     image: String,
     #[command(flatten)]
@@ -56,10 +56,10 @@ struct PullArgs {
 
 #[derive(Debug, Args)]
 struct RmArgs {
-    /// Tags, digests, ids or the first characters of an id.
+    /// Tags, digests, IDs or the first characters of an ID.
     #[arg(value_name = "IMAGE", required = true, add = complete::images())]
     images: Vec<String>,
-    /// Also those that pods use. What runs goes on, but can't be started again.
+    /// Remove images in use too. Running containers keep running but cannot be restarted.
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -68,10 +68,10 @@ struct RmArgs {
 
 #[derive(Debug, Args)]
 struct ImportArgs {
-    /// Archives, uncompressed or compressed with gzip or zstd; `-` reads standard input.
+    /// Archives: uncompressed, gzip or zstd; `-` reads standard input.
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
-    /// The name of the only image of the archive, whatever it says.
+    /// Name for the only image of the archive, overriding the name in the archive.
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
     #[command(flatten)]
@@ -80,10 +80,10 @@ struct ImportArgs {
 
 #[derive(Debug, Args)]
 struct ExportArgs {
-    /// Names, or ids of images that have one.
+    /// Names of images, or IDs of images that have a name.
     #[arg(value_name = "IMAGE", required = true, add = complete::images())]
     images: Vec<String>,
-    /// The archive; `-`: standard output.
+    /// Archive to write; `-` writes to standard output.
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
     #[command(flatten)]
@@ -92,7 +92,7 @@ struct ExportArgs {
 
 const TITLES: &[&str] = &["IMAGE", "ID", "SIZE", "USED BY"];
 
-/// Shows or changes them.
+/// Runs the subcommand.
 #[must_use]
 pub fn run(args: &ImagesArgs) -> ExitCode {
     finish(async {
@@ -106,7 +106,7 @@ pub fn run(args: &ImagesArgs) -> ExitCode {
     })
 }
 
-/// Prints all of them.
+/// Prints all images.
 pub(super) async fn list(args: &ShownArgs) -> anyhow::Result<()> {
     let listed = Client::connect(&args.agent.socket).await?.images().await?;
     if args.output == Output::Json {
@@ -116,7 +116,7 @@ pub(super) async fn list(args: &ShownArgs) -> anyhow::Result<()> {
     print(&Columns::new(TITLES).table(&rows))?;
     for missing in &listed.missing {
         let users = missing.used_by.join(", ");
-        eprintln!("{}", plain::line(&format!("not here: {} (wanted by {users})", missing.name)));
+        eprintln!("{}", plain::line(&format!("missing: {} (used by {users})", missing.name)));
     }
     Ok(())
 }
@@ -158,7 +158,7 @@ fn value(listed: &proto::ListImagesResponse) -> serde_json::Value {
 async fn pull(args: &PullArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
     let reference = client.pull_image(&args.image).await?;
-    println!("{} is here: {}", args.image, plain::line(&reference));
+    println!("{} pulled: {}", args.image, plain::line(&reference));
     Ok(())
 }
 

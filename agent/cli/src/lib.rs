@@ -1,6 +1,6 @@
 //! The command line: one file per command, arguments in, text out, no decisions.
 //!
-//! Exit codes: 0 all well, 1 it could not be done, 2 the command line or a file given on it is wrong.
+//! Exit codes: 0 on success, 1 on failure, 2 if the command line or a file named on it is invalid.
 
 use std::io;
 use std::process::{ExitCode, Termination};
@@ -49,68 +49,67 @@ const SOCKET: &str = "/run/beelet/beelet.sock";
 
 pub use args::{kinds, with_hint};
 
-/// The commands that ask an agent, or decide or look without one.
+/// The client commands: most ask a running agent, some work without one.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Show what runs on this machine.
+    /// List pods, containers, nodes and other objects of this machine.
     Get(get::GetArgs),
-    /// Show one thing with all that is known of it.
+    /// Show details of one object.
     Describe(describe::DescribeArgs),
-    /// Show what happened to pods, and what went wrong.
+    /// List events of pods and of the node.
     Events(events::EventsArgs),
-    /// Show the devices of this machine and who holds them.
+    /// List devices and the containers that hold them.
     Devices(devices::DevicesArgs),
     /// Remove unused images or dead containers now.
     Gc(gc::GcArgs),
-    /// Show, fetch and remove the runtime's images.
+    /// List, pull, import and remove the runtime's images.
     Images(images::ImagesArgs),
-    /// Show what pods and containers use and wait for, live.
+    /// Display live resource usage and waits of pods and containers.
     Top(top::TopArgs),
-    /// Print what a container has printed.
+    /// Print the logs of a container.
     Logs(logs::LogsArgs),
     /// Run a command in a container.
     Exec(exec::ExecArgs),
-    /// Copy files and folders between this machine and a container.
+    /// Copy files and directories to and from containers.
     Cp(cp::CpArgs),
-    /// Show what a container's own process prints, and let it have what is typed.
+    /// Attach to a container's main process.
     Attach(attach::AttachArgs),
-    /// Add a container with tools of its own to a pod that runs.
+    /// Add an ephemeral container to a running pod.
     Debug(debug::DebugArgs),
-    /// Let ports of this machine lead into a pod.
+    /// Forward local ports to a pod.
     PortForward(port_forward::PortForwardArgs),
-    /// Start containers again at once, without their back-off.
+    /// Restart containers immediately, skipping their back-off.
     Restart(restart::RestartArgs),
-    /// Check manifests and put them into the agent's folder.
+    /// Validate manifests and write them to the agent's manifest directory.
     Apply(apply::ApplyArgs),
-    /// Show what apply would change.
+    /// Show the changes that `apply` would make.
     Diff(diff::DiffArgs),
-    /// Take manifests out of the agent's folder; what they describe is stopped and removed.
+    /// Remove manifests from the agent's manifest directory; their pods are terminated.
     Delete(delete::DeleteArgs),
-    /// Wait until pods are ready, ended or gone.
+    /// Wait until pods reach a state.
     Wait(wait::WaitArgs),
-    /// Show what probes look at and what they say, or run one now.
+    /// Show the probes of a pod and their results, or run one now.
     Probe(probe::ProbeArgs),
-    /// Say what this kernel, these privileges and this runtime allow, and what to do about the rest.
+    /// Check what this kernel, these privileges and this runtime support, and suggest fixes.
     Doctor(doctor::DoctorArgs),
-    /// Write a configuration for this machine.
+    /// Generate a configuration file for this machine.
     Config(config::ConfigArgs),
-    /// Show what the tuner of cgroups sees, holds and did.
+    /// Show the state and the recent actions of the cgroup tuner.
     Tune(tune::TuneArgs),
-    /// Show what the agent has in the kernel: its BPF programs and maps.
+    /// Show the agent's BPF programs and maps in the kernel.
     Bpf(bpf::BpfArgs),
-    /// Decide for a scenario what the agent would do.
+    /// Compute the agent's decisions for a scenario file.
     Plan(plan::PlanArgs),
-    /// Print completions for a shell.
+    /// Print a shell completion script.
     Completions(manual::CompletionsArgs),
-    /// Make the manual pages.
+    /// Generate the manual pages.
     Man(manual::ManArgs),
 }
 
-/// Exit code of a wrong command line or a wrong file, clap's own.
+/// Exit code for an invalid command line or an invalid file (clap's own).
 pub const USAGE: u8 = 2;
 
-/// Does what a command says. `whole` is the command line that it is a part of, `preflight` the daemon's own
-/// checks.
+/// Runs a command. `whole` is the complete command line definition, `preflight` the daemon's own checks.
 #[must_use]
 pub fn run(command: Command, whole: clap::Command, preflight: doctor::Preflight) -> ExitCode {
     match command {
@@ -143,20 +142,20 @@ pub fn run(command: Command, whole: clap::Command, preflight: doctor::Preflight)
     }
 }
 
-/// Does what `command` does, on this thread.
+/// Runs `command` to completion on the current thread.
 fn block_on<T>(command: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let done = runtime.block_on(command);
-    // A thread that reads keys may still wait for one.
+    // A thread that reads keys may still block on the next key.
     runtime.shutdown_background();
     done
 }
 
-/// Runs a command to its end, tells why it failed, and is its exit code.
+/// Runs a command to completion, prints its error if any, and returns the exit code.
 fn finish<T: Termination>(command: impl Future<Output = anyhow::Result<T>>) -> ExitCode {
     match block_on(command) {
         Ok(done) => done.report(),
-        // The reader of our output has seen enough (`… | head`).
+        // The reader of standard output has closed it (`… | head`).
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => failed(&error),
     }
@@ -166,23 +165,23 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
 }
 
-/// The exit code of a command that says whether all is as it was wanted.
+/// Returns the exit code of a command that answers yes or no.
 fn code(is_well: bool) -> ExitCode {
     if is_well { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// The exit code of a process in a container as this program's.
+/// Converts the exit code of a process in a container to the exit code of this process.
 fn exit_code(code: i32) -> ExitCode {
     ExitCode::from(u8::try_from(code).unwrap_or(1))
 }
 
-/// Prints `error: …` with all its causes, and is the exit code for it.
+/// Prints `error: …` with all causes and returns the exit code 1.
 pub fn failed(error: &anyhow::Error) -> ExitCode {
     eprintln!("error: {}", plain::lines(&with_causes(error)));
     ExitCode::FAILURE
 }
 
-/// A sentence with its causes behind it, those that it does not name itself.
+/// Returns the error's text followed by its causes, skipping a cause that the text already contains.
 fn with_causes(error: &anyhow::Error) -> String {
     error.chain().map(ToString::to_string).fold(String::new(), |said, cause| match said.as_str() {
         "" => cause,
@@ -205,7 +204,7 @@ mod tests {
         let said = with_causes(&anyhow::Error::new(lock).context("cannot start"));
         assert_eq!(said.matches("os error 13").count(), 1, "{said}");
         assert!(said.starts_with("cannot start: it cannot be locked: /x: "), "{said}");
-        let plain = Err::<(), _>(denied()).context("cannot look").unwrap_err();
-        assert_eq!(with_causes(&plain), "cannot look: Permission denied (os error 13)");
+        let plain = Err::<(), _>(denied()).context("cannot read").unwrap_err();
+        assert_eq!(with_causes(&plain), "cannot read: Permission denied (os error 13)");
     }
 }

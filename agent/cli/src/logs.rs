@@ -1,4 +1,4 @@
-//! `beelet logs`: what containers have printed.
+//! `beelet logs`: prints the logs of containers.
 
 mod lines;
 mod sources;
@@ -27,49 +27,49 @@ use beelet_units::selector::Selector;
 /// Arguments of `beelet logs`.
 #[derive(Debug, Args)]
 pub struct LogsArgs {
-    /// The pod, with or without the node's name at its end.
+    /// Name of the pod, with or without the node's name at the end.
     #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods(),
           required_unless_present = "selector")]
     pod: Option<String>,
-    /// The container; else the pod's default or first one.
+    /// Name of the container. Default: the pod's default container, else its first.
     #[arg(short, long, value_name = "CONTAINER", add = complete::containers())]
     container: Option<String>,
-    /// All containers of the pod, those of its start first.
+    /// Print the logs of all containers of the pod, init containers first.
     #[arg(long, conflicts_with = "container")]
     all_containers: bool,
-    /// Of all pods with such labels (`app=shop,tier!=db`): their last 10 lines, if --tail does not say how
-    /// many.
+    /// Label selector, e.g. `app=shop,tier!=db`: print the logs of all matching pods, by default the last 10
+    /// lines each.
     #[arg(short = 'l', long, value_name = "SELECTOR", conflicts_with = "pod")]
     selector: Option<Selector>,
-    /// The pod's namespace; needed only where two pods have the name.
+    /// Namespace of the pod. Required only if two pods have the same name.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
-    /// Go on with what is printed, until the container has ended; one that has not started is waited for.
+    /// Follow the log until the container terminates; wait for a container that has not started.
     #[arg(short, long)]
     follow: bool,
-    /// Of the container's instance before the current one.
+    /// Print the log of the container's previous instance.
     #[arg(short, long)]
     previous: bool,
-    /// Only so many of the last lines.
+    /// Number of lines to show from the end.
     #[arg(long, value_name = "LINES")]
     tail: Option<u64>,
-    /// Only what is not older than this, such as 90s, 10m or 1h30m.
+    /// Show only lines newer than a duration, e.g. 90s, 10m or 1h30m.
     #[arg(long, value_name = "DURATION", value_parser = age, conflicts_with = "since_time")]
     since: Option<SignedDuration>,
-    /// Only what was printed since then, such as 2026-11-21T19:00:00Z.
+    /// Show only lines since a time, e.g. 2026-11-21T19:00:00Z.
     #[arg(long, value_name = "TIME")]
     since_time: Option<Timestamp>,
-    /// With the time before each line.
+    /// Prefix each line with its time.
     #[arg(long)]
     timestamps: bool,
-    /// With the pod and the container before each line.
+    /// Prefix each line with its pod and container.
     #[arg(long)]
     prefix: bool,
     #[command(flatten)]
     agent: AgentArgs,
 }
 
-/// Prints them.
+/// Prints the logs.
 #[must_use]
 pub fn run(args: &LogsArgs) -> ExitCode {
     finish(async {
@@ -80,9 +80,9 @@ pub fn run(args: &LogsArgs) -> ExitCode {
     })
 }
 
-/// The last lines that are shown of each pod that a selector chooses, as in kubectl.
+/// Number of last lines per pod with a selector, as in kubectl.
 const TAIL_OF_SELECTED: u64 = 10;
-/// The pause between two looks at a container that has not started.
+/// Pause between two attempts to read the log of a container that has not started.
 const PAUSE: Duration = Duration::from_millis(500);
 
 async fn logs(args: &LogsArgs) -> anyhow::Result<()> {
@@ -109,20 +109,21 @@ async fn logs(args: &LogsArgs) -> anyhow::Result<()> {
         if all == 1 || is_broken_pipe(&error) {
             return Err(error);
         }
-        // What one container lacks does not keep the others' lines away.
+        // A failure of one log does not hide the others.
         eprintln!("{}", plain::line(&format!("{}: {error:#}", source.pod)));
         missing += 1;
     }
     if missing > 0 {
-        bail!("{missing} of {all} logs could not be printed to their end");
+        bail!("{missing} of {all} logs are incomplete");
     }
     Ok(())
 }
 
-/// The way to the agent that all logs share: where it went away, one of them waits for it, and says so once.
+/// Connection to the agent, shared by all logs: if the agent exits, one of them waits for it and prints one
+/// notice.
 struct Agent<'a> {
     socket: &'a Path,
-    /// How often it came back, and the way to it.
+    /// Number of reconnections, and the current client.
     client: Mutex<(u64, Client)>,
 }
 
@@ -131,7 +132,7 @@ impl<'a> Agent<'a> {
         Ok(Self { socket, client: Mutex::new((0, Client::connect(socket).await?)) })
     }
 
-    /// Connects again, if nobody has since the life that failed with `why`.
+    /// Reconnects, unless another log has done so since connection `life` failed with `why`.
     async fn again(&self, life: u64, why: ClientError) -> Result<(), ClientError> {
         let mut current = self.client.lock().await;
         if current.0 == life {
@@ -141,8 +142,8 @@ impl<'a> Agent<'a> {
     }
 }
 
-/// Prints a log to its end; a followed one begins when its container starts, and goes on where it was when
-/// the agent comes back.
+/// Prints a log to its end. A followed log begins when its container starts, and continues after the last
+/// printed line when the agent returns.
 async fn print_all(
     agent: &Agent<'_>,
     mut request: proto::LogsRequest,
@@ -163,7 +164,7 @@ async fn print_all(
             tokio::time::sleep(PAUSE).await;
             continue;
         }
-        // Before the first line there is nothing to go on from.
+        // Before the first line, the position to continue from is unknown.
         if !request.follow || shown.newest.is_none() && told.is_empty() {
             return Err(error.into());
         }
@@ -174,18 +175,18 @@ async fn print_all(
     }
 }
 
-/// What was shown of a log.
+/// State of a printed log.
 #[derive(Debug, Default)]
 struct Shown {
-    /// When the last line was written.
+    /// Time of the last line.
     newest: Option<i64>,
-    /// Which container it is of was said.
+    /// True once the chosen container's name has been printed.
     chosen: bool,
-    /// Its lines among those of others; None: it is the only one.
+    /// Line buffer of a log that is printed among others; None for a single log.
     lines: Option<Lines>,
 }
 
-/// An age as people write it.
+/// Parses an age such as `90s` or `1h30m`.
 fn age(text: &str) -> Result<SignedDuration, String> {
     if let Ok(age) = text.parse() {
         return Ok(age);
@@ -194,7 +195,7 @@ fn age(text: &str) -> Result<SignedDuration, String> {
 }
 
 impl LogsArgs {
-    /// What is asked of each of the logs.
+    /// Returns the request for each of the logs.
     fn request(&self, now: Timestamp) -> anyhow::Result<proto::LogsRequest> {
         let since = match self.since {
             Some(age) => Some(now.checked_sub(age).context("--since reaches too far back")?),
@@ -211,13 +212,13 @@ impl LogsArgs {
             follow: self.follow,
             previous: self.previous,
             tail: self.tail.or(self.selector.is_some().then_some(TAIL_OF_SELECTED)),
-            since_ns: since_ns.context("the time is too far away")?,
+            since_ns: since_ns.context("the time is out of range")?,
             timestamps: self.timestamps,
         })
     }
 
-    /// The agent itself knows which container is meant by one that is not named; whoever wants more than one,
-    /// or their names, has to look at the pods first.
+    /// Returns true if the command needs the pods first: for several logs, or for their names. The agent
+    /// itself chooses the container of a single unnamed log.
     fn asks_for_several(&self) -> bool {
         self.all_containers || self.selector.is_some() || self.prefix
     }
@@ -237,7 +238,7 @@ impl LogsArgs {
     }
 }
 
-/// Both outputs go to standard output, in the order they were written in, as in kubectl.
+/// Prints standard output and standard error to standard output, in the order of writing, as kubectl does.
 async fn print(
     mut pieces: tonic::Streaming<proto::LogsPiece>,
     shown: &mut Shown,
@@ -254,7 +255,7 @@ async fn print(
             Err(status) => return Ok(Err(status.into())),
         };
         if !piece.chosen.is_empty() && !std::mem::replace(&mut shown.chosen, true) {
-            eprintln!("container {}; -c chooses another one", plain::line(&piece.chosen));
+            eprintln!("container {}; use -c to choose another", plain::line(&piece.chosen));
         }
         match &mut shown.lines {
             Some(lines) => lines.write(&piece.data, &mut out)?,
@@ -276,6 +277,6 @@ mod tests {
         for (text, seconds) in [("90s", 90), ("10m", 600), ("1h30m", 5400), ("90", 90), ("1h", 3600)] {
             assert_eq!(age(text), Ok(SignedDuration::from_secs(seconds)), "{text}");
         }
-        assert_eq!(age("10x").unwrap_err(), "\"10x\" is no time: write 90s, 5m or 1h30m");
+        assert_eq!(age("10x").unwrap_err(), "\"10x\" is not a duration: use e.g. 90s, 5m or 1h30m");
     }
 }

@@ -1,5 +1,4 @@
-//! `beelet completions` and `beelet man`: what packagers put beside the binary, made from the command line's
-//! own definition.
+//! `beelet completions` and `beelet man`: files for packages, generated from the command line's definition.
 
 use std::fs;
 use std::io::{self, Write as _};
@@ -18,7 +17,7 @@ use super::failed;
 /// Arguments of `beelet completions`.
 #[derive(Debug, Args)]
 pub struct CompletionsArgs {
-    /// For which shell.
+    /// Shell to generate completions for.
     #[arg(value_enum)]
     shell: Shell,
 }
@@ -26,26 +25,26 @@ pub struct CompletionsArgs {
 /// Arguments of `beelet man`.
 #[derive(Debug, Args)]
 pub struct ManArgs {
-    /// The folder for beelet.1, beelet-run.1, …; without one, beelet.1 is printed.
-    #[arg(value_name = "FOLDER")]
+    /// Directory for beelet.1, beelet-run.1 and so on. Default: print beelet.1.
+    #[arg(value_name = "DIR")]
     folder: Option<PathBuf>,
 }
 
-/// The variable by which the shell's part asks this program for completions.
+/// Environment variable with which the shell's script requests completions.
 const COMPLETE: &str = "BEELET_COMPLETE";
 
-/// Answers a shell that completes a command line, and ends the program then; `command` makes the whole
-/// command line.
+/// Answers a completion request of a shell, if this is one, and exits. `command` builds the command line's
+/// definition.
 pub fn complete(command: impl Fn() -> Command) {
     CompleteEnv::with_factory(command).var(COMPLETE).complete();
 }
 
-/// Prints the shell's part of the completions: it asks this program, which asks the agent for names.
+/// Prints the shell's completion script, which calls this program, which asks the agent for names.
 #[must_use]
 pub fn completions(args: &CompletionsArgs) -> ExitCode {
     let (shells, mut text) = (Shells::builtins(), Vec::new());
     let shell = args.shell.to_string();
-    let shell = shells.completer(&shell).with_context(|| format!("{shell} is not known"));
+    let shell = shells.completer(&shell).with_context(|| format!("unknown shell {shell}"));
     let written = shell
         .and_then(|shell| Ok(shell.write_registration(COMPLETE, "beelet", "beelet", "beelet", &mut text)?));
     ended(written.and_then(|()| Ok(io::stdout().write_all(&text)?)))
@@ -68,12 +67,12 @@ fn ended(done: anyhow::Result<()>) -> ExitCode {
     }
 }
 
-/// A page for the command, and one for each of its subcommands.
+/// Writes a page for the command and for each of its subcommands.
 pub fn pages(command: &Command, folder: &Path) -> anyhow::Result<()> {
-    // `beelet get pods` is in beelet-get-pods.1.
+    // The page of `beelet get pods` is beelet-get-pods.1.
     let name = command.get_display_name().unwrap_or(command.get_name()).replace(' ', "-");
     let path = folder.join(format!("{name}.1"));
-    fs::write(&path, page(command)?).with_context(|| format!("{} could not be written", path.display()))?;
+    fs::write(&path, page(command)?).with_context(|| format!("cannot write {}", path.display()))?;
     for sub in command.get_subcommands().filter(|sub| sub.get_name() != "help") {
         pages(sub, folder)?;
     }
@@ -83,16 +82,16 @@ pub fn pages(command: &Command, folder: &Path) -> anyhow::Result<()> {
 fn page(command: &Command) -> anyhow::Result<Vec<u8>> {
     let mut text = Vec::new();
     let examples = command.get_after_help().map(ToString::to_string).unwrap_or_default();
-    // They have a section of their own.
+    // The examples have a section of their own.
     let plain = command.clone().after_help(Resettable::Reset);
     let made = clap_mangen::Man::new(plain)
         .render(&mut text)
         .and_then(|()| sections(&examples).to_writer(&mut text));
-    made.context("the manual page could not be made")?;
+    made.context("cannot generate the manual page")?;
     Ok(text)
 }
 
-/// What the command line's definition does not say by itself.
+/// Returns the sections that the command line's definition lacks.
 fn sections(examples: &str) -> Roff {
     let mut page = Roff::new();
     if let Some(examples) = examples.trim().strip_prefix("Examples:") {
@@ -113,19 +112,19 @@ fn sections(examples: &str) -> Roff {
     page
 }
 
-/// Where things are if nobody says where.
+/// Default paths.
 const FILES: &[(&str, &str)] = &[
-    ("/etc/beelet/beelet.yaml", "The configuration of the agent; `beelet config init` writes it."),
+    ("/etc/beelet/beelet.yaml", "Configuration of the agent; `beelet config init` generates it."),
     (
         "/etc/beelet/manifests",
-        "The folder of manifests in that configuration (staticPodPath): what lies there runs.",
+        "Manifest directory in that configuration (staticPodPath); the agent runs its pods.",
     ),
-    ("/run/beelet/beelet.sock", "The agent's socket, for root; --socket or BEELET_SOCKET name another."),
-    ("/var/lib/beelet", "What the agent must know after a restart."),
+    ("/run/beelet/beelet.sock", "Socket of the agent, for root; --socket or BEELET_SOCKET override it."),
+    ("/var/lib/beelet", "State that the agent keeps across restarts."),
 ];
-/// As all commands have them; those of `exec` are the command's own.
+/// Exit codes of all commands; `exec` exits with the code of its command.
 const CODES: &[(&str, &str)] = &[
-    ("0", "All went well."),
-    ("1", "It could not be done, or is not as it was asked for."),
-    ("2", "The command line, or a file given on it, is wrong."),
+    ("0", "Success."),
+    ("1", "The command failed, or the requested condition is not met."),
+    ("2", "The command line, or a file named on it, is invalid."),
 ];

@@ -1,12 +1,12 @@
-//! What uses the CPUs beside the pods.
+//! CPU use outside pods.
 
 use beelet_proto::beelet::{SignalContainer, SignalPod, SignalRates, SignalSnapshot};
 
-/// How what is outside pods is called.
+/// Name of the row for CPU use outside pods.
 pub(crate) const OUTSIDE: &str = "(outside pods)";
 
-/// CPUs that are used outside pods, over the window that `of` takes the containers' rates from; `machine` is
-/// what is used in all. None if the numbers are not there, or not of all pods.
+/// Returns the CPUs used outside pods, over the window from which `of` takes the containers' rates; `machine`
+/// is the total use. Returns None if numbers are missing or pods are not measured.
 pub(crate) fn outside(
     snapshot: &SignalSnapshot,
     machine: Option<f64>,
@@ -19,7 +19,7 @@ pub(crate) fn outside(
     Some((machine? - pods).max(0.0))
 }
 
-/// CPUs that a pod uses.
+/// Returns the CPUs used by a pod.
 fn cpu(pod: &SignalPod, of: impl Fn(&SignalContainer) -> Option<&SignalRates>) -> Option<f64> {
     pod.containers.iter().filter_map(of).map(|rates| rates.cpu).reduce(|sum, cpu| sum + cpu)
 }

@@ -1,15 +1,15 @@
-//! Text from outside for a terminal: what a container says of its end, what a manifest calls things, what a
-//! runtime answers. No control character of it gets through: it could move the cursor, hide lines, or pretend
-//! to be another column or line.
+//! Escapes untrusted text for a terminal: last words of containers, names in manifests, answers of a runtime.
+//! Control characters are escaped, because they could move the cursor, hide lines, or imitate another column
+//! or line.
 
 use std::borrow::Cow;
 
-/// On one line: newlines too are shown as they are written in a string (`\n`).
+/// Escapes text for one line; newlines appear as `\n`.
 pub(super) fn line(text: &str) -> Cow<'_, str> {
     escaped(text, |_| false)
 }
 
-/// On as many lines as it has.
+/// Escapes text but keeps its line breaks.
 pub(super) fn lines(text: &str) -> Cow<'_, str> {
     escaped(text, |c| c == '\n')
 }
@@ -30,8 +30,8 @@ fn escaped(text: &str, is_kept: impl Fn(char) -> bool) -> Cow<'_, str> {
     Cow::Owned(plain)
 }
 
-/// Returns true for controls of ASCII and of Latin-1, Unicode's line ends, and what turns the direction of
-/// writing.
+/// Returns true for ASCII and Latin-1 controls, Unicode line separators, and characters that change the
+/// writing direction.
 fn is_unseen(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{2028}' | '\u{2029}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
@@ -50,7 +50,7 @@ mod tests {
         check("\u{9b}31m\u{7f}\0", "\\u{9b}31m\\u{7f}\\u{0}");
         check("a\u{202e}b\u{2028}c", "a\\u{202e}b\\u{2028}c");
         assert_eq!(lines("a\n\u{1b}b"), "a\n\\u{1b}b");
-        // What is plain already stays as it is.
+        // Plain text is unchanged.
         assert_eq!(line(&line("a\nb")), "a\\nb");
         assert!(matches!(line("plain"), Cow::Borrowed(_)));
     }

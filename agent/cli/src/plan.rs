@@ -1,5 +1,5 @@
-//! `beelet plan WHAT`: what would the agent decide, and why? Needs no privilege, no daemon, and reads nothing
-//! but its input.
+//! `beelet plan WHAT`: prints the agent's decisions for scenarios, with reasons. Needs no privilege and no
+//! daemon, and reads only its input.
 
 mod stream;
 
@@ -18,44 +18,44 @@ use super::USAGE;
 use beelet_codec::document::{self, Document, Limits};
 use stream::{Chunk, Scenarios, Syntax};
 
-/// Reading in large pieces: an input may have a gigabyte.
+/// Large reads, because an input may have a gigabyte.
 const BUFFER: usize = 1 << 18;
-/// A wrong input is often wrong everywhere: after so many messages the rest is only counted.
+/// Maximum printed errors; further errors are counted, because a wrong input is often wrong everywhere.
 const MOST_MESSAGES: u64 = 20;
 
-/// What one YAML document may cost.
+/// Limits of a YAML document.
 const YAML_LIMITS: Limits = Limits { bytes: 1 << 30, nodes: 100_000_000 };
 
 /// Arguments of `beelet plan`.
 #[derive(Debug, Args)]
 #[command(
-    about = "Decide for a scenario what the agent would do",
-    long_about = "Decide for a scenario what the agent would do, with no privilege and no daemon.\n\n\
+    about = "Compute the agent's decisions for scenarios",
+    long_about = "Compute the agent's decisions for scenarios, without privileges or a running agent.\n\n\
         The input is one scenario, a JSON array of scenarios, JSON Lines, or a YAML stream. The output has one JSON object \
-        per scenario and line, in order. Exit code 0: every scenario has its decision; 2: some input could not be read.",
-    after_help = "See docs/plan.md for a worked example of each WHAT."
+        per scenario and line, in order. Exit codes: 0 if every scenario was decided, 2 if some input is invalid.",
+    after_help = "See docs/plan.md for an example of each WHAT."
 )]
 pub struct PlanArgs {
-    /// What to decide.
+    /// Decision to compute.
     #[arg(value_name = "WHAT", value_parser = PossibleValuesParser::new(WHATS.iter().map(|what| {
         clap::builder::PossibleValue::new(what.name).help(what.about)
     })))]
     what: String,
-    /// The scenarios, YAML or JSON; - is standard input.
+    /// Scenarios in YAML or JSON; `-` reads standard input.
     #[arg(short, long, value_name = "FILE", default_value = "-")]
     file: PathBuf,
 }
 
-/// Answers every scenario of the input.
+/// Decides every scenario of the input.
 #[must_use]
 pub fn run(args: &PlanArgs) -> ExitCode {
     let Some(what) = beelet_plan::what(&args.what) else {
-        eprintln!("error: {:?} is nothing that can be planned", args.what);
+        eprintln!("error: unknown decision {:?}", args.what);
         return ExitCode::from(USAGE);
     };
     if args.file == Path::new("-") {
         if io::stdin().is_terminal() {
-            eprintln!("reading scenarios from the terminal; end with Ctrl-D");
+            eprintln!("reading scenarios from the terminal; press Ctrl-D to finish");
         }
         return answer_all(what, "standard input", BufReader::with_capacity(BUFFER, io::stdin().lock()));
     }
@@ -76,14 +76,14 @@ fn answer_all(what: &What, source: &str, input: impl BufRead) -> ExitCode {
         Ok(()) if report.errors == 0 => ExitCode::SUCCESS,
         Ok(()) => {
             if report.errors > MOST_MESSAGES {
-                eprintln!("error: {source}: {} more like these", report.errors - MOST_MESSAGES);
+                eprintln!("error: {source}: {} more errors", report.errors - MOST_MESSAGES);
             }
             ExitCode::from(USAGE)
         }
-        // Whoever read the answers has had enough of them (`| head`): nothing to complain about.
+        // A closed standard output (`| head`) is not an error: its reader has seen enough.
         Err(error) if error.kind() == ErrorKind::BrokenPipe => ExitCode::from(USAGE),
         Err(error) => {
-            eprintln!("error: cannot write the answers: {error}");
+            eprintln!("error: cannot write the decisions: {error}");
             ExitCode::from(USAGE)
         }
     }
@@ -91,14 +91,14 @@ fn answer_all(what: &What, source: &str, input: impl BufRead) -> ExitCode {
 
 struct Report<'a, W> {
     source: &'a str,
-    /// Scenarios seen so far.
+    /// Number of scenarios read.
     scenarios: u64,
     errors: u64,
     output: W,
 }
 
 impl<W: Write> Report<'_, W> {
-    /// Answers what can be answered, and says what can't; the error is one of writing.
+    /// Decides all valid scenarios and reports the others; fails only on a write error.
     fn answer_stream(&mut self, what: &What, mut scenarios: Scenarios<impl BufRead>) -> io::Result<()> {
         loop {
             match scenarios.next() {
@@ -117,11 +117,11 @@ impl<W: Write> Report<'_, W> {
             return self.answer_yaml(what, chunk, None);
         }
         match what.answer(Input::Json(&chunk.text)) {
-            // A YAML mapping in braces looks like JSON at first.
+            // A YAML flow mapping looks like JSON at first.
             Err(error) if error.not_json.is_some() => self.answer_yaml(what, chunk, Some(&error)),
             answer => {
                 self.scenarios += 1;
-                self.put(answer, |error| match place_in_json(&chunk.text, error.field.path()) {
+                self.write_answer(answer, |error| match place_in_json(&chunk.text, error.field.path()) {
                     Some((1, column)) => (chunk.line, chunk.column + column - 1),
                     Some((line, column)) => (chunk.line + line - 1, column),
                     None => (chunk.line, chunk.column),
@@ -130,7 +130,8 @@ impl<W: Write> Report<'_, W> {
         }
     }
 
-    /// `as_json`: the error of the JSON reader, which is shown if it isn't YAML either.
+    /// Decides the documents of a YAML chunk. `as_json` is the JSON reader's error, shown if the chunk is not
+    /// YAML either.
     fn answer_yaml(&mut self, what: &What, chunk: &Chunk, as_json: Option<&PlanError>) -> io::Result<()> {
         let first_line = chunk.line - 1;
         let documents = match std::str::from_utf8(&chunk.text) {
@@ -164,7 +165,7 @@ impl<W: Write> Report<'_, W> {
         self.complain(&format!("{}:{line}:{column}: scenario {}: {message}", self.source, self.scenarios));
     }
 
-    /// A document is a scenario, or a list of them.
+    /// Decides a document, which is a scenario or a list of scenarios.
     fn answer_document(&mut self, what: &What, document: Document, first_line: u64) -> io::Result<()> {
         let Document { value, lines } = document;
         let (list, items) = match value {
@@ -174,7 +175,7 @@ impl<W: Write> Report<'_, W> {
         for (index, item) in items.into_iter().enumerate() {
             self.scenarios += 1;
             let answer = what.answer(Input::Tree(item));
-            self.put(answer, |error| {
+            self.write_answer(answer, |error| {
                 let root = if list { format!("[{index}]") } else { String::new() };
                 let path = error.field.clone().under(&root);
                 let (line, column) = lines.locate(path.path()).unwrap_or((1, 1));
@@ -184,7 +185,7 @@ impl<W: Write> Report<'_, W> {
         Ok(())
     }
 
-    fn put(
+    fn write_answer(
         &mut self,
         answer: Result<String, PlanError>,
         place: impl FnOnce(&PlanError) -> (u64, u64),
@@ -193,7 +194,7 @@ impl<W: Write> Report<'_, W> {
             Ok(line) => writeln!(self.output, "{line}"),
             Err(error) => {
                 if self.errors >= MOST_MESSAGES {
-                    // To find its place would cost more than to read it.
+                    // Locating the error would cost more than reading the scenario.
                     self.errors += 1;
                     return Ok(());
                 }
@@ -217,7 +218,7 @@ impl<W: Write> Report<'_, W> {
     }
 }
 
-/// Line and column of a field of one JSON text.
+/// Returns the line and column of a field in a JSON text.
 fn place_in_json(text: &[u8], path: &str) -> Option<(u64, u64)> {
     let documents = document::parse_within(std::str::from_utf8(text).ok()?, YAML_LIMITS).ok()?;
     documents.first()?.locate(path)

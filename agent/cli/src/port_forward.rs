@@ -1,4 +1,4 @@
-//! `beelet port-forward`: ports of this machine that lead into a pod.
+//! `beelet port-forward`: forwards local ports to a pod.
 
 use std::net::IpAddr;
 use std::process::ExitCode;
@@ -18,40 +18,41 @@ use super::args::{AgentArgs, pod_name};
 use super::{complete, finish, plain};
 use beelet_client::Client;
 
-/// Pieces on their way to the agent.
+/// Messages queued for the agent.
 const QUEUE: usize = 16;
-/// Most bytes in one piece.
+/// Maximum bytes per message.
 const PIECE: usize = 16 << 10;
 
 /// Arguments of `beelet port-forward`.
 ///
-/// Listens until interrupted, and connects whoever comes with the pod's port, also where the pod has no
-/// address that leads there from here.
+/// Listens until interrupted and forwards each connection to the pod's port, even if the pod's address is not
+/// reachable from here.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   beelet port-forward web 8080:80
-  beelet port-forward db 5432 :9187     # the second at any port that is free")]
+  beelet port-forward db 5432 :9187     # the second on any free local port")]
 pub struct PortForwardArgs {
-    /// The pod, with or without the node's name at its end.
+    /// Name of the pod, with or without the node's name at the end.
     #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods())]
     pod: String,
-    /// Ports: `8080:80` leads from 8080 here to 80 there, `80` from 80 to 80, `:80` from any that is free.
-    #[arg(value_name = "[HERE:]THERE", required = true)]
+    /// Ports: `8080:80` forwards local port 8080 to port 80, `80` forwards 80 to 80, `:80` uses any free
+    /// local port.
+    #[arg(value_name = "[LOCAL:]REMOTE", required = true)]
     ports: Vec<Ports>,
-    /// The pod's namespace; needed only where two pods have the name.
+    /// Namespace of the pod. Required only if two pods have the same name.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
-    /// The address to listen at.
+    /// Local address to listen on.
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     address: IpAddr,
     #[command(flatten)]
     agent: AgentArgs,
 }
 
-/// A port here and the port there that it leads to.
+/// A local port and the pod's port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Ports {
-    /// 0: any.
+    /// Local port; 0 for any free port.
     here: u16,
     there: u16,
 }
@@ -66,11 +67,13 @@ impl FromStr for Ports {
             Some((here, there)) => port(here).zip(port(there)).map(|(here, there)| Self { here, there }),
             None => port(text).map(|port| Self { here: port, there: port }),
         };
-        ports.ok_or_else(|| "write HERE:THERE, THERE or :THERE; ports are 1 to 65535".to_owned())
+        ports.ok_or_else(|| {
+            "expected `LOCAL:REMOTE`, `REMOTE` or `:REMOTE` with ports from 1 to 65535".to_owned()
+        })
     }
 }
 
-/// Forwards until interrupted.
+/// Forwards ports until interrupted.
 #[must_use]
 pub fn run(args: &PortForwardArgs) -> ExitCode {
     finish(forward(args))
@@ -85,8 +88,8 @@ async fn forward(args: &PortForwardArgs) -> anyhow::Result<()> {
     for ports in &args.ports {
         let listener = TcpListener::bind((args.address, ports.here)).await;
         let listener =
-            listener.with_context(|| format!("cannot listen at {}:{}", args.address, ports.here))?;
-        println!("{} leads to port {} of pod {name}", listener.local_addr()?, ports.there);
+            listener.with_context(|| format!("cannot listen on {}:{}", args.address, ports.here))?;
+        println!("forwarding from {} to port {} of pod {name}", listener.local_addr()?, ports.there);
         let target = proto::PortTarget {
             namespace: name.namespace.clone(),
             pod: name.name.clone(),
@@ -107,18 +110,18 @@ async fn listen(listener: TcpListener, target: proto::PortTarget, client: Client
         tokio::spawn(async move {
             let port = target.port;
             if let Err(error) = connect(socket, target, &mut client).await {
-                eprintln!("{}", plain::line(&format!("a connection to port {port}: {error:#}")));
+                eprintln!("{}", plain::line(&format!("connection to port {port} failed: {error:#}")));
             }
         });
     }
 }
 
-/// Copies both ways until the pod's side has ended, or this one broke.
+/// Copies data both ways until the pod's side closes or the local side fails.
 async fn connect(socket: TcpStream, target: proto::PortTarget, client: &mut Client) -> anyhow::Result<()> {
     let (mut from, mut to) = socket.into_split();
     let (sender, receiver) = mpsc::channel(QUEUE);
     let input = |input| proto::PortInput { input: Some(input) };
-    sender.send(input(Input::Start(target))).await.context("nobody takes the connection")?;
+    sender.send(input(Input::Start(target))).await.context("cannot start forwarding")?;
     let mut outputs = client.port_forward(ReceiverStream::new(receiver)).await?;
     let reading = tokio::spawn(async move {
         let mut bytes = vec![0; PIECE];

@@ -1,4 +1,4 @@
-//! Standard output, as the commands write it.
+//! Standard output of the commands.
 
 use std::io::{self, Write};
 

@@ -1,4 +1,4 @@
-//! `beelet probe`: what probes look at and what they say, and one look on demand.
+//! `beelet probe`: lists probes and their results, and runs one on demand.
 
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
@@ -17,8 +17,8 @@ use super::{complete, finish, plain};
 use beelet_client::Client;
 
 const TITLES: &[&str] =
-    &["NAMESPACE", "POD", "CONTAINER", "KIND", "TARGET", "MODE", "RESULT", "SINCE", "LATENCY", "LAST LOOK"];
-/// The most of a look's words that a line shows.
+    &["NAMESPACE", "POD", "CONTAINER", "KIND", "TARGET", "MODE", "RESULT", "SINCE", "LATENCY", "LAST RUN"];
+/// Maximum characters of a run's detail in a table cell.
 const WORDS: usize = 80;
 
 /// Arguments of `beelet probe`.
@@ -30,18 +30,19 @@ pub struct ProbeArgs {
 
 #[derive(Debug, Subcommand)]
 enum What {
-    /// Every probe: target, mode, result, since when, and the last look.
+    /// List all probes with target, mode, result, time of the last change, and last run.
     Ls(LsArgs),
-    /// Run one probe now and explain what it finds. Counts for nothing; exit code 1 unless it is a success.
+    /// Run one probe now and explain its result. Does not affect the pod; exit code 1 unless the probe
+    /// succeeds.
     Run(RunArgs),
 }
 
 #[derive(Debug, Args)]
 struct LsArgs {
-    /// Only probes of these pods, with or without the node's name.
+    /// Show only probes of these pods, with or without the node's name at the end.
     #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods())]
     pods: Vec<String>,
-    /// Only probes of pods in this namespace.
+    /// Show only probes of pods in this namespace.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
     #[command(flatten)]
@@ -50,16 +51,16 @@ struct LsArgs {
 
 #[derive(Debug, Args)]
 struct RunArgs {
-    /// The pod, with or without the node's name.
+    /// Name of the pod, with or without the node's name at the end.
     #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods())]
     pod: String,
-    /// Its container.
+    /// Name of the container.
     #[arg(value_name = "CONTAINER", add = complete::containers())]
     container: String,
-    /// Which of the container's probes.
+    /// Kind of the probe.
     #[arg(value_name = "KIND", value_enum)]
     kind: Kind,
-    /// The pod's namespace, where several have a pod of that name.
+    /// Namespace of the pod. Required only if two pods have the same name.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
     #[command(flatten)]
@@ -68,11 +69,11 @@ struct RunArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Kind {
-    /// Restarts a container that stopped working.
+    /// Restarts a container that has stopped working.
     Liveness,
-    /// Says whether a container may get traffic.
+    /// Decides whether a container receives traffic.
     Readiness,
-    /// Holds the other two back until the container has started.
+    /// Delays the other two probes until the container has started.
     Startup,
 }
 
@@ -86,7 +87,7 @@ impl Kind {
     }
 }
 
-/// Shows or runs them.
+/// Runs the subcommand.
 #[must_use]
 pub fn run(args: &ProbeArgs) -> ExitCode {
     finish(async {
@@ -112,7 +113,7 @@ async fn ls(args: &LsArgs) -> anyhow::Result<ExitCode> {
     }
     let rows: Vec<Vec<String>> = wanted.iter().map(|probe| row(probe, Timestamp::now())).collect();
     print(&Columns::new(TITLES).table(&rows))?;
-    notes(&wanted);
+    print_notes(&wanted);
     Ok(ExitCode::SUCCESS)
 }
 
@@ -127,19 +128,36 @@ impl LsArgs {
     }
 }
 
-/// What is not as it was asked for goes to standard error.
-fn notes(probes: &[&proto::Probe]) {
+/// Prints fallbacks and problems to standard error.
+fn print_notes(probes: &[&proto::Probe]) {
     let style = console::Style::new().for_stderr().yellow();
     let style = if io::stderr().is_terminal() { style } else { console::Style::new() };
     for probe in probes {
         let name = format!("{}/{} {} {}", probe.namespace, probe.pod, probe.container, probe.kind);
         if !probe.fallback.is_empty() {
-            eprintln!("{} {name} connects: {}", style.apply_to("note:"), plain::line(&probe.fallback));
+            eprintln!(
+                "{} {name} connects instead: {}",
+                style.apply_to("note:"),
+                plain::line(&probe.fallback)
+            );
+        }
+        if let Some(tolerated) = &probe.tolerated {
+            eprintln!("{} {name}: {}", style.apply_to("note:"), tolerated_text(tolerated));
         }
         for problem in &probe.problems {
             eprintln!("{} {name}: {}", style.apply_to("note:"), plain::line(problem));
         }
     }
+}
+
+/// Returns the effect that the stricter rule for stalled listeners would have had.
+fn tolerated_text(tolerated: &proto::Tolerated) -> String {
+    let last = stamp(tolerated.last_unix_ms).unwrap_or_else(|| "unknown".to_owned());
+    format!(
+        "connections waited longer than the timeout at {} looks (last: {last}); `stalled=fail` would have failed \
+         the container {} times",
+        tolerated.looks, tolerated.failures
+    )
 }
 
 fn row(probe: &proto::Probe, now: Timestamp) -> Vec<String> {
@@ -165,14 +183,14 @@ fn row(probe: &proto::Probe, now: Timestamp) -> Vec<String> {
     ]
 }
 
-/// As much of a text as fits a line.
+/// Returns the text on one line, truncated to [`WORDS`] characters.
 fn one_line(text: &str) -> String {
     let line: String =
         text.trim().chars().map(|c| if c.is_control() { ' ' } else { c }).take(WORDS).collect();
     if text.trim().chars().nth(WORDS).is_some() { line + "…" } else { line }
 }
 
-/// A short time as people read it.
+/// Returns a short human-readable time.
 fn time(time: Duration) -> String {
     match time.as_micros() {
         micros @ 0..1000 => format!("{micros}µs"),
@@ -194,7 +212,7 @@ async fn run_one(args: &RunArgs) -> anyhow::Result<ExitCode> {
     if args.shown.output == Output::Json {
         let document = json!({
             "probe": probe_json(&probe),
-            "look": look_json(&look),
+            "look": run_json(&look),
             "explanation": answer.explanation,
         });
         print(&format!("{}\n", serde_json::to_string_pretty(&document)?))?;
@@ -212,10 +230,10 @@ async fn run_one(args: &RunArgs) -> anyhow::Result<ExitCode> {
             time(Duration::from_micros(look.latency_us)),
             look.detail
         );
-        text += &format!("The agent says {}", probe.result);
+        text += &format!("Current result: {}", probe.result);
         text += &match &probe.held[..] {
-            "" => ", and looks every ".to_owned() + &time(Duration::from_millis(probe.period_ms)) + ".\n",
-            held => format!("; at present nothing counts: {held}.\n"),
+            "" => ", probed every ".to_owned() + &time(Duration::from_millis(probe.period_ms)) + ".\n",
+            held => format!("; runs do not count at present: {held}.\n"),
         };
         print(&plain::lines(&text))?;
     }
@@ -234,15 +252,20 @@ fn probe_json(probe: &proto::Probe) -> Value {
         "fallback": text(&probe.fallback),
         "result": probe.result,
         "since": stamp(probe.since_unix_ms),
-        "last": probe.last.as_ref().map(look_json),
+        "last": probe.last.as_ref().map(run_json),
         "periodMilliseconds": probe.period_ms,
         "timeoutMilliseconds": probe.timeout_ms,
         "held": text(&probe.held),
         "problems": probe.problems,
+        "tolerated": probe.tolerated.as_ref().map(|tolerated| json!({
+            "looks": tolerated.looks,
+            "failures": tolerated.failures,
+            "last": stamp(tolerated.last_unix_ms),
+        })),
     })
 }
 
-fn look_json(look: &proto::Look) -> Value {
+fn run_json(look: &proto::Look) -> Value {
     json!({
         "outcome": look.outcome,
         "detail": look.detail,
@@ -251,7 +274,7 @@ fn look_json(look: &proto::Look) -> Value {
     })
 }
 
-/// RFC 3339, or nothing for none.
+/// Returns the time in RFC 3339, or None for zero.
 fn stamp(unix_ms: i64) -> Option<String> {
     (unix_ms != 0).then(|| Timestamp::from_millisecond(unix_ms).ok().map(|at| at.to_string())).flatten()
 }
@@ -301,6 +324,17 @@ mod tests {
         let json = probe_json(&probe());
         assert_eq!(json["since"], "1970-01-01T00:16:40Z");
         assert_eq!(json["last"]["latencyMicroseconds"], 1);
+    }
+
+    #[test]
+    fn the_effect_of_the_stricter_rule_is_a_note_and_a_field() {
+        let tolerated = proto::Tolerated { looks: 7, failures: 2, last_unix_ms: 1_000_000 };
+        let expected = "connections waited longer than the timeout at 7 looks (last: 1970-01-01T00:16:40Z); \
+                        `stalled=fail` would have failed the container 2 times";
+        assert_eq!(tolerated_text(&tolerated), expected);
+        assert_eq!(probe_json(&probe())["tolerated"], Value::Null);
+        let json = probe_json(&proto::Probe { tolerated: Some(tolerated), ..probe() });
+        assert_eq!(json["tolerated"], json!({"looks": 7, "failures": 2, "last": "1970-01-01T00:16:40Z"}));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What the pods of a node request of it: the sums, and whose they are.
+//! Resource requests of the pods on a node.
 
 use std::collections::BTreeMap;
 
@@ -6,18 +6,18 @@ use beelet_model::table::{PodEntry, PodTable};
 use beelet_policy::resources::{CPU, EPHEMERAL_STORAGE, MEMORY, PODS, pod_requests};
 use beelet_units::quantity::Quantity;
 
-/// What one pod requests, by resource. An amount that cannot be read counts as none.
+/// Returns the requests of one pod by resource; an unreadable amount counts as none.
 pub(crate) fn of_pod(entry: &PodEntry) -> BTreeMap<String, Quantity> {
     let requests = pod_requests(&entry.pod).unwrap_or_default();
     requests.iter().map(|(name, amount)| (name.to_owned(), amount)).collect()
 }
 
-/// The pods that count: those of which anything may run.
+/// Returns the pods that count: those that have not terminated.
 pub(crate) fn counted(table: &PodTable) -> impl Iterator<Item = &PodEntry> {
     table.pods.values().map(AsRef::as_ref).filter(|entry| entry.ended().is_none())
 }
 
-/// What all pods request together, by resource, and how many they are.
+/// Returns the requests of all pods by resource, and the number of pods.
 pub(crate) fn of_all(table: &PodTable) -> BTreeMap<String, Quantity> {
     let mut all: BTreeMap<String, Quantity> = BTreeMap::new();
     for entry in counted(table) {
@@ -30,7 +30,8 @@ pub(crate) fn of_all(table: &PodTable) -> BTreeMap<String, Quantity> {
     all
 }
 
-/// An amount as people write it: bytes in binary units, cpu in cores or millicores, the rest as counts.
+/// Returns a human-readable amount: bytes in binary units, cpu in cores or millicores, other resources as
+/// counts.
 pub(crate) fn shown(resource: &str, amount: Quantity) -> String {
     match resource {
         MEMORY | EPHEMERAL_STORAGE => amount.binary(),

@@ -1,4 +1,4 @@
-//! `beelet restart`: containers started again at once, without their back-off.
+//! `beelet restart`: restarts containers immediately, without their back-off.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -18,26 +18,26 @@ use beelet_client::{Client, Event};
 
 /// Arguments of `beelet restart`.
 ///
-/// Containers that run are stopped as at a failed probe, within the pod's grace period, and started again at
-/// once; those that wait for their back-off, or for an image, are started now. The pod keeps its identity,
-/// its address and its volumes.
+/// Stops running containers as after a failed probe, within the pod's grace period, and starts them again at
+/// once. Containers that wait for their back-off or for an image start now. The pod keeps its identity, its
+/// address and its volumes.
 #[derive(Debug, Args)]
-#[command(mut_arg("container", |arg| arg.help("The container; else all that start again when they end")))]
+#[command(mut_arg("container", |arg| arg.help("Name of the container. Default: all containers that restart after they terminate")))]
 #[command(after_help = "Examples:\n  beelet restart web\n  beelet restart web -c main --no-wait")]
 pub struct RestartArgs {
     #[command(flatten)]
     of: ContainerArgs,
-    /// Come back at once, not when they run again.
+    /// Return immediately instead of waiting until the containers run again.
     #[arg(long)]
     no_wait: bool,
-    /// Wait at most so long (`90s`, `5m`).
+    /// Maximum time to wait, e.g. `90s` or `5m`.
     #[arg(long, value_name = "TIME", value_parser = until::duration, default_value = "2m")]
     timeout: Duration,
     #[command(flatten)]
     agent: AgentArgs,
 }
 
-/// Restarts them.
+/// Restarts the containers.
 #[must_use]
 pub fn run(args: &RestartArgs) -> ExitCode {
     finish(restart(args))
@@ -50,13 +50,13 @@ async fn restart(args: &RestartArgs) -> anyhow::Result<()> {
         asked
             .containers
             .iter()
-            .for_each(|one| println!("container {} of pod {} is being restarted", one.name, asked.pod));
+            .for_each(|one| println!("container {} of pod {} is restarting", one.name, asked.pod));
         return Ok(());
     }
     match tokio::time::timeout(args.timeout, running_again(&mut client, &asked, &args.of.pod)).await {
         Ok(done) => done,
         Err(_) => bail!(
-            "not all containers of pod {} run again within {} s: see `beelet describe pod {}`",
+            "some containers of pod {} are not running after {} s: see `beelet describe pod {}`",
             asked.pod,
             args.timeout.as_secs(),
             args.of.pod
@@ -64,7 +64,7 @@ async fn restart(args: &RestartArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Waits until the containers have been started since.
+/// Waits until new instances of the containers run.
 async fn running_again(client: &mut Client, asked: &proto::RestartResponse, pod: &str) -> anyhow::Result<()> {
     let mut waiting: BTreeMap<&str, &str> =
         asked.containers.iter().map(|one| (one.name.as_str(), one.id.as_str())).collect();
@@ -76,14 +76,14 @@ async fn running_again(client: &mut Client, asked: &proto::RestartResponse, pod:
         let entry = table.pods.values().find(|entry| entry.pod.metadata.uid.as_ref() == Some(&asked.uid));
         let Some(entry) = entry else {
             if is_synced {
-                bail!("the pod {} is gone", asked.pod);
+                bail!("pod {} no longer exists", asked.pod);
             }
             continue;
         };
         waiting.retain(|name, before| {
             let runs = runs_since(entry, name, before);
             if runs {
-                println!("{}", plain::line(&format!("container {name} of pod {} runs again", asked.pod)));
+                println!("{}", plain::line(&format!("container {name} of pod {} restarted", asked.pod)));
             }
             !runs
         });
@@ -93,16 +93,16 @@ async fn running_again(client: &mut Client, asked: &proto::RestartResponse, pod:
         for (name, before) in &waiting {
             let Some(status) = status_of(entry, name) else { continue };
             if let Some(end) = ended_since(status, before) {
-                let end = plain::line(&format!("container {name} was started again and has ended: {end}"))
-                    .into_owned();
-                bail!("{end}; `beelet describe pod {pod}` says more");
+                let end =
+                    plain::line(&format!("container {name} restarted and terminated: {end}")).into_owned();
+                bail!("{end}; see `beelet describe pod {pod}`");
             }
             let Some(why) = waits_for(status).filter(|why| told.get(name) != Some(why)) else { continue };
-            eprintln!("{}", plain::line(&format!("container {name} waits: {why}")));
+            eprintln!("{}", plain::line(&format!("container {name} is waiting: {why}")));
             told.insert(*name, why);
         }
     }
-    bail!("the agent stopped")
+    bail!("the agent stopped while containers were restarting")
 }
 
 fn status_of<'e>(entry: &'e PodEntry, name: &str) -> Option<&'e ContainerStatus> {
@@ -111,7 +111,7 @@ fn status_of<'e>(entry: &'e PodEntry, name: &str) -> Option<&'e ContainerStatus>
     all.into_iter().find(|status| status.name == name)
 }
 
-/// How the instance has ended that was started since.
+/// Returns the end of the new instance, if it has terminated.
 fn ended_since(status: &ContainerStatus, before: &str) -> Option<String> {
     runtime_id(status).filter(|id| *id != before)?;
     let [now, last] = [&status.state, &status.last_state].map(|state| state.as_ref()?.terminated.as_ref());
@@ -119,14 +119,14 @@ fn ended_since(status: &ContainerStatus, before: &str) -> Option<String> {
     Some(end_of(now.or_else(|| last.filter(|_| is_waiting))?, None))
 }
 
-/// What a container waits for that does not start, if that is more than its turn.
+/// Returns the reason why a container does not start, if its status has a message.
 fn waits_for(status: &ContainerStatus) -> Option<String> {
     let waiting = status.state.as_ref()?.waiting.as_ref()?;
     let message = waiting.message.as_deref().filter(|message| !message.is_empty())?;
     Some(format!("{}: {message}", waiting.reason.as_deref().unwrap_or_default()))
 }
 
-/// Returns true if another instance of a container runs than the one before.
+/// Returns true if a new instance of the container runs.
 fn runs_since(entry: &PodEntry, name: &str, before: &str) -> bool {
     status_of(entry, name).is_some_and(|status| {
         let runs = status.state.as_ref().is_some_and(|state| state.running.is_some());
@@ -158,7 +158,7 @@ mod tests {
         let told = Some("StartError, exit 128: no such file");
         check("x://2", &crash, &end, told);
         check("x://2", &end, &none, told);
-        // That was the end of the one before.
+        // This end belongs to the previous instance.
         check("x://1", &crash, &end, None);
         check("x://2", &running, &end, None);
         check("x://2", &json!({"terminated": {"exitCode": 3}}), &none, Some("exit 3"));
@@ -169,8 +169,8 @@ mod tests {
         let check = |state: &Value, expected: Option<&str>| {
             assert_eq!(waits_for(&status("x://1", state, &json!({}))).as_deref(), expected, "{state}");
         };
-        let absent = json!({"waiting": {"reason": "ErrImageNeverPull", "message": "x is not here"}});
-        check(&absent, Some("ErrImageNeverPull: x is not here"));
+        let absent = json!({"waiting": {"reason": "ErrImageNeverPull", "message": "x is missing"}});
+        check(&absent, Some("ErrImageNeverPull: x is missing"));
         check(&json!({"waiting": {"reason": "ContainerCreating"}}), None);
         check(&json!({"running": {}}), None);
     }

@@ -1,7 +1,8 @@
-//! `beelet top`: what each pod and container uses and waits for, live.
+//! `beelet top`: live resource usage and waits of pods and containers.
 //!
-//! At a terminal it draws; elsewhere, or with `--once`, it prints one table; with `-o json` one snapshot. It
-//! asks the agent for snapshots and draws when one comes or a key is pressed, never in between.
+//! On a terminal the command draws a screen; otherwise, or with `--once`, it prints one table; with `-o json`
+//! it prints one snapshot. The screen is redrawn only when a snapshot from the agent arrives or a key is
+//! pressed.
 
 mod app;
 mod causes;
@@ -30,28 +31,28 @@ use beelet_client::signals::Client;
 /// Arguments of `beelet top`.
 #[derive(Debug, Args)]
 pub struct TopArgs {
-    /// Only pods of this namespace.
+    /// Show only pods in this namespace.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces(), default_value = "", hide_default_value = true)]
     namespace: String,
-    /// Print one table and end: what happens, too, where standard output is no terminal.
+    /// Print one table and exit (the default if standard output is not a terminal).
     #[arg(long)]
     once: bool,
-    /// How it is printed; implies --once.
+    /// Output format; implies --once.
     #[arg(short, long, value_enum)]
     output: Option<Output>,
-    /// The column to begin with; largest first.
+    /// Column to sort by, largest first.
     #[arg(long, value_enum, default_value_t = Column::Cpu)]
     sort: Column,
-    /// Turn the order round.
+    /// Reverse the sort order.
     #[arg(long)]
     reverse: bool,
-    /// Only what has this in its name or state.
+    /// Show only rows whose name or state contains TEXT.
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     filter: String,
-    /// The time that rates are over.
+    /// Averaging window of rates.
     #[arg(long, value_enum, default_value_t = Window::Ten)]
     window: Window,
-    /// Show all containers, not only pods.
+    /// Show containers in addition to pods.
     #[arg(short, long)]
     expand: bool,
     #[command(flatten)]
@@ -72,7 +73,7 @@ impl TopArgs {
     }
 }
 
-/// Shows it.
+/// Runs the screen or prints one table.
 #[must_use]
 pub fn run(args: &TopArgs) -> ExitCode {
     let once = args.once || args.output.is_some() || !io::stdout().is_terminal();
@@ -80,7 +81,7 @@ pub fn run(args: &TopArgs) -> ExitCode {
 }
 
 async fn watch(args: &TopArgs) -> anyhow::Result<()> {
-    // Asked before the screen is taken: whoever forgot to start the agent reads why in plain text.
+    // The connection comes before the screen, so that its error appears as plain text.
     let mut client = Client::connect(&args.agent.socket).await?;
     let snapshots = client.snapshots(&args.namespace).await?;
     screen::run(app::App::new(args.view()), args, snapshots).await
@@ -95,7 +96,7 @@ async fn print_once(args: &TopArgs) -> anyhow::Result<()> {
         Some(Output::Json) => format!("{}\n", serde_json::to_string_pretty(&snapshot)?),
         _ => {
             if causes::are_wanted(&snapshot) {
-                Causes::ask(&args.agent.socket).await.put_into(&mut snapshot);
+                Causes::ask(&args.agent.socket).await.apply_to(&mut snapshot);
             }
             table(&snapshot, &args.view())
         }
@@ -106,20 +107,20 @@ async fn print_once(args: &TopArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A snapshot that has rates: the second one, where nobody else was looking.
+/// Returns a snapshot with rates: usually the second one, unless the agent was measuring already.
 async fn with_rates(args: &TopArgs) -> anyhow::Result<SignalSnapshot> {
-    /// More than this is not worth waiting for: a node may have nothing that could be measured.
+    /// Maximum snapshots to wait for: a node may have no measurable container.
     const TRIES: usize = 3;
     let mut client = Client::connect(&args.agent.socket).await?;
     let mut snapshots = client.snapshots(&args.namespace).await?;
     let mut last = None;
     for _ in 0..TRIES {
         let next = tokio::time::timeout(Duration::from_secs(15), snapshots.message()).await;
-        let next = next.context("the agent sent no reading within 15 s: `beelet doctor` may know why")?;
+        let next = next.context("the agent sent no snapshot within 15 s: run `beelet doctor`")?;
         let snapshot = next.map_err(beelet_client::ClientError::from)?.context("the agent stopped")?;
         let running = || snapshot.pods.iter().flat_map(|pod| &pod.containers).filter(|c| c.usage.is_some());
         let has_rates = running().all(|container| container.last_10s.is_some());
-        // Of no containers at all, none is missing: but the first look may have come too early.
+        // Without containers every rate is present, but the first snapshot may have been too early.
         if has_rates && (last.is_some() || running().next().is_some()) {
             return Ok(snapshot);
         }
@@ -128,7 +129,7 @@ async fn with_rates(args: &TopArgs) -> anyhow::Result<SignalSnapshot> {
     last.context("the agent stopped")
 }
 
-/// A table for people and for `grep`: every column, nothing cut, no colours.
+/// Returns a table for people and for `grep`: all columns, untruncated, without colours.
 fn table(snapshot: &SignalSnapshot, view: &View) -> String {
     let rows = rows(snapshot, view, &Trends::default());
     let shown = || COLUMNS.iter().filter(|info| info.column != Column::Trend);

@@ -1,4 +1,4 @@
-//! `beelet tune`: what the tuner of cgroups sees, holds and did.
+//! `beelet tune`: state and history of the cgroup tuner.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -24,9 +24,10 @@ pub struct TuneArgs {
 
 #[derive(Debug, Subcommand)]
 enum What {
-    /// How it stands: the worst waits, what is held and why, what is left alone.
+    /// Show the tuner's findings, the settings that it holds with reasons, and the settings that it leaves
+    /// alone.
     Status(ShowArgs),
-    /// What it did or advised, the last step at the end, each with its reason.
+    /// Show the steps that the tuner took or advised, latest last, each with its reason.
     History(ShowArgs),
 }
 
@@ -39,7 +40,7 @@ struct ShowArgs {
 const HELD: &[&str] = &["CGROUP", "SETTING", "VALUE", "OWNER'S", "SINCE", "REASON"];
 const STEPS: &[&str] = &["AGE", "CGROUP", "SETTING", "FROM", "TO", "OUTCOME", "REASON"];
 
-/// Shows it.
+/// Prints the state or the history.
 #[must_use]
 pub fn run(args: &TuneArgs) -> ExitCode {
     finish(show(args))
@@ -72,25 +73,25 @@ fn status_text(status: &proto::TunerStatus, now: Timestamp) -> String {
     let looked = if status.looked_ns == 0 {
         String::new()
     } else {
-        format!(", looked {} ago", ago(status.looked_ns, now))
+        format!(", last round {} ago", ago(status.looked_ns, now))
     };
-    let mut text = format!("Tuner:  {mode}{looked}\n");
+    let mut text = format!("Tuner:    {mode}{looked}\n");
     for finding in &status.findings {
-        // Writing to a String can't fail.
-        let _ = writeln!(text, "Finds:  {finding}");
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "Finding:  {finding}");
     }
     for lacking in &status.lacking {
-        let _ = writeln!(text, "Lacks:  {lacking}");
+        let _ = writeln!(text, "Missing:  {lacking}");
     }
     for blocked in &status.blocked {
         let _ = writeln!(
             text,
-            "Leaves: {} of {} for {} s: {}",
+            "Blocked:  {} of {} for {} s: {}",
             blocked.setting, blocked.cgroup, blocked.seconds_left, blocked.reason
         );
     }
     if status.held.is_empty() {
-        text.push_str("Holds:  nothing\n");
+        text.push_str("Held:     none\n");
         return text;
     }
     text.push('\n');
@@ -105,7 +106,7 @@ fn status_text(status: &proto::TunerStatus, now: Timestamp) -> String {
 
 fn history_text(history: &proto::TunerHistory, now: Timestamp) -> String {
     if history.steps.is_empty() {
-        return "The tuner has done nothing so far.\n".to_owned();
+        return "No steps so far.\n".to_owned();
     }
     let rows = history.steps.iter().map(|step| {
         let owners = || "owner's".to_owned();
@@ -195,7 +196,9 @@ mod tests {
         let now = Timestamp::from_second(10).unwrap();
         let text = status_text(&held(), now);
         assert!(
-            text.starts_with("Tuner:  enforce, looked 1s ago\nFinds:  no protected pod waits for a CPU\n"),
+            text.starts_with(
+                "Tuner:    enforce, last round 1s ago\nFinding:  no protected pod waits for a CPU\n"
+            ),
             "{text}"
         );
         let line = text.lines().last().unwrap();
@@ -203,7 +206,7 @@ mod tests {
             assert!(line.contains(word), "{word}: {line}");
         }
         let nothing = proto::TunerStatus { held: Vec::new(), ..held() };
-        assert!(status_text(&nothing, now).ends_with("Holds:  nothing\n"));
+        assert!(status_text(&nothing, now).ends_with("Held:     none\n"));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Waiting until pods are as they are wanted: for `beelet wait`, `apply --wait` and `delete`.
+//! Waits until pods reach a state, for `beelet wait`, `apply --wait` and `delete`.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -15,23 +15,23 @@ use tokio::time::{Instant, interval_at};
 use super::{plain, why::Warnings};
 use beelet_client::{Client, Event};
 
-/// How often it is looked why pods are not gone yet.
+/// Interval between two checks of the reason why pods still exist.
 const LOOKS: Duration = Duration::from_secs(3);
 
-/// How a pod is wanted.
+/// State to wait for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Wanted {
-    /// Each of its containers is ready.
+    /// The pod's condition Ready is true.
     Ready,
-    /// Its containers were started.
+    /// The pod's phase is Running.
     Running,
-    /// It ended, and well.
+    /// The pod terminated successfully.
     Succeeded,
-    /// It ended, well or not.
+    /// The pod terminated, successfully or not.
     Ended,
-    /// It is gone.
+    /// The pod no longer exists.
     Deleted,
-    /// A condition of its status has a value.
+    /// A condition of the status has this value.
     Condition(String, String),
 }
 
@@ -48,7 +48,8 @@ impl FromStr for Wanted {
             _ => {
                 let Some(condition) = text.strip_prefix("condition=").filter(|name| !name.is_empty()) else {
                     return Err(
-                        "say ready, running, succeeded, ended, deleted or condition=NAME[=VALUE]".to_owned()
+                        "expected ready, running, succeeded, ended, deleted or condition=NAME[=VALUE]"
+                            .to_owned(),
                     );
                 };
                 let (name, value) = condition.split_once('=').unwrap_or((condition, "True"));
@@ -71,29 +72,29 @@ impl fmt::Display for Wanted {
     }
 }
 
-/// A pod that is waited for.
+/// A pod to wait for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Target {
-    /// Its name on this node.
+    /// Name of the pod on this node.
     pub(crate) name: PodName,
-    /// Which pod of the name; empty: any. A pod that was resized in place keeps its UID, and has this as its
-    /// hash.
+    /// UID of the pod; empty for any pod of the name. After an in-place resize a pod keeps its UID, and this
+    /// value is in its hash annotation.
     pub(crate) uid: String,
 }
 
-/// How a pod stands to what is wanted of it.
+/// Progress of a pod towards the wanted state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Standing {
-    /// It is so.
+    /// The pod is in the wanted state.
     Met,
-    /// Not yet.
+    /// The pod may still reach the wanted state.
     Open,
-    /// It never will be.
+    /// The pod can no longer reach the wanted state.
     Hopeless,
 }
 
 impl Target {
-    /// The pod in the table, if it is the one that is meant.
+    /// Returns the pod in the table, if it is the target.
     fn find<'t>(&self, table: &'t PodTable) -> Option<&'t PodEntry> {
         let entry = table.pods.get(&self.name)?;
         let metadata = &entry.pod.metadata;
@@ -114,7 +115,7 @@ impl Target {
             let all = status.and_then(|status| status.conditions.as_ref()).into_iter().flatten();
             all.filter(|one| one.type_.eq_ignore_ascii_case(name)).map(|one| one.status.as_str()).next()
         };
-        // Of the name and the manifest of one that goes there may be another pod soon.
+        // A terminating pod may soon be replaced by another pod with the same name and manifest.
         let is_going = entry.pod.metadata.deletion_timestamp.is_some();
         let met = match wanted {
             Wanted::Ready => !is_going && condition("Ready") == Some("True"),
@@ -135,19 +136,19 @@ impl Target {
     }
 }
 
-/// What became of a wait.
+/// Result of a wait.
 #[derive(Debug, Default)]
 pub(crate) struct Waited {
-    /// All pods as they were seen last.
+    /// All pods as last seen.
     pub(crate) table: PodTable,
-    /// Those that are not as they are wanted.
+    /// Pods that have not reached the wanted state.
     pub(crate) missed: Vec<Target>,
-    /// The time was not up: nothing more was to be waited for.
+    /// True if waiting longer cannot change the result.
     pub(crate) is_settled: bool,
 }
 
-/// Waits until all `targets` are as `wanted`, or cannot be any more, or the time is up. `met` is told each
-/// that is.
+/// Waits until every target has reached the state or cannot reach it any more, or until the timeout. Calls
+/// `met` for each pod that reaches the state.
 pub(crate) async fn wait(
     client: &mut Client,
     targets: &[Target],
@@ -165,11 +166,11 @@ pub(crate) async fn wait(
             event = watch.next() => event?,
             () = until(end) => return Ok(waited),
             _ = looks.tick(), if *wanted == Wanted::Deleted && is_synced => {
-                waited.tell_what_keeps_them(client, &mut told).await;
+                waited.report_blockers(client, &mut told).await;
                 continue;
             }
         };
-        let Some(event) = event else { bail!("the agent stopped: what is waited for is not known any more") };
+        let Some(event) = event else { bail!("agent stopped while waiting; current state is unknown") };
         is_synced |= event == Event::Synced;
         notice(&event);
         event.apply(&mut waited.table);
@@ -198,11 +199,11 @@ async fn until(end: Option<Instant>) {
     }
 }
 
-/// Says why the wait may take long.
+/// Prints the reason why the wait may take long.
 fn notice(event: &Event) {
     match event {
         Event::Notice(notice) if notice.is_empty() => {
-            eprintln!("the wait goes on: the container runtime answers again");
+            eprintln!("the container runtime answers again; still waiting");
         }
         Event::Notice(notice) => eprintln!("waiting: {notice}"),
         _ => {}
@@ -210,16 +211,16 @@ fn notice(event: &Event) {
 }
 
 impl Waited {
-    /// Says what pods that are to go are waiting for, each thing once.
-    async fn tell_what_keeps_them(&self, client: &mut Client, told: &mut BTreeSet<String>) {
-        // What can't be asked for now may be later.
+    /// Prints the reasons why pods have not been deleted yet, each reason once.
+    async fn report_blockers(&self, client: &mut Client, told: &mut BTreeSet<String>) {
+        // A failed query is repeated in the next round.
         let Ok(warnings) = Warnings::read(client).await else { return };
         for target in &self.missed {
             let Some(entry) = target.find(&self.table) else { continue };
             let line = match (warnings.why(&entry.pod, Timestamp::now()), being_stopped(entry)) {
                 (Some(why), _) => format!("pod {}: {why}", target.name),
                 (None, Some(stopped)) => format!("pod {} {stopped}", target.name),
-                (None, None) => format!("pod {} is not being deleted", target.name),
+                (None, None) => format!("pod {} is not terminating", target.name),
             };
             if told.insert(line.clone()) {
                 eprintln!("waiting: {}", plain::line(&line));
@@ -227,7 +228,7 @@ impl Waited {
         }
     }
 
-    /// How the pods that are not as wanted are, a sentence each.
+    /// Returns one sentence per pod that has not reached the state.
     pub(crate) async fn reasons(&self, client: &mut Client) -> anyhow::Result<Vec<String>> {
         let warnings = Warnings::read(client).await?;
         Ok(self
@@ -240,21 +241,21 @@ impl Waited {
 
 fn reason(target: &Target, table: &PodTable, warnings: &Warnings, now: Timestamp) -> String {
     let name = &target.name;
-    let Some(entry) = target.find(table) else { return format!("pod {name}: is not there") };
+    let Some(entry) = target.find(table) else { return format!("pod {name}: not found") };
     let phase = entry.pod.status.as_ref().and_then(|status| status.phase.as_deref()).unwrap_or("Pending");
     let why = warnings.why(&entry.pod, now).or_else(|| being_stopped(entry));
     format!("pod {name}: {}", why.as_deref().unwrap_or(phase))
 }
 
-/// Says how long a pod that is deleted gets; None of one that is not.
+/// Returns the deadline of a terminating pod, or None for another pod.
 fn being_stopped(entry: &PodEntry) -> Option<String> {
     let until = entry.pod.metadata.deletion_timestamp.as_ref()?.0;
-    Some(format!("is being stopped; its containers have until {until}"))
+    Some(format!("is terminating; its grace period ends at {until}"))
 }
 
-/// A time as people write it: `90`, `90s`, `5m`, `1h30m`.
+/// Parses a duration such as `90`, `90s`, `5m` or `1h30m`.
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("{text:?} is no time: write 90s, 5m or 1h30m");
+    let wrong = || format!("{text:?} is not a duration: use e.g. 90s, 5m or 1h30m");
     if let Ok(seconds) = text.parse::<u64>() {
         return Ok(Duration::from_secs(seconds));
     }

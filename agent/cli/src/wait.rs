@@ -1,4 +1,4 @@
-//! `beelet wait`: until pods are ready, ended, gone.
+//! `beelet wait`: waits until pods reach a state.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use beelet_units::selector::Selector;
 
 /// Arguments of `beelet wait`.
 ///
-/// Exit code 0: all are so; 1: the time was up, or one never will be.
+/// Exit codes: 0 if every pod reached the state, 1 on timeout or if one can no longer reach it.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   beelet wait web --for=ready --timeout=2m
@@ -21,35 +21,35 @@ use beelet_units::selector::Selector;
   beelet wait -l app=shop --for=condition=Ready
   beelet wait web --for=deleted")]
 pub struct WaitArgs {
-    /// The pods, with or without the node's name at their end.
+    /// Names of the pods, with or without the node's name at the end.
     #[arg(value_name = "POD", value_parser = pod_name, add = complete::pods(), required_unless_present_any = ["selector", "all"])]
     pods: Vec<String>,
-    /// Pods with such labels (`app=shop,tier!=db`).
+    /// Label selector, e.g. `app=shop,tier!=db`.
     #[arg(short = 'l', long, value_name = "SELECTOR", conflicts_with = "pods")]
     selector: Option<Selector>,
-    /// All pods.
+    /// Wait for all pods.
     #[arg(long, conflicts_with_all = ["pods", "selector"])]
     all: bool,
-    /// Only pods of this namespace.
+    /// Namespace of the pods.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
-    /// How they are wanted: ready, running, succeeded, ended, deleted or condition=NAME[=VALUE].
+    /// State to wait for: ready, running, succeeded, ended, deleted or condition=NAME[=VALUE].
     #[arg(long = "for", value_name = "STATE", default_value = "ready")]
     wanted: Wanted,
-    /// Wait at most so long (`90s`, `5m`).
+    /// Maximum time to wait, e.g. `90s` or `5m`.
     #[arg(long, value_name = "TIME", value_parser = until::duration, default_value = "30s")]
     timeout: Duration,
     #[command(flatten)]
     agent: AgentArgs,
 }
 
-/// Waits.
+/// Runs the wait.
 #[must_use]
 pub fn run(args: &WaitArgs) -> ExitCode {
     finish(async { Ok(code(wait(args).await?)) })
 }
 
-/// Returns true if all are as they are wanted.
+/// Returns true if every pod reached the state.
 async fn wait(args: &WaitArgs) -> anyhow::Result<bool> {
     let mut client = Client::connect(&args.agent.socket).await?;
     let targets = targets(args, &mut client).await?;
@@ -74,7 +74,7 @@ async fn targets(args: &WaitArgs, client: &mut Client) -> anyhow::Result<Vec<Tar
     let (table, _) = client.pods().await?;
     let namespace = args.namespace.as_deref().unwrap_or_default();
     let target = |name: &beelet_model::table::PodName, entry: &beelet_model::table::PodEntry| {
-        // Of a pod that is to go this very one is meant, of others whichever has the name.
+        // A deletion concerns this very pod; the other states concern any pod of the name.
         let uid = entry.pod.metadata.uid.clone().filter(|_| args.wanted == Wanted::Deleted);
         Target { name: name.clone(), uid: uid.unwrap_or_default() }
     };

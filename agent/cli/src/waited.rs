@@ -1,35 +1,36 @@
-//! Who made a container wait, as a sentence: "waited 14 % of the last minute, mostly for batch-7 (62 %) and
-//! system.slice/containerd.service (21 %)".
+//! Sentences about the causes of a container's waits: "waited 14 % of the last minute, mostly for batch-7 (62
+//! %) and system.slice/containerd.service (21 %)".
 
 use beelet_proto::beelet::{SignalContainer, SignalHolder, SignalWaitedFor};
 
 use crate::plain;
 
-/// Less of the minute is not worth a sentence.
+/// Minimum share of the minute that is worth a sentence.
 const LEAST_WAIT: f64 = 0.01;
-/// Who had less of it is not named.
+/// Minimum share of the wait for a cause to be named.
 const LEAST_SHARE: f64 = 0.05;
 
-/// What a container of the pod `namespace`/`pod` waits for.
+/// A wait of a container in the pod `namespace`/`pod`.
 #[derive(Clone, Copy)]
 struct Waiting<'a> {
     waited: Option<&'a SignalWaitedFor>,
     container: &'a str,
     namespace: &'a str,
     pod: &'a str,
-    /// What it calls itself, and its own bound.
+    /// Phrases for the container itself and for its own limit.
     own: [&'a str; 2],
 }
 
-/// The sentence about a container of the pod `namespace`/`pod` that waited for CPUs; `None` if it hardly did.
+/// Returns the sentence about waits for CPU of a container in the pod `namespace`/`pod`, or None below
+/// [`LEAST_WAIT`].
 pub(crate) fn for_cpu(of: &SignalContainer, namespace: &str, pod: &str) -> Option<String> {
     let own = ["its own threads", "its own CPU quota"];
     let waited = of.waited_for.as_ref();
     Waiting { waited, container: &of.name, namespace, pod, own }.sentence("", "mostly for")
 }
 
-/// The same about memory: "waited 8 % of the last minute for memory, mostly for the growth of batch-7 (62
-/// %)".
+/// Returns the sentence about waits for memory: "waited 8 % of the last minute for memory, mostly for the
+/// growth of batch-7 (62 %)".
 pub(crate) fn for_memory(of: &SignalContainer, namespace: &str, pod: &str) -> Option<String> {
     let waiting = Waiting {
         waited: of.waited_for_memory.as_ref(),
@@ -48,7 +49,7 @@ impl Waiting<'_> {
         let mut named: Vec<(String, f64)> = Vec::new();
         for holder in &waited.holders {
             let who = self.who(holder);
-            // Several containers of one pod are one.
+            // Several containers of one pod count as one cause.
             match named.iter_mut().find(|(known, _)| *known == who) {
                 Some((_, share)) => *share += holder.share,
                 None => named.push((who, holder.share)),
@@ -84,7 +85,7 @@ impl Waiting<'_> {
         } else if holder.own_quota {
             own_bound.to_owned()
         } else {
-            "what is gone".to_owned()
+            "terminated workloads".to_owned()
         }
     }
 }
@@ -140,7 +141,7 @@ mod tests {
         let unnamed = SignalHolder { share: 0.3, ..SignalHolder::default() };
         let quota = SignalHolder { own_quota: true, ..unnamed.clone() };
         let holders = [quota, unnamed, of_pod("kube-system", "dns", "", 0.3)];
-        let expected = "waited 50 % of the last minute, mostly for its own CPU quota (30 %), what is gone (30 %) \
+        let expected = "waited 50 % of the last minute, mostly for its own CPU quota (30 %), terminated workloads (30 %) \
                         and kube-system/dns (30 %)";
         check(0.5, &holders, Some(expected));
     }

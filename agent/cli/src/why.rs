@@ -1,4 +1,4 @@
-//! The line that says why a pod isn't as it should be, from its status and its events.
+//! The line that explains why a pod is not ready, from its status and its events.
 
 use beelet_client::Client;
 use beelet_model::labels::ANNOTATION_WAITS_FOR;
@@ -7,22 +7,22 @@ use beelet_proto::beelet as proto;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 
-/// The warnings that the agent keeps, of any pods.
+/// Recorded warnings of all pods.
 #[derive(Debug, Default)]
 pub(crate) struct Warnings(Vec<proto::Event>);
 
 impl Warnings {
-    /// Of these events those that are warnings.
+    /// Keeps the warnings among these events.
     pub(crate) fn of(events: impl IntoIterator<Item = proto::Event>) -> Self {
         Self(events.into_iter().filter(|event| event.r#type == "Warning").collect())
     }
 
-    /// All that the agent keeps.
+    /// Reads all warnings that the agent has recorded.
     pub(crate) async fn read(client: &mut Client) -> anyhow::Result<Self> {
         Ok(Self::of(client.kept_events(proto::ListEventsRequest::default()).await?))
     }
 
-    /// Why this pod isn't as it should be; None if it is.
+    /// Returns the reason why the pod is not ready, or None.
     pub(crate) fn why(&self, pod: &Pod, now: Timestamp) -> Option<String> {
         let metadata = &pod.metadata;
         let before = metadata.annotations.as_ref().and_then(|all| all.get(ANNOTATION_WAITS_FOR));

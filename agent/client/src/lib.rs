@@ -1,4 +1,4 @@
-//! The other end of the gRPC socket: for the command line, the demo and the tests.
+//! Client of the agent's gRPC socket, for the command line, the demo and the tests.
 
 pub mod signals;
 
@@ -28,11 +28,11 @@ use tonic::{Code, Status, Streaming};
 use beelet_codec::{ApiType as _, JsonError};
 use beelet_model::table::{PodEntry, PodName, PodTable, ReadinessEdge, RejectedManifest};
 
-/// Larger than any list of a node's pods.
+/// Maximum size of a message, larger than any list of a node's pods.
 pub const MAX_MESSAGE: usize = 256 << 20;
 
-/// How often an agent that says nothing is asked whether it is there, and how long it may take to say so. A
-/// call may take as long as it takes: the agent has deadlines of its own for the runtime's.
+/// Keep-alive interval of a silent connection, and the maximum time for its answer. Calls have no deadline of
+/// their own, because the agent limits its calls to the runtime.
 const ASKED: Duration = Duration::from_secs(5);
 const ANSWERS: Duration = Duration::from_secs(10);
 
@@ -50,51 +50,52 @@ pub struct Client {
     probes: ProbesClient<Channel>,
 }
 
-/// Why the agent gave no answer.
+/// Reason why the agent gave no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nobody is there.
+    /// No process listens on the socket.
     #[error(
-        "no agent answers at {}: {}; is `beelet run` up? Name its socket with --socket (or BEELET_SOCKET) if its runDir is \
-         another one",
+        "no agent answers at {}: {}; is `beelet run` up? Set `--socket` or `BEELET_SOCKET` if its `runDir` is \
+         not the default",
         .path.display(), .error
     )]
     NotRunning {
         /// The socket.
         path: PathBuf,
-        /// What connecting gave. It is in the sentence, and so no source: those are printed behind it.
+        /// Error of the connection. The text contains it, so it is not a source, which would be printed
+        /// again.
         error: io::Error,
     },
-    /// Not for this user.
-    #[error("the agent's socket {} is for root only: run the command as root", .0.display())]
+    /// This user may not connect.
+    #[error("permission denied for the agent's socket {}: run the command as root", .0.display())]
     Denied(PathBuf),
-    /// The agent answered with an error.
+    /// The agent returned an error.
     #[error("the agent: {}", .0.message())]
     Status(Box<Status>),
     /// The connection ended before the answer.
     #[error(
-        "the agent stopped, or was started anew, before it answered: ask again (`journalctl -u beelet` has its log)"
+        "the agent stopped or was restarted before it answered: run the command again (`journalctl -u beelet` has the log)"
     )]
     Gone,
-    /// Nothing comes back from it.
+    /// The agent does not answer.
     #[error(
-        "the agent does not answer: it hangs, or the machine is too busy for it; `systemctl status beelet` shows \
+        "the agent does not answer: it hangs, or the machine is overloaded; `systemctl status beelet` shows \
          its process, `journalctl -u beelet` its log"
     )]
     Hangs,
-    /// It does not have this call.
+    /// The agent does not implement this call.
     #[error(
-        "this agent does not have this: if it is `beelet observe`, it measures and changes nothing \
-         (get pods, top and tune ask it); for the rest ask whoever runs the pods: kubectl, or crictl on this machine"
+        "this agent does not support this command: `beelet observe` only measures \
+         (`get pods`, `top` and `tune`); for the rest, use kubectl, or crictl on this machine"
     )]
     NotServed,
-    /// The agent sent something else than a pod.
-    #[error("the agent sent a pod that cannot be read: {0}; is it of another version?")]
+    /// The agent sent a malformed pod.
+    #[error("cannot parse the agent's pod: {0}; does the agent have another version?")]
     Malformed(JsonError),
 }
 
 impl ClientError {
-    /// Why a container's log can't be read yet: it has not started. None if it is something else.
+    /// Returns the reason why a container's log cannot be read yet, if the container has not started.
     #[must_use]
     pub fn not_started(&self) -> Option<&str> {
         match self {
@@ -103,7 +104,7 @@ impl ClientError {
         }
     }
 
-    /// Returns true if the same call may succeed later: the agent starts, or is started again.
+    /// Returns true if the same call may succeed later, after the agent has started or restarted.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         match self {
@@ -119,7 +120,7 @@ impl ClientError {
 
 impl From<Status> for ClientError {
     fn from(status: Status) -> Self {
-        // An answer of the agent's has no source; what happened on the way has one.
+        // An error from the agent has no source; a transport error has one.
         let mut source = status.source();
         if source.is_none() {
             let is_unknown_call = status.code() == Code::Unimplemented && status.message().is_empty();
@@ -135,20 +136,20 @@ impl From<Status> for ClientError {
     }
 }
 
-/// Something that happened to the agent's pods.
+/// A change of the agent's pods.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
-    /// A pod is there that was not.
+    /// A pod was added.
     Added(PodName, Arc<PodEntry>),
-    /// A pod changed; it may also be another one of the same name.
+    /// A pod changed, or was replaced by another pod of the same name.
     Modified(PodName, Arc<PodEntry>),
-    /// A pod is gone. This was its last state.
+    /// A pod was removed. The entry has its last state.
     Deleted(PodName, Arc<PodEntry>),
-    /// All that was there when the watch began has been told.
+    /// The initial list is complete.
     Synced,
-    /// These manifests, and only these, cannot become pods.
+    /// The complete list of manifests that cannot become pods.
     Rejected(Arc<Vec<RejectedManifest>>),
-    /// Why pods may not be as they were told; empty: they are again.
+    /// Reason why the reported pods may be outdated; empty once they are current again.
     Notice(String),
 }
 
@@ -156,7 +157,7 @@ impl Client {
     /// Connects to the agent's socket at `path`.
     ///
     /// # Errors
-    /// Nobody listens there, or this user may not connect.
+    /// No process listens there, or this user may not connect.
     pub async fn connect(path: &Path) -> Result<Self, ClientError> {
         let channel = connect(path).await?;
         Ok(Self {
@@ -172,10 +173,10 @@ impl Client {
         })
     }
 
-    /// Collects images now, or says what would go.
+    /// Collects images now, or lists candidates with `dry_run`.
     ///
     /// # Errors
-    /// The agent can't, and says why.
+    /// The agent's error.
     pub async fn collect_images(
         &mut self,
         all_unused: bool,
@@ -185,10 +186,10 @@ impl Client {
         Ok(self.garbage.collect_images(request).await?.into_inner())
     }
 
-    /// Collects dead containers and sandboxes now, or says what would go.
+    /// Collects dead containers and sandboxes now, or lists candidates with `dry_run`.
     ///
     /// # Errors
-    /// The agent can't, and says why.
+    /// The agent's error.
     pub async fn collect_containers(
         &mut self,
         terminated: bool,
@@ -198,27 +199,27 @@ impl Client {
         Ok(self.garbage.collect_containers(request).await?.into_inner())
     }
 
-    /// The runtime's images, with the pods that use them.
+    /// Returns the runtime's images with the pods that use them.
     ///
     /// # Errors
-    /// The agent or the runtime doesn't answer.
+    /// The agent or the runtime does not answer.
     pub async fn images(&mut self) -> Result<proto::ListImagesResponse, ClientError> {
         Ok(self.images.list_images(proto::ListImagesRequest {}).await?.into_inner())
     }
 
-    /// Fetches an image; the reference to run it by.
+    /// Pulls an image and returns its reference for containers.
     ///
     /// # Errors
-    /// It can't be fetched, and why.
+    /// The reason why the image cannot be pulled.
     pub async fn pull_image(&mut self, image: &str) -> Result<String, ClientError> {
         let request = proto::PullImageRequest { image: image.to_owned() };
         Ok(self.images.pull_image(request).await?.into_inner().reference)
     }
 
-    /// Removes an image, with `force` also one that pods use.
+    /// Removes an image; with `force` also an image in use.
     ///
     /// # Errors
-    /// There is none, it is in use, or it can't be removed.
+    /// The image is missing, in use, or cannot be removed.
     pub async fn remove_image(
         &mut self,
         image: &str,
@@ -228,10 +229,10 @@ impl Client {
         Ok(self.images.remove_image(request).await?.into_inner().image)
     }
 
-    /// Takes the images of an archive. The first input says how.
+    /// Imports the images of an archive. The first input has the parameters.
     ///
     /// # Errors
-    /// The archive is none, or the runtime does not take it.
+    /// The archive is invalid, or the runtime rejects it.
     pub async fn import_images(
         &mut self,
         inputs: impl tokio_stream::Stream<Item = proto::ImportInput> + Send + 'static,
@@ -239,10 +240,10 @@ impl Client {
         Ok(self.images.import_images(inputs).await?.into_inner().images)
     }
 
-    /// An archive of images, in pieces.
+    /// Exports images as an archive, in pieces.
     ///
     /// # Errors
-    /// There is no such image, or the runtime does not hand it out.
+    /// An image is missing, or the runtime cannot export it.
     pub async fn export_images(
         &mut self,
         images: Vec<String>,
@@ -251,17 +252,17 @@ impl Client {
         Ok(self.images.export_images(request).await?.into_inner())
     }
 
-    /// All pods as they are now, and why they may not be as they are shown; empty if there is no reason.
+    /// Returns all current pods, and the reason why they may be outdated, or an empty text.
     ///
     /// # Errors
-    /// The agent stopped or refused, or knows nothing yet.
+    /// The agent stopped, refused, or does not know its pods yet.
     pub async fn pods(&mut self) -> Result<(PodTable, String), ClientError> {
         let list = self.node.list_pods(proto::ListPodsRequest {}).await?.into_inner();
         let pods = list.pods.into_iter().map(decode_pod).collect::<Result<_, _>>()?;
         Ok((PodTable { pods, rejected: decode_rejected(list.rejected) }, list.notice))
     }
 
-    /// The pods, as namespace/name, that were deleted by force and have not ended yet.
+    /// Returns the force-deleted pods that have not terminated yet, as namespace/name.
     ///
     /// # Errors
     /// As for [`Client::pods`].
@@ -269,7 +270,7 @@ impl Client {
         Ok(self.node.list_pods(proto::ListPodsRequest {}).await?.into_inner().deleted_by_force)
     }
 
-    /// All pods as they are now, and then every change.
+    /// Lists all current pods and then watches for changes.
     ///
     /// # Errors
     /// The agent stopped or refused.
@@ -277,15 +278,15 @@ impl Client {
         Ok(Watch { events: self.node.watch_pods(proto::WatchPodsRequest {}).await?.into_inner() })
     }
 
-    /// The node's devices, and who holds them.
+    /// Returns the node's devices and their holders.
     ///
     /// # Errors
-    /// The agent stopped or refused, or still waits for the runtime.
+    /// The agent stopped, refused, or still waits for the runtime.
     pub async fn devices(&mut self) -> Result<proto::ListDevicesResponse, ClientError> {
         Ok(self.devices.list_devices(proto::ListDevicesRequest {}).await?.into_inner())
     }
 
-    /// The node's resources, and the part of them that pods may have.
+    /// Returns the node's capacity and allocatable resources.
     ///
     /// # Errors
     /// As for [`Client::devices`].
@@ -293,7 +294,7 @@ impl Client {
         Ok(self.devices.get_node(proto::GetNodeRequest {}).await?.into_inner())
     }
 
-    /// The tuner's status.
+    /// Returns the tuner's status.
     ///
     /// # Errors
     /// The agent stopped or refused.
@@ -301,7 +302,7 @@ impl Client {
         Ok(self.tuner.get_tuner_status(proto::GetTunerStatusRequest {}).await?.into_inner())
     }
 
-    /// The steps that the tuner took or advised.
+    /// Returns the steps that the tuner took or advised.
     ///
     /// # Errors
     /// The agent stopped or refused.
@@ -309,7 +310,7 @@ impl Client {
         Ok(self.tuner.get_tuner_history(proto::GetTunerHistoryRequest {}).await?.into_inner())
     }
 
-    /// Every probe of every container.
+    /// Returns all probes of all containers.
     ///
     /// # Errors
     /// The agent stopped or refused.
@@ -317,10 +318,10 @@ impl Client {
         Ok(self.probes.list_probes(proto::ListProbesRequest {}).await?.into_inner().probes)
     }
 
-    /// Runs a probe once, now.
+    /// Runs a probe once, immediately.
     ///
     /// # Errors
-    /// There is no such probe; the agent stopped or refused.
+    /// The probe is missing, or the agent stopped or refused.
     pub async fn run_probe(
         &mut self,
         wanted: proto::RunProbeRequest,
@@ -328,7 +329,7 @@ impl Client {
         Ok(self.probes.run_probe(wanted).await?.into_inner())
     }
 
-    /// The node's events, the last one at the end; with `watch`, then those that come.
+    /// Returns the node's events, latest last; with `watch`, new events follow.
     ///
     /// # Errors
     /// The agent stopped or refused.
@@ -339,7 +340,7 @@ impl Client {
         Ok(self.events.list_events(wanted).await?.into_inner())
     }
 
-    /// The events that the agent keeps, the one that happened last at the end.
+    /// Returns the recorded events, latest last.
     ///
     /// # Errors
     /// The agent stopped or refused.
@@ -356,9 +357,9 @@ impl Client {
     }
 }
 
-/// The connection to the agent's socket at `path`: one for any of its services.
+/// Connects to the agent's socket at `path`; every service can use the connection.
 pub async fn connect(path: &Path) -> Result<Channel, ClientError> {
-    // The transport's own error hides why; this asks the kernel first.
+    // The transport's own error hides the cause, so a plain connection comes first.
     UnixStream::connect(path).await.map_err(|source| match source.kind() {
         io::ErrorKind::PermissionDenied => ClientError::Denied(path.to_owned()),
         _ => ClientError::NotRunning { path: path.to_owned(), error: source },
@@ -368,7 +369,7 @@ pub async fn connect(path: &Path) -> Result<Channel, ClientError> {
         let socket = socket.clone();
         async move { UnixStream::connect(socket).await.map(TokioIo::new) }
     });
-    // The address is a formality: the connector knows the way.
+    // The connector ignores this address.
     let channel = Endpoint::from_static("http://localhost")
         .http2_keep_alive_interval(ASKED)
         .keep_alive_timeout(ANSWERS)
@@ -379,10 +380,10 @@ pub async fn connect(path: &Path) -> Result<Channel, ClientError> {
 }
 
 impl Client {
-    /// A container's log.
+    /// Streams a container's log.
     ///
     /// # Errors
-    /// There is no such container or log, or the agent stopped or refused.
+    /// The container or the log is missing, or the agent stopped or refused.
     pub async fn logs(
         &mut self,
         request: proto::LogsRequest,
@@ -390,10 +391,10 @@ impl Client {
         Ok(self.containers.logs(request).await?.into_inner())
     }
 
-    /// Runs a command in a container. The first input says which and where.
+    /// Runs a command in a container. The first input has the command and the container.
     ///
     /// # Errors
-    /// There is no such container, it doesn't run, or the agent stopped or refused.
+    /// The container is missing or not running, or the agent stopped or refused.
     pub async fn exec(
         &mut self,
         inputs: impl tokio_stream::Stream<Item = proto::ExecInput> + Send + 'static,
@@ -401,7 +402,7 @@ impl Client {
         Ok(self.containers.exec(inputs).await?.into_inner())
     }
 
-    /// The streams of a container's own first process. The first input says which container.
+    /// Attaches to a container's main process. The first input names the container.
     ///
     /// # Errors
     /// As for [`Client::exec`].
@@ -412,10 +413,10 @@ impl Client {
         Ok(self.containers.attach(inputs).await?.into_inner())
     }
 
-    /// A connection to a port of a pod. The first piece says which.
+    /// Connects to a port of a pod. The first piece names the pod and the port.
     ///
     /// # Errors
-    /// There is no such pod, it doesn't run, or the agent stopped or refused.
+    /// The pod is missing or not running, or the agent stopped or refused.
     pub async fn port_forward(
         &mut self,
         inputs: impl tokio_stream::Stream<Item = proto::PortInput> + Send + 'static,
@@ -423,10 +424,10 @@ impl Client {
         Ok(self.containers.port_forward(inputs).await?.into_inner())
     }
 
-    /// Starts containers again at once.
+    /// Restarts containers immediately.
     ///
     /// # Errors
-    /// There is none that can be, or the agent stopped or refused.
+    /// No container can be restarted, or the agent stopped or refused.
     pub async fn restart(
         &mut self,
         target: proto::ContainerTarget,
@@ -438,31 +439,31 @@ impl Client {
     /// Adds an ephemeral container to a static pod.
     ///
     /// # Errors
-    /// There is no such pod, it can't have such a container, or the agent stopped or refused.
+    /// The pod is missing or cannot have an ephemeral container, or the agent stopped or refused.
     pub async fn debug(&mut self, request: proto::DebugRequest) -> Result<proto::DebugResponse, ClientError> {
         Ok(self.containers.debug(request).await?.into_inner())
     }
 
-    /// Puts manifests into the agent's folder, or says what that would do.
+    /// Writes manifests to the agent's manifest directory, or reports the changes with a dry run.
     ///
     /// # Errors
-    /// One is wrong, can't be written, or the agent stopped or refused.
+    /// A manifest is invalid or cannot be written, or the agent stopped or refused.
     pub async fn apply(&mut self, request: proto::ApplyRequest) -> Result<proto::ApplyResponse, ClientError> {
         Ok(self.manifests.apply(request).await?.into_inner())
     }
 
-    /// The objects that the folder's manifests describe.
+    /// Returns the objects in the manifest directory.
     ///
     /// # Errors
-    /// The selector is wrong, or the agent stopped or refused.
+    /// The selector is invalid, or the agent stopped or refused.
     pub async fn list(&mut self, request: proto::ListRequest) -> Result<Vec<proto::Described>, ClientError> {
         Ok(self.manifests.list(request).await?.into_inner().objects)
     }
 
-    /// Takes a manifest out of the agent's folder.
+    /// Removes a manifest from the agent's manifest directory.
     ///
     /// # Errors
-    /// There is none, it can't be taken out, or the agent stopped or refused.
+    /// The manifest is missing or cannot be removed, or the agent stopped or refused.
     pub async fn delete(
         &mut self,
         request: proto::DeleteRequest,
@@ -471,17 +472,17 @@ impl Client {
     }
 }
 
-/// Changes as they come.
+/// A stream of changes.
 #[derive(Debug)]
 pub struct Watch {
     events: Streaming<proto::PodEvent>,
 }
 
 impl Watch {
-    /// The next one; None when the agent has ended the stream. Safe to be dropped while it waits.
+    /// Returns the next change, or None once the agent has closed the stream. Cancel safe.
     ///
     /// # Errors
-    /// The agent stopped, or sent what cannot be read.
+    /// The agent stopped, or sent a malformed pod.
     pub async fn next(&mut self) -> Result<Option<Event>, ClientError> {
         while let Some(event) = self.events.message().await? {
             let kind = event.r#type();
@@ -493,7 +494,7 @@ impl Watch {
                 (Type::Synced, _) => return Ok(Some(Event::Synced)),
                 (Type::Notice, _) => return Ok(Some(Event::Notice(event.notice))),
                 (Type::Rejected, _) => return Ok(Some(Event::Rejected(decode_rejected(event.rejected)))),
-                // A newer agent may have events that we don't know.
+                // A newer agent may send unknown events.
                 _ => {}
             }
         }
@@ -502,7 +503,7 @@ impl Watch {
 }
 
 impl Event {
-    /// Makes `table` what it is after this event.
+    /// Applies this event to `table`.
     pub fn apply(&self, table: &mut PodTable) {
         match self {
             Self::Added(name, entry) | Self::Modified(name, entry) => {
@@ -525,7 +526,7 @@ fn decode_pod(pod: proto::Pod) -> Result<(PodName, Arc<PodEntry>), ClientError> 
         kernel_ns: edge.kernel_ns,
         published_ns: edge.published_ns,
     });
-    // The namespace's path is the agent's own business and not sent.
+    // The namespace's path is private to the agent and not sent.
     let entry = PodEntry {
         readiness_edge,
         ..PodEntry::of(Pod::from_json(&pod.json).map_err(ClientError::Malformed)?)

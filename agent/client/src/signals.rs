@@ -1,4 +1,4 @@
-//! The client's side: for `beelet top` and the tests.
+//! Client of the agent's signals, for `beelet top` and the tests.
 
 use std::path::Path;
 
@@ -19,13 +19,13 @@ impl Client {
     /// Connects to the agent's socket at `path`.
     ///
     /// # Errors
-    /// Nobody listens there, or this user may not connect.
+    /// No process listens there, or this user may not connect.
     pub async fn connect(path: &Path) -> Result<Self, ClientError> {
         let signals = SignalsClient::new(connect(path).await?).max_decoding_message_size(MAX_MESSAGE);
         Ok(Self { signals })
     }
 
-    /// The node as it is now.
+    /// Returns the current state of the node.
     ///
     /// # Errors
     /// The agent stopped or refused.
@@ -34,7 +34,7 @@ impl Client {
         Ok(self.signals.snapshot(request).await?.into_inner())
     }
 
-    /// The node at each tick.
+    /// Streams the state of the node, once per tick.
     ///
     /// # Errors
     /// The agent stopped or refused.
@@ -43,7 +43,7 @@ impl Client {
         Ok(self.signals.watch_snapshots(request).await?.into_inner())
     }
 
-    /// Edges as they happen.
+    /// Streams edges as they occur.
     ///
     /// # Errors
     /// The agent stopped or refused.

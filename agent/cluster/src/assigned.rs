@@ -22,8 +22,11 @@ use tracing::{error, info, warn};
 
 use crate::watch::{Collection, Sink, key_of};
 
-/// Annotations below this are the agent's own: what the API server says there is nobody's word.
+/// Annotations below this are the agent's own. A pod of the API server has no say in them, but for those of
+/// [`USERS`].
 const OWN: &str = "beelet.dev/";
+/// Annotations below [`OWN`] that a pod's author sets.
+const USERS: &[&str] = &[beelet_policy::probe::settings::POD_ANNOTATION];
 
 /// One pod.
 #[derive(Clone, Debug)]
@@ -244,7 +247,10 @@ fn wanted(pod: &core::Pod) -> core::Pod {
     let metadata = &mut pod.metadata;
     (metadata.managed_fields, metadata.resource_version, metadata.self_link) = (None, None, None);
     let annotations = metadata.annotations.get_or_insert_default();
-    annotations.retain(|key, _| !key.starts_with(OWN) && key != ANNOTATION_HASH && key != ANNOTATION_SEEN);
+    let is_ours = |key: &str| {
+        key.starts_with(OWN) && !USERS.contains(&key) || key == ANNOTATION_HASH || key == ANNOTATION_SEEN
+    };
+    annotations.retain(|key, _| !is_ours(key));
     annotations.insert(ANNOTATION_SOURCE.to_owned(), SOURCE_API.to_owned());
     // The API server knows three things better: that a pod has ended, what others say of its readiness gates,
     // and which claims were made for it.
@@ -295,7 +301,10 @@ mod tests {
         json!({
             "metadata": {
                 "name": name, "namespace": "shop", "uid": uid, "resourceVersion": "1",
-                "annotations": {"beelet.dev/manifest": "/m", "kubernetes.io/config.source": "file", "own": "x"},
+                "annotations": {
+                    "beelet.dev/manifest": "/m", "beelet.dev/probes": "mode=connect",
+                    "kubernetes.io/config.source": "file", "own": "x",
+                },
             },
             "spec": {"containers": [{"name": "c"}]},
             "status": {"phase": "Running"},
@@ -322,7 +331,8 @@ mod tests {
         let (name, a) = desired.pods.first_key_value().unwrap();
         assert_eq!(name.to_string(), "shop/a");
         let annotations = a.metadata.annotations.as_ref().unwrap();
-        assert_eq!(annotations.keys().collect::<Vec<_>>(), ["kubernetes.io/config.source", "own"]);
+        let kept = ["beelet.dev/probes", "kubernetes.io/config.source", "own"];
+        assert_eq!(annotations.keys().collect::<Vec<_>>(), kept);
         assert_eq!(annotations[ANNOTATION_SOURCE], SOURCE_API);
         assert!(a.status.is_none() && a.metadata.resource_version.is_none());
     }

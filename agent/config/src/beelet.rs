@@ -6,7 +6,11 @@ use super::TcpProbes;
 use super::pressure_edges::PressureEdgesWire;
 use super::tuner::TunerWire;
 use super::values::GoDuration;
-use beelet_policy::{admission::preemption, probe::EdgePolicy, resources::cgroups::CpuWeightFormula};
+use beelet_policy::{
+    admission::preemption,
+    probe::{EdgePolicy, listener::QueueRule},
+    resources::cgroups::CpuWeightFormula,
+};
 use beelet_units::bpf_settings::BpfMode;
 
 #[derive(Debug, Default, Deserialize, Serialize)]
@@ -26,6 +30,7 @@ pub(super) struct BeeletWire {
     pub(super) tcp_probes: Option<TcpProbes>,
     pub(super) edge_policy: Option<EdgePolicy>,
     pub(super) liveness_canary: Option<GoDuration>,
+    pub(super) liveness_stalled: Option<QueueRule>,
     pub(super) critical_static_pods: Option<bool>,
     pub(super) cpu_weight_formula: Option<CpuWeightFormula>,
     pub(super) kubelet_dir: Option<String>,

@@ -2,9 +2,6 @@
 
 use std::time::Duration;
 
-/// How often a liveness probe in kernel mode sends a connection, unless told otherwise.
-pub(crate) const CANARY: Duration = Duration::from_secs(60);
-
 /// How long a pod waits for a plugin, unless the configuration says otherwise: as long as the kubelet
 /// remembers one.
 pub const PLUGIN_WAIT: Duration = Duration::from_secs(300);

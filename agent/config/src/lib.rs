@@ -18,7 +18,7 @@ use beelet_policy::{
     devices::topology::{TopologyPolicy, TopologyScope},
     images::{containers::ContainerGcPolicy, credentials::Verification},
     node::shutdown::Periods,
-    probe::EdgePolicy,
+    probe::{EdgePolicy, listener::QueueRule},
     resources::cgroups::{CpuWeightFormula, MemoryQos, SwapBehavior},
     tuner::{Law, TunerMode, scheduler::SchedulerKind},
 };
@@ -259,9 +259,11 @@ pub struct Beelet {
     pub tcp_probes: TcpProbes,
     /// What a listener's coming and going does to readiness.
     pub edge_policy: EdgePolicy,
-    /// How often a liveness probe that the kernel answers sends a connection and sees whether it is accepted;
-    /// zero: never.
+    /// Time between two connections of a liveness probe that the kernel answers, by which the probe sees that
+    /// the application still accepts; zero: never.
     pub liveness_canary: Duration,
+    /// The state of the accept queues that fails liveness and startup probes that the kernel answers.
+    pub liveness_stalled: QueueRule,
     /// The kubelet's rule that every static pod is critical.
     pub critical_static_pods: bool,
     /// How shares become cpu.weight on cgroup v2.

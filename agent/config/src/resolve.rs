@@ -10,6 +10,7 @@ use std::time::Duration;
 use beelet_policy::{
     devices::topology::{TopologyPolicy, TopologyScope},
     images::credentials::{Policy, Verification, wrong_entry},
+    probe::listener::QueueRule,
     resources::{
         cgroups::{MemoryQos, MemoryReservationPolicy, SwapBehavior},
         user_namespaces,
@@ -22,7 +23,7 @@ use super::documents::Documents;
 use super::error::Problem;
 use super::kubelet::{CrashLoopBackOffWire, KubeletWire, TracingWire, UserNamespacesWire};
 use super::values::{Amounts, GoDuration};
-use super::words::{duration, nonzero, number, path, path_or, path_or_empty, text, word};
+use super::words::{duration, duration_or_zero, nonzero, number, path, path_or, path_or_empty, text, word};
 use super::{Autonomy, Beelet, Config, TcpProbes, Tracing, pressure, reservations};
 
 /// The first of each is the default.
@@ -171,7 +172,8 @@ pub(super) fn beelet(wire: &mut BeeletWire) -> Result<Beelet, Problem> {
         tcp_probes: *wire.tcp_probes.get_or_insert(TcpProbes::Kernel),
         edge_policy: *wire.edge_policy.get_or_insert_default(),
         // Zero is a value here: never.
-        liveness_canary: wire.liveness_canary.get_or_insert(GoDuration(crate::defaults::CANARY)).0,
+        liveness_canary: duration_or_zero(&mut wire.liveness_canary),
+        liveness_stalled: *wire.liveness_stalled.get_or_insert(QueueRule::Room),
         critical_static_pods: *wire.critical_static_pods.get_or_insert(false),
         cpu_weight_formula: *wire.cpu_weight_formula.get_or_insert_default(),
         kubelet_dir: folder("kubeletDir", &mut wire.kubelet_dir, "/var/lib/kubelet")?,

@@ -220,7 +220,9 @@ fn our_own_fields_are_understood() {
     assert_eq!(field("bpf: null").bpf, BpfMode::Auto);
     assert_eq!(field("tcpProbes: connect").tcp_probes, TcpProbes::Connect);
     assert_eq!(field("edgePolicy: threshold").edge_policy, EdgePolicy::Threshold);
-    assert_eq!(field("").liveness_canary, Duration::from_secs(60));
+    assert_eq!(field("").liveness_canary, Duration::ZERO);
+    assert_eq!(field("").liveness_stalled, QueueRule::Room);
+    assert_eq!(field("livenessStalled: fail").liveness_stalled, QueueRule::Accepted);
     assert_eq!(field("livenessCanary: 10s").liveness_canary, Duration::from_secs(10));
     assert_eq!(field("livenessCanary: 0s").liveness_canary, Duration::ZERO);
     assert_eq!(field("cpuWeightFormula: proportional").cpu_weight_formula, CpuWeightFormula::Proportional);

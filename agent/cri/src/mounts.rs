@@ -59,7 +59,7 @@ impl Mounts {
         Self::with(
             folder,
             socket,
-            Arc::new(|folder, pid| propagation::look(folder, std::process::id(), Some(pid))),
+            Arc::new(|folder, pid| propagation::inspect(folder, std::process::id(), Some(pid))),
         )
     }
 

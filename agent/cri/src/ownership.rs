@@ -92,7 +92,7 @@ impl Ownership {
             return Err(fail(io::Error::other("it is not a folder of this user's; remove it")));
         }
         let what = format!("the runtime at {}", socket.display());
-        let ownership = Self { lock: Lock::take(&locks.join(lock_name(socket)), &what)?, what };
+        let ownership = Self { lock: Lock::acquire(&locks.join(lock_name(socket)), &what)?, what };
         ownership.refuse_kubelet(socket)?;
         Ok(ownership)
     }
@@ -160,7 +160,7 @@ pub fn kubelet_on(socket: &Path) -> io::Result<Option<Kubelet>> {
 pub fn beelet_on(socket: &Path) -> Option<String> {
     let path = Path::new(LOCKS).join(lock_name(socket));
     // One that nobody made is nobody's; taken here, it is given back at once.
-    let taken = path.exists().then(|| Lock::take(&path, &format!("the runtime at {}", socket.display())));
+    let taken = path.exists().then(|| Lock::acquire(&path, &format!("the runtime at {}", socket.display())));
     taken?.err().map(|error| error.to_string())
 }
 

@@ -1,11 +1,11 @@
-//! Pods get their devices, of each resource one pod at a time: the ledger decides, the plugins prepare, the
+//! Admits pods to their devices, one pod at a time per resource: the ledger decides, the plugins prepare, the
 //! checkpoint is written, and only then may the pod start.
 //!
-//! Pods that want different resources don't wait for each other ([`super::turns`]). A pod that is gone before
-//! its plugin has answered gets nothing, and its plugin isn't waited for.
+//! Pods that want different resources do not wait for each other ([`super::turns`]). A pod deleted before its
+//! plugin has answered gets nothing, and the admission does not wait for the plugin.
 //!
-//! A plugin that isn't there (yet) makes a pod wait, for a while; anything else that is in the way ends it as
-//! the kubelet does, with the kubelet's reason, and it runs again when that may have changed.
+//! A missing plugin makes a pod wait for a while. Any other obstacle ends the pod with the kubelet's reason,
+//! and the pod is retried when the obstacle may have disappeared.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -39,45 +39,45 @@ use super::{
 use beelet_model::{failure::Refusal, origin::Origin, request::Request, table::PodName};
 use beelet_state::events::{Object, Recorder};
 
-/// The kubelet's words for a pod that can't have its devices.
+/// Reasons of the kubelet for a pod that cannot have its devices.
 const UNEXPECTED: &str = "UnexpectedAdmissionError";
 const TOPOLOGY: &str = "TopologyAffinityError";
-/// Refused pods that are remembered, to be tried again. One more waits for its manifest to change.
+/// Maximum number of refused pods remembered for a retry. Further ones wait for a change of their manifest.
 const MAX_REFUSED: usize = 1024;
-/// Pods whose turn hasn't come. One more, and all behind it, waits to ask at all.
+/// Maximum number of queued pods. Further requests are not received until one leaves the queue.
 const MAX_QUEUED: usize = 1024;
-/// How soon a checkpoint that couldn't be written is tried again.
+/// Delay before a pod may retry after a failed checkpoint write.
 const WRITE_RETRY: Duration = Duration::from_secs(5);
 
-/// What is known of the pod's containers.
+/// State of the pod's containers.
 #[derive(Clone, Debug, Default)]
 pub struct Circumstances {
-    /// Those that run.
+    /// Running containers.
     pub running: BTreeSet<String>,
-    /// Init containers that have ended for good.
+    /// Init containers that have terminated permanently.
     pub ended: BTreeSet<String>,
-    /// The pod had devices before (it had a sandbox once): it waits where a new one would be refused.
+    /// The pod had devices before (it had a sandbox once), so it waits where a new pod would be refused.
     pub restarting: bool,
 }
 
-/// Why a pod can't start.
+/// Refusal to let a pod start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeviceRefusal {
-    /// Not now: to be asked again when the node's devices change, or at this time.
+    /// Not at present: ask again when the node's devices change, or at `until`.
     Wait {
-        /// What is missing.
+        /// The missing plugin or devices.
         message: String,
-        /// When to ask again at the latest.
+        /// Time at which to ask again at the latest.
         until: Instant,
     },
-    /// The pods' manager was asked to end it.
+    /// The pods' manager was asked to end the pod.
     Failed {
-        /// Why.
+        /// Cause.
         message: String,
     },
 }
 
-/// A pod that asks.
+/// Request of a pod.
 #[derive(Debug)]
 pub(super) struct Asked {
     pod: Arc<core::Pod>,
@@ -87,7 +87,7 @@ pub(super) struct Asked {
 
 type Answer = oneshot::Sender<Result<(), DeviceRefusal>>;
 
-/// Asks for a pod; needs nobody where the pod wants no devices.
+/// Requests admission of a pod; returns at once if the pod wants no devices.
 pub(super) async fn ask(
     shared: &Shared,
     admissions: &mpsc::Sender<Asked>,
@@ -97,7 +97,7 @@ pub(super) async fn ask(
     let wants = container_requests(pod).is_ok_and(|wishes| {
         let mut limits = wishes.iter().flat_map(|wish| &wish.limits);
         limits.any(|(resource, _)| {
-            is_extended_resource_name(resource) || shared.look(|l| l.devices.knows(resource))
+            is_extended_resource_name(resource) || shared.with_ledger(|l| l.devices.knows(resource))
         })
     });
     if !wants {
@@ -109,25 +109,25 @@ pub(super) async fn ask(
         return Ok(()); // no devices are handed out here
     }
     let ending = || DeviceRefusal::Wait {
-        message: "the agent is ending".to_owned(),
+        message: "the agent is stopping".to_owned(),
         until: Instant::now() + WRITE_RETRY,
     };
     answered.await.unwrap_or_else(|_| Err(ending()))
 }
 
-/// Why an admission came to nothing.
+/// Failure of an admission.
 enum AdmitError {
-    /// The ledger says no.
+    /// The ledger refused.
     Refused(AdmissionError),
-    /// The plugin says no.
+    /// The plugin refused.
     Plugin(String),
-    /// The plugin went away while it was asked.
+    /// The plugin disconnected during a call.
     Lost(String),
-    /// Whoever asked is gone.
+    /// The requester no longer waits.
     Unasked,
 }
 
-/// The one task that says whose turn it is, and what each admission has at hand.
+/// Task that schedules admissions, with the data that each admission shares.
 #[derive(Debug)]
 pub(super) struct Admitter {
     desk: Arc<Desk>,
@@ -155,7 +155,7 @@ impl Admitter {
         Self { desk: Arc::new(Desk { shared, written, active, requests, events }), asked }
     }
 
-    /// Until `shutdown`; then what is under way is left as it is, as after kill -9.
+    /// Runs until `shutdown`; admissions under way then stop as after kill -9.
     pub(super) async fn run(mut self, shutdown: CancellationToken) {
         let desk = Arc::clone(&self.desk);
         let (mut changes, mut active) = (desk.shared.node.subscribe(), desk.active.clone());
@@ -175,7 +175,7 @@ impl Admitter {
                     let id = match ended {
                         Ok((id, ())) => id,
                         Err(failed) => {
-                            error!(error = %failed, "an admission ended before its answer; the pod asks again");
+                            error!(error = %failed, "an admission task failed; the pod retries");
                             failed.id()
                         }
                     };
@@ -191,34 +191,34 @@ impl Admitter {
                     if changed.is_err() { return }
                     desk.let_refused_try_again().await;
                 }
-                Ok(()) = active.changed() => desk.give_back(),
+                Ok(()) = active.changed() => desk.free_ended(),
             }
         }
     }
 }
 
 impl Desk {
-    /// What a pod's admission is about.
+    /// Returns the resources that a pod's admission competes for.
     fn resources(&self, pod: &core::Pod) -> Resources {
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
-        // One that can't be read is refused for that.
+        // Invalid limits are reported by the admission.
         let wishes = container_requests(pod).unwrap_or_default();
-        self.shared.look(|ledger| contended(&ledger.devices, uid, &wishes))
+        self.shared.with_ledger(|ledger| contended(&ledger.devices, uid, &wishes))
     }
 
-    /// One admission from the question to the answer.
+    /// Runs one admission and sends its answer.
     async fn serve(self: Arc<Self>, asked: Asked) {
         let Asked { pod, circumstances, mut answer } = asked;
         let admitted = self.admit(&pod, circumstances, &mut answer).await;
-        // Whoever asked may be gone by now: the pod's end gives everything back.
+        // The requester may no longer wait: the pod's end releases everything.
         let _ = answer.send(admitted);
     }
 
-    /// Frees the devices of ended pods for pods that have asked already, and wait or were refused. For others
-    /// those are freed when they ask.
-    fn give_back(&self) {
+    /// Frees the devices of terminated pods for pods that wait or were refused. Later requests free them on
+    /// their own.
+    fn free_ended(&self) {
         let Some(active) = self.active.borrow().clone() else { return };
-        let is_freed = self.shared.look(|ledger| {
+        let is_freed = self.shared.with_ledger(|ledger| {
             if ledger.waiting.is_empty() && ledger.refused.is_empty() {
                 return false;
             }
@@ -229,9 +229,9 @@ impl Desk {
         }
     }
 
-    /// Pods that were refused for lack of devices run again once there may be enough.
+    /// Retries pods that were refused for lack of devices when there may be enough.
     async fn let_refused_try_again(&self) {
-        let ready: Vec<String> = self.shared.look(|ledger| {
+        let ready: Vec<String> = self.shared.with_ledger(|ledger| {
             let enough = |(_, (resource, count)): &(&String, &(String, usize))| {
                 ledger.devices.options(resource).is_some() && ledger.devices.free(resource) >= *count
             };
@@ -241,7 +241,7 @@ impl Desk {
             ready
         });
         for uid in ready {
-            info!(uid, "devices may be there now that the pod was refused for; it is tried again");
+            info!(uid, "enough devices may be free now; retrying a refused pod");
             if self.requests.send(Request::Retry { uid }).await.is_err() {
                 return;
             }
@@ -260,33 +260,38 @@ impl Desk {
             Ok(wishes) => wishes,
             Err(error) => return Err(self.fail(pod, &uid, UNEXPECTED, error.to_string(), None).await),
         };
-        if let Some(missing) = self.unheard_of(&uid, &wishes, &circumstances) {
+        if let Some(missing) = self.awaited_plugin(&uid, &wishes, &circumstances) {
             return Err(self.wait(pod, &uid, missing));
         }
         let restarting = circumstances.restarting;
-        match self.converse(&uid, wishes, circumstances, answer).await {
+        match self.allocate(&uid, wishes, circumstances, answer).await {
             Ok(()) => {
                 if let Err(cause) = self.written().await {
                     let until = Instant::now() + WRITE_RETRY;
                     return Err(DeviceRefusal::Wait { message: cause, until });
                 }
-                self.shared.look(|ledger| (ledger.waiting.remove(&uid), ledger.refused.remove(&uid)));
-                debug!(pod = %name, "the pod has its devices");
+                self.shared.with_ledger(|ledger| (ledger.waiting.remove(&uid), ledger.refused.remove(&uid)));
+                debug!(pod = %name, "allocated a pod's devices");
                 Ok(())
             }
             Err(trouble) => Err(self.refuse(pod, &uid, trouble, restarting).await),
         }
     }
 
-    /// A resource of the pod that no plugin has registered for. Soon after the agent's start it may still
-    /// come; and one that has registered, but not said yet what it has, will.
-    fn unheard_of(&self, uid: &str, wishes: &[ContainerRequest<'_>], now: &Circumstances) -> Option<String> {
+    /// Returns a message if no plugin serves one of the pod's resources yet. Soon after the agent's start the
+    /// plugin may still register; a registered plugin will still list its devices.
+    fn awaited_plugin(
+        &self,
+        uid: &str,
+        wishes: &[ContainerRequest<'_>],
+        now: &Circumstances,
+    ) -> Option<String> {
         let early = self.shared.now() < self.shared.settings.plugin_wait;
         let needed = wishes
             .iter()
             .filter(|wish| !now.running.contains(wish.container) && !now.ended.contains(wish.container));
         let limits = needed.flat_map(|wish| &wish.limits).filter(|(_, count)| *count > 0);
-        self.shared.look(|ledger| {
+        self.shared.with_ledger(|ledger| {
             let overdue = ledger.waiting.get(uid).is_some_and(|w| self.overdue(w));
             let missing = |resource: &str| {
                 is_extended_resource_name(resource)
@@ -302,8 +307,8 @@ impl Desk {
         self.shared.now().saturating_sub(waiting.since) >= self.shared.settings.plugin_wait
     }
 
-    /// The conversation with ledger and plugins. It ends early where nobody waits for what comes of it.
-    async fn converse(
+    /// Runs the admission against ledger and plugins. Stops when the requester no longer waits.
+    async fn allocate(
         &self,
         uid: &str,
         wishes: Vec<ContainerRequest<'_>>,
@@ -322,15 +327,16 @@ impl Desk {
         let free = |ledger: &Ledger| -> Vec<usize> {
             wanted.iter().map(|resource| ledger.devices.free(resource)).collect()
         };
-        let before = self.shared.look(|ledger| free(ledger));
+        let before = self.shared.with_ledger(|ledger| free(ledger));
         self.entering(uid);
         let mut admission = Admission::new(uid, wishes, circumstances);
         let mut outcome = tokio::select! {
             outcome = self.step_by_step(&mut admission, uid) => outcome,
             () = answer.closed() => Err(AdmitError::Unasked),
         };
-        let freed = self.shared.look(|ledger| {
-            // Not before all is in the ledger: who goes after that finds it there, and gives it back.
+        let freed = self.shared.with_ledger(|ledger| {
+            // Checked under the lock: a pod that ends later is found in the ledger, and its devices are
+            // freed.
             if answer.is_closed() {
                 outcome = Err(AdmitError::Unasked);
             }
@@ -340,25 +346,25 @@ impl Desk {
             }
             free(ledger) != before
         });
-        // An attempt that changed nothing is not published: the pod that waits would wake itself without end.
+        // An attempt without effect is not published: the waiting pod would wake itself without end.
         if freed || matches!(outcome, Ok(true)) {
             self.shared.change(|_| ());
         }
         outcome.map(drop)
     }
 
-    /// From here on the pod may hold devices, and those who know which pods may may not know of it yet.
+    /// From now on the pod may hold devices, although the set of active pods may not contain it yet.
     fn entering(&self, uid: &str) {
         let mut seen = self.active.clone();
         seen.mark_unchanged();
-        self.shared.look(|ledger| ledger.entering.insert(uid.to_owned(), seen));
+        self.shared.with_ledger(|ledger| ledger.entering.insert(uid.to_owned(), seen));
     }
 
-    /// True if something was allocated.
+    /// Performs the admission's steps; returns true if devices were allocated.
     async fn step_by_step(&self, admission: &mut Admission<'_>, uid: &str) -> Result<bool, AdmitError> {
         let mut allocated = false;
         loop {
-            let next = self.shared.look(|ledger| admission.next(&mut ledger.devices));
+            let next = self.shared.with_ledger(|ledger| admission.next(&mut ledger.devices));
             match next.map_err(AdmitError::Refused)? {
                 Next::Done => return Ok(allocated),
                 Next::Free => self.free_inactive(uid),
@@ -374,7 +380,7 @@ impl Desk {
                     let response = plugin.allocate(&ids).await;
                     self.shared.metrics.allocated(&resource, begun.elapsed());
                     let response = response.map_err(|s| trouble("Allocate", &resource, &s))?;
-                    self.shared.look(|ledger| admission.allocated(&mut ledger.devices, response));
+                    self.shared.with_ledger(|ledger| admission.allocated(&mut ledger.devices, response));
                     allocated = true;
                 }
             }
@@ -391,17 +397,17 @@ impl Desk {
 
     fn free_inactive(&self, uid: &str) {
         let Some(active) = self.active.borrow().clone() else { return };
-        self.shared.look(|ledger| ledger.free_inactive(&active, uid));
+        self.shared.with_ledger(|ledger| ledger.free_inactive(&active, uid));
     }
 
-    /// Waits until the checkpoint has what was committed.
+    /// Waits until the checkpoint contains the committed changes.
     async fn written(&self) -> Result<(), String> {
         let wanted = *self.shared.dirty.borrow();
         let mut written = self.written.clone();
         let written = written.wait_for(|written| written.covers(wanted)).await;
         match written {
             Ok(written) => written.trouble().map_or(Ok(()), Err),
-            Err(_) => Err("the agent is ending".to_owned()),
+            Err(_) => Err("the agent is stopping".to_owned()),
         }
     }
 
@@ -428,12 +434,12 @@ impl Desk {
             AdmitError::Lost(message) => (message, UNEXPECTED, true, None),
             AdmitError::Plugin(message) => (message, UNEXPECTED, false, None),
             AdmitError::Unasked => {
-                debug!(pod = %PodName::of(pod), "the pod is gone before it got its devices");
-                let message = "nobody asks for it any more".to_owned();
+                debug!(pod = %PodName::of(pod), "the pod was deleted before its devices were allocated");
+                let message = "the pod no longer waits".to_owned();
                 return DeviceRefusal::Wait { message, until: Instant::now() };
             }
         };
-        let overdue = self.shared.look(|l| l.waiting.get(uid).is_some_and(|w| self.overdue(w)));
+        let overdue = self.shared.with_ledger(|l| l.waiting.get(uid).is_some_and(|w| self.overdue(w)));
         if may_pass && !overdue {
             return self.wait(pod, uid, message);
         }
@@ -447,7 +453,7 @@ impl Desk {
 
     fn wait(&self, pod: &core::Pod, uid: &str, message: String) -> DeviceRefusal {
         let (now, name) = (self.shared.now(), PodName::of(pod));
-        let (since, first) = self.shared.look(|ledger| {
+        let (since, first) = self.shared.with_ledger(|ledger| {
             let first = !ledger.waiting.contains_key(uid);
             let new = || Waiting { since: now, pod: name.to_string(), message: String::new() };
             let waiting = ledger.waiting.entry(uid.to_owned()).or_insert_with(new);
@@ -456,7 +462,7 @@ impl Desk {
             (ledger.waiting.get(uid).map_or(now, |waiting| waiting.since), first)
         });
         if first {
-            warn!(pod = %name, "the pod must wait for its devices: {message}");
+            warn!(pod = %name, "the pod waits for its devices: {message}");
             self.events.warning(Object::pod(pod), "WaitingForDevices", message.clone());
         }
         DeviceRefusal::Wait {
@@ -473,10 +479,10 @@ impl Desk {
         message: String,
         lack: Option<(String, usize)>,
     ) -> DeviceRefusal {
-        warn!(pod = %PodName::of(pod), reason, "the pod can't have its devices: {message}");
-        // Of the API server's pods somebody makes new ones.
+        warn!(pod = %PodName::of(pod), reason, "cannot allocate the pod's devices: {message}");
+        // In a cluster a controller creates a replacement.
         let lack = lack.filter(|_| !Origin::of(pod).is_api());
-        self.shared.look(|ledger| {
+        self.shared.with_ledger(|ledger| {
             ledger.waiting.remove(uid);
             if let Some(lack) = lack.filter(|_| ledger.refused.len() < MAX_REFUSED) {
                 ledger.refused.insert(uid.to_owned(), lack);
@@ -488,7 +494,7 @@ impl Desk {
             message: message.clone(),
             refusal: Refusal::Other,
         };
-        // It fails where the agent ends: then nobody needs to know.
+        // Sending fails only if the agent is stopping, when the request is pointless.
         let _ = self.requests.send(request).await;
         DeviceRefusal::Failed { message }
     }
@@ -497,8 +503,7 @@ impl Desk {
 fn trouble(call: &str, resource: &str, status: &Status) -> AdmitError {
     let message =
         format!("device plugin {call} rpc failed for {resource} with err: {}", plugin::in_words(status));
-    // What tonic says of a connection that isn't there or broke; a plugin's own words are with the other
-    // codes.
+    // tonic's status for a missing or broken connection; a plugin's own errors have other codes.
     let lost = matches!(status.code(), Code::Unavailable | Code::Cancelled)
         || std::error::Error::source(status).is_some();
     if lost { AdmitError::Lost(message) } else { AdmitError::Plugin(message) }

@@ -1,4 +1,4 @@
-//! What a container was given, as an annotation of it: a checkpoint that is lost is rebuilt from these.
+//! Annotation of a container with its devices, from which a lost checkpoint is rebuilt.
 
 use std::sync::Arc;
 
@@ -10,15 +10,15 @@ use beelet_proto::cri;
 
 use beelet_model::labels;
 
-/// Annotations larger than this would only be a burden to the runtime; the checkpoint has it all.
+/// Maximum size. Larger annotations would burden the runtime; the checkpoint has the full data.
 const MAX: usize = 256 << 10;
 
-/// The annotation's value; `None` if there is nothing to keep, or too much.
+/// Returns the annotation's value; `None` if it would be empty or too large.
 pub fn encode(held: &HeldByResource) -> Option<String> {
     if held.is_empty() {
         return None;
     }
-    // Whose it is, the container's labels say.
+    // Pod and container are in the container's labels.
     let place = |resource: &String| HolderKey {
         pod_uid: String::new(),
         container: String::new(),
@@ -38,7 +38,8 @@ fn decode(text: &str) -> Option<HeldByResource> {
     Some(entries.into_iter().map(held).collect())
 }
 
-/// The devices that these containers of ours were given. One whose annotation can't be read has nothing.
+/// Returns the devices of our containers, according to their annotations. A container with an unreadable
+/// annotation holds nothing.
 #[must_use]
 pub fn remnants(containers: &[cri::Container]) -> Vec<Remnant> {
     let remnant = |container: &cri::Container| {

@@ -1,9 +1,9 @@
-//! The checkpoint: read once at the start, written whenever it must say something else. The format is the
-//! kubelet's, from `policy`; the file is `state`'s.
+//! Device checkpoint: read once at the start, written on every change. `policy` implements the kubelet's
+//! format, `state` the file.
 //!
-//! A write is on the disk, whole, before it takes the place of the one before, and there after kill -9 as
-//! soon as it is reported. Only for the folder the disk is waited for in the background: a power cut may
-//! bring the checkpoint before it back, and then no container runs whose devices could be given away twice.
+//! A write is complete on disk before it replaces the previous checkpoint, and survives kill -9 as soon as it
+//! is reported. Only the sync of the folder happens in the background: after a power cut the previous
+//! checkpoint may reappear, but then no container runs whose device could be assigned twice.
 
 use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
 
@@ -16,35 +16,34 @@ use super::ledger::Shared;
 use beelet_base::blocking::blocking;
 use beelet_state::{ForeignFile, StateError};
 
-/// The pause after a failed write.
+/// Delay after a failed write.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Where the checkpoint is kept.
+/// Storage of the checkpoint.
 pub trait Store: fmt::Debug + Send + Sync {
-    /// What it holds; `None` if there is nothing.
+    /// Reads the checkpoint; `None` if there is none.
     ///
     /// # Errors
-    /// It can't be read.
+    /// The checkpoint cannot be read.
     fn read(&self) -> Result<Option<Vec<u8>>, StoreError>;
-    /// Puts this in place of it; it must survive kill -9, and after a power cut there must be the one or the
-    /// other.
+    /// Replaces the checkpoint. The new one must survive kill -9; after a power cut either must be present.
     ///
     /// # Errors
-    /// It can't be written; then what was there still is.
+    /// The checkpoint cannot be written; the previous one remains.
     fn replace(&self, bytes: &[u8]) -> Result<(), StoreError>;
-    /// Makes what was last put in place survive a power cut.
+    /// Makes the last replacement survive a power cut.
     ///
     /// # Errors
     /// The disk fails.
     fn settle(&self) -> Result<(), StoreError>;
-    /// Takes it out of the way; where to.
+    /// Moves the checkpoint aside; returns its new path.
     ///
     /// # Errors
-    /// It can't be moved.
+    /// The checkpoint cannot be moved.
     fn set_aside(&self) -> Result<PathBuf, StoreError>;
 }
 
-/// Why the checkpoint can't be kept, a sentence.
+/// Error of the checkpoint's storage. Its text is a sentence.
 pub type StoreError = StateError;
 
 impl Store for ForeignFile {
@@ -65,14 +64,14 @@ impl Store for ForeignFile {
     }
 }
 
-/// The ledger as an earlier agent, or a kubelet, left it. A checkpoint that can't be trusted is set aside.
-/// `tell` is told what people should know: a reason and a sentence.
+/// Returns the ledger that an earlier agent or a kubelet left. Moves an invalid checkpoint aside. Passes a
+/// reason and message for users to `report`.
 pub(super) fn load(
     store: &dyn Store,
     remnants: impl FnOnce() -> Vec<Remnant>,
-    tell: impl Fn(&str, String),
+    report: impl Fn(&str, String),
 ) -> Devices {
-    // The ledger's time begins now.
+    // The ledger's time starts now.
     let now = Duration::ZERO;
     let found = match store.read() {
         Ok(Some(bytes)) => match Devices::read(&bytes, now) {
@@ -84,31 +83,31 @@ pub(super) fn load(
     };
     if let Some(reason) = &found {
         let message = match store.set_aside() {
-            Ok(moved_to) => format!("{reason}; it was set aside as {}", moved_to.display()),
-            Err(error) => format!("{reason}; and it can't be set aside: {error}"),
+            Ok(moved_to) => format!("{reason}; moved it to {}", moved_to.display()),
+            Err(error) => format!("{reason}; cannot move it aside: {error}"),
         };
         warn!("{message}");
-        tell("DeviceCheckpointCorrupt", message);
+        report("DeviceCheckpointCorrupt", message);
     }
     let (devices, dropped) = Devices::rebuilt(remnants(), now);
     for claim in dropped {
-        warn!("a container's claim to a device is dropped: {claim}");
+        warn!("dropping a container's claim to a device: {claim}");
     }
     let pods = devices.pods().count();
     if found.is_some() {
-        let message = format!("devices of {pods} pods were found out from the containers that are here");
-        tell("DeviceCheckpointRebuilt", message);
+        let message = format!("restored the devices of {pods} pods from the annotations of their containers");
+        report("DeviceCheckpointRebuilt", message);
     }
     if found.is_some() || pods > 0 {
-        warn!(pods, "who has which device was found out from the containers that are here");
+        warn!(pods, "restored device assignments from the annotations of containers");
     }
     devices
 }
 
-/// How far writing has come.
+/// Progress of writing.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Written {
-    /// All changes up to this one are dealt with.
+    /// All changes up to this one have been written or have failed.
     upto: u64,
     trouble: Option<String>,
 }
@@ -118,13 +117,13 @@ impl Written {
         self.upto >= change
     }
 
-    /// The reason why they aren't on disk, if so.
+    /// Returns the error of the last write, if it failed.
     pub(super) fn trouble(&self) -> Option<String> {
         self.trouble.clone()
     }
 }
 
-/// The task that writes.
+/// Task that writes the checkpoint.
 #[derive(Debug)]
 pub(super) struct Writer {
     shared: Arc<Shared>,
@@ -139,7 +138,7 @@ pub(super) fn writer(shared: Arc<Shared>, store: Arc<dyn Store>) -> (Writer, wat
 }
 
 impl Writer {
-    /// Writes until `shutdown`, and then what is left.
+    /// Writes until `shutdown`, then once more if needed.
     pub(super) async fn run(mut self, shutdown: CancellationToken) {
         let mut dirty = self.shared.dirty.subscribe();
         let settler = tokio::spawn(settle(Arc::clone(&self.store), self.written.subscribe()));
@@ -164,7 +163,7 @@ impl Writer {
     }
 
     async fn write(&mut self, upto: u64) {
-        let snapshot = self.shared.look(|ledger| ledger.devices.checkpoint());
+        let snapshot = self.shared.with_ledger(|ledger| ledger.devices.checkpoint());
         let store = Arc::clone(&self.store);
         let mut text = std::mem::take(&mut self.text);
         let write = move || {
@@ -175,14 +174,14 @@ impl Writer {
         self.text = text;
         let failed_before = self.written.borrow().trouble.is_some();
         match &result {
-            Ok(()) if failed_before => info!("the device checkpoint can be written again"),
+            Ok(()) if failed_before => info!("writing the device checkpoint succeeds again"),
             Ok(()) => {}
             Err(cause) => {
                 self.shared.metrics.checkpoint_errors.inc();
                 if !failed_before {
                     error!(
                         error = cause,
-                        "the device checkpoint can't be written: no pod gets devices meanwhile"
+                        "cannot write the device checkpoint; pods get no devices until it can be written"
                     );
                 }
             }
@@ -191,7 +190,7 @@ impl Writer {
     }
 }
 
-/// Waits for the disk after each write, the newest at a time.
+/// Syncs the folder after each write; skips to the newest.
 async fn settle(store: Arc<dyn Store>, mut written: watch::Receiver<Written>) {
     while written.changed().await.is_ok() {
         if written.borrow_and_update().trouble.is_some() {

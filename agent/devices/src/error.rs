@@ -1,4 +1,4 @@
-//! Why a device plugin can't be registered or asked.
+//! Errors of device plugins.
 
 use std::io;
 use std::path::PathBuf;
@@ -8,76 +8,76 @@ use tonic::Status;
 
 use super::plugin::in_words;
 
-/// A failure of a device plugin, or of the places where plugins register. Displayed, it is a whole sentence;
-/// plugins are sent it too.
+/// Error of a device plugin or of plugin registration. Its text is a whole sentence and is also sent to
+/// plugins.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The plugin speaks another version, or names no extended resource.
+    /// The plugin has an unsupported API version or an invalid resource name.
     #[error(transparent)]
     Registration(#[from] RegistrationError),
-    /// The folder of plugins' sockets can't be made or cleared.
+    /// The folder of plugin sockets cannot be created or cleared.
     #[error("cannot prepare the folder {}: {cause}", .path.display())]
     Folder {
         /// The folder.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         cause: io::Error,
     },
-    /// The name of a socket that is none.
+    /// The socket name is invalid.
     #[error("bad endpoint {endpoint:?}: it must be the name of a socket in {}, without '..'", .dir.display())]
     Endpoint {
-        /// As the plugin named it.
+        /// Name in the registration.
         endpoint: String,
-        /// The folder that it should be in.
+        /// Folder that must contain the socket.
         dir: PathBuf,
     },
-    /// A plugin that names the socket at which it registers.
+    /// The plugin names the agent's own registration socket.
     #[error("bad endpoint: {} is the agent's own socket", .0.display())]
     OwnSocket(PathBuf),
-    /// A socket that can't be used.
+    /// The socket cannot be used.
     #[error("bad socketPath {}: {why}", .path.display())]
     Socket {
-        /// As the plugin named it.
+        /// Path in the registration.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         why: String,
     },
-    /// A socket without its folders.
+    /// The socket path is relative.
     #[error("bad socketPath {}, must be an absolute path", .0.display())]
     Relative(PathBuf),
-    /// There is no room for more plugins.
-    #[error("{0} device plugins are registered; there is no room for more")]
+    /// The maximum number of plugins is registered.
+    #[error("too many device plugins: {0} are registered")]
     Full(usize),
-    /// Another process serves the registration socket. It must not be taken away from it.
+    /// Another process serves the registration socket, which must not be taken over.
     #[error("another process, probably a kubelet, serves {}: stop it, or set another kubeletDir", .0.display())]
     InUse(PathBuf),
-    /// The registration socket can't be made.
+    /// The registration socket cannot be created.
     #[error("{0:#}")]
     Listen(anyhow::Error),
-    /// No connection to a plugin.
+    /// The connection to a plugin failed.
     #[error(transparent)]
     Dial(#[from] beelet_serve::client::DialError),
-    /// A plugin of another kind that could not be taken in.
+    /// The handler of another kind of plugin refused the plugin.
     #[error("{0}")]
     Refused(String),
-    /// A plugin that does not say what it can do.
+    /// The plugin did not return its options.
     #[error("failed to get device plugin options: {}", in_words(.0))]
     Options(Box<Status>),
-    /// A plugin that refuses to say what it is.
+    /// The plugin did not return its registration info.
     #[error("{}", in_words(.0))]
     Info(Box<Status>),
-    /// A plugin that does not say what it is in time.
-    #[error("it doesn't say what it is")]
+    /// The plugin did not return its registration info in time.
+    #[error("the plugin did not return its registration info in time")]
     Silent,
-    /// The agent's own work on a plugin broke off.
-    #[error("asking it ended early: {0}")]
+    /// The task that serves the plugin failed.
+    #[error("device plugin call was interrupted: {0}")]
     Ended(#[from] tokio::task::JoinError),
-    /// A plugin that does not let a container start.
+    /// The plugin refused the start of a container.
     #[error("device plugin PreStartContainer rpc failed for {resource} with err: {}", in_words(.status))]
     PreStart {
         /// The resource.
         resource: String,
-        /// Its answer.
+        /// Answer of the plugin.
         status: Box<Status>,
     },
 }

@@ -1,4 +1,4 @@
-//! The folders that plugins and the agent share: `device-plugins` and `plugins_registry`.
+//! Folders shared by plugins and the agent: `device-plugins` and `plugins_registry`.
 
 use std::{
     fs, io,
@@ -8,11 +8,11 @@ use std::{
 
 use super::Error;
 
-/// Makes the folder where it isn't, and removes the sockets in it: plugins watch theirs, and register again
-/// when it goes. Other files (the checkpoint) stay. Blocks.
+/// Creates the folder if it is missing and removes the sockets in it: plugins watch their socket, and
+/// register again when it is removed. Other files (the checkpoint) stay. Blocks.
 ///
 /// # Errors
-/// The folder can't be made or read, or a socket not be removed.
+/// The folder cannot be created or read, or a socket cannot be removed.
 pub(super) fn clear(dir: &Path) -> Result<(), Error> {
     let failed = |cause: io::Error| Error::Folder { path: dir.to_owned(), cause };
     fs::DirBuilder::new().recursive(true).mode(0o750).create(dir).map_err(failed)?;
@@ -28,42 +28,46 @@ pub(super) fn clear(dir: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// The socket that a plugin names in its registration: below `dir`, wherever links and dots lead. Blocks.
+/// Returns the socket that a plugin names in its registration, which must be below `dir` after resolving
+/// links and dots. Blocks.
 ///
 /// # Errors
-/// It isn't there, isn't a socket, or is outside.
+/// The path does not exist, is not a socket, or is outside `dir`.
 pub(super) fn socket_in(dir: &Path, endpoint: &str) -> Result<PathBuf, Error> {
-    let said = Path::new(endpoint);
-    let inside = said.components().all(|part| matches!(part, Component::Normal(_) | Component::CurDir));
+    let named = Path::new(endpoint);
+    let inside = named.components().all(|part| matches!(part, Component::Normal(_) | Component::CurDir));
     if endpoint.is_empty() || !inside {
         return Err(Error::Endpoint { endpoint: endpoint.to_owned(), dir: dir.to_owned() });
     }
-    within(dir, &dir.join(said))
+    within(dir, &dir.join(named))
 }
 
-/// The socket at `path`, which must be below `dir`. Blocks.
+/// Returns the canonical path of the socket at `path`, which must be below `dir`. Blocks.
 ///
 /// # Errors
-/// It isn't there, isn't a socket, or is outside.
+/// The path does not exist, is not a socket, or is outside `dir`.
 pub(super) fn within(dir: &Path, path: &Path) -> Result<PathBuf, Error> {
     let bad = |why: String| Error::Socket { path: path.to_owned(), why };
     let failed = |error: io::Error| bad(error.to_string());
     let canonical = path.canonicalize().map_err(failed)?;
     if !canonical.starts_with(dir.canonicalize().map_err(failed)?) {
-        return Err(bad(format!("it leads to {}, which is not in {}", canonical.display(), dir.display())));
+        return Err(bad(format!(
+            "the path leads to {}, which is not in {}",
+            canonical.display(),
+            dir.display()
+        )));
     }
     if !fs::metadata(&canonical).map_err(failed)?.file_type().is_socket() {
-        return Err(bad("it is not a socket".to_owned()));
+        return Err(bad("the path is not a socket".to_owned()));
     }
     Ok(canonical)
 }
 
-/// The most sockets that are looked at in one folder, and how deep they may be.
+/// Maximum number of sockets per folder, and maximum depth.
 const MAX_SOCKETS: usize = 256;
 const MAX_DEPTH: usize = 4;
 
-/// All folders (hidden ones left out) and sockets below `dir`, in order. What can't be read is left out.
-/// Blocks.
+/// Returns all folders (except hidden ones) and sockets below `dir`, in order. Skips unreadable ones. Blocks.
 pub(super) fn scan(dir: &Path) -> (Vec<PathBuf>, Vec<PathBuf>) {
     let (mut folders, mut sockets) = (vec![(dir.to_owned(), 0)], Vec::new());
     let mut at = 0;

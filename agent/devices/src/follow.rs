@@ -1,8 +1,8 @@
-//! Follows one plugin's list of devices, for as long as the plugin is the one of its resource.
+//! Follows the device list of one plugin while the plugin serves its resource.
 //!
-//! The kubelet drops a plugin whose stream ends and waits for it to register again. So does this where the
-//! plugin itself ended the stream; where the connection broke, its socket is tried again, so that a plugin
-//! that was killed and comes back at the same place is followed whether it registers or not.
+//! The kubelet drops a plugin whose stream ends and waits for its registration. This module does so only if
+//! the plugin itself ended the stream. After a broken connection it reconnects to the socket, so that a
+//! killed plugin that restarts at the same path is followed even without a registration.
 
 use std::{sync::Arc, time::Duration};
 
@@ -16,12 +16,12 @@ use super::{
     plugin::{self, MAX_DEVICES, Plugin},
 };
 
-/// The pauses between tries to follow a plugin again.
+/// Minimum and maximum delay between reconnects.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
-/// Of the time that it takes to take in a list, this many times as much is left to others before the next.
+/// Idle time after each list, as a multiple of the time spent on it.
 const SHARE: u32 = 9;
 
-/// Follows until another plugin takes its place, or it has been away for too long, or `shutdown`.
+/// Follows until another plugin replaces this one, it has been away for too long, or `shutdown`.
 pub(super) async fn follow(
     shared: Arc<Shared>,
     resource: String,
@@ -51,7 +51,7 @@ async fn follow_on(shared: &Shared, resource: &str, plugin: &Plugin, generation:
             warn!(
                 resource,
                 error = end.why,
-                "the device plugin is gone: its devices are unhealthy until it is back"
+                "lost the device plugin; its devices are unhealthy until it returns"
             );
         }
         let since = *gone_at.get_or_insert_with(Instant::now);
@@ -59,10 +59,7 @@ async fn follow_on(shared: &Shared, resource: &str, plugin: &Plugin, generation:
             tokio::time::sleep_until(since + ENDPOINT_GRACE + RETRY.0).await;
         }
         if since.elapsed() > ENDPOINT_GRACE {
-            warn!(
-                resource,
-                "the device plugin has been gone for too long: its resource is removed from the node"
-            );
+            warn!(resource, "the device plugin did not return in time; removing its resource from the node");
             shared.given_up(resource, generation);
             return;
         }
@@ -71,22 +68,22 @@ async fn follow_on(shared: &Shared, resource: &str, plugin: &Plugin, generation:
     }
 }
 
-/// Why there are no more lists.
+/// End of a device list stream.
 #[derive(Debug)]
 struct End {
     why: String,
-    /// The plugin itself says that there are none: it is not asked again before it registers anew.
+    /// The plugin itself ended the stream: no reconnect before its next registration.
     by_plugin: bool,
 }
 
 impl End {
     fn of(status: &tonic::Status) -> Self {
-        // What broke the connection is behind the status; a plugin's own word has nothing behind it.
+        // tonic's source is the broken connection; a plugin's own error has none.
         Self { why: plugin::in_words(status), by_plugin: std::error::Error::source(status).is_none() }
     }
 }
 
-/// Takes in lists until the stream ends: how many came, and why there are no more.
+/// Processes lists until the stream ends; returns their number and the reason of the end.
 async fn lists(shared: &Shared, resource: &str, plugin: &Plugin, generation: u64) -> (usize, End) {
     let mut stream = match plugin.list_and_watch().await {
         Ok(stream) => stream,
@@ -96,12 +93,12 @@ async fn lists(shared: &Shared, resource: &str, plugin: &Plugin, generation: u64
     loop {
         let list = match stream.message().await {
             Ok(Some(list)) => list,
-            Ok(None) => return (count, End { why: "it ended its list".to_owned(), by_plugin: true }),
+            Ok(None) => return (count, End { why: "the plugin ended its list".to_owned(), by_plugin: true }),
             Err(status) => return (count, End::of(&status)),
         };
         if list.devices.len() > MAX_DEVICES {
             shared.metrics.refused_lists.inc();
-            let why = format!("it lists {} devices, more than {MAX_DEVICES}", list.devices.len());
+            let why = format!("the plugin lists {} devices, more than {MAX_DEVICES}", list.devices.len());
             return (count, End { why, by_plugin: false });
         }
         let begun = Instant::now();
@@ -110,10 +107,10 @@ async fn lists(shared: &Shared, resource: &str, plugin: &Plugin, generation: u64
             info!(resource, devices = devices.len(), "the device plugin lists its devices");
         }
         if !shared.listed(resource, generation, devices) {
-            return (count, End { why: "another took its place".to_owned(), by_plugin: false });
+            return (count, End { why: "another plugin has replaced it".to_owned(), by_plugin: false });
         }
         count += 1;
-        // One that talks without end gets a share of the processor, no more.
+        // Limits the share of a processor that a plugin's continuous updates can use.
         tokio::time::sleep(begun.elapsed() * SHARE).await;
     }
 }
@@ -125,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_plugins_own_word_is_told_from_a_connection_that_broke() {
+    fn a_plugins_own_end_is_distinguished_from_a_broken_connection() {
         assert!(End::of(&Status::internal("ListAndWatch failed")).by_plugin);
         assert!(End::of(&Status::unavailable("no devices any more")).by_plugin);
         let broken = std::io::Error::from(std::io::ErrorKind::BrokenPipe);

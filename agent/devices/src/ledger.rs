@@ -1,5 +1,5 @@
-//! The ledger that everything here shares, and what follows from each of its changes: what the node has, what
-//! must be written, which pods wait for it.
+//! Ledger shared by the parts of this crate, and the consequences of its changes: the node's devices, the
+//! checkpoint, waiting pods.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,23 +15,23 @@ use tokio_util::sync::CancellationToken;
 
 use super::{Active, Error, Metrics, NodeDevices, Settings, plugin::Plugin};
 
-/// Plugins that may be registered at a time. One more is refused.
+/// Maximum number of registered plugins. Further ones are refused.
 const MAX_PLUGINS: usize = 256;
 
-/// A plugin that has registered since the agent started.
+/// Plugin registered since the agent's start.
 #[derive(Debug)]
 pub(super) struct Registered {
-    /// Tells it from others of the same resource, before and after it.
+    /// Distinguishes registrations of the same resource.
     pub(super) generation: u64,
     pub(super) plugin: Plugin,
     pub(super) options: PluginOptions,
-    /// Its socket, for people.
+    /// Socket of the plugin, for display.
     pub(super) socket: PathBuf,
-    /// Ends its task.
+    /// Stops the plugin's task.
     superseded: CancellationToken,
 }
 
-/// A pod that waits for a plugin.
+/// Pod that waits for a plugin.
 #[derive(Clone, Debug)]
 pub(super) struct Waiting {
     pub(super) since: Duration,
@@ -39,42 +39,42 @@ pub(super) struct Waiting {
     pub(super) message: String,
 }
 
-/// The devices that pods hold, and the pods that wait for some.
+/// Devices that pods hold, and pods that wait for devices.
 #[derive(Debug, Default)]
 pub(super) struct Ledger {
     pub(super) devices: Devices,
     pub(super) plugins: BTreeMap<String, Registered>,
-    /// By uid.
+    /// Waiting pods by UID.
     pub(super) waiting: BTreeMap<String, Waiting>,
-    /// Pods that were refused for lack of devices, by uid: the resource, and how many they lacked.
+    /// Pods refused for lack of devices, by UID: the resource and the number of devices needed.
     pub(super) refused: BTreeMap<String, (String, usize)>,
-    /// Pods that have asked for devices, by uid, each with a receiver that has seen what was said of active
-    /// pods until then: that may not name them yet.
+    /// Pods that have asked for devices, by UID, each with a receiver that has seen the active set published
+    /// before: that set may not name the pod yet.
     pub(super) entering: BTreeMap<String, watch::Receiver<Active>>,
     removed: BTreeSet<String>,
     generations: u64,
     changes: u64,
     health: u64,
-    /// Why plugins can't register, if they can't.
+    /// Reason why plugins cannot register, if they cannot.
     pub(super) trouble: Option<String>,
 }
 
 impl Ledger {
-    /// Frees what pods hold that are not `active`, but for `asking`. Returns true if any held something.
+    /// Frees the devices of pods that are neither active nor `asking`. Returns true if any were held.
     pub(super) fn free_inactive(&mut self, active: &BTreeSet<String>, asking: &str) -> bool {
-        // Whatever was said after a pod had asked, was said with knowledge of it.
+        // An active set published after the request already accounts for the pod.
         self.entering.retain(|_, seen| !seen.has_changed().unwrap_or(true));
         let entering = &self.entering;
         self.devices.free_inactive(|pod| pod == asking || entering.contains_key(pod) || active.contains(pod))
     }
 }
 
-/// The ledger of devices behind its lock, and the channels that publish its changes.
+/// Ledger of devices behind its lock, with the channels that publish its changes.
 #[derive(Debug)]
 pub(super) struct Shared {
     ledger: Mutex<Ledger>,
     pub(super) node: watch::Sender<Arc<NodeDevices>>,
-    /// Counts what the checkpoint must have.
+    /// Number of changes that the checkpoint must contain.
     pub(super) dirty: watch::Sender<u64>,
     pub(super) settings: Settings,
     pub(super) metrics: Metrics,
@@ -95,12 +95,12 @@ impl Shared {
         shared
     }
 
-    /// Time as the ledger takes it: since the agent's start.
+    /// Returns the ledger's time: the time since the agent's start.
     pub(super) fn now(&self) -> Duration {
         self.origin.elapsed()
     }
 
-    /// A time of the ledger's on the timer's clock.
+    /// Converts a time of the ledger to the timer's clock.
     pub(super) fn at(&self, time: Duration) -> Instant {
         self.origin.after(time)
     }
@@ -109,12 +109,12 @@ impl Shared {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads the ledger, or changes what nobody needs to hear of.
-    pub(super) fn look<T>(&self, look: impl FnOnce(&mut Ledger) -> T) -> T {
-        look(&mut self.lock())
+    /// Reads the ledger, or makes a change that needs no publication.
+    pub(super) fn with_ledger<T>(&self, work: impl FnOnce(&mut Ledger) -> T) -> T {
+        work(&mut self.lock())
     }
 
-    /// Changes the ledger, and lets everybody know.
+    /// Changes the ledger and publishes the change.
     pub(super) fn change<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> T {
         let mut ledger = self.lock();
         let result = change(&mut ledger);
@@ -133,7 +133,7 @@ impl Shared {
         ledger.removed.retain(|resource| !capacity.capacity.contains_key(resource));
         ledger.removed.extend(capacity.removed);
         ledger.changes += 1;
-        // Of a resource whose plugin never listed anything there is nothing to have: that is said, too.
+        // A resource whose plugin never listed devices is published with zero.
         let mut allocatable = capacity.allocatable;
         for resource in capacity.capacity.keys() {
             allocatable.entry(resource.clone()).or_default();
@@ -150,7 +150,7 @@ impl Shared {
         self.node.send_replace(Arc::new(node));
     }
 
-    /// A plugin has registered (again): it takes the place of the one before.
+    /// Registers a plugin, replacing an earlier one of the resource.
     pub(super) fn register(
         &self,
         resource: &str,
@@ -176,11 +176,11 @@ impl Shared {
         })
     }
 
-    /// A plugin's list. False if another plugin has taken its place.
+    /// Updates a plugin's devices. Returns false if another plugin has replaced it.
     pub(super) fn listed(&self, resource: &str, generation: u64, devices: Vec<Device>) -> bool {
         self.if_current(resource, generation, |ledger, options| {
             if ledger.devices.options(resource).is_none() {
-                // It was away for a moment.
+                // The plugin was away for a moment.
                 ledger.devices.register(resource, options);
             }
             ledger.devices.list(resource, devices);
@@ -188,7 +188,7 @@ impl Shared {
         })
     }
 
-    /// A plugin's list has broken off. False if another plugin has taken its place.
+    /// Marks a plugin as disconnected. Returns false if another plugin has replaced it.
     pub(super) fn stopped(&self, resource: &str, generation: u64) -> bool {
         let now = self.now();
         self.if_current(resource, generation, |ledger, _| {
@@ -199,20 +199,20 @@ impl Shared {
         })
     }
 
-    /// A plugin that has been away for too long is no more.
+    /// Removes a plugin that has been away for too long.
     pub(super) fn given_up(&self, resource: &str, generation: u64) {
         self.if_current(resource, generation, |ledger, _| drop(ledger.plugins.remove(resource)));
     }
 
-    /// What a resource's plugin is, with the options that it has said.
+    /// Returns a resource's plugin with its options.
     pub(super) fn plugin(&self, resource: &str) -> Option<(Plugin, PluginOptions)> {
-        self.look(|ledger| {
+        self.with_ledger(|ledger| {
             let registered = ledger.plugins.get(resource)?;
             Some((registered.plugin.clone(), registered.options))
         })
     }
 
-    /// The plugin of this socket is to go.
+    /// Removes the plugin of this socket.
     pub(super) fn deregister(&self, resource: &str, socket: &std::path::Path) {
         let now = self.now();
         self.change(|ledger| {
@@ -241,9 +241,9 @@ impl Shared {
         true
     }
 
-    /// When the next resource is forgotten whose plugin is away.
+    /// Returns the time at which the next resource with an absent plugin expires.
     fn next_expiry(&self) -> Option<Instant> {
-        self.look(|ledger| {
+        self.with_ledger(|ledger| {
             let resources: Vec<String> = ledger.devices.resources().map(str::to_owned).collect();
             let gone = resources.iter().filter_map(|resource| ledger.devices.gone_since(resource));
             gone.map(|at| self.at(at + ENDPOINT_GRACE + Duration::from_millis(1))).min()
@@ -251,7 +251,7 @@ impl Shared {
     }
 }
 
-/// Forgets resources whose plugin has been away for too long.
+/// Removes resources whose plugin has been away for too long.
 pub(super) async fn expire(shared: Arc<Shared>, shutdown: CancellationToken) {
     let mut changed = shared.node.subscribe();
     loop {

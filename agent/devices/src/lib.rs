@@ -1,15 +1,16 @@
-//! Devices: the kubelet's device plugin API, so that unmodified plugins work, and who has which device.
+//! Devices: the kubelet's device plugin API, so that unmodified plugins work, and the assignment of devices
+//! to containers.
 //!
 //! Plugins register on `<kubelet dir>/device-plugins/kubelet.sock` or are found in `<kubelet
 //! dir>/plugins_registry`; each has a task that follows its list of devices. The ledger is `policy`'s
-//! ([`beelet_policy::devices`]), behind a mutex that is held for computing only. Of each resource one pod at
-//! a time is admitted: its plugin is asked, and the kubelet's own checkpoint written before the answer is
-//! yes. No container is started with a device that isn't in the checkpoint. What a container was given is
-//! also an annotation of it, from which a lost checkpoint is rebuilt.
+//! ([`beelet_policy::devices`]), behind a mutex that is held for computing only. For each resource, one pod
+//! at a time is admitted: the plugin is called, and the kubelet's own checkpoint is written before the pod
+//! may start. No container is started with a device that the checkpoint lacks. A container's devices are also
+//! stored in an annotation of the container, from which a lost checkpoint is rebuilt.
 //!
-//! A plugin that misbehaves hurts only those who ask for its devices: what it sends is bounded, what is asked
-//! of it has a deadline, and its tasks are its own. Must never touch a pod or the runtime: pods are ended by
-//! requests to `pods/`.
+//! A faulty plugin affects only pods that want its devices: its messages are bounded, its calls have
+//! deadlines, and it has its own tasks. Must never touch a pod or the runtime: pods are ended by requests to
+//! `pods/`.
 
 mod admit;
 pub mod annotation;
@@ -60,24 +61,24 @@ use beelet_state::{
     events::{Object, Recorder},
 };
 
-/// Questions that haven't been looked at. A pod's worker waits while there are this many before it.
+/// Capacity of the admission channel. Further workers wait until there is room in it.
 const ADMISSIONS: usize = 64;
 
-/// How devices are handed out on this node.
+/// Settings of device management on this node.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// The kubelet's folder: `device-plugins`, `plugins_registry` and `pod-resources` are in it.
+    /// The kubelet's folder, which contains `device-plugins`, `plugins_registry` and `pod-resources`.
     pub kubelet_dir: PathBuf,
-    /// How long a pod waits for a plugin that isn't there.
+    /// Time that a pod waits for a missing plugin.
     pub plugin_wait: Duration,
-    /// How strictly a container's devices must be near each other.
+    /// Strictness of NUMA alignment of a container's devices.
     pub policy: TopologyPolicy,
-    /// What is aligned together.
+    /// Unit of alignment: container or pod.
     pub scope: TopologyScope,
 }
 
 impl Settings {
-    /// The kubelet's defaults, in this folder.
+    /// Returns the kubelet's defaults for this folder.
     #[must_use]
     pub fn new(kubelet_dir: PathBuf) -> Self {
         let (policy, scope) = (TopologyPolicy::None, TopologyScope::Container);
@@ -92,70 +93,70 @@ impl Settings {
         self.kubelet_dir.join("plugins_registry")
     }
 
-    /// The checkpoint that a kubelet would read and write.
+    /// Returns the checkpoint file, shared with the kubelet.
     #[must_use]
     pub fn checkpoint(&self) -> ForeignFile {
         ForeignFile::new(self.plugins_dir().join("kubelet_internal_checkpoint"))
     }
 
-    /// The socket of the registration API.
+    /// Returns the socket of the registration API.
     #[must_use]
     pub fn registration_socket(&self) -> PathBuf {
         self.plugins_dir().join("kubelet.sock")
     }
 
-    /// The socket of the pod resources API.
+    /// Returns the socket of the pod resources API.
     #[must_use]
     pub fn pod_resources_socket(&self) -> PathBuf {
         self.kubelet_dir.join("pod-resources/kubelet.sock")
     }
 }
 
-/// The pods that may hold devices, by uid; `None` while it isn't known which those are.
+/// UIDs of the pods that may hold devices; `None` while they are unknown.
 pub type Active = Option<Arc<BTreeSet<String>>>;
 
-/// What the devices need from the rest of the node.
+/// Dependencies of device management.
 #[derive(Debug)]
 pub struct Parts {
-    /// How.
+    /// Settings.
     pub settings: Settings,
-    /// Where the checkpoint is.
+    /// Storage of the checkpoint.
     pub store: Arc<dyn Store>,
-    /// The pods that may hold devices.
+    /// Pods that may hold devices.
     pub active: watch::Receiver<Active>,
     /// Requests to the pods' manager.
     pub requests: mpsc::Sender<Request>,
     /// Counters.
     pub metrics: Metrics,
-    /// Where is told what went wrong.
+    /// Records events.
     pub events: Recorder,
-    /// The node, of which some events tell.
+    /// Name of the node, for events about it.
     pub node_name: String,
 }
 
-/// What the node has of each extended resource.
+/// Devices of the node, by extended resource.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeDevices {
     /// All devices.
     pub capacity: BTreeMap<String, usize>,
-    /// Those that can be given away.
+    /// Devices that can be assigned or are.
     pub allocatable: BTreeMap<String, usize>,
-    /// Resources that were there, and are no more: their plugin has been gone for too long.
+    /// Removed resources: their plugin has been away for too long.
     pub removed: BTreeSet<String>,
-    /// Counts the changes of anything that a waiting pod may wait for.
+    /// Counts changes that a waiting pod may wait for.
     pub changes: u64,
-    /// Counts the changes of devices' health.
+    /// Counts changes of device health.
     pub health: u64,
 }
 
-/// The devices of this node; clones share them.
+/// Devices of this node; clones share them.
 #[derive(Clone, Debug)]
 pub struct Devices {
     shared: Arc<Shared>,
     admissions: mpsc::Sender<admit::Asked>,
 }
 
-/// What must run for [`Devices`] to work.
+/// Tasks that must run for [`Devices`] to work.
 #[derive(Debug)]
 pub struct Tasks {
     devices: Devices,
@@ -165,14 +166,14 @@ pub struct Tasks {
 }
 
 impl Devices {
-    /// Reads the checkpoint; where there is none that can be read, `remnants` tell who holds what (see
-    /// [`remnants`]). Blocks. Nothing runs before [`Tasks::spawn`].
+    /// Reads the checkpoint; if it is missing or invalid, rebuilds the ledger from `remnants` (see
+    /// [`remnants`]). Blocks. No task runs before the futures of [`Tasks::named`] do.
     #[must_use]
     pub fn open(parts: Parts, remnants: impl FnOnce() -> Vec<Remnant>) -> (Self, Tasks) {
-        let tell = |reason: &str, message: String| {
+        let report = |reason: &str, message: String| {
             parts.events.warning(Object::node(&parts.node_name), reason, message);
         };
-        let ledger = checkpoint::load(&*parts.store, remnants, tell);
+        let ledger = checkpoint::load(&*parts.store, remnants, report);
         let shared = Arc::new(Shared::new(ledger, parts.settings, parts.metrics));
         let (admissions, asked) = mpsc::channel(ADMISSIONS);
         let devices = Self { shared: Arc::clone(&shared), admissions };
@@ -182,23 +183,23 @@ impl Devices {
         (devices.clone(), Tasks { devices, admitter, writer, handlers: BTreeMap::new() })
     }
 
-    /// The node's devices, as they change.
+    /// Subscribes to the node's devices.
     #[must_use]
     pub fn node(&self) -> watch::Receiver<Arc<NodeDevices>> {
         self.shared.node.subscribe()
     }
 
-    /// The settings by which devices are handed out.
+    /// Returns the settings.
     #[must_use]
     pub fn settings(&self) -> &Settings {
         &self.shared.settings
     }
 
-    /// Gives a pod its devices, before its first container is started; at once where it asks for none. When
-    /// this says yes they are in the checkpoint.
+    /// Assigns a pod its devices before its first container starts; returns at once if the pod wants none. On
+    /// success the checkpoint contains them.
     ///
     /// # Errors
-    /// It can't have them now, or has been refused for good.
+    /// The pod cannot have its devices at present, or has been refused permanently.
     pub async fn admit(
         &self,
         pod: &Arc<core::Pod>,
@@ -207,22 +208,22 @@ impl Devices {
         admit::ask(&self.shared, &self.admissions, pod, circumstances).await
     }
 
-    /// The options that make a container's devices visible to it. Calls the plugins that want to know of each
-    /// start.
+    /// Returns the options that make a container's devices visible to it. Calls the plugins that require a
+    /// call before each start.
     ///
     /// # Errors
-    /// A plugin doesn't let it start.
+    /// A plugin refused the start.
     pub async fn container_options(&self, pod_uid: &str, container: &str) -> Result<ContainerOptions, Error> {
         options::of_container(&self.shared, pod_uid, container).await
     }
 
-    /// A container has ended and will not start again: what nobody else of its pod has of its devices is
-    /// free.
+    /// Releases the devices of a permanently terminated container, except those that another container of the
+    /// pod holds.
     pub fn release(&self, pod_uid: &str, container: &str) {
         self.shared.change(|ledger| ledger.devices.release(pod_uid, container));
     }
 
-    /// A pod is gone: all it had is free.
+    /// Releases all devices of a removed pod.
     pub fn forget(&self, pod_uid: &str) {
         self.shared.change(|ledger| {
             ledger.waiting.remove(pod_uid);
@@ -231,18 +232,18 @@ impl Devices {
         });
     }
 
-    /// The uids of the pods that hold devices.
+    /// Returns the UIDs of the pods that hold devices.
     #[must_use]
     pub fn holders(&self) -> Vec<String> {
-        self.shared.look(|ledger| ledger.devices.pods().map(str::to_owned).collect())
+        self.shared.with_ledger(|ledger| ledger.devices.pods().map(str::to_owned).collect())
     }
 
-    /// Returns true if a pod has all the devices that it asks for, those of `ended` init containers left out.
+    /// Returns true if a pod holds all devices that it requests, not counting `ended` init containers.
     #[must_use]
     pub fn has_all(&self, pod: &core::Pod, ended: &BTreeSet<String>) -> bool {
         let Ok(wishes) = container_requests(pod) else { return false };
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
-        self.shared.look(|ledger| {
+        self.shared.with_ledger(|ledger| {
             let held = ledger.devices.held(uid);
             let has = |container: &str, resource: &str| {
                 held.is_some_and(|pod| pod.get(container).is_some_and(|held| held.contains_key(resource)))
@@ -260,20 +261,20 @@ impl Devices {
     /// Returns true if a container holds devices.
     #[must_use]
     pub fn holds(&self, pod_uid: &str, container: &str) -> bool {
-        self.shared.look(|l| l.devices.held(pod_uid).is_some_and(|pod| pod.contains_key(container)))
+        self.shared.with_ledger(|l| l.devices.held(pod_uid).is_some_and(|pod| pod.contains_key(container)))
     }
 }
 
 impl Tasks {
-    /// Has `handler` take in the plugins of another kind that are found in the registry.
+    /// Registers `handler` for another kind of plugin found in the registry.
     #[must_use]
     pub fn with_handler(mut self, kind: &'static str, handler: Arc<dyn PluginHandler>) -> Self {
         self.handlers.insert(kind, handler);
         self
     }
 
-    /// The tasks that must run until `shutdown`, by name: it admits pods, writes the checkpoint, follows
-    /// plugins' lists, serves them.
+    /// Returns the tasks that must run until `shutdown`, by name. They admit pods, write the checkpoint,
+    /// follow the plugins' lists and serve registrations.
     #[must_use]
     pub fn named(self, shutdown: &CancellationToken) -> [(&'static str, BoxFuture<'static, ()>); 5] {
         let shared = &self.devices.shared;

@@ -1,4 +1,4 @@
-//! What happens with devices, in numbers; the first two have the kubelet's names.
+//! Metrics of devices; the first two have the kubelet's names.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use prometheus_client::{
 
 use super::NodeDevices;
 
-/// The kubelet's: Prometheus' default buckets.
+/// Buckets of the kubelet: Prometheus' default.
 const BUCKETS: [f64; 11] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -18,7 +18,7 @@ struct OfResource {
     resource_name: String,
 }
 
-/// Counters and gauges; clones count together.
+/// Counters and gauges; clones share them.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     registrations: Family<OfResource, Counter>,
@@ -58,23 +58,23 @@ impl Metrics {
         );
         registry.register(
             "kubelet_device_plugin_alloc_duration_seconds",
-            "How long a device plugin took to allocate, in seconds, by resource",
+            "Duration of device plugin allocations in seconds, by resource",
             self.allocations.clone(),
         );
         registry.register("beelet_device_capacity", "Devices, by resource", self.capacity.clone());
         registry.register(
             "beelet_device_allocatable",
-            "Devices that can be given away or are, by resource",
+            "Devices that can be assigned or are, by resource",
             self.allocatable.clone(),
         );
         registry.register(
             "beelet_device_plugin_refused_registrations",
-            "Registrations that were refused",
+            "Refused registrations of device plugins",
             self.refused_registrations.clone(),
         );
         registry.register(
             "beelet_device_plugin_refused_lists",
-            "Lists of devices that were larger than allowed",
+            "Device lists that exceeded the maximum size",
             self.refused_lists.clone(),
         );
         registry.register(
@@ -84,12 +84,12 @@ impl Metrics {
         );
         registry.register(
             "beelet_device_waiting_pods",
-            "Pods that can't start before a device plugin is there",
+            "Pods that wait for a device plugin",
             self.waiting.clone(),
         );
         registry.register(
             "beelet_device_queued_pods",
-            "Pods that wait while another pod gets devices of a resource that they want",
+            "Pods queued while another pod is allocated devices of the same resource",
             self.queued.clone(),
         );
     }

@@ -1,5 +1,5 @@
-//! What makes a container's devices visible to it: the plugins' answers, put together as the kubelet does
-//! (`deviceRunContainerOptions`): of two that say different things the first, by the resource's name, counts.
+//! Merges the plugins' responses into the options that make a container's devices visible to it, as the
+//! kubelet does (`deviceRunContainerOptions`): in a conflict the first resource by name wins.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,13 +11,13 @@ use tracing::warn;
 use super::{Error, annotation, ledger::Shared};
 use beelet_model::labels;
 
-/// The annotation by which a runtime that has no CDI field (containerd before 1.7) is told CDI devices.
+/// Annotation that passes CDI devices to a runtime without the CDI field (containerd before 1.7).
 const CDI_ANNOTATION: &str = "cdi.k8s.io/beelet_devices";
 
-/// What a container gets beside its spec.
+/// Additions to a container's spec by device plugins.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ContainerOptions {
-    /// Environment variables; what the container itself sets goes first.
+    /// Environment variables; the container's own take precedence.
     pub envs: BTreeMap<String, String>,
     /// Files and folders of the host.
     pub mounts: Vec<cri::Mount>,
@@ -29,13 +29,14 @@ pub struct ContainerOptions {
     pub cdi_devices: Vec<String>,
 }
 
-/// The options of a container. Calls the plugins that must be called before each start.
+/// Returns the options of a container. Calls the plugins that require a call before each start.
 pub(super) async fn of_container(
     shared: &Shared,
     pod_uid: &str,
     container: &str,
 ) -> Result<ContainerOptions, Error> {
-    let held = shared.look(|ledger| ledger.devices.held(pod_uid).and_then(|pod| pod.get(container)).cloned());
+    let held =
+        shared.with_ledger(|ledger| ledger.devices.held(pod_uid).and_then(|pod| pod.get(container)).cloned());
     let Some(held) = held else { return Ok(ContainerOptions::default()) };
     for (resource, held) in &held {
         let Some((plugin, options)) = shared.plugin(resource) else { continue };
@@ -49,8 +50,7 @@ pub(super) async fn of_container(
     Ok(merge(&held))
 }
 
-/// The options of a container for all that it holds, as the plugins answered; an answer that can't be read is
-/// passed over.
+/// Merges the plugins' responses for all devices that a container holds. Skips an unreadable response.
 pub fn merge(held: &HeldByResource) -> ContainerOptions {
     let mut all = ContainerOptions::default();
     let (mut cdi, mut mounts, mut devices) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
@@ -58,7 +58,7 @@ pub fn merge(held: &HeldByResource) -> ContainerOptions {
         let answer = match ContainerAllocateResponse::decode(held.response.as_slice()) {
             Ok(answer) => answer,
             Err(error) => {
-                warn!(resource, %error, "what the device plugin answered can't be read any more; it is left out");
+                warn!(resource, %error, "ignoring an unreadable response of a device plugin");
                 continue;
             }
         };
@@ -103,7 +103,7 @@ fn add(
             Some(other) if *other != value => {
                 warn!(
                     resource,
-                    name, "two device plugins give one {what} different values; the first counts"
+                    name, "two device plugins set one {what} to different values; using the first"
                 );
             }
             _ => drop(all.insert(name, value)),
@@ -112,7 +112,7 @@ fn add(
 }
 
 impl ContainerOptions {
-    /// Adds CDI devices that are not the plugins'. Each is handed on once.
+    /// Adds CDI devices from sources other than plugins, without duplicates.
     pub fn add_cdi(&mut self, more: Vec<String>) {
         let mut known: BTreeSet<String> = self.cdi_devices.iter().cloned().collect();
         for name in more {
@@ -122,8 +122,8 @@ impl ContainerOptions {
         }
     }
 
-    /// Adds these to a container's configuration. What the configuration says itself stays as it is.
-    /// `by_annotation`: CDI devices are named in an annotation too, for a runtime without the field.
+    /// Adds the options to a container's configuration, which takes precedence. `by_annotation` also names
+    /// CDI devices in an annotation, for a runtime without the field.
     pub fn apply(self, config: &mut cri::ContainerConfig, by_annotation: bool) {
         let own: BTreeSet<String> = config.envs.iter().map(|env| env.key.clone()).collect();
         let more = self.envs.into_iter().filter(|(key, _)| !own.contains(key));
@@ -144,7 +144,7 @@ impl ContainerOptions {
     }
 }
 
-/// Returns true if the runtime must be told of CDI devices by annotation: a containerd before 1.7.
+/// Returns true if the runtime needs CDI devices as an annotation: a containerd before 1.7.
 #[must_use]
 pub fn cdi_by_annotation(runtime: &str, version: &str) -> bool {
     let mut numbers = version.trim_start_matches('v').split(['.', '~', '-', '+']).map(str::parse::<u32>);
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn the_containers_own_words_go_before_the_plugins() {
+    fn the_containers_own_settings_take_precedence() {
         let mut config = cri::ContainerConfig {
             envs: vec![cri::KeyValue { key: "VISIBLE".into(), value: "mine".into() }],
             ..cri::ContainerConfig::default()
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_containerd_is_told_cdi_devices_by_annotation() {
+    fn an_old_containerd_gets_cdi_devices_by_annotation() {
         let check = |name, version, expected| {
             assert_eq!(cdi_by_annotation(name, version), expected, "{name} {version}");
         };

@@ -1,4 +1,4 @@
-//! One plugin, as its client sees it: every call has a deadline, every answer a largest size.
+//! Client of a plugin: every call has a deadline and every response a size limit.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -11,23 +11,22 @@ use beelet_proto::deviceplugin::{
 use prost::Message as _;
 use tonic::{Code, Status, Streaming, transport::Channel};
 
-/// Time that a plugin gets to take a connection and to say what it can do: the kubelet's time for dialling.
+/// Deadline for connecting and for options: the kubelet's dial timeout.
 pub(super) const CONNECT_TIMEOUT: Duration = beelet_serve::client::CONNECT_TIMEOUT;
-/// Time that it gets to choose devices, and to prepare them. The kubelet waits for ever, and all pods with
-/// it.
+/// Deadline for choosing and for preparing devices. The kubelet waits forever, and all pods with it.
 pub(super) const ALLOCATE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time that it gets before a container is started: the kubelet's.
+/// Deadline for a call before a container's start: the kubelet's.
 const PRE_START_TIMEOUT: Duration = Duration::from_secs(30);
-/// The largest list of devices: some 100,000 of them.
+/// Maximum size of a device list: about 100,000 devices.
 const MAX_LIST: usize = 16 << 20;
-/// The largest answer to anything else.
+/// Maximum size of other responses.
 const MAX_ANSWER: usize = 1 << 20;
-/// More devices than this of one resource aren't taken in.
+/// Maximum number of devices per resource. Longer lists are refused.
 pub(super) const MAX_DEVICES: usize = 1 << 17;
-/// More NUMA nodes of a device aren't looked at.
+/// Maximum number of NUMA nodes per device. Further ones are ignored.
 const MAX_NODES: usize = 64;
 
-/// A connection to a plugin; clones share it.
+/// Connection to a plugin; clones share it.
 #[derive(Clone, Debug)]
 pub(super) struct Plugin {
     client: DevicePluginClient<Channel>,
@@ -42,12 +41,15 @@ impl Plugin {
         self.client.clone().max_decoding_message_size(MAX_ANSWER)
     }
 
-    /// What it can do. One that doesn't implement the question has said so when it registered.
-    pub(super) async fn options(&self, said: Option<DevicePluginOptions>) -> Result<PluginOptions, Status> {
+    /// Returns the plugin's options; those of its registration if it does not implement the call.
+    pub(super) async fn options(
+        &self,
+        registered: Option<DevicePluginOptions>,
+    ) -> Result<PluginOptions, Status> {
         let mut client = self.small();
         let asked = within(CONNECT_TIMEOUT, client.get_device_plugin_options(Empty {})).await;
         let options = match asked {
-            Err(status) if status.code() == Code::Unimplemented => said.unwrap_or_default(),
+            Err(status) if status.code() == Code::Unimplemented => registered.unwrap_or_default(),
             asked => asked?,
         };
         Ok(PluginOptions {
@@ -56,13 +58,13 @@ impl Plugin {
         })
     }
 
-    /// Its devices, each time they change.
+    /// Streams the plugin's devices, once per change.
     pub(super) async fn list_and_watch(&self) -> Result<Streaming<ListAndWatchResponse>, Status> {
-        // No deadline: many servers say nothing at all before they have a first list.
+        // No deadline: many servers are silent until they have a first list.
         self.client.clone().list_and_watch(Empty {}).await.map(tonic::Response::into_inner)
     }
 
-    /// The devices that the plugin prefers to give, best first.
+    /// Returns the devices that the plugin prefers to allocate, best first.
     pub(super) async fn preferred(&self, question: &Question) -> Result<Vec<String>, Status> {
         let request = ContainerPreferredAllocationRequest {
             available_device_i_ds: question.available.iter().cloned().collect(),
@@ -75,7 +77,7 @@ impl Plugin {
         Ok(answer.container_responses.into_iter().next().map(|first| first.device_i_ds).unwrap_or_default())
     }
 
-    /// Has devices prepared for a container; the encoded answer for it.
+    /// Allocates devices for a container; returns the encoded response for it.
     pub(super) async fn allocate(&self, ids: &BTreeSet<String>) -> Result<Vec<u8>, Status> {
         let request = ContainerAllocateRequest { devices_ids: ids.iter().cloned().collect() };
         let request = AllocateRequest { container_requests: vec![request] };
@@ -86,7 +88,7 @@ impl Plugin {
         Ok(first.encode_to_vec())
     }
 
-    /// A container with these devices is about to start.
+    /// Prepares these devices for the start of a container.
     pub(super) async fn pre_start(&self, ids: BTreeSet<String>) -> Result<(), Status> {
         let request = PreStartContainerRequest { devices_ids: ids.into_iter().collect() };
         let mut client = self.small();
@@ -100,11 +102,13 @@ async fn within<T>(
 ) -> Result<T, Status> {
     match tokio::time::timeout(limit, call).await {
         Ok(answer) => answer.map(tonic::Response::into_inner),
-        Err(_) => Err(Status::deadline_exceeded(format!("it gave no answer within {} s", limit.as_secs()))),
+        Err(_) => {
+            Err(Status::deadline_exceeded(format!("the plugin did not answer within {} s", limit.as_secs())))
+        }
     }
 }
 
-/// A plugin's list as the ledger takes it. Anything but "Healthy" is unhealthy.
+/// Converts a plugin's list for the ledger. Any health other than "Healthy" is unhealthy.
 pub fn devices(list: ListAndWatchResponse) -> impl Iterator<Item = Device> {
     list.devices.into_iter().map(|device| Device {
         id: device.id,
@@ -116,7 +120,7 @@ pub fn devices(list: ListAndWatchResponse) -> impl Iterator<Item = Device> {
     })
 }
 
-/// A failed call in words, as the kubelet's (Go's) users know it.
+/// Formats a failed call in the form of Go, which kubelet users know.
 pub(super) fn in_words(status: &Status) -> String {
     format!("rpc error: code = {:?} desc = {}", status.code(), status.message())
 }

@@ -1,4 +1,4 @@
-//! Plugins register here: `v1beta1.Registration` on `<kubelet dir>/device-plugins/kubelet.sock`.
+//! Registration service for plugins: `v1beta1.Registration` on `<kubelet dir>/device-plugins/kubelet.sock`.
 
 use std::{path::Path, sync::Arc};
 
@@ -15,28 +15,28 @@ use super::{Error, folder, follow::follow, ledger::Shared, plugin::Plugin};
 use beelet_base::blocking::blocking;
 use beelet_serve::{client::dial, grpc};
 
-/// Connects to a plugin and follows it from now on, in the place of another of the same resource.
+/// Connects to a plugin and follows it, in place of an earlier one of the resource.
 ///
 /// # Errors
-/// It doesn't answer, or there is no room.
+/// The plugin does not answer, or the maximum number of plugins is registered.
 pub(super) async fn connect(
     shared: &Arc<Shared>,
     resource: &str,
     socket: &Path,
-    said: Option<DevicePluginOptions>,
+    registered: Option<DevicePluginOptions>,
     (tracker, shutdown): (&TaskTracker, &CancellationToken),
 ) -> Result<(), Error> {
     let plugin = Plugin::new(dial(socket).await?);
-    let options = plugin.options(said).await;
+    let options = plugin.options(registered).await;
     let options = options.map_err(|status| Error::Options(Box::new(status)))?;
     let current = shared.register(resource, plugin.clone(), options, socket.to_owned())?;
-    info!(resource, socket = %socket.display(), "a device plugin has registered");
+    info!(resource, socket = %socket.display(), "registered a device plugin");
     tracker.spawn(follow(Arc::clone(shared), resource.to_owned(), plugin, current, shutdown.clone()));
     Ok(())
 }
 
-/// Serves until `shutdown`. Without the socket no plugin can register; everything else goes on, and it is
-/// said why.
+/// Serves until `shutdown`. If the socket cannot be created, no plugin can register; the error is logged and
+/// the rest of the agent continues.
 pub(super) async fn serve(shared: Arc<Shared>, shutdown: CancellationToken) {
     let dir = shared.settings.plugins_dir();
     let socket = shared.settings.registration_socket();
@@ -44,25 +44,25 @@ pub(super) async fn serve(shared: Arc<Shared>, shutdown: CancellationToken) {
     let listener = match prepared {
         Ok(listener) => listener,
         Err(cause) => {
-            error!("device plugins can't register: {cause}");
-            shared.look(|ledger| ledger.trouble = Some(cause.to_string()));
+            error!("device plugins cannot register: {cause}");
+            shared.with_ledger(|ledger| ledger.trouble = Some(cause.to_string()));
             return shutdown.cancelled().await;
         }
     };
     let tracker = TaskTracker::new();
     let service = Service { shared, tracker: tracker.clone(), shutdown: shutdown.clone() };
-    info!(socket = %socket.display(), "device plugins can register");
+    info!(socket = %socket.display(), "listening for device plugins");
     let services = Routes::new(RegistrationServer::new(service));
     if let Err(error) = grpc::serve_others(listener, services, shutdown).await {
-        error!("device plugins can't register any more: {error:#}");
+        error!("device plugins can no longer register: {error:#}");
     }
     tracker.close();
     tracker.wait().await;
 }
 
-/// Clears the folder, which tells plugins to register again, and listens.
+/// Clears the folder, which makes plugins register again, and listens.
 async fn prepare(dir: &Path, socket: &Path) -> Result<grpc::Listener, Error> {
-    // A kubelet's socket must not be taken away from it.
+    // A kubelet's socket must not be taken over.
     if tokio::net::UnixStream::connect(socket).await.is_ok() {
         return Err(Error::InUse(socket.to_owned()));
     }
@@ -99,7 +99,7 @@ impl Registration for Service {
         let resource = request.resource_name.clone();
         self.accept(request).await.map_err(|cause| {
             self.shared.metrics.refused_registrations.inc();
-            warn!(resource, "a device plugin's registration was refused: {cause}");
+            warn!(resource, "refused the registration of a device plugin: {cause}");
             Status::unknown(cause.to_string())
         })?;
         Ok(Response::new(Empty {}))

@@ -1,7 +1,7 @@
-//! Plugins are found here: sockets in `<kubelet dir>/plugins_registry` that serve
-//! `pluginregistration.Registration`. A socket that appears is asked what it is; one that disappears takes
-//! its plugin with it. Kinds of plugins other than device plugins are told that nobody here speaks with them.
-//! Several are asked at a time, so that one that says nothing keeps nobody else waiting.
+//! Discovers plugins: sockets in `<kubelet dir>/plugins_registry` that serve
+//! `pluginregistration.Registration`. A new socket is queried for its plugin; when it disappears, the plugin
+//! is deregistered. Plugins of a kind without a handler are refused. Several sockets are queried
+//! concurrently, so that a silent one delays no other.
 
 use std::{
     collections::BTreeMap,
@@ -32,35 +32,35 @@ use beelet_serve::client::dial;
 
 /// Bytes of events read from the kernel at once.
 const BUFFER: usize = 16 << 10;
-/// How often the folder is read although no change was reported: an event may be lost.
+/// Interval of scans without an event: events may be lost.
 const RESCAN: Duration = Duration::from_secs(60);
-/// Sockets that are asked at a time. The others wait, those that have failed before last of all.
+/// Maximum number of concurrent queries. Waiting sockets follow, those with the fewest failures first.
 const MAX_MEETINGS: usize = 16;
-/// The pauses before a socket that failed is tried again.
+/// Minimum and maximum delay before a failed socket is retried.
 const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(120));
 
-/// What a socket is known by: another file at the same path is another plugin.
+/// Path and inode of a socket: another file at the same path is another plugin.
 type Identity = (PathBuf, u64);
 
-/// A connection to a socket in the registry.
+/// Connection to a socket in the registry.
 type Client = RegistrationClient<tonic::transport::Channel>;
 
-/// What has become of a socket.
+/// State of a socket.
 #[derive(Debug)]
 enum SocketState {
-    /// It is being asked; how often that failed before.
+    /// The socket is being queried, after `tries` failures.
     Meeting { tries: u32, task: AbortHandle },
-    /// A device plugin that follows this resource at this socket.
+    /// Device plugin that serves this resource at this socket.
     Plugin { resource: String, socket: PathBuf },
-    /// A plugin of another kind.
+    /// Plugin of another kind.
     Other { handler: Arc<dyn PluginHandler>, name: String, socket: PathBuf },
-    /// To be tried again.
+    /// The query failed and will be retried.
     Failed { tries: u32, retry_at: Instant },
-    /// Of no use here.
+    /// Plugin of a kind without a handler.
     Foreign,
 }
 
-/// Who takes in plugins of other kinds, by what they say that they are.
+/// Handlers of other kinds of plugins, by the kind in the plugin's registration info.
 pub(super) type Handlers = BTreeMap<&'static str, Arc<dyn PluginHandler>>;
 
 /// Watches until `shutdown`.
@@ -72,12 +72,12 @@ pub(super) async fn watch(shared: Arc<Shared>, handlers: Handlers, shutdown: Can
     let mut registry = Registry { host, known: BTreeMap::new(), meetings: JoinSet::new() };
     let mut events = Inotify::init().and_then(|inotify| inotify.into_event_stream(vec![0; BUFFER]));
     if let Err(error) = &events {
-        warn!(%error, "changes of {} are seen only every {} s", dir.display(), RESCAN.as_secs());
+        warn!(%error, "cannot watch {}; scanning it every {} s", dir.display(), RESCAN.as_secs());
     }
     loop {
         let folder = dir.clone();
         let scanned = blocking("looking for device plugins", move || {
-            // It must be there to be watched. Where it can't be made, it is found missing below.
+            // The folder must exist to be watched. If creating it fails, the scan below finds nothing.
             let _ = std::fs::create_dir_all(&folder);
             let (folders, sockets) = folder::scan(&folder);
             let identity = |path: PathBuf| std::fs::metadata(&path).ok().map(|m| (path, m.ino()));
@@ -87,7 +87,7 @@ pub(super) async fn watch(shared: Arc<Shared>, handlers: Handlers, shutdown: Can
         if let Ok(events) = &mut events {
             arm(events, &folders);
         }
-        registry.look_at(sockets);
+        registry.update(sockets);
         let retry = registry.next_retry();
         tokio::select! {
             () = shutdown.cancelled() => break,
@@ -101,12 +101,12 @@ pub(super) async fn watch(shared: Arc<Shared>, handlers: Handlers, shutdown: Can
     tracker.wait().await;
 }
 
-/// Watching a folder twice is watching it once.
+/// Adds watches; adding an existing one has no effect.
 fn arm(events: &mut EventStream<Vec<u8>>, folders: &[PathBuf]) {
     let mask = WatchMask::CREATE | WatchMask::DELETE | WatchMask::MOVE | WatchMask::ONLYDIR;
     for folder in folders {
         if let Err(error) = events.watches().add(folder, mask) {
-            debug!(%error, folder = %folder.display(), "a folder of plugins can't be watched");
+            debug!(%error, folder = %folder.display(), "cannot watch a folder of plugins");
         }
     }
 }
@@ -115,12 +115,12 @@ async fn changed(events: &mut std::io::Result<EventStream<Vec<u8>>>) {
     if let Ok(events) = events
         && events.next().await.is_some()
     {
-        return; // whatever it says, the folder is read again
+        return; // every event triggers a scan
     }
     std::future::pending::<()>().await;
 }
 
-/// What a meeting has at hand.
+/// Data shared by the queries.
 #[derive(Clone)]
 struct Host {
     shared: Arc<Shared>,
@@ -136,8 +136,9 @@ struct Registry {
 }
 
 impl Registry {
-    /// Parts with those that are gone, and has those met that are new or due again.
-    fn look_at(&mut self, sockets: Vec<Identity>) {
+    /// Deregisters plugins whose sockets disappeared, and starts queries of sockets that are new or due
+    /// again.
+    fn update(&mut self, sockets: Vec<Identity>) {
         let gone: Vec<Identity> =
             self.known.keys().filter(|known| !sockets.contains(known)).cloned().collect();
         for identity in gone {
@@ -165,7 +166,7 @@ impl Registry {
     fn part(&self, known: SocketState) {
         match known {
             SocketState::Plugin { resource, socket } => {
-                debug!(resource, "the device plugin's socket is gone from the registry");
+                debug!(resource, "the device plugin's socket was removed from the registry");
                 self.host.shared.deregister(&resource, &socket);
             }
             SocketState::Other { handler, name, socket } => handler.deregister(&name, &socket),
@@ -174,7 +175,7 @@ impl Registry {
         }
     }
 
-    /// What came of a meeting.
+    /// Processes the result of a query.
     fn met(&mut self, met: Result<(task::Id, Result<SocketState, Error>), JoinError>) {
         let (id, met) = match met {
             Ok(met) => met,
@@ -183,20 +184,20 @@ impl Registry {
         let of_id =
             |known: &SocketState| matches!(known, SocketState::Meeting { task, .. } if task.id() == id);
         let Some((identity, known)) = self.known.iter_mut().find(|(_, known)| of_id(known)) else {
-            // Its socket went away meanwhile.
+            // The socket has been removed in the meantime.
             met.into_iter().for_each(|known| self.part(known));
             return;
         };
         let SocketState::Meeting { tries, .. } = *known else { return };
         *known = met.unwrap_or_else(|cause| {
             let pause = (RETRY.0 * 2_u32.saturating_pow(tries.min(16))).min(RETRY.1);
-            warn!(socket = %identity.0.display(), retry_in_seconds = pause.as_secs_f32(), "a plugin could not be registered: {cause}");
+            warn!(socket = %identity.0.display(), retry_in_seconds = pause.as_secs_f32(), "cannot register a plugin: {cause}");
             SocketState::Failed { tries: tries.saturating_add(1), retry_at: Instant::now().after(pause) }
         });
     }
 
-    /// When there is something to do by itself. Those for whom there was no room have their turn when a
-    /// meeting ends.
+    /// Returns the time of the next retry. Sockets beyond the maximum number of queries follow when a query
+    /// ends.
     fn next_retry(&self) -> Instant {
         let later = Instant::now() + RESCAN;
         if self.meetings.len() >= MAX_MEETINGS {
@@ -211,7 +212,7 @@ impl Registry {
 }
 
 impl Host {
-    /// Asks a socket what it is, and tells it what came of that.
+    /// Queries a socket, registers its plugin and notifies the plugin of the result.
     async fn introduce(&self, path: &Path) -> Result<SocketState, Error> {
         let mut client = RegistrationClient::new(dial(path).await?);
         let asked = tokio::time::timeout(plugin::CONNECT_TIMEOUT, client.get_info(InfoRequest {})).await;
@@ -242,9 +243,9 @@ impl Host {
         registered
     }
 
-    /// Tells a plugin what came of its registration. One that was registered is told by another task: should
-    /// its socket vanish before it has listened, the meeting ends as one that has made something, which is
-    /// undone, and is not aborted as one that hasn't.
+    /// Notifies a plugin of the result of its registration. A success is sent by another task: if the socket
+    /// disappears before the notification is delivered, the query has already completed and its registration
+    /// is undone; aborting the query would leave the registration behind.
     async fn answer(&self, mut client: Client, registered: &Result<SocketState, Error>) {
         let Err(cause) = registered else {
             let shutdown = self.shutdown.clone();
@@ -263,7 +264,7 @@ impl Host {
         Ok(SocketState::Plugin { resource: info.name, socket })
     }
 
-    /// Has a plugin of another kind taken in.
+    /// Passes a plugin of another kind to its handler.
     async fn hand_over(
         &self,
         path: &Path,
@@ -276,7 +277,8 @@ impl Host {
         Ok(SocketState::Other { handler, name: info.name, socket })
     }
 
-    /// Where a plugin serves: what it says, or where it registered.
+    /// Returns the socket at which a plugin serves: the endpoint in its info, or the socket of its
+    /// registration.
     async fn service(&self, path: &Path, info: &PluginInfo) -> Result<PathBuf, Error> {
         let service = if info.endpoint.is_empty() { path.to_owned() } else { PathBuf::from(&info.endpoint) };
         if !service.is_absolute() {
@@ -287,12 +289,13 @@ impl Host {
     }
 }
 
-/// Tells a plugin whether it was registered. One that doesn't listen misses it.
+/// Notifies a plugin of the result of its registration. Does not retry.
 async fn notify(client: &mut Client, error: Option<String>) {
     let status = RegistrationStatus { plugin_registered: error.is_none(), error: error.unwrap_or_default() };
-    let told = tokio::time::timeout(plugin::CONNECT_TIMEOUT, client.notify_registration_status(status)).await;
-    if !matches!(told, Ok(Ok(_))) {
-        debug!("a plugin was not told whether it was registered");
+    let notified =
+        tokio::time::timeout(plugin::CONNECT_TIMEOUT, client.notify_registration_status(status)).await;
+    if !matches!(notified, Ok(Ok(_))) {
+        debug!("cannot notify a plugin of the result of its registration");
     }
 }
 
@@ -311,7 +314,7 @@ mod tests {
     use crate::{Metrics, Settings};
     use beelet_policy::devices::Devices;
 
-    /// A plugin that says what it is and never hears what came of that.
+    /// Plugin that never answers the notification.
     #[derive(Debug)]
     struct Deaf;
 
@@ -330,7 +333,7 @@ mod tests {
         }
     }
 
-    /// Counts who comes and who goes.
+    /// Counts registrations and deregistrations.
     #[derive(Debug, Default)]
     struct Counting(channel::Sender<(u32, u32)>);
 
@@ -346,7 +349,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_plugin_that_vanishes_before_it_hears_that_it_is_in_is_out_again() {
+    async fn a_plugin_that_vanishes_before_its_notification_is_deregistered() {
         let dir = tempfile::tempdir().unwrap();
         let settings = Settings::new(dir.path().to_owned());
         let registry = settings.registry_dir();

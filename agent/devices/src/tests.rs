@@ -32,8 +32,7 @@ fn device(id: &str) -> Device {
     Device { id: id.to_owned(), health: Health::Healthy, numa_nodes: vec![1] }
 }
 
-/// Registers as a client does that sends this as its `:authority`; grpc-status and grpc-message of the
-/// answer.
+/// Registers as a client that sends this `:authority`; returns grpc-status and grpc-message of the response.
 async fn register(socket: &std::path::Path, authority: &str) -> (String, String) {
     let request = RegisterRequest { version: "v0".to_owned(), ..RegisterRequest::default() }.encode_to_vec();
     let mut message = vec![0];
@@ -95,7 +94,7 @@ async fn clients_whose_authority_is_a_path_are_answered() {
     let go = socket.display().to_string();
     for authority in ["localhost", &go, &go.replace('/', "%2F"), "", "a:b:c", "\u{1f41d}"] {
         let (status, message) = register(&socket, authority).await;
-        // It got as far as the registration's own checks.
+        // The request reached the registration's own checks.
         assert_eq!(status, "2", "{authority}");
         assert!(
             message.contains("is%20not%20supported") || message.contains("is not supported"),
@@ -131,14 +130,15 @@ async fn what_is_committed_is_in_the_checkpoint_and_a_restart_finds_it() {
     assert!(!view.connected && view.devices["a"].unlisted && view.devices["a"].holders.len() == 1);
 }
 
-/// A plugin that takes every call and answers none, at a socket in `dir`, until the listener is dropped.
+/// Returns a plugin that accepts every call and answers none, at a socket in `dir`, until the listener is
+/// dropped.
 async fn silent(dir: &std::path::Path) -> (Plugin, PathBuf, UnixListener) {
     let socket = dir.join("silent.sock");
     let listener = UnixListener::bind(&socket).unwrap();
     (Plugin::new(beelet_serve::client::dial(&socket).await.unwrap()), socket, listener)
 }
 
-/// Checks how long an answer that never comes is waited for.
+/// Checks the time after which a call without an answer fails.
 async fn takes<T>(seconds: u64, call: &str, answer: impl Future<Output = Result<T, Status>>) {
     let begun = tokio::time::Instant::now();
     let Err(status) = answer.await else { panic!("{call} was answered") };
@@ -161,7 +161,7 @@ async fn a_plugin_that_hangs_is_not_waited_for_any_longer_than_it_may_take() {
         already_running: false,
     };
     let Ok(Selection::Ask(question)) = ledger.select(&wanted, &Serving::default()) else {
-        panic!("it has a preference");
+        panic!("the plugin has a preference");
     };
     let ids = BTreeSet::from(["a".to_owned()]);
     takes(10, "GetDevicePluginOptions", plugin.options(None)).await;
@@ -197,12 +197,12 @@ async fn a_plugin_that_stays_away_is_forgotten_after_five_minutes() {
     let gone_at = tokio::time::Instant::now();
     tokio::time::sleep(Duration::from_secs(299)).await;
     let now = node.borrow_and_update().clone();
-    assert_eq!((now.capacity[&resource], now.removed.len()), (1, 0), "it has a second left");
+    assert_eq!((now.capacity[&resource], now.removed.len()), (1, 0), "a second is left");
     assert!(shared.plugin(&resource).is_some());
     let now = node.wait_for(|node| node.removed.contains(&resource)).await.unwrap().clone();
     assert!(!now.capacity.contains_key(&resource) && !now.allocatable.contains_key(&resource));
     assert_eq!(gone_at.elapsed().as_secs(), 300);
-    // Its task tries once more at most before it is given up.
+    // The task retries at most once more before it gives up.
     followed.await.unwrap();
     assert!(shared.plugin(&resource).is_none() && gone_at.elapsed() <= Duration::from_secs(311));
     shutdown.cancel();
@@ -244,7 +244,7 @@ async fn a_pod_that_must_wait_for_its_devices_does_not_wake_itself() {
     let circumstances = Circumstances { restarting: true, ..Circumstances::default() };
     let refused = devices.admit(&Arc::new(pod), circumstances).await;
     assert!(matches!(refused, Err(DeviceRefusal::Wait { .. })), "{refused:?}");
-    assert!(!node.has_changed().unwrap(), "its own attempt would wake it");
+    assert!(!node.has_changed().unwrap(), "the pod's own attempt would wake it");
     shutdown.cancel();
     while running.join_next().await.is_some() {}
 }

@@ -1,15 +1,15 @@
-//! Whose turn it is: admissions that have no resource in common go on side by side, of the others the first
-//! goes first. So a plugin that hangs keeps those waiting who want its devices, and nobody else.
+//! Schedules admissions: those without a common resource run concurrently, the others in order. So a plugin
+//! that hangs delays only pods that want its devices.
 //!
-//! Whoever wants several resources waits for all of them, and doesn't hold any meanwhile: those behind it
-//! that want one of them go on. It can't be passed by for ever, since each pod asks once.
+//! A pod that wants several resources waits for all of them and holds none in the meantime: later pods that
+//! want only one of them pass it. They cannot pass it forever, since each pod asks once.
 
 use std::collections::{BTreeSet, VecDeque};
 
-/// Resources, by name.
+/// Names of resources.
 pub(super) type Resources = BTreeSet<String>;
 
-/// The queue for resources: those in use, and who waits for which.
+/// Queue for resources: those in use, and the waiting pods.
 #[derive(Debug)]
 pub(super) struct Turns<T> {
     busy: Resources,
@@ -21,22 +21,22 @@ impl<T> Turns<T> {
         Self { busy: Resources::new(), waiting: VecDeque::new() }
     }
 
-    /// Number of pods that wait.
+    /// Returns the number of waiting pods.
     pub(super) fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Somebody wants to go on with these resources.
+    /// Queues a pod that wants these resources.
     pub(super) fn add(&mut self, resources: Resources, who: T) {
         self.waiting.push_back((resources, who));
     }
 
-    /// Forgets those who don't wait any more.
+    /// Removes pods that no longer wait.
     pub(super) fn retain(&mut self, still: impl Fn(&T) -> bool) {
         self.waiting.retain(|(_, who)| still(who));
     }
 
-    /// The first whose resources are all idle; they are busy from now on, until [`Turns::done`].
+    /// Returns the first pod whose resources are all idle, and marks these as busy until [`Turns::done`].
     pub(super) fn next(&mut self) -> Option<(Resources, T)> {
         let at = self.waiting.iter().position(|(wanted, _)| wanted.is_disjoint(&self.busy))?;
         let (resources, who) = self.waiting.remove(at)?;
@@ -44,7 +44,7 @@ impl<T> Turns<T> {
         Some((resources, who))
     }
 
-    /// These are idle again.
+    /// Marks these resources as idle.
     pub(super) fn done(&mut self, resources: &Resources) {
         self.busy.retain(|resource| !resources.contains(resource));
     }
@@ -58,7 +58,7 @@ mod tests {
         text.chars().map(String::from).collect()
     }
 
-    /// Which pods go on at once, and which after each end: `names resources`.
+    /// Checks which pods start at once and after each end; `asked` has names and resources.
     fn check(asked: &[(&str, &str)], ends: &[&str], expected: &[&str]) {
         let mut turns = Turns::new();
         asked.iter().for_each(|(who, wanted)| turns.add(resources(wanted), *who));
@@ -76,9 +76,9 @@ mod tests {
     #[test]
     fn those_with_nothing_in_common_go_on_side_by_side() {
         check(
-            &[("one", "a"), ("two", "b"), ("three", "a"), ("four", "c")],
+            &[("first", "a"), ("two", "b"), ("three", "a"), ("four", "c")],
             &["a"],
-            &["one two four", "three"],
+            &["first two four", "three"],
         );
         check(&[("one", "a"), ("two", "a"), ("three", "a")], &["a", "a"], &["one", "two", "three"]);
         check(&[("one", "a"), ("both", "ab"), ("two", "b")], &["b", "a"], &["one two", "", "both"]);
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_gone_has_no_turn() {
+    fn a_removed_pod_has_no_turn() {
         let mut turns = Turns::new();
         ["one", "two", "three"].into_iter().for_each(|who| turns.add(resources("a"), who));
         assert_eq!(turns.next().map(|(_, who)| who), Some("one"));

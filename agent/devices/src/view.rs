@@ -1,4 +1,4 @@
-//! What others see of the devices: the command line, the pod resources API, pods' statuses.
+//! Views of the devices for the command line, the pod resources API and pods' statuses.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -8,58 +8,58 @@ use k8s_openapi::api::core::v1 as core;
 
 use super::Devices;
 
-/// One extended resource.
+/// State of an extended resource.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResourceView {
-    /// Whether its plugin is connected.
+    /// True if its plugin is connected.
     pub connected: bool,
-    /// The plugin's socket, if it has registered since the agent started.
+    /// Socket of the plugin, if it has registered since the agent's start.
     pub socket: Option<String>,
-    /// Seconds since it went away.
+    /// Seconds since the plugin disconnected.
     pub gone_seconds: Option<u64>,
-    /// Its devices, and those that are held though it lists them no more, by id.
+    /// Listed devices, and unlisted ones that are still held, by id.
     pub devices: BTreeMap<String, DeviceView>,
 }
 
-/// One device.
+/// State of a device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceView {
-    /// Whether it can be given away.
+    /// True if the device can be assigned.
     pub healthy: bool,
-    /// The plugin doesn't list it.
+    /// The plugin does not list the device.
     pub unlisted: bool,
-    /// The NUMA nodes that it is near.
+    /// NUMA nodes of the device.
     pub numa_nodes: Vec<i64>,
-    /// The containers that hold it.
+    /// Containers that hold the device.
     pub holders: BTreeSet<Holder>,
 }
 
-/// A container that holds a device.
+/// Container that holds a device.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Holder {
-    /// The pod's uid.
+    /// UID of the pod.
     pub pod_uid: String,
-    /// The container's name.
+    /// Name of the container.
     pub container: String,
 }
 
-/// A pod that waits for a plugin.
+/// Pod that waits for a plugin.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WaitingView {
     /// `namespace/name`.
     pub pod: String,
-    /// What it waits for.
+    /// Reason why it waits.
     pub message: String,
-    /// Seconds that it has waited.
+    /// Seconds since it began to wait.
     pub seconds: u64,
 }
 
 impl Devices {
-    /// Every resource with its devices and their holders. Takes milliseconds where there are 100,000 devices.
+    /// Returns every resource with its devices and their holders. Takes milliseconds for 100,000 devices.
     #[must_use]
     pub fn resources(&self) -> BTreeMap<String, ResourceView> {
         let now = self.shared.now();
-        self.shared.look(|ledger| {
+        self.shared.with_ledger(|ledger| {
             let mut all: BTreeMap<String, ResourceView> = BTreeMap::new();
             for resource in ledger.devices.resources() {
                 let view = all.entry(resource.to_owned()).or_default();
@@ -92,11 +92,11 @@ impl Devices {
         })
     }
 
-    /// The pods that wait, by name.
+    /// Returns the waiting pods, sorted by name.
     #[must_use]
     pub fn waiting(&self) -> Vec<WaitingView> {
         let now = self.shared.now();
-        let mut all: Vec<WaitingView> = self.shared.look(|ledger| {
+        let mut all: Vec<WaitingView> = self.shared.with_ledger(|ledger| {
             let view = |waiting: &super::ledger::Waiting| WaitingView {
                 pod: waiting.pod.clone(),
                 message: waiting.message.clone(),
@@ -108,17 +108,17 @@ impl Devices {
         all
     }
 
-    /// The reason why no plugin can register, if so.
+    /// Returns the reason why no plugin can register, if so.
     #[must_use]
     pub fn trouble(&self) -> Option<String> {
-        self.shared.look(|ledger| ledger.trouble.clone())
+        self.shared.with_ledger(|ledger| ledger.trouble.clone())
     }
 
-    /// The devices that each container of a pod holds: by container and resource, ids with the NUMA nodes
-    /// they are near.
+    /// Returns the devices that each container of a pod holds: by container and resource, ids with their NUMA
+    /// nodes.
     #[must_use]
     pub fn held_by(&self, pod_uid: &str) -> BTreeMap<String, BTreeMap<String, BTreeMap<String, Vec<i64>>>> {
-        self.shared.look(|ledger| {
+        self.shared.with_ledger(|ledger| {
             let mut all: BTreeMap<String, BTreeMap<String, BTreeMap<String, Vec<i64>>>> = BTreeMap::new();
             for (container, held) in ledger.devices.held(pod_uid).into_iter().flatten() {
                 for (resource, held) in held {
@@ -135,10 +135,10 @@ impl Devices {
         })
     }
 
-    /// The healthy devices of each resource, with the NUMA nodes they are near.
+    /// Returns the healthy devices of each resource, with their NUMA nodes.
     #[must_use]
     pub fn allocatable(&self) -> BTreeMap<String, BTreeMap<String, Vec<i64>>> {
-        self.shared.look(|ledger| {
+        self.shared.with_ledger(|ledger| {
             let all = ledger.devices.allocatable();
             all.map(|(resource, devices)| {
                 let devices = devices.map(|(id, nodes)| (id.to_owned(), nodes.to_vec()));
@@ -148,10 +148,10 @@ impl Devices {
         })
     }
 
-    /// Puts the health of the pod's devices into its status (KEP-4680). A device whose plugin is away is
+    /// Adds the health of the pod's devices to its status (KEP-4680). A device without its plugin is
     /// `Unknown`.
     pub fn annotate(&self, pod_uid: &str, status: &mut core::PodStatus) {
-        self.shared.look(|ledger| {
+        self.shared.with_ledger(|ledger| {
             let Some(pod) = ledger.devices.held(pod_uid) else { return };
             let inits = status.init_container_statuses.iter_mut().flatten();
             for container in inits.chain(status.container_statuses.iter_mut().flatten()) {

@@ -1,4 +1,4 @@
-//! Drivers' answers, checked before anything is made of them. Pure.
+//! Checks drivers' responses before they are used. Pure.
 
 use std::collections::BTreeMap;
 
@@ -10,19 +10,19 @@ use crate::{
     plugin::{PREPARE, UNPREPARE, WORDS},
 };
 
-/// The devices that a driver has prepared for each claim of `batch`, claims with their UIDs.
+/// Returns the devices that a driver has prepared for each claim of `batch` (claims with their UIDs).
 ///
 /// # Errors
-/// It failed for one, left one out, answered for one that it was not asked for, or names devices that can't
-/// be.
+/// The driver failed for a claim, skipped one, answered for one outside the batch, or returned impossible
+/// devices.
 pub fn prepared(
     batch: &[(ClaimKey, String)],
     answer: wire::NodePrepareResourcesResponse,
 ) -> Result<Vec<(&ClaimKey, Vec<Device>)>, Error> {
-    let said = answer.claims.into_iter().map(|(uid, of)| (uid, (of.error, of.devices)));
-    let of_claims = checked(PREPARE, batch, said.collect())?.into_iter().map(|(key, devices)| {
+    let results = answer.claims.into_iter().map(|(uid, of)| (uid, (of.error, of.devices)));
+    let of_claims = checked(PREPARE, batch, results.collect())?.into_iter().map(|(key, devices)| {
         let impossible = |why| {
-            let what = format!("gave an impossible answer for ResourceClaim {}: {why}", key.name);
+            let what = format!("returned an invalid response for ResourceClaim {}: {why}", key.name);
             Error::Answer { method: PREPARE, what }
         };
         check_count(devices.len()).map_err(impossible)?;
@@ -33,16 +33,16 @@ pub fn prepared(
     of_claims.collect()
 }
 
-/// Checks that a driver has taken back what it prepared for each claim of `batch`.
+/// Checks that a driver has unprepared each claim of `batch`.
 ///
 /// # Errors
-/// It failed for one, left one out, or answered for one that it was not asked for.
+/// The driver failed for a claim, skipped one, or answered for one outside the batch.
 pub(crate) fn unprepared(
     batch: &[(ClaimKey, String)],
     answer: wire::NodeUnprepareResourcesResponse,
 ) -> Result<(), Error> {
-    let said = answer.claims.into_iter().map(|(uid, of)| (uid, (of.error, ())));
-    checked(UNPREPARE, batch, said.collect()).map(drop)
+    let results = answer.claims.into_iter().map(|(uid, of)| (uid, (of.error, ())));
+    checked(UNPREPARE, batch, results.collect()).map(drop)
 }
 
 fn device(device: wire::Device) -> Device {
@@ -55,19 +55,20 @@ fn device(device: wire::Device) -> Device {
     }
 }
 
-/// What a driver says of each claim that it was asked for: by UID, an error or none, and more.
+/// Matches a driver's results with the requested claims. `results` has by UID an error, empty on success, and
+/// a value.
 ///
 /// # Errors
-/// It failed for one, left one out, or answered for one that it was not asked for.
+/// The driver failed for a claim, skipped one, or answered for one outside the batch.
 fn checked<'b, T>(
     method: &'static str,
     batch: &'b [(ClaimKey, String)],
-    mut said: BTreeMap<String, (String, T)>,
+    mut results: BTreeMap<String, (String, T)>,
 ) -> Result<Vec<(&'b ClaimKey, T)>, Error> {
     let mut found = Vec::with_capacity(batch.len());
     let mut skipped = 0;
     for (key, uid) in batch {
-        match said.remove(uid) {
+        match results.remove(uid) {
             Some((error, more)) if error.is_empty() => found.push((key, more)),
             Some((error, _)) => {
                 let error: String = error.chars().take(WORDS).collect();
@@ -77,7 +78,7 @@ fn checked<'b, T>(
             None => skipped += 1,
         }
     }
-    if let Some((uid, _)) = said.first_key_value() {
+    if let Some((uid, _)) = results.first_key_value() {
         return Err(Error::Answer {
             method,
             what: format!("returned result for unknown claim UID {uid:.64}"),
@@ -94,12 +95,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_driver_answers_for_each_claim_that_it_was_asked_for_and_for_no_other() {
+    fn a_driver_must_answer_for_exactly_the_requested_claims() {
         let key = |name: &str| ClaimKey { namespace: "shop".to_owned(), name: name.to_owned() };
         let batch = [(key("a"), "u-a".to_owned()), (key("b"), "u-b".to_owned())];
-        let check = |said: &[(&str, &str)], expected: Result<usize, &str>| {
-            let said = said.iter().map(|(uid, error)| ((*uid).to_owned(), ((*error).to_owned(), ())));
-            let found = checked(PREPARE, &batch, said.collect());
+        let check = |results: &[(&str, &str)], expected: Result<usize, &str>| {
+            let results = results.iter().map(|(uid, error)| ((*uid).to_owned(), ((*error).to_owned(), ())));
+            let found = checked(PREPARE, &batch, results.collect());
             let found = found.map(|all| all.len()).map_err(|error| error.to_string());
             assert_eq!(found, expected.map_err(str::to_owned));
         };

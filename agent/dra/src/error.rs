@@ -1,23 +1,23 @@
-//! Why a claim can't be used, or not be given back.
+//! Errors of preparing and unpreparing claims.
 
 use beelet_model::storage::StorageError;
 use beelet_policy::dra::ClaimError;
 
-/// A failure. Displayed, it is the kubelet's sentence where it has one.
+/// Error of this crate. Its text is the kubelet's if the kubelet has one.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The driver has not registered, or is gone.
+    /// The driver has no registered plugin.
     #[error("DRA driver {0} is not registered")]
     NotRegistered(String),
-    /// The API server doesn't say what the claim is.
+    /// The claim cannot be read from the API server.
     #[error("fetch ResourceClaim {name}: {cause}")]
     Unread {
         /// The claim's name.
         name: String,
-        /// Why there is no answer.
+        /// Cause.
         cause: StorageError,
     },
-    /// The pod may not have the claim, or not yet.
+    /// The pod may not use the claim, or not yet.
     #[error(transparent)]
     Claim(#[from] ClaimError),
     /// A node without an API server has no claims.
@@ -26,28 +26,28 @@ pub enum Error {
     /// A container uses a claim that its pod does not name.
     #[error("a claim of the container is not among those of its pod")]
     NotOfPod,
-    /// The driver refused a call, or gave no answer.
+    /// The driver refused a call or did not answer.
     #[error("{method}: rpc error: code = {code} desc = {message}")]
     Call {
-        /// What was called.
+        /// Called method.
         method: &'static str,
-        /// The status code, in Go's words.
+        /// Status code with its name in Go.
         code: String,
-        /// The driver's words.
+        /// Message of the driver.
         message: String,
     },
-    /// The driver says of a claim that it can't, or what it says can't be.
+    /// The driver's response reports a failure for a claim, or is invalid.
     #[error("{method} {what}")]
     Answer {
-        /// What was called.
+        /// Called method.
         method: &'static str,
-        /// What is wrong.
+        /// Fault of the response.
         what: String,
     },
-    /// The record can't be written.
+    /// The record cannot be written.
     #[error("checkpoint ResourceClaim state: {0}")]
     Record(#[from] beelet_state::StateError),
-    /// The record can't be made.
+    /// The record cannot be encoded.
     #[error(transparent)]
     Checkpoint(#[from] beelet_policy::dra::checkpoint::CheckpointError),
 }

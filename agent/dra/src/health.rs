@@ -1,4 +1,4 @@
-//! The health of claims' devices, which drivers report on a stream (KEP-4680).
+//! Health of claims' devices, which drivers report on a stream (KEP-4680).
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -16,15 +16,16 @@ use tracing::debug;
 
 use crate::{Dra, Plugin, lock, plugin::WORDS};
 
-/// How long after the end of a stream another one is asked for: the kubelet's.
+/// Delay between the end of a stream and the next call: the kubelet's.
 const RETRY: Duration = Duration::from_secs(5);
-/// The same of a driver that has no such stream: another version of it may listen there without registering.
+/// The same delay for a driver without the stream: a newer version may appear at its socket without a
+/// registration.
 const RETRY_UNSUPPORTED: Duration = Duration::from_secs(60);
-/// The least time between two reports of a plugin: each may be a new status of many pods.
+/// Minimum time between two reports of a plugin: each may change the status of many pods.
 const BETWEEN: Duration = Duration::from_secs(1);
 
 impl Dra {
-    /// Waits until the health of devices has changed; the UIDs of the pods that have them by claims.
+    /// Waits for a change of device health; returns the UIDs of pods that hold an affected device by a claim.
     pub async fn health_changed(&self) -> BTreeSet<String> {
         loop {
             let pods = std::mem::take(&mut *lock(&self.0.changed_health));
@@ -35,8 +36,8 @@ impl Dra {
         }
     }
 
-    /// Puts the health of the devices of the claims that containers name into their statuses, beside that of
-    /// other devices.
+    /// Adds the health of claimed devices to the statuses of containers that use claims, in addition to that
+    /// of other devices.
     pub fn annotate(&self, pod: &core::Pod, status: &mut core::PodStatus) {
         let Some(spec) = &pod.spec else { return };
         let uses_claims = |container: &core::Container| {
@@ -59,7 +60,7 @@ impl Dra {
         Moment::after_start(self.0.began.elapsed())
     }
 
-    /// Keeps a stream of each plugin, from its registration until it is deregistered.
+    /// Keeps a stream per plugin, from its registration until it is deregistered.
     pub(crate) async fn watch_health(&self) {
         let mut registered = self.0.registered.subscribe();
         let mut streams = FuturesUnordered::new();
@@ -83,7 +84,7 @@ impl Dra {
         self.forget(&plugin);
     }
 
-    /// Asks a plugin for its stream again and again.
+    /// Opens the plugin's stream again after each end.
     async fn keep_stream(&self, plugin: &Plugin) {
         loop {
             let end = match plugin.health().await {
@@ -92,12 +93,12 @@ impl Dra {
             };
             self.forget(plugin);
             let cause: String = end.message().chars().take(WORDS).collect();
-            debug!(driver = plugin.driver(), cause, "a DRA driver reports no health of devices");
+            debug!(driver = plugin.driver(), cause, "a DRA driver does not report device health");
             sleep(if end.code() == Code::Unimplemented { RETRY_UNSUPPORTED } else { RETRY }).await;
         }
     }
 
-    /// Takes in a plugin's reports until its stream ends; why it did.
+    /// Processes a plugin's reports until its stream ends; returns the status of the end.
     async fn read(&self, plugin: &Plugin, mut stream: Streaming<wire::NodeWatchResourcesResponse>) -> Status {
         let driver = plugin.driver();
         loop {
@@ -128,7 +129,7 @@ impl Dra {
         self.publish(plugin.driver(), &forgotten);
     }
 
-    /// Tells of the pods that have one of these devices.
+    /// Publishes the pods that hold one of these devices.
     fn publish(&self, driver: &str, changed: &BTreeSet<DeviceKey>) {
         if changed.is_empty() {
             return;

@@ -1,10 +1,10 @@
 //! Dynamic Resource Allocation (KEP-4381): drivers register, prepare the claims of a pod before its sandbox
-//! is made, and take back what they made once no pod uses a claim any more.
+//! is created, and unprepare them when no pod uses them any more.
 //!
-//! Who uses which claim, and what was prepared for it, is in the kubelet's own record (`dra_manager_state`)
-//! before a driver is asked: claims are taken back also by an agent that knows nothing else. A driver may be
-//! hostile: each call has a deadline, each answer a largest size, and only pods with its claims wait for it.
-//! Must never touch a container, a device or a CDI file.
+//! The users and prepared devices of each claim are written to the kubelet's own record (`dra_manager_state`)
+//! before a driver is called, so that an agent with no other state can unprepare them. A driver may be
+//! hostile: each call has a deadline, each response a maximum size, and only pods with its claims wait for
+//! it. Must never touch a container, a device or a CDI file.
 
 pub mod answer;
 mod error;
@@ -41,49 +41,49 @@ pub use self::{
 };
 use self::{plugin::Plugin, unsaved::Unsaved};
 
-/// The kubelet's name of the record.
+/// Name of the record, as the kubelet's.
 const RECORD: &str = "dra_manager_state";
 
-/// Drivers, and the claims that they have prepared. Clones share them.
+/// DRA drivers and the claims that they have prepared. Clones share them.
 #[derive(Clone, Debug)]
 pub struct Dra(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    /// Of each driver those that have registered, the newest last: there are two while one is replaced.
+    /// Registered plugins of each driver, the newest last: there are two while one is replaced.
     plugins: Mutex<BTreeMap<String, Vec<Plugin>>>,
     known: watch::Sender<Arc<Presences>>,
-    /// A connection has come or gone.
+    /// Notified when a connection is made or lost.
     wake: Arc<Notify>,
     ledger: Mutex<Ledger>,
-    /// One lock per claim that somebody works on.
+    /// Lock of each claim in use by an operation.
     busy: Mutex<BTreeMap<ClaimKey, Arc<tokio::sync::Mutex<()>>>>,
     record: ForeignFile,
-    /// The record was lost when the agent began: pods that run since before may use claims and not be in the
+    /// The record was lost when the agent started: running pods may use claims and be missing from the
     /// ledger.
     lost: bool,
-    /// The pods that the record may have and the ledger has no more. Locked after the ledger, if both are.
+    /// Pods that the record may contain and the ledger no longer does. Locked after the ledger, if both are.
     unsaved: Mutex<Unsaved>,
-    /// The number of the newest plugin.
+    /// Number of the newest plugin.
     registered: watch::Sender<u64>,
-    /// What drivers report of their devices. Locked before the ledger, if both are.
+    /// Device health as reported by drivers. Locked before the ledger, if both are.
     health: Mutex<HealthBook>,
-    /// The pods whose devices' health has changed, until somebody takes them.
+    /// Pods whose devices changed health and that have not been returned yet.
     changed_health: Mutex<BTreeSet<String>>,
     health_changes: Notify,
     began: Instant,
-    /// Held by whoever writes the record.
+    /// Held during a write of the record.
     writing: Arc<tokio::sync::Mutex<()>>,
     metrics: Metrics,
 }
 
 impl Dra {
-    /// What an earlier agent, or a kubelet, has left. A record that can't be trusted is set aside: `tell` is
-    /// told so. Blocks.
+    /// Loads the record of an earlier agent or a kubelet. Moves an invalid record aside and passes a reason
+    /// and message to `report`. Blocks.
     #[must_use]
-    pub fn open(kubelet_dir: &Path, metrics: Metrics, tell: impl Fn(&str, String)) -> Self {
+    pub fn open(kubelet_dir: &Path, metrics: Metrics, report: impl Fn(&str, String)) -> Self {
         let record = ForeignFile::of_node(kubelet_dir.join(RECORD));
-        let (ledger, lost) = load(&record, tell);
+        let (ledger, lost) = load(&record, report);
         metrics.in_use(&ledger);
         Self(Arc::new(Inner {
             plugins: Mutex::default(),
@@ -104,13 +104,14 @@ impl Dra {
         }))
     }
 
-    /// The drivers that have registered since the agent began, and since when those are away that are.
+    /// Subscribes to the drivers that have registered since the agent's start, with the time since which
+    /// absent ones are away.
     #[must_use]
     pub fn drivers(&self) -> watch::Receiver<Arc<Presences>> {
         self.0.known.subscribe()
     }
 
-    /// The UIDs of the pods whose claims are not given back.
+    /// Returns the UIDs of pods that still hold claims.
     #[must_use]
     pub fn pods(&self) -> BTreeSet<String> {
         let mut pods = lock(&self.0.ledger).pods();
@@ -118,13 +119,13 @@ impl Dra {
         pods
     }
 
-    /// Returns true while a pod has not given back all of its claims, or the record says so.
+    /// Returns true while the pod holds claims, or the record still says so.
     #[must_use]
     pub fn has(&self, uid: &str) -> bool {
         !lock(&self.0.ledger).of_pod(uid).is_empty() || lock(&self.0.unsaved).has(uid)
     }
 
-    /// The plugin of a driver: the newest that is connected, or else the newest (`GetPlugin`).
+    /// Returns the plugin of a driver: the newest connected one, otherwise the newest (`GetPlugin`).
     fn plugin(&self, driver: &str) -> Result<Plugin, Error> {
         let plugins = lock(&self.0.plugins);
         let all = plugins.get(driver).map(Vec::as_slice).unwrap_or_default();
@@ -132,7 +133,7 @@ impl Dra {
         connected.or(all.last()).cloned().ok_or_else(|| Error::NotRegistered(driver.to_owned()))
     }
 
-    /// Changes what is known of claims.
+    /// Changes the ledger.
     fn change<T>(&self, change: impl FnOnce(&mut Ledger) -> T) -> T {
         let mut ledger = lock(&self.0.ledger);
         let changed = change(&mut ledger);
@@ -140,7 +141,7 @@ impl Dra {
         changed
     }
 
-    /// Waits until nobody else works on these claims. All come in one order, so no two wait for each other.
+    /// Locks these claims. All callers use the same order, so no two wait for each other.
     async fn hold(&self, keys: &BTreeSet<ClaimKey>) -> Vec<OwnedMutexGuard<()>> {
         let all: Vec<_> = {
             let mut busy = lock(&self.0.busy);
@@ -154,7 +155,7 @@ impl Dra {
         held
     }
 
-    /// Writes the record as of now, and waits for the disk.
+    /// Writes the record and waits until it is on disk.
     async fn save(&self) -> Result<(), Error> {
         let turn = Arc::clone(&self.0.writing).lock_owned().await;
         let (ledger, unsaved) = {
@@ -162,7 +163,7 @@ impl Dra {
             (ledger.clone(), lock(&self.0.unsaved).clone())
         };
         let record = self.0.record.clone();
-        // The turn ends with the write, also where nobody waits for it any more.
+        // The lock is held until the write ends, even if the caller no longer waits.
         let write = move || {
             let _turn = turn;
             record.replace(&checkpoint::write(&ledger)?)?;
@@ -174,8 +175,8 @@ impl Dra {
     }
 }
 
-/// The record, or nothing in place of one that can't be trusted; true if it was lost.
-fn load(record: &ForeignFile, tell: impl Fn(&str, String)) -> (Ledger, bool) {
+/// Reads the record; an invalid one is replaced by an empty ledger. Returns true if the record was lost.
+fn load(record: &ForeignFile, report: impl Fn(&str, String)) -> (Ledger, bool) {
     let reason = match record.read() {
         Ok(None) => return (Ledger::default(), false),
         Ok(Some(bytes)) => match checkpoint::read(&bytes) {
@@ -185,11 +186,11 @@ fn load(record: &ForeignFile, tell: impl Fn(&str, String)) -> (Ledger, bool) {
         Err(error) => error.to_string(),
     };
     let message = match record.set_aside() {
-        Ok(moved_to) => format!("{reason}; it was set aside as {}", moved_to.display()),
-        Err(error) => format!("{reason}; and it can't be set aside: {error}"),
+        Ok(moved_to) => format!("{reason}; moved it to {}", moved_to.display()),
+        Err(error) => format!("{reason}; cannot move it aside: {error}"),
     };
-    warn!("{message}; claims are prepared again as pods need them");
-    tell("ResourceClaimRecordCorrupt", message);
+    warn!("{message}; preparing claims again as pods need them");
+    report("ResourceClaimRecordCorrupt", message);
     (Ledger::default(), true)
 }
 

@@ -1,4 +1,4 @@
-//! How long claims and drivers take, and how many claims are in use, under the kubelet's names.
+//! Metrics of claims and driver calls, under the kubelet's names.
 
 use std::time::Duration;
 
@@ -9,9 +9,9 @@ use prometheus_client::{
     registry::Registry,
 };
 
-/// Stands for all drivers together.
+/// Label value for all drivers together.
 const ANY: &str = "<any>";
-/// Bounds of durations, in seconds: 15 from 0.1 to 40, each so many times the one before.
+/// Bucket bounds in seconds: 15 from 0.1 to 40, at a constant ratio.
 const FIRST: f64 = 0.1;
 const LAST: f64 = 40.0;
 const BOUNDS: i32 = 15;
@@ -39,7 +39,7 @@ fn durations() -> Histogram {
     Histogram::new((0..BOUNDS).map(|i| FIRST * factor.powi(i)))
 }
 
-/// Clones count together.
+/// Metrics of claims and drivers; clones share them.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     operations: Family<Operation, Histogram, fn() -> Histogram>,
@@ -60,11 +60,11 @@ impl Default for Metrics {
 impl Metrics {
     /// Adds them to the registry.
     pub fn register(&self, registry: &mut Registry) {
-        let help = "How long it took to prepare or unprepare all ResourceClaims of a pod, in seconds";
+        let help = "Duration of preparing or unpreparing all ResourceClaims of a pod in seconds";
         registry.register("dra_operations_duration_seconds", help, self.operations.clone());
-        let help = "How long calls of DRA drivers took, in seconds";
+        let help = "Duration of DRA driver calls in seconds";
         registry.register("dra_grpc_operations_duration_seconds", help, self.calls.clone());
-        let help = "ResourceClaims that are prepared, of each driver and (<any>) in all";
+        let help = "Prepared ResourceClaims, by driver and in total (<any>)";
         registry.register("dra_resource_claims_in_use", help, self.in_use.clone());
     }
 
@@ -82,7 +82,7 @@ impl Metrics {
         self.calls.get_or_create(&called).observe(took.as_secs_f64());
     }
 
-    /// Drivers without claims have no series, as under the kubelet.
+    /// Updates the gauges. Drivers without claims have no series, as under the kubelet.
     pub(crate) fn in_use(&self, ledger: &Ledger) {
         let (by_driver, all) = ledger.in_use();
         self.in_use.clear();

@@ -1,5 +1,4 @@
-//! One registered plugin of a driver, as its client sees it: every call has a deadline, every answer a
-//! largest size.
+//! Client of a registered plugin of a driver: every call has a deadline and every response a size limit.
 
 use std::{
     path::{Path, PathBuf},
@@ -19,27 +18,27 @@ use tonic_prost::ProstCodec;
 
 use crate::{Error, Metrics, lock};
 
-/// Time that a driver gets for a call: the kubelet's.
+/// Deadline of a driver call: the kubelet's.
 const TIMEOUT: Duration = Duration::from_secs(45);
-/// The largest answer, in bytes, and what is added for each claim asked for. What a claim's devices may be
-/// called (`check_devices`) fits in with room to spare; an answer takes many times its size once decoded.
+/// Maximum size of a response in bytes: a base, and an addition per requested claim. The longest names of a
+/// claim's devices (`check_devices`) fit with room to spare; a decoded response takes many times its size.
 const MAX_ANSWER: usize = 256 << 10;
 const MAX_ANSWER_OF_CLAIM: usize = 64 << 10;
-/// More characters of a driver's words aren't passed on.
+/// Maximum number of characters of a driver's message that are passed on.
 pub(crate) const WORDS: usize = 1024;
 
-/// The largest report of devices' health, in bytes.
+/// Maximum size of a device health report, in bytes.
 const MAX_REPORT: usize = 256 << 10;
 
 pub(crate) const PREPARE: &str = "NodePrepareResources";
 pub(crate) const UNPREPARE: &str = "NodeUnprepareResources";
 
-/// A registered plugin. Clones share the connection.
+/// Registered plugin. Clones share the connection.
 #[derive(Clone, Debug)]
 pub(crate) struct Plugin {
-    /// Rises with each that registers.
+    /// Number of the registration, in ascending order.
     pub(crate) number: u64,
-    /// Cancelled once it is deregistered.
+    /// Cancelled when the plugin is deregistered.
     pub(crate) deregistered: CancellationToken,
     driver: String,
     socket: PathBuf,
@@ -51,10 +50,10 @@ pub(crate) struct Plugin {
 }
 
 impl Plugin {
-    /// Connects to a plugin; `wake` is told when that changes.
+    /// Connects to a plugin; `wake` is notified when the connection changes.
     ///
     /// # Errors
-    /// Nobody answers at the socket.
+    /// The socket does not accept a connection.
     pub(crate) async fn dial(
         driver: &str,
         socket: &Path,
@@ -69,22 +68,22 @@ impl Plugin {
         Ok(Self { number: 0, deregistered, driver, socket, service, link, channel, metrics })
     }
 
-    /// The driver's name.
+    /// Returns the driver's name.
     pub(crate) fn driver(&self) -> &str {
         &self.driver
     }
 
-    /// Where it listens.
+    /// Returns the plugin's socket.
     pub(crate) fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// Returns true while there is a connection.
+    /// Returns true while the plugin is connected.
     pub(crate) fn is_connected(&self) -> bool {
         self.link.is_connected()
     }
 
-    /// Connects again, if somebody is there.
+    /// Reconnects if the socket accepts a connection.
     pub(crate) async fn reconnect(&self) {
         if let Ok(channel) = dial_linked(&self.socket, &self.link).await {
             *lock(&self.channel) = channel;
@@ -107,15 +106,15 @@ impl Plugin {
         self.call(UNPREPARE, wire::NodeUnprepareResourcesRequest { claims }, largest).await
     }
 
-    /// The stream of its reports of devices' health, once the first one comes.
+    /// Opens the plugin's stream of device health reports; returns when the first one arrives.
     ///
     /// # Errors
-    /// It has none, or can't be asked.
+    /// The plugin has no health stream or cannot be called.
     pub(crate) async fn health(&self) -> Result<Streaming<health::NodeWatchResourcesResponse>, Status> {
         let path = PathAndQuery::from_static("/v1alpha1.DRAResourceHealth/NodeWatchResources");
         let mut client = self.client(MAX_REPORT).await?;
         let asked = Request::new(health::NodeWatchResourcesRequest {});
-        // No deadline: a driver need not answer before it has something to say.
+        // No deadline: a driver need not answer before its first report.
         let begun = client.server_streaming(asked, path, ProstCodec::default()).await?;
         Ok(begun.into_inner())
     }
@@ -125,7 +124,7 @@ impl Plugin {
         Q: Message + 'static,
         A: Message + Default + 'static,
     {
-        // v1beta1 has the same messages but for a field that it lacks: the path alone differs.
+        // v1beta1 has the same messages except one missing field, so only the path differs.
         let path = format!("/k8s.io.kubelet.pkg.apis.dra.{}/{method}", self.service);
         let began = Instant::now();
         let answer = tokio::time::timeout(TIMEOUT, self.ask(&path, asked, largest)).await;
@@ -150,7 +149,7 @@ impl Plugin {
         Ok(answer.into_inner())
     }
 
-    /// A client that takes no longer messages than these, in bytes.
+    /// Returns a client with this message size limit, in bytes.
     async fn client(&self, largest: usize) -> Result<Grpc<Channel>, Status> {
         let channel = lock(&self.channel).clone();
         let mut client = Grpc::new(channel).max_decoding_message_size(largest);
@@ -159,12 +158,12 @@ impl Plugin {
     }
 }
 
-/// The largest answer about so many claims, in bytes.
+/// Returns the maximum size of a response about `claims` claims, in bytes.
 fn largest_answer(claims: usize) -> usize {
     MAX_ANSWER_OF_CLAIM.saturating_mul(claims).saturating_add(MAX_ANSWER)
 }
 
-/// A code's name as Go has it.
+/// Returns the name of a status code in Go.
 fn in_go(code: Code) -> String {
     match code {
         Code::Ok => "OK".to_owned(),

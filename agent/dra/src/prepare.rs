@@ -1,4 +1,5 @@
-//! A pod's claims are prepared before its sandbox is made, and given back when nothing of it runs any more.
+//! Prepares a pod's claims before its sandbox is created, and unprepares them when its containers have
+//! terminated.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,11 +22,10 @@ use crate::{
 type Batch = Vec<(ClaimKey, String)>;
 
 impl Dra {
-    /// Has drivers prepare the claims of a pod, as the API server has them now. Those that are prepared
-    /// already are left as they are.
+    /// Prepares the claims of a pod as the API server has them now. Skips prepared claims.
     ///
     /// # Errors
-    /// The pod may not have one, or a driver can't, or not yet.
+    /// The pod may not use a claim, or a driver failed or is missing.
     pub async fn prepare(&self, storage: Option<&dyn Storage>, pod: &core::Pod) -> Result<(), Error> {
         if !policy::has_claims(pod) {
             return Ok(());
@@ -37,7 +37,7 @@ impl Dra {
     }
 
     async fn prepare_all(&self, storage: Option<&dyn Storage>, pod: &core::Pod) -> Result<(), Error> {
-        // Nothing is noted before all is known: a pod whose driver was never here can be deleted.
+        // Nothing is recorded before all claims are read: a pod whose driver was never here can be deleted.
         let claims = read(storage, pod).await?;
         for driver in claims.iter().flat_map(|(_, info)| info.drivers.keys()) {
             self.plugin(driver)?;
@@ -65,16 +65,16 @@ impl Dra {
         Ok(())
     }
 
-    /// Has drivers take back what they have prepared for a pod, all but what other pods use too, by the
-    /// record or, where that was lost, by the table. Nothing is asked where it has nothing.
+    /// Unprepares the claims of a pod, except those that other pods use according to the record or, if it was
+    /// lost, the table. Calls no driver if the pod holds none.
     ///
     /// # Errors
-    /// A driver can't, or not yet: what it did not take back stays noted. Or the record can't be written:
+    /// A driver failed or is missing: its claims stay recorded. Or the record cannot be written:
     /// [`Self::has`] stays true until it is.
     pub async fn unprepare(&self, uid: &str, table: &PodTable) -> Result<(), Error> {
         let keys: BTreeSet<ClaimKey> = lock(&self.0.ledger).of_pod(uid).into_iter().collect();
         if keys.is_empty() {
-            // Drivers have all back, but the record on the disk may still say that the pod has it.
+            // All claims are unprepared, but the record on disk may still list them for the pod.
             return if lock(&self.0.unsaved).has(uid) { self.save().await } else { Ok(()) };
         }
         let began = Instant::now();
@@ -87,8 +87,8 @@ impl Dra {
         unprepared
     }
 
-    /// Notes who else runs with these claims. They have not begun since the record was lost, or they would be
-    /// in the ledger.
+    /// Adds other running users of these claims. They started before the record was lost, otherwise the
+    /// ledger would list them.
     fn find_users(&self, uid: &str, keys: &BTreeSet<ClaimKey>, table: &PodTable) {
         let here = table.pods.values().filter(|entry| entry.ended().is_none());
         let others: Vec<(&core::Pod, &str)> = here
@@ -123,10 +123,10 @@ impl Dra {
             }
         }
         self.change(|ledger| {
-            let given_back = last.iter().map(|(key, _, _)| key).filter(|key| !kept.contains(*key));
-            // Before it is gone from the ledger: nobody may see it in neither.
-            lock(&self.0.unsaved).note(uid);
-            shared.iter().chain(given_back).for_each(|key| ledger.leave(uid, key));
+            let done = last.iter().map(|(key, _, _)| key).filter(|key| !kept.contains(*key));
+            // Added before it leaves the ledger, so that it is always in one of the two.
+            lock(&self.0.unsaved).add(uid);
+            shared.iter().chain(done).for_each(|key| ledger.leave(uid, key));
         });
         self.save().await?;
         failure.map_or(Ok(()), Err)
@@ -137,10 +137,10 @@ impl Dra {
         unprepared(batch, answer)
     }
 
-    /// The CDI devices of a container. A record that was lost is made up for by the claims as they are now.
+    /// Returns the CDI devices of a container. If the record was lost, prepares the claims as they are now.
     ///
     /// # Errors
-    /// As of [`Self::prepare`].
+    /// As for [`Self::prepare`].
     pub async fn cdi_devices(
         &self,
         storage: Option<&dyn Storage>,
@@ -156,7 +156,7 @@ impl Dra {
     }
 }
 
-/// The claims of a pod, as the API server has them.
+/// Reads the claims of a pod from the API server.
 async fn read(storage: Option<&dyn Storage>, pod: &core::Pod) -> Result<Vec<(ClaimKey, ClaimInfo)>, Error> {
     let wanted = policy::wanted(pod)?;
     let storage = storage.ok_or(Error::NoApiServer)?;

@@ -1,4 +1,4 @@
-//! Drivers come and go: what the registry of plugins finds in its folder, and which of them are connected.
+//! Registration of drivers' plugins, found by the plugin registry, and supervision of their connections.
 
 use std::{path::Path, sync::Arc, time::Duration};
 
@@ -8,13 +8,13 @@ use tokio_util::sync::CancellationToken;
 
 use super::{Dra, Instant, Plugin, info, join, join_all, lock, policy, warn};
 
-/// What drivers say that they are, in the registry of plugins.
+/// Plugin kind of DRA drivers in the plugin registry.
 pub const KIND: &str = "DRAPlugin";
-/// Plugins of one driver at a time: two, while one is replaced, and some that forgot to go.
+/// Maximum number of plugins per driver: two while one is replaced, plus some that were not deregistered.
 const MAX_PLUGINS: usize = 16;
-/// Drivers that are remembered after they went.
+/// Maximum number of absent drivers that are remembered.
 const MAX_DRIVERS: usize = 256;
-/// How often a broken connection is tried again.
+/// Interval of reconnects.
 const RECONNECT: Duration = Duration::from_secs(1);
 
 impl PluginHandler for Dra {
@@ -22,7 +22,7 @@ impl PluginHandler for Dra {
         Box::pin(self.meet(name, versions, socket))
     }
 
-    /// Forgets the plugin of a driver that listens there. Another one may be left.
+    /// Removes the driver's plugin with this socket. Others may remain.
     fn deregister(&self, name: &str, socket: &Path) {
         let mut plugins = lock(&self.0.plugins);
         let Some(all) = plugins.get_mut(name) else { return };
@@ -31,13 +31,13 @@ impl PluginHandler for Dra {
         leaving.for_each(|plugin| plugin.deregistered.cancel());
         all.retain(|plugin| plugin.socket() != socket);
         if all.len() < before {
-            info!(driver = name, socket = %socket.display(), left = all.len(), "a plugin of a DRA driver is gone");
+            info!(driver = name, socket = %socket.display(), left = all.len(), "deregistered a plugin of a DRA driver");
         }
         if all.is_empty() {
             plugins.remove(name);
         }
         drop(plugins);
-        self.note();
+        self.publish_presences();
     }
 }
 
@@ -50,7 +50,7 @@ impl Dra {
             )
         })?;
         if !policy::is_driver_name(name) {
-            return Err(format!("{name:.64?} is no name of a DRA driver"));
+            return Err(format!("invalid DRA driver name {name:.64?}"));
         }
         let dialled =
             Plugin::dial(name, socket, service, Arc::clone(&self.0.wake), self.0.metrics.clone()).await;
@@ -68,14 +68,14 @@ impl Dra {
         let number = plugin.number;
         all.push(plugin);
         self.0.registered.send_replace(number);
-        info!(driver = name, socket = %socket.display(), service, plugins = all.len(), "a plugin of a DRA driver has registered");
+        info!(driver = name, socket = %socket.display(), service, plugins = all.len(), "registered a plugin of a DRA driver");
         drop(plugins);
-        self.note();
+        self.publish_presences();
         Ok(())
     }
 
-    /// Follows the connections until `stop`: who is away is known by that, and a plugin that comes back
-    /// without registering is found.
+    /// Supervises the connections until `stop`, to know which drivers are away, and to find a plugin that
+    /// returns without registering.
     #[must_use]
     pub fn follow(self, stop: CancellationToken) -> Work {
         Box::pin(async move {
@@ -85,7 +85,7 @@ impl Dra {
 
     async fn watch(&self) {
         loop {
-            self.note();
+            self.publish_presences();
             let broken: Vec<Plugin> = {
                 let plugins = lock(&self.0.plugins);
                 plugins.values().flatten().filter(|plugin| !plugin.is_connected()).cloned().collect()
@@ -99,8 +99,8 @@ impl Dra {
         }
     }
 
-    /// Publishes which drivers somebody answers for.
-    fn note(&self) {
+    /// Publishes which drivers are connected.
+    fn publish_presences(&self) {
         let plugins = lock(&self.0.plugins);
         let answers =
             |driver: &str| plugins.get(driver).is_some_and(|all| all.iter().any(Plugin::is_connected));
@@ -113,7 +113,7 @@ impl Dra {
                 match (answers(driver), &away) {
                     (true, _) => *away = None,
                     (false, None) => {
-                        warn!(driver, "nobody answers for a DRA driver");
+                        warn!(driver, "DRA driver has no registered plugin");
                         *away = Some(Instant::now());
                     }
                     (false, Some(_)) => {}

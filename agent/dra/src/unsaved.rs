@@ -1,9 +1,9 @@
-//! Pods that gave back claims since the record was last written: as long as a write fails they have not done
-//! so for an agent that starts after this one.
+//! Pods that released claims since the record was last written. Until a write succeeds, an agent that starts
+//! after this one still sees their claims.
 
 use std::collections::BTreeMap;
 
-/// Pods by their UIDs, each with the number of its last change.
+/// Pods by UID, each with the number of its last change.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Unsaved {
     pods: BTreeMap<String, u64>,
@@ -11,23 +11,23 @@ pub(crate) struct Unsaved {
 }
 
 impl Unsaved {
-    /// A pod gives something back.
-    pub(crate) fn note(&mut self, uid: &str) {
+    /// Adds a pod that releases claims.
+    pub(crate) fn add(&mut self, uid: &str) {
         self.pods.insert(uid.to_owned(), self.next);
         self.next += 1;
     }
 
-    /// The record is as it was to be when this was `then`: all is on the disk but what came later.
+    /// Removes the pods of `then`, the state that was written, except those changed later.
     pub(crate) fn saved(&mut self, then: &Self) {
         self.pods.retain(|uid, change| then.pods.get(uid) != Some(change));
     }
 
-    /// Returns true if the record may still have something of the pod.
+    /// Returns true if the record may still list claims of the pod.
     pub(crate) fn has(&self, uid: &str) -> bool {
         self.pods.contains_key(uid)
     }
 
-    /// All of them.
+    /// Returns the UIDs of all pods.
     pub(crate) fn pods(&self) -> impl Iterator<Item = String> {
         self.pods.keys().cloned()
     }
@@ -40,12 +40,12 @@ mod tests {
     #[test]
     fn a_write_saves_what_came_before_it_and_nothing_later() {
         let mut unsaved = Unsaved::default();
-        unsaved.note("a");
-        unsaved.note("b");
+        unsaved.add("a");
+        unsaved.add("b");
         let then = unsaved.clone();
-        // The first gave back another claim while the disk was waited for.
-        unsaved.note("a");
-        unsaved.note("c");
+        // The first pod released another claim during the write.
+        unsaved.add("a");
+        unsaved.add("c");
         assert!(unsaved.has("b"));
         unsaved.saved(&then);
         assert_eq!(unsaved.pods().collect::<Vec<_>>(), ["a", "c"]);

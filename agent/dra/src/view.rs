@@ -1,32 +1,32 @@
-//! What monitors are told of pods' claims.
+//! View of pods' claims for monitoring.
 
 use k8s_openapi::api::core::v1 as core;
 
 use crate::{Dra, lock, policy};
 
-/// A claim that a container uses.
+/// Claim that a container uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClaimView {
     /// Its name.
     pub name: String,
     /// Its namespace.
     pub namespace: String,
-    /// What was prepared for it.
+    /// Devices prepared for the claim.
     pub devices: Vec<DeviceView>,
 }
 
-/// A device that was prepared.
+/// Prepared device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceView {
-    /// The driver.
+    /// Name of the driver.
     pub driver: String,
-    /// What the driver said.
+    /// Device as returned by the driver.
     pub device: policy::Device,
 }
 
 impl Dra {
-    /// The claims that a container uses, and all of the devices that were prepared for them
-    /// (`GetContainerClaimInfos`); nothing as long as one of them is not known.
+    /// Returns the claims that a container uses, with all devices prepared for them
+    /// (`GetContainerClaimInfos`); empty if one of them is unknown.
     #[must_use]
     pub fn claims_of(&self, pod: &core::Pod, container: &core::Container) -> Vec<ClaimView> {
         let Ok(claims) = policy::of_container(pod, container) else { return Vec::new() };

@@ -1,5 +1,5 @@
-//! One decision: what is low, what is given back, who goes. Everything that takes time is started here and
-//! ends elsewhere.
+//! A decision of eviction: the low signals, the resources to reclaim, the pods to evict. Slow work is started
+//! here and ends elsewhere.
 
 use std::{sync::Arc, time::Duration};
 
@@ -32,22 +32,23 @@ use beelet_model::{
     table::{PodEntry, PodName},
 };
 
-/// How much longer than its grace period a pod may take to be gone before others take its place.
+/// Time beyond the grace period that a pod may take to terminate before others are evicted in its place.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long giving back may take before pods go although it has not ended.
+/// Maximum time of a reclaim before pods are evicted although it has not ended.
 const RECLAIM_PATIENCE: Duration = Duration::from_secs(60);
-/// How long after something was given back nothing more can be expected of doing so again, if that was not
-/// enough: what stays low costs pods.
+/// Time after a reclaim during which another one cannot help, if the first was not enough: a signal that
+/// stays low then leads to evictions.
 const RECLAIMED: Duration = Duration::from_secs(30);
 
-/// How long the runtime may take to give back the room of what was removed, before what is short costs a pod.
-/// containerd waits fifty times as long as its last collection took; the kubelet looks again after so long.
+/// Time for the runtime to free the space of removed objects before a shortage leads to an eviction.
+/// containerd waits fifty times the duration of its last collection; the kubelet decides again after this
+/// time.
 pub(super) const LATE: Duration = Duration::from_secs(10);
 
-/// How long measurements of what pods have on disk say something while the disk stays low.
+/// Time for which measurements of pods' disk usage stay valid while the disk stays low.
 const DISKS: Duration = Duration::from_secs(60);
 
-/// A pod that holds something, and what is known of what it uses.
+/// A pod that holds resources, with its known usage.
 struct Pod {
     uid: String,
     pod: Arc<core::Pod>,
@@ -65,7 +66,7 @@ impl Pod {
 }
 
 impl Eviction {
-    /// Looks at the newest numbers, and acts.
+    /// Evaluates the newest numbers, and acts.
     pub(super) async fn decide(&mut self) {
         let now = self.now();
         let seen = self.board.current();
@@ -87,8 +88,8 @@ impl Eviction {
         Moment::after_start(self.began.elapsed())
     }
 
-    /// Of the actionable thresholds that stand for a condition the hard one first: it acts at once, whatever
-    /// grace a soft one gives.
+    /// Returns the most urgent of a condition's actionable thresholds: a hard one, if any, as it acts at once
+    /// regardless of a soft one's grace period.
     fn most_urgent(&self, condition: NodeCondition, assessment: &Assessment) -> Option<usize> {
         let actionable = assessment.actionable.iter().filter_map(|i| Some((*i, self.thresholds.get(*i)?)));
         let of_condition = actionable.filter(|(_, threshold)| threshold.signal.condition() == condition);
@@ -117,8 +118,8 @@ impl Eviction {
         self.parts.conditions.send_replace(reported);
     }
 
-    /// Drops those from the list of the leaving that have left, and those that are overdue for long enough to
-    /// be tried again.
+    /// Drops pods that have terminated from the list of leaving pods, and those that have been overdue long
+    /// enough for another attempt.
     fn forget_the_gone(&mut self) {
         let table = Arc::clone(&self.parts.table.borrow_and_update());
         let here = |uid: &str| {
@@ -146,23 +147,23 @@ impl Eviction {
                 self.parts.metrics.overdue();
                 warn!(
                     uid,
-                    "an evicted pod is not gone though it should be; others may have to go in its place"
+                    "an evicted pod has not terminated in time; others may have to be evicted in its place"
                 );
             }
         }
     }
 
-    /// Gives back what nobody needs, and if that was not enough ends pods.
+    /// Reclaims unused resources, and if that was not enough evicts pods.
     async fn act(&mut self, index: usize, seen: &Seen) {
         let Some(threshold) = self.thresholds.get(index).cloned() else { return };
         let signal = threshold.signal;
         let Some((observation, read_at)) = seen.get(signal) else { return };
-        // Asked for before anything else: measuring goes on beside giving back.
+        // Requested first of all: the measurement runs in parallel with the reclaim.
         let measured = self.measured_since(index, &threshold);
         if self.must_wait_for_reclaim(signal, read_at) {
             return;
         }
-        // What a pod's end has freed must be seen first.
+        // The effect of a terminated pod must be measured first.
         if self.gone_at.is_some_and(|gone| read_at <= gone) {
             return;
         }
@@ -171,13 +172,13 @@ impl Eviction {
         }
         let waiting = measured.filter(|since| since.elapsed() < ASKED && !self.are_measured(*since));
         let pods = self.pods(signal, measured).await;
-        self.look_at_the_leaving(&pods);
+        self.record_leaving_usage(&pods);
         let low = deficit(&threshold, observation);
         self.include_deleted(&pods, &threshold, low);
         let coming = self.coming(&threshold, read_at);
         let missing = low.saturating_sub(coming);
         let anybody = self.leaving.values().any(|leaving| leaving.is_counted_on(&threshold));
-        // Where it isn't known what those on their way out will free, that must be seen first.
+        // If the amount that terminating pods will free is unknown, it must be measured first.
         if anybody && (missing <= Quantity::ZERO || coming.is_zero()) {
             return;
         }
@@ -187,7 +188,7 @@ impl Eviction {
         let judged: Vec<Candidate<'_>> =
             candidates.iter().filter_map(|pod| candidate(pod, leaves(pod))).collect();
         if judged.len() != candidates.len() {
-            // A manifest with amounts that can't be read is refused long before.
+            // A manifest with invalid amounts is refused long before.
             return;
         }
         let ranked = rank(signal, self.layout, &judged);
@@ -213,9 +214,9 @@ impl Eviction {
         }
     }
 
-    /// From when on measurements of what pods have on disk count, where the signal is about that: not those
-    /// from before the threshold called for pods, nor from before the last one that went for it was gone.
-    /// Asks for new ones.
+    /// Returns the time from which measurements of pods' disk usage count, for a signal that concerns a disk:
+    /// not before the threshold became actionable, nor before the last evicted pod terminated. Requests new
+    /// measurements.
     fn measured_since(&mut self, index: usize, threshold: &Threshold) -> Option<Instant> {
         if threshold.signal.condition() != NodeCondition::DiskPressure {
             return None;
@@ -230,7 +231,7 @@ impl Eviction {
         }))
     }
 
-    /// Returns true if what every pod has on disk was measured since then.
+    /// Returns true if every pod's disk usage was measured since then.
     fn are_measured(&self, since: Instant) -> bool {
         let table = Arc::clone(&self.parts.table.borrow());
         let mut holding = table.pods.values().filter(|entry| !entry.is_gone());
@@ -240,8 +241,8 @@ impl Eviction {
         })
     }
 
-    /// Returns true if nobody's measurement needs to be waited for: one pod covers what is missing by what it
-    /// has gained since it was last measured before `since`.
+    /// Returns true if no further measurement is needed: a single pod accounts for the missing amount by its
+    /// growth since the last measurement before `since`.
     fn is_evident(
         &self,
         chosen: &[usize],
@@ -257,7 +258,7 @@ impl Eviction {
         gained > Quantity::ZERO && gained >= missing
     }
 
-    /// Drops what was given back and was enough: whatever makes the disk short again may be given back, too.
+    /// Drops sufficient reclaims: the next shortage of the disk may be reclaimable, too.
     fn forget_what_was_enough(&mut self, assessment: &Assessment, seen: &Seen) {
         let (layout, thresholds) = (self.layout, &self.thresholds);
         self.reclaims.retain(|steps, state| {
@@ -267,8 +268,7 @@ impl Eviction {
         });
     }
 
-    /// Starts to give back what nobody needs, where that can help; whether pods are to be left alone until it
-    /// has ended.
+    /// Starts a reclaim if that can help; returns true if evictions must wait until it has ended.
     fn must_wait_for_reclaim(&mut self, signal: Signal, read_at: Instant) -> bool {
         let wanted = reclaim(signal, self.layout);
         if wanted.is_empty() {
@@ -277,7 +277,7 @@ impl Eviction {
         match self.reclaims.get(wanted) {
             Some(ReclaimState::Running { since }) => return since.elapsed() < RECLAIM_PATIENCE,
             Some(ReclaimState::Done { at, settled }) if at.elapsed() < RECLAIMED => {
-                // What it freed must be seen first.
+                // The effect of the reclaim must be measured first.
                 return read_at <= *settled;
             }
             Some(ReclaimState::Done { .. }) | None => {}
@@ -299,17 +299,17 @@ impl Eviction {
                             Reclaim::DeleteUnusedContainers => "unused containers",
                             Reclaim::DeleteUnusedImages => "unused images",
                         };
-                        warn!(%error, "{what} could not be given back");
+                        warn!(%error, "cannot remove {what}");
                     }
                 }
             }
-            // It fails where eviction has ended.
+            // Sending fails only after eviction has ended.
             let _ = done.send((wanted, reclaimed)).await;
         });
         true
     }
 
-    /// Returns true while the room of pods that went for a disk may still come, and hasn't been seen.
+    /// Returns true while the space of pods evicted for a disk may still become free and has not been seen.
     fn must_wait_for_room(&mut self, threshold: &Threshold, observation: &Observation) -> bool {
         let signal = threshold.signal;
         let Some(first) = self.late.first() else { return false };
@@ -325,8 +325,8 @@ impl Eviction {
         !come
     }
 
-    /// The pods that hold anything, and what they use now; as of before where it can't be said in time. What
-    /// is leaving stays in sight: what it still uses is what will be free.
+    /// Returns the pods that hold resources, with their current usage, or the last known one if reading takes
+    /// too long. Includes leaving pods: their remaining usage will become free.
     async fn pods(&mut self, signal: Signal, measured: Option<Instant>) -> Vec<Pod> {
         let table = Arc::clone(&self.parts.table.borrow());
         let pods: Vec<(String, Arc<core::Pod>)> = table
@@ -336,14 +336,14 @@ impl Eviction {
             .map(|entry| &entry.pod)
             .filter_map(|pod| Some((pod.metadata.uid.clone()?, Arc::new(pod.clone()))))
             .collect();
-        let mut known = self.survey.look(&pods, signal, measured).await;
+        let mut known = self.survey.read(&pods, signal, measured).await;
         pods.into_iter()
             .map(|(uid, pod)| Pod { known: known.remove(&uid).unwrap_or_default(), uid, pod })
             .collect()
     }
 
-    /// Counts those that somebody else has deleted among the leaving, where their end helps. A critical one
-    /// leaves as gently as it was told to, and nobody waits for it.
+    /// Adds pods that others have deleted to the leaving ones, if their end helps. A critical pod keeps its
+    /// grace period, and eviction does not wait for it.
     fn include_deleted(&mut self, pods: &[Pod], threshold: &Threshold, low: Quantity) {
         let signal = threshold.signal;
         for pod in pods.iter().filter(|pod| pod.is_deleted() && !is_critical(&pod.pod)) {
@@ -353,29 +353,29 @@ impl Eviction {
         }
     }
 
-    /// Returns true if the pod may be chosen. Under a hard threshold that includes pods that leave gently and
-    /// whose end helps; of what they use nothing is counted on.
+    /// Returns true if the pod may be chosen. Under a hard threshold that includes gracefully terminating
+    /// pods whose end helps; their usage does not count as soon free.
     fn is_candidate(&self, pod: &Pod, threshold: &Threshold, low: Quantity) -> bool {
         let Some(leaving) = self.leaving.get(&pod.uid) else { return !pod.is_deleted() };
         let frees = pod.frees(threshold.signal, self.layout);
         threshold.grace.is_zero() && leaving.is_gentle() && !leaving.overdue && is_worth_it(frees, low)
     }
 
-    /// Takes its grace from a pod that leaves gently.
+    /// Shortens the grace period of a gracefully terminating pod.
     fn hasten(&mut self, pod: &Pod, threshold: &Threshold, observation: &Observation) {
         let signal = threshold.signal;
         if self.fail(pod, threshold, observation, IMMEDIATE).is_none() {
             return;
         }
-        info!(pod = %PodName::of(&pod.pod), signal = signal.name(), "hastens a pod that is on its way out");
+        info!(pod = %PodName::of(&pod.pod), signal = signal.name(), "shortening the grace period of a terminating pod");
         if let Some(leaving) = self.leaving.get_mut(&pod.uid) {
             (leaving.signal, leaving.grace) = (signal, IMMEDIATE);
             leaving.by = Instant::now() + IMMEDIATE + PATIENCE;
         }
     }
 
-    /// Remembers what those use that are on their way out.
-    fn look_at_the_leaving(&mut self, pods: &[Pod]) {
+    /// Records the usage of leaving pods.
+    fn record_leaving_usage(&mut self, pods: &[Pod]) {
         for (uid, leaving) in self.leaving.iter_mut().filter(|(_, leaving)| !leaving.overdue) {
             let known = pods.iter().find(|pod| pod.uid == *uid).map(|pod| &pod.known);
             if let Some((at, usage)) = known.and_then(|known| known.read_at.zip(known.usage)) {
@@ -384,13 +384,14 @@ impl Eviction {
         }
     }
 
-    /// The amount that those will free who are counted on, as seen from a number that was read at `read_at`.
+    /// Returns the amount that the pods counted on will free, relative to a number that was read at
+    /// `read_at`.
     fn coming(&self, threshold: &Threshold, read_at: Instant) -> Quantity {
         let leaving = self.leaving.values().filter(|leaving| leaving.is_counted_on(threshold));
         leaving.map(|leaving| leaving.looks.by(read_at).of(threshold.signal, self.layout)).sum()
     }
 
-    /// Tells the pods' manager, and remembers it.
+    /// Requests the eviction from the pods' manager, and records it.
     fn evict(&mut self, pod: &Pod, threshold: &Threshold, observation: &Observation) {
         let own = beelet_model::pod::grace_period(&pod.pod);
         let grace = if threshold.grace.is_zero() {
@@ -400,13 +401,13 @@ impl Eviction {
         };
         let signal = threshold.signal;
         let Some(message) = self.fail(pod, threshold, observation, grace) else { return };
-        info!(pod = %PodName::of(&pod.pod), signal = signal.name(), "evicts a pod: {message}");
+        info!(pod = %PodName::of(&pod.pod), signal = signal.name(), "evicting pod: {message}");
         self.complained = false;
         self.parts.metrics.evicted(signal.name(), pod.known.read_at.map(|at| at.elapsed()));
         self.leaves(pod, signal, grace);
     }
 
-    /// Asks the pods' manager to end the pod; the message, if it heard.
+    /// Asks the pods' manager to terminate the pod; returns the message if the request was accepted.
     fn fail(
         &self,
         pod: &Pod,
@@ -425,16 +426,16 @@ impl Eviction {
         };
         match self.parts.requests.try_send(request) {
             Ok(()) => Some(message),
-            // Never waited for: the next decision is soon, and better informed.
+            // Never waits: the next decision comes soon, with newer numbers.
             Err(TrySendError::Full(_)) => {
-                warn!("the pods' manager is behind; a pod is evicted a little later");
+                warn!("the pods' manager is busy; retrying the eviction shortly");
                 None
             }
             Err(TrySendError::Closed(_)) => None,
         }
     }
 
-    /// Remembers that the pod is on its way out.
+    /// Adds the pod to the leaving ones.
     fn leaves(&mut self, pod: &Pod, signal: Signal, grace: Duration) {
         let now = Instant::now();
         let looks = Looks::new(pod.known.read_at.unwrap_or(now), pod.known.usage.unwrap_or_default());
@@ -445,14 +446,14 @@ impl Eviction {
 }
 
 impl Leaving {
-    /// Returns true if its end will free some of what is low, and soon enough: a hard threshold doesn't wait
-    /// for a pod that leaves gently. An overdue pod frees nothing.
+    /// Returns true if the pod's end will free some of the low resource, and soon enough: a hard threshold
+    /// does not wait for a gracefully terminating pod. An overdue pod frees nothing.
     fn is_counted_on(&self, threshold: &Threshold) -> bool {
         let in_time = !threshold.grace.is_zero() || !self.is_gentle();
         in_time && !self.overdue && self.signal.condition() == threshold.signal.condition()
     }
 
-    /// Returns true if it has more time than a hard threshold gives.
+    /// Returns true if the pod has more time than a hard threshold grants.
     fn is_gentle(&self) -> bool {
         self.grace > IMMEDIATE
     }
@@ -468,15 +469,15 @@ fn candidate(pod: &Pod, leaving: bool) -> Option<Candidate<'_>> {
     })
 }
 
-/// The kubelet's words (`pkg/kubelet/eviction/helpers.go`, `evictionMessage`), which know of containers only;
-/// and after them of a disk what decided, by name.
+/// Returns the kubelet's message (`pkg/kubelet/eviction/helpers.go`, `evictionMessage`), which covers
+/// containers only, followed for a disk by the names and amounts that decided.
 fn message(
     threshold: &Threshold,
     observation: &Observation,
     containers: &[ContainerUse],
     largest: &[(String, Quantity)],
 ) -> String {
-    /// More things than this are no help.
+    /// Maximum number of named items.
     const NAMED: usize = 5;
     let resource = threshold.signal.resource();
     let mut text = format!(

@@ -1,4 +1,4 @@
-//! Where the node's file systems are, how full they are, and what each pod has on them.
+//! The node's file systems, their usage, and each pod's usage of them.
 
 use std::{
     cmp::Reverse,
@@ -25,14 +25,14 @@ use beelet_base::work::Work;
 use beelet_cri::Runtime;
 use beelet_model::disk::{DiskUse, Places, PodDisk, Taken};
 
-/// How often the runtime is asked where its file systems are: it may be set up anew.
+/// Interval of asking the runtime for its file systems, which may change.
 const ASK_PERIOD: Duration = Duration::from_secs(60);
-/// … and until it has said it once.
+/// The interval until the first answer.
 const ASK_FIRST: Duration = Duration::from_secs(2);
-/// A file system's state older than this says nothing any more.
+/// Maximum age of a file system's state.
 const STALE: Duration = Duration::from_secs(30);
 
-/// The node's file systems. Clones share what is known.
+/// The node's file systems. Clones share their state.
 #[derive(Clone, Debug)]
 pub struct Filesystems {
     places: Arc<Mutex<Places>>,
@@ -40,14 +40,14 @@ pub struct Filesystems {
 }
 
 impl Filesystems {
-    /// File systems of which only that of volumes and logs is known.
+    /// Creates the state with only the file system of volumes and logs known.
     #[must_use]
     pub fn new(node: PathBuf, space: Space) -> Self {
         let places = Places { node: Some(node), ..Places::default() };
         Self { places: Arc::new(Mutex::new(places)), space }
     }
 
-    /// A gauge of the node's own, and one of the runtime's.
+    /// Returns a gauge of the node's own file system, and one of the runtime's.
     #[must_use]
     pub fn gauges(&self) -> Vec<Gauge> {
         type Place = fn(&Places) -> Option<PathBuf>;
@@ -75,14 +75,14 @@ impl Filesystems {
             |available, capacity| Observation { available: whole(available), capacity: whole(capacity) };
         let fs = measured.bytes;
         let mut seen = BTreeMap::from([(bytes, observation(fs.available_bytes, fs.capacity_bytes))]);
-        // Some file systems (btrfs) have no number of inodes.
+        // Some file systems (btrfs) do not count inodes.
         if measured.inodes > 0 {
             seen.insert(inodes, observation(measured.inodes_free, measured.inodes));
         }
         Ok(seen)
     }
 
-    /// Learns from the runtime where images and containers are, and what shares a file system with what.
+    /// Asks the runtime for the places of images and containers, and compares their file systems.
     pub fn follow(self, runtime: Runtime, layout: watch::Sender<DiskLayout>) -> Work {
         Box::pin(async move {
             loop {
@@ -99,7 +99,7 @@ impl Filesystems {
                             layout.send_if_modified(|known| {
                             let new = *known != found;
                             if new {
-                                info!(layout = ?found, "the file systems of images, containers and volumes are known");
+                                info!(layout = ?found, "detected the file systems of images, containers and volumes");
                             }
                             *known = found;
                             new
@@ -119,14 +119,14 @@ impl Filesystems {
     }
 }
 
-/// What the images take on their file system; a runtime may not say.
+/// Returns the images' usage of their file system; a runtime may not report it.
 fn image_use(answer: &cri::ImageFsInfoResponse) -> Option<Taken> {
     let images = answer.image_filesystems.first()?;
     let inodes = images.inodes_used.map_or(0, |inodes| inodes.value);
     Some(Taken { bytes: images.used_bytes?.value, inodes })
 }
 
-/// What shares a file system with what; None while that isn't known.
+/// Returns the sharing of file systems; `None` while unknown.
 fn layout_of(places: &Places) -> Option<DiskLayout> {
     let device = |path: &PathBuf| std::fs::metadata(path).ok().map(|metadata| metadata.dev());
     let (node, images) = (device(places.node.as_ref()?)?, device(places.images.as_ref()?)?);
@@ -138,27 +138,27 @@ fn layout_of(places: &Places) -> Option<DiskLayout> {
     })
 }
 
-/// What pods have on disk, by UID. Clones share it.
+/// Disk usage of pods, by UID. Clones share it.
 #[derive(Clone, Debug)]
 pub struct DiskUsages {
     pods: Arc<Mutex<HashMap<String, Measured>>>,
-    /// From when on measurements are wanted that began no earlier.
+    /// The last request: only measurements that began at this time or later are wanted.
     asked: watch::Sender<Option<Instant>>,
 }
 
 /// The measurements of a pod.
 #[derive(Debug, Default)]
 struct Measured {
-    /// The last one that has ended, and when it began.
+    /// The last completed one, with its start time.
     ended: Option<(Instant, PodDisk)>,
-    /// What the one before it found.
+    /// The result of the one before it.
     before: Option<(Instant, PodUsage)>,
-    /// The one under way: there is at least so much.
+    /// The one in progress, with the amount found so far.
     at_least: Option<(Instant, PodDisk)>,
 }
 
 impl Measured {
-    /// The best that is known; if `since` is given, of what was measured since then.
+    /// Returns the best known result; with `since`, of measurements since then.
     fn best(&self, since: Option<Instant>) -> Option<&PodDisk> {
         let all = self.ended.iter().chain(&self.at_least);
         all.filter(|(began, _)| since.is_none_or(|since| *began >= since)).map(|(_, disk)| disk).next()
@@ -176,7 +176,7 @@ impl DiskUsages {
         self.pods.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks for all pods to be measured anew: measurements that began before `since` don't count.
+    /// Requests new measurements of all pods: those that began before `since` no longer count.
     pub(super) fn ask(&self, since: Instant) {
         self.asked.send_if_modified(|asked| {
             let new = asked.is_none_or(|before| before < since);
@@ -187,21 +187,21 @@ impl DiskUsages {
         });
     }
 
-    /// What was last asked for.
+    /// Returns the last request.
     pub(super) fn asked(&self) -> watch::Receiver<Option<Instant>> {
         self.asked.subscribe()
     }
 
-    /// The pod had `disk` when a measurement ended that began at `began`.
-    pub(super) fn put(&self, uid: &str, began: Instant, disk: PodDisk) {
+    /// Records the result of a measurement that began at `began`.
+    pub(super) fn record(&self, uid: &str, began: Instant, disk: PodDisk) {
         let mut pods = self.pods();
         let measured = pods.entry(uid.to_owned()).or_default();
         let before = measured.ended.take().map(|(began, disk)| (began, usage_of(&disk)));
         *measured = Measured { ended: Some((began, disk)), before, at_least: None };
     }
 
-    /// A measurement that began at `began`, and hasn't ended, has found `disk` so far.
-    pub(super) fn put_at_least(&self, uid: &str, began: Instant, disk: PodDisk) {
+    /// Records the result so far of an unfinished measurement that began at `began`.
+    pub(super) fn record_at_least(&self, uid: &str, began: Instant, disk: PodDisk) {
         self.pods().entry(uid.to_owned()).or_default().at_least = Some((began, disk));
     }
 
@@ -209,20 +209,20 @@ impl DiskUsages {
         self.pods().retain(|uid, _| here(uid));
     }
 
-    /// Returns true if the pod was measured to the end, and that began at `since` or later.
+    /// Returns true if a measurement of the pod has completed that began at `since` or later.
     pub(super) fn is_measured(&self, uid: &str, since: Instant) -> bool {
         let pods = self.pods();
         pods.get(uid).and_then(|pod| pod.ended.as_ref()).is_some_and(|(began, _)| *began >= since)
     }
 
-    /// The disk's part of what a pod uses. With `since`, what was measured before doesn't count: a pod that
-    /// could not be measured in time has at least what was found so far.
+    /// Returns the disk part of a pod's usage. With `since`, earlier measurements do not count: a pod that
+    /// could not be measured in time has at least the amount found so far.
     pub(super) fn of(&self, uid: &str, since: Option<Instant>) -> PodUsage {
         let pods = self.pods();
         pods.get(uid).and_then(|pod| pod.best(since)).map(usage_of).unwrap_or_default()
     }
 
-    /// The same of the last measurement that began before `since`; None if there was none.
+    /// Returns the same from the last measurement that began before `since`; `None` without one.
     pub(super) fn before(&self, uid: &str, since: Instant) -> Option<PodUsage> {
         let pods = self.pods();
         let pod = pods.get(uid)?;
@@ -230,8 +230,8 @@ impl DiskUsages {
         last.or_else(|| pod.before.filter(|(began, _)| *began < since).map(|(_, usage)| usage))
     }
 
-    /// Each thing of the pod on disk that [`Self::of`] counts for the signal; the largest first. Nothing
-    /// where the signal is not about a disk.
+    /// Returns each item of the pod's disk usage that [`Self::of`] counts for the signal, the largest first;
+    /// empty for a signal that does not concern a disk.
     pub(super) fn largest(
         &self,
         uid: &str,
@@ -244,7 +244,7 @@ impl DiskUsages {
         disk.map(|disk| largest(disk, signal, layout)).unwrap_or_default()
     }
 
-    /// Writable layer and logs of a container, in bytes.
+    /// Returns the writable layer and logs of a container, in bytes.
     pub(super) fn container(&self, uid: &str, name: &str) -> Option<u64> {
         let pods = self.pods();
         let disk = pods.get(uid)?.best(None)?;
@@ -256,10 +256,11 @@ impl DiskUsages {
     }
 }
 
-/// Follows the name of a volume that was not measured whole. Such a volume comes first.
+/// Suffix of the name of a volume that was not measured fully. Such a volume comes first.
 const TOO_DEEP: &str = " (with folders too deep to be measured)";
 
-/// Each thing of a pod on disk that counts when the signal is low, with its amount; the largest first.
+/// Returns each item of a pod's disk usage that counts when the signal is low, with its amount; the largest
+/// first.
 fn largest(disk: &PodDisk, signal: Signal, layout: DiskLayout) -> Vec<(String, Quantity)> {
     let named = |words: &str, map: &BTreeMap<String, Taken>| -> Vec<(String, Taken)> {
         map.iter().map(|(name, taken)| (format!("{words} {name}"), *taken)).collect()
@@ -289,7 +290,7 @@ fn largest(disk: &PodDisk, signal: Signal, layout: DiskLayout) -> Vec<(String, Q
     all
 }
 
-/// The disk's part of what a pod uses.
+/// Returns the disk part of a pod's usage.
 fn usage_of(disk: &PodDisk) -> PodUsage {
     let bytes = |map: &BTreeMap<String, Taken>| map.values().copied().sum::<Taken>().bytes;
     PodUsage {
@@ -303,12 +304,12 @@ fn usage_of(disk: &PodDisk) -> PodUsage {
     }
 }
 
-/// What the node's pages show of the disk.
+/// Disk usage for the node's pages.
 #[derive(Clone, Debug)]
 pub struct DiskView {
-    /// What pods have.
+    /// Usage of pods.
     pub usages: DiskUsages,
-    /// Where it is.
+    /// The node's file systems.
     pub filesystems: Filesystems,
 }
 
@@ -330,7 +331,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_largest_things_are_those_that_count_for_the_signal() {
+    fn the_largest_items_are_those_that_count_for_the_signal() {
         let one = |name: &str, bytes, inodes| [(name.to_owned(), Taken { bytes, inodes })].into();
         let disk = PodDisk {
             volumes: one("scratch", 50, 9),
@@ -361,26 +362,26 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_was_measured_too_early_does_not_count() {
+    async fn measurements_from_before_the_request_do_not_count() {
         let (usages, began) = (DiskUsages::default(), Instant::now());
         let disk = |bytes| PodDisk {
             volumes: [("v".to_owned(), Taken { bytes, inodes: 1 })].into(),
             ..PodDisk::default()
         };
         let bytes = |since| usages.of("a", since).volumes_bytes;
-        usages.put("a", began, disk(10));
+        usages.record("a", began, disk(10));
         assert_eq!((bytes(None), bytes(Some(began))), (10, 10));
         tokio::time::sleep(Duration::from_secs(1)).await;
         let since = Instant::now();
         assert_eq!((bytes(None), bytes(Some(since))), (10, 0));
-        usages.put_at_least("a", since, disk(7));
+        usages.record_at_least("a", since, disk(7));
         assert_eq!((bytes(None), bytes(Some(since)), usages.is_measured("a", since)), (10, 7, false));
         let before = || usages.before("a", since).map(|usage| usage.volumes_bytes);
         assert_eq!(before(), Some(10));
-        usages.put("a", since, disk(20));
+        usages.record("a", since, disk(20));
         assert_eq!((bytes(None), bytes(Some(since)), usages.is_measured("a", since)), (20, 20, true));
         assert_eq!(before(), Some(10));
-        usages.put("b", since, disk(20));
+        usages.record("b", since, disk(20));
         assert_eq!(usages.before("b", since), None);
     }
 }

@@ -1,6 +1,6 @@
-//! The kernel's hints that it is time to look at memory again: a stall on the pods' cgroup, a counter of
-//! memory.events, a threshold of usage crossed, an OOM kill. None of them says that anything is short; each
-//! makes the gauges read at once, and more often for a while.
+//! The kernel's hints to read memory again: a stall of the pods' cgroup, a counter of memory.events, a
+//! crossed usage threshold, an OOM kill. A hint does not prove a shortage; each one triggers an immediate
+//! reading of the gauges, and more frequent ones for a while.
 
 use std::{
     io,
@@ -22,12 +22,12 @@ use beelet_cgroups::Cgroups;
 
 /// The cgroup of all pods.
 const PODS: &str = "/kubepods";
-/// So much waiting for memory within a window is a hint: early, because it only makes us look.
+/// Wait for memory within a window that counts as a hint: low, because a hint only triggers a reading.
 const STALL: Duration = Duration::from_millis(50);
-/// Least time between two hints from the same place: a counter may move a thousand times per second.
+/// Minimum time between two hints from the same source: a counter may change a thousand times per second.
 const SPACING: Duration = Duration::from_millis(50);
 
-/// Where hints go; clones lead to the same place.
+/// A channel of hints; clones share it.
 #[derive(Clone, Debug)]
 pub struct Hints {
     given: Arc<watch::Sender<u64>>,
@@ -41,61 +41,60 @@ impl Default for Hints {
 }
 
 impl Hints {
-    /// Look now.
+    /// Sends a hint.
     pub fn notify(&self) {
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
         self.given.send_modify(|count| *count += 1);
     }
 
-    /// Each hint from now on.
+    /// Returns a receiver of all hints from now on.
     #[must_use]
     pub fn subscribe(&self) -> watch::Receiver<u64> {
         self.given.subscribe()
     }
 
-    /// Returns true if there was one within so much time.
+    /// Returns true if a hint came within this time.
     #[must_use]
     pub fn within(&self, time: Duration) -> bool {
         self.last.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|last| last.elapsed() < time)
     }
 }
 
-/// What a descriptor is, and so how it is read.
+/// The kind of a descriptor, which decides how to read it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// Ready with priority, and that is all.
+    /// Ready with priority, without content.
     Trigger,
-    /// Ready with priority, and to be read from its beginning.
+    /// Ready with priority, and read from its beginning.
     Events,
     /// An eventfd.
     Counter,
 }
 
-/// Passes on what this kernel says of the pods' memory. Where notifications are by usage (version 1),
-/// crossing what `thresholds` leave of the pods' limit is a hint.
+/// Forwards this kernel's notifications about the pods' memory as hints. With usage notifications (version
+/// 1), a hint is the crossing of the pods' limit less each of `thresholds`.
 pub async fn listen(cgroups: Arc<Cgroups>, thresholds: Vec<Threshold>, hints: Hints) {
     let mut listening = Vec::new();
     let opened = blocking("opening hints of memory pressure", move || open(&cgroups, &thresholds)).await;
     let names: Vec<&str> = opened.iter().map(|(name, ..)| *name).collect();
     if names.is_empty() {
-        info!(
-            "the kernel gives no hints on memory pressure here; memory is looked at once a second and more often"
-        );
+        info!("the kernel sends no memory pressure notifications; polling memory at least once per second");
     } else {
-        debug!(?names, "the kernel's hints on memory pressure are listened to");
+        debug!(?names, "listening for the kernel's memory pressure notifications");
     }
     for (name, kind, fd) in opened {
         let hints = hints.clone();
         listening.push(async move {
             if let Err(error) = follow(fd, kind, &hints).await {
-                debug!(%error, name, "a source of hints on memory pressure ended");
+                debug!(%error, name, "lost a source of memory pressure notifications");
             }
         });
     }
     futures::future::join_all(listening).await;
 }
 
-/// Passes on what the kernel half says of the pods' memory: reclaim above its bound, OOM kills. Never ends.
+/// Forwards the kernel programs' events about the pods' memory as hints: reclaim above its bound, OOM kills.
+/// Never ends.
 pub async fn listen_to_kernel(edges: Edges, hints: Hints, metrics: Metrics) {
     loop {
         match edges.recv().await {
@@ -103,7 +102,7 @@ pub async fn listen_to_kernel(edges: Edges, hints: Hints, metrics: Metrics) {
                 warn!(
                     pid = kill.pid,
                     anon_rss = kill.anon_rss,
-                    "the kernel killed a pod's process for want of memory"
+                    "the kernel killed a pod's process (out of memory)"
                 );
                 metrics.oom_killed();
             }
@@ -132,7 +131,8 @@ fn open(cgroups: &Cgroups, thresholds: &[Threshold]) -> Vec<(&'static str, Kind,
     opened
 }
 
-/// The amounts of usage at which each memory threshold of the pods would be crossed, were all of it needed.
+/// Returns the usages at which each memory threshold of the pods would be crossed, if none of the usage were
+/// reclaimable.
 fn usages(cgroups: &Cgroups, thresholds: &[Threshold]) -> Vec<u64> {
     let Some(limit) = cgroups.memory_use(PODS).and_then(|memory| memory.limit) else { return Vec::new() };
     let capacity = Quantity::from_units(i64::try_from(limit).unwrap_or(i64::MAX));

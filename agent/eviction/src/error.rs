@@ -1,35 +1,35 @@
-//! Why a number that eviction goes by could not be read.
+//! Errors in reading the numbers for eviction.
 
 use std::io;
 
 use beelet_policy::eviction::Signal;
 use beelet_units::quantity::Quantity;
 
-/// A reading that failed. Displayed, it is a whole sentence.
+/// A failed reading. The message is a complete sentence.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file of the kernel's could not be read.
-    #[error("{file} cannot be read: {source}")]
+    /// A file of the kernel could not be read.
+    #[error("cannot read {file}: {source}")]
     Read {
         /// The file.
         file: &'static str,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// A file that should hold a number and nothing else.
-    #[error("{0} holds no number")]
+    /// A file that should contain only a number does not.
+    #[error("{0} does not contain a number")]
     NotANumber(&'static str),
-    /// The machine's memory is not told.
+    /// `/proc/meminfo` lacks a required field.
     #[error("/proc/meminfo lacks MemTotal, AnonPages, Cached, Buffers, SwapCached or Inactive(file)")]
     NoMemory,
-    /// The machine's threads are not counted.
-    #[error("/proc/loadavg does not say how many threads there are")]
+    /// `/proc/loadavg` lacks the number of threads.
+    #[error("/proc/loadavg lacks the number of threads")]
     NoThreads,
     /// A file system could not be measured.
     #[error(transparent)]
     Disk(#[from] beelet_base::Error),
-    /// A reading that can't be true.
-    #[error("{} is said to have a capacity of {capacity}", .signal.name())]
+    /// The reading is implausible.
+    #[error("the signal {} has an invalid capacity: {capacity}", .signal.name())]
     NoCapacity {
         /// The signal.
         signal: Signal,

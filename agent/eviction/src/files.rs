@@ -1,5 +1,5 @@
-//! How much a pod has in the files of the node that its containers may write: few files, so that they are
-//! counted at once. By descriptor; no link is followed.
+//! Usage of the node's files that a pod's containers may write: few files, so that the count is immediate.
+//! Works on descriptors and follows no link.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,10 +14,11 @@ use rustix::{
 
 use beelet_model::disk::{Taken, WritableFile};
 
-/// Most names in a folder that are looked at: the agent keeps two of them there.
+/// Maximum number of names examined in a folder: the agent keeps two there.
 const MOST: usize = 256;
 
-/// The room that those files take in the pod's `folder` for containers of these names. Blocks for a moment.
+/// Returns the space used by those files in the pod's `folder` for containers of these names. Blocks for a
+/// moment.
 pub(super) fn measure(folder: &Path, containers: &[String]) -> BTreeMap<WritableFile, Taken> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let Ok(folder) = open(folder, flags, Mode::empty()) else { return BTreeMap::new() };
@@ -29,7 +30,7 @@ pub(super) fn measure(folder: &Path, containers: &[String]) -> BTreeMap<Writable
     all.filter(|(_, taken)| *taken != Taken::default()).collect()
 }
 
-/// The room that a place takes: a file, or a folder of files.
+/// Returns the space used by a place: a file, or a folder of files.
 fn at(folder: &OwnedFd, place: &Path) -> Result<Taken, Errno> {
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
     let found = openat2(folder, place, OFlags::PATH | OFlags::CLOEXEC, Mode::empty(), resolve)?;
@@ -43,7 +44,7 @@ fn at(folder: &OwnedFd, place: &Path) -> Result<Taken, Errno> {
     Ok(stats.flatten().map(|stat| of_file(&stat)).sum())
 }
 
-/// The room of a plain file; anything else is no file that a container was given.
+/// Returns the space of a regular file; other kinds are not files that the agent mounted into a container.
 fn of_file(stat: &Stat) -> Taken {
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
         return Taken::default();
@@ -57,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn plain_files_of_the_pods_containers_are_counted_and_no_links() {
+    fn regular_files_of_the_pods_containers_are_counted_and_links_are_not() {
         let dir = tempfile::tempdir().unwrap();
         let pod = dir.path().join("pod");
         let words = |name: &str| pod.join(WritableFile::TerminationMessage.place(name));
@@ -76,7 +77,7 @@ mod tests {
         assert!((100_000..150_000).contains(&bytes), "{bytes}");
         let Taken { bytes, inodes } = found[&WritableFile::Hosts];
         assert!((200_000..250_000).contains(&bytes) && inodes == 1, "{bytes} in {inodes}");
-        // A container put something else in their places.
+        // A container replaced the files.
         std::fs::rename(&hosts, dir.path().join("big")).unwrap();
         std::os::unix::fs::symlink(dir.path().join("big"), &hosts).unwrap();
         std::fs::rename(words("other"), dir.path().join("elsewhere")).unwrap();

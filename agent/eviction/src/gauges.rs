@@ -1,5 +1,5 @@
-//! Where the numbers come from, and how often: once per second, ten times per second when a threshold is near
-//! or the kernel has just hinted at pressure.
+//! The sources of the numbers, read once per second, and ten times per second when a threshold is near or the
+//! kernel has just hinted at pressure.
 
 use std::{
     collections::BTreeMap,
@@ -17,39 +17,40 @@ use super::{Error, Observations, edges::Hints, machine};
 use beelet_base::blocking::blocking;
 use beelet_cgroups::Cgroups;
 
-/// Between two readings.
+/// Interval between two readings.
 const SLOW: Duration = Duration::from_secs(1);
-/// Between two readings when a threshold is near.
+/// Interval between two readings when a threshold is near.
 const FAST: Duration = Duration::from_millis(100);
-/// Least time between two readings, however many hints there are.
+/// Minimum time between two readings, for any number of hints.
 const LEAST: Duration = Duration::from_millis(10);
-/// How long a hint makes readings fast.
+/// Time for which a hint makes readings fast.
 const HINTED: Duration = Duration::from_secs(10);
-/// A threshold is near if what is left above it would be gone within this at the present rate.
+/// A threshold is near if the amount above it would be used up within this time at the present rate.
 const FORESIGHT: Duration = Duration::from_secs(3);
-/// … or if less than this part of the capacity is left above it.
+/// A threshold is also near if less than this part (1/N) of the capacity is left above it.
 const MARGIN: i64 = 20;
 
-/// The numbers of one reading. A signal that isn't there could not be read.
+/// The numbers of one reading, without signals that could not be read.
 pub type Readings = Result<BTreeMap<Signal, Observation>, Error>;
 
 type Read = dyn Fn() -> Readings + Send + Sync;
 
-/// One source of numbers. It may block, and hang: then its signals vanish, and nobody waits.
+/// A source of numbers. A reading may block, and hang: the gauge's signals then vanish, without delaying
+/// others.
 #[derive(Clone)]
 pub struct Gauge {
-    /// For people.
+    /// Name for log lines.
     pub name: &'static str,
-    /// Read one after the other on one thread. What one of them can't read, the others still do.
+    /// Readings, taken one after the other on one thread. A failed one does not affect the others.
     reads: Vec<Arc<Read>>,
-    /// A reading older than this says nothing any more.
+    /// Maximum age of a reading.
     pub stale_after: Duration,
-    /// The kernel's hints on memory make it read.
+    /// True if the kernel's memory hints trigger a reading.
     pub of_memory: bool,
 }
 
 impl Gauge {
-    /// A gauge that the kernel's hints on memory don't concern.
+    /// Creates a gauge that the kernel's memory hints do not trigger.
     pub fn new(
         name: &'static str,
         stale_after: Duration,
@@ -58,22 +59,22 @@ impl Gauge {
         Self { name, reads: vec![Arc::new(read)], stale_after, of_memory: false }
     }
 
-    /// The gauge with one more reading: of numbers that vanish together if either hangs. A second gauge
-    /// would take a thread more at each look.
+    /// Adds a reading whose numbers vanish together with the others' if any of them hangs. A second gauge
+    /// would need another thread at each reading.
     #[must_use]
     pub fn and(mut self, read: impl Fn() -> Readings + Send + Sync + 'static) -> Self {
         self.reads.push(Arc::new(read));
         self
     }
 
-    /// The gauge as one of memory.
+    /// Marks the gauge as one of memory.
     #[must_use]
     pub fn of_memory(self) -> Self {
         Self { of_memory: true, ..self }
     }
 
-    /// Reads on and on, and puts what it reads on the board. Gauges with the same `start` read in the same
-    /// moments: the agent wakes once per second for all of them.
+    /// Reads repeatedly, and publishes the readings on the board. Gauges with the same `start` read at the
+    /// same moments: the agent wakes up once per second for all of them.
     pub(super) async fn run(
         self,
         board: LatestReadings,
@@ -95,7 +96,7 @@ impl Gauge {
                     Some(error) => {
                         warn!(
                             gauge = self.name,
-                            error, "cannot read this gauge, or not all of it; what is missing is unknown"
+                            error, "cannot read this gauge fully; the missing signals are unknown"
                         );
                     }
                     None => info!(gauge = self.name, "the gauge can be read again"),
@@ -103,13 +104,13 @@ impl Gauge {
                 trouble = problem;
             }
             let near = is_near(&thresholds, &seen, before.as_ref(), began);
-            board.put(&seen, began, self.stale_after);
+            board.publish(&seen, began, self.stale_after);
             before = Some((began, seen));
             let pace = if near || hints.within(HINTED) { FAST } else { SLOW };
             let ended = Instant::now();
             tokio::select! {
                 () = tokio::time::sleep_until(next_reading(start, ended, pace)) => {}
-                // It lives as long as its clone here.
+                // The channel stays open while this task holds its clone.
                 _ = hinted.changed() => tokio::time::sleep_until(ended + LEAST).await,
             }
         }
@@ -122,7 +123,7 @@ impl std::fmt::Debug for Gauge {
     }
 }
 
-/// The machine's own gauges: memory (its own, and what pods may use together) and process ids.
+/// Returns the machine's own gauges: memory (its own, and the pods' common share) and process ids.
 #[must_use]
 pub fn of_the_machine(cgroups: &Arc<Cgroups>) -> Vec<Gauge> {
     let (of_all, of_pods, stale) = (Arc::clone(cgroups), Arc::clone(cgroups), Duration::from_secs(5));
@@ -139,14 +140,14 @@ pub fn of_the_machine(cgroups: &Arc<Cgroups>) -> Vec<Gauge> {
     ]
 }
 
-/// The first of the moments that lie `pace` apart from `start` on, and at least [`LEAST`] after `now`.
+/// Returns the first moment at a multiple of `pace` after `start` that is at least [`LEAST`] after `now`.
 fn next_reading(start: Instant, now: Instant, pace: Duration) -> Instant {
     let past = now.saturating_duration_since(start) + LEAST;
     let turns = past.as_nanos().div_ceil(pace.as_nanos().max(1));
     start.after(pace.saturating_mul(u32::try_from(turns).unwrap_or(u32::MAX)))
 }
 
-/// All that can be believed of several readings, and the first reason why that is not all.
+/// Returns the plausible numbers of several readings, and the first problem.
 fn read_all(reads: &[Arc<Read>]) -> (Observations, Option<Error>) {
     let mut all = (Observations::new(), None);
     for (seen, problem) in reads.iter().map(|read| sound(read())) {
@@ -156,8 +157,8 @@ fn read_all(reads: &[Arc<Read>]) -> (Observations, Option<Error>) {
     all
 }
 
-/// The part of a reading that can be believed, and why not all of it: nothing has no capacity, and no more is
-/// available than there is.
+/// Returns the plausible numbers of a reading, and the problem with the others: a capacity must be positive,
+/// and no more may be available than the capacity.
 fn sound(readings: Readings) -> (Observations, Option<Error>) {
     let mut problem = None;
     let mut seen = match readings {
@@ -213,7 +214,7 @@ struct Entry {
 }
 
 impl LatestReadings {
-    pub(super) fn put(&self, seen: &Observations, read_at: Instant, stale_after: Duration) {
+    pub(super) fn publish(&self, seen: &Observations, read_at: Instant, stale_after: Duration) {
         {
             let mut entries = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);
             for (signal, observation) in seen {
@@ -228,7 +229,7 @@ impl LatestReadings {
         self.shared.1.notified().await;
     }
 
-    /// The numbers that still say something.
+    /// Returns the numbers that are not too old.
     pub(super) fn current(&self) -> Seen {
         let entries = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mut seen = Seen::default();
@@ -242,17 +243,17 @@ impl LatestReadings {
     }
 }
 
-/// What the board showed at one moment.
+/// The board's numbers at one moment.
 #[derive(Debug, Default)]
 pub(super) struct Seen {
     /// The numbers.
     pub(super) observations: Observations,
-    /// When each of them was read.
+    /// Times of the readings.
     read_at: BTreeMap<Signal, Instant>,
 }
 
 impl Seen {
-    /// The signal's number, and when it was read.
+    /// Returns the signal's number, and the time of its reading.
     pub(super) fn get(&self, signal: Signal) -> Option<(&Observation, Instant)> {
         Some((self.observations.get(&signal)?, *self.read_at.get(&signal)?))
     }
@@ -274,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn lies_are_not_believed() {
+    fn implausible_numbers_are_ignored() {
         let check = |available, capacity, expect: Option<i64>| {
             let (seen, problem) = sound(Ok(observe(available, capacity)));
             let got = seen.get(&Signal::MemoryAvailable).map(|seen| seen.available.value());
@@ -293,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_reading_lacks_another_still_has() {
+    fn a_failed_reading_does_not_affect_the_others() {
         let gauge = Gauge::new("both", SLOW, || Err(Error::NoMemory)).and(|| Ok(observe(10, 100)));
         let (seen, problem) = read_all(&gauge.reads);
         assert_eq!(seen, observe(10, 100));
@@ -301,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernels_hints_make_the_machines_memory_and_the_pods_be_read() {
+    fn the_kernels_hints_trigger_readings_of_the_machines_and_the_pods_memory() {
         let mount = tempfile::tempdir().unwrap();
         let pods = mount.path().join("kubepods");
         std::fs::create_dir(&pods).unwrap();
@@ -324,7 +325,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn readings_are_a_second_apart_and_a_tenth_of_it_near_a_threshold_or_after_a_hint() {
+    async fn readings_come_each_second_and_ten_times_faster_near_a_threshold_or_after_a_hint() {
         let (available, reads) = (Arc::new(AtomicI64::new(9000)), Arc::new(AtomicUsize::new(0)));
         let (shown, counted) = (Arc::clone(&available), Arc::clone(&reads));
         let gauge = Gauge::new("test", SLOW, move || {
@@ -346,14 +347,14 @@ mod tests {
         let (slow, fast) = (9_usize..=11, 90_usize..=101);
         within(SLOW / 2).await;
         assert!(slow.contains(&within(10 * SLOW).await));
-        // A fall seen late is near by its rate too; only the second reading shows that it has ended.
+        // A drop seen late counts as near by its rate, too; only the second reading shows that it has ended.
         available.store(150, Ordering::Relaxed);
         within(2 * SLOW).await;
         assert!(fast.contains(&within(10 * SLOW).await));
         available.store(9000, Ordering::Relaxed);
         within(2 * SLOW).await;
         assert!(slow.contains(&within(10 * SLOW).await));
-        // Of many hints at once one reading comes, at once.
+        // Many simultaneous hints trigger one immediate reading.
         for _ in 0..100 {
             hints.notify();
         }
@@ -365,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn gauges_read_in_the_same_moments_however_long_each_reading_takes() {
+    fn gauges_read_at_the_same_moments_for_any_duration_of_a_reading() {
         let start = Instant::now();
         let ms = |ms: u64| start + Duration::from_millis(ms);
         assert_eq!(next_reading(start, start, SLOW), ms(1000));

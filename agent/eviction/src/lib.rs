@@ -1,23 +1,23 @@
-//! Keeps the node alive when memory, disk, inodes or process ids run low: first gives back what nobody needs,
-//! then ends pods, in the kubelet's order.
+//! Keeps the node alive when memory, disk, inodes or process ids run low: first reclaims unused resources,
+//! then evicts pods, in the kubelet's order.
 //!
-//! What a removal frees on a disk may come seconds later: containerd collects the writable layers of removed
-//! containers when it finds the time. So nobody goes for a disk before that room was seen, or 10 s have
-//! passed.
+//! The effect of a removal on a disk may come seconds later: containerd collects the writable layers of
+//! removed containers in its own time. So the next eviction for a disk waits until that space has been seen,
+//! or 10 s have passed.
 //!
-//! `beelet_policy::eviction` decides; here it gets numbers, and what it decides is done. [`gauges`] read the
-//! numbers, each in a task of its own, so that one that hangs hides only itself; [`edges`] are the kernel's
-//! hints that it is time to read again. One task decides whenever a number is new. It never waits: not for a
-//! pod's end, not for a collection of images, not for a number. What pods have on disk is measured anew once
-//! the disk is low, for a bounded time, before one is chosen. What it ended is remembered until it is gone,
-//! so that its memory isn't asked for twice; one that won't go is given up on, and others take its place. A
-//! pod that leaves gently, by a soft threshold or because it was deleted, stands in a hard threshold's
-//! ranking with the others, and is hastened when its turn comes.
+//! `beelet_policy::eviction` decides; this crate supplies the numbers and carries out the decisions.
+//! [`gauges`] read the numbers, each in a task of its own, so that a hanging one hides only itself; [`edges`]
+//! are the kernel's hints to read again. A single task decides whenever a number is new. The task never
+//! waits: not for a pod's end, not for a collection of images, not for a number. Once the disk is low, pods'
+//! disk usage is measured again, for a bounded time, before a pod is chosen. Evicted pods stay recorded until
+//! they have terminated, so that their memory is not requested twice; others take the place of a pod that
+//! does not terminate. A gracefully terminating pod, due to a soft threshold or a deletion, is ranked for a
+//! hard threshold like any other, and loses its grace period when its turn comes.
 //!
 //! Must never act on a pressure stall alone (a pod that thrashes at its own limit costs others nothing): only
-//! available amounts decide. Must never end a critical pod.
+//! available amounts decide. Must never evict a critical pod.
 
-// A test hands its literals over.
+// Tests pass literals by value.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
 mod decide;
@@ -66,119 +66,120 @@ use self::{gauges::LatestReadings, looks::Looks, usage::Survey};
 use beelet_model::{pressure::Conditions, request::Request, table::PodTable};
 use beelet_state::events::NodeEvents;
 
-/// The longest time between two decisions: grace and transition periods end without a new number.
 /// Grace period of a pod under a hard threshold, as the kubelet's `immediateEvictionGracePeriodSeconds`.
 const IMMEDIATE: Duration = Duration::from_secs(1);
+/// Maximum time between two decisions: grace and transition periods end without a new number.
 const TICK: Duration = Duration::from_secs(1);
 
-/// Removes what nobody needs. Its errors are its maker's.
+/// A function that removes unused objects. Errors are those of the implementation.
 pub type Reclaimer = Arc<dyn Fn(Reclaim) -> BoxFuture<'static, Result<Reclaimed, BoxError>> + Send + Sync>;
 
-/// What came of a step of giving back.
+/// The result of a reclaim step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reclaimed {
-    /// All the room that it gives can be measured.
+    /// All freed space is measurable now.
     Now,
-    /// The runtime may give back some of the room a little later.
+    /// The runtime may free some of the space a little later.
     Later,
 }
 
-/// An error of another part.
+/// An error of another crate.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// What eviction needs from the rest of the node.
+/// The dependencies of eviction.
 pub struct Parts {
-    /// As configured: those of the containers' file system and of allocatable memory are derived here.
+    /// Configured thresholds; those of the containers' file system and of allocatable memory are derived from
+    /// them.
     pub thresholds: Vec<Threshold>,
-    /// How long a condition is reported after it was last seen.
+    /// Time for which a condition is reported after it was last seen.
     pub transition: Duration,
-    /// Most time that a pod gets under a soft threshold; None: its own grace period.
+    /// Maximum grace period under a soft threshold; `None` for the pod's own.
     pub max_pod_grace: Option<Duration>,
-    /// Where the numbers come from.
+    /// Sources of the numbers.
     pub gauges: Vec<Gauge>,
-    /// What shares a file system with what.
+    /// Sharing of file systems.
     pub layout: watch::Receiver<DiskLayout>,
     /// The kernel's hints.
     pub hints: Hints,
-    /// What each pod uses.
+    /// Usage of each pod.
     pub usage: PodUsages,
     /// All pods.
     pub table: watch::Receiver<Arc<PodTable>>,
-    /// To the pods' manager.
+    /// Channel to the pods' manager.
     pub requests: mpsc::Sender<Request>,
-    /// Gives back what nobody needs.
+    /// Remover of unused resources.
     pub reclaimer: Reclaimer,
-    /// What the node is short of, for everyone.
+    /// Published conditions of the node.
     pub conditions: watch::Sender<Conditions>,
-    /// What people should know.
+    /// Events for users.
     pub events: NodeEvents,
     /// Counters and gauges.
     pub metrics: Metrics,
 }
 
-/// Decides what is reclaimed, and which pods go, whenever a number is new; runs as one task.
+/// The task that decides about reclaim and evictions whenever a number is new.
 pub struct Eviction {
     parts: Parts,
-    /// With the derived ones, for `layout`.
+    /// Thresholds including the derived ones, for `layout`.
     thresholds: Vec<Threshold>,
     layout: DiskLayout,
     tracker: Tracker,
-    /// The beginning of the tracker's clock, which nobody sets.
+    /// Start of the tracker's monotonic clock.
     began: Instant,
-    /// From when on measurements of what pods have on disk count.
+    /// Time from which measurements of pods' disk usage count.
     disks_asked: Option<Instant>,
     board: LatestReadings,
-    /// Pods that were told to go, by UID.
+    /// Evicted and deleted pods that have not terminated yet, by UID.
     leaving: HashMap<String, Leaving>,
-    /// What was given back, or is, by what that consists of: on a split disk each part has its own.
+    /// Reclaims in progress or done, by their steps: on a split disk each file system has its own.
     reclaims: HashMap<&'static [Reclaim], ReclaimState>,
-    /// What pods use.
+    /// Usage of pods.
     survey: Survey,
-    /// When a pod was last seen to be gone: numbers from before don't know of it.
+    /// Time at which a pod was last seen to have terminated: earlier numbers do not include the effect.
     gone_at: Option<Instant>,
-    /// Pods that went for a disk and whose room may not have come yet.
+    /// Pods evicted for a disk whose space may not be free yet.
     late: Vec<LateRoom>,
-    /// It was said that nobody can go.
+    /// True once an event has reported that no pod can be evicted.
     complained: bool,
-    /// Makes the disks' gauges read again.
+    /// Hints that trigger another reading of the disks' gauges.
     look_again: Hints,
     reclaimed_out: mpsc::Sender<(&'static [Reclaim], Reclaimed)>,
     reclaimed: mpsc::Receiver<(&'static [Reclaim], Reclaimed)>,
 }
 
-/// A pod that was told to go.
+/// A pod that is terminating.
 #[derive(Debug, Clone)]
 struct Leaving {
     signal: beelet_policy::eviction::Signal,
-    /// What it was given.
+    /// The pod's grace period.
     grace: Duration,
-    /// By when it should be gone; later it is one that won't go.
+    /// Time by which the pod should have terminated.
     by: Instant,
-    /// Its usage when it was told, and since; as long as it isn't overdue.
+    /// Usage at the eviction and since, while the pod is not overdue.
     looks: Looks,
-    /// It wasn't gone by then.
+    /// True if the pod has not terminated by then.
     overdue: bool,
-    /// What the node had when it was told.
+    /// The node's numbers at the eviction.
     before: Observations,
 }
 
-/// The room that a pod leaves on a disk.
+/// The space that a terminated pod leaves on a disk.
 #[derive(Debug)]
 struct LateRoom {
-    /// Since when the pod is gone.
+    /// Time of the pod's end.
     since: Instant,
-    /// What the node had when it was told to go, and what it used then.
+    /// The node's numbers and the pod's usage at the eviction.
     before: Observations,
     usage: beelet_policy::eviction::PodUsage,
 }
 
-/// Whether something is being given back.
+/// State of a reclaim.
 #[derive(Debug, Clone, Copy)]
 enum ReclaimState {
     Running {
         since: Instant,
     },
-    /// Numbers count that were read after `settled`.
+    /// Numbers read after `settled` include the effect.
     Done {
         at: Instant,
         settled: Instant,
@@ -186,7 +187,7 @@ enum ReclaimState {
 }
 
 impl Eviction {
-    /// Eviction that has not looked yet.
+    /// Creates eviction before its first decision.
     #[must_use]
     pub fn new(parts: Parts) -> Self {
         let (reclaimed_out, reclaimed) = mpsc::channel(1);
@@ -211,7 +212,7 @@ impl Eviction {
         }
     }
 
-    /// Works until `shutdown`.
+    /// Runs until `shutdown`.
     pub fn run(mut self, shutdown: CancellationToken) -> Work {
         Box::pin(async move {
             let mut gauges = JoinSet::new();
@@ -233,7 +234,7 @@ impl Eviction {
             tokio::select! {
                 () = shutdown.cancelled() => {}
                 () = work => {}
-                // None ends by itself, and without one eviction would be blind.
+                // Gauges never end by themselves, and without one eviction would be blind.
                 Some(Err(failed)) = gauges.join_next() => {
                     if let Ok(panic) = failed.try_into_panic() {
                         std::panic::resume_unwind(panic);
@@ -259,8 +260,7 @@ impl Eviction {
         }
     }
 
-    /// The disks turned out to be shared in another way: thresholds are known by their place, so what was
-    /// remembered of them is void.
+    /// Handles a changed layout of the disks: indices identify thresholds, so the state about them is void.
     fn relayout(&mut self) {
         let layout = *self.parts.layout.borrow_and_update();
         if layout != self.layout {
@@ -271,19 +271,22 @@ impl Eviction {
     }
 }
 
-/// Waits for a change; for ever where none can come any more.
+/// Waits for a change; forever if none can come.
 async fn changed<T>(receiver: &mut watch::Receiver<T>) {
     if receiver.changed().await.is_err() {
         std::future::pending::<()>().await;
     }
 }
 
-/// All thresholds that hold for a layout.
+/// Returns all thresholds that apply to a layout.
 fn derived(configured: &[Threshold], layout: DiskLayout) -> Vec<Threshold> {
     let mut thresholds = configured.to_vec();
     for dropped in derive_container_fs(&mut thresholds, layout) {
         let signal = dropped.signal.name();
-        warn!(signal, "the threshold is ignored: that file system follows the one that it is part of");
+        warn!(
+            signal,
+            "ignoring the threshold: the containers' file system has the thresholds of the file system that it is part of"
+        );
     }
     derive_allocatable(&mut thresholds);
     thresholds

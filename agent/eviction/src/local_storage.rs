@@ -1,12 +1,12 @@
-//! Holds pods to their own limits on the node's disk (emptyDir sizes, ephemeral-storage), and keeps what pods
-//! have on disk for the ranking of victims.
+//! Enforces pods' own limits on the node's disk (emptyDir sizes, ephemeral-storage), and measures pods' disk
+//! usage for the ranking of victims.
 //!
-//! Volumes are counted by the kernel where the file system has project quotas; otherwise, and logs always,
-//! they are measured by walks within a budget, of all pods in turn, a little of each at a time: one with ten
-//! million files makes nobody else's measurement late. A pod that is above its limit before its walk has
-//! ended goes at once. Writable layers are the runtime's to say; files of the node that are mounted into
-//! containers are counted one by one. Must never act on a node's lack of space: that is eviction's, which
-//! asks for all pods to be measured anew before it chooses one.
+//! The kernel counts volumes on file systems with project quotas; other volumes, and logs always, are
+//! measured by walks within a budget, over all pods in turn, a little of each at a time: a pod with ten
+//! million files does not delay the measurement of others. A pod that exceeds its limit before its walk has
+//! ended is evicted at once. The runtime reports writable layers; files of the node that are mounted into
+//! containers are counted one by one. Must never act on the node's lack of space: that is the task of
+//! eviction, which requests new measurements of all pods before it chooses one.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -48,67 +48,67 @@ use beelet_model::{
     table::{PodEntry, PodName, PodTable},
 };
 
-/// How old the measurement of a pod with limits may get, as the kubelet's monitoring interval.
+/// Maximum age of the measurement of a pod with limits, the kubelet's monitoring interval.
 const LIMITED_PERIOD: Duration = Duration::from_secs(10);
-/// More than any writable layer has, of bytes or inodes: a runtime that says more than this of one says
-/// nothing, and the sum of many is a number all the same.
+/// Upper bound of a writable layer's bytes or inodes: larger reports are capped, so that the sum of many does
+/// not overflow.
 const MOST: u64 = 1 << 50;
-/// Least time between two rounds over all pods.
+/// Minimum time between two rounds over all pods.
 const ROUND: Duration = Duration::from_secs(1);
-/// The part of a core that walking may take: one in so many.
+/// Share of a core for walking, as one part in N.
 const SHARE: u32 = 100;
-/// The same while eviction waits for it, and for how long it may be that much: a little longer than
-/// containerd takes to measure all writable layers anew, which it does every ten seconds.
+/// The same while eviction waits for measurements, and the maximum time of that: slightly longer than
+/// containerd's interval of ten seconds for measuring all writable layers.
 const SHARE_ASKED: u32 = 4;
 pub(super) const ASKED: Duration = Duration::from_secs(12);
-/// What one pod's measurement gets at a time: processor time, and time.
+/// Processor time and time of one pod's measurement per turn.
 const TURN: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
-/// How long the runtime may take to say what writable layers take, while eviction waits.
+/// Time for the runtime to report writable layers, while eviction waits.
 const LAYERS: Duration = Duration::from_secs(2);
-/// How often it is asked again while what it says is from before eviction asked.
+/// Interval of repeated requests while the runtime's report predates eviction's request.
 const LAYERS_AGAIN: Duration = Duration::from_millis(500);
 
-/// Measures the disk use of all pods in turn, and ends those above their limits; runs as one task.
+/// The task that measures the disk usage of all pods in turn, and evicts those above their limits.
 #[derive(Debug)]
 pub struct LocalStorage {
     /// All pods.
     pub table: watch::Receiver<Arc<PodTable>>,
-    /// The runtime, which knows writable layers.
+    /// The runtime, which reports writable layers.
     pub runtime: Runtime,
     /// The folder with a folder of volumes for each pod.
     pub pods_dir: PathBuf,
     /// Root of the containers' log files.
     pub pod_logs_dir: PathBuf,
-    /// How old the measurement of a pod without limits may get.
+    /// Maximum age of the measurement of a pod without limits.
     pub period: Duration,
-    /// Whether limits are enforced.
+    /// True if limits are enforced.
     pub enforce: bool,
-    /// Where measurements go.
+    /// Results of the measurements.
     pub usages: DiskUsages,
-    /// To the pods' manager.
+    /// Channel to the pods' manager.
     pub requests: mpsc::Sender<Request>,
     /// Counters.
     pub metrics: Metrics,
 }
 
-/// A measurement of a pod that is under way.
+/// A measurement of a pod in progress.
 #[derive(Debug)]
 struct Measuring {
     began: Instant,
     found: PodDisk,
     todo: Vec<Part>,
     walk: Option<(Part, Measure)>,
-    /// The runtime has measured its writable layers since they were asked for.
+    /// True once the runtime has measured the pod's writable layers since the request.
     layers_are_new: bool,
 }
 
-/// What the runtime says of writable layers, by the container's id.
+/// The runtime's report about writable layers, by container id.
 #[derive(Debug, Default)]
 struct Layers {
-    /// When it was asked last.
+    /// Time of the last request.
     at: Option<Instant>,
     known: HashMap<String, Layer>,
-    /// Its first answer since eviction asked for measurements: when that was, and the stamps.
+    /// First answer since eviction requested measurements: the request's time, and the stamps.
     first: Option<(Instant, HashMap<String, i64>)>,
 }
 
@@ -116,18 +116,18 @@ struct Layers {
 #[derive(Debug, Clone, Copy)]
 struct Layer {
     taken: Taken,
-    /// When the runtime measured it, in nanoseconds by its own clock; 0: not yet.
+    /// Time of the runtime's measurement, in nanoseconds by its own clock; 0 before the first one.
     stamp: i64,
 }
 
 impl Layers {
-    /// Returns true if the runtime is to be asked again. With `waiting`, somebody waits for a newer answer.
+    /// Returns true if the runtime must be asked again. `waiting` states that a newer answer is needed.
     fn is_due(&self, since: Option<Instant>, waiting: bool) -> bool {
         let period = if waiting { LAYERS_AGAIN } else { LIMITED_PERIOD };
         self.at.is_none_or(|at| at.elapsed() >= period || since.is_some_and(|since| at < since))
     }
 
-    fn put(&mut self, at: Instant, since: Option<Instant>, known: HashMap<String, Layer>) {
+    fn update(&mut self, at: Instant, since: Option<Instant>, known: HashMap<String, Layer>) {
         self.at = Some(at);
         self.known = known;
         if let Some(since) = since
@@ -138,8 +138,8 @@ impl Layers {
         }
     }
 
-    /// Returns true if it is of a measurement that the runtime made since eviction asked, or if nothing
-    /// better will come. Stamps are compared with each other only, so that no clock that was set matters.
+    /// Returns true if the layer was measured by the runtime since eviction's request, or if no better answer
+    /// will come. Compares stamps only with each other, so that clock changes do not matter.
     fn is_new(&self, id: &str, since: Option<Instant>) -> bool {
         let (Some(layer), Some(since)) = (self.known.get(id), since) else { return true };
         let first = self.first.as_ref().filter(|(asked, _)| *asked == since);
@@ -147,7 +147,7 @@ impl Layers {
     }
 }
 
-/// Something of a pod that is to be measured.
+/// An item of a pod to measure.
 #[derive(Debug)]
 enum Part {
     Volume(String, PathBuf),
@@ -157,8 +157,8 @@ enum Part {
 }
 
 impl Measuring {
-    /// Goes on until it has ended or the turn is over; whether it has ended, and the processor time that it
-    /// took. Blocks.
+    /// Continues until the end or until the turn is over; returns true at the end, and the processor time
+    /// used. Blocks.
     fn go_on(&mut self, (most, longest): (Duration, Duration)) -> (bool, Duration) {
         let (began, used) = (std::time::Instant::now(), processor_time());
         let mut enough = || processor_time().saturating_sub(used) >= most || began.elapsed() >= longest;
@@ -180,7 +180,7 @@ impl Measuring {
                 break false;
             }
             if !walk.is_whole() {
-                debug!(?part, "there is more than could be measured");
+                debug!(?part, "measured only a part of this folder");
             }
             if enough() && !self.todo.is_empty() {
                 break false;
@@ -194,7 +194,7 @@ impl Measuring {
         self.walk.is_none() && self.todo.is_empty()
     }
 
-    /// The walk that it takes; None where the kernel counts, or there are a few files only.
+    /// Returns the necessary walk; `None` if the kernel counts, or if there are only a few files.
     fn begin(&mut self, part: Part) -> Option<(Part, Measure)> {
         let walk = match &part {
             Part::Volume(name, path) => match quota::measure(path) {
@@ -224,26 +224,26 @@ impl Measuring {
                 self.found.volumes.insert(name.clone(), taken)
             }
             Part::Log(name, _) => self.found.logs.insert(name.clone(), taken),
-            // They are never walked.
+            // These files are never walked.
             Part::Files(..) => None,
         };
     }
 }
 
-/// What is remembered from one round to the next.
+/// State between rounds.
 #[derive(Debug)]
 struct Rounds {
     budget: Budget,
     budget_asked: Budget,
-    /// What one pod gets at a time.
+    /// Time of one pod per turn.
     turn: (Duration, Duration),
-    /// When each pod's last measurement began and ended, and after how long the next one begins.
+    /// Start and end of each pod's last measurement, and the interval before the next one.
     measured: HashMap<String, (Instant, Instant, Duration)>,
     under_way: HashMap<String, Measuring>,
     layers: Layers,
-    /// Pods that are above a limit, of which it was told.
+    /// Pods above a limit that have been reported.
     above: HashSet<String>,
-    /// Pods with folders that are too deep to be measured, of which it was told.
+    /// Pods with folders too deep to be measured that have been reported.
     deep: HashSet<String>,
 }
 
@@ -263,7 +263,7 @@ impl Default for Rounds {
 }
 
 impl LocalStorage {
-    /// Works until `shutdown`.
+    /// Runs until `shutdown`.
     pub fn run(self, shutdown: CancellationToken) -> Work {
         Box::pin(async move {
             let work = async {
@@ -284,7 +284,7 @@ impl LocalStorage {
         })
     }
 
-    /// A turn of each pod whose measurement is due or under way; those with limits come first.
+    /// Gives a turn to each pod whose measurement is due or in progress; those with limits come first.
     async fn round(&self, rounds: &mut Rounds, asked: &mut watch::Receiver<Option<Instant>>) {
         let since = *asked.borrow_and_update();
         let mut pods = self.pods();
@@ -295,7 +295,7 @@ impl LocalStorage {
         rounds.deep.retain(|uid| here.contains(uid.as_str()));
         self.usages.keep_only(|uid| here.contains(uid));
         drop(here);
-        // What began before it was asked for doesn't count.
+        // Measurements from before the request do not count.
         let too_early = |began: Instant| since.is_some_and(|since| began < since);
         rounds.under_way.retain(|_, measuring| !too_early(measuring.began));
         pods.retain(|(uid, _)| {
@@ -308,7 +308,7 @@ impl LocalStorage {
         pods.sort_by_cached_key(|(_, entry)| !is_limited(&entry.pod));
         for (uid, entry) in &pods {
             let mut measuring = rounds.under_way.remove(uid).unwrap_or_else(|| self.begin(uid, &entry.pod));
-            self.look_at_layers(&entry.pod, since, &mut measuring, &mut rounds.layers).await;
+            self.inspect_layers(&entry.pod, since, &mut measuring, &mut rounds.layers).await;
             let turn = rounds.turn;
             let advanced = blocking("measuring a pod's disk", move || {
                 let mut measuring = measuring;
@@ -316,7 +316,7 @@ impl LocalStorage {
                 (measuring, ended, used)
             });
             let (measuring, walked, used) = advanced.await;
-            // What eviction waits for no longer keeps a pod from being measured.
+            // Eviction's wait for writable layers must not delay the pod's measurement further.
             let in_time = since.is_some_and(|since| since.elapsed() < ASKED);
             let ended = walked && (measuring.layers_are_new || !in_time);
             if let Some(volume) = measuring.found.too_deep.first()
@@ -324,30 +324,30 @@ impl LocalStorage {
             {
                 warn!(
                     pod = %PodName::of(&entry.pod), volume,
-                    "cannot measure a volume whole, as its folders are too deep; the pod counts as above the \
-                     limits that it has, and goes first where the disk is low"
+                    "cannot measure a volume fully, as its folders are too deep; the pod counts as above its \
+                     limits, and is evicted first if the disk is low"
                 );
             }
             self.enforce(uid, entry, &measuring.found, ended, &mut rounds.above).await;
             if ended {
                 let period = if is_limited(&entry.pod) { LIMITED_PERIOD } else { self.period };
                 rounds.measured.insert(uid.clone(), (measuring.began, Instant::now(), period));
-                self.usages.put(uid, measuring.began, measuring.found);
+                self.usages.record(uid, measuring.began, measuring.found);
             } else {
-                self.usages.put_at_least(uid, measuring.began, measuring.found.clone());
+                self.usages.record_at_least(uid, measuring.began, measuring.found.clone());
                 rounds.under_way.insert(uid.clone(), measuring);
             }
             let budget = if in_time { &mut rounds.budget_asked } else { &mut rounds.budget };
             budget.spend(used);
             let due = budget.due();
             if !due.is_zero() && pause(due, asked).await {
-                // Everybody is to be measured anew.
+                // A request has arrived to measure all pods again.
                 return;
             }
         }
     }
 
-    /// A measurement of the pod that has only begun.
+    /// Starts a measurement of the pod.
     fn begin(&self, uid: &str, pod: &core::Pod) -> Measuring {
         let logs = beelet_model::pod::log_folder(&self.pod_logs_dir, &PodName::of(pod), uid);
         let logs = container_names(pod).map(|name| Part::Log(name.to_owned(), logs.join(name)));
@@ -364,8 +364,8 @@ impl LocalStorage {
         }
     }
 
-    /// Takes over what the runtime says of the pod's writable layers, until that is new enough.
-    async fn look_at_layers(
+    /// Records the runtime's report about the pod's writable layers, until it is new enough.
+    async fn inspect_layers(
         &self,
         pod: &core::Pod,
         since: Option<Instant>,
@@ -378,7 +378,7 @@ impl LocalStorage {
         if layers.is_due(since, measuring.is_walked()) {
             let at = Instant::now();
             let known = tokio::time::timeout(LAYERS, self.layers()).await.unwrap_or_default();
-            layers.put(at, since, known);
+            layers.update(at, since, known);
         }
         let ids = container_names(pod).filter_map(|name| Some((name, container_id(pod, name)?)));
         measuring.layers_are_new = true;
@@ -390,14 +390,15 @@ impl LocalStorage {
         }
     }
 
-    /// Pods that hold anything, those on their way out too: what they have is what will be free.
+    /// Returns the pods that hold resources, terminating ones included: their usage will become free.
     fn pods(&self) -> Vec<(String, Arc<PodEntry>)> {
         let table = self.table.borrow();
         let entries = table.pods.values().filter(|entry| !entry.is_gone());
         entries.filter_map(|entry| Some((entry.pod.metadata.uid.clone()?, Arc::clone(entry)))).collect()
     }
 
-    /// The writable layers of our containers, by the runtime's id. A runtime that can't say has none.
+    /// Returns the writable layers of the agent's containers, by the runtime's id; empty if the runtime does
+    /// not report them.
     async fn layers(&self) -> HashMap<String, Layer> {
         let filter = cri::ContainerStatsFilter { label_selector: managed(), ..Default::default() };
         let stats = self.runtime.list_container_stats(filter).await.unwrap_or_default();
@@ -411,7 +412,7 @@ impl LocalStorage {
         stats.into_iter().filter_map(layer).collect()
     }
 
-    /// Ends the pod if it is above a limit. Of a measurement that hasn't `ended` there is at least so much.
+    /// Evicts the pod if it is above a limit. A measurement that has not `ended` is a lower bound.
     async fn enforce(
         &self,
         uid: &str,
@@ -420,7 +421,7 @@ impl LocalStorage {
         ended: bool,
         above: &mut HashSet<String>,
     ) {
-        // One that is on its way out has been told.
+        // A terminating pod has been handled already.
         if !self.enforce || entry.ending {
             return;
         }
@@ -445,10 +446,10 @@ impl LocalStorage {
         }
         let name = PodName::of(pod);
         if is_critical(pod) {
-            warn!(pod = %name, "a critical pod is above its limit, and stays: {}", violation.message);
+            warn!(pod = %name, "a critical pod exceeds its limit and is not evicted: {}", violation.message);
             return;
         }
-        info!(pod = %name, signal = violation.signal, "evicts a pod: {}", violation.message);
+        info!(pod = %name, signal = violation.signal, "evicting pod: {}", violation.message);
         self.metrics.evicted(violation.signal, Some(Duration::ZERO));
         let request = Request::Fail {
             uid: uid.to_owned(),
@@ -456,12 +457,12 @@ impl LocalStorage {
             message: violation.message,
             grace: Some(IMMEDIATE),
         };
-        // Without a manager there are no pods.
+        // Sending fails only without the pods' manager, at the agent's end.
         let _ = self.requests.send(request).await;
     }
 }
 
-/// The names of a pod's containers of every kind.
+/// Returns the names of a pod's containers of every kind.
 fn container_names(pod: &core::Pod) -> impl Iterator<Item = &str> {
     pod.spec.iter().flat_map(|spec| {
         let usual = spec.init_containers.iter().flatten().chain(&spec.containers).map(|c| c.name.as_str());
@@ -469,7 +470,7 @@ fn container_names(pod: &core::Pod) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Returns true if it has any limit on disk of its own.
+/// Returns true if the pod has any disk limit of its own.
 fn is_limited(pod: &core::Pod) -> bool {
     let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
     let sized =
@@ -477,7 +478,7 @@ fn is_limited(pod: &core::Pod) -> bool {
     sized || PodDemand::read(pod).is_ok_and(|demand| demand.limits().get(EPHEMERAL_STORAGE).is_some())
 }
 
-/// Waits so long, or until measurements are asked for; whether they are.
+/// Waits for this time, or until measurements are requested; returns true in the latter case.
 async fn pause(time: Duration, asked: &mut watch::Receiver<Option<Instant>>) -> bool {
     tokio::select! {
         () = tokio::time::sleep(time) => false,
@@ -490,8 +491,8 @@ async fn pause(time: Duration, asked: &mut watch::Receiver<Option<Instant>>) -> 
     }
 }
 
-/// The pod's emptyDir volumes on disk, by name, where [`beelet_pods`] puts them. Those in memory are held to
-/// their size by the kernel.
+/// Returns the pod's emptyDir volumes on disk, by name, as [`beelet_pods`] places them. The kernel enforces
+/// the size of those in memory.
 fn empty_dirs(pod: &core::Pod, pods_dir: &Path) -> Vec<(String, PathBuf)> {
     let folder = pods_dir.join(pod.metadata.uid.as_deref().unwrap_or_default()).join("volumes");
     let volumes = pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten());
@@ -520,7 +521,7 @@ mod tests {
 
     use super::*;
 
-    /// A node's folders and pods; no runtime answers.
+    /// A node's folders and pods, without a runtime.
     struct Node {
         storage: LocalStorage,
         table: watch::Sender<Arc<PodTable>>,
@@ -530,7 +531,7 @@ mod tests {
     }
 
     impl Node {
-        /// A node on which each pod gets as little at a time as can be.
+        /// Creates a node on which each pod gets the minimum time per turn.
         fn new() -> Self {
             let dir = tempfile::tempdir().unwrap();
             let table = watch::Sender::new(Arc::new(PodTable::default()));
@@ -550,7 +551,7 @@ mod tests {
             Self { storage, table, requests, rounds, dir }
         }
 
-        /// A pod with an emptyDir of such a limit; its folder.
+        /// Adds a pod with an emptyDir of this limit; returns the folder.
         fn add(&self, name: &str, limit: Option<&str>, spec: &Value) -> PathBuf {
             let volume = json!({ "name": "v", "emptyDir": { "sizeLimit": limit } });
             let mut all = json!({ "containers": [], "volumes": [volume] });
@@ -576,7 +577,7 @@ mod tests {
             self.storage.round(&mut self.rounds, &mut self.storage.usages.asked()).await;
         }
 
-        /// The pods that were asked to go, so far.
+        /// Returns the pods that were evicted so far.
         fn asked_to_go(&mut self) -> Vec<String> {
             let mut told = Vec::new();
             while let Ok(Request::Fail { uid, .. }) = self.requests.try_recv() {
@@ -594,7 +595,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_pod_with_many_files_keeps_nobody_elses_limit_from_being_enforced() {
+    async fn a_pod_with_many_files_does_not_delay_the_enforcement_of_other_limits() {
         let mut node = Node::new();
         write(&node.add("a-many", None, &json!({})), 500, 0);
         write(&node.add("b-limited", Some("64Ki"), &json!({})), 1, 100);
@@ -602,7 +603,7 @@ mod tests {
             node.round().await;
         }
         assert_eq!(node.asked_to_go(), ["b-limited"]);
-        assert!(node.rounds.under_way.contains_key("a-many"), "its measurement has ended");
+        assert!(node.rounds.under_way.contains_key("a-many"), "the measurement has ended");
         while !node.rounds.under_way.is_empty() {
             node.round().await;
         }
@@ -612,13 +613,13 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_pod_above_its_limit_goes_before_all_of_it_is_measured_and_once() {
+    async fn a_pod_above_its_limit_is_evicted_once_and_before_its_measurement_ends() {
         let mut node = Node::new();
         write(&node.add("a", Some("64Ki"), &json!({})), 100, 8);
         while node.rounds.above.is_empty() {
             node.round().await;
         }
-        assert!(node.rounds.under_way.contains_key("a"), "its measurement has ended");
+        assert!(node.rounds.under_way.contains_key("a"), "the measurement has ended");
         while !node.rounds.under_way.is_empty() {
             node.round().await;
         }
@@ -626,7 +627,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_pod_that_hides_its_files_below_too_many_folders_is_above_its_limit() {
+    async fn a_pod_with_files_below_too_many_folders_counts_as_above_its_limit() {
         let mut node = Node::new();
         let tops = [("a-limited", Some("1Gi")), ("b-free", None)].map(|(name, limit)| {
             let top = node.add(name, limit, &json!({}));
@@ -643,7 +644,10 @@ mod tests {
         }
         let [(uid, message)] = ended.as_slice() else { panic!("{ended:?}") };
         assert!(uid == "a-limited" && message.contains("folders too deep to be measured"), "{message}");
-        assert!(node.storage.usages.of("b-free", None).hides_disk, "it goes first where the disk is low");
+        assert!(
+            node.storage.usages.of("b-free", None).hides_disk,
+            "the pod is evicted first if the disk is low"
+        );
         assert_eq!(node.rounds.deep.len(), 2);
         for top in tops {
             beelet_base::walk::remove_folder(&top).unwrap();
@@ -675,34 +679,34 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_writable_layer_counts_once_the_runtime_has_measured_it_anew() {
+    async fn a_writable_layer_counts_once_the_runtime_has_measured_it_again() {
         let known = |stamps: [(&str, i64); 2]| {
             let layer = |stamp| Layer { taken: Taken { bytes: 1, inodes: 1 }, stamp };
             stamps.map(|(id, stamp)| (id.to_owned(), layer(stamp))).into()
         };
         let (mut layers, since) = (Layers::default(), Some(Instant::now()));
         assert!(layers.is_due(None, false));
-        layers.put(Instant::now(), None, known([("a", 70), ("b", 0)]));
-        assert!(layers.is_new("a", None) && !layers.is_due(None, false), "nobody waits for it");
+        layers.update(Instant::now(), None, known([("a", 70), ("b", 0)]));
+        assert!(layers.is_new("a", None) && !layers.is_due(None, false), "no request waits for it");
         tokio::time::sleep(LAYERS_AGAIN).await;
         let asked = Some(Instant::now());
         assert!(layers.is_due(asked, false) && !layers.is_new("a", asked));
         let are_new = |layers: &Layers| ["a", "b", "none"].map(|id| layers.is_new(id, asked));
-        layers.put(Instant::now(), asked, known([("a", 70), ("b", 0)]));
-        assert_eq!(are_new(&layers), [false, false, true], "one that isn't listed has none");
+        layers.update(Instant::now(), asked, known([("a", 70), ("b", 0)]));
+        assert_eq!(are_new(&layers), [false, false, true], "an unlisted container has no layer");
         assert!(!layers.is_due(asked, true));
         tokio::time::sleep(LAYERS_AGAIN).await;
         assert!(layers.is_due(asked, true) && !layers.is_due(asked, false));
-        // A clock that was set back makes no difference.
-        layers.put(Instant::now(), asked, known([("a", 60), ("b", 0)]));
+        // A clock that was set back has no effect.
+        layers.update(Instant::now(), asked, known([("a", 60), ("b", 0)]));
         assert_eq!(are_new(&layers), [true, false, true], "b was never measured");
-        layers.put(Instant::now(), asked, known([("a", 60), ("b", 61)]));
+        layers.update(Instant::now(), asked, known([("a", 60), ("b", 61)]));
         assert_eq!(are_new(&layers), [true, true, true]);
-        assert!(!layers.is_new("a", since), "that is of another time");
+        assert!(!layers.is_new("a", since), "the stamps belong to another request");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_is_on_the_way_out_or_critical_is_not_told_to_go() {
+    async fn terminating_and_critical_pods_are_not_evicted() {
         let mut node = Node::new();
         write(&node.add("ending", Some("64Ki"), &json!({})), 1, 100);
         let critical = node.add("critical", Some("64Ki"), &json!({ "priority": 2_000_000_000 }));
@@ -717,9 +721,9 @@ mod tests {
         assert_eq!(node.asked_to_go(), Vec::<String>::new());
         assert!(
             node.storage.usages.of("ending", None).volumes_bytes >= 100 << 10,
-            "what it has will be free"
+            "the pod's usage will become free"
         );
-        // It is told once, until it has been below.
+        // The pod is reported once, until its usage has been below the limit.
         assert_eq!(node.rounds.above.iter().collect::<Vec<_>>(), ["critical"]);
         std::fs::remove_file(critical.join("0/file")).unwrap();
         for _ in 0..10 {
@@ -730,7 +734,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_asked_for_is_measured_anew_and_at_once() {
+    async fn requested_measurements_start_again_at_once() {
         let mut node = Node::new();
         let folder = node.add("a", None, &json!({}));
         let usages = node.storage.usages.clone();
@@ -744,7 +748,7 @@ mod tests {
         write(&folder, 1, 100);
         tokio::time::sleep(Duration::from_millis(1)).await;
         let since = Instant::now();
-        assert!(!has_ended(&mut node, since).await, "it isn't due");
+        assert!(!has_ended(&mut node, since).await, "the measurement is not due");
         node.storage.usages.ask(since);
         assert!(has_ended(&mut node, since).await);
         assert!(node.storage.usages.of("a", Some(since)).volumes_bytes >= 100 << 10);

@@ -1,14 +1,14 @@
-//! How much a pod on its way out was seen to use, and when.
+//! Readings of a terminating pod's usage, with their times.
 
 use beelet_policy::eviction::PodUsage;
 use tokio::time::{Duration, Instant};
 
-/// Least time between two looks that are kept, but for the newest ones.
+/// Minimum time between two kept readings, except for the newest ones.
 const APART: Duration = Duration::from_secs(1);
-/// Most looks that are kept: longer than any number counts after it was read.
+/// Maximum number of kept readings: they span more than the maximum age of any number.
 const MOST: usize = 64;
 
-/// The looks at one pod. Their number is bounded, however long the pod takes to be gone.
+/// The readings of one pod. Their number is bounded for any duration of the pod's termination.
 #[derive(Debug, Clone)]
 pub(super) struct Looks {
     first: (Instant, PodUsage),
@@ -16,18 +16,17 @@ pub(super) struct Looks {
 }
 
 impl Looks {
-    /// The look at which the pod was told to go.
+    /// Starts with the reading at the eviction.
     pub(super) fn new(at: Instant, usage: PodUsage) -> Self {
         Self { first: (at, usage), later: Vec::new() }
     }
 
-    /// The usage when the pod was told to go.
+    /// Returns the usage at the eviction.
     pub(super) fn first(&self) -> PodUsage {
         self.first.1
     }
 
-    /// Adds a look, if it is newer than the last one. The last two stay as they are; of those before, one per
-    /// second does.
+    /// Adds a reading, if it is newer than the last one. Keeps the last two, and one per second before those.
     pub(super) fn add(&mut self, at: Instant, usage: PodUsage) {
         let last = self.later.last().unwrap_or(&self.first);
         if at <= last.0 {
@@ -44,8 +43,8 @@ impl Looks {
         self.later.push((at, usage));
     }
 
-    /// The usage when a number was read, or before. Never what was seen later: that lacks what was freed in
-    /// between, which isn't in the number either, and others would have to go for it.
+    /// Returns the usage at the time of a reading, or before. Never a later one: that lacks the amount freed
+    /// in between, which the number does not include either, and other pods would be evicted for it.
     pub(super) fn by(&self, read_at: Instant) -> PodUsage {
         let later = self.later.partition_point(|(at, _)| *at <= read_at);
         later.checked_sub(1).and_then(|last| self.later.get(last)).map_or(self.first.1, |(_, usage)| *usage)
@@ -61,14 +60,14 @@ mod tests {
     }
 
     #[test]
-    fn looks_of_hours_are_few_and_the_newest_are_all_there() {
+    fn readings_over_hours_are_few_and_the_newest_are_complete() {
         let began = Instant::now();
         let at = |tenths: u64| began + Duration::from_millis(100 * tenths);
         let mut looks = Looks::new(began, pids(0));
         for tenths in 1..=36_000 {
             looks.add(at(tenths), pids(tenths));
             assert!(looks.later.len() <= MOST);
-            // A number is read a little before the decision that looks.
+            // A number is read shortly before the decision that uses it.
             assert_eq!(looks.by(at(tenths - 1)).pids, tenths - 1);
         }
         assert_eq!(looks.by(at(36_000)).pids, 36_000);
@@ -77,11 +76,11 @@ mod tests {
             let seen = looks.by(at(36_000 - late)).pids;
             assert!(seen <= 36_000 - late && seen + 20 >= 36_000 - late, "{seen} is too old");
         }
-        assert_eq!(looks.by(began), pids(0), "a number from before has what there was at first");
+        assert_eq!(looks.by(began), pids(0), "an older number gets the first reading");
     }
 
     #[test]
-    fn a_look_that_is_not_newer_changes_nothing() {
+    fn a_reading_that_is_not_newer_changes_nothing() {
         let began = Instant::now();
         let mut looks = Looks::new(began, pids(3));
         looks.add(began, pids(1));

@@ -10,21 +10,22 @@ use beelet_cgroups::Cgroups;
 /// The cgroup of all pods.
 const PODS: &str = "/kubepods";
 
-/// The machine's memory: the kubelet's `memory.available`, capacity less the working set of the root cgroup.
+/// Returns the machine's memory: the kubelet's `memory.available`, capacity less the working set of the root
+/// cgroup.
 pub(super) fn memory(cgroups: &Cgroups) -> Result<Observation, Error> {
     let memory = cgroups.machine_memory(&read("/proc/meminfo")?).ok_or(Error::NoMemory)?;
     Ok(observation(whole(memory.available()), whole(memory.total)))
 }
 
-/// Memory that the pods may use together: their cgroup's limit, less their working set. None before the
-/// cgroup is there.
+/// Returns the memory available to all pods together: their cgroup's limit less their working set. `None`
+/// before the cgroup exists.
 pub(super) fn pods_memory(cgroups: &Cgroups) -> Option<Observation> {
     let used = cgroups.memory_use(PODS)?;
     let limit = used.limit?;
     Some(observation(whole(limit.saturating_sub(used.working_set)), whole(limit)))
 }
 
-/// Process ids: the kernel's most, by number and by threads, less the threads there are.
+/// Returns the process ids: the kernel's maximum, by number and by threads, less the existing threads.
 pub(super) fn pids() -> Result<Observation, Error> {
     let number =
         |file| -> Result<i64, Error> { read(file)?.trim().parse().map_err(|_| Error::NotANumber(file)) };
@@ -34,7 +35,7 @@ pub(super) fn pids() -> Result<Observation, Error> {
     Ok(observation(most.saturating_sub(threads), most))
 }
 
-/// proc_loadavg(5): `0.20 0.18 0.12 1/80 11206`, the fourth field is running/all.
+/// Parses proc_loadavg(5): `0.20 0.18 0.12 1/80 11206`, the fourth field is running/all.
 pub fn threads(load: &str) -> Option<i64> {
     load.split_whitespace().nth(3)?.split_once('/')?.1.parse().ok()
 }

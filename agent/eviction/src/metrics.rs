@@ -1,4 +1,4 @@
-//! What eviction tells of itself.
+//! The metrics of eviction.
 
 use std::time::Duration;
 
@@ -54,7 +54,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Adds all of them to `registry`.
+    /// Registers all metrics.
     pub fn register(&self, registry: &mut Registry) {
         registry.register("kubelet_evictions", "Pods evicted, by eviction signal", self.evictions.clone());
         registry.register(
@@ -69,12 +69,12 @@ impl Metrics {
         );
         registry.register(
             "beelet_eviction_signal_available",
-            "What is available, in bytes, inodes or process ids",
+            "Available amount, in bytes, inodes or process ids",
             self.available.clone(),
         );
         registry.register(
             "beelet_eviction_signal_capacity",
-            "What there is in all, in bytes, inodes or process ids",
+            "Total amount, in bytes, inodes or process ids",
             self.capacity.clone(),
         );
         registry.register(
@@ -84,12 +84,12 @@ impl Metrics {
         );
         registry.register(
             "beelet_eviction_overdue_total",
-            "Evicted pods that were not gone when they should have been",
+            "Evicted pods that did not terminate in time",
             self.overdue.clone(),
         );
         registry.register(
             "beelet_pod_oom_kills_total",
-            "Processes of pods that the kernel killed for want of memory, as its own programs saw it",
+            "Processes of pods killed by the kernel's OOM killer, as seen by the kernel programs",
             self.oom_kills.clone(),
         );
     }
@@ -98,7 +98,7 @@ impl Metrics {
         self.oom_kills.inc();
     }
 
-    /// A pod goes; `stats_age` is how old the numbers were that it went by, if it had any.
+    /// Counts an eviction; `stats_age` is the age of the numbers behind it, if any.
     pub(super) fn evicted(&self, signal: &'static str, stats_age: Option<Duration>) {
         let label = SignalLabel { eviction_signal: signal };
         self.evictions.get_or_create(&label).inc();
@@ -132,7 +132,7 @@ impl Metrics {
         }
     }
 
-    /// Number of pods evicted for this signal.
+    /// Returns the number of pods evicted for this signal.
     #[cfg(test)]
     pub(crate) fn evictions(&self, signal: beelet_policy::eviction::Signal) -> u64 {
         self.evictions.get_or_create(&SignalLabel { eviction_signal: signal.name() }).get()

@@ -25,7 +25,7 @@ use beelet_state::events::Recorder;
 
 const MIB: i64 = 1 << 20;
 const SECOND: Duration = Duration::from_secs(1);
-/// The machine of the tests: memory and disk in MiB.
+/// The test machine's capacity: memory and disk in MiB.
 const CAPACITY: i64 = 1000;
 
 fn threshold(signal: Signal, text: &str, grace: u64) -> Threshold {
@@ -33,16 +33,16 @@ fn threshold(signal: Signal, text: &str, grace: u64) -> Threshold {
     Threshold { signal, value, grace: Duration::from_secs(grace), min_reclaim: None }
 }
 
-/// What a gauge shows.
+/// The state of a gauge.
 #[derive(Clone, Debug)]
 enum Shows {
-    /// So many MiB of the capacity.
+    /// This many MiB of the capacity.
     Mib(i64),
     /// Any numbers.
     Numbers(i64, i64),
-    /// It can't be read.
+    /// An error.
     Error,
-    /// It doesn't answer until the sender is gone.
+    /// No answer until the sender is dropped.
     Hangs(Arc<Mutex<std::sync::mpsc::Receiver<()>>>),
 }
 
@@ -68,32 +68,32 @@ fn gauge(name: &'static str, signal: Signal, dial: &Dial) -> Gauge {
     })
 }
 
-/// What giving back does, and when it ends.
+/// The effect of a reclaim, and its end.
 type OnReclaim = Arc<Mutex<Option<Box<dyn Fn(Reclaim) -> BoxFuture<'static, Reclaimed> + Send + Sync>>>>;
 
-/// A node of plain folders: its dials, its pods, and what eviction asked for.
+/// A node of plain folders: its dials, its pods, and eviction's requests.
 struct Node {
     memory: Dial,
     disk: Dial,
-    /// The images' file system, where it is another one.
+    /// The images' file system, if it is a separate one.
     images: Dial,
     table: watch::Sender<Arc<PodTable>>,
     requests: mpsc::Receiver<Request>,
     conditions: watch::Receiver<Conditions>,
-    /// What was asked to be given back.
+    /// Requested reclaims.
     reclaims: watch::Receiver<Vec<Reclaim>>,
-    /// What giving back does.
+    /// Effect of a reclaim.
     on_reclaim: OnReclaim,
     hints: Hints,
     metrics: Metrics,
-    /// What pods have on disk.
+    /// Disk usage of pods.
     disks: DiskUsages,
     dir: tempfile::TempDir,
     running: Option<(CancellationToken, tokio::task::JoinHandle<()>)>,
 }
 
 impl Node {
-    /// A node of one disk with these thresholds and pods `(name, spec, MiB of memory in use)`.
+    /// Starts a node of one disk with these thresholds and pods `(name, spec, MiB of memory in use)`.
     fn start(thresholds: Vec<Threshold>, pods: &[(&str, Value, i64)]) -> Self {
         Self::start_on(DiskLayout::Single, thresholds, pods)
     }
@@ -105,7 +105,7 @@ impl Node {
         node
     }
 
-    /// The same whose eviction doesn't run by itself.
+    /// Builds the same node without running eviction.
     fn build(
         file_systems: DiskLayout,
         thresholds: Vec<Threshold>,
@@ -210,12 +210,12 @@ impl Node {
         self.publish(pod);
     }
 
-    /// The memory cgroup of a BestEffort pod.
+    /// Returns the memory cgroup of a BestEffort pod.
     fn memory_of(&self, name: &str) -> PathBuf {
         self.dir.path().join(format!("memory/kubepods/besteffort/pod{name}"))
     }
 
-    /// The pod has a container with a cgroup of its own, of this id.
+    /// Adds a container with a cgroup of its own and this id to the pod.
     fn add_container(&self, name: &str, id: &str) -> PathBuf {
         let mut pod = self.pod(name);
         let status = json!({ "name": "c", "containerID": format!("containerd://{id}"), "image": "", "imageID": "", "ready": true, "restartCount": 0 });
@@ -247,20 +247,20 @@ impl Node {
         });
     }
 
-    /// So many MiB are found in the pod's volumes by a measurement that began at `began`.
+    /// Records that a measurement begun at `began` found this many MiB in the pod's volumes.
     fn measured(&self, name: &str, began: Instant, mib: u64) {
         let taken = Taken { bytes: mib << 20, inodes: 1 };
         let disk = PodDisk { volumes: [("v".to_owned(), taken)].into(), ..PodDisk::default() };
-        self.disks.put(name, began, disk);
+        self.disks.record(name, began, disk);
     }
 
-    /// Waits until all pods are to be measured anew; from when on that counts.
+    /// Waits for a request to measure all pods again; returns the time from which measurements count.
     async fn asked(&self, asked: &mut watch::Receiver<Option<Instant>>) -> Instant {
         tokio::time::timeout(600 * SECOND, asked.changed()).await.unwrap().unwrap();
         asked.borrow_and_update().unwrap()
     }
 
-    /// Somebody has deleted the pod.
+    /// Deletes the pod as another client does.
     fn delete(&self, name: &str) {
         let mut pod = self.pod(name);
         let now = jiff::Timestamp::now();
@@ -268,7 +268,7 @@ impl Node {
         self.publish(pod);
     }
 
-    /// The pod has given everything back.
+    /// Marks the pod as fully released.
     fn gone(&self, name: &str) {
         let mut pod = self.pod(name);
         pod.status.as_mut().unwrap().phase = Some("Failed".to_owned());
@@ -280,7 +280,7 @@ impl Node {
         self.hints.notify();
     }
 
-    /// The next pod that is told to go, with its grace period in seconds.
+    /// Returns the next evicted pod, with its grace period in seconds.
     async fn evicted(&mut self) -> (String, u64, String) {
         let Some(Request::Fail { uid, reason, message, grace }) = self.requests.recv().await else {
             panic!("eviction has ended");
@@ -289,7 +289,7 @@ impl Node {
         (uid, grace.unwrap().as_secs(), message)
     }
 
-    /// Whoever is told to go within so many seconds.
+    /// Returns the pods evicted within this many seconds.
     async fn within(&mut self, seconds: u32) -> Vec<String> {
         let mut names = Vec::new();
         let deadline = Instant::now() + seconds * SECOND;
@@ -332,7 +332,7 @@ async fn low_memory_costs_the_pod_that_is_furthest_above_its_request() {
     assert_eq!(message, "The node was low on resource: memory. Threshold quantity: 100Mi, available: 90Mi. ");
     node.until_condition(NodeCondition::MemoryPressure, true).await;
     assert_eq!(node.metrics.evictions(Signal::MemoryAvailable), 1);
-    // What it frees is on its way: nobody else goes for it.
+    // The pod's memory is about to be freed: no other pod is evicted for it.
     assert_eq!(node.within(5).await, Vec::<String>::new());
     node.gone("big");
     node.set(&node.memory, Shows::Mib(290));
@@ -353,7 +353,7 @@ async fn conditions_last_for_the_transition_period() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn as_many_go_at_once_as_it_takes_and_never_a_critical_one() {
+async fn as_many_pods_as_necessary_are_evicted_at_once_and_never_a_critical_one() {
     let pods = [
         ("a", json!({}), 50),
         ("b", json!({}), 40),
@@ -366,38 +366,38 @@ async fn as_many_go_at_once_as_it_takes_and_never_a_critical_one() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_victim_that_will_not_go_is_replaced() {
+async fn a_victim_that_does_not_terminate_is_replaced() {
     let mut node = Node::start(hard(), &three());
     node.set(&node.memory, Shows::Mib(90));
     assert_eq!(node.within(10).await, ["big"]);
-    // A second of grace and ten of patience.
+    // A grace period of one second and ten of patience.
     assert_eq!(node.within(5).await, ["small"]);
 }
 
 #[tokio::test]
-async fn what_a_victim_has_freed_since_the_number_was_read_costs_nobody_else_anything() {
+async fn memory_freed_by_a_victim_since_the_last_reading_costs_no_other_pod() {
     let (mut node, mut eviction) = Node::build(DiskLayout::Single, hard(), &three());
     let read = |eviction: &Eviction, available: i64| {
         let units = |mib: i64| Quantity::from_units(mib * MIB);
         let seen = Observation { available: units(available), capacity: units(CAPACITY) };
-        eviction.board.put(&[(Signal::MemoryAvailable, seen)].into(), Instant::now(), 60 * SECOND);
+        eviction.board.publish(&[(Signal::MemoryAvailable, seen)].into(), Instant::now(), 60 * SECOND);
     };
     read(&eviction, 90);
     eviction.decide().await;
     assert_eq!(node.evicted().await.0, "big");
-    // Its processes have ended; its cgroup is still there, and the number is from before.
+    // The victim's processes have ended; its cgroup still exists, and the number is older.
     std::fs::write(node.memory_of("big").join("memory.usage_in_bytes"), (MIB / 4).to_string()).unwrap();
     eviction.decide().await;
     eviction.decide().await;
-    assert!(node.requests.try_recv().is_err(), "another goes for what is free already");
-    // What was freed is in the number now, and is not enough.
+    assert!(node.requests.try_recv().is_err(), "another pod is evicted for memory that is already free");
+    // The number includes the freed memory now, which is not enough.
     read(&eviction, 95);
     eviction.decide().await;
     assert_eq!(node.evicted().await.0, "small");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hard_threshold_acts_at_once_beside_a_soft_one_that_waits() {
+async fn a_hard_threshold_acts_at_once_while_a_soft_one_waits() {
     let mut thresholds = hard();
     thresholds.push(threshold(Signal::MemoryAvailable, "300Mi", 3600));
     let mut node = Node::start(thresholds, &three());
@@ -423,7 +423,7 @@ fn soft_and_hard() -> Vec<Threshold> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hard_threshold_hastens_who_leaves_gently_under_a_soft_one() {
+async fn a_hard_threshold_shortens_the_grace_of_a_pod_evicted_under_a_soft_one() {
     let mut node = Node::start(soft_and_hard(), &three());
     node.set(&node.memory, Shows::Mib(200));
     let (name, grace, _) = node.evicted().await;
@@ -433,14 +433,14 @@ async fn a_hard_threshold_hastens_who_leaves_gently_under_a_soft_one() {
     let (name, grace, message) = node.evicted().await;
     assert_eq!((name.as_str(), grace), ("big", 1));
     assert!(message.contains("Threshold quantity: 100Mi"), "{message}");
-    assert_eq!(node.metrics.evictions(Signal::MemoryAvailable), 1, "it was evicted once");
-    // Once is enough; and if it doesn't go now, others must.
+    assert_eq!(node.metrics.evictions(Signal::MemoryAvailable), 1, "the pod was evicted once");
+    // A single request is enough; if the pod does not terminate then, others are evicted.
     assert_eq!(node.within(10).await, Vec::<String>::new());
     assert_eq!(node.within(5).await, ["small"]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_pod_that_is_deleted_counts_as_coming_and_is_hastened_by_a_hard_threshold() {
+async fn a_deleted_pods_usage_counts_as_soon_free_and_a_hard_threshold_shortens_its_grace() {
     let mut node = Node::start(soft_and_hard(), &three());
     node.delete("big");
     node.delete("critical");
@@ -451,11 +451,11 @@ async fn a_pod_that_is_deleted_counts_as_coming_and_is_hastened_by_a_hard_thresh
     assert_eq!((name.as_str(), grace), ("big", 1));
     assert_eq!(node.within(5).await, Vec::<String>::new());
     node.gone("big");
-    assert_eq!(node.within(5).await, ["small"], "what was missing still is");
+    assert_eq!(node.within(5).await, ["small"], "the same amount is still missing");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hard_threshold_hastens_no_more_deleted_pods_than_it_takes() {
+async fn a_hard_threshold_shortens_the_grace_of_only_the_necessary_deleted_pods() {
     let pods = [("a", json!({}), 60), ("b", json!({}), 80), ("c", json!({}), 70)];
     let mut node = Node::start(hard(), &pods);
     pods.iter().for_each(|(name, ..)| node.delete(name));
@@ -466,7 +466,7 @@ async fn a_hard_threshold_hastens_no_more_deleted_pods_than_it_takes() {
     node.gone("b");
     node.set(&node.memory, Shows::Mib(110));
     assert_eq!(node.within(30).await, Vec::<String>::new());
-    // Memory is low again: pods are looked at again.
+    // Memory is low again: another pod is chosen.
     node.set(&node.memory, Shows::Mib(90));
     assert_eq!(node.within(5).await, ["c"]);
 }
@@ -483,13 +483,13 @@ async fn a_deleted_pod_below_its_request_keeps_its_grace_while_one_above_its_own
     assert_eq!((name.as_str(), grace), ("besteffort", 1));
     assert_eq!(node.within(5).await, Vec::<String>::new());
     node.gone("besteffort");
-    // That was not enough.
+    // The freed memory was not enough.
     node.set(&node.memory, Shows::Mib(60));
     assert_eq!(node.within(5).await, ["deleted"]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn numbers_that_lie_or_vanish_cost_nobody_anything() {
+async fn implausible_or_missing_numbers_evict_no_pod() {
     let mut node = Node::start(hard(), &three());
     for shows in
         [Shows::Numbers(0, 0), Shows::Numbers(-1, -1), Shows::Numbers(i64::MAX, CAPACITY * MIB), Shows::Error]
@@ -514,7 +514,7 @@ async fn a_number_that_hangs_hides_only_itself() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_disk_is_given_back_before_a_pod_goes() {
+async fn disk_space_is_reclaimed_before_a_pod_is_evicted() {
     let mut node = Node::start(hard(), &three());
     let (disk, hints) = (Arc::clone(&node.disk), node.hints.clone());
     *node.on_reclaim.lock().unwrap() = Some(Box::new(move |_| {
@@ -529,7 +529,7 @@ async fn the_disk_is_given_back_before_a_pod_goes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_disk_that_was_relieved_and_is_short_again_is_given_back_again_before_a_pod_goes() {
+async fn a_disk_that_is_low_again_is_reclaimed_again_before_a_pod_is_evicted() {
     let mut node = Node::start(hard(), &three());
     let disk = Arc::clone(&node.disk);
     *node.on_reclaim.lock().unwrap() = Some(Box::new(move |step| {
@@ -538,14 +538,14 @@ async fn a_disk_that_was_relieved_and_is_short_again_is_given_back_again_before_
         }
         Box::pin(std::future::ready(Reclaimed::Now))
     }));
-    // Images come again and again, each time soon after others were removed.
+    // Images come repeatedly, each time soon after others were removed.
     for times in 1..=3 {
         node.set(&node.disk, Shows::Mib(50));
         node.reclaims.wait_for(|steps| steps.len() == 2 * times).await.unwrap();
         assert_eq!(node.within(5).await, Vec::<String>::new());
     }
     assert_eq!(node.reclaims.borrow().len(), 6);
-    // What is short all the time after it was given back costs a pod; it is not tried again and again.
+    // A disk that stays low after a reclaim leads to an eviction; the reclaim is not repeated endlessly.
     *node.on_reclaim.lock().unwrap() = None;
     node.set(&node.disk, Shows::Mib(50));
     assert_eq!(node.within(20).await, ["big"]);
@@ -553,11 +553,11 @@ async fn a_disk_that_was_relieved_and_is_short_again_is_given_back_again_before_
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_giving_back_is_not_enough_a_pod_goes() {
+async fn a_pod_is_evicted_if_reclaim_is_not_enough() {
     let mut node = Node::start(hard(), &three());
     node.set(&node.disk, Shows::Mib(50));
     let (name, grace, message) = node.evicted().await;
-    // Nobody has anything on the disk that was measured; by priority and name then.
+    // Every pod's measured disk usage is zero; priority and name decide.
     assert_eq!((name.as_str(), grace), ("big", 1));
     assert!(
         message.starts_with(
@@ -573,7 +573,7 @@ fn four() -> [(&'static str, Value, i64); 4] {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nobody_goes_for_the_disk_by_what_was_measured_before_it_was_low() {
+async fn measurements_from_before_the_disk_was_low_evict_no_pod() {
     let mut node = Node::start(hard(), &four());
     let mut asked = node.disks.asked();
     for (name, ..) in four() {
@@ -587,7 +587,7 @@ async fn nobody_goes_for_the_disk_by_what_was_measured_before_it_was_low() {
         node.measured(name, since, mib);
     }
     let (name, _, message) = node.evicted().await;
-    assert_eq!(name, "writer", "it has what is missing, and was not known to");
+    assert_eq!(name, "writer", "the writer has the missing amount, unknown before");
     assert!(message.ends_with("The pod's use of ephemeral-storage was: volume v 400Mi. "), "{message}");
 }
 
@@ -602,7 +602,7 @@ async fn files_that_are_mounted_into_containers_rank_a_pod_like_volumes() {
     }
     let taken = Taken { bytes: 200 << 20, inodes: 1 };
     let files = [(WritableFile::TerminationMessage, taken)].into();
-    node.disks.put("writer", since, PodDisk { files, ..PodDisk::default() });
+    node.disks.record("writer", since, PodDisk { files, ..PodDisk::default() });
     let (name, _, message) = node.evicted().await;
     assert_eq!(name, "writer");
     assert!(message.contains("termination messages 200Mi"), "{message}");
@@ -610,7 +610,7 @@ async fn files_that_are_mounted_into_containers_rank_a_pod_like_volumes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_has_gained_what_is_missing_goes_before_all_are_measured() {
+async fn a_pod_whose_growth_is_the_missing_amount_is_evicted_before_all_are_measured() {
     let mut node = Node::start(hard(), &four());
     let mut asked = node.disks.asked();
     for (name, mib) in [("nginx", 90), ("postgres", 0), ("redis", 0), ("writer", 10)] {
@@ -623,9 +623,9 @@ async fn who_has_gained_what_is_missing_goes_before_all_are_measured() {
         volumes: [("v".to_owned(), Taken { bytes: mib << 20, inodes: 1 })].into(),
         ..PodDisk::default()
     };
-    // One had all of it before, the other has not gained enough.
-    node.disks.put_at_least("nginx", since, found(90));
-    node.disks.put_at_least("writer", since, found(50));
+    // The first pod had all of it before, the other has not grown enough.
+    node.disks.record_at_least("nginx", since, found(90));
+    node.disks.record_at_least("writer", since, found(50));
     assert_eq!(node.within(2).await, Vec::<String>::new());
     node.measured("nginx", since, 1);
     node.measured("writer", since, 70);
@@ -633,7 +633,7 @@ async fn who_has_gained_what_is_missing_goes_before_all_are_measured() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_the_disk_is_filled_by_no_pod_one_goes_at_a_time() {
+async fn one_pod_at_a_time_is_evicted_if_no_pod_fills_the_disk() {
     let mut node = Node::start(hard(), &four());
     let mut asked = node.disks.asked();
     node.set(&node.disk, Shows::Mib(50));
@@ -646,7 +646,7 @@ async fn where_the_disk_is_filled_by_no_pod_one_goes_at_a_time() {
     measure(&node, since);
     assert_eq!(node.within(5).await, ["nginx"]);
     node.gone("nginx");
-    // Looked at again, pods too, before the next one.
+    // Another reading, of pods too, precedes the next eviction.
     let since = node.asked(&mut asked).await;
     assert_eq!(node.within(5).await, Vec::<String>::new());
     measure(&node, since);
@@ -657,7 +657,7 @@ async fn where_the_disk_is_filled_by_no_pod_one_goes_at_a_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nobody_goes_while_the_room_of_one_that_is_gone_may_still_come() {
+async fn no_pod_is_evicted_while_a_terminated_pods_space_may_become_free() {
     let mut node = Node::start(hard(), &four());
     let mut asked = node.disks.asked();
     node.set(&node.disk, Shows::Mib(50));
@@ -672,11 +672,11 @@ async fn nobody_goes_while_the_room_of_one_that_is_gone_may_still_come() {
     node.gone("writer");
     let since = node.asked(&mut asked).await;
     measure(&node, since);
-    // The runtime collects its writable layer seconds after the container.
+    // The runtime collects the writable layer seconds after the container.
     assert_eq!(node.within(8).await, Vec::<String>::new());
     node.set(&node.disk, Shows::Mib(450));
     assert_eq!(node.within(60).await, Vec::<String>::new());
-    // It came, and others have filled the disk since: nothing holds the next one up.
+    // The space became free, and others have filled the disk since: nothing delays the next eviction.
     node.set(&node.disk, Shows::Mib(50));
     let since = node.asked(&mut asked).await;
     measure(&node, since);
@@ -684,7 +684,7 @@ async fn nobody_goes_while_the_room_of_one_that_is_gone_may_still_come() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn room_that_has_come_and_is_not_enough_holds_nobody_up() {
+async fn freed_space_that_is_not_enough_delays_no_eviction() {
     let mut node = Node::start(hard(), &four());
     let mut asked = node.disks.asked();
     node.set(&node.disk, Shows::Mib(50));
@@ -704,7 +704,7 @@ async fn room_that_has_come_and_is_not_enough_holds_nobody_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nobody_goes_while_the_room_of_what_was_given_back_may_still_come() {
+async fn no_pod_is_evicted_while_reclaimed_space_may_become_free() {
     let mut node = Node::start(hard(), &three());
     *node.on_reclaim.lock().unwrap() = Some(Box::new(|step| {
         let late = step == Reclaim::DeleteUnusedContainers;
@@ -715,14 +715,14 @@ async fn nobody_goes_while_the_room_of_what_was_given_back_may_still_come() {
     assert_eq!(node.reclaims.borrow().len(), 2);
     node.set(&node.disk, Shows::Mib(500));
     assert_eq!(node.within(60).await, Vec::<String>::new());
-    // What doesn't come is not waited for any longer.
+    // Space that does not become free is not awaited any longer.
     node.set(&node.disk, Shows::Mib(50));
     assert_eq!(node.within(8).await, Vec::<String>::new());
     assert_eq!(node.within(6).await, ["big"]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_pod_that_can_not_be_measured_in_time_has_at_least_what_was_found() {
+async fn a_pod_that_cannot_be_measured_in_time_has_at_least_the_amount_found() {
     let mut node = Node::start(hard(), &four());
     let mut asked = node.disks.asked();
     node.measured("nginx", Instant::now(), 90);
@@ -736,13 +736,13 @@ async fn a_pod_that_can_not_be_measured_in_time_has_at_least_what_was_found() {
         volumes: [("v".to_owned(), Taken { bytes: 70 << 20, inodes: 9 })].into(),
         ..PodDisk::default()
     };
-    node.disks.put_at_least("writer", since, found);
+    node.disks.record_at_least("writer", since, found);
     assert_eq!(node.within(u32::try_from(ASKED.as_secs()).unwrap() - 2).await, Vec::<String>::new());
     assert_eq!(node.within(5).await, ["writer"]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_volumes_disk_gave_back_is_nothing_that_the_images_disk_had() {
+async fn a_reclaim_on_the_volumes_disk_does_not_count_for_the_images_disk() {
     let thresholds =
         vec![threshold(Signal::NodeFsAvailable, "100Mi", 0), threshold(Signal::ImageFsAvailable, "100Mi", 0)];
     let mut node = Node::start_on(DiskLayout::SplitImageFs, thresholds, &three());
@@ -754,16 +754,16 @@ async fn what_the_volumes_disk_gave_back_is_nothing_that_the_images_disk_had() {
     }));
     node.set(&node.disk, Shows::Mib(50));
     node.reclaims.wait_for(|steps| *steps == [Reclaim::DeleteUnusedContainers]).await.unwrap();
-    // Soon after, so that nothing would be tried again on the first disk.
+    // Shortly after the reclaim, so that it would not be repeated on the first disk.
     node.set(&node.images, Shows::Mib(50));
     assert_eq!(node.within(20).await, Vec::<String>::new());
     assert_eq!(*node.reclaims.borrow(), [Reclaim::DeleteUnusedContainers, Reclaim::DeleteUnusedImages]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_two_signals_at_once_memory_waits_for_no_disk() {
+async fn of_two_signals_at_once_memory_does_not_wait_for_a_disk() {
     let mut node = Node::start(hard(), &three());
-    // Giving back goes on for ever.
+    // The reclaim never ends.
     *node.on_reclaim.lock().unwrap() = Some(Box::new(|_| Box::pin(std::future::pending())));
     node.set(&node.disk, Shows::Mib(50));
     node.reclaims.wait_for(|steps| !steps.is_empty()).await.unwrap();
@@ -785,7 +785,7 @@ fn blocking_threads() -> usize {
     names.filter(|name| name.trim() == BLOCKING).count()
 }
 
-/// `memory.stat` in `folder` hangs whoever reads it, until the pipe that it is now is written to.
+/// Makes `memory.stat` in `folder` hang every reader, until data is written to the pipe that replaces it.
 fn hang(folder: &std::path::Path) -> PathBuf {
     let (file, pipe) = (folder.join("memory.stat"), folder.join("pipe"));
     rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
@@ -794,11 +794,12 @@ fn hang(folder: &std::path::Path) -> PathBuf {
     pipe
 }
 
-/// Decides again and again while the statistics in the folder that `hangs` names hang; who goes first.
+/// Decides repeatedly while the statistics in the folder that `hangs` returns hang; `first` must be evicted
+/// first.
 fn decide_while(hangs: impl FnOnce(&Node) -> PathBuf, first: &str) {
     let mut builder = tokio::runtime::Builder::new_current_thread();
     let builder = builder.enable_all().thread_name(BLOCKING);
-    // One that has nothing to do doesn't stay.
+    // An idle thread ends at once.
     let runtime = builder.thread_keep_alive(Duration::from_millis(1)).build().unwrap();
     let work = async {
         let (mut node, mut eviction) = Node::build(DiskLayout::Single, hard(), &three());
@@ -809,15 +810,15 @@ fn decide_while(hangs: impl FnOnce(&Node) -> PathBuf, first: &str) {
             capacity: Quantity::from_units(CAPACITY * MIB),
         };
         for _ in 0..10 {
-            eviction.board.put(&[(Signal::MemoryAvailable, low)].into(), Instant::now(), 60 * SECOND);
+            eviction.board.publish(&[(Signal::MemoryAvailable, low)].into(), Instant::now(), 60 * SECOND);
             eviction.decide().await;
         }
         assert_eq!(node.evicted().await.0, first);
-        // The one that hangs; with others the time runs out.
+        // The hanging thread remains; decisions with further ones would time out.
         while blocking_threads() != 1 {
             tokio::time::sleep(SECOND / 100).await;
         }
-        // Once it goes on, so does everything.
+        // Once the thread continues, so does everything else.
         std::fs::remove_file(folder.join("memory.stat")).unwrap();
         std::fs::write(folder.join("memory.stat"), "total_inactive_file 0\n").unwrap();
         std::fs::write(pipe, "total_inactive_file 0\n").unwrap();
@@ -830,20 +831,20 @@ fn decide_while(hangs: impl FnOnce(&Node) -> PathBuf, first: &str) {
     };
     let all = || runtime.block_on(async { tokio::time::timeout(60 * SECOND, work).await.unwrap() });
     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(all));
-    // Where the test fails the thread hangs still, and nobody is to wait for it.
+    // If the test fails, the thread still hangs, and the runtime must not wait for it.
     runtime.shutdown_timeout(SECOND);
     outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
 }
 
 #[test]
-fn statistics_that_hang_hold_up_no_decision_and_pile_nothing_up() {
-    // Nothing is known of it: it goes first, as the kubelet has it.
+fn hanging_statistics_delay_no_decision_and_block_one_thread_only() {
+    // The pod has no statistics: it is evicted first, as in the kubelet.
     decide_while(|node| node.memory_of("small"), "small");
     decide_while(|node| node.add_container("big", "c1"), "big");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hint_alone_costs_nobody_anything() {
+async fn a_hint_alone_evicts_no_pod() {
     let mut node = Node::start(hard(), &three());
     for _ in 0..100 {
         node.hints.notify();

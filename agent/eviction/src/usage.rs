@@ -1,4 +1,4 @@
-//! What each pod uses: memory and processes from its cgroup, disk from the last time it was measured.
+//! The usage of each pod: memory and processes from its cgroup, disk from the last measurement.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -28,27 +28,27 @@ use beelet_cgroups::Cgroups;
 use beelet_model::status::runtime_id;
 
 /// The name of a round.
-const ROUND: &str = "reading what pods use";
-/// How long it may take to ask what all pods use. What is known from before counts then.
+const ROUND: &str = "reading pod usage";
+/// Maximum time for reading all pods' usage. Earlier values count after that.
 const DEADLINE: Duration = Duration::from_millis(500);
 
-/// A container with what it uses of a resource and what it requested.
+/// A container with its usage of a resource and its request.
 pub(super) type ContainerUse = (String, Quantity, Quantity);
 
-/// Asks for what pods use. Clones ask the same.
+/// A reader of pods' usage. Clones share their sources.
 #[derive(Clone, Debug)]
 pub struct PodUsages {
     /// The cgroup tree.
     pub cgroups: Arc<Cgroups>,
-    /// How cgroups are named.
+    /// Configuration of the cgroups' names.
     pub config: CgroupConfig,
-    /// What was measured of disks.
+    /// Results of disk measurements.
     pub disk: DiskUsages,
 }
 
 impl PodUsages {
-    /// What the pod uses now; None if that can't be read. A pod without a cgroup uses nothing yet. Of disks
-    /// counts what was measured since `measured`, where that is given. Blocks for a moment.
+    /// Returns the pod's current usage; `None` if it cannot be read. A pod without a cgroup uses nothing yet.
+    /// With `measured`, only disk measurements since then count. Blocks for a moment.
     pub(super) fn of(&self, pod: &core::Pod, measured: Option<Instant>) -> Option<PodUsage> {
         let uid = pod.metadata.uid.as_deref()?;
         let path = pod_path(Some(uid), qos_class(pod).ok()?, &self.config).ok()?;
@@ -61,8 +61,8 @@ impl PodUsages {
         Some(PodUsage { memory_working_set_bytes: memory, pids, ..disk })
     }
 
-    /// Each container with what it uses of a signal's resource and what it requested. Empty where that isn't
-    /// told apart. Blocks for a moment.
+    /// Returns each container with its usage of a signal's resource and its request; empty for a resource
+    /// without usage per container. Blocks for a moment.
     fn containers(&self, pod: &core::Pod, signal: Signal) -> Vec<ContainerUse> {
         let Some(uid) = pod.metadata.uid.as_deref() else { return Vec::new() };
         let whole = |n: u64| Quantity::from_units(i64::try_from(n).unwrap_or(i64::MAX));
@@ -88,19 +88,19 @@ impl PodUsages {
     }
 }
 
-/// What was last read of a pod.
+/// The last reading of a pod.
 #[derive(Clone, Debug, Default)]
 pub(super) struct KnownUsage {
-    /// None if it could not be read.
+    /// Usage; `None` if it could not be read.
     pub(super) usage: Option<PodUsage>,
-    /// By when it had been; None: never.
+    /// Time of the reading; `None` before the first one.
     pub(super) read_at: Option<Instant>,
-    /// Its containers, by the resource they were read for.
+    /// The pod's containers, with the resource of the reading.
     containers: Option<(&'static str, Vec<ContainerUse>)>,
 }
 
 impl KnownUsage {
-    /// The pod's containers with what they use of the signal's resource; none where that wasn't read.
+    /// Returns the pod's containers with their usage of the signal's resource; empty if that was not read.
     pub(super) fn containers(&self, signal: Signal) -> &[ContainerUse] {
         match &self.containers {
             Some((resource, containers)) if *resource == signal.resource() => containers,
@@ -109,8 +109,8 @@ impl KnownUsage {
     }
 }
 
-/// Asks for what all pods use, a round at a time on a thread that may block. A round that hangs is waited for
-/// once, and no other is begun beside it: what was read until then, and before, is what is known.
+/// A reader of all pods' usage, one round at a time on a thread that may block. A hanging round is awaited
+/// once, and no other one starts meanwhile: results read so far, and earlier ones, count.
 #[derive(Debug)]
 pub(super) struct Survey {
     usage: PodUsages,
@@ -124,9 +124,9 @@ impl Survey {
         Self { usage, known: Arc::default(), round: None, hangs: false }
     }
 
-    /// What is known of `pods` (with their UIDs), read now if that doesn't take too long. Of disks counts
-    /// what was measured since `measured`, where that is given.
-    pub(super) async fn look(
+    /// Returns the usage of `pods` (with their UIDs), read now if that does not take too long. With
+    /// `measured`, only disk measurements since then count.
+    pub(super) async fn read(
         &mut self,
         pods: &[(String, Arc<core::Pod>)],
         signal: Signal,
@@ -150,10 +150,10 @@ impl Survey {
                 Err(_) => false,
             };
             if self.hangs && ended {
-                info!("what pods use can be read again");
+                info!("pod usage can be read again");
             } else if !self.hangs && !ended {
                 warn!(
-                    "reading what pods use takes longer than {} ms; eviction goes by what was read before",
+                    "reading pod usage takes longer than {} ms; eviction uses the last known values",
                     DEADLINE.as_millis()
                 );
             }
@@ -162,19 +162,19 @@ impl Survey {
         self.known()
     }
 
-    /// What was read last.
+    /// Returns the last readings.
     pub(super) fn known(&self) -> BTreeMap<String, KnownUsage> {
         lock(&self.known).clone()
     }
 
-    /// Returns true if nothing is being read.
+    /// Returns true if no reading is in progress.
     pub(super) fn is_at_rest(&self) -> bool {
         self.round.as_ref().is_none_or(JoinHandle::is_finished)
     }
 }
 
-/// All pods first, then their containers, which are only for the message. Each is known as soon as it is
-/// read: one that hangs hides those after it, for this round.
+/// Reads all pods first, then their containers, which only the message needs. Each result counts as soon as
+/// it is read: a hanging reading hides those after it, for this round.
 fn read_all(
     usage: &PodUsages,
     pods: &[(String, Arc<core::Pod>)],
@@ -195,12 +195,12 @@ fn read_all(
     }
 }
 
-/// Never held while anything is read.
+/// Locks the readings; the lock is never held during a reading.
 fn lock(known: &Mutex<BTreeMap<String, KnownUsage>>) -> MutexGuard<'_, BTreeMap<String, KnownUsage>> {
     known.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The runtime's id of a container, which is its cgroup's name.
+/// Returns the runtime's id of a container, which is its cgroup's name.
 fn container_id<'p>(pod: &'p core::Pod, name: &str) -> Option<&'p str> {
     let statuses = pod.status.as_ref()?.container_statuses.as_ref()?;
     runtime_id(statuses.iter().find(|status| status.name == name)?)

@@ -1,9 +1,9 @@
-//! How much is in a folder, by walking it: a little at a time, so that a volume with ten million files makes
-//! its own measurement old, and neither the node slow nor anybody else's measurement late.
+//! Measures a folder's content by walking it: a little at a time, so that a volume with ten million files
+//! makes only its own measurement old, and neither slows the node down nor delays other measurements.
 //!
-//! What is in the folder is a container's, and changes while it is looked at: [`Walk`] goes through it by
-//! descriptors, with little memory. What can't be reached, or is moved away while the walk is in it, is left
-//! out, and said to be: then there is *at least* so much.
+//! The folder's content belongs to a container, and changes during the walk: [`Walk`] uses descriptors and
+//! little memory. Folders that cannot be reached, or that are moved away while the walk is inside, are
+//! skipped, and the result is marked as *a lower bound*.
 
 use std::{ffi::CStr, os::fd::OwnedFd, path::Path, time::Duration};
 
@@ -16,34 +16,33 @@ use tokio::time::Instant;
 use beelet_base::walk::{Walk, WalkStep};
 use beelet_model::disk::Taken;
 
-/// What may be used at once after a pause: most folders are measured within it.
+/// Processor time available at once after a pause: enough for most folders.
 const BURST: Duration = Duration::from_millis(100);
-/// What a walk may remember, in bytes: some five to ten thousand levels of folders, by the length of their
-/// names. Of names that wait there is never much, however many a folder has. Nobody can name a folder that is
-/// below more than 2048 others in one path (`PATH_MAX`): only a program that goes down one by one gets
-/// deeper.
+/// Maximum memory of a walk, in bytes: some five to ten thousand levels of folders, depending on the length
+/// of their names. Pending names need little of it, for any number in a folder. A path cannot name a folder
+/// below more than 2048 others (`PATH_MAX`): only a program that descends step by step gets deeper.
 const MEMORY: usize = 1 << 20;
-/// Names that are counted before the time is looked at again.
+/// Number of names counted between two looks at the clock.
 const NAMES: u32 = 64;
-/// Amounts are counted in parts, so that each of a file's names can have its share.
+/// Units per byte or inode, so that each of a file's names can get its share.
 const PARTS: u128 = 1 << 32;
 
-/// Processor time that may be used, over all walks together.
+/// The processor time available to all walks together.
 #[derive(Debug)]
 pub(super) struct Budget {
-    /// The part of a core that walking may take: one in so many.
+    /// Share of a core for walking, as one part in N.
     share: u32,
     began: Instant,
     used: Duration,
 }
 
 impl Budget {
-    /// A budget of one part in `share` of a core, which begins now.
+    /// Creates a budget of one part in `share` of a core, starting now.
     pub(super) fn new(share: u32) -> Self {
         Self { share, began: Instant::now(), used: Duration::ZERO }
     }
 
-    /// Time to wait before more may be used.
+    /// Returns the time to wait before more may be used.
     pub(super) fn due(&self) -> Duration {
         let allowed = BURST + self.began.elapsed() / self.share;
         self.used.saturating_sub(allowed) * self.share
@@ -51,17 +50,17 @@ impl Budget {
 
     pub(super) fn spend(&mut self, time: Duration) {
         self.used += time;
-        // A long idle time is no credit for a long burst.
+        // A long idle time does not allow a longer burst.
         if self.began.elapsed() / self.share > self.used {
             (self.began, self.used) = (Instant::now(), Duration::ZERO);
         }
     }
 }
 
-/// Counts what is in a folder, itself included, on its own file system.
+/// A count of a folder's content, itself included, on its own file system.
 #[derive(Debug)]
 pub(super) struct Measure {
-    /// None once it has ended.
+    /// The walk; `None` once it has ended.
     walk: Option<Walk>,
     device: u64,
     bytes: u128,
@@ -71,7 +70,7 @@ pub(super) struct Measure {
 }
 
 impl Measure {
-    /// A measurement that has counted the folder alone. One that isn't there is empty.
+    /// Starts a measurement with only the folder itself counted. A missing folder is empty.
     pub(super) fn new(folder: &Path) -> Self {
         let mut measure =
             Self { walk: None, device: 0, bytes: 0, inodes: 0, is_whole: true, is_too_deep: false };
@@ -90,7 +89,7 @@ impl Measure {
         Ok(())
     }
 
-    /// Goes on until all is counted, or `enough` says so; whether all is. Blocks for as long.
+    /// Continues until the end or until `enough` returns true; returns true at the end. Blocks until then.
     pub(super) fn go_on(&mut self, mut enough: impl FnMut() -> bool) -> bool {
         let mut names = 0_u32;
         while let Some(mut walk) = self.walk.take() {
@@ -99,7 +98,7 @@ impl Measure {
                 self.walk = Some(walk);
             }
             names += 1;
-            // Asking for the time costs as much as a name does.
+            // Reading the clock costs as much as counting a name.
             if (step == Gone::Far || names.is_multiple_of(NAMES)) && enough() {
                 break;
             }
@@ -107,10 +106,10 @@ impl Measure {
         self.walk.is_none()
     }
 
-    /// One step; how far it went.
+    /// Takes one step; returns its extent.
     fn step(&mut self, walk: &mut Walk) -> Gone {
         match walk.step() {
-            Ok(Some(WalkStep::Entry(name, _))) => return self.look_at(walk, &name),
+            Ok(Some(WalkStep::Entry(name, _))) => return self.inspect(walk, &name),
             Ok(Some(WalkStep::End | WalkStep::Left(_))) => {}
             Ok(Some(WalkStep::Lost)) => self.is_whole = false,
             Ok(None) => return Gone::Ended,
@@ -124,13 +123,13 @@ impl Measure {
         Gone::Far
     }
 
-    fn look_at(&mut self, walk: &mut Walk, name: &CStr) -> Gone {
+    fn inspect(&mut self, walk: &mut Walk, name: &CStr) -> Gone {
         match statat(walk.here(), name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) if stat.st_dev == self.device => {
                 self.count(&stat);
                 if is_folder(&stat) {
                     match walk.enter(name) {
-                        // It is gone, or something else by now; or something is mounted there.
+                        // The folder has been removed or replaced; or it is a mount point.
                         Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV) => {}
                         Err(error) => {
                             self.is_whole = false;
@@ -140,32 +139,31 @@ impl Measure {
                     return Gone::Far;
                 }
             }
-            // Something is mounted there, or it is gone.
+            // The file is a mount point, or has been removed.
             Ok(_) | Err(Errno::NOENT) => {}
             Err(_) => self.is_whole = false,
         }
         Gone::Near
     }
 
-    /// What was counted until now.
+    /// Returns the amounts counted so far.
     pub(super) fn taken(&self) -> Taken {
         let whole = |parts: u128| u64::try_from(parts.div_ceil(PARTS)).unwrap_or(u64::MAX);
         Taken { bytes: whole(self.bytes), inodes: whole(self.inodes) }
     }
 
-    /// Returns true if nothing had to be left out so far.
+    /// Returns true if nothing has been skipped so far.
     pub(super) fn is_whole(&self) -> bool {
         self.is_whole
     }
 
-    /// Returns true if a folder was left out so far as it is deeper than the walk's memory lets it go. There
-    /// may be any amount in there, and names of files that were counted by a part for each name.
+    /// Returns true if a folder was skipped because it is deeper than the walk's memory allows. Such a folder
+    /// may hold any amount, and names of files of which only a share was counted.
     pub(super) fn is_too_deep(&self) -> bool {
         self.is_too_deep
     }
 
-    /// A file with several names is counted by each of them for its share: nothing needs to be remembered of
-    /// it.
+    /// Counts a name's share of its file: a file with several names needs no record.
     fn count(&mut self, stat: &Stat) {
         let names = if is_folder(stat) { 1 } else { u128::from(stat.st_nlink).max(1) };
         let blocks = u128::from(u64::try_from(stat.st_blocks).unwrap_or(0));
@@ -174,14 +172,14 @@ impl Measure {
     }
 }
 
-/// What a step came to.
+/// The extent of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Gone {
     /// A name was counted.
     Near,
     /// Another folder was opened.
     Far,
-    /// There is nothing more.
+    /// The walk has ended.
     Ended,
 }
 
@@ -217,14 +215,14 @@ mod tests {
         std::os::unix::fs::symlink(outside.path(), dir.path().join("link")).unwrap();
         std::os::unix::fs::symlink(dir.path(), dir.path().join("sub/loop")).unwrap();
         let (taken, whole) = all(dir.path());
-        // The folder, sub, the file and the symbolic links.
+        // Counts the folder, sub, the file and the symbolic links.
         assert_eq!((taken.inodes, whole), (5, true));
         assert!((100_000..200_000).contains(&taken.bytes), "{}", taken.bytes);
         assert_eq!(all(&dir.path().join("missing")), (Taken::default(), true));
-        assert_eq!(all(&dir.path().join("same")), (Taken::default(), false), "it is no folder");
+        assert_eq!(all(&dir.path().join("same")), (Taken::default(), false), "the path is not a folder");
     }
 
-    /// Folders in folders, `depth` of them, each with a file beside the next; and the last of them.
+    /// Creates nested folders, `depth` of them, each with a file next to the next one; returns the last one.
     fn deep(top: &Path, depth: usize) -> OwnedFd {
         let mut folder = open(top, flags(), Mode::empty()).unwrap();
         for _ in 0..depth {
@@ -235,12 +233,12 @@ mod tests {
         folder
     }
 
-    /// By a program that gets as deep as needed.
+    /// Removes a folder with a program that handles any depth.
     fn remove(folder: &Path) {
         assert!(std::process::Command::new("rm").arg("-rf").arg(folder).status().unwrap().success());
     }
 
-    /// The folders of this process that are open.
+    /// Returns the number of folders that this process has open.
     fn open_folders(below: &Path) -> usize {
         let open = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
         open.filter_map(|fd| std::fs::read_link(fd.path()).ok()).filter(|to| to.starts_with(below)).count()
@@ -257,14 +255,14 @@ mod tests {
         std::fs::create_dir(&top).unwrap();
         drop(deep(&top, depth));
         let (mut measure, mut pauses) = (Measure::new(&top), 0);
-        // A step at a time, so that it goes on as often as can be.
+        // A single step at a time, for the maximum number of pauses.
         while !measure.go_on(|| true) {
             pauses += 1;
             if pauses % 100 == 1 {
                 assert!(open_folders(&top) <= 2);
             }
         }
-        // Longer than any path may be.
+        // Longer than the maximum length of a path.
         assert_eq!((measure.taken().inodes, measure.is_whole()), (2 * depth as u64 + 1, true));
         assert!(pauses > depth);
         remove(&top);
@@ -285,7 +283,7 @@ mod tests {
         while depth(&measure) < levels {
             assert!(!measure.go_on(|| true));
         }
-        // A folder on its way back is somewhere else now; and what is new beside it was not counted yet.
+        // A folder on the way back is elsewhere now; and a new one next to it was not counted yet.
         let above = (0..3).fold(top.clone(), |path, _| path.join("folder"));
         std::fs::rename(above.join("folder"), dir.path().join("elsewhere/moved")).unwrap();
         assert!(measure.go_on(|| false));
@@ -293,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_measurement_that_loses_its_way_says_so_and_counts_nothing_elsewhere() {
+    fn a_measurement_that_loses_its_way_is_marked_and_counts_nothing_elsewhere() {
         let dir = tempfile::tempdir().unwrap();
         let (top, elsewhere) = (dir.path().join("top"), dir.path().join("elsewhere"));
         std::fs::create_dir(&top).unwrap();
@@ -317,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_while_it_is_looked_at_ends_no_measurement() {
+    fn a_removal_during_the_walk_does_not_end_the_measurement() {
         let dir = tempfile::tempdir().unwrap();
         let top = dir.path().join("top");
         std::fs::create_dir(&top).unwrap();
@@ -329,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_as_deep_as_a_path_can_name_is_measured_whole_however_wide_it_is() {
+    fn a_tree_as_deep_as_a_path_can_name_is_measured_fully_at_any_width() {
         let dir = beelet_testing::folders::in_memory();
         let top = dir.path().join("top");
         std::fs::create_dir(&top).unwrap();
@@ -351,11 +349,11 @@ mod tests {
     }
 
     #[test]
-    fn a_measurement_remembers_no_more_than_it_may() {
+    fn a_measurement_stays_within_its_memory() {
         let dir = beelet_testing::folders::in_memory();
         let top = dir.path().join("top");
         std::fs::create_dir(&top).unwrap();
-        // More levels than fit.
+        // More levels than the memory allows.
         drop(beelet_testing::folders::make_deep(&top, 2 * MEMORY / 100));
         let mut measure = Measure::new(&top);
         assert!(measure.go_on(|| false));
@@ -364,7 +362,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_used_beyond_the_burst_is_waited_for_by_its_share() {
+    async fn usage_beyond_the_burst_is_delayed_by_the_share() {
         let mut budget = Budget::new(100);
         assert_eq!(budget.due(), Duration::ZERO);
         budget.spend(BURST + Duration::from_millis(10));
@@ -373,7 +371,7 @@ mod tests {
         assert_eq!(budget.due(), Duration::from_millis(500));
         tokio::time::sleep(Duration::from_millis(500)).await;
         assert_eq!(budget.due(), Duration::ZERO);
-        // A long idle time gives no more than another burst.
+        // A long idle time allows only another burst.
         tokio::time::sleep(Duration::from_secs(10_000)).await;
         budget.spend(Duration::ZERO);
         budget.spend(BURST + Duration::from_millis(10));

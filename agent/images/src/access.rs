@@ -1,9 +1,10 @@
-//! Whether a pod may use an image that is here already (KEP-2535; `pkg/kubelet/images/pullmanager`): what it
-//! was pulled with is remembered in the kubelet's files, so that either takes over from the other:
-//! `image_manager/pulling` while an image is pulled, `image_manager/pulled` afterwards.
+//! Decides whether a pod may use an image that is already on the node (KEP-2535;
+//! `pkg/kubelet/images/pullmanager`). The credentials of each pull are recorded in the kubelet's files, so
+//! that kubelet and beelet can replace each other: `image_manager/pulling` while a pull runs,
+//! `image_manager/pulled` afterwards.
 //!
-//! An image whose record is lost counts as one that came to the node in another way; so a pull that can't be
-//! recorded is not begun. Must never write credentials, only their digests.
+//! An image without a record counts as preloaded; therefore a pull that cannot be recorded is not started.
+//! Must never write credentials, only their digests.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -27,13 +28,13 @@ use tracing::warn;
 
 use super::reference;
 
-/// How often records of images that are gone are taken away.
+/// Interval at which records of removed images are pruned.
 const PRUNE: Duration = Duration::from_secs(300);
-/// How the kubelet's files begin.
+/// Prefix of the kubelet's file names.
 const PREFIX: &str = "sha256-";
 const API_VERSION: &str = "kubelet.config.k8s.io/v1beta1";
 
-/// A file as the kubelet writes it.
+/// A file in the kubelet's format.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Typed<T> {
@@ -48,20 +49,21 @@ struct Intent {
     image: String,
 }
 
-/// What was pulled with what, and who may use it.
+/// Records of the credentials that images were pulled with, and the policy for their use.
 #[derive(Debug)]
 pub struct Access {
     pulling: PathBuf,
     pulled: PathBuf,
     verification: Verification,
-    /// Pulls under way, by image. Held while their files are written and removed, so that these say the same.
+    /// Pulls under way, by image. Locked while their files are written or removed, so that map and files
+    /// agree.
     under_way: tokio::sync::Mutex<HashMap<String, usize>>,
-    /// Files are changed one at a time.
+    /// Serializes changes of the record files.
     changing: Arc<Mutex<()>>,
 }
 
 impl Access {
-    /// Keeps its files in `image_manager` of the kubelet's folder.
+    /// Creates an `Access` whose files are in `image_manager` of the kubelet's folder.
     #[must_use]
     pub fn new(kubelet_dir: &Path, verification: Verification) -> Self {
         let dir = kubelet_dir.join("image_manager");
@@ -74,8 +76,9 @@ impl Access {
         }
     }
 
-    /// Whether a pod may use an image that is here, or must pull it (`MustAttemptImagePull`); `of_pod` is
-    /// asked for what the pod has only where that matters. What can't be read is nobody's.
+    /// Returns true if a pod may use an image that is on the node, false if it must pull the image
+    /// (`MustAttemptImagePull`). `of_pod`, the pod's credentials, is awaited only if they matter. An
+    /// unreadable record grants access to no pod.
     pub(super) async fn is_granted(
         &self,
         image: &str,
@@ -83,14 +86,14 @@ impl Access {
         of_pod: impl Future<Output = OfPod>,
     ) -> bool {
         let repository = reference::repository(image);
-        // Whatever is found out: the answer is the same.
+        // Checked first: with this answer the record does not matter.
         if !self.verification.is_needed(repository, true) {
             return true;
         }
         let record = match self.record(id).await {
             Ok(record) => record,
             Err(error) => {
-                warn!(image, %error, "cannot read what an image was pulled with; it is pulled again");
+                warn!(image, %error, "cannot read the pull record of an image; pulling the image again");
                 return false;
             }
         };
@@ -106,17 +109,17 @@ impl Access {
             Verdict::Granted => true,
             Verdict::GrantedBy(secret) => {
                 let credentials = Credentials { kubernetes_secrets: vec![secret], ..Default::default() };
-                self.note(image, id, credentials).await;
+                self.record_pulled(image, id, credentials).await;
                 true
             }
             Verdict::MustPull => false,
         }
     }
 
-    /// A pull begins.
+    /// Records that a pull begins.
     ///
     /// # Errors
-    /// That can't be recorded.
+    /// The record cannot be written.
     pub(super) async fn begin(&self, image: &str) -> Result<(), StateError> {
         let mut under_way = self.under_way.lock().await;
         let count = under_way.get(image).copied().unwrap_or(0);
@@ -128,12 +131,13 @@ impl Access {
         Ok(())
     }
 
-    /// A pull has ended; where it brought the image `id`, with these credentials.
+    /// Records that a pull ended; `pulled` holds the image's id and the credentials used if the pull
+    /// succeeded.
     pub(super) async fn end(&self, image: &str, pulled: Option<(&str, Credentials)>) {
         if let Some((id, credentials)) = pulled
-            && !self.note(image, id, credentials).await
+            && !self.record_pulled(image, id, credentials).await
         {
-            // The intent stays, so that the image still counts as pulled.
+            // The intent stays, so that the image does not count as preloaded.
             return;
         }
         let mut under_way = self.under_way.lock().await;
@@ -147,11 +151,12 @@ impl Access {
         }
     }
 
-    /// Notes that an image was pulled with these credentials. Returns false if that could not be written.
-    async fn note(&self, image: &str, id: &str, credentials: Credentials) -> bool {
+    /// Records that an image was pulled with these credentials. Returns false if the record cannot be
+    /// written.
+    async fn record_pulled(&self, image: &str, id: &str, credentials: Credentials) -> bool {
         let (path, changing) = (file(&self.pulled, id), Arc::clone(&self.changing));
         let (repository, id) = (reference::repository(image).to_owned(), id.to_owned());
-        let noted = blocking("recording a pull", move || {
+        let recorded = blocking("recording a pull", move || {
             let _one_at_a_time = changing.lock().unwrap_or_else(PoisonError::into_inner);
             let now = Timestamp::now();
             let now = Timestamp::from_second(now.as_second()).unwrap_or(now);
@@ -161,11 +166,11 @@ impl Access {
             let changed = record.merge(&repository, credentials, now);
             if changed || new { write(&path, "ImagePulledRecord", record) } else { Ok(()) }
         });
-        let noted = noted.await;
-        if let Err(error) = &noted {
-            warn!(image, %error, "cannot record what an image was pulled with");
+        let recorded = recorded.await;
+        if let Err(error) = &recorded {
+            warn!(image, %error, "cannot record the credentials that an image was pulled with");
         }
-        noted.is_ok()
+        recorded.is_ok()
     }
 
     async fn record(&self, id: &str) -> Result<Option<PulledRecord>, StateError> {
@@ -173,7 +178,7 @@ impl Access {
         blocking("reading the record of a pull", move || read(&path)).await
     }
 
-    /// Whether the image is being pulled, or was when an earlier instance ended.
+    /// Returns true if the image is being pulled, or was when an earlier instance stopped.
     async fn is_pulling(&self, image: &str) -> bool {
         if self.under_way.lock().await.contains_key(image) {
             return true;
@@ -182,8 +187,8 @@ impl Access {
         blocking("looking for a pull", move || path.path().exists()).await
     }
 
-    /// Makes records of pulls that an earlier instance did not see end, and takes away those of images that
-    /// are gone, until `cancel`.
+    /// Completes the records of pulls that an earlier instance started but did not see end, and prunes
+    /// records of removed images, until `cancel`.
     pub fn keep(self: Arc<Self>, runtime: Runtime, cancel: CancellationToken) -> Work {
         Box::pin(async move {
             let mut ticks = interval(PRUNE);
@@ -214,14 +219,14 @@ impl Access {
             for name in image.repo_tags.iter().chain(&image.repo_digests) {
                 let under_way = self.under_way.lock().await.contains_key(name);
                 let left = !under_way && self.is_pulling(name).await;
-                if left && self.note(name, &image.id, Credentials::default()).await {
+                if left && self.record_pulled(name, &image.id, Credentials::default()).await {
                     remove(file(&self.pulling, name)).await;
                 }
             }
         }
         let here: BTreeSet<String> = images.into_iter().map(|image| image.id).collect();
         let (dir, changing) = (self.pulled.clone(), Arc::clone(&self.changing));
-        blocking("removing records of images that are gone", move || {
+        blocking("removing records of deleted images", move || {
             let _one_at_a_time = changing.lock().unwrap_or_else(PoisonError::into_inner);
             prune(&dir, &here, began);
         })
@@ -243,36 +248,36 @@ fn prune(dir: &Path, here: &BTreeSet<String>, began: Timestamp) {
         let gone = record
             .is_some_and(|record| !here.contains(&record.image_ref) && record.last_updated_time < began);
         if gone && let Err(error) = file.remove() {
-            warn!(path = %file.path().display(), %error, "cannot remove the record of an image that is gone");
+            warn!(path = %file.path().display(), %error, "cannot remove the pull record of a deleted image");
         }
     }
 }
 
-/// `sha256-` and the digest of what it is about, as the kubelet names it.
+/// Path of a record, named as by the kubelet: `sha256-` and the digest of the image or id.
 fn file(dir: &Path, of: &str) -> ForeignFile {
     let digest: String = Sha256::digest(of).iter().map(|byte| format!("{byte:02x}")).collect();
     ForeignFile::new(dir.join(format!("{PREFIX}{digest}")))
 }
 
-/// A record; None where there is none, or one that no kubelet wrote.
+/// Reads a record; returns None if the file is missing or was not written by a kubelet.
 fn read(file: &ForeignFile) -> Result<Option<PulledRecord>, StateError> {
     let Some(bytes) = file.read()? else { return Ok(None) };
     let typed = data::from_json::<Typed<PulledRecord>>(&bytes);
     if let Err(error) = &typed {
-        warn!(path = %file.path().display(), %error, "the record of a pull can't be read and is passed over");
+        warn!(path = %file.path().display(), %error, "ignoring a pull record that cannot be parsed");
     }
     Ok(typed.ok().filter(|typed| typed.kind == "ImagePulledRecord").map(|typed| typed.body))
 }
 
 fn write(file: &ForeignFile, kind: &'static str, body: impl Serialize) -> Result<(), StateError> {
     let typed = Typed { kind: kind.to_owned(), api_version: API_VERSION.to_owned(), body };
-    // Plain structs of strings and maps: the writer has nothing to refuse.
+    // Serializing plain structs of strings and maps cannot fail.
     file.replace(&serde_json::to_vec(&typed).unwrap_or_default())?;
     file.settle()
 }
 
 async fn remove(file: ForeignFile) {
-    if let Err(error) = blocking("forgetting a pull", move || file.remove()).await {
+    if let Err(error) = blocking("removing the record of a pull", move || file.remove()).await {
         warn!(%error, "cannot remove the record of a pull that has ended");
     }
 }
@@ -314,9 +319,9 @@ mod tests {
     async fn what_was_pulled_with_a_secret_is_for_those_who_have_it_over_a_restart() {
         let dir = tempfile::tempdir().unwrap();
         let first = access(dir.path(), Policy::NeverVerifyPreloadedImages);
-        assert!(granted(&first, APP, &[]).await, "nobody pulled it");
+        assert!(granted(&first, APP, &[]).await, "no pull was recorded");
         first.begin(APP).await.unwrap();
-        assert!(!granted(&first, APP, &["h"]).await, "it is being pulled");
+        assert!(!granted(&first, APP, &["h"]).await, "its pull is under way");
         first.end(APP, Some(("sha256:1", with("h")))).await;
         let second = access(dir.path(), Policy::NeverVerifyPreloadedImages);
         assert!(granted(&second, APP, &["h"]).await);
@@ -331,7 +336,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_pull_that_failed_or_did_not_end_leaves_the_image_nobodys() {
+    async fn a_failed_pull_leaves_no_record() {
         let dir = tempfile::tempdir().unwrap();
         let access = access(dir.path(), Policy::NeverVerifyPreloadedImages);
         let files =
@@ -339,7 +344,7 @@ mod tests {
         access.begin(APP).await.unwrap();
         access.begin(APP).await.unwrap();
         access.end(APP, None).await;
-        assert_eq!(files("pulling"), 1, "another pull of it goes on");
+        assert_eq!(files("pulling"), 1, "another pull of the image is under way");
         access.end(APP, None).await;
         assert_eq!(files("pulling"), 0);
         assert!(granted(&access, APP, &[]).await);

@@ -1,5 +1,5 @@
-//! What the collections of images and of dead containers have in common: one at a time, at intervals and when
-//! somebody asks.
+//! Task shared by the image and container garbage collectors: runs one collection at a time, at intervals and
+//! on request.
 
 use beelet_base::work::Work;
 use std::future::Future;
@@ -12,30 +12,30 @@ use tokio_util::sync::CancellationToken;
 
 use super::Error;
 
-/// Requests that may wait. One more waits to be sent.
+/// Capacity of the request queue. Senders of further requests wait.
 const REQUESTS: usize = 16;
 
-/// Something that can be collected.
+/// Resources that can be collected.
 pub trait Garbage: Send + 'static {
-    /// What a collection is asked to do.
+    /// Options of a requested collection.
     type GcRequest: Send + 'static;
     /// The outcome of a collection.
     type Collected: Send + 'static;
-    /// The times at which there is something to do without a request.
+    /// Timers of the work that needs no request.
     type Timers: Send;
-    /// What there is to do then.
+    /// Work that a timer makes due.
     type Due: Send;
 
     /// Prepares the first collection; starts the timers.
     fn begin(&mut self) -> impl Future<Output = Self::Timers> + Send;
 
-    /// Waits until something is due. Dropped before that, it has done nothing.
+    /// Waits until work is due. Cancel safe: a dropped call has had no effect.
     fn due(timers: &mut Self::Timers) -> impl Future<Output = Self::Due> + Send;
 
     /// Does what is due.
     fn work(&mut self, due: Self::Due) -> impl Future<Output = ()> + Send;
 
-    /// Collects because somebody asks.
+    /// Runs a collection on request.
     fn collect(
         &mut self,
         request: Self::GcRequest,
@@ -49,7 +49,7 @@ pub struct Collector<G: Garbage> {
     commands: mpsc::Receiver<Command<G::GcRequest, G::Collected>>,
 }
 
-/// Asks a [`Collector`]; clones ask the same one.
+/// Sends requests to a [`Collector`]; clones share it.
 #[derive(Clone, Debug)]
 pub struct Handle<R, C> {
     commands: mpsc::Sender<Command<R, C>>,
@@ -62,14 +62,14 @@ struct Command<R, C> {
 }
 
 impl<G: Garbage> Collector<G> {
-    /// A collector that has not looked yet, and how to ask it.
+    /// Creates an idle collector and its handle.
     pub(crate) fn new(garbage: G) -> (Self, Handle<G::GcRequest, G::Collected>) {
         let (sender, commands) = mpsc::channel(REQUESTS);
         (Self { garbage, commands }, Handle { commands: sender })
     }
 
-    /// Works until `shutdown`. Requests come before what is due. Each kind of garbage has a `run` of its own
-    /// beside it: code for a type that is filled in is generated where that is done.
+    /// Works until `shutdown`. Requests take precedence over timers. Each kind of garbage has its own `run`
+    /// in its module, because generic code is generated where its type parameters are known.
     pub(crate) fn working(mut self, shutdown: CancellationToken) -> Work {
         Box::pin(async move {
             let work = async {
@@ -79,7 +79,7 @@ impl<G: Garbage> Collector<G> {
                         biased;
                         Some(Command { request, reply }) = self.commands.recv() => {
                             let collected = self.garbage.collect(request).await;
-                            // The client may have gone away meanwhile.
+                            // The client may have disconnected.
                             let _ = reply.send(collected);
                         }
                         due = G::due(&mut timers) => self.garbage.work(due).await,
@@ -92,10 +92,10 @@ impl<G: Garbage> Collector<G> {
 }
 
 impl<R, C> Handle<R, C> {
-    /// Collects now, after what is being collected already.
+    /// Requests a collection; a collection under way finishes first.
     ///
     /// # Errors
-    /// Nothing could be decided. A collection that did less than it should is none: its outcome says so.
+    /// The collection could not decide anything. Failed removals are not an error: the outcome lists them.
     pub async fn collect(&self, request: R) -> Result<C, Error> {
         let (reply, answer) = oneshot::channel();
         self.commands.send(Command { request, reply }).await.map_err(|_| Error::Stopping)?;
@@ -111,7 +111,7 @@ mod tests {
 
     use super::*;
 
-    /// Counts what it did: asked, and by itself.
+    /// Counts its requested and its own collections.
     #[derive(Default)]
     struct Counter(u32, u32);
 

@@ -1,9 +1,10 @@
-//! Removes dead containers and sandboxes with their logs: the kubelet's container garbage collection
-//! (`pkg/kubelet/kuberuntime/kuberuntime_gc.go`) made to act. `beelet_policy::images::containers` names them.
+//! Removes dead containers and sandboxes with their logs: executes the kubelet's container garbage collection
+//! (`pkg/kubelet/kuberuntime/kuberuntime_gc.go`). `beelet_policy::images::containers` chooses them.
 //!
-//! A pod's own worker removes what it needs no more; this holds the node's numbers (so many of each
-//! container, so many in all) and gives space back when the disk is full. What belongs to a pod that is gone
-//! is left to its worker. Must never remove anything that runs, nor anything without our label.
+//! A pod's own worker removes the containers that the pod no longer needs. This collector enforces the node's
+//! limits (dead containers per container and in total) and frees space when the disk is full. Resources of a
+//! removed pod are left to its worker. Must never remove a running container, nor anything without beelet's
+//! label.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -45,28 +46,28 @@ use beelet_model::{
 };
 use beelet_state::events::NodeEvents;
 
-/// Between two collections, as the kubelet's.
+/// Interval between collections, equal to the kubelet's.
 pub const PERIOD: Duration = Duration::from_secs(60);
-/// Removals at a time. More would only queue in the runtime.
+/// Concurrent removals. Further ones would only queue in the runtime.
 const AT_ONCE: usize = 8;
 
-/// Asks the collector of containers; clones ask the same one.
+/// Sends requests to the container collector; clones share it.
 pub type Handle = collector::Handle<ContainerGcRequest, Collected>;
 
-/// What container garbage collection needs from the rest of the node.
+/// Dependencies of container garbage collection.
 #[derive(Debug)]
 pub struct Parts {
     /// The runtime.
     pub runtime: Runtime,
     /// All pods.
     pub table: watch::Receiver<Arc<PodTable>>,
-    /// How many dead containers stay.
+    /// Number of dead containers that are kept.
     pub policy: ContainerGcPolicy,
-    /// How often it collects by itself.
+    /// Interval between collections.
     pub period: Duration,
     /// Root of the containers' log files.
     pub pod_logs_dir: PathBuf,
-    /// What people should know.
+    /// Records events about the node.
     pub events: NodeEvents,
     /// Counters.
     pub metrics: Metrics,
@@ -107,24 +108,24 @@ impl Metrics {
 /// Options of one collection of containers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ContainerGcRequest {
-    /// Remove the containers of pods that ended too, however few.
+    /// Also remove all dead containers of terminated pods.
     pub terminated: bool,
-    /// Only say what would go.
+    /// Only report what would be removed.
     pub dry_run: bool,
 }
 
 /// The outcome of a collection of containers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Collected {
-    /// Containers that went (or would go), in order.
+    /// Containers that were (or would be) removed, in order.
     pub containers: Vec<CollectedContainer>,
-    /// Sandboxes that went (or would go), in order.
+    /// Sandboxes that were (or would be) removed, in order.
     pub sandboxes: Vec<String>,
-    /// Failed removals, one sentence each.
+    /// Messages of failed removals.
     pub errors: Vec<String>,
 }
 
-/// A container that went.
+/// A removed container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectedContainer {
     /// The runtime's id.
@@ -133,11 +134,11 @@ pub struct CollectedContainer {
     pub pod: PodName,
     /// Its name in the pod.
     pub name: String,
-    /// How often it had been started before.
+    /// Number of earlier starts.
     pub attempt: u32,
 }
 
-/// The dead containers and sandboxes of our pods, and their removal.
+/// Removes the dead containers and sandboxes of beelet's pods.
 #[derive(Debug)]
 pub struct ContainerGc {
     parts: Parts,
@@ -169,14 +170,14 @@ impl Garbage for ContainerGc {
 }
 
 impl Collector<ContainerGc> {
-    /// Works until `shutdown`. Requests come before what is due.
+    /// Works until `shutdown`. Requests take precedence over timers.
     pub fn run(self, shutdown: CancellationToken) -> Work {
         self.working(shutdown)
     }
 }
 
 impl ContainerGc {
-    /// A collector that has not looked yet, and how to ask it.
+    /// Creates an idle collector and its handle.
     #[must_use]
     pub fn new(parts: Parts) -> (Collector<Self>, Handle) {
         Collector::new(Self { parts })
@@ -245,7 +246,7 @@ impl ContainerGc {
 
     async fn remove_sandboxes(&self, chosen: Vec<String>, errors: &mut Vec<String>) -> Vec<String> {
         let removals = chosen.into_iter().map(|id| async move {
-            // Stopped first, as CRI wants it: its network may still be there.
+            // CRI wants a sandbox stopped first: its network may still exist.
             let removed = match self.parts.runtime.stop_sandbox(&id).await {
                 Ok(()) => self.parts.runtime.remove_sandbox(&id).await,
                 Err(error) => Err(error),
@@ -264,7 +265,8 @@ impl ContainerGc {
         removed
     }
 
-    /// The log of one attempt goes with it, rotated parts too. A log that can't be removed goes with its pod.
+    /// Removes the log of one attempt, with its rotated parts. A log that cannot be removed is removed with
+    /// its pod.
     async fn remove_log(&self, container: &CollectedContainer) {
         let table = Arc::clone(&self.parts.table.borrow());
         let Some(uid) = table.pods.get(&container.pod).and_then(|entry| entry.pod.metadata.uid.clone())
@@ -275,13 +277,13 @@ impl ContainerGc {
             .join(&container.name);
         let prefix = format!("{}.log", container.attempt);
         if let Err(error) = blocking("removing logs", move || remove_logs(&folder, &prefix)).await {
-            debug!(%error, container = container.name, "a log could not be removed");
+            debug!(%error, container = container.name, "cannot remove the log of a dead container");
         }
     }
 }
 
 fn remove_logs(folder: &Path, prefix: &str) -> std::io::Result<()> {
-    // A container with a hostPath may have put a link in the folder's place.
+    // A container with a hostPath may have replaced the folder by a link.
     let folder = Folder::open(folder)?;
     let is_log = |name: &OsStr| {
         let rest = name.to_str().and_then(|name| name.strip_prefix(prefix));
@@ -290,13 +292,13 @@ fn remove_logs(folder: &Path, prefix: &str) -> std::io::Result<()> {
     folder.names(is_log)?.iter().try_for_each(|name| folder.remove(name))
 }
 
-/// The UIDs of pods of which nothing runs any more.
+/// Returns the UIDs of pods whose containers have all terminated.
 fn ended_pods(table: &PodTable) -> HashSet<String> {
     let ended = table.pods.values().filter(|entry| entry.ended().is_some());
     ended.filter_map(|entry| entry.pod.metadata.uid.clone()).collect()
 }
 
-/// What `policy` says of what the runtime lists.
+/// Applies `policy` to the containers and sandboxes of the runtime.
 fn choose(
     policy: &ContainerGcPolicy,
     now: Timestamp,
@@ -319,11 +321,12 @@ fn choose(
             pod_uid: uid,
             name: container.metadata.as_ref().map_or("", |metadata| &metadata.name),
             attempt: container.metadata.as_ref().map_or(0, |metadata| metadata.attempt),
-            // The clock may have been set back since: it was made just now then, and not in an hour.
+            // A creation time in the future means that the clock was set back: count the container as just
+            // created.
             created_at: timestamp(container.created_at).map_or(now, |at| at.min(now)),
             state: match container.state() {
                 cri::ContainerState::ContainerExited => ContainerState::Exited,
-                // One that was created and not started is its worker's next step.
+                // The pod's worker will start a created container next.
                 _ => ContainerState::Running,
             },
             pod_state: pod_state(uid),
@@ -456,7 +459,7 @@ mod tests {
             .collect();
         left.sort();
         assert_eq!(left, ["0.log", "1.logs", "11.log"]);
-        // Nor those elsewhere that a container's link in the folder's place leads to.
+        // A link that a container put in the folder's place is not followed.
         std::os::unix::fs::symlink(dir.path(), dir.path().join("planted")).unwrap();
         assert!(remove_logs(&dir.path().join("planted"), "0.log").is_err());
         assert!(dir.path().join("0.log").exists());

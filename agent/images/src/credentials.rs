@@ -1,6 +1,6 @@
-//! Who to be at a registry: by the `imagePullSecrets` of a pod, docker's own configuration files in Secrets;
-//! by such a file on the node; by credential providers. Which entry fits which image follows the kubelet's
-//! `pkg/credentialprovider`. Nothing here is ever logged.
+//! Finds credentials for registries: the `imagePullSecrets` of a pod (docker configuration files in Secrets),
+//! a docker configuration file on the node, and credential providers. Entries match images as in the
+//! kubelet's `pkg/credentialprovider`. Must never log a credential.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -19,13 +19,13 @@ use tracing::debug;
 use super::providers::{Asker, Providers};
 use super::{Error, reference};
 
-/// The longest file of the node's own.
+/// Maximum size of the node's docker configuration file.
 const LONGEST_FILE: u64 = 1 << 20;
 
-/// The registry of images that name none.
+/// Registry of image names without a host.
 const DOCKER_HUB: &str = "docker.io";
 
-/// One entry of docker's configuration.
+/// Entry of docker's configuration for a registry.
 #[derive(Clone, Default, Deserialize)]
 #[serde(default)]
 struct Entry {
@@ -45,28 +45,28 @@ struct DockerConfigJson {
     auths: BTreeMap<String, Entry>,
 }
 
-/// Whose credentials they are.
+/// Owner of credentials.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// Everybody's on the node.
+    /// The node: any pod may use them.
     Node,
-    /// A Secret's.
+    /// A Secret.
     Secret(PullSecret),
-    /// Given for a service account.
+    /// A service account.
     Account(PullAccount),
 }
 
-/// Who to be at a registry.
+/// Credentials for a registry.
 #[derive(Clone, PartialEq)]
 pub struct Credential {
-    /// What the runtime is told.
+    /// Credentials in the runtime's form.
     pub auth: cri::AuthConfig,
-    /// Whose it is.
+    /// Owner of the credentials.
     pub source: Source,
 }
 
 impl Credential {
-    /// What is remembered of an image that was pulled with it; None: without any.
+    /// Returns the record of an image pulled with `used`; None stands for an anonymous pull.
     pub(super) fn record(used: Option<&Self>) -> Credentials {
         let mut record = Credentials::default();
         match used.map(|credential| &credential.source) {
@@ -78,7 +78,7 @@ impl Credential {
     }
 }
 
-/// What of these a pod alone has.
+/// Selects the owners that belong to the pod only.
 pub(super) fn of_pod(all: &[Credential]) -> OfPod {
     let mut own = OfPod::default();
     for credential in all {
@@ -91,17 +91,18 @@ pub(super) fn of_pod(all: &[Credential]) -> OfPod {
     own
 }
 
-/// What the node itself knows of registries.
+/// The node's own sources of credentials.
 #[derive(Debug, Default)]
 pub struct Keys {
-    /// Programs that are asked.
+    /// Credential provider plugins.
     pub providers: Providers,
-    /// Where docker's configuration may be; the first file that there is counts.
+    /// Candidate paths of docker's configuration; the first that can be read counts.
     pub files: Vec<PathBuf>,
 }
 
 impl Keys {
-    /// Where the kubelet looks for docker's configuration: its own folder, the home of its user, the root.
+    /// Returns the paths at which the kubelet looks for docker's configuration: its own folder, the user's
+    /// home, the root.
     #[must_use]
     pub fn files_of(kubelet_dir: &Path, home: Option<&Path>) -> Vec<PathBuf> {
         let home = home.filter(|home| home.is_absolute());
@@ -113,7 +114,8 @@ impl Keys {
             .collect()
     }
 
-    /// The credentials for an image: of the pod's Secrets, of the node's files, of its programs.
+    /// Returns the credentials for an image: of the pod's Secrets, the node's files and the providers, in
+    /// this order.
     pub(super) async fn of(
         &self,
         image: &str,
@@ -125,7 +127,7 @@ impl Keys {
         let mut given: Vec<(usize, Credential)> = Vec::new();
         for login in self.providers.logins(image, asker).await {
             let Some(length) = fit(&login.registry, image) else { continue };
-            // As in `auth`, without the registry's name.
+            // The registry's name is omitted, as in `auth`.
             let auth =
                 cri::AuthConfig { username: login.username, password: login.password, ..Default::default() };
             let source = login.account.map_or(Source::Node, Source::Account);
@@ -151,13 +153,13 @@ impl Keys {
     }
 }
 
-/// The longest path is the closest fit.
+/// Sorts the longest match first.
 fn closest_first(mut fits: Vec<(usize, Credential)>) -> Vec<Credential> {
     fits.sort_by_key(|(length, _)| std::cmp::Reverse(*length));
     fits.into_iter().map(|(_, credential)| credential).collect()
 }
 
-/// A file in docker's form, the new one or the old one.
+/// Reads a file in docker's new or old format.
 fn read(path: &Path) -> Option<BTreeMap<String, Entry>> {
     let file = std::fs::File::open(path).ok()?;
     let mut text = Vec::new();
@@ -167,15 +169,15 @@ fn read(path: &Path) -> Option<BTreeMap<String, Entry>> {
         None => data::from_json(&text).ok(),
     });
     if entries.is_none() {
-        debug!(path = %path.display(), "this is not docker's configuration in JSON, and passed over");
+        debug!(path = %path.display(), "ignoring a file that is not a docker configuration in JSON");
     }
     entries
 }
 
-/// The credentials of Secrets for an image, best fit first; empty where none fits.
+/// Returns the credentials of Secrets for an image, best match first; empty if none matches.
 ///
 /// # Errors
-/// A secret is no docker configuration.
+/// A Secret is not a docker configuration.
 pub fn of_secrets(image: &str, secrets: &[&Secret]) -> Result<Vec<Credential>, Error> {
     let mut fits: Vec<(usize, Credential)> = Vec::new();
     for secret in secrets {
@@ -197,7 +199,7 @@ pub fn of_secrets(image: &str, secrets: &[&Secret]) -> Result<Vec<Credential>, E
     Ok(closest_first(fits))
 }
 
-/// A digest of credentials, the kubelet's (`hashAuthConfig`): of their JSON as Go writes it.
+/// Returns the kubelet's digest of credentials (`hashAuthConfig`), which covers their JSON as Go writes it.
 fn digest(username: &str, password: &str, email: &str) -> String {
     #[derive(Serialize)]
     struct AuthConfig<'a> {
@@ -209,7 +211,7 @@ fn digest(username: &str, password: &str, email: &str) -> String {
         email: &'a str,
     }
     let json = data::to_value(&AuthConfig { username, password, email }).unwrap_or_default().to_string();
-    // Go keeps its JSON fit for HTML.
+    // Go escapes these characters for HTML.
     let mut text = String::with_capacity(json.len());
     for c in json.chars() {
         match c {
@@ -235,9 +237,9 @@ fn entries(secret: &Secret) -> Result<BTreeMap<String, Entry>, Error> {
     Err(Error::NotAPullSecret(name))
 }
 
-/// What the runtime is told. The registry isn't named, as the kubelet doesn't: containerd takes a name for a
-/// URL, and one without a scheme, or another one of the same registry, fits none, so that the pull has no
-/// credentials.
+/// Builds the credentials for the runtime. The registry's name is omitted, as by the kubelet: containerd
+/// parses the name as a URL and, if the name lacks a scheme or is an alias of the registry, finds no match
+/// and pulls without credentials.
 fn auth(registry: &str, entry: Entry) -> Result<cri::AuthConfig, Error> {
     let mut auth = cri::AuthConfig {
         username: entry.username,
@@ -256,12 +258,12 @@ fn auth(registry: &str, entry: Entry) -> Result<cri::AuthConfig, Error> {
     Ok(auth)
 }
 
-/// How closely an entry's registry fits an image, if it does: the length of what is the same.
+/// Returns the length of the match between an entry's registry and an image, or None if they do not match.
 fn fit(registry: &str, image: &str) -> Option<usize> {
     let image = reference::parse(image).ok()?;
     let plain = registry.trim_start_matches("https://").trim_start_matches("http://");
     let (host, path) = plain.split_once('/').unwrap_or((plain, ""));
-    // Docker's own entries end with the version of its API.
+    // Docker's own entries end with its API version.
     let path = path.trim_end_matches('/');
     let path = if path == "v1" || path == "v2" { "" } else { path };
     let of_image = image.host.unwrap_or(DOCKER_HUB);
@@ -275,7 +277,7 @@ fn is_hub(host: &str) -> bool {
     matches!(host, "docker.io" | "index.docker.io" | "registry-1.docker.io")
 }
 
-/// Label by label; `*` stands for any one label, a part of it too. The port must be the same.
+/// Compares label by label; `*` matches one label or a part of one. The port must be equal.
 fn host_fits(pattern: &str, host: &str) -> bool {
     let split = |text: &'_ str| -> (String, String) {
         match text.rsplit_once(':') {

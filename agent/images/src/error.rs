@@ -1,38 +1,40 @@
-//! Why images and dead containers could not be collected, or credentials not be found.
+//! Errors of garbage collection and of the search for credentials.
 
-/// A failure of this crate. Displayed, it is a whole sentence.
+/// Error of this crate. Its text is a whole sentence.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// A call to the runtime failed.
     #[error(transparent)]
     Runtime(#[from] beelet_cri::Error),
-    /// The images' file system can't be measured.
+    /// The images' file system cannot be measured.
     #[error(transparent)]
     Disk(#[from] beelet_base::Error),
-    /// The runtime names no place for its images.
-    #[error("the container runtime does not say where it keeps its images (ImageFsInfo names no mountpoint)")]
+    /// The runtime does not report where its images are stored.
+    #[error("the container runtime does not report where it stores images (ImageFsInfo has no mountpoint)")]
     NoMountpoint,
-    /// The collector has ended, with the agent.
-    #[error("the agent stops; ask again when it runs")]
+    /// The collector has stopped with the agent.
+    #[error("the agent is stopping; retry after its restart")]
     Stopping,
-    /// A Secret whose content can't be read. The parser's own words might quote the secret.
+    /// The Secret cannot be parsed. The parser's message is omitted, since it might quote the Secret.
     #[error("the Secret {secret}: {key} is not docker's configuration in JSON")]
     NotDockerConfig {
-        /// Its name.
+        /// Name of the Secret.
         secret: String,
-        /// The key.
+        /// Key in the Secret's data.
         key: &'static str,
     },
-    /// A Secret of another kind.
-    #[error("the Secret {0} has neither .dockerconfigjson nor .dockercfg, so it can't be an imagePullSecret")]
+    /// The Secret is of another kind.
+    #[error(
+        "the Secret {0} has neither .dockerconfigjson nor .dockercfg, so it cannot be an imagePullSecret"
+    )]
     NotAPullSecret(String),
-    /// An entry for a registry that holds no user and password.
-    #[error("the entry for {0}: auth is not base64 of user:password")]
+    /// The `auth` of a registry's entry does not contain a user and a password.
+    #[error("the entry for {0}: `auth` is not the base64 form of `user:password`")]
     NotBase64(String),
 }
 
 impl Error {
-    /// Returns true if the same may well succeed later, with nothing changed by anybody.
+    /// Returns true if the same operation may succeed later without any change by a user.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         match self {

@@ -1,5 +1,5 @@
-//! Images out of the runtime's store into an archive: an OCI layout that `beelet images import`, `ctr`,
-//! `podman load` and `skopeo` take, and with docker's `manifest.json`, so that `docker load` does too.
+//! Exports images from the runtime's store into an archive: an OCI layout that `beelet images import`, `ctr`,
+//! `podman load` and `skopeo` read, with docker's `manifest.json` for `docker load`.
 
 use std::collections::BTreeMap;
 
@@ -13,53 +13,53 @@ use crate::import::MOST_JSON;
 use crate::layout::{self, Descriptor, DockerImage, Index, Manifest, Platform};
 use crate::reference;
 
-/// What tar pads to.
+/// Block size of a tar archive.
 const BLOCK: usize = 512;
 
-/// Why images can't be exported.
+/// Error of an export.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
-    /// The runtime does not hand them out.
+    /// A call to the runtime failed.
     #[error(transparent)]
     Runtime(#[from] beelet_cri::Error),
-    /// There is no such image.
-    #[error("there is no image {0:?}; `beelet images ls` shows all")]
+    /// The image does not exist.
+    #[error("image {0:?} does not exist; `beelet images ls` lists all images")]
     NotFound(String),
-    /// It has no name to be exported under.
-    #[error("the image {0} has no name: it can't be exported")]
+    /// The image has no name to export it under.
+    #[error("cannot export image {0}: the image has no name")]
     NoName(String),
-    /// Only a part of it is there.
+    /// Some layers are missing from the runtime's store.
     #[error(
-        "the runtime does not keep all layers of {0}: containerd throws them away once they are unpacked where \
-         discard_unpacked_layers is true"
+        "cannot export {0}: the runtime does not store all of its layers (containerd deletes unpacked layers if \
+         `discard_unpacked_layers` is true)"
     )]
     Incomplete(String),
-    /// A manifest is none.
-    #[error("the manifest {digest} of {image} is not as it should be: {error}")]
+    /// A manifest or configuration cannot be parsed.
+    #[error("cannot parse the manifest {digest} of {image}: {error}")]
     Json {
-        /// Whose.
+        /// Name of the image.
         image: String,
-        /// Which.
+        /// Digest of the manifest.
         digest: String,
-        /// Why.
+        /// Cause.
         error: serde_json::Error,
     },
-    /// Nobody takes it any more.
-    #[error("nobody takes the archive any more")]
+    /// The receiver of the archive has disconnected.
+    #[error("the receiver of the archive has disconnected")]
     Closed,
 }
 
-/// What is written of an archive.
+/// Contents of the archive.
 #[derive(Default)]
 struct Archive {
     index: Vec<Descriptor>,
     docker: Vec<DockerImage>,
-    /// The blobs with their sizes.
+    /// Sizes of the blobs, by digest.
     blobs: BTreeMap<String, u64>,
 }
 
-/// Writes an archive of `images` (names or ids) to `out`, piece by piece. What can't be exported is known
-/// before the first.
+/// Writes an archive of `images` (names or ids) to `out`, piece by piece. All images are checked before the
+/// first piece is sent.
 ///
 /// # Errors
 /// See [`ExportError`].
@@ -117,7 +117,7 @@ impl Archive {
         Ok(())
     }
 
-    /// Takes the image that is there in full: the first one for this machine, or else any.
+    /// Adds the image that is stored completely: the first one for this machine's platform, or else any.
     async fn complete(
         &mut self,
         store: &Store,
@@ -126,7 +126,7 @@ impl Archive {
     ) -> Result<Option<Descriptor>, ExportError> {
         let mut waiting = vec![target];
         let mut other = None;
-        // An index of indexes that never ends is no image of this runtime's.
+        // The limit stops at an endless chain of indexes, which no image of a runtime has.
         for _ in 0..1000 {
             let Some(one) = waiting.pop() else { break };
             let Some(size) = store.size(&one.digest).await? else { continue };
@@ -151,14 +151,14 @@ impl Archive {
             let config = store.read(&manifest.config.digest, MOST_JSON).await?;
             let platform: Platform = parse(name, &manifest.config.digest, &config)?;
             if platform == Platform::own() {
-                return Ok(Some(self.take(name, one, &manifest, blobs)));
+                return Ok(Some(self.add_blobs(name, one, &manifest, blobs)));
             }
             other.get_or_insert((one, manifest, blobs));
         }
-        Ok(other.map(|(one, manifest, blobs)| self.take(name, one, &manifest, blobs)))
+        Ok(other.map(|(one, manifest, blobs)| self.add_blobs(name, one, &manifest, blobs)))
     }
 
-    fn take(
+    fn add_blobs(
         &mut self,
         name: &str,
         image: Descriptor,
@@ -175,7 +175,7 @@ impl Archive {
     }
 }
 
-/// The name that the store knows an image by: the one that is asked for, or else its first.
+/// Returns the name of an image in the store: the requested one if the store has it, otherwise the first.
 async fn full_name(runtime: &Runtime, image: &str) -> Result<String, ExportError> {
     let found = runtime.image_status(image).await?.ok_or_else(|| ExportError::NotFound(image.to_owned()))?;
     let asked = reference::whole(image).ok();
@@ -192,7 +192,7 @@ fn parse<T: serde::de::DeserializeOwned>(image: &str, digest: &str, text: &[u8])
     })
 }
 
-/// Plain data, which always has a text.
+/// Serializes plain data, which cannot fail.
 fn text(value: &impl Serialize) -> String {
     serde_json::to_string(value).unwrap_or_default()
 }
@@ -200,7 +200,7 @@ fn text(value: &impl Serialize) -> String {
 /// The header of a file.
 fn header(name: &str, size: u64) -> Vec<u8> {
     let mut header = Header::new_ustar();
-    // Our own names are short, and without anything that tar minds.
+    // The archive's own file names are short and plain, so tar accepts them.
     let _ = header.set_path(name);
     header.set_size(size);
     header.set_mode(0o644);

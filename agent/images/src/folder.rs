@@ -1,8 +1,8 @@
-//! A folder of image archives: what is put there is imported, once, and stays until it is removed by hand.
-//! For nodes without a registry, as the manifests' folder is for nodes without an API server.
+//! Imports the image archives that appear in a folder. Images stay until they are removed by hand. For nodes
+//! without a registry, as the manifest folder is for nodes without an API server.
 //!
-//! Nothing is remembered over a restart: importing an archive again changes nothing, and brings back what is
-//! gone. Must never delete a file or an image.
+//! No state survives a restart: a repeated import changes nothing, or restores removed images. Must never
+//! delete a file or an image.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -23,51 +23,51 @@ use tracing::warn;
 
 use crate::import::{ImportError, Wanted, import};
 
-/// How often it is looked without an event: the folder may have come, and what failed for a while is tried
-/// again.
+/// Interval of scans without an event: the folder may have been created, and transient failures are retried.
 const PERIOD: Duration = Duration::from_secs(30);
-/// Most archives.
+/// Maximum number of archives.
 const MOST: usize = 1000;
-/// Room for events of the kernel.
+/// Size of the buffer for inotify events, in bytes.
 const BUFFER: usize = 16 << 10;
-/// Endings of archives. An archive in a compression that is not read becomes an event that names it.
+/// File name extensions of archives. An archive in an unsupported compression causes an event that names the
+/// compression.
 const ENDINGS: [&[u8]; 8] =
     [b".tar", b".tar.gz", b".tgz", b".tar.zst", b".tzst", b".tar.xz", b".tar.bz2", b".tar.lz4"];
 
-/// What it needs.
+/// Dependencies of the import from a folder.
 #[derive(Debug)]
 pub struct Folder {
-    /// Where it is; it may come and go.
+    /// Path of the folder, which may be created or removed at any time.
     pub path: PathBuf,
-    /// Where images go.
+    /// Runtime that receives the images.
     pub runtime: Runtime,
-    /// Where what happened is told.
+    /// Records events about the node.
     pub events: NodeEvents,
 }
 
-/// What tells one content of a file from another.
+/// Inode, size and modification time, which identify one content of a file.
 type Version = (u64, u64, i64, i64);
 
-/// What is known of the archives.
+/// State of the archives in the folder.
 #[derive(Default)]
 struct Known {
     done: BTreeMap<OsString, Version>,
-    /// Why the last try failed, so that it is told once.
+    /// Last error per archive, so that a repeated one is reported once.
     failed: BTreeMap<OsString, String>,
 }
 
 impl Folder {
-    /// Imports what is there and what comes, until `cancel`.
+    /// Imports present and new archives until `cancel`.
     pub fn run(self, cancel: CancellationToken) -> Work {
         Box::pin(async move {
             let mut known = Known::default();
             let mut events = None;
             loop {
-                // Watched first, so that what comes while the folder is read is told.
+                // The watch is added first, so that no change during the scan is missed.
                 if events.is_none() {
                     events = watch(&self.path);
                 }
-                if cancel.run_until_cancelled(self.look(&mut known)).await.is_none() {
+                if cancel.run_until_cancelled(self.scan(&mut known)).await.is_none() {
                     return;
                 }
                 let next = async {
@@ -80,19 +80,19 @@ impl Folder {
                 match waited {
                     None => return,
                     Some(Ok(true)) => {}
-                    // The folder may be another one by now.
+                    // The folder may have been replaced.
                     Some(Ok(false) | Err(_)) => events = None,
                 }
             }
         })
     }
 
-    async fn look(&self, known: &mut Known) {
+    async fn scan(&self, known: &mut Known) {
         let path = self.path.clone();
         let archives = match blocking("listing image archives", move || list(&path)).await {
             Ok(archives) => archives,
             Err(error) => {
-                warn!("cannot read the folder of image archives {}: {error}", self.path.display());
+                warn!("cannot read the image archive folder {}: {error}", self.path.display());
                 return;
             }
         };
@@ -100,12 +100,12 @@ impl Folder {
         known.failed.retain(|name, _| archives.contains_key(name));
         for (name, version) in archives {
             if known.done.get(&name) != Some(&version) {
-                self.take(known, name, version).await;
+                self.import_version(known, name, version).await;
             }
         }
     }
 
-    async fn take(&self, known: &mut Known, name: OsString, version: Version) {
+    async fn import_version(&self, known: &mut Known, name: OsString, version: Version) {
         let path = self.path.join(&name);
         match self.import(&path).await {
             Ok(names) => {
@@ -129,7 +129,7 @@ impl Folder {
         }
     }
 
-    /// The names that are new.
+    /// Imports an archive and returns the names of new images.
     async fn import(&self, path: &Path) -> Result<Vec<String>, ImportError> {
         let archive = path.to_owned();
         let file = blocking("opening an image archive", move || own_file::read(&archive)).await?;
@@ -142,12 +142,12 @@ impl Folder {
 fn watch(path: &Path) -> Option<EventStream<Vec<u8>>> {
     let inotify = Inotify::init().ok()?;
     let mask = WatchMask::CLOSE_WRITE | WatchMask::MOVED_TO | WatchMask::DELETE_SELF | WatchMask::MOVE_SELF;
-    // A folder that is not there yet is looked for again.
+    // A missing folder is watched later: `run` retries.
     inotify.watches().add(path, mask | WatchMask::ONLYDIR).ok()?;
     inotify.into_event_stream(vec![0; BUFFER]).ok()
 }
 
-/// The archives with what tells their contents apart; none if there is no folder.
+/// Lists the archives with their versions; empty if the folder does not exist.
 fn list(path: &Path) -> io::Result<BTreeMap<OsString, Version>> {
     let entries = match std::fs::read_dir(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
@@ -161,7 +161,7 @@ fn list(path: &Path) -> io::Result<BTreeMap<OsString, Version>> {
         if !is_archive || name.as_bytes().starts_with(b".") {
             continue;
         }
-        // One that goes just now is none.
+        // Skips an archive that has just been deleted.
         if let Ok(found) = entry.metadata()
             && found.is_file()
         {

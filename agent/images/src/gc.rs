@@ -1,10 +1,10 @@
-//! Removes images: the kubelet's image garbage collection (`pkg/kubelet/images/image_gc_manager.go`) made to
-//! act.
+//! Removes unused images: executes the kubelet's image garbage collection
+//! (`pkg/kubelet/images/image_gc_manager.go`).
 //!
-//! `beelet_policy::images::gc` names one image at a time; here it is asked again whether the image is in use,
-//! it is removed, and what that freed is measured on the file system. One task does it all, one removal at a
-//! time. Must never remove an image without a [`super::lease::Removal`] in its hand and without having looked
-//! for its users after that.
+//! `beelet_policy::images::gc` chooses one image at a time; this module checks again that the image is
+//! unused, removes it, and measures on the file system how many bytes that freed. A single task does all of
+//! this, one removal at a time. Must never remove an image without holding a [`super::lease::Removal`] and
+//! checking for users of the image after acquiring it.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -45,34 +45,35 @@ use beelet_cri::{Runtime, sandbox_image};
 use beelet_model::table::PodTable;
 use beelet_state::{State, events::NodeEvents};
 
-/// Between two looks at all images, and between two collections, as the kubelet's.
+/// Interval between scans of all images and between collections, equal to the kubelet's.
 pub const PERIOD: Duration = Duration::from_secs(300);
-/// How old the list of images may get that others are shown, as the kubelet's.
+/// Maximum age of the image list shown to other parts, equal to the kubelet's.
 const LIST_PERIOD: Duration = Duration::from_secs(30);
-/// Between the first look and the first collection: workers that start containers at the same time go first.
+/// Delay of the first collection after the first scan, so that workers that start containers at that time
+/// come first.
 const SETTLING: Duration = Duration::from_secs(1);
 
-/// Asks the collector of images; clones ask the same one.
+/// Sends requests to the image collector; clones share it.
 pub type Handle = collector::Handle<ImageGcRequest, Collected>;
 
-/// What image garbage collection needs from the rest of the node.
+/// Dependencies of image garbage collection.
 #[derive(Debug)]
 pub struct Parts {
     /// The runtime.
     pub runtime: Runtime,
-    /// Images that containers are about to be made from.
+    /// Leases of images that containers are about to be created from.
     pub leases: Leases,
-    /// Where ages are kept.
+    /// Store of image ages.
     pub state: Arc<State>,
     /// All pods, for their volumes.
     pub table: watch::Receiver<Arc<PodTable>>,
-    /// When what goes.
+    /// Thresholds and minimum ages.
     pub policy: ImageGcPolicy,
-    /// How often it collects by itself; None: only when asked.
+    /// Interval between collections; None: only on request.
     pub period: Option<Duration>,
-    /// How file systems are measured.
+    /// Measures file systems.
     pub space: Space,
-    /// What people should know.
+    /// Records events about the node.
     pub events: NodeEvents,
     /// Counters and gauges.
     pub metrics: Metrics,
@@ -81,72 +82,72 @@ pub struct Parts {
 /// Options of one collection of images.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ImageGcRequest {
-    /// Remove everything that is unused and not too young, whatever space there is.
+    /// Remove all unused images that are old enough, regardless of free space.
     pub all_unused: bool,
-    /// Only say what would go.
+    /// Only report what would be removed.
     pub dry_run: bool,
 }
 
 /// The outcome of a collection of images.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Collected {
-    /// The policy's judgement of it.
+    /// The policy's verdict on the collection.
     pub outcome: Outcome,
-    /// The images that went (or would go), in order.
+    /// Images that were (or would be) removed, in order.
     pub images: Vec<CollectedImage>,
 }
 
-/// An image that went.
+/// A removed image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectedImage {
     /// Its id.
     pub id: String,
-    /// Its tags, or its digests where it has none.
+    /// Its tags, or its digests if it has no tag.
     pub names: Vec<String>,
-    /// Its size as the runtime said it, in bytes.
+    /// Its size as reported by the runtime, in bytes.
     pub size_bytes: u64,
-    /// Bytes freed by its removal: measured, or in a dry run its size.
+    /// Bytes freed by its removal; in a dry run, its size.
     pub freed_bytes: u64,
     /// `age` or `space`.
     pub reason: &'static str,
 }
 
-/// Ages and users of the images on this node, and their removal.
+/// Tracks ages and users of the node's images and removes unused ones.
 #[derive(Debug)]
 pub struct ImageGc {
     parts: Parts,
     known: ImageRecords,
-    /// When this life of the agent began to look.
+    /// Start of tracking in this run of the agent.
     started: Instant,
-    /// Ages are told by the wall's clock, for they outlive the machine's run. It may be set.
+    /// Ages use the wall clock, because they outlast a reboot. The clock may be set.
     clock: WallClock,
-    /// Where images are, once the runtime has said it.
+    /// Mount point of the images, once the runtime has reported it.
     mountpoint: Option<PathBuf>,
     sandbox_image: Option<String>,
-    /// The last collection failed: the next failure is an event.
+    /// The last collection failed, so the next failure becomes an event.
     failed_before: bool,
 }
 
-/// What became of one removal.
+/// Result of one removal.
 enum Removed {
     Freed(u64),
     InUse,
     Failed(String),
 }
 
-/// When images are looked at, collected and listed without a request.
+/// Timers of scans, collections and lists.
 #[derive(Debug)]
 pub struct Timers {
     looks: Interval,
-    /// None: only when asked.
+    /// None: only on request.
     collections: Option<Interval>,
     lists: Interval,
 }
 
-/// What is due by the [`Timers`].
+/// Work that the [`Timers`] make due.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Due {
-    /// Bring ages up to date.
+    /// Update ages.
     Look,
     /// Collect.
     Collection,
@@ -167,7 +168,7 @@ impl Garbage for ImageGc {
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
             ticks
         };
-        // The first look comes first.
+        // The first scan precedes the first collection.
         let first = |period: Duration| Instant::now().after(period.min(SETTLING));
         Timers {
             looks: often(interval(PERIOD)),
@@ -193,7 +194,7 @@ impl Garbage for ImageGc {
 
     async fn work(&mut self, due: Due) {
         match due {
-            Due::Look => self.look_around().await,
+            Due::Look => self.refresh_ages().await,
             Due::Collection => self.collect_by_itself().await,
             Due::List => self.list().await,
         }
@@ -209,14 +210,14 @@ impl Garbage for ImageGc {
 }
 
 impl Collector<ImageGc> {
-    /// Works until `shutdown`. Requests come before what is due.
+    /// Works until `shutdown`. Requests take precedence over timers.
     pub fn run(self, shutdown: CancellationToken) -> Work {
         self.working(shutdown)
     }
 }
 
 impl ImageGc {
-    /// A collector that has not looked yet, and how to ask it.
+    /// Creates an idle collector and its handle.
     #[must_use]
     pub fn new(parts: Parts) -> (Collector<Self>, Handle) {
         Collector::new(Self {
@@ -230,26 +231,26 @@ impl ImageGc {
         })
     }
 
-    /// Brings ages up to date.
-    async fn look_around(&mut self) {
+    /// Updates ages.
+    async fn refresh_ages(&mut self) {
         if let Err(error) = self.detect(Timestamp::now()).await {
-            warn!(%error, "the images could not be looked at; their ages are as of the last time");
+            warn!(%error, "cannot update image ages; keeping the previous ones");
         }
     }
 
     async fn list(&mut self) {
         match self.parts.runtime.list_images().await {
-            Ok(images) => self.note_list(&images),
-            Err(error) => warn!(%error, "the images could not be listed"),
+            Ok(images) => self.publish_list(&images),
+            Err(error) => warn!(%error, "cannot list images"),
         }
     }
 
-    fn note_list(&self, images: &[cri::Image]) {
+    fn publish_list(&self, images: &[cri::Image]) {
         let bytes = images.iter().fold(0_u64, |sum, image| sum.saturating_add(image.size));
         self.parts.metrics.listed(images.len(), bytes);
     }
 
-    /// As the kubelet reports it: a first failure is only logged, the next ones are events.
+    /// Reports failures as the kubelet does: the first is only logged, the next ones are events.
     async fn collect_by_itself(&mut self) {
         let span = trace_span!(target: TARGET, "gc", otel.name = "Images/GarbageCollect");
         let error = match self.collect_once(ImageGcRequest::default()).instrument(span).await {
@@ -269,7 +270,7 @@ impl ImageGc {
         if std::mem::replace(&mut self.failed_before, true) {
             self.event("ImageGCFailed", &error);
         } else {
-            warn!(error, "image garbage collection failed; it is tried again");
+            warn!(error, "image garbage collection failed; retrying at the next interval");
         }
     }
 
@@ -284,13 +285,13 @@ impl ImageGc {
         self.parts.events.warning(reason, message);
     }
 
-    /// Looks at all images and their users; brings the records up to date.
+    /// Lists all images and their users; updates the records.
     async fn detect(&mut self, now: Timestamp) -> Result<(Vec<cri::Image>, Usage), Error> {
         self.learn_sandbox_image().await;
-        // Use is asked for after the list: an image that came into use in between counts as used.
+        // Use is queried after the list, so that an image that came into use in between counts as used.
         let images = self.parts.runtime.list_images().await?;
         let usage = self.usage().await?;
-        self.note_list(&images);
+        self.publish_list(&images);
         let first = self.known.began.is_none();
         let before = self.known.clone();
         gc::follow_clock(self.known.times(), self.clock.step(now), now);
@@ -308,7 +309,7 @@ impl ImageGc {
         {
             warn!(
                 %error,
-                "the ages of images could not be kept; after a restart of the agent they are older ones"
+                "cannot store image ages; a restart of the agent restores older ones"
             );
         }
         Ok((images, usage))
@@ -316,11 +317,10 @@ impl ImageGc {
 
     async fn usage(&self) -> Result<Usage, Error> {
         let table = Arc::clone(&self.parts.table.borrow());
-        Ok(Usage::look(&self.parts.runtime, &table, self.sandbox_image.as_deref()).await?)
+        Ok(Usage::query(&self.parts.runtime, &table, self.sandbox_image.as_deref()).await?)
     }
 
-    /// Once: the runtime reads its configuration when it starts, and a restart of it is a restart of nothing
-    /// here.
+    /// Reads the name of the sandbox image once: the runtime reads its configuration only at its start.
     async fn learn_sandbox_image(&mut self) {
         if self.sandbox_image.is_none()
             && let Ok(status) = self.parts.runtime.status(true).await
@@ -329,9 +329,9 @@ impl ImageGc {
         }
     }
 
-    /// One run, from the look at everything to the low mark.
+    /// Runs one collection, from the scan of all images to the low threshold.
     async fn collect_once(&mut self, request: ImageGcRequest) -> Result<Collected, Error> {
-        // Nothing is younger than the run that looks for it.
+        // Read after the scan, so that no image is younger than `now`.
         let (images, usage) = self.detect(Timestamp::now()).await?;
         let now = Timestamp::now();
         let records: Vec<ImageRecord> = self.known.images.values().cloned().collect();
@@ -371,7 +371,7 @@ impl ImageGc {
                             gone.push(collected(image, listed, reason, bytes));
                             if !request.dry_run {
                                 let image = gone.last().map(|image| image.names.join(", "));
-                                info!(image, freed_bytes = bytes, ?reason, "image is removed");
+                                info!(image, freed_bytes = bytes, ?reason, "removed an image");
                                 self.parts.metrics.collected(word(reason), bytes);
                             }
                             run.removed(bytes);
@@ -385,12 +385,12 @@ impl ImageGc {
         }
     }
 
-    /// Removes one image, if really nobody has it: nobody can come to have it while this lasts.
+    /// Removes one image if it is really unused. The removal lease keeps new users away until it is done.
     async fn remove(&mut self, listed: &cri::Image, freed: &mut Freed) -> Removed {
-        // Its names as of now: it may have got others since it was listed.
+        // The image may have got other names since it was listed.
         let current = match self.parts.runtime.image_status(&listed.id).await {
             Ok(Some(current)) => current,
-            // Somebody else removed it.
+            // Another client has removed the image.
             Ok(None) => return Removed::InUse,
             Err(error) => return Removed::Failed(error.to_string()),
         };
@@ -413,13 +413,13 @@ impl ImageGc {
         match self.measure().await {
             Ok(fs) => Removed::Freed(freed.more(fs)),
             Err(error) => {
-                warn!(%error, "cannot measure what the removal freed; its size is taken for it");
+                warn!(%error, "cannot measure how much a removal freed; counting the image's size");
                 Removed::Freed(listed.size)
             }
         }
     }
 
-    /// The images' file system, where the runtime says it is.
+    /// Measures the images' file system at the path that the runtime reports.
     async fn measure(&mut self) -> Result<FsUsage, Error> {
         let path = match &self.mountpoint {
             Some(path) => path.clone(),
@@ -431,36 +431,36 @@ impl ImageGc {
         };
         let measured = self.parts.space.measure(&path).await;
         if measured.is_err() {
-            // The runtime may have another place next time.
+            // The runtime may report another path next time.
             self.mountpoint = None;
         }
         Ok(measured?.bytes)
     }
 }
 
-/// What a run has freed: the growth of what is available since its beginning. Others fill the disk meanwhile,
-/// and what they take was not freed.
+/// Space freed by a run: the growth of the available bytes since its beginning. Space that other processes
+/// take in the meantime does not count as freed.
 #[derive(Debug, Default)]
 struct Freed {
     began_with: Option<u64>,
-    told: u64,
+    reported: u64,
 }
 
 impl Freed {
     fn begin(&mut self, fs: FsUsage) {
-        *self = Self { began_with: Some(fs.available_bytes), told: 0 };
+        *self = Self { began_with: Some(fs.available_bytes), reported: 0 };
     }
 
     fn has_begun(&self) -> bool {
         self.began_with.is_some()
     }
 
-    /// What is new since it was last asked.
+    /// Returns the bytes freed since the last call.
     fn more(&mut self, fs: FsUsage) -> u64 {
         let Some(began_with) = self.began_with else { return 0 };
         let all = fs.available_bytes.saturating_sub(began_with);
-        let more = all.saturating_sub(self.told);
-        self.told = self.told.max(all);
+        let more = all.saturating_sub(self.reported);
+        self.reported = self.reported.max(all);
         more
     }
 }
@@ -491,9 +491,9 @@ fn word(reason: Reason) -> &'static str {
     }
 }
 
-/// What a collection removed, in a sentence.
+/// Summarizes a collection in one sentence.
 fn summary(images: &[CollectedImage]) -> String {
-    /// More names than this make no sentence.
+    /// Maximum number of names in the sentence.
     const MOST: usize = 5;
     let freed = images.iter().fold(0_u64, |sum, image| sum.saturating_add(image.freed_bytes));
     let name = |image: &CollectedImage| image.names.first().unwrap_or(&image.id).clone();
@@ -519,7 +519,7 @@ mod tests {
         assert_eq!(freed.more(fs(50)), 0);
         freed.begin(fs(10));
         assert_eq!(freed.more(fs(30)), 20);
-        // Somebody wrote more than went.
+        // Another process wrote more than was freed.
         assert_eq!(freed.more(fs(25)), 0);
         assert_eq!(freed.more(fs(31)), 1);
         assert_eq!(freed.more(fs(40)), 9);

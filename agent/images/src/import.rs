@@ -1,9 +1,10 @@
-//! Images from an archive into the runtime's store, without a registry: what `docker save`, `podman save`,
-//! `skopeo copy`, `ctr images export` and `beelet images export` write, plain or compressed by gzip or zstd.
+//! Imports images from an archive into the runtime's store, without a registry. Archives are those of `docker
+//! save`, `podman save`, `skopeo copy`, `ctr images export` and `beelet images export`, plain or compressed
+//! with gzip or zstd.
 //!
-//! The archive is read once, from front to back: blobs go to the store as they come, and what belongs
-//! together is known at its end. What is in it is hostile: names, counts and what is kept in memory are
-//! bounded, and nothing is written to any path. No image gets a name before all of it is there.
+//! The archive is read once, from front to back: blobs are written to the store as they arrive and linked
+//! into images at the end. Its content is hostile: names, counts and memory use are bounded, and nothing is
+//! written to any path. An image is named only when it is complete.
 
 mod blobs;
 mod compression;
@@ -21,81 +22,81 @@ use crate::reference;
 
 pub use self::blobs::{Wanted, import};
 
-/// Most bytes of a file or blob that is read as JSON: the distribution specification lets a registry refuse
-/// manifests above 4 MiB.
+/// Maximum size of a file or blob that is parsed as JSON: the distribution specification allows registries to
+/// refuse manifests above 4 MiB.
 pub(crate) const MOST_JSON: usize = 4 << 20;
-/// Most images and platforms that belong to one name.
+/// Maximum number of images and platforms under one name.
 const MOST_MANIFESTS: usize = 1000;
-/// Most files and links of an archive in docker's own form.
+/// Maximum number of files and links in an archive in docker's own format.
 const MOST_FILES: usize = 10_000;
-/// Most links in a row.
+/// Maximum length of a chain of links.
 const MOST_LINKS: usize = 8;
 
-/// Why an archive can't be imported.
+/// Error of an import.
 #[derive(Debug, thiserror::Error)]
 pub enum ImportError {
-    /// It is no archive, or is cut off.
+    /// The file is not an archive or is truncated.
     #[error("cannot read the archive: {0}")]
     Archive(#[from] ArchiveError),
-    /// It can't be read.
+    /// The archive cannot be read.
     #[error("cannot read the archive: {0}")]
     Read(#[from] io::Error),
-    /// The runtime does not take it.
+    /// A call to the runtime failed.
     #[error(transparent)]
     Runtime(#[from] beelet_cri::Error),
-    /// A file in it is not what it should be.
-    #[error("{file} in the archive is not as it should be: {error}")]
+    /// A file in the archive cannot be parsed.
+    #[error("cannot parse {file} in the archive: {error}")]
     Json {
-        /// Which.
+        /// Name of the file.
         file: String,
-        /// Why.
+        /// Cause.
         error: serde_json::Error,
     },
-    /// A file or blob that should be small is not.
+    /// A file or blob that is parsed as JSON is too large.
     #[error("{0} in the archive is larger than {MOST_JSON} bytes")]
     Large(String),
-    /// It has too many files, images or links.
+    /// The archive has too many files, images or links.
     #[error("the archive has more than {0}")]
     Many(String),
-    /// It is an archive of something else.
+    /// The archive contains something else.
     #[error(
-        "the archive holds no image: neither index.json (an OCI layout) nor manifest.json (docker save) is in it"
+        "the archive contains no image: it has neither index.json (an OCI layout) nor manifest.json (docker save)"
     )]
     NoImage,
-    /// Nobody says what an image is called.
+    /// The archive does not name an image.
     #[error(
-        "an image in the archive has no name: say --name NAME to `beelet images import`, or save it by its name"
+        "an image in the archive has no name; run `beelet images import --name NAME`, or save the image by its name"
     )]
     NoName,
-    /// A name for several images.
-    #[error("the archive holds {0} images: a name can be given to one alone")]
+    /// A single name for several images.
+    #[error("`--name` needs an archive with one image; this one has {0}")]
     ManyForName(usize),
-    /// A name that is none.
+    /// The name is invalid.
     #[error("the name {name:?} {error}")]
     BadName {
         /// The name.
         name: String,
-        /// What is wrong with it.
+        /// Fault of the name.
         error: reference::NotAReference,
     },
-    /// A part of an image is not in it.
-    #[error("the archive lacks {0}, which its image consists of")]
+    /// A part of an image is missing.
+    #[error("the archive lacks {0}, which is part of its image")]
     Missing(String),
-    /// It is for another kind of machine.
+    /// The image is for another platform.
     #[error("the image is for {is}, this machine is {wanted}")]
     Platform {
-        /// What it is for.
+        /// Platform of the image.
         is: String,
-        /// What this machine is.
+        /// Platform of this machine.
         wanted: String,
     },
-    /// The runtime has it, and does not show it.
-    #[error("the runtime took the image {0} and does not show it: see its log")]
+    /// The runtime stored the image but does not list it.
+    #[error("the runtime stored the image {0} but does not list it; see the runtime's log")]
     NotShown(String),
 }
 
 impl ImportError {
-    /// Returns true if the same archive may be imported later, with nothing changed by anybody.
+    /// Returns true if a later import of the same archive may succeed without any change by a user.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Runtime(error) if error.is_transient())
@@ -107,39 +108,43 @@ impl ImportError {
 pub struct Imported {
     /// Its whole name.
     pub name: String,
-    /// The name stood for nothing, or for another image, before.
+    /// The name is new, or denoted another image before.
     pub is_new: bool,
 }
 
-/// Where blobs go, and what can be asked of it. Blocking.
+/// Blocking access to the store that receives the blobs.
 trait Blobs {
-    /// Writes a blob, unless it is there. Its digest is compared where it is known, and returned.
-    fn put(&mut self, digest: Option<&str>, size: u64, content: &mut dyn Read)
-    -> Result<String, ImportError>;
-    /// Whether it is there.
+    /// Writes a blob unless it exists. Verifies the digest if it is given, and returns it.
+    fn write(
+        &mut self,
+        digest: Option<&str>,
+        size: u64,
+        content: &mut dyn Read,
+    ) -> Result<String, ImportError>;
+    /// Returns true if the blob exists.
     fn has(&mut self, digest: &str) -> Result<bool, ImportError>;
-    /// A blob of at most [`MOST_JSON`] bytes.
+    /// Reads a blob of at most [`MOST_JSON`] bytes.
     fn read(&mut self, digest: &str) -> Result<Vec<u8>, ImportError>;
-    /// Notes what belongs to a blob, each with what it is.
+    /// Records the children of a blob, each with its role.
     fn refer(&mut self, digest: &str, children: &[(String, String)]) -> Result<(), ImportError>;
-    /// Names an image; true if the name stood for something else.
+    /// Names an image; returns true if the name is new or denoted another image.
     fn name(&mut self, name: &str, target: &Descriptor) -> Result<bool, ImportError>;
 }
 
-/// What was found in an archive.
+/// Contents of an archive.
 #[derive(Default)]
 struct Found {
-    /// Small files that say what there is.
+    /// JSON files that list the images.
     index: Option<Vec<u8>>,
     docker: Option<Vec<u8>>,
-    /// The files of docker's own form, by name: their blobs, and what they begin with.
+    /// Files in docker's own format, by name: their blobs and first bytes.
     files: BTreeMap<String, (Descriptor, Vec<u8>)>,
     links: BTreeMap<String, String>,
-    /// The size of each blob.
+    /// Sizes of the blobs, by digest.
     sizes: BTreeMap<String, u64>,
 }
 
-/// Reads an archive into `blobs`, and names what is in it; `name` is for the only image of it.
+/// Reads an archive into `blobs` and names its images; `name` applies to its only image.
 fn read(
     archive: impl Read,
     name: Option<&str>,
@@ -172,7 +177,7 @@ impl Found {
                 Kind::Link(target) | Kind::HardLink(target) => {
                     let folder = name.rsplit_once('/').map_or("", |(folder, _)| folder);
                     if let Ok(target) = String::from_utf8(target) {
-                        found.links.insert(name.clone(), beside(folder, &target));
+                        found.links.insert(name.clone(), resolve(folder, &target));
                     }
                 }
                 Kind::Folder | Kind::Other => {}
@@ -181,7 +186,7 @@ impl Found {
                 return Err(ImportError::Many(format!("{MOST_FILES} files")));
             }
         }
-        // What stands behind the archive's end is read too: whoever sends it waits for that.
+        // Bytes after the archive's end are read too: the sender waits for that.
         io::copy(&mut reader.into_inner(), &mut io::sink())?;
         Ok(found)
     }
@@ -199,13 +204,13 @@ impl Found {
             layout::LAYOUT => {}
             _ => match layout::blob_digest(&name) {
                 Some(digest) => {
-                    blobs.put(Some(&digest), size, content)?;
+                    blobs.write(Some(&digest), size, content)?;
                     self.sizes.insert(digest, size);
                 }
                 None => {
                     let mut begin = Vec::new();
                     content.take(8).read_to_end(&mut begin)?;
-                    let digest = blobs.put(None, size, &mut begin.as_slice().chain(content))?;
+                    let digest = blobs.write(None, size, &mut begin.as_slice().chain(content))?;
                     self.files.insert(name, (Descriptor { digest, size, ..Descriptor::default() }, begin));
                 }
             },
@@ -213,7 +218,7 @@ impl Found {
         Ok(())
     }
 
-    /// The images with the names that the archive gives them.
+    /// Returns the images with the names in the archive.
     fn images(&self, blobs: &mut dyn Blobs) -> Result<Vec<(Vec<String>, Descriptor)>, ImportError> {
         if let Some(text) = &self.index {
             let index: Index = json(INDEX, text)?;
@@ -224,7 +229,7 @@ impl Found {
         images.iter().map(|image| self.docker_image(image, blobs)).collect()
     }
 
-    /// An image in docker's own form, with the manifest that it lacks.
+    /// Creates the manifest that an image in docker's own format lacks.
     fn docker_image(
         &self,
         image: &DockerImage,
@@ -232,7 +237,7 @@ impl Found {
     ) -> Result<(Vec<String>, Descriptor), ImportError> {
         let (config, _) = self.at(&image.config)?;
         let layer = |file: &String| {
-            // What docker keeps as a blob of a layout is not compressed.
+            // A layer that docker stores as a blob of a layout is not compressed.
             let (blob, begin) = self.at(file)?;
             Ok(Descriptor { media_type: layout::layer_type(&begin), ..blob })
         };
@@ -244,14 +249,14 @@ impl Found {
         };
         let text = serde_json::to_vec(&manifest).map_err(|error| bad(layout::DOCKER_MANIFEST, error))?;
         let size = text.len() as u64;
-        let digest = blobs.put(None, size, &mut text.as_slice())?;
+        let digest = blobs.write(None, size, &mut text.as_slice())?;
         let target = Descriptor { media_type: manifest.media_type, digest, size, ..Descriptor::default() };
         Ok((image.repo_tags.clone().unwrap_or_default(), target))
     }
 
-    /// A file's blob, through links.
+    /// Returns the blob of a file, following links.
     fn at(&self, file: &str) -> Result<(Descriptor, Vec<u8>), ImportError> {
-        let mut name = beside("", file);
+        let mut name = resolve("", file);
         for _ in 0..MOST_LINKS {
             if let Some(found) = self.files.get(&name) {
                 return Ok(found.clone());
@@ -270,8 +275,8 @@ impl Found {
     }
 }
 
-/// What a link in `folder` leads to; names only, no files.
-fn beside(folder: &str, target: &str) -> String {
+/// Resolves a link in `folder` to a name in the archive, without touching any file.
+fn resolve(folder: &str, target: &str) -> String {
     let mut parts: Vec<&str> = if target.starts_with('/') { Vec::new() } else { folder.split('/').collect() };
     for part in target.split('/') {
         match part {
@@ -286,14 +291,14 @@ fn beside(folder: &str, target: &str) -> String {
     parts.join("/")
 }
 
-/// The names that an index gives an image: a tag alone is none.
+/// Returns the names that an index gives to an image. A bare tag is not a name.
 fn names_of(image: &Descriptor) -> Vec<String> {
     let full = image.annotations.get(layout::IMAGE_NAME);
     let reference = image.annotations.get(layout::REFERENCE_NAME).filter(|name| name.contains(['/', ':']));
     full.or(reference).into_iter().cloned().collect()
 }
 
-/// The images by their whole names.
+/// Maps full names to images.
 fn named(
     images: Vec<(Vec<String>, Descriptor)>,
     name: Option<&str>,
@@ -326,8 +331,8 @@ fn named(
     Ok(targets)
 }
 
-/// Checks that all of an image is there, and notes what belongs to it. Of an index only what is there counts,
-/// and one image of it has to be for this machine.
+/// Checks that an image is complete and records its parts. An index may be incomplete, but must contain a
+/// complete image for this machine.
 fn complete(target: &Descriptor, platform: &Platform, blobs: &mut dyn Blobs) -> Result<(), ImportError> {
     let mut waiting = vec![target.clone()];
     let mut seen = HashSet::new();
@@ -367,7 +372,7 @@ fn complete(target: &Descriptor, platform: &Platform, blobs: &mut dyn Blobs) -> 
     if fits { Ok(()) } else { Err(trouble.unwrap_or(ImportError::NoImage)) }
 }
 
-/// One image for one kind of machine; the inner error says why it doesn't count.
+/// Checks one image for one platform; the inner error says why the image is unusable.
 fn manifest(
     one: &Descriptor,
     text: &[u8],

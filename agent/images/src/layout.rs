@@ -1,22 +1,22 @@
-//! The JSON of image archives: OCI's image layout (github.com/opencontainers/image-spec, image-layout.md),
-//! and docker's `manifest.json`, which older archives have alone.
+//! JSON of image archives: OCI's image layout (github.com/opencontainers/image-spec, image-layout.md), and
+//! docker's `manifest.json`, the only list in older archives.
 
 use std::collections::BTreeMap;
 
 use beelet_cri::store;
 use serde::{Deserialize, Serialize};
 
-/// The list of an archive's images.
+/// List of an archive's images.
 pub(crate) const INDEX: &str = "index.json";
 /// Docker's list of an archive's images.
 pub(crate) const DOCKER_MANIFEST: &str = "manifest.json";
-/// Says that an archive is an OCI layout.
+/// File that marks an archive as an OCI layout.
 pub(crate) const LAYOUT: &str = "oci-layout";
-/// What is in [`LAYOUT`].
+/// Content of [`LAYOUT`].
 pub(crate) const LAYOUT_TEXT: &str = r#"{"imageLayoutVersion":"1.0.0"}"#;
-/// The annotation with an image's whole name (containerd, docker, nerdctl).
+/// Annotation with an image's full name (containerd, docker, nerdctl).
 pub(crate) const IMAGE_NAME: &str = "io.containerd.image.name";
-/// The annotation with an image's name or tag (the specification; podman, skopeo).
+/// Annotation with an image's name or tag (the specification; podman, skopeo).
 pub(crate) const REFERENCE_NAME: &str = "org.opencontainers.image.ref.name";
 
 pub(crate) const OCI_INDEX: &str = "application/vnd.oci.image.index.v1+json";
@@ -25,7 +25,7 @@ pub(crate) const OCI_MANIFEST: &str = "application/vnd.oci.image.manifest.v1+jso
 pub(crate) const OCI_CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 const OCI_LAYER: &str = "application/vnd.oci.image.layer.v1.tar";
 
-/// Where a blob is and what it is.
+/// Type, digest and size of a blob.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct Descriptor {
@@ -38,7 +38,7 @@ pub(crate) struct Descriptor {
 }
 
 impl Descriptor {
-    /// Returns true if it is an index of several images, for machines of several kinds.
+    /// Returns true if the blob is an index of images for several platforms.
     pub(crate) fn is_index(&self) -> bool {
         self.media_type == OCI_INDEX || self.media_type == DOCKER_LIST
     }
@@ -66,7 +66,7 @@ impl From<store::Descriptor> for Descriptor {
     }
 }
 
-/// A list of images.
+/// List of images.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct Index {
@@ -75,7 +75,7 @@ pub(crate) struct Index {
     pub(crate) manifests: Vec<Descriptor>,
 }
 
-/// One image for one kind of machine.
+/// Image for one platform.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct Manifest {
@@ -87,7 +87,7 @@ pub(crate) struct Manifest {
     pub(crate) layers: Vec<Descriptor>,
 }
 
-/// What of an image's configuration says where it runs.
+/// Part of an image's configuration that names its platform.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub(crate) struct Platform {
     #[serde(default)]
@@ -97,7 +97,7 @@ pub(crate) struct Platform {
 }
 
 impl Platform {
-    /// This machine's.
+    /// Returns this machine's platform.
     pub(crate) fn own() -> Self {
         let architecture = match std::env::consts::ARCH {
             "x86_64" => "amd64",
@@ -117,7 +117,7 @@ impl std::fmt::Display for Platform {
     }
 }
 
-/// One image in docker's own list.
+/// Image in docker's own list.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(rename_all = "PascalCase")]
 pub(crate) struct DockerImage {
@@ -127,7 +127,7 @@ pub(crate) struct DockerImage {
     pub(crate) layers: Vec<String>,
 }
 
-/// The media type of a layer by its first bytes.
+/// Returns the media type of a layer, given its first bytes.
 pub(crate) fn layer_type(begin: &[u8]) -> String {
     let compression = match begin {
         [0x1f, 0x8b, ..] => "+gzip",
@@ -137,18 +137,18 @@ pub(crate) fn layer_type(begin: &[u8]) -> String {
     format!("{OCI_LAYER}{compression}")
 }
 
-/// Returns true if it is a digest that a file of the layout may have: `sha256:` and 64 digits.
+/// Returns true if a file of the layout may have this digest: `sha256:` and 64 digits.
 pub(crate) fn is_digest(digest: &str) -> bool {
     let hex = digest.strip_prefix("sha256:").unwrap_or_default();
     hex.len() == 64 && hex.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
 }
 
-/// The file of a blob in an archive.
+/// Returns the path of a blob in an archive.
 pub(crate) fn blob_file(digest: &str) -> String {
     format!("blobs/{}", digest.replacen(':', "/", 1))
 }
 
-/// The digest of a blob's file; None if it is another file.
+/// Returns the digest in a blob's path; None for another file.
 pub(crate) fn blob_digest(file: &str) -> Option<String> {
     let digest = file.strip_prefix("blobs/")?.replacen('/', ":", 1);
     is_digest(&digest).then_some(digest)

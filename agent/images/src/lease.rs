@@ -1,11 +1,10 @@
-//! Keeps the images that containers are about to be made from: whoever starts a container holds a lease on
-//! its image from before the image is looked up or pulled until the container exists. From then on the
-//! container itself is the use.
+//! Protects the images of containers that are about to be created. A worker holds a lease on the image from
+//! before its lookup or pull until the container exists; from then on the container itself counts as use.
 //!
 //! Garbage collection may remove an image only between [`Leases::begin_removal`] and the end of the
-//! [`Removal`], and gets none for an image that is leased; a lease on an image that is just being removed
-//! waits for the end of that. So a worker either keeps its image, or learns that it must look (and pull)
-//! again. Nothing here does any I/O.
+//! [`Removal`], and gets no removal for a leased image. A lease on an image under removal waits for its end.
+//! So a worker either keeps its image, or learns that it must look it up (and pull) again. Must never do any
+//! I/O.
 
 use std::{
     collections::HashMap,
@@ -14,7 +13,7 @@ use std::{
 
 use tokio::sync::Notify;
 
-/// All leases of a node; clones share them.
+/// Leases of a node; clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Leases {
     shared: Arc<Shared>,
@@ -28,16 +27,16 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    /// How many hold each name or id.
+    /// Number of leases per name or id.
     held: HashMap<String, usize>,
-    /// What each removal under way is of.
+    /// Names per removal under way.
     removing: HashMap<u64, Vec<String>>,
-    /// Removals that have begun.
+    /// Number of removals begun.
     begun: u64,
 }
 
 impl State {
-    fn is_going(&self, key: &String) -> bool {
+    fn is_being_removed(&self, key: &String) -> bool {
         self.removing.values().any(|keys| keys.contains(key))
     }
 
@@ -46,16 +45,16 @@ impl State {
     }
 }
 
-/// As long as it lives, the image stays.
+/// Guard that protects an image from removal.
 #[derive(Debug)]
 pub struct Lease {
     leases: Leases,
     keys: Vec<String>,
-    /// Removals that had begun when the name was leased.
+    /// Number of removals begun when the name was leased.
     begun: u64,
 }
 
-/// As long as it lives, nobody gets a lease on the image.
+/// Guard that keeps an image from being leased.
 #[derive(Debug)]
 pub struct Removal {
     leases: Leases,
@@ -63,15 +62,15 @@ pub struct Removal {
 }
 
 impl Leases {
-    /// Leases the image of this name, digest or id, whether it is on the node or not. Waits while that one is
-    /// removed.
+    /// Leases the image with this name, digest or id, whether or not it is on the node. Waits for the end of
+    /// a removal of that image.
     pub async fn acquire(&self, name: &str) -> Lease {
         let key = full_name(name);
         let begun = self.hold(&key).await.0;
         Lease { leases: self.clone(), keys: vec![key], begun }
     }
 
-    /// Lets an image be removed that is known by `names` (its id, tags and digests); None if any of them is
+    /// Begins the removal of the image with `names` (its id, tags and digests); None if any of them is
     /// leased.
     pub(crate) fn begin_removal<'n>(&self, names: impl IntoIterator<Item = &'n str>) -> Option<Removal> {
         let keys: Vec<String> = names.into_iter().map(full_name).collect();
@@ -91,15 +90,16 @@ impl Leases {
         names.into_iter().any(|name| state.held.contains_key(&full_name(name)))
     }
 
-    /// How many removals had begun when `key` was held, and whether one of it had to be waited for.
+    /// Holds `key`, after any removal of it. Returns the number of removals begun, and true if it waited for
+    /// one.
     async fn hold(&self, key: &String) -> (u64, bool) {
         let mut waited = false;
         loop {
-            // Asked for before looking: the end of a removal in between is not missed.
+            // Created before the check, so that the end of a removal in between is not missed.
             let ended = self.shared.ended.notified();
             {
                 let mut state = self.state();
-                if !state.is_going(key) {
+                if !state.is_being_removed(key) {
                     state.hold(key);
                     return (state.begun, waited);
                 }
@@ -109,16 +109,16 @@ impl Leases {
         }
     }
 
-    /// Never held across an await.
+    /// Locks the state; never hold the guard across an await.
     fn state(&self) -> MutexGuard<'_, State> {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Lease {
-    /// Extends the lease to the id that the name turned out to mean. False if something was removed
-    /// meanwhile, so that the image may be gone: it must be looked up again.
-    #[must_use = "where it is false the image may be gone"]
+    /// Extends the lease to the id that the name resolved to. Returns false if there was a removal in the
+    /// meantime: the image may be missing and must be looked up again.
+    #[must_use = "if false, the image may be missing"]
     pub async fn extend(&mut self, id: &str) -> bool {
         let key = full_name(id);
         let (begun, waited) = self.leases.hold(&key).await;
@@ -150,8 +150,9 @@ impl Drop for Removal {
     }
 }
 
-/// A name as every runtime lists it: `busybox` is `docker.io/library/busybox:latest`
-/// (github.com/distribution/reference, `ParseNormalizedNamed` and `TagNameOnly`). An id stays as it is.
+/// Completes a name as every runtime lists it: `busybox` is `docker.io/library/busybox:latest`
+/// (github.com/distribution/reference, `ParseNormalizedNamed` and `TagNameOnly`). An id is returned
+/// unchanged.
 #[must_use]
 pub fn full_name(name: &str) -> String {
     if name.starts_with("sha256:") {
@@ -165,7 +166,7 @@ pub fn full_name(name: &str) -> String {
         (false, true) => format!("docker.io/{name}"),
         (false, false) => format!("docker.io/library/{name}"),
     };
-    // With a digest a tag says nothing more.
+    // A digest makes the tag redundant.
     if let Some((path, digest)) = hosted.split_once('@') {
         return format!("{}@{digest}", without_tag(path));
     }
@@ -237,13 +238,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_removal_between_name_and_id_is_told() {
+    async fn a_removal_between_name_and_id_is_reported() {
         let leases = Leases::default();
         let mut lease = leases.acquire("app:2").await;
-        // The same image under another name: nobody knew that app:2 means it.
+        // A removal of the same image under another name, before app:2 was resolved to it.
         drop(leases.begin_removal(["sha256:1", "docker.io/library/app:1"]).unwrap());
-        assert!(!lease.extend("sha256:1").await, "it may be gone");
-        assert!(lease.extend("sha256:1").await, "looked up again, it stays");
+        assert!(!lease.extend("sha256:1").await, "the image may be missing");
+        assert!(lease.extend("sha256:1").await, "the second lookup holds the image");
         assert!(leases.begin_removal(["sha256:1"]).is_none());
     }
 }

@@ -1,9 +1,9 @@
-//! The images on this node: getting them here, which are in use, which may go, and when.
+//! Images of this node: pulls, import and export, use, and garbage collection of images and dead containers.
 //!
-//! Everything goes through the container runtime: nothing here touches its storage. Must never remove an
-//! image that a container has, is about to have ([`lease`]), or that is mounted as a volume.
+//! All operations go through the container runtime; its storage is never touched directly. Must never remove
+//! an image that a container has, is about to have ([`lease`]), or that is mounted as a volume.
 
-// A test hands its literals over.
+// Test helpers take literals by value.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
 pub mod access;

@@ -1,4 +1,4 @@
-//! What the images' half tells of itself.
+//! Metrics of image garbage collection and credential providers.
 
 use std::time::Duration;
 
@@ -46,7 +46,7 @@ impl Default for Metrics {
     }
 }
 
-/// The bounds are Prometheus' own.
+/// Uses the default buckets of Prometheus.
 fn asked() -> Histogram {
     Histogram::new([0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0])
 }
@@ -61,33 +61,33 @@ impl Metrics {
         );
         registry.register(
             "beelet_image_gc_freed_bytes_total",
-            "Space that garbage collection of images freed, as measured on their file system",
+            "Bytes freed by image garbage collection, measured on the file system of images",
             self.freed_bytes.clone(),
         );
         registry.register(
             "beelet_image_gc_failures_total",
-            "Garbage collections of images that did not do what they were to",
+            "Image garbage collections that failed",
             self.failures.clone(),
         );
         registry.register("beelet_images", "Images on this node", self.images.clone());
         registry.register(
             "beelet_images_bytes",
-            "What the runtime says the images take; layers shared by several count for each",
+            "Total size of images as reported by the runtime; a shared layer counts once per image",
             self.bytes.clone(),
         );
         registry.register(
             "kubelet_credential_provider_plugin_duration",
-            "How long a credential provider took to answer, in seconds",
+            "Duration of credential provider calls in seconds",
             self.asked.clone(),
         );
         registry.register(
             "kubelet_credential_provider_plugin_errors",
-            "Questions that a credential provider did not answer",
+            "Credential provider calls that failed",
             self.unanswered.clone(),
         );
     }
 
-    /// A credential provider was asked.
+    /// Records a call to a credential provider.
     pub(super) fn asked(&self, provider: &str, took: Duration, failed: bool) {
         let label = ProviderLabel { plugin_name: provider.to_owned() };
         self.asked.get_or_create(&label).observe(took.as_secs_f64());

@@ -1,8 +1,9 @@
-//! Gets images as their pull policy says: a bounded number at a time, at a bounded rate, one image once. An
-//! image that is here is for those who may use it ([`access`](super::access)); others pull it again.
+//! Pulls images as their pull policy says: within a limit of parallel pulls and a rate limit, and each image
+//! once at a time. A pod uses an image on the node if it may ([`access`](super::access)), and pulls it again
+//! otherwise.
 //!
-//! How long a pod waits after a pull that failed is its worker's business (`ErrImagePull`, then
-//! `ImagePullBackOff`, 10 s doubling to 300 s). Nobody else may pull.
+//! The pod's worker decides how long to wait after a failed pull (`ErrImagePull`, then `ImagePullBackOff`, 10
+//! s doubling to 300 s). No other part may pull.
 
 use std::collections::HashMap;
 use std::future::ready;
@@ -26,14 +27,14 @@ use beelet_cri::{Error, Runtime};
 use beelet_model::pod::ImageUser;
 use beelet_policy::images::credentials::OfPod;
 
-/// How pulls are limited.
+/// Limits of pulls.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
-    /// Pulls at a time; None: as many as are asked for.
+    /// Maximum number of parallel pulls; None: unlimited.
     pub parallel: Option<usize>,
-    /// Pulls per second, on average; 0: as many as are asked for.
+    /// Average pulls per second; 0: unlimited.
     pub per_second: f64,
-    /// Pulls that may begin at once after a quiet time.
+    /// Pulls that may start at once after an idle period.
     pub burst: u32,
 }
 
@@ -43,10 +44,10 @@ impl Default for Limits {
     }
 }
 
-/// An image that is here.
+/// Image on the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Image {
-    /// As the runtime identifies it.
+    /// The runtime's id.
     pub id: String,
     /// User and group that it runs as.
     pub user: ImageUser,
@@ -54,7 +55,7 @@ pub struct Image {
     pub size: u64,
 }
 
-/// An image that a pod wants.
+/// Request of a pod for an image.
 pub struct Wanted<'a> {
     /// Its name.
     pub image: &'a str,
@@ -62,25 +63,25 @@ pub struct Wanted<'a> {
     pub policy: &'a str,
     /// The sandbox of the pod.
     pub sandbox: &'a cri::PodSandboxConfig,
-    /// The pod's secrets for registries, those that there are.
+    /// The pod's existing image pull secrets.
     pub secrets: Vec<&'a Secret>,
     /// The pod's service account; empty if it has none.
     pub service_account: &'a str,
-    /// Is told how it goes.
+    /// Receives the progress.
     pub tell: &'a (dyn Fn(Progress<'_>) + Send + Sync),
 }
 
-/// How getting an image goes.
+/// Progress of a request for an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress<'a> {
-    /// It is here, and the pod may use it.
+    /// The image is on the node, and the pod may use it.
     Here,
-    /// It is to be pulled.
+    /// The image is about to be pulled.
     Pulling,
-    /// It was pulled: how long the pull took, how long it took with waiting for its turn, and its size in
-    /// bytes.
+    /// The image was pulled: duration of the pull, duration including the wait for its turn, and the image's
+    /// size in bytes.
     Pulled(Duration, Duration, u64),
-    /// It could not be pulled, and why.
+    /// The pull failed, with the cause.
     Failed(&'a str),
 }
 
@@ -96,13 +97,13 @@ impl Wanted<'_> {
     }
 }
 
-/// Why there is no image for a container.
+/// Error that leaves a container without an image.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct PullError {
-    /// The word that the pod's status shows.
+    /// Reason in the pod's status.
     pub reason: &'static str,
-    /// A sentence.
+    /// Message in the pod's status.
     pub message: String,
     transient: bool,
 }
@@ -116,42 +117,43 @@ impl PullError {
         Self { reason, message: error.to_string(), transient: error.is_transient() }
     }
 
-    /// Of a pull; runtimes begin with these words where they know more (`evalCRIPullErr`).
+    /// Returns the error of a pull. Runtimes begin their message with one of these words if they know more
+    /// (`evalCRIPullErr`).
     fn of_pull(error: &Error) -> Self {
         let known = ["RegistryUnavailable", "SignatureValidationFailed"];
         let reason = known.into_iter().find(|known| error.message.starts_with(known));
         Self::of_runtime(reason.unwrap_or("ErrImagePull"), error)
     }
 
-    /// Returns true if the runtime wasn't there or gave no answer: nothing is known against the image.
+    /// Returns true if the runtime was unavailable or did not answer, so that the image may be fine.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         self.transient
     }
 }
 
-/// What a pull, or a share in one, came to.
+/// Result of a pull, own or shared.
 #[derive(Clone, Debug)]
 struct Fetched {
     id: String,
-    /// How long the pull took; None: somebody else's had ended meanwhile.
+    /// Duration of the pull; None: another one had completed in the meantime.
     took: Option<Duration>,
 }
 
 type Pulled = Result<Fetched, Error>;
-/// By image, and whether it is pulled though it may be here.
+/// Pulls under way, by image and freshness.
 type UnderWay = HashMap<(String, Freshness), WeakShared<BoxFuture<'static, Pulled>>>;
 
-/// When an image is pulled.
+/// Condition of a pull.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Freshness {
-    /// Whatever is here.
+    /// Pull even if the image is on the node.
     Always,
-    /// Unless it has come since it was looked for.
+    /// Pull unless the image has arrived since it was looked up.
     IfAbsent,
 }
 
-/// Pulls images, within [`Limits`], and each once at a time.
+/// Pulls images within [`Limits`], each once at a time.
 #[derive(Debug)]
 pub struct Puller {
     runtime: Runtime,
@@ -163,7 +165,7 @@ pub struct Puller {
 }
 
 impl Puller {
-    /// A puller with these limits, for whom the node's keys open registries.
+    /// Creates a puller with these limits and the node's credentials.
     pub fn new(runtime: Runtime, limits: Limits, keys: Keys, access: Arc<Access>) -> Self {
         let slots = limits.parallel.unwrap_or(Semaphore::MAX_PERMITS).clamp(1, Semaphore::MAX_PERMITS);
         Self {
@@ -176,18 +178,18 @@ impl Puller {
         }
     }
 
-    /// What was pulled with what.
+    /// Records of the credentials that images were pulled with.
     #[must_use]
     pub fn access(&self) -> &Arc<Access> {
         &self.access
     }
 
-    /// The image, pulled if its policy says so, or if the pod may not use the one that is here. Credentials
-    /// are tried in their order; none at all is tried where there are none. Dropped, it gives up, unless
-    /// others wait for the same pull.
+    /// Returns the image, pulled if its policy says so or if the pod may not use the one on the node.
+    /// Credentials are tried in order; without any, the pull is anonymous. A dropped call stops its pull
+    /// unless others wait for it.
     ///
     /// # Errors
-    /// With the word for the pod's status, as users know it from the kubelet.
+    /// The reason is for the pod's status, as users know it from the kubelet.
     pub async fn image(&self, wanted: &Wanted<'_>) -> Result<Image, PullError> {
         let Wanted { image, policy, .. } = *wanted;
         if let Err(why) = reference::parse(image) {
@@ -201,10 +203,10 @@ impl Puller {
                     (wanted.tell)(Progress::Here);
                     return Ok(here);
                 }
-                // Told as if it were not here: whether it is, is not this pod's to know.
+                // Reported as missing in either case: the pod must not learn that the image is on the node.
                 _ if policy == "Never" => {
                     let message = format!(
-                        "image {image} is not present with pull policy of Never: import it, or let it be pulled"
+                        "image {image} is not present with pull policy of Never: import the image, or change `imagePullPolicy`"
                     );
                     return Err(PullError::new("ErrImageNeverPull", message));
                 }
@@ -215,7 +217,7 @@ impl Puller {
         self.fetch(wanted, freshness, &credentials).await
     }
 
-    /// Pulls it, with the credentials that the pod has.
+    /// Pulls the image with the pod's credentials.
     async fn fetch(
         &self,
         wanted: &Wanted<'_>,
@@ -234,7 +236,7 @@ impl Puller {
             let unfinished = Unfinished { access: Some(Arc::clone(&self.access)), image };
             let pull = self.pull(image, freshness, credentials, wanted.sandbox);
             let (fetched, used) = pull.await.inspect_err(|error| tell(Progress::Failed(&error.message)))?;
-            // What the runtime calls the image is known; who it runs as is not.
+            // After a pull the runtime's id of the image is known even if its status (user, size) is not.
             let status = self.status(&fetched.id).await?;
             let here = status.unwrap_or_else(|| Image {
                 id: fetched.id.clone(),
@@ -248,7 +250,7 @@ impl Puller {
                     tell(Progress::Pulled(took, began.elapsed(), here.size));
                     return Ok(here);
                 }
-                // Somebody else pulled it meanwhile, as somebody else.
+                // Another request pulled the image in the meantime, with other credentials.
                 None if self.is_granted_to(image, &here.id, credentials).await => {
                     tell(Progress::Here);
                     return Ok(here);
@@ -258,15 +260,14 @@ impl Puller {
         }
     }
 
-    /// The same, and nobody removes it as long as the lease lives: it begins before the image is looked for.
+    /// Returns the image with a lease, acquired before the lookup, that protects it from removal.
     ///
     /// # Errors
     /// As for [`Puller::image`].
     pub async fn leased(&self, leases: &Leases, wanted: &Wanted<'_>) -> Result<(Image, Lease), PullError> {
         let mut lease = leases.acquire(wanted.image).await;
         let mut found = self.image(wanted).await?;
-        // An image that was removed just now, under another of its names, is looked for once more; this time
-        // it is held.
+        // An image just removed under another of its names is looked up once more, now under the lease.
         if !lease.extend(&found.id).await {
             found = self.image(wanted).await?;
             let _ = lease.extend(&found.id).await;
@@ -274,20 +275,20 @@ impl Puller {
         Ok((found, lease))
     }
 
-    /// What the pod has for the image, looked for once.
+    /// Returns the pod's credentials for the image, searched once.
     async fn credentials<'c>(
         &self,
         wanted: &Wanted<'_>,
         known: &'c OnceCell<Vec<Credential>>,
     ) -> Result<&'c [Credential], PullError> {
-        let look = || async {
+        let find = || async {
             let found = self.keys.of(wanted.image, &wanted.secrets, &wanted.asker()).await;
             found.map_err(|error| PullError::new("ErrImagePull", error.to_string()))
         };
-        known.get_or_try_init(look).await.map(Vec::as_slice)
+        known.get_or_try_init(find).await.map(Vec::as_slice)
     }
 
-    /// Whether the pod may use the image that is here.
+    /// Returns true if the pod may use the image on the node.
     async fn is_granted(
         &self,
         wanted: &Wanted<'_>,
@@ -322,7 +323,7 @@ impl Puller {
         }))
     }
 
-    /// Tries the credentials one after the other; which of them it was.
+    /// Tries the credentials in order; returns the ones that worked.
     async fn pull<'c>(
         &self,
         image: &str,
@@ -345,8 +346,8 @@ impl Puller {
         ))
     }
 
-    /// One pull, or a share in one that is under way. Those with credentials are never shared: what one pod
-    /// may have must not come to another by accident.
+    /// Starts a pull or joins one under way. Pulls with credentials are never shared: a pod must not get
+    /// another pod's image by accident.
     fn pull_once(
         &self,
         image: &str,
@@ -357,7 +358,7 @@ impl Puller {
         let is_shared = auth.is_none();
         let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
         under_way.retain(|_, pull| pull.upgrade().is_some_and(|pull| pull.peek().is_none()));
-        // One that is pulled in any case is fresh enough for everybody.
+        // An unconditional pull is fresh enough for all requests.
         let fit = [Freshness::Always, freshness].map(|freshness| (image.to_owned(), freshness));
         let mut shared = fit.iter().filter(|_| is_shared).filter_map(|pull| under_way.get(pull)?.upgrade());
         if let Some(pull) = shared.next() {
@@ -380,7 +381,7 @@ impl Puller {
     }
 }
 
-/// A pull that waits for its turn.
+/// Pulls an image when the limits allow.
 async fn limited(
     runtime: Runtime,
     slots: Arc<Semaphore>,
@@ -392,31 +393,31 @@ async fn limited(
 ) -> Pulled {
     // The semaphore is never closed.
     let _slot = slots.acquire_owned().await.ok();
-    // Another pull of it may have ended since the pod looked for it.
+    // Another pull of the image may have completed since the pod looked it up.
     if freshness == Freshness::IfAbsent
         && let Ok(Some(here)) = runtime.image_status(&image).await
     {
         return Ok(Fetched { id: here.id, took: None });
     }
-    let start_at = bucket.lock().unwrap_or_else(PoisonError::into_inner).take(Instant::now());
+    let start_at = bucket.lock().unwrap_or_else(PoisonError::into_inner).reserve(Instant::now());
     tokio::time::sleep_until(start_at).await;
     let started = Instant::now();
     let pulled = runtime.pull_image(&image, auth, &sandbox).await;
     let took = started.elapsed();
     pulled.map(|id| {
-        tracing::info!(image, seconds = took.as_secs_f32(), "image pulled");
+        tracing::info!(image, seconds = took.as_secs_f32(), "pulled an image");
         Fetched { id, took: Some(took) }
     })
 }
 
-/// A pull that is recorded as under way. Dropped unfinished, it is recorded as failed.
+/// Record of a pull under way. Dropping it before `finish` records a failure.
 struct Unfinished<'a> {
     access: Option<Arc<Access>>,
     image: &'a str,
 }
 
 impl Unfinished<'_> {
-    /// What it brought is recorded elsewhere.
+    /// Disarms the guard: the caller records the result.
     fn finish(mut self) {
         self.access = None;
     }
@@ -431,12 +432,12 @@ impl Drop for Unfinished<'_> {
     }
 }
 
-/// A token bucket: a token for each pull, filled at a rate, up to the burst.
+/// Token bucket with one token per pull, filled at a rate up to the burst.
 #[derive(Debug)]
 struct Bucket {
     period: Duration,
     burst: u32,
-    /// When the bucket was or will be empty: tokens are periods that have gone by since.
+    /// Time at which the bucket was or will be empty: the tokens are the periods elapsed since.
     empty_at: Instant,
 }
 
@@ -450,8 +451,8 @@ impl Bucket {
         Self { period, burst, empty_at: now.checked_sub(period * burst).unwrap_or(now) }
     }
 
-    /// Takes a token; when it may be used.
-    fn take(&mut self, now: Instant) -> Instant {
+    /// Takes a token; returns the time from which it may be used.
+    fn reserve(&mut self, now: Instant) -> Instant {
         let full = now.checked_sub(self.period * self.burst).unwrap_or(now);
         self.empty_at = self.empty_at.max(full).after(self.period);
         self.empty_at.max(now)
@@ -467,11 +468,11 @@ mod tests {
         let start = Instant::now() + Duration::from_secs(1000);
         let mut bucket = Bucket::new(Limits { parallel: None, per_second: 2.0, burst: 3 }, start);
         let mut waits = |at: Duration, times: usize| -> Vec<u128> {
-            (0..times).map(|_| (bucket.take(start + at) - (start + at)).as_millis()).collect()
+            (0..times).map(|_| (bucket.reserve(start + at) - (start + at)).as_millis()).collect()
         };
         assert_eq!(waits(Duration::ZERO, 5), [0, 0, 0, 500, 1000]);
         assert_eq!(waits(Duration::from_secs(1), 1), [500]);
-        // However long it was quiet, the burst is all there is.
+        // However long the idle period, the burst is the limit.
         assert_eq!(waits(Duration::from_secs(3600), 4), [0, 0, 0, 500]);
     }
 
@@ -479,6 +480,6 @@ mod tests {
     fn a_rate_of_nothing_is_no_limit() {
         let now = Instant::now();
         let mut bucket = Bucket::new(Limits { parallel: None, per_second: 0.0, burst: 1 }, now);
-        assert!((0..100).all(|_| bucket.take(now) == now));
+        assert!((0..100).all(|_| bucket.reserve(now) == now));
     }
 }

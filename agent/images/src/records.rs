@@ -1,5 +1,5 @@
-//! When each image was first seen and last used, over restarts of the agent: an image's age must not begin
-//! anew with it.
+//! Durable record of the time at which each image was first seen and last used, so that a restart of the
+//! agent does not reset image ages.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -11,21 +11,21 @@ use tracing::warn;
 use beelet_base::blocking::blocking;
 use beelet_state::{Loaded, State, StateError};
 
-/// The name of the durable record.
+/// Name of the durable record.
 const NAME: &str = "images";
 
-/// The durable record of image ages.
+/// Durable record of image ages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ImageRecords {
-    /// When images were first looked at on this machine; None: never yet.
+    /// Time of the first scan on this machine; None: never.
     pub(super) began: Option<Timestamp>,
-    /// By id.
+    /// Records by image id.
     pub(super) images: BTreeMap<String, ImageRecord>,
 }
 
 impl ImageRecords {
-    /// All times in it.
+    /// Returns all times in the record.
     pub(super) fn times(&mut self) -> impl Iterator<Item = &mut Timestamp> {
         let of_images = self.images.values_mut().flat_map(|record| {
             let ImageRecord { first_detected, last_used, .. } = record;
@@ -35,18 +35,18 @@ impl ImageRecords {
     }
 }
 
-/// Reads what an earlier instance knew. Without it every image is as if it were seen for the first time.
+/// Reads the record of an earlier instance. Without a record every image counts as new.
 pub(super) async fn load(state: &Arc<State>) -> ImageRecords {
     let state = Arc::clone(state);
     match blocking("reading the record of image ages", move || state.load::<ImageRecords>(NAME)).await {
         Ok(Loaded::Value { value, .. }) => value,
         Ok(Loaded::Absent) => ImageRecords::default(),
         Ok(Loaded::Quarantined { moved_to, reason }) => {
-            warn!(?moved_to, %reason, "the record of image ages was damaged and set aside; ages begin anew");
+            warn!(?moved_to, %reason, "moved the damaged record of image ages aside; image ages restart");
             ImageRecords::default()
         }
         Err(error) => {
-            warn!(%error, "cannot read the record of image ages; ages begin anew");
+            warn!(%error, "cannot read the record of image ages; image ages restart");
             ImageRecords::default()
         }
     }

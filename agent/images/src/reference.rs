@@ -1,43 +1,43 @@
 //! The grammar of image names (github.com/distribution/reference): `[host[:port]/]path[:tag][@digest]`.
 
-/// Longest name without tag and digest.
+/// Maximum length of a name without tag and digest.
 const NAME_MAX: usize = 255;
-/// Longest tag.
+/// Maximum length of a tag.
 const TAG_MAX: usize = 128;
 
-/// The parts of an image's name as they are written.
+/// Parts of an image's name as written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reference<'a> {
-    /// Host and port, where the name begins with them.
+    /// Host and port, if the name begins with them.
     pub host: Option<&'a str>,
     /// The repository in the registry.
     pub path: &'a str,
 }
 
-/// Why a text is no image's name: the rest of a sentence that begins with the name.
+/// Fault of an image name. The text completes a sentence that begins with the name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotAReference {
-    /// What follows `@`.
-    #[error("has a digest that is none, such as sha256:<64 hexadecimal digits>")]
+    /// The text after `@`.
+    #[error("has an invalid digest, expected e.g. sha256:<64 hexadecimal digits>")]
     Digest,
-    /// What follows the last colon.
-    #[error("has a tag that is none: up to {TAG_MAX} of letters, digits, '_', '.' and '-'")]
+    /// The text after the last colon.
+    #[error("has an invalid tag, expected up to {TAG_MAX} of letters, digits, '_', '.' and '-'")]
     Tag,
-    /// What stands before the first slash.
-    #[error("has a registry that is no host name, nor one with a port")]
+    /// The text before the first slash.
+    #[error("has an invalid registry, expected a host name with an optional port")]
     Registry,
-    /// The rest.
+    /// The repository.
     #[error(
-        "has a path that is none: up to {NAME_MAX} of a-z, 0-9, '.', '_', '-' and '/', no capital letters, each part \
+        "has an invalid path, expected up to {NAME_MAX} of a-z, 0-9, '.', '_', '-' and '/', no capital letters, each part \
          beginning and ending with a letter or digit"
     )]
     Path,
 }
 
-/// Reads an image's name.
+/// Parses an image's name.
 ///
 /// # Errors
-/// It is none.
+/// The name is invalid.
 pub fn parse(image: &str) -> Result<Reference<'_>, NotAReference> {
     let (rest, digest) = match image.split_once('@') {
         Some((rest, digest)) => (rest, Some(digest)),
@@ -68,7 +68,7 @@ pub fn parse(image: &str) -> Result<Reference<'_>, NotAReference> {
     Ok(Reference { host, path })
 }
 
-/// An image's name as it is written, without tag and digest.
+/// Returns an image's name as written, without tag and digest.
 #[must_use]
 pub fn repository(image: &str) -> &str {
     let name = image.split_once('@').map_or(image, |(name, _)| name);
@@ -77,7 +77,8 @@ pub fn repository(image: &str) -> &str {
     &name[..tag]
 }
 
-/// The same with its registry: `busybox` is `docker.io/library/busybox`.
+/// Returns an image's name with its registry, without tag and digest: `busybox` is
+/// `docker.io/library/busybox`.
 #[must_use]
 pub fn normalized(image: &str) -> String {
     let repository = repository(image);
@@ -89,10 +90,11 @@ pub fn normalized(image: &str) -> String {
     }
 }
 
-/// An image's whole name, as runtimes keep it: with docker's registry where it names none, and with a tag.
+/// Returns an image's full name, as runtimes store it: with docker's registry if the name has none, and with
+/// a tag.
 ///
 /// # Errors
-/// It is none.
+/// The name is invalid.
 pub fn whole(image: &str) -> Result<String, NotAReference> {
     let parsed = parse(image)?;
     let rest = image.strip_prefix(parsed.host.unwrap_or_default()).unwrap_or(image).trim_start_matches('/');
@@ -202,25 +204,25 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_none() {
+    fn invalid_names_are_refused() {
         let check = |image: &str, part: &str| {
             let error = parse(image).unwrap_err().to_string();
             assert!(error.contains(part), "{image}: {error}");
         };
         check("Busybox", "no capital letters");
-        check("", "has a path");
-        check("a//b", "has a path");
-        check("/app", "has a path");
-        check("app/", "has a path");
-        check("a___b", "has a path");
-        check("a._b", "has a path");
-        check("app:", "has a tag");
-        check("app:.x", "has a tag");
-        check(&format!("app:{}", "x".repeat(129)), "has a tag");
-        check("app@sha256:12", "has a digest");
-        check("app@", "has a digest");
-        check("a..b.c/app", "has a registry");
-        check("host:port/app", "has a registry");
-        check(&format!("a/{}", "b".repeat(254)), "has a path");
+        check("", "has an invalid path");
+        check("a//b", "has an invalid path");
+        check("/app", "has an invalid path");
+        check("app/", "has an invalid path");
+        check("a___b", "has an invalid path");
+        check("a._b", "has an invalid path");
+        check("app:", "has an invalid tag");
+        check("app:.x", "has an invalid tag");
+        check(&format!("app:{}", "x".repeat(129)), "has an invalid tag");
+        check("app@sha256:12", "has an invalid digest");
+        check("app@", "has an invalid digest");
+        check("a..b.c/app", "has an invalid registry");
+        check("host:port/app", "has an invalid registry");
+        check(&format!("a/{}", "b".repeat(254)), "has an invalid path");
     }
 }

@@ -1,5 +1,5 @@
-//! Which images are in use: by any container that the runtime has, ours or not, dead ones included; by a
-//! pod's volume; by the sandboxes.
+//! Finds the images in use: by any container of the runtime, with or without beelet's label, dead ones
+//! included; by a pod's volume; by the sandboxes.
 
 use std::collections::HashSet;
 
@@ -14,8 +14,8 @@ use beelet_model::table::PodTable;
 pub(super) struct Usage(HashSet<String>);
 
 impl Usage {
-    /// Asks the runtime, and looks at the pods' volumes.
-    pub(super) async fn look(
+    /// Queries the runtime and the pods' volumes.
+    pub(super) async fn query(
         runtime: &Runtime,
         table: &PodTable,
         sandbox_image: Option<&str>,
@@ -32,19 +32,19 @@ impl Usage {
         Ok(Self(used))
     }
 
-    /// Returns true if it has the image under any of its names.
+    /// Returns true if the image is in use under any of its names.
     pub(super) fn has(&self, image: &cri::Image) -> bool {
         names(image).any(|name| self.0.contains(&full_name(name)))
     }
 }
 
-/// An image's id, tags and digests.
+/// Returns an image's id, tags and digests.
 pub(super) fn names(image: &cri::Image) -> impl Iterator<Item = &str> {
     let others = image.repo_tags.iter().chain(&image.repo_digests).map(String::as_str);
     std::iter::once(image.id.as_str()).chain(others)
 }
 
-/// The images that pods mount as volumes (KEP-4639).
+/// Returns the images that pods mount as volumes (KEP-4639).
 fn volume_images(table: &PodTable) -> impl Iterator<Item = &str> {
     let here = table.pods.values().filter(|entry| !entry.is_gone());
     let volumes = here.flat_map(|entry| entry.pod.spec.iter().flat_map(|spec| spec.volumes.iter().flatten()));

@@ -1,6 +1,5 @@
-//! Who asks, and whether they may: client certificates, bearer tokens, anonymity by configuration; then the
-//! right that a request needs. The API server's word is kept as long as the configuration says, the kubelet's
-//! times by default.
+//! Authentication by client certificates, bearer tokens or configured anonymity, and authorization of each
+//! request. Verdicts of the API server are cached for the configured times, which default to the kubelet's.
 //!
 //! Sources: BuildAuth in cmd/kubelet/app/auth.go, DelegatingAuthenticatorConfig and webhook authorizer of
 //! apiserver.
@@ -24,20 +23,20 @@ use crate::identity::{AUTHENTICATED, anonymous, user_of};
 use crate::tls::Clients;
 use crate::turns::{For, Turns};
 
-/// Most verdicts that are kept of each kind.
+/// Maximum cached verdicts of each kind.
 const VERDICTS: usize = 8192;
-/// Bytes of a user from which on nothing is kept of them.
+/// Size in bytes from which a user's verdicts are not cached.
 const LARGE_USER: usize = 10_000;
-/// How long a review may take, the wait for its turn included.
+/// Maximum time for a review, including the wait for a turn.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The API server's answers to what isn't known here. Without them no token is known, and the API server
-/// allows nothing.
+/// The API server's reviews of unknown tokens and users. Without them all tokens are unknown, and the API
+/// server allows no request.
 #[derive(Clone, Default)]
 pub struct Reviewers {
-    /// Knows the user of a bearer token.
+    /// Reviews bearer tokens.
     pub tokens: Option<Arc<dyn TokenReviewer>>,
-    /// Knows what a user may do.
+    /// Reviews access rights.
     pub access: Option<Arc<dyn AccessReviewer>>,
 }
 
@@ -47,25 +46,25 @@ impl std::fmt::Debug for Reviewers {
     }
 }
 
-/// Why a request is not answered.
+/// Reason why a request is rejected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// Nobody known asks.
+    /// The client is unknown.
     Unauthorized(String),
-    /// Somebody asks who may not.
+    /// The user lacks the right.
     Forbidden(String),
-    /// Nobody can say whether they may.
+    /// The right cannot be determined.
     Undecided(String),
-    /// They may, and there is no room for them.
+    /// The user has the right, but the connection limit is reached.
     Crowded,
 }
 
 impl Refusal {
-    /// For the log.
+    /// Returns the cause for the log.
     pub(crate) fn cause(&self) -> &str {
         match self {
             Self::Unauthorized(cause) | Self::Forbidden(cause) | Self::Undecided(cause) => cause,
-            Self::Crowded => "there are too many connections",
+            Self::Crowded => "too many connections",
         }
     }
 }
@@ -73,14 +72,14 @@ impl Refusal {
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
         match self {
-            // What was wrong with the credentials is for the log alone.
+            // The error in the credentials is only logged.
             Self::Unauthorized(_) => (StatusCode::UNAUTHORIZED, "Unauthorized\n").into_response(),
             Self::Forbidden(cause) => (StatusCode::FORBIDDEN, format!("{cause}\n")).into_response(),
             Self::Undecided(cause) => {
                 (StatusCode::INTERNAL_SERVER_ERROR, format!("{cause}\n")).into_response()
             }
             Self::Crowded => {
-                let sentence = "there are too many connections already: end some, or try again later\n";
+                let sentence = "too many connections: close some, or try again later\n";
                 (StatusCode::SERVICE_UNAVAILABLE, sentence).into_response()
             }
         }
@@ -92,7 +91,8 @@ pub(crate) struct Auth {
     anonymous: bool,
     token_ttl: Option<Duration>,
     authorization: Authorization,
-    /// The users of tokens, and tokens that are nobody's: any number of these takes no room from those.
+    /// Users of known tokens, and unknown tokens: separate caches, so that unknown tokens cannot displace
+    /// users.
     known: Cache<[u8; 32], User>,
     strange: Cache<[u8; 32], ()>,
     verdicts: Cache<(User, Access), bool>,
@@ -126,23 +126,22 @@ impl Auth {
             match clients.verify_client_cert(own, others, UnixTime::now()) {
                 Ok(_) => match user_of(own) {
                     Some(user) => return Ok(user),
-                    None => trouble = Some("the client's certificate names nobody".to_owned()),
+                    None => trouble = Some("the client's certificate has no user name".to_owned()),
                 },
                 Err(error) => trouble = Some(format!("the client's certificate: {error}")),
             }
         }
-        // Where tokens are not reviewed, nobody can say that one is wrong: as under the kubelet it counts for
-        // nothing.
+        // Without reviews a token cannot be rejected and is ignored, as in the kubelet.
         let counts = self.token_ttl.is_some() || !self.anonymous;
         if let Some(token) = bearer_token(headers).filter(|_| counts) {
             match self.user_of_token(token, source).await {
                 Ok(Some(user)) => return Ok(user),
-                Ok(None) => trouble = Some("the bearer token is nobody's".to_owned()),
+                Ok(None) => trouble = Some("unknown bearer token".to_owned()),
                 Err(error) => trouble = Some(format!("the bearer token: {error}")),
             }
         }
         match trouble {
-            // Credentials that are wrong are not the same as none.
+            // Invalid credentials differ from missing ones.
             Some(trouble) => Err(Refusal::Unauthorized(trouble)),
             None if self.anonymous => Ok(anonymous()),
             None => Err(Refusal::Unauthorized("no credentials".to_owned())),
@@ -163,17 +162,17 @@ impl Auth {
         let who = if self.known.last(&key).is_some() { For::Known } else { For::Stranger(source) };
         let Some(mut user) = self.in_turn(who, reviewer.review(token)).await? else {
             self.known.forget(&key);
-            self.strange.put(key, (), ttl);
+            self.strange.insert(key, (), ttl);
             return Ok(None);
         };
         if !user.groups.iter().any(|group| group == AUTHENTICATED) {
             user.groups.push(AUTHENTICATED.to_owned());
         }
-        self.known.put(key, user.clone(), ttl);
+        self.known.insert(key, user.clone(), ttl);
         Ok(Some(user))
     }
 
-    /// Checks that the user may make this request.
+    /// Checks the user's right to make this request.
     pub(crate) async fn allow(
         &self,
         user: &User,
@@ -206,7 +205,7 @@ impl Auth {
         source: Source,
     ) -> Result<bool, ReviewError> {
         let Some(reviewer) = &self.reviewers.access else {
-            return Err(ReviewError("there is no API server to ask".to_owned()));
+            return Err(ReviewError("no API server for access reviews".to_owned()));
         };
         let key = (user.clone(), right);
         if let Some(verdict) = self.verdicts.get(&key) {
@@ -215,7 +214,7 @@ impl Auth {
         let who = if self.verdicts.last(&key) == Some(true) { For::Known } else { For::Stranger(source) };
         let verdict = self.in_turn(who, reviewer.review(user, right)).await?;
         if size(user) < LARGE_USER {
-            self.verdicts.put(key, verdict, if verdict { allowed } else { refused });
+            self.verdicts.insert(key, verdict, if verdict { allowed } else { refused });
         }
         Ok(verdict)
     }
@@ -226,7 +225,7 @@ impl Auth {
         review: impl Future<Output = Result<T, ReviewError>>,
     ) -> Result<T, ReviewError> {
         let whole = async {
-            let _turn = self.turns.take(who).await;
+            let _turn = self.turns.acquire(who).await;
             review.await
         };
         let late = || ReviewError(format!("the API server gave no verdict within {} s", PATIENCE.as_secs()));
@@ -249,7 +248,7 @@ fn said(right: Access) -> String {
     format!("{} nodes/{}", right.verb, right.subresource)
 }
 
-/// The kubelet's words.
+/// Returns the kubelet's text for a right.
 fn attributes(user: &User, right: Access) -> String {
     format!("user={}, verb={}, resource=nodes, subresource={}", user.name, right.verb, right.subresource)
 }
@@ -262,7 +261,7 @@ mod tests {
 
     use super::*;
 
-    /// Knows two tokens, and lets `jane` read pods and stats.
+    /// Knows two tokens, and allows `jane` to read pods and stats.
     #[derive(Default)]
     struct Fake {
         asked: AtomicUsize,
@@ -274,7 +273,7 @@ mod tests {
             Box::pin(async move {
                 match token {
                     "jane" => Ok(Some(User { name: "jane".to_owned(), ..User::default() })),
-                    "broken" => Err(ReviewError("the API server is away".to_owned())),
+                    "broken" => Err(ReviewError("the API server is unavailable".to_owned())),
                     _ => Ok(None),
                 }
             })
@@ -335,8 +334,8 @@ mod tests {
         };
         check("Bearer jane", false, Ok("jane")).await;
         check("bearer  jane ", false, Ok("jane")).await;
-        check("Bearer john", true, Err("nobody's")).await;
-        check("Bearer broken", true, Err("the API server is away")).await;
+        check("Bearer john", true, Err("unknown bearer token")).await;
+        check("Bearer broken", true, Err("the API server is unavailable")).await;
         check("Basic jane", false, Err("no credentials")).await;
         check("Bearer", true, Ok("system:anonymous")).await;
         check("", true, Ok("system:anonymous")).await;
@@ -395,7 +394,7 @@ mod tests {
         assert!(matches!(asked(false).await, Err(Refusal::Unauthorized(_))));
     }
 
-    /// Answers `jane` at once, and others never.
+    /// Answers for `jane` at once, and never for others.
     struct Slow;
 
     impl TokenReviewer for Slow {
@@ -421,14 +420,14 @@ mod tests {
             let from = Source::of([10, 0, 1, from].into());
             tokio::spawn(async move { auth.user(&[], None, &headers, from).await })
         };
-        // One source fills its own turns alone: a token that nobody knows yet is reviewed.
+        // A source can only use up its own turns: an unknown token from another source is reviewed.
         let flood: Vec<_> = (0..100).map(|number| random(number, 1)).collect();
         tokio::task::yield_now().await;
         let began = tokio::time::Instant::now();
         auth.known.forget(&Sha256::digest(b"jane").into());
         auth.user(&[], None, &headers("Bearer jane"), here()).await.unwrap();
         assert!(began.elapsed().is_zero());
-        // Many sources fill all of them: one that was known before is reviewed.
+        // Many sources use up the turns of strangers: a previously known token is still reviewed.
         tokio::time::advance(Duration::from_secs(121)).await;
         let more: Vec<_> = (0..100).map(|number| random(number, number)).collect();
         tokio::task::yield_now().await;

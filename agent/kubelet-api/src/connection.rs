@@ -1,5 +1,5 @@
-//! Connections: closed when their client is too slow, too loud, silent for too long, or a stranger whose
-//! room another one needs.
+//! Connections, closed if the client is too slow, sends too much, is silent for too long, or is a stranger
+//! whose place another client needs.
 
 use std::io;
 use std::net::SocketAddr;
@@ -29,43 +29,42 @@ use crate::Bound;
 use crate::metrics::Metrics;
 use crate::tls::Keyring;
 
-/// Connections at a time. Strangers are in their handshake, in their first request, or refused.
+/// Connection limits. Strangers are in the handshake, in the first request, or rejected.
 pub(crate) const ROOM: Limits = Limits { known: 1024, strangers: 256 };
-/// What a client has for its handshake, and for a request's first lines, the wait for a next request
-/// included.
+/// Time limits for the handshake, and for the head of a request including the wait for it.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 const HEAD: Duration = Duration::from_secs(30);
-/// Most bytes of a request's first lines.
+/// Maximum bytes of a request's head.
 const HEAD_MAX: usize = 128 << 10;
-/// What an answer may take that isn't a stream's or a log's.
+/// Time limit for an answer other than a stream or a log.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
-/// A connection on which no byte has moved for so long is closed, unless it waits for a container.
+/// A connection without traffic for this time is closed, unless it waits for a container.
 const SILENCE: Duration = Duration::from_secs(120);
-/// A silent connection is asked whether anybody is there after this time, so often, and so many times.
+/// TCP keep-alive: idle time, interval and number of probes.
 const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(15), Duration::from_secs(15), 9);
-/// What connections get to end when the server does.
+/// Time for connections to finish when the server shuts down.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// The other side of a connection.
+/// The client's side of a connection.
 pub(crate) struct Peer {
-    /// What it showed, its own first. Not judged yet.
+    /// Presented certificates, the client's own first. Not verified yet.
     pub(crate) certificates: Vec<CertificateDer<'static>>,
     pub(crate) address: SocketAddr,
     pub(crate) keyring: Arc<Keyring>,
     pub(crate) place: Arc<Place>,
     patient: AtomicBool,
-    /// Notified each time that all there was to write has been written.
+    /// Notified whenever all pending bytes have been written.
     written: Arc<Notify>,
 }
 
 impl Peer {
-    /// It waits for a container from now on, which may be silent.
-    pub(crate) fn take_your_time(&self) {
+    /// Allows silence from now on, because the connection waits for a container.
+    pub(crate) fn allow_silence(&self) {
         self.patient.store(true, Ordering::Relaxed);
     }
 
-    /// Waits until everything that an answer has handed out so far is on its way to the client: for bodies,
-    /// which are polled on the connection's own task. What comes after it is in a TLS record of its own.
+    /// Waits until all bytes of an answer so far have been written, for bodies, which are polled on the
+    /// connection's own task. Later bytes start a new TLS record.
     pub(crate) async fn has_written(&self) {
         self.written.notified().await;
     }
@@ -85,7 +84,8 @@ pub(crate) async fn serve(server: Bound, shutdown: CancellationToken) {
             let connection = answer(stream, address, keyring, router, &metrics, &place);
             tokio::select! {
                 biased;
-                // What it has sent already counts, also where another one has its place now.
+                // The request that has already arrived is served, even if another connection has taken the
+                // place.
                 () = connection => {}
                 () = place.taken() => { metrics.failed_connections.inc(); }
                 () = async { shutdown.cancelled().await; sleep(FAREWELL).await } => {}
@@ -104,7 +104,7 @@ async fn answer(
     metrics: &Metrics,
     place: &Arc<Place>,
 ) {
-    // A key that was typed must not wait for the next one, and a client whose machine is gone holds nothing.
+    // A typed key must not wait for the next one, and an unreachable client must not hold resources.
     let _ = stream.set_nodelay(true);
     let (idle, interval, retries) = KEEPALIVE;
     let keepalive = TcpKeepalive::new().with_time(idle).with_interval(interval).with_retries(retries);
@@ -112,7 +112,7 @@ async fn answer(
     let Some(server) = keyring.newest().await.server else {
         metrics.failed_connections.inc();
         return tracing::debug!(
-            "the kubelet's API: no TLS with {address}: nobody has signed the certificate yet"
+            "the kubelet's API: no TLS with {address}: the certificate has not been signed yet"
         );
     };
     let acceptor = TlsAcceptor::from(server);
@@ -152,7 +152,7 @@ async fn answer(
     }
 }
 
-/// Ends once nothing has moved for too long.
+/// Returns after [`SILENCE`] without traffic.
 async fn silence(moved: &AtomicU64, peer: &Peer) {
     let mut before = moved.load(Ordering::Relaxed);
     loop {
@@ -165,7 +165,7 @@ async fn silence(moved: &AtomicU64, peer: &Peer) {
     }
 }
 
-/// Counts the bytes that move, and says when all have been written.
+/// Counts transferred bytes and notifies when all bytes have been written.
 struct Watched<T> {
     io: T,
     moved: Arc<AtomicU64>,

@@ -1,4 +1,4 @@
-//! Finds what a path names among the node's pods, and says what isn't there as a kubelet does.
+//! Finds the pod and container of a path, and reports missing ones as the kubelet does.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use beelet_model::status::runtime_id;
 use beelet_model::table::{PodEntry, PodName, PodTable};
 
-/// Why a request can't be served: its status, and a sentence.
+/// Reason why a request cannot be served: status and message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure(pub(crate) StatusCode, pub(crate) String);
 
@@ -46,7 +46,7 @@ pub(crate) struct Target {
 }
 
 impl Target {
-    /// The pod.
+    /// Finds the pod.
     pub(crate) fn find(&self, table: &PodTable) -> Result<(PodName, Arc<PodEntry>), Failure> {
         let name = PodName { namespace: self.namespace.clone(), name: self.pod.clone() };
         let entry = table
@@ -58,7 +58,7 @@ impl Target {
         Ok((name, entry))
     }
 
-    /// The runtime's identifier of the container's instance that runs.
+    /// Returns the runtime's ID of the running instance of the container.
     pub(crate) fn running<'a>(&self, pod: &'a core::Pod) -> Result<&'a str, Failure> {
         let running = status_of(pod, &self.container)
             .filter(|status| status.state.as_ref().is_some_and(|state| state.running.is_some()));
@@ -69,7 +69,7 @@ impl Target {
     }
 }
 
-/// All containers' statuses: usual ones, init containers, ephemeral ones.
+/// Returns the statuses of all kinds of containers: main, init and ephemeral.
 fn statuses(pod: &core::Pod) -> impl Iterator<Item = &core::ContainerStatus> {
     pod.status.iter().flat_map(|status| {
         let usual = status.container_statuses.iter().chain(&status.init_container_statuses);
@@ -77,12 +77,12 @@ fn statuses(pod: &core::Pod) -> impl Iterator<Item = &core::ContainerStatus> {
     })
 }
 
-/// The status of the container of this name.
+/// Returns the status of the container with this name.
 pub(crate) fn status_of<'a>(pod: &'a core::Pod, container: &str) -> Option<&'a core::ContainerStatus> {
     statuses(pod).find(|status| status.name == container)
 }
 
-/// Returns true if the pod's spec has a container of this name, of any kind.
+/// Returns true if the pod's spec has a container with this name, of any kind.
 pub(crate) fn has_container(pod: &core::Pod, name: &str) -> bool {
     let Some(spec) = &pod.spec else { return false };
     let plain = spec.containers.iter().chain(spec.init_containers.iter().flatten());
@@ -90,7 +90,7 @@ pub(crate) fn has_container(pod: &core::Pod, name: &str) -> bool {
         || spec.ephemeral_containers.iter().flatten().any(|container| container.name == name)
 }
 
-/// Returns true if the container has a terminal, by the pod's spec.
+/// Returns true if the container has a terminal according to the pod's spec.
 pub(crate) fn has_terminal(pod: &core::Pod, name: &str) -> bool {
     let Some(spec) = &pod.spec else { return false };
     let plain = spec.containers.iter().chain(spec.init_containers.iter().flatten());
@@ -100,7 +100,7 @@ pub(crate) fn has_terminal(pod: &core::Pod, name: &str) -> bool {
     plain.chain(ephemeral).any(|(one, tty)| one == name && tty == Some(true))
 }
 
-/// Waits until the instance does not run any more; without one, until the pod has ended.
+/// Waits until the instance no longer runs; without an instance, until the pod has terminated.
 pub(crate) async fn ended(
     mut pods: watch::Receiver<Arc<PodTable>>,
     name: PodName,
@@ -119,6 +119,6 @@ pub(crate) async fn ended(
             }),
         }
     };
-    // Nothing is told any more when the table is gone: the agent ends.
+    // The table is dropped only when the agent is shutting down.
     let _ = pods.wait_for(over).await;
 }

@@ -1,18 +1,17 @@
-//! Who a client's certificate says it is: the common name is the user, each organization a group, as to the
-//! kubelet (`CommonNameUserConversion` of apiserver's x509 authenticator).
+//! User of a client certificate: the common name is the user, each organization a group, as in the kubelet
+//! (`CommonNameUserConversion` of apiserver's x509 authenticator).
 
 use beelet_model::review::User;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
-/// The group of everybody who is known.
+/// Group of all authenticated users.
 pub(crate) const AUTHENTICATED: &str = "system:authenticated";
 
-/// The user that a certificate names; None: it names nobody. Whether the certificate is anybody's to trust is
-/// not asked here.
+/// Returns the user of a certificate, or None without a common name. The certificate is not verified here.
 pub(crate) fn user_of(certificate: &[u8]) -> Option<User> {
     let (_, certificate) = X509Certificate::from_der(certificate).ok()?;
     let subject = certificate.subject();
-    // The last one is the most specific, and the one that Go takes.
+    // The last common name is the most specific one, which Go takes too.
     let name = subject.iter_common_name().last()?.as_str().ok()?.to_owned();
     let mut groups: Vec<String> =
         subject.iter_organization().filter_map(|group| Some(group.as_str().ok()?.to_owned())).collect();
@@ -27,7 +26,7 @@ pub(crate) fn is_anonymous(user: &User) -> bool {
     user.name == ANONYMOUS
 }
 
-/// The user without credentials.
+/// Returns the user without credentials.
 pub(crate) fn anonymous() -> User {
     User { name: ANONYMOUS.to_owned(), groups: vec!["system:unauthenticated".to_owned()], ..User::default() }
 }

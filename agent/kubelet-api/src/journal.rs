@@ -1,4 +1,4 @@
-//! Asks the machine's journal what services have told it.
+//! Reads services' logs from the machine's journal.
 
 use std::time::Duration;
 
@@ -15,12 +15,12 @@ use beelet_base::program::{Bounds, Complaints, Program};
 use crate::App;
 use crate::containers::Failure;
 
-/// What an answer may take, as by the kubelet.
+/// Maximum time for an answer, as in the kubelet.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Bytes that are read at once, and pieces on their way.
+/// Bytes per read, and queued pieces.
 const PIECE: usize = 64 << 10;
 const QUEUE: usize = 4;
-/// What the list of all units may take, and most bytes of it.
+/// Limits for the list of all units.
 const UNITS: Bounds = Bounds { within: PATIENCE, output: 4 << 20, complaints: Complaints::Unheard };
 
 /// The program that reads the journal.
@@ -28,7 +28,7 @@ fn journalctl() -> Program {
     Program::tool("journalctl").env("SYSTEMD_COLORS", "0")
 }
 
-/// Returns true if the journal has anything of the service. Without a journal it hasn't.
+/// Returns true if the journal has entries of the service; false without a journal.
 pub(crate) async fn knows(service: &str) -> bool {
     let units = journalctl().setting("--field", "_SYSTEMD_UNIT").run(UNITS).await;
     let units = units.map(|ended| ended.output).unwrap_or_default();
@@ -36,7 +36,7 @@ pub(crate) async fn knows(service: &str) -> bool {
     units.split(|byte| *byte == b'\n').any(|line| line == unit.as_bytes())
 }
 
-/// What the services told, as far as `settings` ask for it.
+/// Returns the services' logs, filtered by `settings`.
 pub(crate) fn show(
     app: &App,
     services: &[String],
@@ -51,16 +51,16 @@ pub(crate) fn show(
     app.tasks.spawn(async move {
         let Some(output) = running.output() else { return };
         if timeout(PATIENCE, send(output, &pieces)).await.is_err() {
-            let _ = pieces.try_send(Err(std::io::Error::other("the journal took too long")));
+            let _ = pieces.try_send(Err(std::io::Error::other("reading the journal timed out")));
         }
-        // Killed, if it has not ended.
+        // Dropping kills a program that still runs.
         drop(running);
     });
     let body = Body::from_stream(ReceiverStream::new(read));
     Ok(([(header::CONTENT_TYPE, "text/plain;charset=UTF-8")], body).into_response())
 }
 
-/// Sends what comes, until nobody listens.
+/// Sends output until it ends or the receiver closes.
 async fn send(mut output: impl AsyncRead + Unpin, pieces: &mpsc::Sender<std::io::Result<Vec<u8>>>) {
     loop {
         let mut piece = Vec::with_capacity(PIECE);

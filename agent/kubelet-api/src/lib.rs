@@ -1,12 +1,12 @@
-//! The HTTPS server of a node: what the API server, kubectl, metrics-server and monitors ask a kubelet, on
-//! its port and in its words.
+//! The HTTPS server of a node: the kubelet's API for the API server, kubectl, metrics-server and monitors, on
+//! the kubelet's port and with its responses.
 //!
-//! Every request is somebody's ([`auth`]) and needs a right (`policy::node::access`). The pages of numbers
-//! and of pods are made elsewhere and only shown here; what is made here reaches into containers: logs,
-//! commands, ports. Nothing here decides about pods, and nothing waits for a client without a limit:
-//! connections, streams, bytes and times are bounded.
+//! Every request is authenticated ([`auth`]) and needs a right (`policy::node::access`). Other crates build
+//! the pages of metrics and pods; this crate builds the pages that reach into containers: logs, commands,
+//! ports. This crate makes no decisions about pods, and limits every wait for a client: connections, streams,
+//! bytes and times are bounded.
 
-// A test hands its literals over.
+// Tests pass literals by value.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
 pub mod auth;
@@ -57,36 +57,36 @@ pub use metrics::Metrics;
 use metrics::RequestLabels;
 use tls::Keyring;
 
-/// The port of a node of a cluster where nothing else is said.
+/// Default port of a node of a cluster.
 pub const PORT: u16 = 10250;
 
-/// What the server needs.
+/// Dependencies of the server.
 pub struct Parts {
-    /// The configuration's part about it.
+    /// The server's part of the configuration.
     pub config: Server,
-    /// The node's name.
+    /// Name of the node.
     pub node_name: String,
-    /// Where a self-signed certificate and its key are kept.
+    /// Directory of a self-signed certificate and its key.
     pub certificates: PathBuf,
     /// Authenticates and authorizes clients that the configuration does not know.
     pub reviewers: Reviewers,
-    /// The pages that are made elsewhere.
+    /// Pages built by other crates.
     pub pages: Router,
-    /// The configuration that is in effect, in the kubelet's form.
+    /// Effective configuration in the kubelet's format.
     pub configz: serde_json::Value,
     /// The pods.
     pub table: watch::Receiver<Arc<PodTable>>,
     /// The container runtime.
     pub runtime: Runtime,
-    /// The folder of the pods' logs.
+    /// Directory of the pods' logs.
     pub logs: PathBuf,
-    /// The folder of the machine's own logs.
+    /// Directory of the machine's own logs.
     pub system_logs: PathBuf,
-    /// Where checkpoints of containers go.
+    /// Directory for checkpoints of containers.
     pub checkpoints: PathBuf,
     /// Ends the streams.
     pub shutdown: CancellationToken,
-    /// Sets how much the log says; None: nobody can.
+    /// Sets the log level; None disables the page.
     pub verbosity: Option<Verbosity>,
     /// Counters.
     pub metrics: Metrics,
@@ -98,7 +98,7 @@ impl fmt::Debug for Parts {
     }
 }
 
-/// What the pages that are made here use. Clones share it.
+/// State of the pages built here. Clones share it.
 #[derive(Clone)]
 pub(crate) struct App {
     pub(crate) config: Arc<Server>,
@@ -109,16 +109,16 @@ pub(crate) struct App {
     pub(crate) system_logs: Arc<Path>,
     pub(crate) checkpoints: Arc<Path>,
     pub(crate) verbosity: Option<Verbosity>,
-    /// Room for streams.
+    /// Permits for streams.
     pub(crate) streams: Arc<Semaphore>,
-    /// Room for those who read logs: half of all connections, so that others find one.
+    /// Permits for log readers: half of all connections, so that other requests find one.
     pub(crate) log_readers: Arc<Semaphore>,
-    /// Streams under way.
+    /// Running streams.
     pub(crate) tasks: TaskTracker,
     pub(crate) shutdown: CancellationToken,
 }
 
-/// The pages that are made here, as the configuration switches them.
+/// Returns the pages built here that the configuration enables.
 fn own_pages(app: App) -> Router {
     let mut router = Router::new()
         .route("/configz", get(pages::configz))
@@ -157,7 +157,7 @@ fn own_pages(app: App) -> Router {
     router.with_state(app)
 }
 
-/// A server that has its port and its keys.
+/// A server with an open port and loaded keys.
 pub struct Bound {
     port: Port,
     keyring: Arc<Keyring>,
@@ -171,17 +171,18 @@ impl fmt::Debug for Bound {
     }
 }
 
-/// The port that the server has by the configuration, in a cluster or without one; None: it is off.
+/// Returns the configured port, in a cluster or without one, or None if the server is disabled.
 #[must_use]
 pub fn port(config: &Server, in_cluster: bool) -> Option<u16> {
     let default = if in_cluster { PORT } else { 0 };
     Some(config.port.unwrap_or(default)).filter(|port| config.enabled && *port != 0)
 }
 
-/// Refuses a server that [`bind`] would refuse, as far as that shows without a port; makes nothing.
+/// Rejects a configuration that [`bind`] would reject, as far as possible without opening the port or
+/// creating files.
 ///
 /// # Errors
-/// A file can't be used, or nobody could ever be allowed anything; the sentence says what to do.
+/// A file is unusable, or no request could ever be authorized; the error has the fix.
 pub fn check(config: &Server, in_cluster: bool) -> Result<()> {
     if port(config, in_cluster).is_none() {
         return Ok(());
@@ -190,29 +191,28 @@ pub fn check(config: &Server, in_cluster: bool) -> Result<()> {
     tls::check(config)
 }
 
-/// Refuses to ask an API server that is not there.
+/// Rejects access reviews without an API server.
 fn refuse_unasked(config: &Server, has_reviewers: bool) -> Result<()> {
     if matches!(config.authorization, Authorization::Webhook { .. }) && !has_reviewers {
         bail!(
-            "authorization.mode is Webhook, and this node has no API server that could be asked: set it to AlwaysAllow (who \
-             has a certificate of authentication.x509.clientCAFile may then do everything), or port: 0 for no server"
+            "authorization.mode is Webhook, but this node has no API server: set `authorization.mode: AlwaysAllow` (clients \
+             with a certificate from `authentication.x509.clientCAFile` may then do everything), or `port: 0` to disable the server"
         );
     }
     Ok(())
 }
 
-/// Opens the port and reads the keys.
+/// Opens the port and loads the keys.
 ///
 /// # Errors
-/// The port is taken, a file can't be used, or nobody could ever be allowed anything; the sentence says what
-/// to do.
+/// The port is in use, a file is unusable, or no request could ever be authorized; the error has the fix.
 pub async fn bind(parts: Parts, port: u16) -> Result<Bound> {
     let Parts { config, node_name, certificates, reviewers, pages, metrics, .. } = parts;
     refuse_unasked(&config, reviewers.access.is_some())?;
     let address = SocketAddr::new(config.address, port);
     let port = Port::bind(address, connection::ROOM).await.map_err(|error| {
         anyhow::anyhow!(
-            "cannot serve the kubelet's API on {address}: {error}; set another port (0 for none), or stop what is on it (a \
+            "cannot serve the kubelet's API on {address}: {error}; set another `port` (0 disables the server), or stop the process that uses it (a \
              kubelet?)"
         )
     })?;
@@ -240,15 +240,15 @@ pub async fn bind(parts: Parts, port: u16) -> Result<Bound> {
         .merge(own_pages(app))
         .fallback(|| async { (StatusCode::NOT_FOUND, "404 page not found\n") })
         .layer(middleware::from_fn_with_state(gate, guard));
-    tracing::info!("the kubelet's API is served on https://{address}");
+    tracing::info!("serving the kubelet's API on https://{address}");
     Ok(Bound { port, keyring: Arc::new(keyring), router, metrics })
 }
 
 impl Bound {
-    /// The address that it has.
+    /// Returns the local address.
     ///
     /// # Errors
-    /// The kernel doesn't say.
+    /// The kernel does not report the address.
     pub fn address(&self) -> std::io::Result<SocketAddr> {
         self.port.address()
     }
@@ -265,7 +265,7 @@ struct Gate {
     metrics: Metrics,
 }
 
-/// Lets through who may, and counts.
+/// Authorizes and counts a request.
 async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Response {
     let began = Instant::now();
     let method = request.method().clone();
@@ -282,7 +282,7 @@ async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Respon
     let allowed = async {
         let user = gate.auth.user(&peer.certificates, clients.as_ref(), &headers, source).await?;
         gate.auth.allow(&user, method.as_str(), &path, source).await?;
-        // Anonymity is allowed to ask, and shows nobody who it is.
+        // Anonymous requests may be allowed, but leave their connection a stranger's.
         if is_anonymous(&user) || peer.place.allowed() { Ok(user) } else { Err(Refusal::Crowded) }
     };
     let response = match allowed.await {
@@ -297,13 +297,13 @@ async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Respon
         }
         Ok(user) => {
             tracing::debug!("{method} {path} from {} by {:?}", peer.address, user.name);
-            // The memory of a large container takes its time too, and the runtime's call has an end of its
-            // own.
+            // The checkpoint of a large container takes long, too, and the call to the runtime has a deadline
+            // of its own.
             if access::is_long_running(page) || page == "checkpoint" {
-                peer.take_your_time();
+                peer.allow_silence();
                 next.run(request).await
             } else {
-                let late = |_| (StatusCode::GATEWAY_TIMEOUT, "the answer took too long\n").into_response();
+                let late = |_| (StatusCode::GATEWAY_TIMEOUT, "the request timed out\n").into_response();
                 tokio::time::timeout(REQUEST_TIMEOUT, next.run(request)).await.unwrap_or_else(late)
             }
         }

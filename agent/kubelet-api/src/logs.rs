@@ -1,5 +1,5 @@
-//! `/containerLogs/{namespace}/{pod}/{container}`: what `kubectl logs` shows, byte for byte as the kubelet
-//! has it, but for one thing: rotated files are read too.
+//! `/containerLogs/{namespace}/{pod}/{container}`: the data of `kubectl logs`, byte for byte as from the
+//! kubelet, except that rotated files are read too.
 //!
 //! Sources: getContainerLogs in pkg/kubelet/server/server.go, validateContainerLogStatus in
 //! pkg/kubelet/kubelet_pods.go, ValidatePodLogOptions in pkg/apis/core/validation.
@@ -26,10 +26,10 @@ use crate::App;
 use crate::connection::Peer;
 use crate::containers::{Failure, Target, ended, has_container, status_of};
 
-/// Pieces on their way to one reader. A slower one holds the reading up, as a pipe does.
+/// Pieces queued for one reader. A slower reader blocks the reading, as with a pipe.
 const QUEUE: usize = 16;
 
-/// A query's pairs.
+/// Name and value pairs of a query.
 pub(crate) type Pairs = Vec<(String, String)>;
 
 /// `v1.PodLogOptions`.
@@ -50,12 +50,12 @@ impl Options {
         let unreadable =
             || Failure::new(StatusCode::BAD_REQUEST, "{\"message\": \"Unable to decode query.\"}");
         let value = |name: &str| pairs.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str());
-        // As the API's parameters: only absence, false and 0 mean no.
+        // As for the API's parameters: only a missing value, false and 0 mean no.
         let flag = |name: &str| value(name).is_some_and(|value| !matches!(value, "false" | "0"));
         let number =
             |name: &str| value(name).map(|value| value.parse::<i64>().map_err(|_| unreadable())).transpose();
         let tail = match value("tail").filter(|tail| !tail.is_empty()) {
-            // An older name, which goes first.
+            // An older name, which takes precedence.
             Some("all") => None,
             Some(tail) => Some(tail.parse().map_err(|_| unreadable())?),
             None => number("tailLines")?,
@@ -99,7 +99,7 @@ fn invalid() -> Failure {
     Failure::new(StatusCode::UNPROCESSABLE_ENTITY, "{\"message\": \"Invalid request.\"}")
 }
 
-/// Which instance's log is meant, and whether it is being written.
+/// Returns the attempt number of the requested instance, and true if its log is still being written.
 fn instance(
     pod: &str,
     status: Option<&core::ContainerStatus>,
@@ -118,7 +118,7 @@ fn instance(
         status.last_state.as_ref().and_then(|last| last.terminated.as_ref()).filter(|last| has_id(last));
     let is_over = state.terminated.as_ref().is_some_and(has_id);
     match (previous, &state.running, &state.terminated, last) {
-        // While the next instance waits for its turn, the newest one is the one before.
+        // While the next instance waits to start, the newest one is the previous one.
         (true, None, _, Some(_)) if !is_over => Ok((newest, false)),
         (true, _, _, Some(_)) => Ok((newest.saturating_sub(1), false)),
         (true, _, _, None) => {
@@ -165,7 +165,7 @@ pub(crate) async fn container_logs(
     let folder = path.parent().unwrap_or(&path).to_owned();
     if !tokio::fs::try_exists(&folder).await.unwrap_or(false) {
         let sentence =
-            format!("the logs of container {:?} in pod {:?} are gone", target.container, target.pod);
+            format!("the logs of container {:?} in pod {:?} no longer exist", target.container, target.pod);
         return Err(Failure::new(StatusCode::BAD_REQUEST, sentence));
     }
     let id = status.and_then(runtime_id).map(str::to_owned);
@@ -185,13 +185,13 @@ pub(crate) async fn container_logs(
     Ok(([(header::CONTENT_TYPE, "text/plain; charset=utf-8")], body).into_response())
 }
 
-/// A log on its way to a client.
+/// A log being sent to a client.
 struct Answer {
     read: mpsc::Receiver<Piece>,
-    /// Bytes that it may still have.
+    /// Remaining bytes of the limit.
     left: usize,
     peer: Arc<Peer>,
-    /// Says how the reading ended; none once that is known.
+    /// Task that reads the log; None once its result is known.
     reading: Option<JoinHandle<Result<(), beelet_logs::Error>>>,
     _room: OwnedSemaphorePermit,
 }
@@ -207,18 +207,19 @@ impl Answer {
         Some((Ok(bytes), self))
     }
 
-    /// After the last piece: a log that could not be read to its end doesn't end as if it had been.
+    /// Ends the answer. An incomplete log ends with an error.
     async fn end(mut self) -> Option<(io::Result<Vec<u8>>, Self)> {
         let reading = self.reading.take().filter(|_| self.left > 0);
         if let Some(reading) = reading
             && let Ok(Err(error)) = reading.await
         {
-            tracing::warn!("a log could not be read to its end: {error}");
+            tracing::warn!("cannot read a log to its end: {error}");
             return Some((Err(io::Error::other(error)), self));
         }
-        // The end never shares a TLS record with a last line, as it never does where the kubelet writes it:
-        // an API server that hands a log on over a WebSocket drops what comes together with the end
-        // (messageCopy in apimachinery's util/httpstream/wsstream ignores what it read with io.EOF).
+        // The end must not share a TLS record with the last line, as it never does with the kubelet: an API
+        // server that forwards a log over a WebSocket drops the bytes that arrive together with the end
+        // (messageCopy in apimachinery's util/httpstream/wsstream ignores the bytes that it read with
+        // io.EOF).
         self.peer.has_written().await;
         None
     }

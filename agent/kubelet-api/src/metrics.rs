@@ -1,4 +1,4 @@
-//! What the server counts, by the kubelet's names.
+//! Metrics of the server, under the kubelet's names.
 
 use std::{
     fmt,
@@ -19,12 +19,12 @@ use prometheus_client::{
     registry::Registry,
 };
 
-/// Bounds of durations, in seconds: apiserver's for the kubelet's server.
+/// Histogram buckets in seconds: apiserver's for the kubelet's server.
 const BUCKETS: [f64; 11] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
-/// Methods that are counted by name.
+/// Methods with a label value of their own.
 const METHODS: [&str; 6] = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"];
 
-/// A request, as the kubelet's metrics tell requests apart.
+/// Labels of a request, as in the kubelet's metrics.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct RequestLabels {
     long_running: &'static str,
@@ -48,11 +48,11 @@ fn durations() -> Histogram {
     Histogram::new(BUCKETS)
 }
 
-/// When the serving certificate ends. Shown as what is left of it, whenever somebody asks.
+/// Expiry of the serving certificate, exported as the remaining time at scrape time.
 #[derive(Clone, Debug)]
 pub(crate) struct Expiry(Arc<AtomicI64>);
 
-/// There is no certificate.
+/// Value without a certificate.
 const NONE: i64 = i64::MAX;
 
 impl Default for Expiry {
@@ -62,7 +62,7 @@ impl Default for Expiry {
 }
 
 impl Expiry {
-    /// It ends then.
+    /// Sets the expiry.
     pub(crate) fn set(&self, end: Option<Timestamp>) {
         self.0.store(end.map_or(NONE, Timestamp::as_second), Ordering::Relaxed);
     }
@@ -89,13 +89,13 @@ impl EncodeMetric for Expiry {
     }
 }
 
-/// Counters of the server; clones share them.
+/// Metrics of the server; clones share them.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     requests: Family<RequestLabels, Counter>,
     durations: Family<RequestLabels, Histogram, fn() -> Histogram>,
     inflight: Family<RequestLabels, Gauge>,
-    /// Connections that were closed before a request could be read: no TLS, too slow, too much.
+    /// Connections closed before a request could be read: no TLS, too slow, too much data.
     pub(crate) failed_connections: Counter,
     pub(crate) expiry: Expiry,
 }
@@ -113,7 +113,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Adds all of them to `registry`.
+    /// Registers all metrics.
     pub fn register(&self, registry: &mut Registry) {
         registry.register(
             "kubelet_http_requests",
@@ -122,27 +122,27 @@ impl Metrics {
         );
         registry.register(
             "kubelet_http_requests_duration_seconds",
-            "Time that the node's HTTPS server took to answer",
+            "Response time of the node's HTTPS server",
             self.durations.clone(),
         );
         registry.register(
             "kubelet_http_inflight_requests",
-            "Requests to the node's HTTPS server that are being answered",
+            "Requests in flight at the node's HTTPS server",
             self.inflight.clone(),
         );
         registry.register(
             "beelet_server_failed_connections",
-            "Connections to the node's HTTPS server that failed: no TLS, too slow, broken",
+            "Failed connections to the node's HTTPS server: no TLS, too slow, broken",
             self.failed_connections.clone(),
         );
         registry.register(
             "kubelet_certificate_manager_server_ttl_seconds",
-            "Seconds until the serving certificate expires; below zero if it has, +Inf without one",
+            "Seconds until the serving certificate expires; negative if expired, +Inf without a certificate",
             self.expiry.clone(),
         );
     }
 
-    /// A request begins; it ends when the value is dropped.
+    /// Counts a request as in flight until the value is dropped.
     pub(crate) fn begin(&self, labels: &RequestLabels) -> UnderWay {
         self.requests.get_or_create(labels).inc();
         let inflight = self.inflight.get_or_create_owned(labels);
@@ -155,7 +155,7 @@ impl Metrics {
     }
 }
 
-/// A request that is being answered.
+/// A request in flight.
 pub(crate) struct UnderWay {
     inflight: Gauge,
 }

@@ -1,5 +1,5 @@
-//! The smaller pages: `/configz`, `/runningpods/`, `/run`, `/checkpoint`, and what stands where a page is
-//! switched off.
+//! The smaller pages `/configz`, `/runningpods/`, `/run` and `/checkpoint`, and the answers of disabled
+//! pages.
 
 use std::time::Duration;
 
@@ -21,19 +21,19 @@ use crate::containers::Failure;
 use crate::logs::Pairs;
 use crate::streams::{Parts, target};
 
-/// Most seconds that a checkpoint may be asked to take.
+/// Maximum timeout of a checkpoint in seconds.
 const CHECKPOINT_MAX: u64 = 24 * 60 * 60;
 
 fn as_json(value: &Value) -> Response {
     ([(header::CONTENT_TYPE, "application/json")], value.to_string()).into_response()
 }
 
-/// The configuration that is in effect.
+/// Returns the effective configuration.
 pub(crate) async fn configz(State(app): State<App>) -> Response {
     as_json(&json!({ "kubeletconfig": *app.configz }))
 }
 
-/// The pods that have a running container, as far as the runtime knows them: names and images.
+/// Returns the pods with a running container: names and images.
 pub(crate) async fn running_pods(State(app): State<App>) -> Response {
     let table = app.table.borrow().clone();
     as_json(&running_list(&table))
@@ -59,7 +59,7 @@ fn running_list(table: &PodTable) -> Value {
     json!({ "kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": items })
 }
 
-/// A command that is run to its end; both its outputs together.
+/// Runs a command to completion and returns both outputs.
 pub(crate) async fn run(
     State(app): State<App>,
     path: Parts,
@@ -80,7 +80,7 @@ pub(crate) async fn run(
     Ok(([(header::CONTENT_TYPE, "application/json")], output).into_response())
 }
 
-/// Writes a container's state into an archive on this node.
+/// Writes a checkpoint of a container to an archive on this node.
 pub(crate) async fn checkpoint(
     State(app): State<App>,
     path: Parts,
@@ -94,7 +94,7 @@ pub(crate) async fn checkpoint(
     let seconds = timeout.transpose().map_err(wrong)?.unwrap_or(0).min(CHECKPOINT_MAX);
     let timeout = bounds::seconds(i64::try_from(seconds).unwrap_or(i64::MAX));
     let folder = app.checkpoints.to_path_buf();
-    let made = blocking("making the folder of checkpoints", move || make_folder(&folder, PRIVATE)).await;
+    let made = blocking("creating the directory of checkpoints", move || make_folder(&folder, PRIVATE)).await;
     made.map_err(|error| Failure::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?;
     let file = format!(
         "checkpoint-{}_{}-{}-{:.0}.tar",
@@ -108,12 +108,12 @@ pub(crate) async fn checkpoint(
     Ok(as_json(&json!({ "items": [location] })))
 }
 
-/// The answer where the configuration switches off what reaches into containers.
+/// Answers if the configuration disables access to containers.
 pub(crate) async fn disabled() -> Response {
     (StatusCode::METHOD_NOT_ALLOWED, "Debug endpoints are disabled.\n").into_response()
 }
 
-/// The answer where the configuration switches off the machine's logs.
+/// Answers if the configuration disables the machine's logs.
 pub(crate) async fn no_logs() -> Response {
     (StatusCode::METHOD_NOT_ALLOWED, "logs endpoint is disabled.\n").into_response()
 }

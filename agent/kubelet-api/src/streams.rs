@@ -1,5 +1,5 @@
-//! Commands, attachments and ports: the runtime's streaming server is asked for a stream, and after the
-//! upgrade only bytes are copied. Whether they are SPDY or WebSocket is the business of the two ends.
+//! Commands, attachments and ports: the runtime's streaming server provides a stream, and after the upgrade
+//! bytes are copied unchanged. SPDY and WebSocket are opaque here.
 
 use std::io;
 use std::sync::Arc;
@@ -27,22 +27,22 @@ use crate::App;
 use crate::containers::{Failure, Target, ended, has_terminal};
 use crate::logs::Pairs;
 
-/// Streams at a time; one more is refused.
+/// Maximum concurrent streams; further requests are rejected.
 pub(crate) const STREAMS: usize = 512;
-/// How long the runtime's streaming server may take to accept and to answer.
+/// Maximum time for the runtime's streaming server to accept and to answer.
 const CONNECT: Duration = Duration::from_secs(30);
-/// Most bytes of what the runtime says where it refuses.
+/// Maximum bytes of the runtime's error.
 const REFUSAL_MAX: usize = 64 << 10;
-/// Bytes that are copied at once.
+/// Bytes per copy.
 const CHUNK: usize = 32 << 10;
-/// What a stream gets to end by itself once its container, or one of its sides, has ended: an exit code may
-/// be on its way.
+/// Time for a stream to finish after its container or one of its sides has ended, because an exit code may be
+/// in flight.
 const LINGER: Duration = Duration::from_secs(10);
 
 /// Parts of a path with their names.
 pub(crate) type Parts = Path<Vec<(String, String)>>;
 
-/// `{namespace}/{pod}[/{uid}][/{container}]`.
+/// Returns the target of a path: `{namespace}/{pod}[/{uid}][/{container}]`.
 pub(crate) fn target(Path(parts): Parts) -> Target {
     let mut target = Target::default();
     for (name, value) in parts {
@@ -56,7 +56,7 @@ pub(crate) fn target(Path(parts): Parts) -> Target {
     target
 }
 
-/// What of a process a client wants.
+/// Requested streams of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Wanted {
     tty: bool,
@@ -66,11 +66,11 @@ struct Wanted {
 }
 
 impl Wanted {
-    /// NewOptions in k8s.io/kubelet/pkg/cri/streaming/remotecommand.
+    /// Parses a query, as NewOptions in k8s.io/kubelet/pkg/cri/streaming/remotecommand does.
     fn read(pairs: &[(String, String)]) -> Result<Self, Failure> {
         let flag = |name: &str| pairs.iter().any(|(key, value)| key == name && value == "1");
         let (tty, stdin, stdout) = (flag("tty"), flag("input"), flag("output"));
-        // A terminal has one output.
+        // A terminal has a single output.
         let stderr = flag("error") && !tty;
         if !stdin && !stdout && !stderr {
             let sentence = "you must specify at least 1 of stdin, stdout, stderr";
@@ -116,7 +116,7 @@ pub(crate) async fn attach(
     let target = target(path);
     let (name, entry) = target.find(&app.table.borrow())?;
     let id = target.running(&entry.pod)?.to_owned();
-    // Whether there is a terminal was decided when the container was made.
+    // The container's creation decided whether it has a terminal.
     let tty = has_terminal(&entry.pod, &target.container);
     let request = cri::AttachRequest { container_id: id.clone(), stdin, tty, stdout, stderr: stderr && !tty };
     let url = app.runtime.attach(request).await?;
@@ -142,14 +142,14 @@ pub(crate) async fn port_forward(
     let sandboxes = app.runtime.list_sandboxes(Some(filter)).await?;
     let newest = sandboxes.into_iter().filter(|one| one.state == ready).max_by_key(|one| one.created_at);
     let Some(sandbox) = newest else {
-        let sentence = format!("failed to find sandbox for pod {name}: it does not run");
+        let sentence = format!("failed to find sandbox for pod {name}: the pod is not running");
         return Err(Failure::new(StatusCode::INTERNAL_SERVER_ERROR, sentence));
     };
     let url = app.runtime.port_forward(&sandbox.id, ports).await?;
     upgrade.pass(&app, &url, ended(app.table.clone(), name, uid, None)).await
 }
 
-/// NewV4Options in k8s.io/kubelet/pkg/cri/streaming/portforward.
+/// Parses ports, as NewV4Options in k8s.io/kubelet/pkg/cri/streaming/portforward does.
 fn ports(values: &[String]) -> Result<Vec<i32>, Failure> {
     let wrong = |sentence: String| Failure::new(StatusCode::BAD_REQUEST, sentence);
     let texts: Vec<&str> = values.iter().flat_map(|value| value.split(',')).collect();
@@ -163,7 +163,7 @@ fn ports(values: &[String]) -> Result<Vec<i32>, Failure> {
     texts.iter().map(port).collect()
 }
 
-/// A request for a stream, for which there is room.
+/// An accepted request for a stream.
 struct Upgrade {
     method: http::Method,
     headers: HeaderMap,
@@ -180,7 +180,8 @@ impl Upgrade {
             return Err(Failure::new(StatusCode::BAD_REQUEST, "Upgrade request required"));
         };
         let full = |_| {
-            let sentence = format!("there are {STREAMS} streams already: end some, or try again later");
+            let sentence =
+                format!("the limit of {STREAMS} streams is reached: close some, or try again later");
             Failure::new(StatusCode::SERVICE_UNAVAILABLE, sentence)
         };
         let room = Arc::clone(&app.streams).try_acquire_owned().map_err(full)?;
@@ -193,8 +194,8 @@ impl Upgrade {
             .is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"websocket"))
     }
 
-    /// Asks the runtime's streaming server the same, and copies bytes both ways once it has agreed, until one
-    /// of them, or what they talk to, has ended.
+    /// Forwards the request to the runtime's streaming server and, after its agreement, copies bytes both
+    /// ways until one side, or `end`, has ended.
     async fn pass(
         self,
         app: &App,
@@ -241,7 +242,7 @@ impl Upgrade {
     }
 }
 
-/// Sends the request's first lines to where the runtime says.
+/// Sends the head of the request to the runtime's URL.
 async fn ask(
     url: &str,
     method: http::Method,
@@ -255,7 +256,7 @@ async fn ask(
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(socket))
         .await
         .map_err(|error| error.to_string())?;
-    // It ends with the upgrade, or with the answer.
+    // The connection ends with the upgrade or with the answer.
     tokio::spawn(async move {
         if let Err(error) = connection.with_upgrades().await {
             tracing::debug!("the container runtime's streaming server: {error}");
@@ -267,16 +268,16 @@ async fn ask(
         .body(Empty::<Bytes>::new())
         .map_err(|error| error.to_string())?;
     *request.headers_mut() = headers.clone();
-    // Who asked is not the runtime's business, and what their body was to be, neither.
+    // The runtime must not receive the client's credentials or the headers of its body.
     for name in [header::AUTHORIZATION, header::COOKIE, header::CONTENT_LENGTH, header::TRANSFER_ENCODING] {
         request.headers_mut().remove(name);
     }
-    let host = host.parse().map_err(|_| format!("{host:?} is no host"))?;
+    let host = host.parse().map_err(|_| format!("{host:?} is not a host"))?;
     request.headers_mut().insert(header::HOST, host);
     sender.send_request(request).await.map_err(|error| error.to_string())
 }
 
-/// Copies both ways until both sides have ended, one has broken, or nothing has moved for `idle`.
+/// Copies both ways until both sides have ended, one has failed, or no bytes have moved for `idle`.
 async fn copy(client: Upgraded, runtime: Upgraded, idle: Duration) {
     let (from_client, to_client) = tokio::io::split(TokioIo::new(client));
     let (from_runtime, to_runtime) = tokio::io::split(TokioIo::new(runtime));
@@ -296,14 +297,14 @@ async fn copy_streams<C: AsyncRead + AsyncWrite, R: AsyncRead + AsyncWrite>(
         loop {
             let last = began.after(Duration::from_millis(moved.load(Ordering::Relaxed)));
             if last.elapsed() >= idle {
-                return tracing::debug!("a stream was silent for {} s and is ended", idle.as_secs());
+                return tracing::debug!("closing a stream after {} s without traffic", idle.as_secs());
             }
             sleep_until(last.after(idle)).await;
         }
     };
     let both = async {
         tokio::pin!(upwards, downwards);
-        // A client that has said all may still listen. When the runtime has said all, the session is over.
+        // A client that has finished sending may still read. The runtime's end finishes the session.
         let done = tokio::select! {
             sent = &mut upwards => match sent {
                 Ok(()) => downwards.await,
@@ -315,7 +316,7 @@ async fn copy_streams<C: AsyncRead + AsyncWrite, R: AsyncRead + AsyncWrite>(
             },
         };
         if let Err(error) = done {
-            tracing::debug!("a stream broke: {error}");
+            tracing::debug!("a stream failed: {error}");
         }
     };
     tokio::select! {
@@ -334,7 +335,7 @@ async fn one_way<C: AsyncRead, R: AsyncWrite>(
     loop {
         let count = match from.read(&mut chunk).await {
             Ok(count) => count,
-            // TLS without its own end is an end too.
+            // TLS without a close notification is an end, too.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => 0,
             Err(error) => return Err(error),
         };
@@ -348,7 +349,7 @@ async fn one_way<C: AsyncRead, R: AsyncWrite>(
     }
 }
 
-/// As many streams as there may be.
+/// Returns the permits for streams.
 pub(crate) fn room() -> Arc<Semaphore> {
     Arc::new(Semaphore::new(STREAMS))
 }
@@ -404,12 +405,12 @@ mod tests {
         let mut text = String::new();
         runtime_reads.read_to_string(&mut text).await.unwrap();
         assert_eq!(text, "in");
-        // The client has said all, and still listens.
+        // The client has finished sending and still reads.
         runtime_writes.write_all(b"out").await.unwrap();
         let mut three = [0; 3];
         client_reads.read_exact(&mut three).await.unwrap();
         assert_eq!(&three, b"out");
-        // Nobody says anything any more, and nobody hangs up.
+        // Both sides are silent, and neither closes the stream.
         copying.await.unwrap();
         assert_eq!(client_reads.read(&mut three).await.unwrap(), 0);
     }

@@ -1,5 +1,5 @@
-//! `/logs/`: the machine's own logs, as files. Nothing outside their folder is reached, whatever links say: a
-//! container with a hostPath there could point anywhere.
+//! `/logs/`: the machine's own log files. No link leads out of their directory, because a container with a
+//! hostPath there could create links to any file.
 
 use std::ffi::OsStr;
 use std::fmt::Write as _;
@@ -27,9 +27,9 @@ use crate::containers::Failure;
 use crate::logs::Pairs;
 use crate::{App, journal};
 
-/// Most names of a folder that are listed.
+/// Maximum names in a listing.
 const NAMES: usize = 10_000;
-/// Bytes that are read at once, and pieces on their way.
+/// Bytes per read, and queued pieces.
 const PIECE: usize = 64 << 10;
 const QUEUE: usize = 4;
 
@@ -47,7 +47,7 @@ pub(crate) async fn top(State(app): State<App>, Query(pairs): Query<Pairs>) -> R
     }
 }
 
-/// What services have told the journal; where that knows none of them, what is in the first one's file.
+/// Returns services' logs from the journal, or else the first service's log file.
 async fn services(
     app: App,
     names: Vec<String>,
@@ -71,7 +71,7 @@ async fn services(
             }
         }
     }
-    let sentence = format!("neither the journal nor a file has logs of {}\n", names.join(", "));
+    let sentence = format!("no logs of {} in the journal or in files\n", names.join(", "));
     Err(Failure::new(StatusCode::NOT_FOUND, sentence))
 }
 
@@ -102,7 +102,7 @@ fn failure(errno: Errno) -> Failure {
     match errno {
         Errno::NOENT | Errno::NOTDIR => Failure::new(StatusCode::NOT_FOUND, "404 page not found\n"),
         Errno::XDEV | Errno::LOOP | Errno::ACCESS | Errno::PERM => {
-            Failure::new(StatusCode::FORBIDDEN, "403 Forbidden: it is no file of this folder\n")
+            Failure::new(StatusCode::FORBIDDEN, "403 Forbidden: not a file of this directory\n")
         }
         other => Failure::new(StatusCode::INTERNAL_SERVER_ERROR, format!("{other}\n")),
     }
@@ -112,11 +112,12 @@ fn find(folder: &Path, path: &str) -> Result<Found, Errno> {
     let path = path.trim_matches('/');
     let path = if path.is_empty() { "." } else { path };
     let root = rustix::fs::open(folder, own_file::FOUND | OFlags::DIRECTORY, Mode::empty())?;
-    // Found before it is opened: a FIFO would be waited for, and to open a device may do something.
+    // The file is inspected before it is opened: opening a FIFO blocks, and opening a device may have side
+    // effects.
     let flags = own_file::FOUND;
     let within = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
     let found = match openat2(&root, path, flags, Mode::empty(), within) {
-        // Those in `containers` name the whole path of what lies here.
+        // The links in `containers` contain absolute paths into this directory.
         Err(Errno::XDEV) => {
             let inside = inside(root.as_fd(), folder, path)?;
             openat2(&root, inside, flags, Mode::empty(), within)
@@ -136,7 +137,7 @@ fn find(folder: &Path, path: &str) -> Result<Found, Errno> {
     }
 }
 
-/// Where a link by its whole path leads to within the folder.
+/// Returns the target of an absolute link within the directory.
 fn inside(root: BorrowedFd<'_>, folder: &Path, path: &str) -> Result<PathBuf, Errno> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let within = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
@@ -146,7 +147,7 @@ fn inside(root: BorrowedFd<'_>, folder: &Path, path: &str) -> Result<PathBuf, Er
     target.strip_prefix(folder).map(Path::to_owned).map_err(|_| Errno::XDEV)
 }
 
-/// As Go's file server lists a folder.
+/// Returns a listing as Go's file server formats it.
 fn listing(folder: &std::os::fd::OwnedFd) -> Result<String, Errno> {
     let mut names = Vec::new();
     for entry in Dir::read_from(folder)?.take(NAMES) {
@@ -166,7 +167,7 @@ fn listing(folder: &std::os::fd::OwnedFd) -> Result<String, Errno> {
     Ok(page + "</pre>\n")
 }
 
-/// Text as HTML shows it.
+/// Escapes text for HTML.
 fn escaped(text: &str) -> String {
     text.chars().fold(String::new(), |mut safe, c| {
         match c {
@@ -181,7 +182,7 @@ fn escaped(text: &str) -> String {
     })
 }
 
-/// A name as a part of an address; one with a colon must not be taken for a scheme.
+/// Encodes a name for a URL; a name with a colon must not look like a scheme.
 fn encoded(name: &str) -> String {
     name.bytes().fold(String::from("./"), |mut safe, byte| {
         if byte.is_ascii_alphanumeric() || b"-_.~/".contains(&byte) {
@@ -193,10 +194,10 @@ fn encoded(name: &str) -> String {
     })
 }
 
-/// Sends what is in the file now, until nobody listens. No thread waits for a listener: a piece is read on
-/// one, and sent from here.
+/// Sends the current content of the file until the receiver closes. No thread waits for the receiver: each
+/// piece is read on a thread and sent from here.
 async fn send(mut file: File, pieces: mpsc::Sender<io::Result<Vec<u8>>>) {
-    // What is written meanwhile is for the next reader: one that grows faster than it is read has no end.
+    // Bytes appended later are left out: a file that grows faster than it is read would never end.
     let mut left = file.metadata().map_or(0, |found| found.len());
     while left > 0 {
         let read = blocking("reading the machine's logs", move || {
@@ -212,7 +213,7 @@ async fn send(mut file: File, pieces: mpsc::Sender<io::Result<Vec<u8>>>) {
                 piece
             }
             Err(error) => {
-                let _ = pieces.send(Err(error)).await; // who doesn't listen any more needs no error
+                let _ = pieces.send(Err(error)).await; // a disconnected client needs no error
                 return;
             }
         };

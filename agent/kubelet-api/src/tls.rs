@@ -1,10 +1,9 @@
-//! The server's certificate, and the authority of its clients: from files, which are read again when they
-//! change, or self-signed and kept beside the kubelet's other keys.
+//! The server's certificate and its clients' CA: from files, which are read again after changes, or
+//! self-signed and stored next to the kubelet's other keys.
 //!
-//! A client's certificate is asked for and not judged in the handshake: who it names, and whether that is to
-//! be believed, is decided per request, as by the kubelet. A client with a certificate of another authority
-//! gets an answer (401) instead of a broken connection, and one that expires in the midst of a long
-//! connection is refused from then on.
+//! The handshake requests a client certificate without verifying it: authentication happens per request, as
+//! in the kubelet. A client with a certificate of another CA gets an answer (401) instead of a broken
+//! connection, and a certificate that expires during a long connection is rejected from then on.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -37,39 +36,39 @@ use beelet_config::{Server, TlsFiles, TlsVersion};
 
 use crate::metrics::Expiry;
 
-/// How often files are looked at again, at most: by the next connection.
+/// Minimum interval between two checks of the files, made by the next connection.
 const LOOK: Duration = Duration::from_secs(1);
-/// Most bytes of a file with certificates or a key.
+/// Maximum bytes of a file with certificates or a key.
 const FILE_MAX: u64 = 4 << 20;
-/// How long a self-signed certificate is valid, and how long before its end there is a new one.
+/// Validity of a self-signed certificate, and the remaining validity at which it is renewed.
 const VALID: jiff::SignedDuration = jiff::SignedDuration::from_hours(365 * 24);
 const RENEW: jiff::SignedDuration = jiff::SignedDuration::from_hours(30 * 24);
 
-/// Checks clients' certificates against an authority.
+/// Verifier of client certificates.
 pub(crate) type Clients = Arc<dyn ClientCertVerifier>;
 
-/// The newest keys.
+/// The current keys.
 #[derive(Clone)]
 pub(crate) struct Keys {
-    /// What connections are accepted with; None: the certificate is yet to come.
+    /// TLS configuration of connections; None while the certificate is missing.
     pub(crate) server: Option<Arc<ServerConfig>>,
-    /// What their clients are judged by; None: no certificate says anything.
+    /// Verifier of client certificates; None ignores certificates.
     pub(crate) clients: Option<Clients>,
 }
 
-/// Where keys come from. Hands out the newest.
+/// Source and cache of the current keys.
 pub(crate) struct Keyring {
     source: Source,
     loaded: Mutex<Loaded>,
-    /// Told of each new certificate.
+    /// Exports the expiry of each new certificate.
     expiry: Expiry,
 }
 
 struct Source {
     files: TlsFiles,
-    /// The name in a self-signed certificate; None: the files are somebody else's.
+    /// Name for a self-signed certificate; None if other processes own the files.
     own_name: Option<String>,
-    /// The files may come later.
+    /// True if the files may appear later.
     awaited: bool,
     client_ca: Option<PathBuf>,
     min_version: TlsVersion,
@@ -82,24 +81,23 @@ struct Loaded {
     looked: Instant,
 }
 
-/// What tells that a file is another one, or has changed.
+/// Values that change with a file: inode, size, and time of modification.
 type Stamp = (u64, u64, i64, i64);
 
-/// Refuses files that the configuration names and that [`Keyring::open`] could not use; makes none.
+/// Rejects configured files that [`Keyring::open`] could not use; creates none.
 pub(crate) fn check(config: &Server) -> Result<()> {
     match config.tls_files {
-        // Given ones are only read.
+        // Configured files are only read.
         Some(_) => Keyring::open(config, Path::new(""), "", Expiry::default()).map(drop),
         None => config.client_ca_file.as_deref().map_or(Ok(()), |file| authority(file).map(drop)),
     }
 }
 
 impl Keyring {
-    /// Reads the files that the configuration names; without any, makes a certificate for `node` in `folder`.
-    /// Blocking.
+    /// Reads the configured files, or else creates a certificate for `node` in `folder`. Blocking.
     ///
     /// # Errors
-    /// A file can't be read or holds something else; the sentence says which.
+    /// A file is unreadable or invalid; the error names it.
     pub(crate) fn open(config: &Server, folder: &Path, node: &str, expiry: Expiry) -> Result<Self> {
         let awaited = config.tls_bootstrap && config.tls_files.is_none();
         let signed = folder.join("kubelet-server-current.pem");
@@ -123,23 +121,23 @@ impl Keyring {
         Ok(Self { source, loaded, expiry })
     }
 
-    /// The keys to be used from now on.
+    /// Returns the current keys.
     pub(crate) async fn newest(self: &Arc<Self>) -> Keys {
         if let Some(keys) = self.fresh() {
             return keys;
         }
         let ring = Arc::clone(self);
-        blocking("reading the server's certificates", move || ring.look()).await
+        blocking("reading the server's certificates", move || ring.reload()).await
     }
 
-    /// The keys, where the files were looked at a moment ago.
+    /// Returns the keys if the files were checked recently.
     fn fresh(&self) -> Option<Keys> {
         let loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         (loaded.looked.elapsed() < LOOK).then(|| loaded.keys.clone())
     }
 
-    /// Reads files that have changed. Those that can't be used change nothing.
-    fn look(&self) -> Keys {
+    /// Reads changed files. Unusable files change nothing.
+    fn reload(&self) -> Keys {
         let stamps = self.source.stamps();
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         loaded.looked = Instant::now();
@@ -148,13 +146,13 @@ impl Keyring {
         }
         match self.source.load() {
             Ok(keys) => {
-                info!("the server's certificates were read again");
+                info!("reloaded the server's certificates");
                 loaded.keys = keys;
                 self.expiry.set(self.source.end());
             }
-            Err(error) => warn!("the server's new certificates can't be used, the old ones stay: {error:#}"),
+            Err(error) => warn!("cannot use the server's new certificates; keeping the old ones: {error:#}"),
         }
-        // Its own certificate may just have been written.
+        // The load may have written a new self-signed certificate.
         loaded.stamps = if self.source.own_name.is_some() { self.source.stamps() } else { stamps };
         loaded.keys.clone()
     }
@@ -170,12 +168,12 @@ impl Source {
         files.into_iter().flatten().map(stamp).collect()
     }
 
-    /// A self-signed certificate ends soon.
+    /// Returns true if a self-signed certificate needs renewal.
     fn is_ending(&self) -> bool {
         self.own_name.is_some() && self.end().is_none_or(|end| end < Timestamp::now() + RENEW)
     }
 
-    /// When the certificate in the file ends; None where there is none.
+    /// Returns the expiry of the certificate in the file, or None without one.
     fn end(&self) -> Option<Timestamp> {
         let chain = certificates(&self.files.certificate).ok()?;
         let (_, parsed) = X509Certificate::from_der(chain.first()?).ok()?;
@@ -215,15 +213,20 @@ impl Source {
             .with_client_cert_verifier(Arc::new(anybody))
             .with_single_cert(chain, read_key)
             .with_context(|| {
-                format!("{} and {} are no pair", self.files.certificate.display(), key.display())
+                format!(
+                    "the certificate {} and the key {} do not match",
+                    self.files.certificate.display(),
+                    key.display()
+                )
             })?;
-        // A terminal's or a port's bytes need a connection of their own; for the rest one version is enough.
+        // Streams of terminals and ports need connections of their own; one protocol version suffices for the
+        // rest.
         server.alpn_protocols = vec![b"http/1.1".to_vec()];
         Ok(server)
     }
 }
 
-/// The cryptography with the suites that were chosen. TLS 1.3's are always there, as in Go.
+/// Returns the cryptography provider with the configured suites. TLS 1.3's are always enabled, as in Go.
 fn provider(suites: &[String]) -> CryptoProvider {
     let mut provider = ring::default_provider();
     if !suites.is_empty() {
@@ -236,11 +239,9 @@ fn provider(suites: &[String]) -> CryptoProvider {
 }
 
 fn read(path: &Path) -> Result<Vec<u8>> {
-    let file = fs::File::open(path).with_context(|| format!("{} can't be opened", path.display()))?;
+    let file = fs::File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
     let mut bytes = Vec::new();
-    file.take(FILE_MAX)
-        .read_to_end(&mut bytes)
-        .with_context(|| format!("{} can't be read", path.display()))?;
+    file.take(FILE_MAX).read_to_end(&mut bytes).with_context(|| format!("cannot read {}", path.display()))?;
     Ok(bytes)
 }
 
@@ -253,27 +254,26 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
     Ok(all)
 }
 
-/// What checks that a client's certificate is of the authority in the file.
+/// Returns a verifier for client certificates of the CA in the file.
 fn authority(path: &Path) -> Result<Clients> {
     let mut roots = RootCertStore::empty();
     for certificate in certificates(path)? {
-        roots.add(certificate).with_context(|| format!("{} has no usable authority", path.display()))?;
+        roots.add(certificate).with_context(|| format!("{} has no usable CA certificate", path.display()))?;
     }
     let provider = Arc::new(ring::default_provider());
     WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
         .build()
-        .with_context(|| format!("{} can't be used", path.display()))
+        .with_context(|| format!("cannot use {}", path.display()))
 }
 
-/// Makes a key and a certificate for the server of the node of this name, as the kubelet does where it is
-/// given none.
+/// Creates a key and a certificate for this node's server, as the kubelet does without configured files.
 fn self_sign(files: &TlsFiles, node: &str) -> Result<()> {
     let now = Timestamp::now();
     let key = KeyPair::generate()?;
     let mut params = CertificateParams::new(vec![node.to_owned()])?;
     params.distinguished_name = rcgen::DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, format!("{node}@{}", now.as_second()));
-    // Clocks differ.
+    // Clocks may differ.
     params.not_before = std::time::SystemTime::from(now - jiff::SignedDuration::from_hours(1)).into();
     params.not_after = std::time::SystemTime::from(now + VALID).into();
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
@@ -287,7 +287,7 @@ fn self_sign(files: &TlsFiles, node: &str) -> Result<()> {
     Ok(())
 }
 
-/// Replaces a file at once: a reader sees the old one or the new one.
+/// Replaces a file atomically.
 fn write(path: &Path, mode: u32, bytes: &[u8]) -> Result<()> {
     let temporary = path.with_extension("new");
     let written = || {
@@ -298,15 +298,15 @@ fn write(path: &Path, mode: u32, bytes: &[u8]) -> Result<()> {
         file.sync_all()?;
         fs::rename(&temporary, path)
     };
-    written().with_context(|| format!("{} can't be written", path.display()))
+    written().with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Takes any client's certificate, or none. That the client holds its key is checked; the rest is for each
-/// request.
+/// Accepts any client certificate, or none. The handshake verifies the client's possession of the key; each
+/// request verifies the rest.
 #[derive(Debug)]
 struct Anybody {
     provider: Arc<CryptoProvider>,
-    /// The authorities whose certificates make sense.
+    /// Subjects of accepted CAs, sent as hints.
     hints: Vec<DistinguishedName>,
 }
 
@@ -408,9 +408,12 @@ mod tests {
             let error = format!("{:#}", authority(&file).unwrap_err());
             assert!(error.contains("ca.crt") && error.contains(part), "{error}");
         };
-        check(None, "can't be opened");
+        check(None, "cannot open");
         check(Some("noise"), "has no certificate");
-        check(Some("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"), "no usable authority");
+        check(
+            Some("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"),
+            "no usable CA certificate",
+        );
     }
 
     #[test]

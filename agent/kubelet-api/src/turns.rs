@@ -1,5 +1,5 @@
-//! Turns at the API server's reviews. Clients that were let in before have turns that no stranger takes, and
-//! of strangers each has a few: random tokens keep no real one waiting.
+//! Limits on concurrent reviews by the API server. Previously authenticated clients have permits that no
+//! stranger takes, and each source of strangers has a few: random tokens do not block valid ones.
 
 use std::{
     collections::HashMap,
@@ -9,18 +9,18 @@ use std::{
 use beelet_base::room::Source;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit};
 
-/// Reviews under way of those who were let in before, and of all others.
+/// Concurrent reviews of previously authenticated clients, and of all others.
 const KNOWN: usize = 16;
 const STRANGERS: usize = 16;
-/// Reviews under way of one source of strangers.
+/// Concurrent reviews per source of strangers.
 const OF_SOURCE: usize = 4;
 
-/// Who a review is for.
+/// Client of a review.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum For {
-    /// The same review let it in before.
+    /// A client that the same review authenticated before.
     Known,
-    /// Anybody from there.
+    /// Any client from this source.
     Stranger(Source),
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct Turns {
     of_source: Mutex<HashMap<Source, Weak<Semaphore>>>,
 }
 
-/// A turn, until it is dropped.
+/// A permit, held until dropped.
 pub(crate) struct Turn<'a> {
     _turn: Option<SemaphorePermit<'a>>,
     _of_source: Option<OwnedSemaphorePermit>,
@@ -45,8 +45,8 @@ impl Turns {
         }
     }
 
-    /// Waits for a turn.
-    pub(crate) async fn take(&self, who: For) -> Turn<'_> {
+    /// Waits for a permit.
+    pub(crate) async fn acquire(&self, who: For) -> Turn<'_> {
         match who {
             For::Known => Turn { _turn: self.known.acquire().await.ok(), _of_source: None },
             For::Stranger(source) => {
@@ -81,7 +81,7 @@ mod tests {
     #[tokio::test]
     async fn a_source_has_a_few_turns_and_strangers_leave_those_of_the_known() {
         let turns = Turns::new();
-        let take = |who: For| turns.take(who).now_or_never();
+        let take = |who: For| turns.acquire(who).now_or_never();
         let own: Vec<_> = (0..OF_SOURCE).map(|_| take(source(1)).unwrap()).collect();
         assert!(take(source(1)).is_none());
         let others: Vec<_> =
@@ -94,6 +94,6 @@ mod tests {
         drop((others, known));
         assert!(take(source(1)).is_some());
         let all = turns.of_source.lock().unwrap();
-        assert!(all.len() <= 2, "sources that ask no more are forgotten: {}", all.len());
+        assert!(all.len() <= 2, "idle sources are dropped: {}", all.len());
     }
 }

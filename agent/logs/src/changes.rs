@@ -1,6 +1,6 @@
-//! Notifies followers of a log when a file in its folder has changed. All followers share one inotify
-//! instance: the kernel limits the instances of each user (`fs.inotify.max_user_instances`, 128 by default),
-//! and other daemons of root and other parts of the agent need some of them.
+//! Notifies followers of a log of changes in its directory. All followers share one inotify instance: the
+//! kernel limits the instances of each user (`fs.inotify.max_user_instances`, 128 by default), and other
+//! daemons of root and other parts of the agent need some of them.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -18,15 +18,15 @@ use tokio::sync::watch;
 use crate::rotate;
 use crate::written::Writer;
 
-/// How often a follower looks at a log where inotify sends no notice of changes.
+/// Polling interval of a follower without inotify.
 const LOOK: Duration = Duration::from_secs(1);
-/// Names of closed files that are kept per folder. A log is rotated once per second at most, and a reader
-/// waits 10 s for a file's end.
+/// Maximum names of closed files per directory. A log is rotated at most once per second, and a reader waits
+/// 10 s for the end of a file.
 const CLOSED: usize = 16;
-/// Bytes of inotify events read at once.
+/// Bytes per read of inotify events.
 const EVENTS: usize = 16 << 10;
 
-/// The instance of this process; made with the first folder, and again where it has failed.
+/// The instance of this process, created for the first directory and recreated after a failure.
 static SHARED: Mutex<Option<Arc<Shared>>> = Mutex::new(None);
 
 struct Shared(Mutex<Folders>);
@@ -38,14 +38,14 @@ struct Folders {
 
 struct Folder {
     followers: usize,
-    /// The rotated logs in the folder that their writer has closed last, by name; sent with every change.
+    /// Names of the rotated logs in the directory that their writer has closed last; sent with every change.
     closed: watch::Sender<Arc<VecDeque<OsString>>>,
 }
 
-/// Notifies of changes in a folder.
+/// Source of change notifications for a directory.
 pub(crate) enum Changes {
     Told(Follower),
-    /// The kernel has no inotify instance or watch left: a look per [`LOOK`].
+    /// The kernel has no inotify instance or watch left: polls every [`LOOK`].
     Looked,
 }
 
@@ -61,13 +61,13 @@ impl Changes {
             Ok(follower) => Self::Told(follower),
             Err(error) => {
                 let folder = folder.display();
-                tracing::debug!("inotify doesn't watch {folder}, it is looked at once per second: {error}");
+                tracing::debug!("cannot watch {folder} with inotify; polling it once per second: {error}");
                 Self::Looked
             }
         }
     }
 
-    /// What is known of the writers in the folder by now.
+    /// Returns the current knowledge about the writers in the directory.
     pub(crate) fn writer(&self) -> Writer {
         match self {
             Self::Told(follower) => Writer::Watched(Arc::clone(&follower.closed.borrow())),
@@ -94,7 +94,7 @@ impl Drop for Follower {
         folder.followers = folder.followers.saturating_sub(1);
         if folder.followers == 0 {
             folders.all.remove(&self.descriptor);
-            // The folder may be gone by now, and its watch with it.
+            // The directory and its watch may already be removed.
             let _ = folders.watches.remove(self.descriptor.clone());
         }
     }
@@ -103,7 +103,7 @@ impl Drop for Follower {
 impl Shared {
     fn follow(self: &Arc<Self>, folder: &Path) -> io::Result<Follower> {
         let mask = WatchMask::MODIFY | WatchMask::CREATE | WatchMask::MOVED_TO | WatchMask::CLOSE_WRITE;
-        // Locked before it is watched: the first event finds the folder here.
+        // The lock precedes the watch, so that the first event finds the directory in the map.
         let mut folders = self.lock();
         let descriptor = folders.watches.add(folder, mask)?;
         let known = folders.all.entry(descriptor.clone());
@@ -114,7 +114,7 @@ impl Shared {
         Ok(Follower { shared: Arc::clone(self), descriptor, closed })
     }
 
-    /// Reads events until that fails; then nobody is told any more, and looks instead.
+    /// Reads events until an error; after that followers poll.
     fn run(self: &Arc<Self>, inotify: &mut Inotify) {
         let mut buffer = vec![0; EVENTS];
         loop {
@@ -122,9 +122,7 @@ impl Shared {
                 Ok(events) => events,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
-                    tracing::warn!(
-                        "inotify tells no more of logs, they are looked at once per second: {error}"
-                    );
+                    tracing::warn!("inotify failed for logs; polling them once per second: {error}");
                     break;
                 }
             };
@@ -133,7 +131,7 @@ impl Shared {
                 if event.mask.contains(EventMask::Q_OVERFLOW) {
                     folders.all.values().for_each(|folder| folder.closed.send_modify(|_| ()));
                 } else if event.mask.contains(EventMask::IGNORED) {
-                    // The folder is gone: who follows it looks for it from now on.
+                    // The directory was removed; its followers poll from now on.
                     folders.all.remove(&event.wd);
                 } else if let Some(folder) = folders.all.get(&event.wd) {
                     let closed = event.mask.contains(EventMask::CLOSE_WRITE);
@@ -162,7 +160,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The instance, and the thread that reads from it for as long as the process lives.
+/// Returns the instance, and starts the thread that reads its events until the process exits.
 fn shared() -> io::Result<Arc<Shared>> {
     let mut shared = lock(&SHARED);
     if let Some(shared) = &*shared {
@@ -185,7 +183,7 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(60);
 
-    /// The inotify instances of this process.
+    /// Returns the number of inotify instances of this process.
     fn instances() -> usize {
         let links = fs::read_dir("/proc/self/fd").unwrap().flatten();
         links
@@ -204,7 +202,7 @@ mod tests {
         }
         assert!(followers.iter().flatten().all(|changes| matches!(changes, Changes::Told(_))));
         assert_eq!(instances(), 1);
-        // One of two goes; the other is told all the same.
+        // A dropped follower does not affect the other one, which is still notified.
         let [first, mut second] = followers.pop().unwrap();
         drop(first);
         fs::write(folders[299].join("0.log"), "x").unwrap();
@@ -213,7 +211,7 @@ mod tests {
         for changes in &mut followers[0] {
             tokio::time::timeout(PATIENCE, changes.next()).await.unwrap();
         }
-        // Of a folder that goes, and comes back, nothing is missed.
+        // A follower misses no change of a directory that is removed and recreated.
         fs::remove_dir_all(&folders[1]).unwrap();
         let mut left = followers.swap_remove(1);
         let looks = async {

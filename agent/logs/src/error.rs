@@ -1,43 +1,43 @@
-//! Why a log could not be made room for, or rotated.
+//! Errors of preparing and rotating logs.
 
 use std::io;
 use std::path::PathBuf;
 
-/// A failure of one container's log. Displayed, it is a whole sentence.
+/// A failure of one container's log. Its text is a complete sentence.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Something stands in the place of a log that is to be made.
+    /// A file that blocks a new log cannot be removed.
     #[error("cannot make room for the log {}: {cause}", .log.display())]
     Clear {
         /// The log.
         log: PathBuf,
-        /// Why it can't be removed.
+        /// Cause of the failed removal.
         cause: io::Error,
     },
-    /// A log could not be renamed, or older ones not be compressed.
+    /// A log could not be renamed, or older logs could not be compressed.
     #[error("cannot rotate {}: {cause}", .log.display())]
     Rotate {
         /// The log.
         log: PathBuf,
-        /// Why.
+        /// Cause of the failure.
         cause: io::Error,
     },
-    /// The runtime did not open the log anew, so it was to get its name back.
+    /// The runtime did not reopen the log, whose rename is undone.
     #[error("{error}{}", also(.back.as_ref()))]
     Reopen {
-        /// The runtime's answer.
+        /// Error of the runtime.
         error: beelet_cri::Error,
-        /// Why the log did not get its name back, if it did not.
+        /// Error of undoing the rename, if any.
         back: Option<io::Error>,
     },
-    /// Nobody listens any more to what is read.
-    #[error("nobody listens any more")]
+    /// The receiver of the log is closed.
+    #[error("the reader of the log disconnected")]
     Closed,
-    /// A log can't be read.
+    /// A log cannot be read.
     #[error(transparent)]
     Read(#[from] io::Error),
 }
 
 fn also(back: Option<&io::Error>) -> String {
-    back.map(|cause| format!("; nor can it get its name back: {cause}")).unwrap_or_default()
+    back.map(|cause| format!("; cannot rename the log back: {cause}")).unwrap_or_default()
 }

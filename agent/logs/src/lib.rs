@@ -1,8 +1,8 @@
-//! Containers' logs: `<logs>/<namespace>_<pod>_<uid>/<container>/<attempt>.log`, written by the runtime, a
-//! line each `<time> <stdout|stderr> <P|F> <text>` (P: the line goes on in the next). They are rotated here
-//! ([`rotate`]), read here ([`read`]), and removed with their pod.
+//! Containers' logs: `<logs>/<namespace>_<pod>_<uid>/<container>/<attempt>.log`, written by the runtime with
+//! lines of the form `<time> <stdout|stderr> <P|F> <text>` (P: the next line continues this one). This crate
+//! rotates the logs ([`rotate`]) and reads them ([`read`]); they are removed with their pod.
 //!
-//! What is in them comes from containers: any bytes, any length. Nothing here may rely on a line's form.
+//! The content comes from containers: any bytes, any length. Code here must not rely on the form of a line.
 
 mod changes;
 mod error;
@@ -18,7 +18,7 @@ use std::path::Path;
 
 use beelet_base::own_file;
 
-/// Where a line was written to.
+/// Output stream of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
     /// Standard output.
@@ -30,17 +30,17 @@ pub enum Stream {
 /// A line of a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Line<'a> {
-    /// When it was written, RFC 3339 with nanoseconds, as it stands.
+    /// Time of the write, RFC 3339 with nanoseconds, verbatim.
     pub time: &'a str,
-    /// Where to.
+    /// Output stream.
     pub stream: Stream,
-    /// Whether the container's line goes on in the next one.
+    /// True if the next line continues the container's line.
     pub partial: bool,
-    /// What was written, without the end of the line.
+    /// Text without the end of the line.
     pub text: &'a [u8],
 }
 
-/// Reads a line, with or without its end; None for one that has another form.
+/// Parses a line, with or without its line end. Returns None for any other form.
 pub fn parse(line: &[u8]) -> Option<Line<'_>> {
     let line = line.strip_suffix(b"\n").unwrap_or(line);
     let mut parts = line.splitn(4, |b| *b == b' ');
@@ -50,7 +50,7 @@ pub fn parse(line: &[u8]) -> Option<Line<'_>> {
         b"stderr" => Stream::Err,
         _ => return None,
     };
-    // Tags after the first are for later versions of the format.
+    // Further tags are reserved for later versions of the format.
     let tag = parts.next()?.split(|b| *b == b':').next()?;
     let partial = match tag {
         b"F" => false,
@@ -60,17 +60,17 @@ pub fn parse(line: &[u8]) -> Option<Line<'_>> {
     Some(Line { time, stream, partial, text: parts.next()? })
 }
 
-/// The last lines of a log as a container wrote them, at most so many lines and bytes. None where there are
-/// none.
+/// Returns the last lines of a log as the container wrote them, at most `lines` lines and `bytes` bytes, or
+/// None without any.
 pub fn end_of(path: &Path, lines: usize, bytes: usize) -> Option<String> {
     let mut file = own_file::read(path).ok()?;
-    // A line has some 40 bytes that aren't the container's.
+    // Each line has some 40 bytes in addition to the container's text.
     let most = u64::try_from(bytes + lines * 64).ok()?;
     let length = file.metadata().ok()?.len();
     file.seek(SeekFrom::Start(length.saturating_sub(most))).ok()?;
     let mut tail = Vec::new();
     file.take(most).read_to_end(&mut tail).ok()?;
-    // What was cut in the middle parses as nothing.
+    // A line that was cut in the middle does not parse.
     let mut last: Vec<&[u8]> = tail.split_inclusive(|b| *b == b'\n').rev().take(lines).collect();
     last.reverse();
     let mut text = Vec::new();
@@ -85,14 +85,14 @@ pub fn end_of(path: &Path, lines: usize, bytes: usize) -> Option<String> {
     (!text.is_empty()).then_some(text)
 }
 
-/// Makes the runtime open a plain file for a container's instance, whatever a container put in its log's
-/// place: to open a FIFO nobody reads would hold the runtime up for ever. Blocking.
+/// Removes anything but a regular file at a container's log path, so that the runtime opens a regular file:
+/// opening a FIFO without a reader would block the runtime forever. Blocking.
 pub fn clear(folder: &Path, attempt: u32) -> Result<(), Error> {
     let log = folder.join(format!("{attempt}.log"));
     own_file::clear(&log).map_err(|cause| Error::Clear { log, cause })
 }
 
-/// Bytes of a container's as text of at most so many bytes.
+/// Converts a container's bytes to text of at most `most` bytes.
 pub fn lossy(bytes: &[u8], most: usize) -> String {
     let mut text = String::from_utf8_lossy(bytes).into_owned();
     let mut end = most.min(text.len());

@@ -1,8 +1,7 @@
-//! `/var/log/containers`: a link per container to its log, where log shippers look for a kubelet's
-//! containers.
+//! `/var/log/containers`: a link per container to its log, where log shippers find a kubelet's containers.
 //!
-//! Names are the kubelet's (`logSymlink` of `pkg/kubelet/kuberuntime`). Nothing here reads a log, and nothing
-//! but links into the pods' logs is ever removed.
+//! Names are the kubelet's (`logSymlink` of `pkg/kubelet/kuberuntime`). This module never reads a log, and
+//! removes only links into the pods' logs.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -30,13 +29,13 @@ use tokio::{sync::watch, time::sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-/// What comes within this time is done together.
+/// Changes within this time are applied together.
 const TOGETHER: Duration = Duration::from_millis(500);
-/// Longest name of a file (ext4).
+/// Maximum length of a file name (ext4).
 const NAME: usize = 255;
 const SUFFIX: &str = ".log";
 
-/// Keeps the links until `stop`.
+/// Maintains the links until `stop`.
 pub fn follow(
     mut table: watch::Receiver<Arc<PodTable>>,
     folder: PathBuf,
@@ -70,7 +69,7 @@ pub fn follow(
     })
 }
 
-/// The names of the links that should be there, and where they lead.
+/// Returns the desired links by name, with their targets.
 fn links(table: &PodTable, pod_logs_dir: &Path) -> BTreeMap<String, PathBuf> {
     let mut links = BTreeMap::new();
     for (name, entry) in &table.pods {
@@ -94,7 +93,7 @@ fn links(table: &PodTable, pod_logs_dir: &Path) -> BTreeMap<String, PathBuf> {
     links
 }
 
-/// The instances of a container whose logs may still be there: this one, and the one before.
+/// Returns the instances of a container whose logs may still exist: the current and the previous one.
 fn instances(status: &core::ContainerStatus) -> impl Iterator<Item = (&str, i32)> {
     let terminated = status.last_state.as_ref().and_then(|state| state.terminated.as_ref());
     let before = terminated.and_then(|terminated| terminated.container_id.as_deref());
@@ -107,10 +106,10 @@ fn instances(status: &core::ContainerStatus) -> impl Iterator<Item = (&str, i32)
     })
 }
 
-/// Makes the links that are missing, and removes those into the pods' logs that nobody wants. Blocking.
+/// Creates missing links and removes stale links into the pods' logs. Blocking.
 ///
-/// All of it is done in the one folder that was opened: a container that may write into the machine's logs
-/// can put a link to any folder in its place.
+/// All steps use the one opened directory: a container that may write to the machine's logs can replace the
+/// directory by a link to another one.
 fn apply(folder: &Path, pod_logs_dir: &Path, wanted: &BTreeMap<String, PathBuf>) -> io::Result<()> {
     let folder = open(folder)?;
     let mut there = BTreeSet::new();
@@ -135,7 +134,7 @@ fn apply(folder: &Path, pod_logs_dir: &Path, wanted: &BTreeMap<String, PathBuf>)
     Ok(())
 }
 
-/// The folder itself, made where there is none, and never what a link in its place leads to.
+/// Opens the directory, creates it if missing, and never follows a link in its place.
 fn open(folder: &Path) -> io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let open = || rustix::fs::open(folder, flags, Mode::empty());
@@ -148,7 +147,7 @@ fn open(folder: &Path) -> io::Result<OwnedFd> {
     };
     opened.map_err(|error| match error {
         Errno::LOOP | Errno::NOTDIR => {
-            io::Error::other(format!("{} is a link, or no folder: remove it", folder.display()))
+            io::Error::other(format!("{} is a link or not a directory: remove it", folder.display()))
         }
         other => other.into(),
     })
@@ -227,7 +226,7 @@ mod tests {
         std::os::unix::fs::symlink(&elsewhere, &folder).unwrap();
         let one = BTreeMap::from([("a.log".to_owned(), logs.join("a/0.log"))]);
         let refused = apply(&folder, &logs, &one).unwrap_err().to_string();
-        assert!(refused.ends_with("containers is a link, or no folder: remove it"), "{refused}");
+        assert!(refused.ends_with("containers is a link or not a directory: remove it"), "{refused}");
         assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), 0);
     }
 }

@@ -1,5 +1,5 @@
-//! Reads a container's log from its rotated files on, and follows it: by inotify, over rotations, until the
-//! container has ended.
+//! Reads a container's log including its rotated files, and follows it with inotify across rotations until
+//! the container has terminated.
 
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
@@ -19,43 +19,43 @@ use crate::changes::Changes;
 use crate::written::{Completion, Writer, Written};
 use beelet_base::blocking::blocking;
 
-/// Bytes of a piece that is handed on, and how many are read ahead.
+/// Bytes per piece, and the number of pieces to read ahead.
 const PIECE: usize = 32 << 10;
 const PIECES: usize = 4;
-/// Bytes that are read before the reader looks whether anybody still listens.
+/// Bytes to read before the reader checks that the receiver is still open.
 const STEP: usize = 4 << 20;
-/// Longest line that is kept whole; a longer one comes in pieces. Runtimes cut lines at 16 KiB.
+/// Maximum length of a line that is kept whole; a longer line is split. Runtimes split lines at 16 KiB.
 const LINE_MAX: u64 = 1 << 20;
 
-/// What of a log is wanted.
+/// Selection and format of a log's lines.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wanted {
-    /// Only so many of the last lines.
+    /// Maximum number of lines from the end.
     pub tail: Option<u64>,
-    /// Only what was written since.
+    /// Only lines since this time.
     pub since: Option<Timestamp>,
-    /// With the time before each line.
+    /// Prefix each line with its time.
     pub timestamps: bool,
-    /// Only what was written there.
+    /// Only lines of this stream.
     pub stream: Option<Stream>,
 }
 
 /// A piece of a container's output.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Where the container wrote it to.
+    /// Stream that the container wrote to.
     pub stream: Stream,
-    /// Whole lines, usually.
+    /// Usually whole lines.
     pub bytes: Vec<u8>,
-    /// When the last of them was written, if a line says so.
+    /// Time of the last line, if a line has one.
     pub time: Option<Timestamp>,
 }
 
-/// Sends what is wanted of the log at `path`, its rotated files included; then, until `ended` comes true,
-/// what is written to it. `ended` is asked for after each change; None: it isn't followed at all.
+/// Sends the selected lines of the log at `path`, including its rotated files, and then new lines until
+/// `ended` completes. `ended` is polled after each change; None does not follow the log.
 ///
 /// # Errors
-/// The log can't be read, or nobody listens any more.
+/// The log cannot be read, or the receiver is closed.
 pub async fn read(
     path: PathBuf,
     wanted: Wanted,
@@ -68,11 +68,11 @@ pub async fn read(
         blocking("reading a log", move || Reader::new(path, wanted, &writer, &|| listener.is_closed()))
     };
     let Some(ended) = ended else {
-        return hand_on(open(Writer::Ended).await?, &pieces, || Writer::Ended).await.map(drop);
+        return forward(open(Writer::Ended).await?, &pieces, || Writer::Ended).await.map(drop);
     };
-    // The folder is watched before its log is read: no change in between is missed.
+    // The watch precedes the first read, so that no change in between is missed.
     let mut changes = Changes::of(&folder);
-    let mut reader = hand_on(open(changes.writer()).await?, &pieces, || changes.writer()).await?;
+    let mut reader = forward(open(changes.writer()).await?, &pieces, || changes.writer()).await?;
     let mut ended = std::pin::pin!(ended);
     loop {
         let again = reader.again.unwrap_or_else(Instant::now);
@@ -83,22 +83,23 @@ pub async fn read(
             () = pieces.closed() => return Err(Error::Closed),
         };
         let writer = || if over { Writer::Ended } else { changes.writer() };
-        reader = hand_on(reader, &pieces, writer).await?;
+        reader = forward(reader, &pieces, writer).await?;
         if over {
             return Ok(());
         }
     }
 }
 
-/// Sends all lines that can be read now. No thread waits for a listener that is slow, or that has stopped
-/// listening without closing its end: a thread reads a piece, and this function sends it.
-async fn hand_on(
+/// Sends all lines that are readable now. No thread waits for a slow or stalled receiver: a thread reads a
+/// piece, and this function sends it.
+async fn forward(
     mut reader: Reader,
     pieces: &mpsc::Sender<Piece>,
     writer: impl Fn() -> Writer,
 ) -> Result<Reader, Error> {
     loop {
-        // Asked for before the file is read: the lines of a writer that has closed the file are all there.
+        // The writer's state is read before the file: once a writer has closed the file, all its lines are
+        // there.
         let writer = writer();
         let is_all;
         (reader, is_all) = blocking("reading a log", move || {
@@ -118,36 +119,36 @@ async fn hand_on(
     }
 }
 
-/// Reads; all of it blocks, and none of it waits for the listener.
+/// Reader of a log. Its methods block, but never wait for the receiver.
 struct Reader {
     path: PathBuf,
     wanted: Wanted,
-    /// Rotated files that are complete and have not been read, and the one that is being read.
+    /// Complete rotated files to read, and the one that is being read.
     files: VecDeque<PathBuf>,
     rotated: Option<Box<dyn BufRead + Send>>,
-    /// The file after those, which may still be written.
+    /// The next file after those, which may still be written to.
     open: Option<Written>,
-    /// The name of the newest rotated file that was read, or left out.
+    /// Name of the newest rotated file that was read or skipped.
     newest: OsString,
-    /// When to look again though nothing changes.
+    /// Time of the next check without a change.
     again: Option<Instant>,
-    /// The writer had ended when the open file was opened: no other one comes.
+    /// True if the writer had ended when the file was opened, so that no file follows.
     is_last: bool,
-    /// How many lines are left out before the first that is wanted.
+    /// Number of lines to skip.
     skip: u64,
-    /// Bytes that this step may still read.
+    /// Remaining bytes of this step.
     budget: usize,
-    /// A line whose end has not been written yet.
+    /// An incomplete line.
     begun: Vec<u8>,
-    /// The container's line that was handed on last goes on in the next one: no time stands before that.
+    /// True if the next line continues the last one, and thus gets no time.
     goes_on: bool,
     gathered: Option<Piece>,
-    /// What is to be sent before anything else is read.
+    /// Pieces to send before reading more.
     ready: Vec<Piece>,
 }
 
 impl Reader {
-    /// Finds out where to begin. `is_over` says that nobody waits for the answer any more.
+    /// Finds the first line to read. `is_over` returns true once the receiver is closed.
     fn new(
         path: PathBuf,
         wanted: Wanted,
@@ -170,7 +171,8 @@ impl Reader {
             gathered: None,
             ready: Vec::new(),
         };
-        // Opened first: a file that is rotated from now on is still read here, and must not be read twice.
+        // The current file is opened before the listing: a file that is rotated in between is read through
+        // this descriptor, and must not be read twice.
         let current = reader.current()?;
         let mut files = reader.rotated(current.as_ref())?;
         let (first, skip) = reader.start(&files, current.as_ref(), is_over)?;
@@ -181,7 +183,7 @@ impl Reader {
         Ok(reader)
     }
 
-    /// Reads on until enough is ready to be sent. Returns true once nothing more can be read for now.
+    /// Reads until enough pieces are ready. Returns true once no more lines are readable for now.
     fn step(&mut self, writer: &Writer) -> Result<bool, Error> {
         self.budget = STEP;
         self.again = None;
@@ -217,22 +219,23 @@ impl Reader {
         Ok(is_all)
     }
 
-    /// Goes on to the file after one that is complete. A listener that was slow may have missed more than one
-    /// rotation.
+    /// Continues with the file after a complete one. A slow receiver may have missed more than one rotation.
     fn follow(&mut self, complete: &Written, writer: &Writer) -> Result<(), Error> {
         let name = complete.name()?;
         if rotate::is_rotated(&name) && name > self.newest {
             self.newest = name;
         }
-        // Opened before the rotated files are listed: one that is rotated in between is not missed.
+        // The current file is opened before the listing, so that a file that is rotated in between is not
+        // missed.
         let current = self.current()?;
         let mut files = self.rotated(current.as_ref())?;
         files.retain(|path| stem(path) > self.newest.as_os_str());
         self.arrange(files, current, writer)
     }
 
-    /// Takes the files to read next: rotated ones, the oldest first, and then `current`. Compressed ones are
-    /// complete. The first of the others may still be written, and [`Self::follow`] finds those behind it.
+    /// Queues the files to read next: rotated ones, oldest first, and then `current`. Compressed files are
+    /// complete. The first uncompressed file may still be written to, and [`Self::follow`] finds the files
+    /// after it.
     fn arrange(&mut self, files: Vec<PathBuf>, current: Option<File>, writer: &Writer) -> Result<(), Error> {
         for path in files {
             if !is_compressed(&path) {
@@ -241,7 +244,7 @@ impl Reader {
                         self.open = Some(Written::new(file)?);
                         return Ok(());
                     }
-                    // The rotation has compressed it since.
+                    // The rotation has compressed the file in the meantime.
                     Err(e) if e.kind() == io::ErrorKind::NotFound => {}
                     Err(e) => return Err(e.into()),
                 }
@@ -254,12 +257,12 @@ impl Reader {
         Ok(())
     }
 
-    /// Reads the rotated files that are left. Returns false if enough is ready to be sent before their end.
+    /// Reads the queued rotated files. Returns false if enough pieces are ready before their end.
     fn read_rotated(&mut self) -> Result<bool, Error> {
         loop {
             if self.rotated.is_none() {
                 let Some(path) = self.files.pop_front() else { return Ok(true) };
-                // A file that the rotation has removed since is not missed: its lines are the oldest.
+                // A file that the rotation has removed in the meantime had the oldest lines and is skipped.
                 self.rotated = open(&path)?;
             }
             if let Some(mut file) = self.rotated.take()
@@ -271,7 +274,7 @@ impl Reader {
         }
     }
 
-    /// The file that has the log's name by now, if there is one.
+    /// Returns the file that currently has the log's name, if any.
     fn current(&self) -> Result<Option<File>, Error> {
         match own_file::read(&self.path) {
             Ok(file) => Ok(Some(file)),
@@ -280,20 +283,20 @@ impl Reader {
         }
     }
 
-    /// The rotated files but the one that is open already.
+    /// Returns the rotated files except the one that is already open.
     fn rotated(&self, current: Option<&File>) -> Result<Vec<PathBuf>, Error> {
         let ours = current.map(File::metadata).transpose()?.map(|found| (found.dev(), found.ino()));
         let mut files = rotate::rotated(&self.path)?;
         files.retain(|path| {
-            // One that is gone may have been compressed; what is no plain file, no runtime and nobody here
-            // has made.
+            // A missing file may have been compressed. Neither a runtime nor this crate creates anything but
+            // regular files.
             let Ok(found) = fs::symlink_metadata(path) else { return true };
             found.is_file() && Some((found.dev(), found.ino())) != ours
         });
         Ok(files)
     }
 
-    /// Which file to begin with, and how many lines of it to leave out.
+    /// Returns the index of the first file to read, and the number of its lines to skip.
     fn start(
         &self,
         files: &[PathBuf],
@@ -302,7 +305,7 @@ impl Reader {
     ) -> Result<(usize, u64), Error> {
         let Some(mut missing) = self.wanted.tail else { return Ok((0, 0)) };
         if let Some(current) = current {
-            // Another descriptor of the same file, with a position of its own.
+            // Reopens the file for a descriptor with a position of its own.
             let again = own_file::reopen(current, OFlags::RDONLY)?;
             let count = count_lines(&mut BufReader::new(again), is_over)?;
             if count >= missing {
@@ -321,8 +324,8 @@ impl Reader {
         Ok((0, 0))
     }
 
-    /// Takes the whole lines that are left in a file, but those to be skipped. Returns true if that were all,
-    /// false if enough is ready to be sent.
+    /// Processes the remaining whole lines of a file, except skipped ones. Returns true at the end of the
+    /// file, false if enough pieces are ready.
     fn lines(&mut self, file: &mut dyn BufRead) -> Result<bool, Error> {
         loop {
             if self.ready.len() >= PIECES || self.budget == 0 {
@@ -340,12 +343,12 @@ impl Reader {
                 self.skip -= 1;
                 continue;
             }
-            self.take(&line);
+            self.add_line(&line);
         }
     }
 
-    fn take(&mut self, line: &[u8]) {
-        // A line of no known form is shown as it is.
+    fn add_line(&mut self, line: &[u8]) {
+        // A line of unknown form is shown unchanged.
         let Some(parsed) = parse(line) else { return self.gather(Stream::Out, None, &[line]) };
         let time = parsed.time.parse::<Timestamp>().ok();
         if self.wanted.since.zip(time).is_some_and(|(since, time)| time < since) {
@@ -377,7 +380,7 @@ impl Reader {
     }
 }
 
-/// A time with nine digits behind its point, as the kubelet prints it: clients cut it off by its length.
+/// Formats a time with nine fractional digits, as the kubelet does: clients split it off by its length.
 #[must_use]
 pub fn fixed(time: &str) -> Vec<u8> {
     const DIGITS: usize = 9;
@@ -390,7 +393,8 @@ pub fn fixed(time: &str) -> Vec<u8> {
     format!("{second}.{digits:0<DIGITS$.DIGITS$}{zone}").into_bytes()
 }
 
-/// Opens a log, compressed or not; None where it is gone. One may be compressed just now.
+/// Opens a log, compressed or not. Returns None for a missing file. A file may be compressed at the same
+/// time.
 fn open(path: &Path) -> Result<Option<Box<dyn BufRead + Send>>, Error> {
     let compressed = is_compressed(path);
     match own_file::read(path) {
@@ -404,7 +408,7 @@ fn open(path: &Path) -> Result<Option<Box<dyn BufRead + Send>>, Error> {
     }
 }
 
-/// The name of a rotated file without the end of its compressed form.
+/// Returns the name of a rotated file without the suffix of compressed files.
 fn stem(path: &Path) -> &OsStr {
     rotate::stem(path.file_name().unwrap_or_default())
 }
@@ -494,7 +498,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("0.log");
         fs::write(&log, line(1, "stdout", &"x".repeat(1000)).repeat(1000)).unwrap();
-        // More than there are threads that may block.
+        // More followers than there are blocking threads.
         let mut listeners = Vec::new();
         for _ in 0..600 {
             let (sender, receiver) = mpsc::channel(1);
@@ -561,7 +565,7 @@ mod tests {
         fs::rename(&log, dir.path().join("0.log.20261121-190003")).unwrap();
         file.write_all(line(3, "stdout", "c").as_bytes()).unwrap();
         assert_eq!(next().await.as_deref(), Some("c\n"));
-        // The runtime has opened the next file, and has not closed this one yet.
+        // The runtime has opened the next file and has not closed this one yet.
         fs::write(&log, line(5, "stdout", "e")).unwrap();
         file.write_all(line(4, "stdout", "d").as_bytes()).unwrap();
         assert_eq!(next().await.as_deref(), Some("d\n"));
@@ -576,7 +580,7 @@ mod tests {
     async fn a_listener_that_is_slow_misses_no_rotation() {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("0.log");
-        // More than is read ahead: the reader waits in the first file.
+        // More than the reader reads ahead, so that it waits in the first file.
         let long = "x".repeat(PIECE);
         let mut expected = Vec::new();
         let mut write = |second: u32, lines: usize| {
@@ -595,7 +599,7 @@ mod tests {
             fs::rename(&log, limits(second - 1)).unwrap();
             write(second, 1);
         }
-        // The rotation has compressed one of those between, as it does at the next one.
+        // The next rotation compresses one of the files in between.
         let mut gz = flate2::write::GzEncoder::new(
             File::create(dir.path().join("0.log.20261121-190002.gz")).unwrap(),
             flate2::Compression::fast(),
@@ -630,7 +634,7 @@ mod tests {
         (pieces, end, reading)
     }
 
-    /// The next lines, as many as are expected.
+    /// Returns the next lines, as many as expected.
     #[track_caller]
     fn expect(expected: &str, pieces: &mut mpsc::Receiver<Piece>) -> impl Future<Output = ()> {
         let caller = std::panic::Location::caller();
@@ -678,7 +682,7 @@ mod tests {
         fs::rename(&log, rotated(1)).unwrap();
         let mut b = File::create(&log).unwrap();
         write(&mut b, "b1");
-        // Another container's file is closed, and says nothing of this one.
+        // Closing another container's file does not affect this one.
         drop(File::create(dir.path().join("7.log.20261121-190001")).unwrap());
         fs::rename(&log, rotated(2)).unwrap();
         let mut c = File::create(&log).unwrap();
@@ -719,7 +723,7 @@ mod tests {
     async fn a_reader_whose_listener_has_left_stops_counting() {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("0.log");
-        // A file without an end: 4 TiB of nothing.
+        // A file without line ends: 4 TiB of zeroes.
         File::create(&log).unwrap().set_len(4 << 40).unwrap();
         let (sender, pieces) = mpsc::channel(1);
         let tail = Wanted { tail: Some(1), ..Wanted::default() };

@@ -1,9 +1,9 @@
-//! Rotates the logs of containers that run, by size and number, as the kubelet does
-//! (`pkg/kubelet/logs/container_log_manager.go`): `0.log` becomes `0.log.20261121-190000`, the runtime is
-//! asked to open its file anew, and what was rotated before is compressed (`.gz`).
+//! Rotates the logs of running containers by size and number, as the kubelet does
+//! (`pkg/kubelet/logs/container_log_manager.go`): `0.log` becomes `0.log.20261121-190000`, the runtime
+//! reopens its file, and older rotated files are compressed (`.gz`).
 //!
-//! An agent killed between renaming and asking leaves a container that writes to the renamed file: where a
-//! log is missing that should be there, the runtime is asked again.
+//! If the agent is killed between the rename and the reopen request, the container writes to the renamed
+//! file. If an expected log is missing, the request is repeated.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{CString, OsStr, OsString};
@@ -36,36 +36,36 @@ use beelet_model::pod::{log_folder, log_path};
 use beelet_model::status::runtime_id;
 use beelet_model::table::{PodName, PodTable};
 
-/// What ends the name of a compressed log.
+/// Suffix of compressed logs.
 pub(super) const COMPRESSED: &str = ".gz";
-/// What an interrupted compression leaves.
+/// Suffix of incomplete compressed files.
 const UNFINISHED: &str = ".tmp";
-/// How far behind its rotated files a clock may be set for their order to be kept.
+/// Maximum time by which a rotated file may be ahead of the clock and still keep its place in the order.
 const AHEAD: SignedDuration = SignedDuration::from_hours(24);
 
-/// When logs are rotated, and what is kept.
+/// Limits of logs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes from which on a log is rotated.
+    /// Size in bytes above which a log is rotated.
     pub max_size: u64,
-    /// Files of a container's instance, the one that is written included; at least 2.
+    /// Maximum files per instance of a container, including the current one; at least 2.
     pub max_files: usize,
-    /// How often sizes are looked at.
+    /// Interval between two checks of the sizes.
     pub interval: Duration,
 }
 
-/// Rotates until `cancel`.
+/// Rotates logs until it is cancelled.
 #[derive(Debug)]
 pub struct Rotator {
     runtime: Runtime,
     logs: PathBuf,
     limits: Limits,
     table: watch::Receiver<Arc<PodTable>>,
-    /// What failed the last time, so that it is told once.
+    /// Last errors, so that each one is logged once.
     failing: BTreeMap<PathBuf, String>,
 }
 
-/// A log that is being written.
+/// A log being written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Written {
     path: PathBuf,
@@ -73,7 +73,7 @@ struct Written {
 }
 
 impl Rotator {
-    /// A rotator for the logs below `logs`.
+    /// Returns a rotator for the logs below `logs`.
     pub fn new(
         runtime: Runtime,
         logs: PathBuf,
@@ -83,12 +83,12 @@ impl Rotator {
         Self { runtime, logs, limits, table, failing: BTreeMap::new() }
     }
 
-    /// Rotates until `cancel`.
+    /// Runs until `cancel`.
     pub fn run(mut self, cancel: CancellationToken) -> Work {
         Box::pin(async move {
             let mut check = tokio::time::interval(self.limits.interval.max(Duration::from_millis(100)));
             check.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-            // A container can make one of its files take hours to compress: that waits for nobody's rotation.
+            // A container's file may take hours to compress, which must not delay other rotations.
             let mut compressing = Compressing::default();
             loop {
                 tokio::select! {
@@ -101,7 +101,7 @@ impl Rotator {
                 }
                 let written = written(&self.table.borrow(), &self.logs);
                 let (max, logs) = (self.limits.max_size, self.logs.clone());
-                let due = blocking("looking at the sizes of logs", move || {
+                let due = blocking("checking the sizes of logs", move || {
                     let is_due = |log: &Written| Log::open(&logs, &log.path).is_ok_and(|log| log.is_due(max));
                     written.into_iter().filter(is_due).collect::<Vec<_>>()
                 });
@@ -136,7 +136,7 @@ impl Rotator {
                 Ok(())
             }
             Err(error) => {
-                // The container goes on writing to the file by its descriptor: give it its name back.
+                // The container still writes to the file, so the rename is undone.
                 let back = blocking("renaming a log back", move || match moved {
                     Some(moved) if !files.has(&files.name) => files.rename(&moved, &files.name),
                     _ => Ok(()),
@@ -154,7 +154,7 @@ impl Rotator {
             Err(error) => {
                 let error = error.to_string();
                 if self.failing.get(path) != Some(&error) {
-                    warn!(log = %path.display(), "{error}; tried again at the next check");
+                    warn!(log = %path.display(), "{error}; retrying at the next check");
                 }
                 self.failing.insert(path.to_owned(), error);
             }
@@ -165,7 +165,7 @@ impl Rotator {
 /// Compresses rotated files, one log at a time.
 #[derive(Debug, Default)]
 struct Compressing {
-    /// The logs folder and the log of those that wait.
+    /// Queued logs with their logs directory.
     waiting: VecDeque<(PathBuf, PathBuf)>,
     current: Option<PathBuf>,
     work: JoinSet<Result<(), Error>>,
@@ -176,7 +176,7 @@ impl Compressing {
         self.current.as_deref() == Some(log)
     }
 
-    /// Compresses the rotated files of a log, but the newest, once those before it are done.
+    /// Queues the rotated files of a log, except the newest one, for compression.
     fn add(&mut self, logs: PathBuf, log: PathBuf) {
         if self.waiting.iter().all(|(_, waiting)| *waiting != log) {
             self.waiting.push_back((logs, log));
@@ -211,7 +211,7 @@ impl Compressing {
     }
 }
 
-/// The logs of all containers that run.
+/// Returns the logs of all running containers.
 fn written(table: &PodTable, logs: &Path) -> Vec<Written> {
     let mut found = Vec::new();
     for (name, entry) in &table.pods {
@@ -233,16 +233,16 @@ fn log_of(status: &core::ContainerStatus, logs: &Path, name: &PodName, uid: &str
     Some(Written { path, container_id: id.to_owned() })
 }
 
-/// A log and what was rotated of it: names in one open folder. A pod that has the machine's folder of logs
-/// mounted may put links there; none is followed, and nothing that is there already is written to.
+/// A log and its rotated files: names in one open directory. A pod with the machine's directory of logs
+/// mounted may create links there; this code never follows a link, and never writes to an existing file.
 struct Log {
     folder: OwnedFd,
-    /// What the log itself is called.
+    /// Name of the log itself.
     name: OsString,
 }
 
 impl Log {
-    /// The log at `path`, which is somewhere below the folder `logs`.
+    /// Opens the log at `path`, below the directory `logs`.
     fn open(logs: &Path, path: &Path) -> io::Result<Self> {
         let inner = path.strip_prefix(logs).map_err(io::Error::other)?;
         let (Some(folder), Some(name)) = (inner.parent(), inner.file_name()) else {
@@ -255,20 +255,20 @@ impl Log {
         Ok(Self { folder, name: name.to_owned() })
     }
 
-    /// Returns true if it is large enough, or isn't there though it should be.
+    /// Returns true if the log is large enough, or if it is missing but should exist.
     fn is_due(&self, max_size: u64) -> bool {
         match rustix::fs::statat(&self.folder, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => u64::try_from(stat.st_size).is_ok_and(|size| size > max_size),
-            // Its folder tells a log that was renamed from one that was never made.
+            // The directory shows whether a missing log was renamed or never created.
             Err(e) => e == Errno::NOENT && !self.rotated().unwrap_or_default().is_empty(),
         }
     }
 
-    /// Removes the oldest rotated files, and gives the log another name. Returns that name if the log was
-    /// there. Blocking.
+    /// Removes the oldest rotated files and renames the log. Returns its new name if the log existed.
+    /// Blocking.
     fn make_room(&self, max_files: usize) -> io::Result<Option<OsString>> {
         let old = self.rotated()?;
-        // One more is about to come, and one is being written.
+        // Reserves two places: for the log being rotated and for the next one.
         let excess = old.len().saturating_sub(max_files.saturating_sub(2));
         for name in &old[..excess] {
             self.remove(name)?;
@@ -279,14 +279,14 @@ impl Log {
         let moved = self.next_name(&old[excess..], Timestamp::now());
         let taken = |end: &str| self.has(&with_end(&moved, end));
         if taken("") || taken(COMPRESSED) || taken(UNFINISHED) {
-            return Err(io::Error::other(format!("its next name {} is taken", moved.display())));
+            return Err(io::Error::other(format!("the name {} already exists", moved.display())));
         }
         self.rename(&self.name, &moved)?;
         Ok(Some(moved))
     }
 
-    /// The name for the log that is rotated at `now`, after all that there are: names sort by time, and a
-    /// clock may be set back, or a container write faster than seconds can tell apart.
+    /// Returns the name for the log that is rotated at `now`, later than all existing ones: names sort by
+    /// time, but the clock may be set back, and a container may fill logs faster than one per second.
     fn next_name(&self, old: &[OsString], now: Timestamp) -> OsString {
         const FORM: &str = "%Y%m%d-%H%M%S";
         let prefix = with_end(&self.name, ".");
@@ -295,21 +295,21 @@ impl Log {
             let time = stem(name).as_bytes().strip_prefix(prefix.as_bytes())?;
             DateTime::strptime(FORM, str::from_utf8(time).ok()?).ok()
         };
-        // Of files from far ahead no clock was the maker.
+        // Names far in the future do not come from a clock.
         let horizon = now.saturating_add(AHEAD);
         let newest = old.iter().filter_map(time).filter(|time| *time < horizon).max();
         let after = newest.map_or(now, |newest| newest.saturating_add(SignedDuration::from_secs(1)));
         with_end(prefix, &now.max(after).strftime(FORM).to_string())
     }
 
-    /// Compresses the rotated files but the newest one, which the runtime may still write to.
+    /// Compresses the rotated files except the newest one, to which the runtime may still write.
     fn compress_older(&self) -> io::Result<()> {
         let old = self.rotated()?;
         let older = old.split_last().map_or(&[][..], |(_, older)| older);
         older.iter().filter(|name| !is_compressed(name)).try_for_each(|name| self.compress(name))
     }
 
-    /// The rotated files, oldest first.
+    /// Returns the rotated files, oldest first.
     fn rotated(&self) -> io::Result<Vec<OsString>> {
         let mut found = self.beside()?;
         found.retain(|name| !is_unfinished(name));
@@ -318,15 +318,15 @@ impl Log {
         Ok(found)
     }
 
-    /// Removes what interrupted compressions left: unfinished files, and those whose compressed form is
-    /// whole.
+    /// Removes the leftovers of interrupted compressions: incomplete files, and files whose compressed form
+    /// is complete.
     fn clean(&self) -> io::Result<()> {
         let found = self.beside()?;
         let left = |name: &&OsString| is_unfinished(name) || found.contains(&with_end(name, COMPRESSED));
         found.iter().filter(left).try_for_each(|name| self.remove(name))
     }
 
-    /// All files that are called as the log is, and something more.
+    /// Returns all files whose name begins with the log's name and a dot.
     fn beside(&self) -> io::Result<Vec<OsString>> {
         let prefix = with_end(&self.name, ".");
         let mut found = Vec::new();
@@ -345,13 +345,13 @@ impl Log {
         let flags = own_file::FOUND.union(OFlags::NOFOLLOW);
         let found = rustix::fs::openat(&self.folder, name, flags, Mode::empty())?;
         if FileType::from_raw_mode(rustix::fs::fstat(&found)?.st_mode) != FileType::RegularFile {
-            // A link, a device or a socket: nothing that the runtime has written.
+            // The runtime writes neither links nor devices nor sockets.
             return self.remove(name);
         }
         let from = own_file::reopen(&found, OFlags::RDONLY)?;
         let metadata = from.metadata()?;
         if has_hole(&from, metadata.len())? {
-            // A runtime appends. A hole of terabytes would take hours to read.
+            // The runtime only appends. Reading a hole of terabytes would take hours.
             return self.remove(name);
         }
         let unfinished = with_end(name, UNFINISHED);
@@ -372,17 +372,17 @@ impl Log {
         Ok(rustix::fs::renameat(&self.folder, from, &self.folder, to)?)
     }
 
-    /// Removes whatever is called so: a pod may have put a folder there.
+    /// Removes anything with this name: a pod may have created a directory.
     fn remove(&self, name: &OsStr) -> io::Result<()> {
         let name = CString::new(name.as_bytes())?;
         Ok(walk::remove(self.folder.as_fd(), &name)?)
     }
 }
 
-/// How folders are opened that are read.
+/// Flags for opening a directory to read.
 const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-/// Returns true if a file has a hole before its end. Where the file system knows none, all of it is data.
+/// Returns true if a file has a hole before its end. A file system without holes reports data only.
 fn has_hole(file: &File, length: u64) -> io::Result<bool> {
     if length == 0 {
         return Ok(false);
@@ -396,7 +396,7 @@ pub(super) fn is_compressed(name: &OsStr) -> bool {
     name.as_bytes().ends_with(COMPRESSED.as_bytes())
 }
 
-/// A rotated file's name without the end of its compressed form.
+/// Returns a rotated file's name without the suffix of compressed files.
 pub(super) fn stem(name: &OsStr) -> &OsStr {
     let name = name.as_bytes();
     OsStr::from_bytes(name.strip_suffix(COMPRESSED.as_bytes()).unwrap_or(name))
@@ -406,8 +406,7 @@ fn is_unfinished(name: &OsStr) -> bool {
     name.as_bytes().ends_with(UNFINISHED.as_bytes())
 }
 
-/// Returns true for the name of a log that was rotated and is not compressed: a runtime may still write
-/// to it.
+/// Returns true for the name of a rotated, uncompressed log, to which the runtime may still write.
 pub(super) fn is_rotated(name: &OsStr) -> bool {
     let has_time = name.to_str().is_some_and(|name| name.contains(".log."));
     has_time && !is_compressed(name) && !is_unfinished(name)
@@ -419,7 +418,7 @@ pub(super) fn with_end(name: impl Into<OsString>, end: &str) -> OsString {
     name
 }
 
-/// The rotated files of the log at `path`, oldest first.
+/// Returns the rotated files of the log at `path`, oldest first.
 pub(super) fn rotated(path: &Path) -> io::Result<Vec<PathBuf>> {
     let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else { return Ok(Vec::new()) };
     let log = match rustix::fs::open(folder, FOLDER, Mode::empty()) {
@@ -430,7 +429,7 @@ pub(super) fn rotated(path: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(log.rotated()?.into_iter().map(|name| folder.join(name)).collect())
 }
 
-/// Removes the logs of a container's instances before the last one: `beelet logs --previous` shows that.
+/// Removes the logs of a container's instances before the previous one, which `beelet logs --previous` shows.
 /// Leaving one behind is harmless. Blocking.
 pub fn forget_older(folder: &Path, attempt: u32) {
     let Ok(folder) = rustix::fs::open(folder, FOLDER, Mode::empty()) else { return };
@@ -452,12 +451,12 @@ mod tests {
 
     use super::*;
 
-    /// The log `0.log` in a folder.
+    /// Returns the log `0.log` in a directory.
     fn log(dir: &Path) -> Log {
         Log::open(dir.parent().unwrap(), &dir.join("0.log")).unwrap()
     }
 
-    /// All that a rotation does, one after the other; gives the new name of the log.
+    /// Performs all steps of a rotation and returns the new name of the log.
     fn whole_round(log: &Log, max_files: usize) -> OsString {
         log.clean().unwrap();
         let moved = log.make_room(max_files).unwrap().unwrap();
@@ -478,9 +477,9 @@ mod tests {
         check(&["20261121-185959.gz"], "20261121-190000");
         check(&["20261121-190000"], "20261121-190001");
         check(&["20261121-190000.gz", "20261121-195959"], "20261121-200000");
-        // Nothing that a clock has made.
+        // The name of this file does not come from a clock.
         check(&["99991231-235959", "20991231-235959", "x"], "20261121-190000");
-        // A second rotation at once loses nothing of the first.
+        // A second rotation immediately after the first loses no file.
         for text in ["one", "two", "three"] {
             fs::write(dir.path().join("0.log"), text).unwrap();
             whole_round(&log, 9);
@@ -514,7 +513,7 @@ mod tests {
             compressing.add(logs.clone(), folder(number).join("0.log"));
         }
         assert!(compressing.is_at(&folder(0).join("0.log")));
-        // The first one was begun when it came again.
+        // The first log's compression has begun before the log is queued again.
         for number in [0, 0, 1, 2] {
             let (log, done) =
                 tokio::time::timeout(Duration::from_secs(60), compressing.next()).await.unwrap();
@@ -558,7 +557,7 @@ mod tests {
         let left = names(&folder);
         assert_eq!((left.len(), left[0].as_str()), (2, "0.log.20260101-000001.gz"));
         assert_eq!(fs::read_to_string(&victim).unwrap(), "kept");
-        // Nor is a folder elsewhere taken for the container's.
+        // A link to a directory elsewhere is rejected, too.
         fs::rename(&folder, logs.join("pod/was")).unwrap();
         symlink(&outside, &folder).unwrap();
         assert!(Log::open(&logs, &folder.join("0.log")).is_err());
@@ -642,13 +641,13 @@ mod tests {
     fn a_log_is_due_by_its_size_or_when_it_lost_its_name() {
         let dir = tempfile::tempdir().unwrap();
         let (log, path) = (log(dir.path()), dir.path().join("0.log"));
-        assert!(!log.is_due(10), "never made");
+        assert!(!log.is_due(10), "never created");
         fs::write(&path, [0; 10]).unwrap();
         assert!(!log.is_due(10));
         fs::write(&path, [0; 11]).unwrap();
         assert!(log.is_due(10));
         fs::rename(&path, dir.path().join("0.log.20260101-000001")).unwrap();
-        assert!(log.is_due(10), "renamed, and the runtime not told");
+        assert!(log.is_due(10), "renamed without a reopen request");
     }
 
     #[test]

@@ -1,8 +1,8 @@
-//! A file of a log that may still be written, and the sign that its last line is there.
+//! A log file that may still be written to, and the detection of its last line.
 //!
-//! A runtime that rotates a log opens the next file first, and writes what it has buffered to the old one
-//! until it closes that (containerd: `ReopenContainerLog` swaps the loggers, and the old ones drain on their
-//! own). So a file is complete once another one follows it *and* its writer has closed it.
+//! A runtime that rotates a log opens the next file first, and writes buffered lines to the old file until it
+//! closes it (containerd: `ReopenContainerLog` swaps the loggers, and the old ones drain on their own).
+//! Therefore a file is complete once another one follows it *and* its writer has closed it.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -16,38 +16,40 @@ use std::time::{Duration, Instant, SystemTime};
 use beelet_base::clock::After as _;
 use beelet_base::own_file;
 
-/// How long a file must stand still to be taken for complete, where no notice of its end can come: the kernel
-/// sends none, or the file was closed before anybody looked.
+/// Time without growth after which a file counts as complete if no close notice can arrive: the kernel sends
+/// none, or the file was closed before the watch.
 pub(crate) const STILL: Duration = Duration::from_secs(1);
-/// The same, where a notice is expected. A runtime that never closes its files would hold up readers for
-/// good.
+/// Time without growth if a close notice is expected. A runtime that never closes its files would block
+/// readers permanently.
 const NEVER_CLOSED: Duration = Duration::from_secs(10);
 
-/// What is known of those who write to the logs of a folder.
+/// Knowledge about the writers of the logs in a directory.
 #[derive(Clone, Debug)]
 pub(crate) enum Writer {
-    /// The kernel sends a notice when a file is closed; the names of the files that were closed last.
+    /// The kernel sends close notices; these are the names of the last closed files.
     Watched(Arc<VecDeque<OsString>>),
     /// The kernel sends no notices.
     Unwatched,
-    /// The writer has ended, or the reader waits for nothing.
+    /// The writer has ended, or the reader does not wait for more lines.
     Ended,
 }
 
-/// Whether a file is complete.
+/// Completeness of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Completion {
-    /// The file is the newest one: it has the log's name.
+    /// The file has the log's name and is the newest one.
     Newest,
-    /// No file has the log's name. This one was renamed, and the next one is not made yet: lines still come.
+    /// No file has the log's name: this file was renamed, the next one does not exist yet, and lines may
+    /// still arrive.
     Unnamed,
-    /// Another one follows, and the writer may have lines left for this one: until then, if it stands still.
+    /// Another file follows, and the writer may still add lines to this one until then, unless the file
+    /// grows.
     Until(Instant),
-    /// No more lines come.
+    /// No more lines will arrive.
     Complete,
 }
 
-/// An open file, as far as it has been read.
+/// An open file and its reading position.
 pub(crate) struct Written {
     pub(crate) file: BufReader<File>,
     length: u64,
@@ -64,12 +66,13 @@ impl Written {
         Ok(Self { file: BufReader::new(file), length: metadata.len(), still_since, was_newest: false })
     }
 
-    /// The file's name in its folder by now.
+    /// Returns the file's current name in its directory.
     pub(crate) fn name(&self) -> io::Result<OsString> {
         own_file::name(self.file.get_ref())
     }
 
-    /// Judges the file of the log at `log`. To be asked before the file is read to its end.
+    /// Returns the completeness of this file of the log at `log`. Must be called before reading to the file's
+    /// end.
     pub(crate) fn completion(&mut self, log: &Path, writer: &Writer) -> io::Result<Completion> {
         let ours = self.file.get_ref().metadata()?;
         if ours.len() != self.length {
@@ -88,7 +91,7 @@ impl Written {
         let still = match writer {
             Writer::Ended => return Ok(Completion::Complete),
             Writer::Watched(closed) if closed.contains(&self.name()?) => return Ok(Completion::Complete),
-            // The kernel sends no notice of a file that has no name any more.
+            // The kernel sends no notice for a file without a name.
             Writer::Watched(_) if ours.nlink() > 0 => NEVER_CLOSED,
             Writer::Watched(_) | Writer::Unwatched => STILL,
         };

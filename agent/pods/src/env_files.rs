@@ -34,7 +34,7 @@ pub(crate) fn read(mut container: Container, volumes: &Volumes) -> Result<Contai
         let mut variable = one.clone();
         if let Some(selector) = selector(one) {
             let value = files.value(selector).and_then(|found| {
-                budget.take(found.map_or(0, str::len)).map_err(|long| format!("its value {long}"))?;
+                budget.spend(found.map_or(0, str::len)).map_err(|long| format!("its value {long}"))?;
                 // A literal refers to others by `$(NAME)`; what a file says stands for itself.
                 Ok(found.map(|value| value.replace('$', "$$")))
             });
@@ -84,7 +84,7 @@ impl<'e> Files<'e> {
             Entry::Vacant(new) => {
                 let text =
                     self.volumes.read(volume_name, Path::new(path)).map_err(|error| error.to_string())?;
-                self.budget.take(text.len()).map_err(|long| format!("{} {long}", shown()))?;
+                self.budget.spend(text.len()).map_err(|long| format!("{} {long}", shown()))?;
                 let text = String::from_utf8(text).map_err(|_| format!("{} is not UTF-8 text", shown()))?;
                 let none = BTreeSet::new();
                 new.insert(EnvFile::read(&text, self.wanted.get(&place).unwrap_or(&none)))
@@ -169,7 +169,7 @@ mod tests {
             let env: Vec<_> = (0..variables).map(variable).collect();
             let container = serde_json::from_value(json!({"name": "c", "env": env})).unwrap();
             let failed = read(container, &volumes).map(|_| ()).unwrap_err().to_string();
-            let together = "and what comes before it are longer than 16777216 bytes together";
+            let together = "makes the total longer than 16777216 bytes";
             assert_eq!(failed, format!("environment variable {expected} {together}"));
         };
         check(12_000, 1, "A", "V16 of container c: its value");

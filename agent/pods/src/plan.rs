@@ -297,7 +297,7 @@ mod tests {
         assert_eq!(
             refused("resources", &names(257)).unwrap(),
             "UnexpectedAdmissionError: Pod was rejected: spec: names 257 different resources in its requests, limits \
-             and overhead; the agent counts with at most 256 of one pod: name fewer resources"
+             and overhead; the agent supports at most 256 per pod: name fewer resources"
         );
         assert_eq!(refused("volumeMounts", &parts(999)), None);
         let why = refused("volumeMounts", &parts(1000)).unwrap();

@@ -1,9 +1,9 @@
 //! Every decision of the agent, as pure functions of data: no async, no I/O, no clock, no randomness.
 //!
-//! One folder per subject; the head of each names its decisions. The values that they share (quantities,
-//! durations, times) are in `units`.
+//! Each subject has a folder, whose head names its decisions. Shared values (quantities, durations, times)
+//! are in `units`.
 #![forbid(unsafe_code)]
-// A test hands its literals over.
+// Tests pass literals by value.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]

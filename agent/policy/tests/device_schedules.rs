@@ -1,7 +1,6 @@
-//! Whatever happens in whatever order to plugins, pods and the agent: no device is held twice, and none is
-//! lost.
+//! Random orders of events at plugins, pods and the agent: no device is ever held twice, and none is lost.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // the helpers fail the test, too
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -20,31 +19,31 @@ const PODS: u8 = 6;
 
 type Ids = BTreeSet<String>;
 
-/// Something that happens to a node.
+/// An event at a node.
 #[derive(Debug, Clone)]
 enum Event {
     /// A plugin registers (again); with preferences or without.
     Register { resource: usize, asks: bool },
-    /// It lists its devices: which are there, which of them healthy, on which node each is.
+    /// A plugin lists its devices: which exist, which of them are healthy, and the node of each.
     List { resource: usize, there: u8, healthy: u8, nodes: u8 },
-    /// It goes away.
+    /// A plugin disconnects.
     Stop { resource: usize },
-    /// A pod asks for devices; its plugin may fail at its n-th call, and prefers some devices. While plugins
-    /// think about their answers other things happen.
+    /// A pod requests devices; its plugin may fail at its n-th call, and prefers some devices. The events of
+    /// `meanwhile` happen while plugins prepare their answers.
     Admit { pod: u8, fails_at: Option<u8>, prefer: u8, policy: u8, meanwhile: Vec<Event> },
-    /// An init container of it has ended.
+    /// An init container of the pod has ended.
     InitEnds { pod: u8 },
-    /// It ends.
+    /// The pod terminates.
     Exit { pod: u8 },
-    /// The agent starts anew; `true`: with its pods still running.
+    /// The agent restarts; `true`: while its pods keep running.
     Restart { running: bool },
-    /// The checkpoint is lost, too: containers tell.
+    /// The checkpoint is lost, too: the ledger is rebuilt from containers.
     Rebuild,
     /// Time passes.
     Wait { seconds: u16 },
 }
 
-/// One thing, and while it goes on up to three others.
+/// Generates one event, and up to three others that happen during it.
 fn event() -> impl Strategy<Value = Event> {
     one_event(prop::collection::vec(one_event(Just(Vec::new())), 0..4))
 }
@@ -66,12 +65,12 @@ fn one_event(meanwhile: impl Strategy<Value = Vec<Event>>) -> impl Strategy<Valu
     ]
 }
 
-/// A pod asks for devices, and nothing is in its way.
+/// Returns a pod's request for devices that nothing prevents.
 fn admit(pod: u8) -> Event {
     Event::Admit { pod, fails_at: None, prefer: 0, policy: 0, meanwhile: Vec::new() }
 }
 
-/// What each pod asks for: by container, whether it is an init container, and how many of each resource.
+/// Returns each pod's requests: by container, its kind, and the count of each resource.
 fn wishes(pod: u8) -> Vec<ContainerRequest<'static>> {
     let wish = |container, kind, limits: &[(usize, usize)]| ContainerRequest {
         container,
@@ -88,7 +87,7 @@ fn wishes(pod: u8) -> Vec<ContainerRequest<'static>> {
             wish("main", lasting, &[(0, 2)]),
         ],
         3 => vec![wish("a", lasting, &[(1, 2)]), wish("b", lasting, &[(1, 1), (0, 1)])],
-        // With this and pod 0 there are two that have nothing in common.
+        // This pod and pod 0 have no resource in common.
         4 => vec![
             wish("init", init, &[(1, 2)]),
             wish("side", lasting, &[(1, 1)]),
@@ -102,11 +101,11 @@ fn wishes(pod: u8) -> Vec<ContainerRequest<'static>> {
 #[derive(Default)]
 struct Node {
     devices: Devices,
-    /// The pods that run, with the init containers that have ended.
+    /// Running pods; `true` once the pod's init containers have ended.
     alive: BTreeMap<String, bool>,
-    /// The pods whose admission is under way, and the resources that it is about.
+    /// Pods whose admission is in progress, with the resources concerned.
     admitting: BTreeMap<String, Ids>,
-    /// Counts the ends of the agent.
+    /// Number of times that the agent has ended.
     lives: u32,
     now: Duration,
 }
@@ -142,7 +141,7 @@ impl Node {
                 }
             }
             Event::Exit { pod } => {
-                // Nobody asks for it any more.
+                // The agent drops the admission of a terminated pod.
                 self.admitting.remove(&format!("p{pod}"));
                 self.alive.remove(&format!("p{pod}"));
             }
@@ -151,7 +150,7 @@ impl Node {
                 let file = self.devices.checkpoint().write().unwrap();
                 self.devices = Devices::read(&file, self.now).unwrap();
                 if !running {
-                    // After a reboot every pod is admitted anew.
+                    // After a reboot every pod is admitted again.
                     self.alive.values_mut().for_each(|ended| *ended = false);
                 }
             }
@@ -170,7 +169,7 @@ impl Node {
         Ok(())
     }
 
-    /// Whatever the agent was at is not done.
+    /// Drops everything that the agent had in progress.
     fn end_life(&mut self) {
         self.lives += 1;
         self.admitting.clear();
@@ -183,7 +182,7 @@ impl Node {
         self.admitting.iter().any(|(other, busy)| *other == uid || !busy.is_disjoint(&wanted))
     }
 
-    /// The containers of the pods that are alive, as the runtime has them.
+    /// Returns the containers of living pods, as the runtime has them.
     fn remnants(&self) -> Vec<Remnant> {
         let mut all = Vec::new();
         for uid in self.alive.keys() {
@@ -225,14 +224,14 @@ impl Node {
         let (mut calls, mut meanwhile_left) = (0, meanwhile.iter());
         let admitted = loop {
             let next = admission.next(&mut self.devices);
-            // The plugin is asked now, and takes its time.
+            // The plugin is busy with its answer now.
             if let (Ok(Next::Ask { .. } | Next::Allocate { .. }), Some(event)) =
                 (&next, meanwhile_left.next())
             {
                 self.play(event)?;
                 self.check(event)?;
                 if self.lives != life {
-                    return Ok(()); // kill -9: nobody goes on, nobody gives back
+                    return Ok(()); // kill -9: neither continuation nor rollback
                 }
                 if !self.admitting.contains_key(&uid) {
                     break false;
@@ -256,7 +255,7 @@ impl Node {
             }
         };
         let wanted = self.admitting.remove(&uid).is_some();
-        prop_assert!(admitted || !must_have, "{} had its devices, and does not get them again", uid);
+        prop_assert!(admitted || !must_have, "{} held its devices, but does not get them again", uid);
         if admitted && wanted {
             for wish in wishes(pod) {
                 let held = self.devices.held(&uid).and_then(|pod| pod.get(wish.container));
@@ -280,8 +279,9 @@ impl Node {
         Ok(())
     }
 
-    /// Returns true if a pod that is here had its devices, all of them are well, and what its init container
-    /// needs beyond those of the containers after it is free: it must get them again in its next sandbox.
+    /// Returns true if a living pod held its devices, all of them are healthy, and the additional needs of
+    /// its init container (beyond the devices of the later containers) are free: the pod must get the devices
+    /// again in its next sandbox.
     fn has_for_again(&self, pod: u8, ended: bool) -> bool {
         let uid = format!("p{pod}");
         let Some(held) = self.devices.held(&uid).filter(|_| self.alive.contains_key(&uid)) else {
@@ -307,7 +307,7 @@ impl Node {
         })
     }
 
-    /// As the agent does it: those that are being let in are spared.
+    /// Frees inactive pods as the agent does: spares pods whose admission is in progress.
     fn free_inactive(&mut self) {
         let Self { devices, alive, admitting, .. } = self;
         devices.free_inactive(|uid| admitting.contains_key(uid) || alive.contains_key(uid));
@@ -347,7 +347,7 @@ impl Node {
         Ok(())
     }
 
-    /// Plays all, and checks after each.
+    /// Plays all events, with a check after each.
     fn plays(&mut self, events: &[Event]) -> Result<(), TestCaseError> {
         for event in events {
             self.play(event)?;
@@ -356,7 +356,8 @@ impl Node {
         self.nothing_is_lost()
     }
 
-    /// With every plugin well and every pod gone, one pod can have everything.
+    /// Checks that one pod can have every device once every plugin is well and every other pod has
+    /// terminated.
     fn nothing_is_lost(&mut self) -> Result<(), TestCaseError> {
         self.alive.clear();
         for (index, resource) in RESOURCES.into_iter().enumerate() {
@@ -385,8 +386,8 @@ impl Node {
     }
 }
 
-// Ten thousand orders of events; two tests, so that two processors share them. A quick generator: chance
-// takes as long as all that it decides.
+// Ten thousand orders of events; two tests, so that two processors share them. A quick generator: random
+// numbers take as long as all the decisions they drive.
 proptest! {
     #![proptest_config(ProptestConfig { rng_algorithm: RngAlgorithm::XorShift, ..ProptestConfig::with_cases(5_000) })]
 
@@ -417,7 +418,7 @@ proptest! {
     }
 
     #[test]
-    fn nor_where_pods_held_devices_when_the_agent_started(events in prop::collection::vec(event(), 0..24)) {
+    fn no_device_is_held_twice_or_lost_after_a_start_with_holders(events in prop::collection::vec(event(), 0..24)) {
         let mut node = registered();
         for before in [admit(1), admit(3), Event::Restart { running: true }] {
             node.play(&before)?;
@@ -426,7 +427,7 @@ proptest! {
     }
 }
 
-/// A node whose plugins have registered and listed all devices.
+/// Returns a node whose plugins have registered and listed all devices.
 fn registered() -> Node {
     let mut node = Node::default();
     register(&mut node);
@@ -440,7 +441,7 @@ fn register(node: &mut Node) {
     }
 }
 
-/// A ledger with two pods, its checkpoint, and what their containers tell.
+/// Returns a ledger with two pods, its checkpoint, and their containers.
 fn checkpointed() -> (Devices, Vec<u8>, Vec<Remnant>) {
     let mut node = registered();
     for pod in [1, 3] {
@@ -459,7 +460,7 @@ fn held(devices: &Devices) -> BTreeMap<String, Ids> {
     devices.pods().map(|uid| (uid.to_owned(), of(uid))).collect()
 }
 
-/// What becomes of a node that finds this file: the ledger is as it was, by the file or by its containers.
+/// Starts from this file: the ledger must be the same as before, from the file or from the containers.
 fn check_damaged(file: &[u8], before: &Devices, remnants: &[Remnant]) -> bool {
     let read = Devices::read(file, Duration::ZERO);
     let rebuilt = read.is_err();
@@ -477,18 +478,21 @@ fn check_damaged(file: &[u8], before: &Devices, remnants: &[Remnant]) -> bool {
 }
 
 #[test]
-fn a_checkpoint_that_is_cut_anywhere_costs_nobody_a_device() {
+fn a_truncated_checkpoint_loses_no_device() {
     let (before, file, remnants) = checkpointed();
     for length in 0..file.len() {
-        assert!(check_damaged(&file[..length], &before, &remnants), "cut at {length} it was taken for whole");
+        assert!(
+            check_damaged(&file[..length], &before, &remnants),
+            "accepted a checkpoint truncated at {length}"
+        );
     }
     assert!(!check_damaged(&file, &before, &remnants));
 }
 
 #[test]
-fn ten_thousand_corruptions_of_a_checkpoint_cost_nobody_a_device() {
+fn ten_thousand_corruptions_of_a_checkpoint_lose_no_device() {
     let (before, file, remnants) = checkpointed();
-    // xorshift64: any numbers will do, and the same each time.
+    // xorshift64: any numbers will do, if they are the same each time.
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut random = |below: usize| {
         state ^= state << 13;
@@ -514,8 +518,8 @@ fn ten_thousand_corruptions_of_a_checkpoint_cost_nobody_a_device() {
 }
 
 #[test]
-fn on_a_full_node_an_init_container_has_the_devices_of_its_pod_again_after_a_reboot() {
-    // One device: the init container checks it, the main container has it then.
+fn on_a_full_node_an_init_container_gets_its_pods_devices_again_after_a_reboot() {
+    // With a single device, the init container checks it and the main container then uses it.
     let wishes = |kinds: [(&'static str, ContainerKind); 2]| -> Vec<ContainerRequest<'static>> {
         let wish = |(container, kind)| ContainerRequest { container, kind, limits: vec![(RESOURCES[0], 1)] };
         kinds.map(wish).into()
@@ -550,7 +554,7 @@ fn on_a_full_node_an_init_container_has_the_devices_of_its_pod_again_after_a_reb
             devices.list(RESOURCES[0], [one()]);
             serve(&mut devices, now()).unwrap();
             assert_eq!(held(&devices)["p"], Ids::from(["gpu-0".to_owned()]), "{policy:?} {asks}");
-            // While its main container runs nothing of that is lent.
+            // While the main container runs, it lends no device.
             devices.release("p", "init");
             let running = BTreeSet::from(["main".to_owned()]);
             serve(&mut devices, Circumstances { running, ..now() }).unwrap_err();

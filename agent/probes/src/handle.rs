@@ -126,6 +126,19 @@ pub struct ProbeView {
     pub held: Option<String>,
     /// What of the pod's annotations can't be read.
     pub problems: Vec<String>,
+    /// Looks at a stalled listener that count as successes.
+    pub tolerated: Option<ToleratedView>,
+}
+
+/// Looks that a stricter rule (`stalled=fail`) would have failed, for people.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ToleratedView {
+    /// Looks.
+    pub looks: u64,
+    /// Times that `failureThreshold` such looks came in a row.
+    pub failures: u64,
+    /// The time of the last one.
+    pub last: Timestamp,
 }
 
 /// A look, for people.

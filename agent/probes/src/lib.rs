@@ -30,9 +30,9 @@ mod workers;
 
 use std::time::Duration;
 
-use beelet_policy::probe::EdgePolicy;
+use beelet_policy::probe::{EdgePolicy, listener::QueueRule};
 
-pub use handle::{AskError, Commands, Explained, Handle, LookView, ProbeView, Wanted, handle};
+pub use handle::{AskError, Commands, Explained, Handle, LookView, ProbeView, ToleratedView, Wanted, handle};
 pub use manager::{Parts, Probes};
 pub use metrics::Metrics;
 
@@ -45,4 +45,6 @@ pub struct Settings {
     pub edge_policy: EdgePolicy,
     /// How often a liveness probe in kernel mode sends a connection; zero: never.
     pub canary: Duration,
+    /// The state of the accept queues that fails liveness and startup probes in kernel mode.
+    pub queue_rule: QueueRule,
 }

@@ -10,12 +10,12 @@ use beelet_policy::probe::{
     Outcome, ProbeKind,
     listener::{Queues, Sighting, Verdict},
 };
-use tracing::debug;
+use tracing::{debug, info};
 
 use super::{
     answer::Answer,
     ids::Id,
-    manager::{Probes, monotonic},
+    manager::{Probes, Purpose, monotonic},
     worker::{Hint, Worker, now},
 };
 use beelet_bpf::{AcceptQueues, CheckedNetns, Edge, Found, Listener};
@@ -110,10 +110,20 @@ impl Probes {
                 return;
             }
             debug!(pod = %worker.name, port, "the kernel can't say whether anybody listens; the probe connects");
-            self.launch(id, false);
+            self.launch(id, Purpose::Instead);
             return;
         };
-        let verdict = worker.hot.queues.judge(at, worker.timeout, sighting);
+        let (verdict, would_fail) = worker.judge(at, sighting);
+        if would_fail {
+            info!(pod = %worker.name, container = %worker.key.container, kind = worker.key.kind.name(), port,
+                "connections wait and the application accepts none; `stalled=fail` would fail this probe");
+        }
+        if verdict == Verdict::NotListening && !worker.has_seen_listener {
+            if worker.may_ask(at) {
+                self.launch(id, Purpose::Confirm);
+            }
+            return;
+        }
         if let Verdict::Pending { until } = verdict {
             let waited = at.saturating_add(worker.timeout).saturating_sub(until);
             let again = at.saturating_add(FIRST_PAUSE.max(waited)).min(until);
@@ -214,6 +224,8 @@ impl Probes {
             if let Some(worker) = self.workers.get_mut(*id) {
                 worker.edge = Some((hint, at_ns));
                 worker.rechecks = 0;
+                // Port 0 is that of a listener whose port is not known (`probes_at`).
+                worker.has_seen_listener |= listener.port != 0;
             }
         }
         let lookups = self.lookups(&ids);
@@ -226,7 +238,8 @@ impl Probes {
     async fn settle_edge(&mut self, id: Id, lookup: &Lookup) {
         let now = now();
         let Some(worker) = self.workers.get_mut(id) else { return };
-        let (Some((hint, at_ns)), Some((_, port))) = (worker.edge, worker.in_kernel()) else { return };
+        let Some((hint, at_ns)) = worker.edge.filter(|_| worker.in_kernel().is_some()) else { return };
+        worker.has_seen_listener |= matches!(lookup, Lookup::Listening(_));
         let listening = match (hint, lookup) {
             (Hint::Opened | Hint::Missed, Lookup::Listening(_)) => true,
             // A process that ends closes its listeners first. It is not condemned for that: its exit is known
@@ -234,6 +247,13 @@ impl Probes {
             (Hint::Closed(_) | Hint::Missed, Lookup::Absent) if worker.key.kind != ProbeKind::Readiness => {
                 worker.edge = Some((Hint::Gone, at_ns));
                 self.timetable.set(id, &mut worker.hot.due, now + EXIT_KNOWN);
+                return;
+            }
+            // A listener that the kernel has never had can't have closed: a connection decides.
+            (Hint::Closed(_) | Hint::Missed | Hint::Gone, Lookup::Absent) if !worker.has_seen_listener => {
+                if !worker.in_flight {
+                    self.launch(id, Purpose::Confirm);
+                }
                 return;
             }
             (Hint::Closed(_) | Hint::Missed | Hint::Gone, Lookup::Absent) => false,
@@ -250,7 +270,7 @@ impl Probes {
             (_, Lookup::Unknown(_)) => {
                 worker.edge = None;
                 if !worker.in_flight {
-                    self.launch(id, false);
+                    self.launch(id, Purpose::Instead);
                 }
                 return;
             }
@@ -264,11 +284,19 @@ impl Probes {
                 return;
             }
         };
-        worker.edge = None;
         if let Some(sighting) = lookup.sighting() {
-            // Remembers what waits, and forgets what waited at a listener that is gone.
+            // Remembers what waits, and forgets what waited at a listener that has closed.
             worker.hot.queues.judge(now, worker.timeout, sighting);
         }
+        self.judge_edge(id, listening).await;
+    }
+
+    /// Judges the edge of a probe, now that it is known whether the port has a listener.
+    pub(super) async fn judge_edge(&mut self, id: Id, listening: bool) {
+        let now = now();
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        let Some((_, port)) = worker.in_kernel() else { return };
+        let Some((_, at_ns)) = worker.edge.take() else { return };
         let verdict = if listening { Verdict::Listening } else { Verdict::NotListening };
         let answer = answer(verdict, port);
         let latency = Duration::from_nanos(monotonic(now).saturating_sub(at_ns));

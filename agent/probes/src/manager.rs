@@ -10,7 +10,7 @@ use std::{
 };
 
 use beelet_base::work::Work;
-use beelet_policy::probe::{Outcome, ProbeKind, Suspension, Transition};
+use beelet_policy::probe::{Outcome, ProbeKind, Suspension, Transition, listener::Verdict};
 use futures::FutureExt as _;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1 as core;
@@ -20,7 +20,7 @@ use tokio::{
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
-use tracing::{debug, error, warn};
+use tracing::{debug, error, info, warn};
 
 use super::{
     Settings,
@@ -30,6 +30,7 @@ use super::{
     canary,
     handle::Commands,
     ids::{Id, Key},
+    listening,
     metrics::Metrics,
     target::{pod_ip, probes_of},
     timetable::Timetable,
@@ -74,11 +75,24 @@ pub struct Parts {
     pub asking: tokio::runtime::Handle,
 }
 
+/// The reason for which a probe asks something that may take a while to answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// A look. A connection to an application whose listener the kernel knows is a canary: followed until the
+    /// application accepts it.
+    Look,
+    /// A look that the kernel was to answer and can't.
+    Instead,
+    /// The kernel has no listener on the port and never had one: a connection decides.
+    Confirm,
+}
+
 /// A probe's answer, from the task that waited for it.
 #[derive(Debug)]
 struct Finished {
     id: Id,
     container_id: String,
+    purpose: Purpose,
     answer: Answer,
     latency: Duration,
 }
@@ -372,6 +386,11 @@ impl Probes {
             Method::Ask(None)
         } else if self.parts.checker.is_none() && self.parts.listeners.is_none() {
             Method::Ask(Some("the kernel half is off here (see beelet doctor)".to_owned()))
+        } else if let Some(class) = worker.runtime_class() {
+            Method::Ask(Some(format!(
+                "a pod of runtime class `{class}` may have sockets that the node's kernel does not see; if it has \
+                 none, annotate the pod with `beelet.dev/probes: mode=kernel`"
+            )))
         } else {
             let on_host = entry.pod.spec.as_ref().is_some_and(|s| s.host_network == Some(true));
             if entry.netns.is_none() && !on_host {
@@ -451,17 +470,17 @@ impl Probes {
         }
         self.poll(&by_kernel).await;
         for id in ask {
-            self.launch(id, true);
+            self.launch(id, Purpose::Look);
         }
     }
 
-    /// Asks what may take a while to answer, beside this task. A connection to an application whose listener
-    /// the kernel knows is followed until it is accepted, if it `may_follow`.
-    pub(super) fn launch(&mut self, id: Id, may_follow: bool) {
+    /// Asks what may take a while to answer in a task of its own.
+    pub(super) fn launch(&mut self, id: Id, purpose: Purpose) {
         let Some(worker) = self.workers.get_mut(id) else { return };
         let Some(question) = worker.question() else { return };
         worker.in_flight = true;
-        let canary = worker.in_kernel().filter(|_| may_follow).map(|(netns, port)| (Arc::clone(netns), port));
+        let follows = purpose == Purpose::Look;
+        let canary = worker.in_kernel().filter(|_| follows).map(|(netns, port)| (Arc::clone(netns), port));
         let canary = canary.zip(worker.ip).zip(self.parts.checker.clone());
         if canary.is_some() {
             self.parts.metrics.canaries.inc();
@@ -485,17 +504,64 @@ impl Probes {
             });
             let container_id = question.container_id;
             // It has no receiver any more if the agent ends.
-            let _ = finished.send(Finished { id, container_id, answer, latency }).await;
+            let _ = finished.send(Finished { id, container_id, purpose, answer, latency }).await;
         });
     }
 
     async fn on_finished(&mut self, finished: Finished) {
         let Some(worker) = self.workers.get_mut(finished.id) else { return };
         worker.in_flight = false;
-        // An answer of a container that is gone says nothing about the one after it.
-        if worker.container_id.as_ref() == Some(&finished.container_id) {
-            self.record(finished.id, &finished.answer, finished.latency).await;
+        let Finished { id, container_id, purpose, answer, latency } = finished;
+        // An answer of a container that has ended says nothing about its successor.
+        if worker.container_id.as_ref() != Some(&container_id) {
+            worker.edge = None;
+            return;
         }
+        match purpose {
+            Purpose::Look | Purpose::Instead => self.record(id, &answer, latency).await,
+            Purpose::Confirm => self.confirmed(id, &answer, latency).await,
+        }
+    }
+
+    /// A connection has decided for a port on which the kernel never had a listener. If it succeeded, the
+    /// application's sockets are out of the kernel's sight, and the probe connects from now on.
+    async fn confirmed(&mut self, id: Id, answer: &Answer, latency: Duration) {
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        let Some((_, port)) = worker.in_kernel() else { return self.record(id, answer, latency).await };
+        // A listener came while the connection was under way: its edge has been judged.
+        if worker.has_seen_listener {
+            return;
+        }
+        match (answer.outcome, worker.edge) {
+            (Outcome::Failure, Some(_)) => self.judge_edge(id, false).await,
+            (Outcome::Failure, None) => {
+                self.record(id, &listening::answer(Verdict::NotListening, port), latency).await;
+            }
+            (Outcome::Error, _) => {
+                worker.edge = None;
+                self.record(id, answer, latency).await;
+            }
+            (Outcome::Success, _) => {
+                worker.edge = None;
+                self.fall_back(id, port);
+                self.record(id, answer, latency).await;
+            }
+        }
+    }
+
+    /// Lets a probe connect from now on, and says so once.
+    fn fall_back(&mut self, id: Id, port: u16) {
+        let why = format!(
+            "the kernel has no listener on port {port} in the pod's network namespace, but a connection succeeds"
+        );
+        self.leave_port(id);
+        let method = Method::Ask(Some(why.clone()));
+        self.count_fallback(&method, 1);
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        worker.choose(method);
+        let message = format!("{} probe connects from now on: {why}", worker.key.kind.title());
+        info!(pod = %worker.name, container = %worker.key.container, "{message}");
+        self.parts.events.normal(worker.object(), "ProbeFellBack", message);
     }
 
     /// Counts an outcome, publishes it, and judges it.
@@ -528,13 +594,7 @@ impl Probes {
             }
         };
         debug!(pod = %worker.name, container = %worker.key.container, message, "probe did not succeed");
-        let about = Object::Pod {
-            name: worker.name.clone(),
-            uid: worker.key.uid.to_string(),
-            container: Some(worker.key.container.to_string()),
-            kind: worker.of,
-        };
-        self.parts.events.warning(about, reason, message);
+        self.parts.events.warning(worker.object(), reason, message);
     }
 
     /// Tells the pods' manager of a change.

@@ -271,10 +271,7 @@ mod tests {
         check(serde_json::json!({"exec": {}}), Err("an exec probe needs a command"));
         check(
             serde_json::json!({"exec": {"command": ["cat", "$(FILE)".repeat(200_000)]}}),
-            Err(
-                "an argument of an exec probe's command and what comes before it are longer than 1048576 bytes \
-                 together",
-            ),
+            Err("an argument of an exec probe's command makes the total longer than 1048576 bytes"),
         );
         let grpc = |service: &str| Target::Grpc { port: 9, service: service.to_owned() };
         check(serde_json::json!({"grpc": {"port": 9}}), Ok(grpc("")));

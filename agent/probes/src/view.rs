@@ -12,7 +12,7 @@ use tokio::{sync::oneshot, time::Instant};
 use super::{
     answer::Answer,
     canary,
-    handle::{AskError, Command, Explained, LookView, ProbeView, Wanted},
+    handle::{AskError, Command, Explained, LookView, ProbeView, ToleratedView, Wanted},
     ids::Id,
     listening::{Lookup, answer},
     manager::Probes,
@@ -96,7 +96,16 @@ impl Probes {
         let address = worker.ip.map(|ip| (ip, port).into());
         let onlooker = Onlooker { checker: self.parts.checker.clone(), netns, address, queues };
         let canary = worker.sends_canaries();
+        let out_of_sight = verdict == Some(Verdict::NotListening) && !worker.has_seen_listener;
+        let probers = self.probers.clone();
         self.parts.asking.spawn(async move {
+            if out_of_sight {
+                explanation
+                    .push("the kernel has never had a listener there: a connection decides".to_owned());
+                let (answer, latency) = probers.ask(&question).await;
+                let _ = reply.send(Ok(explained(probe, answer, latency, explanation)));
+                return;
+            }
             let verdict = onlooker.settle(verdict, question.within, &mut explanation).await;
             let mut found = match verdict {
                 Some(verdict) => answer(verdict, port),
@@ -142,6 +151,11 @@ fn view(worker: &Worker) -> ProbeView {
         timeout: worker.timeout,
         held: worker.state.held(now()).map(|held| held.to_string()),
         problems: worker.problems.clone(),
+        tolerated: worker.tolerated.last.map(|last| ToleratedView {
+            looks: worker.tolerated.looks,
+            failures: worker.tolerated.failures,
+            last: wall(last),
+        }),
     }
 }
 

@@ -4,7 +4,7 @@ use std::{net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use beelet_policy::probe::{
     EdgePolicy, Outcome, ProbeKind, ProbeParams, ProbeResult, ProbeState,
-    listener::QueueWatch,
+    listener::{QueueWatch, Sighting, Verdict},
     settings::{self, TcpMode},
 };
 use jiff::Timestamp;
@@ -23,6 +23,7 @@ use super::{
 use beelet_base::clock::monotonic_ns;
 use beelet_bpf::{CheckTarget, CheckedNetns};
 use beelet_model::{pod::ContainerKind, table::PodName};
+use beelet_state::events::Object;
 
 /// What a look found, for people.
 #[derive(Clone, Debug)]
@@ -69,8 +70,16 @@ pub(super) struct Worker {
     /// The container instance under the probe; `None` between two instances.
     pub container_id: Option<String>,
     pub ip: Option<IpAddr>,
-    /// Whether the kernel is to answer, by the node's configuration and the annotations.
+    /// True if the kernel should answer, by the node's configuration and the annotations.
     wants_kernel: bool,
+    /// The pod's runtime class, unless an annotation asks for the kernel: such a pod's sockets may be in a
+    /// network stack that the pod's network namespace does not have (gVisor, Kata).
+    runtime_class: Option<String>,
+    /// True once the kernel has had a listener on the port in the pod's network namespace. Before that, the
+    /// absence of a listener may only mean that the pod's sockets are somewhere else.
+    pub has_seen_listener: bool,
+    /// Looks at a stalled listener that count as successes.
+    pub tolerated: Tolerated,
     method: Method,
     /// The time between two looks that the pod wants.
     period: Duration,
@@ -89,6 +98,35 @@ pub(super) struct Worker {
     pub since: Option<Timestamp>,
     /// What of the annotations can't be read.
     pub problems: Vec<String>,
+}
+
+/// Looks that found a stalled listener and count as successes, since a connection would have succeeded: the
+/// failures that a stricter `QueueRule` would have seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Tolerated {
+    /// Looks.
+    pub looks: u64,
+    /// Times that `failureThreshold` such looks came in a row.
+    pub failures: u64,
+    /// The last one, on the clock of `ProbeState`.
+    pub last: Option<Duration>,
+    in_a_row: u32,
+}
+
+impl Tolerated {
+    /// Counts one look at `now`. Returns true if the probe would have failed the container with it.
+    fn count(&mut self, now: Duration, is_stalled: bool, threshold: u32) -> bool {
+        if !is_stalled {
+            self.in_a_row = 0;
+            return false;
+        }
+        self.looks = self.looks.saturating_add(1);
+        self.last = Some(now);
+        self.in_a_row = self.in_a_row.saturating_add(1);
+        let fails = self.in_a_row == threshold;
+        self.failures = self.failures.saturating_add(fails.into());
+        fails
+    }
 }
 
 impl Worker {
@@ -110,6 +148,8 @@ impl Worker {
         let mode = own.mode.unwrap_or(if node.tcp_by_kernel { TcpMode::Kernel } else { TcpMode::Connect });
         let name = PodName::of(pod);
         let canary = own.canary.unwrap_or(node.canary);
+        let queue_rule = settings::queue_rule(key.kind, &own, node.queue_rule, canary);
+        let class = pod.spec.as_ref().and_then(|spec| spec.runtime_class_name.clone());
         let timing = Timing::of(probe, &own);
         let wants_kernel = mode == TcpMode::Kernel && matches!(target, Target::Tcp { host: None, .. });
         let period = settings::period(timing.period, wants_kernel);
@@ -127,7 +167,7 @@ impl Worker {
                 regular: Duration::ZERO,
                 period,
                 canary_due: Duration::MAX,
-                queues: QueueWatch::default(),
+                queues: QueueWatch::new(queue_rule),
                 tally: metrics.of_probe(&key, &name),
                 looked: (Duration::ZERO, Duration::ZERO),
             },
@@ -136,6 +176,9 @@ impl Worker {
             container_id: None,
             ip: None,
             wants_kernel,
+            runtime_class: class.filter(|class| !class.is_empty() && own.mode != Some(TcpMode::Kernel)),
+            has_seen_listener: false,
+            tolerated: Tolerated::default(),
             period: timing.period,
             asks_from: Duration::ZERO,
             method: Method::Undecided,
@@ -159,11 +202,28 @@ impl Worker {
         self.wants_kernel
     }
 
-    /// Who answers from now on; who did before. Whatever isn't the kernel is asked less often.
+    /// The pod's runtime class, where that keeps the kernel from answering.
+    pub(super) fn runtime_class(&self) -> Option<&str> {
+        self.runtime_class.as_deref()
+    }
+
+    /// Sets what answers from now on, and returns what did before. The longer minimum period holds for
+    /// everything but the kernel.
     pub(super) fn choose(&mut self, method: Method) -> Method {
         let before = std::mem::replace(&mut self.method, method);
+        self.has_seen_listener = false;
         self.hot.period = settings::period(self.period, self.in_kernel().is_some());
         before
+    }
+
+    /// Judges the port by what a lookup at `at` found, and counts a stall that the probe's rule tolerates.
+    /// The second value is true if a stricter rule would have failed the container with this look.
+    pub(super) fn judge(&mut self, at: Duration, sighting: Sighting) -> (Verdict, bool) {
+        self.has_seen_listener |= matches!(sighting, Sighting::Listening(_));
+        let verdict = self.hot.queues.judge(at, self.timeout, sighting);
+        let is_stalled = verdict == Verdict::Listening && self.hot.queues.is_stalled(at, self.timeout);
+        let threshold = self.state.params().failure_threshold;
+        (verdict, self.tolerated.count(at, is_stalled, threshold))
     }
 
     /// What was chosen to answer.
@@ -246,6 +306,16 @@ impl Worker {
             self.hot.canary_due = now.saturating_add(self.canary_every);
         }
         due
+    }
+
+    /// The object of the probe's events: its container.
+    pub(super) fn object(&self) -> Object {
+        Object::Pod {
+            name: self.name.clone(),
+            uid: self.key.uid.to_string(),
+            container: Some(self.key.container.to_string()),
+            kind: self.of,
+        }
     }
 
     /// What to ask, and of which container.

@@ -1,5 +1,5 @@
-//! The wire types of every protocol beelet speaks, generated from the files under `proto/`.
-//! Nothing here is written by hand but the module tree.
+//! The wire types of all protocols that beelet uses, generated from the files under `proto/`. Only the module
+//! tree is written by hand.
 
 /// The container runtime interface, CRI v1.
 #[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
@@ -7,7 +7,7 @@ pub mod cri {
     tonic::include_proto!("runtime.v1");
 }
 
-/// What a node needs of the Container Storage Interface v1.
+/// The parts of the Container Storage Interface v1 that a node needs.
 #[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the specification
 pub mod csi {
     tonic::include_proto!("csi.v1");
@@ -19,17 +19,17 @@ pub mod beelet {
     tonic::include_proto!("beelet.v1");
 }
 
-/// What containerd's own API says of content, images and leases. The files are containerd's, version 2.
+/// containerd's API for content, images and leases, from the files of containerd 2.
 #[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
 pub mod containerd {
-    /// What the services have in common.
+    /// Types shared by the services.
     pub mod types {
         tonic::include_proto!("containerd.types");
     }
 
     /// The services.
     pub mod services {
-        /// Blobs by their digests.
+        /// Blobs by digest.
         pub mod content {
             /// Version 1.
             pub mod v1 {
@@ -37,7 +37,7 @@ pub mod containerd {
             }
         }
 
-        /// Names of images.
+        /// Image names.
         pub mod images {
             /// Version 1.
             pub mod v1 {
@@ -45,7 +45,7 @@ pub mod containerd {
             }
         }
 
-        /// What may not be collected as garbage while something is made.
+        /// Leases, which protect content from garbage collection.
         pub mod leases {
             /// Version 1.
             pub mod v1 {
@@ -61,21 +61,21 @@ pub mod deviceplugin {
     tonic::include_proto!("v1beta1");
 }
 
-/// The DRA plugin API, by version.
+/// The DRA plugin API by version.
 pub mod dra {
-    /// The health of devices, v1alpha1.
+    /// Health of devices, v1alpha1.
     #[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
     pub mod health {
         tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra_health.v1alpha1");
     }
 
-    /// v1.
+    /// DRA v1.
     #[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
     pub mod v1 {
         tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1");
     }
 
-    /// v1beta1.
+    /// DRA v1beta1.
     #[allow(missing_docs, clippy::all, clippy::pedantic, rustdoc::all, unused_qualifications)] // generated, documented in the .proto file
     pub mod v1beta1 {
         tonic::include_proto!("k8s.io.kubelet.pkg.apis.dra.v1beta1");
@@ -100,7 +100,7 @@ pub mod podresources_v1alpha1 {
     tonic::include_proto!("v1alpha1");
 }
 
-/// The pods API v1alpha1. Its package has the same name.
+/// The pods API v1alpha1; the protobuf package has the same name.
 pub use self::podresources_v1alpha1 as pods;
 
 /// gRPC's health checking protocol.

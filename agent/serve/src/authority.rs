@@ -1,13 +1,14 @@
-//! HTTP/2 from clients whose `:authority` is the path of a unix socket, for a server that refuses that.
+//! Accepts HTTP/2 clients whose `:authority` is the path of a unix socket, for a server that rejects such a
+//! value.
 //!
 //! gRPC in Go (up to 2022), C++ and Java send the socket's path, plain or percent-encoded, as `:authority`.
-//! RFC 3986 has no such authority, so `h2` (0.4.20 still) resets the stream, and the device plugin could
-//! never register. [`AnyAuthority`] stands between the socket and the server: it copies frames as they come,
-//! and only header blocks are decoded and written again, with `localhost` in the place of whatever
-//! `:authority` said. The other direction is untouched.
+//! RFC 3986 does not allow this authority, so `h2` (0.4.20 still) resets the stream, and the device plugin
+//! could never register. [`AnyAuthority`] wraps the socket: frames are copied unchanged, except header
+//! blocks, which are decoded and encoded again with `localhost` as `:authority`. The other direction is
+//! unchanged.
 //!
-//! The HPACK state of the client's side ends here; what goes on to the server uses no state (literals without
-//! indexing). Must never hold more than one frame's worth of memory, or panic, whatever a client sends.
+//! The HPACK state of the client ends here; blocks for the server need no state (literals without indexing).
+//! The rewriter must never hold more than one frame, and must never panic, for any input.
 
 use std::io;
 use std::pin::Pin;
@@ -18,18 +19,18 @@ use loona_hpack::encoder::encode_integer_into;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tonic::transport::server::Connected;
 
-/// Every client begins with this (RFC 9113 §3.4).
+/// The client's connection preface (RFC 9113 §3.4).
 pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-/// Bytes of a frame's header (RFC 9113 §4.1).
+/// Bytes of a frame header (RFC 9113 §4.1).
 pub const FRAME_HEADER: usize = 9;
-/// The largest frame a client may send to a server that allows no larger ones, as ours
+/// Maximum frame of a client if the server does not allow larger ones, as ours does not
 /// (SETTINGS_MAX_FRAME_SIZE).
 pub const MAX_FRAME: usize = 16_384;
-/// The most that a header block may be, encoded and decoded. A gRPC call's is some hundred bytes.
+/// Maximum bytes of a header block, encoded and decoded. A gRPC call needs some hundred bytes.
 const MAX_BLOCK: usize = 16_384;
-/// The largest dynamic table a client may use with a server that says nothing else, as ours.
+/// Maximum dynamic table of a client with a server that keeps the default, as ours does.
 const MAX_TABLE: usize = 4096;
-/// What every request's authority becomes.
+/// The authority of every rewritten request.
 pub const AUTHORITY: &[u8] = b"localhost";
 
 /// Frame type (RFC 9113, 6.2).
@@ -39,36 +40,36 @@ pub const CONTINUATION: u8 = 9;
 /// Flag: the header block ends with this frame.
 pub const END_HEADERS: u8 = 0x4;
 const PADDED: u8 = 0x8;
-/// Flag: five bytes of priority come before the header block.
+/// Flag: five bytes of priority precede the header block.
 pub const PRIORITY: u8 = 0x20;
 
-/// What a client sent is not HTTP/2, or more than a client of ours ever needs.
+/// The client's bytes are not HTTP/2, or exceed the limits above.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a client's HTTP/2 frames can't be read: {0}")]
+#[error("malformed HTTP/2 from a client: {0}")]
 pub struct Malformed(&'static str);
 
-/// A header block that isn't complete yet.
+/// An incomplete header block.
 #[derive(Debug)]
 struct Block {
-    /// The frame's flags that stay.
+    /// Flags to keep.
     flags: u8,
     stream: [u8; 4],
     priority: Vec<u8>,
     fragments: Vec<u8>,
 }
 
-/// What comes next in the stream.
+/// Position in the stream.
 #[derive(Debug)]
 enum At {
-    /// So many bytes of the preface have been seen.
+    /// Within the preface, after this number of bytes.
     Preface(usize),
-    /// A frame's header.
+    /// At a frame header.
     Frame,
-    /// So many bytes of a frame that is passed on as it is.
+    /// Within a frame that is copied; this number of bytes is left.
     Passing(usize),
 }
 
-/// Rewrites one client's bytes. Pure: bytes in, bytes out.
+/// Rewriter of one client's bytes, without I/O.
 pub struct Rewriter {
     decoder: Decoder<'static>,
     at: At,
@@ -91,15 +92,15 @@ impl Default for Rewriter {
 }
 
 impl Rewriter {
-    /// Takes in what the client sent.
+    /// Adds bytes from the client.
     pub fn push(&mut self, input: &[u8]) {
         self.pending.extend_from_slice(input);
     }
 
-    /// Appends to `out` what goes on to the server, a frame at most. False once more must be pushed first.
+    /// Appends at most one frame for the server to `out`. Returns false if more input is needed.
     ///
     /// # Errors
-    /// The client must be given up.
+    /// The connection must be closed.
     pub fn pull(&mut self, out: &mut Vec<u8>) -> Result<bool, Malformed> {
         if self.pending.is_empty() {
             return Ok(false);
@@ -108,7 +109,7 @@ impl Rewriter {
             At::Preface(seen) => {
                 let count = (PREFACE.len() - seen).min(self.pending.len());
                 if self.pending[..count] != PREFACE[seen..seen + count] {
-                    return Err(Malformed("it doesn't begin as HTTP/2 does"));
+                    return Err(Malformed("missing HTTP/2 preface"));
                 }
                 self.pass(count, out);
                 let seen = seen + count;
@@ -134,12 +135,12 @@ impl Rewriter {
         let [a, b, c, kind, flags, stream @ ..] = header;
         let length = usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c);
         if length > MAX_FRAME {
-            return Err(Malformed("a frame is larger than was allowed"));
+            return Err(Malformed("frame exceeds the maximum size"));
         }
         match (kind, &self.block) {
             (HEADERS, None) | (CONTINUATION, Some(_)) => {}
-            (CONTINUATION, None) => return Err(Malformed("a CONTINUATION continues nothing")),
-            (_, Some(_)) => return Err(Malformed("a header block is interrupted by another frame")),
+            (CONTINUATION, None) => return Err(Malformed("CONTINUATION without a header block")),
+            (_, Some(_)) => return Err(Malformed("header block interrupted by another frame")),
             _ => {
                 self.pass(FRAME_HEADER, out);
                 self.at = if length == 0 { At::Frame } else { At::Passing(length) };
@@ -154,12 +155,12 @@ impl Rewriter {
             self.block = Some(begin(flags, stream, &payload)?);
         } else if let Some(block) = &mut self.block {
             if block.stream != stream {
-                return Err(Malformed("a CONTINUATION belongs to another stream"));
+                return Err(Malformed("CONTINUATION of another stream"));
             }
             block.fragments.extend(payload);
         }
         if self.block.as_ref().is_some_and(|block| block.fragments.len() > MAX_BLOCK) {
-            return Err(Malformed("a header block is too large"));
+            return Err(Malformed("header block too large"));
         }
         if flags & END_HEADERS != 0
             && let Some(block) = self.block.take()
@@ -169,7 +170,7 @@ impl Rewriter {
         Ok(true)
     }
 
-    /// Writes a complete header block again.
+    /// Encodes a complete header block.
     fn finish(&mut self, block: &Block, out: &mut Vec<u8>) -> Result<(), Malformed> {
         let mut encoded = Vec::new();
         let mut size = 0_usize;
@@ -180,9 +181,9 @@ impl Rewriter {
                 literal(&mut encoded, &name, value);
             }
         });
-        decoded.map_err(|_| Malformed("a header block isn't HPACK"))?;
+        decoded.map_err(|_| Malformed("invalid HPACK in a header block"))?;
         if size > MAX_BLOCK {
-            return Err(Malformed("a header block is too large"));
+            return Err(Malformed("header block too large"));
         }
         let mut rest = block.priority.clone();
         rest.extend(encoded);
@@ -193,7 +194,7 @@ impl Rewriter {
             if left.is_empty() {
                 flags |= END_HEADERS;
             }
-            // At most MAX_FRAME: three bytes are enough.
+            // The count is at most MAX_FRAME, so three bytes suffice.
             out.extend_from_slice(&u32::try_from(count).unwrap_or(0).to_be_bytes()[1..]);
             out.extend_from_slice(&[kind, flags]);
             out.extend_from_slice(&block.stream);
@@ -206,9 +207,9 @@ impl Rewriter {
     }
 }
 
-/// A HEADERS frame without its padding (RFC 9113 §6.2).
+/// Parses a HEADERS frame and removes its padding (RFC 9113 §6.2).
 fn begin(flags: u8, stream: [u8; 4], payload: &[u8]) -> Result<Block, Malformed> {
-    let short = Malformed("a HEADERS frame is too short");
+    let short = Malformed("HEADERS frame too short");
     let mut rest = payload;
     if flags & PADDED != 0 {
         let (padding, more) = rest.split_first().ok_or(short)?;
@@ -225,28 +226,28 @@ fn begin(flags: u8, stream: [u8; 4], payload: &[u8]) -> Result<Block, Malformed>
     })
 }
 
-/// A literal header field without indexing, with a new name (RFC 7541 §6.2.2).
+/// Writes a literal header field without indexing, with a new name (RFC 7541 §6.2.2).
 fn literal(out: &mut Vec<u8>, name: &[u8], value: &[u8]) {
     out.push(0);
     for text in [name, value] {
-        // Writing to a vector can't fail.
+        // Writing to a vector cannot fail.
         let _ = encode_integer_into(text.len(), 7, 0, out);
         out.extend_from_slice(text);
     }
 }
 
-/// A connection with any `:authority`. Holds `T` as long as it lives (a permit).
+/// A connection that accepts any `:authority`. `T` (a permit) is held until the connection is dropped.
 #[derive(Debug)]
 pub struct AnyAuthority<S, T = ()> {
     stream: S,
     rewriter: Rewriter,
-    /// What was rewritten and not read yet, and how much of it was read.
+    /// Rewritten bytes, and the number of bytes already read.
     ready: (Vec<u8>, usize),
     _held: T,
 }
 
 impl<S, T> AnyAuthority<S, T> {
-    /// Around a connection that nothing was read from yet.
+    /// Wraps a connection from which no bytes were read yet.
     pub(crate) fn new(stream: S, held: T) -> Self {
         Self { stream, rewriter: Rewriter::default(), ready: (Vec::new(), 0), _held: held }
     }

@@ -1,4 +1,4 @@
-//! Clients of other people's servers on unix sockets: plugins.
+//! Clients of plugins, which are servers on unix sockets.
 
 use std::{
     io,
@@ -20,31 +20,31 @@ use tokio::{
 };
 use tonic::transport::{Channel, Endpoint, Uri};
 
-/// Time that a plugin gets to take a connection: the kubelet's.
+/// Maximum time for a plugin to accept a connection, as in the kubelet.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// No connection to a plugin.
+/// A failed connection to a plugin.
 #[derive(Debug, thiserror::Error)]
 #[error("failed to dial plugin at {}: {why}", .socket.display())]
 pub struct DialError {
-    /// Its socket.
+    /// Socket of the plugin.
     pub socket: PathBuf,
-    /// Why.
+    /// Cause of the failure.
     pub why: String,
 }
 
-/// A channel to a unix socket. It dials again at the next call after the connection broke.
+/// Opens a channel to a unix socket. After a broken connection, the next call dials again.
 ///
 /// # Errors
-/// Nobody answers there.
+/// No process answers there.
 pub async fn dial(socket: &Path) -> Result<Channel, DialError> {
     dial_linked(socket, &Link::default()).await
 }
 
-/// A channel as of [`dial`], whose connections `link` counts.
+/// Opens a channel as [`dial`] does; `link` counts its connections.
 ///
 /// # Errors
-/// Nobody answers there.
+/// No process answers there.
 pub async fn dial_linked(socket: &Path, link: &Link) -> Result<Channel, DialError> {
     let (path, link): (PathBuf, Link) = (socket.to_owned(), link.clone());
     let connector = tower::service_fn(move |_: Uri| {
@@ -54,18 +54,18 @@ pub async fn dial_linked(socket: &Path, link: &Link) -> Result<Channel, DialErro
             Ok::<_, io::Error>(TokioIo::new(Linked { stream, _held: link.hold() }))
         }
     });
-    // A socket's path is no authority: servers in other languages refuse it too.
+    // A socket's path is not a valid authority, and servers in other languages reject it too.
     let endpoint = Endpoint::from_static("http://localhost").connect_timeout(CONNECT_TIMEOUT);
     let dialled = tokio::time::timeout(CONNECT_TIMEOUT, endpoint.connect_with_connector(connector)).await;
     let why = match dialled {
         Ok(Ok(channel)) => return Ok(channel),
         Ok(Err(error)) => cause(&error),
-        Err(_) => "it didn't answer in time".to_owned(),
+        Err(_) => "timed out".to_owned(),
     };
     Err(DialError { socket: socket.to_owned(), why })
 }
 
-/// Says whether a channel is connected, and when that changes. Clones are of the same.
+/// Connection state of a channel, with notification of changes. Clones share the state.
 #[derive(Clone, Debug, Default)]
 pub struct Link {
     open: Arc<AtomicUsize>,
@@ -73,13 +73,13 @@ pub struct Link {
 }
 
 impl Link {
-    /// One that wakes whoever waits for `changed`.
+    /// Returns a link that notifies `changed`.
     #[must_use]
     pub fn waking(changed: Arc<Notify>) -> Self {
         Self { open: Arc::default(), changed }
     }
 
-    /// Returns true while the other side has a connection open.
+    /// Returns true while a connection is open.
     #[must_use]
     pub fn is_connected(&self) -> bool {
         self.open.load(Ordering::Acquire) > 0
@@ -92,7 +92,7 @@ impl Link {
     }
 }
 
-/// One connection, counted.
+/// A counted connection.
 struct Held(Link);
 
 impl Drop for Held {
@@ -102,7 +102,7 @@ impl Drop for Held {
     }
 }
 
-/// A connection that is counted while it lasts.
+/// A connection that is counted until it is dropped.
 struct Linked {
     stream: UnixStream,
     _held: Held,
@@ -132,7 +132,7 @@ impl AsyncWrite for Linked {
     }
 }
 
-/// The last cause, which is what a person wants to know.
+/// Returns the innermost cause of an error, the most useful one for a message.
 #[must_use]
 pub fn cause(error: &dyn std::error::Error) -> String {
     let mut error = error;

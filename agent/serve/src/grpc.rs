@@ -1,5 +1,5 @@
-//! gRPC on unix sockets that only the agent's own user may use: mode 0600, and the peer must be root or that
-//! user.
+//! gRPC on unix sockets that only the agent's own user may use: mode 0600, and the peer must be root or the
+//! agent's user.
 
 use futures::future::BoxFuture;
 use std::collections::HashMap;
@@ -24,43 +24,42 @@ use tonic::{Request, Status};
 use crate::authority::AnyAuthority;
 use crate::socket::Socket;
 
-/// Requests at a time on one connection to our own socket.
+/// Maximum concurrent requests per connection to the agent's own socket.
 pub(crate) const MAX_STREAMS: u32 = 64;
-/// Requests at a time on one connection of other people's clients.
+/// Maximum concurrent requests per connection of a third-party client.
 const MAX_STREAMS_OTHERS: u32 = 16;
-/// Connections of other people's clients at a time. One more waits in the kernel's queue until another has
-/// ended.
+/// Maximum connections of third-party clients. Further connections wait in the kernel's queue.
 const MAX_CONNECTIONS_OTHERS: usize = 256;
-/// Connections of one process among them. One more is closed at once, so that one process which opens many
-/// keeps no other one waiting.
+/// Maximum connections per process among these. Further connections of the process are closed at once, so
+/// that it cannot block other processes.
 const MAX_CONNECTIONS_PEER: usize = 64;
 
-/// What may wait in a connection for its client, in bytes: a list of some hundred pods is written at once.
-/// With the kernel's usual 208 KiB the agent and its client had to wait for each other's turn many times.
+/// Send buffer per connection in bytes, so that a list of some hundred pods is written at once. With the
+/// kernel's usual 208 KiB the agent and its client had to wait for each other many times.
 const SEND_BUFFER: usize = 2 << 20;
 
-/// The socket, listening, but not answering yet.
+/// A bound socket that listens but does not serve yet.
 #[derive(Debug)]
 pub struct Listener {
-    /// What accepts.
+    /// The listening socket.
     pub listener: UnixListener,
-    /// The socket's file, removed when this is dropped.
+    /// The socket's file, removed on drop.
     pub socket: Socket,
 }
 
-/// Makes the socket at `path`, reachable by its owner only.
+/// Creates the socket at `path` with access for its owner only.
 ///
 /// # Errors
-/// Another process serves it, something else is at `path`, or the folder cannot be written.
+/// Another process serves the socket, `path` is not a socket, or the directory is not writable.
 pub async fn bind(path: &Path) -> anyhow::Result<Listener> {
     let (listener, socket) = Socket::bind(path).await?;
     Ok(Listener { listener, socket })
 }
 
-/// Serves all of `services` until `shutdown`, then removes the socket.
+/// Serves `services` until `shutdown`, then removes the socket.
 ///
 /// # Errors
-/// The server fails as a whole; a failed connection is only its own.
+/// The server failed; the failure of one connection does not count.
 pub fn serve(
     listener: Listener,
     services: Routes,
@@ -72,12 +71,11 @@ pub fn serve(
     })
 }
 
-/// The same for other people's clients, at sockets that are where the kubelet has them: device plugins that
-/// register, and monitors that ask for pod resources. Any bytes are taken for an `:authority`: such clients
-/// send the socket's path.
+/// Serves third-party clients at the kubelet's socket paths: device plugins that register, and monitors that
+/// read pod resources. Accepts any `:authority`, because these clients send the socket's path.
 ///
 /// # Errors
-/// As [`serve`].
+/// As for [`serve`].
 pub fn serve_others(
     listener: Listener,
     services: Routes,
@@ -117,7 +115,7 @@ fn connections(listener: UnixListener) -> impl Stream<Item = io::Result<UnixStre
     })
 }
 
-/// A connection's place among all, and among those of its process.
+/// A connection's permit among all, and its share of the limit of its process.
 type Place = (OwnedSemaphorePermit, Arc<()>);
 type Connection = AnyAuthority<UnixStream, Place>;
 
@@ -137,51 +135,49 @@ fn connections_of_others(listener: UnixListener) -> impl Stream<Item = io::Resul
     })
 }
 
-/// The next connection of a process that has not too many.
+/// Accepts the next connection of a process below its limit.
 async fn accept_of(listener: &UnixListener, peers: &mut HashMap<i32, Weak<()>>) -> (UnixStream, Arc<()>) {
     loop {
         let stream = accept(listener).await;
         let pid = stream.peer_cred().ok().and_then(|peer| peer.pid()).unwrap_or(0);
         peers.retain(|_, own| own.strong_count() > 0);
         let own = peers.get(&pid).and_then(Weak::upgrade).unwrap_or_default();
-        // This one included.
+        // The count includes this connection.
         if Arc::strong_count(&own) <= MAX_CONNECTIONS_PEER {
             peers.insert(pid, Arc::downgrade(&own));
             return (stream, own);
         }
-        tracing::debug!(
-            "the process {pid} has {MAX_CONNECTIONS_PEER} connections already: one more is closed"
-        );
+        tracing::debug!("process {pid} already has {MAX_CONNECTIONS_PEER} connections: closing another one");
     }
 }
 
-/// The next connection. Where none can be accepted (out of file descriptors, mostly) others must end before
-/// another try makes sense; tonic would take the error for the end of the server.
+/// Accepts the next connection. After an error (usually out of file descriptors) other connections must close
+/// before a retry makes sense; tonic would end the server on an error.
 async fn accept(listener: &UnixListener) -> UnixStream {
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
-                // Without it (no CAP_NET_ADMIN) answers are only slower.
+                // Without CAP_NET_ADMIN answers are only slower.
                 let _ = set_socket_send_buffer_size_force(&stream, SEND_BUFFER);
                 return stream;
             }
             Err(error) => {
-                tracing::warn!("a connection can't be accepted: {error}");
+                tracing::warn!("cannot accept a connection: {error}");
                 tokio::time::sleep(Duration::from_secs(1)).await;
             }
         }
     }
 }
 
-/// The socket's mode keeps others out already; this also holds where somebody changed it.
+/// Rejects other users. The socket's mode already does, unless its mode was changed.
 #[allow(clippy::result_large_err)] // tonic's own signature of an interceptor
 pub fn only_the_owner(request: Request<()>) -> Result<Request<()>, Status> {
     let peer = request.extensions().get::<UdsConnectInfo>().and_then(|info| info.peer_cred);
     match peer.map(|peer| peer.uid()) {
         Some(uid) if uid == 0 || uid == geteuid().as_raw() => Ok(request),
         Some(uid) => {
-            tracing::warn!("a process of user {uid} was refused on the gRPC socket");
-            Err(Status::permission_denied("only root may ask this agent; run the command as root"))
+            tracing::warn!("rejected a process of user {uid} on the gRPC socket");
+            Err(Status::permission_denied("only root may use this agent; run the command as root"))
         }
         None => Err(Status::permission_denied("the peer's credentials are unknown")),
     }

@@ -1,4 +1,4 @@
-//! Servers on sockets, and clients of plugins' servers.
+//! gRPC servers on unix sockets, and clients of plugins.
 pub mod authority;
 pub mod client;
 pub mod grpc;

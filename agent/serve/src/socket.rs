@@ -1,5 +1,5 @@
-//! A unix socket that is never open to others, not even for a moment. Its folder may be one that others can
-//! write to (that of device plugins): nothing there is changed by its name but what is made here.
+//! A unix socket that is never accessible to other users, not even briefly. Other users may write to its
+//! directory (that of device plugins), so only files created here are changed by name.
 
 use std::fs;
 use std::io;
@@ -13,12 +13,12 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tokio::net::{UnixListener, UnixStream};
 
-/// Connections that wait to be taken.
+/// Maximum connections waiting to be accepted.
 const WAITING: i32 = 1024;
-/// How many names are tried until one is free.
+/// Maximum temporary names to try.
 const NAMES: u32 = 16;
 
-/// A listening socket and the file it is reached by, which goes when this value does.
+/// A listening socket and its file, which is removed on drop.
 #[derive(Debug)]
 pub struct Socket {
     path: PathBuf,
@@ -26,7 +26,7 @@ pub struct Socket {
 }
 
 impl Socket {
-    /// Listens at `path` with mode 0600. A file left by a dead process is replaced; anything else there is an
+    /// Listens at `path` with mode 0600. Replaces a socket left by a dead process; any other file is an
     /// error.
     pub(super) async fn bind(path: &Path) -> anyhow::Result<(UnixListener, Self)> {
         let dir = path.parent().filter(|dir| dir.is_absolute());
@@ -35,23 +35,23 @@ impl Socket {
             .recursive(true)
             .mode(0o700)
             .create(dir)
-            .with_context(|| format!("cannot make the folder {} for the socket", dir.display()))?;
+            .with_context(|| format!("cannot create the directory {} for the socket", dir.display()))?;
         refuse_if_in_use(path).await?;
         let (listener, newborn) = listen(dir).with_context(|| {
-            format!("cannot make the socket {} (its path may have at most about 90 bytes)", path.display())
+            format!("cannot create the socket {} (the path is limited to about 90 bytes)", path.display())
         })?;
         let inode = fs::symlink_metadata(&newborn).map(|found| found.ino());
         let put = inode.and_then(|inode| fs::rename(&newborn, path).map(|()| inode));
         if put.is_err() {
             let _ = fs::remove_file(&newborn);
         }
-        let inode = put.with_context(|| format!("cannot put the socket at {}", path.display()))?;
+        let inode = put.with_context(|| format!("cannot move the socket to {}", path.display()))?;
         Ok((listener, Self { path: path.to_owned(), inode }))
     }
 }
 
-/// Listens at a name of its own in a folder. The socket has its mode before it has a name: a file is born
-/// with the mode of the socket that is bound to it (`unix_bind_bsd` in net/unix/af_unix.c).
+/// Listens at a temporary name in the directory. The socket has its mode before it has a name: a file is
+/// created with the mode of the socket that is bound to it (`unix_bind_bsd` in net/unix/af_unix.c).
 fn listen(dir: &Path) -> io::Result<(UnixListener, PathBuf)> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -61,8 +61,8 @@ fn listen(dir: &Path) -> io::Result<(UnixListener, PathBuf)> {
     Ok((UnixListener::from_std(socket.into())?, newborn))
 }
 
-/// Binds a socket to a name in a folder that nothing has. A process that had our id and was killed here may
-/// have left one; others may have put anything there, which stays.
+/// Binds a socket to an unused name in the directory. A killed process with the same process ID may have left
+/// a socket there, and other users may have created any file; these files stay.
 fn bind(socket: &OwnedFd, dir: &Path) -> io::Result<PathBuf> {
     for number in 0..NAMES {
         let newborn = dir.join(format!(".{}.{number}", std::process::id()));
@@ -77,7 +77,7 @@ fn bind(socket: &OwnedFd, dir: &Path) -> io::Result<PathBuf> {
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        // Another instance may have put its own there meanwhile.
+        // Another instance may have replaced the file.
         if fs::symlink_metadata(&self.path).is_ok_and(|metadata| metadata.ino() == self.inode) {
             let _ = fs::remove_file(&self.path);
         }
@@ -87,19 +87,23 @@ impl Drop for Socket {
 async fn refuse_if_in_use(path: &Path) -> anyhow::Result<()> {
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error).with_context(|| format!("cannot look at {}", path.display())),
+        Err(error) => return Err(error).with_context(|| format!("cannot inspect {}", path.display())),
         Ok(metadata) if !metadata.file_type().is_socket() => {
-            bail!("{} is there and is not a socket: move it away, or set another runDir", path.display());
+            bail!("{} exists and is not a socket: move it away, or set another `runDir`", path.display());
         }
         Ok(_) => {}
     }
     match UnixStream::connect(path).await {
-        Ok(_) => bail!("another process serves {}: stop that one, or set another runDir", path.display()),
-        // Refused: nobody listens any more. Not found: gone since we looked.
+        Ok(_) => {
+            bail!("another process serves {}: stop that process, or set another `runDir`", path.display())
+        }
+        // Refused: no process listens. Not found: the file was removed in the meantime.
         Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound) => {
             Ok(())
         }
-        Err(error) => Err(error).with_context(|| format!("cannot tell whether {} is in use", path.display())),
+        Err(error) => {
+            Err(error).with_context(|| format!("cannot determine whether {} is in use", path.display()))
+        }
     }
 }
 
@@ -127,13 +131,13 @@ mod tests {
             let (connected, accepted) = tokio::join!(UnixStream::connect(&path), listener.accept());
             assert!(connected.is_ok() && accepted.is_ok());
             assert!(Socket::bind(&path).await.unwrap_err().to_string().contains("another process serves"));
-            // What an instance that was killed has left is replaced.
+            // The file of a killed instance is replaced.
             std::mem::forget(socket);
         }
         let (_listener, socket) = Socket::bind(&path).await.unwrap();
         drop(socket);
         assert!(!path.exists() && !dir.path().join("made").exists());
         assert_eq!(fs::metadata(&victim).unwrap().permissions().mode() & 0o7777, 0o644);
-        assert_eq!(fs::read_dir(&folder).unwrap().count(), 2, "nothing is left but what was planted");
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 2, "only the planted files are left");
     }
 }

@@ -1,4 +1,4 @@
-//! Ends the node's pods, group by group, and lets some run again.
+//! Ends the node's pods, group by group, and restarts some after a cancelled shutdown.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -22,17 +22,17 @@ use tracing::{info, warn};
 
 use super::Parts;
 
-/// The kubelet's words.
+/// Message of the pods, as in the kubelet.
 const MESSAGE: &str = "Pod was terminated in response to imminent node shutdown.";
 
-/// A pod that has to go.
+/// A pod to terminate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Going {
     uid: String,
     grace: Duration,
 }
 
-/// Ends all pods. Returns once all of them have given everything back and the API server has their
+/// Ends all pods. Returns once all of them have released everything and the API server has their
 /// statuses, and no later than `latest`.
 pub(crate) async fn end_all(parts: &Parts, latest: Instant) {
     let pods = active(&parts.table.borrow());
@@ -44,15 +44,15 @@ pub(crate) async fn end_all(parts: &Parts, latest: Instant) {
     let mut table = parts.table.clone();
     let left = await_gone(&mut table, &uids, latest).await;
     if !left.is_empty() {
-        warn!(pods = left.join(", "), "pods are not gone, but the machine waits no longer");
+        warn!(pods = left.join(", "), "pods have not ended within the shutdown delay");
     }
     let mut written = parts.written.clone();
     let is_written = |known: &Option<Arc<PodTable>>| {
         known.as_ref().is_none_or(|known| Arc::ptr_eq(known, &parts.table.borrow()))
     };
-    // Without a sender there is nobody to wait for.
+    // A closed channel means that no API server needs the statuses.
     if timeout_at(latest, written.wait_for(is_written)).await.is_err() {
-        warn!("the API server did not take the pods' last statuses, but the machine waits no longer");
+        warn!("cannot write the pods' last statuses within the shutdown delay");
     }
 }
 
@@ -62,14 +62,14 @@ async fn end_group(parts: &Parts, group: &Group<Going>, latest: Instant) {
         priority = group.period.priority,
         pods = group.pods.len(),
         seconds = period.as_secs(),
-        "pods are ended"
+        "terminating pods for the shutdown"
     );
     for Going { uid, grace } in &group.pods {
         let grace = shutdown::grace(*grace, period);
         let (reason, message) = (NODE_SHUTDOWN.to_owned(), MESSAGE.to_owned());
         let request = Request::Fail { uid: uid.clone(), reason, message, grace: Some(grace) };
         if parts.requests.send(request).await.is_err() {
-            return; // the manager is gone, and with it the agent
+            return; // the manager has ended, and with it the agent
         }
     }
     let uids: Vec<String> = group.pods.iter().map(|going| going.uid.clone()).collect();
@@ -77,7 +77,7 @@ async fn end_group(parts: &Parts, group: &Group<Going>, latest: Instant) {
     await_gone(&mut table, &uids, latest.min(Instant::now().after(period))).await;
 }
 
-/// Waits until nothing is left of the pods, or until `deadline`. The names of those that are left.
+/// Waits until the pods have released everything, or until `deadline`. Returns the names of the others.
 async fn await_gone(
     table: &mut watch::Receiver<Arc<PodTable>>,
     uids: &[String],
@@ -88,7 +88,7 @@ async fn await_gone(
     if ended { Vec::new() } else { left_of(&table.borrow(), uids) }
 }
 
-/// Pods that have not ended, with their priorities.
+/// Returns the pods that have not ended, with their priorities.
 fn active(table: &PodTable) -> Vec<(Going, i32)> {
     let active = table.pods.values().filter(|entry| !entry.is_gone());
     let going = |entry: &PodEntry| {
@@ -98,7 +98,7 @@ fn active(table: &PodTable) -> Vec<(Going, i32)> {
     active.filter_map(|entry| going(entry)).collect()
 }
 
-/// The names of those pods of which something is left.
+/// Returns the names of the pods that have not released everything.
 fn left_of(table: &PodTable, uids: &[String]) -> Vec<String> {
     let uids: BTreeSet<&str> = uids.iter().map(String::as_str).collect();
     let is_asked = |entry: &PodEntry| entry.pod.metadata.uid.as_deref().is_some_and(|uid| uids.contains(uid));
@@ -106,8 +106,8 @@ fn left_of(table: &PodTable, uids: &[String]) -> Vec<String> {
     left.map(|(name, _)| name.to_string()).collect()
 }
 
-/// Lets pods run again that went with the machine, or were not let in for it, and that nobody makes anew:
-/// static ones.
+/// Restarts static pods that were terminated or rejected because of the shutdown. Controllers replace
+/// other pods.
 pub(crate) async fn begin_again(parts: &Parts) {
     let table = parts.table.borrow().clone();
     let went = |entry: &PodEntry| {

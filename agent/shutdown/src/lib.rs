@@ -1,12 +1,12 @@
-//! The graceful end of a node (KEP-2000, KEP-2712): holds the machine up by a delay lock of logind, and
-//! when it is about to go down ends the pods by priority. Only once they have given everything back, and
-//! the API server has their last statuses, the lock is given back.
+//! The graceful end of a node (KEP-2000, KEP-2712): holds a delay lock of logind, and terminates the pods by
+//! priority when the machine is about to go down. The lock is released only once the pods have released
+//! everything and the API server has their last statuses.
 //!
-//! `beelet_policy::node::shutdown` decides who goes when; the pods' manager ends them. Everything here is
-//! said to others by one value ("since when the machine has been going down"): admission lets nobody in
-//! then, and the node is not ready. Where there is no logind, the agent runs without it and says so once.
+//! `beelet_policy::node::shutdown` decides the order; the pods' manager terminates the pods. A published
+//! value, the start time of the shutdown, informs the other parts: admission then rejects pods, and the node is
+//! not ready. Without logind the agent runs without this part and logs that once.
 //!
-//! Must never end a pod on a signal's word alone: anybody may send one.
+//! This crate must never end a pod because of a signal alone: any local process may send one.
 
 mod ending;
 mod metrics;
@@ -35,68 +35,68 @@ use tracing::{info, warn};
 
 pub use metrics::Metrics;
 
-/// Who logind shows as the holder of the lock, and why.
+/// Holder of the lock and reason, as logind shows them.
 const WHO: &str = "beelet";
-const WHY: &str = "pods are ended before the machine goes down";
-/// The event's reason, as the kubelet's.
+const WHY: &str = "terminate pods before the machine goes down";
+/// Reason of the event, as in the kubelet.
 const REASON: &str = "NodeShutdown";
-/// The durable record of the last shutdown.
+/// Name of the durable record of the last shutdown.
 const RECORD: &str = "node-shutdown";
-/// The pauses between two tries to reach logind.
+/// Shortest and longest pause between two tries to reach logind.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
-/// Since when the machine has been going down; None while it doesn't.
+/// Start time of the shutdown; None while the machine stays up.
 pub type Since = Option<Timestamp>;
 
-/// What the part needs from the rest of the node.
+/// Inputs from the rest of the node.
 #[derive(Debug)]
 pub struct Parts {
-    /// What pods get.
+    /// Time for the pods, by priority.
     pub periods: Periods,
-    /// The address of the system bus; None: the machine's own.
+    /// Address of the system bus; None: the machine's own.
     pub bus: Option<String>,
-    /// The folder for our piece of logind's configuration.
+    /// Folder for beelet's drop-in of logind's configuration.
     pub logind_drop_ins: PathBuf,
-    /// All pods.
+    /// Pod table.
     pub table: watch::Receiver<Arc<PodTable>>,
-    /// To the pods' manager.
+    /// Requests to the pods' manager.
     pub requests: mpsc::Sender<Request>,
-    /// The newest table of which the API server has every status; None where no API server wants to know.
+    /// Newest table of which the API server has every status; None without an API server.
     pub written: watch::Receiver<Option<Arc<PodTable>>>,
-    /// Tells everybody.
+    /// Publishes the start time of the shutdown.
     pub since: watch::Sender<Since>,
-    /// What people should know.
+    /// Events of the node.
     pub events: NodeEvents,
-    /// Where the last shutdown is remembered.
+    /// Store of the last shutdown's record.
     pub state: Arc<State>,
     /// Counters.
     pub metrics: Metrics,
 }
 
-/// The last shutdown.
+/// Record of the last shutdown.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 struct Record {
     began: Timestamp,
-    /// When all was done; None if it never was.
+    /// End of the shutdown; None if it was never completed.
     ended: Option<Timestamp>,
 }
 
-/// Follows logind.
+/// Follows logind and ends the pods.
 #[derive(Debug)]
 pub struct Shutdown {
     parts: Parts,
-    /// None while the machine goes down, and where logind can't be reached.
+    /// Delay lock; None while the machine goes down, and while logind is unreachable.
     lock: Option<DelayLock>,
 }
 
 impl Shutdown {
-    /// Nothing is asked of logind before it runs.
+    /// Creates the part; [`Self::run`] makes the first call to logind.
     #[must_use]
     pub fn new(parts: Parts) -> Self {
         Self { parts, lock: None }
     }
 
-    /// Works until `stop`. Returns at once where pods get no time at all.
+    /// Runs until `stop`. Returns at once if pods get no time.
     pub fn run(mut self, stop: CancellationToken) -> Work {
         Box::pin(async move {
             if self.parts.periods.is_off() {
@@ -128,18 +128,18 @@ impl Shutdown {
         }
     }
 
-    /// As long as one connection works.
+    /// Serves one connection until it fails.
     async fn session(&mut self) -> Result<std::convert::Infallible, Error> {
         let mut logind = Logind::connect(self.parts.bus.as_deref()).await?;
-        // First of all: without a logind there is nothing to make room in.
+        // Comes first: without logind its configuration need not change.
         let goes_down = logind.is_preparing_for_shutdown().await?;
         if let Err(why) = room::make(&logind, &self.parts.periods, &self.parts.logind_drop_ins).await {
             self.parts.events.warning(REASON, &why);
         }
         if !goes_down {
-            // A new one, also where the one before still holds: logind may have been restarted.
+            // A new lock, even if the previous one still holds: logind may have been restarted.
             self.lock = Some(logind.delay_shutdown(WHO, WHY).await?);
-            info!("a shutdown of the machine waits for the pods");
+            info!("holding logind's delay lock: a shutdown waits for the pods");
         }
         loop {
             let goes_down = logind.is_preparing_for_shutdown().await?;
@@ -147,7 +147,7 @@ impl Shutdown {
             match (goes_down, is_told) {
                 (true, false) => {
                     self.shut_down(&mut logind).await;
-                    // It may have been called off meanwhile, and nobody says so twice.
+                    // The shutdown may have been cancelled meanwhile, and logind announces that once.
                     continue;
                 }
                 (false, true) => self.call_off(&logind).await?,
@@ -159,7 +159,7 @@ impl Shutdown {
         }
     }
 
-    /// Ends all pods, and gives the lock back. Returns early if the shutdown was called off.
+    /// Ends all pods, and releases the lock. Returns early if the shutdown was cancelled.
     async fn shut_down(&mut self, logind: &mut Logind) {
         let (began, at) = (Instant::now(), Timestamp::now());
         self.parts.events.normal(REASON, "Shutdown manager detected shutdown event");
@@ -172,11 +172,11 @@ impl Shutdown {
             () = called_off(logind) => return,
         }
         self.remember(Record { began: at, ended: Some(Timestamp::now()) }).await;
-        info!(seconds = began.elapsed().as_secs(), "the machine may go down");
+        info!(seconds = began.elapsed().as_secs(), "pods have ended: the machine may go down");
         self.lock = None;
     }
 
-    /// The machine stays: pods that nobody else makes again run again.
+    /// Handles a cancelled shutdown: restarts static pods.
     async fn call_off(&mut self, logind: &Logind) -> Result<(), Error> {
         self.parts.events.normal(REASON, "Shutdown manager detected shutdown cancellation");
         self.lock = Some(logind.delay_shutdown(WHO, WHY).await?);
@@ -185,13 +185,13 @@ impl Shutdown {
         Ok(())
     }
 
-    /// What is remembered of the last shutdown, for the page of metrics.
+    /// Publishes the record of the last shutdown as metrics.
     async fn show_last(&self) {
         let state = Arc::clone(&self.parts.state);
         match blocking("reading the last shutdown", move || state.load::<Record>(RECORD)).await {
             Ok(Loaded::Value { value, .. }) => self.parts.metrics.show(value.began, value.ended),
             Ok(_) => {}
-            Err(error) => warn!(%error, "cannot read when the last shutdown was"),
+            Err(error) => warn!(%error, "cannot read the record of the last shutdown"),
         }
     }
 
@@ -200,12 +200,12 @@ impl Shutdown {
         let state = Arc::clone(&self.parts.state);
         let stored = blocking("keeping the shutdown", move || state.store(RECORD, &record)).await;
         if let Err(error) = stored {
-            warn!(%error, "cannot remember when this shutdown was");
+            warn!(%error, "cannot store the record of this shutdown");
         }
     }
 }
 
-/// Waits until the machine does not go down any more; for ever if that can't be known.
+/// Waits until the shutdown is cancelled; forever if logind is lost.
 async fn called_off(logind: &mut Logind) {
     while logind.changed().await {
         if logind.is_preparing_for_shutdown().await == Ok(false) {

@@ -1,11 +1,11 @@
-//! When the last shutdown was, by the kubelet's names.
+//! Times of the last shutdown, under the kubelet's metric names.
 
 use std::sync::atomic::AtomicU64;
 
 use jiff::Timestamp;
 use prometheus_client::{metrics::gauge::Gauge, registry::Registry};
 
-/// Counters. Clones share them.
+/// Metrics of shutdowns. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
     began: Gauge<f64, AtomicU64>,
@@ -13,11 +13,11 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Adds them to the registry.
+    /// Adds the metrics to the registry.
     pub fn register(&self, registry: &mut Registry) {
-        let help = "When the last graceful shutdown began, in seconds since 1970; 0 before the first";
+        let help = "Start time of the last graceful shutdown, in seconds since 1970; 0 before the first";
         registry.register("kubelet_graceful_shutdown_start_time_seconds", help, self.began.clone());
-        let help = "When it was done; 0 while it goes on";
+        let help = "End time of the last graceful shutdown; 0 while it runs";
         registry.register("kubelet_graceful_shutdown_end_time_seconds", help, self.ended.clone());
     }
 

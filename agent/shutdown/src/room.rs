@@ -1,4 +1,4 @@
-//! Makes logind wait for as long as the pods may take.
+//! Raises logind's shutdown delay to the time that the pods need.
 
 use std::{fmt::Write as _, fs, io, path::Path, time::Duration};
 
@@ -11,17 +11,17 @@ use beelet_systemd::logind::Logind;
 use tokio::time::{Instant, sleep};
 use tracing::{debug, info};
 
-/// After the kubelet's own (`99-kubelet.conf`): of several files the last by name counts.
+/// Name of the drop-in; sorts after the kubelet's (`99-kubelet.conf`), since the last file by name counts.
 const FILE: &str = "99-node-shutdown.conf";
-/// How long logind may take to read its configuration.
+/// Time limit for logind to read its configuration.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The pauses between two looks whether it has: it announces nothing.
+/// Pause between two checks: logind does not announce a reload.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Raises logind's longest delay to what is needed, if it is less.
+/// Raises logind's longest delay to the needed one, if it is shorter.
 ///
 /// # Errors
-/// A sentence: it stays shorter.
+/// Fails with a sentence if the delay stays too short.
 pub(crate) async fn make(logind: &Logind, periods: &Periods, drop_ins: &Path) -> Result<(), String> {
     let needed = periods.needed_delay();
     let mut longest = logind.longest_delay().await.map_err(|error| error.to_string())?;
@@ -35,17 +35,17 @@ pub(crate) async fn make(logind: &Logind, periods: &Periods, drop_ins: &Path) ->
         longest = logind.longest_delay().await.unwrap_or(longest);
     }
     if longest >= needed {
-        info!(seconds = needed.as_secs(), "logind waits longer for a shutdown than it did");
+        info!(seconds = needed.as_secs(), "raised logind's InhibitDelayMaxSec");
         return Ok(());
     }
     let why = raised.err().unwrap_or_else(|| format!("{}/{FILE} had no effect", drop_ins.display()));
-    // Less than the margin is enough as long as no pod uses all of its time.
+    // A delay without the margin suffices if no pod uses all of its time.
     if longest >= periods.total() {
         debug!("logind's InhibitDelayMaxSec stays at {longest:?}: {why}");
         return Ok(());
     }
     Err(format!(
-        "logind lets a shutdown wait {} s at most, and pods may take {} s: set InhibitDelayMaxSec={} in \
+        "logind delays a shutdown by at most {} s, but pods may take {} s: set InhibitDelayMaxSec={} in \
          /etc/systemd/logind.conf ({why})",
         longest.as_secs(),
         periods.total().as_secs(),
@@ -63,12 +63,12 @@ async fn raise(logind: &Logind, needed: Duration, drop_ins: &Path) -> Result<(),
 fn write(folder: &Path, needed: Duration) -> Result<(), String> {
     make_folder(folder, READABLE).map_err(|error| error.to_string())?;
     let mut text =
-        String::from("# Made by beelet for its shutdownGracePeriod. Gone with the next boot.\n[Login]\n");
+        String::from("# Created by beelet for its shutdownGracePeriod. Removed by the next boot.\n[Login]\n");
     let _ = writeln!(text, "InhibitDelayMaxSec={}", needed.as_secs());
     let path = folder.join(FILE);
-    let said = |error: io::Error| format!("could not write {}: {error}", path.display());
+    let said = |error: io::Error| format!("cannot write {}: {error}", path.display());
     fs::write(&path, text).map_err(said)?;
-    // The unit's umask lets nobody else read it; people should.
+    // The unit's umask would hide the file from other users.
     let readable = std::os::unix::fs::PermissionsExt::from_mode(0o644);
     fs::set_permissions(&path, readable).map_err(said)
 }

@@ -1,4 +1,4 @@
-//! Against a logind that does as it is told, on a bus of its own. The test is the pods' manager.
+//! Runs against a scripted logind on a private bus. The test acts as the pods' manager.
 
 use beelet_model::{request::Request, table::PodName};
 use beelet_policy::node::shutdown::Period;
@@ -27,7 +27,7 @@ struct Node {
 }
 
 impl Node {
-    /// A node with pods, named with their priorities and graces, and what each group gets.
+    /// Starts a node with pods (name, priority, grace period) and the periods of the groups.
     fn start(bus: &Bus, periods: &[(i32, u64)], pods: &[(&str, i32, i64)]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let state = Arc::new(State::open(dir.path()).unwrap());
@@ -58,7 +58,7 @@ impl Node {
         Self { table, requests: requests.1, written, since: told, stop, work, _dir: dir }
     }
 
-    /// The next pod that is told to end, and what it gets.
+    /// Returns the next pod to end, and its grace period in seconds.
     async fn ended(&mut self) -> (String, u64) {
         match timeout(PATIENCE, self.requests.recv()).await.unwrap().unwrap() {
             Request::Fail { uid, reason, message, grace } => {
@@ -70,7 +70,7 @@ impl Node {
         }
     }
 
-    /// A pod as its manager publishes it.
+    /// Publishes a pod as its manager does.
     fn publish(&self, name: &str, change: impl FnOnce(&mut PodEntry)) {
         self.table.send_modify(|table| {
             let mut new = PodTable::clone(table);
@@ -82,7 +82,7 @@ impl Node {
         });
     }
 
-    /// It has given everything back.
+    /// Marks a pod as fully released.
     fn clear(&self, name: &str) {
         self.publish(name, |entry| {
             (entry.ending, entry.cleared) = (true, true);
@@ -112,12 +112,12 @@ fn pod(name: &str, priority: i32, grace: i64) -> core::Pod {
     .unwrap()
 }
 
-/// A bus, or a word that there can be none here.
+/// Returns a bus, or skips the test with a message.
 macro_rules! bus {
     () => {
         match Bus::start() {
             Some(bus) => bus,
-            None => return eprintln!("there is no dbus-daemon: cargo xtask setup --for test"),
+            None => return eprintln!("dbus-daemon is not installed: run cargo xtask setup --for test"),
         }
     };
 }
@@ -136,16 +136,16 @@ async fn pods_end_by_priority_and_the_lock_goes_back_once_their_statuses_are_wri
     let mut first = [node.ended().await, node.ended().await];
     first.sort();
     assert_eq!(first, [("low".to_owned(), 5), ("slow".to_owned(), LONG)]);
-    // Known before the first pod is told to go.
+    // The node is known to go down before the first pod ends.
     assert!(node.since.borrow().is_some());
     node.clear("low");
-    // It runs no more, but has volumes yet.
+    // Its containers have ended, but it still has volumes.
     node.publish("slow", |entry| entry.ending = true);
     assert!(node.requests.try_recv().is_err());
     node.clear("slow");
     assert_eq!(node.ended().await, ("critical".to_owned(), 20));
     node.clear("critical");
-    // All is done but what the API server knows.
+    // Only the API server's statuses are missing.
     assert_eq!(logind.held(), 1);
     let all = node.table.borrow().clone();
     node.written.send_replace(Some(all));
@@ -176,7 +176,7 @@ async fn a_signal_alone_ends_nothing() {
     let before = logind.asked();
     logind.signal(true).await;
     logind.asked_more_than(before).await;
-    // What comes next is of the shutdown that follows.
+    // The next request belongs to the following shutdown.
     assert!(node.since.borrow().is_none() && node.requests.try_recv().is_err());
     assert_eq!(logind.held(), 1);
     node.end().await;
@@ -198,7 +198,7 @@ async fn a_shutdown_that_is_called_off_lets_static_pods_run_again() {
     ended.sort();
     assert_eq!(ended, ["of-a-cluster", "web"]);
     node.clear("of-a-cluster");
-    // One still takes its time.
+    // This pod is still terminating.
     node.publish("web", |entry| {
         entry.ending = true;
         entry.pod.status.get_or_insert_default().reason = Some("Terminated".to_owned());

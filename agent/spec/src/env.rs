@@ -77,7 +77,7 @@ impl Environment {
     }
 
     fn set(&mut self, name: &str, value: Vec<u8>) -> Result<(), TooLong> {
-        self.budget.take(name.len().saturating_add(value.len()))?;
+        self.budget.spend(name.len().saturating_add(value.len()))?;
         if self.values.insert(name.to_owned(), value).is_none() {
             self.order.push(name.to_owned());
         }
@@ -148,7 +148,7 @@ impl Sources<'_> {
         let mut budget = Budget::CONTAINER;
         let all = services::variables(self.objects.services(), self.namespace(), links != Some(false));
         all.map(|(name, value)| {
-            budget.take(name.len().saturating_add(value.len()))?;
+            budget.spend(name.len().saturating_add(value.len()))?;
             Ok((name, value))
         })
         .collect()
@@ -419,7 +419,7 @@ mod tests {
             assert_eq!(failed, expected);
         };
         let alone = "is longer than 1048576 bytes once its references are replaced";
-        let together = "and what comes before it are longer than 16777216 bytes together";
+        let together = "makes the total longer than 16777216 bytes";
         let mut doubling = vec![json!({"name": "V0", "value": "0123456789abcdef"})];
         let next = |n: usize| json!({"name": format!("V{n}"), "value": format!("$(V{0})$(V{0})", n - 1)});
         doubling.extend((1..=33).map(next));

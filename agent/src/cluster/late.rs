@@ -33,7 +33,7 @@ pub(super) struct LateReviews {
 
 impl LateReviews {
     fn reviews(&self) -> Result<Reviews, ReviewError> {
-        let none = || ReviewError("there is no connection to the API server yet".to_owned());
+        let none = || ReviewError("not connected to the API server yet".to_owned());
         let session = self.session.get().ok_or_else(none)?;
         Ok(Reviews::new(session.client.clone(), self.node.clone()))
     }
@@ -66,7 +66,7 @@ impl std::fmt::Debug for LateAccounts {
 
 impl LateAccounts {
     fn accounts(&self) -> Result<&Accounts, AccountError> {
-        let none = || AccountError("there is no connection to the API server yet".to_owned());
+        let none = || AccountError("not connected to the API server yet".to_owned());
         let session = self.session.get().ok_or_else(none)?;
         Ok(self.accounts.get_or_init(|| Accounts::new(session.client.clone())))
     }
@@ -97,7 +97,7 @@ impl std::fmt::Debug for LateStorage {
 impl LateStorage {
     fn storage(&self) -> Result<storage::Storage, StorageError> {
         let none = || StorageError {
-            message: "there is no connection to the API server yet".to_owned(),
+            message: "not connected to the API server yet".to_owned(),
             is_not_found: false,
         };
         Ok(storage::Storage::new(self.session.get().ok_or_else(none)?.client.clone()))

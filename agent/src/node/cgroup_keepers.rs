@@ -42,7 +42,7 @@ pub(super) fn start(node: &Node, tasks: &mut Tasks, requests: mpsc::Sender<Reque
         view: node.late.tuner.clone(),
     };
     let (view, name) = (node.late.tuner.subscribe(), services.config.node_name.clone());
-    let events = beelet_tuner::tell(view, services.events.clone(), name, tasks.stop());
+    let events = beelet_tuner::record_events(view, services.events.clone(), name, tasks.stop());
     tasks.spawn_optional("tuner's events", events);
     tasks.spawn_optional("tuner", beelet_tuner::run(tuner, tasks.stop()));
 }

@@ -8,7 +8,7 @@ use tokio::task::spawn_blocking;
 use tracing::warn;
 
 use beelet_base::folder::{PRIVATE, make_folder};
-use beelet_base::propagation::{self, Reach, look};
+use beelet_base::propagation::{self, Reach, inspect};
 use beelet_config::Config;
 use beelet_cri::mounts::Mounts;
 
@@ -29,7 +29,7 @@ pub(super) async fn refuse_lost_mounts(pods_dir: &Path, socket: &Path) -> Result
         if let Err(error) = make_folder(&folder, PRIVATE) {
             warn!("{error}");
         }
-        look(&folder, std::process::id(), runtime)
+        inspect(&folder, std::process::id(), runtime)
     });
     let found = looking.await.context("the mounts of pods")?;
     let sentence = propagation::sentence(found, &pods_dir.display().to_string(), runtime);

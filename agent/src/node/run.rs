@@ -301,6 +301,7 @@ fn probes(node: &Node, commands: beelet_probes::Commands, handles: &Handles) -> 
             tcp_by_kernel: config.beelet.tcp_probes == TcpProbes::Kernel,
             edge_policy: config.beelet.edge_policy,
             canary: config.beelet.liveness_canary,
+            queue_rule: config.beelet.liveness_stalled,
         },
         events: events.clone(),
         metrics: metrics.probes.clone(),

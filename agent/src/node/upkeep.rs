@@ -187,7 +187,7 @@ pub(super) async fn give_memory_back(shutdown: CancellationToken) {
             () = tokio::time::sleep(MEMORY_PERIOD) => {}
         }
         // It may take a moment.
-        if spawn_blocking(beelet_bpf::give_memory_back).await.is_err() {
+        if spawn_blocking(beelet_bpf::release_memory).await.is_err() {
             return;
         }
     }

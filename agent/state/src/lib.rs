@@ -157,7 +157,7 @@ impl State {
             .mode(0o700)
             .create(dir)
             .map_err(|error| io_error("make the folder", dir, error))?;
-        let lock = Lock::take(&dir.join("lock"), &subject(dir))?;
+        let lock = Lock::acquire(&dir.join("lock"), &subject(dir))?;
         let state = Self { dir: dir.to_owned(), boot_id: boot_id.to_owned(), lock };
         state.remove_leftovers()?;
         Ok(state)

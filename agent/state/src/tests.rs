@@ -107,12 +107,12 @@ fn a_second_instance_is_refused_and_told_who_has_the_folder() {
 fn the_holder_of_a_lock_is_named_by_the_kernel_whatever_the_file_says() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("lock");
-    let _held = Lock::take(&path, "a test").unwrap();
+    let _held = Lock::acquire(&path, "a test").unwrap();
     // Between the taking and the writing, the file names the holder before: here a process id that no process
     // can have.
     for text in ["4194305\n", "", "no number"] {
         fs::write(&path, text).unwrap();
-        let error = Lock::take(&path, "a test").unwrap_err().to_string();
+        let error = Lock::acquire(&path, "a test").unwrap_err().to_string();
         assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
     }
 }
@@ -127,7 +127,7 @@ fn of_many_that_want_the_lock_one_has_it_at_a_time() {
         for _ in 0..4 {
             scope.spawn(|| {
                 while taken.load(Ordering::SeqCst) < 2_000 {
-                    let Ok(lock) = Lock::take(&path, "a test") else { continue };
+                    let Ok(lock) = Lock::acquire(&path, "a test") else { continue };
                     assert_eq!(holders.fetch_add(1, Ordering::SeqCst), 0, "two hold the lock");
                     taken.fetch_add(1, Ordering::SeqCst);
                     holders.fetch_sub(1, Ordering::SeqCst);

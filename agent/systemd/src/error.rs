@@ -1,22 +1,22 @@
-//! Why systemd or logind did not do what was asked.
+//! Failed calls to systemd or logind.
 
-/// The bus, or whoever was asked there, did not do it.
+/// A failed call to the bus, systemd or logind.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{service} did not {action}: {why}")]
 pub struct Error {
-    /// Who was asked: `systemd`, `logind`.
+    /// Service that got the call: `systemd`, `logind`.
     pub service: &'static str,
-    /// For what: `start kubepods.slice`.
+    /// Requested action: `start kubepods.slice`.
     pub action: String,
-    /// Why not, as far as is known.
+    /// Cause, as far as known.
     pub why: String,
 }
 
 impl Error {
-    /// The connection ended by itself.
+    /// Returns the error for a closed connection.
     #[must_use]
     pub fn lost() -> Self {
-        Self::new("the system bus", "stay", "the connection ended")
+        Self::new("the system bus", "keep the connection", "the connection was closed")
     }
 
     pub(crate) fn new(

@@ -1,8 +1,7 @@
 //! systemd's manager and logind over D-Bus: the only user of D-Bus.
 //!
-//! [`manager`] makes, changes and stops units, for threads that may block; [`logind`] holds up a shutdown
-//! and reports it, for async callers. Which units with which properties, and what a shutdown means, is
-//! decided by the callers.
+//! [`manager`] starts, changes and stops units, for threads that may block; [`logind`] delays a shutdown
+//! and reports it, for async callers. The callers decide on units, properties and the reaction to a shutdown.
 
 mod error;
 pub mod logind;

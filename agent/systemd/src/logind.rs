@@ -1,8 +1,8 @@
-//! logind, as far as a shutdown of the machine is concerned (`org.freedesktop.login1(5)`, "Inhibitor Locks").
+//! logind's interface for shutdowns of the machine (`org.freedesktop.login1(5)`, "Inhibitor Locks").
 //!
-//! A *delay lock* is a file descriptor: as long as one is open the machine waits before it goes down, at
-//! most `InhibitDelayMaxUSec`. `PrepareForShutdown` says that it is about to. Anybody on the machine may
-//! send such a signal, so it is a hint: whether the machine goes down is always asked of logind itself.
+//! A *delay lock* is a file descriptor: while one is open the machine delays its shutdown, at most by
+//! `InhibitDelayMaxUSec`. The signal `PrepareForShutdown` announces a shutdown. Any local process may send
+//! this signal, so it is only a hint: the callers always ask logind itself.
 
 use std::{os::fd::OwnedFd, time::Duration};
 
@@ -20,18 +20,18 @@ const LOGIND: &str = "org.freedesktop.login1";
 const OBJECT: &str = "/org/freedesktop/login1";
 const MANAGER: &str = "org.freedesktop.login1.Manager";
 const PROPERTIES: &str = "org.freedesktop.DBus.Properties";
-/// How long one answer may take.
+/// Time limit of one answer.
 const ANSWER: Duration = Duration::from_secs(10);
-/// Its number, the same on every architecture of Linux.
+/// Signal number, the same on every architecture of Linux.
 const SIGHUP: i32 = 1;
-/// Signals that wait for whoever follows them; each says the same.
+/// Capacity for signals that wait for their reader; all of them are equal.
 const SIGNALS: usize = 16;
 
 /// A connection to logind.
 #[derive(Debug)]
 pub struct Logind {
     connection: Connection,
-    /// Changes with each signal; ends with the connection.
+    /// Channel that changes with each signal and ends with the connection.
     signals: watch::Receiver<()>,
     listening: AbortHandle,
 }
@@ -42,17 +42,17 @@ impl Drop for Logind {
     }
 }
 
-/// Holds up a shutdown as long as it lives.
+/// Delays a shutdown while it lives.
 #[derive(Debug)]
 pub struct DelayLock {
     _held: OwnedFd,
 }
 
 impl Logind {
-    /// Connects by the bus at this address (None: the system bus), and hears of shutdowns from then on.
+    /// Connects through the bus at this address (None: the system bus), and follows shutdowns from then on.
     ///
     /// # Errors
-    /// There is no system bus, or it doesn't answer.
+    /// Fails if the system bus is missing or does not answer.
     pub async fn connect(bus: Option<&str>) -> Result<Self, Error> {
         let failed = |error: zbus::Error| Error::new("the system bus", "connect", &error);
         let connected = async {
@@ -75,33 +75,33 @@ impl Logind {
         timeout(ANSWER, connected).await.map_err(late)?.map_err(failed)
     }
 
-    /// The longest that delay locks hold up a shutdown: `InhibitDelayMaxSec=` of logind.conf(5).
+    /// Returns the longest delay of a shutdown by locks: `InhibitDelayMaxSec=` of logind.conf(5).
     ///
     /// # Errors
-    /// No answer.
+    /// Fails without an answer.
     pub async fn longest_delay(&self) -> Result<Duration, Error> {
-        let action = "tell its InhibitDelayMaxUSec";
+        let action = "report its InhibitDelayMaxUSec";
         let value = self.property("InhibitDelayMaxUSec", action).await?;
         let micros = u64::try_from(value).map_err(|error| Error::new("logind", action, &error))?;
         Ok(Duration::from_micros(micros))
     }
 
-    /// Whether the machine is going down.
+    /// Returns true if the machine is going down.
     ///
     /// # Errors
-    /// No answer.
+    /// Fails without an answer.
     pub async fn is_preparing_for_shutdown(&self) -> Result<bool, Error> {
-        let action = "tell whether the machine goes down";
+        let action = "report whether the machine goes down";
         let value = self.property("PreparingForShutdown", action).await?;
         bool::try_from(value).map_err(|error| Error::new("logind", action, &error))
     }
 
-    /// Takes a delay lock for shutdowns. `who` and `why` are shown by `systemd-inhibit --list`.
+    /// Takes a delay lock for shutdowns. `systemd-inhibit --list` shows `who` and `why`.
     ///
     /// # Errors
-    /// No answer, or a refusal: the machine is going down already.
+    /// Fails without an answer, or if logind refuses: the machine is going down already.
     pub async fn delay_shutdown(&self, who: &str, why: &str) -> Result<DelayLock, Error> {
-        let action = "give a lock that delays shutdowns";
+        let action = "grant a lock that delays shutdowns";
         let body = ("shutdown", who, why, "delay");
         let answer = self.call(LOGIND, OBJECT, MANAGER, "Inhibit", &body, action).await?;
         let lock: zvariant::OwnedFd =
@@ -109,10 +109,10 @@ impl Logind {
         Ok(DelayLock { _held: lock.into() })
     }
 
-    /// Has logind read its configuration again, by SIGHUP from systemd. Returns before it has.
+    /// Makes logind read its configuration again, by SIGHUP from systemd. Returns before logind has read it.
     ///
     /// # Errors
-    /// No answer, or a refusal.
+    /// Fails without an answer, or if systemd refuses.
     pub async fn reload(&self) -> Result<(), Error> {
         let body = ("systemd-logind.service", "main", SIGHUP);
         let (object, interface) = ("/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager");
@@ -120,8 +120,8 @@ impl Logind {
         self.call("org.freedesktop.systemd1", object, interface, "KillUnit", &body, action).await.map(drop)
     }
 
-    /// Waits until it may have changed whether the machine goes down; false once the connection has
-    /// ended. Signals that came meanwhile are one change.
+    /// Waits for the next signal about a shutdown; returns false once the connection has ended. Signals that
+    /// came meanwhile count as one.
     pub async fn changed(&mut self) -> bool {
         self.signals.changed().await.is_ok()
     }
@@ -152,7 +152,7 @@ impl Logind {
     }
 }
 
-/// A stream that nobody reads would hold up every answer on the connection: it is read all the time.
+/// Reads the stream continuously: an unread stream would block every answer on the connection.
 async fn listen(mut stream: MessageStream, heard: watch::Sender<()>) {
     while let Some(Ok(_)) = stream.next().await {
         heard.send_replace(());

@@ -1,8 +1,8 @@
-//! systemd's manager: transient units, their properties, their end. Its calls block.
+//! systemd's manager: starting, changing and stopping transient units. Its calls block.
 //!
-//! The system bus, and without one systemd's own socket, as libcontainer connects. A call whose answer was
-//! lost (systemd executes itself anew, the bus is restarted) is made again, for some seconds: all three may
-//! be repeated. What is longer away is an error, and the callers' next sync tries again.
+//! The connection goes to the system bus, and without one to systemd's own socket, as libcontainer does. A
+//! call whose answer was lost (systemd executed itself again, the bus was restarted) is repeated for some
+//! seconds: all three calls may be. A longer outage is an error, and the caller's next sync retries.
 
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -22,35 +22,35 @@ const SYSTEMD: &str = "org.freedesktop.systemd1";
 const OBJECT: &str = "/org/freedesktop/systemd1";
 const MANAGER: &str = "org.freedesktop.systemd1.Manager";
 const PRIVATE: &str = "unix:path=/run/systemd/private";
-/// What a job does to those that contradict it: the one mode that libcontainer uses.
+/// Mode of a job towards conflicting jobs: the one that libcontainer uses.
 const MODE: &str = "replace";
 
-/// How long one attempt may take: slices have nothing to wait for.
+/// Time limit of one attempt: slices wait for nothing.
 const ATTEMPT: Duration = Duration::from_secs(5);
-/// How long a bus that is away is waited for.
+/// Time for which a call is repeated while the bus is away.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The pause between two attempts.
+/// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(200);
-/// Jobs of others that end while one of ours is waited for.
+/// Capacity for signals about other jobs that end during a wait.
 const SIGNALS: usize = 256;
 
-/// One property of a unit, in the type that D-Bus wants.
+/// A property of a unit, in D-Bus types.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Property {
-    /// As systemd.resource-control(5) names it on the bus, e.g. `CPUWeight`.
+    /// Name on the bus, from systemd.resource-control(5), e.g. `CPUWeight`.
     pub name: &'static str,
-    /// What it is to be.
+    /// New value.
     pub value: Value,
 }
 
-/// A property's value.
+/// Value of a property.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Value {
     /// `b`
     Bool(bool),
     /// `t`
     Amount(u64),
-    /// `ay`: a bit for each CPU or memory node.
+    /// `ay`: a bit per CPU or memory node.
     Bits(Vec<u8>),
     /// `s`
     Text(String),
@@ -58,29 +58,29 @@ pub enum Value {
     Units(Vec<String>),
 }
 
-/// Properties in the form that D-Bus wants: `a(sv)`.
+/// Properties in their D-Bus type: `a(sv)`.
 type Properties<'a> = Vec<(&'static str, Variant<'a>)>;
 
 /// The connection, and the thread that serves it.
 pub struct Manager {
-    /// None only while it is dropped.
+    /// Runtime of the connection's thread; None only during the drop.
     runtime: Option<Runtime>,
     link: Arc<Link>,
 }
 
-/// The connection as long as it works.
+/// The connection, while it works.
 #[derive(Default)]
 struct Link {
     connection: Mutex<Option<Connection>>,
-    /// How often systemd may have written all values anew.
+    /// Number of times that systemd may have written all values again.
     rewrites: watch::Sender<u64>,
 }
 
-/// Why a call came to nothing.
+/// Failure of a call.
 enum Failed {
-    /// Nobody answered: it may be made again.
+    /// The bus or systemd is away: the call may be repeated.
     Away(String),
-    /// The answer was no, with the error's name.
+    /// systemd refused, with the error's name.
     Refused { name: String, why: String },
 }
 
@@ -92,7 +92,7 @@ impl std::fmt::Debug for Manager {
 
 impl Drop for Manager {
     fn drop(&mut self) {
-        // A runtime that is dropped where one runs would wait, which panics there.
+        // Dropping a runtime inside another one would block, which panics.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -100,10 +100,10 @@ impl Drop for Manager {
 }
 
 impl Manager {
-    /// Connects when it is first asked something.
+    /// Creates the manager, which connects at its first call.
     ///
     /// # Errors
-    /// No thread can be started.
+    /// Fails if the thread cannot be started.
     pub fn new() -> Result<Self, Error> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -115,7 +115,7 @@ impl Manager {
         Ok(Self { runtime: Some(runtime), link: Arc::default() })
     }
 
-    /// Does `work` on the bus's own thread, again and again while nobody answers. For threads that may block.
+    /// Runs `work` on the bus's own thread, repeatedly while the bus is away. For threads that may block.
     fn ask<F>(
         &self,
         action: &'static str,
@@ -144,9 +144,9 @@ impl Manager {
             }
         };
         let said = |why: &str| Err(Error::new("systemd", format!("{action} {unit}"), why));
-        let Some(runtime) = &self.runtime else { return said("the agent ends") };
+        let Some(runtime) = &self.runtime else { return said("the agent is shutting down") };
         runtime.spawn(async move {
-            // Nobody may be there to hear it.
+            // The caller may have given up.
             let _ = sender.send(patient.await);
         });
         match receiver.recv_timeout(PATIENCE + ATTEMPT * 2) {
@@ -158,7 +158,7 @@ impl Manager {
     }
 }
 
-/// What systemd said no with.
+/// A refusal from systemd.
 struct Refusal {
     name: String,
     why: String,
@@ -174,14 +174,14 @@ impl Refusal {
     }
 }
 
-/// What came of a question: done, refused, or never answered.
+/// Result of a call: done, refused, or without an answer.
 type Answer = Result<Result<(), Refusal>, Error>;
 
 impl Manager {
-    /// Makes and starts the transient unit; one that exists is started and keeps its properties.
+    /// Creates and starts the transient unit; an existing unit is started and keeps its properties.
     ///
     /// # Errors
-    /// A refusal, or no answer.
+    /// Fails without an answer, or if systemd refuses.
     pub fn start(&self, unit: &str, properties: &[Property]) -> Result<(), Error> {
         let (name, wanted) = (unit.to_owned(), properties.to_vec());
         let made = self.ask("start", unit, move |connection| {
@@ -199,10 +199,10 @@ impl Manager {
         }
     }
 
-    /// Changes properties until the next boot. Those that this systemd doesn't know are passed over.
+    /// Changes properties until the next boot, and skips those that this systemd does not know.
     ///
     /// # Errors
-    /// A refusal, or no answer.
+    /// Fails without an answer, or if systemd refuses.
     pub fn set(&self, unit: &str, properties: &[Property]) -> Result<(), Error> {
         let (name, wanted) = (unit.to_owned(), properties.to_vec());
         let set = self.ask("set properties of", unit, move |connection| {
@@ -215,30 +215,29 @@ impl Manager {
         })?;
         match set {
             Ok(()) => Ok(()),
-            // An older systemd: the file alone has to do. What it makes of that shows when the file is read
-            // back.
+            // An older systemd: only the file is written. Reading it back shows the result.
             Err(refusal)
                 if refusal.is("org.freedesktop.DBus.Error.PropertyReadOnly")
                     || refusal.is("org.freedesktop.DBus.Error.InvalidArgs") =>
             {
                 Ok(())
             }
-            // The cgroup is there without its unit: one that ends.
+            // The cgroup exists without its unit, which has ended.
             Err(refusal) if refusal.is("org.freedesktop.systemd1.NoSuchUnit") => Ok(()),
             Err(refusal) => Err(refusal.of("set properties of", unit)),
         }
     }
 
-    /// Changes whenever systemd may have written all values anew.
+    /// Returns a counter that changes whenever systemd may have written all values again.
     #[must_use]
     pub fn rewrites(&self) -> watch::Receiver<u64> {
         self.link.rewrites.subscribe()
     }
 
-    /// Stops the unit. It is no error if there is none.
+    /// Stops the unit; a missing unit is a success.
     ///
     /// # Errors
-    /// A refusal, or no answer.
+    /// Fails without an answer, or if systemd refuses.
     pub fn stop(&self, unit: &str) -> Result<(), Error> {
         match self.job_of_unit("stop", "StopUnit", unit)? {
             Err(refusal) if !refusal.is("org.freedesktop.systemd1.NoSuchUnit") => {
@@ -248,7 +247,7 @@ impl Manager {
         }
     }
 
-    /// It may have been stopped meanwhile.
+    /// Starts a unit that exists but may have been stopped meanwhile.
     fn start_existing(&self, unit: &str) -> Result<(), Error> {
         self.job_of_unit("start", "StartUnit", unit)?.map_err(|refusal| refusal.of("start", unit))
     }
@@ -285,14 +284,14 @@ impl Link {
 async fn connect() -> zbus::Result<Connection> {
     match connection::Builder::system()?.build().await {
         Ok(connection) => Ok(connection),
-        // A machine without dbus has that one.
+        // A machine without dbus has systemd's private socket.
         Err(error) => connection::Builder::address(PRIVATE)?.p2p().build().await.map_err(|_| error),
     }
 }
 
-/// Counts reloads, and the end of the connection: systemd may have executed itself anew.
+/// Counts reloads, and the end of the connection: systemd may have executed itself again.
 async fn follow_reloads(connection: Connection, rewrites: watch::Sender<u64>) {
-    // Without it nothing is lost: everything is compared every few seconds.
+    // A failure loses nothing: the periodic comparison finds every change.
     let _ = reloads(&connection, &rewrites).await;
     rewrites.send_modify(|count| *count += 1);
 }
@@ -324,13 +323,13 @@ where
     Ok(connection.call_method(Some(SYSTEMD), OBJECT, Some(MANAGER), method, body).await?)
 }
 
-/// Makes a call that begins a job, and waits until that has ended.
+/// Makes a call that starts a job, and waits for the end of the job.
 async fn job(
     connection: &Connection,
     begin: impl Future<Output = Result<Message, Failed>>,
 ) -> Result<(), Failed> {
     let rule = MatchRule::builder().msg_type(Type::Signal).interface(MANAGER)?.member("JobRemoved")?.build();
-    // Before the job begins: it may end at once.
+    // Subscribes before the job begins: it may end at once.
     let mut ended = MessageStream::for_match_rule(rule, connection, Some(SIGNALS)).await?;
     let job: OwnedObjectPath = begin.await?.body().deserialize()?;
     while let Some(message) = ended.next().await {
@@ -362,7 +361,7 @@ impl From<zbus::Error> for Failed {
     fn from(error: zbus::Error) -> Self {
         let zbus::Error::MethodError(name, why, _) = error else { return Self::Away(error.to_string()) };
         let (name, why) = (name.to_string(), why.unwrap_or_else(|| "refused".to_owned()));
-        // The bus's own words for a peer that isn't there.
+        // The bus's errors for a missing peer.
         let away = [
             "NameHasNoOwner",
             "ServiceUnknown",

@@ -1,11 +1,11 @@
-//! Tests that need a process of their own: one whose umask or mounts nobody else has.
+//! Runs tests that need their own process, e.g. for its umask or mounts.
 
 use std::process::Command;
 
-/// Says that the test runs in that process already.
+/// Environment variable that marks the child.
 const MARK: &str = "BEELET_TEST_AGAIN";
 
-/// Runs the test `name` of `module` again, in a child that `wrapper` starts. True in that child.
+/// Runs the test `name` of `module` again, in a child that `wrapper` starts. Returns true in that child.
 pub fn in_child(module: &str, name: &str, wrapper: &[&str]) -> bool {
     if std::env::var_os(MARK).is_some() {
         return true;
@@ -15,10 +15,10 @@ pub fn in_child(module: &str, name: &str, wrapper: &[&str]) -> bool {
     command.args(&wrapper[1..]).arg(std::env::current_exe().unwrap());
     let ran =
         command.args([&format!("{path}::{name}"), "--exact", "--nocapture"]).env(MARK, "1").output().unwrap();
-    let said = String::from_utf8_lossy(&ran.stdout);
+    let output = String::from_utf8_lossy(&ran.stdout);
     assert!(
-        ran.status.success() && said.contains("1 passed"),
-        "{said}{}",
+        ran.status.success() && output.contains("1 passed"),
+        "{output}{}",
         String::from_utf8_lossy(&ran.stderr)
     );
     false

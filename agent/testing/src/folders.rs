@@ -1,4 +1,4 @@
-//! Folders to walk.
+//! Deep folders and folders in memory.
 
 use std::fs;
 use std::os::fd::OwnedFd;
@@ -6,7 +6,7 @@ use std::path::Path;
 
 use rustix::fs::{Mode, OFlags};
 
-/// Makes `levels` folders below each other in `top`, all called `d`; the last one's descriptor.
+/// Creates `levels` nested folders in `top`, all called `d`; returns the last one's descriptor.
 pub fn make_deep(top: &Path, levels: usize) -> OwnedFd {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut here: OwnedFd = fs::File::open(top).unwrap().into();
@@ -17,7 +17,7 @@ pub fn make_deep(top: &Path, levels: usize) -> OwnedFd {
     here
 }
 
-/// A folder in memory, where the machine has one: thousands of folders take their time on a disk.
+/// Creates a folder in memory if possible: thousands of folders are slow on a disk.
 pub fn in_memory() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }

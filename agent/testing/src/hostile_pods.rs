@@ -1,6 +1,6 @@
-//! Pods of an author who wants to hurt the node: each is a pod that works, but for one field. Every field
-//! of the API's schema ([`crate::schema`]) gets, one after the other, all that its kind of value can be at
-//! its worst. [`pairs`] are pods that hurt by fields that belong together.
+//! Pods of an author who wants to harm the node: each is a valid pod except for one field. Every field of the
+//! API's schema ([`crate::schema`]) is set in turn to the worst values of its kind. [`pairs`] are pods whose
+//! harm takes several fields.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,55 +11,55 @@ use serde_json::{Map, Value, json};
 
 use crate::schema::{self, Field, Kind, Step};
 
-/// The node that the pods are assigned to.
+/// Node that the pods are assigned to.
 pub const NODE: &str = "testnode";
-/// The image of their containers.
+/// Image of their containers.
 pub const IMAGE: &str = "localhost/beelet/app:1";
 
-/// What a field is set to.
+/// Hostile value of a field.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Hostile {
-    /// This.
+    /// A JSON value.
     Value(Value),
-    /// A text so many times in a row.
+    /// Text, repeated.
     Text(&'static str, usize),
-    /// A list with so many good elements.
+    /// List with this number of good elements.
     Elements(usize),
-    /// A map with so many entries of good values.
+    /// Map with this number of good entries.
     Entries(usize),
-    /// A map with one entry, whose key is this text so many times in a row.
+    /// Map with one entry, whose key is this text, repeated.
     Key(&'static str, usize),
-    /// So many lists in each other.
+    /// Nested lists of this depth.
     Nested(usize),
 }
 
-/// What a case tries.
+/// Kind of attack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Group {
     /// Numbers, amounts, ports and times.
     Numbers,
     /// Texts and keys.
     Texts,
-    /// How many there are in a list or a map.
+    /// Numbers of elements in lists and maps.
     Counts,
-    /// JSON of another type than the field has.
+    /// JSON types other than the field's.
     Types,
 }
 
-/// One pod with one field that hurts.
+/// Pod with one hostile field.
 #[derive(Clone, Debug)]
 pub struct Case {
     /// The field.
     pub field: Arc<Field>,
-    /// What it is set to.
+    /// Its value.
     pub hostile: Hostile,
-    /// What is tried by that.
+    /// Kind of attack.
     pub group: Group,
-    /// The pod around the field.
+    /// Pod around the field.
     good: Arc<Good>,
 }
 
-/// A pod that works, with the field in it.
+/// Valid pod that has the field.
 #[derive(Debug)]
 struct Good {
     pod: Value,
@@ -67,7 +67,7 @@ struct Good {
 }
 
 impl Case {
-    /// The pod.
+    /// Returns the pod.
     #[must_use]
     pub fn pod(&self) -> Value {
         let mut pod = self.good.pod.clone();
@@ -78,7 +78,8 @@ impl Case {
         pod
     }
 
-    /// The pod as a static manifest: without what the API server adds, but for the field itself.
+    /// Returns the pod as a static manifest: without the fields that the API server adds, except the hostile
+    /// one.
     #[must_use]
     pub fn manifest(&self) -> Value {
         let mut pod = self.pod();
@@ -90,7 +91,7 @@ impl Case {
         pod
     }
 
-    /// What the field is set to where it is `good` else.
+    /// Returns the hostile value for a field whose valid value is `good`.
     fn worst(&self, good: &Value) -> Value {
         let text = |text: &str, times: &usize| text.repeat(*times);
         match &self.hostile {
@@ -116,7 +117,7 @@ impl fmt::Display for Case {
     }
 }
 
-/// An element of a list of many, with a name of its own if it has one.
+/// Returns an element of a long list, with a unique name if it has one.
 fn element(list: &Value, number: usize) -> Value {
     let mut element = list.get(0).cloned().unwrap_or_default();
     for field in ["name", "mountPath", "path"] {
@@ -131,10 +132,10 @@ fn first_value(map: &Value) -> Value {
     map.as_object().and_then(|map| map.values().next()).cloned().unwrap_or_default()
 }
 
-/// Every case, of all fields of a pod.
+/// Returns the cases of all fields of a pod.
 ///
 /// # Panics
-/// If the schema has something that [`crate::schema`] does not know, or a pod that should work is none.
+/// If [`crate::schema`] does not know a part of the schema, or a pod that should be valid is not.
 #[must_use]
 pub fn cases() -> Vec<Case> {
     let fields = pod_fields();
@@ -149,25 +150,25 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
-/// The cases of a group: one of so many, or all with `cargo xtask test --long`.
+/// Returns every `one_of`th case of a group, or all with `cargo xtask test --long`.
 #[must_use]
 pub fn cases_of(group: Group, one_of: usize) -> Vec<Case> {
     let step = if std::env::var_os("BEELET_LONG").is_some() { 1 } else { one_of };
     cases().into_iter().filter(|case| case.group == group).step_by(step).collect()
 }
 
-/// Every place in a pod.
+/// Returns every place in a pod.
 ///
 /// # Panics
-/// If the schema has something that [`crate::schema`] does not know.
+/// If [`crate::schema`] does not know a part of the schema.
 #[must_use]
 pub fn pod_fields() -> Vec<Field> {
     schema::fields::<Pod>().unwrap_or_else(|problem| panic!("{problem}"))
 }
 
-// ---- What hurts ----
+// ---- Hostile values ----
 
-/// Texts that read as numbers, or nearly.
+/// Texts that parse as numbers, or nearly.
 const AMOUNTS: &[&str] = &[
     "0",
     "-1",
@@ -194,8 +195,7 @@ const AMOUNTS: &[&str] = &[
     "+5",
 ];
 
-/// Texts that mean something elsewhere: paths, options, formats, other lines, other directions, no
-/// characters.
+/// Texts with a meaning elsewhere: paths, options, formats, line breaks, reversed text, non-characters.
 const TEXTS: &[&str] = &[
     "",
     " ",
@@ -235,7 +235,7 @@ const TEXTS: &[&str] = &[
     "1970-01-01T00:00:00Z",
 ];
 
-/// Times of day and none.
+/// Valid and invalid times.
 const TIMES: &[&str] = &[
     "0001-01-01T00:00:00Z",
     "1970-01-01T00:00:00Z",
@@ -250,7 +250,7 @@ const TIMES: &[&str] = &[
     "now",
 ];
 
-/// All that is tried where such a value stands.
+/// Returns the hostile values for a kind of field.
 fn worst_of(kind: Kind) -> Vec<(Group, Hostile)> {
     let number = |value: Value| (Group::Numbers, Hostile::Value(value));
     let text = |text: &&str| (Group::Texts, Hostile::Value((*text).into()));
@@ -284,7 +284,7 @@ fn int32() -> impl Iterator<Item = Value> {
     [0, -1, 1, 65_535, 65_536, i32::MAX, i32::MIN].into_iter().map(Value::from)
 }
 
-/// A second more than an `Instant` can have, a month's typo, and the limits.
+/// Values include one second more than an `Instant` can hold, milliseconds given as seconds, and the limits.
 fn int64() -> impl Iterator<Item = Value> {
     let all =
         [0, -1, 1, i64::from(i32::MAX), i64::from(u32::MAX), 1_000_000_000_000, i64::MAX / 1_000_000_000];
@@ -292,7 +292,7 @@ fn int64() -> impl Iterator<Item = Value> {
     all.into_iter().chain(most).map(Value::from)
 }
 
-/// At the limits of names and labels, one beyond them, and longer than any limit.
+/// Texts at the limits of names and labels, one beyond them, and longer than any limit.
 fn long_texts() -> impl Iterator<Item = (Group, Hostile)> {
     let lengths = [63, 64, 253, 254, 4096, 300_000];
     lengths.map(|length| (Group::Texts, Hostile::Text("a", length))).into_iter().chain([
@@ -312,7 +312,7 @@ fn keys() -> Vec<(Group, Hostile)> {
     all
 }
 
-/// Values that no such field has: JSON that is no object where one belongs, and so on.
+/// Returns values of other JSON types than the field's.
 fn of_other_types(kind: Kind) -> Vec<(Group, Hostile)> {
     let all = [
         json!(null),
@@ -334,13 +334,13 @@ fn of_other_types(kind: Kind) -> Vec<(Group, Hostile)> {
         Kind::Quantity | Kind::IntOrString | Kind::Time | Kind::Json | Kind::Object(_) => false,
     };
     let others = all.into_iter().filter(|value| !fits(value)).map(Hostile::Value);
-    // A reader of JSON gives up at 128 levels.
+    // A JSON parser gives up at 128 levels.
     others.chain([Hostile::Nested(60), Hostile::Nested(200)]).map(|hostile| (Group::Types, hostile)).collect()
 }
 
-// ---- Pods that work ----
+// ---- Valid pods ----
 
-/// A pod that the API server would assign to the tests' node, with the defaults that it sets.
+/// Returns a pod that the API server would assign to the tests' node, with its defaults.
 #[must_use]
 pub fn plain(name: &str) -> Value {
     json!({
@@ -357,14 +357,14 @@ pub fn plain(name: &str) -> Value {
     })
 }
 
-/// The kinds of values by their places.
+/// Kinds of values by place.
 type Kinds<'a> = BTreeMap<&'a [Step], Kind>;
 
 fn kinds(fields: &[Field]) -> Kinds<'_> {
     fields.iter().map(|field| (field.path.as_slice(), field.kind)).collect()
 }
 
-/// The pod that works with `field` in it, and where in it that is. A list or a map has one good entry.
+/// Returns a valid pod that has `field`, with the field's place. A list or a map has one entry.
 fn good(field: &Field, kinds: &Kinds<'_>) -> Good {
     let mut pod = plain("pod");
     let entry = match field.kind {
@@ -384,7 +384,7 @@ fn good(field: &Field, kinds: &Kinds<'_>) -> Good {
     Good { pod: with_required_fields(&pod, field), pointer }
 }
 
-/// Takes the last step of `way`, from `from`: gives the pod a good value there, if it has none. Returns the
+/// Follows the last step of `way` from `from` and creates a valid value there if it is missing. Returns the
 /// place.
 fn reach(pod: &mut Value, from: &str, way: &[Step], next: Option<&Step>, kinds: &Kinds<'_>) -> String {
     let (Some((step, before)), Some(kind)) = (way.split_last(), kinds.get(way).copied()) else {
@@ -411,7 +411,7 @@ fn reach(pod: &mut Value, from: &str, way: &[Step], next: Option<&Step>, kinds: 
     format!("{from}/{}", key.replace('~', "~0").replace('/', "~1"))
 }
 
-/// The key that a map's entry has here.
+/// Returns the key for an entry of a map.
 fn key_of(map: &[Step]) -> &'static str {
     match map.last() {
         Some(Step::Field("limits" | "requests" | "overhead" | "allocatedResources" | "capacity")) => "memory",
@@ -419,8 +419,8 @@ fn key_of(map: &[Step]) -> &'static str {
     }
 }
 
-/// A good value of this kind at `path`. Of several ways to say the same a pod may have one only: the
-/// default is left out where a field of it that is an object follows.
+/// Returns a valid value of a kind at `path`. A pod may use only one of several alternatives: omits the
+/// default one if an object field of the same parent follows.
 fn good_value(kind: Kind, path: &[Step], next_is_object: bool) -> Value {
     match kind {
         Kind::Bool => true.into(),
@@ -435,16 +435,16 @@ fn good_value(kind: Kind, path: &[Step], next_is_object: bool) -> Value {
         Kind::Json | Kind::Map => json!({}),
         Kind::List => json!([]),
         Kind::Object(name) => {
-            let mut fields = beside(name);
+            let mut fields = companions(name);
             fields.retain(|_, value| !(next_is_object && value.is_object()));
             Value::Object(fields)
         }
     }
 }
 
-/// What an object of this type needs so that a field in it counts. What is not here gets what its type
-/// cannot be without ([`with_required_fields`]).
-fn beside(name: &str) -> Map<String, Value> {
+/// Returns the other fields that an object of this type needs to be valid. [`with_required_fields`] adds the
+/// required fields of types that are not listed here.
+fn companions(name: &str) -> Map<String, Value> {
     let run = json!({ "command": ["true"] });
     let fields = match name {
         "Container" | "EphemeralContainer" => {
@@ -475,7 +475,7 @@ fn beside(name: &str) -> Map<String, Value> {
     fields.as_object().cloned().unwrap_or_default()
 }
 
-/// A text that does no harm in a field of this name.
+/// Returns a harmless text for a field of this name.
 fn good_text(field: &str) -> &'static str {
     match field {
         "image" | "reference" => IMAGE,
@@ -496,7 +496,7 @@ fn good_text(field: &str) -> &'static str {
     }
 }
 
-/// Adds what another part of the pod must have for the field to count: a mount of its volume, a volume of its
+/// Adds the other parts of the pod that make the field effective: a mount of its volume, a volume of its
 /// mount.
 fn accompany(field: &Field, pod: &mut Value) {
     let spec = &mut pod["spec"];
@@ -511,7 +511,7 @@ fn accompany(field: &Field, pod: &mut Value) {
     }
 }
 
-/// The pod with the fields that its types cannot be without, as the types write them.
+/// Adds the fields that the types require, as the types serialize them.
 fn with_required_fields(pod: &Value, field: &Field) -> Value {
     let written = serde_json::from_value::<Pod>(pod.clone()).and_then(|pod| serde_json::to_value(&pod));
     let mut whole = written.unwrap_or_else(|problem| panic!("{field}: {problem}: {pod:#}"));
@@ -519,8 +519,8 @@ fn with_required_fields(pod: &Value, field: &Field) -> Value {
     whole
 }
 
-/// Gives good texts to the fields of `whole` that `pod` does not have; adds back what `whole` left out for
-/// being empty.
+/// Sets the fields of `whole` that `pod` lacks to valid texts; adds back fields that `whole` omitted because
+/// they are empty.
 fn fill(whole: &mut Value, pod: &Value) {
     match (whole, pod) {
         (Value::Object(whole), Value::Object(pod)) => {
@@ -542,18 +542,19 @@ fn fill(whole: &mut Value, pod: &Value) {
     }
 }
 
-// ---- Fields that hurt together ----
+// ---- Fields that hurt in combination ----
 
-/// A pod that hurts by several fields at once.
+/// Pod with several hostile fields.
 #[derive(Clone, Debug)]
 pub struct Pair {
-    /// What it tries.
+    /// Name of the attack.
     pub name: &'static str,
     /// The pod.
     pub pod: Value,
 }
 
-/// Pods whose fields are harmless alone. `$(VAR)` references double what they refer to `doublings` times.
+/// Returns pods whose fields are harmless on their own. `$(VAR)` references double their value `doublings`
+/// times.
 #[must_use]
 pub fn pairs(doublings: usize) -> Vec<Pair> {
     let most = i64::MAX.to_string();
@@ -638,7 +639,7 @@ pub fn pairs(doublings: usize) -> Vec<Pair> {
         pair("labels-of-the-agent", &|pod| {
             pod["metadata"]["labels"] = json!({
                 "io.kubernetes.pod.uid": "x", "io.kubernetes.pod.name": "x", "io.kubernetes.pod.namespace": "kube-system",
-                "io.kubernetes.container.name": "x", "beelet.dev/managed-by": "somebody",
+                "io.kubernetes.container.name": "x", "beelet.dev/managed-by": "other",
             });
         }),
         pair("annotations-at-their-limit", &|pod| {
@@ -663,7 +664,7 @@ pub fn pairs(doublings: usize) -> Vec<Pair> {
             let main = pod["spec"]["containers"][0].clone();
             pod["spec"]["containers"] = vec![main; 50].into();
         }),
-        // An API server 1.36 keeps them as an author of pods writes them, at any depth.
+        // API server 1.36 stores them as the author of the pod wrote them, at any depth.
         pair("managed-fields-in-each-other", &|pod| {
             let deep = (0..300).fold(json!({}), |inner, _| json!({ "f:a": inner }));
             pod["metadata"]["managedFields"] = json!([{
@@ -675,7 +676,7 @@ pub fn pairs(doublings: usize) -> Vec<Pair> {
     ]
 }
 
-/// Variables of which each is twice the one before.
+/// Returns variables, each twice as long as the previous one.
 fn doubling_variables(doublings: usize) -> Vec<Value> {
     let first = json!({ "name": "V0", "value": "0123456789abcdef" });
     let double = |number: usize| {

@@ -1,6 +1,6 @@
-//! What tests of several crates share. Only ever a dev-dependency.
+//! Test support shared by several crates. Only a dev-dependency.
 
-// A test may panic.
+// Tests may panic.
 #![allow(clippy::unwrap_used, clippy::panic)]
 pub mod again;
 pub mod folders;

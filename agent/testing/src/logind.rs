@@ -1,5 +1,5 @@
-//! A logind that does as it is told, and a systemd that has it read its configuration again, on a bus of
-//! their own.
+//! Fake logind with scripted behaviour, and a fake systemd that makes logind reload its configuration, on a
+//! private bus.
 
 use std::{
     fs,
@@ -16,7 +16,7 @@ use zbus::{Connection, connection, object_server::SignalEmitter};
 
 use self::interfaces::{Manager, Systemd};
 
-/// More than any machine needs for anything here.
+/// Timeout, longer than any machine needs for an operation here.
 const PATIENCE: Duration = Duration::from_secs(60);
 const LOGIND: &str = "/org/freedesktop/login1";
 const SYSTEMD: &str = "/org/freedesktop/systemd1";
@@ -28,7 +28,7 @@ const CONFIG: &str = r#"<!DOCTYPE busconfig PUBLIC "-//freedesktop//DTD D-Bus Bu
 </policy></busconfig>
 "#;
 
-/// A bus that nobody else is on. It ends with this value.
+/// Private bus; stops when dropped.
 #[derive(Debug)]
 pub struct Bus {
     daemon: Child,
@@ -43,7 +43,7 @@ impl Drop for Bus {
 }
 
 impl Bus {
-    /// Starts one; None where the machine has no dbus-daemon.
+    /// Starts a bus; None if the machine has no dbus-daemon.
     #[must_use]
     pub fn start() -> Option<Self> {
         let dir = tempfile::tempdir().unwrap();
@@ -55,19 +55,19 @@ impl Bus {
             .stdout(Stdio::piped())
             .spawn()
             .ok()?;
-        // Its address comes once it listens.
+        // dbus-daemon prints its address when it listens.
         let mut first = [0; 1];
         daemon.stdout.take().unwrap().read_exact(&mut first).unwrap();
         Some(Self { daemon, dir })
     }
 
-    /// Where it listens.
+    /// Returns the bus address.
     #[must_use]
     pub fn address(&self) -> String {
         format!("unix:path={}", self.dir.path().join("bus").display())
     }
 
-    /// A folder for our piece of logind's configuration.
+    /// Returns the folder of logind's drop-in configuration.
     #[must_use]
     pub fn drop_ins(&self) -> PathBuf {
         self.dir.path().join("logind.conf.d")
@@ -79,7 +79,7 @@ struct World {
     longest_delay: Duration,
     goes_down: bool,
     locks: usize,
-    /// How often it was asked whether the machine goes down.
+    /// Number of queries for a pending shutdown.
     asked: usize,
     reloads: usize,
     drop_ins: PathBuf,
@@ -87,14 +87,14 @@ struct World {
 
 type Shared = watch::Sender<World>;
 
-/// A logind.
+/// Fake logind.
 #[derive(Debug)]
 pub struct Logind {
     connection: Connection,
     world: Arc<Shared>,
 }
 
-// What the macros make of them has no words of its own.
+// The macros generate items without documentation.
 #[allow(missing_docs)]
 mod interfaces {
     use std::{io::Read as _, sync::Arc, thread};
@@ -117,7 +117,7 @@ mod interfaces {
             let (mut held, lock) = std::io::pipe().map_err(|error| fdo::Error::IOError(error.to_string()))?;
             self.0.send_modify(|world| world.locks += 1);
             let world = Arc::clone(&self.0);
-            // It ends when nobody has the other end any more.
+            // The read returns when all copies of the other end are closed.
             thread::spawn(move || {
                 let _ = held.read(&mut [0]);
                 world.send_modify(|world| world.locks -= 1);
@@ -165,7 +165,7 @@ mod interfaces {
     }
 }
 
-/// What the last file of the folder says.
+/// Returns the delay in the last file of the folder.
 fn configured(folder: &Path) -> Option<Duration> {
     let mut files: Vec<PathBuf> = fs::read_dir(folder).ok()?.map(|entry| entry.unwrap().path()).collect();
     files.sort();
@@ -175,7 +175,7 @@ fn configured(folder: &Path) -> Option<Duration> {
 }
 
 impl Logind {
-    /// One that lets a shutdown wait for so long at most.
+    /// Starts a logind whose maximum shutdown delay is `longest_delay`.
     pub async fn start(bus: &Bus, longest_delay: Duration) -> Self {
         let world = World { longest_delay, drop_ins: bus.drop_ins(), ..World::default() };
         let world = Arc::new(watch::Sender::new(world));
@@ -188,52 +188,52 @@ impl Logind {
         Self { connection: connection.build().await.unwrap(), world }
     }
 
-    /// The machine is about to go down.
+    /// Announces a shutdown.
     pub async fn shut_down(&self) {
         self.world.send_modify(|world| world.goes_down = true);
         self.signal(true).await;
     }
 
-    /// It stays.
+    /// Cancels the shutdown.
     pub async fn call_off(&self) {
         self.world.send_modify(|world| world.goes_down = false);
         self.signal(false).await;
     }
 
-    /// It has come up again: nobody says so.
+    /// Simulates a reboot, which sends no signal.
     pub fn boot(&self) {
         self.world.send_modify(|world| world.goes_down = false);
     }
 
-    /// A signal, as anybody may send it.
+    /// Sends a signal, as any bus client may.
     pub async fn signal(&self, goes_down: bool) {
         let emitter = SignalEmitter::new(&self.connection, LOGIND).unwrap();
         Manager::prepare_for_shutdown(&emitter, goes_down).await.unwrap();
     }
 
-    /// Waits until so many locks are held.
+    /// Waits until `count` locks are held.
     pub async fn locks(&self, count: usize) {
         self.until("locks", |world| world.locks == count).await;
     }
 
-    /// How many locks are held now.
+    /// Returns the number of locks held.
     #[must_use]
     pub fn held(&self) -> usize {
         self.world.borrow().locks
     }
 
-    /// How often it was asked whether the machine goes down.
+    /// Returns the number of queries for a pending shutdown.
     #[must_use]
     pub fn asked(&self) -> usize {
         self.world.borrow().asked
     }
 
-    /// Waits until it was asked that more often.
+    /// Waits until there were more than `before` queries.
     pub async fn asked_more_than(&self, before: usize) {
         self.until("questions", |world| world.asked > before).await;
     }
 
-    /// How long it waits at most, and how often it has read its configuration again.
+    /// Returns the maximum delay and the number of configuration reloads.
     #[must_use]
     pub fn configuration(&self) -> (Duration, usize) {
         let world = self.world.borrow();

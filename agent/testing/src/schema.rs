@@ -1,8 +1,8 @@
-//! The fields of an object of the API, found by the type's own reader: whatever field a newer k8s-openapi
-//! knows is found too.
+//! Finds the fields of an API object by its type's own deserializer, so that fields of newer k8s-openapi
+//! versions are found too.
 //!
-//! [`fields`] lets a type deserialize itself from a source that has everything: each struct gets all fields
-//! that it asks for, each list one element, each map one entry. What is asked for at each place is noted.
+//! [`fields`] deserializes a type from a source that contains everything: each struct gets all fields that it
+//! requests, each list one element, each map one entry. The requests at each place are recorded.
 
 use std::fmt;
 
@@ -14,55 +14,55 @@ use serde::de::{
 };
 use serde::forward_to_deserialize_any;
 
-/// One step from a value into it.
+/// Single step from a value into it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Step {
-    /// To the field of this name.
+    /// Into the field of this name.
     Field(&'static str),
-    /// To an element of a list.
+    /// Into an element of a list.
     Item,
-    /// To the value of a key of a map.
+    /// Into the value of a key of a map.
     Key,
 }
 
-/// The kind of value that stands at a place.
+/// Kind of value at a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     /// `true` or `false`.
     Bool,
-    /// A number of 32 bits.
+    /// 32-bit number.
     Int32,
-    /// A number of 64 bits.
+    /// 64-bit number.
     Int64,
-    /// A text.
+    /// Text.
     Text,
-    /// An amount, as a text.
+    /// Amount, as a text.
     Quantity,
-    /// A number or a name.
+    /// Number or name.
     IntOrString,
-    /// A point in time, RFC 3339.
+    /// Point in time, RFC 3339.
     Time,
     /// Any JSON.
     Json,
-    /// An object with the fields of the type of this name.
+    /// Object with the fields of the type of this name.
     Object(&'static str),
-    /// A list.
+    /// List.
     List,
-    /// A map with texts for keys.
+    /// Map with text keys.
     Map,
 }
 
-/// A place in an object, and what stands there.
+/// Place in an object, with the kind of its value.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Field {
-    /// The way from the object itself.
+    /// Steps from the object itself.
     pub path: Vec<Step>,
-    /// What stands there.
+    /// Kind of the value.
     pub kind: Kind,
 }
 
 impl Field {
-    /// The last name on the way; empty for the object itself.
+    /// Returns the last field name in the path; empty for the object itself.
     #[must_use]
     pub fn name(&self) -> &'static str {
         let names = self.path.iter().rev();
@@ -71,7 +71,7 @@ impl Field {
         names.next().unwrap_or_default()
     }
 
-    /// Returns true if the way goes through a field of this name, or ends there.
+    /// Returns true if the path contains a field of this name.
     #[must_use]
     pub fn goes_through(&self, name: &str) -> bool {
         self.path.iter().any(|step| matches!(step, Step::Field(field) if *field == name))
@@ -93,10 +93,10 @@ impl fmt::Display for Field {
     }
 }
 
-/// Every place in an object of type `T`, parents before what is in them.
+/// Returns every place in an object of type `T`, parents first.
 ///
 /// # Errors
-/// The type asks for something that this module does not know: it has to learn it.
+/// The type requests a value that this module does not support yet.
 pub fn fields<T: DeserializeOwned + Resource>() -> Result<Vec<Field>, Error> {
     let mut found = Vec::new();
     let type_meta = [("apiVersion", T::API_VERSION), ("kind", T::KIND)];
@@ -104,10 +104,10 @@ pub fn fields<T: DeserializeOwned + Resource>() -> Result<Vec<Field>, Error> {
     Ok(found)
 }
 
-/// A place that has whatever is asked for.
+/// Place that provides every requested value.
 struct Place<'a> {
     path: Vec<Step>,
-    /// The newtype that this is the inside of.
+    /// Kind of the enclosing newtype.
     within: Option<Kind>,
     type_meta: [(&'static str, &'static str); 2],
     found: &'a mut Vec<Field>,
@@ -119,7 +119,7 @@ impl Place<'_> {
         Place { path, within: None, type_meta: self.type_meta, found: self.found }
     }
 
-    fn note(&mut self, kind: Kind) {
+    fn record(&mut self, kind: Kind) {
         if self.within.is_none() {
             self.found.push(Field { path: self.path.clone(), kind });
         }
@@ -133,7 +133,7 @@ impl Place<'_> {
     }
 
     fn text<'de, V: Visitor<'de>>(mut self, visitor: V) -> Result<V::Value, Error> {
-        self.note(Kind::Text);
+        self.record(Kind::Text);
         match (self.within, self.path.as_slice()) {
             (Some(Kind::Time), _) => visitor.visit_str("2026-01-01T00:00:00Z"),
             (_, [Step::Field(name)]) => {
@@ -154,11 +154,11 @@ impl<'de> Deserializer<'de> for Place<'_> {
             (Some(Kind::Quantity), _) => visitor.visit_str("1"),
             (Some(Kind::Time), _) => visitor.visit_str("2026-01-01T00:00:00Z"),
             (None, "IntOrString") => {
-                self.note(Kind::IntOrString);
+                self.record(Kind::IntOrString);
                 visitor.visit_i32(1)
             }
             (_, "any valid JSON value") => {
-                self.note(Kind::Json);
+                self.record(Kind::Json);
                 visitor.visit_unit()
             }
             (_, other) => self.unknown(other),
@@ -166,17 +166,17 @@ impl<'de> Deserializer<'de> for Place<'_> {
     }
 
     fn deserialize_bool<V: Visitor<'de>>(mut self, visitor: V) -> Result<V::Value, Error> {
-        self.note(Kind::Bool);
+        self.record(Kind::Bool);
         visitor.visit_bool(true)
     }
 
     fn deserialize_i32<V: Visitor<'de>>(mut self, visitor: V) -> Result<V::Value, Error> {
-        self.note(Kind::Int32);
+        self.record(Kind::Int32);
         visitor.visit_i32(1)
     }
 
     fn deserialize_i64<V: Visitor<'de>>(mut self, visitor: V) -> Result<V::Value, Error> {
-        self.note(Kind::Int64);
+        self.record(Kind::Int64);
         visitor.visit_i64(1)
     }
 
@@ -203,17 +203,17 @@ impl<'de> Deserializer<'de> for Place<'_> {
             "FieldsV1" => Kind::Json,
             other => return self.unknown(other),
         };
-        self.note(kind);
+        self.record(kind);
         visitor.visit_newtype_struct(Place { within: Some(kind), ..self })
     }
 
     fn deserialize_seq<V: Visitor<'de>>(mut self, visitor: V) -> Result<V::Value, Error> {
-        self.note(Kind::List);
+        self.record(Kind::List);
         visitor.visit_seq(Entries { place: self, names: &["an element"], step: |_| Step::Item })
     }
 
     fn deserialize_map<V: Visitor<'de>>(mut self, visitor: V) -> Result<V::Value, Error> {
-        self.note(Kind::Map);
+        self.record(Kind::Map);
         visitor.visit_map(Entries { place: self, names: &["key"], step: |_| Step::Key })
     }
 
@@ -223,7 +223,7 @@ impl<'de> Deserializer<'de> for Place<'_> {
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, Error> {
-        self.note(Kind::Object(name));
+        self.record(Kind::Object(name));
         visitor.visit_map(Entries { place: self, names: fields, step: Step::Field })
     }
 
@@ -233,7 +233,7 @@ impl<'de> Deserializer<'de> for Place<'_> {
     }
 }
 
-/// What is in a struct, a list or a map, one after the other.
+/// Entries of a struct, list or map.
 struct Entries<'a> {
     place: Place<'a>,
     names: &'static [&'static str],
@@ -241,10 +241,10 @@ struct Entries<'a> {
 }
 
 impl Entries<'_> {
-    /// The value of the first name that is left.
+    /// Deserializes the value of the next name.
     fn value<'de, S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<S::Value, Error> {
         let Some((name, rest)) = self.names.split_first() else {
-            return Err(Error::custom("a value is asked for without a key"));
+            return Err(Error::custom("a value is requested without a key"));
         };
         self.names = rest;
         seed.deserialize(self.place.at((self.step)(name)))

@@ -1,5 +1,4 @@
-//! A TLS server with nobody's certificate, of no authority and of version 1 of X.509: what probes and hooks
-//! must put up with.
+//! TLS server with a self-signed version 1 X.509 certificate: probes and hooks must accept it.
 
 use std::sync::Arc;
 
@@ -17,7 +16,7 @@ const KEY: &[u8] = include_bytes!("server.key");
 pub fn acceptor() -> TlsAcceptor {
     let certificate = CertificateDer::from_pem_slice(CERTIFICATE).unwrap();
     let key = ring::sign::any_supported_type(&PrivateKeyDer::from_pem_slice(KEY).unwrap()).unwrap();
-    // Not looked at: this side would refuse the certificate.
+    // The certificate is not validated: this side would refuse it.
     let key = SingleCertAndKey::from(CertifiedKey::new(vec![certificate], key));
     let settings = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_safe_default_protocol_versions()

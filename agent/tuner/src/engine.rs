@@ -1,4 +1,4 @@
-//! One tick after the other: sample, decide, act. Blocking; it has no clock, the time is an argument.
+//! The engine, which samples, decides and acts at each tick. Blocking; the caller passes in the time.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -28,13 +28,15 @@ use beelet_cgroups::{Cgroups, Version};
 use beelet_policy::tuner::TunerMode;
 use beelet_state::State;
 
-/// The cgroup of all BestEffort pods, from the cgroup root, where the pods are ours; both drivers name it so.
+/// Default cgroup of all BestEffort pods, from the cgroup root, if this agent owns the pods; both drivers use
+/// this name.
 const BEST_EFFORT: &str = "/kubepods/besteffort";
-/// How long the files that a cgroup has are believed.
+/// Time for which the list of a cgroup's files is cached.
 const SUPPORTS_HOLD: Duration = Duration::from_secs(10);
 
-/// Puts back what an agent that ended without doing it had set. For the start, before anything else writes
-/// cgroups: while one is idle the kernel refuses its weight. How many settings were.
+/// Restores the settings of an agent that ended without doing so. Must run at the start, before anything else
+/// writes cgroups: the kernel refuses a weight while a cgroup is idle. Returns the number of restored
+/// settings.
 pub fn recover(cgroups: &Cgroups, state: &State) -> usize {
     let mut journal = Journal::load(state);
     if journal.is_empty() {
@@ -42,25 +44,25 @@ pub fn recover(cgroups: &Cgroups, state: &State) -> usize {
     }
     let restored = journal.restore(cgroups);
     if let Err(error) = journal.store(state) {
-        warn!(%error, "the tuner's journal can't be kept; what it set is put back once more at the next start");
+        warn!(%error, "cannot write the tuner's journal; the next start will restore these settings again");
     }
-    info!(settings = restored, "what the tuner of an earlier agent had set is put back");
+    info!(settings = restored, "restored cgroup settings that an earlier agent's tuner had left");
     restored
 }
 
-/// Why and since when a knob is held.
+/// The reason for holding a knob, and the time since it is held.
 struct Why {
     since: Timestamp,
     reason: String,
 }
 
-/// A knob that is left alone.
+/// A knob to leave alone.
 struct Block {
     until: Instant,
     reason: String,
 }
 
-/// Holds settings of cgroups as `policy::tuner` decides, tick by tick.
+/// The engine, which holds cgroup settings as `policy::tuner` decides, tick by tick.
 pub struct Engine {
     cgroups: Arc<Cgroups>,
     durable: Arc<State>,
@@ -73,15 +75,15 @@ pub struct Engine {
     is_quiet: bool,
     throttled: Throttled,
     best_effort: String,
-    /// What can be set here, and when that was found.
+    /// The supported settings, and the time of that check.
     supports: Option<(Instant, Supports)>,
-    /// The cgroups belong to a kubelet.
+    /// True if the cgroups belong to a kubelet.
     is_guest: bool,
     rung: Rung,
     state: policy::State,
     journal: Journal,
     why: BTreeMap<Knob, Why>,
-    /// In the mode `advise`: what is advised now, so that it isn't advised anew at each tick.
+    /// In the mode `advise`: the current advice, to avoid repeating it at each tick.
     advised: BTreeMap<Knob, u64>,
     blocked: BTreeMap<Knob, Block>,
     history: History,
@@ -97,7 +99,7 @@ impl std::fmt::Debug for Engine {
 }
 
 impl Engine {
-    /// An engine that holds nothing. What an earlier one left in the journal is [`recover`]ed before.
+    /// Creates an engine that holds nothing. [`recover`] must have handled the journal of an earlier one.
     #[must_use]
     pub fn new(
         cgroups: Arc<Cgroups>,
@@ -129,15 +131,15 @@ impl Engine {
         }
     }
 
-    /// In cgroups that a kubelet writes: nothing is set then that could make a write of its owner fail. While
-    /// a cgroup is idle its weight is refused, while it has a burst a lower quota is, and with version 1 a
-    /// container's quota above its pod's is.
+    /// Adapts the engine to cgroups that a kubelet writes: it then holds no setting that could make a write
+    /// of the owner fail. The kernel refuses a weight while a cgroup is idle, a lower quota while it has a
+    /// burst, and with version 1 a container's quota above its pod's.
     pub(crate) fn into_guest(mut self) -> Self {
         self.is_guest = true;
         self
     }
 
-    /// With a scheduler of its own, in the mode `enforce`.
+    /// Adds a scheduler, used in the mode `enforce`.
     #[must_use]
     pub fn with_scheduler(mut self, start: Option<StartScheduler>) -> Self {
         if let Some(start) = start.filter(|_| self.settings.mode == TunerMode::Enforce) {
@@ -146,14 +148,14 @@ impl Engine {
         self
     }
 
-    /// Looks for BestEffort pods here, not in `/kubepods/besteffort`.
-    pub(crate) fn look_for_best_effort_in(&mut self, cgroup: String) {
+    /// Sets the cgroup of BestEffort pods, in place of `/kubepods/besteffort`.
+    pub(crate) fn set_best_effort(&mut self, cgroup: String) {
         if self.best_effort != cgroup {
             (self.best_effort, self.supports) = (cgroup, None);
         }
     }
 
-    /// Looks at the node with these pods at `now`, and does what is to be done.
+    /// Samples the node with these pods at `now`, decides, and acts.
     pub fn tick(&mut self, pods: &[Target], now: Instant) -> View {
         self.metrics.ticks.inc();
         self.blocked.retain(|_, block| block.until > now);
@@ -170,7 +172,7 @@ impl Engine {
         let sampled = if waits.is_some() { pods.iter().collect() } else { throttled };
         self.is_quiet = sampled.is_empty() && self.state.is_at_rest();
         if self.is_quiet {
-            // There is nothing to decide: what BestEffort pods use need not be known.
+            // There is nothing to decide: the usage of BestEffort pods does not matter.
             self.sampler = Sampler::default();
             return self.act(&Observed { supports, ..Observed::default() }, now);
         }
@@ -184,12 +186,13 @@ impl Engine {
         self.act(&seen, now)
     }
 
-    /// Returns true if nobody could suffer at the last tick, and nothing was held.
+    /// Returns true if no container could suffer at the last tick, and nothing was held.
     pub(super) fn is_quiet(&self) -> bool {
         self.is_quiet
     }
 
-    /// What can be set here. It is asked for again after a while, and at each tick until the cgroup is there.
+    /// Returns the supported settings. Checks them again after a while, and at each tick until the cgroup
+    /// exists.
     fn supports(&mut self, now: Instant) -> Supports {
         if let Some((at, supports)) = self.supports
             && now.saturating_duration_since(at) < SUPPORTS_HOLD
@@ -205,15 +208,15 @@ impl Engine {
         supports
     }
 
-    /// Decides for what was seen, and does it: a tick without the look.
+    /// Decides for this observation and acts: a tick without the sampling.
     pub fn act(&mut self, seen: &Observed, now: Instant) -> View {
         let mut blocked: BTreeSet<Knob> = self.blocked.keys().cloned().collect();
         if self.is_guest {
-            // A kubelet gives BestEffort pods the least weight anyway.
+            // A kubelet gives BestEffort pods the lowest weight anyway.
             blocked.insert(Knob { cgroup: self.best_effort.clone(), kind: KnobKind::Weight });
         }
         if self.rung.is_loaded() {
-            // The kernel keeps these for its own scheduler alone.
+            // The kernel ignores these under the loaded scheduler.
             let kinds = [KnobKind::Idle, KnobKind::Weight, KnobKind::CpuCap];
             blocked.extend(kinds.map(|kind| Knob { cgroup: self.best_effort.clone(), kind }));
         }
@@ -230,23 +233,23 @@ impl Engine {
         self.view(decision.findings, seen.supports, now)
     }
 
-    /// Gives back all that is held. How many settings were.
+    /// Restores all held settings. Returns their number.
     pub fn restore(&mut self) -> usize {
         self.rung.stop();
         let restored = self.journal.restore(&self.cgroups);
         self.state = policy::State::default();
         self.why.clear();
         if let Err(error) = self.journal.store(&self.durable) {
-            warn!(%error, "the tuner's journal can't be kept; what it set is put back once more at the next start");
+            warn!(%error, "cannot write the tuner's journal; the next start will restore these settings again");
         }
         self.metrics.restored.inc_by(restored as u64);
         self.metrics.hold(&self.state.held.keys().map(|knob| &knob.kind));
         restored
     }
 
-    // ---- What others do ----
+    // ---- Changes by others ----
 
-    /// Gives up settings that something else has overwritten.
+    /// Gives up settings that another process has overwritten.
     fn yield_overwritten(&mut self, now: Instant) {
         let mut lost = Vec::new();
         for (knob, value) in &self.state.held {
@@ -263,17 +266,19 @@ impl Engine {
         }
         let any = !lost.is_empty();
         for (knob, file, found) in lost {
-            let reason = format!("somebody else has set {file} to {found:?}: it is left to them for a while");
-            warn!(cgroup = knob.cgroup, reason, "a setting of the tuner was overwritten");
+            let reason = format!(
+                "another process has set {file} to {found:?}; the tuner leaves the setting alone for a while"
+            );
+            warn!(cgroup = knob.cgroup, reason, "another process overwrote a setting of the tuner");
             let held = self.state.held.remove(&knob);
             self.why.remove(&knob);
             for setting in knobs::settings(&self.cgroups, &knob, held.unwrap_or(0)) {
-                // What was only not to be touched is put right; what was overwritten stays.
+                // Files that were only protected are restored; overwritten ones stay.
                 if setting.value.is_none()
                     && let Some(entry) = self.journal.entry(&knob.cgroup, setting.file).cloned()
                     && let Err(error) = journal::restore(&self.cgroups, &knob.cgroup, setting.file, &entry)
                 {
-                    debug!(%error, "not put back");
+                    debug!(%error, "cannot restore the file");
                 }
                 self.cgroups.let_go(&knob.cgroup, setting.file);
                 self.journal.forget(&knob.cgroup, setting.file);
@@ -281,7 +286,7 @@ impl Engine {
             self.metrics.overwritten(knob.kind);
             let from = held.map(|value| knob.kind.show(value));
             self.remember(&knob, from, None, reason.clone(), Outcome::Overwritten(found));
-            // A burst is taken back by a quota that is lowered: no quarrel.
+            // A lowered quota reduces its burst: that is not a conflict.
             if knob.kind != KnobKind::Burst {
                 self.blocked.insert(knob, Block { until: now.after(self.settings.back_off), reason });
             }
@@ -291,7 +296,7 @@ impl Engine {
         }
     }
 
-    /// What was held of cgroups that are gone needs no record.
+    /// Drops the records of removed cgroups.
     fn forget_the_gone(&mut self, decision: &policy::Decision) {
         let stepped: BTreeSet<&Knob> = decision.steps.iter().map(|step| &step.knob).collect();
         let gone: Vec<(Knob, u64)> = self
@@ -304,7 +309,7 @@ impl Engine {
         for (knob, value) in &gone {
             self.why.remove(knob);
             if let Err(error) = self.undo(knob, *value) {
-                debug!(error, "not given back");
+                debug!(error, "cannot restore a setting of a removed cgroup");
             }
         }
         if !gone.is_empty() {
@@ -312,8 +317,8 @@ impl Engine {
         }
     }
 
-    /// Gives back what could not be when it was time, or by [`recover`]: what the journal has and nothing
-    /// holds. What is left alone for a while waits until that has ended.
+    /// Restores settings whose earlier restoration failed, in [`recover`] or later: those in the journal that
+    /// are not held. Settings left alone for a while wait until that has ended.
     fn settle(&mut self, now: Instant) {
         if self.journal.is_empty() {
             return;
@@ -334,15 +339,15 @@ impl Engine {
             match journal::restore(&self.cgroups, cgroup, file, entry) {
                 Ok(_) => {
                     self.journal.forget(cgroup, file);
-                    info!(cgroup, file, "given back: it could not be before");
+                    info!(cgroup, file, "restored cgroup setting (an earlier attempt had failed)");
                     self.metrics.step(kind, true, "done");
-                    let reason = "it could not be given back before".to_owned();
+                    let reason = "an earlier attempt to restore it had failed".to_owned();
                     self.remember(&knob, None, None, reason, Outcome::Done);
                 }
                 Err(error) => {
-                    warn!(cgroup, file, %error, "a setting of the tuner still can't be given back");
+                    warn!(cgroup, file, %error, "still cannot restore a cgroup setting of the tuner");
                     self.metrics.step(kind, true, "failed");
-                    let reason = format!("it could not be given back: {error}");
+                    let reason = format!("cannot restore it: {error}");
                     self.blocked.insert(knob, Block { until: now.after(self.settings.back_off), reason });
                 }
             }
@@ -352,7 +357,7 @@ impl Engine {
         }
     }
 
-    // ---- What is done ----
+    // ---- Actions ----
 
     fn enforce(&mut self, steps: Vec<TunerStep>, now: Instant) {
         if steps.is_empty() {
@@ -365,7 +370,7 @@ impl Engine {
                 (step, settings)
             })
             .collect();
-        // All into the journal first, at once; only then the files.
+        // The journal comes first, with all steps at once; only then the files.
         for (step, settings) in planned.iter().filter(|(step, _)| step.to.is_some()) {
             for setting in settings {
                 let owners = self.cgroups.owners_value(&step.knob.cgroup, setting.file).unwrap_or_default();
@@ -374,7 +379,7 @@ impl Engine {
         }
         if let Err(error) = self.journal.store(&self.durable) {
             for (step, _) in planned {
-                self.failed(&step, &format!("it can't be noted how to undo it: {error}"), now);
+                self.failed(&step, &format!("cannot record how to undo it: {error}"), now);
             }
             return;
         }
@@ -420,14 +425,14 @@ impl Engine {
         self.done(step);
     }
 
-    /// Gives a knob's files back to their owner.
+    /// Restores the owner's values of a knob's files.
     fn undo(&mut self, knob: &Knob, value: u64) -> Result<(), String> {
         let mut failed = Vec::new();
         for setting in knobs::settings(&self.cgroups, knob, value) {
             let Some(entry) = self.journal.entry(&knob.cgroup, setting.file).cloned() else { continue };
             match journal::restore(&self.cgroups, &knob.cgroup, setting.file, &entry) {
                 Ok(_) => self.journal.forget(&knob.cgroup, setting.file),
-                // It stays in the journal, so that it is tried again: see `settle`.
+                // The entry stays in the journal for another attempt: see `settle`.
                 Err(error) => failed.push(error.to_string()),
             }
         }
@@ -440,14 +445,14 @@ impl Engine {
                 cgroup = step.knob.cgroup,
                 setting = step.knob.kind.as_str(),
                 reason = step.reason,
-                "given back"
+                "restored cgroup setting"
             );
         }
         self.metrics.step(step.knob.kind, step.to.is_none(), "done");
         self.remember_step(step, Outcome::Done);
     }
 
-    /// A step that the kernel refuses is not tried again at each tick.
+    /// Blocks a step that the kernel refuses, so that it is not repeated at each tick.
     fn failed(&mut self, step: &TunerStep, error: &str, now: Instant) {
         warn!(
             cgroup = step.knob.cgroup,
@@ -458,23 +463,23 @@ impl Engine {
         self.metrics.step(step.knob.kind, step.to.is_none(), "failed");
         self.state.held.remove(&step.knob);
         self.why.remove(&step.knob);
-        let reason = format!("it could not be set: {error}");
+        let reason = format!("cannot set it: {error}");
         self.blocked.insert(step.knob.clone(), Block { until: now.after(self.settings.back_off), reason });
         self.remember_step(step, Outcome::Failed(error.to_owned()));
     }
 
     fn keep_journal(&self) {
-        // A record too many does no harm: what it names holds its owner's value, or somebody else's.
+        // A superfluous record is harmless: its file holds its owner's value, or another process's.
         if let Err(error) = self.journal.store(&self.durable) {
-            warn!(%error, "the tuner's journal can't be kept up to date");
+            warn!(%error, "cannot update the tuner's journal");
         }
     }
 
-    // ---- What is only said ----
+    // ---- Advice ----
 
-    /// Nothing is held, so nothing changes: only what would come first is said, once as long as it stands.
+    /// Advises without changing anything: only the first step is advised, once while it stands.
     fn advise(&mut self, state: policy::State, steps: Vec<TunerStep>) {
-        // What isn't done can't help, so it isn't asked whether it did.
+        // Advice has no effect to measure.
         let (held, helps) = (BTreeMap::new(), BTreeMap::new());
         self.state = policy::State { held, cpu_help: helps.clone(), memory_help: helps, ..state };
         for step in steps {
@@ -486,7 +491,7 @@ impl Engine {
                     setting = step.knob.kind.as_str(),
                     value = step.knob.kind.show(to),
                     reason = step.reason,
-                    "the tuner would set this (tuner.mode: enforce lets it)"
+                    "the tuner would change this setting (allow it with `tuner.mode: enforce`)"
                 );
                 self.metrics.step(step.knob.kind, false, "advised");
                 self.remember_step(&step, Outcome::Advised);
@@ -497,7 +502,7 @@ impl Engine {
         self.why.retain(|knob, _| !state.is_calm_for(knob));
     }
 
-    // ---- What is shown ----
+    // ---- Presentation ----
 
     fn remember_step(&mut self, step: &TunerStep, outcome: Outcome) {
         let show = |value: Option<u64>| value.map(|value| step.knob.kind.show(value));
@@ -548,61 +553,60 @@ impl Engine {
         }
     }
 
-    /// Returns true if no CPU is capped because of this kernel; where turns can be taken, none is anyway.
+    /// Returns true if this kernel is the reason for having no CPU caps; where turns can be restricted, no
+    /// caps are used anyway.
     fn is_without_caps(&self, supports: Supports) -> bool {
         let would_be_of_use = !supports.idle && !self.rung.is_loaded();
         would_be_of_use && !supports.harmless_caps && self.settings.law.cpu_caps == CpuCaps::Auto
     }
 
-    /// What is not done in a kubelet's cgroups, and why.
+    /// Returns the actions that the tuner omits in a kubelet's cgroups, with reasons.
     fn lacking_as_guest(&self, supports: Supports) -> Vec<String> {
         let mut lacking = vec![
             "cpu.idle, cpu.max.burst: writes of the cgroups' owner (weights, quotas) could fail while they are set".to_owned(),
         ];
         if self.is_without_caps(supports) {
-            lacking.push(format!("{NO_CAPS}; `--tuner-cpu-caps always` sets them all the same"));
+            lacking.push(format!("{NO_CAPS}; `--tuner-cpu-caps always` enables caps"));
         }
         if !supports.memory_high {
             lacking.push(
-                "memory.high: cgroup version 1 has none, or there are no BestEffort pods yet; on version 1 Burstable pods are \
-                 not capped either, for a container's start could fail"
+                "memory.high: cgroup version 1 lacks it, or there are no BestEffort pods yet; on version 1 Burstable pods are \
+                 not capped either, as a container's start could fail"
                     .to_owned(),
             );
         }
         lacking
     }
 
-    /// What can't be done here, and why.
+    /// Returns the actions that the node does not support, with reasons.
     fn lacking(&self, supports: Supports) -> Vec<String> {
         let mut lacking = Vec::new();
         if !supports.idle {
             lacking.push(
-                "cpu.idle: the kernel is older than 5.15; BestEffort pods get the least weight instead"
+                "cpu.idle: the kernel is older than 5.15; BestEffort pods get the lowest weight instead"
                     .to_owned(),
             );
         }
         if self.is_without_caps(supports) {
-            lacking.push(format!("{NO_CAPS}; `tuner.cpuCaps: always` sets them all the same"));
+            lacking.push(format!("{NO_CAPS}; `tuner.cpuCaps: always` enables caps"));
         }
         if !supports.memory_high {
             let why = if self.cgroups.version() == Version::V2 {
                 "the memory controller is missing"
             } else {
-                "cgroup version 1 has none"
+                "cgroup version 1 lacks it"
             };
-            lacking
-                .push(format!("memory.high: {why}; memory stalls are seen, but nobody is squeezed for them"));
+            lacking.push(format!("memory.high: {why}; the tuner sees memory stalls but cannot act on them"));
         }
         if !supports.burst {
             lacking.push(
-                "cpu.max.burst: the kernel is older than 5.14; throttled containers are lent nothing"
-                    .to_owned(),
+                "cpu.max.burst: the kernel is older than 5.14; throttled containers get no burst".to_owned(),
             );
         }
         lacking
     }
 }
 
-/// Why there are no CPU caps.
+/// The reason for having no CPU caps.
 const NO_CAPS: &str =
-    "cpu.max: before Linux 6.18 a cap stops threads within the kernel, which makes others wait longer";
+    "cpu.max: before Linux 6.18 a cap stops threads within the kernel, which makes other threads wait longer";

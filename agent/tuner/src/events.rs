@@ -10,16 +10,16 @@ use crate::view::{Outcome, TunerRecord, View};
 use beelet_base::work::Work;
 use beelet_state::events::{Object, Recorder};
 
-/// Records an event for each step that `view` shows from now on, and one for a scheduler that is lost, until
-/// `shutdown`. What was only advised is no step.
-pub fn tell(
+/// Records an event for each step that `view` shows from now on, and one for a lost scheduler, until
+/// `shutdown`. Advice is not a step.
+pub fn record_events(
     mut view: watch::Receiver<Arc<View>>,
     events: Recorder,
     node: String,
     shutdown: CancellationToken,
 ) -> Work {
     Box::pin(async move {
-        let (mut told, mut lost) = (Timestamp::now(), None);
+        let (mut recorded_until, mut lost) = (Timestamp::now(), None);
         while let Some(Ok(())) = shutdown.run_until_cancelled(view.changed()).await {
             let (history, why) = {
                 let view = view.borrow_and_update();
@@ -29,7 +29,7 @@ pub fn tell(
                 events.warning(Object::node(&node), "TunerSchedulerLost", why.clone());
             }
             lost = why;
-            for step in history.iter().filter(|step| step.at > told) {
+            for step in history.iter().filter(|step| step.at > recorded_until) {
                 let object = || Object::node(&node);
                 match words(step) {
                     Some((reason, message, true)) => events.normal(object(), reason, message),
@@ -37,12 +37,12 @@ pub fn tell(
                     None => {}
                 }
             }
-            told = history.last().map_or(told, |step| step.at.max(told));
+            recorded_until = history.last().map_or(recorded_until, |step| step.at.max(recorded_until));
         }
     })
 }
 
-/// The event's reason and message, and whether all went its way; None for an advice.
+/// Returns the event's reason and message, and true for a normal event; `None` for advice.
 fn words(step: &TunerRecord) -> Option<(&'static str, String, bool)> {
     let what = format!("{} of {}", step.knob.kind.as_str(), step.knob.cgroup);
     let owners = || "its owner's value".to_owned();
@@ -67,22 +67,22 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_scheduler_that_is_lost_is_one_event() {
+    async fn a_lost_scheduler_is_one_event() {
         let events = Recorder::default();
         let (views, view) = watch::channel(Arc::new(View::default()));
         let shutdown = CancellationToken::new();
-        let told = tokio::spawn(tell(view, events.clone(), "n1".to_owned(), shutdown.clone()));
+        let recording = tokio::spawn(record_events(view, events.clone(), "n1".to_owned(), shutdown.clone()));
         let mut log = events.subscribe();
         for why in ["a task stalled", "a task stalled", "it misbehaved"] {
             let scheduler_lost = Some(why.to_owned());
             views.send_replace(Arc::new(View { scheduler_lost, ..View::default() }));
-            let is_told =
+            let is_recorded =
                 |log: &beelet_state::events::Log| log.all().iter().any(|event| event.message == why);
-            log.wait_for(is_told).await.unwrap();
+            log.wait_for(is_recorded).await.unwrap();
             tokio::task::yield_now().await;
         }
         shutdown.cancel();
-        told.await.unwrap();
+        recording.await.unwrap();
         let all = log.borrow().all();
         assert_eq!(all.len(), 2);
         assert!(all.iter().all(|event| event.reason == "TunerSchedulerLost" && event.count == 1));
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_is_an_event_and_an_advice_is_none() {
+    fn a_step_is_an_event_and_advice_is_not() {
         let reason = |step: &TunerRecord| words(step).map(|(reason, ..)| reason);
         assert_eq!(reason(&step(Some("idle"), Outcome::Done)), Some("Tuned"));
         assert_eq!(reason(&step(None, Outcome::Done)), Some("TunerGaveBack"));

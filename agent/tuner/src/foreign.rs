@@ -1,9 +1,8 @@
-//! The pods that the tuner looks at where a kubelet owns them, from the observed pod table and the cgroups
-//! themselves.
+//! The pods for the tuner on a kubelet's node, from the observed pod table and the cgroups themselves.
 //!
-//! CRI says which containers a pod has, not what it requests. The class is in the cgroup's path; the
-//! requested CPU is in its weight, by the kubelet's formula backwards, rounded up; requested memory is there
-//! only with memory QoS. What is unknown is taken for more than is used: such a pod is not squeezed.
+//! CRI reports a pod's containers, but not its requests. The cgroup's path shows the class; its weight shows
+//! the requested CPU, by the kubelet's formula inverted and rounded up; requested memory is visible only with
+//! memory QoS. An unknown request counts as more than the usage, so that its pod is not restricted.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -23,27 +22,27 @@ use beelet_model::{
     table::{PodEntry, PodName, PodTable},
 };
 
-/// Containers without a cgroup are looked for again after this long; new ones at once.
+/// Interval of searches for containers without a cgroup; a new container is searched for at once.
 const SEARCH_AGAIN: Duration = Duration::from_secs(10);
 
-/// Finds them, and remembers where. Blocking.
+/// A finder of pods that caches their cgroups. Blocking.
 #[derive(Debug)]
 pub(super) struct Foreign {
     cgroups: Arc<Cgroups>,
-    /// Where containers are, by id.
+    /// Cgroups of containers, by container id.
     found: BTreeMap<String, String>,
-    /// Those that had no cgroup at the last search.
+    /// Containers without a cgroup at the last search.
     missing: HashSet<String>,
     searched: Option<Instant>,
 }
 
 impl Foreign {
-    /// Nothing is known yet.
+    /// Creates an empty cache.
     pub(super) fn new(cgroups: Arc<Cgroups>) -> Self {
         Self { cgroups, found: BTreeMap::new(), missing: HashSet::new(), searched: None }
     }
 
-    /// The pods below the kubelet's root that have running containers.
+    /// Returns the pods below the kubelet's root that have running containers.
     pub(super) fn targets(&mut self, table: &PodTable, now: Instant) -> Vec<Target> {
         let ids: HashSet<&str> =
             table.pods.values().flat_map(|entry| running(&entry.pod).map(|(id, _)| id)).collect();
@@ -51,7 +50,7 @@ impl Foreign {
         table.pods.values().filter_map(|entry| self.target(entry)).collect()
     }
 
-    /// The cgroup of its BestEffort pods.
+    /// Returns the cgroup of the kubelet's BestEffort pods.
     pub(super) fn best_effort(&self) -> Option<String> {
         let root = self.cgroups.pods_roots().into_iter().next()?;
         let last = root.rsplit('/').next().unwrap_or_default();
@@ -61,7 +60,7 @@ impl Foreign {
         })
     }
 
-    /// A search walks through all cgroups: only for what is new.
+    /// Searches all cgroups, but only for new containers.
     fn search(&mut self, ids: &HashSet<&str>, now: Instant) {
         self.found.retain(|id, _| ids.contains(id.as_str()));
         self.missing.retain(|id| ids.contains(id.as_str()));
@@ -88,7 +87,7 @@ impl Foreign {
             .collect();
         let (cgroup, class) = pod_of(containers.first()?.1)?;
         Some(Target {
-            // What a kubelet gave it isn't known here.
+            // The kubelet's limits and priorities are unknown here.
             is_limited: true,
             priority: 0,
             name: PodName::of(pod).to_string(),
@@ -100,7 +99,7 @@ impl Foreign {
         })
     }
 
-    /// Millicores, at least what was requested.
+    /// Returns millicores, at least the request.
     fn cpu_request(&self, cgroup: &str, class: QosClass) -> u64 {
         let value = |file: &str| self.cgroups.owners_value(cgroup, file)?.parse::<u64>().ok();
         let millis = match (class, self.cgroups.version()) {
@@ -111,7 +110,7 @@ impl Foreign {
         millis.unwrap_or(u64::MAX)
     }
 
-    /// Bytes, as far as memory QoS says.
+    /// Returns bytes, if memory QoS shows them.
     fn memory_request(&self, cgroup: &str, class: QosClass) -> u64 {
         if class == QosClass::BestEffort {
             return 0;
@@ -123,18 +122,18 @@ impl Foreign {
     }
 }
 
-/// The pod's cgroup and its class, from a container's cgroup, in the form of either driver.
+/// Returns the pod's cgroup and its class, from a container's cgroup, in the form of either driver.
 fn pod_of(container: &str) -> Option<(&str, QosClass)> {
     let (mut end, mut is_below, mut class) = (0, false, QosClass::Guaranteed);
     for component in container.split('/').skip(1) {
         end += 1 + component.len();
-        // A slice's name has those above it in front.
+        // A slice's name begins with the names of its parents.
         let name = component.strip_suffix(".slice").and_then(|slice| slice.rsplit('-').next());
         match name.unwrap_or(component) {
             "kubepods" => is_below = true,
             "burstable" if is_below => class = QosClass::Burstable,
             "besteffort" if is_below => class = QosClass::BestEffort,
-            // Below itself only: a pod that is its own container is none.
+            // The container's cgroup must be below the pod's, not the same one.
             name if is_below && name.starts_with("pod") => {
                 return (end < container.len()).then(|| (&container[..end], class));
             }
@@ -154,7 +153,7 @@ mod tests {
     use beelet_cgroups::{Hierarchy, Layout};
 
     #[test]
-    fn a_containers_cgroup_says_its_pod_and_class() {
+    fn a_containers_cgroup_shows_its_pod_and_class() {
         for (path, expected) in [
             ("/kubepods/poda-b/c", Some(("/kubepods/poda-b", QosClass::Guaranteed))),
             ("/x/kubepods/burstable/poda/c", Some(("/x/kubepods/burstable/poda", QosClass::Burstable))),
@@ -173,7 +172,7 @@ mod tests {
         }
     }
 
-    /// Version 2 as plain folders.
+    /// Creates version 2 as plain folders.
     fn cgroups(dir: &Path, files: &[(&str, &str)]) -> Arc<Cgroups> {
         for (file, text) in files {
             let path = dir.join(file);
@@ -203,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_read_from_the_pods_cgroups_and_unknown_ones_are_beyond_reach() {
+    fn requests_are_read_from_the_pods_cgroups_and_unknown_ones_are_unlimited() {
         let dir = tempfile::tempdir().unwrap();
         let [a, b, c] = ["a", "b", "c"].map(|id| id.repeat(64));
         let cgroups = cgroups(
@@ -232,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_found_is_looked_for_again_after_a_while() {
+    fn a_missing_container_is_searched_again_after_a_while() {
         let dir = tempfile::tempdir().unwrap();
         let id = "a".repeat(64);
         let mut foreign = Foreign::new(cgroups(dir.path(), &[]));

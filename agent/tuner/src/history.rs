@@ -1,4 +1,4 @@
-//! What the tuner did or advised, over restarts of the agent: the last few hundred steps.
+//! The tuner's last few hundred steps and advice, kept over restarts of the agent.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -9,30 +9,31 @@ use beelet_state::{Loaded, State};
 
 /// The name of the durable record.
 const NAME: &str = "tuner-history";
-/// Steps that are remembered; the oldest are forgotten.
+/// Maximum number of steps; the oldest are dropped.
 const MOST: usize = 500;
 
-/// Oldest first.
+/// Steps, oldest first.
 #[derive(Debug, Default)]
 pub(super) struct History {
     records: VecDeque<TunerRecord>,
-    /// The same for readers, made anew when something is added.
+    /// Copy for readers, rebuilt when a step is added.
     shown: Arc<Vec<TunerRecord>>,
     is_kept: bool,
 }
 
 impl History {
-    /// What an earlier agent left. It decides nothing: what can't be read is only missing.
+    /// Loads the history of an earlier agent. No decision depends on it: an unreadable history is only
+    /// missing.
     pub(super) fn load(state: &State) -> Self {
         let records = match state.load::<VecDeque<TunerRecord>>(NAME) {
             Ok(Loaded::Value { value, .. }) => value,
             Ok(Loaded::Absent) => VecDeque::new(),
             Ok(Loaded::Quarantined { moved_to, reason }) => {
-                warn!(?moved_to, %reason, "the tuner's history was damaged and set aside");
+                warn!(?moved_to, %reason, "the tuner's history was damaged; moved it aside");
                 VecDeque::new()
             }
             Err(error) => {
-                warn!(%error, "the tuner's history can't be read");
+                warn!(%error, "cannot read the tuner's history");
                 VecDeque::new()
             }
         };
@@ -53,13 +54,14 @@ impl History {
         Arc::clone(&self.shown)
     }
 
-    /// Keeps what is new. Not waiting for the disk: a power cut may take it, and nothing depends on it.
+    /// Stores new steps. Does not wait for the disk: a power cut may lose them, and no decision depends on
+    /// them.
     pub(super) fn keep(&mut self, state: &State) {
         if std::mem::replace(&mut self.is_kept, true) {
             return;
         }
         if let Err(error) = state.store_for_this_boot(NAME, &self.records) {
-            warn!(%error, "the tuner's history can't be kept");
+            warn!(%error, "cannot store the tuner's history");
         }
     }
 }
@@ -84,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_steps_are_there_again_after_a_restart_and_no_more_of_them() {
+    fn the_last_steps_survive_a_restart_up_to_the_maximum() {
         let dir = tempfile::tempdir().unwrap();
         let open = || State::open(dir.path()).unwrap();
         let mut history = History::load(&open());
@@ -96,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_damaged_history_is_an_empty_one() {
+    fn a_damaged_history_counts_as_empty() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("tuner-history.json"), "rubbish").unwrap();
         assert!(History::load(&State::open(dir.path()).unwrap()).shown().is_empty());

@@ -1,5 +1,5 @@
-//! What the tuner has set, kept durably before it is set: how everything is put back after whatever happens
-//! to the agent.
+//! A durable record of the tuner's settings, written before each change, so that everything can be restored
+//! however the agent ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,53 +13,54 @@ use beelet_state::{Loaded, State, StateError};
 /// The name of the durable record.
 const NAME: &str = "tuner";
 
-/// A file that was taken from its owner.
+/// A file whose value the tuner has changed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Entry {
-    /// Its owner's value.
+    /// The owner's value.
     pub(super) owners: String,
-    /// What we wrote last, and before that: after a sudden end it may hold either, or still the owner's.
-    /// Empty: nothing was written, but what we wrote elsewhere changed it.
+    /// The tuner's last two values: after a sudden end the file may hold either, or still the owner's. Empty
+    /// if the tuner wrote nothing itself, but changed the file through another one.
     pub(super) ours: Vec<String>,
 }
 
-/// All of them, by cgroup and file. Files are put back in the order of their names, which is the right one:
-/// `cpu.idle` comes before `cpu.shares` and `cpu.weight`.
+/// All entries, by cgroup and file. Files are restored in the order of their names, which is the required
+/// one: `cpu.idle` comes before `cpu.shares` and `cpu.weight`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Journal {
     entries: BTreeMap<String, BTreeMap<String, Entry>>,
 }
 
-/// What became of a file that was to be put back.
+/// The result of restoring a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Restored {
-    /// It holds its owner's value again.
+    /// The file holds its owner's value again.
     Done,
-    /// It is gone.
+    /// The file no longer exists.
     Gone,
-    /// Something else wrote it meanwhile: it is left as it is.
+    /// Another process has written the file since: it stays as it is.
     Foreign,
 }
 
 impl Journal {
-    /// What an earlier agent left; nothing after a reboot, when the cgroups are gone with their settings.
+    /// Loads the journal of an earlier agent; empty after a reboot, which removed the cgroups and their
+    /// settings.
     pub(super) fn load(state: &State) -> Self {
         match state.load::<Self>(NAME) {
             Ok(Loaded::Value { value, same_boot: true }) => value,
             Ok(Loaded::Value { same_boot: false, .. } | Loaded::Absent) => Self::default(),
             Ok(Loaded::Quarantined { moved_to, reason }) => {
-                warn!(?moved_to, %reason, "the tuner's journal was damaged and set aside: what it had set can't be put back by \
-                    it; the values of the QoS classes and pods are written anew, cpu.idle and caps of BestEffort pods may stay");
+                warn!(?moved_to, %reason, "the tuner's journal was damaged; moved it aside, so the earlier settings cannot be restored from \
+                    it: the values of QoS classes and pods are rewritten, but cpu.idle and caps of BestEffort pods may stay");
                 Self::default()
             }
             Err(error) => {
-                warn!(%error, "the tuner's journal can't be read");
+                warn!(%error, "cannot read the tuner's journal");
                 Self::default()
             }
         }
     }
 
-    /// Keeps it. Not waiting for the disk: after a reboot there is nothing to put back.
+    /// Stores the journal. Does not wait for the disk: after a reboot there is nothing to restore.
     pub(super) fn store(&self, state: &State) -> Result<(), StateError> {
         if self.entries.is_empty() {
             return state.remove_for_this_boot(NAME);
@@ -71,7 +72,7 @@ impl Journal {
         self.entries.is_empty()
     }
 
-    /// Notes that a file is about to be set. The owner's value is what it was when it was first taken.
+    /// Records that a file is about to be set, with its owner's value.
     pub(super) fn record(&mut self, cgroup: &str, file: &str, owners: &str, value: Option<&str>) {
         let files = self.entries.entry(cgroup.to_owned()).or_default();
         let entry = files
@@ -98,7 +99,7 @@ impl Journal {
         self.entries.get(cgroup)?.get(file)
     }
 
-    /// The files that are not among `these`.
+    /// Returns the files that are not among `these`.
     pub(super) fn without(&self, these: &BTreeSet<(String, &str)>) -> Vec<(String, String, Entry)> {
         let all = self.entries.iter().flat_map(|(cgroup, files)| {
             files.iter().map(move |(file, entry)| (cgroup.clone(), file.clone(), entry.clone()))
@@ -106,12 +107,13 @@ impl Journal {
         all.filter(|(cgroup, file, _)| !these.contains(&(cgroup.clone(), file.as_str()))).collect()
     }
 
-    /// The owner's value behind a knob's first file, for people.
+    /// Returns the owner's value of a knob's first file, for display.
     pub(super) fn owners_of(&self, knob: &Knob, file: &str) -> Option<&str> {
         Some(&self.entry(&knob.cgroup, file)?.owners)
     }
 
-    /// Puts everything back; what can't be put back stays in the journal. How many files were.
+    /// Restores every file and returns the number restored; files that cannot be restored stay in the
+    /// journal.
     pub(super) fn restore(&mut self, cgroups: &Cgroups) -> usize {
         let mut restored = 0;
         for (cgroup, files) in self.entries.clone() {
@@ -122,8 +124,8 @@ impl Journal {
                         self.forget(&cgroup, &file);
                     }
                     Err(error) => {
-                        warn!(%error, "a setting of the tuner can't be put back now; it is tried again by the tuner, if it \
-                            isn't off, and at the next start");
+                        warn!(%error, "cannot restore a setting of the tuner now; the tuner, unless it is off, and the next \
+                            start will try again");
                     }
                 }
             }
@@ -132,7 +134,7 @@ impl Journal {
     }
 }
 
-/// Puts one file back.
+/// Restores one file.
 pub(super) fn restore(
     cgroups: &Cgroups,
     cgroup: &str,
@@ -144,7 +146,7 @@ pub(super) fn restore(
         return Ok(Restored::Gone);
     };
     if !is_ours(file, &now, entry) {
-        info!(cgroup, file, now, "somebody else has set this since: it is left as it is");
+        info!(cgroup, file, now, "another process has set this file since; leaving it as it is");
         cgroups.let_go(cgroup, file);
         return Ok(Restored::Foreign);
     }
@@ -152,7 +154,7 @@ pub(super) fn restore(
     Ok(Restored::Done)
 }
 
-/// Returns true if a file may hold what it holds because of us.
+/// Returns true if a file's value may come from the tuner.
 pub(super) fn is_ours(file: &str, now: &str, entry: &Entry) -> bool {
     let page = rustix::param::page_size() as u64;
     let same = |value: &String| order::same(file, now, value, page);

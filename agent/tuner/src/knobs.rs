@@ -1,16 +1,16 @@
-//! Which files of which cgroup version a knob is.
+//! The files of a knob in each cgroup version.
 
 use beelet_policy::tuner::{Knob, KnobKind, Supports};
 
 use beelet_base::kernel_release;
 use beelet_cgroups::{Cgroups, Version};
 
-/// One file that a knob takes from its owner.
+/// A file that a knob changes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Setting {
     /// The file.
     pub(super) file: &'static str,
-    /// What is written; None: nothing, but nothing else may write it meanwhile.
+    /// The value to write; `None` to only keep other writers off.
     pub(super) value: Option<String>,
 }
 
@@ -20,20 +20,20 @@ impl Setting {
     }
 }
 
-/// The kernel takes no shorter quota, in microseconds.
+/// The shortest quota in the kernel, in microseconds.
 const SHORTEST_QUOTA: u64 = 1000;
 
-/// The files of `knob`, and what they are to hold for `value`. They are given back in the same order.
+/// Returns the files of `knob`, and their contents for `value`, in the order of restoring them.
 pub(super) fn settings(cgroups: &Cgroups, knob: &Knob, value: u64) -> Vec<Setting> {
     let v2 = cgroups.version() == Version::V2;
     let weight = if v2 { "cpu.weight" } else { "cpu.shares" };
     match knob.kind {
-        // While a cgroup is idle the kernel refuses a weight, and it forgets the one there was
-        // (kernel/sched/fair.c, `sched_group_set_idle`): it is written again once the cgroup is not idle any
-        // more, and so comes after it.
+        // The kernel refuses a weight while a cgroup is idle, and drops the earlier one (kernel/sched/fair.c,
+        // `sched_group_set_idle`): the weight is rewritten once the cgroup is no longer idle, and so comes
+        // second.
         KnobKind::Idle => vec![Setting::new("cpu.idle", &value), Setting { file: weight, value: None }],
         KnobKind::Weight if v2 => vec![Setting::new(weight, &value)],
-        // The kubelet's formula backwards: weights 1 to 10,000 onto shares 2 to 262,144.
+        // The kubelet's formula inverted: weights 1 to 10,000 map to shares 2 to 262,144.
         KnobKind::Weight => {
             vec![Setting::new(weight, &(2 + (value.clamp(1, 10_000) - 1) * 262_142 / 9999))]
         }
@@ -53,8 +53,7 @@ pub(super) fn settings(cgroups: &Cgroups, knob: &Knob, value: u64) -> Vec<Settin
     }
 }
 
-/// The knob that a file belongs to, by itself: the weight that is held beside `cpu.idle` is one of its own
-/// here.
+/// Returns the knob of a single file: the weight that is held with `cpu.idle` counts as a knob of its own.
 pub(super) fn kind_of(file: &str) -> Option<KnobKind> {
     Some(match file {
         "cpu.idle" => KnobKind::Idle,
@@ -66,11 +65,11 @@ pub(super) fn kind_of(file: &str) -> Option<KnobKind> {
     })
 }
 
-/// From this release on, a thread that its quota stops runs on until it leaves the kernel ("sched/fair:
-/// Switch to task based throttle model").
+/// First release in which a throttled thread runs on until it leaves the kernel ("sched/fair: Switch to task
+/// based throttle model").
 const STOPS_OUTSIDE: (u32, u32) = (6, 18);
 
-/// What this machine offers, by the files that the cgroup of BestEffort pods has, and the kernel's release.
+/// Returns the machine's features, from the files in the cgroup of BestEffort pods and the kernel's release.
 pub(super) fn supports(cgroups: &Cgroups, best_effort: &str) -> Supports {
     let has = |file: &str| cgroups.read(best_effort, file).is_some();
     Supports {
@@ -86,9 +85,9 @@ fn burst_file(cgroups: &Cgroups) -> &'static str {
     if cgroups.version() == Version::V2 { "cpu.max.burst" } else { "cpu.cfs_burst_us" }
 }
 
-/// The quota of a cgroup in microseconds per period; None: it has none.
+/// Returns the quota of a cgroup in microseconds per period; `None` without a quota.
 pub(super) fn quota(cgroups: &Cgroups, cgroup: &str) -> Option<u64> {
     let file = if cgroups.version() == Version::V2 { "cpu.max" } else { "cpu.cfs_quota_us" };
-    // `max` and `-1` are no numbers.
+    // `max` and `-1` do not parse.
     cgroups.owners_value(cgroup, file)?.split(' ').next()?.parse().ok()
 }

@@ -1,9 +1,9 @@
-//! Closed-loop tuning of cgroups: looks at how containers suffer, lets `policy::tuner` decide, and holds
-//! settings of cgroups accordingly until they are given back.
+//! Closed-loop tuning of cgroups: measures how containers suffer, has `policy::tuner` decide, and holds
+//! cgroup settings accordingly until they are restored.
 //!
-//! Every setting is in a durable journal before it is written, with its owner's value, so that stopping,
-//! `off`, and a start after whatever death of the agent put back what was there. What somebody else
-//! overwrites is theirs from then on. In the mode `advise` nothing is written. Must never set anything but
+//! A durable journal records every setting with its owner's value before the write, so that stopping, `off`,
+//! and a start after any kind of crash restore the earlier values. A setting that another process overwrites
+//! belongs to that process from then on. The mode `advise` writes nothing. Must never set anything except
 //! through [`beelet_cgroups`], nor decide by itself.
 
 mod engine;
@@ -38,7 +38,7 @@ use tracing::{error, info};
 
 pub use self::{
     engine::{Engine, recover},
-    events::tell,
+    events::record_events,
     metrics::Metrics,
     rung::{Scheduling, StartScheduler},
     sample::{Freed, Holders, KernelHalf, Source},
@@ -52,14 +52,14 @@ use beelet_cgroups::Cgroups;
 use beelet_model::table::PodTable;
 use beelet_state::State;
 
-/// How it is set up.
+/// Settings of the tuner.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// How far it goes.
+    /// Level of intervention.
     pub mode: TunerMode,
-    /// The time between two looks.
+    /// Time between two ticks.
     pub interval: Duration,
-    /// How long a setting that something else overwrote is left alone.
+    /// Time for which the tuner leaves an overwritten setting alone.
     pub back_off: Duration,
     /// Bounds, step sizes, patience.
     pub law: Law,
@@ -68,31 +68,31 @@ pub struct Settings {
 /// The owner of the pods and their cgroups.
 #[derive(Clone, Debug)]
 pub enum Owner {
-    /// This agent, which keeps them so.
+    /// This agent, with this configuration.
     Us(CgroupConfig),
     /// A kubelet, whose pods are only observed.
     Kubelet,
 }
 
-/// What it needs from the rest of the node.
+/// The tuner's dependencies.
 pub struct Parts {
     /// The pods.
     pub table: watch::Receiver<Arc<PodTable>>,
     /// The cgroups.
     pub cgroups: Arc<Cgroups>,
-    /// Their owner.
+    /// Owner of the cgroups.
     pub owner: Owner,
-    /// Where the journal is kept.
+    /// Storage of the journal.
     pub state: Arc<State>,
-    /// What the kernel half measures, where it does.
+    /// Measurements of the kernel programs, if loaded.
     pub kernel: Option<KernelHalf>,
-    /// How its own scheduler is loaded, where one is wanted.
+    /// Loader of the tuner's own scheduler, if configured.
     pub scheduler: Option<StartScheduler>,
-    /// How it is set up.
+    /// Settings of the tuner.
     pub settings: Settings,
     /// Counters and gauges.
     pub metrics: Metrics,
-    /// What it shows.
+    /// Channel for the tuner's view.
     pub view: watch::Sender<Arc<View>>,
 }
 
@@ -102,8 +102,8 @@ impl std::fmt::Debug for Parts {
     }
 }
 
-/// The most that looking may take of a processor, one part in so many: one look at all pods of a node that
-/// suffers reads some eighteen files of each. Who only advises has time, and leaves more to a busy node.
+/// Maximum share of a processor for sampling, as one part in N: a tick over all pods of a suffering node
+/// reads some eighteen files of each. Advice is less urgent, and leaves more to a busy node.
 const fn share(mode: TunerMode) -> u32 {
     match mode {
         TunerMode::Enforce => 25,
@@ -111,18 +111,18 @@ const fn share(mode: TunerMode) -> u32 {
     }
 }
 
-/// Who only advises looks so many times less often while nobody can suffer: nothing is done in time or late.
+/// Factor by which the mode `advise` ticks less often while no container can suffer: advice is not urgent.
 const QUIETER: u32 = 4;
 
-/// The time from the end of one tick to the next, where it is longer than usual: the tick took so much, or
-/// nobody can suffer.
+/// Returns the time from the end of one tick to the next if it is longer than usual, because the tick took
+/// long or no container can suffer.
 fn longer_pause(settings: &Settings, took: Duration, is_quiet: bool) -> Option<Duration> {
     let quieter = if is_quiet && settings.mode == TunerMode::Advise { QUIETER } else { 1 };
     let pause = (settings.interval * quieter).max(took * (share(settings.mode) - 1));
     Some(pause).filter(|pause| *pause > settings.interval)
 }
 
-/// Runs until `shutdown`, then gives back all that is held.
+/// Runs until `shutdown`, then restores all held settings.
 pub fn run(parts: Parts, shutdown: CancellationToken) -> Work {
     Box::pin(async move {
         if parts.settings.mode == TunerMode::Off {
@@ -154,19 +154,19 @@ pub fn run(parts: Parts, shutdown: CancellationToken) -> Work {
                     (engine, finder)
                 }
                 Err(failed) => {
-                    error!(%failed, "the tuner failed; it starts anew, with everything given back");
+                    error!(%failed, "the tuner failed; restoring all settings and restarting it");
                     (parts.recovered_engine().await, parts.finder())
                 }
             };
         }
         let restored = spawn_blocking(move || engine.restore()).await.unwrap_or_default();
         if restored > 0 {
-            info!(settings = restored, "all that the tuner held is given back");
+            info!(settings = restored, "restored all cgroup settings that the tuner held");
         }
     })
 }
 
-/// Finds the pods that run.
+/// A finder of the running pods.
 enum Finder {
     Ours(CgroupConfig, Targets),
     Foreign(Foreign),
@@ -178,7 +178,7 @@ impl Finder {
             Self::Ours(config, targets) => targets.of(table, config),
             Self::Foreign(foreign) => {
                 if let Some(cgroup) = foreign.best_effort() {
-                    engine.look_for_best_effort_in(cgroup);
+                    engine.set_best_effort(cgroup);
                 }
                 foreign.targets(table, now).into()
             }

@@ -1,4 +1,4 @@
-//! What the tuner does, in numbers.
+//! The tuner's metrics.
 
 use beelet_policy::tuner::KnobKind;
 use prometheus_client::{
@@ -35,9 +35,9 @@ const KINDS: [KnobKind; 5] =
     [KnobKind::Idle, KnobKind::Weight, KnobKind::CpuCap, KnobKind::MemoryHigh, KnobKind::Burst];
 
 impl Metrics {
-    /// Adds them to `registry`.
+    /// Registers the metrics.
     pub fn register(&self, registry: &mut Registry) {
-        registry.register("beelet_tuner_ticks", "Looks at the node", self.ticks.clone());
+        registry.register("beelet_tuner_ticks", "Passes over the node", self.ticks.clone());
         registry.register(
             "beelet_tuner_steps",
             "Changes of a cgroup setting that were made, advised, or failed",
@@ -46,12 +46,12 @@ impl Metrics {
         registry.register("beelet_tuner_held", "Cgroup settings that are held now", self.held.clone());
         registry.register(
             "beelet_tuner_overwritten",
-            "Held settings that somebody else overwrote, and that were left to them",
+            "Held settings that another process overwrote and now keeps",
             self.overwritten.clone(),
         );
         registry.register(
             "beelet_tuner_restored",
-            "Settings that were put back at a stop, or at the start after an end without one",
+            "Settings restored at a stop, or at a start after an unclean end",
             self.restored.clone(),
         );
         registry.register(
@@ -61,7 +61,7 @@ impl Metrics {
         );
         registry.register(
             "beelet_tuner_scheduler_lost",
-            "Times that the tuner's own scheduler could not be loaded, or was taken away by the kernel",
+            "Times that the tuner's own scheduler failed to load or was unloaded by the kernel",
             self.scheduler_lost.clone(),
         );
     }

@@ -1,11 +1,11 @@
-//! Whether any container can be suffering at all, from a few numbers: most of the time none is, and then
-//! sampling every container twice per second would cost more than all else that an agent does on a node.
+//! A cheap check whether any container can be suffering, from a few numbers: usually none is, and sampling
+//! every container twice per second would then cost more than all other work of an agent on a node.
 //!
 //! A cgroup has waited at least as long as any below it (`Documentation/accounting/psi.rst`: a group is
-//! stalled while some task of it is), so what all pods together waited for is the most that one of them can
-//! have. On a node of many pods that is soon above a bound of one, though each waits for little: then each
-//! pod's own stalls are read, one file where a sample takes fifteen. Single long waits are in the kernel
-//! half's histograms, which are read at once. What a quota holds back is in neither.
+//! stalled while some task of it is), so the wait of all pods together is the maximum for each of them. On a
+//! node of many pods that soon exceeds a bound for one, though each waits for little: then each pod's own
+//! stalls are read, one file where a sample takes fifteen. Single long waits are in the kernel programs'
+//! histograms, read all at once. Neither includes throttling by a quota.
 
 use std::{
     collections::BTreeMap,
@@ -21,12 +21,12 @@ use super::{
 };
 use beelet_cgroups::{Cgroups, Pressure};
 
-/// How long all containers are sampled once one may have suffered.
+/// Time for which all containers are sampled once one may have suffered.
 pub(super) const ALERT: Duration = Duration::from_secs(10);
-/// How often the histograms are read while all is quiet: hundreds of entries on a full node.
+/// Interval of reading the histograms while all is quiet: hundreds of entries on a full node.
 const WAITS_EVERY: Duration = Duration::from_secs(2);
 
-/// What was seen at the ticks before.
+/// The observations of earlier ticks.
 #[derive(Debug, Default)]
 pub(super) struct Quiet {
     stalls: [Stalls; 2],
@@ -36,9 +36,10 @@ pub(super) struct Quiet {
 }
 
 impl Quiet {
-    /// `None` if no container needs to be sampled: nothing is held (`at_rest`), and no container of `pods`,
-    /// which lie below the cgroup `root`, has been near a bound for some time, but for those that their own
-    /// quota holds back. Else, and where the kernel counts no stalls, how long each has waited.
+    /// Returns `None` if no container needs to be sampled: nothing is held (`at_rest`), and no container of
+    /// `pods`, which lie below the cgroup `root`, has been near a bound for some time, except those that
+    /// their own quota throttles. Otherwise, and if the kernel does not count stalls, returns the counters of
+    /// each container's waits.
     pub(super) fn tick(
         &mut self,
         cgroups: &Cgroups,
@@ -64,7 +65,7 @@ impl Quiet {
             let before = self.kernel.get(id).map_or(&[][..], |before| &before.run_queue_waits);
             p99_us(before, &counters.run_queue_waits).is_some_and(|wait| wait >= bound)
         };
-        // What came before the first look is not of now.
+        // Waits before the first look are not current.
         if self.read_at.is_some() && kernel.iter().any(is_long) {
             self.loud = Some(now);
         }
@@ -77,11 +78,11 @@ impl Quiet {
     }
 }
 
-/// What is looked for at one tick.
+/// The inputs of one tick's check.
 struct StallLook<'a> {
     cgroups: &'a Cgroups,
     pressure: Pressure,
-    /// In permille of the time.
+    /// Permille of the time.
     bound: u64,
     now: Instant,
 }
@@ -92,7 +93,7 @@ impl StallLook<'_> {
     }
 }
 
-/// How many microseconds a cgroup had stalled at one time.
+/// The microseconds that a cgroup had stalled at one time.
 #[derive(Clone, Copy, Debug)]
 struct StallCount {
     at: Instant,
@@ -100,8 +101,8 @@ struct StallCount {
 }
 
 impl StallCount {
-    /// Returns true if it grew by this many permille of the time since `before`, or if too little time went
-    /// by to know.
+    /// Returns true if the stall grew by this many permille of the time since `before`, or if that time is
+    /// too short to know.
     fn grew_by(self, before: Self, bound: u64) -> bool {
         let micros = self.at.saturating_duration_since(before.at).as_micros();
         let grown = || permille(self.us.saturating_sub(before.us), micros);
@@ -109,18 +110,18 @@ impl StallCount {
     }
 }
 
-/// What was stalled for one resource at the tick before.
+/// The stalls for one resource at the last tick.
 #[derive(Debug, Default)]
 struct Stalls {
-    /// By all pods together.
+    /// Stall of all pods together.
     all: Option<StallCount>,
-    /// By each pod, by its cgroup, as long as all together are near the bound of one.
+    /// Stall of each pod, by its cgroup, while all together are near the bound of one.
     each: BTreeMap<String, StallCount>,
 }
 
 impl Stalls {
-    /// Returns true if a pod may have stalled near the bound since the tick before, and where the kernel
-    /// counts nothing. The first look at a cgroup tells nothing of it.
+    /// Returns true if a pod may have stalled near the bound since the last tick, or if the kernel counts no
+    /// stalls. The first look at a cgroup has no result.
     fn may_trouble_one(&mut self, look: &StallLook<'_>, root: &str, pods: &[Target]) -> bool {
         let Some(all) = look.at(root) else { return true };
         let before = self.all.replace(all);
@@ -137,7 +138,7 @@ impl Stalls {
     }
 }
 
-/// From where on a number counts as near its bound.
+/// Returns the number from which a value counts as near its bound.
 pub(super) fn near(bound: u64, law: &Law) -> u64 {
     bound * u64::from(law.release_percent) / 100
 }
@@ -182,18 +183,18 @@ mod tests {
                 at_rest: true,
                 waits: Arc::default(),
             };
-            // Two ticks: the first ones are not measured against anything.
-            assert!(node.after([0, 0]), "the first look tells nothing");
+            // Two ticks: the first ones have no earlier measurement.
+            assert!(node.after([0, 0]), "the first look has no result");
             assert!(node.after([0, 0]));
             node
         }
 
-        /// A second later, in which one pod stalled for so many microseconds, for a CPU and for memory.
+        /// Advances a second, in which one pod stalled for this many microseconds, for a CPU and for memory.
         fn after(&mut self, stalled: [u64; 2]) -> bool {
             self.after_each([stalled, [0, 0]])
         }
 
-        /// The same for two pods.
+        /// Does the same for two pods.
         fn after_each(&mut self, stalled: [[u64; 2]; 2]) -> bool {
             self.now += Duration::from_secs(1);
             for (n, file) in ["cpu.pressure", "memory.pressure"].into_iter().enumerate() {
@@ -221,7 +222,7 @@ mod tests {
             self.quiet.tick(&self.cgroups, pods, Some(&source), &law, self.now).is_none()
         }
 
-        /// So many waits in the first bucket, and in the 14th: 2^(9+13) to 2^(10+13) ns, or 4 to 8 ms.
+        /// Adds this many waits to the first bucket, and to the 14th: 2^(9+13) to 2^(10+13) ns, or 4 to 8 ms.
         fn waited(&self, short: u64, long: u64) {
             let mut counters = KernelCounters::default();
             (counters.run_queue_waits[0], counters.run_queue_waits[13]) = (short, long);
@@ -234,7 +235,7 @@ mod tests {
         let mut node = Node::new();
         // The bounds are 5 % and 2 %, and half of them is near.
         assert!(node.after([24_000, 9_000]));
-        assert!(node.after([26_000, 0]), "whose it was is known a tick later");
+        assert!(node.after([26_000, 0]), "the pod is known a tick later");
         assert!(!node.after([26_000, 0]));
         for _ in 1..ALERT.as_secs() {
             assert!(!node.after([0, 0]));
@@ -245,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn many_that_wait_for_little_are_quiet() {
+    fn many_pods_with_short_waits_are_quiet() {
         let mut node = Node::new();
         for _ in 0..3 {
             assert!(node.after_each([[20_000, 8_000]; 2]));
@@ -254,17 +255,17 @@ mod tests {
     }
 
     #[test]
-    fn long_waits_of_one_cgroup_are_not_quiet_however_short_all_together() {
+    fn long_single_waits_are_not_quiet_even_with_a_short_total() {
         let mut node = Node::new();
         node.waited(1000, 0);
         assert!(node.after([0, 0]));
         node.waited(2000, 100);
         let looks = [node.after([0, 0]), node.after([0, 0])];
-        assert!(looks.contains(&false), "nobody looked at the waits for two seconds");
+        assert!(looks.contains(&false), "the waits were not read for two seconds");
     }
 
     #[test]
-    fn while_something_is_held_everybody_is_looked_at() {
+    fn every_container_is_sampled_while_a_setting_is_held() {
         let mut node = Node::new();
         node.at_rest = false;
         assert!(!node.after([0, 0]));
@@ -273,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn where_the_kernel_counts_no_stalls_it_is_never_quiet() {
+    fn a_kernel_without_stall_counts_is_never_quiet() {
         let mut node = Node::new();
         fs::remove_file(node.dir.path().join("kubepods/cpu.pressure")).unwrap();
         node.now += 2 * ALERT;

@@ -1,8 +1,8 @@
-//! The tuner's top rung: a scheduler of its own beside the cgroups (`tuner.scheduler: sched-ext`).
+//! The tuner's top rung: a scheduler of its own in addition to the cgroups (`tuner.scheduler: sched-ext`).
 //!
-//! It is loaded once, in the mode `enforce`, with the first pod. What the kernel refuses, or takes away, is
-//! not tried again before the agent starts anew: the cgroups hold from then on. Must never keep the tuner
-//! from doing what it does without.
+//! The scheduler is loaded once, in the mode `enforce`, with the first pod. If the kernel refuses or unloads
+//! it, the next attempt comes with the agent's next start, and the cgroups apply until then. Must never keep
+//! the tuner from its other work.
 
 use std::{collections::BTreeMap, fmt, sync::Arc};
 
@@ -13,37 +13,37 @@ use tracing::{info, warn};
 
 use super::{metrics::Metrics, targets::Target};
 
-/// A scheduler that is loaded. It goes when this value does.
+/// A loaded scheduler. Dropping the value unloads it.
 pub trait Scheduling: Send {
-    /// Sets who gets which part, by the cgroup ids of pods, and the millicores that containers may use, by
-    /// theirs.
+    /// Sets the share of each pod, by its cgroup id, and the millicores that each container may use, by its
+    /// cgroup id.
     ///
     /// # Errors
-    /// In words.
+    /// The failure, as a message.
     fn share_out(
         &mut self,
         pods: &BTreeMap<u64, SchedulingShare>,
         limits: &BTreeMap<u64, u64>,
     ) -> Result<(), String>;
 
-    /// Why the kernel has taken it away; `None` while it runs.
+    /// Returns the reason if the kernel has unloaded the scheduler; `None` while it runs.
     ///
     /// # Errors
-    /// In words.
+    /// The failure, as a message.
     fn ended(&self) -> Result<Option<String>, String>;
 }
 
-/// Loads a scheduler.
+/// A function that loads a scheduler.
 pub type StartScheduler = Arc<dyn Fn() -> Result<Box<dyn Scheduling>, String> + Send + Sync>;
 
-/// How the rung stands.
+/// State of the rung.
 pub(super) enum Rung {
-    /// The kernel's own scheduler is wanted.
+    /// The configuration selects the kernel's own scheduler.
     Unused,
-    /// There were no pods yet.
+    /// Waiting for the first pod.
     Wanted(StartScheduler),
     Loaded(Box<dyn Scheduling>),
-    /// Not loaded, or no longer, and why.
+    /// Not loaded, or unloaded; with the reason.
     Lost(String),
 }
 
@@ -59,17 +59,19 @@ impl fmt::Debug for Rung {
 }
 
 impl Rung {
-    /// Looks whether the scheduler still runs, loads it where it is wanted, and tells it of the pods.
+    /// Checks that the scheduler still runs, loads it if configured, and sends it the pods.
     pub(super) fn tick(&mut self, cgroups: &Cgroups, pods: &[Target], metrics: &Metrics) {
         if let Self::Wanted(start) = self
             && !pods.is_empty()
         {
             *self = match start() {
                 Ok(scheduler) => {
-                    info!("the tuner's scheduler is loaded; the kernel has its own back when the agent ends");
+                    info!(
+                        "loaded the tuner's scheduler; the kernel's own scheduler returns when the agent ends"
+                    );
                     Self::Loaded(scheduler)
                 }
-                Err(reason) => Self::lost("it could not be loaded", &reason, metrics),
+                Err(reason) => Self::lost("cannot load the scheduler", &reason, metrics),
             };
         }
         let Self::Loaded(scheduler) = self else { return metrics.scheduler(false) };
@@ -80,7 +82,7 @@ impl Rung {
             Err(reason) => Some(reason),
         };
         if let Some(reason) = failed {
-            *self = Self::lost("it was taken away", &reason, metrics);
+            *self = Self::lost("the kernel unloaded the scheduler", &reason, metrics);
         }
         metrics.scheduler(self.is_loaded());
     }
@@ -88,24 +90,24 @@ impl Rung {
     fn lost(what: &str, reason: &str, metrics: &Metrics) -> Self {
         warn!(
             reason,
-            "the tuner's scheduler is not used: {what}; the tuner goes on with cgroups alone until the agent starts anew"
+            "running without the tuner's scheduler until the agent restarts, with cgroups alone: {what}"
         );
         metrics.scheduler_lost();
         Self::Lost(format!(
-            "sched-ext: {what}: {reason}; the kernel's own scheduler runs, until the agent starts anew"
+            "sched-ext: {what}: {reason}; the kernel's own scheduler runs until the agent restarts"
         ))
     }
 
-    /// Returns true if CPU settings of cgroups have no effect: the scheduler decides.
+    /// Returns true if the loaded scheduler makes CPU settings of cgroups ineffective.
     pub(super) fn is_loaded(&self) -> bool {
         matches!(self, Self::Loaded(_))
     }
 
-    /// What is not done for it, or why it is not there though it is wanted.
+    /// Returns the actions omitted because of the scheduler, or the reason for its absence.
     pub(super) fn lacking(&self) -> Option<String> {
         match self {
             Self::Loaded(_) => Some(
-                "cpu.idle, cpu.weight, cpu.max: the tuner's scheduler (sched-ext) decides instead of them"
+                "cpu.idle, cpu.weight, cpu.max: without effect under the tuner's scheduler (sched-ext)"
                     .to_owned(),
             ),
             Self::Lost(why) => Some(why.clone()),
@@ -113,12 +115,12 @@ impl Rung {
         }
     }
 
-    /// Why it is not there though it is wanted.
+    /// Returns the reason for the absence of a configured scheduler.
     pub(super) fn why_lost(&self) -> Option<&str> {
         if let Self::Lost(why) = self { Some(why) } else { None }
     }
 
-    /// Gives the kernel its own scheduler back.
+    /// Restores the kernel's own scheduler.
     pub(super) fn stop(&mut self) {
         if self.is_loaded() {
             *self = Self::Lost("sched-ext: the tuner has stopped".to_owned());
@@ -126,7 +128,7 @@ impl Rung {
     }
 }
 
-/// Every pod's share, and every container's CPU limit, as the kernel's own scheduler would keep it.
+/// Returns every pod's share, and every container's CPU limit as the kernel's own scheduler would enforce it.
 fn parts(cgroups: &Cgroups, pods: &[Target]) -> (BTreeMap<u64, SchedulingShare>, BTreeMap<u64, u64>) {
     let (mut shares, mut limits) = (BTreeMap::new(), BTreeMap::new());
     for pod in pods {
@@ -144,7 +146,7 @@ fn parts(cgroups: &Cgroups, pods: &[Target]) -> (BTreeMap<u64, SchedulingShare>,
     (shares, limits)
 }
 
-/// What `cpu.max` allows, in thousandths of a CPU; `None`: all.
+/// Returns the limit in `cpu.max` in thousandths of a CPU; `None` without a limit.
 fn millicores(cpu_max: &str) -> Option<u64> {
     let mut words = cpu_max.split_whitespace().map(str::parse::<u64>);
     let (quota, period) = (words.next()?.ok()?, words.next()?.ok()?);

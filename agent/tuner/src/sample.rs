@@ -1,4 +1,4 @@
-//! From counters that only grow to rates since the tick before.
+//! Conversion of growing counters to rates since the last tick.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,27 +15,28 @@ use super::{
 };
 use beelet_cgroups::{Cgroups, Pressure, Version};
 
-/// Two looks nearer to each other than this say nothing.
+/// Minimum time between two looks for a meaningful rate.
 pub(super) const LEAST_MICROS: u128 = 10_000;
 
-/// What the kernel half counted, by cgroup id, all at once.
+/// Source of the kernel programs' counters, by cgroup id, all at once.
 pub type Source = Arc<dyn Fn() -> BTreeMap<u64, KernelCounters> + Send + Sync>;
 
-/// Who had the CPUs while these cgroups waited: by their ids, the ids of those that had them and their shares
-/// of the wait in permille.
+/// Source of the users of the CPUs while these cgroups waited: by the waiting cgroups' ids, the ids of the
+/// users and their shares of the wait in permille.
 pub type Holders = Arc<dyn Fn(&BTreeSet<u64>) -> BTreeMap<u64, Vec<(u64, u32)>> + Send + Sync>;
 
-/// Pages that the threads of each cgroup freed lately, because they needed some and none were free.
+/// Source of the pages that the threads of each cgroup freed recently, because they needed memory and none
+/// was free.
 pub type Freed = Arc<dyn Fn() -> BTreeMap<u64, u64> + Send + Sync>;
 
-/// What the kernel half measures.
+/// The measurements of the kernel programs.
 #[derive(Clone)]
 pub struct KernelHalf {
     /// Single waits.
     pub counters: Source,
-    /// Who had the CPUs meanwhile.
+    /// Source of the users of the CPUs while others waited.
     pub holders: Holders,
-    /// Who needed memory.
+    /// Source of the cgroups that needed memory.
     pub freed: Freed,
 }
 
@@ -51,14 +52,14 @@ struct CgroupCounters {
     kernel: Option<KernelCounters>,
 }
 
-/// Remembers the counters of the tick before.
+/// Counters of the last tick.
 #[derive(Debug, Default)]
 pub(super) struct Sampler {
     before: BTreeMap<String, CgroupCounters>,
 }
 
 impl Sampler {
-    /// Looks at the node.
+    /// Samples the node.
     pub(super) fn sample(
         &mut self,
         cgroups: &Cgroups,
@@ -90,19 +91,19 @@ impl Sampler {
     }
 }
 
-/// One look at everything.
+/// A pass over everything.
 struct SampleRound<'a> {
     cgroups: &'a Cgroups,
     kernel: BTreeMap<u64, KernelCounters>,
     now: Instant,
     before: &'a BTreeMap<String, CgroupCounters>,
     seen: BTreeMap<String, CgroupCounters>,
-    /// The ids of containers' cgroups, where the kernel half counts.
+    /// Ids of containers' cgroups, if the kernel programs count.
     ids: BTreeMap<String, u64>,
 }
 
 impl SampleRound<'_> {
-    /// Says of the containers that waited who had the CPUs meanwhile, by pod.
+    /// Fills in the pods that used the CPUs while containers waited.
     fn name_holders(&self, pods: &mut [PodSample], holders: &Holders) {
         let owners: BTreeMap<u64, String> = pods
             .iter()
@@ -130,8 +131,8 @@ impl SampleRound<'_> {
         }
     }
 
-    /// Says whose growth made containers stall for memory, if any did. One at its own limit grows at nobody
-    /// else's cost.
+    /// Fills in the pods whose growth made containers stall for memory, if any did. A container at its own
+    /// limit affects no others.
     fn name_growers(&self, pods: &mut [PodSample], freed: &Freed) {
         let stalls =
             |container: &ContainerSample| container.memory_stall_permille.is_some_and(|stall| stall > 0);
@@ -159,7 +160,7 @@ impl SampleRound<'_> {
             .iter()
             .filter_map(|container| self.container(pod, container, rates.throttled))
             .collect();
-        // Version 1 refuses a quota below one of the containers'; on version 2 the tighter one holds.
+        // Version 1 refuses a quota below one of the containers'; on version 2 the tighter one applies.
         let can_cap = self.cgroups.version() == Version::V2
             || containers.iter().all(|container| container.quota_us.is_none());
         Some(PodSample {
@@ -179,7 +180,8 @@ impl SampleRound<'_> {
         })
     }
 
-    /// A container's sample. What its pod's quota holds back, it does not wait for others either.
+    /// Returns a container's sample. Throttling by its pod's quota does not count as waiting for others
+    /// either.
     fn container(
         &mut self,
         pod: &Target,
@@ -188,7 +190,8 @@ impl SampleRound<'_> {
     ) -> Option<ContainerSample> {
         let cgroup = self.cgroups.container_path(&pod.cgroup, &container.id)?;
         let rates = self.rates(&cgroup)?;
-        // One that never waits for memory is not held by its limit either. The files are the dearest ones.
+        // A container that never waits for memory is not at its limit either. These files are the most
+        // expensive ones.
         let waits = rates.memory_stall.is_some_and(|stall| stall > 0);
         let memory = if waits { self.cgroups.memory_use(&cgroup) } else { None };
         Some(ContainerSample {
@@ -204,7 +207,7 @@ impl SampleRound<'_> {
         })
     }
 
-    /// The rates of a cgroup; None if it is gone.
+    /// Returns the rates of a cgroup; `None` if it no longer exists.
     fn rates(&mut self, cgroup: &str) -> Option<Rates> {
         let cpu = self.cgroups.cpu_use(cgroup)?;
         let id = if self.kernel.is_empty() { None } else { self.cgroups.cgroup_id(cgroup) };
@@ -226,7 +229,7 @@ impl SampleRound<'_> {
     }
 }
 
-/// What happened between two looks.
+/// The rates between two looks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Rates {
     /// Millicores.
@@ -254,8 +257,8 @@ impl Rates {
         Self {
             used: u64::try_from(u128::from(used_us) * 1000 / micros).ok(),
             throttled: Some(permille(now.throttled_ns.saturating_sub(before.throttled_ns) / 1000)),
-            // The time in which anybody waited says more than the sum of all waits, which grows with the
-            // tasks.
+            // The time in which any task waited says more than the sum of all waits, which grows with the
+            // number of tasks.
             cpu_wait: grown(before.cpu_stall_us, now.cpu_stall_us)
                 .or_else(|| by_kernel(|kernel| kernel.run_queue_wait_ns)),
             cpu_wait_p99_us: waits
@@ -268,13 +271,13 @@ impl Rates {
     }
 }
 
-/// The share that `part` is of `all`, both in the same unit.
+/// Returns the share that `part` is of `all`, both in the same unit.
 pub(super) fn permille(part: u64, all: u128) -> u32 {
     u32::try_from(u128::from(part) * 1000 / all.max(1)).unwrap_or(u32::MAX)
 }
 
-/// The 99th percentile of what came between two states of a histogram of powers of two, evenly spread within
-/// its bucket, in microseconds. Fewer than 100 waits have none.
+/// Returns the 99th percentile of the waits between two states of a histogram of powers of two, evenly spread
+/// within its bucket, in microseconds; `None` for fewer than 100 waits.
 pub(super) fn p99_us(before: &[u64], now: &[u64]) -> Option<u64> {
     let counts: Vec<u64> = now
         .iter()
@@ -335,14 +338,14 @@ mod tests {
             memory_still: None,
         };
         assert_eq!(rates, expected);
-        // A container that was started again has counters of its own, which may be smaller.
+        // A restarted container has new counters, which may be smaller.
         now.cpu_stall_us = Some(10);
         assert_eq!(Rates::between(&now, &counters(start + Duration::from_secs(1))).cpu_wait, None);
         assert_eq!(Rates::between(&before, &counters(start)), Rates::default());
     }
 
     #[test]
-    fn the_99th_percentile_is_of_what_is_new() {
+    fn the_99th_percentile_is_of_new_waits() {
         assert_eq!(p99_us(&[], &[50, 49]), None);
         assert_eq!(p99_us(&[], &[990, 0, 0, 10]), Some(1));
         // Half of the bucket from 4096 to 8192 ns.

@@ -1,4 +1,4 @@
-//! The pods that the tuner looks at, from the pod table. Pure.
+//! The pods for the tuner, from the pod table. Pure.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -19,26 +19,26 @@ use beelet_model::{
 pub struct Target {
     /// `namespace/name`.
     pub name: String,
-    /// Its class.
+    /// The pod's class.
     pub class: QosClass,
-    /// Its cgroup.
+    /// The pod's cgroup.
     pub cgroup: String,
-    /// Millicores that it requests.
+    /// Requested millicores.
     pub cpu_request: u64,
-    /// Bytes that it requests.
+    /// Requested bytes.
     pub memory_request: u64,
-    /// A container of it may be held back by a CPU limit of its own.
+    /// True if a CPU limit of its own may throttle one of its containers.
     pub is_limited: bool,
-    /// Its priority.
+    /// The pod's priority.
     pub priority: i32,
-    /// Its running containers.
+    /// The pod's running containers.
     pub containers: Vec<TargetContainer>,
 }
 
 /// A running container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TargetContainer {
-    /// Its name in the pod.
+    /// The container's name in the pod.
     pub name: String,
     /// The runtime's identifier.
     pub id: String,
@@ -46,7 +46,7 @@ pub struct TargetContainer {
 
 #[cfg(test)]
 impl Target {
-    /// A Burstable pod without limits and containers in a cgroup, called so.
+    /// Creates a Burstable pod without limits and containers, named after its cgroup.
     pub(super) fn burstable(cgroup: &str) -> Self {
         Self {
             name: cgroup.to_owned(),
@@ -61,8 +61,8 @@ impl Target {
     }
 }
 
-/// The pods with running containers, as they were when the table was last looked at: to read the amounts of
-/// all anew at each tick would be most of what a tick costs.
+/// The pods with running containers as of the last look at the table: parsing the amounts of all pods at each
+/// tick would be most of a tick's cost.
 #[derive(Debug, Default)]
 pub(super) struct Targets {
     known: Pods,
@@ -71,7 +71,7 @@ pub(super) struct Targets {
 }
 
 impl Targets {
-    /// Those of this table. One whose amounts can't be read is left out: it can't have been started.
+    /// Returns the pods of this table, without those whose amounts are invalid: they cannot have started.
     pub(super) fn of(&mut self, table: &PodTable, config: &CgroupConfig) -> Arc<[Target]> {
         let known = std::mem::replace(&mut self.known, table.pods.clone());
         let PodChanges { changed, gone } = PodChanges::between(&known, &self.known);

@@ -1,4 +1,4 @@
-//! The engine over plain folders.
+//! Tests of the engine over plain folders.
 
 use std::{collections::BTreeSet, fs, path::PathBuf, sync::Arc, time::Duration, time::Instant};
 
@@ -113,17 +113,20 @@ fn a_cap_keeps_its_owners_period() {
 #[test]
 fn the_journal_is_written_before_the_file() {
     let fake = Fake::new();
-    // Nothing can be noted: a folder is where the journal belongs.
+    // The journal cannot be written: a folder is in its place.
     let mut engine = fake.engine();
     fs::create_dir_all(fake.dir.path().join("state/tuner.json/x")).unwrap();
     let view = engine.act(&seen(500), Instant::now());
     assert_eq!(fake.read("cpu.idle"), "0");
-    assert!(matches!(&view.history[0].outcome, Outcome::Failed(why) if why.contains("noted")), "{view:?}");
+    assert!(
+        matches!(&view.history[0].outcome, Outcome::Failed(why) if why.contains("cannot record")),
+        "{view:?}"
+    );
     assert_eq!(view.blocked[0].knob.kind, KnobKind::Idle);
 }
 
 #[test]
-fn what_changed_owners_values_meanwhile_is_what_comes_back() {
+fn the_owners_latest_value_is_restored() {
     let fake = Fake::new();
     let mut engine = fake.engine();
     engine.act(&seen(500), Instant::now());
@@ -133,11 +136,11 @@ fn what_changed_owners_values_meanwhile_is_what_comes_back() {
     engine.restore();
     assert_eq!(fake.read("cpu.weight"), "7");
     fake.cgroups.ensure(BEST_EFFORT, &[("cpu.weight".to_owned(), "8".to_owned())].into()).unwrap();
-    assert_eq!(fake.read("cpu.weight"), "8", "and is written again once it isn't held");
+    assert_eq!(fake.read("cpu.weight"), "8", "and is written again once it is no longer held");
 }
 
 #[test]
-fn a_pod_that_fell_short_while_idle_gets_its_own_weight_before_less_of_it() {
+fn a_pod_that_fell_short_while_idle_gets_its_own_weight_before_a_lower_one() {
     let (fake, greedy) = (Fake::new(), "/kubepods/burstable/podgreedy");
     let folder = fake.dir.path().join("cgroup").join(&greedy[1..]);
     fs::create_dir_all(&folder).unwrap();
@@ -167,7 +170,7 @@ fn a_pod_that_fell_short_while_idle_gets_its_own_weight_before_less_of_it() {
 }
 
 #[test]
-fn the_next_start_puts_back_what_a_killed_agent_left_unless_somebody_else_wrote_it() {
+fn the_next_start_restores_a_killed_agents_settings_unless_overwritten() {
     let fake = Fake::new();
     let mut engine = fake.engine();
     for _ in 0..3 {
@@ -176,22 +179,22 @@ fn the_next_start_puts_back_what_a_killed_agent_left_unless_somebody_else_wrote_
     let journal = fs::read(fake.dir.path().join("state/tuner.json")).unwrap();
     drop(engine);
     fs::write(fake.file("cpu.max"), "1000 50000").unwrap();
-    // A process of its own knows nothing of what is held but the journal.
+    // A new process knows the held settings only from the journal.
     let fresh = Fake { cgroups: Arc::new((*fake.cgroups).clone()), dir: fake.dir };
     assert_eq!(recover(&fresh.cgroups, &fresh.state()), 2);
     assert_eq!(fresh.read("cpu.idle"), "0");
     assert_eq!(fresh.read("cpu.max"), "1000 50000");
     assert_eq!(recover(&fresh.cgroups, &fresh.state()), 0);
-    // Killed between the note and the write: the file is still its owner's.
+    // After a kill between journal and write, the file still holds its owner's value.
     fs::write(fresh.dir.path().join("state/tuner.json"), journal).unwrap();
     recover(&fresh.cgroups, &fresh.state());
     assert_eq!((fresh.read("cpu.idle"), fresh.read("cpu.weight")), ("0".to_owned(), "1".to_owned()));
 }
 
 #[test]
-fn what_could_not_be_given_back_is_tried_again_once_it_is_not_left_alone_any_more() {
-    // A file that says what the tuner writes, and that nobody may write, root included: a constant of the
-    // kernel.
+fn a_failed_restoration_is_retried_once_the_setting_is_no_longer_left_alone() {
+    // A constant of the kernel: a file with the value that the tuner writes, and that no process can write,
+    // not even root.
     let constant = "/proc/sys/kernel/ngroups_max";
     let value: u64 = fs::read_to_string(constant).unwrap().trim().parse().unwrap();
     let fake = Fake::new();
@@ -215,21 +218,21 @@ fn what_could_not_be_given_back_is_tried_again_once_it_is_not_left_alone_any_mor
     assert!(matches!(view.history.last().unwrap().outcome, Outcome::Failed(_)), "{view:?}");
     assert!(view.held.is_empty());
     assert_eq!(view.blocked[0].knob.kind, KnobKind::MemoryHigh);
-    // It doesn't work any better later.
+    // A later attempt fails, too.
     let view = engine.tick(&[], start + Duration::from_secs(61));
-    assert!(view.blocked[0].reason.contains("could not be given back"), "{view:?}");
+    assert!(view.blocked[0].reason.contains("cannot restore it"), "{view:?}");
     fs::remove_file(&high).unwrap();
     fs::write(&high, value.to_string()).unwrap();
     engine.tick(&[], start + Duration::from_secs(100));
-    assert_eq!(fs::read_to_string(&high).unwrap(), value.to_string(), "it is left alone for a minute");
+    assert_eq!(fs::read_to_string(&high).unwrap(), value.to_string(), "the file is left alone for a minute");
     let view = engine.tick(&[], start + Duration::from_secs(122));
     assert_eq!(fs::read_to_string(&high).unwrap(), "max");
     assert!(view.blocked.is_empty() && view.history.last().unwrap().outcome == Outcome::Done, "{view:?}");
-    assert!(!fake.dir.path().join("state/tuner.json").exists(), "the journal is done with");
+    assert!(!fake.dir.path().join("state/tuner.json").exists(), "the journal is no longer needed");
 }
 
 #[test]
-fn a_look_that_takes_long_is_followed_by_a_longer_pause() {
+fn a_long_tick_is_followed_by_a_longer_pause() {
     let ms = Duration::from_millis;
     let of = |mode| Settings { mode, interval: ms(500), back_off: Duration::ZERO, law: Law::default() };
     let (enforce, advise) = (of(TunerMode::Enforce), of(TunerMode::Advise));
@@ -238,6 +241,6 @@ fn a_look_that_takes_long_is_followed_by_a_longer_pause() {
     assert_eq!(longer_pause(&advise, ms(4), false), None, "0.8 %");
     assert_eq!(longer_pause(&advise, ms(10), false), Some(ms(990)), "1 %");
     assert_eq!(longer_pause(&enforce, Duration::ZERO, false), None);
-    assert_eq!(longer_pause(&enforce, ms(1), true), None, "whoever suffers next is helped in time");
+    assert_eq!(longer_pause(&enforce, ms(1), true), None, "the next suffering container is helped in time");
     assert_eq!(longer_pause(&advise, ms(1), true), Some(ms(2000)));
 }

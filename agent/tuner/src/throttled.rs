@@ -1,5 +1,5 @@
-//! Which pods their own CPU quota may be holding back, by one counter per cgroup that has a quota: where
-//! nothing else is amiss only these are sampled.
+//! Detection of pods that their own CPU quota may be throttling, by one counter per cgroup that has a quota:
+//! on an otherwise quiet node only these are sampled.
 
 use std::{collections::BTreeMap, time::Instant};
 
@@ -15,25 +15,25 @@ use super::{
     targets::Target,
 };
 
-/// What was seen of one pod.
+/// The state of one pod.
 #[derive(Debug)]
 struct Seen {
     at: Instant,
-    /// Nanoseconds that each cgroup's quota had held it back, its own and its containers'.
+    /// Nanoseconds that each cgroup's quota had throttled it, the pod's own and its containers'.
     throttled_ns: BTreeMap<String, u64>,
-    /// When it was near the bound for the last time.
+    /// Last time near the bound.
     loud: Option<Instant>,
 }
 
-/// What was seen at the tick before, by the pods' cgroups.
+/// The state at the last tick, by the pods' cgroups.
 #[derive(Debug, Default)]
 pub(super) struct Throttled {
     seen: BTreeMap<String, Seen>,
 }
 
 impl Throttled {
-    /// Those of `pods` that are protected and have been near the bound of being held back by a quota for some
-    /// time, or are lent a burst for it.
+    /// Returns the protected ones of `pods` that have been near the bound of throttling for some time, or
+    /// have a burst because of it.
     pub(super) fn tick<'a>(
         &mut self,
         cgroups: &Cgroups,
@@ -102,8 +102,8 @@ mod tests {
             node
         }
 
-        /// A second later, in which so many microseconds of the container of `pod` had been held back since
-        /// it began. The names of the pods that are to be sampled.
+        /// Advances a second, after which a quota has throttled the container of `pod` for this many
+        /// microseconds in total. Returns the names of the pods to sample.
         fn after(&mut self, pod: &str, throttled_us: u64) -> Vec<String> {
             self.now += Duration::from_secs(1);
             let dir = self.dir.path().join(pod).join("1");
@@ -133,12 +133,12 @@ mod tests {
             assert_eq!(node.after("a", 50_000), ["/a"]);
         }
         assert!(node.after("a", 50_000).is_empty());
-        assert!(node.after("b", 900_000).is_empty(), "the first look tells nothing");
+        assert!(node.after("b", 900_000).is_empty(), "the first look has no result");
         assert_eq!(node.after("b", 1_900_000), ["/b"]);
     }
 
     #[test]
-    fn a_pod_that_is_lent_a_burst_is_sampled_until_it_is_given_back() {
+    fn a_pod_with_a_burst_is_sampled_until_the_burst_ends() {
         let mut node = Node::new();
         let knob = Knob { cgroup: "/a/1".to_owned(), kind: KnobKind::Burst };
         node.held.insert(knob.clone(), 1);

@@ -1,4 +1,4 @@
-//! What the tuner shows of itself.
+//! The published state of the tuner.
 
 use std::{sync::Arc, time::Duration};
 
@@ -8,24 +8,24 @@ use serde::{Deserialize, Serialize};
 
 use beelet_policy::tuner::TunerMode;
 
-/// How it stands, at the last tick.
+/// State at the last tick.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct View {
-    /// How far it goes; None before the first tick.
+    /// Level of intervention; `None` before the first tick.
     pub mode: Option<TunerMode>,
-    /// When it looked last.
+    /// Time of the last tick.
     pub at: Option<Timestamp>,
-    /// What it found, in words: of CPU, of memory.
+    /// Findings: of CPU, of memory.
     pub findings: Vec<String>,
-    /// What can't be done here, and why.
+    /// Actions that the node does not support, with reasons.
     pub lacking: Vec<String>,
-    /// Why a scheduler of its own that is wanted does not run.
+    /// Reason for the absence of a configured scheduler.
     pub scheduler_lost: Option<String>,
-    /// What it holds now; in the mode `advise`, what it would change.
+    /// Held settings; in the mode `advise`, the advised changes.
     pub held: Vec<HeldSetting>,
-    /// What it leaves to others for a while.
+    /// Settings left to other processes for a while.
     pub blocked: Vec<Blocked>,
-    /// What it did or advised, oldest first; the last few hundred.
+    /// Steps and advice, oldest first; the last few hundred.
     pub history: Arc<Vec<TunerRecord>>,
 }
 
@@ -35,58 +35,58 @@ impl View {
     }
 }
 
-/// A setting that is held.
+/// A held setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeldSetting {
-    /// Which.
+    /// The setting.
     pub knob: Knob,
-    /// At what, with its unit.
+    /// Value with its unit.
     pub value: String,
-    /// What its owner has there, as in the file; empty in the mode `advise`.
+    /// Owner's value as in the file; empty in the mode `advise`.
     pub owners: String,
-    /// Since when.
+    /// Time since which it is held.
     pub since: Timestamp,
-    /// Why, in words.
+    /// Explanation for users.
     pub reason: String,
 }
 
-/// A setting that is left alone.
+/// A setting to leave alone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Blocked {
-    /// Which.
+    /// The setting.
     pub knob: Knob,
-    /// For how long still.
+    /// Remaining time.
     pub left: Duration,
-    /// Why, in words.
+    /// Explanation for users.
     pub reason: String,
 }
 
-/// Something that was done, or advised.
+/// A step, or advice.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TunerRecord {
-    /// When.
+    /// Time of the step.
     pub at: Timestamp,
-    /// To what.
+    /// The setting.
     pub knob: Knob,
-    /// What it was held at before, with its unit; None: its owner's value stood.
+    /// Value held before, with its unit; `None` for the owner's value.
     pub from: Option<String>,
-    /// What it was to be held at; None: its owner's value again.
+    /// New value; `None` for the owner's value.
     pub to: Option<String>,
-    /// Why, in words.
+    /// Explanation for users.
     pub reason: String,
-    /// What came of it.
+    /// Result of the step.
     pub outcome: Outcome,
 }
 
-/// What came of a step.
+/// Result of a step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
-    /// It was done.
+    /// The step was taken.
     Done,
-    /// It was only advised.
+    /// The step was only advised.
     Advised,
-    /// It could not be done.
+    /// The step failed.
     Failed(String),
-    /// Something else has overwritten the setting, which is left to it.
+    /// Another process has overwritten the setting and keeps it.
     Overwritten(String),
 }

@@ -1,43 +1,43 @@
-//! The border for numbers that pods, plugins, runtimes and servers name: lengths of time above all.
+//! Bounds for numbers from pods, plugins, runtimes and servers, mainly lengths of time.
 //!
-//! The API server bounds few of a pod's seconds from above: `kubectl delete --grace-period` takes all of an
-//! int64. Sums with such a number overflow here, and in the runtime, which counts nanoseconds in an int64.
-//! So every number of seconds from outside becomes a [`Duration`] by one of these functions, and by no other
-//! way. What is added to a time goes by `After` in `base::clock`, as a second line.
+//! The API server bounds few of a pod's seconds from above: `kubectl delete --grace-period` accepts any int64.
+//! Sums with such a number overflow here, and in the runtime, which counts nanoseconds in an int64. So every
+//! number of seconds from outside becomes a [`Duration`] through one of these functions only. Sums of a time
+//! and a length use `After` in `base::clock`, as a second line of defence.
 
 use std::time::Duration;
 
-/// The longest grace period of a pod or a probe, in seconds: 366 days. More is certainly a mistake, and
-/// ends where this ends.
+/// Longest grace period of a pod or a probe, in seconds: 366 days. A longer one is certainly a mistake, and
+/// is shortened to this.
 pub const LONGEST_GRACE_SECONDS: i64 = 366 * 24 * 3600;
 
-/// As [`LONGEST_GRACE_SECONDS`].
+/// [`LONGEST_GRACE_SECONDS`] as a duration.
 pub const LONGEST_GRACE: Duration = Duration::from_secs(LONGEST_GRACE_SECONDS as u64);
 
-/// The longest time that anything here counts, 68 years: the API's own limit of `activeDeadlineSeconds`
+/// Longest duration in the agent, 68 years: the API's own limit of `activeDeadlineSeconds`
 /// (`ValidatePodSpec`, pkg/apis/core/validation). Any sum of a few of them fits into every type of time.
 pub const FAR: Duration = Duration::from_secs(i32::MAX as u64);
 
-/// A grace period of so many seconds: none if negative, at most [`LONGEST_GRACE`].
+/// Converts seconds into a grace period: zero if negative, at most [`LONGEST_GRACE`].
 #[must_use]
 pub fn grace(seconds: i64) -> Duration {
     self::seconds(seconds).min(LONGEST_GRACE)
 }
 
-/// So many seconds: none if negative, at most [`FAR`].
+/// Converts seconds into a duration: zero if negative, at most [`FAR`].
 #[must_use]
 pub fn seconds(seconds: i64) -> Duration {
     Duration::from_secs(u64::try_from(seconds).unwrap_or(0)).min(FAR)
 }
 
-/// The sum of what others have counted, saturating.
+/// Adds numbers from outside, saturating.
 #[must_use]
 pub fn total(parts: impl IntoIterator<Item = u64>) -> u64 {
     parts.into_iter().fold(0, u64::saturating_add)
 }
 
-/// Whole seconds of a time for a program that counts nanoseconds in an int64, as those written in Go do:
-/// rounded up, at most those of [`FAR`].
+/// Converts a time into whole seconds, rounded up, at most those of [`FAR`]: for programs that count
+/// nanoseconds in an int64, as Go programs do.
 #[must_use]
 pub fn whole_seconds(time: Duration) -> i64 {
     let time = time.min(FAR);

@@ -1,31 +1,30 @@
-//! What may be chosen of the kernel half: whether it is used, and from what on it tells of a container that
-//! waits.
+//! Settings of the kernel programs: their use, and the thresholds of pressure edges.
 
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// Whether to use BPF.
+/// Use of BPF.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BpfMode {
-    /// As far as this kernel and these privileges allow.
+    /// Use as much BPF as this kernel and these privileges allow.
     #[default]
     Auto,
-    /// Nowhere: every fallback is in use.
+    /// Use no BPF, only fallbacks.
     Off,
 }
 
-/// From what on a container's waiting is sent as an edge: how long its threads, added up, may wait within a
-/// second. Zero: never.
+/// Thresholds of a container's pressure edges: total wait of its threads within a second above which the
+/// programs send an edge. Zero: never.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PressureEdges {
-    /// For a CPU that is free.
+    /// Wait for a free CPU.
     pub run_queue_wait: ByQos,
-    /// For memory that is free.
+    /// Wait for free memory.
     pub reclaim: ByQos,
 }
 
-/// One duration per QoS class.
+/// A duration per QoS class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ByQos {
     /// Guaranteed pods.
@@ -37,8 +36,8 @@ pub struct ByQos {
 }
 
 impl Default for PressureEdges {
-    /// A twentieth of a second hurts what was promised a CPU of its own, a tenth what was promised a share;
-    /// what was promised nothing is reported only where it stands still for want of memory.
+    /// A twentieth of a second hurts a pod with CPUs of its own (Guaranteed), a tenth a pod with a share
+    /// (Burstable); a BestEffort pod is reported only when it stands still for lack of memory.
     fn default() -> Self {
         let ms = Duration::from_millis;
         Self {

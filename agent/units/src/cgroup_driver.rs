@@ -1,8 +1,8 @@
-//! Who makes cgroups, and how they are called.
+//! Cgroup drivers, and the names of their cgroups.
 
 use serde::{Deserialize, Serialize};
 
-/// Names of cgroup folders; the names of the values are KubeletConfiguration's `cgroupDriver`.
+/// Driver of the cgroups; the values are those of KubeletConfiguration's `cgroupDriver`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CgroupDriver {

@@ -1,11 +1,11 @@
-//! Lists of CPUs as people write them and the kernel does: `0-3,8` (cpuset(7)).
+//! Lists of CPUs in the kernel's format: `0-3,8` (cpuset(7)).
 
 use std::collections::BTreeSet;
 
-/// More than any machine has.
+/// Limit of CPU numbers, above that of any machine.
 const MOST: u32 = 1 << 16;
 
-/// The CPUs of a list; `None` if it is none.
+/// Parses a list of CPUs; `None` if the text is not a list.
 #[must_use]
 pub fn parse(list: &str) -> Option<BTreeSet<u32>> {
     let mut cpus = BTreeSet::new();

@@ -1,25 +1,25 @@
 //! Durations as Go writes them and Kubernetes' files have them: `300ms`, `1m30s`, `1.5h`.
 //!
 //! Follows `time.ParseDuration` and `time.Duration.String` (go.dev/src/time): whole nanoseconds, at most
-//! 2^63-1 of them (292 years). No setting here may be negative, so a minus sign is an error. Must never panic
-//! on any input.
+//! 2^63-1 of them (292 years). Settings are never negative, so a minus sign is an error. This module must
+//! never panic on any input.
 
 use std::fmt::Write;
 use std::time::Duration;
 
-/// Why a text is not a duration.
+/// Error for a text that is not a duration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DurationError {
-    /// Not of the form number, unit, number, unit, …
+    /// The text does not have the form number, unit, number, unit, …
     #[error("{0:?} is not a duration (use e.g. 300ms, 90s or 1m30s)")]
     Malformed(String),
-    /// A number without a unit.
+    /// A number has no unit.
     #[error("{0:?} has no unit (use e.g. 90s or 1m30s)")]
     NoUnit(String),
-    /// Below zero.
+    /// The duration is below zero.
     #[error("{0:?} is negative; a duration here cannot be")]
     Negative(String),
-    /// More than 2^63-1 nanoseconds.
+    /// The duration exceeds 2^63-1 nanoseconds.
     #[error("{0:?} is longer than 292 years")]
     TooLong(String),
 }
@@ -38,7 +38,7 @@ const UNITS: [(&str, u64); 8] = [
 /// Reads a duration.
 ///
 /// # Errors
-/// The text is not a Go duration, is negative, or is longer than Go's type can hold.
+/// Fails if the text is not a Go duration, is negative, or exceeds the range of Go's type.
 pub fn parse(text: &str) -> Result<Duration, DurationError> {
     let shown = || text.chars().take(64).collect::<String>();
     let (negative, mut rest) = match text.as_bytes().first() {
@@ -74,7 +74,7 @@ pub fn parse(text: &str) -> Result<Duration, DurationError> {
     Ok(Duration::from_nanos(total))
 }
 
-/// Digits before and after the point, and what follows them; None without any digit.
+/// Splits off the digits before and after the point, and returns the rest; None without any digit.
 fn number(text: &str) -> Option<(&str, &str, &str)> {
     let digits = |text: &str| text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (whole, tail) = text.split_at(digits(text));
@@ -85,7 +85,7 @@ fn number(text: &str) -> Option<(&str, &str, &str)> {
     (!whole.is_empty() || !fraction.is_empty()).then_some((whole, fraction, tail))
 }
 
-/// `whole.fraction` of a unit that has `nanos` nanoseconds, rounded down; None if it overflows.
+/// Computes `whole.fraction` of a unit that has `nanos` nanoseconds, rounded down; None on overflow.
 fn part(whole: &str, fraction: &str, nanos: u64) -> Option<u64> {
     let whole: u64 = if whole.is_empty() { 0 } else { whole.parse().ok()? };
     // Digits past the 18th are below a nanosecond for every unit.

@@ -1,13 +1,12 @@
-//! Where in the input a value is wrong: the one error type of this crate.
+//! Path of a wrong value in the input: the error type for values in objects.
 //!
 //! Every function that reads text out of a Kubernetes object (quantities above all) reports the field's path
-//! relative to what it was given; each caller that holds a larger object puts its own part in front with
-//! [`FieldError::under`]. Must never carry anything that isn't a property of the input (no I/O errors, no
-//! time).
+//! relative to its argument; each caller that holds a larger object prepends its own part with
+//! [`FieldError::under`]. An error must only describe the input (no I/O errors, no time).
 
 use std::fmt;
 
-/// A value that could not be understood: the field's path, and a sentence that says why.
+/// A wrong value: the field's path, and a sentence with the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FieldError {
     path: String,
@@ -15,12 +14,12 @@ pub struct FieldError {
 }
 
 impl FieldError {
-    /// An error at `path` (`spec.containers[0].resources.requests.cpu`; empty: the object as a whole).
+    /// Creates an error at `path` (`spec.containers[0].resources.requests.cpu`; empty: the object as a whole).
     pub fn new(path: impl Into<String>, message: impl Into<String>) -> Self {
         Self { path: path.into(), message: message.into() }
     }
 
-    /// The same error seen from the object that holds this one: `under("pods[3]")` of `spec.x` is
+    /// Prepends the path of the object that holds this one: `under("pods[3]")` of `spec.x` is
     /// `pods[3].spec.x`.
     #[must_use]
     pub fn under(mut self, parent: &str) -> Self {
@@ -33,12 +32,12 @@ impl FieldError {
         self
     }
 
-    /// The field's path from the object that the failing function was given.
+    /// Returns the field's path, relative to the argument of the failing function.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// The reason why the value is wrong, without the path.
+    /// Returns the reason why the value is wrong, without the path.
     pub fn message(&self) -> &str {
         &self.message
     }

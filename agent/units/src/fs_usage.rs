@@ -1,4 +1,4 @@
-//! How full a file system is.
+//! Usage of a file system.
 
 use serde::Deserialize;
 
@@ -6,8 +6,8 @@ use serde::Deserialize;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct FsUsage {
-    /// Its size in bytes.
+    /// Size of the file system, in bytes.
     pub capacity_bytes: u64,
-    /// What is free for us, in bytes.
+    /// Bytes available to the agent's user.
     pub available_bytes: u64,
 }

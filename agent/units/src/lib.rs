@@ -1,8 +1,8 @@
 //! Values with a text form or a range that every floor shares: quantities, durations, times, label selectors,
-//! CPU lists, and the few settings that doors read without a decision.
+//! CPU lists, and the few settings that `bpf` and `cgroups` read without a decision.
 //!
-//! A value knows how to be read, written, compared and bounded. A rule that says what to do with one belongs
-//! in `policy`. Must never read a clock, a file or the environment, nor panic on any input.
+//! A value has functions to read, write, compare and bound it. A rule about its use belongs in `policy`. This
+//! crate must never read a clock, a file or the environment, nor panic on any input.
 #![forbid(unsafe_code)]
 // A test hands its literals over.
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]

@@ -1,26 +1,25 @@
-//! Times of a clock that nobody sets, for what is a length: grace periods, delays, how long something has
-//! lasted.
+//! Times of a monotonic clock, for lengths: grace periods, delays, ages.
 //!
-//! The wall's clock is set by people and by NTP, by hours at a time. What was measured with it would be over
-//! too soon, or never.
+//! People and NTP set the wall clock, by hours at a time. A length measured with it would end too soon, or
+//! never.
 
 use std::time::Duration;
 
 use jiff::Timestamp;
 
-/// A time on a clock that only goes forward, since a beginning that its owner chose. Moments of two clocks
-/// say nothing of each other.
+/// A time on a monotonic clock, since a beginning that the clock's owner chose. Moments of two clocks are not
+/// comparable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Moment(Duration);
 
 impl Moment {
-    /// So long after the clock's beginning.
+    /// Returns the moment this time after the clock's beginning.
     #[must_use]
     pub const fn after_start(time: Duration) -> Self {
         Self(time)
     }
 
-    /// A wall-clock time of a scenario, in which all times are of one clock that nobody sets.
+    /// Converts a wall-clock time of a scenario, in which all times are of one clock that is never set.
     #[must_use]
     pub fn of_scenario(at: Timestamp) -> Self {
         let nanos = at.as_nanosecond().saturating_sub(Timestamp::MIN.as_nanosecond());
@@ -28,19 +27,19 @@ impl Moment {
         Self(Duration::new(u64::try_from(seconds).unwrap_or(0), u32::try_from(nanos).unwrap_or(0)))
     }
 
-    /// So much later; the end of all times if there is no such moment.
+    /// Returns the moment `length` later, saturating.
     #[must_use]
     pub const fn plus(self, length: Duration) -> Self {
         Self(self.0.saturating_add(length))
     }
 
-    /// So much earlier, but not before the clock's beginning.
+    /// Returns the moment `length` earlier, but not before the clock's beginning.
     #[must_use]
     pub const fn minus(self, length: Duration) -> Self {
         Self(self.0.saturating_sub(length))
     }
 
-    /// The time since `earlier`; nothing if that is yet to come.
+    /// Returns the time since `earlier`; zero if that is in the future.
     #[must_use]
     pub const fn since(self, earlier: Self) -> Duration {
         self.0.saturating_sub(earlier.0)

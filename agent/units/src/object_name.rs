@@ -1,7 +1,7 @@
-//! Names of objects in the API server (`k8s.io/apimachinery/pkg/util/validation`). Admission of a pod takes
-//! any text where a pod names another object: one that can't be a name names nothing.
+//! Names of objects in the API server (`k8s.io/apimachinery/pkg/util/validation`). Admission accepts any text
+//! where a pod names another object, even an impossible name.
 
-/// Bytes of the longest name.
+/// Length of the longest name, in bytes.
 pub const LONGEST: usize = 253;
 
 /// Returns true for letters in lower case, digits and hyphens, with a letter or a digit at each end: a part
@@ -18,8 +18,8 @@ pub fn is_subdomain(text: &str) -> bool {
     text.len() <= LONGEST && text.split('.').all(is_label)
 }
 
-/// Why there is no object of this name, whatever an API server has; None: there may be one. For kinds whose
-/// names are DNS subdomains (`NameIsDNSSubdomain`), as those of ConfigMaps and Secrets.
+/// Returns the reason why no API server can have an object of this name; None for a possible name. For kinds
+/// whose names are DNS subdomains (`NameIsDNSSubdomain`), such as ConfigMaps and Secrets.
 #[must_use]
 pub fn impossible(name: &str) -> Option<&'static str> {
     if is_subdomain(name) {

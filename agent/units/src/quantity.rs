@@ -4,13 +4,13 @@
 //! Follows `k8s.io/apimachinery/pkg/api/resource`: suffixes n u m k M G T P E, Ki Mi Gi Ti Pi Ei and decimal
 //! exponents; values are kept to a nano and a finer one is rounded away from zero; `Value` and `MilliValue`
 //! round up; a binary quantity is capped at 2^63-1. Two deliberate differences: a number needs at least one
-//! digit (the apimachinery reads `Ki` and `.` as 0, its own grammar doesn't allow them), and what exceeds the
+//! digit (the apimachinery reads `Ki` and `.` as 0, its own grammar doesn't allow them), and a number out of
 //! range saturates where Go's accessors wrap around.
 //!
-//! Why not `kube_quantity` 0.9: it works in `rust_decimal` (28 digits), loses `u`, `n` and exponents such as
-//! `1e-3`, multiplies by unchecked `i64::pow` (overflow panics on input such as `9Ei`), falls back to 0 on a
-//! failed conversion and has no round-up accessors, so its sums would differ from the kubelet's. Must never
-//! panic on any input, nor use floats.
+//! `kube_quantity` 0.9 does not fit: it works in `rust_decimal` (28 digits), loses `u`, `n` and exponents such
+//! as `1e-3`, multiplies by unchecked `i64::pow` (overflow panics on input such as `9Ei`), falls back to 0 on
+//! a failed conversion and has no round-up accessors, so its sums would differ from the kubelet's. This module
+//! must never panic on any input, nor use floats.
 
 use std::{fmt, iter::Sum, ops::Add, str::FromStr};
 
@@ -25,10 +25,10 @@ pub struct Quantity {
 
 const NANOS: i128 = 1_000_000_000;
 const NANOS_PER_MILLI: i128 = 1_000_000;
-/// No honest quantity is longer; it bounds the work that a hostile one can cause.
+/// Longest accepted text, in bytes; bounds the work for a hostile one.
 const LONGEST: usize = 256;
 
-/// Why a text is not a quantity.
+/// Error for a text that is not a quantity.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not a quantity (use e.g. 250m, 1.5 or 512Mi)")]
 pub struct QuantityError {
@@ -46,21 +46,21 @@ impl QuantityError {
 }
 
 impl Quantity {
-    /// Nothing at all.
+    /// Zero.
     pub const ZERO: Self = Self { nanos: 0 };
 
-    /// So many whole units (cores, bytes, counts).
+    /// Returns a quantity of whole units (cores, bytes, counts).
     pub const fn from_units(units: i64) -> Self {
         Self { nanos: units as i128 * NANOS }
     }
 
-    /// So many thousandths of a unit (millicores).
+    /// Returns a quantity of thousandths of a unit (millicores).
     pub const fn from_millis(millis: i64) -> Self {
         Self { nanos: millis as i128 * NANOS_PER_MILLI }
     }
 
-    /// Its value, rounded up, in the largest binary unit that says it exactly: bytes measured in pages come
-    /// out in `Ki`.
+    /// Formats the value, rounded up, in the largest exact binary unit: bytes measured in pages come out in
+    /// `Ki`.
     #[must_use]
     pub fn binary(self) -> String {
         let value = self.value();
@@ -79,23 +79,24 @@ impl Quantity {
         parse_short(text.as_bytes()).or_else(|| parse_any(text)).ok_or_else(|| QuantityError::new(text))
     }
 
-    /// Whole units, a fraction rounded up (away from zero), saturating at the `i64` range: Go's `Value()`.
+    /// Returns whole units, a fraction rounded up (away from zero), saturating at the `i64` range: Go's
+    /// `Value()`.
     pub fn value(self) -> i64 {
         self.scaled(NANOS)
     }
 
-    /// Thousandths, a fraction rounded up (away from zero), saturating at the `i64` range: Go's
+    /// Returns thousandths, a fraction rounded up (away from zero), saturating at the `i64` range: Go's
     /// `MilliValue()`.
     pub fn milli_value(self) -> i64 {
         self.scaled(NANOS_PER_MILLI)
     }
 
-    /// Exactly zero?
+    /// Returns true if the quantity is exactly zero.
     pub fn is_zero(self) -> bool {
         self.nanos == 0
     }
 
-    /// `self - other`, saturating; may be negative.
+    /// Computes `self - other`, saturating; the result may be negative.
     #[must_use]
     pub fn saturating_sub(self, other: Self) -> Self {
         Self { nanos: self.nanos.saturating_sub(other.nanos) }
@@ -108,7 +109,7 @@ impl Quantity {
     }
 }
 
-/// What follows the digits: a power of two, or a power of ten.
+/// Suffix of the digits: a power of two, or a power of ten.
 enum Suffix {
     Binary(u32),
     Decimal(i64),
@@ -148,8 +149,8 @@ fn decimal_exponent(text: &[u8]) -> Option<i64> {
     Some(if text[0] == b'-' { -magnitude } else { magnitude })
 }
 
-/// The common case without allocation: at most 18 digits, no fraction, no sign, and a result that fits by
-/// far.
+/// Parses the common case without allocation: at most 18 digits, no fraction, no sign, and a result far from
+/// the limits.
 fn parse_short(text: &[u8]) -> Option<Quantity> {
     let digits = text.iter().take_while(|b| b.is_ascii_digit()).count();
     if digits == 0 || digits > 18 {
@@ -167,7 +168,7 @@ fn parse_short(text: &[u8]) -> Option<Quantity> {
     Some(Quantity::from_units(units))
 }
 
-/// Every other form, exactly, with the number held as decimal digits.
+/// Parses every other form, exactly, with the number held as decimal digits.
 fn parse_any(text: &str) -> Option<Quantity> {
     if text.len() > LONGEST {
         return None;
@@ -195,7 +196,7 @@ fn parse_any(text: &str) -> Option<Quantity> {
             (0, true)
         }
     };
-    // nanos = digits * 10^(power + 9 - places), what lies behind the point rounded away from zero
+    // nanos = digits * 10^(power + 9 - places), the fraction rounded away from zero
     let mut nanos = to_integer(&digits, power.saturating_add(9).saturating_sub(places));
     if capped {
         nanos = nanos.min(Quantity::from_units(i64::MAX).nanos);
@@ -215,7 +216,7 @@ fn double(digits: &mut Vec<u8>) {
     }
 }
 
-/// `digits` * 10^`power` as an integer: saturating above, rounded up below.
+/// Computes `digits` * 10^`power` as an integer: saturating above, rounded up below.
 fn to_integer(digits: &[u8], power: i64) -> i128 {
     let cut = usize::try_from(power.min(0).unsigned_abs()).unwrap_or(usize::MAX);
     let (kept, dropped) = digits.split_at(digits.len().saturating_sub(cut));
@@ -242,7 +243,7 @@ impl FromStr for Quantity {
 impl TryFrom<&k8s_openapi::apimachinery::pkg::api::resource::Quantity> for Quantity {
     type Error = QuantityError;
 
-    /// From the API object, whose JSON form may have blanks around it (Go's `UnmarshalJSON` trims them).
+    /// Reads the API object, whose JSON form may have surrounding blanks (Go's `UnmarshalJSON` trims them).
     fn try_from(text: &k8s_openapi::apimachinery::pkg::api::resource::Quantity) -> Result<Self, Self::Error> {
         Self::parse(text.0.trim())
     }
@@ -251,7 +252,7 @@ impl TryFrom<&k8s_openapi::apimachinery::pkg::api::resource::Quantity> for Quant
 impl Add for Quantity {
     type Output = Self;
 
-    /// Exact within ±1.7×10^29 units, saturating there.
+    /// Adds exactly within ±1.7×10^29 units, saturating there.
     fn add(self, other: Self) -> Self {
         Self { nanos: self.nanos.saturating_add(other.nanos) }
     }
@@ -264,7 +265,7 @@ impl Sum for Quantity {
 }
 
 impl fmt::Display for Quantity {
-    /// A text that parses back to the same amount: the coarsest of units, m, u and n that loses nothing.
+    /// Writes a text that parses back to the same amount: the coarsest of units, m, u and n without loss.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (unit, suffix) = [(NANOS, ""), (NANOS_PER_MILLI, "m"), (1_000, "u")]
             .into_iter()
@@ -302,7 +303,7 @@ impl Visitor<'_> for QuantityVisitor {
     }
 
     fn visit_f64<E: serde::de::Error>(self, number: f64) -> Result<Quantity, E> {
-        // Through the shortest decimal text that means this float, so that 0.1 is a tenth.
+        // Goes through the shortest decimal text of this float, so that 0.1 is a tenth.
         self.visit_str(&number.to_string())
     }
 }

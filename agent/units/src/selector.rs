@@ -1,13 +1,13 @@
-//! Label selectors as people write them on a command line (`-l app=web,tier!=db`), the words and the meaning
-//! being those of `labels.Parse` in apimachinery's pkg/labels/selector.go.
+//! Label selectors of a command line (`-l app=web,tier!=db`), with the grammar and the meaning of
+//! `labels.Parse` in apimachinery's pkg/labels/selector.go.
 
 use std::collections::BTreeMap;
 
-/// What labels must be.
+/// Requirements on an object's labels.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Selector(Vec<Requirement>);
 
-/// What one label must be.
+/// A requirement on one label.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Requirement {
     key: String,
@@ -19,14 +19,14 @@ enum Test {
     Exists,
     Absent,
     In(Vec<String>),
-    /// A label that is not there is in no list.
+    /// A missing label passes.
     NotIn(Vec<String>),
 }
 
-/// Why a text is no selector.
+/// Error for a text that is not a selector.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0:?} is no requirement of a label: write key=value, key!=value, key in (a,b), key notin (a,b), key or !key, with \
+    "invalid label requirement {0:?}: write key=value, key!=value, key in (a,b), key notin (a,b), key or !key, with \
      commas between several"
 )]
 pub struct SelectorError(String);
@@ -43,7 +43,7 @@ impl std::str::FromStr for Selector {
 }
 
 impl Selector {
-    /// Returns true if an object's labels, which may have none, are as required.
+    /// Returns true if an object's labels, which may be missing, meet the requirements.
     #[must_use]
     pub fn matches(&self, labels: Option<&BTreeMap<String, String>>) -> bool {
         self.0.iter().all(|one| {
@@ -57,14 +57,14 @@ impl Selector {
         })
     }
 
-    /// Returns true if any labels will do.
+    /// Returns true if the selector has no requirements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-/// Split at the commas that are in no parentheses.
+/// Splits a text at the commas outside parentheses.
 fn requirements(text: &str) -> Vec<&str> {
     let (mut depth, mut start, mut all) = (0_i32, 0, Vec::new());
     for (at, c) in text.char_indices() {

@@ -1,7 +1,7 @@
-//! Sentences that quote what others wrote, at a bounded length.
+//! Bounded quotes of text from outside.
 
-/// Cuts a text of more than `most` bytes in its middle, between characters: the first words of a sentence say
-/// what failed, the last ones why. The sign for what is left out counts too.
+/// Cuts a text of more than `most` bytes in its middle, between characters: the first words of a sentence
+/// usually name the failure, the last ones the cause. The ellipsis counts too.
 pub fn in_the_middle(text: &mut String, most: usize) {
     const LEFT_OUT: char = '…';
     if text.len() <= most {
@@ -13,7 +13,7 @@ pub fn in_the_middle(text: &mut String, most: usize) {
     text.replace_range(end..start, "…");
 }
 
-/// A name from outside in quotes, with what is no plain character escaped, and cut in its middle.
+/// Quotes a name from outside, with special characters escaped, and cut in its middle.
 #[must_use]
 pub fn quoted(name: &str) -> String {
     /// The longest name of an object is not cut.

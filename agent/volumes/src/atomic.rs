@@ -541,7 +541,7 @@ mod tests {
         );
         let refused = write(dir.path(), &payload(&[(&deep(5000), "1")]), None).unwrap_err();
         assert!(
-            refused.contains("of 10001 bytes is longer than the 4096 bytes that Linux takes"),
+            refused.contains("of 10001 bytes is longer than the 4096 bytes that Linux allows"),
             "{refused}"
         );
         let points = dir.path().join("points");
@@ -551,7 +551,7 @@ mod tests {
         };
         let refused = make(5000).unwrap_err().to_string();
         assert!(
-            refused.contains("of 10001 bytes is longer than the 4096 bytes that Linux takes"),
+            refused.contains("of 10001 bytes is longer than the 4096 bytes that Linux allows"),
             "{refused}"
         );
         assert!(names(&points).is_empty());

@@ -232,7 +232,7 @@ fn what_cannot_be_mounted_as_asked_is_refused() {
     let deep = |levels: usize| vec!["a"; levels].join("/");
     let of_image = |part: &str| json!({"name": "image", "mountPath": "/a", "subPath": part});
     check_mount(of_image(&deep(2000)), Ok(("", true)));
-    check_mount(of_image(&deep(5000)), Err("of 9999 bytes is longer than the 4096 bytes that Linux takes"));
+    check_mount(of_image(&deep(5000)), Err("of 9999 bytes is longer than the 4096 bytes that Linux allows"));
     check_mount(
         json!({"name": "image", "mountPath": "/a", "subPathExpr": deep(5000)}),
         Err("subPathExpr is longer than 4096 bytes once its references are replaced"),

@@ -20,7 +20,7 @@ use beelet_bpf::{CheckedNetns, Interest, Kernel, KernelOptions};
 use beelet_cri::Runtime;
 use beelet_model::request::Request;
 use beelet_model::table::{PodEntry, PodName, PodTable};
-use beelet_policy::probe::{EdgePolicy, Outcome, ProbeResult};
+use beelet_policy::probe::{EdgePolicy, Outcome, ProbeResult, listener::QueueRule};
 use beelet_probes::{Handle, ProbeView, Probes, Settings};
 use beelet_proto::cri;
 use beelet_state::events::Recorder;
@@ -242,6 +242,7 @@ impl Probing {
                 tcp_by_kernel: by_kernel,
                 edge_policy: EdgePolicy::Immediate,
                 canary: Duration::ZERO,
+                queue_rule: QueueRule::Room,
             },
             events: Recorder::default(),
             metrics: beelet_probes::Metrics::default(),

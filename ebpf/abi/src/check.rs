@@ -1,4 +1,4 @@
-//! What the agent asks the program `socket_check`, and what it answers: a packet with a head and up to
+//! Questions of the agent to the program `socket_check`, and its answers: a packet with a head and up to
 //! [`MAX_CHECKS`] of [`Check`], in which the program fills in the answers. No map is involved.
 
 use core::mem::{align_of, offset_of, size_of};
@@ -8,25 +8,25 @@ use core::mem::{align_of, offset_of, size_of};
 pub const HEAD: usize = 16;
 /// Checks in one packet. The kernel allows a test packet one page, less what it needs around it.
 pub const MAX_CHECKS: usize = 32;
-/// Members of a `SO_REUSEPORT` group that are looked at; of a larger one it is never said that all are full.
+/// Members of a `SO_REUSEPORT` group that are checked; a larger group is never reported as completely full.
 pub const MAX_MEMBERS: u32 = 64;
 
-/// The namespace that the program runs in (`BPF_F_CURRENT_NETNS`).
+/// The program's own namespace (`BPF_F_CURRENT_NETNS`).
 pub const CURRENT_NETNS: i32 = -1;
 
-/// What a lookup found. The number is in [`Answer::found`].
+/// Results of a lookup: the values of [`Answer::found`].
 pub mod found {
-    /// Nothing, or nothing was looked for.
+    /// No socket, or no lookup.
     pub const NOTHING: u32 = 0;
-    /// A socket that listens.
+    /// A listening socket.
     pub const LISTENER: u32 = 1;
-    /// A connection that is established, and that the application hasn't accepted.
+    /// An established connection that the application hasn't accepted.
     pub const WAITING: u32 = 2;
     /// A connection that the application has accepted.
     pub const ACCEPTED: u32 = 3;
-    /// A connection whose handshake isn't over (or that waits for data, with `TCP_DEFER_ACCEPT`).
+    /// A connection whose handshake hasn't finished (or that waits for data, with `TCP_DEFER_ACCEPT`).
     pub const HALF_OPEN: u32 = 4;
-    /// A connection in any other state: it is being closed.
+    /// A connection in any other state: a closing one.
     pub const CLOSING: u32 = 5;
 }
 
@@ -38,45 +38,45 @@ pub struct Asked {
     pub netns_id: i32,
     /// [`crate::FAMILY_IPV4`] or [`crate::FAMILY_IPV6`].
     pub family: u16,
-    /// The port connected to, host order.
+    /// Destination port, host order.
     pub local_port: u16,
-    /// The port connected from, host order; 0 for a listener.
+    /// Source port, host order; 0 for a listener.
     pub remote_port: u16,
     /// Zero.
     pub reserved: [u16; 3],
-    /// The address connected to, network order; IPv4 takes the first four bytes.
+    /// Destination address, network order; IPv4 uses the first four bytes.
     pub local: [u8; 16],
-    /// The address connected from; all zero for a listener.
+    /// Source address; all zero for a listener.
     pub remote: [u8; 16],
 }
 
-/// What was found.
+/// Result of a lookup.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Answer {
-    /// The cookie of the namespace it was found in.
+    /// Cookie of the socket's namespace.
     pub netns_cookie: u64,
-    /// The cgroup2 id the socket was made in; 0 if unknown.
+    /// Id of the cgroup2 in which the socket was made; 0 if unknown.
     pub cgroup_id: u64,
     /// The socket's cookie; 0 if it has none yet.
     pub cookie: u64,
-    /// A number made of the connections at the heads of the accept queues; 0 if none waits.
+    /// Fingerprint of the connections at the heads of the accept queues; 0 if none waits.
     pub heads: u64,
     /// One of [`found`].
     pub found: u32,
     /// Listeners at the address: more than one in a `SO_REUSEPORT` group.
     pub listeners: u32,
-    /// Those with a connection waiting.
+    /// Listeners with a waiting connection.
     pub waiting: u32,
-    /// Those whose accept queue is full.
+    /// Listeners with a full accept queue.
     pub full: u32,
-    /// Connections that wait, in all queues.
+    /// Waiting connections in all queues.
     pub backlog: u32,
-    /// The most that the found listener's queue takes, less one.
+    /// Capacity of the found listener's queue, less one.
     pub max_backlog: u32,
 }
 
-/// One check, as it lies in the packet.
+/// A check in the packet.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Check {

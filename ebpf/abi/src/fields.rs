@@ -1,48 +1,47 @@
 //! Every field of a kernel structure, and every argument of a tracepoint, that the kernel programs read.
 //!
-//! Rust emits no CO-RE relocations, so each is a read-only global of an object. The agent sets it from the
-//! running kernel's BTF before loading, and the verifier sees it as a constant. [`kernel_fields`] is the only
-//! list: both objects make their globals and the checks of a [`group`] from it, and the agent what it looks
-//! up. A new field is one row.
+//! Rust emits no CO-RE relocations, so each offset is a read-only global of an object. The agent sets it from
+//! the running kernel's BTF before loading, and the verifier sees a constant. [`kernel_fields`] is the only
+//! list: both objects make their globals and the checks of a [`group`] from it, and the agent its lookups. A
+//! new field is one row.
 
-/// What programs can't do without. A program whose group is incomplete does nothing, and the agent doesn't
-/// attach it.
+/// Groups of fields that programs require. A program whose group is incomplete does nothing, and the agent
+/// doesn't attach it.
 pub mod group {
-    /// Where a socket listens.
+    /// A listening socket's address.
     pub const LISTENER: u32 = 1;
-    /// Which cgroup and pod a thread belongs to.
+    /// A thread's cgroup and pod.
     pub const CGROUP: u32 = 1 << 1;
-    /// The clock of a CPU's run queue, which the kernel has just read whenever one of the scheduler's hooks
-    /// runs.
+    /// The clock of a CPU's run queue, which the kernel reads right before each of the scheduler's hooks.
     pub const RUN_QUEUE_CLOCK: u32 = 1 << 2;
-    /// How long each thread waited for CPUs, added up by the kernel on that clock (`CONFIG_SCHED_INFO`).
+    /// Each thread's total wait for CPUs, summed by the kernel on that clock (`CONFIG_SCHED_INFO`).
     pub const RUN_DELAY: u32 = 1 << 3;
-    /// How a process ended.
+    /// A process's exit status.
     pub const EXIT: u32 = 1 << 4;
-    /// Which thread ends.
+    /// The exiting thread.
     pub const EXIT_TASK: u32 = 1 << 5;
-    /// Which thread a hook is about.
+    /// A hook's thread.
     pub const THREAD: u32 = 1 << 6;
-    /// Which thread is new.
+    /// The forked thread.
     pub const FORK: u32 = 1 << 7;
-    /// Which thread becomes runnable.
+    /// The thread that becomes runnable.
     pub const WAKEUP: u32 = 1 << 8;
-    /// Which threads leave a CPU and get it.
+    /// The previous and the next thread of a switch.
     pub const SWITCH: u32 = 1 << 9;
-    /// All that the lookup of listeners needs.
+    /// All fields for the lookup of listeners.
     pub const CHECK: u32 = 1 << 10;
-    /// All that the scheduler needs.
+    /// All fields for the scheduler.
     pub const SCHEDULER: u32 = 1 << 11;
 }
 
-/// The place of a value in this kernel's types.
+/// Source of a value in this kernel's types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// The offset of a member, in bytes: of the byte that holds it, for a bit field.
+    /// The offset of a member in bytes; for a bit field, of the byte that holds it.
     Field {
         /// The structure's name.
         structure: &'static str,
-        /// The member, through nested structures.
+        /// Path of the member through nested structures.
         path: &'static str,
     },
     /// The mask of a bit field in its byte.
@@ -64,14 +63,14 @@ pub enum Source {
         tracepoint: &'static str,
         /// The argument's name.
         name: &'static str,
-        /// What it is.
+        /// The argument's shape.
         shape: Shape,
-        /// Where the BTF has no names: its place among those of its shape.
+        /// Rank among the arguments of this shape, for a BTF without names.
         nth: usize,
     },
 }
 
-/// What a tracepoint's argument is.
+/// Shape of a tracepoint's argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shape {
     /// A pointer to a `task_struct`.
@@ -80,16 +79,16 @@ pub enum Shape {
     Integer,
 }
 
-/// One row of [`kernel_fields`].
+/// A row of [`kernel_fields`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KernelField {
-    /// The read-only global that gets the value; without one it keeps [`crate::ABSENT`].
+    /// The read-only global for the value; it keeps [`crate::ABSENT`] if the kernel lacks the field.
     pub global: &'static str,
-    /// The global that serves instead on other kernels.
+    /// The replacement global on other kernels.
     pub or: Option<&'static str>,
-    /// The place of its value.
+    /// Source of the value.
     pub source: Source,
-    /// The groups it belongs to, each a bit of [`group`].
+    /// Groups of the field, each a bit of [`group`].
     pub groups: u32,
 }
 
@@ -113,10 +112,10 @@ const fn integer(tracepoint: &'static str, name: &'static str, nth: usize) -> So
     Source::Argument { tracepoint, name, shape: Shape::Integer, nth }
 }
 
-/// Hands all rows to the macro `$expand`: those of both objects, of the attached programs alone, of
-/// `socket_check` alone.
+/// Passes all rows to the macro `$expand`: those of both the attached programs and `socket_check`, of the
+/// attached programs only, of `socket_check` only, and of the scheduler.
 ///
-/// A row is `GLOBAL: source [GROUP ..];` or, with another global that serves instead, `GLOBAL or OTHER: ..`.
+/// A row is `GLOBAL: source [GROUP ..];` or, with a replacement global, `GLOBAL or OTHER: ..`.
 #[macro_export]
 macro_rules! kernel_fields {
     ($expand:ident) => {
@@ -139,29 +138,29 @@ macro_rules! kernel_fields {
                 OFF_SKC_IPV6ONLY: field("sock_common", "skc_ipv6only") [];
                 MASK_SKC_IPV6ONLY: mask("sock_common", "skc_ipv6only") [];
 
-                /// How deep it is
+                /// Depth of the cgroup
                 OFF_CGROUP_LEVEL: field("cgroup", "level") [CGROUP];
                 OFF_TASK_CGROUPS: field("task_struct", "cgroups") [CGROUP];
                 OFF_CSS_SET_CGROUP: field("css_set", "dfl_cgrp") [CGROUP];
                 OFF_TASK_PID: field("task_struct", "pid") [CGROUP THREAD];
-                /// Pointers, one per level (Linux 6.1)
+                /// Pointers to the ancestors, one per level (Linux 6.1)
                 OFF_CGROUP_ANCESTORS or OFF_CGROUP_ANCESTOR_IDS: field("cgroup", "ancestors") [CGROUP];
-                /// Their ids, before
+                /// Ids of the ancestors, before Linux 6.1
                 OFF_CGROUP_ANCESTOR_IDS: field("cgroup", "ancestor_ids") [];
 
                 OFF_TASK_TGID: field("task_struct", "tgid") [EXIT];
                 OFF_TASK_FLAGS: field("task_struct", "flags") [];
                 OFF_TASK_STATE: field("task_struct", "__state") [];
-                /// That of its group on its CPU, whatever schedules it (CONFIG_FAIR_GROUP_SCHED)
+                /// Queue of the thread's group on its CPU, in any scheduling class (CONFIG_FAIR_GROUP_SCHED)
                 OFF_TASK_CFS_RQ: field("task_struct", "se.cfs_rq") [RUN_QUEUE_CLOCK RUN_DELAY];
                 /// The CPU's run queue (CONFIG_FAIR_GROUP_SCHED)
                 OFF_CFS_RQ_RQ: field("cfs_rq", "rq") [RUN_QUEUE_CLOCK RUN_DELAY];
                 OFF_RQ_CLOCK: field("rq", "clock") [RUN_QUEUE_CLOCK RUN_DELAY];
-                /// How long it has waited for CPUs in its life
+                /// Total wait for CPUs in the thread's life
                 OFF_TASK_RUN_DELAY: field("task_struct", "sched_info.run_delay") [RUN_DELAY];
-                /// When it last got one
+                /// Time at which the thread last got a CPU
                 OFF_TASK_LAST_ARRIVAL: field("task_struct", "sched_info.last_arrival") [RUN_DELAY];
-                /// Since when it waits for the one it is queued at
+                /// Start of the wait at the current run queue
                 OFF_TASK_LAST_QUEUED: field("task_struct", "sched_info.last_queued") [RUN_DELAY];
                 OFF_TASK_EXIT_CODE: field("task_struct", "exit_code") [EXIT];
                 OFF_TASK_LEADER: field("task_struct", "group_leader") [EXIT];
@@ -169,7 +168,7 @@ macro_rules! kernel_fields {
                 OFF_TASK_START: field("task_struct", "start_time") [EXIT];
                 OFF_TASK_THREAD_PID: field("task_struct", "thread_pid") [];
                 OFF_TASK_MM: field("task_struct", "mm") [];
-                /// Threads that have not begun to end
+                /// Number of threads that have not begun to exit
                 OFF_SIGNAL_LIVE: field("signal_struct", "live") [EXIT];
                 OFF_SIGNAL_FLAGS: field("signal_struct", "flags") [EXIT];
                 OFF_SIGNAL_EXIT_CODE: field("signal_struct", "group_exit_code") [EXIT];
@@ -183,24 +182,24 @@ macro_rules! kernel_fields {
                 /// Shared memory
                 OFF_MM_SHMEM: rss_counter(3) [];
 
-                /// 1 if it is a preemption
+                /// 1 for a preemption
                 POS_SWITCH_PREEMPT: integer("sched_switch", "preempt", 0) [];
-                /// The thread that leaves
+                /// The leaving thread
                 POS_SWITCH_PREV: task("sched_switch", "prev", 0) [SWITCH];
-                /// The thread that comes
+                /// The next thread
                 POS_SWITCH_NEXT: task("sched_switch", "next", 1) [SWITCH];
-                /// The state of the thread that leaves (Linux 5.18)
+                /// State of the leaving thread (Linux 5.18)
                 POS_SWITCH_STATE: integer("sched_switch", "prev_state", 1) [];
-                /// Of `sched_wakeup_new`, too
+                /// Also the position in `sched_wakeup_new`
                 POS_WAKEUP_TASK: task("sched_wakeup", "p", 0) [WAKEUP];
                 POS_FORK_CHILD: task("sched_process_fork", "child", 1) [FORK];
                 POS_EXIT_TASK: task("sched_process_exit", "p", 0) [EXIT_TASK];
-                /// Pages that it freed
+                /// Pages freed
                 POS_MEMCG_RECLAIMED: integer("mm_vmscan_memcg_reclaim_end", "nr_reclaimed", 0) [];
                 POS_DIRECT_RECLAIMED: integer("mm_vmscan_direct_reclaim_end", "nr_reclaimed", 0) [];
                 /// The victim (Linux 6.9)
                 POS_OOM_TASK: task("mark_victim", "task", 0) [];
-                /// Its number, before
+                /// The victim's pid, before Linux 6.9
                 POS_OOM_PID: integer("mark_victim", "pid", 0) [];
             }
             check {
@@ -221,17 +220,17 @@ macro_rules! kernel_fields {
                 OFF_TASK_CGROUPS: field("task_struct", "cgroups") [SCHEDULER];
                 OFF_CSS_SET_CGROUP: field("css_set", "dfl_cgrp") [SCHEDULER];
                 OFF_CGROUP_LEVEL: field("cgroup", "level") [SCHEDULER];
-                /// Pointers, one per level
+                /// Pointers to the ancestors, one per level
                 OFF_CGROUP_ANCESTORS: field("cgroup", "ancestors") [SCHEDULER];
                 OFF_CGROUP_KN: field("cgroup", "kn") [SCHEDULER];
                 OFF_KERNFS_ID: field("kernfs_node", "id") [SCHEDULER];
                 OFF_TASK_FLAGS: field("task_struct", "flags") [SCHEDULER];
                 OFF_TASK_CPUS_PTR: field("task_struct", "cpus_ptr") [SCHEDULER];
-                /// How many CPUs it may run on
+                /// Number of CPUs that the thread may run on
                 OFF_TASK_CPUS_ALLOWED: field("task_struct", "nr_cpus_allowed") [SCHEDULER];
                 OFF_TASK_VTIME: field("task_struct", "scx.dsq_vtime") [SCHEDULER];
                 OFF_TASK_SLICE: field("task_struct", "scx.slice") [SCHEDULER];
-                /// What the scheduler's core knows of it
+                /// Flags of the scheduler's core
                 OFF_TASK_SCX_FLAGS: field("task_struct", "scx.flags") [SCHEDULER];
                 OFF_EXIT_KIND: field("scx_exit_info", "kind") [SCHEDULER];
                 OFF_EXIT_REASON: field("scx_exit_info", "reason") [SCHEDULER];
@@ -256,11 +255,11 @@ macro_rules! rows {
 
 macro_rules! tables {
     (both { $($both:tt)+ } attached { $($attached:tt)+ } check { $($check:tt)+ } scheduler { $($scheduler:tt)+ }) => {
-        /// What the attached programs read.
+        /// Fields that the attached programs read.
         pub const ATTACHED: &[KernelField] = rows! { $($both)+ $($attached)+ };
-        /// What `socket_check` reads.
+        /// Fields that `socket_check` reads.
         pub const CHECK: &[KernelField] = rows! { $($both)+ $($check)+ };
-        /// What the scheduler reads.
+        /// Fields that the scheduler reads.
         pub const SCHEDULER: &[KernelField] = rows! { $($scheduler)+ };
     };
 }
@@ -268,7 +267,7 @@ macro_rules! tables {
 kernel_fields!(tables);
 
 const _: () = {
-    // A global's name stands for one value: nothing is set twice.
+    // A global's name stands for one value, so no two rows may share a name.
     let (mut i, all) = (0, ATTACHED);
     while i < all.len() {
         let mut j = i + 1;

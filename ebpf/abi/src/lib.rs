@@ -1,10 +1,10 @@
 //! The records, map keys and map values that the kernel programs and the agent share.
 //!
-//! This crate is the only thing both halves know. It holds data layouts, and the table of what is read of the
-//! kernel's own types ([`fields`]): no logic, no I/O. Every type is `repr(C)`, has no implicit padding (the
-//! kernel compares keys byte by byte and refuses to copy uninitialised bytes), and its size and offsets are
-//! asserted when it is compiled, for the BPF target and for the host alike. A change of any of them needs a
-//! new [`ABI_VERSION`].
+//! This crate is the only one that both halves share. It holds data layouts, and the table of the fields that
+//! programs read of the kernel's own types ([`fields`]). Must never contain logic or I/O. Every type is
+//! `repr(C)` and has no implicit padding (the kernel compares keys byte by byte and refuses to copy
+//! uninitialised bytes). Compile-time assertions check its size and offsets, for the BPF target and for the
+//! host. Any change of them needs a new [`ABI_VERSION`].
 #![no_std]
 
 use core::mem::{align_of, offset_of, size_of};
@@ -23,11 +23,11 @@ pub use measures::{
     Settings, Shares, Slot, Stretch, TaskKey, TaskState, WAIT_BUCKETS, pressure, qos, reclaim,
 };
 
-/// The version of everything in this crate. Pins live under `<bpffs>/<name>/v<ABI_VERSION>/`, so two versions
+/// Version of all layouts in this crate. Pins are under `<bpffs>/<name>/v<ABI_VERSION>/`, so two versions
 /// never read each other's maps.
 pub const ABI_VERSION: u32 = 6;
 
-/// Marks a [`Meta`] record as ours: `beelet` and two zero bytes, little endian.
+/// Mark of our [`Meta`] records: `beelet` and two zero bytes, little endian.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"beelet\0\0");
 
 /// `AF_INET`, as in [`Address::family`].
@@ -37,30 +37,30 @@ pub const FAMILY_IPV6: u16 = 10;
 
 /// Entries of the `LISTENERS` map: listening sockets alive at once on one machine.
 pub const MAX_LISTENERS: usize = 16_384;
-/// Entries of the `ADDRESSES` map: addresses that are, or recently were, listened on.
+/// Entries of the `ADDRESSES` map: addresses that have, or recently had, a listener.
 pub const MAX_ADDRESSES: usize = 16_384;
 /// Bytes of the ring buffer: some 10,000 listener events.
 pub const RING_BYTES: usize = 1 << 20;
 
-/// A field offset that the running kernel's BTF does not have.
+/// Value of a field offset that the running kernel's BTF lacks.
 pub const ABSENT: u32 = u32::MAX;
 
-/// What happened. The number is in [`EventHeader::kind`].
+/// Kinds of events: the values of [`EventHeader::kind`].
 pub mod kind {
     /// A socket began to listen: [`super::ListenerEvent`].
     pub const LISTENER_OPENED: u32 = 1;
-    /// A socket listens no longer, whether closed, disconnected or killed with its process:
+    /// A socket stopped listening because it was closed or disconnected, or its process was killed:
     /// [`super::ListenerEvent`].
     pub const LISTENER_CLOSED: u32 = 2;
     /// A process below the pods' root ended, with its last thread: [`super::ExitEvent`].
     pub const EXITED: u32 = 3;
-    /// The kernel chose a process below the pods' root to be killed for want of memory: [`super::OomEvent`].
+    /// The OOM killer chose a process below the pods' root: [`super::OomEvent`].
     pub const OOM_KILL: u32 = 4;
     /// A cgroup below the pods' root crossed a threshold: [`super::PressureEvent`].
     pub const PRESSURE: u32 = 5;
 }
 
-/// Which hook made a record: for people who look at the maps with bpftool.
+/// Hooks that make listener records, for the reader of a bpftool dump.
 pub mod seen_by {
     /// The sock_ops program on the pods' cgroup.
     pub const SOCK_OPS: u32 = 1;
@@ -74,11 +74,11 @@ pub mod seen_by {
 pub struct EventHeader {
     /// One of [`kind`].
     pub kind: u32,
-    /// The CPU on which it happened.
+    /// CPU of the event.
     pub cpu: u32,
-    /// When: `CLOCK_MONOTONIC`, nanoseconds.
+    /// Time of the event: `CLOCK_MONOTONIC`, nanoseconds.
     pub at_ns: u64,
-    /// The cgroup2 id (the inode of its directory) of the process that it happened to; 0 if unknown.
+    /// Cgroup2 id (the inode of the directory) of the affected process; 0 if unknown.
     pub cgroup_id: u64,
 }
 
@@ -96,25 +96,25 @@ pub struct SocketCookie {
 pub struct Address {
     /// The kernel's number for the network namespace (`SO_NETNS_COOKIE`).
     pub netns_cookie: u64,
-    /// In network order. IPv4 takes the first four bytes, the rest is zero. All zero: any address.
+    /// IP address in network order. IPv4 uses the first four bytes, the rest is zero. All zero: any address.
     pub address: [u8; 16],
-    /// In host order; 0 while the kernel hasn't chosen one (`listen` without `bind`).
+    /// Port in host order; 0 while the kernel hasn't chosen one (`listen` without `bind`).
     pub port: u16,
     /// [`FAMILY_IPV4`] or [`FAMILY_IPV6`].
     pub family: u16,
-    /// 1: an IPv6 socket that takes IPv4 connections too (`IPV6_V6ONLY` is off).
+    /// 1 for an IPv6 socket that also takes IPv4 connections (`IPV6_V6ONLY` is off).
     pub dual_stack: u32,
 }
 
-/// Value of the `LISTENERS` map: one socket that listens.
+/// Value of the `LISTENERS` map: a listening socket.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ListenerRecord {
-    /// Where it listens.
+    /// Bound address.
     pub address: Address,
-    /// The cgroup2 id the socket was made in; 0 if unknown.
+    /// Id of the cgroup2 in which the socket was made; 0 if unknown.
     pub cgroup_id: u64,
-    /// Since when: `CLOCK_MONOTONIC`, nanoseconds.
+    /// Time at which the socket began to listen: `CLOCK_MONOTONIC`, nanoseconds.
     pub since_ns: u64,
     /// 1 if [`AddressCount::listeners`] counts this socket.
     pub counted: u32,
@@ -126,29 +126,29 @@ pub struct ListenerRecord {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AddressCount {
-    /// How many sockets listen there now: more than one with `SO_REUSEPORT`.
+    /// Number of listening sockets: more than one with `SO_REUSEPORT`.
     pub listeners: u64,
-    /// The socket that began to listen there last. It may be gone; its siblings may not.
+    /// Cookie of the socket that last began to listen, which may have closed before its siblings.
     pub last_cookie: u64,
-    /// When the count last changed: `CLOCK_MONOTONIC`, nanoseconds.
+    /// Time of the count's last change: `CLOCK_MONOTONIC`, nanoseconds.
     pub changed_ns: u64,
 }
 
-/// [`kind::LISTENER_OPENED`] and [`kind::LISTENER_CLOSED`].
+/// Event of [`kind::LISTENER_OPENED`] and [`kind::LISTENER_CLOSED`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ListenerEvent {
     /// Kind, CPU, time, cgroup.
     pub header: EventHeader,
-    /// The socket.
+    /// Cookie of the socket.
     pub cookie: u64,
-    /// Since when it has listened; 0 if its beginning was not seen.
+    /// Time at which the socket began to listen; 0 if not seen.
     pub since_ns: u64,
-    /// Where it listens, or did.
+    /// Current or former address.
     pub address: Address,
 }
 
-/// Value of the per-CPU `DROPS` map: what was lost, so that user space knows when to read everything again.
+/// Value of the per-CPU `DROPS` map: counts of losses, after which user space must read the maps again.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Drops {
@@ -158,15 +158,15 @@ pub struct Drops {
     pub listeners_full: u64,
     /// Listeners that found the `ADDRESSES` map full: recorded, but not counted.
     pub addresses_full: u64,
-    /// Times that something could not be counted because the `CONTAINERS` map was full.
+    /// Events that could not be counted because the `CONTAINERS` map was full.
     pub containers_full: u64,
     /// Threads that could not be followed from their fork on: their waits are not counted.
     pub tasks_full: u64,
 }
 
-/// Value of the `META` map: the mark of our pins, and what the agent sets for all programs.
+/// Value of the `META` map: the mark of our pins, and the agent's settings for all programs.
 ///
-/// `magic` and `abi_version` stay first in every version: they tell our pins from a stranger's.
+/// `magic` and `abi_version` stay first in every version: they distinguish our pins from foreign ones.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Meta {
@@ -174,15 +174,15 @@ pub struct Meta {
     pub magic: u64,
     /// [`ABI_VERSION`].
     pub abi_version: u32,
-    /// 1 once every pin is in place; 0: the agent that began died half way.
+    /// 1 once every pin is in place; 0 if the agent died before that.
     pub complete: u32,
-    /// 1 while the tracepoint program is attached. It sees every close, so the sock_ops program leaves closes
-    /// to it.
+    /// 1 while the tracepoint program is attached. That program sees every close, so the sock_ops program
+    /// ignores closes.
     pub tracepoint: u32,
-    /// The instance of the programs that counts. One that carries another number stays idle: while new
-    /// programs take the place of old ones, both are attached, and each event is sent once.
+    /// Number of the active instance of the programs. Programs with another number stay idle: during a
+    /// replacement the old and the new ones are attached, and each event is sent once.
     pub instance: u32,
-    /// SHA-256 of the object that the programs came from.
+    /// SHA-256 of the programs' object.
     pub digest: [u8; 32],
 }
 
@@ -225,6 +225,6 @@ const _: () = {
     assert!(offset_of!(Meta, instance) == 20);
     assert!(offset_of!(Meta, digest) == 24);
 
-    // The kernel takes only whole pages, and only a power of two.
+    // The kernel accepts only whole pages, and only a power of two.
     assert!(RING_BYTES.is_power_of_two() && RING_BYTES >= 4096);
 };

@@ -1,47 +1,48 @@
-//! What the programs count for each cgroup below the pods' root, and the events that they send of it.
+//! The programs' counters of each cgroup below the pods' root, and their events about it.
 
 use core::mem::{align_of, offset_of, size_of};
 
 use crate::EventHeader;
 
-/// Entries of the `CONTAINERS`, `HOLDERS`, `SLOTS` and `PRESSURE` maps, as a power of two, unless the agent
-/// sets another (the read-only global `CONTAINER_BITS`): cgroups below the pods' root that are alive, or died
-/// a short while ago.
+/// Default entries of the `CONTAINERS`, `HOLDERS`, `SLOTS` and `PRESSURE` maps, as a power of two: existing
+/// and recently removed cgroups below the pods' root. The agent can override it (the read-only global
+/// `CONTAINER_BITS`).
 pub const CONTAINER_BITS: u32 = 11;
-/// Two to the [`CONTAINER_BITS`].
+/// Two to the power of [`CONTAINER_BITS`].
 pub const MAX_CONTAINERS: usize = 1 << CONTAINER_BITS;
-/// 2^64 divided by the golden ratio, to the next odd number. The highest bits of a cgroup's id times this say
-/// where its counters are looked for first, its home: that takes ids at any regular distance far apart
+/// 2^64 divided by the golden ratio, to the next odd number. The highest bits of a cgroup's id times this
+/// factor are the first slot to try, its home: the product spreads ids at any regular distance far apart
 /// (Knuth, The Art of Computer Programming 3, 6.4, Fibonacci hashing).
 pub const HOME_FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
-/// How many slots are tried for a cgroup: `n * (n + 1) / 2` behind its home, so all of them are different.
+/// Number of slots to try for a cgroup: `n * (n + 1) / 2` behind its home, so all of them are different.
 pub const SLOT_TRIES: u32 = 64;
-/// Entries of the `TASKS` map: threads of the machine. It is used below Linux 6.4 only, and has one entry
-/// elsewhere.
+/// Entries of the `TASKS` map: threads of the machine. The map is used only before Linux 6.4, and has a
+/// single entry on later kernels.
 pub const MAX_TASKS: usize = 65_536;
 /// Entries of the `ANCESTRY` cache, for each CPU.
 pub const ANCESTRY_SLOTS: usize = 512;
-/// Entries of the `EXITED` map: processes of which the end was sent lately. Each is needed from the process's
-/// end to the last switch of its threads, which is microseconds.
+/// Entries of the `EXITED` map: processes whose end was sent lately. Each is needed from the process's end to
+/// the last switch of its threads, which takes microseconds.
 pub const MAX_EXITED: usize = 1024;
 /// Buckets of [`Counters::run_queue_waits`]: a power of two, so that a mask keeps an index in bounds.
 pub const WAIT_BUCKETS: usize = 32;
-/// The power of two, in nanoseconds, below which everything is in the first bucket.
+/// Upper bound of the first bucket in nanoseconds, as a power of two.
 pub const FIRST_BUCKET_BITS: u32 = 10;
-/// The span that pressure is summed over before an edge is decided: nanoseconds.
+/// Period over which waits are summed before an edge is decided, in nanoseconds.
 pub const PRESSURE_WINDOW_NS: u64 = 1_000_000_000;
-/// Waits shorter than this are counted, but are no pressure: nanoseconds. It keeps the shared `PRESSURE` map
-/// out of the scheduler's fast path.
+/// Minimum wait that counts as pressure, in nanoseconds; shorter waits are only counted. The minimum keeps
+/// the shared `PRESSURE` map out of the scheduler's fast path.
 pub const PRESSURE_FLOOR_NS: u64 = 100_000;
 
-/// Stretches of time that are remembered of each CPU: [`Running::stretches`]. A power of two, so that a mask
-/// keeps an index in bounds.
+/// Remembered stretches of time per CPU: [`Running::stretches`]. A power of two, so that a mask keeps an
+/// index in bounds.
 pub const STRETCHES: usize = 16;
-/// As many cgroups are told apart in [`Shares`]. A power of two.
+/// Number of cgroups that [`Shares`] distinguishes. A power of two.
 pub const MAX_PARTS: usize = 8;
-/// What [`Shares`] say counts half after 2^35 ns (34 s), a quarter after twice that, and so on.
+/// Half-life of the amounts in [`Shares`], 2^35 ns (34 s): older amounts count half, after twice that time a
+/// quarter, and so on.
 pub const HALF_LIFE_BITS: u32 = 35;
-/// Who has a CPU on which nothing runs: a thread that waits there is held back by its own CPU quota.
+/// Holder of an idle CPU: a thread that waits there is held back by its own CPU quota.
 pub const NOBODY: u64 = u64::MAX;
 
 /// QoS classes, as indexes of [`Settings::run_queue_wait_ns`] and [`Settings::reclaim_ns`].
@@ -52,17 +53,17 @@ pub mod qos {
     pub const BURSTABLE: u32 = 1;
     /// A pod below the cgroup `besteffort`.
     pub const BEST_EFFORT: u32 = 2;
-    /// How many there are.
+    /// Number of classes.
     pub const CLASSES: usize = 3;
 }
 
-/// What a cgroup is short of: [`PressureEvent::pressure`].
+/// Kinds of pressure: [`PressureEvent::pressure`].
 pub mod pressure {
-    /// Its threads were runnable, but did not run.
+    /// The cgroup's threads were runnable, but did not run.
     pub const RUN_QUEUE: u32 = 0;
-    /// Its threads looked for free memory instead of running.
+    /// The cgroup's threads reclaimed memory instead of running.
     pub const RECLAIM: u32 = 1;
-    /// How many kinds there are.
+    /// Number of kinds.
     pub const KINDS: usize = 2;
 }
 
@@ -70,59 +71,58 @@ pub mod pressure {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CgroupKey {
-    /// The cgroup2 id: the inode of its directory. Never used twice while the machine is up.
+    /// Cgroup2 id: the inode of the directory. Never used twice while the machine is up.
     pub cgroup_id: u64,
 }
 
 /// Value of the `SLOTS` map: the owner of the element of the `CONTAINERS` map with the same index. The
-/// programs take slots, the agent frees them.
+/// programs allocate slots, the agent frees them.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Slot {
-    /// The cgroup2 id; 0: free.
+    /// Cgroup2 id; 0 if the slot is free.
     pub cgroup_id: u64,
 }
 
-/// Value of the per-CPU `CONTAINERS` map: what one cgroup used, waited for and moved. All of it only ever
-/// grows.
+/// Value of the per-CPU `CONTAINERS` map: the counters of a cgroup, which only grow.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// The cgroup2 id of their owner, on this CPU. If it differs from the slot's, the slot's owner has done
-    /// nothing on this CPU yet, and what is here is left from before.
+    /// Cgroup2 id of the counters' owner on this CPU. If it differs from the slot's, the slot's owner has not
+    /// counted on this CPU yet, and the counters are a former owner's.
     pub cgroup_id: u64,
     /// Time on a CPU, nanoseconds.
     pub on_cpu_ns: u64,
-    /// How often one of its threads left a CPU.
+    /// Number of times a thread of the cgroup left a CPU.
     pub switches: u64,
-    /// Of these, how often it would have gone on, but a thread of the same pod came instead.
+    /// Switches at which a runnable thread was preempted by a thread of the same pod.
     pub preempted_by_same_pod: u64,
-    /// A thread of another pod came instead.
+    /// Switches at which a runnable thread was preempted by a thread of another pod.
     pub preempted_by_other_pod: u64,
-    /// A thread of the machine (not a pod's) came instead.
+    /// Switches at which a runnable thread was preempted by a thread of the machine (not a pod's).
     pub preempted_by_system: u64,
     /// Time that threads were runnable but did not run, nanoseconds.
     pub run_queue_wait_ns: u64,
-    /// How many such waits there were, by length. Bucket 0: below 1024 ns. Bucket i: from 2^(9+i) to 2^(10+i)
-    /// ns. The last: everything above.
+    /// Number of these waits by length. Bucket 0: below 1024 ns. Bucket i: from 2^(9+i) to 2^(10+i) ns. The
+    /// last bucket: everything above.
     pub run_queue_waits: [u64; WAIT_BUCKETS],
-    /// Time that threads spent reclaiming because a cgroup was at its limit, nanoseconds.
+    /// Time that threads spent in reclaim because a cgroup was at its limit, nanoseconds.
     pub memcg_reclaim_ns: u64,
-    /// How often.
+    /// Number of these reclaims.
     pub memcg_reclaims: u64,
-    /// Time that threads spent reclaiming because the machine was short of memory, nanoseconds.
+    /// Time that threads spent in reclaim because the machine was short of memory, nanoseconds.
     pub direct_reclaim_ns: u64,
-    /// How often.
+    /// Number of these reclaims.
     pub direct_reclaims: u64,
-    /// Processes that the kernel killed for want of memory.
+    /// Processes that the OOM killer chose.
     pub oom_kills: u64,
-    /// TCP connections that were made, by either side.
+    /// TCP connections established by either side.
     pub established: u64,
-    /// TCP segments sent again.
+    /// TCP segments retransmitted.
     pub retransmits: u64,
-    /// The sum of the smoothed round-trip times seen, microseconds.
+    /// Sum of the sampled smoothed round-trip times, microseconds.
     pub rtt_us: u64,
-    /// How many such times.
+    /// Number of these samples.
     pub rtt_samples: u64,
     /// Bytes received, from the IP header on.
     pub rx_bytes: u64,
@@ -134,93 +134,94 @@ pub struct Counters {
     pub tx_packets: u64,
 }
 
-/// Value of the `SETTINGS` map: what the agent sets for the programs that count.
+/// Value of the `SETTINGS` map: the agent's settings for the counting programs.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Settings {
-    /// The cgroup2 id of the pods' root; 0: nothing is counted.
+    /// Cgroup2 id of the pods' root; 0 turns counting off.
     pub pods_cgroup: u64,
-    /// The cgroup2 id of the cgroup of Burstable pods; 0 if there is none.
+    /// Cgroup2 id of the cgroup of Burstable pods; 0 if missing.
     pub burstable: u64,
-    /// The cgroup2 id of the cgroup of BestEffort pods; 0 if there is none.
+    /// Cgroup2 id of the cgroup of BestEffort pods; 0 if missing.
     pub best_effort: u64,
-    /// Another number with each change: what the programs remembered of cgroups is void then.
+    /// Number that changes with the settings and invalidates the programs' cache of cgroups.
     pub generation: u32,
     /// Zero.
     pub reserved: u32,
-    /// Run-queue waits within [`PRESSURE_WINDOW_NS`] that are pressure, nanoseconds, by [`qos`]; 0: never.
+    /// Thresholds of run-queue waits within [`PRESSURE_WINDOW_NS`], nanoseconds, by [`qos`]; 0: no edges.
     pub run_queue_wait_ns: [u64; qos::CLASSES],
-    /// Reclaim within [`PRESSURE_WINDOW_NS`] that is pressure, nanoseconds, by [`qos`]; 0: never.
+    /// Thresholds of reclaim within [`PRESSURE_WINDOW_NS`], nanoseconds, by [`qos`]; 0: no edges.
     pub reclaim_ns: [u64; qos::CLASSES],
 }
 
-/// Value of the per-CPU `RUNNING` map: the thread that runs there now. What it has run so far is not in
-/// [`Counters`] yet.
+/// Value of the per-CPU `RUNNING` map: the CPU's running thread, whose unfinished run is not in [`Counters`]
+/// yet.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Running {
-    /// Since when: nanoseconds on the run queue's clock; 0 before the first switch.
+    /// Start of the run: nanoseconds on the run queue's clock; 0 before the first switch.
     pub since_ns: u64,
-    /// How far `CLOCK_MONOTONIC` is ahead of the run queue's clock, nanoseconds; wraps where it is behind.
+    /// Lead of `CLOCK_MONOTONIC` over the run queue's clock, nanoseconds; wraps if it is behind.
     pub ahead_ns: u64,
-    /// When `ahead_ns` was found, on the run queue's clock; 0: never.
+    /// Time of measuring `ahead_ns`, on the run queue's clock; 0: never.
     pub compared_ns: u64,
-    /// Its cgroup2 id; 0 if it is no pod's.
+    /// Cgroup2 id of the thread; 0 if it does not belong to a pod.
     pub cgroup_id: u64,
-    /// The cgroup2 id of its pod.
+    /// Cgroup2 id of the thread's pod.
     pub pod_id: u64,
-    /// How long it had waited for the CPU, nanoseconds.
+    /// Length of the thread's wait for the CPU, nanoseconds.
     pub wait_ns: u64,
     /// One of [`qos`].
     pub qos: u32,
-    /// 1 if it had waited: `wait_ns` counts.
+    /// 1 if `wait_ns` is known.
     pub waited: u32,
-    /// The element of `stretches` that goes on.
+    /// Number of the current stretch; modulo [`STRETCHES`], its index in `stretches`.
     pub newest: u64,
-    /// Who had the CPU lately: a ring, the oldest behind the newest.
+    /// Recent holders of the CPU: a ring, in which the oldest follows the newest.
     pub stretches: [Stretch; STRETCHES],
 }
 
-/// A stretch of time during which one cgroup after another's threads had a CPU, up to the next stretch.
+/// A stretch of time during which the threads of one cgroup had a CPU, up to the next stretch.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stretch {
-    /// The cgroup2 id of the threads, whether a pod's or the machine's; [`NOBODY`]: none ran.
+    /// Cgroup2 id of the threads, a pod's or the machine's; [`NOBODY`] if the CPU was idle.
     pub cgroup_id: u64,
-    /// Since when: nanoseconds on the run queue's clock; 0: never used.
+    /// Start of the stretch: nanoseconds on the run queue's clock; 0: never used.
     pub since_ns: u64,
 }
 
-/// How much of something each of several cgroups had, lately. Value of two per-CPU maps:
+/// Recent amounts of a resource of several cgroups. Value of two per-CPU maps:
 ///
-/// - `HOLDERS`, of which an element belongs to the cgroup that has the same element of `SLOTS`: how long each
-///   had this CPU while threads of that cgroup waited for it at least [`PRESSURE_FLOOR_NS`], in nanoseconds.
-/// - `RECLAIMERS`, with an element for each kind of [`reclaim`], which belongs to nobody: how many pages the
-///   threads of each freed on this CPU, because they needed as many.
+/// - `HOLDERS`, whose elements belong to the cgroups with the same elements of `SLOTS`: the time for which
+///   each cgroup had this CPU while threads of the owner waited for it at least [`PRESSURE_FLOOR_NS`], in
+///   nanoseconds.
+/// - `RECLAIMERS`, with an element without an owner for each kind of [`reclaim`]: the pages that the threads
+///   of each cgroup freed on this CPU, because they needed as many.
 ///
-/// All amounts count half with each 2^[`HALF_LIFE_BITS`] ns that have passed. If all of `parts` are taken,
-/// the one with the least gives its place and its amount to the next (space saving: Metwally et al.,
-/// Efficient computation of frequent and top-k elements in data streams, 2005).
+/// All amounts are halved every 2^[`HALF_LIFE_BITS`] ns. If all of `parts` are in use, a new cgroup replaces
+/// the one with the least amount and inherits that amount (space saving: Metwally et al., Efficient
+/// computation of frequent and top-k elements in data streams, 2005).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shares {
-    /// The cgroup2 id of the owner, on this CPU: as in [`Counters::cgroup_id`]; 0: nobody's.
+    /// Cgroup2 id of the owner on this CPU, as in [`Counters::cgroup_id`]; 0 without an owner.
     pub cgroup_id: u64,
-    /// `CLOCK_MONOTONIC` divided by 2^[`HALF_LIFE_BITS`], up to which the amounts were halved.
+    /// Time up to which the amounts were halved: `CLOCK_MONOTONIC` divided by 2^[`HALF_LIFE_BITS`].
     pub epoch: u64,
-    /// All of it: also what nobody is named for.
+    /// Total amount, including the part without a known cgroup.
     pub total: u64,
-    /// Who had how much.
+    /// Amounts by cgroup.
     pub parts: [Part; MAX_PARTS],
 }
 
-/// One of [`Shares::parts`].
+/// An element of [`Shares::parts`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Part {
-    /// As in [`Stretch::cgroup_id`]; 0: free.
+    /// Cgroup2 id as in [`Stretch::cgroup_id`]; 0 if the element is free.
     pub cgroup_id: u64,
-    /// How much it had.
+    /// Amount of the cgroup.
     pub amount: u64,
 }
 
@@ -228,23 +229,23 @@ pub struct Part {
 pub mod reclaim {
     /// The machine was short of memory.
     pub const DIRECT: u32 = 0;
-    /// A cgroup was at its limit: the thread's own one, or one above it.
+    /// A cgroup was at its limit: the thread's own, or one above it.
     pub const MEMCG: u32 = 1;
-    /// How many kinds there are.
+    /// Number of kinds.
     pub const KINDS: usize = 2;
 }
 
-/// Value of the per-CPU `ANCESTRY` cache: what cgroup belongs to what pod.
+/// Value of the per-CPU `ANCESTRY` cache: the pod of a cgroup.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ancestry {
-    /// The cgroup2 id.
+    /// Cgroup2 id of the cgroup.
     pub cgroup_id: u64,
-    /// Its pod's; 0 if it is not below the pods' root.
+    /// Cgroup2 id of the pod; 0 if the cgroup is not below the pods' root.
     pub pod_id: u64,
     /// One of [`qos`].
     pub qos: u32,
-    /// As [`Settings::generation`] was.
+    /// [`Settings::generation`] at the time of caching.
     pub generation: u32,
 }
 
@@ -252,38 +253,40 @@ pub struct Ancestry {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TaskKey {
-    /// The thread's id in the first pid namespace.
+    /// Pid of the thread in the initial pid namespace.
     pub pid: u32,
 }
 
-/// Value of the `TASKS` and `TASK_STORAGE` maps: what a thread is waiting for.
+/// Value of the `TASKS` and `TASK_STORAGE` maps: a thread's wait state.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TaskState {
-    /// When it last became runnable: nanoseconds on the run queue's clock; 0: not seen yet. Only where the
-    /// kernel doesn't count how long threads wait.
+    /// Time at which the thread last became runnable: nanoseconds on the run queue's clock; 0: not seen yet.
+    /// Used only if the kernel doesn't count waits.
     pub runnable_since_ns: u64,
-    /// When it last got a CPU in a pod, on that clock. Only where the kernel counts, as the next.
+    /// Time at which the thread last got a CPU in a pod, on that clock. Used only if the kernel counts waits.
     pub arrived_ns: u64,
-    /// How long it had waited for CPUs in its life by then, nanoseconds.
+    /// Total wait for CPUs in the thread's life at that time, nanoseconds. Used only if the kernel counts
+    /// waits.
     pub waited_ns: u64,
-    /// Since when it reclaims memory; 0 if it doesn't.
+    /// Start of the current reclaim; 0 without one.
     pub reclaiming_since_ns: u64,
-    /// Its `task_struct`, where the kernel names an OOM kill's victim by number only (`TASKS`); else 0.
+    /// Address of the `task_struct`, if the kernel identifies an OOM kill's victim only by number (`TASKS`);
+    /// otherwise 0.
     pub task: u64,
 }
 
-/// Value of the `PRESSURE` map: what the edges of one cgroup are decided from.
+/// Value of the `PRESSURE` map: state of a cgroup's pressure edges.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pressure {
-    /// When the window began, by [`pressure`] kind: `CLOCK_MONOTONIC`, nanoseconds.
+    /// Start of the window, by [`pressure`] kind: `CLOCK_MONOTONIC`, nanoseconds.
     pub window_ns: [u64; pressure::KINDS],
-    /// What was waited since, nanoseconds.
+    /// Time waited since the start of the window, nanoseconds.
     pub waited_ns: [u64; pressure::KINDS],
     /// 1 between the edge up and the edge down.
     pub above: [u64; pressure::KINDS],
-    /// When the last edge of any kind was sent.
+    /// Time of the last edge of any kind.
     pub edge_ns: u64,
 }
 
@@ -291,64 +294,64 @@ pub struct Pressure {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExitedKey {
-    /// When its first thread was started: with the id this names a process for good.
+    /// Start time of the process's first thread: together with the pid it identifies a process permanently.
     pub started_ns: u64,
-    /// The process.
+    /// Pid of the process.
     pub pid: u32,
     /// Zero.
     pub reserved: u32,
 }
 
-/// [`crate::kind::EXITED`].
+/// Event of [`crate::kind::EXITED`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExitEvent {
     /// Kind, CPU, time, cgroup.
     pub header: EventHeader,
-    /// The process, in the first pid namespace.
+    /// Pid of the process in the initial pid namespace.
     pub pid: u32,
-    /// Its id in its own pid namespace; 0 if unknown. A container's first process has 1, unless the pod's
-    /// containers share a namespace.
+    /// Pid of the process in its own pid namespace; 0 if unknown. A container's first process has 1, unless
+    /// the pod's containers share a namespace.
     pub own_pid: u32,
-    /// As wait(2) gives it: the signal in the lowest seven bits, the exit code in the second byte.
+    /// Status as in wait(2): the signal in the lowest seven bits, the exit code in the second byte.
     pub status: u32,
     /// Zero.
     pub reserved: u32,
 }
 
-/// [`crate::kind::OOM_KILL`].
+/// Event of [`crate::kind::OOM_KILL`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OomEvent {
     /// Kind, CPU, time, the victim's cgroup.
     pub header: EventHeader,
-    /// The victim. Its sizes are in pages here.
+    /// The victim, with sizes in pages.
     pub kill: OomKill,
 }
 
-/// A process that the kernel chose to kill for want of memory. Sizes are in bytes once the agent has read the
-/// record from the ring buffer ([`OomKill::in_bytes`]); 0 if unknown.
+/// A victim of the OOM killer. Sizes are in bytes after the agent has read the record from the ring buffer
+/// ([`OomKill::in_bytes`]); 0 if unknown.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct OomKill {
-    /// The process, in the first pid namespace.
+    /// Pid of the process in the initial pid namespace.
     pub pid: u32,
     /// Zero.
     #[cfg_attr(feature = "serde", serde(skip))]
     pub reserved: u32,
-    /// Its address space.
+    /// Size of the address space.
     pub total_vm: u64,
-    /// Its anonymous memory.
+    /// Resident anonymous memory.
     pub anon_rss: u64,
-    /// Files that it had mapped.
+    /// Resident file mappings.
     pub file_rss: u64,
-    /// Shared memory that it had mapped.
+    /// Resident shared memory.
     pub shmem_rss: u64,
 }
 
 impl OomKill {
-    /// From pages, which only the kernel knows the size of, to bytes.
+    /// Converts the sizes from pages to bytes.
     #[must_use]
     pub const fn in_bytes(self, page_bytes: u64) -> OomKill {
         OomKill {
@@ -361,7 +364,7 @@ impl OomKill {
     }
 }
 
-/// [`crate::kind::PRESSURE`].
+/// Event of [`crate::kind::PRESSURE`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PressureEvent {
@@ -369,9 +372,9 @@ pub struct PressureEvent {
     pub header: EventHeader,
     /// One of [`pressure`].
     pub pressure: u32,
-    /// 1: it rose above its threshold. 0: it fell below half of it.
+    /// 1 if the pressure rose above its threshold, 0 if it fell below half of it.
     pub above: u32,
-    /// What was waited in the window, nanoseconds.
+    /// Time waited in the window, nanoseconds.
     pub waited_ns: u64,
 }
 

@@ -1,23 +1,23 @@
-//! The scheduler's records (`ebpf/src/scheduler.rs`), and what it calls in the kernel.
+//! The scheduler's records (`ebpf/src/scheduler.rs`), and the kernel functions that it calls.
 //!
-//! Calls of kernel functions (kfuncs) are resolved by the agent, by name, in the running kernel's BTF: in the
-//! object each is a call of a helper with a number that no helper has ([`FIRST_KFUNC`] and up).
+//! The agent resolves calls of kernel functions (kfuncs) by name in the running kernel's BTF: in the object
+//! each is a call of a helper with a number that no helper has ([`FIRST_KFUNC`] and up).
 
 use core::mem::{offset_of, size_of};
 
-/// A thread's place in the order. Smaller goes first.
+/// Scheduling classes of threads. Smaller numbers run first.
 pub mod class {
     /// Guaranteed and critical pods: they run before all others, and at once when they wake up.
     pub const LATENCY: u32 = 0;
     /// Burstable pods by weight, and the machine's own threads.
     pub const SHARED: u32 = 1;
-    /// BestEffort pods: what is left.
+    /// BestEffort pods: they get the rest.
     pub const BEST_EFFORT: u32 = 2;
-    /// In [`super::Turn::class`]: nothing of ours runs there.
+    /// In [`super::Turn::class`]: the CPU runs none of our threads.
     pub const NONE: u32 = u32::MAX;
 }
 
-/// CPUs that the scheduler serves.
+/// Maximum number of CPUs that the scheduler supports.
 pub const MAX_CPUS: usize = 1024;
 /// Entries of `SHARES` and of `LIMITS`.
 pub const MAX_SHARES: usize = 16_384;
@@ -25,26 +25,27 @@ pub const MAX_SHARES: usize = 16_384;
 pub const MACHINE: u64 = 0;
 /// The weight of a request of one CPU.
 pub const WEIGHT_OF_ONE_CPU: u32 = 100;
-/// How long a thread runs before others of its class get their turn, in nanoseconds.
+/// Time slice of a thread before others of its class get their turn, in nanoseconds.
 pub const SLICE_NS: u64 = 5_000_000;
-/// A CPU limit holds over windows of this length, in nanoseconds.
+/// Length of the windows of CPU limits, in nanoseconds.
 pub const WINDOW_NS: u64 = 100_000_000;
-/// On each CPU, a class that waits gets a turn at least this often, in nanoseconds, whatever goes first.
+/// Maximum time between two turns of a waiting class on each CPU, in nanoseconds, regardless of the classes
+/// before it.
 pub const BOUND_NS: u64 = 100_000_000;
-/// However many threads of a class wait, each gets a turn within this time, in nanoseconds: the kernel's
-/// watchdog would take the scheduler away after [`WATCHDOG_MS`].
+/// Time within which each waiting thread of a class gets a turn, in nanoseconds, for any number of threads:
+/// the kernel's watchdog would unload the scheduler after [`WATCHDOG_MS`].
 pub const ROUND_NS: u64 = 8_000_000_000;
-/// The kernel takes the scheduler away when a thread that can run doesn't for so long, in milliseconds.
+/// Time after which the kernel unloads the scheduler if a runnable thread doesn't run, in milliseconds.
 pub const WATCHDOG_MS: u32 = 20_000;
 
-/// Value of the `SHARES` map, by cgroup id: of a pod, of a QoS class's cgroup (for pods that are not entered
+/// Value of the `SHARES` map, by cgroup id: of a pod, of a QoS class's cgroup (for pods without an entry
 /// yet), or of [`MACHINE`].
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Share {
-    /// How much it has run, in nanoseconds of a share of [`WEIGHT_OF_ONE_CPU`]. The programs count it.
+    /// Virtual run time, in nanoseconds of a share of [`WEIGHT_OF_ONE_CPU`]; counted by the programs.
     pub vtime: u64,
-    /// Its part beside others of [`class::SHARED`]; never 0.
+    /// Weight among the shares of [`class::SHARED`]; never 0.
     pub weight: u32,
     /// One of [`class`].
     pub class: u32,
@@ -54,32 +55,32 @@ pub struct Share {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limit {
-    /// CPU time that it may use per window, in nanoseconds; never 0.
+    /// CPU time allowed per window, in nanoseconds; never 0.
     pub quota_ns: u64,
-    /// What it has used in the window, and beyond its quota before. The programs count it.
+    /// CPU time used in the window, plus the excess of earlier windows; counted by the programs.
     pub used_ns: u64,
-    /// The number of the window.
+    /// Number of the window.
     pub window: u64,
-    /// When its quota may pay for the next parked thread: `CLOCK_MONOTONIC`, nanoseconds. The programs move
-    /// it.
+    /// Time at which the quota allows the next parked thread to return: `CLOCK_MONOTONIC`, nanoseconds;
+    /// updated by the programs.
     pub next_ns: u64,
 }
 
-/// Value of the `TURNS` map, by CPU: what runs there.
+/// Value of the `TURNS` map, by CPU: the running thread's turn.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Turn {
-    /// Since when, or since it was last charged: `CLOCK_MONOTONIC`, nanoseconds.
+    /// Start of the turn, or its last charge: `CLOCK_MONOTONIC`, nanoseconds.
     pub since_ns: u64,
-    /// The key of its share.
+    /// Key of the thread's share.
     pub share: u64,
-    /// The key of its limit; 0: none.
+    /// Key of the thread's limit; 0 if it has none.
     pub container: u64,
-    /// When [`class::SHARED`] was last asked for a thread on this CPU.
+    /// Time of the last check of [`class::SHARED`] for a thread on this CPU.
     pub shared_ns: u64,
-    /// When [`class::BEST_EFFORT`] was.
+    /// Time of the last check of [`class::BEST_EFFORT`] for a thread on this CPU.
     pub best_effort_ns: u64,
-    /// The number of the first window that may have left parked threads to this CPU.
+    /// Number of the first window that may have left parked threads to this CPU.
     pub window: u64,
     /// One of [`class`].
     pub class: u32,
@@ -87,7 +88,7 @@ pub struct Turn {
     pub reserved: u32,
 }
 
-/// Bytes of the kernel's words about an end.
+/// Bytes of each of the kernel's texts about an end.
 pub const MESSAGE_BYTES: usize = 128;
 
 /// The value of the `END` map.
@@ -96,25 +97,25 @@ pub const MESSAGE_BYTES: usize = 128;
 pub struct End {
     /// The kernel's `scx_exit_kind`; 0 while the scheduler runs.
     pub kind: u64,
-    /// What it was, in the kernel's words: text with a zero byte behind it.
+    /// The kernel's reason, terminated by a zero byte.
     pub reason: [u8; MESSAGE_BYTES],
-    /// More of it.
+    /// The kernel's message with details, terminated by a zero byte.
     pub message: [u8; MESSAGE_BYTES],
 }
 
 /// The number of the first kfunc.
 pub const FIRST_KFUNC: i32 = 0x5c_0000;
 
-/// A function of the kernel's that programs call.
+/// A kernel function that programs call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kfunc {
-    /// Its names, the newest first: it is renamed now and then.
+    /// Names of the function in different kernels, the newest first.
     pub names: &'static [&'static str],
-    /// The read-only global that says whether this kernel has it; without one the programs need it.
+    /// The read-only global that is 1 if this kernel has the function; `None` if the programs require it.
     pub known_by: Option<&'static str>,
 }
 
-/// The places of the functions in [`KFUNCS`].
+/// Indexes of the functions in [`KFUNCS`].
 pub mod kfunc {
     #![allow(missing_docs)] // each is the kernel function of that name
     pub const SELECT_CPU_DFL: usize = 0;
@@ -128,7 +129,7 @@ pub mod kfunc {
     pub const TEST_CPU: usize = 8;
 }
 
-/// All of them. `scx_bpf_dispatch` and `scx_bpf_consume` are the names of Linux 6.12.
+/// All kernel functions. `scx_bpf_dispatch` and `scx_bpf_consume` are the names of Linux 6.12.
 pub const KFUNCS: [Kfunc; 9] = [
     Kfunc { names: &["scx_bpf_select_cpu_dfl"], known_by: None },
     Kfunc { names: &["scx_bpf_dsq_insert", "scx_bpf_dispatch"], known_by: None },

@@ -1,4 +1,4 @@
-//! User space reads and writes these records as plain bytes.
+//! Lets user space read and write the records as plain bytes.
 
 use crate::{
     Address, AddressCount, Ancestry, CgroupKey, Counters, Drops, ExitedKey, ListenerRecord, Meta, Pressure,

@@ -54,5 +54,5 @@ fn secrets_of(entry: &Value) -> impl Iterator<Item = &str> {
 fn json_names(json: &Value, text: &str) -> bool {
     let registries = json.get("auths").unwrap_or(json).as_object();
     registries.into_iter().flatten().any(|(name, _)| name.contains(text))
-        || "the entry for : auth is not base64 of user:password".contains(text)
+        || "the entry for : `auth` is not the base64 form of `user:password`".contains(text)
 }

@@ -69,7 +69,7 @@ pub fn pod_request(input: &[u8]) {
             let words = config.command.iter().chain(&config.args).map(String::len);
             let texts: usize =
                 config.envs.iter().map(|env| env.key.len() + env.value.len()).chain(words).sum();
-            assert!({ Budget::CONTAINER }.take(texts).is_ok(), "texts of {texts} bytes");
+            assert!({ Budget::CONTAINER }.spend(texts).is_ok(), "texts of {texts} bytes");
         }
     }
     mount_points(&pod);

@@ -1,15 +1,15 @@
-//! What the kernel programs cost: by the kernel's own count of their runs, and by what a load does with and
-//! without them, in turns, so that whatever else the machine does hits both alike.
+//! Cost of the kernel programs: by the kernel's own run statistics, and by the time of a load with and
+//! without them, in turns, so that disturbances of the machine affect both alike.
 //!
-//! An event of the scheduler is a switch or a wake-up, whether a program hangs on it or not: where the kernel
-//! says itself how long threads wait, wake-ups need none. How many there are is counted with the programs
-//! that see them all.
+//! A scheduler event is a switch or a wake-up, with or without a program attached to it: where the kernel
+//! itself accounts how long threads wait, wake-ups need none. The number of events is counted with the
+//! programs that see them all.
 //!
 //! The socket programs belong to a cgroup, so two loads take turns of some milliseconds, one in a pod and one
-//! in a cgroup beside the pods; hundreds of pairs make one per cent visible on a machine whose speed swings
-//! by ten. What counts bytes is attached only while somebody reads them: rows with `_counted` have it, those
-//! without haven't. What belongs to no cgroup (the tracepoint of the sockets' states) is added by the
-//! kernel's count.
+//! in a cgroup outside the pods; hundreds of pairs make one per cent visible on a machine whose speed varies
+//! by ten. The program that counts bytes is attached only while there is a reader: rows with `_counted`
+//! include it, the others do not. The program that belongs to no cgroup (the tracepoint of socket states) is
+//! added by the kernel's statistics.
 
 use super::Row;
 use anyhow::{Context as _, Result, bail};
@@ -19,30 +19,29 @@ use beelet_tests::load::{Load, Seat};
 use beelet_tests::workdir::{self, interrupted};
 use xtask::progress::Step;
 
-/// Nanoseconds an event of the scheduler: design §6.
+/// Nanoseconds per scheduler event: design §6.
 const EVENT_BOUND: f64 = 150.0;
 /// Per cent of accepted connections and of throughput.
 const SOCKET_BOUND: f64 = 1.0;
-/// Rounds of ping-pong that are timed as one: some 15 ms, so that most are not hit by anything.
+/// Ping-pong rounds timed as one sample: some 15 ms, so that most samples are undisturbed.
 const PINGPONG: u32 = 2_000;
-/// How often they are played for one figure, the median: what comes right after loading is slow.
+/// Samples per figure, of which the median counts: the first ones after loading are slow.
 const PLAYED: usize = 30;
 const SWITCHES: &str = "sched_switch";
 const SCHEDULER: [&str; 3] = [SWITCHES, "sched_wakeup", "sched_wakeup_new"];
-/// Without it the programs see the wake-ups.
+/// Without this program, those of the wake-ups are needed.
 const RUN_DELAY: &[&str] = &["OFF_TASK_RUN_DELAY"];
-/// The socket program that runs for every cgroup.
+/// Socket program that runs for every cgroup.
 const EVERYWHERE: [&str; 1] = ["listener_state"];
 
-/// A pods' root, a bpf file system and a network namespace of the bench's own, and a load in a container
-/// there.
+/// The bench's own pod root, bpf file system and network namespace, with a load in a container there.
 struct Place {
     options: KernelOptions,
-    /// In a container of a pod.
+    /// Load in a container of a pod.
     load: Load,
-    /// The same in a cgroup beside the pods'.
+    /// The same load in a cgroup outside the pods.
     outside: Load,
-    /// The client of both: not in a pod.
+    /// Client of both, outside the pods.
     client: Load,
     _cgroup: CgroupRoot,
     _netns: NetNs,
@@ -58,7 +57,7 @@ impl Place {
         let folder = tempfile::tempdir()?;
         let bpffs = Mount::bpffs(&folder.path().join("bpf"))?;
         let root = cgroup.dir("unified").context("no cgroup2 hierarchy is mounted")?;
-        // As deep as the container: each level costs every switch.
+        // As deep as the container: each level adds to the cost of every switch.
         let beside = root.join("beside/pod1/c");
         let (root, container) = (root.join("pods"), root.join("pods/pod1/c"));
         std::fs::create_dir_all(&container)?;
@@ -90,31 +89,31 @@ impl Place {
         let kernel = Kernel::start(&KernelOptions { without, ..self.options.clone() });
         for row in kernel.capabilities() {
             if let Err(why) = &row.have {
-                bail!("{} can't be measured here: {why}", row.program);
+                bail!("cannot measure {} here: {why}", row.program);
             }
         }
         Ok(kernel)
     }
 
-    /// Nanoseconds that the command took in the pod, by the load's own clock.
+    /// Returns the nanoseconds that the command took in the pod, by the load's own clock.
     fn timed(&mut self, command: &str) -> Result<f64> {
         timed(&mut self.load, command)
     }
 
-    /// Runs and nanoseconds of some of the programs, by the kernel's count.
+    /// Returns runs and nanoseconds of the given programs, by the kernel's statistics.
     fn runs(&self, of: &[&str]) -> Result<(u64, u64)> {
         let pinned = beelet_bpf::pinned(&self.options.bpffs, &self.options.pin_name)?;
         let programs = pinned.programs.iter().filter(|program| of.contains(&program.name));
         Ok(programs.fold((0, 0), |(runs, ns), program| (runs + program.runs, ns + program.run_ns)))
     }
 
-    /// Takes the scheduler's programs off, which would cost the pod's load more than the other one.
+    /// Detaches the scheduler's programs, which would slow the pod's load more than the other one.
     fn detach_scheduler(&self) -> Result<()> {
         let links = beelet_bpf::pinned(&self.options.bpffs, &self.options.pin_name)?.dir.join("links");
         for program in SCHEDULER {
             match std::fs::remove_file(links.join(program)) {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                    return Err(error).with_context(|| format!("the link of {program} is still there"));
+                    return Err(error).with_context(|| format!("cannot remove the link of {program}"));
                 }
                 _ => {}
             }
@@ -123,7 +122,7 @@ impl Place {
     }
 }
 
-/// Nanoseconds that the command took, by the load's own clock.
+/// Returns the nanoseconds that the command took, by the load's own clock.
 fn timed(load: &mut Load, command: &str) -> Result<f64> {
     if interrupted() {
         bail!("interrupted");
@@ -167,20 +166,20 @@ fn scheduler(place: &mut Place, rounds: usize) -> Result<Vec<Row>> {
     ])
 }
 
-/// Nanoseconds of a round of ping-pong.
+/// Returns the nanoseconds of a ping-pong round.
 fn played(place: &mut Place) -> Result<f64> {
     let command = format!("pingpong {PINGPONG}");
     let times = (0..PLAYED).map(|_| place.timed(&command)).collect::<Result<Vec<f64>>>()?;
     Ok(super::median(&times) / f64::from(PINGPONG))
 }
 
-/// How many events of the scheduler there are.
+/// Numbers of scheduler events.
 struct Events {
     a_switch: f64,
     a_round: f64,
 }
 
-/// Counts them, with the programs that see the wake-ups too.
+/// Counts the events, with the programs that see the wake-ups too.
 fn events(place: &mut Place) -> Result<Events> {
     let kernel = place.start_without(RUN_DELAY)?;
     let counted = counted(place)?;
@@ -191,7 +190,7 @@ fn events(place: &mut Place) -> Result<Events> {
     })
 }
 
-/// What the kernel counted of the scheduler's programs.
+/// Kernel statistics of the scheduler's programs.
 struct Counted {
     switches: f64,
     runs: f64,
@@ -215,12 +214,12 @@ fn counted(place: &mut Place) -> Result<Counted> {
 fn sockets(place: &mut Place, pairs: usize) -> Result<Vec<Row>> {
     let step = Step::start("bpf: the socket programs, over loopback");
     let kernel = place.start()?;
-    let traffic = kernel.traffic().context("there is nothing that counts bytes")?;
+    let traffic = kernel.traffic().context("the byte counter is not loaded")?;
     kernel.stop(true)?;
     place.detach_scheduler()?;
     let ports = (place.load.tell("listen")?, place.outside.tell("listen")?);
     let mut rows = Vec::new();
-    // Connections and bytes: some ten milliseconds each.
+    // Connections and bytes, for some ten milliseconds each.
     let (connections, bulk) = ((200, 0), (1, 30_000_000));
     for (row, (many, bytes), counted) in [
         ("accept_slowdown", connections, false),
@@ -236,7 +235,7 @@ fn sockets(place: &mut Place, pairs: usize) -> Result<Vec<Row>> {
         for pair in 0..pairs {
             step.detail(&format!("{row}: {pair} of {pairs} pairs"));
             let mut inside = || called(&mut place.client, &mut place.load, &ports.0, many, bytes);
-            // Which comes first changes: a machine that grows slower would blame the second.
+            // The order alternates: a machine that slows down would penalize the second.
             let first = if pair % 2 == 0 { Some(inside()?) } else { None };
             let outside = called(&mut place.client, &mut place.outside, &ports.1, many, bytes)?;
             let mut inside = || called(&mut place.client, &mut place.load, &ports.0, many, bytes);
@@ -254,7 +253,7 @@ fn sockets(place: &mut Place, pairs: usize) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Nanoseconds that `many` connections of `bytes` each take, one after the other.
+/// Returns the nanoseconds of `many` consecutive connections of `bytes` each.
 fn called(client: &mut Load, server: &mut Load, port: &str, many: u32, bytes: u32) -> Result<f64> {
     server.begin(&format!("take {many}"))?;
     let took = timed(client, &format!("call {port} {many} {bytes}"))?;
@@ -262,7 +261,7 @@ fn called(client: &mut Load, server: &mut Load, port: &str, many: u32, bytes: u3
     Ok(took)
 }
 
-/// The share of the load's time that goes into the programs of every cgroup, by the kernel's count.
+/// Returns the share of the load's time spent in programs of every cgroup, by the kernel's statistics.
 fn counted_everywhere(place: &mut Place, port: &str, many: u32, bytes: u32) -> Result<f64> {
     const TIMES: u32 = 20;
     let statistics = beelet_bpf::count_runs()?;

@@ -1,26 +1,24 @@
-//! The node of a cluster, as a client of the API server sees it: etcd, a kube-apiserver and a containerd of
-//! our own.
+//! Node of a cluster as seen by a client of the API server, with an own etcd, kube-apiserver and containerd.
 //!
-//! All times are a watcher's of the pod: from the request (or the test app's system call) to the event that
-//! says so. The pods have a TCP readiness probe with a period of one second. Where `KUBELET` names one, a
-//! kubelet's medians are beside, on a node of its own in a cluster of its own, in the same run.
+//! All times are those of a watcher of the pod: from the request (or the test app's system call) to the event
+//! that reports the change. The pods have a TCP readiness probe with a period of one second. If `KUBELET`
+//! names a kubelet, its medians are shown too, measured in the same run on its own node in its own cluster.
 //!
 //! - `post_to_running`, `post_to_ready`: from POST to the phase, and to the condition.
 //! - `close_to_unready`: from close(2) in the pod to Ready=False.
-//! - `delete_to_gone`: from DELETE with a grace period of one second to the pod's end in the API; the process
-//!   ends at once.
-//! - `idle_writes`: what a node without anything to say writes per minute, by the audit log, some time after
-//!   its last pod went; `idle_lists` beside it.
-//! - `status_writes`: what one pod's life writes: made, ready, deleted.
-//! - What the node asked of the API server, by verb and resource, is a table on standard error: per pod but
-//!   the first, and per hour in which nothing happened (measured for two minutes, or for
-//!   `BEELET_IDLE_MINUTES`), with what the API server refused. What is asked once per hour or less need not
-//!   be in it.
+//! - `delete_to_gone`: from DELETE with a grace period of one second to the removal of the pod from the API;
+//!   the process exits at once.
+//! - `idle_writes`: writes per minute of an idle node, by the audit log, some time after its last pod was
+//!   removed; `idle_lists` likewise.
+//! - `status_writes`: writes in the life of a pod: created, ready, deleted.
+//! - The requests to the API server, by verb and resource, are printed as a table on standard error: per pod
+//!   except the first, and per idle hour (measured for two minutes, or for `BEELET_IDLE_MINUTES`), with the
+//!   refused requests. The table may miss requests made once per hour or less.
 //! - `exec_round_trip`: `true` in a container, by the node's own HTTPS server: connection, TLS, upgrade, the
-//!   command, its status. `exec_throughput`: what a command prints, through the same.
-//! - `lease_gap`: between two renewals of the node's lease, while a thousand pods start at once beside one
-//!   that forks without end, while the container runtime hangs, and while the disk of all that the agent
-//!   writes is full. Controllers take a node for gone whose lease is 40 s old.
+//!   command, its status. `exec_throughput`: output of a command over the same path.
+//! - `lease_gap`: time between two renewals of the node's lease, while a thousand pods start at once next to
+//!   one that forks endlessly, while the container runtime hangs, and while the agent's disk is full.
+//!   Controllers consider a node lost when its lease is 40 s old.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
@@ -46,33 +44,33 @@ use super::{Row, Statistic};
 use xtask::progress::Step;
 use xtask::setup::{self, Part};
 
-/// Medians, in milliseconds.
+/// Bounds of the medians, in milliseconds.
 const RUNNING: f64 = 250.0;
 const READY: f64 = 300.0;
-/// p99, in milliseconds.
+/// Bound of the p99, in milliseconds.
 const UNREADY: f64 = 50.0;
-/// The median, in milliseconds.
+/// Bound of the median, in milliseconds.
 const GONE: f64 = 500.0;
-/// Per minute.
+/// Writes per minute.
 const IDLE_WRITES: f64 = 6.0;
-/// In one pod's life.
+/// Writes in the life of a pod.
 const STATUS_WRITES: f64 = 4.0;
-/// What is still said of the last pod that went is no longer in the window in which nothing happens.
+/// Idle time after which no more updates about the last removed pod are expected.
 const REST: Duration = Duration::from_secs(15);
-/// Listeners closed in one pod.
+/// Listeners closed in a pod.
 const CLOSED: usize = 10;
-/// p99, in milliseconds: the lease is renewed every 10 s.
+/// Bound of the p99, in milliseconds: the lease is renewed every 10 s.
 const LEASE_GAP: f64 = 11_000.0;
-/// Pods that are started at once, as many as a bridge has room for, and how many processes one has that fork
-/// without end.
+/// Pods started at once, as many as a bridge has room for, and the number of endlessly forking processes in
+/// one of them.
 const STORM: usize = 1000;
 const FORKING: usize = 200;
-/// The disk of what an agent writes, in bytes.
+/// Size of the agent's disk, in bytes.
 const DISK: u64 = 512 << 20;
-/// Bytes that a command prints.
+/// Bytes of output of a command.
 const PRINTED: u64 = 256 << 20;
 
-/// What was measured of one agent.
+/// Measurements of an agent.
 #[derive(Default)]
 struct Samples {
     running: Vec<f64>,
@@ -88,21 +86,21 @@ struct Samples {
     requests: Requests,
 }
 
-/// What a node asked of the API server, by verb and resource.
+/// Requests of a node to the API server, by verb and resource.
 #[derive(Default)]
 struct Requests {
-    /// In the lives of all pods.
+    /// Requests in the lives of all pods.
     pods: BTreeMap<(String, String), usize>,
     lives: usize,
-    /// While nothing happened.
+    /// Requests of the idle node.
     idle: BTreeMap<(String, String), usize>,
     hours: f64,
-    /// Those that were answered with 401 or 403.
+    /// Requests answered with 401 or 403.
     refused: usize,
 }
 
 impl Requests {
-    /// What one pod, and one hour, had of a kind of request.
+    /// Returns the requests of a kind per pod and per hour.
     fn of(&self, kind: &(String, String)) -> String {
         let mean = |all: &BTreeMap<(String, String), usize>, by: f64| {
             all.get(kind)
@@ -112,14 +110,14 @@ impl Requests {
     }
 }
 
-/// Tells what was asked, a line per verb and resource; not among the rows, which programs read too.
-fn tell_requests(ours: &Requests, beside: Option<&Requests>) {
+/// Prints the requests by verb and resource; not among the rows, which programs parse.
+fn print_requests(ours: &Requests, beside: Option<&Requests>) {
     let all = [Some(ours), beside];
     let all: Vec<&Requests> = all.into_iter().flatten().collect();
     let kinds: BTreeSet<&(String, String)> =
         all.iter().flat_map(|one| one.pods.keys().chain(one.idle.keys())).collect();
     eprintln!(
-        "{:<8} {:<40} {:>9} {:>9}  (a kubelet: the same two)",
+        "{:<8} {:<40} {:>9} {:>9}  (then the same for a kubelet)",
         "VERB", "RESOURCE", "PER POD", "PER HOUR"
     );
     for kind in kinds {
@@ -130,11 +128,11 @@ fn tell_requests(ours: &Requests, beside: Option<&Requests>) {
     eprintln!("refused (401, 403): {}", refused.join("; a kubelet: "));
 }
 
-/// How many of each kind there are.
+/// Counts the requests of each kind.
 fn counted(asked: &[(String, String, u64)]) -> BTreeMap<(String, String), usize> {
     let mut counts = BTreeMap::new();
     for (verb, resource, _) in asked {
-        // A path that is no resource may have parameters.
+        // A path that is not a resource may have parameters.
         let resource = resource.split('?').next().unwrap_or_default();
         *counts.entry((verb.clone(), resource.to_owned())).or_default() += 1;
     }
@@ -149,9 +147,8 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
     }
     setup::ensure(Part::Cluster)?;
     let ours = ours(binary, quick)?;
-    // What was measured of beelet is worth telling, whatever becomes of the other.
-    let not_beside =
-        |why: &dyn std::fmt::Display| eprintln!("cluster: not measured beside a kubelet: {why:#}");
+    // Results of beelet are reported even if measuring the kubelet fails.
+    let not_beside = |why: &dyn std::fmt::Display| eprintln!("cluster: kubelet not measured: {why:#}");
     let beside = match kubelet::given() {
         Ok(kubelet) => peer(&kubelet, quick).inspect_err(|error| not_beside(error)).ok(),
         Err(missing) => {
@@ -181,7 +178,7 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
     add(unbound("exec_round_trip", "ms", ours.exec), |all| all.exec.clone());
     add(unbound("exec_throughput", "MiB/s", ours.throughput), |all| all.throughput.clone());
     add(Row::new("cluster", "lease_gap", "ms", ours.lease_gaps, LEASE_GAP), |all| all.lease_gaps.clone());
-    tell_requests(&ours.requests, beside.as_ref().map(|beside| &beside.requests));
+    print_requests(&ours.requests, beside.as_ref().map(|beside| &beside.requests));
     Ok(())
 }
 
@@ -220,7 +217,7 @@ fn peer(binary: &Path, quick: bool) -> Result<Samples> {
     measure("the kubelet", machine, (kubelet::NODE, &server), quick).with_context(|| {
         let log = kubelet.log();
         let last: Vec<&str> = log.lines().rev().take(20).collect();
-        format!("the kubelet's last words:\n{}", last.into_iter().rev().collect::<Vec<_>>().join("\n"))
+        format!("last lines of the kubelet's log:\n{}", last.into_iter().rev().collect::<Vec<_>>().join("\n"))
     })
 }
 
@@ -242,7 +239,7 @@ fn measure(
     let mut asked = 0;
     for round in 0..pods {
         if round == 1 {
-            // The first one's listener was closed and opened, and before it the node registered.
+            // The first pod's listener was closed and opened, and the node registered before it.
             asked = cluster.asked_by(node)?.len();
         }
         step.detail(&format!("{round} of {pods}"));
@@ -255,7 +252,7 @@ fn measure(
     (all.requests.pods, all.requests.lives) = (counted(&cluster.asked_by(node)?[asked..]), pods - 1);
     let asked_for = std::env::var("BEELET_IDLE_MINUTES").ok().and_then(|minutes| minutes.parse::<u64>().ok());
     let time = Duration::from_secs(asked_for.map_or(if quick { 20 } else { 120 }, |minutes| minutes * 60));
-    step.detail("nothing happens");
+    step.detail("idle");
     pause(REST)?;
     let asked = cluster.asked_by(node)?.len();
     let began = Instant::now();
@@ -268,7 +265,7 @@ fn measure(
     (all.requests.idle, all.requests.hours) = (counted(&asked), minutes / 60.0);
     step.detail("commands");
     exec(cluster, (node, server), quick, &mut all)?;
-    step.detail("the lease in trouble");
+    step.detail("lease under stress");
     all.lease_gaps = lease_gaps((cluster, containerd, disk), node, quick, &step)?;
     let refused = |(_, _, code): &&(String, String, u64)| [401, 403].contains(code);
     all.requests.refused = cluster.asked_by(node)?.iter().filter(refused).count();
@@ -276,7 +273,7 @@ fn measure(
     Ok(all)
 }
 
-/// Commands in a pod of their own.
+/// Measures commands in a pod of their own.
 fn exec(cluster: &Cluster, (node, server): (&str, &Server), quick: bool, all: &mut Samples) -> Result<()> {
     cluster.run(node, &plain(manifests::pod("shell", &["sleep", "100000"])))?;
     cluster.until("the pod to run", &Cluster::pod("shell"), |pod| condition(pod, "Ready").then_some(()))?;
@@ -288,18 +285,18 @@ fn exec(cluster: &Cluster, (node, server): (&str, &Server), quick: bool, all: &m
         };
         (0..count).map(one).collect()
     };
-    // The first one reads what is not in memory yet.
+    // The first command loads files into memory.
     timed(&["true"], 1)?;
     all.exec = timed(&["true"], trips)?.iter().map(|(_, took)| took.as_secs_f64() * 1e3).collect();
     let size = PRINTED.to_string();
     for (printed, took) in timed(&["head", "-c", &size, "/dev/zero"], prints)? {
-        ensure!(printed == PRINTED, "the command printed {PRINTED} bytes, and {printed} came");
+        ensure!(printed == PRINTED, "the command printed {PRINTED} bytes, but {printed} arrived");
         all.throughput.push(printed as f64 / f64::from(1 << 20) / took.as_secs_f64());
     }
     Ok(())
 }
 
-/// The times between two renewals of the node's lease, in milliseconds, while the node has trouble.
+/// Returns the times between two renewals of the node's lease under stress, in milliseconds.
 fn lease_gaps(
     (cluster, containerd, disk): (&Cluster, &Containerd, &Path),
     node: &str,
@@ -312,21 +309,21 @@ fn lease_gaps(
     let script = format!("for i in $(seq {FORKING}); do (while :; do (:); done) & done; wait");
     cluster.run(node, &plain(manifests::pod("forks", &["sh", "-c", &script])))?;
     cluster.until("the pod to fork", &Cluster::pod("forks"), |pod| condition(pod, "Ready").then_some(()))?;
-    step.detail(&format!("the lease while {pods} pods start"));
+    step.detail(&format!("lease while {pods} pods start"));
     for n in 0..pods {
         cluster.run(node, &plain(manifests::pod(&format!("storm{n}"), &["sleep", "100000"])))?;
     }
     pause(time)?;
-    step.detail("the lease while the runtime hangs");
+    step.detail("lease while the runtime hangs");
     let hanging = containerd.hang()?;
     pause(time)?;
     drop(hanging);
-    step.detail("the lease while the disk is full");
+    step.detail("lease while the disk is full");
     let filler = fill(disk)?;
     pause(time)?;
     std::fs::remove_file(filler)?;
     let mut renewals = cluster.renewals(node)?;
-    // One that is still to come is late already.
+    // A renewal that is still outstanding counts as late already.
     renewals.push(Timestamp::now());
     let times = &renewals[before.saturating_sub(1)..];
     cluster.delete(&Cluster::pod("forks"), Some(0))?;
@@ -334,7 +331,7 @@ fn lease_gaps(
     Ok(times.windows(2).map(gap).collect())
 }
 
-/// Leaves no byte of the disk free, by a file whose path it returns.
+/// Fills the disk completely with a file; returns its path.
 fn fill(disk: &Path) -> Result<PathBuf> {
     let path = disk.join("filler");
     let mut file = std::fs::File::create(&path)?;
@@ -343,25 +340,25 @@ fn fill(disk: &Path) -> Result<PathBuf> {
         match file.write_all(&block) {
             Ok(()) => {}
             Err(full) if full.kind() == std::io::ErrorKind::StorageFull => return Ok(path),
-            Err(error) => return Err(error).with_context(|| format!("could not fill {}", disk.display())),
+            Err(error) => return Err(error).with_context(|| format!("cannot fill {}", disk.display())),
         }
     }
 }
 
-/// The pod without what the API server adds to it for its account and the services.
+/// Returns the pod without the API server's additions for its service account and services.
 fn plain(mut pod: Value) -> Value {
     pod["spec"]["automountServiceAccountToken"] = json!(false);
     pod["spec"]["enableServiceLinks"] = json!(false);
     pod
 }
 
-/// How many writes of such a resource the node has made.
+/// Returns the number of the node's writes of a resource.
 fn writes(cluster: &Cluster, node: &str, resource: &str) -> Result<usize> {
     let asked = cluster.asked_by(node)?;
     Ok(asked.iter().filter(|(verb, of, _)| of == resource && ["update", "patch"].contains(&&**verb)).count())
 }
 
-/// One pod's life.
+/// Measures the life of a pod.
 fn pod(cluster: &Cluster, node: &str, name: &str, close: bool, all: &mut Samples) -> Result<()> {
     let mut pod = plain(manifests::serving(name));
     pod["spec"]["containers"][0]["readinessProbe"]["periodSeconds"] = json!(1);
@@ -372,7 +369,7 @@ fn pod(cluster: &Cluster, node: &str, name: &str, close: bool, all: &mut Samples
     let began = monotonic_ns();
     cluster.run(node, &pod)?;
     let ms = |at: u64, since: u64| at.saturating_sub(since) as f64 / 1e6;
-    // Both may come with one event.
+    // Both may arrive with the same event.
     let (mut running, mut ready) = (None, None);
     while ready.is_none() {
         let news = |pod: &Value| {
@@ -400,7 +397,7 @@ fn pod(cluster: &Cluster, node: &str, name: &str, close: bool, all: &mut Samples
     Ok(())
 }
 
-/// From the test app's system call to the API's condition.
+/// Returns the time from the test app's system call to the API's condition.
 fn flip(watcher: &Watcher, control: &mut Control, command: &str, ready: bool) -> Result<f64> {
     let called = control.send(&format!("{command} {PORT}"))?;
     let what = format!("Ready={ready}");

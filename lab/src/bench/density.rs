@@ -1,27 +1,27 @@
-//! A node of 100, 500 and 1,000 idle pods on a real containerd, whose TCP readiness probes look once per
-//! second. All pods hang on one bridge, which takes 1,023 ports. Where `KUBELET` names one, a kubelet's CPU
-//! and memory are beside, on a node of its own in the same run.
+//! Nodes of 100, 500 and 1,000 idle pods on a real containerd, with a TCP readiness probe per second and pod.
+//! All pods are on one bridge, which has 1,023 ports. If `KUBELET` names a kubelet, its CPU and memory are
+//! shown too, measured on its own node in the same run.
 //!
-//! Of each size:
+//! For each size:
 //! - `start`: pods that become ready per second, from the first manifest on; the next size's pods are applied
 //!   at once.
-//! - `cpu`: what the agent uses of a core afterwards. `rss`, `pss`: its memory.
-//! - `listen_to_ready`, `close_to_not_ready`: of one pod among all, as `bench probes` measures them.
-//! - `pods_api_list`: one list of all pods by the pods API (KEP-4188), and `pods_api_get`: one pod, which
-//!   shows what of a list's tail is the machine's. `pods_api_push`: from close(2) in one pod among all to the
+//! - `cpu`: the agent's share of a core afterwards. `rss`, `pss`: its memory.
+//! - `listen_to_ready`, `close_to_not_ready`: of one pod among all, as measured by `bench probes`.
+//! - `pods_api_list`: a list of all pods by the pods API (KEP-4188), and `pods_api_get`: a single pod, which
+//!   shows the machine's part of a list's tail. `pods_api_push`: from close(2) in one pod among all to the
 //!   event of that API's watch, and from listen(2).
-//! - `relaunch`: the agent killed with SIGKILL; from its next start until its API shows every pod ready.
-//! - `flips`: pods that were ready and then weren't, while the agent was measured and after its next start.
-//!   `restarts`: containers that were started again.
+//! - `relaunch`: the agent is killed with SIGKILL; from its next start until its API shows every pod ready.
+//! - `flips`: pods that lost readiness while the agent was measured and after its next start. `restarts`:
+//!   restarted containers.
 //!
-//! And once:
-//! - `start_over_bare`: from the first manifest of 100 pods that are applied at once to the last one's
-//!   container's start, over the same of the bare calls of CRI for as many pods, [`AT_ONCE`] at once, whose
-//!   containers run the same, in turns. Both by the runtime's stamp.
-//! - `half_ready`: from the first of these manifests until half of the pods are ready, as is seen once per
+//! Once:
+//! - `start_over_bare`: time from the first manifest of 100 pods applied at once to the start of the last
+//!   one's container, divided by the time of bare CRI calls for as many pods, [`AT_ONCE`] at once, whose
+//!   containers run the same, in turns. Both by the runtime's timestamps.
+//! - `half_ready`: from the first of these manifests until half of the pods are ready, polled once per
 //!   second.
-//! - `healthz`: how long `/healthz` takes to answer while pods are started.
-//! - `per_pod`: what one more pod takes of the agent's memory, between the smallest and the largest node.
+//! - `healthz`: response time of `/healthz` while pods are started.
+//! - `per_pod`: memory of the agent per additional pod, between the smallest and the largest node.
 
 use super::lifecycle::{bare_calls, last_start, now_ns};
 use super::owner::{Owner, pause};
@@ -45,29 +45,29 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 use xtask::progress::Step;
 
-/// Of one core, in percent.
+/// Bound in percent of one core.
 const CPU: f64 = 5.0;
-/// MiB.
+/// Bound in MiB.
 const RESIDENT: f64 = 128.0;
-/// p99, in milliseconds.
+/// Bound of the p99, in milliseconds.
 const EDGE: f64 = 20.0;
-/// p99, in milliseconds: of a list, and of a change that is pushed.
+/// Bound of the p99 of a list and of a pushed change, in milliseconds.
 const PODS_API: f64 = 5.0;
-/// Milliseconds.
+/// Bound in milliseconds.
 const RELAUNCH: f64 = 2000.0;
-/// Of the bare calls' time: 95 % of their rate.
+/// Bound relative to the bare calls' time: 95 % of their rate.
 const OVER_BARE: f64 = 1.0 / 0.95;
-/// p99, in milliseconds.
+/// Bound of the p99, in milliseconds.
 const HEALTHZ: f64 = 100.0;
-/// Bare calls under way: with more, the two cores of a small machine only share them.
+/// Concurrent bare calls: with more, the two cores of a small machine only share them.
 const AT_ONCE: usize = 8;
-/// How long the node rests before it is measured.
+/// Idle time before a measurement.
 pub(super) const REST: Duration = Duration::from_secs(15);
 
-/// The row of half of the first pods.
+/// Name of the row of half of the first pods.
 const HALF: &str = "half_ready";
 
-/// One size of node and the names of its rows.
+/// Size of a node, with the names of its rows.
 struct Size {
     pods: usize,
     start: &'static str,
@@ -107,7 +107,7 @@ macro_rules! size {
 const FULL: [Size; 3] = [size!(100), size!(500), size!(1000)];
 const QUICK: [Size; 2] = [size!(20), size!(40)];
 
-/// What a node of one size took.
+/// Resources used by the agent on a node of one size.
 struct Taken {
     cpu_percent: f64,
     resident: f64,
@@ -120,7 +120,7 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
     let first = rows.len();
     ours(binary, quick, sizes, rows)?;
     let Ok(kubelet) = kubelet::given() else {
-        eprintln!("density: not measured beside: no kubelet is given (KUBELET)");
+        eprintln!("density: kubelet not measured: KUBELET is not set");
         return Ok(());
     };
     let containerd = Containerd::start(&workdir::target_dir().join("bench/peer"))?;
@@ -133,7 +133,7 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
         let rate = (size.pods - there) as f64 / began.elapsed().as_secs_f64();
         let is_first = there == 0;
         there = size.pods;
-        let taken = take(&owner, quick)?;
+        let taken = usage(&owner, quick)?;
         step.done(&taken.sentence());
         let beside = [
             (size.start, rate),
@@ -157,7 +157,7 @@ fn ours(binary: &Path, quick: bool, sizes: &[Size], rows: &mut Vec<Row>) -> Resu
     let port = options.kubelet["healthzPort"].as_u64().and_then(|port| u16::try_from(port).ok());
     let health = Health::watch(port.context("the agent has no port")?);
     let mut owner = Owner::Us(Box::new(Agent::start(options)?));
-    rows.extend(beside_bare(&containerd, &mut owner, sizes[0].pods, if quick { 1 } else { 3 })?);
+    rows.extend(over_bare(&containerd, &mut owner, sizes[0].pods, if quick { 1 } else { 3 })?);
     let (mut there, mut per_pod) = (0, Vec::new());
     for size in sizes {
         let step = Step::start(format!("density: {} pods started", size.pods));
@@ -177,11 +177,11 @@ fn ours(binary: &Path, quick: bool, sizes: &[Size], rows: &mut Vec<Row>) -> Resu
     Ok(())
 }
 
-/// Measures a node that is full: at rest, at work, and when the agent comes back.
+/// Measures a full node: idle, under load, and during a restart of the agent.
 fn settle(owner: &mut Owner, size: &Size, quick: bool, rows: &mut Vec<Row>) -> Result<Taken> {
     let step = Step::start(format!("density: {} pods at rest", size.pods));
     let lost = losses(agent_of(owner)?)?;
-    let taken = take(owner, quick)?;
+    let taken = usage(owner, quick)?;
     let mut flips = lost.try_iter().count();
     step.done(&taken.sentence());
     rows.extend([
@@ -221,8 +221,8 @@ fn settle(owner: &mut Owner, size: &Size, quick: bool, rows: &mut Vec<Row>) -> R
     Ok(taken)
 }
 
-/// Kills the agent and starts it again: milliseconds until its API shows all `pods` ready, and how many lost
-/// their readiness in the time after that.
+/// Kills the agent and starts it again. Returns the milliseconds until its API shows all `pods` ready, and
+/// the number of pods that lost readiness afterwards.
 pub(super) fn killed_and_started(agent: &mut Agent, pods: usize, quick: bool) -> Result<(f64, usize)> {
     agent.kill9();
     let began = Instant::now();
@@ -238,7 +238,7 @@ pub(super) fn killed_and_started(agent: &mut Agent, pods: usize, quick: bool) ->
     Ok((relaunch, lost.try_iter().count()))
 }
 
-/// Names of pods that were ready and then weren't, as they come.
+/// Returns a channel of the names of pods that lose readiness.
 pub(super) fn losses(agent: &Agent) -> Result<mpsc::Receiver<String>> {
     let mut before = BTreeSet::new();
     super::watch_pods(agent, move |watch, _| {
@@ -250,7 +250,7 @@ pub(super) fn losses(agent: &Agent) -> Result<mpsc::Receiver<String>> {
     })
 }
 
-fn take(owner: &Owner, quick: bool) -> Result<Taken> {
+fn usage(owner: &Owner, quick: bool) -> Result<Taken> {
     let window = Duration::from_secs(if quick { 10 } else { 60 });
     pause(REST)?;
     let pid = owner.pid()?;
@@ -271,11 +271,11 @@ impl Taken {
     }
 }
 
-/// Pods that are started at once, by bare calls and by the agent in turns; they are gone afterwards.
-fn beside_bare(containerd: &Containerd, owner: &mut Owner, pods: usize, rounds: usize) -> Result<[Row; 2]> {
-    // ext4 does not give away again at once an inode that was just freed, and looks at each of them whenever
-    // it needs one (fs/ext4/ialloc.c, recently_deleted): the first pods of a new node are made faster than
-    // any after them.
+/// Starts pods at once, by bare calls and by the agent in turns; removes them afterwards.
+fn over_bare(containerd: &Containerd, owner: &mut Owner, pods: usize, rounds: usize) -> Result<[Row; 2]> {
+    // ext4 does not reuse an inode immediately after it is freed, and checks each of them when it needs one
+    // (fs/ext4/ialloc.c, recently_deleted): the first pods of a new node are created faster than any later
+    // ones.
     bare(containerd, pods)?;
     let (mut ratios, mut halves) = (Vec::new(), Vec::new());
     for _ in 0..rounds {
@@ -301,11 +301,11 @@ fn beside_bare(containerd: &Containerd, owner: &mut Owner, pods: usize, rounds: 
 fn agent_of(owner: &mut Owner) -> Result<&mut Agent> {
     match owner {
         Owner::Us(agent) => Ok(agent),
-        Owner::Kubelet(_) => bail!("a kubelet is not asked for its pods"),
+        Owner::Kubelet(_) => bail!("the bench does not query a kubelet's pods"),
     }
 }
 
-/// Seconds that as many pods take by bare calls, [`AT_ONCE`] at once; they are gone afterwards.
+/// Starts `pods` pods by bare calls, [`AT_ONCE`] at once, and removes them; returns the seconds.
 fn bare(containerd: &Containerd, pods: usize) -> Result<f64> {
     let step = Step::start(format!("density: {pods} pods by bare calls"));
     let next = std::sync::atomic::AtomicUsize::new(0);
@@ -336,7 +336,7 @@ fn bare(containerd: &Containerd, pods: usize) -> Result<f64> {
     Ok(took)
 }
 
-/// Asks `/healthz` ten times per second, and stamps the answers.
+/// Calls `/healthz` ten times per second and records the response times.
 struct Health {
     stop: Arc<AtomicBool>,
     asks: std::thread::JoinHandle<Vec<f64>>,
@@ -349,7 +349,7 @@ impl Health {
         let asks = std::thread::spawn(move || {
             let mut samples = Vec::new();
             while !stopped.load(Ordering::Relaxed) {
-                // While the agent is away nobody answers.
+                // A call fails while the agent is down.
                 samples.extend(healthz(port).ok());
                 std::thread::sleep(Duration::from_millis(100));
             }
@@ -358,14 +358,14 @@ impl Health {
         Health { stop, asks }
     }
 
-    /// Milliseconds of each answer.
+    /// Stops; returns the milliseconds of each response.
     fn stop(self) -> Vec<f64> {
         self.stop.store(true, Ordering::Relaxed);
         self.asks.join().unwrap_or_default()
     }
 }
 
-/// How long one answer took, in milliseconds.
+/// Returns the response time of one call, in milliseconds.
 fn healthz(port: u16) -> Result<f64> {
     let began = Instant::now();
     let mut stream = TcpStream::connect(("127.0.0.1", port))?;
@@ -374,7 +374,7 @@ fn healthz(port: u16) -> Result<f64> {
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
     if !answer.starts_with("HTTP/1.1 200") {
-        bail!("/healthz says {}", answer.lines().next().unwrap_or_default());
+        bail!("/healthz answered {}", answer.lines().next().unwrap_or_default());
     }
     Ok(began.elapsed().as_secs_f64() * 1e3)
 }

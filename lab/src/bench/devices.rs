@@ -1,8 +1,9 @@
-//! What devices cost: deciding which of 1,000 devices on 8 NUMA nodes go to a container, and admitting pods
-//! with devices, beyond the plugin's own time, which is what a call takes by a client that does nothing else:
-//! deciding, the hops between the tasks of the agent, and the checkpoint, which is written to memory here:
-//! the time that a disk takes for its fsync is not in it, and the rows say so. An admission's sample is the
-//! average of 100 pods. Measured by `bench/src/bin/devices.rs`, which has the agent's own parts in it.
+//! Cost of devices: choosing devices for a container out of 1,000 on 8 NUMA nodes, and admitting pods with
+//! devices, beyond the plugin's own time (the time of a call by a client that does nothing else). The
+//! overhead consists of the decision, the hops between the agent's tasks, and the checkpoint. The checkpoint
+//! is written to memory here, so a disk's fsync is not included, as the row names say. A sample of an
+//! admission is the average of 100 pods. Measured by `bench/src/bin/devices.rs`, which contains the agent's
+//! own code.
 
 use super::Row;
 use anyhow::{Context as _, Result};
@@ -11,10 +12,10 @@ use std::process::Command;
 use xtask::progress::Step;
 use xtask::shell;
 
-/// p99, in milliseconds.
+/// Bound of the p99, in milliseconds.
 const BOUND: f64 = 1.0;
 
-/// The rows, and what the driver calls them.
+/// Rows, with the driver's names for them.
 const ROWS: [(&str, &str); 5] = [
     ("decision_of_1000", "decision"),
     ("decision_of_two_restricted", "decision_of_two_restricted"),
@@ -38,7 +39,7 @@ pub(super) fn run(quick: bool) -> Result<Vec<Row>> {
     ]))?;
     let rounds = if quick { "10" } else { "100" };
     let driver = workdir::target_dir().join("release/bench-devices");
-    let output = Command::new(&driver).arg(rounds).output().context("could not start the bench's driver")?;
+    let output = Command::new(&driver).arg(rounds).output().context("cannot start the bench's driver")?;
     let text = String::from_utf8_lossy(&output.stdout);
     let measured: serde_json::Value = serde_json::from_str(&text)
         .with_context(|| format!("the bench's driver failed: {}", String::from_utf8_lossy(&output.stderr)))?;

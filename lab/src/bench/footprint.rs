@@ -1,6 +1,6 @@
-//! What the agent itself takes, on a node of 1, 20 and 110 idle pods whose TCP readiness probes look once a
-//! second: processor time and resident memory, from /proc. The node's pods are on a real containerd. Where
-//! `KUBELET` names one, the same is measured of a kubelet afterwards, and shown beside.
+//! CPU and resident memory of the agent, from /proc, on nodes of 1, 20 and 110 idle pods with a TCP readiness
+//! probe per second and pod, on a real containerd. If `KUBELET` names a kubelet, the same is measured of it
+//! afterwards and shown too.
 
 use super::Row;
 use super::owner::{Owner, pause};
@@ -14,22 +14,22 @@ use std::path::Path;
 use std::time::Duration;
 use xtask::progress::Step;
 
-/// CPU seconds per minute, and MiB, for each size of node: what the largest may take is the promise, and the
-/// smaller ones must not take more.
+/// Bounds in CPU seconds per minute and MiB for each size of node: the promise for the largest, which the
+/// smaller ones must not exceed.
 const CPU: f64 = 0.6;
 const RESIDENT: f64 = 40.0;
-/// The sizes, with the names of their rows.
+/// Sizes, with the names of their rows.
 const NODES: [(usize, &str, &str); 3] = [
     (1, "cpu_1_pod", "rss_1_pod"),
     (20, "cpu_20_pods", "rss_20_pods"),
     (110, "cpu_110_pods", "rss_110_pods"),
 ];
-/// How long the node rests before it is measured.
+/// Idle time before a measurement.
 const REST: Duration = Duration::from_secs(15);
 
 /// Measures both rows of each size.
 pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
-    // All of the largest node's pods take minutes to start on a small machine.
+    // Starting all pods of the largest node takes minutes on a small machine.
     let nodes = if quick { &NODES[..2] } else { &NODES[..] };
     let ours = {
         let containerd = Containerd::start(&workdir::target_dir().join("bench/node"))?;
@@ -44,7 +44,7 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
             Some(measure(&Owner::Kubelet(kubelet), &containerd, nodes, quick)?)
         }
         Err(missing) => {
-            eprintln!("not measured beside: {missing}");
+            eprintln!("kubelet not measured: {missing}");
             None
         }
     };
@@ -64,7 +64,7 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// CPU seconds per minute, and MiB, of each size of node.
+/// Returns CPU seconds per minute and MiB for each size of node.
 fn measure(
     owner: &Owner,
     containerd: &Containerd,

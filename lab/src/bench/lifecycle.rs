@@ -1,27 +1,25 @@
-//! A container's end and its next start, a pod's start, and an agent's start after kill -9, on a real
-//! containerd.
+//! Restart of a container, start of a pod, and start of an agent after kill -9, on a real containerd.
 //!
-//! All is seen from outside: this program reads the agent's log lines and API, and for `running_to_restart`
-//! asks the runtime itself, as fast as it can. These are rounds of their own: an answer costs the runtime
-//! half a millisecond of the two CPUs that it needs to bury the container. Every sample of a restart is a
-//! container's first, which has no back-off.
+//! Everything is observed from outside: this program reads the agent's log lines and API, and for
+//! `running_to_restart` polls the runtime as fast as it can. These polls have their own rounds, since each
+//! answer costs the runtime half a millisecond of the two CPUs that it needs to clean up the container. Every
+//! sample of a restart is a container's first, which has no back-off.
 //!
-//! - `exit_known`: from kill(2) to the agent's log line that the container has ended, whoever told it.
-//! - `exit_to_running`: from kill(2) to the next container's start, by the runtime's stamp: with finding out,
-//!   and with all that the runtime does, which is nearly all of it. Where `KUBELET` names one, a kubelet's is
-//!   beside.
-//! - `exited_to_restart`: from the agent's hearing EXITED of the runtime to its asking for the next
-//!   container.
+//! - `exit_known`: from kill(2) to the agent's log line that the container has ended, from any source.
+//! - `exit_to_running`: from kill(2) to the next container's start, by the runtime's timestamp: includes
+//!   detection and the runtime's own work, which is nearly all of it. If `KUBELET` names a kubelet, its value
+//!   is shown too.
+//! - `exited_to_restart`: from the runtime's EXITED event at the agent to its request for the next container.
 //! - `running_to_restart`: the same from the runtime's last answer to this program that the container was
-//!   running: what can have passed at most since the runtime knew, the time that it takes for its answers
-//!   included.
-//! - `exit_to_exited`: from kill(2) to the agent's hearing EXITED; nearly all of it is the runtime's.
-//! - `manifest_to_running`, a ratio: from the manifest in the folder to the container's start, over the time
-//!   from the first of the bare calls of CRI for the same pod to its container's start, both by the runtime's
-//!   stamp, medians of rounds that take turns.
-//! - `kill9_to_converged`: the agent is killed, a container ends and a manifest changes meanwhile. From the
-//!   agent's next start until its API shows both pods ready, one with its container restarted and one
-//!   replaced, all others as they were, and the runtime has no sandbox too many.
+//!   running: an upper bound of the time since the runtime knew, including the runtime's time for its
+//!   answers.
+//! - `exit_to_exited`: from kill(2) to the EXITED event at the agent; nearly all of it is the runtime's.
+//! - `manifest_to_running`, a ratio: from the manifest in the folder to the container's start, divided by the
+//!   time from the first of the bare CRI calls for the same pod to its container's start, both by the
+//!   runtime's timestamps, medians of rounds that take turns.
+//! - `kill9_to_converged`: the agent is killed; while it is down, a container ends and a manifest changes.
+//!   From the agent's next start until its API shows both pods ready, one with its container restarted and
+//!   one replaced, all others unchanged, and the runtime has no surplus sandbox.
 
 use super::{Row, Statistic};
 use anyhow::{Context as _, Result, bail};
@@ -40,19 +38,19 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use xtask::progress::Step;
 
-/// The median, in milliseconds.
+/// Bound of the median, in milliseconds.
 const KNOWN: f64 = 1.0;
-/// p99, in milliseconds.
+/// Bound of the p99, in milliseconds.
 const TO_RESTART: f64 = 5.0;
-/// p99, in milliseconds.
+/// Bound of the p99, in milliseconds.
 const TO_EXITED: f64 = 60.0;
-/// p99, in milliseconds.
+/// Bound of the p99, in milliseconds.
 const CONVERGED: f64 = 5000.0;
-/// Pods that nothing happens to while the agent is killed.
+/// Pods that must not change while the agent is down.
 const BYSTANDERS: usize = 3;
-/// The agent's way over the bare calls'.
+/// Bound of the agent's time relative to bare calls.
 const OVER_BARE: f64 = 1.15;
-/// Containers of one pod, each ended once.
+/// Containers per pod, each ended once.
 const CONTAINERS: usize = 10;
 
 /// Adds all rows, each as soon as it is measured.
@@ -71,12 +69,12 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
             let samples = peers(&kubelet, if quick { 2 } else { 20 })?;
             row.compare.insert("kubelet", super::median(&samples));
         }
-        Err(missing) => eprintln!("not measured beside: {missing}"),
+        Err(missing) => eprintln!("kubelet not measured: {missing}"),
     }
     Ok(())
 }
 
-/// `exit_to_running` of a kubelet's pods, a container each.
+/// Measures `exit_to_running` of a kubelet's pods with one container each.
 fn peers(binary: &Path, pods: usize) -> Result<Vec<f64>> {
     let step = Step::start("lifecycle: containers ended and started again by the kubelet");
     let containerd = Containerd::start(&workdir::target_dir().join("bench/peer"))?;
@@ -90,7 +88,7 @@ fn peers(binary: &Path, pods: usize) -> Result<Vec<f64>> {
         let other_than = |before: &str| {
             workdir::wait_for(&format!("a container of {name} to run"), PATIENCE, || {
                 let runs = block_on(running(&socket, &name))?;
-                runs.into_iter().find(|id| id != before).context("none does")
+                runs.into_iter().find(|id| id != before).context("no container runs")
             })
         };
         let id = other_than("")?;
@@ -103,7 +101,7 @@ fn peers(binary: &Path, pods: usize) -> Result<Vec<f64>> {
     Ok(samples)
 }
 
-/// The containers of a static pod that run.
+/// Returns the running containers of a static pod.
 async fn running(socket: &Path, name: &str) -> Result<Vec<String>> {
     let mut cri = Cri::connect(socket).await?;
     let listed = cri.runtime.list_containers(cri::ListContainersRequest { filter: None }).await?;
@@ -115,14 +113,13 @@ async fn running(socket: &Path, name: &str) -> Result<Vec<String>> {
     Ok(listed.into_inner().containers.into_iter().filter(of_pod).map(|container| container.id).collect())
 }
 
-/// Nanoseconds since the epoch: the clock of the runtime and of the agent's log.
+/// Returns nanoseconds since the epoch: the clock of the runtime and of the agent's log.
 pub(super) fn now_ns() -> i64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(since.as_nanos()).unwrap_or(i64::MAX)
 }
 
-/// One pod's worth of containers at a time, each killed once, one after the other; and `watched` pods' while
-/// the runtime is asked.
+/// Kills the containers of one pod after the other, each once; polls the runtime for the last `watched` pods.
 fn exits(containerd: &Containerd, agent: &Agent, pods: usize, watched: usize) -> Result<Vec<Row>> {
     let step = Step::start("lifecycle: containers ended and started again");
     let (mut to_known, mut to_exited) = (Vec::new(), Vec::new());
@@ -151,13 +148,13 @@ fn exits(containerd: &Containerd, agent: &Agent, pods: usize, watched: usize) ->
             if let Some(running) = end.running {
                 at_most.push((asked - running) as f64 / 1e6);
             } else {
-                let told = of_it("the runtime too says")?;
+                let exited = of_it("the runtime too says")?;
                 to_known.push((of_it("a container has ended")? - end.killed) as f64 / 1e6);
-                to_exited.push((told - end.killed) as f64 / 1e6);
-                to_restart.push((asked - told) as f64 / 1e6);
+                to_exited.push((exited - end.killed) as f64 / 1e6);
+                to_restart.push((asked - exited) as f64 / 1e6);
             }
-            // A pod's containers are started one after the other: one that ends meanwhile would wait for
-            // that.
+            // The containers of a pod are started one after the other: one that ends in the meantime would
+            // have to wait for that.
             let again = agent.until(&format!("c{n} of {name} to run again"), |watch| {
                 let pod = watch.pod(&name)?;
                 id_of(pod, &format!("c{n}")).ok().filter(|now| *now != id && pod.ready())
@@ -168,12 +165,12 @@ fn exits(containerd: &Containerd, agent: &Agent, pods: usize, watched: usize) ->
             }
         }
         agent.remove(&format!("{name}.yaml"))?;
-        agent.until(&format!("{name} to go"), |watch| watch.pod(&name).is_none().then_some(()))?;
+        agent.until(&format!("{name} to be removed"), |watch| watch.pod(&name).is_none().then_some(()))?;
     }
     step.done(&format!("{} restarts", to_restart.len()));
     Ok(vec![
         Row::by_median("lifecycle", "exit_known", "ms", to_known, KNOWN),
-        // How long the runtime takes to start a container, or for its answers, is its own.
+        // The time in which the runtime starts a container or answers is not the agent's.
         Row::unbound("lifecycle", "exit_to_running", "ms", to_running),
         Row::new("lifecycle", "exited_to_restart", "ms", to_restart, TO_RESTART),
         Row::unbound("lifecycle", "running_to_restart", "ms", at_most),
@@ -181,27 +178,27 @@ fn exits(containerd: &Containerd, agent: &Agent, pods: usize, watched: usize) ->
     ])
 }
 
-/// The runtime's identifier of a pod's container.
+/// Returns the runtime's id of a pod's container.
 pub(super) fn id_of(pod: &PodView, container: &str) -> Result<String> {
     let id = pod.container(container).and_then(|c| c.container_id.as_deref()?.split("//").nth(1));
     Ok(id.context("a container has no id")?.to_owned())
 }
 
-/// A container's end as seen from outside, in nanoseconds since the epoch.
+/// End of a container as observed from outside, in nanoseconds since the epoch.
 struct End {
-    /// When its first process was killed.
+    /// Time at which its first process was killed.
     killed: i64,
-    /// When the runtime last said that it runs, if it was asked.
+    /// Last time at which the runtime reported it running, if polled.
     running: Option<i64>,
 }
 
-/// What the runtime says of a container.
+/// Returns the runtime's status of a container.
 async fn status(cri: &mut Cri, id: &str, verbose: bool) -> Result<cri::ContainerStatusResponse> {
     let request = cri::ContainerStatusRequest { container_id: id.to_owned(), verbose };
     Ok(cri.runtime.container_status(request).await?.into_inner())
 }
 
-/// What the runtime's list says of a container: the same state, for less work of a runtime that is to be
+/// Returns the state in the runtime's list: the same state, at a lower cost for a runtime that is to be
 /// timed.
 async fn state(cri: &mut Cri, id: &str) -> Result<Option<cri::ContainerState>> {
     let filter = cri::ContainerFilter { id: id.to_owned(), ..Default::default() };
@@ -210,7 +207,7 @@ async fn state(cri: &mut Cri, id: &str) -> Result<Option<cri::ContainerState>> {
     Ok(listed.first().map(cri::Container::state))
 }
 
-/// A container's first process.
+/// Returns a container's first process.
 pub(super) async fn first_process(cri: &mut Cri, id: &str) -> Result<Pid> {
     let verbose = status(cri, id, true).await?;
     let info = verbose.info.get("info").context("the runtime names no process")?;
@@ -219,10 +216,10 @@ pub(super) async fn first_process(cri: &mut Cri, id: &str) -> Result<Pid> {
     pid.context("the runtime names no process")
 }
 
-/// Kills a container's first process. To `watch`, asks the runtime until it knows.
+/// Kills a container's first process. If `watch`, polls the runtime until it reports the end.
 async fn end(socket: &Path, id: &str, watch: bool) -> Result<End> {
     let mut cri = Cri::connect(socket).await?;
-    // Asked for beforehand, so that only the kill lies between the two times.
+    // Queried beforehand, so that only the kill lies between the two times.
     let pid = first_process(&mut cri, id).await?;
     let killed = now_ns();
     kill_process(pid, Signal::KILL)?;
@@ -237,26 +234,26 @@ async fn end(socket: &Path, id: &str, watch: bool) -> Result<End> {
         }
         running = now_ns();
         if interrupted() || Instant::now() > deadline {
-            bail!("the runtime does not see that a container was killed");
+            bail!("the runtime did not report that a container was killed");
         }
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
 }
 
-/// When the agent said something first that `is_it` says yes to, by its log.
+/// Returns the time of the first line in the agent's log that matches `is_it`.
 fn logged(agent: &Agent, is_it: impl Fn(&str) -> bool) -> Result<i64> {
     let find = || -> Result<i64> {
         let log = agent.log();
-        let line = log.lines().find(|line| is_it(line)).context("not said yet")?;
+        let line = log.lines().find(|line| is_it(line)).context("no such line yet")?;
         let time = line.split_whitespace().next().unwrap_or_default();
         let time: jiff::Timestamp =
-            time.parse().with_context(|| format!("no time is at the start of {line:?}"))?;
+            time.parse().with_context(|| format!("no timestamp at the start of {line:?}"))?;
         Ok(i64::try_from(time.as_nanosecond())?)
     };
     workdir::wait_for("a line in the agent's log", PATIENCE, find)
 }
 
-/// When the agent asked for the container's second instance.
+/// Returns the time at which the agent requested the container's second instance.
 fn asked_for(agent: &Agent, pod: &str, container: &str) -> Result<i64> {
     let (pod, container) = (format!("pod=default/{pod}-"), format!("container=\"{container}\""));
     logged(agent, |line| {
@@ -267,7 +264,7 @@ fn asked_for(agent: &Agent, pod: &str, container: &str) -> Result<i64> {
     })
 }
 
-/// kill -9 of the agent, with something to do for the next one.
+/// Kills the agent with SIGKILL and leaves work for the next one.
 fn kills(containerd: &Containerd, agent: &mut Agent, rounds: usize) -> Result<Row> {
     let step = Step::start("lifecycle: the agent killed and started again");
     let manifest = |name: &str| manifests::pod(name, &["/bin/testapp", "pause"]);
@@ -294,7 +291,7 @@ fn kills(containerd: &Containerd, agent: &mut Agent, rounds: usize) -> Result<Ro
         agent.apply(&format!("{changes}.yaml"), changed.to_string())?;
         let began = Instant::now();
         agent.resume()?;
-        agent.until("everything to be as it should", |watch| {
+        agent.until("the pods to converge", |watch| {
             let now = all().map(|name| watch.pod(name)).collect::<Option<Vec<_>>>()?;
             let same = |n: usize| id_of(now[n], "main").ok() == id_of(&before[n], "main").ok();
             let (restarted, replaced) = (now[BYSTANDERS], now[BYSTANDERS + 1]);
@@ -305,7 +302,7 @@ fn kills(containerd: &Containerd, agent: &mut Agent, rounds: usize) -> Result<Ro
                 && replaced.uid() != before[BYSTANDERS + 1].uid();
             right.then_some(())
         })?;
-        workdir::wait_for("nothing to be left of the old pod", PATIENCE, || {
+        workdir::wait_for("the old pod's sandbox to be removed", PATIENCE, || {
             let there = block_on(sandboxes(&containerd.socket()))?;
             let right = there == BYSTANDERS + 2;
             if right { Ok(()) } else { bail!("{there} sandboxes") }
@@ -313,21 +310,21 @@ fn kills(containerd: &Containerd, agent: &mut Agent, rounds: usize) -> Result<Ro
         samples.push(began.elapsed().as_secs_f64() * 1e3);
         for name in [&ends, &changes] {
             agent.remove(&format!("{name}.yaml"))?;
-            agent.until(&format!("{name} to go"), |watch| watch.pod(name).is_none().then_some(()))?;
+            agent.until(&format!("{name} to be removed"), |watch| watch.pod(name).is_none().then_some(()))?;
         }
     }
     step.done(&format!("{} times", samples.len()));
     Ok(Row::new("lifecycle", "kill9_to_converged", "ms", samples, CONVERGED))
 }
 
-/// How many sandboxes the runtime has.
+/// Returns the number of sandboxes in the runtime.
 async fn sandboxes(socket: &Path) -> Result<usize> {
     let mut cri = Cri::connect(socket).await?;
     let listed = cri.runtime.list_pod_sandbox(cri::ListPodSandboxRequest { filter: None }).await?;
     Ok(listed.into_inner().items.len())
 }
 
-/// Pods started by the agent and by bare calls, in turns.
+/// Measures pods started by the agent and by bare calls, in turns.
 fn starts(containerd: &Containerd, agent: &Agent, rounds: usize) -> Result<Row> {
     let step = Step::start("lifecycle: pods started, by the agent and by bare calls");
     let (mut by_agent, mut bare) = (Vec::new(), Vec::new());
@@ -342,7 +339,7 @@ fn starts(containerd: &Containerd, agent: &Agent, rounds: usize) -> Result<Row> 
         let id = id_of(&view, "main")?;
         let started = block_on(started_at(&containerd.socket(), &id))?;
         agent.remove(&format!("{name}.yaml"))?;
-        agent.until(&format!("{name} to go"), |watch| watch.pod(&name).is_none().then_some(()))?;
+        agent.until(&format!("{name} to be removed"), |watch| watch.pod(&name).is_none().then_some(()))?;
         let alone = block_on(async {
             let command = ["/bin/testapp", "pause"].map(str::to_owned);
             let pod = bare_calls(containerd, &format!("bare{round}"), &command).await?;
@@ -362,14 +359,14 @@ fn starts(containerd: &Containerd, agent: &Agent, rounds: usize) -> Result<Row> 
     Ok(row.within(Statistic::Median, OVER_BARE))
 }
 
-/// When the runtime had started a container.
+/// Returns the time at which the runtime started a container.
 async fn started_at(socket: &Path, id: &str) -> Result<i64> {
     let mut cri = Cri::connect(socket).await?;
     let status = status(&mut cri, id, false).await?.status;
     Ok(status.context("the runtime has no status")?.started_at)
 }
 
-/// A pod that was made by bare calls.
+/// Pod created by bare calls.
 pub(super) struct Bare {
     sandbox: String,
     /// Nanoseconds from the first call to the container's start.
@@ -377,7 +374,7 @@ pub(super) struct Bare {
 }
 
 impl Bare {
-    /// Takes it away.
+    /// Removes the pod.
     pub(super) async fn remove(&self, containerd: &Containerd) -> Result<()> {
         let mut cri = Cri::connect(&containerd.socket()).await?;
         let pod_sandbox_id = self.sandbox.clone();
@@ -388,7 +385,7 @@ impl Bare {
     }
 }
 
-/// When the container that was started last of all was started, by the runtime's stamp.
+/// Returns the time of the most recent container start, by the runtime's timestamp.
 pub(super) async fn last_start(socket: &Path) -> Result<i64> {
     let mut cri = Cri::connect(socket).await?;
     let listed = cri.runtime.list_containers(cri::ListContainersRequest { filter: None }).await?;
@@ -400,9 +397,9 @@ pub(super) async fn last_start(socket: &Path) -> Result<i64> {
     Ok(last)
 }
 
-/// The same pod by three calls, one after the other; its time is by the stamp that counts for the agent's pod
-/// too. It is asked for as the agent asks: with a cgroup of its own where the agent's pods have theirs, the
-/// files that are mounted, and what is hidden from it.
+/// Creates the same pod by three consecutive calls, timed by the same timestamp as the agent's pod. The
+/// request equals the agent's: an own cgroup in the place of the agent's pods, the mounted files, and the
+/// hidden paths.
 pub(super) async fn bare_calls(containerd: &Containerd, name: &str, command: &[String]) -> Result<Bare> {
     let mut cri = Cri::connect(&containerd.socket()).await?;
     let logs = containerd.dir().join("bare-logs").join(name);

@@ -1,12 +1,12 @@
-//! `cargo xtask bench`: what beelet promises in numbers, measured end to end on a release build: as a client
-//! of its API sees it, on a real containerd.
+//! `cargo xtask bench`: measures beelet's promises end to end on a release build, as a client of its API sees
+//! them, on a real containerd.
 //!
-//! Each row is one promise, or a number beside one that promises nothing by itself. A promise names the
-//! statistic that its bound is held against: `p99`, the `median` (of differences of two measurements, whose
-//! outliers are the machine's and of either sign, and of ratios), or the `value` where there is one only.
-//! `--json` prints one object per line: `{"what","row","unit","n","p50","p99","held","bound","ok"}`, the last
-//! three null without a bound, with what it is compared to, and a note, where there are any. The exit code is
-//! 0 if every bound holds. The decisions alone are measured by `cargo bench -p bench`.
+//! Each row is a promise, or a related number without one. A promise names the statistic that its bound
+//! applies to: `p99`, the `median` (of differences of two measurements, whose outliers are the machine's and
+//! of either sign, and of ratios), or the `value` of a single sample. `--json` prints one object per line:
+//! `{"what","row","unit","n","p50","p99","held","bound","ok"}`, the last three null without a bound, plus
+//! comparisons and a note, if any. The exit code is 0 if every bound holds. `cargo bench -p bench` measures
+//! the decisions alone.
 
 mod bpf;
 mod cluster;
@@ -39,14 +39,14 @@ use xtask::progress::Step;
 use xtask::setup::{self, Part};
 use xtask::shell;
 
-/// Measures what beelet promises, on real pods, and compares it with the bounds.
+/// Measure beelet's promises on real pods, and compare them with the bounds.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// What to measure; everything if nothing is named
+    /// Measurements to make [default: all]
     #[arg(value_enum)]
     what: Vec<What>,
 
-    /// Measure this agent instead of a release build: what `cargo xtask package` made, say
+    /// Agent to measure instead of a release build, e.g. from `cargo xtask package`
     #[arg(long, value_name = "FILE")]
     agent: Option<PathBuf>,
 
@@ -54,48 +54,48 @@ pub(crate) struct Args {
     #[arg(long)]
     quick: bool,
 
-    /// Of the tuner, measure these only: busy, quota, burstable, crowd, memory, mixed (an hour, and only if
-    /// named)
+    /// Scenarios of the tuner to measure: busy, quota, burstable, crowd, memory, mixed (takes an hour, never
+    /// by default)
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     scenario: Vec<String>,
 
-    /// One JSON object per row instead of a table
+    /// Print one JSON object per row instead of a table
     #[arg(long)]
     json: bool,
 }
 
-/// What can be measured.
+/// Subject of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum What {
-    /// What the kernel programs cost the scheduler and the sockets
+    /// Cost of the kernel programs for the scheduler and the sockets
     Bpf,
-    /// The node of a cluster, as a client of the API server sees it (KUBE_APISERVER)
+    /// Node of a cluster, as a client of the API server sees it (KUBE_APISERVER)
     Cluster,
-    /// A node of up to 1,000 pods: what it takes, how fast it fills, and how soon the agent is back
+    /// Node of up to 1,000 pods: resources, start rate, and time until a restarted agent is back
     Density,
-    /// Deciding on devices, and admitting pods with them
+    /// Choosing devices, and admitting pods with devices
     Devices,
-    /// What the agent takes of the machine: CPU and memory
+    /// CPU and memory of the agent
     Footprint,
-    /// From a listener's coming or going to the pod's readiness
+    /// Time from a listener's start or end to the pod's readiness
     Probes,
-    /// From low memory to the decision who goes
+    /// Time from low memory to the eviction decision
     Pressure,
-    /// From a container's end to its next start, and from a manifest to a running pod
+    /// Time from a container's end to its next start, and from a manifest to a running pod
     Lifecycle,
-    /// A node of up to 5,000 pods on a runtime in memory: what grows with the pods, and how
+    /// Node of up to 5,000 pods on an in-memory runtime: growth of the cost with the number of pods
     Simulated,
-    /// A server's latency beside a noisy neighbour, without and with the tuner
+    /// Latency of a server next to a noisy neighbour, without and with the tuner
     Tuner,
 }
 
-/// What of the samples a bound is held against.
+/// Statistic that a bound applies to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Statistic {
     P99,
     Median,
-    /// There is one sample.
+    /// Single sample.
     Value,
 }
 
@@ -109,7 +109,7 @@ impl Statistic {
     }
 }
 
-/// One promise and what was measured.
+/// Promise and its measurement.
 #[derive(Debug, Serialize)]
 struct Row {
     what: &'static str,
@@ -118,25 +118,25 @@ struct Row {
     n: usize,
     p50: f64,
     p99: f64,
-    /// What must not be above the bound; none without one.
+    /// Statistic that must not exceed the bound; None without a bound.
     held: Option<Statistic>,
     bound: Option<f64>,
     ok: Option<bool>,
-    /// The same, done otherwise.
+    /// Results of alternatives.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     compare: BTreeMap<&'static str, f64>,
-    /// What a reader must know to understand the numbers.
+    /// Information that a reader needs to understand the numbers.
     #[serde(skip_serializing_if = "Option::is_none")]
     note: Option<&'static str>,
 }
 
 impl Row {
-    /// The row of these samples; its 99th percentile must not be above `bound`.
+    /// Returns the row of these samples; their 99th percentile must not exceed `bound`.
     fn new(what: &'static str, row: &'static str, unit: &'static str, samples: Vec<f64>, bound: f64) -> Row {
         Row::unbound(what, row, unit, samples).within(Statistic::P99, bound)
     }
 
-    /// The row of these samples; half of them must not be above `bound`.
+    /// Returns the row of these samples; their median must not exceed `bound`.
     fn by_median(
         what: &'static str,
         row: &'static str,
@@ -147,19 +147,19 @@ impl Row {
         Row::unbound(what, row, unit, samples).within(Statistic::Median, bound)
     }
 
-    /// The row of one sample, which must not be above `bound`.
+    /// Returns the row of one sample, which must not exceed `bound`.
     fn one(what: &'static str, row: &'static str, unit: &'static str, sample: f64, bound: f64) -> Row {
         Row::unbound(what, row, unit, vec![sample]).within(Statistic::Value, bound)
     }
 
-    /// The row of these samples, of which nothing is promised.
+    /// Returns the row of these samples, without a promise.
     fn unbound(what: &'static str, row: &'static str, unit: &'static str, mut samples: Vec<f64>) -> Row {
         samples.sort_by(f64::total_cmp);
         let percentiles = (percentile(&samples, 50), percentile(&samples, 99));
         Row::of(what, row, unit, samples.len(), percentiles)
     }
 
-    /// The row of `n` samples with this median and this 99th percentile, of which nothing is promised.
+    /// Returns the row of `n` samples with this median and 99th percentile, without a promise.
     fn of(
         what: &'static str,
         row: &'static str,
@@ -171,45 +171,45 @@ impl Row {
         Row { what, row, unit, n, p50, p99, held, bound, ok, compare: BTreeMap::new(), note: None }
     }
 
-    /// The row, with a promise.
+    /// Adds a promise.
     fn within(self, held: Statistic, bound: f64) -> Row {
         let value = if held == Statistic::Median { self.p50 } else { self.p99 };
         Row { held: Some(held), bound: Some(bound), ok: Some(value <= bound), ..self }
     }
 
-    /// The row, with the same thing done otherwise beside it (its median).
+    /// Adds the median of an alternative.
     fn beside(mut self, name: &'static str, mut samples: Vec<f64>) -> Row {
         samples.sort_by(f64::total_cmp);
         self.compare.insert(name, percentile(&samples, 50));
         self
     }
 
-    /// The row, with a sentence about its numbers.
-    fn noting(self, note: &'static str) -> Row {
+    /// Adds a note about the numbers.
+    fn with_note(self, note: &'static str) -> Row {
         Row { note: Some(note), ..self }
     }
 }
 
-/// The median of samples in any order.
+/// Returns the median of unsorted samples.
 fn median(samples: &[f64]) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
     percentile(&sorted, 50)
 }
 
-/// The smallest sample that `percent` of all are not above (nearest rank). `sorted` in rising order; of none:
-/// NaN.
+/// Returns the smallest sample that at least `percent` of all do not exceed (nearest rank). `sorted` is in
+/// ascending order; NaN if empty.
 fn percentile(sorted: &[f64], percent: usize) -> f64 {
     let rank = (sorted.len() * percent).div_ceil(100);
     sorted.get(rank.saturating_sub(1)).copied().unwrap_or(f64::NAN)
 }
 
-/// The command line's entry.
+/// Runs `cargo xtask bench`.
 pub(crate) fn run(args: &Args) -> Result<()> {
     workdir::heed_signals()?;
     let whats = if args.what.is_empty() { What::value_variants() } else { &args.what };
     if let Err(missing) = requires::bpf() {
-        bail!("the benches can't run here: {missing}");
+        bail!("cannot run the benches here: {missing}");
     }
     if whats.iter().any(|what| *what != What::Bpf) {
         prepare_pods(args.agent.is_none())?;
@@ -222,13 +222,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         rows.extend(disturbance.row(&rows[first..])?);
         measured
     });
-    // What was measured in many minutes counts, whatever came after it.
+    // Results are printed even if a later measurement failed.
     print(&rows, args.json)?;
     measured?;
     verdict(&rows)
 }
 
-/// An error if a bound doesn't hold.
+/// Returns an error if a bound does not hold.
 fn verdict(rows: &[Row]) -> Result<()> {
     let held: Vec<bool> = rows.iter().filter_map(|row| row.ok).collect();
     match held.iter().filter(|ok| !**ok).count() {
@@ -237,7 +237,7 @@ fn verdict(rows: &[Row]) -> Result<()> {
     }
 }
 
-/// What others did to the machine while something was measured.
+/// Disturbance of the machine by others during a measurement.
 struct Disturbance {
     began: Instant,
     stolen: f64,
@@ -248,16 +248,18 @@ impl Disturbance {
         Ok(Disturbance { began: Instant::now(), stolen: stolen_seconds()? })
     }
 
-    /// The row of it beside those that were measured meanwhile, if there are any.
+    /// Returns the row of the disturbance, if other rows were measured.
     fn row(&self, measured: &[Row]) -> Result<Option<Row>> {
         let stolen = (stolen_seconds()? - self.stolen) / self.began.elapsed().as_secs_f64();
         let Some(first) = measured.first() else { return Ok(None) };
         let row = Row::unbound(first.what, "stolen", "CPUs", vec![stolen]);
-        Ok(Some(row.noting("a hypervisor had them for others meanwhile: no tail above is better than that")))
+        Ok(Some(
+            row.with_note("time stolen by the hypervisor during the measurement: it limits every tail above"),
+        ))
     }
 }
 
-/// Adds the rows of `what`, as far as they can be had.
+/// Adds the rows of `what` that can be measured.
 fn measure(what: What, binary: &Path, args: &Args, rows: &mut Vec<Row>) -> Result<()> {
     let quick = args.quick;
     match what {
@@ -278,15 +280,15 @@ fn measure(what: What, binary: &Path, args: &Args, rows: &mut Vec<Row>) -> Resul
     Ok(())
 }
 
-/// What is measured on real pods needs them, and an agent as it is shipped, unless one was given.
+/// Prepares measurements on real pods: installs their requirements, and builds the agent unless one was
+/// given.
 fn prepare_pods(build: bool) -> Result<()> {
-    // Where the agent and the test app are given, as in a stock machine, nothing is built, and nothing
-    // installed for it.
+    // If the agent and the test app are given, as in a stock machine, nothing is built or installed.
     if build || std::env::var_os("BEELET_TESTAPP").is_none() {
         setup::ensure(Part::Demo)?;
     }
     if let Err(missing) = requires::containerd() {
-        bail!("the benches can't run here: {missing}");
+        bail!("cannot run the benches here: {missing}");
     }
     let step = Step::start("build beelet, optimised");
     if build {
@@ -309,7 +311,7 @@ fn print(rows: &[Row], json: bool) -> Result<()> {
     Ok(())
 }
 
-/// A row of the table.
+/// Formats a row of the table.
 fn line(row: &Row) -> String {
     let mark = match row.ok {
         Some(true) => style("ok").green(),
@@ -326,8 +328,8 @@ fn line(row: &Row) -> String {
     format!("{what:<10} {name:<24} {n:>6} {p50:>10.3} {p99:>10.3} {bound:>17} {unit} {mark}{beside}{note}")
 }
 
-/// Watches the pods on a thread of its own, which stamps every change as it arrives. `news` gets the pods at
-/// the start, whose news is dropped, and after each change.
+/// Watches the pods on a separate thread, which timestamps every change on arrival. `news` gets the pods at
+/// the start (its result is dropped) and after each change.
 fn watch_pods<T: Send + 'static, I: IntoIterator<Item = T>>(
     agent: &Agent,
     mut news: impl FnMut(&Watch, u64) -> I + Send + 'static,
@@ -349,10 +351,11 @@ fn watch_pods<T: Send + 'static, I: IntoIterator<Item = T>>(
                 }
             }
         });
-        // The stream breaks when the agent ends; before that, whoever waits for news says what is missing.
+        // The stream breaks when the agent ends; an earlier break is reported by the receiver as a missing
+        // change.
         watched.unwrap_or_default();
     });
-    started.recv().context("could not watch the pods")?;
+    started.recv().context("cannot watch the pods")?;
     Ok(receiver)
 }
 
@@ -380,7 +383,7 @@ mod tests {
         assert_eq!((row(3.0).ok, row(2.9).ok), (Some(true), Some(false)));
         assert_eq!((row(3.0).p50, row(3.0).n), (2.0, 3));
         let nothing = Row::new("probes", "x", "ms", Vec::new(), 5.0);
-        assert_eq!(nothing.ok, Some(false), "nothing measured is nothing proved");
+        assert_eq!(nothing.ok, Some(false), "no samples prove nothing");
     }
 
     #[test]

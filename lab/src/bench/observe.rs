@@ -1,9 +1,8 @@
-//! What `beelet observe` takes of a node: CPU and resident memory with 110 and with 500 pods of one container
-//! each, whose processes wake up twice per second, while nobody looks, while it is scraped, and while
-//! somebody watches every second.
+//! CPU and resident memory of `beelet observe` with 110 and with 500 single-container pods whose processes
+//! wake up twice per second: without a client, while it is scraped, and while a client watches every second.
 //!
-//! Pods come from a runtime in memory, their cgroups and processes are real: what is measured is the
-//! observer, not containerd.
+//! The pods come from an in-memory runtime, their cgroups and processes are real: this measures the observer,
+//! not containerd.
 
 use super::Row;
 use super::owner::pause;
@@ -24,13 +23,13 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use xtask::progress::Step;
 
-/// Bounds by number of pods: per cent of one core, MiB. The second line is what 500 pods may take; no promise
-/// is made for it elsewhere.
+/// Bounds by number of pods: per cent of one core, MiB. The second line limits 500 pods; no promise is made
+/// for it elsewhere.
 const SIZES: [(usize, f64, f64, [&str; 4]); 2] = [
     (110, 1.0, 40.0, ["observe_110_idle", "observe_110_scraped", "observe_110_watched", "observe_110_rss"]),
     (500, 5.0, 80.0, ["observe_500_idle", "observe_500_scraped", "observe_500_watched", "observe_500_rss"]),
 ];
-/// The pages of one scrape, and how often a scrape comes.
+/// Pages of a scrape, and the scrape interval.
 const PAGES: [&str; 3] = ["/metrics", "/metrics/cadvisor", "/metrics/resource"];
 const SCRAPE: Duration = Duration::from_secs(15);
 
@@ -40,10 +39,10 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
         let step = Step::start(format!("footprint: observe with {pods} pods"));
         let node = Node::start(binary, pods)?;
         let long = if quick { SCRAPE / 2 } else { 4 * SCRAPE };
-        step.detail("nobody looks");
+        step.detail("without a client");
         let idle = node.cpu_percent(|| pause(long))?;
         step.detail("scraped");
-        // The first scrape attaches what counts sockets' bytes: once, for whoever scrapes on.
+        // The first scrape attaches the counter of socket bytes once.
         node.pages()?;
         let scraped = node.cpu_percent(|| node.scrape(if quick { 1 } else { 4 }))?;
         step.detail("watched");
@@ -63,8 +62,8 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
     Ok(())
 }
 
-/// `beelet top` in a terminal of its own, while five of 200 pods are replaced every second: its CPU, and how
-/// often it drew the whole screen anew (once, at the start; what is drawn over flickers).
+/// Measures `beelet top` in a terminal while five of 200 pods are replaced every second: its CPU and the
+/// number of full redraws (one, at the start; redrawing flickers).
 fn top(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     let step = Step::start("footprint: top while 200 pods churn");
     let mut node = Node::start(binary, 200)?;
@@ -81,12 +80,12 @@ fn top(binary: &Path, quick: bool) -> Result<Vec<Row>> {
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
-        .context("could not start script(1) for a terminal (Debian: bsdutils)")?;
+        .context("cannot start script(1) for a terminal (Debian: bsdutils)")?;
     let mut script = Process(script);
     let drawn = || std::fs::read_to_string(&typescript).unwrap_or_default();
     let top = wait_for("top to draw", PATIENCE, || {
         let text = drawn();
-        // Some pod: which ones are above the screen's end is chance, and later only what changed is drawn.
+        // Any pod: which ones are above the screen's end varies, and later only changes are drawn.
         let start: String = text.chars().take(400).collect();
         anyhow::ensure!(text.contains("/pod-"), "its terminal got {} bytes, the first {start:?}", text.len());
         let children = workdir::read(Path::new(&format!("/proc/{0}/task/{0}/children", script.0.id())))?;
@@ -108,8 +107,8 @@ fn top(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     let status = script.0.wait()?;
     let text = drawn();
     anyhow::ensure!(status.success(), "top ended with {status}");
-    // Erase in display, and the return from the alternate screen: the terminal is as it was.
-    anyhow::ensure!(text.contains("\u{1b}[?1049l"), "top did not give the terminal back");
+    // Erase in display, and the return from the alternate screen: the terminal is restored.
+    anyhow::ensure!(text.contains("\u{1b}[?1049l"), "top did not restore the terminal");
     let cleared = text.matches("\u{1b}[2J").count();
     step.done("");
     Ok(vec![
@@ -118,7 +117,7 @@ fn top(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     ])
 }
 
-/// A node with pods and an observer. Fields are dropped from the first to the last.
+/// Node with pods and an observer. Fields are dropped from the first to the last.
 struct Node {
     observer: Process,
     loads: Vec<Process>,
@@ -133,7 +132,7 @@ struct Node {
 
 impl Node {
     fn start(binary: &Path, pods: usize) -> Result<Node> {
-        let dir = tempfile::tempdir().context("no folder for the bench")?;
+        let dir = tempfile::tempdir().context("cannot create a folder for the bench")?;
         let runtime = FakeCri::start();
         let root = CgroupRoot::new(&workdir::unique("beelet-bench"))?;
         let cgroups = Cgroups::discover(root.path(), CgroupDriver::Cgroupfs)?;
@@ -157,7 +156,7 @@ impl Node {
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
-            .context("could not start the observer")?;
+            .context("cannot start the observer")?;
         let node = Node {
             observer: Process(child),
             loads,
@@ -179,7 +178,7 @@ impl Node {
         Ok(node)
     }
 
-    /// Takes one pod away and puts another in its place.
+    /// Replaces a pod by another one.
     fn replace(&mut self, index: usize) -> Result<()> {
         let old = self.loads.remove(0);
         drop(old);
@@ -196,7 +195,7 @@ impl Node {
         Ok(())
     }
 
-    /// CPU time in per cent of one core while `work` goes on.
+    /// Returns the CPU time in per cent of one core during `work`.
     fn cpu_percent(&self, work: impl FnOnce() -> Result<()>) -> Result<f64> {
         let (start, before) = (Instant::now(), self.cpu()?);
         work()?;
@@ -228,7 +227,7 @@ impl Node {
         Ok(())
     }
 
-    /// As `beelet top` does: a snapshot every second.
+    /// Reads a snapshot every second, as `beelet top` does.
     fn watch(&self, long: Duration) -> Result<()> {
         block_on(async {
             let mut snapshots = Client::connect(&self.socket).await?.snapshots("").await?;
@@ -241,7 +240,7 @@ impl Node {
     }
 }
 
-/// The ids of a pod's sandbox and container.
+/// Returns the ids of a pod's sandbox and container.
 fn ids(index: usize) -> (String, String) {
     (format!("{index:064x}"), format!("{:064x}", index + 1_000_000))
 }
@@ -254,7 +253,7 @@ fn pod_path(index: usize) -> String {
     format!("/kubepods/burstable/pod{}", uid(index))
 }
 
-/// A pod with one running container, as a kubelet would have made it; its container's cgroup.
+/// Adds a pod with one running container, as a kubelet would have created it; returns its container's cgroup.
 fn add_pod(runtime: &FakeCri, index: usize) -> String {
     let (name, uid) = (format!("pod-{index}"), uid(index));
     let (sandbox, container) = ids(index);
@@ -295,13 +294,13 @@ fn add_pod(runtime: &FakeCri, index: usize) -> String {
     path
 }
 
-/// A process in the cgroup, in every hierarchy, that wakes up twice per second.
+/// Starts a process in the cgroup, in every hierarchy, that wakes up twice per second.
 fn load(root: &CgroupRoot, path: &str) -> Result<Process> {
     let child = Command::new(images::busybox()?)
         .args(["ash", "-c", "while :; do read -t 0.5 nothing; done"])
         .stdin(Stdio::piped())
         .spawn()
-        .context("could not start a load")?;
+        .context("cannot start a load")?;
     let process = Process(child);
     for dir in root.dirs() {
         let procs = dir.join(path.trim_start_matches('/')).join("cgroup.procs");

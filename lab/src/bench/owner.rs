@@ -1,4 +1,4 @@
-//! Whoever runs the pods of a measured node: the agent, or a kubelet beside which it is shown.
+//! Agent that runs the pods of a measured node: beelet, or a kubelet for comparison.
 
 use anyhow::{Context as _, Result, bail};
 use beelet_proto::cri;
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use xtask::progress::Step;
 
-/// The agent that has the node.
+/// Agent that has the node.
 pub(super) enum Owner {
     Us(Box<Agent>),
     Kubelet(Kubelet),
@@ -36,8 +36,8 @@ impl Owner {
         }
     }
 
-    /// Applies idle pods of these numbers, whose TCP readiness probes look once per second, and waits until
-    /// as many pods as the last number are ready. Returns how long it took until half of the new ones were.
+    /// Applies idle pods of these numbers, with a TCP readiness probe per second, and waits until as many
+    /// pods as the last number are ready. Returns the time until half of the new ones were ready.
     pub(super) fn fill(
         &self,
         containerd: &Containerd,
@@ -52,7 +52,7 @@ impl Owner {
             let probe = json!({ "tcpSocket": { "port": PORT }, "periodSeconds": 1 });
             self.apply(&name, &manifests::with(pod, "readinessProbe", probe))?;
         }
-        // Longer than one wait: starting a hundred pods takes its time.
+        // Longer than a usual timeout: starting a hundred pods takes time.
         let deadline = Instant::now() + Duration::from_secs(60 + 3 * all as u64);
         loop {
             let ready = self.ready(containerd)?;
@@ -70,8 +70,8 @@ impl Owner {
         }
     }
 
-    /// How many pods are ready; of a kubelet's, which is not asked so that it has only its own work, how many
-    /// run.
+    /// Returns the number of ready pods; for a kubelet, which is not queried to leave it undisturbed, that of
+    /// running containers.
     fn ready(&self, containerd: &Containerd) -> Result<usize> {
         match self {
             Self::Us(agent) => {
@@ -81,7 +81,7 @@ impl Owner {
         }
     }
 }
-/// How many containers run.
+/// Returns the number of running containers.
 async fn running(socket: &Path) -> Result<usize> {
     let mut cri = Cri::connect(socket).await?;
     let listed = cri.runtime.list_containers(cri::ListContainersRequest { filter: None }).await?;
@@ -89,7 +89,7 @@ async fn running(socket: &Path) -> Result<usize> {
     Ok(listed.into_inner().containers.iter().filter(runs).count())
 }
 
-/// Waits that long, unless a signal comes.
+/// Waits for this time, unless a signal arrives.
 pub(super) fn pause(time: Duration) -> Result<()> {
     let until = Instant::now() + time;
     while Instant::now() < until {

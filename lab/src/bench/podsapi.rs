@@ -1,4 +1,4 @@
-//! The pods API (KEP-4188) of a full node, as programs on it see it.
+//! The pods API (KEP-4188) of a full node, as its clients see it.
 
 use super::probes::Change;
 use anyhow::{Context as _, Result};
@@ -11,14 +11,15 @@ use std::path::PathBuf;
 use std::sync::mpsc;
 use std::time::Instant;
 
-/// What the kubelet says of a pod whose containers are not ready: only then it is among the pod's bytes.
+/// Text in the kubelet's status of a pod whose containers are not ready: the pod's bytes contain it only
+/// then.
 const UNREADY: &[u8] = b"ContainersNotReady";
 
 fn socket(agent: &Agent) -> PathBuf {
     agent.dir().join("kubelet/pods-api/pods-api.sock")
 }
 
-/// How long each of `calls` lists takes, in milliseconds, on one connection.
+/// Returns the duration of each of `calls` lists on one connection, in milliseconds.
 pub(super) fn lists(agent: &Agent, calls: usize, pods: usize) -> Result<Vec<f64>> {
     let socket = socket(agent);
     block_on(async move {
@@ -34,8 +35,8 @@ pub(super) fn lists(agent: &Agent, calls: usize, pods: usize) -> Result<Vec<f64>
     })
 }
 
-/// How long each of `calls` questions for one pod takes, in milliseconds, on one connection: what a call
-/// takes that has next to nothing to carry.
+/// Returns the duration of each of `calls` queries for one pod on one connection, in milliseconds: the cost
+/// of a call with almost no data.
 pub(super) fn gets(agent: &Agent, calls: usize, pod: &str) -> Result<Vec<f64>> {
     let socket = socket(agent);
     let pod_uid = agent.until("the pod's UID", |watch| Some(watch.pod(pod)?.uid().to_owned()))?;
@@ -51,7 +52,7 @@ pub(super) fn gets(agent: &Agent, calls: usize, pod: &str) -> Result<Vec<f64>> {
     })
 }
 
-/// Watches a pod on a thread of its own, which stamps each change of its readiness as it arrives.
+/// Watches a pod on a separate thread, which timestamps each change of readiness on arrival.
 pub(super) fn watch_readiness(agent: &Agent, pod: &'static str) -> Result<mpsc::Receiver<Change>> {
     let socket = socket(agent);
     let (sender, receiver) = mpsc::channel();
@@ -78,10 +79,11 @@ pub(super) fn watch_readiness(agent: &Agent, pod: &'static str) -> Result<mpsc::
             }
             anyhow::Ok(())
         });
-        // The stream breaks when the agent ends; before that, whoever waits for news says what is missing.
+        // The stream breaks when the agent ends; an earlier break is reported by the receiver as a missing
+        // change.
         watched.unwrap_or_default();
     });
-    started.recv().context("could not watch the pods API")?;
+    started.recv().context("cannot watch the pods API")?;
     Ok(receiver)
 }
 

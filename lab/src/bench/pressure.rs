@@ -1,9 +1,9 @@
-//! From the moment at which the pods' memory crosses the hard eviction threshold to the moment at which the
-//! agent has decided who goes, as a client of its API sees it, on real pods below a small limit of their own.
+//! Time from the moment at which the pods' memory crosses the hard eviction threshold to the agent's choice
+//! of a pod to evict, as a client of its API sees it, on real pods below a small limit of their own.
 //!
-//! The crossing is seen from outside the agent: a thread reads the pods' cgroup a thousand times per second.
-//! A second row counts the rounds in which the kernel's OOM killer acted, whether or not a pod was evicted as
-//! well: what eviction is there to prevent.
+//! The crossing is observed from outside the agent: a thread reads the pods' cgroup a thousand times per
+//! second. A second row counts the rounds in which the kernel's OOM killer acted, whether or not a pod was
+//! evicted as well: eviction exists to prevent that.
 
 use super::Row;
 use anyhow::{Context as _, Result, bail};
@@ -22,19 +22,19 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 use xtask::progress::Step;
 
-/// p99, in milliseconds.
+/// Bound of the p99, in milliseconds.
 const BOUND: f64 = 1000.0;
-/// What the pods may use together, and below how much of it left a pod goes.
+/// Memory limit of all pods, and the available memory below which a pod is evicted.
 const PODS_MIB: u64 = 384;
 const THRESHOLD_MIB: u64 = 96;
-/// How fast the hog takes memory: so many MiB, so often.
+/// Allocation rate of the hog: MiB per step, and the time between steps.
 const BITE_MIB: u64 = 4;
 const BITE_PERIOD: Duration = Duration::from_millis(15);
 
 /// Measures `crossing_to_decision` and counts `oom_kills`.
 pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     let rounds = if quick { 12 } else { 60 };
-    let step = Step::start("pressure: memory taken until somebody goes");
+    let step = Step::start("pressure: memory allocated until a pod is evicted");
     let containerd = Containerd::start(&workdir::target_dir().join("bench/node"))?;
     let mut options = Options::on(&containerd)
         .kubelet("systemReserved", json!({ "memory": format!("{}Ki", memory_kib()? - PODS_MIB * 1024) }))
@@ -42,7 +42,7 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     options.binary = Some(binary.to_path_buf());
     let agent = Agent::start(options)?;
     let kubepods =
-        containerd.cgroup().folder("memory", "/kubepods").context("there is no memory controller")?;
+        containerd.cgroup().folder("memory", "/kubepods").context("the memory controller is missing")?;
     let evicted = watch_evictions(&agent)?;
     let (mut samples, mut kills) = (Vec::new(), Vec::new());
     for round in 0..rounds {
@@ -54,12 +54,12 @@ pub(super) fn run(binary: &Path, quick: bool) -> Result<Vec<Row>> {
     step.done(&format!("{rounds} rounds"));
     Ok(vec![
         Row::new("pressure", "crossing_to_decision", "ms", samples, BOUND),
-        Row::new("pressure", "oom_kills", "a round", kills, 0.0),
+        Row::new("pressure", "oom_kills", "per round", kills, 0.0),
     ])
 }
 
-/// Milliseconds from the crossing to the decision, if there was one; and whether the kernel killed, be it
-/// before or after.
+/// Returns the milliseconds from the crossing to the decision, if there was one, and true if the kernel
+/// killed a process, before or after.
 fn one_round(
     agent: &Agent,
     kubepods: &Path,
@@ -68,7 +68,7 @@ fn one_round(
 ) -> Result<(Option<f64>, bool)> {
     let (name, file) = (format!("hog-{round}"), format!("hog-{round}.yaml"));
     let pod = manifests::pod(&name, &["/bin/testapp", "serve", "--control", &CONTROL.to_string()]);
-    // Some request, so that it is let in although memory was short a moment ago.
+    // A request, so that the pod is admitted although memory was short a moment ago.
     let pod = manifests::with_resources(pod, ("10m", "1Mi"), ("", ""));
     agent.apply(&file, pod.to_string())?;
     let running = |watch: &Watch| watch.pod(&name).filter(|pod| pod.ready() && pod.ip().is_some()).cloned();
@@ -87,7 +87,7 @@ fn one_round(
             Err(mpsc::RecvTimeoutError::Timeout) => {}
         }
         if biting && control.send(&format!("hold {BITE_MIB}")).is_err() {
-            // It was killed; if by the agent, the decision is on its way.
+            // The pod was killed; if by the agent, the decision will arrive.
             biting = false;
         }
         let killed = |watch: &Watch| watch.pod(&name).and_then(killed_by_the_kernel);
@@ -95,7 +95,7 @@ fn one_round(
             break None;
         }
         if began.elapsed() > PATIENCE {
-            bail!("waited {} s for an eviction, and there is none", PATIENCE.as_secs());
+            bail!("no eviction within {} s", PATIENCE.as_secs());
         }
     };
     let crossed = crossing.end();
@@ -104,12 +104,12 @@ fn one_round(
     let killed = decided.is_none() || kills.count()? > 0;
     match (decided, crossed) {
         (Some(decided), Some(crossed)) => Ok((Some(decided.saturating_sub(crossed) as f64 / 1e6), killed)),
-        (Some(_), None) => bail!("a pod was evicted, and the threshold was not crossed"),
+        (Some(_), None) => bail!("a pod was evicted although the threshold was not crossed"),
         (None, _) => Ok((None, killed)),
     }
 }
 
-/// Returns true if the container's end is the OOM killer's.
+/// Returns true if the container was terminated by the OOM killer.
 fn killed_by_the_kernel(pod: &PodView) -> Option<bool> {
     let main = pod.container("main")?;
     let states = [main.state.as_ref(), main.last_state.as_ref()];
@@ -117,7 +117,7 @@ fn killed_by_the_kernel(pod: &PodView) -> Option<bool> {
     Some(ends.into_iter().any(|end| end.reason.as_deref() == Some("OOMKilled")))
 }
 
-/// When the pods' available memory was first seen below the threshold.
+/// Time at which the pods' available memory was first below the threshold.
 struct Crossing {
     at: Arc<AtomicU64>,
     over: Arc<AtomicBool>,
@@ -140,16 +140,16 @@ impl Crossing {
         Crossing { at, over, thread }
     }
 
-    /// `CLOCK_MONOTONIC` nanoseconds.
+    /// Returns the time in `CLOCK_MONOTONIC` nanoseconds.
     fn end(self) -> Option<u64> {
         self.over.store(true, Ordering::Relaxed);
-        // It only reads files.
+        // The thread only reads files.
         let _ = self.thread.join();
         Some(self.at.load(Ordering::Relaxed)).filter(|at| *at > 0)
     }
 }
 
-/// The pods' limit less their working set, in bytes.
+/// Returns the pods' limit less their working set, in bytes.
 fn available(kubepods: &Path) -> Option<u64> {
     let number = |file: &str| -> Option<u64> {
         std::fs::read_to_string(kubepods.join(file)).ok()?.trim().parse().ok()
@@ -164,13 +164,13 @@ fn available(kubepods: &Path) -> Option<u64> {
     Some(limit.saturating_sub(usage.saturating_sub(inactive)))
 }
 
-/// A pod that the agent decided to evict, with the time at which a client learned of it.
+/// Pod that the agent decided to evict, with the time at which a client received the decision.
 struct Evicted {
     pod: String,
     at: u64,
 }
 
-/// Watches the pods on a thread of its own, which stamps every decision as it arrives.
+/// Watches the pods on a separate thread, which timestamps every decision on arrival.
 fn watch_evictions(agent: &Agent) -> Result<mpsc::Receiver<Evicted>> {
     let mut known = std::collections::BTreeSet::new();
     let suffix = format!("-{}", beelet_tests::agent::NODE);

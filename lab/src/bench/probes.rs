@@ -1,15 +1,14 @@
-//! What probes cost and how soon they see.
+//! Cost and reaction time of probes.
 //!
-//! On real pods: from a listener's coming or going inside a pod to the change of readiness at a client of the
-//! agent: from right before listen(2) or close(2), by the pod's own clock reading, to the receipt of the
-//! event on the WatchPods stream; and from right before kill(2) of the process that listens. That is a child
-//! of the container's first process, which goes on: the container doesn't end, so the listener's going is all
-//! that there is to see. The probe has the default settings (every 10 s, 3 failures), so a poll can't be the
-//! reason.
+//! On real pods: from right before listen(2) or close(2) inside a pod, by the pod's own clock reading, to the
+//! change of readiness at a client of the agent (receipt of the event on the WatchPods stream); and from
+//! right before kill(2) of the listening process. That process is a child of the container's first process,
+//! which keeps running: the container does not end, so the lost listener is the only sign. The probe has the
+//! default settings (every 10 s, 3 failures), so that polling cannot explain the result.
 //!
-//! The rest on the agent's probes alone, in a network namespace of their own (`bench/src/bin/probe_load.rs`),
-//! where every connection that is counted is theirs. Shares of a core are of each second: what the agent's
-//! probes use, not who answers.
+//! The other rows measure the agent's probes alone, in their own network namespace
+//! (`bench/src/bin/probe_load.rs`), where every counted connection is theirs. Shares of a core are per second
+//! and those of the agent's probes, without the servers.
 
 use super::{Row, lifecycle};
 use anyhow::{Context as _, Result, bail};
@@ -27,10 +26,10 @@ use std::time::Duration;
 use xtask::progress::Step;
 use xtask::shell;
 
-/// p99, in milliseconds.
+/// Bound of the p99, in milliseconds.
 const BOUND: f64 = 5.0;
 
-/// Rounds before those that count: caches and lazily made connections.
+/// Warm-up rounds, for caches and lazily created connections.
 const WARM_UP: usize = 5;
 
 /// Adds all rows, each as soon as it is measured.
@@ -66,8 +65,8 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
     costs(&driver, quick, rows)
 }
 
-/// A pod's listener, closed and opened again and again: milliseconds from right before listen(2), and from
-/// right before close(2), to the client's seeing that the pod is ready, and that it isn't.
+/// Closes and opens a pod's listener repeatedly. Returns the milliseconds from right before listen(2) until
+/// the client sees the pod ready, and from right before close(2) until it sees the pod not ready.
 pub(super) fn listeners(
     control: &mut Control,
     changes: &mpsc::Receiver<Change>,
@@ -89,14 +88,14 @@ pub(super) fn listeners(
     Ok((to_ready, to_not_ready))
 }
 
-/// The first process of the pod's container, as this machine numbers it.
+/// Returns the first process of the pod's container, as numbered on this machine.
 async fn first_process_of(containerd: &Containerd, pod: &PodView) -> Result<Pid> {
     let mut cri = Cri::connect(&containerd.socket()).await?;
     lifecycle::first_process(&mut cri, &lifecycle::id_of(pod, "main")?).await
 }
 
-/// The process that listens inside the pod, killed again and again: milliseconds from right before kill(2) to
-/// the client's seeing that the pod isn't ready.
+/// Kills the listening process inside the pod repeatedly. Returns the milliseconds from right before kill(2)
+/// until the client sees the pod not ready.
 fn kills(
     control: &mut Control,
     changes: &mpsc::Receiver<Change>,
@@ -123,19 +122,19 @@ fn kills(
     Ok(samples)
 }
 
-/// The only child of a process.
+/// Returns the only child of a process.
 fn child_of(parent: Pid) -> Result<Pid> {
     let tasks = PathBuf::from(format!("/proc/{}/task", parent.as_raw_nonzero()));
     let mut children = String::new();
     for task in std::fs::read_dir(&tasks)? {
         children += &workdir::read(&task?.path().join("children"))?;
     }
-    // One that was killed before may still be there until its parent has looked.
+    // A killed process may remain until its parent has reaped it.
     let newest = children.split_whitespace().filter_map(|pid| pid.parse().ok()).max();
     newest.and_then(Pid::from_raw).context("no process listens in the pod")
 }
 
-/// Rows of the probes alone that are times.
+/// Returns the rows of the probes alone that are times.
 fn latencies(driver: &Driver, quick: bool) -> Result<Vec<Row>> {
     let rounds = |many: usize, few: usize| if quick { few.to_string() } else { many.to_string() };
     let hang = driver.run(&["hang", "kernel", &rounds(20, 2)])?;
@@ -148,8 +147,8 @@ fn latencies(driver: &Driver, quick: bool) -> Result<Vec<Row>> {
     );
     let look = driver.run(&["look", "1000"])?;
     Ok(vec![
-        // At most a period until the look that finds the connection, and the timeout until it is judged.
-        // connect() sees nothing before the queue (128) is full, and there it gets calls to fill it.
+        // At most a period until the poll that finds the connection, plus the timeout until the verdict.
+        // connect() sees nothing before the queue (128) is full; calls fill it there.
         Row::new("probes", "hang_to_not_ready", "ms", field(&hang, "ms"), 2250.0)
             .beside("connect, 100 calls/s", field(&hang_connect, "ms")),
         Row::new("probes", "jitter_100ms_connect", "ms", field(&connect, "ms"), 10.0),
@@ -160,7 +159,7 @@ fn latencies(driver: &Driver, quick: bool) -> Result<Vec<Row>> {
     ])
 }
 
-/// Probes at once; the row of the kernel mode; the most of a core that they may use, in percent.
+/// Numbers of probes, with the row of the kernel mode and its bound in percent of a core.
 const COSTS: [(usize, &str, f64); 4] = [
     (10, "cpu_10_tcp", 0.2),
     (100, "cpu_100_tcp", 0.2),
@@ -168,14 +167,13 @@ const COSTS: [(usize, &str, f64); 4] = [
     (5000, "cpu_5000_tcp", 1.0),
 ];
 
-/// Rows of the probes alone that are shares of a core, and of the sockets that they make.
+/// Adds the rows of the probes alone that are shares of a core or numbers of sockets.
 fn costs(driver: &Driver, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
     let seconds = if quick { "2" } else { "20" };
     for (number, name, bound) in COSTS {
         let probes = number.to_string();
         let kernel = driver.run(&["cost", "kernel", &probes, "1000", seconds])?;
-        // One sample per second. Looks that come together once per second fall into one sample or into the
-        // next.
+        // Samples are per second. Polls that coincide once per second fall into one sample or into the next.
         let row = Row::by_median("probes", name, "% core", field(&kernel, "percent"), bound);
         if quick && number < 1000 {
             rows.push(row);
@@ -188,7 +186,7 @@ fn costs(driver: &Driver, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
                 Row::new("probes", "opened_1000_tcp", "", field(&kernel, "opened"), 0.0)
                     .beside("connect", field(&connect, "opened")),
             );
-            // Beside: the listeners that are looked at are sockets too.
+            // In addition: the probed listeners are sockets too.
             rows.push(left("sockets_1000_tcp", ["sockets_before", "sockets_after"], &kernel, &connect));
             rows.push(left("time_wait_1000_tcp", ["time_wait_before", "time_wait_after"], &kernel, &connect));
         }
@@ -201,8 +199,8 @@ fn costs(driver: &Driver, quick: bool, rows: &mut Vec<Row>) -> Result<()> {
     Ok(())
 }
 
-/// How many sockets of a kind there are more after the kernel mode has looked than before, as `ss -s` counts
-/// them.
+/// Returns by how much the number of sockets of a kind, as counted by `ss -s`, is higher after polls of the
+/// kernel mode than before.
 fn left(row: &'static str, names: [&str; 2], kernel: &[Value], connect: &[Value]) -> Row {
     let [before, after] = names.map(|name| field(kernel, name));
     let more = before.iter().zip(&after).map(|(before, after)| after - before).collect();
@@ -213,7 +211,7 @@ fn left(row: &'static str, names: [&str; 2], kernel: &[Value], connect: &[Value]
         .beside("connect, after", field(connect, names[1]))
 }
 
-/// The probes alone.
+/// Driver that runs the probes alone.
 struct Driver {
     binary: PathBuf,
 }
@@ -235,33 +233,33 @@ impl Driver {
         Ok(Driver { binary: workdir::target_dir().join("release/probe_load") })
     }
 
-    /// What it prints: one object per line.
+    /// Runs the driver; returns its output, one object per line.
     fn run(&self, arguments: &[&str]) -> Result<Vec<Value>> {
         let step = Step::start(format!("probes: {}", arguments.join(" ")));
         let output =
-            Command::new(&self.binary).args(arguments).output().context("could not start the driver")?;
+            Command::new(&self.binary).args(arguments).output().context("cannot start the driver")?;
         if !output.status.success() {
             bail!("probe_load {} failed: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr));
         }
         let text = String::from_utf8_lossy(&output.stdout);
         let values = text.lines().map(serde_json::from_str).collect::<Result<_, _>>();
         step.done("");
-        values.with_context(|| format!("the driver printed what is no JSON: {text}"))
+        values.with_context(|| format!("the driver printed invalid JSON: {text}"))
     }
 }
 
-/// One field of every object.
+/// Returns a field of every object.
 fn field(values: &[Value], name: &str) -> Vec<f64> {
     values.iter().filter_map(|value| value.get(name)?.as_f64()).collect()
 }
 
-/// A change of the pod's readiness, with the time at which it was received.
+/// Change of the pod's readiness, with the time at which it was received.
 pub(super) struct Change {
     pub(super) ready: bool,
     pub(super) at: u64,
 }
 
-/// Watches a pod on a thread of its own, which stamps every change as it arrives.
+/// Watches a pod on a separate thread, which timestamps every change on arrival.
 pub(super) fn watch_readiness(agent: &Agent, pod: &str) -> Result<mpsc::Receiver<Change>> {
     let (mut last, pod) = (false, pod.to_owned());
     super::watch_pods(agent, move |watch, at| {
@@ -277,7 +275,7 @@ pub(super) fn next_change(changes: &mpsc::Receiver<Change>, expected: bool) -> R
         match changes.recv_timeout(slice) {
             Ok(Change { ready, at }) if ready == expected => return Ok(at),
             Ok(Change { ready, .. }) => {
-                bail!("the pod became ready={ready}, and nothing had been done for that")
+                bail!("the pod became ready={ready} unexpectedly")
             }
             Err(mpsc::RecvTimeoutError::Disconnected) => bail!("the agent's event stream broke"),
             Err(mpsc::RecvTimeoutError::Timeout) if interrupted() => bail!("interrupted"),

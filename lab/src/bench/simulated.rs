@@ -1,11 +1,11 @@
-//! A node of 1,000, 2,500 and 5,000 pods whose runtime is in memory, so that all that is measured is the
-//! agent's: more pods than a bridge or this machine's processes have room for. Their records, cgroups, probes
-//! and the kernel half are real, and so are the listeners: each pod is on the host's network, with a port of
-//! its own that this process listens on, and a TCP readiness probe that looks once per second.
+//! Nodes of 1,000, 2,500 and 5,000 pods on an in-memory runtime, so that only the agent is measured: more
+//! pods than a bridge or this machine's processes have room for. Their records, cgroups, probes and the
+//! kernel programs are real, and so are the listeners: each pod is on the host's network, with its own port,
+//! on which this process listens, and a TCP readiness probe per second.
 //!
-//! Of each size the rows are those of `density`: `cpu`, `rss`, `listen_to_ready`, `close_to_not_ready`,
-//! `relaunch`, `flips`. And once: `cpu_growth`, `rss_growth`, what one more pod takes between the larger two
-//! sizes, over the same between the smaller two: 1 where the cost grows linearly.
+//! The rows of each size are those of `density`: `cpu`, `rss`, `listen_to_ready`, `close_to_not_ready`,
+//! `relaunch`, `flips`. Once: `cpu_growth`, `rss_growth`, the cost per additional pod between the larger two
+//! sizes divided by that between the smaller two: 1 if the cost grows linearly.
 
 use super::Row;
 use super::density::{REST, killed_and_started, losses};
@@ -26,10 +26,10 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use xtask::progress::Step;
 
-/// Of the larger pods' share over the smaller ones'.
+/// Bound of the growth rows.
 const LINEAR: f64 = 1.25;
 
-/// One size of node and the names of its rows.
+/// Size of a node, with the names of its rows.
 struct Size {
     pods: usize,
     cpu: &'static str,
@@ -57,7 +57,7 @@ macro_rules! size {
 const FULL: [Size; 3] = [size!(1000), size!(2500), size!(5000)];
 const QUICK: [Size; 3] = [size!(50), size!(100), size!(200)];
 
-/// The node, and what goes with it, in this order.
+/// Node and its dependencies, dropped in this order.
 struct Node {
     agent: Agent,
     _runtime: FakeCri,
@@ -72,7 +72,7 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
     let most = sizes.iter().map(|size| size.pods).max().unwrap_or_default();
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })
-        .context("could not raise the limit of open files to the most that is allowed")?;
+        .context("cannot raise the limit of open files to its maximum")?;
     let mut node = Node::start(binary, most)?;
     let mut costs = Vec::new();
     for size in sizes {
@@ -80,12 +80,12 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
         let (cpu, mib) = node.settle(size, quick, rows)?;
         costs.push([size.pods as f64, cpu, mib]);
     }
-    let [few, more, most] = costs[..] else { bail!("there are three sizes") };
+    let [few, more, most] = costs[..] else { bail!("three sizes are needed") };
     let growth = |of: usize| {
         let per_pod = |from: [f64; 3], to: [f64; 3]| (to[of] - from[of]) / (to[0] - from[0]);
         per_pod(more, most) / per_pod(few, more)
     };
-    // Of a few pods each noise is larger than what they take.
+    // With few pods the noise exceeds their cost.
     let row = |name, growth| match quick {
         true => Row::unbound("simulated", name, "", vec![growth]),
         false => Row::one("simulated", name, "", growth, LINEAR),
@@ -96,7 +96,7 @@ pub(super) fn run(binary: &Path, quick: bool, rows: &mut Vec<Row>) -> Result<()>
 
 impl Node {
     fn start(binary: &Path, pods: usize) -> Result<Node> {
-        let folder = tempfile::tempdir().context("no folder for the node")?;
+        let folder = tempfile::tempdir().context("cannot create a folder for the node")?;
         let runtime = FakeCri::start();
         runtime.add_image(images::APP);
         runtime.change(|world| world.streams_events = true);
@@ -109,12 +109,13 @@ impl Node {
         Ok(Node { agent, _runtime: runtime, _cgroup: cgroup, _folder: folder, listeners: Vec::new() })
     }
 
-    /// Adds pods until there are `pods`, and waits until all are ready.
+    /// Adds pods up to `pods`, and waits until all are ready.
     fn fill(&mut self, pods: usize) -> Result<()> {
         let step = Step::start(format!("simulated: {pods} pods started"));
         let began = Instant::now();
         for n in self.listeners.len()..pods {
-            let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).context("no port for a pod")?;
+            let listener =
+                TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).context("no port is free for a pod")?;
             let port = listener.local_addr()?.port();
             let name = name(n);
             let mut pod = manifests::pod(&name, &["/bin/testapp"]);
@@ -143,13 +144,13 @@ impl Node {
             if Instant::now() > deadline || interrupted() {
                 bail!("only {ready} of {pods} pods became ready");
             }
-            // To read so many pods takes this process longer than it takes the agent to start some more.
+            // Reading this many pods takes this process longer than the agent needs to start some more.
             std::thread::sleep(Duration::from_millis(500).max(asked.elapsed() * 5));
         }
     }
 
-    /// Measures a node that is full: at rest, at work, and when the agent comes back. Its CPU in percent of a
-    /// core, and its memory in MiB.
+    /// Measures a full node: idle, under load, and during a restart of the agent. Returns its CPU in percent
+    /// of a core and its memory in MiB.
     fn settle(&mut self, size: &Size, quick: bool, rows: &mut Vec<Row>) -> Result<(f64, f64)> {
         let step = Step::start(format!("simulated: {} pods at rest", size.pods));
         let lost = losses(&self.agent)?;
@@ -183,20 +184,20 @@ impl Node {
         Ok((cpu, mib))
     }
 
-    /// Milliseconds from the first pod's listener to its readiness, and from the listener's end to the
-    /// readiness's.
+    /// Returns the milliseconds from the start of the first pod's listener to readiness, and from the
+    /// listener's end to unreadiness.
     fn edges(&mut self, rounds: usize) -> Result<(Vec<f64>, Vec<f64>)> {
         let changes = watch_readiness(&self.agent, &name(0))?;
         let ms = |from: u64, to: u64| to.saturating_sub(from) as f64 / 1e6;
         let (mut to_ready, mut to_not_ready) = (Vec::new(), Vec::new());
-        let address: SocketAddr = self.listeners.first().context("there are no pods")?.local_addr()?;
+        let address: SocketAddr = self.listeners.first().context("the node has no pods")?.local_addr()?;
         for _ in 0..rounds {
             let began = monotonic_ns();
             drop(self.listeners.swap_remove(0));
             let lost = next_change(&changes, false);
             let closed = lost.map(|at| ms(began, at));
             let began = monotonic_ns();
-            let again = TcpListener::bind(address).context("could not listen on the pod's port again")?;
+            let again = TcpListener::bind(address).context("cannot listen on the pod's port again")?;
             self.listeners.push(again);
             let last = self.listeners.len() - 1;
             self.listeners.swap(0, last);

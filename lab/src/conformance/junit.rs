@@ -1,4 +1,4 @@
-//! A suite's results, as ginkgo writes them for JUnit.
+//! Parses a suite's results, as ginkgo writes them for JUnit.
 
 use anyhow::{Context as _, Result};
 use serde::Deserialize;
@@ -37,27 +37,27 @@ struct Said {
 }
 
 impl Said {
-    /// The first line, of a length that a table can show.
+    /// Returns the first line, truncated for a table.
     fn shown(&self) -> String {
         let line = self.message.trim().lines().next().unwrap_or_default();
         line.chars().map(|c| if c.is_control() { ' ' } else { c }).take(200).collect()
     }
 }
 
-/// The tests that were chosen, with what became of them.
+/// Parses the selected tests and their results.
 pub(super) fn read(text: &str) -> Result<Vec<Row>> {
-    let suites: Suites = quick_xml::de::from_str(text).context("it is not a JUnit report")?;
+    let suites: Suites = quick_xml::de::from_str(text).context("the file is not a JUnit report")?;
     let cases = suites.suites.into_iter().flat_map(|suite| suite.cases);
     Ok(cases.filter_map(row).collect())
 }
 
-/// None of what is no test, or was not chosen.
+/// Returns None for a case that is not a test or was not selected.
 fn row(case: Case) -> Option<Row> {
     let test = case.name.strip_prefix("[It] ")?;
     let (outcome, reason) = match (case.failure.or(case.error), case.skipped) {
         (Some(said), _) if was_cut(&case.status, &said.message) => (Outcome::Cut, said.shown()),
         (Some(said), _) => (Outcome::Fail, said.shown()),
-        // Ginkgo says so of every test that the focus leaves out.
+        // Ginkgo reports every test outside the focus like this.
         (None, Some(said)) if matches!(said.message.trim(), "" | "skipped") => return None,
         (None, Some(said)) if said.message.contains("earlier spec") => (Outcome::Cut, said.shown()),
         (None, Some(said)) => (Outcome::Skip, said.shown()),
@@ -66,14 +66,14 @@ fn row(case: Case) -> Option<Row> {
     Some(Row { test: without_labels(test).to_owned(), outcome, seconds: case.time, reason })
 }
 
-/// Returns true if the run's end ended the test.
+/// Returns true if the end of the run ended the test.
 fn was_cut(status: &str, message: &str) -> bool {
     matches!(status, "interrupted" | "aborted" | "timedout")
         || message.contains("suite timeout occurred")
         || message.contains("Interrupted by")
 }
 
-/// A test's name without the list of labels that ginkgo puts behind it.
+/// Returns a test's name without the label list that ginkgo appends.
 fn without_labels(name: &str) -> &str {
     match name.rfind(" [sig-") {
         Some(at) if at > 0 && name[at..].matches(']').count() == 1 && name.ends_with(']') => &name[..at],

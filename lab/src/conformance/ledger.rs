@@ -1,20 +1,20 @@
-//! The ledger: each test of the suites with its last result, made by runs.
+//! Ledger of the tests of the suites, each with its last result; written by runs.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use anyhow::{Context as _, Result, bail};
 
-/// What became of a test.
+/// Result of a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Outcome {
-    /// It passed.
+    /// The test passed.
     Pass,
-    /// It failed.
+    /// The test failed.
     Fail,
-    /// It left itself out, with a reason.
+    /// The test skipped itself, with a reason.
     Skip,
-    /// The run ended before it did.
+    /// The run ended before the test did.
     Cut,
 }
 
@@ -31,18 +31,18 @@ impl Outcome {
     }
 }
 
-/// One test's result.
+/// Result of a test.
 #[derive(Clone, Debug)]
 pub(super) struct Row {
     pub(super) test: String,
     pub(super) outcome: Outcome,
-    /// How long it took, in seconds.
+    /// Duration in seconds.
     pub(super) seconds: f64,
-    /// Of a test that didn't pass: the first line of what it said.
+    /// First line of the message of a test that did not pass.
     pub(super) reason: String,
 }
 
-/// All results, by suite and test.
+/// Results by suite and test.
 #[derive(Default)]
 pub(super) struct Ledger {
     rows: BTreeMap<(String, String), Row>,
@@ -52,7 +52,7 @@ const HEAD: &str =
     "# Made by runs of `cargo xtask conformance`, never by hand: suite, result, seconds, test, reason.";
 
 impl Ledger {
-    /// Reads one; an error names the line.
+    /// Parses a ledger; an error names the line.
     pub(super) fn parse(text: &str) -> Result<Self> {
         let mut rows = BTreeMap::new();
         for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.starts_with('#')) {
@@ -62,7 +62,7 @@ impl Ledger {
                 bail!("{} has {} fields instead of 5", at(), fields.len());
             };
             let known = Outcome::ALL.into_iter().find(|known| known.name() == outcome);
-            let outcome = known.with_context(|| format!("{}: {outcome:?} is no result", at()))?;
+            let outcome = known.with_context(|| format!("{}: unknown result {outcome:?}", at()))?;
             let seconds = seconds.parse().with_context(at)?;
             let row = Row { test: test.to_owned(), outcome, seconds, reason: reason.to_owned() };
             rows.insert((suite.to_owned(), test.to_owned()), row);
@@ -70,15 +70,15 @@ impl Ledger {
         Ok(Self { rows })
     }
 
-    /// Takes a newer result. One that was cut says nothing where there is another.
-    pub(super) fn take(&mut self, suite: &str, row: Row) {
+    /// Records a newer result. A cut run does not replace a result.
+    pub(super) fn record(&mut self, suite: &str, row: Row) {
         let key = (suite.to_owned(), row.test.clone());
         if row.outcome != Outcome::Cut || !self.rows.contains_key(&key) {
             self.rows.insert(key, row);
         }
     }
 
-    /// The results of a suite, by name.
+    /// Returns the results of a suite, by name.
     pub(super) fn of<'a>(&'a self, suite: &'a str) -> impl Iterator<Item = &'a Row> {
         self.rows.iter().filter(move |((of, _), _)| of == suite).map(|(_, row)| row)
     }
@@ -94,7 +94,7 @@ impl fmt::Display for Ledger {
     }
 }
 
-/// How many of each, as "224 pass, 3 fail".
+/// Counts the results, as in "224 pass, 3 fail".
 pub(super) fn counts<'a>(rows: impl Iterator<Item = &'a Row>) -> String {
     let mut all = BTreeMap::new();
     for row in rows {
@@ -126,15 +126,15 @@ mod tests {
         let error =
             |text: &str| Ledger::parse(text).err().map(|error| format!("{error:#}")).unwrap_or_default();
         assert!(error("cluster\tpass\n").contains("line 1 of the ledger has 2 fields"));
-        assert!(error("cluster\twell\t1\tA\t\n").contains("\"well\" is no result"));
+        assert!(error("cluster\twell\t1\tA\t\n").contains("unknown result \"well\""));
     }
 
     #[test]
-    fn a_result_that_was_cut_replaces_none() {
+    fn a_cut_result_replaces_no_other() {
         let check = |first: Outcome, then: Outcome, expected: Outcome| {
             let mut ledger = Ledger::default();
-            ledger.take("node", row("A", first));
-            ledger.take("node", row("A", then));
+            ledger.record("node", row("A", first));
+            ledger.record("node", row("A", then));
             assert_eq!(ledger.of("node").next().unwrap().outcome, expected);
         };
         check(Outcome::Pass, Outcome::Cut, Outcome::Pass);

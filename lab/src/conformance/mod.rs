@@ -1,9 +1,9 @@
-//! `cargo xtask conformance`: Kubernetes' own end-to-end tests as the judge (docs/conformance.md).
+//! `cargo xtask conformance`: runs Kubernetes' own end-to-end tests (docs/conformance.md).
 //!
-//! The suites are built from Kubernetes' sources; nothing of them is in this repository. `E2E_TEST` names the
-//! cluster suite (`e2e.test`), which asks a cluster whose node runs beelet; `E2E_NODE_TEST` the node's
-//! (`e2e_node.test`), which starts the agent itself. What a run says goes into the ledger, and from there
-//! into the page: neither is written by hand.
+//! The suites are built from Kubernetes' sources; this repository contains no part of them. `E2E_TEST` names
+//! the cluster suite (`e2e.test`), which tests a cluster whose node runs beelet; `E2E_NODE_TEST` names the
+//! node suite (`e2e_node.test`), which starts the agent itself. Results are recorded in the ledger, and the
+//! page is generated from it: neither is written by hand.
 
 mod junit;
 mod ledger;
@@ -18,44 +18,44 @@ use beelet_tests::workdir;
 use self::ledger::{Ledger, Outcome, Row};
 use xtask::progress::Step;
 
-/// Runs Kubernetes' own tests against a node, and keeps the results
+/// Run Kubernetes' own tests against a node, and record the results
 #[derive(clap::Args)]
 #[command(after_help = "\
 Environment:
-  E2E_TEST       the cluster suite's binary, e2e.test
-  E2E_NODE_TEST  the node suite's binary, e2e_node.test
-  GINKGO         the ginkgo command: with it, tests run side by side (--procs)
-  KUBECONFIG     of the cluster that the cluster suite asks
+  E2E_TEST       binary of the cluster suite, e2e.test
+  E2E_NODE_TEST  binary of the node suite, e2e_node.test
+  GINKGO         ginkgo command, needed to run tests in parallel (--procs)
+  KUBECONFIG     kubeconfig of the cluster for the cluster suite
 
 Examples:
   KUBECONFIG=admin.conf E2E_TEST=./e2e.test cargo xtask conformance '\\[NodeConformance\\]'
   E2E_NODE_TEST=./e2e_node.test cargo xtask conformance --suite node 'Containers Lifecycle'
-  cargo xtask conformance --results run/junit.xml   # of a run that was made elsewhere")]
+  cargo xtask conformance --results run/junit.xml   # results of a run elsewhere")]
 pub(crate) struct Args {
-    /// Which tests, as a regular expression on their names
+    /// Tests to run, as a regular expression on their names
     #[arg(default_value = r"\[NodeConformance\]|\[sig-node\].*\[Conformance\]")]
     focus: String,
-    /// Which not
+    /// Tests to skip, as a regular expression on their names
     #[arg(long, default_value = r"\[Flaky\]|\[LinuxOnly:false\]|\[Feature:")]
     skip: String,
-    /// Which suite
+    /// Suite to run
     #[arg(long, value_enum, default_value_t = Suite::Cluster)]
     suite: Suite,
-    /// How many tests at a time (needs GINKGO)
+    /// Number of parallel tests (needs GINKGO)
     #[arg(long, default_value_t = 1)]
     procs: u32,
-    /// After so many minutes the run ends, with what it has
+    /// Time limit in minutes; the results so far are kept
     #[arg(long, default_value_t = 60)]
     minutes: u32,
-    /// More arguments for the suite
+    /// Additional argument for the suite
     #[arg(long, value_name = "ARGUMENT", allow_hyphen_values = true)]
     suite_arg: Vec<String>,
-    /// Run nothing: take the results from these JUnit files, the later before the earlier
+    /// Run nothing; read the results from these JUnit files instead, in this order
     #[arg(long, value_name = "FILE", num_args = 1..)]
     results: Vec<PathBuf>,
 }
 
-/// One of Kubernetes' suites.
+/// Suite of Kubernetes' tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Suite {
     /// e2e.test, against a cluster
@@ -80,7 +80,7 @@ impl Suite {
     }
 }
 
-/// The command line's entry.
+/// Runs `cargo xtask conformance`.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let results = if args.results.is_empty() { vec![run_suite(args)?] } else { args.results.clone() };
     let mut rows = Vec::new();
@@ -89,19 +89,19 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         rows.extend(junit::read(&text).with_context(|| format!("cannot read {}", file.display()))?);
     }
     if rows.is_empty() {
-        bail!("no test ran: does the focus match one? `{}`", args.focus);
+        bail!("no test ran; does the focus match any? `{}`", args.focus);
     }
     keep(args.suite, rows)
 }
 
-/// Puts results into the ledger and the page, and tells them.
+/// Records results in the ledger, regenerates the page and prints a summary.
 fn keep(suite: Suite, rows: Vec<Row>) -> Result<()> {
     let path = workdir::repository().join("tests/conformance/ledger.tsv");
     let mut ledger = if path.exists() { Ledger::parse(&workdir::read(&path)?)? } else { Ledger::default() };
     let failed: Vec<Row> = rows.iter().filter(|row| row.outcome == Outcome::Fail).cloned().collect();
     println!("{}", ledger::counts(rows.iter()));
     for row in rows {
-        ledger.take(suite.name(), row);
+        ledger.record(suite.name(), row);
     }
     write(&path, &ledger.to_string())?;
     let beside = workdir::read(&path.with_file_name("beside.tsv"))?;
@@ -114,12 +114,12 @@ fn keep(suite: Suite, rows: Vec<Row>) -> Result<()> {
 
 fn write(path: &Path, text: &str) -> Result<()> {
     if let Some(folder) = path.parent() {
-        std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
     }
     std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Runs the suite; its JUnit file.
+/// Runs the suite; returns its JUnit file.
 fn run_suite(args: &Args) -> Result<PathBuf> {
     let variable = args.suite.variable();
     let Some(binary) = std::env::var_os(variable).map(PathBuf::from) else {
@@ -129,15 +129,15 @@ fn run_suite(args: &Args) -> Result<PathBuf> {
     };
     let binary = binary.canonicalize().with_context(|| format!("{variable}: {}", binary.display()))?;
     let folder = workdir::target_dir().join("conformance").join(args.suite.name());
-    std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    std::fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let junit = folder.join("junit.xml");
-    // An old run's results must not be taken for this one's.
+    // Results of an earlier run must not be mistaken for those of this one.
     if junit.exists() {
         std::fs::remove_file(&junit).with_context(|| format!("cannot remove {}", junit.display()))?;
     }
     let step = Step::start(format!("{} against {}", binary.display(), args.focus));
     let ended = command(args, &binary, &folder)?.current_dir(&folder).status();
-    let ended = ended.context("could not start the suite")?;
+    let ended = ended.context("cannot start the suite")?;
     step.done(&ended.to_string());
     if !junit.exists() {
         bail!("the suite ended with {ended} and left no results: see its output above");
@@ -145,11 +145,11 @@ fn run_suite(args: &Args) -> Result<PathBuf> {
     Ok(junit)
 }
 
-/// The suite's command line: through ginkgo where that is given.
+/// Returns the suite's command line; through ginkgo if it is given.
 fn command(args: &Args, binary: &Path, folder: &Path) -> Result<Command> {
     let ginkgo = std::env::var_os("GINKGO");
     if args.procs > 1 && ginkgo.is_none() {
-        bail!("--procs needs ginkgo: GINKGO must name its command");
+        bail!("--procs needs ginkgo; set GINKGO to its command");
     }
     let flag = |name: &str, value: &str| match ginkgo {
         Some(_) => format!("--{name}={value}"),
@@ -169,7 +169,7 @@ fn command(args: &Args, binary: &Path, folder: &Path) -> Result<Command> {
     match args.suite {
         Suite::Cluster => {
             let Some(kubeconfig) = std::env::var_os("KUBECONFIG") else {
-                bail!("KUBECONFIG must name the file that leads to the cluster, as an administrator");
+                bail!("KUBECONFIG must name a kubeconfig with administrator access to the cluster");
             };
             let kubeconfig = Path::new(&kubeconfig).canonicalize().context("KUBECONFIG")?;
             command.arg(format!("--kubeconfig={}", kubeconfig.display()));
@@ -184,18 +184,19 @@ fn command(args: &Args, binary: &Path, folder: &Path) -> Result<Command> {
     Ok(command)
 }
 
-/// The folder in which the node suite finds `kubelet`: beelet under that name.
+/// Returns the folder in which the node suite finds `kubelet`: beelet under that name.
 fn programs(folder: &Path) -> Result<PathBuf> {
     let programs = folder.join("bin");
-    std::fs::create_dir_all(&programs).with_context(|| format!("cannot make {}", programs.display()))?;
+    std::fs::create_dir_all(&programs).with_context(|| format!("cannot create {}", programs.display()))?;
     let link = programs.join("kubelet");
     if link.symlink_metadata().is_ok() {
         std::fs::remove_file(&link).with_context(|| format!("cannot replace {}", link.display()))?;
     }
     let beelet = workdir::target_dir().join("release/beelet");
     if !beelet.exists() {
-        bail!("{} is not there: `cargo build --release` makes it", beelet.display());
+        bail!("{} does not exist; run cargo build --release", beelet.display());
     }
-    std::os::unix::fs::symlink(&beelet, &link).with_context(|| format!("cannot make {}", link.display()))?;
+    std::os::unix::fs::symlink(&beelet, &link)
+        .with_context(|| format!("cannot create {}", link.display()))?;
     Ok(programs)
 }

@@ -1,4 +1,4 @@
-//! The page that tells the ledger: docs/conformance.md.
+//! Page generated from the ledger: docs/conformance.md.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -11,7 +11,7 @@ const HEAD: &str = "\
 This page is made from `tests/conformance/ledger.tsv` by `cargo xtask conformance`, and the ledger by its runs.
 
 Kubernetes tests a node with two suites, built from its sources: `e2e.test` asks a cluster whose node runs beelet, and
-`e2e_node.test` starts the agent itself, under the name `kubelet`. Nobody here wrote them.
+`e2e_node.test` starts the agent itself, under the name `kubelet`.
 
 ```sh
 # A cluster whose node is beelet (docs/cluster.md), and the suites of its version (Kubernetes' `make WHAT=test/e2e/e2e.test`):
@@ -38,7 +38,7 @@ NodeConformance or Conformance, without the slow, serial and disruptive ones.
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 ";
 
-/// The page's text; `beside` are the runs beside the kubelet, one per line.
+/// Returns the page's text; `beside` has the runs for comparison with the kubelet, one per line.
 pub(super) fn of(ledger: &Ledger, beside: &str) -> String {
     let mut page = HEAD.to_owned();
     for (suite, title) in [("cluster", "The cluster suite"), ("node", "The node suite")] {
@@ -58,7 +58,7 @@ pub(super) fn of(ledger: &Ledger, beside: &str) -> String {
     page
 }
 
-/// One line per subject.
+/// Writes a line per subject.
 fn groups(page: &mut String, rows: &[&Row]) {
     let mut groups: BTreeMap<&str, Vec<&Row>> = BTreeMap::new();
     for row in rows {
@@ -70,7 +70,7 @@ fn groups(page: &mut String, rows: &[&Row]) {
     }
 }
 
-/// Those that didn't pass, with the reason.
+/// Writes the tests that did not pass, with the reason.
 fn not_passed(page: &mut String, rows: &[&Row]) {
     let rest: Vec<&&Row> = rows.iter().filter(|row| row.outcome != Outcome::Pass).collect();
     if rest.is_empty() {
@@ -82,7 +82,7 @@ fn not_passed(page: &mut String, rows: &[&Row]) {
     }
 }
 
-/// What a test is about: its name up to what should happen.
+/// Returns the subject of a test: its name up to the expected behaviour.
 fn subject(test: &str) -> &str {
     let from = test.find("] ").map_or(0, |at| at + 2);
     let ends = [" should ", " when ", " [", " must ", " will ", " with "];
@@ -90,7 +90,7 @@ fn subject(test: &str) -> &str {
     test[..end.map_or(test.len(), |end| from + end)].trim_end()
 }
 
-/// A text that doesn't end a table's cell.
+/// Escapes a text for a table's cell.
 fn cell(text: &str) -> String {
     text.replace('|', "\\|").replace('<', "&lt;")
 }
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_test_is_about_what_its_name_begins_with() {
+    fn the_subject_of_a_test_is_the_start_of_its_name() {
         let check = |test: &str, expected: &str| assert_eq!(subject(test), expected);
         check(
             "[sig-node] Probing container should be restarted [Conformance]",

@@ -17,13 +17,13 @@ use serde_json::{Value, json};
 use super::{Demo, heading};
 use xtask::progress::Step;
 
-/// The node's name.
+/// Name of the node.
 const NODE: &str = "demo";
-/// The pod's name.
+/// Name of the pod.
 const POD: &str = "orders";
-/// How often the listener is closed and opened again.
+/// Number of times that the listener is closed and opened again.
 const ROUNDS: usize = 5;
-/// How long the API server is away.
+/// Downtime of the API server.
 const AWAY: Duration = Duration::from_secs(20);
 
 /// Starts the control plane.
@@ -35,9 +35,9 @@ pub(super) fn start(containerd: &Containerd) -> Result<Cluster> {
     Ok(cluster)
 }
 
-/// Everything about the cluster.
+/// Shows the cluster part of the demo.
 pub(super) fn show(demo: &mut Demo) -> Result<()> {
-    let mut cluster = demo.cluster.take().context("there is no cluster")?;
+    let mut cluster = demo.cluster.take().context("the cluster has not been started")?;
     let shown = show_all(demo, &mut cluster);
     demo.cluster = Some(cluster);
     shown
@@ -62,15 +62,15 @@ fn show_all(demo: &mut Demo, cluster: &mut Cluster) -> Result<()> {
     asked(demo, cluster)
 }
 
-/// Runs kubectl, or says that there is none.
+/// Runs kubectl if it is installed.
 fn kubectl(cluster: &Cluster, arguments: &[&str]) -> Option<Result<()>> {
     let program = requires::find_program("kubectl")?;
     println!("  $ kubectl {}", arguments.join(" "));
     let mut command = Command::new(program);
     command.arg("--kubeconfig").arg(cluster.kubeconfig()).args(arguments);
-    // Its caches belong to whoever calls it for real.
+    // The caches in HOME belong to the user.
     command.env("HOME", cluster.kubeconfig().parent().unwrap_or(Path::new("/")));
-    Some(command.output().context("could not start kubectl").and_then(|output| {
+    Some(command.output().context("cannot start kubectl").and_then(|output| {
         for line in String::from_utf8_lossy(&output.stdout).lines() {
             println!("  {line}");
         }
@@ -81,11 +81,11 @@ fn kubectl(cluster: &Cluster, arguments: &[&str]) -> Option<Result<()>> {
     }))
 }
 
-/// A pod comes by the API, and becomes ready.
+/// Applies a pod by the API, and waits until it is ready.
 fn apply(demo: &mut Demo, cluster: &Cluster) -> Result<Value> {
     heading("A pod is applied (readiness probe: every 10 s)");
     let mut pod = manifests::serving(POD);
-    // There is no scheduler, and nobody who makes service accounts.
+    // The cluster has neither a scheduler nor a controller for service accounts.
     pod["spec"]["nodeName"] = json!(NODE);
     pod["spec"]["automountServiceAccountToken"] = json!(false);
     let file = demo.agent.dir().join("orders.json");
@@ -108,7 +108,7 @@ fn apply(demo: &mut Demo, cluster: &Cluster) -> Result<Value> {
     Ok(pod)
 }
 
-/// The listener is closed and opened; a watcher of the API sees it.
+/// Closes and opens the listener; a watcher of the API sees it.
 fn listener(demo: &mut Demo, cluster: &Cluster, control: &mut Control) -> Result<()> {
     heading("Its listener is closed and opened again; a watcher of the API server sees Ready follow");
     let watcher = cluster.watch(&Cluster::pod(POD))?;
@@ -130,7 +130,7 @@ fn listener(demo: &mut Demo, cluster: &Cluster, control: &mut Control) -> Result
     Ok(())
 }
 
-/// The API server is away for a while.
+/// Stops the API server for a while.
 fn away(demo: &mut Demo, cluster: &mut Cluster, control: &mut Control) -> Result<()> {
     heading(
         "The API server is killed; the listener is closed, the container ends, and the server comes back",
@@ -139,7 +139,7 @@ fn away(demo: &mut Demo, cluster: &mut Cluster, control: &mut Control) -> Result
     cluster.kill_server();
     control.send(&format!("close {PORT}"))?;
     demo.wait(POD, "to be not ready", |pod| !pod.ready())?;
-    let _ = control.send("exit 3"); // it has ended before it could answer
+    let _ = control.send("exit 3"); // the container exits before it can answer
     demo.wait(POD, "to run again", |pod| pod.restarts() == 1 && pod.ready())?;
     let mut looks = (0, 0);
     while began.elapsed() < AWAY {
@@ -151,7 +151,7 @@ fn away(demo: &mut Demo, cluster: &mut Cluster, control: &mut Control) -> Result
         std::thread::park_timeout(Duration::from_secs(1));
     }
     println!(
-        "  {} s without an API server: looked {} times, ready {} times",
+        "  {} s without an API server: polled {} times, ready {} times",
         AWAY.as_secs(),
         looks.0,
         looks.1
@@ -163,16 +163,16 @@ fn away(demo: &mut Demo, cluster: &mut Cluster, control: &mut Control) -> Result
         let restarts = &pod["status"]["containerStatuses"][0]["restartCount"];
         (*restarts == 1 && condition(pod, "Ready")).then_some(())
     };
-    cluster.until("the status of meanwhile", &Cluster::pod(POD), told)?;
+    cluster.until("the status from the downtime", &Cluster::pod(POD), told)?;
     println!(
         "  its restart is in the API's status {} ms after the server was ready",
         back.elapsed().as_millis()
     );
-    demo.check("what happened meanwhile arrived after", true);
+    demo.check("changes during the downtime arrived afterwards", true);
     Ok(())
 }
 
-/// The pod is deleted by the API.
+/// Deletes the pod by the API.
 fn delete(demo: &mut Demo, cluster: &Cluster) -> Result<()> {
     heading("The pod is deleted");
     let watcher = cluster.watch(&Cluster::pod(POD))?;
@@ -183,14 +183,14 @@ fn delete(demo: &mut Demo, cluster: &Cluster) -> Result<()> {
         None => drop(cluster.delete(&Cluster::pod(POD), None)?),
     }
     let (gone, _) = watcher.until("the pod to be gone", Value::is_null)?;
-    println!("  gone {} ms after it was asked for", gone.saturating_sub(began) / 1_000_000);
-    demo.check("a deleted pod is gone from the API when all of it is gone", true);
+    println!("  removed {} ms after the request", gone.saturating_sub(began) / 1_000_000);
+    demo.check("a deleted pod is removed from the API after all its parts", true);
     Ok(())
 }
 
-/// What the node asked of the API server.
+/// Shows the node's requests to the API server.
 fn asked(demo: &mut Demo, cluster: &Cluster) -> Result<()> {
-    heading("What beelet asked of the API server, by its audit log");
+    heading("Requests of beelet to the API server, by the audit log");
     let mut counts: BTreeMap<(String, String), usize> = BTreeMap::new();
     let asked = cluster.asked_by(NODE)?;
     for (verb, resource, _) in &asked {
@@ -200,6 +200,6 @@ fn asked(demo: &mut Demo, cluster: &Cluster) -> Result<()> {
         println!("  {count:>4} {verb:<7} {resource}");
     }
     let forbidden = asked.iter().filter(|(.., code)| [401, 403].contains(code)).count();
-    demo.check("not one request was forbidden", !asked.is_empty() && forbidden == 0);
+    demo.check("no request was forbidden", !asked.is_empty() && forbidden == 0);
     Ok(())
 }

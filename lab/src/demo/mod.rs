@@ -1,8 +1,8 @@
-//! `cargo xtask demo`: beelet on three real pods, and proof of what it says about them.
+//! `cargo xtask demo`: runs beelet with three real pods, and verifies what it reports about them.
 //!
-//! It runs on the tests' own harness (beelet-tests): a private containerd under the target folder, images
-//! made without a registry, and everything taken back at the end. What it shows it also checks; its exit code
-//! says whether all of it was so.
+//! The demo uses the tests' own harness (beelet-tests): a private containerd under the target folder, images
+//! built without a registry, and complete removal at the end. Everything that it shows is also checked; the
+//! exit code is 0 if all checks passed.
 
 mod cluster;
 mod devices;
@@ -23,31 +23,30 @@ use xtask::progress::Step;
 use xtask::setup::{self, Part};
 use xtask::shell;
 
-/// Runs three pods on a private containerd, and shows what the kernel tells beelet about them.
+/// Run three pods on a private containerd, and show how beelet reacts to kernel events.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Leave it running, and say how to look at it
+    /// Leave the demo running, and print commands for an inspection
     #[arg(long)]
     keep: bool,
 
-    /// Show devices too: a device plugin, and a pod with one of its devices
+    /// Also show devices: a device plugin, and a pod with one of its devices
     #[arg(long)]
     devices: bool,
 
-    /// Show the node of a cluster instead: etcd, the API server that KUBE_APISERVER names, and beelet as its
-    /// node
+    /// Show a cluster node instead: etcd, the API server that KUBE_APISERVER names, and beelet as its node
     #[arg(long, conflicts_with = "devices")]
     cluster: bool,
 
-    /// End and remove what `--keep` left running
+    /// Stop and remove a demo started with `--keep`
     #[arg(long, conflicts_with = "keep")]
     stop: bool,
 }
 
-/// The demo's pods: their manifests are in `examples/`.
+/// Pods of the demo, with manifests in `examples/`.
 const PODS: [&str; 3] = ["orders", "web", "batch"];
 
-/// A running demo. The agent ends first.
+/// Running demo. The agent is dropped first.
 struct Demo {
     agent: Agent,
     cluster: Option<Cluster>,
@@ -56,12 +55,12 @@ struct Demo {
 }
 
 impl Demo {
-    /// Writes down whether something that was shown is so.
+    /// Records the result of a check.
     fn check(&mut self, what: impl Into<String>, ok: bool) {
         self.checks.push((what.into(), ok));
     }
 
-    /// The pod, waited for until `condition` holds of it.
+    /// Waits until `condition` holds for the pod; returns the pod.
     fn wait(
         &self,
         name: &str,
@@ -73,7 +72,7 @@ impl Demo {
     }
 }
 
-/// The command line's entry.
+/// Runs `cargo xtask demo`.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let dir = folder();
     if args.stop {
@@ -84,12 +83,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     workdir::heed_signals()?;
     setup::ensure(Part::Demo)?;
     if let Err(missing) = requires::containerd().and_then(|()| requires::bpf()) {
-        bail!("the demo can't run here: {missing}");
+        bail!("cannot run the demo here: {missing}");
     }
     if args.cluster {
         setup::ensure(Part::Cluster)?;
         if let Err(missing) = requires::apiserver() {
-            bail!("the demo can't run here: {missing}");
+            bail!("cannot run the demo here: {missing}");
         }
     }
     build()?;
@@ -103,25 +102,25 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     let checks = std::mem::take(&mut demo.checks);
     let log = demo.agent.log();
-    let step = Step::start("take everything down");
+    let step = Step::start("remove everything");
     drop(demo);
     let left = Leftovers::of(&dir)?;
-    step.done(if left == Leftovers::default() { "nothing is left" } else { "" });
+    step.done(if left == Leftovers::default() { "nothing is left behind" } else { "" });
     if let Err(error) = shown {
         let last: Vec<&str> = log.lines().rev().take(20).collect();
         let last: Vec<&str> = last.into_iter().rev().collect();
-        eprintln!("The end of the agent's log:\n{}\n", last.join("\n"));
+        eprintln!("Last lines of the agent's log:\n{}\n", last.join("\n"));
         return Err(error);
     }
     summary(checks, &left, since)
 }
 
-/// The folder of the demo's containerd and agent.
+/// Returns the folder of the demo's containerd and agent.
 fn folder() -> PathBuf {
     workdir::target_dir().join("demo/node")
 }
 
-/// The agent's binary: `BEELET_BIN`, else the one that [`build`] made.
+/// Returns the agent's binary: `BEELET_BIN`, or the one that [`build`] built.
 fn binary() -> Result<PathBuf> {
     match std::env::var_os("BEELET_BIN") {
         // The agent starts in a folder of its own.
@@ -132,7 +131,7 @@ fn binary() -> Result<PathBuf> {
 
 fn build() -> Result<()> {
     let step = Step::start("build beelet and the test app");
-    // With this package's own features: what is built for it already is not built again.
+    // With this package's features, so that crates built for it are not rebuilt.
     if std::env::var_os("BEELET_BIN").is_none() {
         step.run(shell::cargo().args(["build", "--package", "beelet", "--package", "beelet-lab"]))?;
     }
@@ -141,9 +140,9 @@ fn build() -> Result<()> {
     Ok(())
 }
 
-/// Starts containerd and the agent, and puts the manifests into the folder.
+/// Starts containerd and the agent, and copies the manifests into its folder.
 fn start(dir: &Path, args: &Args) -> Result<Demo> {
-    let step = Step::start("start a private containerd, and make its images");
+    let step = Step::start("start a private containerd and build its images");
     let containerd = Containerd::start(dir)?;
     let (major, minor) = containerd.version();
     step.done(&format!("containerd {major}.{minor} at {}", containerd.socket().display()));
@@ -162,13 +161,13 @@ fn start(dir: &Path, args: &Args) -> Result<Demo> {
         let file = format!("{name}.yaml");
         let example = workdir::repository().join("examples").join(&file);
         let manifest =
-            std::fs::read(&example).with_context(|| format!("could not read {}", example.display()))?;
+            std::fs::read(&example).with_context(|| format!("cannot read {}", example.display()))?;
         agent.apply(&file, manifest)?;
     }
     Ok(Demo { agent, cluster, containerd, checks: Vec::new() })
 }
 
-/// Everything that the demo shows, in order.
+/// Shows all parts of the demo in order.
 fn show_all(demo: &mut Demo, args: &Args) -> Result<()> {
     if args.cluster {
         return cluster::show(demo);
@@ -182,7 +181,7 @@ fn show_all(demo: &mut Demo, args: &Args) -> Result<()> {
     if args.devices { devices::show(demo) } else { Ok(()) }
 }
 
-/// The live table until every pod is ready.
+/// Draws the live table until every pod is ready.
 fn until_ready(demo: &mut Demo) -> Result<()> {
     let mut table = table::Table::new();
     let socket = demo.agent.socket();
@@ -204,7 +203,7 @@ fn heading(text: &str) {
     println!("\n{}", style(text).bold());
 }
 
-/// What was shown, and whether all of it was so.
+/// Prints all checks; returns an error if one failed.
 fn summary(mut checks: Vec<(String, bool)>, left: &Leftovers, since: Instant) -> Result<()> {
     checks.push((
         "nothing is left behind: no cgroup, mount, network, process or pin".into(),
@@ -212,7 +211,7 @@ fn summary(mut checks: Vec<(String, bool)>, left: &Leftovers, since: Instant) ->
     ));
     heading("Summary");
     for (what, ok) in &checks {
-        let mark = if *ok { style("ok    ").green() } else { style("NOT SO").red().bold() };
+        let mark = if *ok { style("ok    ").green() } else { style("FAILED").red().bold() };
         println!("  {mark} {what}");
     }
     for what in &left.0 {
@@ -220,25 +219,25 @@ fn summary(mut checks: Vec<(String, bool)>, left: &Leftovers, since: Instant) ->
     }
     let wrong = checks.iter().filter(|(_, ok)| !ok).count();
     if wrong > 0 {
-        bail!("{wrong} of {} things that were shown were not so", checks.len());
+        bail!("{wrong} of {} checks failed", checks.len());
     }
-    println!("\n  {} things shown, all of them so, in {:.0} s.", checks.len(), since.elapsed().as_secs_f64());
+    println!("\n  all {} checks passed in {:.0} s", checks.len(), since.elapsed().as_secs_f64());
     Ok(())
 }
 
-/// Leaves the demo running, and says how to look at it.
+/// Leaves the demo running, and prints commands for an inspection.
 fn keep(mut demo: Demo) -> Result<()> {
     let socket = demo.containerd.socket();
     let (config, log) = (demo.agent.config(), demo.agent.log_path());
     let (manifests, dir) = (demo.agent.manifests(), demo.agent.dir().to_path_buf());
-    heading("It keeps running. Look at it:");
+    heading("The demo keeps running. Inspect it with:");
     println!("  export BEELET_CONFIG={} BEELET_SOCKET={}", config.display(), demo.agent.socket().display());
     println!("  {} get pods --watch", binary()?.display());
     println!("  ls {}      # add, change or remove a manifest", manifests.display());
     println!("  tail -f {}", log.display());
     println!("  ctr --address {} --namespace k8s.io containers list", socket.display());
     println!("  bpftool map show; ls -R {}", dir.join("bpf").display());
-    println!("End it:\n  cargo xtask demo --stop");
+    println!("Stop it with:\n  cargo xtask demo --stop");
     if let Some(cluster) = &mut demo.cluster {
         println!("  kubectl --kubeconfig {} get pods,nodes -o wide", cluster.kubeconfig().display());
         cluster.keep();
@@ -247,7 +246,7 @@ fn keep(mut demo: Demo) -> Result<()> {
     demo.containerd.keep();
     let wrong: Vec<&str> = demo.checks.iter().filter(|(_, ok)| !ok).map(|(what, _)| what.as_str()).collect();
     if !wrong.is_empty() {
-        bail!("not so: {}", wrong.join("; "));
+        bail!("failed checks: {}", wrong.join("; "));
     }
     Ok(())
 }
@@ -257,6 +256,6 @@ fn nothing_left(dir: &Path) -> Result<()> {
     if !left.0.is_empty() {
         bail!("left behind: {}", left.0.join(", "));
     }
-    println!("The demo is gone, and nothing of it is left.");
+    println!("removed the demo completely");
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! What the demo shows once its pods run. Each function prints what happened and checks it.
+//! Parts of the demo with running pods. Each function prints an event and checks it.
 
 use super::{Demo, heading};
 use anyhow::{Context as _, Result, bail};
@@ -9,19 +9,19 @@ use beelet_tests::{agent, guards};
 use console::style;
 use rustix::process::Signal;
 
-/// The ports of examples/orders.yaml.
+/// Ports of examples/orders.yaml.
 const PORT: u16 = 8080;
 const CONTROL: u16 = 9000;
 
-/// What `periodSeconds` and the thresholds of examples/orders.yaml (the defaults: 10 s, 3 failures, 1
-/// success) alone would give.
+/// Delays by polling alone, given `periodSeconds` and the thresholds of examples/orders.yaml (the defaults:
+/// 10 s, 3 failures, 1 success).
 const POLLED_NOT_READY: &str = "20 to 30 s";
 const POLLED_READY: &str = "up to 10 s";
 
-/// How often the listener is closed and opened again.
+/// Number of times that the listener is closed and opened again.
 const ROUNDS: usize = 5;
 
-/// A listener closed and opened again inside a pod: how long until its readiness followed.
+/// Closes and opens a listener inside a pod; shows the time until its readiness follows.
 pub(super) fn listener(demo: &mut Demo) -> Result<()> {
     heading("A listener inside the pod orders is closed and opened again (readiness probe: every 10 s)");
     println!("  {:<22} kernel event to status   system call to status   by periodSeconds alone", "");
@@ -35,7 +35,7 @@ pub(super) fn listener(demo: &mut Demo) -> Result<()> {
             let pod = demo.wait("orders", what, |pod| pod.ready() == ready)?;
             let edge = pod.edge.context("the pod's readiness changed, but not by a kernel event")?;
             if edge.ready != ready || edge.kernel_ns < called {
-                bail!("the last kernel event is not the one just made: {edge:?}, called at {called}");
+                bail!("the last kernel event is not the expected one: {edge:?}, called at {called}");
             }
             let (decided, total) = (edge.published_ns - edge.kernel_ns, edge.published_ns - called);
             slowest = slowest.max(total);
@@ -51,7 +51,7 @@ pub(super) fn listener(demo: &mut Demo) -> Result<()> {
     Ok(())
 }
 
-/// A container's process killed: what beelet does.
+/// Kills a container's process; shows the reaction of beelet.
 pub(super) fn restart(demo: &mut Demo) -> Result<()> {
     heading("The container of the pod web is killed (SIGKILL)");
     let before = demo.wait("web", "to be ready", PodView::ready)?;
@@ -64,7 +64,7 @@ pub(super) fn restart(demo: &mut Demo) -> Result<()> {
     let pid = guards::processes_below(&folder).into_iter().find(serves);
     let pid = pid.with_context(|| format!("no process of the container in {}", folder.display()))?;
     let killed_at = agent::monotonic_ns();
-    rustix::process::kill_process(pid, Signal::KILL).context("could not kill the container's process")?;
+    rustix::process::kill_process(pid, Signal::KILL).context("cannot kill the container's process")?;
     let after = demo.wait("web", "to run again", |pod| pod.restarts() == 1 && pod.ready())?;
     let took = agent::monotonic_ns() - killed_at;
     let server = after.container("server").context("the pod web has no container named server")?;
@@ -76,17 +76,17 @@ pub(super) fn restart(demo: &mut Demo) -> Result<()> {
         took / 1_000_000
     );
     println!("  restarts: {}, last exit code: {}", after.restarts(), exit_code.unwrap_or_default());
-    demo.check("the killed container was started again, in the same sandbox", before.ip() == after.ip());
-    demo.check("its status says why the last one ended: exit code 137", exit_code == Some(137));
+    demo.check("the killed container was restarted in the same sandbox", before.ip() == after.ip());
+    demo.check("its status has the exit code of the last one: 137", exit_code == Some(137));
     Ok(())
 }
 
-/// The values in the three pods' cgroups.
+/// Shows the values in the three pods' cgroups.
 pub(super) fn cgroups(demo: &mut Demo) -> Result<()> {
     const MIB: u64 = 1 << 20;
     heading("Each pod's cgroup has its QoS class's values");
     println!("  {:<8} {:<11} {:<24} {:>20} {:>20}", "POD", "QOS", "FILE", "EXPECTED", "FOUND");
-    // What the kubelet writes for the manifests in examples/.
+    // Values that the kubelet writes for the manifests in examples/.
     let expected = [
         ("orders", Expected { shares: 256, quota: Some(25_000), memory: Some(64 * MIB) }),
         ("web", Expected { shares: 102, quota: Some(50_000), memory: Some(128 * MIB) }),
@@ -94,10 +94,10 @@ pub(super) fn cgroups(demo: &mut Demo) -> Result<()> {
     ];
     let mut all = true;
     for (name, expected) in expected {
-        let pod = demo.wait(name, "to be there", |_| true)?;
+        let pod = demo.wait(name, "to exist", |_| true)?;
         let path = cgroup_values::pod_path(pod.qos(), pod.uid());
         for row in cgroup_values::check(demo.containerd.cgroup(), &path, expected)? {
-            let mark = if row.ok() { style("ok").green() } else { style("NOT SO").red().bold() };
+            let mark = if row.ok() { style("ok").green() } else { style("FAILED").red().bold() };
             println!(
                 "  {name:<8} {:<11} {:<24} {:>20} {:>20} {mark}",
                 pod.qos(),
@@ -112,10 +112,10 @@ pub(super) fn cgroups(demo: &mut Demo) -> Result<()> {
     Ok(())
 }
 
-/// What an operator sees.
+/// Shows an operator's view.
 pub(super) fn get_pods(demo: &mut Demo) -> Result<()> {
     heading("$ beelet get pods -o wide");
-    let output = demo.agent.cli(&["get", "pods", "-o", "wide"]).output().context("could not start beelet")?;
+    let output = demo.agent.cli(&["get", "pods", "-o", "wide"]).output().context("cannot start beelet")?;
     let text = String::from_utf8_lossy(&output.stdout);
     for line in text.lines() {
         println!("  {line}");

@@ -1,10 +1,10 @@
-//! The live table of pods: redrawn in place on a terminal, printed anew on every change anywhere else.
+//! Live table of pods: redrawn in place on a terminal, printed again on every change elsewhere.
 
 use beelet_tests::pods::Watch;
 use console::{Term, style};
 use std::time::Instant;
 
-/// The table as it was drawn last.
+/// Table with its last content.
 pub(super) struct Table {
     term: Term,
     since: Instant,
@@ -16,7 +16,7 @@ impl Table {
         Table { term: Term::stdout(), since: Instant::now(), drawn: Vec::new() }
     }
 
-    /// Draws the pods as they are now, if that differs from what is there.
+    /// Draws the pods if they differ from the last content.
     pub(super) fn draw(&mut self, watch: &Watch) {
         let rows = rows(watch);
         if rows == self.drawn {
@@ -24,7 +24,7 @@ impl Table {
         }
         let terminal = self.term.is_term();
         if terminal && !self.drawn.is_empty() {
-            let _ = self.term.clear_last_lines(self.drawn.len() + 1); // what can't be cleared, scrolls away
+            let _ = self.term.clear_last_lines(self.drawn.len() + 1); // on an error the old table scrolls away
         }
         println!("  {}", style(format!("after {:.2} s", self.since.elapsed().as_secs_f64())).dim());
         for row in &rows {
@@ -34,7 +34,7 @@ impl Table {
     }
 }
 
-/// A line a pod under a heading.
+/// Returns a heading and a line per pod.
 fn rows(watch: &Watch) -> Vec<String> {
     let mut rows = vec![format!(
         "  {:<16} {:<11} {:<10} {:<6} {:<9} {}",

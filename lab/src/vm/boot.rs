@@ -1,6 +1,6 @@
-//! One boot: QEMU with a kernel and an initramfs, from its start to its end or its deadline. Software
-//! emulation only, so it is the same in a VM, in a container and on a laptop. A machine dies with the future
-//! that runs it.
+//! Boot of a VM: runs QEMU with a kernel and an initramfs until its end or its deadline. Uses software
+//! emulation only, so that results are the same in a VM, in a container and on a laptop. Dropping the future
+//! kills the machine.
 
 use super::results::{Event, Transcript};
 use anyhow::{Context as _, Result};
@@ -14,33 +14,33 @@ use xtask::cross::Arch;
 use xtask::qemu::Qemu;
 use xtask::setup;
 
-/// What every kernel is told. Among it: cgroup v2 alone, pressure information, the BPF LSM; and what makes a
-/// guest under emulation quick or free of false alarms (no mitigations, no watchdog, grace periods that don't
-/// wait).
+/// Kernel command line of all guests. Enables cgroup v2 alone, pressure information and the BPF LSM; the
+/// other options speed up an emulated guest or avoid false alarms (no mitigations, no watchdog, expedited
+/// grace periods).
 const COMMAND_LINE: &str = "quiet loglevel=3 panic=-1 psi=1 cgroup_no_v1=all mitigations=off nokaslr audit=0 \
                             lsm=landlock,bpf cryptomgr.notests rcupdate.rcu_expedited=1 nowatchdog";
 
-/// The size of a guest's disk, in bytes, of which it takes what is written.
+/// Size of a guest's disk in bytes; the file is sparse.
 const DISK: u64 = 1 << 30;
 
-/// What QEMU emulates: a machine and a processor.
+/// Returns QEMU's machine and processor.
 fn hardware(arch: Arch) -> [&'static str; 4] {
     match arch {
         Arch::Amd64 => ["-machine", "q35", "-cpu", "max"],
-        // A server's processor. The newest one signs its return addresses, which costs an emulator much.
+        // A server's processor. The newest one signs return addresses, which is expensive to emulate.
         Arch::Arm64 => ["-machine", "virt", "-cpu", "neoverse-n1"],
     }
 }
 
-/// What its kernel is told beside the rest.
-fn told(arch: Arch) -> &'static str {
+/// Returns the additional kernel arguments for an architecture.
+fn console_arguments(arch: Arch) -> &'static str {
     match arch {
         Arch::Amd64 => "console=ttyS0 tsc=reliable no_timer_check",
         Arch::Arm64 => "console=ttyAMA0",
     }
 }
 
-/// Where a guest writes what its tests found: its second serial line.
+/// Returns the device for a guest's test results: its second serial line.
 pub(super) fn results_line(arch: Arch) -> &'static str {
     match arch {
         Arch::Amd64 => "ttyS1",
@@ -48,48 +48,50 @@ pub(super) fn results_line(arch: Arch) -> &'static str {
     }
 }
 
-/// What to start.
+/// Configuration of a VM.
 #[derive(Clone, Debug)]
 pub(super) struct Machine {
     pub(super) arch: Arch,
     pub(super) qemu: Qemu,
     pub(super) image: PathBuf,
     pub(super) initrd: PathBuf,
-    /// An empty disk, made anew at each boot: on it files are not memory.
+    /// Empty disk, recreated at each boot; its files are not memory.
     pub(super) disk: PathBuf,
-    /// The guest's memory.
+    /// Memory of the guest.
     pub(super) mebibytes: u64,
-    /// Where its console goes.
+    /// File for the console's output.
     pub(super) console: PathBuf,
 }
 
-/// How a boot, or a run on this machine, ended.
+/// End of a boot, or of a run on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum End {
-    /// The plan was gone through.
+    /// All tests of the plan ran.
     Done,
-    /// The machine went away before that: why.
+    /// The machine died before the plan's end, with the cause.
     Died(String),
-    /// The deadline came first.
+    /// The deadline passed first.
     Late(Duration),
-    /// This signal asked us to stop before that.
+    /// This signal interrupted the run.
     Stopped(&'static str),
 }
 
 impl End {
-    /// What went wrong with the machine itself.
+    /// Returns a message if the machine itself failed.
     pub(super) fn trouble(&self) -> Option<String> {
         match self {
             End::Done => None,
-            End::Died(why) => Some(format!("it died each time: {why}")),
-            End::Late(deadline) => Some(format!("it had not ended after {} s", deadline.as_secs())),
-            End::Stopped(signal) => Some(format!("{signal} came before its end")),
+            End::Died(why) => Some(format!("the machine died at each boot: {why}")),
+            End::Late(deadline) => {
+                Some(format!("the machine was still running after {} s", deadline.as_secs()))
+            }
+            End::Stopped(signal) => Some(format!("interrupted by {signal}")),
         }
     }
 }
 
 impl Machine {
-    /// Starts it and waits for its end. `event` hears about each test.
+    /// Starts the machine and waits for its end. Calls `event` for each test.
     pub(super) async fn run(
         &self,
         deadline: Duration,
@@ -97,11 +99,11 @@ impl Machine {
     ) -> Result<(Transcript, End)> {
         workdir::write(&self.console, "")?;
         let disk = std::fs::File::create(&self.disk).and_then(|file| file.set_len(DISK));
-        disk.with_context(|| format!("could not make the disk {}", self.disk.display()))?;
+        disk.with_context(|| format!("cannot create the disk {}", self.disk.display()))?;
         let mut command = self.command();
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
-        let child = command.spawn().context("could not start QEMU")?;
-        follow(child, deadline, event, |status| (status != 0).then(|| format!("QEMU ended with {status}")))
+        let child = command.spawn().context("cannot start QEMU")?;
+        follow(child, deadline, event, |status| (status != 0).then(|| format!("QEMU exited with {status}")))
             .await
     }
 
@@ -111,24 +113,24 @@ impl Machine {
         command.arg("-m").arg(self.mebibytes.to_string());
         command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
         command.arg("-kernel").arg(&self.image).arg("-initrd").arg(&self.initrd);
-        command.arg("-append").arg(format!("{COMMAND_LINE} {}", told(self.arch)));
+        command.arg("-append").arg(format!("{COMMAND_LINE} {}", console_arguments(self.arch)));
         // QEMU doubles a comma in a file's name.
         let named = |path: &Path| path.display().to_string().replace(',', ",,");
         let drive = format!("file={},if=none,id=disk,format=raw,cache=unsafe", named(&self.disk));
         command.arg("-drive").arg(drive).args(["-device", "virtio-blk-pci,drive=disk"]);
-        // The first line, for people, and the second, for us.
+        // The first line is the console, the second carries the results.
         command.arg("-serial").arg(format!("file:{}", named(&self.console)));
         command.args(["-serial", "stdio"]);
         command
     }
 
-    /// The end of what the console showed.
+    /// Returns the last lines of the console.
     pub(super) fn last_words(&self) -> Vec<String> {
         last_lines(&self.console)
     }
 }
 
-/// The end of a file, for a machine that can say no more.
+/// Returns the last lines of a file, as information about a dead machine.
 pub(super) fn last_lines(file: &Path) -> Vec<String> {
     let bytes = std::fs::read(file).unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes).into_owned();
@@ -136,8 +138,8 @@ pub(super) fn last_lines(file: &Path) -> Vec<String> {
     lines[lines.len().saturating_sub(30)..].to_vec()
 }
 
-/// Reads a program's standard output as a guest's results until it ends, or until the deadline kills it.
-/// `broken` says which exit statuses are no result of the tests.
+/// Parses a program's standard output as a guest's results until it ends or the deadline kills it. `broken`
+/// returns a message for exit statuses that are not a result of the tests.
 pub(super) async fn follow(
     mut child: Child,
     deadline: Duration,
@@ -150,7 +152,7 @@ pub(super) async fn follow(
     let errors = tokio::spawn(async move {
         let mut bytes = Vec::new();
         if let Some(mut pipe) = stderr {
-            let _ = pipe.read_to_end(&mut bytes).await; // what came until then is what there is
+            let _ = pipe.read_to_end(&mut bytes).await; // a partial text is better than none
         }
         String::from_utf8_lossy(&bytes).trim().to_owned()
     });
@@ -167,16 +169,18 @@ pub(super) async fn follow(
     .await;
     let end = match whole {
         Err(_) => {
-            child.kill().await.context("could not kill the machine at its deadline")?;
+            child.kill().await.context("cannot kill the machine at its deadline")?;
             End::Late(deadline)
         }
         Ok(status) => {
-            let status = status.context("could not read from the machine")?;
+            let status = status.context("cannot read from the machine")?;
             let errors = errors.await.unwrap_or_default();
-            let said = if errors.is_empty() { String::new() } else { format!(": {errors}") };
+            let details = if errors.is_empty() { String::new() } else { format!(": {errors}") };
             match status.code().map_or_else(|| Some(status.to_string()), &broken) {
-                Some(why) => End::Died(format!("{why}{said}")),
-                None if !transcript.done => End::Died(format!("it ended before its tests did{said}")),
+                Some(why) => End::Died(format!("{why}{details}")),
+                None if !transcript.done => {
+                    End::Died(format!("the machine ended before its tests did{details}"))
+                }
                 None => End::Done,
             }
         }
@@ -184,7 +188,7 @@ pub(super) async fn follow(
     Ok((transcript, end))
 }
 
-/// Killed with the thread that starts it, however that ends.
+/// Returns a command that is killed when the thread that starts it ends.
 pub(super) fn mortal(command: &std::process::Command) -> Command {
     let mut mortal = match setup::find("setpriv") {
         Some(setpriv) => {
@@ -207,7 +211,7 @@ pub(super) fn mortal(command: &std::process::Command) -> Command {
 mod tests {
     use super::*;
 
-    /// Follows a shell script; an even status is a broken machine.
+    /// Follows a shell script; an even status stands for a broken machine.
     fn run(script: &str, deadline: Duration) -> (Transcript, End) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
@@ -221,7 +225,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(60);
 
     #[test]
-    fn a_plan_that_was_gone_through_is_done_whatever_its_tests_did() {
+    fn a_completed_plan_is_done_regardless_of_its_tests() {
         let (transcript, end) = run("echo begin 0 1; echo end 0 2 101; echo done 1; exit 3", PATIENCE);
         assert_eq!(end, End::Done);
         assert_eq!(transcript.verdicts.len(), 1);
@@ -231,7 +235,7 @@ mod tests {
     fn a_machine_that_dies_says_what_it_can() {
         let died = |script| run(script, PATIENCE).1;
         assert_eq!(died("echo no such device >&2; exit 2"), End::Died("status 2: no such device".into()));
-        assert_eq!(died("exit 1"), End::Died("it ended before its tests did".into()));
+        assert_eq!(died("exit 1"), End::Died("the machine ended before its tests did".into()));
         assert!(matches!(died("kill -9 $$"), End::Died(why) if why.contains("signal: 9")));
     }
 
@@ -240,7 +244,7 @@ mod tests {
         let deadline = Duration::from_millis(200);
         let (transcript, end) = run("echo begin 7 1; exec sleep 1000", deadline);
         assert_eq!(end, End::Late(deadline));
-        // Whether the line came before the deadline is the machine's business; that it ended is ours.
+        // The line may arrive before or after the deadline; only the end matters.
         assert!(matches!(transcript.running(), None | Some(7)));
     }
 

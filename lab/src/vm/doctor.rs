@@ -1,9 +1,9 @@
-//! What `beelet doctor --bpf -o json` says about a kernel, as far as the documentation needs it.
+//! Parser for `beelet doctor --bpf -o json`, as far as the documentation needs it.
 
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
-/// What the doctor found, by the name of the check: what is well, or what isn't.
+/// Findings of the doctor by the name of the check: the detail if it is well, otherwise the fault.
 pub(super) type Findings = BTreeMap<String, Result<String, String>>;
 
 #[derive(Deserialize)]
@@ -20,7 +20,7 @@ struct Finding {
     detail: String,
 }
 
-/// Whether it found that the agent can run.
+/// Returns true if the doctor found that the agent can run.
 pub(super) fn can_run(json: &str) -> bool {
     report(json).can_run
 }
@@ -29,7 +29,7 @@ fn report(json: &str) -> Report {
     serde_json::from_str(json).unwrap_or(Report { can_run: false, findings: Vec::new() })
 }
 
-/// The findings; none of them where the text is no such thing, as from a doctor that failed.
+/// Parses the findings; empty if the text is not a report, as from a doctor that failed.
 pub(super) fn read(json: &str) -> Findings {
     let mut findings = Findings::new();
     for Finding { check, state, detail } in report(json).findings {
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_bad_finding_is_enough() {
+    fn a_single_bad_finding_is_enough() {
         let json = r#"{"canRun":false,"findings":[
             {"check":"a","state":"ok","detail":"fine"},
             {"check":"b","state":"ok","detail":"fine"},
@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_doctors_answer_has_no_findings() {
+    fn an_invalid_report_has_no_findings() {
         for text in ["", "error: unrecognized subcommand", "{}", "[]"] {
             assert!(read(text).is_empty() && !can_run(text), "{text}");
         }

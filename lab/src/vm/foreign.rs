@@ -1,5 +1,5 @@
-//! Programs of another processor's system, which lies unpacked in a folder: what of it a guest needs.
-//! Nothing of it can be started here, so libraries are found as a loader finds them, by reading the programs.
+//! Finds the programs that a guest needs in an unpacked system of another processor. Its programs cannot be
+//! run here, so libraries are found like a loader finds them, by reading the programs.
 
 use anyhow::{Context as _, Result, bail};
 use object::read::elf::{ElfFile64, ProgramHeader as _};
@@ -7,11 +7,11 @@ use object::{Endianness, elf};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Where programs are in such a system, and where libraries are. Some are links to others.
+/// Folders of programs and of libraries in such a system. Some are links to others.
 const PROGRAMS: &[&str] = &["usr/sbin", "usr/bin", "sbin", "bin"];
 const LIBRARIES: &[&str] = &["usr/lib", "lib"];
 
-/// The static busybox of the system in the folder `root`.
+/// Returns the static busybox of the system in the folder `root`.
 pub(super) fn busybox(root: &Path) -> Result<PathBuf> {
     let found = find(root, PROGRAMS, "busybox").context("the system has no busybox")?;
     let needs = needs(&found)?;
@@ -21,7 +21,7 @@ pub(super) fn busybox(root: &Path) -> Result<PathBuf> {
     Ok(found)
 }
 
-/// The programs `names` and all that they load, by their paths in a guest.
+/// Returns the programs `names` and all files that they load, by their paths in a guest.
 pub(super) fn programs(root: &Path, names: &[&str]) -> Result<BTreeMap<String, PathBuf>> {
     let mut found = BTreeMap::new();
     let mut open: Vec<(String, PathBuf)> = names
@@ -38,7 +38,7 @@ pub(super) fn programs(root: &Path, names: &[&str]) -> Result<BTreeMap<String, P
             let file = library_file(root, &library)?;
             open.push((format!("usr/lib/{library}"), file));
         }
-        // A loader is asked for by its whole path.
+        // A program names its loader by its full path.
         if let Some(loader) = needs.loader {
             let name = loader.rsplit('/').next().unwrap_or_default();
             open.push((loader.trim_start_matches('/').to_owned(), library_file(root, name)?));
@@ -52,7 +52,7 @@ fn library_file(root: &Path, name: &str) -> Result<PathBuf> {
     found.with_context(|| format!("{} has no library {name}", root.display()))
 }
 
-/// A file in one of the folders of `root`, or in a folder directly below (a processor's libraries).
+/// Finds a file in one of the folders of `root`, or in a folder directly below (a processor's libraries).
 fn find(root: &Path, folders: &[&str], name: &str) -> Option<PathBuf> {
     for folder in folders {
         let folder = root.join(folder);
@@ -67,7 +67,7 @@ fn find(root: &Path, folders: &[&str], name: &str) -> Option<PathBuf> {
     None
 }
 
-/// A path with its last links followed as that system would: a link to /x is the system's /x.
+/// Resolves the last links of a path as that system would: a link to /x is the system's /x.
 fn within(root: &Path, path: &Path) -> PathBuf {
     let mut path = path.to_path_buf();
     for _ in 0..8 {
@@ -80,18 +80,18 @@ fn within(root: &Path, path: &Path) -> PathBuf {
     path
 }
 
-/// What a program or a library asks for.
+/// Files that a program or a library loads.
 #[derive(Debug, Default)]
 struct Needs {
-    /// The path of its loader (PT_INTERP).
+    /// Path of its loader (PT_INTERP).
     loader: Option<String>,
-    /// The names of libraries (DT_NEEDED).
+    /// Names of its libraries (DT_NEEDED).
     libraries: Vec<String>,
 }
 
 fn needs(file: &Path) -> Result<Needs> {
-    let bytes = std::fs::read(file).with_context(|| format!("could not read {}", file.display()))?;
-    read_needs(&bytes).with_context(|| format!("could not read {} as a program", file.display()))
+    let bytes = std::fs::read(file).with_context(|| format!("cannot read {}", file.display()))?;
+    read_needs(&bytes).with_context(|| format!("cannot parse {} as a program", file.display()))
 }
 
 fn read_needs(bytes: &[u8]) -> Result<Needs> {
@@ -148,7 +148,7 @@ mod tests {
         std::fs::write(root.join("sbin/tool"), &program).unwrap();
         let missing = programs(root, &["tool", "other"]).unwrap_err().to_string();
         assert!(missing.contains("has no library"), "{missing}");
-        // Libraries that need nothing themselves.
+        // Libraries without dependencies.
         std::fs::create_dir_all(root.join("lib")).unwrap();
         let plain = std::fs::read(needs.loader.as_ref().unwrap()).unwrap();
         let loader = needs.loader.as_deref().unwrap().rsplit('/').next().unwrap();

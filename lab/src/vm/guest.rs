@@ -1,4 +1,4 @@
-//! What is in a guest: busybox and its applets, the scripts in `guest/`, the test programs, the kernel's
+//! Content of a guest: busybox and its applets, the scripts in `guest/`, the test programs, and the kernel's
 //! modules.
 
 use super::boot::{self, Machine};
@@ -15,24 +15,24 @@ use std::process::Command;
 use xtask::progress::Step;
 use xtask::qemu::Qemu;
 
-/// Runs a plan, in a guest or anywhere else.
+/// Script that runs a plan, in a guest or elsewhere.
 pub(super) const RUN: &str = include_str!("guest/run");
 
 const INIT: &str = include_str!("guest/init");
 
-/// No test takes longer, in seconds; an emulated machine is slow, and slower beside another one: a crowd of
-/// three thousand cgroups takes an arm64 more than five minutes then.
+/// Time limit of a test in seconds; an emulated machine is slow, and slower next to another one: a test with
+/// three thousand cgroups then takes more than five minutes on arm64.
 pub(super) const TEST_LIMIT: &str = "900";
 
-/// Modules that every guest starts with. The kernel loads others by itself when something asks for them.
+/// Modules loaded at the start of every guest. The kernel loads others on demand.
 const LOADED: &[&str] =
     &["veth", "dummy", "bridge", "br_netfilter", "overlay", "tun", "tcp_diag", "virtio_pci", "virtio_blk"];
 
-/// A guest with this kernel, its files made below `work`.
+/// Builds a guest with this kernel, with its files below `work`.
 pub(super) fn machine(kernel: &Kernel, programs: &Programs, qemu: &Qemu, work: &Path) -> Result<Machine> {
-    let step = Step::start(format!("make a guest with kernel {}", kernel.name));
+    let step = Step::start(format!("build a guest with kernel {}", kernel.name));
     let dir = work.join("guests").join(&kernel.name);
-    std::fs::create_dir_all(&dir).with_context(|| format!("could not make {}", dir.display()))?;
+    std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
     let image = kernel.image(&dir)?;
     let mut tree = tree(programs, kernel.system.as_deref())?;
     for (path, file) in kernel.modules(&dir)? {
@@ -40,10 +40,10 @@ pub(super) fn machine(kernel: &Kernel, programs: &Programs, qemu: &Qemu, work: &
     }
     let initrd = dir.join("initrd");
     let file = std::fs::File::create(&initrd);
-    let file = file.with_context(|| format!("could not make {}", initrd.display()))?;
+    let file = file.with_context(|| format!("cannot create {}", initrd.display()))?;
     let mebibytes = tree.write(std::io::BufWriter::new(file))? >> 20;
     step.done(&format!("{mebibytes} MiB"));
-    // The archive, the files made of it, and room for tests and for what they put into tmpfs.
+    // Room for the archive, the files unpacked from it, the tests and their files in tmpfs.
     Ok(Machine {
         arch: programs.arch,
         qemu: qemu.clone(),
@@ -55,8 +55,8 @@ pub(super) fn machine(kernel: &Kernel, programs: &Programs, qemu: &Qemu, work: &
     })
 }
 
-/// Everything but the modules. What isn't ours is this machine's, or a foreign system's in the folder
-/// `system`.
+/// Returns all files except the modules. Files that are not ours come from this machine, or from a foreign
+/// system in the folder `system`.
 fn tree(programs: &Programs, system: Option<&Path>) -> Result<Tree> {
     let mut tree = Tree::default();
     for folder in ["dev", "proc", "sys", "tmp", "run", "root", "etc", "mnt", "var/lib", "var/log", "usr/bin"]
@@ -70,9 +70,9 @@ fn tree(programs: &Programs, system: Option<&Path>) -> Result<Tree> {
     for (path, file) in &borrowed {
         tree.file(path, file);
     }
-    // Debian's has the same applets everywhere, and this machine can start its own.
+    // Debian's busybox has the same applets everywhere, and this machine can run its own.
     let busybox = images::busybox()?;
-    let applets = Command::new(&busybox).arg("--list").output().context("could not start busybox")?;
+    let applets = Command::new(&busybox).arg("--list").output().context("cannot start busybox")?;
     tree.file("bin/busybox", &system.map_or(Ok(busybox), foreign::busybox)?);
     for applet in String::from_utf8_lossy(&applets.stdout).lines().filter(|name| *name != "busybox") {
         tree.link(&format!("bin/{applet}"), "busybox");
@@ -102,7 +102,7 @@ fn in_guest(program: &str) -> String {
     format!("beelet/tests/{program}")
 }
 
-/// The plan as `guest/run` reads it, each program at the path that `path` gives.
+/// Formats the plan for `guest/run`, with each program's path given by `path`.
 pub(super) fn plan(tests: &[Test], path: impl Fn(&str) -> String) -> String {
     let mut text = String::new();
     for (number, test) in tests.iter().enumerate() {
@@ -116,7 +116,7 @@ mod tests {
     use super::super::results::{Transcript, Verdict};
     use super::*;
 
-    /// A program that behaves as a test program does for the tests of these names.
+    /// Program that behaves like a test program for the tests of these names.
     const PROGRAM: &str = r#"#!/bin/sh
 case $1 in
 passes) echo; echo 'test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured' ;;
@@ -129,11 +129,11 @@ asks) [ "$2" = --exact ] && [ "$#" = 3 ] && echo 'test result: ok. 1 passed; 0 f
 esac
 "#;
 
-    /// A doctor with more to say in JSON than anybody wants to read.
+    /// Doctor with a large JSON output.
     const AGENT: &str = "#!/bin/sh\necho \"$@\"\ncase \"$*\" in *json) seq 500 ;; esac\n";
 
     #[test]
-    fn the_script_tells_what_came_out_of_every_test() {
+    fn the_script_reports_the_result_of_every_test() {
         use std::os::unix::fs::PermissionsExt as _;
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
@@ -141,7 +141,7 @@ esac
             std::fs::write(at(name), text).unwrap();
             std::fs::set_permissions(at(name), std::fs::Permissions::from_mode(0o755)).unwrap();
         }
-        let names = ["passes", "skips", "ignored", "fails", "crashes", "asks", "is gone"];
+        let names = ["passes", "skips", "ignored", "fails", "crashes", "asks", "missing"];
         let tests = names.map(|name| Test { program: "program".into(), name: name.into() });
         std::fs::write(at("plan"), plan(&tests, |program| at(program).display().to_string())).unwrap();
         let mut command = Command::new("sh");
@@ -159,12 +159,12 @@ esac
         let expected = [
             Verdict::Passed,
             Verdict::Skipped("it needs BPF".into()),
-            Verdict::Skipped("it is marked #[ignore]".into()),
-            failed("it failed", &["assertion failed: left == right"]),
-            failed("a signal ended it (number 11)", &["Segmentation fault"]),
+            Verdict::Skipped("marked #[ignore]".into()),
+            failed("the test failed", &["assertion failed: left == right"]),
+            failed("the test was killed by signal 11", &["Segmentation fault"]),
             Verdict::Passed,
             failed(
-                "the program ended well, but ran no such test",
+                "the program succeeded but did not run the test",
                 &["test result: ok. 0 passed; 0 failed; 0 ignored; 9 filtered out"],
             ),
         ];
@@ -185,7 +185,7 @@ esac
     }
 
     #[test]
-    fn the_scripts_are_shell_that_a_shell_understands() {
+    fn the_scripts_are_valid_shell() {
         for script in [RUN, INIT] {
             let dir = tempfile::tempdir().unwrap();
             std::fs::write(dir.path().join("script"), script).unwrap();

@@ -1,6 +1,6 @@
-//! The guest's whole file system: an initramfs, which is a cpio archive in the "newc" format (Linux,
-//! Documentation/driver-api/early-userspace/buffer-format.rst). Its content is a map of paths, so the same
-//! content makes the same archive.
+//! File system of a guest: an initramfs, which is a cpio archive in the "newc" format (Linux,
+//! Documentation/driver-api/early-userspace/buffer-format.rst). Entries are sorted by path, so that the same
+//! content produces the same archive.
 
 use anyhow::{Context as _, Result};
 use cpio::newc::{Builder, ModeFileType, trailer};
@@ -8,39 +8,39 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// Something at a path of the guest.
+/// Entry at a path of the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Entry {
     Folder,
     Link(String),
     Text(String),
-    /// A file of this machine's, read when the archive is written.
+    /// File of this machine, read when the archive is written.
     File(PathBuf),
 }
 
-/// The files of a guest, by path, without the leading slash.
+/// Files of a guest by path, without the leading slash.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Tree(BTreeMap<String, Entry>);
 
 impl Tree {
-    /// An empty folder.
+    /// Adds an empty folder.
     pub(super) fn folder(&mut self, path: &str) {
         self.add(path, Entry::Folder);
     }
 
-    /// A symbolic link, unless something is there already.
+    /// Adds a symbolic link, unless the path exists.
     pub(super) fn link(&mut self, path: &str, target: &str) {
         if !self.0.contains_key(path.trim_start_matches('/')) {
             self.add(path, Entry::Link(target.to_owned()));
         }
     }
 
-    /// A file with this text, executable as all files of a guest are.
+    /// Adds a file with this text, executable like all files of a guest.
     pub(super) fn text(&mut self, path: &str, text: impl Into<String>) {
         self.add(path, Entry::Text(text.into()));
     }
 
-    /// A copy of a file of this machine.
+    /// Adds a copy of a file of this machine.
     pub(super) fn file(&mut self, path: &str, source: &Path) {
         self.add(path, Entry::File(source.to_path_buf()));
     }
@@ -55,8 +55,8 @@ impl Tree {
         self.0.insert(path.to_owned(), entry);
     }
 
-    /// Writes the archive; hands back its size in bytes. A parent's path is a prefix of its children's, so in
-    /// the map's order every folder comes before what is in it.
+    /// Writes the archive; returns its size in bytes. A parent's path is a prefix of its children's, so that
+    /// the map's order has every folder before its entries.
     pub(super) fn write(&self, output: impl Write) -> Result<u64> {
         let mut output = Counted { inner: output, bytes: 0 };
         for (number, (path, entry)) in (1..).zip(&self.0) {
@@ -65,8 +65,8 @@ impl Tree {
                 Entry::Link(target) => (ModeFileType::Symlink, 0o777, target.clone().into_bytes()),
                 Entry::Text(text) => (ModeFileType::Regular, 0o755, text.clone().into_bytes()),
                 Entry::File(source) => {
-                    let content = std::fs::read(source)
-                        .with_context(|| format!("could not read {}", source.display()))?;
+                    let content =
+                        std::fs::read(source).with_context(|| format!("cannot read {}", source.display()))?;
                     (ModeFileType::Regular, 0o755, content)
                 }
             };
@@ -74,11 +74,11 @@ impl Tree {
                 .with_context(|| format!("/{path} is too big for an initramfs: 4 GiB is a file's limit"))?;
             let mut file =
                 Builder::new(path).ino(number).mode(mode).set_mode_file_type(kind).write(output, size);
-            file.write_all(&content).context("could not write the initramfs")?;
-            output = file.finish().context("could not write the initramfs")?;
+            file.write_all(&content).context("cannot write the initramfs")?;
+            output = file.finish().context("cannot write the initramfs")?;
         }
-        let mut output = trailer(output).context("could not write the initramfs")?;
-        output.flush().context("could not write the initramfs")?;
+        let mut output = trailer(output).context("cannot write the initramfs")?;
+        output.flush().context("cannot write the initramfs")?;
         Ok(output.bytes)
     }
 }
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
     use std::io::Read as _;
 
-    /// Path, mode and content of everything in the archive.
+    /// Returns path, mode and content of each entry of the archive.
     fn read(archive: &[u8]) -> Vec<(String, u32, String)> {
         let mut rest = archive;
         let mut found = Vec::new();
@@ -129,7 +129,7 @@ mod tests {
         let mut tree = Tree::default();
         tree.file("/usr/bin/x", &dir.path().join("x"));
         tree.link("bin/sh", "busybox");
-        tree.link("usr/bin/x", "never: something is there");
+        tree.link("usr/bin/x", "never: the path exists");
         tree.text("init", "#!/bin/sh\n");
         tree.folder("proc");
         let mut archive = Vec::new();
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_gone_is_an_error_that_names_it() {
+    fn a_missing_file_is_an_error_that_names_it() {
         let mut tree = Tree::default();
         tree.file("x", Path::new("/nonexistent/x"));
         let error = tree.write(Vec::new()).unwrap_err().to_string();

@@ -1,10 +1,10 @@
-//! Which kernels there are, and what a guest needs of one: the kernel's ELF image, which QEMU starts without
-//! the guest having to unpack it first, and its modules.
+//! Finds kernels and the parts that a guest needs: the kernel's ELF image, which QEMU starts without
+//! unpacking by the guest, and its modules.
 //!
-//! They come from a folder (`BEELET_VM_KERNELS`) of folders, one a kernel: `vmlinuz`, optionally `config` and
-//! `modules.tar.zst` (a `modules/<release>` tree). Without one it is the distribution's own kernel package,
-//! unpacked under the target folder; nothing is installed. Those of another processor are Debian's, each
-//! with the programs of its release.
+//! Kernels come from a folder (`BEELET_VM_KERNELS`) with one subfolder per kernel: `vmlinuz`, and optionally
+//! `config` and `modules.tar.zst` (a `modules/<release>` tree). Without that variable the distribution's own
+//! kernel package is used, unpacked under the target folder; nothing is installed. Kernels for another
+//! processor are Debian's, each with the programs of its release.
 
 use anyhow::{Context as _, Result, bail};
 use beelet_tests::workdir;
@@ -17,16 +17,16 @@ use xtask::progress::Step;
 use xtask::rootfs::{self, Made};
 use xtask::setup;
 
-/// The variable that names the folder of kernels.
+/// Environment variable that names the folder of kernels.
 pub(super) const FOLDER: &str = "BEELET_VM_KERNELS";
 
-/// Debian's packages that depend on the newest kernel of their kind; the first is made for virtual machines.
+/// Debian packages that depend on the newest kernel of their kind; the first is built for virtual machines.
 const DEBIAN: &[&str] = &["linux-image-cloud-amd64", "linux-image-amd64"];
 
-/// Debian's releases whose kernels for another processor are booted, by the kernels' names here.
+/// Debian releases with kernels for another processor, by the kernels' names here.
 const FOREIGN: &[(&str, &str)] = &[("debian-12", "bookworm"), ("debian-13", "trixie")];
 
-/// What of a distribution's thousands of modules goes into a guest, each with what it depends on.
+/// Modules of a distribution's kernel that a guest gets, with their dependencies.
 const MODULES: &[&str] = &[
     "br_netfilter",
     "bridge",
@@ -49,27 +49,27 @@ const MODULES: &[&str] = &[
     "zram",
 ];
 
-/// A kernel that a guest can be started with.
+/// Kernel that can boot a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Kernel {
-    /// What it is called here: the folder's name, or `debian`.
+    /// Name on the command line: the folder's name, or `debian`.
     pub(super) name: String,
     vmlinuz: PathBuf,
     modules: Modules,
-    /// The system that it belongs to, in a folder; None: this machine's programs do for its guest.
+    /// Folder of the system that it belongs to; None: its guest uses this machine's programs.
     pub(super) system: Option<PathBuf>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Modules {
     None,
-    /// A `modules/<release>` tree, packed: small, all of it goes along.
+    /// Archive of a small `modules/<release>` tree, which is used completely.
     Archive(PathBuf),
-    /// A `<release>` folder with everything.
+    /// Complete `<release>` folder.
     Folder(PathBuf),
 }
 
-/// The kernels of these names; of no names: all there are. `work` is where packages are unpacked.
+/// Returns the kernels of these names, or all if no names are given. Packages are unpacked in `work`.
 pub(super) fn find(names: &[String], work: &Path, arch: Arch) -> Result<Vec<Kernel>> {
     if arch != Arch::here()? {
         return foreign(names, work, arch);
@@ -77,8 +77,8 @@ pub(super) fn find(names: &[String], work: &Path, arch: Arch) -> Result<Vec<Kern
     let Some(folder) = std::env::var_os(FOLDER) else {
         if let Some(name) = names.iter().find(|name| *name != "debian") {
             bail!(
-                "kernel {name}: {FOLDER} is not set, so there is only \"debian\", the distribution's own kernel. Set \
-                 {FOLDER} to a folder that has {name}/vmlinuz"
+                "kernel {name}: {FOLDER} is not set, so only \"debian\" is available, the distribution's own kernel; \
+                 set {FOLDER} to a folder that contains {name}/vmlinuz"
             );
         }
         return Ok(vec![debian(work)?]);
@@ -90,7 +90,7 @@ pub(super) fn find(names: &[String], work: &Path, arch: Arch) -> Result<Vec<Kern
     let there: Vec<&str> = found.iter().map(|kernel| kernel.name.as_str()).collect();
     let of_name = |name: &String| {
         found.iter().find(|kernel| kernel.name == *name).cloned().with_context(|| {
-            format!("kernel {name}: {} has only {}", Path::new(&folder).display(), there.join(", "))
+            format!("kernel {name}: {} contains only {}", Path::new(&folder).display(), there.join(", "))
         })
     };
     names.iter().map(of_name).collect()
@@ -98,7 +98,7 @@ pub(super) fn find(names: &[String], work: &Path, arch: Arch) -> Result<Vec<Kern
 
 fn in_folder(folder: &Path) -> Result<Vec<Kernel>> {
     let entries = std::fs::read_dir(folder)
-        .with_context(|| format!("could not read the folder of kernels {} ({FOLDER})", folder.display()))?;
+        .with_context(|| format!("cannot read the kernel folder {} ({FOLDER})", folder.display()))?;
     let mut found = Vec::new();
     for entry in entries {
         let dir = entry?.path();
@@ -111,23 +111,23 @@ fn in_folder(folder: &Path) -> Result<Vec<Kernel>> {
         }
     }
     if found.is_empty() {
-        bail!("{} ({FOLDER}) holds no kernel: one is a folder with a file vmlinuz in it", folder.display());
+        bail!("{} ({FOLDER}) contains no kernel; a kernel is a folder with a file vmlinuz", folder.display());
     }
     found.sort_by_key(|kernel| version_key(&kernel.name));
     Ok(found)
 }
 
-/// Sorts 6.1 before 6.12 before 7.3.
+/// Returns a key that sorts 6.1 before 6.12 before 7.3.
 fn version_key(name: &str) -> (Vec<u64>, String) {
     let numbers = name.split(|c: char| !c.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect();
     (numbers, name.to_owned())
 }
 
-/// Debian's kernels for another processor, with the programs that tests start.
+/// Returns Debian's kernels for another processor, with the programs that tests start.
 fn foreign(names: &[String], work: &Path, arch: Arch) -> Result<Vec<Kernel>> {
     let known: Vec<&str> = FOREIGN.iter().map(|(name, _)| *name).collect();
     if let Some(name) = names.iter().find(|name| !known.contains(&name.as_str())) {
-        bail!("kernel {name}: for {} there are only Debian's: {}", arch.name(), known.join(", "));
+        bail!("kernel {name}: only Debian's are available for {}: {}", arch.name(), known.join(", "));
     }
     let wanted = FOREIGN.iter().filter(|(name, _)| names.is_empty() || names.iter().any(|n| n == name));
     wanted.map(|(name, release)| of_release(name, release, work, arch)).collect()
@@ -144,13 +144,13 @@ fn of_release(name: &str, release: &str, work: &Path, arch: Arch) -> Result<Kern
         rootfs::unpack(&archive, &part)?;
         let step = Step::start(format!("index the modules of {release}'s kernel"));
         index_modules(&step, &part)?;
-        std::fs::rename(&part, &root).with_context(|| format!("could not make {}", root.display()))?;
+        std::fs::rename(&part, &root).with_context(|| format!("cannot create {}", root.display()))?;
         step.done("");
     }
     Ok(Kernel { system: Some(root.clone()), ..unpacked(name, &root)? })
 }
 
-/// The kernel of a package that is unpacked in the folder `root`.
+/// Returns the kernel of a package unpacked in the folder `root`.
 fn unpacked(name: &str, root: &Path) -> Result<Kernel> {
     let folder =
         only_entry(&root.join("lib/modules")).or_else(|_| only_entry(&root.join("usr/lib/modules")))?;
@@ -159,13 +159,13 @@ fn unpacked(name: &str, root: &Path) -> Result<Kernel> {
     Ok(Kernel { name: name.to_owned(), vmlinuz, modules: Modules::Folder(folder), system: None })
 }
 
-/// The distribution's newest kernel package, downloaded and unpacked below `work`, or as it was unpacked
-/// before.
+/// Returns the distribution's newest kernel package, downloaded and unpacked below `work`, or the one
+/// unpacked earlier.
 fn debian(work: &Path) -> Result<Kernel> {
     let dir = work.join("debian");
     let root = dir.join("root");
     if !root.join("boot").is_dir() {
-        let step = Step::start("get the distribution's kernel package");
+        let step = Step::start("download the distribution's kernel package");
         download(&step, &dir)?;
         step.done("");
     }
@@ -174,29 +174,29 @@ fn debian(work: &Path) -> Result<Kernel> {
 
 fn download(step: &Step, dir: &Path) -> Result<()> {
     let without = format!(
-        "{FOLDER} is not set, and the distribution's kernel package could not be had. Set {FOLDER} to a folder of \
-         kernels (<name>/vmlinuz and <name>/modules.tar.zst), or run this where apt reaches its mirror, after \
+        "{FOLDER} is not set, and the distribution's kernel package cannot be downloaded; set {FOLDER} to a folder \
+         of kernels (<name>/vmlinuz and <name>/modules.tar.zst), or run this where apt reaches its mirror, after \
          `apt-get update`"
     );
     if setup::find("apt-get").is_none() || setup::find("dpkg").is_none() {
-        bail!("{without}. This is no Debian-like system");
+        bail!("{without} (this is not a Debian-like system)");
     }
     let package = DEBIAN.iter().find_map(|name| kernel_package(name)).context(without.clone())?;
     let part = dir.join("part");
     if part.exists() {
-        std::fs::remove_dir_all(&part).with_context(|| format!("could not remove {}", part.display()))?;
+        std::fs::remove_dir_all(&part).with_context(|| format!("cannot remove {}", part.display()))?;
     }
-    std::fs::create_dir_all(&part).with_context(|| format!("could not make {}", part.display()))?;
+    std::fs::create_dir_all(&part).with_context(|| format!("cannot create {}", part.display()))?;
     step.run(Command::new("apt-get").current_dir(&part).args(["download", &package])).context(without)?;
     let deb = only_entry(&part)?;
     let root = part.join("root");
     step.run(Command::new("dpkg").arg("-x").arg(&deb).arg(&root))?;
     index_modules(step, &root)?;
-    std::fs::rename(&root, dir.join("root")).context("could not keep the unpacked kernel package")?;
-    std::fs::remove_dir_all(&part).context("could not remove the kernel package")
+    std::fs::rename(&root, dir.join("root")).context("cannot keep the unpacked kernel package")?;
+    std::fs::remove_dir_all(&part).context("cannot remove the kernel package")
 }
 
-/// The package that really has the kernel, which `name` depends on.
+/// Returns the package that contains the kernel, a dependency of `name`.
 fn kernel_package(name: &str) -> Option<String> {
     let output = Command::new("apt-cache").args(["--no-all-versions", "depends", name]).output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -204,7 +204,7 @@ fn kernel_package(name: &str) -> Option<String> {
     Some(format!("linux-image-{}", package.trim()))
 }
 
-/// A package's modules, unpacked if they are packed, and indexed, which its installation would have done.
+/// Decompresses and indexes a package's modules, as its installation would have done.
 fn index_modules(step: &Step, root: &Path) -> Result<()> {
     let lib = root.join("lib/modules");
     let (base, modules) = if lib.is_dir() {
@@ -226,7 +226,7 @@ fn index_modules(step: &Step, root: &Path) -> Result<()> {
 }
 
 fn only_entry(dir: &Path) -> Result<PathBuf> {
-    let mut entries = std::fs::read_dir(dir).with_context(|| format!("could not read {}", dir.display()))?;
+    let mut entries = std::fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))?;
     let first = entries.next().with_context(|| format!("{} is empty", dir.display()))??;
     Ok(first.path())
 }
@@ -236,7 +236,7 @@ fn files_below(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut folders = vec![dir.to_path_buf()];
     while let Some(folder) = folders.pop() {
         let entries =
-            std::fs::read_dir(&folder).with_context(|| format!("could not read {}", folder.display()))?;
+            std::fs::read_dir(&folder).with_context(|| format!("cannot read {}", folder.display()))?;
         for entry in entries {
             let entry = entry?;
             let kind = entry.file_type()?;
@@ -252,11 +252,11 @@ fn files_below(dir: &Path) -> Result<Vec<PathBuf>> {
 }
 
 impl Kernel {
-    /// The image to start: the ELF file inside the vmlinuz, kept below `work`; the vmlinuz itself where it is
-    /// packed in a way that we can't unpack, which starts some seconds later.
+    /// Returns the image to start: the ELF file inside the vmlinuz, stored below `work`; the vmlinuz itself,
+    /// which starts some seconds later, if its compression is not supported.
     pub(super) fn image(&self, work: &Path) -> Result<PathBuf> {
         let packed = std::fs::read(&self.vmlinuz)
-            .with_context(|| format!("could not read the kernel {}", self.vmlinuz.display()))?;
+            .with_context(|| format!("cannot read the kernel {}", self.vmlinuz.display()))?;
         let image = work.join("vmlinux");
         match payload(&packed).and_then(|(tool, bytes)| filter(tool, bytes)) {
             Ok(elf) if elf.starts_with(b"\x7fELF") => {
@@ -267,7 +267,7 @@ impl Kernel {
         }
     }
 
-    /// Its modules, by their path in a guest.
+    /// Returns its modules by their path in a guest.
     pub(super) fn modules(&self, work: &Path) -> Result<BTreeMap<String, PathBuf>> {
         match &self.modules {
             Modules::None => Ok(BTreeMap::new()),
@@ -275,7 +275,7 @@ impl Kernel {
                 let dir = work.join("lib");
                 if dir.exists() {
                     std::fs::remove_dir_all(&dir)
-                        .with_context(|| format!("could not remove {}", dir.display()))?;
+                        .with_context(|| format!("cannot remove {}", dir.display()))?;
                 }
                 unpack(archive, &dir)?;
                 Ok(files_below(&dir)?.into_iter().map(|file| (in_guest(&dir, &file), file)).collect())
@@ -285,21 +285,21 @@ impl Kernel {
     }
 }
 
-/// A file of `dir` in the guest's /lib.
+/// Returns the path of a file of `dir` in the guest's /lib.
 fn in_guest(dir: &Path, file: &Path) -> String {
     format!("lib/{}", file.strip_prefix(dir).unwrap_or(file).display())
 }
 
 fn unpack(archive: &Path, dir: &Path) -> Result<()> {
-    let bytes = std::fs::read(archive).with_context(|| format!("could not read {}", archive.display()))?;
-    let tar = filter("zstd", &bytes).with_context(|| format!("could not unpack {}", archive.display()))?;
-    std::fs::create_dir_all(dir).with_context(|| format!("could not make {}", dir.display()))?;
+    let bytes = std::fs::read(archive).with_context(|| format!("cannot read {}", archive.display()))?;
+    let tar = filter("zstd", &bytes).with_context(|| format!("cannot unpack {}", archive.display()))?;
+    std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
     tar::Archive::new(tar.as_slice())
         .unpack(dir)
-        .with_context(|| format!("could not unpack {}", archive.display()))
+        .with_context(|| format!("cannot unpack {}", archive.display()))
 }
 
-/// [`MODULES`] and what they depend on, and the files that modprobe reads.
+/// Returns [`MODULES`], their dependencies, and the files that modprobe reads.
 fn selection(release: &Path) -> Result<BTreeMap<String, PathBuf>> {
     let name = release.file_name().unwrap_or_default().to_string_lossy();
     let dependencies = workdir::read(&release.join("modules.dep"))?;
@@ -311,8 +311,8 @@ fn selection(release: &Path) -> Result<BTreeMap<String, PathBuf>> {
         .collect())
 }
 
-/// The files of the modules `names` and of all that they need, by the lines of a modules.dep: `path: path
-/// path …`, which names all dependencies, also the indirect ones, or the direct ones only, depending on who
+/// Returns the files of the modules `names` and of all their dependencies, given the lines of a modules.dep:
+/// `path: path path …`. A line lists all dependencies or only the direct ones, depending on the tool that
 /// wrote it.
 fn with_dependencies(names: &[&str], dependencies: &str) -> BTreeSet<String> {
     let lines: BTreeMap<&str, &str> = dependencies.lines().filter_map(|line| line.split_once(':')).collect();
@@ -330,15 +330,15 @@ fn with_dependencies(names: &[&str], dependencies: &str) -> BTreeSet<String> {
     found
 }
 
-/// The packed ELF file inside a bzImage, and the program that unpacks it: The Linux/x86 Boot Protocol, fields
-/// setup_sects, payload_offset and payload_length.
+/// Returns the compressed ELF file inside a bzImage, with the program that decompresses it: The Linux/x86
+/// Boot Protocol, fields setup_sects, payload_offset and payload_length.
 fn payload(image: &[u8]) -> Result<(&'static str, &[u8])> {
     let word = |at: usize| -> Result<usize> {
         let bytes = image.get(at..at + 4).context("the file is too short to be a kernel")?;
         Ok(bytes.iter().rev().fold(0, |value, byte| value << 8 | usize::from(*byte)))
     };
     if image.get(0x202..0x206) != Some(b"HdrS") {
-        bail!("the file is no bzImage");
+        bail!("the file is not a bzImage");
     }
     let sectors = match image.get(0x1f1).copied() {
         None | Some(0) => 4, // as the protocol says
@@ -346,21 +346,21 @@ fn payload(image: &[u8]) -> Result<(&'static str, &[u8])> {
     };
     let start = (sectors + 1) * 512 + word(0x248)?;
     let bytes = start.checked_add(word(0x24c)?).and_then(|end| image.get(start..end));
-    let bytes = bytes.context("the kernel's payload lies outside of the file")?;
-    // The build appends the unpacked size, except to gzip, which has it at its end anyway.
+    let bytes = bytes.context("the kernel's payload is outside the file")?;
+    // The build appends the uncompressed size, except for gzip, which ends with it anyway.
     let without_size = bytes.get(..bytes.len().saturating_sub(4)).unwrap_or(bytes);
     match bytes {
         [0x28, 0xb5, 0x2f, 0xfd, ..] => Ok(("zstd", without_size)),
         [0xfd, b'7', b'z', b'X', b'Z', 0, ..] => Ok(("xz", without_size)),
         [0x02, 0x21, 0x4c, 0x18, ..] => Ok(("lz4", without_size)),
         [0x1f, 0x8b, ..] => Ok(("gzip", bytes)),
-        _ => bail!("the kernel is packed in a way that is not known here"),
+        _ => bail!("unknown compression of the kernel"),
     }
 }
 
-/// What `tool -dc` makes of `input`.
+/// Returns the output of `tool -dc` for `input`.
 fn filter(tool: &str, input: &[u8]) -> Result<Vec<u8>> {
-    let missing = || format!("could not start {tool}; `cargo xtask setup --for vm` installs it");
+    let missing = || format!("cannot start {tool}; run cargo xtask setup --for vm");
     let program = setup::find(tool).with_context(missing)?;
     let mut child = Command::new(program)
         .arg("-dc")
@@ -371,12 +371,12 @@ fn filter(tool: &str, input: &[u8]) -> Result<Vec<u8>> {
         .with_context(missing)?;
     let stdin = child.stdin.take();
     let output = std::thread::scope(|scope| {
-        // An error here is one of the child's, which its exit status tells better.
+        // A write error is caused by the child, whose exit status explains it better.
         scope.spawn(move || stdin.map(|mut pipe| pipe.write_all(input)));
         child.wait_with_output()
     })?;
     if !output.status.success() {
-        bail!("{tool} ended with {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
+        bail!("{tool} exited with {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
     }
     Ok(output.stdout)
 }
@@ -385,7 +385,7 @@ fn filter(tool: &str, input: &[u8]) -> Result<Vec<u8>> {
 mod tests {
     use super::*;
 
-    /// A bzImage of nothing but a header and a payload.
+    /// Returns a bzImage with only a header and a payload.
     fn image(payload: &[u8], length: u32) -> Vec<u8> {
         let mut image = vec![0; 2 * 512];
         image[0x1f1] = 1;
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_kernel_is_an_error() {
+    fn an_invalid_kernel_is_an_error() {
         for bytes in [vec![], vec![0; 4096], image(b"\x1f\x8b", 3), image(b"????", 4), image(b"", u32::MAX)] {
             assert!(payload(&bytes).is_err(), "{} bytes", bytes.len());
         }

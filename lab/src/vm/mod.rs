@@ -1,7 +1,7 @@
-//! `cargo xtask vm`: the tests that ask the kernel, on other kernels than this machine's. Each kernel is
-//! booted once, in a VM under software emulation, with an initramfs that holds nothing but busybox, the
-//! static test programs and the agent. Everything made here lives under `vm/` in cargo's target folder;
-//! nothing on the machine is changed.
+//! `cargo xtask vm`: runs the tests that depend on the kernel with other kernels than this machine's. Each
+//! kernel is booted once, in a VM under software emulation, with an initramfs that contains only busybox, the
+//! static test programs and the agent. All files are created under `vm/` in cargo's target folder; the
+//! machine is not changed.
 
 mod boot;
 mod doctor;
@@ -32,91 +32,90 @@ use xtask::cross::Arch;
 use xtask::qemu::{self, Qemu};
 use xtask::setup::{self, Part};
 
-/// The name of this machine's own kernel, which needs no VM.
+/// Name of this machine's own kernel, which needs no VM.
 const HOST: &str = "host";
 
-/// Runs the tests that ask the kernel (the test programs kernel and cgroups) inside VMs, each with another
-/// kernel, and prints a table: kernel by test. Kernels come from the folder that BEELET_VM_KERNELS names
-/// (KERNEL/vmlinuz, KERNEL/modules.tar.zst); without it, it is the distribution's own kernel package,
-/// downloaded and unpacked, not installed.
+/// Run the tests that depend on the kernel (the test programs kernel and cgroups) in VMs with other kernels,
+/// and print a table of kernels and tests. Kernels come from the folder that BEELET_VM_KERNELS names
+/// (KERNEL/vmlinuz, KERNEL/modules.tar.zst), or else from the distribution's own kernel package, downloaded
+/// and unpacked, not installed.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Which kernels: folders' names, `debian` without a folder, or `host`: this machine's kernel, without a
-    /// VM. For arm64: debian-12, debian-13 [default: all there are]
+    /// Kernels: folder names, `debian` without a folder, or `host` for this machine's kernel without a VM.
+    /// For arm64: debian-12, debian-13 [default: all]
     #[arg(value_name = "KERNEL")]
     kernels: Vec<String>,
 
-    /// The guests' processor. arm64's kernels are Debian's, and so are the programs that its tests start
+    /// Processor of the guests. For arm64, kernels and programs are Debian's
     #[arg(long, value_name = "ARCH", default_value = "amd64")]
     arch: Arch,
 
-    /// Boot a stock machine instead (debian-12, debian-13, debian-12-v1), with systemd as it comes,
-    /// install the agent's package there and check it
+    /// Boot a stock machine with its own systemd instead (debian-12, debian-13, debian-12-v1), install the
+    /// agent's package there and check it
     #[arg(long, value_name = "MACHINE", conflicts_with_all = ["kernels", "jobs", "arch"])]
     machine: Option<String>,
 
-    /// The agent that the machine's package holds, as `cargo xtask package` made it [default: a debug build]
+    /// Agent for the machine's package, built by `cargo xtask package` [default: a debug build]
     #[arg(long, value_name = "FILE", requires = "machine")]
     agent: Option<PathBuf>,
 
-    /// Run end-to-end tests in the machine instead of its checks: those whose names begin so (`pods::`), by
-    /// commas; `all` for all
+    /// Run end-to-end tests in the machine instead of its checks: comma-separated prefixes of test names
+    /// (`pods::`), or `all`
     #[arg(long, value_name = "PREFIX", value_delimiter = ',', requires = "machine")]
     e2e: Vec<String>,
 
-    /// Measure in the machine instead, with these arguments of `cargo xtask bench`: 'tuner --scenario
-    /// memory'. Its clock goes by instructions: other work on the host makes nothing in it later
+    /// Run `cargo xtask bench` with these arguments in the machine instead, e.g. 'tuner --scenario memory'.
+    /// The machine's clock counts its instructions, so that load on the host does not affect results
     #[arg(long, value_name = "ARGUMENTS", requires = "machine", conflicts_with_all = ["e2e", "write_docs"])]
     bench: Option<String>,
 
-    /// An instruction of the machine takes 2^N nanoseconds of its time, for --e2e and --bench: at 2 it is a
-    /// machine of a quarter of the speed, whose minute is over here in a quarter of the time
+    /// An instruction takes 2^N nanoseconds of the machine's time, for --e2e and --bench: with 2 the machine
+    /// has a quarter of the speed, and its minutes pass here in a quarter of the time
     #[arg(long, value_name = "N", requires = "machine", value_parser = clap::value_parser!(u8).range(..=8))]
     pace: Option<u8>,
 
-    /// The machine's clock is the host's, for --bench: its processors run side by side and a minute takes a
-    /// minute, but whatever else the host does is measured, too
+    /// Use the host's clock, for --bench: processors run in parallel and a minute takes a minute, but results
+    /// include all other load on the host
     #[arg(long, requires = "bench", conflicts_with = "pace")]
     host_clock: bool,
 
-    /// Who drives the cgroups of the tests' (or the bench's) containerd and of the agents on it [default: who
-    /// drives the machine's]
+    /// Cgroup driver of the tests' (or the bench's) containerd and agents [default: the machine's driver]
     #[arg(long, value_name = "DRIVER", requires = "machine", value_parser = ["cgroupfs", "systemd"])]
     driver: Option<String>,
 
-    /// Write the processor's part of docs/kernels.md from this run, which then includes this machine's kernel
-    /// if it has that processor; with --machine, the machine's columns of docs/machines.md
+    /// Update the processor's part of docs/kernels.md from this run, which then includes this machine's
+    /// kernel if it has that processor; with --machine, update the machine's columns of docs/machines.md
     #[arg(long)]
     write_docs: bool,
 
-    /// How many VMs run at the same time [default: one per CPU]
+    /// Number of VMs that run at the same time [default: one per CPU]
     #[arg(long, value_name = "N")]
     jobs: Option<std::num::NonZeroUsize>,
 
-    /// How long a boot with all its tests may take [default: 1800; with --e2e 600, and 120 per test; with
+    /// Maximum time of a boot with all its tests [default: 1800; with --e2e 600, and 120 per test; with
     /// --bench 14400]
     #[arg(long, value_name = "SECONDS")]
     deadline: Option<u64>,
 
-    /// Leave the machine as it is: install nothing
+    /// Do not install anything on this machine
     #[arg(long)]
     no_setup: bool,
 
-    /// For `cargo xtask test`: write down what can't run here, as a test does that is left out
+    /// For `cargo xtask test`: record that this cannot run here, like a skipped test
     #[arg(long, hide = true)]
     or_skip: bool,
 }
 
-/// What to run.
+/// Options of a run.
 #[derive(Clone, Debug)]
 struct Options {
-    /// The guests' processor.
+    /// Processor of the guests.
     arch: Arch,
-    /// The kernels' names; none: all there are.
+    /// Names of the kernels; all if empty.
     kernels: Vec<String>,
-    /// How many VMs run at the same time; none: one a CPU.
+    /// Number of VMs that run at the same time; None: one per CPU.
     jobs: Option<usize>,
-    /// How long a boot with all its tests may take.
+    /// Maximum time of a boot with all its tests.
     deadline: Duration,
 }
 
@@ -124,7 +123,7 @@ impl Options {
     const DEADLINE: Duration = Duration::from_secs(1800);
 }
 
-/// The command line's entry.
+/// Runs `cargo xtask vm`.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let only_here = !args.kernels.is_empty() && args.kernels.iter().all(|name| name == HOST);
     if !args.no_setup && !only_here {
@@ -181,11 +180,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     summary.verdict()
 }
 
-/// Why no VM can be run here as things are: programs that are missing, no kernel found. A folder of
-/// kernels that is named and wrong is no reason: that is a mistake to be told.
+/// Returns why no VM can run here: missing programs, or no kernel. An invalid folder of kernels is not a
+/// reason but a mistake, reported elsewhere.
 fn unavailable() -> Option<String> {
     if let Some(lacking) = setup::lacking(Part::Vm) {
-        return Some(format!("{lacking}; `cargo xtask setup --for vm` installs what is missing"));
+        return Some(format!("{lacking}; run cargo xtask setup --for vm"));
     }
     if std::env::var_os(kernels::FOLDER).is_some() {
         return None;
@@ -193,18 +192,18 @@ fn unavailable() -> Option<String> {
     kernels::find(&[], &qemu::folder(), Arch::Amd64).err().map(|error| format!("{error:#}"))
 }
 
-/// Runs every test that asks the kernel on each of the kernels, prints the table, and hands back what came
-/// out; tests that failed are no error here, see [`Summary::verdict`].
+/// Runs every test that depends on the kernel on each of the kernels, prints the table, and returns the
+/// results. Failed tests are not an error here, see [`Summary::verdict`].
 fn run_all(options: &Options) -> Result<Summary> {
     let work = qemu::folder();
     let arch = options.arch;
     let here = options.kernels.iter().any(|name| name == HOST);
     if here && arch != Arch::here()? {
-        bail!("this machine's kernel is not {}'s", arch.name());
+        bail!("this machine's processor is not {}", arch.name());
     }
     let names: Vec<String> = options.kernels.iter().filter(|name| *name != HOST).cloned().collect();
     let kernels = if here && names.is_empty() { Vec::new() } else { kernels::find(&names, &work, arch)? };
-    eprintln!(".. build the tests as static programs");
+    eprintln!(".. building the tests as static programs");
     let programs = programs::build(&work, arch)?;
     let mut machines = Vec::new();
     let qemu = if kernels.is_empty() { None } else { Some(Qemu::ensure(&work, arch)?) };
@@ -212,12 +211,12 @@ fn run_all(options: &Options) -> Result<Summary> {
         machines.push((kernel.name.clone(), guest::machine(kernel, &programs, qemu, &work)?));
     }
     let plan = Arc::new(programs.plan.clone());
-    // One thread: QEMU is bound to the life of the thread that starts it.
+    // A single thread: QEMU is killed when the thread that started it ends.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let runs = runtime.block_on(async {
         tokio::select! {
             runs = all(machines, here.then_some(&programs), &plan, options) => runs,
-            signal = interrupted() => bail!("{} came: every VM was ended", signal?),
+            signal = interrupted() => bail!("interrupted by {}; every VM was stopped", signal?),
         }
     })?;
     let summary = Summary { arch, plan: programs.plan, runs };
@@ -225,7 +224,7 @@ fn run_all(options: &Options) -> Result<Summary> {
     Ok(summary)
 }
 
-/// The signal that asks us to stop, when it comes.
+/// Waits for a signal that interrupts the run; returns its name.
 async fn interrupted() -> Result<&'static str> {
     use tokio::signal::unix::{SignalKind, signal};
     let mut terminate = signal(SignalKind::terminate())?;
@@ -236,8 +235,8 @@ async fn interrupted() -> Result<&'static str> {
     }
 }
 
-/// All runs, as many at a time as there are jobs, in the order of the kernels; this machine's own comes last,
-/// alone.
+/// Runs all kernels, limited by the number of jobs, and returns the results in the order of the kernels; this
+/// machine's own kernel runs last, alone.
 async fn all(
     machines: Vec<(String, Machine)>,
     here: Option<&Programs>,
@@ -266,25 +265,25 @@ async fn all(
     Ok(runs)
 }
 
-/// Boots a kernel; once more if the machine itself died, which emulators do.
+/// Boots a kernel; boots again if the machine itself died, as emulators sometimes do.
 async fn boot_twice(kernel: String, machine: &Machine, plan: &[Test], deadline: Duration) -> Result<Run> {
     let boot = || machine.run(deadline, |event, transcript| show(&kernel, plan, event, transcript));
-    tell(&kernel, "boots");
+    print_line(&kernel, "booting");
     let (mut transcript, mut end) = boot().await?;
     if let End::Died(why) = &end {
-        tell(&kernel, &format!("the VM died ({why}); it is booted once more"));
+        print_line(&kernel, &format!("the VM died ({why}); booting again"));
         (transcript, end) = boot().await?;
     }
     let last_words = if end == End::Done { Vec::new() } else { machine.last_words() };
     match &end {
         End::Done | End::Stopped(_) => {}
         End::Died(_) => transcript.ended_early("the VM died"),
-        End::Late(_) => transcript.ended_early("the VM's deadline came"),
+        End::Late(_) => transcript.ended_early("the VM reached its deadline"),
     }
     Ok(Run { kernel, transcript, end, last_words })
 }
 
-/// The same plan on this machine's kernel.
+/// Runs the same plan on this machine's kernel.
 async fn on_this_machine(programs: &Programs, plan: &[Test], deadline: Duration) -> Result<Run> {
     let work = qemu::folder().join(HOST);
     let script = work.join("run");
@@ -295,15 +294,15 @@ async fn on_this_machine(programs: &Programs, plan: &[Test], deadline: Duration)
     command.arg(&script).arg(work.join("plan")).arg(guest::TEST_LIMIT);
     command.env("BEELET_BIN", &programs.agent).env("BEELET_TESTAPP", &programs.testapp);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
-    let child = command.spawn().context("could not start sh")?;
+    let child = command.spawn().context("cannot start sh")?;
     let event = |event: &Event, transcript: &Transcript| show(HOST, plan, event, transcript);
-    let broken = |status: i32| (status > 1).then(|| format!("the script ended with {status}"));
+    let broken = |status: i32| (status > 1).then(|| format!("the script exited with {status}"));
     let (mut transcript, end) = boot::follow(child, deadline, event, broken).await?;
     transcript.ended_early("the run on this machine ended");
     Ok(Run { kernel: HOST.to_owned(), transcript, end, last_words: Vec::new() })
 }
 
-/// A line for each test, as it ends, and each that a bench says.
+/// Prints a line for each test that ends, and each line of a bench.
 fn show(kernel: &str, plan: &[Test], event: &Event, transcript: &Transcript) {
     let (number, seconds) = match event {
         Event::Ended { number, seconds } => (number, seconds),
@@ -320,9 +319,9 @@ fn show(kernel: &str, plan: &[Test], event: &Event, transcript: &Transcript) {
         Some(Verdict::Skipped(why) | Verdict::Failed(why, _)) => format!(": {why}"),
         _ => String::new(),
     };
-    tell(kernel, &format!("{:4} {test} ({seconds:.1} s){why}", style.for_stderr()));
+    print_line(kernel, &format!("{:4} {test} ({seconds:.1} s){why}", style.for_stderr()));
 }
 
-fn tell(kernel: &str, text: &str) {
+fn print_line(kernel: &str, text: &str) {
     eprintln!("{kernel:>6} | {text}");
 }

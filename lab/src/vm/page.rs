@@ -1,5 +1,5 @@
-//! docs/machines.md: what was checked on which stock machine, a column for each, and which end-to-end tests
-//! ran there with which driver of cgroups, again a column for each. A run replaces what it found before.
+//! Page docs/machines.md: a table of the checks with a column per stock machine, and a table of the
+//! end-to-end tests with a column per machine and cgroup driver. A run replaces its earlier results.
 
 use super::results::Verdict;
 use anyhow::Result;
@@ -12,37 +12,37 @@ use std::time::Duration;
 const HEAD: &str = "\
 # Stock machines
 
-What `cargo xtask vm --machine NAME --write-docs` found: Debian as it comes, under QEMU without hardware's help, with our
-package installed by apt. Each column is of the last run of that machine; what it is made of is in the first rows.
-[Kernels without a distribution](kernels.md) are another page.
+This page shows the results of `cargo xtask vm --machine NAME --write-docs`: a stock Debian, under QEMU without hardware
+support, with our package installed by apt. Each column shows the last run on that machine; the first rows describe the machine.
+[Kernels without a distribution](kernels.md) have their own page.
 
 ";
-/// The cell of a machine on which a check was not made.
-const NOT_THERE: &str = "not there";
-/// The rows that say what a machine is, before its checks.
-const FACTS: &[&str] = &["kernel", "systemd", "containerd", "made in", "checked in"];
+/// Cell of a check that was not made on a machine.
+const NOT_THERE: &str = "-";
+/// Rows that describe a machine, before its checks.
+const FACTS: &[&str] = &["kernel", "systemd", "containerd", "built in", "checked in"];
 
-/// The rows that say how a machine came up for end-to-end tests.
-pub(super) const TESTS_FACTS: &[&str] = &["made in", "up after", "last run"];
+/// Rows that describe a run of end-to-end tests.
+pub(super) const TESTS_FACTS: &[&str] = &["built in", "up after", "last run"];
 
-/// The line above the end-to-end tests, which come last.
+/// Heading of the end-to-end tests, which come last.
 const TESTS: &str = "## End-to-end tests";
 const ABOUT_TESTS: &str = "\
-What `cargo xtask vm --machine NAME --driver DRIVER --e2e PREFIX,… --write-docs` found: the tests of `tests/tests/e2e`, each on
-a containerd of its own, which is the machine's program, by runc with that driver of cgroups. Seconds are by the emulated
-machine's own clock, which goes by its instructions while it works, so that a busy host makes no deadline come early in it;
-deadlines are as many times longer as BEELET_PATIENCE says. A run replaces what was found of the tests that it came to the end
-of; the first rows are of the last run, which took so long by the host's own clock once the machine was made. Few of
-these runs were given a kubelet, on Debian 12, and those with `--pace 2`: a second by the machine's clock then takes the host
-less long, and a test three times as many of them.
+Results of `cargo xtask vm --machine NAME --driver DRIVER --e2e PREFIX,… --write-docs`: the tests of `tests/tests/e2e`, each with
+its own containerd, which is the machine's program, with runc and that cgroup driver. Seconds are those of the emulated
+machine's clock, which counts its instructions while it works, so that a busy host makes no deadline pass early;
+BEELET_PATIENCE multiplies the deadlines. A run replaces the results of the tests that it completed; the first rows
+describe the last run and its duration by the host's clock, without building the machine. A few of these runs had a
+kubelet, on Debian 12, with `--pace 2`: a second of the machine's clock then takes the host less time, and a test takes three
+times as many of them.
 
 ";
 
-/// The line above the results of single tests, of which the groups above are made.
+/// Heading of the results of single tests, which the groups above summarize.
 const SINGLE: &str = "### Test by test";
-/// The cell of a test that a run was to make and did not come to the end of.
+/// Cell of a selected test that did not complete.
 const NOT_REACHED: &str = "not reached";
-/// The words that cells of tests begin with, and what their group calls them.
+/// First words of the cells of tests, with the words of their group.
 const WORDS: &[(&str, &str)] =
     &[("ok", "passed"), ("skipped", "skipped"), ("**failed**", "**failed**"), (NOT_REACHED, NOT_REACHED)];
 
@@ -50,30 +50,30 @@ const WORDS: &[(&str, &str)] =
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Table {
     columns: Vec<String>,
-    /// In the order in which rows came.
+    /// Rows in order of appearance.
     rows: Vec<String>,
     cells: BTreeMap<(String, String), String>,
 }
 
-/// What end-to-end tests found on a machine.
+/// Results of end-to-end tests on a machine.
 pub(super) struct Tests {
-    /// The machine and the driver.
+    /// Machine and cgroup driver.
     pub(super) column: String,
-    /// What is known of the run.
+    /// Facts about the run.
     pub(super) facts: Vec<(String, String)>,
-    /// The tests that it was to make.
+    /// Selected tests.
     pub(super) tests: Vec<Found>,
-    /// Every end-to-end test there is, so that the page forgets those that are gone.
+    /// All end-to-end tests, so that the page drops removed ones.
     pub(super) all: BTreeSet<String>,
 }
 
-/// What came of a test.
+/// Result of a test.
 pub(super) struct Found {
-    /// The program, and the test with its modules.
+    /// Program, and the test with its modules.
     pub(super) name: String,
-    /// The verdict in a word that a group knows, and how long the test took: `ok, 3 s`.
+    /// Verdict in a word that a group knows, with the duration: `ok, 3 s`.
     pub(super) cell: String,
-    /// Why it did not pass.
+    /// Reason if it did not pass.
     pub(super) why: Option<String>,
 }
 
@@ -90,23 +90,23 @@ impl Found {
     }
 }
 
-/// Puts a machine's results into the page.
+/// Writes a machine's results into the page.
 pub(super) fn write(machine: &str, results: &str, made: Duration, took: Duration) -> Result<()> {
     change(|checks, tests| {
         let mut table = Table::read(checks);
         table.clear(machine);
-        table.put(machine, &checked(results, made, took));
+        table.set(machine, &checked(results, made, took));
         table.lead_with(FACTS);
         format!("{}{tests}", page_of(&table))
     })
 }
 
-/// Puts what end-to-end tests found into the page.
+/// Writes the results of end-to-end tests into the page.
 pub(super) fn write_tests(found: &Tests) -> Result<()> {
     change(|checks, tests| format!("{checks}{}", with_tests(tests, found)))
 }
 
-/// Writes the page anew from its two parts.
+/// Rewrites the page from its two parts.
 fn change(by: impl FnOnce(&str, &str) -> String) -> Result<()> {
     let file: PathBuf = workdir::repository().join("docs/machines.md");
     let text = std::fs::read_to_string(&file).unwrap_or_default();
@@ -120,20 +120,20 @@ fn page_of(checks: &Table) -> String {
     format!("{HEAD}{}", checks.text())
 }
 
-/// The part about end-to-end tests with these in it.
+/// Returns the part about end-to-end tests, updated with these results.
 fn with_tests(text: &str, found: &Tests) -> String {
     let (summary, single) = text.find(&format!("\n{SINGLE}\n")).map_or((text, ""), |at| text.split_at(at));
     let (mut head, mut tests, mut reasons) = (Table::read(summary), Table::read(single), reasons_in(single));
     head.rows.retain(|row| TESTS_FACTS.contains(&row.as_str()));
-    head.put(&found.column, &found.facts);
+    head.set(&found.column, &found.facts);
     for Found { name, cell, why } in &found.tests {
         let of_test = (found.column.clone(), name.clone());
         let known = tests.cells.contains_key(&(name.clone(), found.column.clone()));
-        // A run that was cut short says nothing of what it did not come to: what was known of it stays.
+        // An interrupted run has no result for tests that it did not reach: earlier results stay.
         if known && cell == NOT_REACHED {
             continue;
         }
-        tests.put(&found.column, &[(name.clone(), cell.clone())]);
+        tests.set(&found.column, &[(name.clone(), cell.clone())]);
         reasons.remove(&of_test);
         reasons.extend(why.clone().map(|why| (of_test, why)));
     }
@@ -141,7 +141,7 @@ fn with_tests(text: &str, found: &Tests) -> String {
     tests.rows.sort();
     reasons.retain(|(_, test), _| found.all.contains(test));
     for (column, rows) in groups(&tests) {
-        head.put(&column, &rows);
+        head.set(&column, &rows);
     }
     head.rows.sort();
     head.lead_with(TESTS_FACTS);
@@ -153,7 +153,8 @@ fn with_tests(text: &str, found: &Tests) -> String {
     text
 }
 
-/// Why tests did not pass, by column and test: lines such as ``- debian-12, systemd: `e2e a::b`: failed``.
+/// Parses why tests did not pass, by column and test: lines such as ``- debian-12, systemd: `e2e a::b`:
+/// failed``.
 fn reasons_in(text: &str) -> BTreeMap<(String, String), String> {
     let reason = |line: &str| {
         let (column, rest) = line.strip_prefix("- ")?.split_once(": `")?;
@@ -163,7 +164,7 @@ fn reasons_in(text: &str) -> BTreeMap<(String, String), String> {
     text.lines().filter_map(reason).collect()
 }
 
-/// What came of the groups of tests, for each column: how many ended how, and how long they took.
+/// Summarizes the groups of tests for each column: the numbers of results and the total duration.
 fn groups(tests: &Table) -> BTreeMap<String, Vec<(String, String)>> {
     let mut groups: BTreeMap<String, BTreeMap<&str, Vec<&str>>> = BTreeMap::new();
     for test in &tests.rows {
@@ -180,7 +181,7 @@ fn groups(tests: &Table) -> BTreeMap<String, Vec<(String, String)>> {
     groups.into_iter().map(|(column, groups)| (column, rows(groups))).collect()
 }
 
-/// `9 passed, 1 **failed**, 31 s` of cells such as `ok, 3 s`.
+/// Formats `9 passed, 1 **failed**, 31 s` from cells such as `ok, 3 s`.
 fn counted(cells: &[&str]) -> String {
     let is = |cell: &str, word: &str| cell.split(',').next() == Some(word);
     let count = |word: &str| cells.iter().filter(|cell| is(cell, word)).count();
@@ -194,7 +195,7 @@ fn counted(cells: &[&str]) -> String {
     parts.join(", ")
 }
 
-/// The rows of a machine that was checked.
+/// Returns the rows of a checked machine.
 fn checked(results: &str, made: Duration, took: Duration) -> Vec<(String, String)> {
     let facts = results.lines().find_map(|line| line.strip_prefix("fact ")).unwrap_or_default();
     let mut facts: Vec<String> = facts.split(", ").map(str::to_owned).collect();
@@ -222,13 +223,13 @@ impl Table {
         table
     }
 
-    /// Forgets a column's cells.
+    /// Removes a column's cells.
     fn clear(&mut self, column: &str) {
         self.cells.retain(|(_, known), _| known != column);
     }
 
-    /// Sets cells of a column, and keeps its others.
-    fn put(&mut self, column: &str, rows: &[(String, String)]) {
+    /// Sets cells of a column; keeps its other cells.
+    fn set(&mut self, column: &str, rows: &[(String, String)]) {
         if !self.columns.iter().any(|known| known == column) {
             self.columns.push(column.to_owned());
             self.columns.sort();
@@ -243,7 +244,7 @@ impl Table {
         self.rows.retain(|row| cells.keys().any(|(known, _)| known == row));
     }
 
-    /// Puts these rows before all others.
+    /// Moves these rows before all others.
     fn lead_with(&mut self, first: &[&str]) {
         self.rows.sort_by_key(|row| first.iter().position(|known| known == row).unwrap_or(first.len()));
     }
@@ -262,13 +263,13 @@ impl Table {
     }
 }
 
-/// A check and what came of it.
+/// Parses a check and its result.
 fn outcome(line: &str) -> Option<(String, String)> {
     let plain = |text: &str| text.replace('|', "/").trim().to_owned();
     if let Some(name) = line.strip_prefix("ok ") {
         return Some((plain(name), "ok".to_owned()));
     }
-    for (word, shown) in [("FAIL ", "**failed**"), ("skip ", "left out")] {
+    for (word, shown) in [("FAIL ", "**failed**"), ("skip ", "skipped")] {
         if let Some((name, why)) = line.strip_prefix(word).and_then(|rest| rest.split_once(": ")) {
             return Some((plain(name), format!("{shown}: {}", plain(why))));
         }
@@ -290,39 +291,35 @@ mod tests {
         let mut page = Table::default();
         let put = |page: &mut Table, machine: &str, results: &str| {
             page.clear(machine);
-            page.put(machine, &checked(results, times.0, times.1));
+            page.set(machine, &checked(results, times.0, times.1));
         };
         put(&mut page, "debian-12", "fact 6.1, systemd 252, containerd 1.6\nok a\nFAIL b: no | pipe\n");
-        put(
-            &mut page,
-            "debian-13",
-            "fact 6.12, systemd 257, containerd 1.7\nok a\nskip c: none here\ndone\n",
-        );
+        put(&mut page, "debian-13", "fact 6.12, systemd 257, containerd 1.7\nok a\nskip c: missing\ndone\n");
         let text = page_of(&page);
         assert_eq!(Table::read(&text), page);
         for line in [
             "| | debian-12 | debian-13 |",
             "| kernel | 6.1 | 6.12 |",
-            "| made in | 3 s | 3 s |",
+            "| built in | 3 s | 3 s |",
             "| checked in | 9 s | 9 s |",
             "| a | ok | ok |",
-            "| b | **failed**: no / pipe | not there |",
-            "| c | not there | left out: none here |",
+            "| b | **failed**: no / pipe | - |",
+            "| c | - | skipped: missing |",
         ] {
             assert!(text.lines().any(|known| known == line), "{line}\n{text}");
         }
         put(&mut page, "debian-12", "fact 6.1, systemd 252, containerd 1.6\nok a\nok b\n");
-        assert!(page.text().contains("| b | ok | not there |"));
+        assert!(page.text().contains("| b | ok | - |"));
     }
 
-    /// What is on the page once a run of these tests was put into it, the tests with their cells and reasons.
+    /// Returns the page after a run of these tests, given with their cells and reasons.
     fn after(page: &str, column: &str, tests: &[(&str, &str, Option<&str>)]) -> String {
         let found = |(name, cell, why): &(&str, &str, Option<&str>)| Found {
             name: (*name).to_owned(),
             cell: (*cell).to_owned(),
             why: why.map(str::to_owned),
         };
-        let facts = ["last run", "made in"].map(|row| (row.to_owned(), "x".to_owned())).to_vec();
+        let facts = ["last run", "built in"].map(|row| (row.to_owned(), "x".to_owned())).to_vec();
         let all = ["e2e a::x", "e2e a::y", "e2e ab::x"].map(str::to_owned).into();
         let tests = tests.iter().map(found).collect();
         with_tests(page, &Tests { column: column.to_owned(), facts, tests, all })
@@ -330,7 +327,7 @@ mod tests {
 
     #[track_caller]
     fn check(page: &str, tables_and_reasons: &str) {
-        let (_, shown) = page.split_once(ABOUT_TESTS).expect("the page says what it is about");
+        let (_, shown) = page.split_once(ABOUT_TESTS).expect("the page has an introduction");
         assert_eq!(shown, tables_and_reasons, "{page}");
     }
 
@@ -343,18 +340,18 @@ mod tests {
         let expected = "\
 | | d, cgroupfs | d, systemd |
 | --- | --- | --- |
-| made in | x | x |
+| built in | x | x |
 | last run | x | x |
 | e2e a | 1 skipped | 1 passed, 1 **failed**, 6 s |
-| e2e ab | not there | 1 **failed**, 1 s |
+| e2e ab | - | 1 **failed**, 1 s |
 
 ### Test by test
 
 | | d, cgroupfs | d, systemd |
 | --- | --- | --- |
 | e2e a::x | skipped | **failed**, 2 s |
-| e2e a::y | not there | ok, 4 s |
-| e2e ab::x | not there | **failed**, 1 s |
+| e2e a::y | - | ok, 4 s |
+| e2e ab::x | - | **failed**, 1 s |
 
 - d, cgroupfs: `e2e a::x`: skipped, none
 - d, systemd: `e2e a::x`: failed, no
@@ -376,7 +373,7 @@ mod tests {
         let expected = "\
 | | d |
 | --- | --- |
-| made in | x |
+| built in | x |
 | last run | x |
 | e2e a | 1 passed, 1 **failed**, 5 s |
 | e2e ab | 1 not reached |
@@ -393,7 +390,7 @@ mod tests {
 - d: `e2e ab::x`: not reached
 ";
         check(&page, expected);
-        // What is reached later is told instead.
+        // Later results replace the entry.
         let page = after(&page, "d", &[("e2e ab::x", "ok, 1 s", None)]);
         assert!(page.contains("| e2e ab | 1 passed, 1 s |") && !page.contains(NOT_REACHED), "{page}");
     }
@@ -402,11 +399,11 @@ mod tests {
     fn groups_are_in_their_order_whichever_column_has_them() {
         let page = after("", "d, cgroupfs", &[("e2e ab::x", "ok, 2 s", None)]);
         let page = after(&page, "d, systemd", &[("e2e a::x", "ok, 1 s", None)]);
-        assert_eq!(Table::read(&page).rows[..4], ["made in", "last run", "e2e a", "e2e ab"], "{page}");
+        assert_eq!(Table::read(&page).rows[..4], ["built in", "last run", "e2e a", "e2e ab"], "{page}");
     }
 
     #[test]
-    fn a_test_that_is_gone_goes_from_the_page() {
+    fn a_removed_test_is_removed_from_the_page() {
         let page = after("", "d", &[("e2e a::x", "ok, 2 s", None)]);
         let gone = page.replace("a::x", "a::gone") + "\n- d: `e2e a::gone`: failed, no\n";
         let page = after(&gone, "d", &[("e2e a::y", "ok, 1 s", None)]);
@@ -417,7 +414,7 @@ mod tests {
     fn a_cell_is_of_the_verdict_and_its_time() {
         let cell = |verdict: Option<Verdict>| Found::new("e2e a::x".into(), verdict.as_ref(), 2.6, None).cell;
         assert_eq!(cell(Some(Verdict::Passed)), "ok, 3 s");
-        assert_eq!(cell(Some(Verdict::Failed("it failed".into(), Vec::new()))), "**failed**, 3 s");
+        assert_eq!(cell(Some(Verdict::Failed("the test failed".into(), Vec::new()))), "**failed**, 3 s");
         assert_eq!(cell(Some(Verdict::Skipped("no root".into()))), "skipped");
         assert_eq!(cell(None), NOT_REACHED);
     }

@@ -1,4 +1,4 @@
-//! What runs in a guest: the tests and the agent, as static programs, and a few programs of this machine with
+//! Programs of a guest: the tests and the agent as static programs, and a few programs of this machine with
 //! their libraries.
 
 use super::results::Test;
@@ -12,34 +12,34 @@ use xtask::cross::{self, Arch};
 use xtask::qemu::Qemu;
 use xtask::{setup, shell};
 
-/// Test programs of `beelet-tests` that ask the kernel.
+/// Test programs of `beelet-tests` that depend on the kernel.
 const INTEGRATION: &[&str] = &["kernel", "cgroups"];
 
-/// Unit tests that ask the kernel: a package, its library, and a module of it (empty: all).
+/// Unit tests that depend on the kernel: a package, its library, and a module of it (empty: all).
 const UNIT: &[(&str, &str, &str)] =
     &[("beelet-bpf", "beelet_bpf", ""), ("beelet-tests", "beelet_tests", "guards::")];
 
-/// Programs that tests start, beside busybox's. Where one isn't installed, the tests that need it say so.
+/// Programs that tests start, in addition to busybox's. Tests that need a missing one report it.
 pub(super) const BORROWED: &[&str] = &["ip", "bpftool", "runc", "mkfs.ext4"];
 
-/// Everything built for the guests.
+/// Programs built for the guests.
 #[derive(Debug)]
 pub(super) struct Programs {
-    /// The processor that they are for.
+    /// Their processor.
     pub(super) arch: Arch,
     /// The agent.
     pub(super) agent: PathBuf,
-    /// The app that tests start in cgroups and namespaces.
+    /// App that tests start in cgroups and namespaces.
     pub(super) testapp: PathBuf,
     /// Other programs that tests start, by the path that cargo compiled into the tests.
     pub(super) helpers: Vec<PathBuf>,
-    /// The test programs by their name.
+    /// Test programs by name.
     pub(super) tests: BTreeMap<String, PathBuf>,
-    /// The tests to run, in this order; a test's number is its place here.
+    /// Tests to run, in this order; the index of a test is its number.
     pub(super) plan: Vec<Test>,
 }
 
-/// An executable that cargo made.
+/// Executable built by cargo.
 #[derive(Debug, PartialEq, Eq)]
 struct Artifact {
     target: String,
@@ -48,14 +48,14 @@ struct Artifact {
     executable: PathBuf,
 }
 
-/// Builds them all, in a target folder of their own: the flags would otherwise make cargo rebuild everything
-/// back and forth.
+/// Builds all programs in a target folder of their own: with the usual one, the flags would make cargo
+/// rebuild everything again and again.
 pub(super) fn build(work: &Path, arch: Arch) -> Result<Programs> {
     if Arch::here()? != Arch::Amd64 {
-        bail!("this machine's own tests are built for x86_64: run this on x86_64");
+        bail!("the tests for guests are built for x86_64; run this on x86_64");
     }
-    // The tests' targets make cargo choose the same features for the agent as for its unit tests: one build,
-    // not two.
+    // With the tests' targets cargo selects the same features for the agent as for its unit tests: one build
+    // instead of two.
     let mut build = vec!["build", "--bins"];
     build.extend(["beelet", "beelet-tests", "beelet-testapp"].iter().flat_map(|name| ["--package", name]));
     build.extend(INTEGRATION.iter().flat_map(|name| ["--test", name]));
@@ -67,7 +67,7 @@ pub(super) fn build(work: &Path, arch: Arch) -> Result<Programs> {
     programs(artifacts, arch, emulator.as_ref())
 }
 
-/// The agent and a test program as this machine's cargo makes them: for a machine with the same libraries.
+/// Agent and test program built by this machine's cargo, for a machine with the same libraries.
 pub(super) struct Dynamic {
     pub(super) agent: PathBuf,
     pub(super) test: PathBuf,
@@ -75,10 +75,10 @@ pub(super) struct Dynamic {
     pub(super) helpers: Vec<PathBuf>,
 }
 
-/// Builds the test program `test`, and the agent unless `agent` is one that is built already.
+/// Builds the test program `test`, and the agent unless `agent` names a built one.
 pub(super) fn dynamic(test: &str, agent: Option<&Path>) -> Result<Dynamic> {
     if let Some(agent) = agent.filter(|agent| !agent.is_file()) {
-        bail!("{} is no file: --agent names an agent, as `cargo xtask package` makes it", agent.display());
+        bail!("{} is not a file; --agent needs an agent built by `cargo xtask package`", agent.display());
     }
     let made = artifacts(&mut dynamic_build(test, agent.is_none()))?;
     let find = |name: &str, is_test: bool| {
@@ -93,7 +93,8 @@ pub(super) fn dynamic(test: &str, agent: Option<&Path>) -> Result<Dynamic> {
     })
 }
 
-/// What builds the test program `test` with the programs of its package, and the agent if it is wanted.
+/// Returns the command that builds the test program `test` with the programs of its package, and the agent if
+/// requested.
 fn dynamic_build(test: &str, with_agent: bool) -> Command {
     let mut command = shell::cargo();
     command.args(["build", "--test", test]);
@@ -104,12 +105,12 @@ fn dynamic_build(test: &str, with_agent: bool) -> Command {
     command
 }
 
-/// The tests of a program of this machine's, in their order.
+/// Returns the tests of a program of this machine, in order.
 pub(super) fn tests(program: &str, path: &Path) -> Result<Vec<Test>> {
     list(program, path, None)
 }
 
-/// Runs cargo, which links statically, and returns the executables that it made or had.
+/// Runs cargo with static linking; returns the executables that it built or had built.
 fn cargo(work: &Path, arch: Arch, arguments: &[&str]) -> Result<Vec<Artifact>> {
     let mut command = shell::cargo();
     command.args(arguments).args(["--message-format", "json-render-diagnostics", "--target-dir"]);
@@ -118,47 +119,46 @@ fn cargo(work: &Path, arch: Arch, arguments: &[&str]) -> Result<Vec<Artifact>> {
         Arch::Amd64 => {
             command.args(["--target", "x86_64-unknown-linux-gnu"]);
         }
-        // There is no glibc of its own for it, and a guest needs no more than a libc.
+        // No glibc for that processor is installed, and a guest needs only some libc.
         Arch::Arm64 => cross::target_musl(&mut command, arch)?,
     }
     let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
-    command.env_remove("CARGO_ENCODED_RUSTFLAGS"); // it would win over the other one
+    command.env_remove("CARGO_ENCODED_RUSTFLAGS"); // it takes precedence over RUSTFLAGS
     command.env("RUSTFLAGS", format!("{flags} -C target-feature=+crt-static").trim());
-    // A guest holds its programs in memory.
+    // A guest has its programs in memory.
     command.env("CARGO_PROFILE_DEV_DEBUG", "false").env("CARGO_PROFILE_DEV_STRIP", "debuginfo");
-    // Its processor is emulated: what reads the kernel's types in a second here takes minutes there without
-    // this.
+    // The processor is emulated: without this, parsing the kernel's types takes minutes instead of a second.
     command.env("CARGO_PROFILE_DEV_OPT_LEVEL", "1");
     artifacts(&mut command)
 }
 
-/// Runs cargo, and returns the executables that it made or had.
+/// Runs cargo; returns the executables that it built or had built.
 fn artifacts(command: &mut Command) -> Result<Vec<Artifact>> {
     let shown = shell::display(command);
     let mut child = command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()
-        .with_context(|| format!("could not start `{shown}`"))?;
+        .with_context(|| format!("cannot start `{shown}`"))?;
     let mut artifacts = Vec::new();
     for line in BufReader::new(child.stdout.take().context("cargo has no output")?).lines() {
-        artifacts.extend(artifact(&line.context("could not read what cargo says")?));
+        artifacts.extend(artifact(&line.context("cannot read cargo's output")?));
     }
-    let status = child.wait().with_context(|| format!("could not wait for `{shown}`"))?;
+    let status = child.wait().with_context(|| format!("cannot wait for `{shown}`"))?;
     if !status.success() {
-        bail!("building the test programs failed: `{shown}` ended with {status}");
+        bail!("building the test programs failed: `{shown}` exited with {status}");
     }
     Ok(artifacts)
 }
 
-/// A line of cargo's messages, if it is about an executable.
+/// Parses a line of cargo's messages, if it is about an executable.
 fn artifact(line: &str) -> Option<Artifact> {
     let message: Value = serde_json::from_str(line).ok()?;
     if message["reason"] != "compiler-artifact" {
         return None;
     }
     Some(Artifact {
-        // A library's target is named as its package in some releases of cargo, as its crate in others.
+        // Some releases of cargo name a library's target like its package, others like its crate.
         target: message["target"]["name"].as_str()?.to_owned(),
         kind: message["target"]["kind"][0].as_str()?.to_owned(),
         is_test: message["profile"]["test"].as_bool()?,
@@ -191,7 +191,7 @@ fn programs(artifacts: Vec<Artifact>, arch: Arch, emulator: Option<&Qemu>) -> Re
     for program in tests.values().chain(&helpers).chain([&agent, &testapp]) {
         if !beelet_tests::images::is_static(program)? {
             bail!(
-                "{} came out dynamically linked; is libc's static archive (libc6-dev) installed?",
+                "{} is dynamically linked; is libc's static archive (libc6-dev) installed?",
                 program.display()
             );
         }
@@ -200,16 +200,16 @@ fn programs(artifacts: Vec<Artifact>, arch: Arch, emulator: Option<&Qemu>) -> Re
     for (name, path) in &tests {
         plan.extend(list(name, path, emulator)?);
     }
-    // A module that moved would leave its tests out, and nobody would notice.
+    // Without this check, tests of a moved module would be skipped silently.
     for name in INTEGRATION.iter().chain(UNIT.iter().map(|(_, library, _)| library)) {
         if !plan.iter().any(|test| test.program == *name) {
-            bail!("{name} has no test for a guest: does lab/src/vm/programs.rs name its module?");
+            bail!("{name} has no test for a guest; does lab/src/vm/programs.rs name its module?");
         }
     }
     Ok(Programs { arch, agent, testapp, helpers, tests, plan })
 }
 
-/// The tests of a program that are for a guest.
+/// Returns the tests of a program that are for a guest.
 fn list(program: &str, path: &Path, emulator: Option<&Qemu>) -> Result<Vec<Test>> {
     let mut command = emulator.map_or_else(|| Command::new(path), Qemu::command);
     if emulator.is_some() {
@@ -218,10 +218,10 @@ fn list(program: &str, path: &Path, emulator: Option<&Qemu>) -> Result<Vec<Test>
     let output = command
         .args(["--list", "--format", "terse"])
         .output()
-        .with_context(|| format!("could not start {}", path.display()))?;
+        .with_context(|| format!("cannot start {}", path.display()))?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        bail!("`{} --list` ended with {}: {}", path.display(), output.status, said.trim());
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        bail!("`{} --list` exited with {}: {}", path.display(), output.status, stderr.trim());
     }
     Ok(listed(program, &String::from_utf8_lossy(&output.stdout)))
 }
@@ -236,11 +236,11 @@ fn listed(program: &str, text: &str) -> Vec<Test> {
         .collect()
 }
 
-/// [`BORROWED`] and the libraries they load, each by its path, which is the same in the guest.
+/// Returns [`BORROWED`] and the libraries they load, each by its path, which is the same in the guest.
 pub(super) fn from_here() -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for program in BORROWED.iter().filter_map(|name| setup::find(name)) {
-        let output = Command::new("ldd").arg(&program).output().context("could not start ldd")?;
+        let output = Command::new("ldd").arg(&program).output().context("cannot start ldd")?;
         files.extend(libraries(&String::from_utf8_lossy(&output.stdout)));
         files.push(program);
     }
@@ -249,7 +249,7 @@ pub(super) fn from_here() -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The paths in what ldd prints: `name => path (address)`, and the loader's `path (address)`.
+/// Returns the paths in ldd's output: `name => path (address)`, and the loader's `path (address)`.
 fn libraries(text: &str) -> Vec<PathBuf> {
     let path = |line: &str| {
         let line = line.split_once(" => ").map_or(line, |(_, path)| path);
@@ -286,7 +286,7 @@ mod tests {
         assert!(builds_agent(true));
         assert!(!builds_agent(false));
         let error = dynamic("e2e", Some(Path::new("/no/such/agent"))).map(|_| ()).unwrap_err().to_string();
-        assert!(error.starts_with("/no/such/agent is no file"), "{error}");
+        assert!(error.starts_with("/no/such/agent is not a file"), "{error}");
     }
 
     #[test]

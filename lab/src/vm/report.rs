@@ -1,5 +1,5 @@
-//! What all the runs together say: a table for the terminal, a sentence an exit status can be made of, and
-//! docs/kernels.md. Pure: values in, text out.
+//! Report over all runs: a table for the terminal, a message for the exit status, and docs/kernels.md. Pure:
+//! values in, text out.
 
 use super::boot::End;
 use super::doctor::{self, Findings};
@@ -12,28 +12,28 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use xtask::cross::Arch;
 
-/// One kernel's run.
+/// Run of one kernel.
 #[derive(Clone, Debug)]
 pub(super) struct Run {
-    /// What the kernel is called on the command line.
+    /// Name of the kernel on the command line.
     pub(super) kernel: String,
     pub(super) transcript: Transcript,
     pub(super) end: End,
-    /// The end of the console, if the machine died or was late.
+    /// Last lines of the console, if the machine died or was late.
     pub(super) last_words: Vec<String>,
 }
 
-/// All runs of one plan.
+/// All runs of a plan.
 #[derive(Clone, Debug)]
 pub(crate) struct Summary {
-    /// The processor of all of them.
+    /// Processor of all runs.
     pub(super) arch: Arch,
     pub(super) plan: Vec<Test>,
     pub(super) runs: Vec<Run>,
 }
 
 impl Run {
-    /// A kernel's name and, where it says something more, its release.
+    /// Returns the kernel's name, with its release if that adds information.
     fn title(&self) -> String {
         match self.transcript.facts.get("release") {
             Some(release) if self.kernel.starts_with("debian") => {
@@ -49,13 +49,13 @@ impl Run {
     }
 }
 
-/// The first two numbers of a release: `6.1.0-9-amd64` is 6.1.
+/// Returns the first two numbers of a release: 6.1 for `6.1.0-9-amd64`.
 fn version(release: &str) -> String {
     release.split(['.', '-']).take(2).collect::<Vec<_>>().join(".")
 }
 
 impl Summary {
-    /// The tests that a kernel could not run, for the list of what a test run left out.
+    /// Returns the tests that a kernel could not run, for a test run's list of skipped tests.
     pub(crate) fn left_out(&self) -> Vec<(String, String)> {
         let mut lines = Vec::new();
         for run in &self.runs {
@@ -68,7 +68,7 @@ impl Summary {
         lines
     }
 
-    /// An error that names what failed, if anything did.
+    /// Returns an error that names the failures, if any.
     pub(crate) fn verdict(&self) -> anyhow::Result<()> {
         let mut wrong = Vec::new();
         for run in &self.runs {
@@ -85,7 +85,8 @@ impl Summary {
         (0..self.plan.len()).filter(|number| which(run.transcript.verdicts.get(number))).count()
     }
 
-    /// What a person sees at the end: the doctor's words, every test on every kernel, and the reasons below.
+    /// Returns the report for the terminal: the doctor's output, every test on every kernel, and the reasons
+    /// below.
     pub(super) fn text(&self) -> String {
         let mut text = String::new();
         for run in self.runs.iter().filter(|run| !run.transcript.doctor.is_empty()) {
@@ -113,7 +114,7 @@ impl Summary {
         table
     }
 
-    /// Why tests of this run failed or were left out, and what its machine said last.
+    /// Writes why tests of this run failed or were skipped, and the last lines of its machine's console.
     fn reasons(&self, run: &Run, text: &mut String) {
         for (number, test) in self.plan.iter().enumerate() {
             match run.transcript.verdicts.get(&number) {
@@ -130,17 +131,17 @@ impl Summary {
             }
         }
         if let Some(trouble) = run.end.trouble() {
-            let _ = writeln!(text, "\nkernel {}: {trouble}. Its console said last:", run.title());
+            let _ = writeln!(text, "\nkernel {}: {trouble}; last lines of its console:", run.title());
             for line in &run.last_words {
                 let _ = writeln!(text, "    {line}");
             }
         }
     }
 
-    /// docs/kernels.md, of which `known` is the last version: other processors' parts stay as they are there.
+    /// Returns docs/kernels.md, updated from its last version `known`: the parts of other processors stay.
     pub(super) fn markdown(&self, known: &str) -> String {
-        let mut text = format!("{INTRODUCTION}\n## What the programs need\n\n");
-        let _ = writeln!(text, "| program | needs | where it can't run |\n| --- | --- | --- |");
+        let mut text = format!("{INTRODUCTION}\n## Requirements of the programs\n\n");
+        let _ = writeln!(text, "| program | needs | fallback |\n| --- | --- | --- |");
         for ProgramInfo { name, needs, fallback } in beelet_bpf::programs() {
             let cells = [needs.to_owned(), fallback.to_owned()];
             let _ = writeln!(text, "{}", row(&format!("`{name}`"), &cells));
@@ -154,7 +155,7 @@ impl Summary {
         text
     }
 
-    /// What is below a processor's head.
+    /// Returns the text below a processor's heading.
     fn part(&self) -> String {
         let mut text = String::new();
         let head: Vec<String> = self.runs.iter().map(Run::title).collect();
@@ -175,7 +176,7 @@ impl Summary {
     fn markdown_programs(&self, head: &[String], text: &mut String) {
         let found: Vec<Findings> =
             self.runs.iter().map(|run| doctor::read(&run.transcript.doctor_json)).collect();
-        let _ = writeln!(text, "\n### What works where\n\n{}", row("program", head));
+        let _ = writeln!(text, "\n### Support by kernel\n\n{}", row("program", head));
         let _ = writeln!(text, "{}", row("---", &vec!["---".to_owned(); head.len()]));
         let mut reasons = Vec::new();
         for ProgramInfo { name, .. } in beelet_bpf::programs() {
@@ -199,12 +200,12 @@ impl Summary {
             let _ = writeln!(text, "\n{}", reasons.concat().trim_end());
         }
         for (_, title) in found.iter().zip(head).filter(|(findings, _)| findings.is_empty()) {
-            let _ = writeln!(text, "\n`beelet doctor --bpf` gave no answer on {title}.");
+            let _ = writeln!(text, "\n`beelet doctor --bpf` did not answer on {title}.");
         }
     }
 
     fn markdown_tests(&self, head: &[String], text: &mut String) {
-        let _ = writeln!(text, "\n### What was tested\n\n{}", row("tests", head));
+        let _ = writeln!(text, "\n### Test results\n\n{}", row("tests", head));
         let _ = writeln!(text, "{}", row("---", &vec!["---".to_owned(); head.len()]));
         let groups: BTreeSet<String> = self.plan.iter().map(Test::group).collect();
         for group in groups {
@@ -224,7 +225,7 @@ impl Summary {
         }
     }
 
-    /// Every test of the plan with what came of it in this run.
+    /// Returns every test of the plan with its result in this run.
     pub(super) fn found(&self, run: &Run) -> Vec<Found> {
         let transcript = &run.transcript;
         let found = |(number, test): (usize, &Test)| {
@@ -235,7 +236,7 @@ impl Summary {
         self.plan.iter().enumerate().map(found).collect()
     }
 
-    /// How many tests of a group passed, were skipped, failed, were never reached.
+    /// Returns how many tests of a group passed, were skipped, failed, or were not reached.
     fn counts(&self, run: &Run, group: &str) -> String {
         let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
         let numbers = self.plan.iter().enumerate().filter(|(_, test)| test.group() == group);
@@ -248,19 +249,19 @@ impl Summary {
     }
 }
 
-/// The line above a processor's part.
+/// Returns the heading of a processor's part.
 fn head(arch: Arch) -> String {
     format!("## {}", arch.name())
 }
 
-/// A processor's part of a page, if it has one.
+/// Returns a processor's part of a page, if it exists.
 fn part(page: &str, arch: Arch) -> Option<String> {
     let lines = page.lines().skip_while(|line| *line != head(arch)).skip(1);
     let part: Vec<&str> = lines.take_while(|line| !line.starts_with("## ")).collect();
     (!part.is_empty()).then(|| part.join("\n"))
 }
 
-/// Why a test did not pass, for a page; none if it did.
+/// Returns why a test did not pass, for a page; None if it passed.
 fn shortcoming(verdict: Option<&Verdict>) -> Option<String> {
     let why = match verdict {
         Some(Verdict::Passed) => return None,
@@ -271,14 +272,14 @@ fn shortcoming(verdict: Option<&Verdict>) -> Option<String> {
     Some(why.replace('|', "\\|"))
 }
 
-/// What a test's panic said first.
+/// Returns the first line of a test's panic message.
 fn panic_in(output: &[String]) -> Option<&str> {
     let at = output.iter().position(|line| line.contains("panicked at "))?;
     let said = output.get(at + 1)?.trim();
     said.char_indices().nth(PANIC).map_or(Some(said), |(end, _)| said.get(..end))
 }
 
-/// A verdict in a word.
+/// Returns a verdict as one word.
 pub(super) fn word(verdict: Option<&Verdict>) -> &'static str {
     match verdict {
         Some(Verdict::Passed) => "ok",
@@ -297,10 +298,10 @@ fn row(first: &str, cells: &[String]) -> String {
     format!("| {first} | {} |", cells.join(" | "))
 }
 
-/// So many characters of a panic's words are enough for a page.
+/// Maximum number of characters of a panic message on a page.
 const PANIC: usize = 200;
 
-/// What `guest/run` says about a kernel, and how the documentation calls it.
+/// Facts that `guest/run` reports about a kernel, with their labels in the documentation.
 const FACTS: &[(&str, &str)] = &[
     ("release", "release"),
     ("cgroup", "cgroups"),
@@ -313,13 +314,13 @@ const FACTS: &[(&str, &str)] = &[
 const INTRODUCTION: &str = "\
 # Kernels
 
-<!-- Made by `cargo xtask vm --write-docs`, with --arch arm64 for that part; don't edit it, run that again. -->
+<!-- Generated by `cargo xtask vm --write-docs`, with --arch arm64 for that part; do not edit, run that again. -->
 
-Which of beelet's kernel programs load and attach on which kernel, and what stands in where one can't; found by booting
-each kernel in a VM (and, in the column \"no VM\", on the machine that made this page), running `beelet doctor` there, and
-then every test that asks the kernel; for each processor a part, made by `cargo xtask vm --arch ARCH --write-docs`. How to
-run them: `cargo xtask vm --help`. What your own machine can do: `beelet doctor`. What these bare guests lack (project
-quotas, tcp_diag, swap, AppArmor, systemd) is tried on [stock machines](machines.md).
+This page shows which of beelet's kernel programs load and attach on which kernel, and the fallback where one cannot. Each kernel
+was booted in a VM (and, in the column \"no VM\", on the machine that generated this page) to run `beelet doctor` and then every
+test that depends on the kernel. Each processor has its own part, generated by `cargo xtask vm --arch ARCH --write-docs`.
+`cargo xtask vm --help` explains how to run it; `beelet doctor` checks your own machine. Features that these bare guests lack
+(project quotas, tcp_diag, swap, AppArmor, systemd) are tested on [stock machines](machines.md).
 ";
 
 #[cfg(test)]
@@ -340,7 +341,7 @@ mod tests {
         Summary { arch: Arch::Amd64, plan: vec![test("x::a"), test("x::b")], runs }
     }
 
-    /// What the doctor says of the first program.
+    /// Returns the doctor's output for the first program.
     fn doctor(state: &str) -> String {
         let name = beelet_bpf::programs().next().unwrap().name;
         format!(
@@ -377,15 +378,21 @@ mod tests {
         let left_out = [("kernel x::a on 7.3 (debian)".to_owned(), "it needs x|y".to_owned())];
         assert_eq!(summary.left_out(), left_out);
         let text = summary.text();
-        assert!(text.contains("FAILED on 7.3 (debian): kernel x::b: it failed\n    panicked\n"), "{text}");
+        assert!(
+            text.contains("FAILED on 7.3 (debian): kernel x::b: the test failed\n    panicked\n"),
+            "{text}"
+        );
     }
 
     #[test]
     fn a_machine_that_died_is_an_error_with_its_last_words() {
         let summary = summary(vec![run("6.1", "begin 0 1\nend 0 2 0", End::Died("status 0".into()))]);
-        assert_eq!(summary.verdict().unwrap_err().to_string(), "kernel 6.1: it died each time: status 0");
+        assert_eq!(
+            summary.verdict().unwrap_err().to_string(),
+            "kernel 6.1: the machine died at each boot: status 0"
+        );
         let text = summary.text();
-        assert!(text.contains("Its console said last:\n    Oops\n"), "{text}");
+        assert!(text.contains("last lines of its console:\n    Oops\n"), "{text}");
         assert!(summary.markdown("").contains("| `kernel x` | 1 passed, 1 not reached |"));
     }
 
@@ -393,13 +400,13 @@ mod tests {
     fn a_late_machine_is_an_error_that_says_how_late() {
         let summary = summary(vec![run("6.1", "", End::Late(Duration::from_secs(90)))]);
         let error = summary.verdict().unwrap_err().to_string();
-        assert_eq!(error, "kernel 6.1: it had not ended after 90 s");
+        assert_eq!(error, "kernel 6.1: the machine was still running after 90 s");
     }
 
     #[test]
     fn a_machine_that_was_stopped_is_an_error_that_keeps_what_it_found() {
         let summary = summary(vec![run("6.1", "begin 0 1\nend 0 2 0", End::Stopped("SIGTERM"))]);
-        assert_eq!(summary.verdict().unwrap_err().to_string(), "kernel 6.1: SIGTERM came before its end");
+        assert_eq!(summary.verdict().unwrap_err().to_string(), "kernel 6.1: interrupted by SIGTERM");
         assert!(summary.markdown("").contains("| `kernel x` | 1 passed, 1 not reached |"));
     }
 
@@ -415,7 +422,7 @@ mod tests {
             &format!("| `{}` | {} | {} |", program.name, program.needs, program.fallback),
             "| `kernel x` | 2 passed | 1 skipped, 1 **failed** |",
             "- 7.3 (debian) `kernel x::a`: skipped, it needs x\\|y",
-            "- 7.3 (debian) `kernel x::b`: failed, it failed",
+            "- 7.3 (debian) `kernel x::b`: failed, the test failed",
         ] {
             assert!(text.lines().any(|found| found == line), "{line}\nis not in\n{text}");
         }
@@ -428,7 +435,7 @@ mod tests {
         let page = arm64.markdown(&summary(vec![bad()]).markdown(""));
         let page = summary(vec![good()]).markdown(&page);
         let parts: Vec<&str> = page.lines().filter(|line| line.starts_with("## ")).collect();
-        assert_eq!(parts, ["## What the programs need", "## amd64", "## arm64"]);
+        assert_eq!(parts, ["## Requirements of the programs", "## amd64", "## arm64"]);
         let kernels: Vec<&str> = page.lines().filter(|line| line.starts_with("|  |")).collect();
         assert_eq!(kernels, ["|  | 6.1 |", "|  | 6.1 (debian-12) |"]);
         assert_eq!(arm64.markdown(&page), page);
@@ -441,8 +448,8 @@ mod tests {
         let check = |lines: &str, expected: [(&str, &str, Option<&str>); 2]| {
             let run = run("debian-13", lines, End::Done);
             let found = summary(vec![run.clone()]).found(&run);
-            let told = found.iter().map(|found| (&*found.name, &*found.cell, found.why.as_deref()));
-            assert_eq!(told.collect::<Vec<_>>(), expected);
+            let shown = found.iter().map(|found| (&*found.name, &*found.cell, found.why.as_deref()));
+            assert_eq!(shown.collect::<Vec<_>>(), expected);
         };
         let failed = ("kernel x::b", "**failed**, 4 s", Some("failed, it is 3 \\| 4"));
         check(lines, [("kernel x::a", "ok, 2 s", None), failed]);
@@ -452,8 +459,8 @@ mod tests {
     }
 
     #[test]
-    fn a_doctor_that_says_nothing_leaves_a_sentence() {
+    fn a_doctor_without_an_answer_is_mentioned() {
         let text = summary(vec![run("6.1", "done 0", End::Done)]).markdown("");
-        assert!(text.contains("`beelet doctor --bpf` gave no answer on 6.1.\n"), "{text}");
+        assert!(text.contains("`beelet doctor --bpf` did not answer on 6.1.\n"), "{text}");
     }
 }

@@ -1,19 +1,19 @@
-//! What a guest says about its tests: the lines that `guest/run` writes, read into values. Pure: lines in,
-//! values out.
+//! Parser for a guest's report about its tests, the lines that `guest/run` writes. Pure: lines in, values
+//! out.
 
 use std::collections::BTreeMap;
 
-/// A test of the plan.
+/// Test of the plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Test {
-    /// The test program: an integration test's name, or a crate's for its unit tests.
+    /// Test program: an integration test's name, or a crate's for its unit tests.
     pub(super) program: String,
-    /// The test in it, with its modules.
+    /// Test in the program, with its modules.
     pub(super) name: String,
 }
 
 impl Test {
-    /// The program, and the test's outermost module: what a row of the documentation counts.
+    /// Returns the program and the test's outermost module, which a row of the documentation counts.
     pub(super) fn group(&self) -> String {
         let module = self.name.split_once("::").map(|(module, _)| module);
         module.map_or_else(|| self.program.clone(), |module| format!("{} {module}", self.program))
@@ -26,39 +26,39 @@ impl std::fmt::Display for Test {
     }
 }
 
-/// How a test ended.
+/// Result of a test.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     Passed,
-    /// Why, and the end of what it printed.
+    /// Failure with its cause and the end of the output.
     Failed(String, Vec<String>),
-    /// What the guest lacks for it.
+    /// Requirement that the guest lacks.
     Skipped(String),
 }
 
-/// Something that is worth a line while the tests run.
+/// Event that is worth a line while the tests run.
 #[derive(Debug, PartialEq)]
 pub(super) enum Event {
-    /// The test with this number ended, after so many seconds of the guest's clock.
+    /// The test with this number ended after this many seconds of the guest's clock.
     Ended { number: usize, seconds: f64 },
     /// A bench printed this line.
     Said(String),
 }
 
-/// Everything that one kernel said, as far as it came.
+/// Report of one kernel, as far as it was received.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Transcript {
     /// `release`, `cgroup`, `controllers`, …: see `guest/run`.
     pub(super) facts: BTreeMap<String, String>,
-    /// What `beelet doctor` printed.
+    /// Output of `beelet doctor`.
     pub(super) doctor: Vec<String>,
-    /// What `beelet doctor` printed as JSON; empty where it did not.
+    /// Output of `beelet doctor` as JSON; empty if it has none.
     pub(super) doctor_json: String,
-    /// The verdicts, by the tests' numbers.
+    /// Verdicts by test number.
     pub(super) verdicts: BTreeMap<usize, Verdict>,
-    /// How long they took, by the guest's clock.
+    /// Durations of the tests, by the guest's clock.
     pub(super) seconds: BTreeMap<usize, f64>,
-    /// Whether the plan was gone through to its end.
+    /// True if the plan was completed.
     pub(super) done: bool,
     running: Option<Running>,
 }
@@ -72,7 +72,7 @@ struct Running {
 }
 
 impl Transcript {
-    /// Takes in the next line. Lines that aren't ours are left alone: a serial line carries what it carries.
+    /// Parses the next line. Ignores unknown lines: other output may appear on a serial line.
     pub(super) fn line(&mut self, line: &str) -> Option<Event> {
         let line = line.trim_end_matches(['\r', '\n']);
         let (word, rest) = line.split_once(' ').unwrap_or((line, ""));
@@ -113,7 +113,7 @@ impl Transcript {
             number.map(|number| Running { number, since, output: Vec::new(), skipped: Vec::new() });
     }
 
-    /// The running test, if `rest` begins with its number, and what comes after that.
+    /// Returns the running test and the rest of the line, if `rest` begins with the test's number.
     fn running_and(&mut self, rest: &str) -> Option<(&mut Running, String)> {
         let (number, text) = rest.split_once(' ').unwrap_or((rest, ""));
         let number: usize = number.parse().ok()?;
@@ -137,7 +137,7 @@ impl Transcript {
         Some(Event::Ended { number, seconds: until - running.since })
     }
 
-    /// Takes in what another boot of the same plan said.
+    /// Adds the report of another boot of the same plan.
     pub(super) fn append(&mut self, other: Transcript) {
         self.facts.extend(other.facts);
         (self.doctor, self.doctor_json) = (other.doctor, other.doctor_json);
@@ -146,43 +146,43 @@ impl Transcript {
         (self.done, self.running) = (other.done, other.running);
     }
 
-    /// The test that had begun and not ended.
+    /// Returns the test that has begun but not ended.
     #[cfg(test)]
     pub(super) fn running(&self) -> Option<usize> {
         self.running.as_ref().map(|running| running.number)
     }
 
-    /// The run was cut short: the test that had begun, and which is now as if it had not.
+    /// Discards the running test of an interrupted run, as if it had not begun; returns its number.
     pub(super) fn forget_running(&mut self) -> Option<usize> {
         self.running.take().map(|running| running.number)
     }
 
-    /// The machine is gone: the test that ran failed with it.
+    /// Marks the running test as failed, because the machine ended.
     pub(super) fn ended_early(&mut self, why: &str) {
         if let Some(running) = self.running.take() {
-            let verdict = Verdict::Failed(format!("{why} while it ran"), running.output);
+            let verdict = Verdict::Failed(format!("{why} during the test"), running.output);
             self.verdicts.insert(running.number, verdict);
         }
     }
 }
 
-/// The reason in a line of `BEELET_SKIPPED`, which `beelet_tests::requires` writes: `SKIPPED <test>:
-/// <reason>`. The test's own name may hold `::`, never `: `.
+/// Returns the reason in a line of `BEELET_SKIPPED`, which `beelet_tests::requires` writes: `SKIPPED <test>:
+/// <reason>`. The test's name may contain `::`, but not `: `.
 fn reason(line: &str) -> String {
     line.split_once(": ").map_or(line, |(_, reason)| reason).trim().to_owned()
 }
 
-/// What an exit status of a test program means, where it isn't success. `timeout -s KILL` ends with 137, some
-/// with 124.
+/// Describes a test program's exit status, unless it is a success. `timeout -s KILL` exits with 137, some
+/// versions with 124.
 fn failure(status: &str) -> Option<String> {
     match status {
         "0" => None,
-        "124" | "137" => Some("it was killed: it took too long, or memory ran out".to_owned()),
-        "101" => Some("it failed".to_owned()),
-        "no-result" => Some("the program ended well, but ran no such test".to_owned()),
+        "124" | "137" => Some("the test was killed: it timed out or ran out of memory".to_owned()),
+        "101" => Some("the test failed".to_owned()),
+        "no-result" => Some("the program succeeded but did not run the test".to_owned()),
         other => match other.parse::<i32>() {
-            Ok(code) if code > 128 => Some(format!("a signal ended it (number {})", code - 128)),
-            _ => Some(format!("it ended with status {other}")),
+            Ok(code) if code > 128 => Some(format!("the test was killed by signal {}", code - 128)),
+            _ => Some(format!("the test exited with status {other}")),
         },
     }
 }
@@ -212,11 +212,14 @@ mod tests {
     fn a_test_ends_as_its_status_says() {
         check("begin 3 1.00\nend 3 2.50 0", &Verdict::Passed);
         check("begin 3 1.00\r\nend 3 2.50 0\r\n", &Verdict::Passed);
-        check("begin 3 1\nout 3 a\nout 3 \nend 3 2 101", &failed("it failed", &["a", ""]));
-        check("begin 3 1\nend 3 2 139", &failed("a signal ended it (number 11)", &[]));
-        check("begin 3 1\nend 3 2 2", &failed("it ended with status 2", &[]));
-        check("begin 3 1\nend 3 2 137", &failed("it was killed: it took too long, or memory ran out", &[]));
-        check("begin 3 1\nend 3 2 no-result", &failed("the program ended well, but ran no such test", &[]));
+        check("begin 3 1\nout 3 a\nout 3 \nend 3 2 101", &failed("the test failed", &["a", ""]));
+        check("begin 3 1\nend 3 2 139", &failed("the test was killed by signal 11", &[]));
+        check("begin 3 1\nend 3 2 2", &failed("the test exited with status 2", &[]));
+        check(
+            "begin 3 1\nend 3 2 137",
+            &failed("the test was killed: it timed out or ran out of memory", &[]),
+        );
+        check("begin 3 1\nend 3 2 no-result", &failed("the program succeeded but did not run the test", &[]));
     }
 
     #[test]
@@ -229,7 +232,7 @@ mod tests {
 
     #[test]
     fn a_test_that_failed_after_a_skip_has_failed() {
-        check("begin 3 1\nskip 3 SKIPPED a: b\nend 3 2 101", &failed("it failed", &[]));
+        check("begin 3 1\nskip 3 SKIPPED a: b\nend 3 2 101", &failed("the test failed", &[]));
     }
 
     #[test]
@@ -243,7 +246,10 @@ mod tests {
         assert_eq!(transcript.running(), Some(3));
         assert!(!transcript.done);
         transcript.ended_early("the VM died");
-        assert_eq!(transcript.verdicts.get(&3), Some(&failed("the VM died while it ran", &["last words"])));
+        assert_eq!(
+            transcript.verdicts.get(&3),
+            Some(&failed("the VM died during the test", &["last words"]))
+        );
         assert_eq!(transcript.verdicts.get(&1), Some(&Verdict::Passed));
     }
 
@@ -256,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn facts_and_the_doctor_are_kept_as_they_were_said() {
+    fn facts_and_the_doctors_output_are_kept_verbatim() {
         let transcript = read(
             "fact release 6.1.0-9\nfact controllers\ndoctor  a  b\ndoctor-json {\ndoctor-json }\ndone 0",
         );

@@ -1,11 +1,12 @@
-//! A stock machine: a Debian as it comes, with its own kernel and all its modules, systemd as process 1,
-//! AppArmor, its containerd, two NUMA nodes, swap, huge pages and a disk with project quotas. The agent
-//! is installed from our package, as an administrator would; `check.sh` runs it there as any unit would,
-//! and what it found is read from the disk once the machine is off.
+//! Stock machine: an unmodified Debian with its own kernel and all its modules, systemd as process 1,
+//! AppArmor, its containerd, two NUMA nodes, swap, huge pages and a disk with project quotas. The agent is
+//! installed from our package, as by an administrator; `check.sh` runs there as a unit, and its results are
+//! read from the disk when the machine is off.
 //!
-//! It is booted twice: the first time ends with `systemctl poweroff`, which is part of what is checked.
+//! The machine is booted twice: the first boot ends with `systemctl poweroff`, which is part of the checks.
 //!
-//! What takes minutes (the packages) is kept below cargo's target folder; the disks are made anew each time.
+//! The packages, whose installation takes minutes, are kept below cargo's target folder; the disks are
+//! recreated each time.
 
 mod e2e;
 
@@ -23,57 +24,57 @@ use xtask::qemu::{self, Qemu};
 use xtask::rootfs::{self, Made};
 use xtask::{cross::Arch, package, shell};
 
-/// A machine that can be had.
+/// Available machine.
 struct Stock {
     name: &'static str,
-    /// The Debian release that it is.
+    /// Debian release.
     release: &'static str,
-    /// What its kernel is told beside the rest.
-    told: &'static str,
-    /// What of cgroups it has, and who drives them: for the checks.
+    /// Additional kernel arguments.
+    kernel_arguments: &'static str,
+    /// Cgroup version and driver, for the checks.
     cgroups: &'static str,
     driver: &'static str,
 }
 
 const MACHINES: &[Stock] = &[
-    Stock { name: "debian-12", release: "bookworm", told: "", cgroups: "v2", driver: "systemd" },
-    Stock { name: "debian-13", release: "trixie", told: "", cgroups: "v2", driver: "systemd" },
+    Stock { name: "debian-12", release: "bookworm", kernel_arguments: "", cgroups: "v2", driver: "systemd" },
+    Stock { name: "debian-13", release: "trixie", kernel_arguments: "", cgroups: "v2", driver: "systemd" },
     Stock {
         name: "debian-12-v1",
         release: "bookworm",
-        told: "systemd.unified_cgroup_hierarchy=0",
+        kernel_arguments: "systemd.unified_cgroup_hierarchy=0",
         cgroups: "v1",
         driver: "cgroupfs",
     },
 ];
-/// What is installed beside what Debian can't do without.
+/// Packages in addition to Debian's minimal set.
 const PACKAGES: &str = "systemd,systemd-sysv,dbus,udev,linux-image-cloud-amd64,containerd,runc,containernetworking-plugins,\
                         iproute2,iptables,kmod,procps,apparmor,e2fsprogs,xfsprogs,python3-grpcio,python3-prometheus-client";
-/// The disks' sizes: twice what is on the first; the second is for pods' volumes.
+/// Sizes of the disks: the first is twice its content; the second is for pods' volumes.
 const DISK: &str = "4G";
 const VOLUMES: &str = "1G";
-/// What the checks are told by, on the disk.
+/// File on the disk with the results of the checks.
 const RESULTS: &str = "/check/results";
-/// How often it is booted.
+/// Number of boots.
 const BOOTS: u32 = 2;
 
-/// What the kernel is told: a quick boot under emulation, pressure information, and huge pages.
+/// Kernel command line: a quick boot under emulation, pressure information, and huge pages.
 const COMMAND_LINE: &str = "console=ttyS0 root=/dev/vda rw quiet mitigations=off nokaslr psi=1 systemd.show_status=0 \
                             hugepages=32 panic=-1";
 
-/// What the machine's clock goes by.
+/// Clock of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Clock {
-    /// By its instructions, one per `2^pace` nanoseconds, and by the real one only while it has nothing to
-    /// do: a host with other work makes it slower, which nothing inside can see, instead of having every
-    /// deadline inside come early. QEMU can do so with one thread for both processors only.
+    /// Counts instructions, one per `2^pace` nanoseconds, and uses the real clock only while idle. A busy
+    /// host then slows the machine in a way that is invisible inside, instead of making every deadline inside
+    /// pass early. QEMU supports this only with one thread for both processors.
     Instructions { pace: u8 },
-    /// By the host's, with a thread per processor: for benches on a host that does nothing else.
+    /// Uses the host's clock, with a thread per processor: for benches on an otherwise idle host.
     Host,
 }
 
 impl Clock {
-    /// QEMU's arguments.
+    /// Returns QEMU's arguments.
     fn arguments(self) -> Vec<String> {
         match self {
             Clock::Instructions { pace } => vec![
@@ -87,9 +88,9 @@ impl Clock {
     }
 }
 
-/// All that QEMU can emulate, less what makes programs copy and clear byte by byte with one instruction: that
-/// is quick in silicon, while an emulator whose clock goes by instructions leaves its loop at every byte. A
-/// machine comes up in two thirds of the time without.
+/// Processor with all features that QEMU can emulate, except those that make programs copy and clear memory
+/// byte by byte with one instruction: that is fast in hardware, but an emulator whose clock counts
+/// instructions leaves its loop at every byte. Without them a machine boots in two thirds of the time.
 const CPU: &str = "max,erms=off,fsrm=off,fzrm=off,fsrs=off,fsrc=off";
 
 const CHECK: &str = include_str!("stock/check.sh");
@@ -104,17 +105,17 @@ TimeoutStartSec=infinity
 ExecStart=/bin/sh /check/check.sh
 StandardOutput=append:/check/results
 StandardError=append:/check/errors
-# Whatever happens to the script, the machine goes off; the script itself may have asked for it more gently.
+# The machine powers off even if the script fails; the script itself may have requested a regular shutdown.
 ExecStopPost=/bin/sh -c '[ -e /check/going-down ] || systemctl --force poweroff'
 [Install]
 WantedBy=multi-user.target
 ";
 
-/// Boots the machine `name` and prints what its checks found; with `write_docs` also into docs/machines.md.
-/// Installs the program `agent`, or a debug build of it.
+/// Boots the machine `name` and prints the results of its checks; with `write_docs`, also writes them to
+/// docs/machines.md. Installs the program `agent`, or a debug build of it.
 ///
 /// # Errors
-/// A check failed, or the machine could not be made or did not come to its end.
+/// A check failed, or the machine could not be built or did not complete.
 pub(super) fn run(name: &str, agent: Option<&Path>, deadline: Duration, write_docs: bool) -> Result<()> {
     let stock = known(name)?;
     let began = Instant::now();
@@ -123,13 +124,13 @@ pub(super) fn run(name: &str, agent: Option<&Path>, deadline: Duration, write_do
     let machine = Machine::new(stock, &work, root)?;
     let made = began.elapsed();
     let end = (1..=BOOTS).try_for_each(|boot| {
-        eprintln!(".. {name} boots ({boot} of {BOOTS})");
+        eprintln!(".. booting {name} ({boot} of {BOOTS})");
         machine.boot(boot == 1, &work.join(format!("console-{boot}")), deadline)
     });
     let results = read_back(&machine.disk, RESULTS)?;
     print!("{results}");
     let took = began.elapsed() - made;
-    println!("# made in {} s, booted and checked in {} s", made.as_secs(), took.as_secs());
+    println!("# built in {} s, booted and checked in {} s", made.as_secs(), took.as_secs());
     end?;
     if write_docs {
         page::write(name, &results, made, took)?;
@@ -140,19 +141,19 @@ pub(super) fn run(name: &str, agent: Option<&Path>, deadline: Duration, write_do
 fn known(name: &str) -> Result<&'static Stock> {
     let known: Vec<&str> = MACHINES.iter().map(|stock| stock.name).collect();
     let found = MACHINES.iter().find(|stock| stock.name == name);
-    found.with_context(|| format!("there is no machine {name}; there are: {}", known.join(", ")))
+    found.with_context(|| format!("unknown machine {name}; known: {}", known.join(", ")))
 }
 
-/// The machine's folder, and in it a new one with what Debian's packages make. The folder is this run's alone
-/// as long as the file is open.
+/// Creates the machine's folder, and in it a fresh root with the content of Debian's packages. The folder is
+/// locked for this run while the file is open.
 fn unpacked(stock: &Stock) -> Result<(PathBuf, PathBuf, fs::File)> {
     let machines = qemu::folder().join("machines");
     let work = machines.join(stock.name);
-    fs::create_dir_all(&work).with_context(|| format!("could not make {}", work.display()))?;
+    fs::create_dir_all(&work).with_context(|| format!("cannot create {}", work.display()))?;
     let file = work.join("lock");
-    let lock = fs::File::create(&file).with_context(|| format!("could not make {}", file.display()))?;
+    let lock = fs::File::create(&file).with_context(|| format!("cannot create {}", file.display()))?;
     if lock.try_lock().is_err() {
-        bail!("another run uses {} now: wait for its end", work.display());
+        bail!("another run is using {}; wait for its end", work.display());
     }
     let root = work.join("root");
     let packages = rootfs::packages(&machines, "machine", stock.release, PACKAGES, Made::Installed)?;
@@ -160,12 +161,12 @@ fn unpacked(stock: &Stock) -> Result<(PathBuf, PathBuf, fs::File)> {
     Ok((work, root, lock))
 }
 
-/// Every check passed, and the last one came.
+/// Returns an error unless every check passed and the last one was reached.
 fn verdict(results: &str) -> Result<()> {
     let failed = results.lines().filter(|line| line.starts_with("FAIL ")).count();
     let passed = results.lines().filter(|line| line.starts_with("ok ")).count();
     if !results.lines().any(|line| line == "done") {
-        bail!("the machine went off before its checks ended: {passed} passed, {failed} failed");
+        bail!("the machine powered off before its checks ended: {passed} passed, {failed} failed");
     }
     if failed > 0 {
         bail!("{failed} checks failed, {passed} passed");
@@ -174,20 +175,20 @@ fn verdict(results: &str) -> Result<()> {
     Ok(())
 }
 
-/// The agent's packages, containerd's configuration, images, test programs, and the checks.
+/// Installs the agent's packages, containerd's configuration, images, test programs, and the checks.
 fn install(root: &Path, stock: &Stock, agent: Option<&Path>) -> Result<()> {
     let at = |path: &str| root.join(path.trim_start_matches('/'));
     let check = at("/check");
-    eprintln!(".. build the agent and its packages");
+    eprintln!(".. building the agent and its packages");
     let built = programs::dynamic("kernel", agent)?;
     let binary = check.join("beelet");
     fs::create_dir_all(&check)?;
     shell::run(Command::new("strip").arg("-o").arg(&binary).arg(&built.agent))?;
     let files = package::files(&binary, || Ok(Command::new(&binary)))?;
     for (revision, name) in [("1", "beelet.deb"), ("2", "upgrade.deb")] {
-        let out = tempfile::tempdir().context("could not make a folder for the package")?;
+        let out = tempfile::tempdir().context("cannot create a folder for the package")?;
         let deb = package::build_deb(&files, Arch::Amd64, revision, package::Packed::Not, out.path(), 0)?;
-        fs::copy(&deb, check.join(name)).with_context(|| format!("could not copy {}", deb.display()))?;
+        fs::copy(&deb, check.join(name)).with_context(|| format!("cannot copy {}", deb.display()))?;
     }
     fs::remove_file(&binary)?;
     let machine = format!("machine={}\ncgroups={}\ndriver={}\n", stock.name, stock.cgroups, stock.driver);
@@ -209,14 +210,14 @@ fn install(root: &Path, stock: &Stock, agent: Option<&Path>) -> Result<()> {
     }
     want(root, "check.service")?;
     for image in images::standard()? {
-        let name = image.path.file_name().context("an image has a file's name")?.to_owned();
+        let name = image.path.file_name().context("an image file has no name")?.to_owned();
         fs::copy(&image.path, check.join("images").join(name))?;
     }
-    fs::copy(images::testapp()?, check.join("testapp")).context("could not copy the test app")?;
+    fs::copy(images::testapp()?, check.join("testapp")).context("cannot copy the test app")?;
     shell::run(Command::new("strip").arg("-o").arg(check.join("kernel")).arg(built.test))
 }
 
-/// Has the unit started when the machine is up.
+/// Enables the unit.
 fn want(root: &Path, unit: &str) -> Result<()> {
     let wanted = root.join("etc/systemd/system/multi-user.target.wants");
     fs::create_dir_all(&wanted)?;
@@ -262,18 +263,18 @@ podsDir: /srv/pods/beelet
 ";
 
 fn agent_config(stock: &Stock, driver: &str) -> String {
-    // Version 1 has no files for it.
+    // Cgroup v1 does not support it.
     let qos = if stock.cgroups == "v2" { "memoryReservationPolicy: TieredReservation" } else { "" };
     AGENT_CONFIG.replace("DRIVER", driver).replace("QOS", qos)
 }
 
 fn make_disk(disk: &Path, size: &str, how: &[&str]) -> Result<()> {
-    let _ = fs::remove_file(disk); // none, as a rule
+    let _ = fs::remove_file(disk); // usually it does not exist
     shell::run(Command::new("truncate").args(["-s", size]).arg(disk))?;
     shell::run(Command::new("mke2fs").args(["-q", "-F", "-t", "ext4"]).args(how).arg(disk))
 }
 
-/// The newest file of that name in the machine's `/boot`.
+/// Returns the newest file with that prefix in the machine's `/boot`.
 fn boot_file(root: &Path, prefix: &str) -> Result<PathBuf> {
     let names =
         fs::read_dir(root.join("boot"))?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
@@ -281,9 +282,9 @@ fn boot_file(root: &Path, prefix: &str) -> Result<PathBuf> {
     Ok(root.join("boot").join(found.with_context(|| format!("the machine has no {prefix}* in /boot"))?))
 }
 
-/// What is booted.
+/// Machine to boot.
 struct Machine {
-    /// What is on the first disk.
+    /// Content of the first disk.
     root: PathBuf,
     qemu: Qemu,
     kernel: PathBuf,
@@ -302,14 +303,14 @@ impl Machine {
             initrd: boot_file(&root, "initrd.img-")?,
             disk: work.join("disk.img"),
             volumes: work.join("volumes.img"),
-            command_line: format!("{COMMAND_LINE} {}", stock.told),
+            command_line: format!("{COMMAND_LINE} {}", stock.kernel_arguments),
             clock: Clock::Instructions { pace: 0 },
             root,
         })
     }
 
-    /// Boots it, on new disks if they are to be, and waits until it is off; once more if the emulator itself
-    /// died (QEMU 10.0: `iotlb_to_section: Assertion … failed`, in one of five boots).
+    /// Boots the machine, on new disks if `new`, and waits until it is off; boots again if the emulator
+    /// itself died (QEMU 10.0: `iotlb_to_section: Assertion … failed`, in one of five boots).
     fn boot(&self, new: bool, console: &Path, deadline: Duration) -> Result<()> {
         let run = || {
             if new {
@@ -319,11 +320,11 @@ impl Machine {
         };
         let mut status = run()?;
         if status.signal().is_some() {
-            eprintln!(".. QEMU died ({status}); the machine is booted once more");
+            eprintln!(".. QEMU died ({status}); booting again");
             status = run()?;
         }
         if !status.success() {
-            bail!("QEMU ended with {status}; see {}", console.display());
+            bail!("QEMU exited with {status}; see {}", console.display());
         }
         Ok(())
     }
@@ -333,18 +334,18 @@ impl Machine {
         make_disk(&self.volumes, VOLUMES, &["-O", "quota,project"])
     }
 
-    /// Runs it until it is off, or the deadline.
+    /// Runs the machine until it is off, or until the deadline.
     fn until_off(&self, console: &Path, deadline: Duration) -> Result<ExitStatus> {
-        // One thread: QEMU is bound to the life of the thread that starts it.
+        // A single thread: QEMU is killed when the thread that started it ends.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
-            let mut machine = self.command(console).spawn().context("could not start QEMU")?;
+            let mut machine = self.command(console).spawn().context("cannot start QEMU")?;
             tokio::select! {
-                status = machine.wait() => status.context("could not wait for QEMU"),
+                status = machine.wait() => status.context("cannot wait for QEMU"),
                 () = tokio::time::sleep(deadline) => {
-                    bail!("the machine was not off after {} s; see {}", deadline.as_secs(), console.display())
+                    bail!("the machine was still running after {} s; see {}", deadline.as_secs(), console.display())
                 }
-                signal = super::interrupted() => bail!("{} came: the VM was ended", signal?),
+                signal = super::interrupted() => bail!("interrupted by {}; the VM was stopped", signal?),
             }
         })
     }
@@ -370,11 +371,11 @@ impl Machine {
     }
 }
 
-/// A file of the machine's disk, without mounting it.
+/// Reads a file from the machine's disk, without mounting it.
 fn read_back(disk: &Path, file: &str) -> Result<String> {
     let mut command = Command::new("debugfs");
     let output = command.arg("-R").arg(format!("cat {file}")).arg(disk).output();
-    Ok(String::from_utf8_lossy(&output.context("could not start debugfs")?.stdout).into_owned())
+    Ok(String::from_utf8_lossy(&output.context("cannot start debugfs")?.stdout).into_owned())
 }
 
 #[cfg(test)]
@@ -394,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn the_checks_are_shell_that_a_shell_understands() {
+    fn the_checks_are_valid_shell() {
         let dir = tempfile::tempdir().unwrap();
         for script in [CHECK, e2e::SCRIPT] {
             fs::write(dir.path().join("script"), script).unwrap();
@@ -404,8 +405,8 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_machine_is_told_with_those_there_are() {
+    fn an_error_about_an_unknown_machine_lists_the_known_ones() {
         let error = run("debian-1", None, Duration::ZERO, false).unwrap_err().to_string();
-        assert_eq!(error, "there is no machine debian-1; there are: debian-12, debian-13, debian-12-v1");
+        assert_eq!(error, "unknown machine debian-1; known: debian-12, debian-13, debian-12-v1");
     }
 }

@@ -1,5 +1,5 @@
-//! Tier 2: the object is no aya object. libbpf loads it as well, attaches it, and reads the same records from
-//! it.
+//! Tier 2: the object does not depend on aya. libbpf loads and attaches the same object, and reads the same
+//! records from it.
 #![cfg(all(test, feature = "libbpf"))]
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
@@ -16,7 +16,7 @@ use std::cell::RefCell;
 use std::os::fd::AsRawFd as _;
 use std::rc::Rc;
 
-/// The content of `.rodata` with this kernel's offsets in it.
+/// Returns the content of `.rodata` with this kernel's offsets in it.
 fn read_only_data(bytes: &[u8], mut data: Vec<u8>) -> Vec<u8> {
     let elf = object::File::parse(bytes).unwrap();
     for (name, value) in beelet_bpf::globals().unwrap() {
@@ -88,7 +88,7 @@ fn libbpf_attaches_the_programs_and_reads_what_they_write() {
     };
     let deadline = std::time::Instant::now() + PATIENCE;
     while !seen.borrow().iter().any(ours) {
-        assert!(std::time::Instant::now() < deadline, "no event for the listener came");
+        assert!(std::time::Instant::now() < deadline, "no event for the listener arrived");
         ring.poll(std::time::Duration::from_secs(1)).unwrap();
     }
 }

@@ -1,6 +1,6 @@
-//! What the values do: how CPU time is shared, that memory is throttled, protected and never taken by
-//! killing, and that a pod's end leaves nothing. On the real kernel, under a root of the test's own, in
-//! whichever version the machine has.
+//! Effects of the values: CPU time is shared, memory is throttled and protected without kills, and nothing is
+//! left after a pod's end. The tests run on the real kernel, under a cgroup root of their own, with the
+//! machine's cgroup version.
 #![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
 
 use std::collections::BTreeMap;
@@ -18,15 +18,15 @@ use beelet_units::cgroup_driver::CgroupDriver;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
 
-/// What one wait may take. The three of a test fit into the 300 s that it gets in an emulated guest.
+/// Time limit of one wait. The three waits of a test fit into the 300 s that the test has in an emulated
+/// guest.
 const PATIENCE: Duration = Duration::from_secs(90);
-/// How much of the CPU time a share is measured over: enough that one slice of the scheduler is next to
-/// nothing.
+/// CPU time over which a share is measured: long enough that one slice of the scheduler hardly counts.
 const SHARED_SECONDS: f64 = 12.0;
-/// What a pod that asked for something may get more or less than its share, relative to it.
+/// Largest error of the share of a pod with requests, relative to the share.
 const SHARE_ERROR: f64 = 0.05;
-/// What a BestEffort pod may get beyond its share, of all the time. It always gets something: its slices are
-/// as long as those of others, but come seldom.
+/// CPU time that a BestEffort pod may get beyond its share, as a fraction of all time. The pod always gets
+/// some: its slices are as long as those of others, but rare.
 const BEST_EFFORT_ERROR: f64 = 0.02;
 const MIB: u64 = 1 << 20;
 
@@ -36,7 +36,7 @@ fn setup(name: &str) -> (CgroupRoot, Cgroups) {
     (root, cgroups)
 }
 
-/// A process in the cgroup `path`, in every hierarchy, from its first instruction on.
+/// Starts a process in the cgroup `path`, in every hierarchy, from its first instruction on.
 fn process_in(root: &CgroupRoot, path: &str, program: &str) -> Process {
     let join: String = root
         .dirs()
@@ -51,7 +51,7 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !done() {
         assert!(Instant::now() < deadline, "waited for {what}");
-        // Counters of cgroups can't be waited for.
+        // Counters of cgroups send no events.
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -65,9 +65,9 @@ fn memory_limit(cgroups: &Cgroups, bytes: u64) -> Files {
     files(&[(file, bytes.to_string())])
 }
 
-/// A program that has so many MiB of memory of its own and keeps them.
+/// Returns a program that allocates and keeps this many MiB.
 fn eater(mebibytes: u64) -> String {
-    // A variable of the shell; the second line keeps the shell itself in its place.
+    // The memory is a variable of the shell; the loop keeps the shell running.
     format!("x=$(head -c {} /dev/zero | tr '\\0' x); while :; do sleep 1; done", mebibytes * MIB)
 }
 
@@ -89,7 +89,7 @@ fn pods() -> Vec<Pod> {
     ]
 }
 
-/// The weight of each pod among all, by the files of those that compete: kubepods' children.
+/// Returns the weight of each pod, from the files of the cgroups that compete: kubepods' children.
 fn weights(cgroups: &Cgroups) -> [f64; 3] {
     let file = if cgroups.version() == Version::V2 { "cpu.weight" } else { "cpu.shares" };
     let of = |path: &str| cgroups.read(path, file).unwrap().parse::<f64>().unwrap();
@@ -100,7 +100,7 @@ fn share_cpu_time(formula: CpuWeightFormula, expected: Option<[f64; 3]>) {
     let (root, cgroups) = setup("beelet-cgroup-shares");
     let version = if cgroups.version() == Version::V2 { CgroupVersion::V2 } else { CgroupVersion::V1 };
     let node = NodeAmounts { memory_capacity: 0, allocatable_millis: 2000, allocatable_memory: 1 << 33 };
-    // Without quotas: they would hold one pod back by something else than its share.
+    // Quotas are off: they would limit a pod by something other than its share.
     let config = CgroupConfig {
         cpu_cfs_quota: false,
         cpu_weight_formula: formula,
@@ -117,15 +117,15 @@ fn share_cpu_time(formula: CpuWeightFormula, expected: Option<[f64; 3]>) {
     }
     let paths =
         ["/kubepods/podguaranteed", "/kubepods/burstable/podburstable", "/kubepods/besteffort/podbesteffort"];
-    // All on one CPU, so that they compete.
+    // All processes run on one CPU, so that they compete.
     let mut first = rustix::thread::CpuSet::new();
     first.set(0);
     let busy: Vec<Process> =
         paths.iter().map(|path| process_in(&root, path, "while :; do :; done")).collect();
     let used = || paths.map(|path| cgroups.cpu_use(path).unwrap().used_ns as f64 / 1e9);
     wait_until("all of them to run", || used().iter().all(|seconds| *seconds > 0.0));
-    // Not before: a process that joins a cgroup with a cpuset may run on all of its CPUs again (before Linux
-    // 6.2).
+    // The affinity is set only now: a process that joins a cgroup with a cpuset may run on all of its CPUs
+    // again (before Linux 6.2).
     for child in &busy {
         let pid = rustix::process::Pid::from_child(&child.0);
         rustix::thread::sched_setaffinity(Some(pid), &first).unwrap();
@@ -137,12 +137,12 @@ fn share_cpu_time(formula: CpuWeightFormula, expected: Option<[f64; 3]>) {
     let total: f64 = used.iter().sum();
     let shares = used.map(|seconds| seconds / total);
     let wanted = weights.map(|weight| weight / all);
-    eprintln!("weights {weights:?}: {shares:.4?} of the CPU time, where {wanted:.4?} are their shares");
+    eprintln!("weights {weights:?}: {shares:.4?} of the CPU time, expected {wanted:.4?}");
     for n in [0, 1] {
         let error = (shares[n] / wanted[n] - 1.0).abs();
         assert!(error <= SHARE_ERROR, "{}: {} of the time, not {}", paths[n], shares[n], wanted[n]);
     }
-    assert!(shares[2] > 0.0, "a BestEffort pod gets what others leave");
+    assert!(shares[2] > 0.0, "the BestEffort pod got no CPU time");
     assert!(shares[2] <= wanted[2] + BEST_EFFORT_ERROR, "{}: {} of the time", paths[2], shares[2]);
 }
 
@@ -187,9 +187,9 @@ fn a_memory_limit_below_what_is_in_use_kills_nobody_and_is_written_once_it_fits(
         Version::V2 => assert!(matches!(report.failed[..], [CgroupError::WouldKill { .. }]), "{report:?}"),
         _ => assert!(report.failed[0].to_string().contains("more than that is in use"), "{report:?}"),
     }
-    assert!(eater.0.try_wait().unwrap().is_none(), "it was killed");
+    assert!(eater.0.try_wait().unwrap().is_none(), "the process was killed");
     assert_eq!(cgroups.memory_use(pod).unwrap().limit, Some(256 * MIB));
-    // Only what leaves more room may be written in between, so this is nothing to do.
+    // Only values that leave more room may be written at this step, so this call changes nothing.
     assert!(cgroups.adjust(&tight, Adjust::Wider).failed.is_empty());
     drop(eater);
     wait_until("the smaller limit to fit", || cgroups.adjust(&tight, Adjust::All).failed.is_empty());
@@ -211,12 +211,12 @@ fn memory_high_throttles_and_kills_nobody() {
         let text = cgroups.read(pod, "memory.events").unwrap();
         text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok()).unwrap()
     };
-    wait_until("it to be throttled", || events("high ") > 0);
+    wait_until("the process to be throttled", || events("high ") > 0);
     assert_eq!(events("oom_kill "), 0);
-    assert!(eater.0.try_wait().unwrap().is_none(), "it ended");
+    assert!(eater.0.try_wait().unwrap().is_none(), "the process ended");
 }
 
-/// A block device whose pages can be read into the page cache, where one can be had.
+/// Returns a block device whose pages can be read into the page cache, if the kernel has one.
 fn block_device() -> Option<&'static str> {
     let _ = Command::new("modprobe").arg("null_blk").stderr(Stdio::null()).status();
     ["/dev/nullb0"].into_iter().find(|device| fs::metadata(device).is_ok())
@@ -235,11 +235,11 @@ fn memory_min_protects_what_a_pod_has_cached_from_its_neighbours() {
         requires::skip(&requires::Missing { what, remedy: "modprobe null_blk".to_owned() });
         return;
     };
-    // What is cached of a device goes when the last one closes it.
+    // The kernel drops a device's cached pages when the last user closes the device.
     let _open = fs::File::open(device).unwrap();
     let (safe, bare, hog) =
         ("/kubepods/podsafe", "/kubepods/burstable/podbare", "/kubepods/besteffort/podhog");
-    // What protects the pod must be granted by its ancestors too.
+    // A pod's ancestors must grant its protection too.
     let min = |mebibytes: u64| files(&[("memory.min", (mebibytes * MIB).to_string())]);
     let mut kubepods = min(48);
     kubepods.insert("memory.max".to_owned(), (96 * MIB).to_string());
@@ -251,15 +251,15 @@ fn memory_min_protects_what_a_pod_has_cached_from_its_neighbours() {
         let text = cgroups.read(pod, "memory.stat").unwrap();
         text.lines().find_map(|line| line.strip_prefix("file ")?.parse().ok()).unwrap()
     };
-    // Each reads 24 MiB of its own part of the device.
+    // Each pod reads 24 MiB of its own part of the device.
     for (pod, skip) in [(safe, 0), (bare, 1000)] {
         let read = format!("exec dd if={device} of=/dev/null bs=1M count=24 skip={skip} 2>/dev/null");
         assert!(process_in(&root, pod, &read).0.wait().unwrap().success());
         assert!(cached(pod) >= 20 * MIB, "{pod} has cached {}", cached(pod));
     }
     let before = cached(safe);
-    // The neighbour takes all the room but 8 MiB, for good: memory without a file behind it and no swap to go
-    // to. One that only reads files once would lose its own pages first: multi-generational LRU takes the
+    // The neighbour permanently takes all memory but 8 MiB, without a file behind it and without swap. A
+    // neighbour that only reads files once would lose its own pages first: multi-generational LRU takes the
     // coldest.
     let folder = tempfile::tempdir().unwrap();
     let memory = Mount::tmpfs(&folder.path().join("memory"), 64 * MIB).unwrap();
@@ -270,7 +270,7 @@ fn memory_min_protects_what_a_pod_has_cached_from_its_neighbours() {
     let fill = format!("exec dd if=/dev/zero of={}/all bs=1M count=64 2>/dev/null", memory.path().display());
     assert!(process_in(&root, hog, &fill).0.wait().unwrap().success());
     assert!(cached(safe) >= before * 9 / 10, "protected: {} of {before} left", cached(safe));
-    assert!(cached(bare) < 12 * MIB, "not protected, and still there: {}", cached(bare));
+    assert!(cached(bare) < 12 * MIB, "not protected, but still cached: {}", cached(bare));
 }
 
 // ---- The end ----
@@ -286,12 +286,12 @@ fn the_end_of_a_pod_that_keeps_forking_leaves_nothing() {
         &format!("{pod}/c1"),
         "while :; do for i in 1 2 3 4 5; do sleep 100 & done; sleep 0.01; done",
     );
-    wait_until("it to fork", || cgroups.pids(pod).unwrap().len() > 10);
+    wait_until("the pod to fork", || cgroups.pids(pod).unwrap().len() > 10);
     let killed = crate::destroyed(&cgroups, pod, PATIENCE);
     parent.0.wait().unwrap();
     assert!(root.dirs().iter().all(|dir| !dir.join(&pod[1..]).exists()));
     assert!(killed.iter().all(|pid| !fs::exists(format!("/proc/{pid}/exe")).unwrap_or(false)), "{killed:?}");
-    // Again: nothing to do. And nothing but a pod is ended.
+    // A second call has nothing to do, and only pods can be destroyed.
     assert!(cgroups.destroy(pod).unwrap().is_empty());
     assert!(matches!(cgroups.destroy("/kubepods/besteffort"), Err(CgroupError::NotAPod(_))));
 }

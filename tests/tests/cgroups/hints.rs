@@ -1,5 +1,5 @@
-//! The kernel's hints on memory pressure, each on a cgroup of the test's own whose memory runs short: that
-//! they come, and come on the descriptors that eviction listens to.
+//! The kernel's hints on memory pressure: each test lets the memory of a cgroup of its own run short, and
+//! expects the hint on the descriptor that eviction polls.
 #![allow(clippy::unwrap_used, clippy::panic)] // a helper of tests may fail as the tests may
 
 use std::fs::{File, OpenOptions};
@@ -22,7 +22,7 @@ use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
 const PODS: &str = "/kubepods";
 const POD: &str = "/kubepods/pod1";
-/// The stall that eviction asks to be told of.
+/// Stall for which eviction requests a notification.
 const STALL: Duration = Duration::from_millis(50);
 const MIB: u64 = 1 << 20;
 
@@ -30,7 +30,7 @@ const MIB: u64 = 1 << 20;
 struct Pods {
     cgroups: Arc<Cgroups>,
     root: CgroupRoot,
-    /// Larger than the limit; it takes no disk.
+    /// File larger than the limit; the file uses no disk space.
     file: tempfile::NamedTempFile,
 }
 
@@ -40,11 +40,11 @@ impl Pods {
         let cgroups = Arc::new(Cgroups::discover(root.path(), CgroupDriver::Cgroupfs).unwrap());
         cgroups.ensure(POD, &Files::new()).unwrap();
         let file = tempfile::NamedTempFile::new_in(workdir::target_dir()).unwrap();
-        // Reading all of it takes longer than any test waits.
+        // Reading the whole file takes longer than any test waits.
         file.as_file().set_len(256 << 30).unwrap();
         let pods = Pods { cgroups, root, file };
-        // Above `memory.high` whoever allocates must wait; version 1 has only the limit, at which who reads
-        // must.
+        // Above `memory.high` a process that allocates memory is throttled; version 1 has only the limit, at
+        // which a process that reads files is.
         let (limit, bytes) =
             if pods.is_v2() { ("memory.high", 16 * MIB) } else { ("memory.limit_in_bytes", 32 * MIB) };
         std::fs::write(pods.memory_dir().join(limit), bytes.to_string()).unwrap();
@@ -59,13 +59,13 @@ impl Pods {
         self.root.dir("memory").unwrap().join("kubepods")
     }
 
-    /// A process in the pod.
+    /// Starts a process in the pod.
     fn load(&self) -> Load {
         let cgroups = self.root.dirs().into_iter().map(|dir| dir.join(&POD[1..])).collect();
         Load::start(Path::new(env!("CARGO_BIN_EXE_load")), &[], &Seat { cgroups, ..Seat::default() }).unwrap()
     }
 
-    /// What such a process does that makes it wait for memory.
+    /// Returns the command with which such a process must wait for memory.
     fn squeeze(&self) -> String {
         if self.is_v2() {
             return format!("allocate {}", 48 * MIB);
@@ -73,7 +73,7 @@ impl Pods {
         format!("stream {}", self.file.path().display())
     }
 
-    /// Has the pod wait for memory until `fd` is ready; panics if it never is.
+    /// Lets the pod wait for memory until `fd` is ready; panics after [`PATIENCE`].
     fn squeeze_until(&self, fd: &OwnedFd, flags: PollFlags) {
         let deadline = Instant::now() + PATIENCE;
         let mut loads = [self.load(), self.load()];
@@ -91,12 +91,12 @@ impl Pods {
         panic!("the descriptor was not ready in {PATIENCE:?}");
     }
 
-    /// Where the pods' stalls are counted; a loud skip where they aren't.
+    /// Returns the file that counts the pods' stalls; prints a skip on kernels without one.
     fn pressure_file(&self) -> Option<PathBuf> {
         let file = self.cgroups.cgroup2_path(PODS).map(|dir| dir.join("memory.pressure"));
         let found = file.filter(|file| file.exists());
         if found.is_none() {
-            requires::skip(&requires::missing("no cgroup2 counts stalls", "boot with psi=1"));
+            requires::skip(&requires::missing("no cgroup2 hierarchy counts stalls", "boot with psi=1"));
         }
         found
     }
@@ -116,7 +116,7 @@ fn the_trigger_is_ready_when_pods_have_waited_for_memory() {
         return;
     }
     let trigger = pods.cgroups.pressure_trigger(PODS, STALL).unwrap();
-    assert!(!is_ready(&trigger, PollFlags::PRI, 0), "nobody has waited yet");
+    assert!(!is_ready(&trigger, PollFlags::PRI, 0), "ready before any wait for memory");
     pods.squeeze_until(&trigger, PollFlags::PRI);
 }
 
@@ -126,7 +126,7 @@ fn without_cap_sys_resource_the_trigger_has_the_window_that_the_kernel_wants_the
     let pods = Pods::new("beelet-hint-psi-2s");
     let Some(file) = pods.pressure_file() else { return };
     let cgroups = Arc::clone(&pods.cgroups);
-    // A thread's capabilities are its own.
+    // Capabilities belong to a thread.
     let asked = std::thread::spawn(move || {
         let mut sets = capabilities(None).unwrap();
         sets.effective.remove(CapabilitySet::SYS_RESOURCE);
@@ -142,12 +142,12 @@ fn without_cap_sys_resource_the_trigger_has_the_window_that_the_kernel_wants_the
     let trigger = trigger.unwrap();
     match a_second {
         Ok(()) => {
-            let what = "this kernel lets everybody have a window of a second";
+            let what = "this kernel allows a window of a second without the capability";
             return requires::skip(&requires::missing(what, "Linux 6.5 or later"));
         }
         Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput, "{error}"),
     }
-    assert!(!is_ready(&trigger, PollFlags::PRI, 0), "nobody has waited yet");
+    assert!(!is_ready(&trigger, PollFlags::PRI, 0), "ready before any wait for memory");
     pods.squeeze_until(&trigger, PollFlags::PRI);
 }
 
@@ -159,11 +159,11 @@ fn a_counter_of_memory_events_that_moves_is_told() {
         return requires::skip(&requires::missing("the memory controller is version 1's", "pure cgroup v2"));
     }
     let events = pods.cgroups.memory_events(PODS).unwrap();
-    // Only what has been read can change.
+    // The kernel reports changes only after a first read.
     let mut text = String::new();
     File::from(events.try_clone().unwrap()).read_to_string(&mut text).unwrap();
     assert!(text.contains("high 0"), "{text}");
-    assert!(!is_ready(&events, PollFlags::PRI, 0), "nothing has moved yet");
+    assert!(!is_ready(&events, PollFlags::PRI, 0), "ready before any event");
     pods.squeeze_until(&events, PollFlags::PRI);
 }
 
@@ -180,7 +180,7 @@ fn usage_that_crosses_a_threshold_is_told_on_version_1() {
     let threshold = pods.cgroups.usage_threshold(PODS, 16 * MIB).unwrap();
     let mut load = pods.load();
     load.tell(&format!("allocate {}", 4 * MIB)).unwrap();
-    assert!(!is_ready(&threshold, PollFlags::IN, 0), "it is not reached yet");
+    assert!(!is_ready(&threshold, PollFlags::IN, 0), "ready below the threshold");
     load.tell(&format!("allocate {}", 24 * MIB)).unwrap();
     assert!(is_ready(&threshold, PollFlags::IN, 30));
 }
@@ -195,12 +195,12 @@ async fn what_the_kernel_tells_reaches_those_who_look_at_memory() {
     let hints = Hints::default();
     let mut given = hints.subscribe();
     let listening = tokio::spawn(edges::listen(Arc::clone(&pods.cgroups), vec![threshold], hints));
-    // The first may come from a file that was never read before.
+    // The first hint may come from a file that was never read before.
     let enough = tokio::time::timeout(PATIENCE, given.wait_for(|count| *count >= 2));
     let (mut load, squeeze) = (pods.load(), pods.squeeze());
     let loading = std::thread::spawn(move || while load.tell(&squeeze).is_ok() {});
     let heard = enough.await;
-    // The cgroup goes with its process, and so the thread ends.
+    // The removal of the cgroup ends its process, and so the thread.
     listening.abort();
     drop(pods);
     loading.join().unwrap();

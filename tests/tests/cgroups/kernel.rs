@@ -1,5 +1,5 @@
-//! The agent's cgroup writer on the real kernel: under a root of the test's own, in whichever version the
-//! machine has.
+//! The agent's cgroup writer on the real kernel: under a cgroup root of the test's own, with the machine's
+//! cgroup version.
 #![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
 
 use std::collections::BTreeMap;
@@ -26,7 +26,8 @@ fn setup(name: &str) -> (CgroupRoot, Cgroups) {
     (root, cgroups)
 }
 
-/// CPU (millicores of quota; None: no limit), and memory in bytes, as files of this machine's version.
+/// Returns a CPU quota (millicores; `None`: no limit) and a memory limit (bytes) as files of the machine's
+/// cgroup version.
 fn limits(cgroups: &Cgroups, millis: Option<u64>, memory: Option<u64>) -> Files {
     let amount =
         |value: Option<u64>, none: &str| value.map_or_else(|| none.to_owned(), |value| value.to_string());
@@ -43,7 +44,7 @@ fn limits(cgroups: &Cgroups, millis: Option<u64>, memory: Option<u64>) -> Files 
     files.into_iter().map(|(file, value)| (file.to_owned(), value)).collect()
 }
 
-/// A process in the cgroup `path`, in every hierarchy.
+/// Starts a process in the cgroup `path`, in every hierarchy.
 fn process_in(root: &CgroupRoot, path: &str) -> Process {
     let child = Process(Command::new("sleep").arg("1000").spawn().unwrap());
     for dir in root.dirs() {
@@ -53,7 +54,8 @@ fn process_in(root: &CgroupRoot, path: &str) -> Process {
     child
 }
 
-/// What another library reads of CPU quota in microseconds and memory limit in bytes; -1: no limit.
+/// Returns the CPU quota in microseconds and the memory limit in bytes as another library reads them; -1: no
+/// limit.
 fn seen_by_cgroups_rs(cgroups: &Cgroups, path: &str) -> (i64, i64) {
     let cgroup = Cgroup::load(hierarchies::auto(), cgroups.cri_parent(path).trim_start_matches('/'));
     let cpu: &CpuController = cgroup.controller_of().unwrap();
@@ -68,7 +70,7 @@ fn values_are_held_as_another_library_reads_them() {
     cgroups.ensure(POD, &limits(&cgroups, Some(500), Some(128 << 20))).unwrap();
     assert!(cgroups.exists(POD));
     assert_eq!(seen_by_cgroups_rs(&cgroups, POD), (50_000, 128 << 20));
-    // Again: nothing to do. Then without limits.
+    // The second call has nothing to do. The third one removes the limits.
     cgroups.ensure(POD, &limits(&cgroups, Some(500), Some(128 << 20))).unwrap();
     cgroups.ensure(POD, &limits(&cgroups, None, None)).unwrap();
     let (quota, memory) = seen_by_cgroups_rs(&cgroups, POD);
@@ -96,7 +98,7 @@ fn the_runtime_may_put_a_process_into_every_hierarchy_of_a_new_pod() {
 fn limits_of_parent_and_child_move_together_in_both_directions() {
     require!(root);
     let (_root, cgroups) = setup("beelet-cgroup-order");
-    // On version 1 the kernel refuses any step in which the child's share of CPU exceeds its parent's.
+    // On version 1 the kernel refuses any step in which the child's CPU quota exceeds its parent's.
     for (parent, child) in [(1000, 500), (250, 100), (100, 100), (2000, 2000), (2000, 100), (50, 50)] {
         let wanted: BTreeMap<String, Files> = [
             ("/kubepods/burstable".to_owned(), limits(&cgroups, Some(parent), Some(parent << 20))),
@@ -134,7 +136,7 @@ fn a_pods_remains_are_killed_and_its_neighbours_are_not() {
 
     let error = cgroups.remove(POD).unwrap_err();
     assert!(matches!(&error, CgroupError::NotEmpty { pids, .. } if *pids == [left.0.id()]), "{error}");
-    assert!(cgroups.exists(POD), "a refused removal removes nothing");
+    assert!(cgroups.exists(POD), "the refused removal removed the cgroup");
 
     assert_eq!(cgroups.kill_remaining(POD).unwrap(), [left.0.id()]);
     assert!(!left.0.wait().unwrap().success());
@@ -145,12 +147,12 @@ fn a_pods_remains_are_killed_and_its_neighbours_are_not() {
     assert!(other.0.try_wait().unwrap().is_none(), "the neighbour was killed");
     assert_eq!(cgroups.list_pods().unwrap(), [NEIGHBOUR]);
     assert!(matches!(cgroups.kill_remaining("/kubepods/burstable"), Err(CgroupError::NotAPod(_))));
-    assert!(other.0.try_wait().unwrap().is_none(), "a path that is no pod's killed something");
+    assert!(other.0.try_wait().unwrap().is_none(), "a path that is not a pod's killed a process");
 }
 
 // ---- Every file of a set of pods ----
 
-/// One pod of each class, a container each.
+/// Returns one pod of each QoS class, with one container each.
 fn pods() -> [Pod; 3] {
     let pod = |name: &str, resources: serde_json::Value| {
         serde_json::from_value(json!({
@@ -167,8 +169,8 @@ fn pods() -> [Pod; 3] {
     ]
 }
 
-/// What the agent would hold for them on a node of 2 CPUs and 8 GiB, with everything turned on that makes a
-/// file.
+/// Returns the values that the agent would hold for the pods on a node of 2 CPUs and 8 GiB, with every
+/// setting on that has a file.
 fn wanted(version: Version) -> BTreeMap<String, Files> {
     let version = if version == Version::V2 { CgroupVersion::V2 } else { CgroupVersion::V1 };
     let node =
@@ -192,7 +194,7 @@ fn wanted(version: Version) -> BTreeMap<String, Files> {
     all.into_iter().map(|cgroup| (cgroup.path, cgroup.files)).collect()
 }
 
-/// By hand, from the rules in docs/cgroups.md and KEPs 2254 and 2570. `file=value` of each cgroup.
+/// Expected values, derived by hand from docs/cgroups.md and KEPs 2254 and 2570: `file=value` of each cgroup.
 const HELD_V2: &[(&str, &str)] = &[
     ("/kubepods", "cpu.weight=79 memory.max=8589934592 memory.min=134217728"),
     ("/kubepods/besteffort", "cpu.weight=1 memory.max=8522825728"),
@@ -242,7 +244,7 @@ const HELD_V1: &[(&str, &str)] = &[
     ),
 ];
 
-/// What the files of these cgroups hold now, as [`HELD_V2`] has it.
+/// Returns the current contents of these cgroups' files, in the form of [`HELD_V2`].
 fn held(cgroups: &Cgroups, wanted: &BTreeMap<String, Files>) -> Vec<(String, String)> {
     let line = |(path, files): (&String, &Files)| {
         let read = |file: &String| format!("{file}={}", cgroups.read(path, file).unwrap_or_default());
@@ -251,7 +253,8 @@ fn held(cgroups: &Cgroups, wanted: &BTreeMap<String, Files>) -> Vec<(String, Str
     wanted.iter().map(line).collect()
 }
 
-/// Another value that the kernel takes for this file; None where it goes with another file.
+/// Returns another value that the kernel accepts for this file; `None` for a file that changes with another
+/// one.
 fn foreign(file: &str, value: &str) -> Option<String> {
     match file {
         "cpu.cfs_period_us" => None,
@@ -286,7 +289,7 @@ fn every_file_of_a_set_of_pods_holds_its_value_and_is_set_right_when_somebody_ch
             let Some(other) = foreign(file, value) else { continue };
             let dir = root.dir(file.split('.').next().unwrap()).unwrap().join(&path[1..]);
             std::fs::write(dir.join(file), &other).unwrap();
-            assert_ne!(held(&cgroups, &wanted), expected, "{path}: {file} was to be changed");
+            assert_ne!(held(&cgroups, &wanted), expected, "{path}: {file} the change had no effect");
             let report = cgroups.adjust(&wanted, Adjust::All);
             assert!(report.failed.is_empty(), "{path} {file}: {report:?}");
             let changed: Vec<&str> = report.changed.iter().map(|change| change.cgroup.as_str()).collect();

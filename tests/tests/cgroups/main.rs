@@ -1,4 +1,5 @@
-//! Cgroups on this machine's kernel, in whichever version it has. Runs in the guests of `cargo xtask vm` too.
+//! Cgroups on this machine's kernel, with its cgroup version. The tests also run in the guests of `cargo
+//! xtask vm`.
 
 mod effects;
 mod hints;
@@ -10,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use beelet_cgroups::Cgroups;
 
-/// Destroys the pod's cgroup within `patience`, however many calls of two seconds that takes on a busy
-/// machine. Returns the processes that were killed for it.
+/// Destroys the pod's cgroup within `patience`, with as many calls of two seconds as a busy machine needs.
+/// Returns the processes that were killed for it.
 fn destroyed(cgroups: &Cgroups, pod: &str, patience: Duration) -> Vec<u32> {
     let deadline = Instant::now() + patience;
     let mut killed = Vec::new();

@@ -1,10 +1,10 @@
-//! A container's cgroup as a real runc makes it, against what the agent wants of it: which values runc's own
-//! formula makes different, that they can be set through it, that a resize keeps the container, and that the
-//! pod's end leaves nothing.
+//! The cgroup that a real runc creates for a container, compared with the agent's plan: the values that
+//! runc's own formula changes, setting them through runc, a resize that keeps the container, and the pod's
+//! end, which leaves nothing.
 //!
-//! Runs on this machine and in the guests of `cargo xtask vm`. A guest's root is the kernel's initial one,
-//! which nothing can be pivoted away from; so runc is started in a tmpfs that has everything of the root in
-//! it.
+//! The tests run on this machine and in the guests of `cargo xtask vm`. A guest's root is the kernel's
+//! initial one, from which pivot_root(2) is impossible; so runc is started in a tmpfs with everything of the
+//! root in it.
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
 use std::collections::BTreeMap;
@@ -28,7 +28,7 @@ use serde_json::{Value, json};
 const ID: &str = "main";
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Makes a tmpfs that has everything of the root in it, and runs the rest of the arguments there.
+/// Script that makes a tmpfs with everything of the root in it, and runs its other arguments there.
 const IN_TMPFS: &str = r#"
 new=$1; shift
 mount --make-rprivate /
@@ -41,7 +41,7 @@ done
 exec chroot "$new" "$@"
 "#;
 
-/// What one pod with one container wants, as the agent would ask for it.
+/// Values for one pod with one container, as the agent would request them.
 struct Wanted {
     pod: String,
     pod_files: Files,
@@ -70,7 +70,8 @@ fn wanted(version: Version, cpu: &str, memory: &str) -> Wanted {
     }
 }
 
-/// As OCI's runtime specification has them; `unified` only where there is some: runc refuses it on version 1.
+/// Returns the resources in the form of OCI's runtime specification, with `unified` only if not empty: runc
+/// refuses that field on version 1.
 fn oci(resources: &ContainerResources, unified: &Files) -> Value {
     let mut oci = json!({
         "cpu": {"shares": resources.cpu_shares, "quota": resources.cpu_quota, "period": resources.cpu_period},
@@ -82,13 +83,13 @@ fn oci(resources: &ContainerResources, unified: &Files) -> Value {
     oci
 }
 
-/// A container by runc alone.
+/// A container that runc runs alone.
 struct Runc {
     dir: tempfile::TempDir,
 }
 
 impl Runc {
-    /// A bundle with busybox, that sleeps.
+    /// Creates a bundle with busybox, which sleeps.
     fn bundle(cgroup: &str, resources: &Value) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let rootfs = dir.path().join("bundle/rootfs");
@@ -117,19 +118,19 @@ impl Runc {
         self.dir.path().join(name)
     }
 
-    /// `runc` with its state in a folder of its own.
+    /// Returns the command line of `runc` with its state in a folder of its own.
     fn arguments(&self) -> Vec<String> {
         let runc = requires::find_program("runc").unwrap();
         [runc, "--root".into(), self.path("state")].map(|part| part.display().to_string()).into()
     }
 
-    /// Starts the container; its first process.
+    /// Starts the container and returns its first process.
     fn start(&self) -> u32 {
         let mut command = Command::new("unshare");
         command.args(["-m", "sh", "-ec", IN_TMPFS, "sh"]).arg(self.path("root")).args(self.arguments());
         command.args(["run", "--detach", "--no-new-keyring", "--pid-file"]).arg(self.path("pid"));
         command.arg("--bundle").arg(self.path("bundle")).arg(ID);
-        // The container keeps them, so they can't be read to their end.
+        // The container keeps the descriptors open, so a pipe would never reach its end.
         let output = fs::File::create(self.path("output")).unwrap();
         command.stdin(Stdio::null()).stdout(output.try_clone().unwrap()).stderr(output);
         let status = command.status().unwrap();
@@ -150,7 +151,7 @@ impl Runc {
     }
 }
 
-/// The files of a container that aren't as they should be, with what they hold.
+/// Returns the files of a container that differ from `files`, with their contents.
 fn differing(cgroups: &Cgroups, path: &str, files: &Files) -> BTreeMap<String, String> {
     let (changes, failed) = cgroups.differences(path, files);
     assert!(failed.is_empty(), "{failed:?}");
@@ -163,7 +164,7 @@ fn unified(wanted: &Wanted) -> Files {
 }
 
 fn runs(pid: u32) -> bool {
-    // A zombie's program is gone.
+    // The link of a zombie's program is missing.
     fs::read_link(format!("/proc/{pid}/exe")).is_ok()
 }
 
@@ -176,14 +177,13 @@ fn a_container_that_runc_made_is_set_as_planned_resized_in_place_and_ended_with_
     let path = format!("{}/{ID}", small.pod);
     cgroups.ensure(&small.pod, &small.pod_files).unwrap();
 
-    // The runtime makes the cgroup, by its own formula: what may differ from the plan is the weight, and
-    // nothing else.
+    // The runtime creates the cgroup by its own formula: only the weight may differ from the plan.
     let runc = Runc::bundle(&cgroups.cri_parent(&path), &oci(&small.resources, &Files::new()));
     let pid = runc.start();
     assert!(cgroups.pids(&path).unwrap().contains(&pid));
     assert_eq!(cgroups.container_path(&small.pod, ID).as_deref(), Some(path.as_str()));
     let differs = differing(&cgroups, &path, &small.files);
-    eprintln!("runc made otherwise than planned: {differs:?}");
+    eprintln!("runc's values that differ from the plan: {differs:?}");
     assert!(differs.keys().all(|file| file == "cpu.weight"), "{differs:?}");
     runc.update(&oci(&small.resources, &unified(&small)));
     assert_eq!(differing(&cgroups, &path, &small.files), BTreeMap::new());
@@ -195,7 +195,7 @@ fn a_container_that_runc_made_is_set_as_planned_resized_in_place_and_ended_with_
         assert_eq!(cgroups.read(&path, file).as_deref(), Some(value), "{file}");
     }
 
-    // Larger, with the pod first, then smaller, with the pod last: the same process goes on.
+    // The container grows, with the pod first, and then shrinks, with the pod last: its process continues.
     let large = wanted(cgroups.version(), "2500m", "128Mi");
     let pod = |wanted: &Wanted| BTreeMap::from([(wanted.pod.clone(), wanted.pod_files.clone())]);
     for (wanted, pod_first) in [(&large, true), (&small, false)] {
@@ -218,9 +218,9 @@ fn a_container_that_runc_made_is_set_as_planned_resized_in_place_and_ended_with_
     ends(&cgroups, &root, &small.pod, pid);
 }
 
-/// What the runtime has left is killed with the pod, and nothing of it stays.
+/// Checks that the remaining process is killed with the pod, and that nothing of the pod is left.
 fn ends(cgroups: &Cgroups, root: &CgroupRoot, pod: &str, pid: u32) {
-    // The process has no parent that waits for it but the machine's first one.
+    // Only the machine's first process reaps the killed one.
     let killed = crate::destroyed(cgroups, pod, PATIENCE);
     assert!(!runs(pid), "the container's process runs on; killed: {killed:?}");
     assert!(root.dirs().iter().all(|dir| !dir.join(&pod[1..]).exists()));

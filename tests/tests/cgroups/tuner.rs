@@ -1,4 +1,4 @@
-//! The tuner on the real kernel: under a root of the test's own, in whichever version the machine has.
+//! The tuner on the real kernel: under a cgroup root of the test's own, with the machine's cgroup version.
 #![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
 
 use std::collections::BTreeMap;
@@ -22,11 +22,11 @@ use beelet_units::cgroup_driver::CgroupDriver;
 const BEST_EFFORT: &str = "/kubepods/besteffort";
 const HOG: &str = "/kubepods/besteffort/podhog";
 const SERVER: &str = "/kubepods/podserver";
-/// Names the root and the state folder to the process that is to be killed.
+/// Environment variable with the root and the state folder, for the process that is killed.
 const VICTIM: &str = "BEELET_TEST_TUNER_VICTIM";
 const PATIENCE: Duration = Duration::from_secs(120);
-/// How often the agent's work is killed in the midst of it, and how long that may take: an emulated guest
-/// gives a test 300 s.
+/// Number of kills in the midst of the agent's work, and their time limit: a test in an emulated guest has
+/// 300 s.
 const KILLS: u64 = 100;
 const KILLS_WITHIN: Duration = Duration::from_secs(240);
 
@@ -52,7 +52,7 @@ impl Node {
         engine(&self.cgroups, Arc::new(State::open(self.dir.path()).unwrap()), mode, law)
     }
 
-    /// A process in the cgroup `path`, in every hierarchy.
+    /// Starts a process in the cgroup `path`, in every hierarchy.
     fn process_in(&self, path: &str, program: &str) -> Process {
         let child = Process(Command::new("sh").args(["-c", program]).stdout(Stdio::null()).spawn().unwrap());
         for dir in self.root.dirs() {
@@ -61,7 +61,7 @@ impl Node {
         child
     }
 
-    /// All that the tuner may touch, as it is.
+    /// Returns the current values that the tuner may change.
     fn values(&self) -> BTreeMap<String, String> {
         let mut values = BTreeMap::new();
         for cgroup in [BEST_EFFORT, HOG, SERVER, &format!("{SERVER}/c1")] {
@@ -82,7 +82,7 @@ fn files(cgroups: &Cgroups) -> &'static [&'static str] {
     }
 }
 
-/// What the owner of the cgroups has set.
+/// Returns the values that the cgroups' owner has set.
 fn owners_values(cgroups: &Cgroups) -> Vec<(String, Files)> {
     let files = |list: &[(&str, &str)]| -> Files {
         list.iter().map(|(file, value)| ((*file).to_owned(), (*value).to_owned())).collect()
@@ -111,7 +111,7 @@ fn quick() -> Law {
     Law { hot_ticks: 1, calm_ticks: 1, cpu_caps: CpuCaps::Always, ..Law::default() }
 }
 
-/// A node in trouble (or not), as the tuner could have seen it.
+/// Returns an observation of a node with or without trouble.
 fn seen(cgroups: &Cgroups, trouble: bool) -> Observed {
     let pod = |name: &str, class, cgroup: &str, id: &str| PodSample {
         name: format!("default/{name}"),
@@ -168,7 +168,7 @@ fn targets() -> Vec<Target> {
     vec![pod("server", QosClass::Guaranteed, SERVER, "c1"), pod("hog", QosClass::BestEffort, HOG, "c2")]
 }
 
-/// Tightens and gives back without end, as fast as it can.
+/// Tightens and restores settings as fast as possible, without end.
 fn victim(argument: &str) {
     let (root, state) = argument.split_once(' ').unwrap();
     let cgroups = Arc::new(Cgroups::discover(root, CgroupDriver::Cgroupfs).unwrap());
@@ -205,20 +205,23 @@ fn after_kill_9_in_the_middle_of_enforcing_the_owners_values_are_back_a_hundred_
         command.args([&format!("tuner::{name}"), "--exact", "--nocapture"]).env(VICTIM, argument);
         let mut child = Process(command.stdout(Stdio::piped()).spawn().unwrap());
         let mut lines = BufReader::new(child.0.stdout.take().unwrap()).lines();
-        assert!(lines.any(|line| line.unwrap().contains("held")), "round {round}: it ended by itself");
-        // Another place in its work each time.
+        assert!(
+            lines.any(|line| line.unwrap().contains("held")),
+            "round {round}: the victim ended before its kill"
+        );
+        // Each round kills at another point of the work.
         std::thread::sleep(Duration::from_micros(round * 137 % 5000));
         child.0.kill().unwrap();
         child.0.wait().unwrap();
         found_held += u64::from(node.values() != before);
         recover(&node.cgroups, &State::open(node.dir.path()).unwrap());
         assert_eq!(node.values(), before, "round {round}");
-        assert!(!node.dir.path().join("tuner.json").exists(), "round {round}: the journal is done with");
+        assert!(!node.dir.path().join("tuner.json").exists(), "round {round}: the journal was not removed");
         rounds += 1;
     }
     assert!(
         found_held * 10 > rounds,
-        "only {found_held} of {rounds} kills found anything held: it shows nothing"
+        "only {found_held} of {rounds} kills found a held setting: the test shows nothing"
     );
     if rounds < KILLS {
         let what = format!(
@@ -239,11 +242,11 @@ fn a_server_that_waits_has_the_hog_made_idle_until_the_hog_is_gone() {
     let before = node.values();
     let busy = "while :; do :; done";
     let cpus = std::thread::available_parallelism().unwrap().get();
-    // More tasks than CPUs: some of them always wait.
+    // With more tasks than CPUs, some of them always wait.
     let servers: Vec<Process> = (0..=cpus).map(|_| node.process_in(&format!("{SERVER}/c1"), busy)).collect();
     let hogs: Vec<Process> = (0..cpus).map(|_| node.process_in(&format!("{HOG}/c2"), busy)).collect();
-    // A hog that gets nothing is quiet: anything is worth a step here. And no cap: it would hide what idle
-    // does.
+    // A hog without CPU time is quiet: any signal is worth a step here. The cap is off, as it would hide the
+    // effect of idle.
     let law = Law {
         cpu_wait_permille: 1,
         quiet_percent: 0,
@@ -266,12 +269,12 @@ fn a_server_that_waits_has_the_hog_made_idle_until_the_hog_is_gone() {
     let view = ticks_until(&mut engine, "the hog to be idle", &|view| !view.held.is_empty());
     assert_eq!(node.cgroups.read(BEST_EFFORT, "cpu.idle").as_deref(), Some("1"));
     assert!(view.held[0].reason.contains("default/server (main) waits for a CPU"), "{view:#?}");
-    // The owner's own sync leaves the weight alone meanwhile, and notes a new one.
+    // The owner's own sync leaves the weight alone while it is held, and records a new one.
     for (path, files) in owners_values(&node.cgroups) {
         node.cgroups.ensure(&path, &files).unwrap();
     }
     drop((servers, hogs));
-    ticks_until(&mut engine, "it to be given back", &|view| view.held.is_empty());
+    ticks_until(&mut engine, "the setting to be restored", &|view| view.held.is_empty());
     assert_eq!(node.values(), before);
     assert_eq!(engine.restore(), 0);
 }
@@ -305,7 +308,7 @@ fn a_setting_that_somebody_else_overwrote_is_left_to_them() {
     assert_ne!(node.cgroups.read(BEST_EFFORT, file).unwrap(), value);
     let dir = node.root.dir("cpu").unwrap().join(&BEST_EFFORT[1..]);
     std::fs::write(dir.join(file), value).unwrap();
-    // It looks before it acts.
+    // The engine checks the setting before it acts.
     let view = engine.tick(&targets(), Instant::now());
     assert!(view.blocked.iter().any(|one| one.knob.kind.as_str() == "cpu.max"), "{view:#?}");
     assert!(view.history.iter().any(|one| matches!(one.outcome, Outcome::Overwritten(_))), "{view:#?}");
@@ -314,7 +317,7 @@ fn a_setting_that_somebody_else_overwrote_is_left_to_them() {
     }
     engine.restore();
     assert_eq!(node.cgroups.read(BEST_EFFORT, file).as_deref(), Some(value));
-    // The rest is back.
+    // The other settings are restored.
     assert_eq!(node.cgroups.read(BEST_EFFORT, "cpu.idle").unwrap_or("0".to_owned()), "0");
 }
 
@@ -332,7 +335,7 @@ fn advice_is_given_once_and_nothing_is_written() {
     assert!(!view.held.is_empty());
     assert!(view.history.iter().all(|one| one.outcome == Outcome::Advised), "{view:#?}");
     assert!(view.history.len() <= 3, "{view:#?}");
-    // A container that its own quota holds back, where nothing else is amiss.
+    // A container is throttled by its own quota, and nothing else is wrong.
     let mut throttled = seen(&node.cgroups, false);
     throttled.supports.burst = true;
     let container = &mut throttled.pods[0].containers[0];

@@ -1,5 +1,5 @@
-//! What a person would try by hand: the order of a pod's containers, how they end, what is told of it, and a
-//! port of the machine.
+//! Checks that a person would do by hand: the order of a pod's containers, their ends, the published events,
+//! and a port of the machine.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // a test's helpers may panic as the test itself may
 
@@ -18,8 +18,8 @@ use beelet_tests::workdir::{PATIENCE, wait_for};
 use beelet_tests::{require, requires};
 use serde_json::{Value, json};
 
-/// The pod with a folder of the machine at `/shared` in all of its containers: what they write there outlives
-/// them.
+/// Returns the pod with a folder of the machine at `/shared` in all of its containers. Files in the folder
+/// outlive the containers.
 fn sharing(mut pod: Value, folder: &Path) -> Value {
     std::fs::create_dir_all(folder).unwrap();
     pod["spec"]["volumes"] = json!([{ "name": "shared", "hostPath": { "path": folder } }]);
@@ -35,7 +35,7 @@ fn shared(node: &Node) -> PathBuf {
     node.containerd.dir().join("shared")
 }
 
-/// Runs until it is told to stop, and writes down that it was.
+/// Returns a container that runs until SIGTERM and then writes its name to the log.
 fn until_stopped(name: &str) -> Value {
     container(
         name,
@@ -48,7 +48,7 @@ fn init_containers_run_one_after_the_other() {
     require!(containerd);
     let node = Node::start(|options| options);
     let mut pod = script("web", "cat /shared/log");
-    // Side by side the later ones would be faster.
+    // If the containers ran at the same time, the later ones would end first.
     let init =
         |name: &str, pause: &str| container(name, &format!("sleep {pause}; echo {name} >> /shared/log"));
     pod["spec"]["initContainers"] = json!([init("first", "0.6"), init("second", "0.3"), init("third", "0")]);
@@ -96,7 +96,7 @@ fn a_container_that_ignores_sigterm_has_its_grace_period_and_is_killed() {
     require!(containerd);
     let node = Node::start(|options| options);
     let mut pod = script("deaf", "trap 'echo heard' TERM; while true; do sleep 0.05; done");
-    // A pod that fails keeps its last states.
+    // A failed pod keeps the last states of its containers.
     pod["spec"]["activeDeadlineSeconds"] = json!(2);
     pod["spec"]["terminationGracePeriodSeconds"] = json!(4);
     node.apply(&pod);
@@ -104,11 +104,11 @@ fn a_container_that_ignores_sigterm_has_its_grace_period_and_is_killed() {
     let (code, reason, seconds) = ended(&pod).unwrap();
     assert_eq!((code, reason.as_str()), (137, "Error"));
     // Both times are in whole seconds.
-    assert!(seconds >= 5, "it ran for {seconds} s, of which 4 were its grace period");
+    assert!(seconds >= 5, "the container ran for {seconds} s, with a grace period of 4");
     assert_eq!(node.log(&pod, "main", 0), "heard\n");
 }
 
-/// How `main` ended: its exit code, the reason, and the seconds that it ran.
+/// Returns the exit code of `main`, the reason, and the seconds that `main` ran.
 fn ended(pod: &PodView) -> Option<(i32, String, i64)> {
     let ended = pod.container("main")?.state.clone()?.terminated?;
     let ran = ended.finished_at?.0.duration_since(ended.started_at?.0);
@@ -122,7 +122,7 @@ fn a_container_above_its_memory_limit_is_restarted_and_the_kernels_numbers_are_t
     let pod = manifests::pod("hungry", &["/bin/testapp", "serve", "--control", &CONTROL.to_string()]);
     node.apply(&manifests::with_resources(pod, ("", "32Mi"), ("", "32Mi")));
     let pod = node.wait("hungry", "to be ready", PodView::ready);
-    // The connection ends with the program: there is no answer to read.
+    // The connection ends with the program, so the answer is missing.
     let _ = Control::connect(pod.ip().unwrap(), CONTROL).unwrap().send("hold 64");
     let last = |pod: &PodView| pod.container("main")?.last_state.clone()?.terminated;
     let pod = node.wait("hungry", "to be restarted", |pod| pod.restarts() == 1 && pod.ready());
@@ -137,7 +137,7 @@ fn a_container_above_its_memory_limit_is_restarted_and_the_kernels_numbers_are_t
         told.contains("for want of memory") && told.contains("the container's memory limit is 32Mi"),
         "{told}"
     );
-    // Of 32 MiB it had most for itself when it was killed.
+    // Most of the 32 MiB belonged to the process when it was killed.
     let own = told.split("it had ").nth(1).and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
     assert!((16..=32).contains(&own.unwrap()), "{told}");
     let (code, events, error) = node.cli(&["events", "--for", "hungry-testnode"]);
@@ -154,7 +154,7 @@ fn events_are_watched_as_they_come() {
     let lines = BufReader::new(watching.0.stdout.take().unwrap()).lines();
     let (sender, lines_here) = std::sync::mpsc::channel();
     let reader = std::thread::spawn(move || {
-        // It ends with the command, or with the test.
+        // The loop ends with the command, or with the test.
         let _ = lines.map_while(Result::ok).try_for_each(|line| sender.send(line));
     });
     node.apply(&script("web", "exit 0"));
@@ -162,15 +162,15 @@ fn events_are_watched_as_they_come() {
         let mut seen = Vec::new();
         while !seen.last().is_some_and(|line: &String| line.contains(wanted) && line.contains("web")) {
             let line = lines_here.recv_timeout(PATIENCE);
-            seen.push(line.unwrap_or_else(|error| panic!("{error}: {wanted} is not told: {seen:#?}")));
+            seen.push(line.unwrap_or_else(|error| panic!("{error}: {wanted} is missing in {seen:#?}")));
         }
     }
     drop(watching);
     reader.join().unwrap();
 }
 
-/// The rules that the portmap plugin makes once for all pods, where it made them: taken back when the value
-/// is dropped.
+/// The rules that the portmap plugin makes once for all pods. Rules that did not exist before are removed on
+/// drop.
 struct PortmapRules {
     there_before: bool,
 }
@@ -222,7 +222,7 @@ fn a_host_port_leads_to_the_pod_while_it_runs() {
     let ports = json!([{ "containerPort": PORT, "hostPort": port }]);
     node.apply(&manifests::with(manifests::serving("web"), "ports", ports));
     let pod = node.wait("web", "to be ready", PodView::ready);
-    // The machine's own address on the pods' network.
+    // The address is the machine's own on the pods' network.
     let machine = format!("{}.1", pod.ip().unwrap().rsplit_once('.').unwrap().0);
     let connect = || TcpStream::connect((machine.as_str(), port)).map(drop);
     wait_for("the machine's port to lead to the pod", PATIENCE, connect).unwrap();

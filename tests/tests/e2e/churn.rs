@@ -1,8 +1,8 @@
-//! Pods that are created, killed, changed and removed at random for a long time, beside some that hurt the
-//! node as well as they can. Nothing may grow, and nothing may be left.
+//! Pods are created, killed, changed and removed at random for a long time, next to some that damage the node
+//! as much as they can. Usage must not grow, and nothing may be left.
 //!
-//! `BEELET_CHURN_MINUTES` sets how long (else 30), `BEELET_CHURN_SEED` repeats a run: the seed is printed
-//! first.
+//! `BEELET_CHURN_MINUTES` sets the duration (default: 30). `BEELET_CHURN_SEED` repeats a run: the seed is
+//! printed first.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // a test's helpers may panic as the test itself may
 
@@ -16,12 +16,12 @@ use beelet_tests::traces::{Held, Traces};
 use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 
-/// Pods that are there at the same time, besides the hostile ones.
+/// Number of pods at the same time, without the hostile ones.
 const ALIVE: usize = 40;
-/// The pause between two deeds: in half an hour there are some 700 pods.
+/// Pause between two actions: half an hour has some 700 pods.
 const PACE: Duration = Duration::from_secs(1);
 
-/// Numbers that look random and come again with the same seed (splitmix64).
+/// Pseudo-random numbers that the seed determines (splitmix64).
 struct Random(u64);
 
 impl Random {
@@ -34,7 +34,7 @@ impl Random {
     }
 }
 
-/// What was done.
+/// Numbers of completed actions.
 #[derive(Default)]
 struct Deeds {
     created: usize,
@@ -47,12 +47,12 @@ fn number(variable: &str, otherwise: u64) -> u64 {
     std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
 }
 
-/// A pod of one of some kinds.
+/// Returns a pod of one of some kinds.
 fn pod(name: &str, kind: usize) -> Value {
     let pod = match kind {
         0 => manifests::serving(name),
         1 => manifests::answering(name),
-        // Ends and is started again, and waits longer each time.
+        // The container ends and is restarted, each time after a longer wait.
         2 => manifests::pod(name, &["/bin/sh", "-c", "sleep 1; exit 1"]),
         3 => {
             let mut pod = manifests::pod(name, &["/bin/sh", "-c", "sleep 2"]);
@@ -75,7 +75,7 @@ fn pod(name: &str, kind: usize) -> Value {
     pod
 }
 
-/// Pods that do harm over and over.
+/// Returns pods that do harm again and again.
 fn hostile() -> Vec<Value> {
     let run = |name: &str, script: &str| {
         let pod = manifests::pod(name, &["/bin/sh", "-c", script]);
@@ -108,7 +108,7 @@ fn kill_one(node: &Node, name: &str, random: &mut Random) -> bool {
     let path = beelet_tests::cgroup_values::pod_path(pod.qos(), pod.uid());
     let dir = node.containerd.cgroup().folder("memory", &path).unwrap();
     let processes = guards::processes_below(&dir);
-    // A container's, or the sandbox's.
+    // A process of a container or of the sandbox.
     !processes.is_empty() && kill_process(processes[random.below(processes.len())], Signal::KILL).is_ok()
 }
 
@@ -137,7 +137,7 @@ fn pods_that_come_and_go_at_random_beside_hostile_ones_leave_nothing_and_nothing
             .kubelet("containerLogMonitorInterval", "2s")
     });
     node.apply(&object("ConfigMap", "conf", &json!({ "color": "red" })));
-    // The first pod makes what all share.
+    // The first pod creates the traces that all pods share.
     node.apply(&pod("first", 4));
     node.wait("first", "to run", beelet_tests::pods::PodView::ready);
     node.remove("first");
@@ -150,7 +150,7 @@ fn pods_that_come_and_go_at_random_beside_hostile_ones_leave_nothing_and_nothing
 
     let (mut random, mut deeds, mut alive) = (Random(seed), Deeds::default(), Vec::<String>::new());
     let (started, length) = (Instant::now(), Duration::from_secs(60 * minutes));
-    // When the caches and the event log have filled; then once per minute.
+    // Samples start when the caches and the event log are full; then one is taken per minute.
     let mut samples: Vec<Held> = Vec::new();
     let mut sampled = Instant::now();
     while started.elapsed() < length {
@@ -203,22 +203,22 @@ fn pods_that_come_and_go_at_random_beside_hostile_ones_leave_nothing_and_nothing
     println!("{:34} {:>10} {:>10}", "open files of the agent", held_before.files(), held.files());
     println!("{:34} {:>10} {:>10}", "memory of the agent, KiB", held_before.resident, held.resident);
     let over_time: Vec<u64> = samples.iter().map(|sample| sample.resident >> 10).collect();
-    println!("its memory over time, MiB: {over_time:?}");
+    println!("the agent's memory over time, MiB: {over_time:?}");
     if !lost.is_empty() {
-        println!("lost by the runtime itself, which says that they are gone: {lost:#?}");
+        println!("lost by the runtime itself, which reports them as removed: {lost:#?}");
     }
     if !before.difference(&after).is_empty() {
         clean.unwrap();
     }
     assert!(held.files() <= held_before.files() + 4, "left open: {}", held_before.opened(&held));
-    // Flat: the last quarter against the second, by their means.
+    // Memory is flat: the means of the last and of the second quarter are compared.
     let mean = |part: &[Held]| part.iter().map(|one| one.resident).sum::<u64>() / part.len().max(1) as u64;
     let quarter = samples.len() / 4;
     if quarter > 0 {
         let (early, late) = (mean(&samples[quarter..2 * quarter]), mean(&samples[3 * quarter..]));
         assert!(
             late * 10 <= early * 11 + (40 << 10),
-            "{early} KiB in the second quarter, {late} in the last"
+            "{early} KiB in the second quarter, {late} KiB in the last"
         );
     }
 }

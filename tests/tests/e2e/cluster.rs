@@ -1,6 +1,6 @@
 //! The node of a real cluster: etcd, kube-apiserver, containerd, the agent.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use beelet_tests::agent::{Agent, Control, NODE, Options};
 use beelet_tests::cluster::{Cluster, User, ask, condition};
@@ -10,7 +10,7 @@ use beelet_tests::require;
 use http::Method;
 use serde_json::{Value, json};
 
-/// The agent, its cluster, and the runtime, which goes last.
+/// The agent, its cluster, and the runtime, which is dropped last.
 pub(crate) struct Scene {
     pub(crate) agent: Agent,
     pub(crate) cluster: Cluster,
@@ -18,17 +18,17 @@ pub(crate) struct Scene {
 }
 
 impl Scene {
-    /// An agent that is a node of a cluster.
+    /// Starts an agent that is a node of a cluster.
     pub(crate) fn start() -> Scene {
         Scene::start_at("192.0.2.7", |options, _| options)
     }
 
-    /// One with this address, and with options of the test's own.
+    /// Starts a node with this address, and with options of the test's own.
     pub(crate) fn start_at(address: &str, change: impl FnOnce(Options, &Cluster) -> Options) -> Scene {
         Scene::start_on(Containerd::start_for_test().unwrap(), address, change)
     }
 
-    /// The same on a runtime of the test's own.
+    /// Starts a node on a runtime of the test's own.
     fn start_on(
         containerd: Containerd,
         address: &str,
@@ -45,7 +45,7 @@ impl Scene {
         scene
     }
 
-    /// Waits until an object is as wanted; it is null while there is none.
+    /// Waits until `wanted` is true for an object, which is null while it doesn't exist.
     pub(crate) fn until(
         &self,
         what: &str,
@@ -62,15 +62,15 @@ impl Scene {
     }
 
     pub(crate) fn until_gone(&self, name: &str) {
-        self.until(&format!("{name} to be gone"), &Cluster::pod(name), Value::is_null);
+        self.until(&format!("{name} to be deleted"), &Cluster::pod(name), Value::is_null);
     }
 
-    /// A connection to the test app of a pod.
+    /// Returns a connection to the test app of a pod.
     pub(crate) fn control(&self, pod: &Value) -> Control {
         Control::connect(pod["status"]["podIP"].as_str().unwrap(), CONTROL).unwrap()
     }
 
-    /// Nothing that the node asked was refused for lack of rights.
+    /// Checks that the API server refused no request of the node for lack of rights.
     pub(crate) fn nothing_was_forbidden(&self) {
         let asked = self.cluster.asked_by(NODE).unwrap();
         assert!(!asked.is_empty());
@@ -79,7 +79,7 @@ impl Scene {
     }
 }
 
-/// A pod that serves, without a token, which nobody here would give.
+/// Returns a pod that serves, without a token: this cluster has no controller that issues one.
 fn serving(name: &str) -> Value {
     let mut pod = manifests::serving(name);
     pod["spec"]["automountServiceAccountToken"] = false.into();
@@ -110,7 +110,7 @@ fn the_control_plane_serves_an_admin_and_keeps_a_node_to_its_own() {
     let row = |verb: &str, resource: &str, code| (verb.to_owned(), resource.to_owned(), code);
     assert_eq!(asked, [row("list", "pods", 200), row("list", "secrets", 403)]);
 
-    // It comes back with what it had.
+    // The API server returns with its earlier objects.
     cluster.kill_server();
     assert!(cluster.get("/readyz").is_err());
     cluster.start_server().unwrap();
@@ -155,7 +155,7 @@ fn a_pod_runs_on_while_the_api_server_is_away_and_its_status_arrives_after() {
             .unwrap();
     };
     said(false);
-    let _ = control.send("exit 3"); // it has ended before it could answer
+    let _ = control.send("exit 3"); // the process ends before it can answer
     scene
         .agent
         .until("web to be restarted", |watch| watch.pod("web").filter(|pod| pod.restarts() == 1).map(drop))
@@ -164,7 +164,7 @@ fn a_pod_runs_on_while_the_api_server_is_away_and_its_status_arrives_after() {
     scene.cluster.start_server().unwrap();
     let restarted =
         |pod: &Value| pod["status"]["containerStatuses"][0]["restartCount"] == 1 && condition(pod, "Ready");
-    let after = scene.until("the status of meanwhile", &Cluster::pod("web"), restarted);
+    let after = scene.until("the status of the outage", &Cluster::pod("web"), restarted);
     assert_eq!(after["metadata"]["uid"], before["metadata"]["uid"]);
     assert_eq!(after["status"]["podIP"], before["status"]["podIP"]);
     let last = &after["status"]["containerStatuses"][0]["lastState"]["terminated"];
@@ -206,7 +206,7 @@ fn a_debugger_joins_a_running_pod_beside_its_target() {
         "name": "debug", "image": beelet_tests::images::APP, "command": ["/bin/testapp", "pause"], "targetContainerName": "main",
     });
     let path = format!("{}/ephemeralcontainers", Cluster::pod("web"));
-    // Servers before 1.22 take the list alone; the others take the pod. Each passes over what is the other's.
+    // Servers before 1.22 take only the list, the others the pod. Each ignores the other form.
     let added = json!([debugger]);
     scene
         .cluster
@@ -232,7 +232,7 @@ fn a_debugger_joins_a_running_pod_beside_its_target() {
 }
 
 impl Scene {
-    /// Makes a claim that is bound to a new PersistentVolume of this kind, as controllers would.
+    /// Creates a claim that is bound to a new PersistentVolume of this kind, as controllers would.
     fn bind(&self, claim: &str, spec: &Value) {
         let (volume, mut spec) = (format!("pv-{claim}"), spec.clone());
         let (modes, amount) = (json!(["ReadWriteOnce"]), json!({ "storage": "1Gi" }));
@@ -302,11 +302,11 @@ fn claims_of_a_folder_and_of_a_storage_plugin_are_mounted_and_given_back() {
     for (file, words) in said.iter().zip(["folder\n", "shelf\n", "part\n"]) {
         let read = || std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()));
         let is_said = || read().and_then(|text| if text == words { Ok(()) } else { Err(text) });
-        beelet_tests::workdir::wait_for("the container's words", beelet_tests::workdir::PATIENCE, is_said)
+        beelet_tests::workdir::wait_for("the container's output", beelet_tests::workdir::PATIENCE, is_said)
             .unwrap();
     }
     std::fs::write(folder.join("go"), "").unwrap();
-    // Its volumes are given back as soon as it has ended.
+    // The pod's volumes are released as soon as its containers have ended.
     scene.until("web to end", &Cluster::pod("web"), |pod| {
         ["Succeeded", "Failed"].iter().any(|phase| pod["status"]["phase"] == *phase)
     });
@@ -351,8 +351,13 @@ fn the_devices_of_a_claim_are_in_its_container_and_given_back_before_the_pod_has
             "pool": { "name": "pool", "generation": 1, "resourceSliceCount": 1 },
         },
     });
-    let registered =
-        || driver.registration().filter(|(well, _)| *well).map(drop).ok_or("it is not".to_owned());
+    let registered = || {
+        driver
+            .registration()
+            .filter(|(well, _)| *well)
+            .map(drop)
+            .ok_or("the driver is not registered".to_owned())
+    };
     let patience = beelet_tests::workdir::PATIENCE;
     beelet_tests::workdir::wait_for("the driver to be registered", patience, registered).unwrap();
     scene.cluster.create("/apis/resource.k8s.io/v1/resourceslices", &slice).unwrap();
@@ -381,7 +386,7 @@ fn the_devices_of_a_claim_are_in_its_container_and_given_back_before_the_pod_has
     scene.cluster.delete(&Cluster::pod("web"), None).unwrap();
     scene.until_gone("web");
     drop(driver);
-    scene.until("the slice to be gone", "/apis/resource.k8s.io/v1/resourceslices/slice", Value::is_null);
+    scene.until("the slice to be deleted", "/apis/resource.k8s.io/v1/resourceslices/slice", Value::is_null);
     scene.nothing_was_forbidden();
 }
 
@@ -410,7 +415,7 @@ fn a_claims_volume_grows_while_its_pod_runs_and_the_claim_and_both_events_say_so
     let runs = |pod: &Value| pod["status"]["phase"] == "Running";
     scene.until("web to run", &Cluster::pod("web"), runs);
     assert!(driver.calls("NodeExpandVolume").is_empty());
-    // A user and the resizer; an agent that begins looks at once.
+    // These changes are those of a user and of the resizer. A starting agent checks claims at once.
     scene.agent.kill9();
     let claim = "/api/v1/namespaces/default/persistentvolumeclaims/shelf";
     let larger = json!({ "storage": "2Gi" });

@@ -1,4 +1,4 @@
-//! Who the processes of real pods are, what they may do, and what they see of the machine: security contexts,
+//! Identity and rights of the processes of real pods, and their view of the machine: security contexts,
 //! namespaces, names, name resolution.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
@@ -116,7 +116,7 @@ fn namespaces_are_the_pods_own_or_the_machines() {
         json!(true),
     );
     node.apply(&host);
-    // In a manifest, two dollars are one.
+    // In a manifest, two dollars stand for one.
     node.apply(&script("own", &format!("{show}; echo $$$$")));
     let mut shared = with(
         script(
@@ -178,7 +178,7 @@ fn names_and_name_resolution_are_as_the_manifest_says() {
     node.apply(&with(on_host, "hostAliases", json!([{"ip": "192.0.2.9", "hostnames": ["printer"]}])));
 
     let text = node.output("named");
-    let pod = node.wait("named", "to be seen", |_| true);
+    let pod = node.wait("named", "to be known", |_| true);
     let own = format!("{}\twww.front.default.svc.cluster.test\twww", pod.ip().unwrap_or_default());
     check_lines(
         &text,
@@ -240,7 +240,7 @@ fn images_that_cannot_be_had_say_why() {
     };
     node.apply(&on("invalid", "localhost/Beelet/App:1", "IfNotPresent"));
     node.apply(&on("never", "localhost/beelet/none:1", "Never"));
-    // Nobody serves a registry there.
+    // No registry serves at this address.
     node.apply(&on("pull", "127.0.0.1:9/beelet/none:1", "IfNotPresent"));
     node.apply(&on("preloaded", images::APP, "IfNotPresent"));
     assert!(node.waiting("invalid", "main", "InvalidImageName").contains("no capital letters"));
@@ -261,7 +261,7 @@ fn another_runtime_handler_is_asked_for_by_its_class() {
     node.apply(&class("plain", "runc"));
     node.apply(&with(script("classed", "echo runs"), "runtimeClassName", json!("plain")));
     check_lines(&node.output("classed"), &["runs"]);
-    let pod = node.wait("classed", "to be seen", |_| true);
+    let pod = node.wait("classed", "to be known", |_| true);
     let overhead = pod.pod.spec.unwrap().overhead.unwrap();
     assert_eq!(overhead["memory"].0, "8Mi");
 }

@@ -1,4 +1,4 @@
-//! `beelet cp`: into a container and out of it, and what a hostile one sends.
+//! `beelet cp` into and out of a container, also out of a hostile one.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -9,7 +9,7 @@ use beelet_tests::{manifests, require};
 
 use crate::node::Node;
 
-/// A node with a pod that serves.
+/// Starts a node with a pod that serves.
 fn node() -> Node {
     let node = Node::start(|options| options);
     node.apply(&manifests::pod("web", &["/bin/testapp", "serve"]));
@@ -23,7 +23,7 @@ fn files_and_folders_are_copied_both_ways() {
     let node = node();
     let here = node.agent.dir().join("copies");
     fs::create_dir_all(here.join("site/sub")).unwrap();
-    // More than fits any buffer on the way.
+    // The data exceed every buffer on the way.
     let large: Vec<u8> = (0..3_000_000_u32).flat_map(u32::to_le_bytes).collect();
     fs::write(here.join("site/sub/large"), &large).unwrap();
     std::os::unix::fs::symlink("sub/large", here.join("site/link")).unwrap();
@@ -37,16 +37,16 @@ fn files_and_folders_are_copied_both_ways() {
     copy("web:/tmp/www", &path("back"));
     assert!(fs::read(here.join("back/sub/large")).unwrap() == large);
     assert_eq!(fs::read_link(here.join("back/link")).unwrap().to_str(), Some("sub/large"));
-    // Into folders that are there; a single file under a new name.
+    // Targets are existing folders, or a new name for a single file.
     copy(&path("site"), "web:/tmp");
     copy("web:/tmp/site/sub/large", &path("single"));
     assert!(fs::read(here.join("single")).unwrap() == large);
-    // A link that is named is wanted for what is in the file.
+    // The content of the target file is copied for a link that is named.
     copy("web:/tmp/site/link", &path("followed"));
     assert!(fs::read(here.join("followed")).unwrap() == large);
     let (code, _, error) = node.cli(&["cp", "web:/dev/null", &path("none")]);
     assert_eq!(code, Some(1), "{error}");
-    assert!(error.contains("nothing is copied"), "{error}");
+    assert!(error.contains("nothing was copied"), "{error}");
     copy("web:/tmp/site/.", &here.to_string_lossy());
     assert!(here.join("sub/large").is_file());
     let (code, _, error) = node.cli(&["cp", "web:/nowhere/at/all", &path("none")]);
@@ -63,7 +63,7 @@ fn what_a_container_sends_stays_in_the_target() {
     let node = node();
     let here = node.agent.dir().join("copies");
     fs::create_dir_all(&here).unwrap();
-    // Its tar is its own: this one sends an archive with a way out, and links.
+    // The container's tar is its own: this one sends an archive with a path out of the target, and links.
     let script = "mkdir -p /tmp/x /tmp/evil && cd /tmp/x && echo fine > fine && ln -s / out && ln -s ../.. up && \
                   echo '#!/bin/sh\necho oops > /tmp/ran; exec /bin/busybox tar cf - -C /tmp x ../tmp/x/fine' > /bin/tar";
     let (code, _, error) = node.cli(&[

@@ -1,4 +1,4 @@
-//! Many pods on a real containerd: all at once, and over and over. Nothing may be left of them.
+//! Many pods on a real containerd, all at once and over and over. They must leave nothing.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -19,8 +19,8 @@ fn apply(agent: &Agent, n: usize) {
     agent.apply(&file(n), pod.to_string()).unwrap();
 }
 
-/// Waits until the pods of the node are as `done` says. Longer than for one pod: a small machine starts some
-/// five a second, and less while it is busy.
+/// Waits until `done` is true for the node's pods. The limit is longer than for one pod: a small machine
+/// starts some five per second, and fewer while it is busy.
 fn wait(agent: &Agent, what: &str, pods: usize, done: impl Fn(&[PodView]) -> bool + Send + Sync) {
     let deadline = Instant::now() + Duration::from_secs(120 + 10 * pods as u64);
     loop {
@@ -39,7 +39,7 @@ fn until_ready(agent: &Agent, pods: usize) {
 }
 
 fn until_gone(agent: &Agent, pods: usize) {
-    wait(agent, "all pods to be gone", pods, <[PodView]>::is_empty);
+    wait(agent, "all pods to be removed", pods, <[PodView]>::is_empty);
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn a_hundred_and_ten_pods_start_at_once_and_go_without_a_trace() {
     require!(containerd);
     let containerd = Containerd::start_for_test().unwrap();
     let agent = Agent::start(installed(&containerd)).unwrap();
-    // The first pod makes what all share: the bridge, the cgroups of the node.
+    // The first pod creates the traces that all pods share: the bridge and the node's cgroups.
     apply(&agent, 0);
     until_ready(&agent, 1);
     agent.remove(&file(0)).unwrap();
@@ -77,7 +77,7 @@ fn five_hundred_pods_come_and_go_and_nothing_grows() {
         names.for_each(|n| agent.remove(&file(n)).unwrap());
         until_gone(&agent, 20);
     };
-    // Its caches and the event log fill at first.
+    // The agent's caches and event log fill first.
     (0..5).for_each(round);
     let traces = Traces::of(&containerd, &agent).unwrap();
     let before = Held::by(&agent).unwrap();

@@ -1,4 +1,4 @@
-//! Devices of real pods on a real containerd: what a container sees, and plugins that nobody here wrote.
+//! Devices of real pods on a real containerd: the containers' view of them, and plugins by other authors.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 const PLUGIN: &str = env!("CARGO_BIN_EXE_sample_device_plugin");
 const RESOURCE: &str = "example.com/sample";
 
-/// An agent on a containerd of its own. The agent ends first.
+/// An agent on a containerd of its own. The agent is dropped first.
 struct Node {
     agent: Agent,
     containerd: Containerd,
@@ -44,13 +44,13 @@ impl Node {
 
     fn until_plugins_can_register(&self) {
         let socket = self.plugins().join("kubelet.sock");
-        let there = || if socket.exists() { Ok(()) } else { Err("it isn't there") };
+        let there = || if socket.exists() { Ok(()) } else { Err("the socket is missing") };
         wait_for("the registration socket", PATIENCE, there).unwrap();
     }
 
-    /// Starts a pod that wants devices, says what it sees, and stays.
+    /// Starts a pod that requests devices, runs `says` and stays.
     fn apply(&self, name: &str, resource: &str, count: u32, says: &str) {
-        let script = format!("{says}; echo told; exec sleep 3600");
+        let script = format!("{says}; echo done; exec sleep 3600");
         let pod = manifests::pod(name, &["/bin/sh", "-c", &script]);
         let pod = manifests::with(pod, "resources", json!({ "limits": { resource: count } }));
         self.agent.apply(&format!("{name}.yaml"), pod.to_string()).unwrap();
@@ -61,25 +61,25 @@ impl Node {
         self.agent.until(&what, |watch| watch.pod(name).filter(|pod| pod.ready()).cloned()).unwrap()
     }
 
-    /// What the pod's container has said, once it has said all.
+    /// Returns the output of the pod's container, once it is complete.
     fn said(&self, pod: &PodView) -> String {
         let name = pod.pod.metadata.name.clone().unwrap();
         let log = self.agent.dir().join(format!("logs/default_{name}_{}/main/0.log", pod.uid()));
         let told = || {
             let text = std::fs::read_to_string(&log).unwrap_or_default();
-            if text.contains("told") { Ok(text) } else { Err(text) }
+            if text.contains("done") { Ok(text) } else { Err(text) }
         };
-        wait_for("the container's words", PATIENCE, told).unwrap()
+        wait_for("the container's output", PATIENCE, told).unwrap()
     }
 
-    /// `beelet devices -o json`.
+    /// Returns the output of `beelet devices -o json`.
     fn devices(&self) -> Value {
         let output = self.agent.cli(&["devices", "-o", "json"]).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         serde_json::from_slice(&output.stdout).unwrap()
     }
 
-    /// The devices of a resource that `pod` holds, by what the agent says.
+    /// Returns the devices of a resource that the agent reports for `pod`.
     fn held_by(&self, pod: &str) -> Vec<String> {
         let all = self.devices();
         let devices =
@@ -129,10 +129,10 @@ fn a_real_pod_sees_its_device_node_its_environment_and_its_mounts() {
             assert!(said.contains(expected), "{expected:?} is missing in\n{said}");
         }
         assert_eq!(node.held_by("web"), ["a"]);
-        // A pod that asks for none sees nothing of it.
+        // A pod that requests no device sees nothing of the device.
         let look = "test -c /dev/sample || echo none";
         let plain =
-            manifests::pod("plain", &["/bin/sh", "-c", &format!("{look}; echo told; exec sleep 3600")]);
+            manifests::pod("plain", &["/bin/sh", "-c", &format!("{look}; echo done; exec sleep 3600")]);
         node.agent.apply("plain.yaml", plain.to_string()).unwrap();
         assert!(node.said(&node.ready("plain")).contains("none"));
         let table = node.agent.cli(&["get", "node"]).output().unwrap();
@@ -201,7 +201,7 @@ fn killed_while_a_plugin_allocates_the_agent_gives_each_device_to_one_pod() {
     node.apply("web", RESOURCE, 1, LOOK);
     assert_eq!(plugin.hear("allocate").unwrap(), "a");
     node.agent.kill9();
-    // Only now it would have answered.
+    // The plugin would answer only now.
     plugin.tell("allocate ok").unwrap();
     plugin.tell("go").unwrap();
     node.agent.resume().unwrap();
@@ -288,7 +288,7 @@ fn metrics_have_the_kubelets_names() {
     }
 }
 
-/// A child whose lines on standard output are read.
+/// A child process whose standard output is read line by line.
 struct Foreign {
     child: Process,
     lines: BufReader<std::process::ChildStdout>,
@@ -305,7 +305,11 @@ impl Foreign {
         let mut line = String::new();
         while !line.starts_with(beginning) {
             line.clear();
-            assert_ne!(self.lines.read_line(&mut line).unwrap(), 0, "it never said {beginning:?}");
+            assert_ne!(
+                self.lines.read_line(&mut line).unwrap(),
+                0,
+                "the program never printed {beginning:?}"
+            );
         }
     }
 }
@@ -339,7 +343,8 @@ fn a_plugin_on_pythons_grpc_registers_and_serves() {
 fn kubernetes_own_sample_plugin_registers_and_serves() {
     require!(containerd, device_plugin);
     let node = start();
-    // It knows the kubelet's folder only by its own path: it gets a view of the machine where ours is there.
+    // The plugin knows only the kubelet's own path of the folder: its mount namespace has the test's folder
+    // there.
     let script = "mount --make-rprivate / && mount -t tmpfs none /var/lib && mkdir -p /var/lib/kubelet/device-plugins && \
                   mount --bind \"$1\" /var/lib/kubelet/device-plugins && exec \"$0\"";
     let log = node.agent.dir().join("foreign.log");
@@ -362,7 +367,7 @@ fn kubernetes_own_sample_plugin_registers_and_serves() {
     assert_eq!(node.held_by("web").len(), 1);
     drop(plugin);
     node.until_health("example.com/resource", "Unknown");
-    // Files that it shows to containers.
+    // The plugin shows these files to containers.
     for name in ["Dev-1", "Dev-2"] {
         let _ = std::fs::remove_file(Path::new("/tmp").join(name));
     }

@@ -1,5 +1,5 @@
-//! Fields of a pod's spec that no other subject has a test of, one short pod for each, on a real containerd:
-//! what the runtime makes of them, or the words with which they are refused where it can't.
+//! Fields of a pod's spec that no other test covers, one short pod for each, on a real containerd: their
+//! effect in the runtime, or the message that refuses them.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -17,13 +17,13 @@ fn with(mut pod: Value, field: &str, value: Value) -> Value {
     pod
 }
 
-/// A pod whose only container has this besides.
+/// Returns the pod with one field of its only container replaced.
 fn with_main(mut pod: Value, field: &str, value: Value) -> Value {
     pod["spec"]["containers"][0][field] = value;
     pod
 }
 
-/// A pod with a volume that its container has at `/data`.
+/// Returns the pod with a volume that its container has at `/data`.
 fn with_volume(pod: Value, volume: Value, mount: Value) -> Value {
     let (mut volume, mut mount) = (volume, mount);
     volume["name"] = json!("data");
@@ -32,7 +32,7 @@ fn with_volume(pod: Value, volume: Value, mount: Value) -> Value {
     with(with_main(pod, "volumeMounts", json!([mount])), "volumes", json!([volume]))
 }
 
-/// Waits until an event of a pod says this, or the pod ends; true: an event said so.
+/// Waits for an event of a pod with these words, or for the pod's end. Returns true for the event.
 fn refused(node: &Node, pod: &str, words: &str) -> bool {
     wait_for(&format!("{pod} to end, or to be refused with {words:?}"), PATIENCE, || {
         let events = node.cli(&["events"]).1;
@@ -79,7 +79,7 @@ fn a_variable_is_taken_from_a_file_of_an_init_container() {
 fn huge_pages_are_mounted_where_the_machine_has_some() {
     require!(containerd);
     let Some(_pages) = Pages::reserve(4) else {
-        eprintln!("this kernel has no huge pages of 2 MiB to give; nothing is shown");
+        eprintln!("this kernel can't reserve huge pages of 2 MiB; the test shows nothing");
         return;
     };
     let node = Node::start(|options| options);
@@ -93,7 +93,7 @@ fn huge_pages_are_mounted_where_the_machine_has_some() {
     assert!(described.contains("hugepages-2Mi"), "{described}");
 }
 
-/// Huge pages that are set aside while this lives.
+/// Huge pages that are reserved until the drop.
 struct Pages(String);
 
 impl Pages {
@@ -111,7 +111,7 @@ impl Pages {
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // There is nobody left to tell.
+        // A failure can't be reported here.
         let _ = fs::write(Self::FILE, self.0.trim());
     }
 }
@@ -157,7 +157,7 @@ fn a_debugger_sees_the_processes_of_its_target() {
     let node = Node::start(|options| options);
     node.apply(&script("web", "sleep 1000077"));
     node.wait("web", "to run", |pod| pod.phase() == "Running");
-    let look = "ps | grep -q '[s]leep 1000077' && echo it is there";
+    let look = "ps | grep -q '[s]leep 1000077' && echo seen";
     let arguments = ["debug", "web", "--image", images::APP, "--target", "main", "--", "/bin/sh", "-c", look];
     let (code, out, err) = node.cli(&arguments);
     assert_eq!(code, Some(0), "{out}\n{err}");
@@ -166,8 +166,8 @@ fn a_debugger_sees_the_processes_of_its_target() {
         let one = all.into_iter().flatten().find(|one| one.name == "debugger");
         one.and_then(|one| one.state.as_ref()?.terminated.as_ref()).is_some()
     };
-    let pod = node.wait("web", "to have done with its debugger", ended);
-    assert_eq!(node.log(&pod, "debugger", 0), "it is there\n");
+    let pod = node.wait("web", "to have its debugger ended", ended);
+    assert_eq!(node.log(&pod, "debugger", 0), "seen\n");
     assert_eq!(pod.phase(), "Running");
 }
 

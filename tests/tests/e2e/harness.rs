@@ -1,5 +1,5 @@
-//! The private containerd that the other end-to-end tests stand on: it runs pods, survives being killed, and
-//! leaves nothing on the machine.
+//! The private containerd of the other end-to-end tests: it runs pods, survives a kill, and leaves nothing on
+//! the machine.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -9,7 +9,7 @@ use beelet_tests::containerd::{Containerd, Cri, Leftovers, block_on};
 use beelet_tests::{images, require, workdir};
 use std::collections::HashMap;
 
-/// A sandbox's configuration, its cgroup under `parent`.
+/// Returns the configuration of a sandbox whose cgroup is under `parent`.
 fn sandbox(name: &str, parent: &str) -> cri::PodSandboxConfig {
     cri::PodSandboxConfig {
         metadata: Some(cri::PodSandboxMetadata {
@@ -24,7 +24,7 @@ fn sandbox(name: &str, parent: &str) -> cri::PodSandboxConfig {
     }
 }
 
-/// Runs a sandbox with one container of the standard image, and hands back both ids.
+/// Runs a sandbox with one container of the standard image. Returns both ids.
 async fn run_pod(
     cri: &mut Cri,
     sandbox: &cri::PodSandboxConfig,
@@ -82,7 +82,7 @@ fn check(mut containerd: Containerd) {
     })
     .unwrap();
 
-    // The pod serves on its own address, and its processes are in our cgroup.
+    // The pod serves on its own address, and its processes are in the test's cgroup.
     let answer = workdir::wait_for("the pod to answer", workdir::PATIENCE, || {
         use std::io::{Read as _, Write as _};
         let mut stream = std::net::TcpStream::connect((address.as_str(), 80))?;
@@ -95,22 +95,18 @@ fn check(mut containerd: Containerd) {
     let processes = beelet_tests::guards::processes_below(&containerd.cgroup().dir("cpu").unwrap());
     assert!(processes.len() >= 2, "the sandbox's and the container's: {processes:?}");
 
-    // Killed and started again, it still knows the container, which kept running.
+    // A containerd that is killed and restarted still knows the container, which kept running.
     containerd.kill9();
     containerd.resume().unwrap();
     let socket = containerd.socket();
     let states = block_on(async move { states(&mut Cri::connect(&socket).await?).await }).unwrap();
     assert_eq!(states, HashMap::from([(container, cri::ContainerState::ContainerRunning as i32)]));
 
-    assert_ne!(
-        Leftovers::of(&dir).unwrap(),
-        Leftovers::default(),
-        "while it runs, there is something to see"
-    );
+    assert_ne!(Leftovers::of(&dir).unwrap(), Leftovers::default(), "the running pods left no traces");
     drop(containerd);
     assert_eq!(Leftovers::of(&dir).unwrap(), Leftovers::default());
-    // A process that has ended stays listed until its parent, init by now, has seen to it.
-    workdir::wait_for("the pods' processes to be gone", workdir::PATIENCE, || {
+    // A process that has ended stays listed until its parent, which is init by now, has reaped it.
+    workdir::wait_for("the pods' processes to end", workdir::PATIENCE, || {
         let alive: Vec<_> =
             processes.iter().filter(|pid| rustix::process::test_kill_process(**pid).is_ok()).collect();
         if alive.is_empty() { Ok(()) } else { Err(format!("{alive:?} are still there")) }

@@ -1,5 +1,5 @@
-//! Images as files: imported without a registry, by hand and from the folder beside the manifests, and
-//! exported.
+//! Images as files: imports without a registry, by command and from the folder next to the manifests, and
+//! exports.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::node::{Node, installed, on_every_containerd};
 
-/// A pod that runs only if its image is here.
+/// Returns a pod that runs only if its image is already present.
 fn pod(name: &str, image: &str) -> Value {
     json!({
         "apiVersion": "v1",
@@ -32,7 +32,7 @@ fn pod(name: &str, image: &str) -> Value {
     })
 }
 
-/// An archive whose image no containerd has before.
+/// Returns an archive whose image no containerd has before.
 fn archive(name: &str) -> PathBuf {
     images::variant(name).unwrap().path
 }
@@ -47,11 +47,11 @@ fn an_imported_image_runs_is_exported_and_comes_back() {
         let (code, out, error) = node.cli(&["images", "import", tar.to_str().unwrap()]);
         assert_eq!((code, out.as_str()), (Some(0), "localhost/beelet/imported:1 imported\n"), "{error}");
         let (_, again, _) = node.cli(&["images", "import", tar.to_str().unwrap()]);
-        assert_eq!(again, "localhost/beelet/imported:1 was here\n");
+        assert_eq!(again, "localhost/beelet/imported:1 already present\n");
         node.apply(&pod("first", name));
         assert_eq!(node.output("first"), format!("{name}\n"));
 
-        // Out and in again, after it was removed.
+        // The image is exported, removed and imported again.
         let copy = node.agent.dir().join("copy.tar");
         let (code, _, error) = node.cli(&["images", "export", name, "-o", copy.to_str().unwrap()]);
         assert_eq!(code, Some(0), "{error}");
@@ -64,7 +64,7 @@ fn an_imported_image_runs_is_exported_and_comes_back() {
         assert_eq!((code, out.as_str()), (Some(0), "localhost/other:2 imported\n"), "{error}");
         node.apply(&pod("second", "localhost/other:2"));
         assert_eq!(node.output("second"), format!("{name}\n"));
-        // What is no archive is refused with a reason, and nothing is named.
+        // A file that is not an archive is refused with a reason, and no image is named.
         let (code, _, error) = node.cli(&["images", "import", "/bin/busybox"]);
         assert_eq!(code, Some(1));
         assert!(error.contains("byte 0 does not begin a tar header"), "{error}");
@@ -82,7 +82,7 @@ fn archives_beside_the_manifests_are_imported_once_and_events_name_them() {
     let node = Node::on(containerd, |_| options);
     node.apply(&pod("early", "localhost/beelet/early:1"));
     assert_eq!(node.output("early"), "localhost/beelet/early:1\n");
-    // One that comes while it runs, and one that is none.
+    // One archive arrives while the agent runs, and one file is not an archive.
     std::fs::copy(archive("localhost/beelet/late:1"), folder.join("late.part")).unwrap();
     std::fs::rename(folder.join("late.part"), folder.join("late.tar")).unwrap();
     std::fs::write(folder.join("broken.tar"), [7; 2000]).unwrap();

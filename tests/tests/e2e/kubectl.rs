@@ -1,7 +1,7 @@
-//! kubectl against a node, through a stock API server that checks the node's certificate and shows its own:
-//! what a person does with a node all day.
+//! A person's daily work with kubectl on a node, through a stock API server that checks the node's
+//! certificate and presents its own.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -25,17 +25,17 @@ use sha2::{Digest as _, Sha256};
 use crate::cluster::Scene;
 use crate::node::{container, script};
 
-/// Bytes that go through a command, there and back.
+/// Bytes that pass through a command and back.
 const MUCH: usize = 16 << 20;
-/// Bytes that a pipe holds, whoever reads it.
+/// Bytes that fit into a pipe without a reader.
 const LITTLE: usize = 32 << 10;
-/// Lines that a container prints while its log is followed over rotations, and how many at once.
+/// Lines that a container prints while its log is followed over rotations, and the lines of one burst.
 const LINES: usize = 300_000;
 const AT_ONCE: usize = 5_000;
 /// Connections through one port-forward.
 const CONNECTIONS: usize = 100;
 
-/// A node that kubectl reaches.
+/// A node of a cluster that kubectl reaches.
 pub(crate) struct Member {
     pub(crate) scene: Scene,
     kubectl: PathBuf,
@@ -56,7 +56,7 @@ impl Member {
         Member { scene, kubectl: requires::KUBECTL.given().unwrap(), port }
     }
 
-    /// kubectl with these arguments, as an admin.
+    /// Returns a kubectl command with these arguments, as an admin.
     fn kubectl(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(&self.kubectl);
         let home = self.scene.agent.dir().join("home");
@@ -65,27 +65,27 @@ impl Member {
         command
     }
 
-    /// Runs it: exit code, standard output, standard error.
+    /// Runs kubectl. Returns exit code, standard output and standard error.
     pub(crate) fn run(&self, arguments: &[&str]) -> (Option<i32>, String, String) {
         let output = self.kubectl(arguments).output().unwrap();
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         (output.status.code(), text(&output.stdout), text(&output.stderr))
     }
 
-    /// What it prints; it must succeed.
+    /// Runs kubectl, which must succeed, and returns its standard output.
     pub(crate) fn output(&self, arguments: &[&str]) -> String {
         let (code, out, error) = self.run(arguments);
         assert_eq!(code, Some(0), "kubectl {arguments:?}: {error}\n{}", self.scene.agent.log());
         out
     }
 
-    /// Starts it, with its standard input and output as pipes.
+    /// Starts kubectl with pipes for its standard input and output.
     fn begin(&self, arguments: &[&str]) -> Child {
         let mut command = self.kubectl(arguments);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap()
     }
 
-    /// Makes a pod of this node, and waits until it is ready.
+    /// Creates a pod on this node, and waits until it is ready.
     pub(crate) fn apply(&self, mut pod: Value) {
         pod["spec"]["automountServiceAccountToken"] = false.into();
         pod["spec"]["enableServiceLinks"] = false.into();
@@ -93,7 +93,7 @@ impl Member {
         self.scene.until_ready(pod["metadata"]["name"].as_str().unwrap(), true);
     }
 
-    /// A token of an account that may read the numbers of nodes, and nothing else.
+    /// Returns a token of an account that may read only the metrics of nodes.
     pub(crate) fn account_that_reads_numbers(&self, name: &str) -> String {
         let token = self.scene.cluster.account(name).unwrap();
         let role = format!("reads-numbers-{name}");
@@ -103,13 +103,13 @@ impl Member {
         token
     }
 
-    /// A file of the test's own.
+    /// Returns the path of a file of the test's own.
     pub(crate) fn file(&self, name: &str) -> PathBuf {
         self.scene.agent.dir().join(name)
     }
 
-    /// kubectl within a terminal of `rows` and `columns`. The terminal becomes one of 40 and 100 when the
-    /// file `resize` is there.
+    /// Starts kubectl in a terminal of `rows` and `columns`. The terminal changes to 40 rows and 100 columns
+    /// when the file `resize` exists.
     fn in_terminal(&self, (rows, columns): (u32, u32), arguments: &str, resize: &Path) -> Child {
         let command = format!(
             "stty rows {rows} cols {columns}; \
@@ -124,13 +124,13 @@ impl Member {
         script.env("SHELL", "/bin/bash").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap()
     }
 
-    /// The most memory that the agent has had, in bytes.
+    /// Returns the agent's highest memory usage, in bytes.
     fn memory_peak(&self) -> u64 {
         machine::peak_kib(self.scene.agent.pid().unwrap()).unwrap() << 10
     }
 }
 
-/// Bytes without a pattern, the same each time.
+/// Returns bytes without a pattern, the same at each call.
 fn noise(count: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let words = std::iter::repeat_with(move || {
@@ -146,14 +146,14 @@ fn digest(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Reads lines until one is as wanted; all that were read.
+/// Reads lines until `wanted` is true for one. Returns all lines that were read.
 fn read_until(from: &mut impl std::io::BufRead, wanted: impl Fn(&str) -> bool) -> Vec<String> {
     let mut lines = Vec::new();
     loop {
         let mut line = String::new();
         assert!(
             from.read_line(&mut line).unwrap() > 0,
-            "it ended before; its last lines: {:?}",
+            "the output ended before; last line: {:?}",
             lines.last()
         );
         let line = line.trim_end_matches(['\r', '\n']).to_owned();
@@ -186,17 +186,18 @@ fn exec_carries_streams_and_exit_codes_by_both_protocols() {
         assert_eq!((output.status.code(), &output.stdout[..]), (Some(7), &b"out\n"[..]), "{error}");
         assert!(error.starts_with("err\n"), "{error}");
 
-        // Much goes in and comes back, and its end is seen.
+        // A large input passes through the command and back, and the command sees its end.
         let shell = "cat; echo done >&2; exit 3";
         let mut command = kubectl(&["exec", "-i", "box", "--", "sh", "-c", shell]);
         let output = command.stdin(File::open(&file).unwrap()).output().unwrap();
         let error = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(3), "{error}");
         assert!(error.contains("done"), "{error}");
-        assert!(output.stdout == much, "{} bytes came back, or others", output.stdout.len());
+        assert!(output.stdout == much, "{} bytes came back, or different ones", output.stdout.len());
 
-        // A command that reads no more has its output to the end. What it leaves fits into a pipe: containerd
-        // 1.6 waits for ever until the rest of more has been read (attachDone in its container_execsync.go).
+        // A command that stops reading its input still has its output transferred to the end. The unread rest
+        // fits into a pipe: containerd 1.6 waits for ever until a larger rest is read (attachDone in its
+        // container_execsync.go).
         let mut command =
             kubectl(&["exec", "-i", "box", "--", "sh", "-c", "head -c 5 >/dev/null; echo late"]);
         let output = command.stdin(File::open(&little).unwrap()).output().unwrap();
@@ -207,13 +208,13 @@ fn exec_carries_streams_and_exit_codes_by_both_protocols() {
     let (code, _, error) = node.run(&["exec", "box", "-c", "other", "--", "true"]);
     assert!(code != Some(0) && error.contains("other"), "{code:?} {error}");
 
-    // It ends with its pod.
+    // The command ends with its pod.
     let child = Process(node.begin(&["exec", "box", "--", "sh", "-c", "echo here; sleep 1000"]));
     let mut child = child;
     let mut output = BufReader::new(child.0.stdout.take().unwrap());
     read_until(&mut output, |line| line == "here");
     node.scene.cluster.delete(&Cluster::pod("box"), Some(0)).unwrap();
-    wait_for("exec to end", PATIENCE, || child.0.try_wait().unwrap().ok_or("it runs")).unwrap();
+    wait_for("exec to end", PATIENCE, || child.0.try_wait().unwrap().ok_or("still running")).unwrap();
     node.scene.nothing_was_forbidden();
 }
 
@@ -223,7 +224,7 @@ fn exec_in_a_terminal_has_its_size_and_follows_its_changes() {
     let node = Member::start(|options| options);
     node.apply(script("box", "sleep 1000"));
     let resize = node.file("resize");
-    // The terminal's size comes after the command has begun.
+    // The terminal's size arrives after the start of the command.
     let until = |size: &str, then: &str| {
         format!("until test \"$(stty size)\" = \"{size}\"; do sleep 0.1; done; {then}")
     };
@@ -234,7 +235,8 @@ fn exec_in_a_terminal_has_its_size_and_follows_its_changes() {
     read_until(&mut output, |line| line == "sized");
     fs::write(&resize, "").unwrap();
     read_until(&mut output, |line| line == "grown");
-    let status = wait_for("the terminal to end", PATIENCE, || child.0.try_wait().unwrap().ok_or("it runs"));
+    let status =
+        wait_for("the terminal to end", PATIENCE, || child.0.try_wait().unwrap().ok_or("still running"));
     assert_eq!(status.unwrap().code(), Some(9));
 }
 
@@ -265,7 +267,7 @@ fn a_followed_log_loses_and_doubles_nothing_over_rotations() {
     let pod = node.scene.cluster.get(&Cluster::pod("chatter")).unwrap();
     let folder = format!("logs/default_chatter_{}/main", pod["metadata"]["uid"].as_str().unwrap());
     let files = fs::read_dir(node.file(&folder)).unwrap().count();
-    assert!(files > 2, "the log was to be rotated: {files} files");
+    assert!(files > 2, "the log was not rotated often enough: {files} files");
 
     let last = format!("{}\n{LINES}\nend\n", LINES - 1);
     assert_eq!(node.output(&["logs", "chatter", "--tail=3"]), last);
@@ -276,7 +278,7 @@ fn a_followed_log_loses_and_doubles_nothing_over_rotations() {
 fn logs_are_shown_in_all_forms() {
     require!(containerd, bpf, apiserver, kubectl);
     let node = Member::start(|options| options);
-    // The first life ends by itself, the second stays.
+    // The container's first run ends by itself, the second one stays.
     let lives = "if test -e /life/second; then echo two; sleep 1000; fi; touch /life/second; \
                  echo one; echo wrong >&2; exit 1";
     let mut pod = script("web", lives);
@@ -288,7 +290,7 @@ fn logs_are_shown_in_all_forms() {
     pod["spec"]["automountServiceAccountToken"] = false.into();
     pod["spec"]["enableServiceLinks"] = false.into();
     node.scene.cluster.run(NODE, &pod).unwrap();
-    node.scene.until("the second life", &Cluster::pod("web"), |pod| {
+    node.scene.until("the second run", &Cluster::pod("web"), |pod| {
         let statuses = pod["status"]["containerStatuses"].as_array();
         statuses.is_some_and(|all| all.iter().any(|one| one["restartCount"] == 1 && one["ready"] == true))
     });
@@ -296,7 +298,7 @@ fn logs_are_shown_in_all_forms() {
         assert_eq!(node.output(&[&["logs", "web"][..], arguments].concat()), expected, "{arguments:?}");
     };
     check(&["-c", "main"], "two\n");
-    // The runtime reads what comes by two streams in no order.
+    // The runtime reads the two streams in no fixed order.
     let previous = node.output(&["logs", "web", "-c", "main", "--previous"]);
     let mut previous: Vec<&str> = previous.lines().collect();
     previous.sort_unstable();
@@ -306,7 +308,7 @@ fn logs_are_shown_in_all_forms() {
     check(&["-c", "other", "--limit-bytes=5"], "1\n2\n3");
     check(&["-c", "other", "--since=1h", "--tail=1"], "9\n");
     check(&["-c", "other", "--since-time=2100-01-01T00:00:00Z"], "");
-    // kubectl asks for one container after the other, in no order.
+    // kubectl requests the containers one after the other, in no fixed order.
     let all = node.output(&["logs", "web", "--all-containers", "--prefix", "--tail=1"]);
     let all: BTreeSet<&str> = all.lines().collect();
     assert_eq!(all, ["[pod/web/main] two", "[pod/web/other] 9"].into());
@@ -317,7 +319,7 @@ fn logs_are_shown_in_all_forms() {
     let (code, _, error) = node.run(&["logs", "web", "-c", "other", "--previous"]);
     assert!(code == Some(1) && error.contains("previous terminated container \"other\""), "{error}");
 
-    // One that never starts says why.
+    // A container that never starts has an error with the reason.
     let mut pod = script("none", "true");
     pod["spec"]["automountServiceAccountToken"] = false.into();
     pod["spec"]["containers"][0]["image"] = "localhost/there/is:none".into();
@@ -331,7 +333,7 @@ fn logs_are_shown_in_all_forms() {
     assert!(code == Some(1) && error.contains("is waiting to start: ErrImageNeverPull"), "{error}");
 }
 
-/// A container's log as the API server hands it on over a WebSocket, which kubectl never asks for.
+/// Returns a container's log as the API server passes it on over a WebSocket, which kubectl never requests.
 async fn log_by_websocket(cluster: &Cluster, pod: &str) -> String {
     let request = http::Request::builder()
         .uri(format!("{}/log", Cluster::pod(pod)))
@@ -359,7 +361,7 @@ fn a_log_over_a_websocket_is_whole() {
     node.apply(script("box", "echo container is alive; sleep 1000"));
     wait_for("the first line", PATIENCE, || {
         let log = node.output(&["logs", "box"]);
-        if log.is_empty() { Err("there is none") } else { Ok(()) }
+        if log.is_empty() { Err("the log is empty") } else { Ok(()) }
     })
     .unwrap();
     for _ in 0..20 {
@@ -385,13 +387,13 @@ fn attach_speaks_to_the_containers_own_process() {
     }
     drop(input);
     read_until(&mut output, |line| line == "bye");
-    wait_for("attach to end", PATIENCE, || child.0.try_wait().unwrap().ok_or("it runs")).unwrap();
+    wait_for("attach to end", PATIENCE, || child.0.try_wait().unwrap().ok_or("still running")).unwrap();
     let ended =
         node.scene.until("talk to end", &Cluster::pod("talk"), |pod| pod["status"]["phase"] == "Failed");
     let state = &ended["status"]["containerStatuses"][0]["state"]["terminated"];
     assert_eq!(state["exitCode"], 5, "{state}");
 
-    // kubectl sends a size that is larger by one first, so that programs draw anew.
+    // kubectl first sends a size that is larger by one, so that programs redraw.
     let looks = "read line; until stty size | grep '21 55'; do sleep 0.1; done; echo got $line; sleep 1000";
     let mut terminal = script("terminal", looks);
     terminal["spec"]["containers"][0]["stdin"] = true.into();
@@ -400,7 +402,7 @@ fn attach_speaks_to_the_containers_own_process() {
     let mut child = Process(node.in_terminal((21, 55), "attach -it terminal", Path::new("/none")));
     let mut input = child.0.stdin.take().unwrap();
     let mut output = BufReader::new(child.0.stdout.take().unwrap());
-    // It asks for the size as soon as it is there; what is typed before it is waits for it.
+    // The script asks for the size as soon as it starts; earlier input waits for the script.
     writeln!(input, "three").unwrap();
     let lines = read_until(&mut output, |line| line == "got three");
     assert!(lines.iter().any(|line| line == "21 55"), "{lines:?}");
@@ -469,7 +471,7 @@ fn a_debugger_of_kubectl_sees_the_processes_of_its_target() {
     if cluster::minor_version().unwrap() < 25 {
         requires::skip(&requires::missing(
             "kubectl debug needs an API server of 1.25 or newer",
-            "give the path of a newer one in KUBE_APISERVER",
+            "set KUBE_APISERVER to the path of a newer one",
         ));
         return;
     }
@@ -491,7 +493,7 @@ fn a_debugger_of_kubectl_sees_the_processes_of_its_target() {
     ]);
     let runs = |pod: &Value| pod["status"]["ephemeralContainerStatuses"][0]["state"]["running"].is_object();
     node.scene.until("the debugger", &Cluster::pod("box"), runs);
-    let printed = wait_for("the debugger's words", PATIENCE, || {
+    let printed = wait_for("the debugger's output", PATIENCE, || {
         let printed = node.output(&["logs", "box", "-c", "look"]);
         if printed.contains("sleep 1000") { Ok(printed) } else { Err(printed) }
     })
@@ -544,7 +546,8 @@ fn what_a_person_and_a_monitor_read_of_a_node_is_there() {
     node.scene.nothing_was_forbidden();
 }
 
-/// Asks the node's server as metrics-server does: by the token of a service account. Status and body.
+/// Scrapes the node's server as metrics-server does, with the token of a service account. Returns status and
+/// body.
 fn scrape(node: &Member, token: &str) -> (u16, String) {
     let authority = fs::read(node.scene.cluster.authority_file()).unwrap();
     let authority = base64::Engine::encode(&base64::engine::general_purpose::STANDARD, authority);
@@ -580,7 +583,8 @@ fn metrics_server_reads_what_it_needs_by_its_token_and_nobody_else_does() {
     assert_eq!(status, 403, "{refusal}");
     assert!(refusal.contains("system:serviceaccount:kube-system:metrics-server"), "{refusal}");
 
-    // The same right as in metrics-server's own manifest. A no was kept for 30 s; another account has none.
+    // The account has the same right as in metrics-server's own manifest. A refusal is cached for 30 s, so
+    // another account is used.
     let token = node.account_that_reads_numbers("metrics-reader");
     let page = wait_for("the right to read", PATIENCE, || {
         let (status, page) = scrape(&node, &token);
@@ -588,7 +592,8 @@ fn metrics_server_reads_what_it_needs_by_its_token_and_nobody_else_does() {
         if status == 200 && has_pod { Ok(page) } else { Err(format!("{status} {page}")) }
     })
     .unwrap();
-    // What its decoder looks for (pkg/scraper/client/resource/decode.go), each with the time of its reading.
+    // metrics-server's decoder needs these families (pkg/scraper/client/resource/decode.go), each with a
+    // timestamp.
     let families: BTreeSet<&str> = page
         .lines()
         .filter(|line| !line.starts_with('#'))
@@ -604,6 +609,6 @@ fn metrics_server_reads_what_it_needs_by_its_token_and_nobody_else_does() {
         assert!(families.contains(family), "{family} is missing:\n{page}");
         let sample = page.lines().find(|line| line.starts_with(family)).unwrap();
         let after = sample.rsplit('}').next().unwrap();
-        assert!(after.split_whitespace().last().unwrap().parse::<i64>().is_ok(), "no time: {sample}");
+        assert!(after.split_whitespace().last().unwrap().parse::<i64>().is_ok(), "no timestamp: {sample}");
     }
 }

@@ -34,10 +34,10 @@ fn wait(
 }
 
 fn wait_gone(agent: &Agent, name: &str) {
-    agent.until(&format!("{name} to be gone"), |watch| watch.pod(name).is_none().then_some(())).unwrap();
+    agent.until(&format!("{name} to be removed"), |watch| watch.pod(name).is_none().then_some(())).unwrap();
 }
 
-/// What the command line shows.
+/// Returns the output of the command line.
 fn shown(agent: &Agent, arguments: &[&str]) -> String {
     let output = agent.cli(arguments).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -53,7 +53,7 @@ fn waits_for(pod: &PodView, reason: &str) -> bool {
 fn hooks_run_in_and_around_real_containers() {
     require!(containerd);
     let (_containerd, agent) = start();
-    // The pauses are waited out, and the app is asked before its end.
+    // The agent waits for the pauses, and sends the request to the app before the app's end.
     let pauses =
         json!({ "postStart": { "sleep": { "seconds": 1 } }, "preStop": { "sleep": { "seconds": 1 } } });
     apply(&agent, &manifests::with(manifests::answering("hooked"), "lifecycle", pauses));
@@ -98,10 +98,10 @@ fn a_pod_past_its_deadline_fails_gives_everything_back_and_stays_so() {
     };
     let pod = wait(&agent, "late", "to fail", failed);
     let path = beelet_tests::cgroup_values::pod_path("BestEffort", pod.uid());
-    // It has failed once nothing of it runs, and gives back the rest then.
+    // The pod fails once none of its processes runs, and releases the rest then.
     let cgroup = containerd.cgroup().folder("pids", &path).unwrap();
-    let is_gone = || if cgroup.exists() { Err("it is there") } else { Ok(()) };
-    workdir::wait_for("the pod's cgroup to go", PATIENCE, is_gone).unwrap();
+    let is_gone = || if cgroup.exists() { Err("the cgroup still exists") } else { Ok(()) };
+    workdir::wait_for("the pod's cgroup to be removed", PATIENCE, is_gone).unwrap();
     agent.kill9();
     agent.resume().unwrap();
     wait(&agent, "late", "to stay failed", failed);
@@ -116,7 +116,7 @@ fn a_container_that_is_killed_is_started_again_and_its_end_is_told() {
     let agent = Agent::start(installed(&containerd).http().unwrap()).unwrap();
     apply(&agent, &manifests::serving("web"));
     let pod = wait(&agent, "web", "to be ready", PodView::ready);
-    let before = ends_told_by_the_kernel(&agent);
+    let before = ends_reported_by_the_kernel(&agent);
     let path = beelet_tests::cgroup_values::pod_path(pod.qos(), pod.uid());
     let id = pod.container("main").unwrap().container_id.clone().unwrap();
     let id = id.split("//").nth(1).unwrap();
@@ -127,16 +127,16 @@ fn a_container_that_is_killed_is_started_again_and_its_end_is_told() {
     let again = wait(&agent, "web", "to run again", |pod| pod.restarts() == 1 && pod.ready());
     let last = again.container("main").unwrap().last_state.clone().unwrap().terminated.unwrap();
     assert_eq!((last.exit_code, last.reason.as_deref()), (137, Some("Error")));
-    // Where the kernel tells of exits it is the first to do so.
+    // The kernel is the first to report exits, on machines with the programs.
     if let Err(missing) = beelet_tests::requires::bpf() {
         beelet_tests::requires::skip(&missing);
         return;
     }
-    assert_eq!(ends_told_by_the_kernel(&agent), before + 1, "{}", agent.get("/metrics").unwrap().1);
+    assert_eq!(ends_reported_by_the_kernel(&agent), before + 1, "{}", agent.get("/metrics").unwrap().1);
 }
 
-/// How many containers' ends the agent heard of by the kernel first.
-fn ends_told_by_the_kernel(agent: &Agent) -> u64 {
+/// Returns the number of containers' ends that the kernel reported first.
+fn ends_reported_by_the_kernel(agent: &Agent) -> u64 {
     let (_, metrics) = agent.get("/metrics").unwrap();
     let series = "beelet_container_exits_total{source=\"kernel\"} ";
     metrics.lines().find_map(|line| line.strip_prefix(series)?.parse().ok()).unwrap_or(0)
@@ -159,7 +159,7 @@ fn a_rule_restarts_the_whole_pod_in_its_sandbox() {
     }));
     apply(&agent, &pod);
     let before = wait(&agent, "whole", "to be ready", PodView::ready);
-    // It has ended before it could answer.
+    // The process ends before it can answer.
     let _ = Control::connect(before.ip().unwrap(), CONTROL).unwrap().send("exit 42");
     let restarted = |pod: &PodView| {
         let status = pod.pod.status.as_ref().unwrap();
@@ -199,7 +199,7 @@ fn a_real_pod_is_held_to_its_resources_as_a_whole() {
     assert_eq!(memory_limit(&containerd, &pod), 64 << 20);
 }
 
-/// The memory limit that a pod's cgroup holds.
+/// Returns the memory limit of a pod's cgroup.
 fn memory_limit(containerd: &Containerd, pod: &PodView) -> u64 {
     let path = beelet_tests::cgroup_values::pod_path(pod.qos(), pod.uid());
     let dir = containerd.cgroup().folder("memory", &path).unwrap();

@@ -1,4 +1,4 @@
-//! Logs of real pods and the commands of `beelet` that a person uses on them: logs, exec, apply, delete.
+//! Logs of real pods, and the `beelet` commands for pods: logs, exec, apply, delete.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -30,7 +30,7 @@ fn large_logs_are_rotated_compressed_and_bounded_and_none_of_the_last_lines_is_l
         names.sort();
         names
     };
-    let rotated = wait_for("a compressed log beside a rotated one", PATIENCE, || {
+    let rotated = wait_for("a compressed log and a rotated one", PATIENCE, || {
         let names = names();
         let compressed = names.iter().filter(|name| name.ends_with(".gz")).count();
         if names.len() == 3 && compressed == 1 { Ok(names) } else { Err(format!("{names:?}")) }
@@ -40,7 +40,7 @@ fn large_logs_are_rotated_compressed_and_bounded_and_none_of_the_last_lines_is_l
     for _ in 0..20 {
         assert!(names().iter().filter(|name| !name.ends_with(".tmp")).count() <= 4, "{:?}", names());
     }
-    // Over all files, in order, without a gap.
+    // The lines of all files are in order, without a gap.
     let (code, text, error) = node.cli(&["logs", "chatter"]);
     assert_eq!(code, Some(0), "{error}");
     let numbers: Vec<u64> =
@@ -57,7 +57,7 @@ fn large_logs_are_rotated_compressed_and_bounded_and_none_of_the_last_lines_is_l
 fn logs_are_followed_to_the_containers_end_and_those_of_the_one_before_are_kept() {
     require!(containerd);
     let node = Node::start(|options| options);
-    // Not before `touch` has ended: it would be killed with the container that it ends.
+    // The loop also waits for the end of `touch`, which would be killed with the container.
     let wait = "until test -e /tmp/go && ! pidof touch; do sleep 0.05; done >/dev/null";
     let mut pod = script("web", &format!("echo start >&2; {wait}; echo end; exit 1"));
     pod["spec"]["restartPolicy"] = json!("Always");
@@ -100,7 +100,7 @@ fn commands_run_in_containers_with_their_streams_and_their_exit_codes() {
         let (code, _, error) = node.cli(&["exec", "box", "--", "/none"]);
         assert!(code == Some(1) && error.contains("/none"), "{code:?} {error}");
 
-        // What is piped in ends, and the command sees its end.
+        // The command sees the end of piped input.
         let mut command = node.agent.cli(&["exec", "-i", "box", "--", "wc", "-c"]);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         child.stdin.take().unwrap().write_all(&vec![b'x'; 1_000_000]).unwrap();
@@ -110,16 +110,16 @@ fn commands_run_in_containers_with_their_streams_and_their_exit_codes() {
             (Some(0), "1000000")
         );
 
-        // Much output, all of it.
+        // A large output arrives complete.
         let (code, out, _) =
             node.cli(&["exec", "box", "--", "/bin/sh", "-c", "yes 0123456789 | head -n 100000"]);
         assert_eq!((code, out.len()), (Some(0), 1_100_000));
 
-        // A terminal: lines end as a terminal's do, and the command sees one.
+        // With a terminal, lines end with CR LF, and the command sees the terminal.
         let (code, out, _) =
             node.cli(&["exec", "-t", "box", "--", "/bin/sh", "-c", "test -t 1 && echo a terminal"]);
         assert_eq!((code, out.as_str()), (Some(0), "a terminal\r\n"));
-        // What comes from a file ends, and the command sees that.
+        // The command sees the end of input from a file.
         let piped = ["exec", "-it", "box", "--", "/bin/sh", "-c", "cat; test -t 1 || echo no terminal"];
         let (code, out, error) = node.cli(&piped);
         assert_eq!((code, out.as_str()), (Some(0), "no terminal\n"), "{error}");
@@ -142,8 +142,8 @@ fn manifests_are_applied_and_deleted_by_the_command_line() {
         fs::write(&file, text).unwrap();
         node.cli(&["apply", "-f", file.to_str().unwrap()])
     };
-    // The agent takes manifests once the runtime has answered it.
-    let applied = wait_for("the agent to take manifests", PATIENCE, || {
+    // The agent accepts manifests once the runtime has answered.
+    let applied = wait_for("the agent to accept manifests", PATIENCE, || {
         let (code, out, error) = apply(&text("red"));
         if code == Some(0) { Ok(out) } else { Err(error) }
     });
@@ -157,7 +157,10 @@ fn manifests_are_applied_and_deleted_by_the_command_line() {
 
     let (code, out, error) = node.cli(&["delete", "pod", "web", "--keep-manifest", "--grace-period", "0"]);
     assert!(code == Some(0) && out.contains("pod/web-testnode deleted"), "{out}{error}");
-    assert!(node.agent.look(|watch| watch.pod("web").is_none()).unwrap(), "it waits until the pod is gone");
+    assert!(
+        node.agent.look(|watch| watch.pod("web").is_none()).unwrap(),
+        "the command returned before the pod's removal"
+    );
     let kept = node.agent.manifests().join("web.yaml.bak");
     fs::rename(&kept, node.agent.manifests().join("web.yaml")).unwrap();
     node.wait("web", "to run again", beelet_tests::pods::PodView::ready);

@@ -1,7 +1,7 @@
-//! Programs that watch nodes, as their packages bring them: Prometheus with the alert rules of this
-//! repository and of kubernetes-mixin, and metrics-server behind `kubectl top`.
+//! Monitoring programs from their packages: Prometheus with the alert rules of this repository and of
+//! kubernetes-mixin, and metrics-server behind `kubectl top`.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // in the helpers, too, a failure is the test's
+#![allow(clippy::unwrap_used, clippy::panic)] // a failure in a helper fails the test
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use crate::kubectl::Member;
 use crate::node::script;
 
-/// A pod that works a little, with limits, traffic and a probe: everything that a panel shows.
+/// Returns a pod that works a little, with limits, traffic and a probe, so that every panel has data.
 fn busy(name: &str) -> Value {
     let mut pod = script(
         name,
@@ -32,7 +32,7 @@ fn busy(name: &str) -> Value {
     pod
 }
 
-/// Starts a program of the test's own; what it says is in a file of that name.
+/// Starts a program of the test's own, with its output in a file of that name.
 fn spawn(mut command: Command, dir: &Path, name: &str) -> Process {
     let log = File::create(dir.join(format!("{name}.log"))).unwrap();
     command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
@@ -41,7 +41,7 @@ fn spawn(mut command: Command, dir: &Path, name: &str) -> Process {
 
 // ---- Prometheus ----
 
-/// A Prometheus that scrapes every page of the node each second, by TLS and a token.
+/// A Prometheus that scrapes every page of the node each second, over TLS and with a token.
 struct Prometheus {
     address: String,
     _server: Process,
@@ -92,14 +92,14 @@ impl Prometheus {
         if answer["status"] == "success" { Ok(answer["data"].clone()) } else { Err(answer.to_string()) }
     }
 
-    /// What an instant query finds.
+    /// Returns the result of an instant query.
     fn query(&self, query: &str) -> Result<Vec<Value>, String> {
         let encoded: String = query.bytes().map(|byte| format!("%{byte:02x}")).collect();
         let found = self.ask(&format!("/api/v1/query?query={encoded}"))?;
         Ok(found["result"].as_array().cloned().unwrap_or_default())
     }
 
-    /// Waits until the query finds as many series.
+    /// Waits until the query returns at least `least` series.
     fn until(&self, what: &str, query: &str, least: usize) {
         wait_for(what, PATIENCE, || match self.query(query)? {
             found if found.len() >= least => Ok(()),
@@ -108,7 +108,7 @@ impl Prometheus {
         .unwrap();
     }
 
-    /// The names of the alerts that fire or are about to.
+    /// Returns the names of the firing and pending alerts.
     fn alerts(&self) -> Vec<String> {
         let alerts = self.ask("/api/v1/alerts").unwrap();
         let name = |alert: &Value| alert["labels"]["alertname"].as_str().unwrap_or_default().to_owned();
@@ -116,8 +116,8 @@ impl Prometheus {
     }
 }
 
-/// The rules of this repository and those of kubernetes-mixin, with seconds in the place of minutes, so that
-/// a test needs no half an hour.
+/// Returns the rules of this repository and of kubernetes-mixin, with seconds in the place of minutes:
+/// otherwise a test would take half an hour.
 fn rule_files(dir: &Path) -> Vec<PathBuf> {
     let repository = workdir::repository();
     ["packaging/prometheus/beelet.rules.yaml", "tests/tests/e2e/data/kubernetes-mixin.rules.yaml"]
@@ -134,7 +134,7 @@ fn rule_files(dir: &Path) -> Vec<PathBuf> {
         .to_vec()
 }
 
-/// Every query of the dashboard, for all pods.
+/// Returns every query of the dashboard, for all pods.
 fn dashboard() -> Vec<String> {
     fn collect(value: &Value, found: &mut Vec<String>) {
         match value {
@@ -163,12 +163,12 @@ fn prometheus_has_no_alert_of_a_healthy_node_and_the_right_ones_of_one_without_a
     node.apply(busy("busy"));
     let prometheus = Prometheus::watch(&node);
     prometheus.until("all pages to be scraped", "up{job=\"kubelet\"} == 1", PAGES.len());
-    // As many looks as the longest alert waits for, twice.
-    prometheus.until("many looks", "count_over_time(up{metrics_path=\"/metrics\"}[5m]) > 40", 1);
+    // Twice the number of samples that the longest alert needs.
+    prometheus.until("enough samples", "count_over_time(up{metrics_path=\"/metrics\"}[5m]) > 40", 1);
     assert_eq!(prometheus.alerts(), [""; 0]);
     assert_eq!(prometheus.query("up == 0").unwrap(), [Value::Null; 0]);
 
-    // What the mixin records, and what the panels draw.
+    // The mixin's recording rules and the panels' queries have results.
     for record in [
         "node_quantile:kubelet_pleg_relist_duration_seconds:histogram_quantile",
         "node_namespace_pod_container:container_cpu_usage_seconds_total:sum_rate5m",
@@ -184,7 +184,7 @@ fn prometheus_has_no_alert_of_a_healthy_node_and_the_right_ones_of_one_without_a
     for query in queries.iter().filter(|query| counts_stalls || !query.contains("container_pressure_")) {
         prometheus.until(&format!("data for {query}"), query, 1);
     }
-    // No container is there twice, and the pod has a line of its own.
+    // Each container has one series, and the pod has one of its own.
     for (query, count) in [
         (
             "container_memory_working_set_bytes{metrics_path=\"/metrics/cadvisor\",pod=\"busy\",container!=\"\"}",
@@ -212,7 +212,7 @@ fn prometheus_has_no_alert_of_a_healthy_node_and_the_right_ones_of_one_without_a
 
 // ---- metrics-server ----
 
-/// metrics-server as its manifest has it, but on loopback, and its API beside the API server's own.
+/// Starts metrics-server as in its manifest, but on loopback, and registers its API with the API server.
 fn metrics_server(node: &Member) -> Process {
     let cluster = &node.scene.cluster;
     let dir = node.file("metrics-server");
@@ -284,7 +284,7 @@ fn kubectl_top_shows_what_metrics_server_reads_of_the_node() {
     let _server = metrics_server(&node);
     let top = |arguments: &[&str], name: &str| {
         let log = node.file("metrics-server/metrics-server.log");
-        // It needs two scrapes for a rate.
+        // A rate needs two scrapes.
         wait_for(&format!("kubectl {arguments:?}"), PATIENCE, || {
             let (code, out, error) = node.run(arguments);
             match out.lines().find(|line| line.starts_with(name)) {

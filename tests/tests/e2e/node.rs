@@ -1,4 +1,4 @@
-//! A node for tests of real pods: an agent on a containerd of its own, and what its pods print.
+//! A node for tests of real pods: an agent on a containerd of its own, and the output of its pods.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -12,7 +12,7 @@ use beelet_tests::workdir::{PATIENCE, wait_for};
 use beelet_tests::{guards, images, requires};
 use serde_json::{Value, json};
 
-/// Runs `check` on both containerds; without the second one if none is given.
+/// Runs `check` on both containerd versions; on the first only if the second is not configured.
 pub(crate) fn on_every_containerd(check: impl Fn(Containerd)) {
     check(Containerd::start_for_test().unwrap());
     if let Err(missing) = requires::containerd_2() {
@@ -22,18 +22,17 @@ pub(crate) fn on_every_containerd(check: impl Fn(Containerd)) {
     check(Containerd::start_version_2_for_test().unwrap());
 }
 
-/// The configuration for an agent on `containerd` that runs under the settings of its unit, as all agents
-/// here do.
+/// Returns the options of an agent on `containerd`, confined as by its systemd unit, as all agents here are.
 pub(crate) fn installed(containerd: &Containerd) -> Options {
     as_installed(Options::on(containerd))
 }
 
-/// The same of a configuration that is there.
+/// Adds the settings of the systemd unit to existing options.
 pub(crate) fn as_installed(options: Options) -> Options {
     options.as_installed(Installed::new(env!("CARGO_BIN_EXE_confined"), "beelet.service"))
 }
 
-/// An agent on a containerd of its own. The agent ends first.
+/// An agent on a containerd of its own. The agent is dropped first.
 pub(crate) struct Node {
     pub(crate) agent: Agent,
     pub(crate) containerd: Containerd,
@@ -49,7 +48,7 @@ impl Node {
         Node { agent, containerd }
     }
 
-    /// Puts a manifest of any kind into the folder.
+    /// Writes a manifest of any kind to the folder.
     pub(crate) fn apply(&self, manifest: &Value) {
         let (kind, name) =
             (manifest["kind"].as_str().unwrap(), manifest["metadata"]["name"].as_str().unwrap());
@@ -72,11 +71,11 @@ impl Node {
 
     pub(crate) fn wait_gone(&self, name: &str) {
         self.agent
-            .until(&format!("{name} to be gone"), |watch| watch.pod(name).is_none().then_some(()))
+            .until(&format!("{name} to be removed"), |watch| watch.pod(name).is_none().then_some(()))
             .unwrap();
     }
 
-    /// Waits until the pod has ended well; what its containers printed, `main`'s first.
+    /// Waits until the pod has succeeded. Returns the output of its containers, `main`'s first.
     pub(crate) fn output(&self, name: &str) -> String {
         let pod = self.wait(name, "to end", |pod| matches!(pod.phase(), "Succeeded" | "Failed"));
         let text = self.log(&pod, "main", 0);
@@ -84,7 +83,7 @@ impl Node {
         text
     }
 
-    /// What a container's instance has printed.
+    /// Returns the output of one attempt of a container.
     pub(crate) fn log(&self, pod: &PodView, container: &str, attempt: u32) -> String {
         let path = self.log_path(pod, container, attempt);
         let text = std::fs::read_to_string(&path)
@@ -102,18 +101,18 @@ impl Node {
         self.agent.dir().join("logs").join(format!("{name}_{}", pod.uid()))
     }
 
-    /// The pod's folder.
+    /// Returns the pod's folder.
     pub(crate) fn folder(&self, pod: &PodView) -> PathBuf {
         self.agent.dir().join("pods").join(pod.uid())
     }
 
-    /// The mounts below a folder.
+    /// Returns the mounts below a folder.
     pub(crate) fn mounts_below(&self, folder: &Path) -> Vec<PathBuf> {
         let all = guards::mounts().unwrap().into_iter().map(|mount| mount.path);
         all.filter(|path| path.starts_with(folder)).collect()
     }
 
-    /// Why a container of the pod waits, once it waits for this reason.
+    /// Waits until a container of the pod waits for this reason. Returns the message.
     pub(crate) fn waiting(&self, name: &str, container: &str, reason: &str) -> String {
         let waits = |pod: &PodView| {
             let state = pod.container(container)?.state.clone()?.waiting?;
@@ -123,7 +122,7 @@ impl Node {
         waits(&self.wait(name, &what, |pod| waits(pod).is_some())).unwrap()
     }
 
-    /// Waits until a file says what is wanted.
+    /// Waits until `wanted` is true for a file's content. Returns the content.
     pub(crate) fn wait_file(&self, path: &Path, wanted: impl Fn(&str) -> bool) -> String {
         wait_for(&format!("{} to change", path.display()), PATIENCE, || {
             let text = std::fs::read_to_string(path).map_err(|e| e.to_string())?;
@@ -132,7 +131,7 @@ impl Node {
         .unwrap()
     }
 
-    /// The `beelet` command: its exit code, its standard output and its standard error.
+    /// Runs the `beelet` command. Returns its exit code, standard output and standard error.
     pub(crate) fn cli(&self, arguments: &[&str]) -> (Option<i32>, String, String) {
         let output = self.agent.cli(arguments).output().unwrap();
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -140,7 +139,7 @@ impl Node {
     }
 }
 
-/// A pod that runs a script once.
+/// Returns a pod that runs a script once.
 pub(crate) fn script(name: &str, script: &str) -> Value {
     json!({
         "apiVersion": "v1",
@@ -154,12 +153,12 @@ pub(crate) fn script(name: &str, script: &str) -> Value {
     })
 }
 
-/// A container that runs a script.
+/// Returns a container that runs a script.
 pub(crate) fn container(name: &str, script: &str) -> Value {
     json!({ "name": name, "image": images::APP, "command": ["/bin/sh", "-c", script] })
 }
 
-/// An object with data.
+/// Returns an object with data.
 pub(crate) fn object(kind: &str, name: &str, data: &Value) -> Value {
     let field = if kind == "Secret" { "stringData" } else { "data" };
     json!({ "apiVersion": "v1", "kind": kind, "metadata": { "name": name }, field: data })

@@ -1,6 +1,6 @@
-//! `beelet observe` beside the owner of a real containerd: it sees what the kernel's own files say, and
-//! changes nothing. The owner is `beelet run` on the same runtime; to an observer it is as foreign as a
-//! kubelet.
+//! `beelet observe` next to the owner of a real containerd: the observer reports the values of the kernel's
+//! own files and changes nothing. The owner is `beelet run` on the same runtime, which to an observer is as
+//! foreign as a kubelet.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // a test's helpers may panic as the test itself may
 
@@ -30,7 +30,7 @@ use serde_json::Value;
 /// An observer as a child process.
 struct Observer {
     process: Process,
-    // After the process: it waits for its end.
+    // Drop order: after the process, because the supervisor waits for the end of the process.
     _supervisor: Supervisor,
     socket: PathBuf,
     address: String,
@@ -39,12 +39,12 @@ struct Observer {
 }
 
 impl Observer {
-    /// On the runtime and its cgroup root, with its pins in this BPF file system.
+    /// Starts an observer of the runtime and its cgroup root, with its pins in the BPF file system `bpffs`.
     fn start_at(bpffs: &Path, containerd: &Containerd) -> Observer {
         Observer::start_as("observe", bpffs, containerd, &[])
     }
 
-    /// The same with a name of its own, so that there may be two.
+    /// Starts an observer with a name of its own, so that two can run.
     fn start_as(name: &str, bpffs: &Path, containerd: &Containerd, more: &[&str]) -> Observer {
         let dir = containerd.dir();
         let [port] = ports::free().unwrap();
@@ -65,12 +65,12 @@ impl Observer {
             .stdout(output.try_clone().unwrap())
             .stderr(output);
         let process = Process(command.spawn().unwrap());
-        drop(command); // it has the other end of the socket too
+        drop(command); // the command also holds the other end of the socket
         let supervisor = handover.supervise(process.0.id());
         let supervisor = supervisor.unwrap_or_else(|error| panic!("{error:#}: {}", log.display()));
         let observer =
             Observer { process, _supervisor: supervisor, socket, address, pins: bpffs.join("seen"), log };
-        observer.wait("its health to be ok", || match observer.get("/healthz") {
+        observer.wait("the observer to be healthy", || match observer.get("/healthz") {
             Ok((200, _)) => Ok(()),
             other => Err(format!("{other:?}")),
         });
@@ -81,7 +81,7 @@ impl Observer {
         http_get(&self.address, path)
     }
 
-    /// `beelet top -o json`, asked of it.
+    /// The snapshot that `beelet top -o json` prints for this observer.
     fn snapshot(&self) -> Result<Value, String> {
         let mut top = Command::new(agent::binary().unwrap());
         let output = top.args(["top", "-o", "json", "--socket"]).arg(&self.socket).output().unwrap();
@@ -97,13 +97,13 @@ impl Observer {
             .unwrap()
     }
 
-    /// The container of this pod, once it was read and has rates.
+    /// Waits until the pod's container has rates and returns that container.
     fn measured(&self, pod: &str) -> Value {
         self.wait(&format!("{pod} to be measured"), || {
             let snapshot = self.snapshot()?;
-            let container = container(&snapshot, pod).ok_or("it is not there")?;
+            let container = container(&snapshot, pod).ok_or("the container is missing from the snapshot")?;
             if container["last_10s"].is_null() {
-                return Err("it has no rates yet".to_owned());
+                return Err("the container has no rates yet".to_owned());
             }
             Ok(container)
         })
@@ -116,7 +116,7 @@ fn container(snapshot: &Value, pod: &str) -> Option<Value> {
     Some(pod["containers"][0].clone())
 }
 
-/// What a request of 50m weighs in a container (KEP-2254, by the formula that runtimes have since 2025).
+/// CPU weight of a container that requests 50m (KEP-2254, by the formula that runtimes have used since 2025).
 const BUSY_WEIGHT: &str = "11";
 
 /// A pod that keeps a CPU busy, up to its limit.
@@ -132,8 +132,9 @@ fn apply(owner: &Agent, manifest: &Value) -> PodView {
     owner.until(&format!("{name} to be ready"), found).unwrap()
 }
 
-/// Waits until the container of a pod of [`busy`] has its last weight: on version 2 an older runtime makes
-/// another one of its shares than the kubelet, which the owner sets right a moment after its start.
+/// Waits until the container of a [`busy`] pod has its final weight. On cgroup version 2 an older runtime
+/// converts shares to another weight than the kubelet does, and the owner corrects the weight a moment after
+/// the start.
 fn weighed(root: &CgroupRoot, pod: &PodView) {
     let id = pod.container("main").unwrap().container_id.as_deref().unwrap();
     let id = id.trim_start_matches("containerd://");
@@ -150,7 +151,7 @@ fn weighed(root: &CgroupRoot, pod: &PodView) {
     .unwrap();
 }
 
-/// Everything below the root that somebody could have set, by file.
+/// Returns the contents of every settable file below the root, by path.
 fn settings(root: &CgroupRoot) -> BTreeMap<PathBuf, String> {
     const SET: [&str; 13] = [
         "cpu.shares",
@@ -184,7 +185,7 @@ fn settings(root: &CgroupRoot) -> BTreeMap<PathBuf, String> {
     found
 }
 
-/// Containers that the runtime has, by id.
+/// Returns the ids of the runtime's containers.
 fn containers(containerd: &Containerd) -> String {
     let output = containerd.ctr().args(["containers", "ls", "-q"]).output().unwrap();
     String::from_utf8_lossy(&output.stdout).into_owned()
@@ -199,7 +200,8 @@ fn an_observer_sees_what_the_kernel_says_and_leaves_no_trace() {
     let (set, made) = (settings(containerd.cgroup()), containers(&containerd));
     let mut observer = Observer::start_at(&owner.dir().join("bpf"), &containerd);
 
-    // The same numbers as the kernel's files: read before and after, ours lies between.
+    // The ==> // The kernel's files are read before and after: the observer's value lies between. ==> // The
+    // kernel's files are read before and after: the observer's value lies between.
     let seen = observer.measured("busy");
     let cgroup = seen["cgroup"].as_str().unwrap();
     let before = cpu_seconds_of(containerd.cgroup(), cgroup).unwrap();
@@ -207,7 +209,7 @@ fn an_observer_sees_what_the_kernel_says_and_leaves_no_trace() {
     let after = cpu_seconds_of(containerd.cgroup(), cgroup).unwrap();
     let ours = container(&snapshot, "busy").unwrap();
     let cpu = ours["usage"]["cpu_seconds"].as_f64().unwrap();
-    // cgroup2's and cpuacct's clocks tick apart by less than a scheduler tick.
+    // cgroup2's and cpuacct's clocks differ by less than a scheduler tick.
     assert!(before - 0.05 <= cpu && cpu <= after + 0.05, "{before} <= {cpu} <= {after}");
     assert_eq!(ours["usage"]["memory_limit_bytes"], 64 << 20);
     assert_eq!(ours["usage"]["cpu_limit"], 0.2);
@@ -218,17 +220,19 @@ fn an_observer_sees_what_the_kernel_says_and_leaves_no_trace() {
 
     pages(&observer);
 
-    // Containers come and go.
+    // Pods are added and removed while the observer runs.
     apply(&owner, &manifests::pod("late", &["sh", "-c", "sleep 1000"]));
     observer.measured("late");
     owner.remove("late.yaml").unwrap();
-    observer.wait("the second pod to be gone", || match container(&observer.snapshot()?, "late") {
-        None => Ok(()),
-        Some(still) => Err(format!("{still:#}")),
+    observer.wait("the second pod to leave the snapshot", || {
+        match container(&observer.snapshot()?, "late") {
+            None => Ok(()),
+            Some(still) => Err(format!("{still:#}")),
+        }
     });
-    owner.until("the pod to be gone", |watch| watch.pod("late").is_none().then_some(())).unwrap();
+    owner.until("the pod to be removed", |watch| watch.pod("late").is_none().then_some(())).unwrap();
 
-    // It ends without a trace, and nothing is other than it was.
+    // The observer ends without a trace, and every setting is unchanged.
     kill_process(Pid::from_child(&observer.process.0), Signal::TERM).unwrap();
     let status = observer.process.0.wait().unwrap();
     assert!(status.success(), "{status}: {}", workdir::read(&observer.log).unwrap());
@@ -237,9 +241,9 @@ fn an_observer_sees_what_the_kernel_says_and_leaves_no_trace() {
     unchanged(containerd.cgroup(), &set);
 }
 
-/// Waits until everything is set as it was: the owner itself takes a moment after a pod has gone.
+/// Waits until every setting has its earlier value: the owner itself needs a moment after a pod's removal.
 fn unchanged(root: &CgroupRoot, set: &BTreeMap<PathBuf, String>) {
-    wait_for("everything to be set as it was", PATIENCE, || {
+    wait_for("every setting to have its earlier value", PATIENCE, || {
         let now = settings(root);
         let files: Vec<&PathBuf> =
             set.keys().chain(now.keys()).filter(|file| set.get(*file) != now.get(*file)).collect();
@@ -249,7 +253,7 @@ fn unchanged(root: &CgroupRoot, set: &BTreeMap<PathBuf, String>) {
     .unwrap();
 }
 
-/// Every page has the pod.
+/// Checks that every page shows the pod.
 fn pages(observer: &Observer) {
     for (page, expected) in [
         ("/metrics", "beelet_observe_lists_total"),
@@ -265,17 +269,17 @@ fn pages(observer: &Observer) {
             assert!(judged.is_ok(), "{page}: {:?}\n{body}", judged.err());
         }
     }
-    // What pods are made of is for root alone.
+    // Only root may read the pods' manifests.
     let (status, body) = observer.get("/pods").unwrap();
     assert!(status == 403 && !body.contains("busy"), "{status}\n{body}");
 }
 
-/// Ours and the kernel's, in per cent of the kernel's.
+/// Returns the difference between the observer's and the kernel's value, in per cent of the kernel's.
 fn apart(ours: f64, kernels: f64) -> f64 {
     (ours - kernels).abs() / kernels * 100.0
 }
 
-/// A container's memory, from the kernel's own files.
+/// Memory of a container, from the kernel's own files.
 #[derive(Debug, Clone, Copy)]
 struct Memory {
     working_set: f64,
@@ -296,7 +300,8 @@ impl Memory {
     }
 }
 
-/// How far our numbers were from the kernel's at most, in per cent, and of how many comparisons.
+/// Largest difference between the observer's numbers and the kernel's, in per cent, and the number of
+/// comparisons.
 #[derive(Debug, Default)]
 struct Worst {
     cpu: (f64, usize),
@@ -305,9 +310,9 @@ struct Worst {
 }
 
 impl Worst {
-    /// Compares every container of a snapshot that has used enough for a per cent to be more than a page or a
-    /// tick. The files are read before and after the snapshot: between two readings that differ, ours may be
-    /// anything.
+    /// Compares every container of a snapshot whose usage is large enough for one per cent to exceed a page
+    /// or a tick. The files are read before and after the snapshot: any value between the two readings is
+    /// right.
     fn compare(&mut self, root: &CgroupRoot, observer: &Observer) {
         let cgroups: Vec<String> =
             running(&observer.snapshot().unwrap()).map(|one| cgroup_of(&one)).collect();
@@ -322,21 +327,21 @@ impl Worst {
             let cgroup = cgroup_of(&container);
             let (Some(before), Some(after)) = (before.get(&cgroup), after.get(&cgroup)) else { continue };
             let usage = |field: &str| container["usage"][field].as_f64().unwrap();
-            note(&mut self.cpu, usage("cpu_seconds"), (before.0, after.0), 1.0);
+            record(&mut self.cpu, usage("cpu_seconds"), (before.0, after.0), 1.0);
             let megabyte = 1e6;
             let of = |field: fn(&Memory) -> f64| (field(&before.1), field(&after.1));
-            note(
+            record(
                 &mut self.working_set,
                 usage("working_set_bytes"),
                 of(|memory| memory.working_set),
                 megabyte,
             );
-            note(&mut self.rss, usage("rss_bytes"), of(|memory| memory.rss), megabyte);
+            record(&mut self.rss, usage("rss_bytes"), of(|memory| memory.rss), megabyte);
         }
     }
 }
 
-fn note(worst: &mut (f64, usize), ours: f64, (before, after): (f64, f64), least: f64) {
+fn record(worst: &mut (f64, usize), ours: f64, (before, after): (f64, f64), least: f64) {
     let (low, high) = (before.min(after), before.max(after));
     if low >= least {
         let nearest = ours.clamp(low, high);
@@ -344,7 +349,7 @@ fn note(worst: &mut (f64, usize), ours: f64, (before, after): (f64, f64), least:
     }
 }
 
-/// The containers of a snapshot that were read.
+/// Returns the containers of a snapshot that have a usage reading.
 fn running(snapshot: &Value) -> impl Iterator<Item = Value> {
     let pods = snapshot["pods"].as_array().cloned().unwrap_or_default();
     let containers =
@@ -356,7 +361,7 @@ fn cgroup_of(container: &Value) -> String {
     container["cgroup"].as_str().unwrap().to_owned()
 }
 
-/// Everything that the runtime says of its sandboxes and containers, by id.
+/// Returns the runtime's status of every sandbox and container, by id.
 fn world(containerd: &Containerd) -> BTreeMap<String, String> {
     let endpoint = containerd.endpoint();
     block_on(async move {
@@ -378,8 +383,8 @@ fn world(containerd: &Containerd) -> BTreeMap<String, String> {
     .unwrap()
 }
 
-/// What the runtime tells everybody, from its start on. Not the subscription of CRI, of which there is one:
-/// containerd's own.
+/// Events that the runtime publishes to all of its clients, from the start of this process on. They come from
+/// containerd's own subscription, as CRI's allows only one subscriber.
 struct Events {
     _process: Process,
     file: PathBuf,
@@ -394,13 +399,13 @@ impl Events {
         Events { _process: Process(command.spawn().unwrap()), file }
     }
 
-    /// A line each.
+    /// Returns the events received so far, one per line.
     fn so_far(&self) -> Vec<String> {
         workdir::read(&self.file).unwrap().lines().map(str::to_owned).collect()
     }
 }
 
-/// How long nothing may happen while the observer looks.
+/// Time during which nothing may change while an observer runs.
 const QUIET: Duration = Duration::from_secs(15);
 
 #[test]
@@ -412,17 +417,17 @@ fn beside_a_kubelet_nothing_is_changed_and_the_numbers_are_right() {
     };
     let length = Duration::from_secs(if requires::long().is_ok() { 600 } else { 45 });
     let containerd = Containerd::start_for_test().unwrap();
-    // For its bpffs alone; it has no pods and no part in this.
+    // Provides only a bpffs; this agent runs no pods.
     let bystander_dir = containerd.dir().join("bystander/bpf");
     let _bpffs = beelet_tests::guards::Mount::bpffs(&bystander_dir).unwrap();
     let kubelet = Kubelet::start(&binary, &containerd).unwrap();
     let why = Kubelet::log;
     kubelet.apply(&busy("busy")).unwrap();
-    // Memory that stays: 20 MB in a variable.
+    // Memory that stays in use: 20 MB in a variable.
     let hold = "x=$(head -c 20000000 /dev/zero | tr '\\0' a); while true; do sleep 1; done";
     kubelet.apply(&manifests::pod("holder", &["sh", "-c", hold])).unwrap();
 
-    // How everything is before there is an observer.
+    // The state before the observer starts.
     let is_up =
         |what: &String| what.starts_with("sandbox (SandboxReady") || what.contains("(ContainerRunning");
     wait_for("the two pods to run", PATIENCE * 3, || match world(&containerd) {
@@ -432,16 +437,16 @@ fn beside_a_kubelet_nothing_is_changed_and_the_numbers_are_right() {
     .unwrap();
     let events = Events::follow(&containerd);
     let (mut set, made) = (settings(containerd.cgroup()), world(&containerd));
-    // The kubelet itself has a last word on a pod's cgroups a moment after its start.
-    wait_for("the kubelet to leave them alone", PATIENCE, || {
+    // The kubelet changes a pod's cgroups once more a moment after its start.
+    wait_for("the kubelet's last change to the cgroups", PATIENCE, || {
         std::thread::sleep(Duration::from_secs(5));
         let before = std::mem::replace(&mut set, settings(containerd.cgroup()));
-        if before == set { Ok(()) } else { Err("they still change") }
+        if before == set { Ok(()) } else { Err("the settings still change") }
     })
     .unwrap();
     let told = events.so_far();
 
-    // It comes, looks, and nothing happens.
+    // The observer starts and reads, and the runtime and the cgroups stay unchanged.
     let mut observer = Observer::start_at(&bystander_dir, &containerd);
     observer.measured("busy");
     observer.measured("holder");
@@ -453,7 +458,7 @@ fn beside_a_kubelet_nothing_is_changed_and_the_numbers_are_right() {
     assert_eq!(world(&containerd), made);
     unchanged(containerd.cgroup(), &set);
 
-    // Pods come and go.
+    // Pods are added and removed while the observer runs.
     let until = Instant::now() + length;
     let (mut round, mut worst) = (0, Worst::default());
     while Instant::now() < until {
@@ -462,33 +467,38 @@ fn beside_a_kubelet_nothing_is_changed_and_the_numbers_are_right() {
         observer.measured(&name);
         worst.compare(containerd.cgroup(), &observer);
         kubelet.remove(&name).unwrap();
-        observer.wait(&format!("{name} to be gone"), || match container(&observer.snapshot()?, &name) {
-            None => Ok(()),
-            Some(still) => Err(format!("{still:#}\n{}", why(&kubelet))),
+        observer.wait(&format!("{name} to leave the snapshot"), || {
+            match container(&observer.snapshot()?, &name) {
+                None => Ok(()),
+                Some(still) => Err(format!("{still:#}\n{}", why(&kubelet))),
+            }
         });
         round += 1;
     }
-    eprintln!("{round} pods came and went; apart by at most (%, comparisons): {worst:?}");
-    assert!(events.so_far().len() > told.len(), "the events of pods that came and went were not seen");
+    eprintln!("{round} pods added and removed; largest difference (%, comparisons): {worst:?}");
+    assert!(
+        events.so_far().len() > told.len(),
+        "the runtime published no events for the added and removed pods"
+    );
     for (what, (apart, samples)) in
         [("CPU", worst.cpu), ("working set", worst.working_set), ("rss", worst.rss)]
     {
         assert!(samples > 0 && apart <= 2.0, "{what}: {apart} % of {samples} comparisons");
     }
-    // The kubelet collects the sandboxes of removed pods a while later.
+    // The kubelet collects the sandboxes of removed pods some time later.
     wait_for("only the two pods to be left", PATIENCE * 3, || match world(&containerd) {
         now if now == made => Ok(()),
         now => Err(format!("{now:#?}\n{}", why(&kubelet))),
     })
     .unwrap();
 
-    // It goes, and nothing happens.
+    // The observer ends, and the runtime and the cgroups stay unchanged.
     let told = events.so_far();
     kill_process(Pid::from_child(&observer.process.0), Signal::TERM).unwrap();
     assert!(observer.process.0.wait().unwrap().success());
     assert!(!observer.pins.exists());
     std::thread::sleep(Duration::from_secs(2));
-    assert_eq!(events.so_far(), told, "the runtime has something to tell of its end");
+    assert_eq!(events.so_far(), told, "the runtime published events after the observer ended");
     assert_eq!(world(&containerd), made);
     unchanged(containerd.cgroup(), &set);
     drop(kubelet);
@@ -496,18 +506,18 @@ fn beside_a_kubelet_nothing_is_changed_and_the_numbers_are_right() {
 
 // ---- By the kernel's programs or by files ----
 
-/// All that one page says of a metric of a pod's, added up.
+/// Returns the sum of all samples of a pod's metric on one page.
 fn value(observer: &Observer, page: &str, metric: &str, pod: &str) -> Result<f64, String> {
     let (status, body) = observer.get(page).map_err(|error| error.to_string())?;
     let of_pod = format!("pod=\"{pod}-");
-    // A pod's cgroup has a line of its own, without a container's name; traffic has that line alone.
+    // The pod's cgroup has a line of its own, without a container's name; traffic has only that line.
     let counted = |line: &str| metric.starts_with("container_network_") || !line.contains("container=\"\"");
     let lines = body.lines().filter(|line| {
         line.strip_prefix(metric).is_some_and(|rest| rest.starts_with('{'))
             && line.contains(&of_pod)
             && counted(line)
     });
-    // A sample may have a time behind it.
+    // A sample may end with a timestamp.
     let values: Vec<f64> =
         lines.filter_map(|line| line.rsplit_once("} ")?.1.split(' ').next()?.parse().ok()).collect();
     if values.is_empty() {
@@ -516,7 +526,7 @@ fn value(observer: &Observer, page: &str, metric: &str, pod: &str) -> Result<f64
     Ok(values.iter().sum())
 }
 
-/// What both observers say of one thing: each with the page and the metric.
+/// The same metric from two observers: each with its page and metric name.
 struct Pair<'a> {
     by_kernel: (&'a Observer, &'a str, &'a str),
     by_files: (&'a Observer, &'a str, &'a str),
@@ -524,9 +534,9 @@ struct Pair<'a> {
 }
 
 impl Pair<'_> {
-    /// The files are asked before and after: what is between is right.
-    fn look(&self) -> Result<(f64, [f64; 2]), String> {
-        // Pages show a reading that is less than 100 ms old, if there is one: from here on there is none.
+    /// Reads the files before and after the programs' value, which must lie between.
+    fn read(&self) -> Result<(f64, [f64; 2]), String> {
+        // Pages may show a reading of up to 100 ms ago. After this pause they must read again.
         std::thread::sleep(Duration::from_millis(110));
         let get = |(observer, page, metric): (&Observer, &str, &str)| value(observer, page, metric, self.pod);
         let before = get(self.by_files)?;
@@ -534,10 +544,11 @@ impl Pair<'_> {
         Ok((by_kernel, [before, get(self.by_files)?]))
     }
 
-    /// How much each grew since `then`: the two differ by so many per cent, 0 if the kernel's lies between
-    /// the two of the files; it may be `more` beyond that. It must be more than `least`.
+    /// Checks the growth of both values since `then`: they differ by at most 2 per cent, and by 0 if the
+    /// kernel's value lies between the two readings of the files. The files' value may be `more` higher. The
+    /// growth must be at least `least`.
     fn apart(&self, then: (f64, [f64; 2]), more: f64, least: f64) {
-        let now = self.look().unwrap();
+        let now = self.read().unwrap();
         let grown = now.0 - then.0;
         let files = [now.1[0] - then.1[1], now.1[1] - then.1[0] + more];
         let apart = apart(grown, grown.clamp(files[0], files[1]));
@@ -569,7 +580,7 @@ fn programs_and_files_say_the_same_of_the_same_containers() {
         (&true.into(), &false.into())
     );
 
-    // Traffic, a bulk each way.
+    // Traffic, one bulk in each direction.
     let ours = |direction: &str| format!("beelet_container_network_{direction}_bytes_total");
     let theirs = |direction: &str| format!("container_network_{direction}_bytes_total");
     let names = ["receive", "transmit"].map(|direction| (ours(direction), theirs(direction)));
@@ -583,8 +594,8 @@ fn programs_and_files_say_the_same_of_the_same_containers() {
         by_files: (&files, CADVISOR, "container_cpu_usage_seconds_total"),
         pod: "busy",
     };
-    let (started, stolen_before) = (cpu.look().unwrap(), stolen_seconds().unwrap());
-    let before = network.each_ref().map(|pair| pair.look().unwrap());
+    let (started, stolen_before) = (cpu.read().unwrap(), stolen_seconds().unwrap());
+    let before = network.each_ref().map(|pair| pair.read().unwrap());
     let ip =
         owner.look(|watch| watch.pod("talker").and_then(|pod| pod.ip().map(str::to_owned))).unwrap().unwrap();
     talk(&ip);
@@ -592,41 +603,41 @@ fn programs_and_files_say_the_same_of_the_same_containers() {
         pair.apart(then, 0.0, BULK as f64);
     }
 
-    // Memory, whoever looks.
+    // Memory, the same for both observers.
     for metric in ["container_memory_working_set_bytes", "container_memory_rss"] {
         let pair = Pair {
             by_kernel: (&kernel, CADVISOR, metric),
             by_files: (&files, CADVISOR, metric),
             pod: "holder",
         };
-        let (ours, [one, other]) = pair.look().unwrap();
+        let (ours, [one, other]) = pair.read().unwrap();
         let apart = apart(ours, ours.clamp(one.min(other), one.max(other)));
         assert!(ours > 19e6 && apart <= 2.0, "{metric}: {ours} is not {one} to {other}");
     }
 
-    // CPU, over a few seconds of it.
+    // CPU, over a few seconds of use.
     files.wait("four seconds of CPU", || {
         match value(&files, CADVISOR, cpu.by_files.2, "busy")? - started.1[1] {
             enough if enough > 4.0 => Ok(()),
             so_far => Err(format!("{so_far} s")),
         }
     });
-    // While a hypervisor has the CPU for somebody else, a task is on it for the programs, and isn't for the
-    // files.
+    // While a hypervisor runs another guest on the CPU (steal time), the programs still count the task as
+    // running and the files don't.
     cpu.apart(started, stolen_seconds().unwrap() - stolen_before, 1.0);
 }
 
-/// How much goes each way.
+/// Bytes sent in each direction.
 const BULK: usize = 20_000_000;
 
-/// Sends and receives a bulk.
+/// Sends and receives [`BULK`] bytes.
 fn talk(ip: &str) {
     let connect = || std::net::TcpStream::connect((ip, 5000)).map_err(|error| error.to_string());
     let stream = wait_for("the pod to listen", PATIENCE, connect).unwrap();
     let mut sending = stream.try_clone().unwrap();
     let sender = std::thread::spawn(move || sending.write_all(&vec![0; BULK]));
-    // The other end is an nc, which goes when we have no more to say, whatever it still has: so our end comes
-    // last.
+    // The other end is an nc, which exits when our end is closed even if it still has data to send. So our
+    // end is closed last.
     let received = std::io::copy(&mut &stream, &mut std::io::sink()).unwrap();
     assert_eq!(received, BULK as u64);
     sender.join().unwrap().unwrap();
@@ -635,7 +646,7 @@ fn talk(ip: &str) {
 
 // ---- The example client ----
 
-/// A Python that has gRPC.
+/// Finds a Python that has gRPC.
 fn python() -> Result<PathBuf, Missing> {
     let python = std::env::var_os("BEELET_PYTHON").map_or_else(|| PathBuf::from("python3"), PathBuf::from);
     let mut import = Command::new(&python);
@@ -645,7 +656,7 @@ fn python() -> Result<PathBuf, Missing> {
     }
     let remedy =
         "python3 -m venv V && V/bin/pip install grpcio grpcio-tools, and V/bin/python in BEELET_PYTHON";
-    Err(Missing { what: "there is no Python with grpcio-tools".into(), remedy: remedy.into() })
+    Err(Missing { what: "Python has no grpcio-tools".into(), remedy: remedy.into() })
 }
 
 #[test]

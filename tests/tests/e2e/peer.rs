@@ -1,5 +1,5 @@
-//! Beside a kubelet: the values that both write into cgroups for the same pods, with whichever driver the
-//! tests' containerd has.
+//! The agent and a kubelet: the values that both write to cgroups for the same pods, with the cgroup driver
+//! of the tests' containerd.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -19,17 +19,18 @@ use beelet_tests::workdir::{PATIENCE, wait_for};
 use beelet_tests::{manifests, require, requires};
 use serde_json::json;
 
-/// What a cgroup is of, and a file of it; what that says.
+/// Values of cgroup files, by the cgroup's owner and the file's name.
 type Values = BTreeMap<(String, &'static str), String>;
 
-/// The files of a controller that a pod's resources decide. Others are the runtime's, or differ from one
-/// kubelet to the next (memory.oom.group, pids.max, memory.min).
+/// Files per controller that a pod's resources determine. The runtime writes the others, or they differ
+/// between kubelets (memory.oom.group, pids.max, memory.min).
 const FILES: &[(&str, &[&str])] = &[
     ("cpu", &["cpu.shares", "cpu.cfs_quota_us", "cpu.cfs_period_us", "cpu.weight", "cpu.max"]),
     ("memory", &["memory.limit_in_bytes", "memory.max"]),
 ];
 
-/// The pods: those of examples/ that are of this image as they are, and redis by its resources.
+/// Returns the pods with their names and QoS classes: those of examples/ that use the test's image, and one
+/// with the resources of redis.
 fn pods() -> Vec<(&'static str, &'static str, String)> {
     let redis = manifests::pod("redis", &["/bin/sh", "-c", "exec sleep 100000"]);
     let redis = manifests::with_resources(redis, ("100m", "64Mi"), ("", "128Mi"));
@@ -52,13 +53,13 @@ fn read(root: &CgroupRoot, what: &str, path: &str, into: &mut Values) {
     }
 }
 
-/// Whether the labels are of that static pod, of either node.
+/// Returns true if the labels belong to that static pod, on either node.
 fn is_of(labels: &HashMap<String, String>, name: &str) -> bool {
     let pod = labels.get("io.kubernetes.pod.name");
     pod.is_some_and(|pod| [agent::NODE, kubelet::NODE].iter().any(|node| *pod == format!("{name}-{node}")))
 }
 
-/// The values of everything below the root, once all pods run.
+/// Returns the values of everything below the root, once all pods run.
 fn values(containerd: &Containerd) -> Result<Values, String> {
     let endpoint = containerd.endpoint();
     let (sandboxes, containers) = block_on(async move {
@@ -88,7 +89,7 @@ fn values(containerd: &Containerd) -> Result<Values, String> {
     Ok(found)
 }
 
-/// Where the two are not the same, a line each.
+/// Returns the differences between the two, one per line.
 fn apart(ours: &Values, theirs: &Values) -> Vec<String> {
     let keys: BTreeSet<_> = ours.keys().chain(theirs.keys()).collect();
     let differs = keys.into_iter().filter(|key| ours.get(*key) != theirs.get(*key));
@@ -127,8 +128,8 @@ fn the_examples_get_the_values_that_a_kubelet_writes() {
     for (name, _, manifest) in pods() {
         kubelet.apply_text(name, &manifest).unwrap();
     }
-    // It writes the values of its classes of pods once per minute.
-    wait_for("a kubelet's values to be ours", PATIENCE * 2, || {
+    // The kubelet writes the values of its QoS classes once per minute.
+    wait_for("the kubelet's values to equal the agent's", PATIENCE * 2, || {
         assert!(!kubelet.has_ended(), "the kubelet ended:\n{}", kubelet.log());
         match values(&containerd).map(|theirs| apart(&ours, &theirs)) {
             Ok(apart) if apart.is_empty() => Ok(()),

@@ -1,5 +1,5 @@
-//! Static pods on a real containerd: from a manifest in the folder to a running pod in its cgroup, and what
-//! happens when manifests and containers change.
+//! Static pods on a real containerd: from a manifest in the folder to a running pod in its cgroup, and
+//! changes of manifests and containers.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -12,7 +12,7 @@ use beelet_tests::pods::PodView;
 use beelet_tests::{guards, require, workdir};
 use serde_json::json;
 
-/// An agent on a containerd of its own. The agent ends first.
+/// An agent on a containerd of its own. The agent is dropped first.
 struct Node {
     agent: Agent,
     containerd: Containerd,
@@ -34,7 +34,7 @@ impl Node {
         self.agent.apply(&format!("{name}.yaml"), manifest.to_string()).unwrap();
     }
 
-    /// Waits until the pod is as `condition` wants it.
+    /// Waits until `condition` is true for the pod.
     fn wait(&self, name: &str, what: &str, condition: impl Fn(&PodView) -> bool + Send + Sync) -> PodView {
         let what = format!("{name} {what}");
         self.agent.until(&what, |watch| watch.pod(name).filter(|pod| condition(pod)).cloned()).unwrap()
@@ -46,7 +46,7 @@ impl Node {
 
     fn wait_gone(&self, name: &str) {
         self.agent
-            .until(&format!("{name} to be gone"), |watch| watch.pod(name).is_none().then_some(()))
+            .until(&format!("{name} to be removed"), |watch| watch.pod(name).is_none().then_some(()))
             .unwrap();
     }
 
@@ -140,13 +140,13 @@ fn a_container_that_ends_is_started_again() {
     let node = Node::start(|options| options);
     node.apply(&manifests::serving("web"));
     let before = node.wait_ready("web");
-    // The connection ends with the program: there is no answer to read.
+    // The connection ends with the program, so the answer is missing.
     let _ = node.control(&before).send("exit 3");
     let after = node.wait("web", "to be restarted and ready", |pod| pod.restarts() == 1 && pod.ready());
     assert_ne!(id_of(&before), id_of(&after));
     let last = after.container("main").unwrap().last_state.clone().unwrap().terminated.unwrap();
     assert_eq!(last.exit_code, 3);
-    assert_eq!(before.ip(), after.ip(), "the sandbox is the same");
+    assert_eq!(before.ip(), after.ip(), "the pod has another sandbox");
 }
 
 #[test]
@@ -190,7 +190,7 @@ fn a_changed_manifest_replaces_its_pod_and_a_removed_one_stops_it() {
     node.wait_gone("web");
     let path = cgroup_values::pod_path("BestEffort", after.uid());
     let dirs = node.containerd.cgroup().folders(&path);
-    workdir::wait_for("the removed pod's cgroup to be gone", workdir::PATIENCE, || {
+    workdir::wait_for("the removed pod's cgroup to be removed", workdir::PATIENCE, || {
         let left: Vec<_> = dirs.iter().filter(|dir| dir.exists()).collect();
         if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
     })
@@ -223,14 +223,16 @@ fn a_broken_manifest_is_reported_and_touches_nothing_else() {
                 watch.rejected.iter().find(|one| one.file.ends_with(file)).map(|one| one.message.clone())
             })
             .unwrap();
-        assert!(message.contains(file), "the message names the file: {message}");
+        assert!(message.contains(file), "the message lacks the file: {message}");
     }
-    // A file that is not ours to read, and one that is being written, are nothing at all.
+    // A hidden file and one that is still being written are ignored.
     node.agent.apply(".hidden.yaml", "nonsense: [").unwrap();
     for (file, _) in &cases {
         node.agent.remove(file).unwrap();
     }
-    node.agent.until("all to be well again", |watch| watch.rejected.is_empty().then_some(())).unwrap();
+    node.agent
+        .until("all manifests to be accepted", |watch| watch.rejected.is_empty().then_some(()))
+        .unwrap();
     let after = node.wait_ready("web");
     assert_eq!((after.uid(), id_of(&after), after.restarts()), (before.uid(), id_of(&before), 0));
 }
@@ -252,7 +254,8 @@ fn a_missing_image_is_told_and_its_neighbours_run() {
     assert_eq!(pod.phase(), "Pending");
 }
 
-/// Waits until the cgroup holds these values; on version 2 the runtime's own formula is for other tests.
+/// Waits until the cgroup holds these values; other tests cover version 2, where the runtime has a formula of
+/// its own.
 fn wait_values(node: &Node, path: &str, expected: Expected) {
     workdir::wait_for(&format!("the values of {path}"), workdir::PATIENCE, || {
         let mut rows = cgroup_values::check(node.containerd.cgroup(), path, expected)
@@ -293,15 +296,15 @@ fn a_pod_is_resized_in_place_at_every_level_of_its_cgroups() {
             wait_values(&node, &container, limited);
             wait_values(&node, &pod, limited);
             wait_values(&node, "/kubepods/burstable", Expected { shares, quota: None, memory: None });
-            // What all pods share is the node's, whatever they ask for.
+            // The limits that all pods share are the node's, whatever the pods request.
             assert_eq!(limit(), of_node);
-            let now = node.wait("web", "to say that they are in force", |pod| {
+            let now = node.wait("web", "to report the new resources", |pod| {
                 let resizing = pod.condition("PodResizeInProgress") || pod.condition("PodResizePending");
                 let resources = pod.container("main").and_then(|status| status.resources.clone());
                 let cpu = resources.and_then(|resources| Some(resources.requests?.remove("cpu")?.0));
                 cpu.as_deref() == Some(request) && !resizing
             });
-            assert_eq!(id_of(&now), id_of(&old), "the same container");
+            assert_eq!(id_of(&now), id_of(&old), "the container was replaced");
             assert_eq!(now.container("main").unwrap().restart_count, 0);
         }
     });

@@ -1,6 +1,6 @@
-//! A node under pressure, with a real runtime, real cgroups and a real file system: who is let in, who goes,
-//! which images go. The machine itself is never in danger: the pods' own limit, in a cgroup root of the
-//! test's, is what runs short.
+//! A node under pressure, with a real runtime, real cgroups and a real file system: which pods are admitted
+//! or evicted, and which images are removed. The machine itself is never in danger: the resource that runs
+//! short is the pods' own limit, in a cgroup root of the test's.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -21,10 +21,10 @@ use beelet_tests::{guards, require};
 use k8s_openapi::api::core::v1 as core;
 use serde_json::{Value, json};
 
-/// What the pods may use together.
+/// Memory that all pods may use together, in MiB.
 const PODS_MIB: u64 = 320;
 
-/// An agent on a containerd of its own. The agent ends first.
+/// An agent on a containerd of its own. The agent is dropped first.
 struct Node {
     agent: Agent,
     containerd: Containerd,
@@ -54,21 +54,21 @@ impl Node {
         self.wait(name, "to run", |pod| pod.ready() && pod.ip().is_some())
     }
 
-    /// What the agent's metrics page says of a series: its name with all its labels.
+    /// Returns the value of a series on the agent's metrics page, by its name with all labels.
     fn metric(&self, series: &str) -> Option<f64> {
         let (status, page) = self.agent.get("/metrics").unwrap();
         assert_eq!(status, 200, "{page}");
         page.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' ')?.parse().ok())
     }
 
-    /// What `beelet` prints with these arguments.
+    /// Returns the output of `beelet` with these arguments.
     fn cli(&self, arguments: &[&str]) -> String {
         let output = self.agent.cli(arguments).output().unwrap();
         assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// The status and the reason of a condition of the node.
+    /// Returns the status and the reason of a condition of the node.
     fn condition(&self, name: &str) -> (String, String) {
         let node: core::Node = serde_json::from_str(&self.cli(&["get", "node", "-o", "json"])).unwrap();
         let conditions = node.status.and_then(|status| status.conditions).unwrap_or_default();
@@ -85,7 +85,8 @@ impl Node {
         self.agent.look(|watch| watch.pod(name).cloned()).unwrap().unwrap()
     }
 
-    /// What the pods have left, in MiB: their limit less their working set, as the agent computes it.
+    /// Returns the pods' available memory in MiB: their limit less their working set, as the agent computes
+    /// it.
     fn available(&self) -> u64 {
         let dir = self.memory_dir();
         let number =
@@ -101,7 +102,7 @@ impl Node {
     }
 }
 
-/// Leaves the pods so much memory, and not a byte less to the machine.
+/// Leaves the pods exactly [`PODS_MIB`] of the machine's memory.
 fn small(options: Options) -> Options {
     let kib = beelet_tests::machine::memory_kib().unwrap();
     options
@@ -128,7 +129,7 @@ fn message(pod: &PodView) -> &str {
     pod.pod.status.as_ref().and_then(|status| status.message.as_deref()).unwrap_or_default()
 }
 
-/// How its container ended: `OOMKilled` if the kernel killed it.
+/// Returns the reason for which the container ended: `OOMKilled` if the kernel killed it.
 fn end(pod: &PodView) -> Option<String> {
     pod.container("main")?.state.as_ref()?.terminated.as_ref()?.reason.clone()
 }
@@ -136,14 +137,14 @@ fn end(pod: &PodView) -> Option<String> {
 #[test]
 fn a_pod_that_waits_for_memory_is_told_whose_growth_that_is() {
     require!(containerd, bpf, psi);
-    // Nobody is evicted: both read more than all pods have, again and again.
+    // No pod is evicted: both read more than all pods have, again and again.
     let node =
         Node::start(|options| small(options).kubelet("evictionHard", json!({ "memory.available": "0%" })));
     let reading = |name: &str, mib: &str| manifests::pod(name, &["/bin/testapp", "hog", "memory", mib]);
     node.apply(&manifests::with_resources(reading("server", "512"), ("100m", "32Mi"), ("", "")));
     node.apply(&reading("hog", "512"));
     node.wait("server", "to run", |pod| pod.phase() == "Running");
-    workdir::wait_for("the server to be told of the hog", PATIENCE, || {
+    workdir::wait_for("the server's status to name the hog", PATIENCE, || {
         let text = node.cli(&["describe", "pod", "server"]);
         let told = text.lines().find(|line| line.trim_start().starts_with("Memory:"));
         let because = " % of the last minute for memory, mostly for the growth of ";
@@ -177,7 +178,8 @@ fn a_memory_hog_is_evicted_before_the_kernel_kills_and_others_are_untouched() {
     let deadline = Instant::now() + workdir::stretched(PATIENCE);
     while reason(&node.pod("hog")) != "Evicted" {
         assert!(Instant::now() < deadline, "the hog is never evicted; {} MiB left", node.available());
-        // About 100 MiB/s, and no more once the threshold is crossed: what counts is who goes, not who wins.
+        // The hog grows by about 100 MiB/s, and stops once the threshold is crossed: the test checks which
+        // pod is evicted, not whether the kernel or the agent is faster.
         if node.available() > 56 && control.send("hold 4").is_err() {
             break;
         }
@@ -203,7 +205,8 @@ fn a_memory_hog_is_evicted_before_the_kernel_kills_and_others_are_untouched() {
     assert!(line.contains("True") && line.ends_with("KubeletHasInsufficientMemory"), "{table}");
     let good = node.pod("good");
     assert!(good.ready() && good.restarts() == 0, "{good:?}");
-    // While memory was just short, nobody without requests comes in; who has some does.
+    // While memory was short until recently, pods without requests are refused and pods with requests are
+    // admitted.
     node.apply(&controlled("late"));
     let late = node.wait("late", "to be refused", |pod| pod.phase() == "Failed");
     assert_eq!(
@@ -225,9 +228,9 @@ fn a_pod_that_thrashes_at_its_own_limit_costs_nobody_anything() {
     let thrashing = manifests::pod("thrashing", &["/bin/sh", "-c", work]);
     node.apply(&manifests::with_resources(thrashing, ("100m", "32Mi"), ("", "32Mi")));
     let pod = node.wait("thrashing", "to run", PodView::ready);
-    // Its memory stalls for real, for three times as long as would make every one of the ways of looking
-    // look: the kernel counts it at the pods' cgroup. Where it doesn't, pages that come back again and again
-    // show it.
+    // The pod's memory stalls in fact, for three times as long as each of the agent's ways to notice it
+    // requires. The kernel counts the stall at the pods' cgroup; where it doesn't, pages that are read back
+    // again and again show it.
     let thrashed = Thrashed::start(&node);
     for part in 1..=3 {
         thrashed.wait(part);
@@ -240,12 +243,12 @@ fn a_pod_that_thrashes_at_its_own_limit_costs_nobody_anything() {
     assert_eq!(node.metric(r#"beelet_node_condition{condition="MemoryPressure"}"#), Some(0.0));
 }
 
-/// How much a pod has thrashed since this was made.
+/// Thrashing of a pod since this value was made.
 struct Thrashed {
     file: PathBuf,
-    /// The word before the number in the file.
+    /// Word before the number in the file.
     name: &'static str,
-    /// So much more is a lot: microseconds of stall, or pages.
+    /// Increase that is large: microseconds of stall, or pages.
     much: u64,
     began: u64,
 }
@@ -272,7 +275,7 @@ impl Thrashed {
         rest.split(char::is_whitespace).next().unwrap().parse().unwrap()
     }
 
-    /// Until it is so many times a lot.
+    /// Waits until the increase is `times` times the large one.
     fn wait(&self, times: u64) {
         let enough = || {
             let more = self.number() - self.began;
@@ -291,7 +294,7 @@ fn a_critical_pod_takes_the_room_of_others_even_of_one_that_ignores_sigterm() {
         let options = options.kubelet("systemReserved", reserved).kubelet("evictionHard", json!({}));
         options.http().unwrap()
     });
-    // The first process of a container ignores SIGTERM unless it asks for it.
+    // The first process of a container ignores SIGTERM unless it installs a handler.
     let deaf = manifests::pod("deaf", &["/bin/sleep", "10000"]);
     node.apply(&manifests::with_resources(deaf, ("400m", "8Mi"), ("", "")));
     node.apply(&manifests::with_resources(controlled("other"), ("400m", "8Mi"), ("", "")));
@@ -308,7 +311,7 @@ fn a_critical_pod_takes_the_room_of_others_even_of_one_that_ignores_sigterm() {
     node.apply(&with_spec(critical, "priorityClassName", json!("system-node-critical")));
     node.wait_running("critical");
     for name in ["deaf", "other"] {
-        let victim = node.wait(name, "to have made room", |pod| pod.phase() == "Failed");
+        let victim = node.wait(name, "to be preempted", |pod| pod.phase() == "Failed");
         assert_eq!(
             (reason(&victim), message(&victim)),
             ("Preempting", "Preempted in order to admit critical pod")
@@ -319,7 +322,7 @@ fn a_critical_pod_takes_the_room_of_others_even_of_one_that_ignores_sigterm() {
     assert_eq!(node.metric(r#"kubelet_evictions{eviction_signal="memory.available"}"#), None);
 }
 
-/// Images of 8 MiB each that share nothing.
+/// Returns an image of 8 MiB that shares no layer with others.
 fn filler(number: usize) -> images::ImageTar {
     let mut random = number as u64 + 1;
     let content: Vec<u8> = (0..8 << 20)
@@ -341,7 +344,7 @@ fn tags(node: &Node) -> BTreeSet<String> {
     text.lines().filter(|name| name.starts_with("localhost/")).map(str::to_owned).collect()
 }
 
-/// A node whose images are on a small disk of their own. The node ends first.
+/// A node whose images are on a small disk of their own. The node is dropped first.
 struct Stored {
     node: Node,
     store: guards::Mount,
@@ -358,24 +361,25 @@ impl Stored {
         Stored { node, store, file }
     }
 
-    /// How much of the disk is used, in per cent.
+    /// Returns the used part of the disk, in per cent.
     fn used(&self) -> u64 {
         let stat = rustix::fs::statvfs(self.store.path()).unwrap();
         100 - stat.f_bavail * 100 / stat.f_blocks
     }
 
-    /// Images that nobody uses, until so much of the disk is used; how many.
+    /// Imports unused images until `percent` of the disk is used. Returns the number of images.
     fn fill(&self, percent: u64) -> usize {
         let mut number = 0;
         while self.used() < percent {
             self.node.containerd.import(&filler(number)).unwrap();
             number += 1;
-            assert!(number < 40, "the store does not fill: {} %", self.used());
+            assert!(number < 40, "the store did not fill: {} %", self.used());
         }
         number
     }
 
-    /// The same where the node evicts at less: until it has begun to. How many were tried.
+    /// Imports unused images until `percent` of the disk is used or, as the node evicts at less, until
+    /// reclaim has begun. Returns the number of attempts.
     fn fill_until_reclaim(&self, percent: u64) -> usize {
         let begun = || match self.node.metric("beelet_eviction_reclaims_total") {
             Some(1.0..) => Ok(()),
@@ -385,12 +389,12 @@ impl Stored {
         while self.used() < percent && begun().is_err() {
             let imported = self.node.containerd.import(&filler(number));
             number += 1;
-            // One that goes while it is on its way in can't be unpacked any more.
+            // An image that is removed during its import can't be unpacked any more.
             if let Err(error) = imported {
                 workdir::wait_for(&format!("a reclaim, as an import failed: {error:#}"), PATIENCE, begun)
                     .unwrap();
             }
-            assert!(number < 40, "the store does not fill: {} %", self.used());
+            assert!(number < 40, "the store did not fill: {} %", self.used());
         }
         number
     }
@@ -398,12 +402,12 @@ impl Stored {
 
 impl Drop for Stored {
     fn drop(&mut self) {
-        // A file that is unlinked goes with its last user.
+        // The kernel frees an unlinked file when its last user closes it.
         let _ = std::fs::remove_file(&self.file);
     }
 }
 
-/// The images that `beelet gc images` lists, in its order.
+/// Returns the images that `beelet gc images` lists, in that order.
 fn listed(text: &str) -> Vec<String> {
     let first = text.lines().filter_map(|line| line.split_whitespace().next());
     first.filter(|name| name.starts_with("localhost/")).map(str::to_owned).collect()
@@ -429,14 +433,15 @@ fn a_full_image_store_is_freed_as_planned_and_what_is_in_use_stays() {
     stored.fill(72);
     let before = tags(node);
     let planned = listed(&node.cli(&["gc", "images", "--dry-run"]));
-    assert_eq!(tags(node), before, "a dry run removes nothing");
+    assert_eq!(tags(node), before, "a dry run removed images");
     let removed = listed(&node.cli(&["gc", "images"]));
-    // A plan goes by the sizes that the runtime says; that unpacked they free more is only seen when they go.
+    // The plan uses the sizes that the runtime reports; unpacked images free more, as only their removal
+    // shows.
     assert!(!removed.is_empty() && planned.starts_with(&removed), "{planned:?}\n{removed:?}");
     let gone: BTreeSet<String> = before.difference(&tags(node)).cloned().collect();
     assert_eq!(removed.iter().cloned().collect::<BTreeSet<_>>(), gone);
     assert!(stored.used() <= 51, "{} % after {removed:?}", stored.used());
-    // With one image less it would not have been enough.
+    // One image less would not have been enough.
     assert!(stored.used() + 100 * 16 / 256 + 1 > 50, "{} % after {removed:?}", stored.used());
     assert!(tags(node).is_superset(&needed()), "{removed:?}");
     node.cli(&["gc", "images", "--all-unused"]);
@@ -457,18 +462,22 @@ fn a_short_image_disk_is_given_back_by_eviction_though_the_collectors_thresholds
     let dead = with_spec(manifests::pod("dead", &["/bin/true"]), "restartPolicy", json!("Never"));
     node.apply(&dead);
     node.wait("dead", "to have ended", |pod| pod.phase() == "Succeeded");
-    // The image that crosses the threshold may still be on its way in when the others go, and stays then.
+    // The image that crosses the threshold may still be in import when the others are removed, and then
+    // stays.
     let imported = stored.fill_until_reclaim(61);
     let given_back = || {
         let (tags, used) = (tags(node), stored.used());
         let gone = tags.len() < needed().len() + imported && used < 60;
         if gone { Ok(()) } else { Err(format!("{used} % used, {tags:?}")) }
     };
-    workdir::wait_for("the images to go", PATIENCE, given_back).unwrap();
+    workdir::wait_for("the images to be removed", PATIENCE, given_back).unwrap();
     assert!(tags(node).is_superset(&needed()));
     assert!(node.metric("beelet_eviction_reclaims_total") >= Some(1.0));
     assert_eq!(node.condition("DiskPressure"), ("True".into(), "KubeletHasDiskPressure".into()));
-    assert!(node.metric("beelet_container_gc_containers_total") >= Some(1.0), "dead containers go, too");
+    assert!(
+        node.metric("beelet_container_gc_containers_total") >= Some(1.0),
+        "dead containers were not removed"
+    );
     let now = node.pod("user");
     assert!(now.ready() && now.uid() == user.uid() && now.restarts() == 0, "{now:?}");
     assert_eq!(node.pod("dead").phase(), "Succeeded");
@@ -489,17 +498,17 @@ fn who_has_filled_the_disk_with_its_writable_layer_goes_alone() {
     let writer = node.wait("writer", "to be evicted", |pod| pod.phase() == "Failed");
     assert_eq!(reason(&writer), "Evicted");
     assert!(message(&writer).contains("was: writable layer of container main 1"), "{}", message(&writer));
-    // The runtime frees the layer a while after the container is removed.
+    // The runtime frees the layer some time after the container's removal.
     let freed = || if stored.used() < 50 { Ok(()) } else { Err(format!("{} % used", stored.used())) };
-    workdir::wait_for("the room to come free", PATIENCE, freed).unwrap();
+    workdir::wait_for("the disk space to become free", PATIENCE, freed).unwrap();
     for (name, before) in good.iter().zip(before) {
         let now = node.wait_running(name);
         assert!(now.uid() == before.uid() && now.restarts() == 0, "{now:?}");
     }
 }
 
-/// How old an image must be here before it may go: about when the later pods come to want theirs. Where
-/// everything takes longer, so do the first pods, which are to come early enough.
+/// Returns the minimum age at which an image may be removed: about the time at which the later pods need
+/// theirs. On a slow machine, the first pods take longer too, and they must be early enough.
 fn gc_age() -> Duration {
     workdir::stretched(Duration::from_secs(4))
 }
@@ -513,7 +522,7 @@ fn no_image_goes_that_a_container_is_about_to_start_from() {
         options.kubelet("evictionHard", json!({}))
     });
     let name = |i: usize| format!("localhost/beelet/variant-{i}:1");
-    // Two more than there are pods: those go in any case.
+    // Two images more than there are pods: those are removed in any case.
     for i in 0..PODS + 2 {
         node.containerd.import(&images::variant(&name(i)).unwrap()).unwrap();
     }
@@ -532,31 +541,30 @@ fn no_image_goes_that_a_container_is_about_to_start_from() {
             pod["spec"]["containers"][0]["image"] = json!(name(i));
             pod["spec"]["containers"][0]["imagePullPolicy"] = json!("Never");
             node.apply(&pod);
-            // So that some come early enough, some too late, and some at the very moment.
+            // Some pods are early enough, some too late, and some at the very moment of the removal.
             std::thread::sleep(gc_age() / PODS as u32);
         }
-        // Each runs, or came too late; nothing else can become of it.
+        // Each pod runs or was too late; other outcomes are faults.
         for i in 0..PODS {
-            node.wait(&format!("user{i}"), "to run or to have come too late", |pod| {
-                pod.ready() || is_too_late(pod)
-            });
+            node.wait(&format!("user{i}"), "to run or to be too late", |pod| pod.ready() || is_too_late(pod));
         }
-        let gone = || if tags(&node).contains(&name(PODS)) { Err("it is there") } else { Ok(()) };
-        workdir::wait_for("an image that nobody wants to go", PATIENCE, gone).unwrap();
+        let gone =
+            || if tags(&node).contains(&name(PODS)) { Err("the image is still there") } else { Ok(()) };
+        workdir::wait_for("an unused image to be removed", PATIENCE, gone).unwrap();
         drop(collects);
         collecting.join().unwrap()
     });
     let pods: Vec<PodView> = (0..PODS).map(|i| node.pod(&format!("user{i}"))).collect();
     let running: BTreeSet<String> = (0..PODS).filter(|i| pods[*i].ready()).map(name).collect();
-    println!("{} pods ran, {} images went", running.len(), removed.len());
+    println!("{} pods ran, {} images removed", running.len(), removed.len());
     assert!(pods.iter().all(|pod| pod.ready() || is_too_late(pod)), "{pods:?}");
-    assert!(!running.is_empty(), "all came too late: nothing was shown");
+    assert!(!running.is_empty(), "all pods were too late: the test shows nothing");
     assert!(running.iter().all(|name| !removed.contains(name)), "{running:?} {removed:?}");
-    // No pod here wants the plain app.
+    // No pod here uses the plain app.
     assert_eq!(tags(&node), &running | &BTreeSet::from([images::PAUSE.to_owned()]));
     let events = node.cli(&["events"]);
     assert!(!events.contains("CreateContainerError") && !events.contains("RunContainerError"), "{events}");
-    // Who came too late runs as soon as the image is there again.
+    // Pods that were too late run as soon as their image is there again.
     for i in (0..PODS).filter(|i| !pods[*i].ready()) {
         node.containerd.import(&images::variant(&name(i)).unwrap()).unwrap();
     }
@@ -566,7 +574,7 @@ fn no_image_goes_that_a_container_is_about_to_start_from() {
     }
 }
 
-/// True once it is dropped, after a failure too.
+/// Sets the flag when dropped, also after a failure.
 struct Over<'a>(&'a AtomicBool);
 
 impl Drop for Over<'_> {
@@ -575,14 +583,14 @@ impl Drop for Over<'_> {
     }
 }
 
-/// It waits for an image that was not there any more when it was looked for.
+/// Returns true if the pod waits for an image that had been removed before the pod needed it.
 fn is_too_late(pod: &PodView) -> bool {
     let waiting =
         pod.container("main").and_then(|main| main.state.as_ref()?.waiting.as_ref()?.reason.as_deref());
     matches!(waiting, Some("ErrImageNeverPull" | "ImagePullBackOff"))
 }
 
-/// A pod that writes 12 MiB where `work` says, each of whose containers may have so much on disk.
+/// Returns a pod that writes 12 MiB where `work` says and whose containers have these limits on disk usage.
 fn writer(work: &str, limits: &[&str]) -> Value {
     let work = format!("dd if=/dev/zero bs=1M count=12 {work} 2>/dev/null; sleep 10000");
     let mut pod = manifests::pod("writer", &["/bin/sh", "-c", &work]);
@@ -599,7 +607,7 @@ fn writer(work: &str, limits: &[&str]) -> Value {
 }
 
 fn costs_its_place(pod: &Value, signal: &str, words: &str) {
-    // Logs are not rotated here: packed they would be small.
+    // Logs are not rotated here: compressed they would be small.
     let node = Node::start(|options| {
         let options = options.kubelet("evictionHard", json!({})).kubelet("containerLogMaxSize", "64Mi");
         options.http().unwrap()
@@ -625,7 +633,7 @@ fn a_volume_above_its_size_costs_the_pod_its_place() {
 #[test]
 fn a_container_whose_writable_layer_is_above_its_limit_costs_the_pod_its_place() {
     require!(containerd);
-    // The other one's limit leaves room for the pod as a whole.
+    // The other container's limit leaves room for the pod as a whole.
     let words = "Container main exceeded its local ephemeral storage limit \"8Mi\". ";
     costs_its_place(&writer("of=/f", &["8Mi", "64Mi"]), "ephemeralcontainerfs.limit", words);
 }

@@ -1,4 +1,4 @@
-//! Probes of real pods, as their users see them.
+//! Probes of real pods, from the users' point of view.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -36,7 +36,7 @@ fn list(agent: &Agent) -> Vec<Value> {
     serde_json::from_slice::<Vec<Value>>(&output.stdout).unwrap()
 }
 
-/// Processes of the machine whose command line has this word.
+/// Returns the processes of the machine whose command line has this word.
 fn processes(word: &str) -> Vec<String> {
     let all = std::fs::read_dir("/proc").unwrap().flatten();
     let lines = all.filter_map(|entry| std::fs::read(entry.path().join("cmdline")).ok());
@@ -55,15 +55,15 @@ fn a_command_that_is_out_of_time_leaves_no_process_behind() {
     let script = scripts.join("probe");
     std::fs::write(&script, "#!/bin/testapp script\n").unwrap();
     std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
-    // A child; another program in its place; a script, which runs as its interpreter; a child that has no
-    // parent and a session of its own.
+    // A child; another program in the process's place; a script, which runs as its interpreter; a child
+    // without a parent and with a session of its own.
     let commands: [(&str, &[&str]); 4] = [
         ("hangs", &["/bin/testapp", "probe", "hang"]),
         ("becomes", &["/bin/testapp", "probe", "become"]),
         ("script", &["/scripts/probe", "hang"]),
         ("leaves", &["/bin/testapp", "probe", "leave"]),
     ];
-    // What a command starts must be there before its time is over.
+    // The command's processes must exist before its timeout.
     let timeout = stretched(Duration::from_secs(5)).as_secs();
     let marks: Vec<String> = commands
         .iter()
@@ -74,7 +74,7 @@ fn a_command_that_is_out_of_time_leaves_no_process_behind() {
             pod["spec"]["volumes"] = json!([{ "name": "scripts", "hostPath": { "path": scripts } }]);
             let mounts = json!([{ "name": "scripts", "mountPath": "/scripts", "readOnly": true }]);
             let pod = manifests::with(pod, "volumeMounts", mounts);
-            // Long periods: one look, and then there is time to count what it left.
+            // Periods are long: after one probe there is time to count the processes that it left.
             let probe = json!({
                 "exec": { "command": words }, "timeoutSeconds": timeout, "periodSeconds": 600, "failureThreshold": 1,
             });
@@ -85,7 +85,7 @@ fn a_command_that_is_out_of_time_leaves_no_process_behind() {
         })
         .collect();
     for mark in &marks {
-        wait_for("the probe and what it starts to run", PATIENCE, || match processes(mark).len() {
+        wait_for("the probe and its processes to run", PATIENCE, || match processes(mark).len() {
             2.. => Ok(()),
             found => Err(format!("{found} processes of {mark}: {}", agent.log())),
         })
@@ -116,14 +116,14 @@ fn commands_are_told_apart_by_their_exit_codes() {
     for (name, word) in [("good", "ok"), ("bad", "fail")] {
         let pod = manifests::pod(name, &["/bin/testapp", "pause"]);
         let exec = json!({ "command": ["/bin/testapp", "probe", word] });
-        // A busy machine takes its time to start a process.
+        // A busy machine starts processes slowly.
         let probe = json!({ "exec": exec, "timeoutSeconds": 60, "periodSeconds": 1 });
         agent
             .apply(&format!("{name}.yaml"), manifests::with(pod, "readinessProbe", probe).to_string())
             .unwrap();
     }
     ready(&agent, "good");
-    let bad = wait_for("a look at the bad one", PATIENCE, || {
+    let bad = wait_for("a result of the bad probe", PATIENCE, || {
         let found = list(&agent).into_iter().find(|probe| {
             probe["pod"].as_str().unwrap().starts_with("bad") && probe["last"]["outcome"] == "failure"
         });
@@ -158,4 +158,46 @@ fn probe_ls_and_run_tell_how_the_kernel_answers() {
     assert_eq!(missing.status.code(), Some(1));
     let said = String::from_utf8(missing.stderr).unwrap();
     assert!(said.contains("has no startup probe here"), "{said}");
+}
+
+#[test]
+fn a_pod_under_gvisor_is_ready_and_never_restarted() {
+    require!(containerd, runsc);
+    let containerd = Containerd::start_with_gvisor_for_test().unwrap();
+    let agent = Agent::start(installed(&containerd)).unwrap();
+    let class = json!({
+        "apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": { "name": "gvisor" }, "handler": "runsc",
+    });
+    agent.apply("class.yaml", class.to_string()).unwrap();
+    let probe = json!({ "tcpSocket": { "port": PORT }, "periodSeconds": 1, "failureThreshold": 1 });
+    let pod = |name: &str, mode: &str| {
+        let mut pod = manifests::serving(name);
+        pod["spec"]["runtimeClassName"] = "gvisor".into();
+        pod["metadata"]["annotations"] = json!({ "beelet.dev/probes": mode });
+        pod["spec"]["containers"][0]["readinessProbe"] = probe.clone();
+        // The application needs some time to listen, and gVisor more: liveness looks after one period.
+        let liveness = json!({ "tcpSocket": { "port": PORT }, "periodSeconds": 1, "failureThreshold": 60 });
+        manifests::with(pod, "livenessProbe", liveness)
+    };
+    // By its class it connects; with the kernel asked first, a connection shows that the kernel can't know.
+    for (name, mode) in [("class", ""), ("asked", "mode=kernel")] {
+        agent.apply(&format!("{name}.yaml"), pod(name, mode).to_string()).unwrap();
+        let view = ready(&agent, name);
+        assert_eq!(view.restarts(), 0, "{view:?}");
+    }
+    let modes = || {
+        let list = list(&agent);
+        let mut modes: Vec<String> =
+            list.iter().map(|probe| probe["mode"].as_str().unwrap().to_owned()).collect();
+        modes.sort();
+        modes
+    };
+    wait_for("all probes to connect", PATIENCE, || match modes() {
+        modes if modes == ["connect"; 4] => Ok(()),
+        modes => Err(format!("{modes:?}")),
+    })
+    .unwrap();
+    for name in ["class", "asked"] {
+        assert_eq!(ready(&agent, name).restarts(), 0);
+    }
 }

@@ -1,4 +1,4 @@
-//! The machine starts anew: no container of before runs, and what lay in memory is gone.
+//! The machine reboots: no earlier container runs, and the contents of memory are lost.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -15,7 +15,7 @@ use beelet_tests::workdir::{PATIENCE, wait_for};
 use beelet_tests::{guards, manifests, require};
 use serde_json::{Value, json};
 
-/// Makes the records in a state folder those of an earlier boot.
+/// Gives the records in a state folder the id of an earlier boot.
 fn date_back(dir: &Path) {
     let mut records = Vec::new();
     let state = State::open(dir).unwrap();
@@ -33,7 +33,7 @@ fn date_back(dir: &Path) {
     records.into_iter().for_each(|(name, value)| state.store(&name, &value).unwrap());
 }
 
-/// How many sandboxes and containers the runtime has: all, and those that run.
+/// Returns the numbers of the runtime's sandboxes and containers: all, and the running ones.
 fn counts(containerd: &Containerd) -> [(usize, usize); 2] {
     let socket = containerd.socket();
     let counted = block_on(async {
@@ -50,7 +50,7 @@ fn counts(containerd: &Containerd) -> [(usize, usize); 2] {
     counted.unwrap()
 }
 
-/// The pods that have a cgroup, by the folders' names.
+/// Returns the pods that have a cgroup, from the folders' names.
 fn cgroups_of_pods(dir: &Path) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
@@ -58,7 +58,7 @@ fn cgroups_of_pods(dir: &Path) -> BTreeSet<String> {
         if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             continue;
         }
-        // A slice has the names of those above it before its own, and no dashes in it.
+        // A slice's name begins with those of its ancestors, and its own part has no dashes.
         let own = name.strip_suffix(".slice").and_then(|slice| slice.rsplit('-').next());
         match own.unwrap_or(&name).strip_prefix("pod") {
             Some(uid) => drop(found.insert(uid.replace('_', "-"))),
@@ -89,7 +89,7 @@ fn reboots(containerd: Containerd) {
     keeper["spec"]["containers"][0]["volumeMounts"] =
         json!([{ "name": "disk", "mountPath": "/v" }, { "name": "ram", "mountPath": "/m" }]);
     node.apply(&keeper);
-    // This one is not wanted any more when the machine comes back.
+    // This pod's manifest is removed before the machine is back.
     node.apply(&manifests::pod("leaving", &["/bin/testapp", "pause"]));
     let before = ["web", "keeper", "leaving"].map(|name| node.wait(name, "to be ready", PodView::ready));
     assert_eq!(node.containerd.leases().len(), 3);
@@ -100,7 +100,11 @@ fn reboots(containerd: Containerd) {
     date_back(&node.agent.dir().join("state"));
     node.agent.remove("pod-leaving.yaml").unwrap();
     node.containerd.resume().unwrap();
-    assert_eq!(counts(&node.containerd).map(|(_, runs)| runs), [0, 0], "nothing runs yet");
+    assert_eq!(
+        counts(&node.containerd).map(|(_, runs)| runs),
+        [0, 0],
+        "a container runs before the agent's start"
+    );
     node.agent.resume().unwrap();
 
     for (name, before) in [("web", &before[0]), ("keeper", &before[1])] {
@@ -111,9 +115,9 @@ fn reboots(containerd: Containerd) {
     node.wait_gone("leaving");
     let log = node.folder(&before[1]).join("volumes/disk/log");
     node.wait_file(&log, |text| text == "started\nstarted\n");
-    // Each pod has a sandbox and a container, and the dead ones before them; one address, one cgroup, one
-    // folder.
-    wait_for("nothing to be left of before", PATIENCE, || {
+    // Each pod has a running sandbox and container and the dead ones from before; one address, one cgroup,
+    // one folder.
+    wait_for("the remains of before to be removed", PATIENCE, || {
         let found = (counts(&node.containerd), node.containerd.leases().len());
         if found == ([(4, 2), (4, 2)], 2) { Ok(()) } else { Err(format!("{found:?}")) }
     })

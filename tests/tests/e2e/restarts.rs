@@ -1,4 +1,4 @@
-//! What survives the end of the agent and of containerd: everything.
+//! Pods and their state survive the end of the agent and of containerd.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -25,7 +25,8 @@ fn ready(agent: &Agent, name: &str) -> PodView {
         .unwrap()
 }
 
-/// What must not change: the pod's identity, its containers, when it became ready.
+/// Returns the parts of a pod that must not change: its identity, its containers, and the times of its
+/// conditions.
 fn identity(pod: &PodView) -> serde_json::Value {
     let status = pod.pod.status.clone().unwrap();
     serde_json::json!({
@@ -36,7 +37,7 @@ fn identity(pod: &PodView) -> serde_json::Value {
     })
 }
 
-/// Every sandbox and container that the runtime has, by id, with its state.
+/// Returns the runtime's sandboxes and containers, by id, with their states.
 fn runtime_view(containerd: &Containerd) -> Vec<(String, i32)> {
     let socket = containerd.socket();
     let view = block_on(async {
@@ -53,7 +54,7 @@ fn runtime_view(containerd: &Containerd) -> Vec<(String, i32)> {
     view.unwrap()
 }
 
-/// Waits until the pods' last record, which is written behind their publishing, is there.
+/// Waits until the pods' last state, which is recorded after it was published, is on disk.
 fn until_recorded(agent: &Agent, pods: &[PodView]) {
     let recorded = |pod: &PodView| {
         let status = agent.record("pods")?[pod.uid()]["status"].take();
@@ -61,12 +62,12 @@ fn until_recorded(agent: &Agent, pods: &[PodView]) {
         (status["conditions"] == wanted).then_some(())
     };
     workdir::wait_for("the pods' records", workdir::PATIENCE, || {
-        pods.iter().try_for_each(|pod| recorded(pod).ok_or_else(|| format!("{} is not there", pod.uid())))
+        pods.iter().try_for_each(|pod| recorded(pod).ok_or_else(|| format!("{} is not recorded", pod.uid())))
     })
     .unwrap();
 }
 
-/// Kills the agent, lets `meanwhile` happen, starts it again, and sees that no pod noticed.
+/// Kills the agent, runs `meanwhile`, starts the agent again, and checks that no pod was affected.
 fn adopts(containerd: &mut Containerd, agent: &mut Agent, meanwhile: impl FnOnce(&mut Containerd)) {
     agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
     agent.apply("http.yaml", manifests::answering("http").to_string()).unwrap();
@@ -76,7 +77,7 @@ fn adopts(containerd: &mut Containerd, agent: &mut Agent, meanwhile: impl FnOnce
     agent.kill9();
     meanwhile(containerd);
     agent.resume().unwrap();
-    // The very first thing that a client is told of a pod with a readiness probe is that it is ready.
+    // The first state that a client receives of a pod with a readiness probe is already ready.
     for (name, before) in [("web", &before[0]), ("http", &before[1])] {
         let first = agent.until(&format!("{name} to be known"), |watch| watch.pod(name).cloned()).unwrap();
         assert_eq!(identity(&first), identity(before), "{name}");
@@ -89,7 +90,7 @@ fn an_agent_killed_and_started_again_adopts_what_runs() {
     require!(containerd);
     let (mut containerd, mut agent) = start();
     adopts(&mut containerd, &mut agent, |_| ());
-    // And it still minds them.
+    // The agent still probes the adopted pods.
     let pod = ready(&agent, "web");
     Control::connect(pod.ip().unwrap(), CONTROL).unwrap().send(&format!("close {PORT}")).unwrap();
     agent
@@ -127,7 +128,7 @@ fn what_a_pod_left_behind_while_the_agent_was_away_is_cleaned_up() {
     assert!(cgroup.exists(), "{}", cgroup.display());
     agent.kill9();
     agent.remove("web.yaml").unwrap();
-    // Somebody else removes the pod from the runtime: nothing but folders, cgroups and our records is left.
+    // A third party removes the pod from the runtime: only folders, cgroups and the agent's records are left.
     let socket = containerd.socket();
     block_on(async {
         let mut cri = Cri::connect(&socket).await?;
@@ -141,8 +142,12 @@ fn what_a_pod_left_behind_while_the_agent_was_away_is_cleaned_up() {
     })
     .unwrap();
     agent.resume().unwrap();
-    workdir::wait_for("the pod's folder and cgroup to be gone", workdir::PATIENCE, || {
-        if folder.exists() || cgroup.exists() { Err("they are still there".to_owned()) } else { Ok(()) }
+    workdir::wait_for("the pod's folder and cgroup to be removed", workdir::PATIENCE, || {
+        if folder.exists() || cgroup.exists() {
+            Err("the folder or the cgroup still exists".to_owned())
+        } else {
+            Ok(())
+        }
     })
     .unwrap();
 }
@@ -174,7 +179,7 @@ fn containerd_stopped_and_started_again_costs_no_pod_its_readiness() {
     containerd.stop().unwrap();
     let while_away = agent.look(|watch| watch.pod("web").cloned()).unwrap().unwrap();
     assert_eq!(identity(&while_away), identity(&before));
-    // What is put into the folder meanwhile, runs when the runtime is back.
+    // A manifest that is added during the outage runs when the runtime is back.
     agent.apply("late.yaml", manifests::serving("late").to_string()).unwrap();
     containerd.resume().unwrap();
     ready(&agent, "late");
@@ -193,7 +198,7 @@ fn an_agent_that_finds_no_containerd_waits_for_it() {
 }
 
 #[test]
-fn told_to_stop_it_leaves_pods_running() {
+fn a_stopped_agent_leaves_pods_running() {
     require!(containerd);
     let (containerd, mut agent) = start();
     agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
@@ -202,11 +207,11 @@ fn told_to_stop_it_leaves_pods_running() {
     let status = agent.terminate().unwrap();
     assert!(status.success(), "{status}: {}", agent.log());
     assert_eq!(runtime_view(&containerd), before);
-    assert!(!agent.socket().exists(), "the socket goes with the agent");
+    assert!(!agent.socket().exists(), "the socket outlived the agent");
 }
 
 #[test]
-fn told_to_stop_with_the_flag_it_stops_the_pods_first() {
+fn a_stopping_agent_with_the_flag_stops_its_pods_first() {
     require!(containerd);
     let containerd = Containerd::start_for_test().unwrap();
     let mut options = installed(&containerd);
@@ -217,7 +222,7 @@ fn told_to_stop_with_the_flag_it_stops_the_pods_first() {
     let status = agent.terminate().unwrap();
     assert!(status.success(), "{status}: {}", agent.log());
     let running = |(_, state): &(String, i32)| *state == cri::ContainerState::ContainerRunning as i32;
-    // A sandbox's READY is 0, a container's RUNNING is 1: neither may be left.
+    // A sandbox's READY is 0, a container's RUNNING is 1: only running containers match.
     let left: Vec<_> = runtime_view(&containerd).into_iter().filter(running).collect();
     assert_eq!(left, []);
     let processes = beelet_tests::guards::processes_below(&containerd.cgroup().dir("cpu").unwrap());
@@ -242,11 +247,11 @@ fn a_second_agent_on_the_same_state_or_the_same_runtime_is_refused() {
         assert!(!status.success(), "same {what}");
         assert!(
             second.log().contains(&pid),
-            "same {what}: the error names the first one's pid: {}",
+            "same {what}: the error lacks the first agent's pid: {}",
             second.log()
         );
     }
-    // The first one did not mind.
+    // The first agent is unaffected.
     agent.apply("web.yaml", manifests::serving("web").to_string()).unwrap();
     ready(&agent, "web");
 }
@@ -276,7 +281,7 @@ fn health_metrics_and_pods_are_served_over_http() {
         body.contains("kubelet_runtime_operations_total") && body.trim_end().ends_with("# EOF"),
         "{body}"
     );
-    // Whoever may not be root may not ask on the socket either.
+    // The socket, too, is closed to other users than root.
     use std::os::unix::fs::MetadataExt as _;
     assert_eq!(std::fs::metadata(agent.socket()).unwrap().mode() & 0o777, 0o600);
 }

@@ -1,6 +1,6 @@
-//! A real containerd that hangs: it is stopped as a debugger would stop it (SIGSTOP), its socket still takes
-//! connections, and nobody answers on them. Then it goes on as if nothing had been. (Stopped, killed and
-//! started anew: restarts.rs. All else that can go wrong around the agent: tier1/hostile/.)
+//! A real containerd hangs: SIGSTOP stops it as a debugger would, so its socket still accepts connections
+//! that are never answered. Then containerd continues. (For a containerd that is stopped, killed and
+//! restarted, see restarts.rs; for other faults around the agent, tier1/hostile/.)
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -18,7 +18,7 @@ fn identity(pod: &PodView) -> (String, Vec<(Option<String>, i32)>) {
     (pod.uid().to_owned(), containers.collect())
 }
 
-/// containerd hangs for so long, while the pods' own affairs go on.
+/// Lets containerd hang for `time`, while the pods continue.
 fn hangs(containerd: Containerd, time: Duration) {
     let node = Node::on(containerd, |options: Options| options.http().unwrap());
     for name in ["web", "crashes", "goes"] {
@@ -32,23 +32,23 @@ fn hangs(containerd: Containerd, time: Duration) {
 
     let began = Instant::now();
     let hanging = node.containerd.hang().unwrap();
-    // What the kernel tells needs no containerd: readiness, and that a process is gone.
+    // Reports of the kernel need no containerd: readiness, and the end of a process.
     control.send(&format!("close {PORT}")).unwrap();
     node.wait("web", "to be not ready", |pod| !pod.ready());
     control.send(&format!("open {PORT}")).unwrap();
     node.wait("web", "to be ready again", PodView::ready);
-    // What is wanted meanwhile is known, and waits.
+    // Changes of manifests are noticed during the hang, and wait.
     node.apply(&manifests::serving("late"));
     node.wait("late", "to be known", |pod| pod.phase() == "Pending");
     node.remove("goes");
-    let _ = doomed.send("exit 3"); // it may be gone before it answers
+    let _ = doomed.send("exit 3"); // the process may end before it answers
     while began.elapsed() < time {
         let (status, _) = node.agent.get("/metrics").unwrap();
         assert_eq!(status, 200);
         let listed = node.agent.cli(&["get", "pods"]).output().unwrap();
         assert!(listed.status.success(), "{}", String::from_utf8_lossy(&listed.stderr));
         for (name, before) in [("web", &web), ("http", &http)] {
-            let now = node.wait(name, "to be there", |_| true);
+            let now = node.wait(name, "to be known", |_| true);
             assert!(now.ready() && identity(&now) == identity(before), "{name}: {now:?}");
         }
         std::thread::park_timeout(Duration::from_millis(500));
@@ -62,7 +62,7 @@ fn hangs(containerd: Containerd, time: Duration) {
         let now = node.wait(name, "to be ready", PodView::ready);
         assert_eq!(identity(&now), identity(before), "{name}");
     }
-    workdir::wait_for("the agent to call itself well", workdir::PATIENCE, || {
+    workdir::wait_for("the agent to report itself healthy", workdir::PATIENCE, || {
         let answer = node.agent.get("/healthz").map_err(|error| format!("{error:#}"))?;
         if answer.0 == 200 { Ok(()) } else { Err(format!("{answer:?}")) }
     })

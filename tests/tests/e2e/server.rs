@@ -1,5 +1,5 @@
-//! Streams of the HTTPS server with a real container runtime behind it: commands with their exit code and
-//! much to read and write, and forwarded ports.
+//! Streams of the HTTPS server with a real container runtime: commands with their exit codes and large inputs
+//! and outputs, and forwarded ports.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -27,12 +27,12 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
 use crate::node::{Node, on_every_containerd, script};
 
-/// Bytes that go through a command, there and back.
+/// Bytes that pass through a command and back.
 const MUCH: usize = 16 << 20;
-/// The node of every test here.
+/// Name of the node in every test here.
 const NODE: &str = "testnode";
 
-/// A node whose server lets everybody do everything, and its address.
+/// Starts a node whose server authorizes every request. Returns the server's address, too.
 fn serving(containerd: Containerd) -> (Node, SocketAddr) {
     let [port] = ports::free().unwrap();
     let node = Node::on(containerd, |options| {
@@ -45,7 +45,7 @@ fn serving(containerd: Containerd) -> (Node, SocketAddr) {
     (node, SocketAddr::from((Ipv4Addr::LOCALHOST, port)))
 }
 
-/// A connection to the server, whose self-signed certificate is in the agent's folder.
+/// Connects to the server, whose self-signed certificate is in the agent's folder.
 async fn connect(dir: &Path, address: SocketAddr) -> TlsStream<TcpStream> {
     let file = std::fs::read(dir.join("kubelet/pki/kubelet.crt")).unwrap();
     let mut roots = RootCertStore::empty();
@@ -60,7 +60,7 @@ async fn connect(dir: &Path, address: SocketAddr) -> TlsStream<TcpStream> {
     TlsConnector::from(Arc::new(config)).connect(name, stream).await.unwrap()
 }
 
-/// What the server answers to a request without a body: its head, and its body.
+/// Posts a request without a body. Returns the head and the body of the answer.
 async fn post(dir: &Path, address: SocketAddr, path: &str) -> (String, String) {
     let mut socket = connect(dir, address).await;
     let request =
@@ -73,7 +73,8 @@ async fn post(dir: &Path, address: SocketAddr, path: &str) -> (String, String) {
     (head.to_owned(), body.to_owned())
 }
 
-/// A port before the server that speaks plain HTTP: the agent's own client of streams is asked for no more.
+/// Opens a plain-HTTP port in front of the server, for the agent's own client of streams, which speaks no
+/// TLS.
 async fn plain(dir: &Path, address: SocketAddr) -> SocketAddr {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let front = listener.local_addr().unwrap();
@@ -82,7 +83,7 @@ async fn plain(dir: &Path, address: SocketAddr) -> SocketAddr {
         while let Ok((mut client, _)) = listener.accept().await {
             let mut server = connect(&dir, address).await;
             tokio::spawn(async move {
-                // The end of one side is seen by the other.
+                // The copy passes on the end of each direction.
                 let _ = tokio::io::copy_bidirectional(&mut client, &mut server).await;
             });
         }
@@ -115,7 +116,7 @@ fn a_command_reads_and_writes_much_and_its_exit_code_comes_back() {
                     input.send(Input::Stdin(vec![b'x'; 16384])).await.unwrap();
                 }
                 input.send(Input::StdinClosed).await.unwrap();
-                // Dropped, it would say the same again.
+                // Dropping the sender early would signal the end a second time.
                 input.closed().await;
             });
             let streams = Streams { stdin: true, tty: false };
@@ -167,17 +168,17 @@ fn a_forwarded_port_reaches_the_pod_by_websocket() {
         }
         let head = String::from_utf8(head).unwrap();
         assert!(head.starts_with("HTTP/1.1 101 "), "{head}");
-        // The channel of data is the first one, its port comes first.
+        // The data channel is the first one; its port number precedes the data.
         let mut ask = vec![0];
         ask.extend(b"GET / HTTP/1.1\r\nHost: pod\r\nConnection: close\r\n\r\n");
-        // A client's frame: binary, masked with zeroes.
+        // A client's frame is binary and masked with zeroes.
         let length = u8::try_from(ask.len()).unwrap();
         let asking = [&[0x82, 0x80 | length, 0, 0, 0, 0][..], &ask].concat();
         socket.write_all(&asking).await.unwrap();
         let (mut data, mut payload) = (Vec::new(), Vec::new());
         while !data.windows(12).any(|window| window == b"HTTP/1.1 200") {
             let kind = frame(&mut socket, &mut payload).await.unwrap();
-            assert_eq!(kind, 2, "no binary frame: {payload:?}");
+            assert_eq!(kind, 2, "not a binary frame: {payload:?}");
             if payload.first() == Some(&0) {
                 data.extend_from_slice(&payload[1..]);
             }
@@ -210,7 +211,7 @@ fn the_state_of_a_running_container_is_written_into_an_archive_and_it_runs_on() 
     }
     let lines = node.log(&before, "main", 0).lines().count();
     node.wait_file(&node.log_path(&before, "main", 0), |log| log.lines().count() > lines);
-    let after = node.wait("web", "to be there", PodView::ready);
+    let after = node.wait("web", "to be known", PodView::ready);
     let id = |pod: &PodView| pod.container("main").unwrap().container_id.clone();
     assert_eq!((after.restarts(), id(&after)), (0, id(&before)));
 }

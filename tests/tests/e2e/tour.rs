@@ -1,5 +1,5 @@
-//! docs/tour.md, command by command, as a reader would type them: each has to succeed, and each line that the
-//! page shows of its output has to be there.
+//! docs/tour.md, command by command, as a reader would type them: each command must succeed, and its output
+//! must have each line that the page shows.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // a test's helpers may panic as the test itself may
 
@@ -12,12 +12,12 @@ use beelet_tests::{images, require, workdir};
 
 use crate::node::installed;
 
-/// The image that the reader has from elsewhere.
+/// The image that the reader gets from a registry.
 const IMAGE: &str = "docker.io/library/redis:7";
 /// The agent that the reader starts; the test starts its own.
 const AGENT: &str = "beelet run";
 
-/// A command of the page, and what the page shows of its output.
+/// A command of the page, with the output that the page shows.
 struct Shown<'a> {
     command: &'a str,
     lines: Vec<&'a str>,
@@ -35,8 +35,8 @@ fn commands(page: &str) -> Vec<Shown<'_>> {
     all
 }
 
-/// Returns true if the words of a page's line are those of an output's line, but that numbers and what they
-/// measure differ from run to run. `…` stands for any words.
+/// Returns true if the words of a page's line equal those of an output's line, except for numbers and their
+/// units, which differ between runs. `…` stands for any words.
 fn are_shown(shown: &[&str], said: &[&str]) -> bool {
     let is_number =
         |word: &str| word == "-" || (word.contains(|c: char| c.is_ascii_digit()) && !word.contains('/'));
@@ -65,11 +65,14 @@ fn every_command_of_the_tour_does_what_the_page_says() {
     assert_eq!(shown.len(), 10);
     let silent: Vec<_> =
         shown.iter().filter(|shown| shown.lines.is_empty()).map(|shown| shown.command).collect();
-    assert!(silent.iter().all(|command| command.starts_with(AGENT)), "the page shows nothing of {silent:?}");
+    assert!(
+        silent.iter().all(|command| command.starts_with(AGENT)),
+        "the page shows no output of {silent:?}"
+    );
     let mut agent = None;
     for shown in &shown {
         match (shown.command.starts_with(AGENT), &agent) {
-            // On the test's own containerd, as its unit runs it.
+            // The agent runs on the test's own containerd, confined as by its unit.
             (true, _) => agent = Some(Agent::start(installed(&containerd)).unwrap()),
             (false, None) => check(shown, &folder, &Command::new(beelet_tests::agent::binary().unwrap())),
             (false, Some(agent)) => check(shown, &folder, &agent.cli(&[])),
@@ -77,7 +80,7 @@ fn every_command_of_the_tour_does_what_the_page_says() {
     }
 }
 
-/// Runs a command of the page in the reader's shell; `beelet` is the program with its surroundings.
+/// Runs a command of the page in the reader's shell; `beelet` is the program with its environment.
 fn check(shown: &Shown<'_>, folder: &Path, beelet: &Command) {
     let command = shown.command;
     let mut shell = Command::new("sh");

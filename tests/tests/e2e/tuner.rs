@@ -1,5 +1,5 @@
-//! The tuner in a real agent, over real pods: what it holds is shown, and a kill -9 while it enforces leaves
-//! nothing that the next start, even with the tuner off, does not put back.
+//! The tuner in a real agent, over real pods: its held settings are shown, and after a kill -9 during
+//! enforcement the next start restores every setting, even with the tuner off.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -13,9 +13,9 @@ use beelet_tests::workdir::{PATIENCE, wait_for};
 use beelet_tests::{manifests, require, requires};
 use serde_json::{Value, json};
 
-/// How often it is killed: normally, and with `BEELET_LONG`.
+/// Number of kills: normally, and with `BEELET_LONG`.
 const ROUNDS: (u32, u32) = (5, 100);
-/// What the tuner may write, on either version.
+/// Files that the tuner may write, on either version.
 const FILES: [&str; 7] = [
     "cpu.idle",
     "cpu.shares",
@@ -28,7 +28,8 @@ const FILES: [&str; 7] = [
 const BEST_EFFORT: &str = "/kubepods/besteffort";
 
 fn options(containerd: &Containerd, mode: &str) -> Options {
-    // It tightens at each of its ticks and gives nothing back: trouble is certain, and this is about its end.
+    // The tuner tightens at each tick and never loosens: trouble is certain, and the test is about the
+    // tuner's end.
     let tuner = json!({
         "mode": mode, "interval": "100ms", "hotTicks": 1, "calmTicks": 10_000, "cpuWaitPerMille": 1, "quietPercent": 0,
         "helplessSteps": 0, "cpuCaps": "always",
@@ -36,7 +37,7 @@ fn options(containerd: &Containerd, mode: &str) -> Options {
     installed(containerd).beelet("tuner", tuner)
 }
 
-/// All that the tuner may have set of these cgroups, as it is.
+/// Returns the current values of these cgroups' files that the tuner may set.
 fn values(node: &Node, cgroups: &[String]) -> BTreeMap<String, String> {
     let root = node.containerd.cgroup();
     let read = |cgroup: &String, file: &str| {
@@ -53,7 +54,7 @@ fn json_of(node: &Node, arguments: &[&str]) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Waits until the tuner holds a cap: what comes before it is held as well then.
+/// Waits until the tuner holds a cap, which is its last step.
 fn wait_until_held(node: &Node) -> Vec<Value> {
     wait_for("the tuner to cap the hog", PATIENCE, || {
         let status = json_of(node, &["tune", "status", "-o", "json"]).remove(0);
@@ -81,7 +82,7 @@ fn what_the_tuner_holds_is_shown_and_put_back_after_kill_9_even_by_an_agent_that
     ];
     let base = values(&node, &cgroups);
     assert!(base.len() >= 6, "{base:?}");
-    assert!(node.cli(&["tune", "status"]).1.starts_with("Tuner:  off"));
+    assert!(node.cli(&["tune", "status"]).1.starts_with("Tuner:    off"));
 
     let rounds = if requires::long().is_ok() { ROUNDS.1 } else { ROUNDS.0 };
     for round in 0..rounds {
@@ -92,9 +93,13 @@ fn what_the_tuner_holds_is_shown_and_put_back_after_kill_9_even_by_an_agent_that
             is_shown(&node, &held);
         }
         node.agent.kill9();
-        assert_ne!(values(&node, &cgroups), base, "round {round}: nothing is held, so nothing is shown");
+        assert_ne!(
+            values(&node, &cgroups),
+            base,
+            "round {round}: no setting is held: the test shows nothing"
+        );
         node.agent = Agent::start(options(&node.containerd, "off")).unwrap();
-        // The API is up before the cgroups are looked at.
+        // The API answers before the agent has checked the cgroups.
         let journal = node.agent.dir().join("state/tuner.json");
         wait_for(&format!("the owner's values to be back in round {round}"), PATIENCE, || {
             let now = values(&node, &cgroups);
@@ -108,7 +113,7 @@ fn what_the_tuner_holds_is_shown_and_put_back_after_kill_9_even_by_an_agent_that
     }
 }
 
-/// For people and for programs, with the owner's value and the reason.
+/// Checks the output for people and for programs, which must have the owner's value and the reason.
 fn is_shown(node: &Node, held: &[Value]) {
     let first =
         held.iter().find(|one| one["setting"] == "cpu.idle" || one["setting"] == "cpu.weight").unwrap();
@@ -116,7 +121,7 @@ fn is_shown(node: &Node, held: &[Value]) {
     assert!(!first["ownersValue"].as_str().unwrap().is_empty(), "{first}");
     assert!(first["reason"].as_str().unwrap().contains("default/server-"), "{first}");
     let (_, text, _) = node.cli(&["tune", "status"]);
-    assert!(text.starts_with("Tuner:  enforce, looked"), "{text}");
+    assert!(text.starts_with("Tuner:    enforce, last round"), "{text}");
     assert!(text.contains("waits for a CPU") && text.contains(BEST_EFFORT), "{text}");
     let steps = json_of(node, &["tune", "history", "-o", "json"]);
     let (idle, cap) = (&steps[0], &steps[1]);

@@ -1,4 +1,4 @@
-//! Volumes of real pods: what containers find in them, what changes in them, and what is left of them.
+//! Volumes of real pods: their contents in containers, changes, and removal.
 
 #![allow(clippy::unwrap_used)] // a test's helpers may panic as the test itself may
 
@@ -11,7 +11,7 @@ use beelet_tests::workdir::{PATIENCE, wait_for};
 use beelet_tests::{require, requires};
 use serde_json::{Value, json};
 
-/// The pod with these volumes, and these mounts in its container `main`.
+/// Returns the pod with these volumes, and these mounts in its container `main`.
 fn with_volumes(mut pod: Value, volumes: Value, mounts: Value) -> Value {
     pod["spec"]["volumes"] = volumes;
     pod["spec"]["containers"][0]["volumeMounts"] = mounts;
@@ -85,7 +85,7 @@ fn every_kind_of_volume_shows_what_it_should_and_goes_with_its_pod() {
         {"name": "ALL", "value": "$(COLOR)-$(M_shape)"},
     ]);
     pod["spec"]["containers"][0]["envFrom"] = json!([{"configMapRef": {"name": "conf"}, "prefix": "M_"}]);
-    // The machine's folder is root's: any user may write for this test.
+    // The machine's folder belongs to root: any user may write to it for this test.
     fs::set_permissions(&host, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
     node.apply(&pod);
     let running = node.wait("every", "to run", beelet_tests::pods::PodView::ready);
@@ -125,9 +125,9 @@ fn every_kind_of_volume_shows_what_it_should_and_goes_with_its_pod() {
     assert_eq!(fs::read_to_string(host.join("made")).unwrap(), "to the machine\n");
     assert!(host.join("folder").is_dir());
 
-    // A pod that has ended needs them no more; what it printed stays until its manifest goes.
-    let pod = node.wait("every", "to be seen", |_| true);
-    wait_for("the volumes to be given back", PATIENCE, || {
+    // A pod that has ended needs its volumes no more; its logs stay until the manifest is removed.
+    let pod = node.wait("every", "to be known", |_| true);
+    wait_for("the volumes to be removed", PATIENCE, || {
         let mounts = node.mounts_below(&folder);
         if mounts.is_empty() && !folder.join("volumes").exists() {
             Ok(())
@@ -147,7 +147,7 @@ fn every_kind_of_volume_shows_what_it_should_and_goes_with_its_pod() {
 #[test]
 fn containers_of_any_user_read_volumes_of_objects_and_other_users_of_the_machine_do_not() {
     require!(containerd);
-    // Like all of these tests, under the umask of the agent's unit: 077.
+    // The agent runs under its unit's umask, 077, as in all of these tests.
     let node = Node::start(|options| options);
     let made = node.agent.dir().join("made/folder");
     node.apply(&object("ConfigMap", "conf", &json!({"color": "red"})));
@@ -173,7 +173,7 @@ fn containers_of_any_user_read_volumes_of_objects_and_other_users_of_the_machine
     pod["spec"]["securityContext"] = json!({"runAsUser": 1000});
     node.apply(&pod);
     check_lines(&node.output("user"), &["1000", "red", "sesame", "755"]);
-    let pod = node.wait("user", "to be seen", |_| true);
+    let pod = node.wait("user", "to be known", |_| true);
     let mode = |path: &std::path::Path| fs::metadata(path).unwrap().mode() & 0o7777;
     let logs = node.pod_logs(&pod);
     assert_eq!((mode(&logs), mode(&logs.join("main"))), (0o755, 0o755));
@@ -197,12 +197,12 @@ fn a_changed_config_map_is_seen_by_the_pods_that_run() {
     node.wait_file(&log, |text| text.contains(" red\n"));
     node.apply(&object("ConfigMap", "conf", &json!({"color": "blue"})));
     node.wait_file(&log, |text| text.contains(" blue\n"));
-    // What changes while the agent is away is shown when it is back.
+    // Changes during the agent's absence appear after its return.
     node.agent.kill9();
     node.apply(&object("ConfigMap", "conf", &json!({"color": "green"})));
     node.agent.resume().unwrap();
     let text = node.wait_file(&log, |text| text.contains(" green\n"));
-    assert!(text.lines().all(|line| !line.ends_with(" F ")), "never half a change:\n{text}");
+    assert!(text.lines().all(|line| !line.ends_with(" F ")), "half a change was visible:\n{text}");
     let after = node.wait("watcher", "to run", beelet_tests::pods::PodView::ready);
     assert_eq!((after.restarts(), after.uid()), (0, pod.uid()));
 }
@@ -275,7 +275,7 @@ fn mounts_spread_between_the_machine_and_privileged_containers_as_they_say() {
     let node = Node::start(|options| options);
     let shared = node.agent.dir().join("shared");
     fs::create_dir(&shared).unwrap();
-    // Mounts spread over a mount that is shared.
+    // Mounts propagate only across a shared mount.
     let mounted = beelet_tests::guards::Mount::tmpfs(&shared, 1 << 20).unwrap();
     rustix::mount::mount_change(&shared, rustix::mount::MountPropagationFlags::SHARED).unwrap();
     fs::create_dir(shared.join("inner")).unwrap();
@@ -291,7 +291,7 @@ fn mounts_spread_between_the_machine_and_privileged_containers_as_they_say() {
     node.apply(&maker);
     let pod = node.wait("maker", "to run", beelet_tests::pods::PodView::ready);
     node.wait_file(&node.log_path(&pod, "main", 0), |text| text.contains(" mounted"));
-    assert!(shared.join("inner/seen").exists(), "the machine sees it");
+    assert!(shared.join("inner/seen").exists(), "the mount is invisible on the machine");
     let reader = with_volumes(
         script("reader", "ls /shared/inner"),
         json!([{"name": "shared", "hostPath": {"path": shared}}]),
@@ -349,6 +349,6 @@ fn a_restarted_container_finds_its_volumes_as_it_left_them() {
     node.apply(&pod);
     let pod = node.wait("counter", "to end", |pod| pod.phase() == "Succeeded");
     assert_eq!(node.log(&pod, "main", 2), "3\n3\n777\n");
-    // The logs of older instances are gone, the last one's but one are kept.
+    // Logs of older attempts are deleted, except for the last but one.
     assert!(!node.log_path(&pod, "main", 0).exists() && node.log_path(&pod, "main", 1).exists());
 }

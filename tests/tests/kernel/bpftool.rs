@@ -8,7 +8,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What `bpftool --json map dump pinned PATH` prints, as the list of formatted entries.
+/// Returns the formatted entries that `bpftool --json map dump pinned PATH` prints.
 fn dump(bpftool: &Path, pin: &Path) -> Vec<Value> {
     let output = Command::new(bpftool).args(["--json", "map", "dump", "pinned"]).arg(pin).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -16,7 +16,7 @@ fn dump(bpftool: &Path, pin: &Path) -> Vec<Value> {
     printed.as_array().unwrap().iter().map(|entry| entry["formatted"].clone()).collect()
 }
 
-/// The names of the fields of an object, in their order.
+/// Returns the names of an object's fields, in order.
 fn names(value: &Value) -> Vec<&str> {
     value.as_object().map(|fields| fields.keys().map(String::as_str).collect()).unwrap_or_default()
 }

@@ -1,5 +1,5 @@
-//! Tier 2: the kernel program that looks listeners up and sees whether their applications accept, on this
-//! machine's kernel.
+//! Tier 2: the kernel program that looks up listeners and reads their accept queues, on this machine's
+//! kernel.
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
 use crate::place::{Place, Process, Socket, lists_sockets};
@@ -8,7 +8,7 @@ use beelet_tests::require;
 use beelet_tests::workdir::{PATIENCE, wait_for};
 use std::net::SocketAddr;
 
-/// A namespace with a listening process, and the program that looks into it.
+/// A namespace with a listening process, and the program that checks it.
 struct Looking {
     place: Place,
     _kernel: Kernel,
@@ -29,19 +29,19 @@ impl Looking {
         self.netns.target(local.parse().unwrap(), remote).unwrap()
     }
 
-    fn look(&self, local: &str) -> Found {
+    fn find(&self, local: &str) -> Found {
         self.checker.lookup(&[self.target(local, None)]).unwrap()[0]
     }
 
     fn queues(&self, local: &str) -> AcceptQueues {
-        match self.look(local) {
+        match self.find(local) {
             Found::Listener(queues) => queues,
             other => panic!("{other:?} at {local}, not a listener"),
         }
     }
 }
 
-/// The other end of a connection of the process', as its listener sees it.
+/// Returns the other end of one of the process's connections, as its listener sees it.
 fn end_of(connection: Socket) -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], connection.port))
 }
@@ -54,7 +54,7 @@ fn a_lookup_finds_what_a_connection_would_reach() {
     let check = |process: &mut Process, listen: &str, at: &[(&str, bool)]| {
         let socket = process.socket(listen);
         for (address, expected) in at {
-            let found = looking.look(&format!("{address}:{}", socket.port));
+            let found = looking.find(&format!("{address}:{}", socket.port));
             match found {
                 Found::Listener(queues) if *expected => {
                     assert_eq!(
@@ -70,7 +70,7 @@ fn a_lookup_finds_what_a_connection_would_reach() {
             }
         }
         process.close(socket);
-        assert_eq!(looking.look(&format!("{}:{}", at[0].0, socket.port)), Found::Nothing, "{listen}");
+        assert_eq!(looking.find(&format!("{}:{}", at[0].0, socket.port)), Found::Nothing, "{listen}");
     };
     check(&mut process, "listen 0.0.0.0:80", &[("127.0.0.1", true), ("10.9.8.7", true), ("[::1]", false)]);
     check(
@@ -82,7 +82,7 @@ fn a_lookup_finds_what_a_connection_would_reach() {
     check(&mut process, "listen [::]:80 v6only", &[("[::1]", true), ("127.0.0.1", false)]);
     check(&mut process, "listen [::1]:80", &[("[::1]", true), ("[fd00::7]", false), ("127.0.0.1", false)]);
     check(&mut process, "listen [::ffff:127.0.0.1]:80", &[("127.0.0.1", true), ("[::1]", false)]);
-    assert_eq!(looking.look("127.0.0.1:81"), Found::Nothing);
+    assert_eq!(looking.find("127.0.0.1:81"), Found::Nothing);
 }
 
 #[test]
@@ -98,15 +98,15 @@ fn the_accept_queue_is_seen_filling_and_draining() {
     let first = looking.queues(at);
     assert_eq!((first.waiting, first.full, first.backlog, first.max_backlog), (1, 0, 1, 1));
     assert_ne!(first.heads, 0);
-    // A second one waits behind the first: the queue is full, its head is the same.
+    // The second connection waits behind the first one: the queue is full, its head unchanged.
     process.socket("hold 127.0.0.1:80");
     let full = looking.queues(at);
     assert_eq!((full.waiting, full.full, full.backlog, full.heads), (1, 1, 2, first.heads));
-    process.tell(&format!("accept {}", listener.id)).unwrap();
+    process.send(&format!("accept {}", listener.id)).unwrap();
     let next = looking.queues(at);
     assert_eq!((next.waiting, next.full, next.backlog), (1, 0, 1));
-    assert_ne!((next.heads, next.heads), (0, first.heads), "an accept changes the head");
-    process.tell(&format!("accept {}", listener.id)).unwrap();
+    assert_ne!((next.heads, next.heads), (0, first.heads), "the head is unchanged after an accept");
+    process.send(&format!("accept {}", listener.id)).unwrap();
     assert_eq!(looking.queues(at).heads, 0);
 }
 
@@ -119,8 +119,11 @@ fn every_accept_changes_the_head_although_memory_is_used_again() {
     let mut seen = std::collections::BTreeSet::new();
     for round in 0..200 {
         let connection = process.socket("hold 127.0.0.1:80");
-        assert!(seen.insert(looking.queues("127.0.0.1:80").heads), "round {round} looks like one before");
-        process.tell(&format!("accept {}", listener.id)).unwrap();
+        assert!(
+            seen.insert(looking.queues("127.0.0.1:80").heads),
+            "round {round} has the head of an earlier round"
+        );
+        process.send(&format!("accept {}", listener.id)).unwrap();
         process.close(connection);
     }
 }
@@ -134,9 +137,9 @@ fn a_group_is_looked_at_as_a_whole() {
     let second = process.socket("listen 127.0.0.1:90 reuseport backlog=0");
     let at = "127.0.0.1:90";
     assert_eq!(looking.queues(at).listeners, 2);
-    // The kernel spreads connections over the members by their addresses: sooner or later both have one.
-    // Each has room for one connection: the first one waits at one of them, and by its address alone the
-    // kernel chooses which. One that finds the chosen queue full isn't made.
+    // The kernel chooses a member for each connection by the connection's addresses alone, and each member's
+    // queue has room for one. A connection that meets a full queue is not made, but after enough attempts
+    // both members have one.
     process.socket("hold 127.0.0.1:90");
     let queues = looking.queues(at);
     assert_eq!((queues.listeners, queues.waiting, queues.full, queues.backlog), (2, 1, 1, 1), "{queues:?}");
@@ -144,7 +147,7 @@ fn a_group_is_looked_at_as_a_whole() {
         if looking.queues(at).waiting == 2 {
             break;
         }
-        process.tell("try 127.0.0.1:90").unwrap();
+        process.send("try 127.0.0.1:90").unwrap();
     }
     let queues = looking.queues(at);
     assert_eq!((queues.waiting, queues.full, queues.backlog), (2, 2, 2), "{queues:?}");
@@ -152,7 +155,7 @@ fn a_group_is_looked_at_as_a_whole() {
     assert_eq!(looking.queues(at).listeners, 1);
     assert_eq!(looking.queues(at).cookie, first.cookie);
     process.close(first);
-    assert_eq!(looking.look(at), Found::Nothing);
+    assert_eq!(looking.find(at), Found::Nothing);
 }
 
 #[test]
@@ -164,19 +167,19 @@ fn a_connection_is_seen_waiting_and_accepted_and_closed() {
     let connection = process.socket("hold 127.0.0.1:80");
     let target = looking.target("127.0.0.1:80", Some(end_of(connection)));
     let look = || looking.checker.lookup(&[target]).unwrap()[0];
-    // Who connects goes on when the handshake's second packet is there; the third may still be under way.
+    // connect(2) returns after the handshake's second packet; the third may still be under way.
     wait_for("the handshake to be over", PATIENCE, || match look() {
-        Found::HalfOpen => Err("it is half open".to_owned()),
+        Found::HalfOpen => Err("the connection is half open".to_owned()),
         found => {
             assert_eq!(found, Found::Waiting);
             Ok(())
         }
     })
     .unwrap();
-    process.tell(&format!("serve {}", listener.id)).unwrap();
-    // The thread that accepts closes at once, so it may be seen on its way out.
+    process.send(&format!("serve {}", listener.id)).unwrap();
+    // The accepting thread closes at once, so the connection may already be closing.
     wait_for("the connection to be accepted", PATIENCE, || match look() {
-        Found::Waiting => Err("it waits".to_owned()),
+        Found::Waiting => Err("the connection waits".to_owned()),
         Found::Accepted | Found::Closing | Found::Nothing => Ok(()),
         other => panic!("{other:?}"),
     })
@@ -185,7 +188,7 @@ fn a_connection_is_seen_waiting_and_accepted_and_closed() {
     let fallen_back = looking.checker.lookup(&[nobody]).unwrap()[0];
     assert!(
         matches!(fallen_back, Found::Listener(_)),
-        "without such a connection the listener is found: {fallen_back:?}"
+        "expected the listener for an unknown connection: {fallen_back:?}"
     );
 }
 
@@ -209,18 +212,18 @@ fn a_listener_outlives_its_process_where_another_one_has_it() {
     let at = "127.0.0.1:80";
     let mut maker = looking.place.process();
     let socket = maker.socket("listen 127.0.0.1:80");
-    // Passed on to another process by its descriptor.
+    // The descriptor is passed on to another process.
     let mut heir = looking.place.process();
-    let fd = maker.tell(&format!("fd {}", socket.id)).unwrap();
+    let fd = maker.send(&format!("fd {}", socket.id)).unwrap();
     let taken = heir.socket(&format!("take {} {fd}", maker.pid()));
     assert_eq!(taken.cookie, socket.cookie);
     maker.kill();
     assert_eq!(looking.queues(at).cookie, socket.cookie);
-    // Inherited over exec.
+    // The descriptor is inherited over exec.
     assert_eq!(heir.socket("exec 0").cookie, socket.cookie);
     assert_eq!(looking.queues(at).cookie, socket.cookie);
     heir.kill();
-    assert_eq!(looking.look(at), Found::Nothing);
+    assert_eq!(looking.find(at), Found::Nothing);
 }
 
 #[test]
@@ -253,7 +256,7 @@ fn a_namespace_has_one_number_and_our_own_needs_none() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let target = own.target(listener.local_addr().unwrap(), None).unwrap();
     assert!(matches!(looking.checker.lookup(&[target]).unwrap()[0], Found::Listener(_)));
-    // The same port, in the other namespace: nobody.
+    // The same port in the other namespace has no listener.
     let there = looking.netns.target(listener.local_addr().unwrap(), None).unwrap();
     assert_eq!(looking.checker.lookup(&[there]).unwrap(), [Found::Nothing]);
     assert!(

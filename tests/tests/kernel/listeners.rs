@@ -40,7 +40,7 @@ fn open_and_close_are_seen_once_each_with_cgroup_and_times() {
     assert!(closed_ns > opened_ns);
     assert!(!place.listens(&kernel, 8080, LOOPBACK));
     assert_eq!(place.snapshot(&kernel), []);
-    // Had the close been reported twice, the second report would come before this.
+    // A second report of the close would arrive before this one.
     let again = process.socket("listen 127.0.0.1:8080");
     fits(&place.next(&edges).opened().0, again, "127.0.0.1");
     kernel.stop(false).unwrap();
@@ -70,7 +70,7 @@ fn a_listener_that_is_shut_down_is_closed() {
     let mut process = place.process();
     let socket = process.socket("listen 0.0.0.0:81");
     place.next(&edges).opened();
-    process.tell(&format!("shutdown {}", socket.id)).unwrap();
+    process.send(&format!("shutdown {}", socket.id)).unwrap();
     fits(&place.next(&edges).closed().0, socket, "0.0.0.0");
     assert_eq!(place.snapshot(&kernel), []);
 }
@@ -86,7 +86,7 @@ fn one_of_two_reuseport_listeners_may_close() {
     let second = process.socket("listen 127.0.0.1:90 reuseport");
     place.next(&edges).opened();
     place.next(&edges).opened();
-    // The one opened last goes first: the one that is found must be its sibling.
+    // The listener that was opened last closes first: the lookup must find its sibling.
     process.close(second);
     fits(&place.next(&edges).closed().0, second, "127.0.0.1");
     let found = kernel.listeners().unwrap().is_listening(place.handle.cookie(), 90, &[LOOPBACK]).unwrap();
@@ -113,7 +113,7 @@ fn ipv6_listeners_answer_for_what_they_take() {
         assert_eq!((listener.cookie, listener.family), (socket.cookie, 10), "{listen}");
         for (ip, expected) in [(LOOPBACK, at_v4), (v6, at_v6)] {
             assert_eq!(place.listens(&kernel, socket.port, ip), expected, "{listen} at {ip}");
-            // The kernel's other witness says the same.
+            // sock_diag agrees with the map.
             assert_eq!(place.handle.is_listening(socket.port, &[ip]).unwrap(), expected, "{listen} at {ip}");
         }
         process.close(socket);
@@ -134,7 +134,7 @@ fn a_listener_reopened_at_once_is_listening() {
     let mut process = place.process();
     for _ in 0..50 {
         let socket = process.socket("listen 127.0.0.1:99 reuseport");
-        // The successor opens before the predecessor closes, as in a reload without a gap.
+        // The successor opens before the predecessor closes, as in a seamless reload.
         let next = process.socket("listen 127.0.0.1:99 reuseport");
         process.close(socket);
         assert!(place.listens(&kernel, 99, LOOPBACK));
@@ -156,7 +156,7 @@ fn listening_without_bind_is_seen_with_the_port_the_kernel_chose() {
     fits(&place.next(&edges).opened().0, socket, "0.0.0.0");
     assert!(place.listens(&kernel, socket.port, LOOPBACK));
     process.close(socket);
-    // The kernel has taken the port back by now; the record still knows it.
+    // The kernel has already released the port; the record still has it.
     fits(&place.next(&edges).closed().0, socket, "0.0.0.0");
     assert!(!place.listens(&kernel, socket.port, LOOPBACK));
     assert_eq!(place.snapshot(&kernel), []);
@@ -173,9 +173,9 @@ fn a_listen_that_fails_leaves_nothing() {
     let second = process.socket("bind 127.0.0.1:70 reuseaddr");
     process.socket(&format!("listen-bound {}", first.id));
     place.next(&edges).opened();
-    let refused = process.tell(&format!("listen-bound {}", second.id)).unwrap_err();
+    let refused = process.send(&format!("listen-bound {}", second.id)).unwrap_err();
     assert!(refused.contains("in use"), "{refused}");
-    // The tracepoint comes before the kernel knows whether the port can be had.
+    // The tracepoint fires before the kernel knows whether the port is free.
     assert_eq!(place.next(&edges).opened().0.cookie, second.cookie);
     assert_eq!(place.next(&edges).closed().0.cookie, second.cookie);
     assert!(place.listens(&kernel, 70, LOOPBACK));
@@ -193,11 +193,11 @@ fn accepted_connections_change_nothing() {
     let socket = process.socket("listen 127.0.0.1:60");
     place.next(&edges).opened();
     for _ in 0..10 {
-        process.tell("connect 127.0.0.1:60").unwrap();
+        process.send("connect 127.0.0.1:60").unwrap();
     }
     assert!(place.listens(&kernel, 60, LOOPBACK));
     process.close(socket);
-    // The next edge is the listener's own end: none of the connections made one.
+    // The next edge is the listener's own close: the connections made none.
     fits(&place.next(&edges).closed().0, socket, "127.0.0.1");
 }
 
@@ -228,7 +228,7 @@ fn the_end_of_a_listener_older_than_the_programs_is_reported_once_and_counted_no
     let kernel = place.start();
     let edges = listener_edges(&kernel);
     assert_eq!(place.snapshot(&kernel), []);
-    // sock_diag knows it: that is how the agent seeds its view.
+    // The agent seeds its view from sock_diag, which lists the listener.
     let seeded = place.handle.listening(None).unwrap();
     assert_eq!(seeded.iter().map(|socket| socket.cookie).collect::<Vec<_>>(), [old.cookie]);
     let young = process.socket("listen 127.0.0.1:62 reuseport");
@@ -273,7 +273,7 @@ fn two_hundred_listeners_opened_and_closed_at_random_are_as_the_model_says() {
     let edges = listener_edges(&kernel);
     process.kill();
     let mut open = model.len();
-    // Wait for the last close, whatever came before.
+    // The last close is awaited, whatever edges come before it.
     while open > 0 {
         if let Seen::Closed(listener, _) = place.next(&edges)
             && model.contains_key(&listener.cookie)
@@ -291,7 +291,7 @@ fn a_subscriber_that_is_held_up_is_told_of_the_loss_and_the_maps_are_right() {
     let kernel = place.start();
     let edges = listener_edges(&kernel);
     let mut process = place.process();
-    // Nobody takes edges.
+    // The edges are not read.
     let mut rounds = 0;
     while kernel.channel_full() == 0 {
         let socket = process.socket("listen 127.0.0.1:50");
@@ -316,7 +316,7 @@ fn a_listener_that_finds_the_addresses_full_is_counted_once_they_are_swept() {
     let mut process = place.process();
     let early = process.socket("listen 127.0.0.1:40");
     place.next(&edges).opened();
-    // Fill the map with addresses that were given up long ago, as years of pods would.
+    // The map is filled with addresses that were released long ago, as after years of pods.
     let pinned = MapData::from_pin(place.pins().join("ADDRESSES")).unwrap();
     let mut addresses: HashMap<MapData, Address, AddressCount> =
         HashMap::try_from(Map::from_map_data(pinned).unwrap()).unwrap();

@@ -1,4 +1,5 @@
-//! Tier 2: the kernel programs on this machine's kernel. Runs in the guests of `cargo xtask vm` too.
+//! Tier 2: the kernel programs on this machine's kernel. The tests also run in the guests of `cargo xtask
+//! vm`.
 
 mod bpftool;
 mod check;

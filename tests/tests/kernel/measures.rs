@@ -1,4 +1,4 @@
-//! Tier 2: what the programs count of containers, beside what the kernel's own files say of them.
+//! Tier 2: the programs' measurements of containers, compared with the kernel's own files.
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
 use crate::place::{Container, Place, load, start};
@@ -12,23 +12,24 @@ use beelet_units::bpf_settings::{ByQos, PressureEdges};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// How far two numbers are apart, as a part of the second.
+/// Returns the difference of two numbers, as a fraction of the second.
 fn apart(found: u64, expected: u64) -> f64 {
     (found as f64 - expected as f64).abs() / expected as f64
 }
 
-/// The next edge that `wanted` takes.
+/// Returns the next edge for which `wanted` returns a value.
 fn next<T>(edges: &Edges, mut wanted: impl FnMut(Edge) -> Option<T>) -> T {
     let deadline = Instant::now() + PATIENCE;
     loop {
-        let edge = edges.recv_deadline(deadline).unwrap_or_else(|error| panic!("no edge came: {error}"));
+        let edge = edges.recv_deadline(deadline).unwrap_or_else(|error| panic!("no edge arrived: {error}"));
         if let Some(found) = wanted(edge) {
             return found;
         }
     }
 }
 
-/// Time that a process's main thread was runnable but did not run, as the scheduler itself says: nanoseconds.
+/// Returns the time that a process's main thread was runnable but did not run, in nanoseconds, as the
+/// scheduler itself counts it.
 fn run_delay(pid: u32) -> u64 {
     let text = std::fs::read_to_string(format!("/proc/{pid}/schedstat")).unwrap();
     text.split_whitespace().nth(1).unwrap().parse().unwrap()
@@ -69,7 +70,7 @@ fn time_on_the_cpu_is_as_cpu_stat_says_it_over_a_minute() {
     cpu_time_is_as_cpu_stat_says(60);
 }
 
-/// A loud skip where the kernel doesn't count waits itself.
+/// Returns true if the kernel counts waits itself; otherwise prints that the test is skipped.
 fn has_schedstat() -> bool {
     let has = std::path::Path::new("/proc/self/schedstat").exists();
     if !has {
@@ -81,8 +82,8 @@ fn has_schedstat() -> bool {
     has
 }
 
-/// Lets all of them compute, while something is done to them, and compares how long they waited with what the
-/// kernel says; the counters before and after.
+/// Runs CPU loads, calls `meanwhile`, and compares the waits of the loads with the kernel's own account.
+/// Returns the counters before and after.
 fn compared_with_schedstat(
     container: &Container,
     kernel: &Kernel,
@@ -105,14 +106,14 @@ fn compared_with_schedstat(
     (before, after)
 }
 
-/// Compares with the kernel's own account, on a kernel that seems to lack some fields.
+/// Compares waits with the kernel's own account, on a kernel that seems to lack some fields.
 fn waiting_is_as_schedstat_says_it(without: &'static [&'static str]) {
     if !has_schedstat() {
         return;
     }
     let place = Place::new("bk-wait");
     let container = place.container("pod1/one", &[]);
-    // Some are there before the programs, and have waited before they come to the pod; some come later.
+    // Two loads start before the programs and have waited before they join the pod; two start later.
     let mut loads: Vec<_> = (0..2).map(|_| load(&Seat { cpu: Some(0), ..Seat::default() })).collect();
     for load in &mut loads {
         load.begin("burn 300").unwrap();
@@ -161,7 +162,7 @@ fn waiting_of_threads_that_are_moved_is_as_schedstat_says_it() {
     let mut loads: Vec<_> = (0..6).map(|_| container.load(None)).collect();
     let pids: Vec<u32> = loads.iter().map(Load::pid).collect();
     compared_with_schedstat(&container, &kernel, &mut loads, || {
-        // Back and forth for as long as they run: from one CPU to the other, whether it runs or waits.
+        // The loads are moved between the two CPUs until they end, whether running or waiting.
         let cpus = rustix::thread::sched_getaffinity(None).unwrap();
         let all: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| cpus.is_set(*cpu)).collect();
         let started = Instant::now();
@@ -195,7 +196,7 @@ fn who_takes_the_cpu_away_is_told_apart() {
             .collect();
         let before = one.counters(&kernel);
         let deadline = Instant::now() + PATIENCE;
-        // Whose turn is next is the scheduler's choice, and others want the CPU too.
+        // The scheduler chooses the next thread, and other processes want the CPU too.
         while field(&one.counters(&kernel)) == field(&before) {
             assert!(Instant::now() < deadline, "never preempted by {what}: {:?}", one.counters(&kernel));
             for load in rivals.iter_mut().chain([&mut *own]) {
@@ -211,7 +212,7 @@ fn who_takes_the_cpu_away_is_told_apart() {
     check(None, |c| c.preempted_by_system, "the machine", &mut own);
 }
 
-/// The first of `held` that is this cgroup's.
+/// Returns the time in `held` that belongs to this cgroup.
 fn held_by(waited: &WaitedFor, cgroup_id: u64) -> u64 {
     waited.held.iter().find(|(id, _)| *id == cgroup_id).map_or(0, |(_, held_ns)| *held_ns)
 }
@@ -225,7 +226,7 @@ fn whom_a_container_waited_for_is_told_in_proportion_to_the_time_that_each_ran()
     let one = place.container("pod1/one", &[]);
     let neighbours = [place.container("pod2/one", &[]), place.container("burstable/pod3/one", &[])];
     let stranger = outside.container("daemon", &[]);
-    // One CPU: the waiter, four threads of neighbours, one of the machine.
+    // One CPU is shared by the waiter, four threads of neighbours and one of the machine.
     let mut own = one.load(Some(0));
     let mut rivals: Vec<Load> = (0..3).map(|_| neighbours[0].load(Some(0))).collect();
     rivals.push(neighbours[1].load(Some(0)));
@@ -242,7 +243,7 @@ fn whom_a_container_waited_for_is_told_in_proportion_to_the_time_that_each_ran()
     let measures = kernel.measures().unwrap();
     let all = measures.waited_for(|id| id == one.id()).unwrap();
     let waited = &all[&one.id()];
-    // Read last: the container may wait once more meanwhile.
+    // This counter is read last, as the container may wait once more after the first reading.
     let waited_ns = one.counters(&kernel).run_queue_wait_ns - waited_before;
     let held = neighbours.each_ref().map(|container| held_by(waited, container.id()));
     let share = |of: [u64; 2]| of[0] as f64 / (of[0] + of[1]) as f64;
@@ -250,12 +251,12 @@ fn whom_a_container_waited_for_is_told_in_proportion_to_the_time_that_each_ran()
     assert!((share(held) - share(ran)).abs() < 0.1, "held {held:?}, ran {ran:?}");
     assert!(held_by(waited, stranger.id()) > 0, "the machine's cgroup is named too: {waited:?}");
     let named: u64 = waited.held.iter().map(|(_, held_ns)| held_ns).sum();
-    // What came before a half-life that ended meanwhile counts half, on both sides.
+    // Time before a half-life that ended during the measurement counts half, on both sides.
     assert!(named <= waited.waited_ns && named > waited.waited_ns / 10, "{named} of {waited:?}");
-    // The two are taken by different clocks of the kernel.
+    // The two values come from different clocks of the kernel.
     let most = waited_ns + waited_ns / 100;
     assert!(waited.waited_ns <= most && waited.waited_ns > waited_ns / 5, "{waited_ns}: {waited:?}");
-    assert_eq!(all.len(), 1, "nobody asked for others");
+    assert_eq!(all.len(), 1, "only one container was asked for");
 }
 
 #[test]
@@ -272,7 +273,7 @@ fn threads_of_one_container_wait_for_each_other() {
         load.answer().unwrap();
     }
     let all = kernel.measures().unwrap().waited_for(|id| id == one.id()).unwrap();
-    // Others may want that CPU too.
+    // Other processes may want that CPU too.
     assert!(held_by(&all[&one.id()], one.id()) > 0, "{all:?}");
 }
 
@@ -288,8 +289,8 @@ fn what_is_no_pods_is_not_counted() {
     let mut inside = container.load(None);
     let measures = kernel.measures().unwrap();
     let deadline = Instant::now() + PATIENCE;
-    // Time on the CPU is counted when a thread leaves it: the load may answer before it does. And where
-    // others have the machine, it has little of its 50 ms.
+    // Time on the CPU is counted when a thread leaves the CPU, so the load may answer before that. On a busy
+    // machine, the load gets little of its 50 ms.
     let snapshot = loop {
         inside.tell("burn 50").unwrap();
         let snapshot = measures.snapshot().unwrap();
@@ -301,7 +302,7 @@ fn what_is_no_pods_is_not_counted() {
     assert!(!snapshot.contains_key(&stranger.id()));
 }
 
-/// Collects exits until that of `last`, by cgroup and process.
+/// Collects exits by cgroup and process, until that of the process `last`.
 fn exits_until(edges: &Edges, last: u32) -> BTreeMap<(u64, u32), Vec<(u32, u32)>> {
     let mut found: BTreeMap<(u64, u32), Vec<(u32, u32)>> = BTreeMap::new();
     next(edges, |edge| match edge {
@@ -321,7 +322,7 @@ fn every_exit_is_told_once(cgroups: usize, processes: usize) {
     let edges = kernel.subscribe(Interest::EXITS);
     let containers: Vec<Container> =
         (0..cgroups).map(|index| place.container(&format!("burstable/pod{index}/c"), &[])).collect();
-    // The edges are taken while the processes run: a channel holds only some thousands.
+    // The edges are read while the processes run: a channel holds only some thousands.
     let (told, expected) = std::thread::scope(|scope| {
         let last = containers[0].load(None);
         let pid = last.pid();
@@ -340,7 +341,7 @@ fn every_exit_is_told_once(cgroups: usize, processes: usize) {
                 }
             }
         }
-        drop(last); // its end comes after all the others'
+        drop(last); // ends after all other processes
         (collector.join().unwrap(), expected)
     });
     assert_eq!(expected.values().map(Vec::len).sum::<usize>(), processes / cgroups * cgroups);
@@ -350,7 +351,10 @@ fn every_exit_is_told_once(cgroups: usize, processes: usize) {
     let options = place.options();
     let programs = beelet_bpf::pinned(&options.bpffs, &options.pin_name).unwrap().programs;
     let passed_over = programs.iter().find(|program| program.name == "task_exited").map(|found| found.misses);
-    println!("{} exits told, each once; the kernel passed over task_exited: {passed_over:?}", expected.len());
+    println!(
+        "{} exits reported, each once; the kernel passed over task_exited: {passed_over:?}",
+        expected.len()
+    );
 }
 
 #[test]
@@ -365,7 +369,7 @@ fn ten_thousand_exits_in_fifty_cgroups_are_told_once_each() {
     every_exit_is_told_once(50, 10_000);
 }
 
-/// Edges that are told at once.
+/// Returns pressure thresholds of `millis` milliseconds, and zero for BestEffort.
 fn touchy(millis: u64) -> PressureEdges {
     let all = |millis| {
         let time = Duration::from_millis(millis);
@@ -400,19 +404,19 @@ fn waiting_too_long_is_told_at_most_once_a_second_and_so_is_its_end() {
     for load in &mut loads {
         load.answer().unwrap();
     }
-    // Calm: short waits only, but some, because somebody must notice.
+    // A calm period: only short waits, but some, because the programs check the threshold at a wait.
     loads[0].begin("idle 100000").unwrap();
     let mut last = up_ns;
     let mut now_above = true;
     while now_above {
         let (above, _, at_ns) = next(&edges, pressure);
-        assert_ne!(above, now_above, "up and down come in turns");
+        assert_ne!(above, now_above, "edges alternate between above and below");
         assert!(at_ns - last >= 1_000_000_000, "{} ns after the last", at_ns - last);
         (now_above, last) = (above, at_ns);
     }
 }
 
-/// Lets the cgroup, and those above it up to the test's root, have a memory limit.
+/// Sets a memory limit for the cgroup, and enables the controller in its ancestors up to the test's root.
 fn limit_memory(place: &Place, container: &Container, bytes: u64) {
     let v1 = place.cgroup.dir("memory") != place.cgroup.dir("unified");
     if v1 {
@@ -462,14 +466,14 @@ const TMPFS: rustix::fs::FsWord = 0x0102_1994;
 /// include/uapi/linux/magic.h
 const RAMFS: rustix::fs::FsWord = 0x8584_58f6;
 
-/// A file to be read. It costs no disk, and each page is read once: nothing is refaulted, which PSI would
-/// count as well. Skips the test where there can be none.
+/// Creates a sparse file to read. The file uses no disk space, and each page is read once: no page is
+/// refaulted, which PSI would count as well. Returns `None`, and prints a skip, on a file system in memory.
 fn sparse_file(bytes: u64) -> Option<tempfile::NamedTempFile> {
     let file = tempfile::NamedTempFile::new_in(beelet_tests::workdir::target_dir()).unwrap();
     file.as_file().set_len(bytes).unwrap();
     if [TMPFS, RAMFS].contains(&rustix::fs::fstatfs(file.as_file()).unwrap().f_type) {
         requires::skip(&requires::Missing {
-            what: "the files here are memory themselves: their pages can't be reclaimed".to_owned(),
+            what: "the target folder is in memory, where pages can't be reclaimed".to_owned(),
             remedy: "CARGO_TARGET_DIR on a disk".to_owned(),
         });
         return None;
@@ -500,16 +504,16 @@ fn those_whose_threads_had_to_free_memory_are_told_with_the_pages() {
         told.iter().find(|(id, _)| *id == of.id()).map_or(0, |(_, pages)| *pages)
     };
     assert_eq!(pages(&read(&place, &other, &small), &hog), 0);
-    // The daemon is no container's, so nothing tells by itself that it reclaimed: the hog does.
+    // The daemon is not in a container, so its own reclaim sends no edge: the hog's does.
     read(&outside, &daemon, &small);
     let told = read(&place, &hog, &file);
     let [hog, other, daemon] = [&hog, &other, &daemon].map(|of| pages(&told, of));
     println!("pages freed: hog {hog}, other {other}, daemon {daemon}: {told:?}");
-    // All of what was read but for the limit had to be freed, a part of it by kernel threads perhaps, and a
-    // half-life may have ended meanwhile.
+    // Almost all of the pages that were read had to be freed, some of them perhaps by kernel threads, and a
+    // half-life may have ended during the measurement.
     let read_by_hog = (1 << 30) / 4096;
     assert!(hog > read_by_hog / 4 && hog < read_by_hog * 2, "{hog} of {read_by_hog} pages");
-    assert!(other > 0 && other < hog && daemon > 0 && daemon < hog, "{other} and {daemon} beside {hog}");
+    assert!(other > 0 && other < hog && daemon > 0 && daemon < hog, "{other} and {daemon} next to {hog}");
 }
 
 #[test]
@@ -517,14 +521,14 @@ fn reclaim_of_a_full_cgroup_is_as_memory_pressure_says_it() {
     require!(bpf, psi);
     let Some(file) = sparse_file(6 << 30) else { return };
     let place = Place::new("bk-reclaim");
-    // Of reclaim alone: a cgroup has one edge per second, and waits for the CPU could take it each time.
+    // The edges are for reclaim only: a cgroup has one edge per second, which waits for the CPU could use up.
     let pressure_edges = PressureEdges { run_queue_wait: touchy(0).run_queue_wait, ..touchy(1) };
     let kernel = start(&KernelOptions { pressure_edges, ..place.options() });
     let edges = kernel.subscribe(Interest::PRESSURE);
     let container = place.container("pod1/one", &["memory"]);
-    let mut reader = container.load(Some(0)); // PSI weighs the CPUs: one alone needs no weights
+    let mut reader = container.load(Some(0)); // PSI weighs CPUs: a single CPU needs no weights
     limit_memory(&place, &container, 24 << 20);
-    let stalled = || container.number("memory.pressure", "total") * 1000; // the first line: some
+    let stalled = || container.number("memory.pressure", "total") * 1000; // the first line is `some`
     let (before, file_before) = (container.counters(&kernel), stalled());
     reader.tell(&format!("stream {}", file.path().display())).unwrap();
     let (after, file_after) = (container.counters(&kernel), stalled());
@@ -533,11 +537,12 @@ fn reclaim_of_a_full_cgroup_is_as_memory_pressure_says_it() {
         "memcg reclaim: programs {ours} ns in {} times, memory.pressure {files} ns",
         after.memcg_reclaims - before.memcg_reclaims
     );
-    // Within a quarter: PSI counts throttling as well, and leaves out what a CPU spends elsewhere meanwhile.
+    // The tolerance is a quarter: PSI counts throttling as well, and leaves out the time that a CPU spends on
+    // other work.
     assert!(ours > 1_000_000, "{ours} ns");
     assert!(apart(ours, files) < 0.25, "{ours} ns, {files} ns");
     let told = |edge: &Edge| matches!(edge, Edge::Pressure { cgroup_id, kind: PressureKind::Reclaim, above: true, .. } if *cgroup_id == container.id());
-    // The kernel judges a second at a time: where others have the machine, one reading may not fill one.
+    // The kernel's programs judge one second at a time: on a busy machine, one reading may not fill a second.
     let heard = (0..10).any(|_| {
         let until = Instant::now() + Duration::from_secs(2);
         while let Ok(edge) = edges.recv_deadline(until) {
@@ -548,10 +553,10 @@ fn reclaim_of_a_full_cgroup_is_as_memory_pressure_says_it() {
         reader.tell(&format!("stream {}", file.path().display())).unwrap();
         false
     });
-    assert!(heard, "no edge told of the reclaim");
+    assert!(heard, "no edge for the reclaim");
 }
 
-/// Received and sent bytes and packets of the interface `lo` of a process's network namespace.
+/// Returns received and sent bytes and packets of the interface `lo` of a process's network namespace.
 fn loopback(pid: u32) -> [u64; 4] {
     let text = std::fs::read_to_string(format!("/proc/{pid}/net/dev")).unwrap();
     let line = text.lines().find_map(|line| line.trim().strip_prefix("lo:")).unwrap();
@@ -564,7 +569,7 @@ fn bytes_and_packets_are_as_the_interface_says_them() {
     require!(bpf);
     let place = Place::new("bk-bytes");
     let kernel = place.start();
-    kernel.traffic().expect("what counts bytes").attach().unwrap();
+    kernel.traffic().expect("byte-counting programs").attach().unwrap();
     let container = place.container("pod1/one", &[]);
     let seat = Seat { cgroups: container.dirs.clone(), netns: Some(place.netns.path()), cpu: None };
     let mut load = load(&seat);
@@ -589,13 +594,13 @@ fn bytes_and_packets_are_as_the_interface_says_them() {
         (before, after)
     };
     check(&mut load, "udp 500 1000", 0.0, 0);
-    // What is left of a connection after both ends closed it (TIME_WAIT) is no socket of the container's any
-    // more: up to two packets of 40 bytes per connection.
+    // The remainder of a connection that both ends have closed (TIME_WAIT) no longer belongs to a socket of
+    // the container: up to two packets of 40 bytes per connection.
     let sent_again = retransmitted(load.pid());
     let (before, after) = check(&mut load, "tcp 100 100000", 0.01, 200);
     assert_eq!(after.established - before.established, 200, "both ends are in the container");
     assert!(after.rtt_samples - before.rtt_samples >= 200, "{after:?}");
-    // On a machine that is very slow an acknowledgement may be late.
+    // On a very slow machine an acknowledgement may be late.
     assert_eq!(after.retransmits - before.retransmits, retransmitted(load.pid()) - sent_again);
 }
 
@@ -612,24 +617,24 @@ fn bytes_are_counted_only_while_somebody_asked_for_it() {
         load.tell("udp 100 500").unwrap();
         container.counters(kernel).rx_packets - before
     };
-    let traffic = kernel.traffic().expect("what counts bytes");
-    assert_eq!(grown(&kernel), 0, "nobody has asked");
+    let traffic = kernel.traffic().expect("byte-counting programs");
+    assert_eq!(grown(&kernel), 0, "counted before a subscriber attached");
     for _ in 0..2 {
         traffic.attach().unwrap();
         traffic.attach().unwrap();
         assert_eq!(grown(&kernel), 100);
         traffic.detach();
-        assert_eq!(grown(&kernel), 0, "nobody asks any more");
+        assert_eq!(grown(&kernel), 0, "counted after the last detach");
     }
-    // An agent that takes all of it over counts into the same maps.
+    // An agent that adopts the programs counts into the same maps.
     kernel.stop(true).unwrap();
     let kernel = place.start();
     assert!(kernel.adopted());
-    kernel.traffic().expect("what counts bytes").attach().unwrap();
+    kernel.traffic().expect("byte-counting programs").attach().unwrap();
     assert_eq!(grown(&kernel), 100);
 }
 
-/// Segments that TCP sent again in a process's network namespace.
+/// Returns the segments that TCP retransmitted in a process's network namespace.
 fn retransmitted(pid: u32) -> u64 {
     let text = std::fs::read_to_string(format!("/proc/{pid}/net/snmp")).unwrap();
     let mut lines = text.lines().filter_map(|line| line.strip_prefix("Tcp:"));
@@ -648,10 +653,10 @@ fn what_is_sent_again_is_counted_as_tcp_counts_it() {
     let mut load = load(&seat);
     assert_eq!(container.counters(&kernel).retransmits, 0);
     load.tell("lose").unwrap();
-    // Again after 200 ms, 400 ms, ...
+    // TCP retransmits after 200 ms, 400 ms, …
     let deadline = Instant::now() + PATIENCE;
     while retransmitted(load.pid()) < 3 {
-        assert!(Instant::now() < deadline, "TCP does not send again");
+        assert!(Instant::now() < deadline, "TCP does not retransmit");
         std::thread::sleep(Duration::from_millis(20));
     }
     load.tell("found").unwrap();
@@ -671,12 +676,12 @@ fn counters_of_dead_cgroups_are_removed() {
     let gone = goes.id();
     assert!(kernel.measures().unwrap().snapshot().unwrap().contains_key(&gone));
     beelet_tests::guards::remove_cgroups(&[place.cgroup_dir().join("pod1")]).unwrap();
-    // Each 256 exits the reader looks; what it finds gone twice goes.
+    // The reader checks every 256 exits and removes the counters of a cgroup that is missing at two checks.
     let deadline = Instant::now() + PATIENCE;
     while kernel.measures().unwrap().snapshot().unwrap().contains_key(&gone) {
         load.tell("spawn 100").unwrap();
         while edges.try_recv().is_some() {}
-        assert!(Instant::now() < deadline, "the counters of a dead cgroup stay");
+        assert!(Instant::now() < deadline, "the counters of a dead cgroup were not removed");
     }
     assert!(kernel.measures().unwrap().snapshot().unwrap().contains_key(&stays.id()));
 }

@@ -1,5 +1,4 @@
-//! Tier 2: what stays in the kernel while the agent is away, and what the agent makes of it when it comes
-//! back.
+//! Tier 2: the objects that stay in the kernel while the agent is away, and their adoption by the next agent.
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
 use crate::place::{LOOPBACK, Place, Process, listener_edges, other_object, start};
@@ -14,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 const PROGRAMS: [&str; 2] = ["pod_socket", "listener_state"];
 
-/// A kernel link's id and the id of the program behind it.
+/// Returns a kernel link's id and the id of its program.
 fn link(place: &Place, program: &str) -> (u32, u32) {
     let pinned = PinnedLink::from_pin(place.pins().join("links").join(program)).unwrap();
     let info = FdLink::from(pinned).info().unwrap();
@@ -25,7 +24,7 @@ fn links(place: &Place) -> [(u32, u32); 2] {
     PROGRAMS.map(|program| link(place, program))
 }
 
-/// Every path below a folder, sorted.
+/// Returns every path below a folder, sorted.
 fn tree(folder: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder).unwrap() {
@@ -54,7 +53,7 @@ fn what_earlier_agents_kept_attached_to_count_bytes_is_taken_off() {
     place.start().stop(true).unwrap();
     let links = place.pins().join("links");
     let left = links.join("traffic_in");
-    assert!(!left.exists(), "it is attached while somebody reads what it counts");
+    assert!(!left.exists(), "attached without a reader of its counts");
     FdLink::from(PinnedLink::from_pin(links.join("listener_state")).unwrap()).pin(&left).unwrap();
     let kernel = place.start();
     assert!(!left.exists());
@@ -77,14 +76,14 @@ fn a_restart_takes_over_what_runs_and_knows_what_happened_meanwhile() {
     let unbound = process.socket("listen-unbound");
     let kernel = place.start();
     assert!(kernel.adopted());
-    assert_eq!(links(&place), before, "nothing was loaded or attached again");
-    // Each CPU gives out cookies of its own range: their order says nothing.
+    assert_eq!(links(&place), before, "a program was loaded or attached again");
+    // Each CPU assigns cookies from its own range: their order has no meaning.
     let seen: BTreeSet<u64> = place.snapshot(&kernel).iter().map(|listener| listener.cookie).collect();
     assert_eq!(seen, BTreeSet::from([stays.cookie, came.cookie, unbound.cookie]));
     for (port, expected) in [(80, false), (81, true), (82, true), (unbound.port, true)] {
         assert_eq!(place.listens(&kernel, port, LOOPBACK), expected, "port {port}");
     }
-    // Edges of the time between are not told again; new ones are.
+    // Edges of the agent's absence are not repeated; new ones arrive.
     let edges = listener_edges(&kernel);
     process.close(came);
     assert_eq!(place.next(&edges).closed().0.cookie, came.cookie);
@@ -118,9 +117,9 @@ fn another_object_of_the_same_version_replaces_the_programs_and_keeps_the_maps()
     let kernel = start(&options);
     assert!(kernel.adopted());
     let after = links(&place);
-    assert_eq!(after[0].0, before[0].0, "the cgroup's link stays, its program is replaced in place");
+    assert_eq!(after[0].0, before[0].0, "the cgroup's link was replaced, not only its program");
     assert_ne!(after[0].1, before[0].1);
-    assert_ne!(after[1].0, before[1].0, "a tracing link can't be updated: a new one takes its place");
+    assert_ne!(after[1].0, before[1].0, "the tracing link was not replaced, but can't be updated");
     assert_ne!(after[1].1, before[1].1);
     assert!(place.listens(&kernel, 80, LOOPBACK));
     let edges = listener_edges(&kernel);
@@ -131,7 +130,7 @@ fn another_object_of_the_same_version_replaces_the_programs_and_keeps_the_maps()
     let next = process.socket("listen-unbound");
     assert_eq!(place.next(&edges).opened().0.cookie, next.cookie);
     kernel.stop(true).unwrap();
-    // And the third start, with the same object, loads nothing.
+    // The third start, with the same object, loads nothing.
     let kernel = start(&options);
     assert_eq!(links(&place), after);
     drop(kernel);
@@ -147,7 +146,7 @@ fn a_program_that_is_not_needed_any_more_goes() {
     assert!(link.exists());
     let kernel = start(&KernelOptions { object: Some(other_object(folder.path())), ..place.options() });
     assert!(kernel.adopted() && row(&kernel, "sched_wakeup").spared.is_some());
-    assert!(!link.exists(), "nobody needs it");
+    assert!(!link.exists(), "the pin of an unused program was not removed");
 }
 
 #[test]
@@ -225,10 +224,10 @@ fn a_link_that_was_lost_is_attached_again() {
     std::fs::remove_file(place.pins().join("links/listener_state")).unwrap();
     let before = link(&place, "pod_socket");
     let kernel = place.start();
-    assert_eq!(link(&place, "pod_socket"), before, "what runs stays as it is");
+    assert_eq!(link(&place, "pod_socket"), before, "an intact link was replaced");
     let edges = listener_edges(&kernel);
     let mut process = Process::start(None, &place.netns);
-    let socket = process.socket("listen 127.0.0.1:80"); // outside the cgroup: only the tracepoint sees it
+    let socket = process.socket("listen 127.0.0.1:80"); // outside the cgroup: seen only by the tracepoint
     assert_eq!(place.next(&edges).opened().0.cookie, socket.cookie);
 }
 
@@ -244,7 +243,7 @@ fn a_cgroup_that_was_made_anew_is_attached_to() {
     let kernel = place.start();
     let edges = listener_edges(&kernel);
     let mut process = place.process();
-    let socket = process.socket("listen-unbound"); // the tracepoint alone doesn't know its port
+    let socket = process.socket("listen-unbound"); // the tracepoint alone doesn't know the port
     assert_eq!(place.next(&edges).opened().0.cookie, socket.cookie);
 }
 
@@ -270,10 +269,10 @@ fn what_strangers_pinned_at_our_place_is_named_and_left_alone() {
     let current = |place: &Place| base(place).join(&version);
     let folder = |place: &Place, path: &str| std::fs::create_dir_all(base(place).join(path)).unwrap();
     check("a map for our folder", &|p| stranger(&base(p)), &|p| {
-        format!("{} is no folder", base(p).display())
+        format!("{} is not a folder", base(p).display())
     });
     check(
-        "a map beside our versions",
+        "a map next to our versions",
         &|p| {
             folder(p, "");
             stranger(&base(p).join("other"));
@@ -357,7 +356,7 @@ fn without_a_place_for_pins_everything_works_unpinned_and_says_so() {
     let folder = tempfile::tempdir().unwrap();
     let full = folder.path().join("full");
     std::fs::create_dir_all(full.join("something")).unwrap();
-    check(full, "is no bpf file system, and not empty");
+    check(full, "is not a bpf file system, and not empty");
     let other = Mount::tmpfs(&folder.path().join("tmpfs"), 4096).unwrap();
     check(other.path().to_path_buf(), "is the mount point of another file system");
     let file = folder.path().join("file");
@@ -385,10 +384,10 @@ fn without_the_cgroup_the_tracepoint_still_sees_listeners() {
         kernel.stop(false).unwrap();
     };
     check(PathBuf::from("/no/such/cgroup"), "could not open the cgroup /no/such/cgroup");
-    check(folder.path().to_path_buf(), "is no cgroup2 folder");
+    check(folder.path().to_path_buf(), "is not a cgroup2 folder");
 }
 
-/// Everything off: the kernel half stands still, answers nothing and says why.
+/// Checks a switched-off kernel half: it is idle, answers nothing and reports the reason.
 fn is_idle(kernel: &Kernel, expected: &str) {
     assert_eq!(kernel.capabilities().len(), beelet_bpf::programs().count());
     for row in kernel.capabilities() {
@@ -434,7 +433,7 @@ fn an_object_that_logs_works_as_the_built_in_one() {
     start(&options).stop(true).unwrap();
     let before = links(&place);
     let kernel = start(&options);
-    assert_ne!(links(&place)[0].1, before[0].1, "its log isn't pinned, so it is loaded anew");
+    assert_ne!(links(&place)[0].1, before[0].1, "the program's log isn't pinned, so it must be loaded again");
     let edges = listener_edges(&kernel);
     let mut process = place.process();
     let socket = process.socket("listen 127.0.0.1:80");
@@ -462,7 +461,7 @@ fn without_the_privileges_everything_falls_back_and_the_remedy_names_them() {
     let place = Place::new("bk-eperm");
     let before = tree(place.bpffs.path()); // the kernel's own, see kernel/bpf/preload
     let options = place.options();
-    // Capabilities are a thread's own.
+    // Capabilities belong to a thread.
     let kernel = std::thread::spawn(move || {
         let mut sets = capabilities(None).unwrap();
         let dropped =

@@ -1,8 +1,8 @@
-//! What the kernel tests share: a cgroup, a network namespace and a bpf file system of the test's own, a
-//! process in them that listens when told to, and waiting for edges about that namespace alone (the programs
-//! see the whole machine).
+//! Shared parts of the kernel tests: a cgroup, a network namespace and a bpf file system of the test's own, a
+//! process in them that listens on command, and waits for edges of that namespace alone (the programs see the
+//! whole machine).
 
-#![allow(dead_code)] // tests/libbpf uses a part of it
+#![allow(dead_code)] // tests/libbpf uses only a part
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
 use beelet_bpf::{
@@ -20,7 +20,7 @@ use std::time::Instant;
 
 pub(crate) const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-/// Everything a test changes on the machine; all of it goes when this is dropped.
+/// Everything that a test changes on the machine; the drop restores it.
 pub(crate) struct Place {
     pub(crate) cgroup: CgroupRoot,
     pub(crate) netns: NetNs,
@@ -61,13 +61,13 @@ impl Place {
         self.bpffs.path().join("beelet").join(format!("v{}", beelet_ebpf_abi::ABI_VERSION))
     }
 
-    /// Starts the kernel half; every program must be there.
+    /// Starts the kernel half; every program must load.
     pub(crate) fn start(&self) -> Kernel {
         start(&self.options())
     }
 
-    /// A container's cgroup, by its path below the pods' root; in the hierarchies of these v1 controllers
-    /// too, where they have one.
+    /// Creates a container's cgroup, by its path below the pods' root; also in the version-1 hierarchies of
+    /// these controllers, if mounted.
     pub(crate) fn container(&self, path: &str, controllers: &[&str]) -> Container {
         let mut dirs: Vec<PathBuf> = ["unified"]
             .iter()
@@ -81,23 +81,23 @@ impl Place {
         Container { dirs }
     }
 
-    /// A process in the cgroup and the namespace.
+    /// Starts a process in the cgroup and the namespace.
     pub(crate) fn process(&self) -> Process {
         Process::start(Some(&self.cgroup_dir()), &self.netns)
     }
 
-    /// What the map says of this namespace.
+    /// Returns the listeners of this namespace in the map.
     pub(crate) fn snapshot(&self, kernel: &Kernel) -> Vec<Listener> {
         let all = kernel.listeners().unwrap().snapshot().unwrap();
         all.into_iter().filter(|listener| listener.netns_cookie == self.handle.cookie()).collect()
     }
 
-    /// Returns true if anything listens, by the map.
+    /// Returns true if a listener for this port and address is in the map.
     pub(crate) fn listens(&self, kernel: &Kernel, port: u16, ip: IpAddr) -> bool {
         kernel.listeners().unwrap().is_listening(self.handle.cookie(), port, &[ip]).unwrap().is_some()
     }
 
-    /// Waits for the next edge about this namespace.
+    /// Waits for the next edge of this namespace.
     pub(crate) fn next(&self, edges: &Edges) -> Seen {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -114,13 +114,13 @@ impl Place {
                 }
                 Ok(Edge::Lost) => return Seen::Lost,
                 Ok(_) => {}
-                Err(error) => panic!("no edge came in {PATIENCE:?}: {error}"),
+                Err(error) => panic!("no edge arrived in {PATIENCE:?}: {error}"),
             }
         }
     }
 }
 
-/// An edge about the test's own namespace.
+/// An edge of the test's own namespace.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Seen {
     Opened(Listener, u64),
@@ -144,12 +144,12 @@ impl Seen {
     }
 }
 
-/// Edges about listeners, from now on.
+/// Subscribes to edges of listeners, from now on.
 pub(crate) fn listener_edges(kernel: &Kernel) -> Edges {
     kernel.subscribe(Interest::LISTENERS)
 }
 
-/// Starts the kernel half; every program must be there.
+/// Starts the kernel half; every program must load.
 pub(crate) fn start(options: &KernelOptions) -> Kernel {
     let kernel = Kernel::start(options);
     for row in kernel.capabilities() {
@@ -178,7 +178,7 @@ impl Process {
         Process::start_at(cgroup, &netns.path())
     }
 
-    /// In the network namespace that a file stands for.
+    /// Starts the process in the network namespace of this path.
     pub(crate) fn start_at(cgroup: Option<&Path>, netns: &Path) -> Process {
         let mut command = Command::new(program("listener", option_env!("CARGO_BIN_EXE_listener")));
         command.arg("--netns").arg(netns).stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -191,8 +191,8 @@ impl Process {
         Process { child, input, output }
     }
 
-    /// Sends a command; its answer without the `ok`, or the error.
-    pub(crate) fn tell(&mut self, command: &str) -> Result<String, String> {
+    /// Sends a command. Returns the answer without its `ok`, or the error.
+    pub(crate) fn send(&mut self, command: &str) -> Result<String, String> {
         writeln!(self.input.as_mut().unwrap(), "{command}").unwrap();
         let mut line = String::new();
         self.output.read_line(&mut line).unwrap();
@@ -202,9 +202,9 @@ impl Process {
         }
     }
 
-    /// A command that makes or changes a socket.
+    /// Sends a command that makes or changes a socket.
     pub(crate) fn socket(&mut self, command: &str) -> Socket {
-        let answer = self.tell(command).unwrap();
+        let answer = self.send(command).unwrap();
         let mut words = answer.split(' ');
         let mut number = || words.next().unwrap().parse::<u64>().unwrap();
         let (id, port, cookie) = (number(), number(), number());
@@ -216,10 +216,10 @@ impl Process {
     }
 
     pub(crate) fn close(&mut self, socket: Socket) {
-        self.tell(&format!("close {}", socket.id)).unwrap();
+        self.send(&format!("close {}", socket.id)).unwrap();
     }
 
-    /// kill -9, and waits for the end.
+    /// Kills the process with SIGKILL and waits for its end.
     pub(crate) fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
@@ -233,7 +233,8 @@ impl Drop for Process {
     }
 }
 
-/// The built-in object with another digest: one byte more at its end, where no reader of ELF looks.
+/// Writes the built-in object with another digest: with one more byte at its end, which readers of ELF
+/// ignore.
 pub(crate) fn other_object(folder: &Path) -> PathBuf {
     let mut bytes = built_in_object().to_vec();
     bytes.push(0);
@@ -242,7 +243,7 @@ pub(crate) fn other_object(folder: &Path) -> PathBuf {
     path
 }
 
-/// Returns true if this kernel lists sockets; a loud skip where it doesn't.
+/// Returns true if this kernel lists sockets; otherwise prints a skip.
 pub(crate) fn lists_sockets() -> bool {
     let listed = NetnsHandle::of_process(std::process::id()).and_then(|own| own.listening(None));
     let Err(error) = listed else { return true };
@@ -250,7 +251,7 @@ pub(crate) fn lists_sockets() -> bool {
     false
 }
 
-/// A cgroup below the pods' root; the first folder is cgroup2's.
+/// A container's cgroup below the pods' root; the first folder is cgroup2's.
 pub(crate) struct Container {
     pub(crate) dirs: Vec<PathBuf>,
 }
@@ -261,17 +262,17 @@ impl Container {
         std::fs::metadata(&self.dirs[0]).unwrap().ino()
     }
 
-    /// A process in it that loads the machine when told to.
+    /// Starts a process in the cgroup that loads the machine on command.
     pub(crate) fn load(&self, cpu: Option<usize>) -> Load {
         load(&Seat { cgroups: self.dirs.clone(), cpu, netns: None })
     }
 
-    /// What the programs counted.
+    /// Returns the programs' counters.
     pub(crate) fn counters(&self, kernel: &Kernel) -> Counters {
         kernel.measures().unwrap().of(self.id()).unwrap().unwrap_or_default()
     }
 
-    /// A number of one of its files: the one after `name`.
+    /// Returns the number after `name` in one of the cgroup's files.
     pub(crate) fn number(&self, file: &str, name: &str) -> u64 {
         let text = std::fs::read_to_string(self.dirs[0].join(file)).unwrap();
         let after = text.split([' ', '\n', '=']).skip_while(|word| *word != name).nth(1);
@@ -279,7 +280,7 @@ impl Container {
     }
 }
 
-/// A program of the tests' package. To the tests of another package cargo does not say where it is `built`.
+/// Returns the path of a program of the tests' package. Cargo sets `built` only for tests of that package.
 fn program(name: &str, built: Option<&str>) -> PathBuf {
     built.map_or_else(|| target_dir().join("debug").join(name), PathBuf::from)
 }

@@ -1,6 +1,6 @@
-//! Disk usage by project, on file systems of the test's own: what is put into a volume's project, what is
-//! not, and that the kernel's count is that of the files. Marks need a file system with projects; counts a
-//! kernel with project quotas, too.
+//! Disk usage by project, on file systems of the test's own: which files join a volume's project, and the
+//! kernel's count of them. Marks need a file system with projects; counts also need a kernel with project
+//! quotas.
 #![allow(clippy::unwrap_used)] // a helper of tests may fail as the tests may
 
 use std::fs::File;
@@ -12,7 +12,7 @@ use beelet_tests::guards::Mount;
 use beelet_tests::require;
 use beelet_tests::requires::{self, Missing};
 
-/// What makes file systems that have projects, and how large they must be (XFS: 300 MiB; the files are
+/// Commands and options for file systems with projects, and their minimum sizes (XFS: 300 MiB; the files are
 /// sparse).
 const EXT4: (&[&str], u64) =
     (&["mkfs.ext4", "-q", "-F", "-O", "quota,project", "-E", "quotatype=prjquota"], 64 << 20);
@@ -26,7 +26,7 @@ struct Disk {
 }
 
 impl Disk {
-    /// With one of the file systems that this kernel mounts with these options.
+    /// Mounts the first file system that this kernel accepts with these options.
     fn new(options: &str) -> Result<Disk, Missing> {
         let mut refused = Vec::new();
         for (make, bytes) in [EXT4, XFS] {
@@ -38,8 +38,7 @@ impl Disk {
                     std::fs::create_dir(&volume).unwrap();
                     return Ok(Disk { volume, _mount: mount, _dir: dir });
                 }
-                // Without the folder's own name the reason is the same each time, so that lists of reasons
-                // can join them.
+                // The folder's own name is left out, so that lists of reasons can merge equal ones.
                 Err(error) => {
                     refused.push(format!("{error:#}").replace(&*dir.path().to_string_lossy(), "DIR"));
                 }
@@ -51,17 +50,17 @@ impl Disk {
         ))
     }
 
-    /// In which projects may be given.
+    /// Creates a disk on which files can have projects.
     fn with_projects() -> Result<Disk, Missing> {
         Disk::new("loop")
     }
 
-    /// On which the kernel counts by project.
+    /// Creates a disk on which the kernel counts usage by project.
     fn that_counts() -> Result<Disk, Missing> {
         let disk = Disk::new("loop,prjquota")?;
         if measure(&disk.volume).is_none() {
             return Err(requires::missing(
-                "the kernel counts nothing by project",
+                "the kernel does not count usage by project",
                 "a kernel with project quotas",
             ));
         }
@@ -69,7 +68,7 @@ impl Disk {
     }
 }
 
-/// The disk, or the end of the test, loudly.
+/// Returns the disk, or prints a skip and ends the test.
 macro_rules! disk {
     ($made:expr) => {
         match $made {
@@ -84,7 +83,7 @@ fn write(path: &Path, bytes: usize) {
     File::open(path).unwrap().sync_all().unwrap();
 }
 
-/// A volume that a pod has begun to fill: folders, files, a link out of it, a pipe.
+/// Creates the contents of a volume in use: folders, files, a link that leads out of the volume, a pipe.
 fn fill(volume: &Path) -> Vec<PathBuf> {
     let outside = volume.parent().unwrap().join("outside");
     write(&outside, 10);
@@ -112,7 +111,11 @@ fn all_of_a_volume_is_in_its_project_and_what_is_made_in_it_later() {
     for path in filled.iter().chain(&later) {
         assert_eq!(project_of(path).unwrap(), project, "{}", path.display());
     }
-    assert_eq!(project_of(&volume.parent().unwrap().join("outside")).unwrap(), 0, "no link is followed");
+    assert_eq!(
+        project_of(&volume.parent().unwrap().join("outside")).unwrap(),
+        0,
+        "a link was followed out of the volume"
+    );
     assert_eq!(adopt(volume).unwrap(), project);
 }
 
@@ -122,11 +125,11 @@ fn a_volume_that_can_not_be_marked_whole_is_not_marked() {
     let disk = disk!(Disk::with_projects());
     let volume = &disk.volume;
     let filled = fill(volume);
-    // Another file system in the midst of it.
+    // A second file system is mounted inside the volume.
     let other = Mount::tmpfs(&volume.join("a/b/other"), 1 << 20).unwrap();
     adopt(volume).unwrap_err();
-    assert_eq!(project_of(volume).unwrap(), 0, "else the next measurement would trust it");
-    // What it was about ends, and something has come meanwhile: the next try takes all.
+    assert_eq!(project_of(volume).unwrap(), 0, "a partly marked volume has a project");
+    // The obstacle is removed and a file is added: the next attempt marks the whole volume.
     drop(other);
     write(&volume.join("a/b/other/new"), 10);
     let project = adopt(volume).unwrap();
@@ -144,7 +147,7 @@ fn a_project_that_a_volume_inherited_is_left_alone() {
     std::fs::create_dir(&inner).unwrap();
     write(&inner.join("file"), 10);
     adopt(&inner).unwrap_err();
-    assert_eq!(measure(&inner), None, "it would be the count of much more");
+    assert_eq!(measure(&inner), None, "the count covers more than the inner volume");
     assert_eq!([project_of(&inner).unwrap(), project_of(&inner.join("file")).unwrap()], [admins; 2]);
 }
 
@@ -152,13 +155,13 @@ fn a_project_that_a_volume_inherited_is_left_alone() {
 fn the_kernel_counts_what_is_in_the_volume_as_it_comes_and_goes() {
     require!(root);
     let disk = disk!(Disk::that_counts());
-    // The disk's own volume has a project by now.
+    // The disk's own volume already has a project.
     let volume = disk.volume.with_file_name("other");
     std::fs::create_dir(&volume).unwrap();
     let filled = fill(&volume);
     let check = |mebibytes: u64, inodes: usize| {
         let counted = measure(&volume).unwrap();
-        // Folders and maps of blocks take some as well.
+        // Folders and block maps use some space as well.
         let bytes = mebibytes << 20..(mebibytes << 20) + (256 << 10);
         assert!(counted.inodes == inodes as u64 && bytes.contains(&counted.bytes), "{counted:?}");
     };

@@ -1,8 +1,7 @@
-//! The scheduler of the tuner's top rung: who goes first, what nobody loses, and the way back to the kernel's
-//! own.
+//! The scheduler of the tuner's top rung: the order of pods, the CPU time that every pod keeps, and the
+//! return to the kernel's own scheduler.
 //!
-//! The machine has one scheduler, so these tests take turns, and compare times only with others of the same
-//! test.
+//! The machine has only one scheduler, so these tests run in turn and compare times only within one test.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
@@ -22,7 +21,7 @@ use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Where a process of the tests' own finds the pods' root, whose scheduler it holds.
+/// Environment variable with the pods' root, for the process that holds the scheduler.
 const HOLDER: &str = "BEELET_SCHEDULER_OF";
 /// `enabled` while a scheduler is loaded.
 const STATE: &str = "/sys/kernel/sched_ext/state";
@@ -33,18 +32,18 @@ fn sched_ext() -> Result<(), Missing> {
     Scheduler::supported().map_err(|error| requires::missing(error.to_string(), remedy))
 }
 
-/// Cgroups as those of pods.
+/// Cgroups in the layout of pods.
 struct Pods {
     cgroup: CgroupRoot,
     root: PathBuf,
     _turn: MutexGuard<'static, ()>,
 }
 
-/// Held by the test whose turn it is.
+/// Lock that the running test holds.
 static TURN: Mutex<()> = Mutex::new(());
 
 impl Pods {
-    /// None, and the test is left out, where the kernel can't have the scheduler.
+    /// Creates the cgroups. Returns `None`, and prints a skip, on kernels that can't run the scheduler.
     fn new() -> Option<Pods> {
         if let Err(missing) = sched_ext() {
             requires::skip(&missing);
@@ -80,7 +79,7 @@ fn in_cgroup(cgroup: &Path) -> Load {
     load(&Seat { cgroups: vec![cgroup.to_path_buf()], ..Seat::default() })
 }
 
-/// Keeps every CPU busy from a cgroup, twice over, until dropped.
+/// Keeps every CPU busy from a cgroup, with two threads per CPU, until dropped.
 fn crowd(cgroup: &Path) -> Vec<Load> {
     let cpus = std::thread::available_parallelism().unwrap().get();
     let busy = |_| {
@@ -95,22 +94,22 @@ fn id(cgroup: &Path) -> u64 {
     std::fs::metadata(cgroup).unwrap().ino()
 }
 
-/// CPU time of a cgroup so far.
+/// Returns the CPU time that a cgroup has used.
 fn used(cgroup: &Path) -> Duration {
     let text = std::fs::read_to_string(cgroup.join("cpu.stat")).unwrap();
     let usage = text.lines().find_map(|line| line.strip_prefix("usage_usec ")).unwrap();
     Duration::from_micros(usage.parse().unwrap())
 }
 
-/// Threads of a cgroup's processes.
+/// Returns the number of threads of a cgroup's processes.
 fn threads(cgroup: &Path) -> usize {
     std::fs::read_to_string(cgroup.join("cgroup.threads")).unwrap().lines().count()
 }
 
-/// CPU time that cgroups use meanwhile.
+/// Returns the CPU time that cgroups use within `time`.
 fn meanwhile<const N: usize>(cgroups: [&Path; N], time: Duration) -> [f64; N] {
     let before = cgroups.map(used);
-    // What is looked at is time itself.
+    // The passage of time itself is measured here.
     std::thread::sleep(time);
     let after = cgroups.map(used);
     std::array::from_fn(|index| (after[index] - before[index]).as_secs_f64())
@@ -120,7 +119,7 @@ fn state() -> String {
     std::fs::read_to_string(STATE).unwrap().trim().to_owned()
 }
 
-/// Waits for a state, and returns how long that took.
+/// Waits for a state, and returns the time that took.
 fn until(wanted: &str) -> Duration {
     let began = Instant::now();
     while state() != wanted {
@@ -206,7 +205,7 @@ fn a_cpu_limit_holds_for_a_container_of_many_threads_beside_a_latency_critical_p
     let mut sleeper = in_cgroup(&first);
     sleeper.begin("doze 1000").unwrap();
     scheduler.share_out(&BTreeMap::new(), &BTreeMap::from([(id(&limited), MILLI_CPUS)])).unwrap();
-    // Longer than the kernel lets a thread wait.
+    // The time is longer than the kernel lets a thread wait.
     let time = Duration::from_millis(u64::from(WATCHDOG_MS)) + Duration::from_secs(5);
     let [used] = meanwhile([&limited], time);
     let late = sleeper.answer().unwrap();
@@ -234,7 +233,7 @@ fn the_kernel_has_its_own_scheduler_back_when_the_holder_is_killed() {
     drop(pods.cgroup);
 }
 
-/// Holds the scheduler until it is killed.
+/// Holds the scheduler until this process is killed.
 #[test]
 #[ignore = "a part of another test, which starts it"]
 fn holder_process() {
@@ -248,7 +247,7 @@ fn holder_process() {
 fn a_scheduler_that_fails_is_taken_away_and_says_why() {
     let Some(pods) = Pods::new() else { return };
     let scheduler = pods.start();
-    // SysRq-S: the kernel's own way back (Documentation/admin-guide/sysrq.rst).
+    // SysRq-S restores the kernel's own scheduler (Documentation/admin-guide/sysrq.rst).
     std::fs::write("/proc/sysrq-trigger", "S").unwrap();
     until("disabled");
     let began = Instant::now();
@@ -256,10 +255,10 @@ fn a_scheduler_that_fails_is_taken_away_and_says_why() {
         if let Some(end) = scheduler.ended().unwrap() {
             break end;
         }
-        assert!(began.elapsed() < PATIENCE, "the scheduler does not say that it ended");
+        assert!(began.elapsed() < PATIENCE, "the scheduler did not report its end");
         std::thread::sleep(Duration::from_millis(1));
     };
-    println!("it said: {}", end.reason);
+    println!("reported reason: {}", end.reason);
     assert!(!end.reason.is_empty());
     drop(scheduler);
     drop(pods.start());

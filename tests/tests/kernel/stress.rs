@@ -1,5 +1,5 @@
-//! Tier 2: the programs and their reader under more than any node asks of them. The short versions run
-//! always, the long ones with `cargo xtask test --long`.
+//! Tier 2: the programs and their reader under more load than any node has. The short versions always run,
+//! the long ones with `cargo xtask test --long`.
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
 use crate::place::{Container, LOOPBACK, Place, other_object, start};
@@ -15,7 +15,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What a reader in a process of its own is told.
+/// Environment variable with the paths for a reader in a process of its own.
 const READER: &str = "BEELET_TEST_READER";
 
 fn switches_are_all_counted(rounds: u64) {
@@ -35,7 +35,7 @@ fn switches_are_all_counted(rounds: u64) {
     let after = container.counters(&kernel);
     let switches = after.switches - before.switches;
     println!("{switches} switches, {:.0} a second", switches as f64 / took.as_secs_f64());
-    // Each round is two, unless a pipe happened to be full or empty already; other work adds some.
+    // Each round has two switches, unless a pipe happened to be full or empty already; other work adds some.
     assert!(switches as f64 > 2.0 * 2.0 * rounds as f64 * 0.95, "{switches}");
     let waits: u64 = after.run_queue_waits.iter().sum::<u64>() - before.run_queue_waits.iter().sum::<u64>();
     assert!(waits as f64 > switches as f64 * 0.95, "{waits} waits of {switches} switches");
@@ -88,12 +88,12 @@ fn cgroups_come_and_go(count: usize) {
     let after = place.container("pod-after/c", &[]);
     let mut load = after.load(None);
     load.tell("burn 20").unwrap();
-    assert!(after.counters(&kernel).on_cpu_ns > 5_000_000, "what comes after is counted as ever");
+    assert!(after.counters(&kernel).on_cpu_ns > 5_000_000, "a later container is not counted");
     buried(&kernel, &after, &mut load);
 }
 
-/// Waits until nothing but `alive` is counted any more. Each 256 exits the reader looks, and what it finds
-/// gone twice goes.
+/// Waits until only `alive` is still counted. The reader checks every 256 exits, and removes cgroups that are
+/// missing at two checks.
 fn buried(kernel: &Kernel, alive: &Container, load: &mut Load) {
     let edges = kernel.subscribe(Interest::EXITS);
     let deadline = Instant::now() + PATIENCE;
@@ -108,7 +108,7 @@ fn buried(kernel: &Kernel, alive: &Container, load: &mut Load) {
     }
 }
 
-/// Three quarters of all places: most cgroups don't get the first that is tried for them.
+/// The crowd fills three quarters of all slots: most cgroups don't get their first choice.
 #[test]
 fn a_crowd_of_cgroups_is_counted_each_by_itself_and_so_is_the_next() {
     require!(bpf);
@@ -127,7 +127,7 @@ fn a_crowd_of_cgroups_is_counted_each_by_itself_and_so_is_the_next() {
         for container in &crowd {
             assert!(counted.contains_key(&container.id()), "{:?}", container.dirs[0]);
         }
-        // Whatever the first crowd had counted would be found again here if its places were not cleared.
+        // If the slots were not cleared, the counts of the first crowd would appear here.
         let switches: u64 = counted.values().map(|counters| counters.switches).sum();
         assert!(
             switches >= crowd.len() as u64 && switches < before / 4,
@@ -155,7 +155,7 @@ fn five_thousand_cgroups_that_come_and_go_leave_nothing() {
     cgroups_come_and_go(5000);
 }
 
-/// A reader that the test can stop: a process of its own.
+/// Runs a reader in a process of its own, which the test can stop.
 #[test]
 #[ignore = "a part of other tests, which start it"]
 fn reader_process() {
@@ -173,8 +173,8 @@ fn reader_process() {
             Ok(Edge::Lost) => {
                 let there = kernel.listeners().unwrap().snapshot().unwrap();
                 say(&format!("lost {}", there.len()));
-                // It may have been opened while the backlog was read, and be among what was lost: then this
-                // is how to know.
+                // The listener may have been opened while the backlog was read, and its edge may be lost:
+                // then the snapshot has it.
                 if there.iter().any(|listener| listener.port == 51) {
                     say("opened 51");
                 }
@@ -200,10 +200,10 @@ fn a_stopped_reader_recovers(stopped_for: Duration) {
     let mut reader = beelet_tests::guards::Process(command.stdout(Stdio::piped()).spawn().unwrap());
     let mut lines = BufReader::new(reader.0.stdout.take().unwrap()).lines().map(Result::unwrap);
     let mut until = |wanted: &str| {
-        // The test harness prints its own words before ours, on the same line.
+        // The test harness prints its own text before this line's, on the same line.
         lines
             .find(|line| line.contains(&format!("reader: {wanted}")))
-            .unwrap_or_else(|| panic!("no {wanted}"))
+            .unwrap_or_else(|| panic!("the reader did not print {wanted}"))
     };
     until("ready");
     let pid = rustix::process::Pid::from_child(&reader.0);
@@ -229,7 +229,7 @@ fn a_stopped_reader_recovers(stopped_for: Duration) {
     until("lost");
     process.socket("listen 127.0.0.1:51");
     until("opened 51");
-    // What it reads now is right: it adopted nothing wrong.
+    // The reader's view is right again: it adopted no wrong entry.
     drop(reader);
     let kernel = Kernel::start(&place.options());
     assert!(kernel.adopted());
@@ -250,8 +250,8 @@ fn a_reader_that_was_stopped_for_ten_seconds_is_told_of_what_it_lost() {
     a_stopped_reader_recovers(Duration::from_secs(10));
 }
 
-/// The programs are replaced while processes end: what is told is told once, and all is told once the new
-/// ones count.
+/// The programs are replaced while processes end: an exit is reported at most once, and exactly once after
+/// the new programs count.
 #[test]
 fn exits_are_told_once_while_programs_are_replaced() {
     require!(bpf);
@@ -276,12 +276,12 @@ fn exits_are_told_once_while_programs_are_replaced() {
             *told.entry(pid).or_insert(0) += 1;
         }
     }
-    assert!(told.values().all(|times| *times == 1), "something was told twice: {told:?}");
+    assert!(told.values().all(|times| *times == 1), "an exit was reported twice: {told:?}");
     let missing: Vec<_> = later.iter().filter(|pid| !told.contains_key(pid)).collect();
-    assert!(missing.is_empty(), "not told: {missing:?}");
+    assert!(missing.is_empty(), "not reported: {missing:?}");
 }
 
-/// Processor time of this process' reader of kernel events since its start, seconds.
+/// Returns the processor time of this process's reader of kernel events since its start, in seconds.
 fn reader_seconds() -> f64 {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap().map(|task| task.unwrap().path());
     let is_reader = |task: &PathBuf| {

@@ -110,17 +110,17 @@ fn a_dry_run_tells_what_apply_then_does_and_apply_keeps_comments() {
     let dry = node.run(&["apply", "--dry-run", "-f", &file]);
     assert_eq!(
         (dry.code, dry.out.as_str()),
-        (Some(1), "pod/web created (dry run)\npod/wrong created (dry run), but refused\n")
+        (Some(1), "pod/web created (dry run)\npod/wrong created (dry run), but rejected\n")
     );
     assert!(
         dry.err.contains(&format!("line {line}: spec.containers[0].comand: there is no such field")),
         "{}",
         dry.err
     );
-    assert!(dry.err.contains("the node refuses it: wrong.yaml: spec.priorityClassName"), "{}", dry.err);
+    assert!(dry.err.contains("rejected by the node: wrong.yaml: spec.priorityClassName"), "{}", dry.err);
     assert!(!node.manifest("web.yaml").exists());
     let real = node.run(&["apply", "-f", &file]);
-    let said = "pod/web created\npod/wrong created, but refused\n";
+    let said = "pod/web created\npod/wrong created, but rejected\n";
     assert_eq!((real.code, real.out.as_str()), (Some(1), said));
     assert_eq!(real.err.lines().take(2).collect::<Vec<_>>(), dry.err.lines().take(2).collect::<Vec<_>>());
     assert_eq!(fs::read_to_string(node.manifest("web.yaml")).unwrap(), web);
@@ -196,7 +196,7 @@ fn a_pod_that_the_runtime_cannot_stop_says_why_and_by_force_it_is_out_of_view_wh
         .find(|line| line.starts_with("waiting: pod default/web-testnode: error killing pod: "));
     assert!(waiting.is_some_and(|line| line.contains(why)), "{}", said.err);
     assert!(
-        said.err.contains("error: not gone within 15 s: pod default/web-testnode: error killing"),
+        said.err.contains("error: not deleted within 15 s: pod default/web-testnode: error killing"),
         "{}",
         said.err
     );
@@ -211,7 +211,7 @@ fn a_pod_that_the_runtime_cannot_stop_says_why_and_by_force_it_is_out_of_view_wh
     // Its manifest went with the first try.
     let forced = node.run(&["delete", "pod", "web", "--force"]).well();
     assert!(
-        forced.out.starts_with("pod/web-testnode deleted by force, and its containers may run"),
+        forced.out.starts_with("pod/web-testnode force deleted; its containers may run"),
         "{}",
         forced.out
     );
@@ -276,7 +276,7 @@ fn a_restart_waits_for_no_back_off() {
     let attempt = || node.cri.container("web-testnode", "main").unwrap().attempt();
     assert_eq!(attempt(), 0);
     let said = node.run(&["restart", "web"]).well();
-    assert_eq!(said.out, "container main of pod default/web-testnode runs again\n");
+    assert_eq!(said.out, "container main of pod default/web-testnode restarted\n");
     assert_eq!(attempt(), 1);
     let events = node.run(&["events", "--for", "web-testnode"]).well().out;
     assert!(events.contains("Container main is restarted on request"), "{events}");
@@ -319,14 +319,14 @@ fn images_show_whose_they_are_and_one_in_use_is_kept() {
     assert!(of(images::APP).ends_with("default/web-testnode"), "{}", said.out);
     assert!(of(other).ends_with("<none>"), "{}", said.out);
     assert!(
-        said.err.contains("not here: example.com/none:1 (wanted by default/absent-testnode)"),
+        said.err.contains("missing: example.com/none:1 (used by default/absent-testnode)"),
         "{}",
         said.err
     );
     let said = node.run(&["images", "rm", images::APP]);
     assert!(said.err.contains("is in use by default/web-testnode"), "{}", said.err);
     node.run(&["images", "rm", other]).well();
-    assert!(node.run(&["images", "rm", other]).err.contains("there is no image"));
+    assert!(node.run(&["images", "rm", other]).err.contains("not found; `beelet images ls`"));
     node.run(&["images", "pull", "example.com/more:1"]).well();
     let said = node.run(&["get", "images", "-o", "json"]).well();
     let value: Value = serde_json::from_str(&said.out).unwrap();
@@ -346,7 +346,7 @@ fn why_a_pod_does_not_start_is_told_wherever_somebody_looks() {
     let why = "ErrImageNeverPull: image example.com/none:1 is not";
     let said = node.run(&["restart", "absent", "--timeout", "2s"]);
     assert_eq!(said.code, Some(1));
-    assert!(said.err.contains(&format!("container main waits: {why}")), "{}", said.err);
+    assert!(said.err.contains(&format!("container main is waiting: {why}")), "{}", said.err);
     let top = node.run(&["top", "--once"]).well().out;
     let of = |name: &str| top.lines().find(|line| line.contains(name)).unwrap_or_default().to_owned();
     assert!(of("absent-testnode").contains(&format!("container main: {why}")), "{top}");
@@ -401,10 +401,14 @@ fn logs_of_several_containers_and_pods_are_printed_with_whose_they_are() {
     }
     let said = node.run(&["logs", "-l", "app=shop"]);
     assert_eq!((said.code, said.out.as_str()), (Some(1), "one\ntwo\n"));
-    assert!(said.err.contains("default/db-testnode: the agent: the logs of main are gone"), "{}", said.err);
-    assert!(said.err.contains("1 of 2 logs could not be printed to their end"), "{}", said.err);
+    assert!(
+        said.err.contains("default/db-testnode: the agent: the logs of main no longer exist"),
+        "{}",
+        said.err
+    );
+    assert!(said.err.contains("1 of 2 logs are incomplete"), "{}", said.err);
     let none = node.run(&["logs", "-l", "app=none"]);
-    assert!(none.code == Some(1) && none.err.contains("no pod has such labels"), "{}", none.err);
+    assert!(none.code == Some(1) && none.err.contains("no pod matches the selector"), "{}", none.err);
 }
 
 #[test]
@@ -422,5 +426,5 @@ fn a_config_map_is_described_with_the_pods_that_use_it() {
     }
     let said = node.run(&["describe", "secret", "conf"]);
     assert_eq!(said.code, Some(1));
-    assert!(said.err.contains("no manifest describes a secret \"conf\""), "{}", said.err);
+    assert!(said.err.contains("secret \"conf\" not found"), "{}", said.err);
 }

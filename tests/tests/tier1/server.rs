@@ -723,7 +723,7 @@ async fn the_level_of_the_log_is_set_by_a_number_alone() {
     };
     // The log of a test is nobody's to set; a word is refused before that.
     assert_eq!(put("4").await.status, 400);
-    assert!(put("debug").await.text().contains("no whole number"));
+    assert!(put("debug").await.text().contains("not a whole number"));
     assert_eq!(put(&"4".repeat(1000)).await.status, 400);
     assert_eq!(admin.get("/debug/flags/v").await.status, 406);
     assert_eq!(admin.get("/debug/pprof/").await.status, 404);

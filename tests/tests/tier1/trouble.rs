@@ -236,7 +236,7 @@ fn what_runs_is_not_known_before_the_runtime_has_answered_and_the_list_says_so()
     let _running = Process(child);
     let said = || {
         let (output, text) = daemon.beelet(&["get", "pods"]);
-        if text.contains("what runs here is not known yet") && text.contains("has not answered yet") {
+        if text.contains("running pods are not known yet") && text.contains("has not answered yet") {
             assert!(!output.status.success());
             Ok(())
         } else {

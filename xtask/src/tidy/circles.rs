@@ -166,7 +166,7 @@ fn leaves(tree: &str) -> Vec<(String, String)> {
 }
 
 /// The code up to the tests' module.
-fn without_tests(code: &str) -> String {
+pub(super) fn without_tests(code: &str) -> String {
     let mut kept = String::new();
     let mut lines = code.lines();
     while let Some(line) = lines.next() {

@@ -1,5 +1,4 @@
-//! Looking into containers: their logs, commands in them, their own streams and ports; and starting them
-//! again.
+//! Access to containers: logs, commands, main processes and ports; and restarts.
 
 mod debug;
 mod ports;
@@ -29,10 +28,10 @@ use beelet_model::status::runtime_id;
 use beelet_model::table::{FindError, PodName, PodTable};
 use beelet_policy::pod::ephemeral_containers;
 
-/// Pieces on their way to one reader, and from one. A slower one holds the other side up, as a pipe does.
+/// Messages queued to and from one client. A slower side blocks the other one, as a pipe does.
 const QUEUE: usize = 16;
 
-/// The service, to be added to the agent's. `logs` is the folder of all pods' logs.
+/// Returns the service. `logs` is the directory of all pods' logs.
 #[must_use]
 pub fn service(
     pods: watch::Receiver<Arc<PodTable>>,
@@ -52,31 +51,31 @@ struct Service {
     shutdown: CancellationToken,
 }
 
-/// A container as the table shows it.
+/// A container as in the table.
 struct Found {
     pod: PodName,
     uid: String,
     spec: core::Container,
     status: core::ContainerStatus,
-    /// The init container that the pod's other containers wait for.
+    /// Init container for which the pod's other containers wait.
     initializing: Option<String>,
-    /// The names of the pod's own containers.
+    /// Names of the pod's main containers.
     others: Vec<String>,
 }
 
 impl Found {
-    /// The runtime's identifier of its newest instance.
+    /// Returns the runtime's ID of the newest instance.
     fn id(&self) -> Option<&str> {
         runtime_id(&self.status)
     }
 
-    /// The same of one that runs.
+    /// Returns the runtime's ID of a running instance.
     #[allow(clippy::result_large_err)] // tonic's own error type
     fn running(&self) -> Result<&str, Status> {
         let runs = self.status.state.as_ref().is_some_and(|state| state.running.is_some());
         self.id().filter(|_| runs).ok_or_else(|| {
             let name = &self.status.name;
-            Status::failed_precondition(format!("the container {name} of {} does not run", self.pod))
+            Status::failed_precondition(format!("container {name} of {} is not running", self.pod))
         })
     }
 }
@@ -96,14 +95,15 @@ impl Containers for Service {
         let folder = log_folder(&self.logs, &found.pod, &found.uid).join(&found.status.name);
         let path = folder.join(format!("{attempt}.log"));
         if !folder.exists() {
-            return Err(Status::not_found(format!("the logs of {} are gone", found.status.name)));
+            return Err(Status::not_found(format!("the logs of {} no longer exist", found.status.name)));
         }
         let since = request.since_ns.and_then(|ns| Timestamp::from_nanosecond(ns.into()).ok());
         let wanted = Wanted { tail: request.tail, since, timestamps: request.timestamps, stream: None };
         let runs = found.status.state.as_ref().is_some_and(|state| state.running.is_some());
         let ended = (request.follow && !request.previous && runs).then(|| ended(self.pods.clone(), found));
         let (pieces, read) = mpsc::channel(QUEUE);
-        // Its end alone says that the container has ended: there is always room to say that the agent does.
+        // The stream's end alone means that the container terminated, so room for the agent's shutdown error
+        // is reserved.
         let (sender, receiver) = mpsc::channel(QUEUE + 2);
         let last = sender.clone().try_reserve_owned();
         if let Some(chosen) = chosen {
@@ -117,7 +117,7 @@ impl Containers for Service {
                 () = sender.closed() => {}
                 () = shutdown.cancelled() => {
                     if let Ok(last) = last {
-                        last.send(Err(Status::unavailable("the agent stops")));
+                        last.send(Err(Status::unavailable("the agent is shutting down")));
                     }
                 }
             }
@@ -134,10 +134,10 @@ impl Containers for Service {
         let mut inputs = request.into_inner();
         let first = inputs.message().await?.and_then(|input| input.input);
         let Some(Input::Start(start)) = first else {
-            return Err(Status::invalid_argument("the first input of a command must say which command"));
+            return Err(Status::invalid_argument("the first input must contain the command"));
         };
         if start.command.is_empty() {
-            return Err(Status::invalid_argument("there is no command"));
+            return Err(Status::invalid_argument("the command is empty"));
         }
         let found = find(&self.pods.borrow(), &start.target.clone().unwrap_or_default())?;
         let command = cri::ExecRequest {
@@ -146,7 +146,7 @@ impl Containers for Service {
             tty: start.tty,
             stdin: start.stdin,
             stdout: true,
-            // With a terminal there is one output.
+            // A terminal has a single output.
             stderr: !start.tty,
         };
         let url = self.runtime.exec(command).await.map_err(|e| Status::unavailable(e.to_string()))?;
@@ -165,17 +165,15 @@ impl Containers for Service {
         let mut inputs = request.into_inner();
         let first = inputs.message().await?.and_then(|input| input.input);
         let Some(Input::Start(start)) = first else {
-            return Err(Status::invalid_argument("the first input must say which container"));
+            return Err(Status::invalid_argument("the first input must name the container"));
         };
         let found = find(&self.pods.borrow(), &start.target.unwrap_or_default())?;
         if start.stdin && !found.spec.stdin.unwrap_or_default() {
             let (name, pod) = (&found.status.name, &found.pod);
-            let why = "has no standard input (its manifest does not say stdin: true)";
-            return Err(Status::failed_precondition(format!(
-                "the container {name} of {pod} {why}: leave -i out"
-            )));
+            let why = "has no standard input (its manifest does not set `stdin: true`)";
+            return Err(Status::failed_precondition(format!("container {name} of {pod} {why}: omit `-i`")));
         }
-        // Whether there is a terminal was decided when the container was made.
+        // The container's creation decided whether it has a terminal.
         let streams = exec::Streams { stdin: start.stdin, tty: found.spec.tty.unwrap_or_default() };
         let wanted = cri::AttachRequest {
             container_id: found.running()?.to_owned(),
@@ -214,7 +212,7 @@ impl Containers for Service {
     }
 }
 
-/// Hands a log's pieces on, and at last why there are no more, if that was an error.
+/// Forwards a log's pieces, and finally the error, if any.
 async fn forward(
     reading: impl Future<Output = Result<(), LogError>>,
     mut pieces: mpsc::Receiver<Piece>,
@@ -238,12 +236,12 @@ async fn forward(
     if let Err(error) = read
         && !matches!(error, LogError::Closed)
     {
-        // Whether anybody listens is no matter any more.
+        // The client may have disconnected.
         let _ = sender.send(Err(Status::internal(format!("cannot read the log: {error}")))).await;
     }
 }
 
-/// Connects a client with a command, both ways, until the command has ended or the client is gone.
+/// Connects a client with a command, both ways, until the command has exited or the client has disconnected.
 async fn run(
     url: String,
     streams: exec::Streams,
@@ -280,7 +278,7 @@ async fn run(
     };
     let session = exec::stream(&url, streams, input, output);
     let whole = async {
-        // The client may end its side first; the command goes on.
+        // The client may close its side first; the command continues.
         let never = async {
             reading.await;
             std::future::pending::<()>().await;
@@ -294,21 +292,21 @@ async fn run(
     let failed = tokio::select! {
         ended = whole => ended.err().map(|error| error.to_string()),
         () = sender.closed() => None,
-        () = shutdown.cancelled() => Some("the agent stops".to_owned()),
+        () = shutdown.cancelled() => Some("the agent is shutting down".to_owned()),
     };
     if let Some(error) = failed {
-        // Whether anybody listens is no matter any more.
+        // The client may have disconnected.
         let _ = sender.try_send(Err(Status::unavailable(error)));
     }
 }
 
-/// The answer to a name that no pod has, or several.
+/// Returns the status for a missing or ambiguous pod name.
 #[allow(clippy::needless_pass_by_value)] // for map_err
 fn not_found(error: FindError) -> Status {
     Status::not_found(error.to_string())
 }
 
-/// Finds a container by what somebody calls it.
+/// Finds a container by the names in a request.
 #[allow(clippy::result_large_err)] // tonic's own error type
 fn find(table: &PodTable, target: &proto::ContainerTarget) -> Result<Found, Status> {
     let (name, entry) = table.find(&target.namespace, &target.pod).map_err(not_found)?;
@@ -327,11 +325,11 @@ fn find(table: &PodTable, target: &proto::ContainerTarget) -> Result<Found, Stat
                 names.join(", ")
             ));
         }
-        // A pod that was refused has none.
+        // A rejected pod has no container statuses.
         let words = [status.and_then(|s| s.reason.as_ref()), status.and_then(|s| s.message.as_ref())];
         let why: Vec<&str> = words.into_iter().flatten().map(String::as_str).collect();
         let why = if why.is_empty() { String::new() } else { format!(": {}", why.join(": ")) };
-        Status::not_found(format!("the container {wanted} of {name} was never started{why}"))
+        Status::not_found(format!("container {wanted} of {name} was never started{why}"))
     })?;
     let others = spec.containers.iter().map(|container| container.name.clone()).collect();
     let uid = entry.pod.metadata.uid.clone().unwrap_or_default();
@@ -343,7 +341,7 @@ fn find(table: &PodTable, target: &proto::ContainerTarget) -> Result<Found, Stat
     Ok(Found { pod: name.clone(), uid, spec, status: (*found).clone(), initializing, others })
 }
 
-/// The first init container that has neither ended well nor, as a sidecar, started.
+/// Returns the first init container that has neither completed nor, as a sidecar, started.
 fn initializing(status: &core::PodStatus) -> Option<String> {
     let waits = |status: &&core::ContainerStatus| {
         let ended = status.state.as_ref().and_then(|state| state.terminated.as_ref());
@@ -352,13 +350,13 @@ fn initializing(status: &core::PodStatus) -> Option<String> {
     status.init_container_statuses.iter().flatten().find(waits).map(|status| status.name.clone())
 }
 
-/// The statuses of a pod's containers of every kind.
+/// Returns the statuses of all kinds of containers of a pod.
 fn statuses_of(status: &core::PodStatus) -> impl Iterator<Item = &core::ContainerStatus> {
     let usual = status.container_statuses.iter().chain(&status.init_container_statuses);
     usual.chain(&status.ephemeral_container_statuses).flatten()
 }
 
-/// Which instance's log is meant.
+/// Returns the attempt number of the instance whose log is requested.
 #[allow(clippy::result_large_err)] // tonic's own error type
 fn attempt(found: &Found, previous: bool) -> Result<u32, Status> {
     let name = &found.status.name;
@@ -366,16 +364,16 @@ fn attempt(found: &Found, previous: bool) -> Result<u32, Status> {
     if previous {
         let before = newest.checked_sub(1);
         return before.ok_or_else(|| {
-            Status::not_found(format!("the container {name} of {} was not restarted yet", found.pod))
+            Status::not_found(format!("container {name} of {} has not been restarted yet", found.pod))
         });
     }
     if found.status.container_id.is_none() {
         let waiting = found.status.state.as_ref().and_then(|state| state.waiting.as_ref());
         let why = waiting.and_then(|waiting| waiting.reason.clone()).unwrap_or_default();
         let init = found.initializing.as_ref().filter(|init| *init != name);
-        let hint = init.map(|init| format!(": it waits for the init container {init} (-c {init})"));
+        let hint = init.map(|init| format!(": waiting for init container {init} (`-c {init}`)"));
         return Err(Status::failed_precondition(format!(
-            "the container {name} of {} has not started yet ({why}){}",
+            "container {name} of {} has not started yet ({why}){}",
             found.pod,
             hint.unwrap_or_default()
         )));
@@ -383,7 +381,7 @@ fn attempt(found: &Found, previous: bool) -> Result<u32, Status> {
     Ok(newest)
 }
 
-/// Waits until the instance that was found does not run any more.
+/// Waits until the given instance no longer runs.
 async fn ended(mut pods: watch::Receiver<Arc<PodTable>>, found: Found) {
     let over = |table: &Arc<PodTable>| {
         let Some(entry) = table.pods.get(&found.pod) else { return true };
@@ -394,7 +392,7 @@ async fn ended(mut pods: watch::Receiver<Arc<PodTable>>, found: Found) {
         !same || now.is_none_or(|now| now.state.as_ref().is_none_or(|state| state.running.is_none()))
     };
     if pods.wait_for(over).await.is_err() {
-        // The table is gone: the agent ends, not the container.
+        // The table was dropped: the agent is shutting down, but the container runs.
         std::future::pending::<()>().await;
     }
 }
@@ -479,7 +477,7 @@ mod tests {
         assert_eq!(ask("main", true).await.as_deref(), Ok("attempt 0\n"));
         let error = |answer: Result<String, String>| answer.unwrap_err();
         assert!(error(ask("side", false).await).contains("has not started yet (ErrImagePull)"));
-        assert!(error(ask("side", true).await).contains("was not restarted yet"));
+        assert!(error(ask("side", true).await).contains("has not been restarted yet"));
         assert!(error(ask("none", false).await).contains("it has main, side"));
     }
 
@@ -507,7 +505,7 @@ mod tests {
             Ok(_) => String::new(),
             Err(status) => status.message().to_owned(),
         };
-        assert_eq!(error(""), "the container main of default/web-n1 was never started: OutOfcpu: no room");
+        assert_eq!(error(""), "container main of default/web-n1 was never started: OutOfcpu: no room");
         assert_eq!(error("none"), "default/web-n1 has no container \"none\"; it has main");
     }
 
@@ -516,18 +514,18 @@ mod tests {
         let fixture = fixture(0);
         let found = find(&fixture.service.pods.borrow(), &target("main")).unwrap();
         let log = fixture.dir.path().join("default_web-n1_u1/main/0.log");
-        // More than waits for one reader.
+        // More than the queue of one client holds.
         let lines = "2026-11-21T19:00:00Z stdout F attempt 0\n".repeat(100_000);
         std::fs::write(&log, lines).unwrap();
         let request = proto::LogsRequest { target: Some(target("main")), follow: true, ..Default::default() };
         let mut stream = fixture.service.logs(Request::new(request)).await.unwrap().into_inner();
         assert!(stream.next().await.unwrap().is_ok());
-        // The table goes first.
+        // The table is dropped first.
         let mut over = std::pin::pin!(ended(fixture.service.pods.clone(), found));
         drop(fixture.table);
         let polled =
             std::future::poll_fn(|context| std::task::Poll::Ready(over.as_mut().poll(context))).await;
-        assert!(polled.is_pending(), "it is not known that the container has ended");
+        assert!(polled.is_pending(), "a dropped table does not end the container");
         fixture.service.shutdown.cancel();
         let mut last = None;
         while let Some(piece) = stream.next().await {

@@ -1,4 +1,4 @@
-//! The node's devices and its capacity for clients.
+//! The node's devices and capacity for clients.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
@@ -13,31 +13,31 @@ use tonic::{Request, Response, Status};
 use beelet_devices::{Devices, Holder, ResourceView};
 use beelet_model::table::PodTable;
 
-/// What the node has beside devices, as Kubernetes quantities by resource.
+/// Resources of the node other than devices, as Kubernetes quantities by resource.
 #[derive(Debug, Clone, Default)]
 pub struct NodeResources {
-    /// The node's name.
+    /// Name of the node.
     pub name: String,
-    /// All there is.
+    /// Total amounts.
     pub capacity: BTreeMap<String, String>,
-    /// What pods may have of it.
+    /// Amounts available to pods.
     pub allocatable: BTreeMap<String, String>,
 }
 
-/// What of the node is known once the runtime is there.
+/// Facts about the node, available once the runtime answers.
 pub struct Known {
-    /// The devices and the containers that hold them.
+    /// Devices and the containers that hold them.
     pub devices: Devices,
-    /// What there is beside them.
+    /// Resources other than devices.
     pub resources: NodeResources,
-    /// How the node is now, as a v1.Node's status has it.
+    /// Returns the current conditions of the node, as in the status of a v1.Node.
     pub conditions: Arc<dyn Fn() -> Vec<core::NodeCondition> + Send + Sync>,
 }
 
-/// The API is there before the runtime is.
+/// Filled once the runtime answers, later than the start of the API.
 pub type Slot = Arc<OnceLock<Known>>;
 
-/// The service, to be added to the agent's.
+/// Returns the service.
 #[must_use]
 pub fn service(devices: Slot, pods: watch::Receiver<Arc<PodTable>>) -> DevicesServer<impl Service + use<>> {
     DevicesServer::new(DevicesService { devices, pods })
@@ -51,7 +51,7 @@ struct DevicesService {
 impl DevicesService {
     #[allow(clippy::result_large_err)] // tonic's own error type
     fn known(&self) -> Result<&Known, Status> {
-        let waiting = || Status::unavailable("the agent still waits for the container runtime");
+        let waiting = || Status::unavailable("the agent is still waiting for the container runtime");
         self.devices.get().ok_or_else(waiting)
     }
 }
@@ -64,7 +64,7 @@ impl Service for DevicesService {
     ) -> Result<Response<proto::ListDevicesResponse>, Status> {
         let devices = self.known()?.devices.clone();
         let pods = Arc::clone(&self.pods.borrow());
-        // 100,000 devices take their time.
+        // 100,000 devices take some time.
         let encoded = spawn_blocking(move || encode(&devices, &pods)).await;
         encoded.map(Response::new).map_err(|error| Status::internal(error.to_string()))
     }

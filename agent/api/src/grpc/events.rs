@@ -9,10 +9,10 @@ use tonic::{Request, Response, Status};
 
 use beelet_state::events::{Event, Log, Object, Recorder};
 
-/// Events on their way to one reader. A slower one gets the rest when it has caught up.
+/// Events queued for one client. A slower client receives the rest once it has caught up.
 const QUEUE: usize = 64;
 
-/// The service, to be added to the agent's.
+/// Returns the service.
 #[must_use]
 pub fn service(
     recorder: &Recorder,
@@ -25,7 +25,7 @@ pub fn service(
 #[derive(Debug)]
 struct EventService {
     log: watch::Receiver<Log>,
-    /// The end of static pods' names.
+    /// Suffix of static pods' names.
     suffix: String,
     shutdown: CancellationToken,
 }
@@ -45,8 +45,8 @@ impl Events for EventService {
             tokio::select! {
                 () = send_all(log, &wanted, &suffix, &sender) => {}
                 () = shutdown.cancelled() => {
-                    // Where there is no room, the end of the stream says the same.
-                    let _ = sender.try_send(Err(Status::unavailable("the agent stops")));
+                    // Without room in the queue, the end of the stream has the same meaning.
+                    let _ = sender.try_send(Err(Status::unavailable("the agent is shutting down")));
                 }
             }
         });
@@ -54,7 +54,7 @@ impl Events for EventService {
     }
 }
 
-/// Sends what is there, and with `watch` what comes, until the reader or the log is gone.
+/// Sends the recorded events, and with `watch` new events, until the client or the log is closed.
 async fn send_all(
     mut log: watch::Receiver<Log>,
     wanted: &proto::ListEventsRequest,
@@ -65,7 +65,7 @@ async fn send_all(
     let mut synced = false;
     loop {
         loop {
-            // Read when there is room, so that a slow reader gets what is newest then.
+            // The log is read once the queue has room, so that a slow client receives the newest state.
             let Ok(room) = sender.reserve().await else { return };
             let Some((number, event)) = log.borrow_and_update().at_or_after(from) else { break };
             from = number + 1;
@@ -89,8 +89,8 @@ async fn send_all(
     }
 }
 
-/// The event on the wire, if it is wanted. A pod is wanted by its name with or without `suffix`, also when it
-/// is gone.
+/// Encodes an event that matches the request. A pod matches by its name with or without `suffix`, also after
+/// its removal.
 fn encode(event: &Event, wanted: &proto::ListEventsRequest, suffix: &str) -> Option<proto::Event> {
     let (object_kind, namespace, name, uid, container) = match &event.object {
         Object::Pod { name, uid, container, .. } => {

@@ -1,4 +1,4 @@
-//! `service Garbage` (`garbage.proto`): passes requests on to the collectors.
+//! `service Garbage` (`garbage.proto`): forwards requests to the collectors.
 
 use std::sync::{Arc, OnceLock};
 
@@ -11,16 +11,16 @@ use beelet_images::{
     containers::{self, ContainerGcRequest},
 };
 
-/// Both collectors.
+/// Handles of both collectors.
 #[derive(Clone, Debug)]
 pub struct Collectors {
-    /// Of images.
+    /// Collector of images.
     pub images: beelet_images::Handle,
-    /// Of containers and sandboxes.
+    /// Collector of containers and sandboxes.
     pub containers: containers::Handle,
 }
 
-/// The service. Until `collectors` is set it answers that it can't yet.
+/// Returns the service, which answers "unavailable" until `collectors` is set.
 #[must_use]
 pub fn service(collectors: Arc<OnceLock<Collectors>>) -> GarbageServer<impl Garbage> {
     GarbageServer::new(Service { collectors })
@@ -34,7 +34,7 @@ struct Service {
 impl Service {
     #[allow(clippy::result_large_err)] // tonic's own error type
     fn collectors(&self) -> Result<&Collectors, Status> {
-        let waits = "the agent still waits for the container runtime; ask again when it is there";
+        let waits = "the agent is still waiting for the container runtime; try again later";
         self.collectors.get().ok_or_else(|| Status::unavailable(waits))
     }
 }

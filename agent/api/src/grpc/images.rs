@@ -1,4 +1,4 @@
-//! `service Images` (`images.proto`): what the runtime has, what pods miss, and changes of it by hand.
+//! `service Images` (`images.proto`): lists, pulls, removes, imports and exports images.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -18,10 +18,10 @@ use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-/// Pieces of an archive on their way.
+/// Queued pieces of an archive.
 const QUEUE: usize = 4;
 
-/// The service, to be added to the agent's.
+/// Returns the service.
 #[must_use]
 pub fn service(pods: watch::Receiver<Arc<PodTable>>, runtime: Runtime) -> ImagesServer<impl Images> {
     ImagesServer::new(Service { pods, runtime })
@@ -60,21 +60,24 @@ impl Images for Service {
         let request = request.into_inner();
         let found = self.runtime.image_status(&request.image).await.map_err(unavailable)?;
         let found = found.ok_or_else(|| {
-            Status::not_found(format!("there is no image {:?}; `beelet images ls` shows all", request.image))
+            Status::not_found(format!(
+                "image {:?} not found; `beelet images ls` lists all images",
+                request.image
+            ))
         })?;
         let (users, sandboxes) = (self.users().await?, self.of_sandboxes().await);
         let mut listed = listed(vec![found], users, sandboxes.as_deref()).images;
         let image = listed.pop().unwrap_or_default();
         if !request.force && image.sandboxes {
             return Err(Status::failed_precondition(format!(
-                "the runtime makes every pod's sandbox of {}: without it no pod starts where no registry has it; \
-                 say --force if you mean it",
+                "{} is the image of every pod's sandbox: without it pods cannot start unless a registry has it; \
+                 use `--force` to remove it",
                 request.image
             )));
         }
         if !request.force && !image.used_by.is_empty() {
             return Err(Status::failed_precondition(format!(
-                "{} is in use by {}: delete the pods first, or say --force",
+                "{} is in use by {}: delete the pods first, or use `--force`",
                 request.image,
                 image.used_by.join(", ")
             )));
@@ -90,7 +93,7 @@ impl Images for Service {
         let mut inputs = request.into_inner();
         let first = inputs.message().await?.and_then(|input| input.input);
         let Some(Input::Start(start)) = first else {
-            return Err(Status::invalid_argument("the first input of an import must say what is imported"));
+            return Err(Status::invalid_argument("the first input must contain the import's parameters"));
         };
         let asked =
             Asked { what: start.what, name: Some(start.name).filter(|name| !name.is_empty()), pinned: false };
@@ -114,14 +117,14 @@ impl Images for Service {
     ) -> Result<Response<Self::ExportImagesStream>, Status> {
         let images = request.into_inner().images;
         if images.is_empty() {
-            return Err(Status::invalid_argument("no image is named"));
+            return Err(Status::invalid_argument("no image given"));
         }
         let (sender, receiver) = mpsc::channel(QUEUE);
         let runtime = self.runtime.clone();
         tokio::spawn(async move {
             let (pieces, mut archive) = mpsc::channel(QUEUE);
             let to_client = sender.clone();
-            // Where the client is gone it ends, and with it the export.
+            // Ends after the client has disconnected, and thereby ends the export.
             let sending = async move {
                 while let Some(data) = archive.recv().await {
                     if to_client.send(Ok(proto::ExportPiece { data })).await.is_err() {
@@ -132,7 +135,7 @@ impl Images for Service {
             let exporting = async move { export(&runtime, &images, &pieces).await };
             let (exported, ()) = tokio::join!(exporting, sending);
             if let Err(error) = exported {
-                // Whether anybody listens is no matter any more.
+                // The client may have disconnected.
                 let _ = sender.send(Err(not_exported(error))).await;
             }
         });
@@ -141,7 +144,7 @@ impl Images for Service {
 }
 
 impl Service {
-    /// The images that pods name, each with its id if it is here: the runtime knows what a name means.
+    /// Returns the images that pods name, with their IDs if present; only the runtime can resolve a name.
     async fn users(&self) -> Result<Vec<Wanted>, Status> {
         let wanted = wanted(&self.pods.borrow());
         let mut found = Vec::new();
@@ -152,21 +155,21 @@ impl Service {
         Ok(found)
     }
 
-    /// The id of the image that sandboxes are made of. It is asked for each time: only the runtime's restart
-    /// changes it, which the agent outlives. A runtime that doesn't tell is no reason to show nothing.
+    /// Returns the ID of the sandbox image. The runtime is asked every time, because its restart, which the
+    /// agent outlives, may change the image. Without an answer the list is still shown.
     async fn of_sandboxes(&self) -> Option<String> {
         let name = sandbox_image(&self.runtime.status(true).await.ok()?)?;
         Some(self.runtime.image_status(&name).await.ok()??.id)
     }
 }
 
-/// Hands an archive's pieces on, and at last why there are no more, if that was an error.
+/// Forwards an archive's pieces, and finally the error, if any.
 async fn receive(mut inputs: Streaming<proto::ImportInput>, pieces: mpsc::Sender<io::Result<Vec<u8>>>) {
     while let Some(input) = inputs.next().await {
         let piece = match input.map(|input| input.input) {
             Ok(Some(Input::Data(data))) => Ok(data),
             Ok(_) => continue,
-            Err(status) => Err(io::Error::other(format!("the client is gone: {}", status.message()))),
+            Err(status) => Err(io::Error::other(format!("the client disconnected: {}", status.message()))),
         };
         let is_last = piece.is_err();
         if pieces.send(piece).await.is_err() || is_last {
@@ -200,7 +203,7 @@ fn of_store(error: beelet_cri::Error) -> Status {
     }
 }
 
-/// An image that pods name.
+/// An image named by pods.
 struct Wanted {
     name: String,
     id: Option<String>,
@@ -212,8 +215,8 @@ fn unavailable(error: beelet_cri::Error) -> Status {
     Status::unavailable(error.to_string())
 }
 
-/// The images with their users, and what pods name and is not here. `sandboxes`: the image of that id is what
-/// sandboxes are made of.
+/// Returns the images with their users, and the missing images that pods name. `sandboxes` is the ID of the
+/// sandbox image.
 fn listed(
     images: Vec<cri::Image>,
     wanted: Vec<Wanted>,
@@ -239,7 +242,7 @@ fn listed(
     proto::ListImagesResponse { images, missing: missing.collect() }
 }
 
-/// The images that pods name of which anything may run, with the pods.
+/// Returns the images named by pods that have not terminated, with the pods.
 fn wanted(table: &PodTable) -> BTreeMap<String, Vec<String>> {
     let mut wanted: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for (name, entry) in table.pods.iter().filter(|(_, entry)| entry.ended().is_none()) {

@@ -1,5 +1,5 @@
-//! Changing what should run here: manifests put into the static pod folder, and taken out of it. What comes
-//! of it is the manifest source's and the pods' business, as if somebody had done it by hand.
+//! Changes of the manifest directory: writes and removes manifests. The manifest source and the pods handle
+//! the result, as after a manual change.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
@@ -33,39 +33,39 @@ use beelet_units::{
     selector::{Selector, SelectorError},
 };
 
-/// How long an answer waits for the new manifest to be read.
+/// Maximum time for the source to read a new manifest.
 const SEEN: Duration = Duration::from_secs(10);
-/// How long it is waited until it was seen that a manifest was taken out: longer than the source of manifests
-/// looks away where the kernel tells it nothing.
+/// Maximum time for the source to notice a removal; longer than its polling interval without kernel
+/// notifications.
 const TAKEN_OUT: Duration = Duration::from_secs(30);
-/// How long it waits, right after the agent's start, until there is somebody to read it: a runtime needs a
-/// moment to answer.
+/// Maximum time to wait after the agent's start until the node runs, because the runtime needs a moment to
+/// answer.
 const STARTED: Duration = Duration::from_secs(10);
-/// Largest request: as many manifests as a file given to a client may hold.
+/// Maximum request: as many manifests as a client's file may contain.
 const MAX_REQUEST: usize = 2 * Limits::SCENARIO.bytes;
-/// Larger than all that a folder holds.
+/// Maximum answer, larger than the content of any directory.
 const MAX_ANSWER: usize = 256 << 20;
-/// What ends the name of a manifest that is kept beside; no such file is a manifest.
+/// Suffix of kept manifests; a file with this suffix is not a manifest.
 const KEPT: &str = ".bak";
 
-/// What is there only when the node runs.
+/// Handles that exist only once the node runs.
 #[derive(Clone, Debug)]
 pub struct Running {
-    /// What the manifests add up to.
+    /// Desired state from all manifests.
     pub desired: watch::Receiver<Arc<Desired>>,
-    /// The way to the pods.
+    /// Requests to the pods' manager.
     pub requests: mpsc::Sender<PodRequest>,
-    /// The pods that are here.
+    /// Pods on this node.
     pub table: watch::Receiver<Arc<PodTable>>,
 }
 
 impl Running {
     async fn ask(&self, request: PodRequest) -> Result<(), Status> {
-        self.requests.send(request).await.map_err(|_| Status::unavailable("the agent stops"))
+        self.requests.send(request).await.map_err(|_| Status::unavailable("the agent is shutting down"))
     }
 
-    /// The static pod of that name that was deleted before and is still here: its name and UID. One that was
-    /// deleted by force is out of view, and is there for others that are in such haste alone.
+    /// Returns the name and UID of the static pod of that name that is terminating. A force-deleted pod is
+    /// hidden and matches only another forced deletion.
     fn leaving(&self, request: &proto::DeleteRequest) -> Option<(String, String)> {
         let table = self.table.borrow();
         let namespace = namespace_of(request);
@@ -77,18 +77,19 @@ impl Running {
         is_meant.then(|| Some((name.name.clone(), entry.pod.metadata.uid.clone()?)))?
     }
 
-    /// Terminates a pod once it was seen that its manifest is out: if it ended before that, the manifest
-    /// would start it again. What is applied after that starts when the pod is gone.
+    /// Terminates a pod once the source has noticed the removal of its manifest: if the pod ended earlier,
+    /// the manifest would start it again. A manifest that is applied later starts once the pod has
+    /// terminated.
     async fn terminate(mut self, taken: TakenOut) {
         let is_out = |desired: &Arc<Desired>| !taken.is_in(desired);
-        // At the end of the wait or of the agent: the pod goes all the same.
+        // After the timeout, or when the agent is shutting down, the pod is terminated regardless.
         let _ = tokio::time::timeout(TAKEN_OUT, self.desired.wait_for(is_out)).await;
-        // The agent stops.
+        // The request fails only when the agent is shutting down.
         let _ = self.ask(PodRequest::Terminate { uid: taken.uid }).await;
     }
 }
 
-/// A pod's manifest that was taken out.
+/// A removed manifest of a pod.
 struct TakenOut {
     path: PathBuf,
     name: PodName,
@@ -96,7 +97,7 @@ struct TakenOut {
 }
 
 impl TakenOut {
-    /// Returns true if the manifest counts, so far as is known.
+    /// Returns true if the source still sees the manifest.
     fn is_in(&self, desired: &Desired) -> bool {
         let PodName { namespace, name } = &self.name;
         let is_its = |pod: &Arc<Pod>| pod.metadata.uid.as_deref() == Some(self.uid.as_str());
@@ -105,20 +106,20 @@ impl TakenOut {
     }
 }
 
-/// The static pod path, and what its manifests add up to depends on.
+/// The static pod path, and the settings that affect its manifests.
 #[derive(Clone, Debug)]
 pub struct Folder {
-    /// None where none is configured.
+    /// Path of the directory or file; None if not configured.
     pub path: Option<PathBuf>,
-    /// The node's name.
+    /// Name of the node.
     pub node_name: String,
-    /// What counts.
+    /// Rules for accepting manifests.
     pub rules: Rules,
-    /// Knows what of a manifest leads nowhere.
+    /// Runtime, which knows whether host ports work.
     pub runtime: Runtime,
 }
 
-/// The service, to be added to the agent's. `running` is filled when the node runs.
+/// Returns the service. `running` is set once the node runs.
 #[must_use]
 pub fn service(folder: Folder, running: Arc<SetOnce<Running>>) -> ManifestsServer<impl Manifests> {
     ManifestsServer::new(Service { folder, running, turn: Mutex::default() })
@@ -130,17 +131,17 @@ pub fn service(folder: Folder, running: Arc<SetOnce<Running>>) -> ManifestsServe
 struct Service {
     folder: Folder,
     running: Arc<SetOnce<Running>>,
-    /// Whoever changes the folder: what one client was told must not be another's change. The tasks terminate
-    /// the pods of manifests that were taken out.
+    /// Lock for changes of the directory, so that one client's answer does not depend on another's change.
+    /// The tasks terminate pods of removed manifests.
     turn: Mutex<JoinSet<()>>,
 }
 
-/// What a manifest is about.
+/// Identity of a manifest's object.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct About {
     kind: &'static str,
     namespace: String,
-    /// As it is written.
+    /// Name as in the manifest.
     name: String,
 }
 
@@ -155,7 +156,7 @@ impl About {
         Self { kind, namespace, name: metadata.name.clone().unwrap_or_default() }
     }
 
-    /// The name of a file of its own: `web.yaml`, `shop_web.yaml`, `configmap.conf.yaml`.
+    /// Returns the file name for a new object: `web.yaml`, `shop_web.yaml`, `configmap.conf.yaml`.
     fn file_name(&self) -> String {
         let namespace = match self.namespace.as_str() {
             "" | "default" => String::new(),
@@ -166,7 +167,7 @@ impl About {
     }
 }
 
-/// A manifest on its way into the folder.
+/// A change of one manifest.
 struct Change {
     about: About,
     file: PathBuf,
@@ -186,11 +187,11 @@ impl Change {
     }
 }
 
-/// What the folder becomes.
+/// Planned changes of the directory.
 struct Plan {
     changes: Vec<Change>,
     pruned: Vec<proto::Applied>,
-    /// The folder with all of it done.
+    /// Desired state after the changes.
     then: Desired,
 }
 
@@ -203,7 +204,7 @@ impl Manifests for Service {
         let request = request.into_inner();
         let running = self.running().await?;
         let mut turn = self.turn.lock().await;
-        // What is given now must not be taken for what was taken out before.
+        // Earlier removals must finish first, or they would match the manifests of this request.
         while turn.join_next().await.is_some() {}
         let (folder, now) = (self.folder.clone(), Arc::clone(&running.desired.borrow()));
         let dry_run = request.dry_run;
@@ -240,12 +241,12 @@ impl Manifests for Service {
             (Err(status), None) => return Err(status),
         };
         let (from, keep) = (path.clone(), request.keep_manifest);
-        let take = move || from.map_or(Ok(None), |from| take_out(&from, keep));
+        let take = move || from.map_or(Ok(None), |from| remove_manifest(&from, keep));
         let taken = tokio::task::spawn_blocking(take).await;
         let kept = taken.map_err(|e| Status::internal(e.to_string()))??;
         let seconds = request.grace_seconds.map(|seconds| i64::try_from(seconds).unwrap_or(i64::MAX));
         let (grace, force) = (seconds.map(bounds::grace), request.force);
-        // Another pod of the name may be on its way out, for which the one of the manifest has waited.
+        // Another pod of the name may be terminating, and the manifest's pod waits for its end.
         let leaving = leaving.map(|(_, uid)| uid);
         let meant: BTreeSet<&String> =
             leaving.iter().chain(Some(&uid)).filter(|uid| !uid.is_empty()).collect();
@@ -258,7 +259,7 @@ impl Manifests for Service {
             let taken = TakenOut { path, name: pod, uid: uid.clone() };
             turn.spawn(running.clone().terminate(taken));
         }
-        // The one on its way out is what is here to be waited for.
+        // The terminating pod is the one to wait for.
         let uid = leaving.unwrap_or(uid);
         Ok(Response::new(proto::DeleteResponse {
             file: path.map(|path| path.display().to_string()).unwrap_or_default(),
@@ -303,19 +304,19 @@ impl Folder {
     fn path(&self) -> Result<&Path, Status> {
         let Some(folder) = &self.path else {
             return Err(Status::failed_precondition(
-                "staticPodPath is not set: there is no folder for manifests",
+                "`staticPodPath` is not set: the agent has no manifest directory",
             ));
         };
         if folder.is_file() {
             return Err(Status::failed_precondition(format!(
-                "staticPodPath is the file {}, not a folder: edit it",
+                "`staticPodPath` is the file {}, not a directory: edit the file",
                 folder.display()
             )));
         }
         Ok(folder)
     }
 
-    /// What an object is called here: a pod gets the node's name.
+    /// Returns the name of an object on this node: a pod gets the node's name as suffix.
     fn on_node(&self, about: &About) -> String {
         match about.kind {
             "Pod" => format!("{}-{}", about.name, self.node_name.to_lowercase()),
@@ -323,7 +324,7 @@ impl Folder {
         }
     }
 
-    /// The folder as it is, with changes made in thought.
+    /// Returns the directory's content with changes applied in memory.
     fn preview(
         &self,
         changes: &BTreeMap<PathBuf, Option<String>>,
@@ -331,7 +332,7 @@ impl Folder {
         Ok(preview(self.path()?, &self.node_name, &self.rules, changes))
     }
 
-    /// What applying would do. `now` is what the node wants so far.
+    /// Plans an apply. `now` is the current desired state.
     fn plan(&self, request: proto::ApplyRequest, now: &Desired) -> Result<Plan, Status> {
         let mut changes: Vec<Change> = Vec::new();
         for manifest in request.manifests {
@@ -339,9 +340,7 @@ impl Folder {
             let change = self.change(manifest, now)?;
             if changes.iter().any(|other| other.about == change.about) {
                 let About { kind, name: of, .. } = &change.about;
-                return Err(Status::invalid_argument(format!(
-                    "{name}: the {kind} {of} is given twice: leave one out"
-                )));
+                return Err(Status::invalid_argument(format!("{name}: duplicate {kind} {of}: remove one")));
             }
             changes.push(change);
         }
@@ -356,7 +355,7 @@ impl Folder {
         Ok(Plan { changes, pruned, then })
     }
 
-    /// Where a manifest goes, and what is there now.
+    /// Returns the target file of a manifest and its current content.
     fn change(&self, manifest: proto::Manifest, now: &Desired) -> Result<Change, Status> {
         let read = beelet_manifests::read(&manifest.text, &manifest.name);
         let read = read.map_err(|error| Status::invalid_argument(error.to_string()))?;
@@ -373,7 +372,7 @@ impl Folder {
         };
         if before.as_ref().is_some_and(|before| *before != manifest.text) && known.is_none() {
             return Err(Status::already_exists(format!(
-                "{} is there, and describes something else or nothing that can be read: move it out of the way",
+                "{} exists and is unreadable or describes another object: move the file away",
                 file.display()
             )));
         }
@@ -381,15 +380,15 @@ impl Folder {
         Ok(Change { about, file, text: manifest.text, before, warnings: read.warnings, has_host_port })
     }
 
-    /// What of the folder has such labels and is not given.
+    /// Returns the other manifests in the directory that match the selector.
     fn prunable(
         &self,
         selector: &Selector,
         given: &BTreeMap<PathBuf, Option<String>>,
     ) -> Result<Vec<proto::Applied>, Status> {
         let (_, there) = self.preview(&BTreeMap::new())?;
-        let goes = |one: &Described| !given.contains_key(&one.file) && has_labels(&one.object, selector);
-        let pruned = there.into_iter().filter(goes).map(|one| {
+        let is_pruned = |one: &Described| !given.contains_key(&one.file) && has_labels(&one.object, selector);
+        let pruned = there.into_iter().filter(is_pruned).map(|one| {
             let About { kind, namespace, name } = About::of(&one.object);
             let (kind, file) = (kind.to_owned(), one.file.display().to_string());
             let uid = one.object.metadata().uid.clone().unwrap_or_default();
@@ -400,7 +399,7 @@ impl Folder {
         Ok(pruned.collect())
     }
 
-    /// The objects that a client asked for.
+    /// Returns the objects that match a request.
     fn objects(
         &self,
         request: &proto::ListRequest,
@@ -425,7 +424,7 @@ impl Folder {
         Ok(chosen.collect())
     }
 
-    /// The manifest of an object, its whole name, and a pod's UID.
+    /// Returns the manifest of an object, its full name, and a pod's UID.
     fn find(
         &self,
         desired: &Desired,
@@ -450,7 +449,7 @@ impl Folder {
     }
 }
 
-/// The pods that refer to an object.
+/// Returns the pods that refer to an object.
 fn users(desired: &Desired, request: &proto::DeleteRequest, name: &str) -> Vec<String> {
     let namespace = namespace_of(request);
     let is_meant = |reference: &references::Reference| {
@@ -476,7 +475,7 @@ impl Plan {
         exposed.for_each(|change| change.warnings.push(why.to_owned()));
     }
 
-    /// Does it.
+    /// Applies the plan.
     #[allow(clippy::result_large_err)] // tonic's own error type
     fn carry_out(&self) -> Result<(), Status> {
         for change in self.changes.iter().filter(|change| change.result() != Applied::Unchanged) {
@@ -484,10 +483,10 @@ impl Plan {
             write(&change.file, &change.text)
                 .map_err(|e| Status::internal(format!("cannot write {}: {e}", change.file.display())))?;
         }
-        self.pruned.iter().try_for_each(|pruned| take_out(Path::new(&pruned.file), false).map(drop))
+        self.pruned.iter().try_for_each(|pruned| remove_manifest(Path::new(&pruned.file), false).map(drop))
     }
 
-    /// Waits until the manifests were read; those that were not in time.
+    /// Waits until the source has read the manifests, and returns those that it has not read in time.
     async fn wait_until_seen(&self, running: &Running, folder: &Folder) -> BTreeSet<PathBuf> {
         let unseen = |desired: &Desired| -> BTreeSet<PathBuf> {
             let changed = self.changes.iter().filter(|change| change.result() != Applied::Unchanged);
@@ -496,12 +495,12 @@ impl Plan {
         };
         let mut desired = running.desired.clone();
         let all = desired.wait_for(|desired| unseen(desired).is_empty());
-        // At the end of the wait or of the agent: what was seen until then.
+        // After the timeout, or when the agent is shutting down, the current state counts.
         let _ = tokio::time::timeout(SEEN, all).await;
         unseen(&running.desired.borrow())
     }
 
-    /// Returns true if `desired` has what a change makes of the folder.
+    /// Returns true if `desired` contains the result of a change.
     fn is_seen(&self, change: &Change, desired: &Desired, folder: &Folder) -> bool {
         let About { kind, namespace, .. } = &change.about;
         let name = folder.on_node(&change.about);
@@ -518,7 +517,7 @@ impl Plan {
         }
     }
 
-    /// What the client is told.
+    /// Returns the answer to the client.
     fn answer(self, folder: &Folder, late: &BTreeSet<PathBuf>) -> proto::ApplyResponse {
         let Self { changes, pruned, then } = self;
         let applied = changes.into_iter().map(|change| {
@@ -526,7 +525,10 @@ impl Plan {
             let of_file = then.rejected.iter().filter(|rejected| rejected.file == change.file);
             let mut refused: Vec<String> = of_file.map(|rejected| rejected.message.clone()).collect();
             if late.contains(&change.file) {
-                refused.push(format!("{} was written, but has not been read yet", change.file.display()));
+                refused.push(format!(
+                    "{} was written, but the agent has not read it yet",
+                    change.file.display()
+                ));
             }
             let pod = if change.about.kind == "Pod" { folder.on_node(&change.about) } else { String::new() };
             let key = PodName { namespace: change.about.namespace.clone(), name: pod.clone() };
@@ -555,30 +557,30 @@ fn temporary(folder: &Path, name: &OsStr) -> PathBuf {
     folder.join(hidden)
 }
 
-/// The namespace of what is to be deleted.
+/// Returns the namespace of a deletion.
 fn namespace_of(request: &proto::DeleteRequest) -> &str {
     if request.namespace.is_empty() { "default" } else { &request.namespace }
 }
 
-/// Makes the folder of a manifest where it is not there, for root alone: manifests may have Secrets in them.
+/// Creates the directory of a manifest if missing, for root only, because manifests may contain Secrets.
 #[allow(clippy::result_large_err)] // tonic's own error type
 fn make_folder_of(file: &Path) -> Result<(), Status> {
     let Some(folder) = file.parent() else { return Ok(()) };
     let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
-    made.map_err(|e| Status::internal(format!("cannot make the folder {}: {e}", folder.display())))
+    made.map_err(|e| Status::internal(format!("cannot create the directory {}: {e}", folder.display())))
 }
 
-/// Writes a manifest whole: nobody ever sees half of it.
+/// Writes a manifest atomically.
 fn write(path: &Path, text: &str) -> io::Result<()> {
     let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(io::Error::from(io::ErrorKind::InvalidInput));
     };
-    // A hidden name is no manifest's. It is always the same: if an agent is killed here, the next writer of
-    // this manifest writes over what it left.
+    // A hidden name is never a manifest's. The name is constant: after a crash here, the next write of this
+    // manifest replaces the leftover.
     let temporary = temporary(folder, name);
     let written = (|| {
         use std::os::unix::fs::OpenOptionsExt;
-        // Secrets may be in it.
+        // The manifest may contain Secrets.
         let mut file =
             fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
         file.write_all(text.as_bytes())?;
@@ -587,16 +589,16 @@ fn write(path: &Path, text: &str) -> io::Result<()> {
         File::open(folder)?.sync_all()
     })();
     if written.is_err() {
-        // It may never have been made.
+        // The temporary file may not exist.
         let _ = fs::remove_file(&temporary);
     }
     written
 }
 
-/// Removes a manifest, or gives it a name that is no manifest's: that name.
+/// Removes a manifest, or renames it to a name that is not a manifest's and returns that name.
 #[allow(clippy::result_large_err)] // tonic's own error type
-fn take_out(path: &Path, keep: bool) -> Result<Option<PathBuf>, Status> {
-    let failed = |e: io::Error| Status::internal(format!("cannot take {} out: {e}", path.display()));
+fn remove_manifest(path: &Path, keep: bool) -> Result<Option<PathBuf>, Status> {
+    let failed = |e: io::Error| Status::internal(format!("cannot remove {}: {e}", path.display()));
     if !keep {
         return fs::remove_file(path).map(|()| None).map_err(failed);
     }
@@ -636,7 +638,7 @@ mod tests {
         }
     }
 
-    /// The service on a folder that the real source watches.
+    /// A service on a directory that the real source watches.
     async fn fixture() -> Fixture {
         use beelet_manifests::source::{ManifestSource, Options};
         let dir = tempfile::tempdir().unwrap();
@@ -687,7 +689,7 @@ mod tests {
             answer.map(Response::into_inner).map_err(|status| status.message().to_owned())
         }
 
-        /// Applies one manifest: what came of it, its file's name, and why the node refuses it.
+        /// Applies one manifest and returns the result, the file name and the rejections.
         async fn apply(&self, text: &str) -> Result<(Applied, String, Vec<String>), String> {
             let mut answer = self.ask(given(&[text])).await?;
             assert!(answer.pruned.is_empty());
@@ -696,7 +698,7 @@ mod tests {
             Ok((applied.result(), file, applied.refused))
         }
 
-        /// The names of what is listed.
+        /// Returns the names of the listed objects.
         async fn list(&self, kind: &str, selector: &str) -> Vec<String> {
             let (kind, selector) = (kind.to_owned(), selector.to_owned());
             let request = proto::ListRequest { kind, selector, ..Default::default() };
@@ -729,7 +731,7 @@ mod tests {
     async fn a_manifest_is_created_changed_and_left_alone() {
         let fixture = fixture().await;
         let file = "web.yaml".to_owned();
-        // What an agent left that was killed while it wrote.
+        // Leftover of an agent that was killed during a write.
         fs::write(temporary(fixture.dir.path(), OsStr::new("web.yaml")), "kind: Po").unwrap();
         assert_eq!(fixture.apply(POD).await, Ok((Applied::Created, file.clone(), vec![])));
         assert_eq!(fixture.apply(POD).await, Ok((Applied::Unchanged, file.clone(), vec![])));
@@ -750,7 +752,7 @@ mod tests {
         assert_eq!(fixture.apply(&changed).await, Ok((Applied::Configured, "mine.yml".to_owned(), vec![])));
         fs::write(fixture.dir.path().join("web2.yaml"), "kind: [").unwrap();
         let other = fixture.apply(&POD.replace("web", "web2")).await;
-        assert!(other.unwrap_err().contains("move it out of the way"));
+        assert!(other.unwrap_err().contains("move the file away"));
     }
 
     #[tokio::test]
@@ -759,7 +761,7 @@ mod tests {
         let error = fixture.apply(&POD.replace("web", "Web")).await.unwrap_err();
         assert!(error.contains("f.yaml:3:18: metadata.name: \"Web\" is not a name"), "{error}");
         assert!(fixture.files().is_empty());
-        // What only the folder as a whole can tell comes with the answer.
+        // Errors that depend on the whole directory are in the answer.
         let (result, _, warnings) =
             fixture.apply(&POD.replace("spec: {", "spec: {priorityClassName: none, ")).await.unwrap();
         assert_eq!(result, Applied::Created);
@@ -778,14 +780,14 @@ mod tests {
         let refused = fixture.ask(dry(&[&changed])).await.unwrap().applied.remove(0);
         assert_eq!((refused.result(), refused.before.as_deref()), (Applied::Configured, Some(POD)));
         assert!(refused.refused[0].contains("there is no PriorityClass \"high\""), "{refused:?}");
-        // With the class beside it, it is taken: they are looked at together.
+        // Together with the class, the pod is accepted: both are evaluated together.
         let taken = fixture.ask(dry(&[&changed, CLASS])).await.unwrap();
         let results: Vec<_> = taken.applied.iter().map(|one| (one.result(), one.refused.len())).collect();
         assert_eq!(results, [(Applied::Configured, 0), (Applied::Created, 0)]);
         assert_eq!(taken.applied[0].pod, "web-n1");
         assert_eq!(fixture.files(), ["web.yaml"]);
         assert_eq!(fs::read_to_string(fixture.dir.path().join("web.yaml")).unwrap(), POD);
-        // The dry run tells the UID that the pod gets.
+        // The dry run returns the future UID of the pod.
         let real = fixture.ask(given(&[&changed, CLASS])).await.unwrap();
         assert_eq!(real.applied[0].uid, taken.applied[0].uid);
     }
@@ -795,8 +797,8 @@ mod tests {
         let fixture = fixture().await;
         fs::write(fixture.dir.path().join("web2.yaml"), "kind: [").unwrap();
         let other = POD.replace("web", "web2");
-        assert!(fixture.ask(given(&[POD, &other])).await.unwrap_err().contains("move it out of the way"));
-        assert!(fixture.ask(given(&[POD, POD])).await.unwrap_err().contains("the Pod web is given twice"));
+        assert!(fixture.ask(given(&[POD, &other])).await.unwrap_err().contains("move the file away"));
+        assert!(fixture.ask(given(&[POD, POD])).await.unwrap_err().contains("duplicate Pod web"));
         assert_eq!(fixture.files(), ["web2.yaml"]);
     }
 

@@ -9,7 +9,7 @@ use tonic::{Request, Response, Status};
 
 use beelet_probes::{AskError, Explained, Handle, LookView, ProbeView, Wanted};
 
-/// The service, to be added to the agent's.
+/// Returns the service.
 #[must_use]
 pub fn service(probes: Handle) -> ProbesServer<impl Probes + use<>> {
     ProbesServer::new(ProbeService { probes })
@@ -38,7 +38,7 @@ impl Probes for ProbeService {
         let kinds = [ProbeKind::Liveness, ProbeKind::Readiness, ProbeKind::Startup];
         let Some(kind) = kinds.into_iter().find(|known| known.name() == kind) else {
             return Err(Status::invalid_argument(format!(
-                "{kind:?} is no kind of probe: liveness, readiness or startup"
+                "unknown probe {kind:?}: use liveness, readiness or startup"
             )));
         };
         let wanted = Wanted { namespace, pod, container, kind };
@@ -81,6 +81,11 @@ fn encode(probe: ProbeView) -> proto::Probe {
         timeout_ms: millis(probe.timeout),
         held: probe.held.unwrap_or_default(),
         problems: probe.problems,
+        tolerated: probe.tolerated.map(|tolerated| proto::Tolerated {
+            looks: tolerated.looks,
+            failures: tolerated.failures,
+            last_unix_ms: tolerated.last.as_millisecond(),
+        }),
     }
 }
 

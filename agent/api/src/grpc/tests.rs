@@ -71,7 +71,7 @@ fn entry(pod: &str, phase: &str) -> Arc<PodEntry> {
     Arc::new(PodEntry { readiness_edge: Some(edge), ..PodEntry::of(pod) })
 }
 
-/// The next event in a few words: what, which pod, its phase.
+/// Returns the next event in short form: type, pod, phase.
 async fn next(watch: &mut beelet_client::Watch) -> String {
     let event = tokio::time::timeout(DEADLINE, watch.next()).await.unwrap().unwrap().unwrap();
     let describe = |what: &str, name: &PodName, entry: &PodEntry| {
@@ -125,7 +125,7 @@ async fn a_slow_watcher_gets_the_newest_state_and_no_backlog() {
     let agent = start().await;
     let mut watch = agent.client().await.watch().await.unwrap();
     assert_eq!(next(&mut watch).await, "synced");
-    // Far more changes than any queue between us holds.
+    // Far more changes than any queue between agent and client holds.
     for round in 0..20_000 {
         agent.set("a", &format!("{round}"));
         if round % 100 == 0 {
@@ -168,7 +168,11 @@ async fn the_socket_is_for_its_owner_and_goes_with_the_agent() {
     let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!(mode(&socket), 0o600);
     assert_eq!(mode(socket.parent().unwrap()), 0o700);
-    assert_eq!(std::fs::read_dir(socket.parent().unwrap()).unwrap().count(), 1, "the nursery is gone");
+    assert_eq!(
+        std::fs::read_dir(socket.parent().unwrap()).unwrap().count(),
+        1,
+        "the temporary socket is removed"
+    );
     let mut watch = agent.client().await.watch().await.unwrap();
     assert_eq!(next(&mut watch).await, "synced");
     agent.shutdown.cancel();
@@ -187,7 +191,7 @@ async fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("beelet.sock");
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
-    assert!(path.exists(), "the test needs a socket nobody listens on");
+    assert!(path.exists(), "the test needs a socket without a listener");
     bind(&path).await.unwrap();
 
     std::fs::write(&path, "a file").unwrap();
@@ -215,7 +219,7 @@ async fn without_an_agent_the_client_says_what_to_do() {
 
 #[test]
 fn only_root_and_the_agents_own_user_may_ask() {
-    // Without credentials nobody may; a unix socket's connection always has them.
+    // A connection without credentials is rejected; a unix socket's connection always has them.
     let status = only_the_owner(Request::new(())).unwrap_err();
     assert_eq!(status.code(), tonic::Code::PermissionDenied);
 }
@@ -240,7 +244,7 @@ async fn while_nothing_is_known_the_list_says_why_instead_of_being_empty() {
     let outlook = Outlook::new(Complete::default(), || Some("the runtime has not answered yet".to_owned()));
     let agent = start_with(outlook).await;
     let error = agent.client().await.pods().await.unwrap_err().to_string();
-    assert_eq!(error, "the agent: what runs here is not known yet: the runtime has not answered yet");
+    assert_eq!(error, "the agent: running pods are not known yet: the runtime has not answered yet");
 }
 
 #[tokio::test]

@@ -11,7 +11,7 @@ use tonic::{Request, Response, Status};
 use beelet_policy::tuner::TunerMode;
 use beelet_tuner::{Outcome, TunerRecord, View};
 
-/// The service, to be added to the agent's.
+/// Returns the service.
 #[must_use]
 pub fn service(view: watch::Receiver<Arc<View>>) -> TunerServer<impl Tuner> {
     TunerServer::new(TunerService { view })

@@ -1,7 +1,7 @@
 //! `/metrics/cadvisor`: `container_*` and `machine_*`, as cAdvisor inside the kubelet names them.
 //!
-//! Its lines are cgroups: containers, the pods' own, that of all pods, and the machine as `/`. Whoever adds
-//! up containers says so by `container!=""`, as with a kubelet's page.
+//! The samples belong to cgroups: containers, pods, all pods together, and the machine as `/`. Queries that
+//! sum containers select `container!=""`, as with a kubelet's page.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -18,10 +18,10 @@ use beelet_stats::Scope;
 use beelet_stats::metrics::{CADVISOR, Kind, LabelText, Page};
 use beelet_stats::model::{ContainerStats, DeviceTraffic, Disk, DiskWork, Net, NodeStats, PodStats, Reading};
 
-/// File systems of the machine that are shown at most: each is one question to the kernel.
+/// Maximum file systems of the machine on the page; each one costs a system call.
 const MOST_FILE_SYSTEMS: usize = 64;
 
-/// The page.
+/// Serves the page.
 pub(super) async fn cadvisor(State(state): State<ApiState>) -> Response {
     let pressure = state.pressure.now(Scope::Everything).await;
     page(
@@ -55,19 +55,18 @@ const NETWORK: [Of<Net, u64>; 8] = {
         (("container_network_transmit_packets_total", Counter, "Packets sent"), |net| net.tx_packets),
     ]
 };
-/// What a container has on disk, and the file system that it is on.
+/// Value of a container's disk usage and its file system.
 type OfContainer = fn(Taken, Option<&Fs>) -> Option<u64>;
 
-/// A number of what lies on disk: of a container, with the file system that it is on, and of each file system
-/// of the machine.
+/// A disk metric: of a container with its file system, and of each file system of the machine.
 struct OfDisk {
     metric: Metric,
     container: Option<OfContainer>,
     machine: Option<fn(&Fs) -> u64>,
 }
 
-/// What a container has on disk is its writable layer and its logs. Like cAdvisor this says nothing of the
-/// file system's inodes: they are not the container's.
+/// Disk metrics. A container's disk usage is its writable layer and its logs. As in cAdvisor, containers have
+/// no sample of the file system's inodes, which are not the container's.
 const DISK: [OfDisk; 5] = {
     use Kind::Gauge;
     [
@@ -75,13 +74,13 @@ const DISK: [OfDisk; 5] = {
             metric: (
                 "container_fs_usage_bytes",
                 Gauge,
-                "Bytes that the writable layer and the logs take; of `/`, what is taken of its file systems",
+                "Bytes used by the writable layer and the logs; for `/`, by each file system",
             ),
             container: Some(|taken, _| Some(taken.bytes)),
             machine: Some(|fs| fs.used_bytes),
         },
         OfDisk {
-            metric: ("container_fs_inodes_used", Gauge, "Inodes that the writable layer and the logs take"),
+            metric: ("container_fs_inodes_used", Gauge, "Inodes used by the writable layer and the logs"),
             container: Some(|taken, _| Some(taken.inodes)),
             machine: None,
         },
@@ -89,7 +88,7 @@ const DISK: [OfDisk; 5] = {
             metric: (
                 "container_fs_limit_bytes",
                 Gauge,
-                "Bytes of the file system of writable layers; of `/`, of each",
+                "Size of the writable layer's file system in bytes; for `/`, of each file system",
             ),
             container: Some(|_, fs| fs.map(|fs| fs.capacity_bytes)),
             machine: Some(|fs| fs.capacity_bytes),
@@ -100,14 +99,14 @@ const DISK: [OfDisk; 5] = {
             machine: Some(|fs| fs.inodes),
         },
         OfDisk {
-            metric: ("container_fs_inodes_free", Gauge, "Inodes that are free there"),
+            metric: ("container_fs_inodes_free", Gauge, "Free inodes of each file system of the machine"),
             container: None,
             machine: Some(|fs| fs.inodes_free),
         },
     ]
 };
 
-/// A cgroup's traffic with a block device, and the same of a file system's device.
+/// Traffic of a cgroup with a block device, and of a file system's device.
 type OfDevice = (Metric, fn(&DeviceTraffic) -> u64, fn(&Disk) -> u64);
 const TRAFFIC: [OfDevice; 4] = {
     use Kind::Counter;
@@ -134,10 +133,10 @@ const TRAFFIC: [OfDevice; 4] = {
         ),
     ]
 };
-/// What /proc/diskstats counts in.
+/// Unit of /proc/diskstats in bytes.
 const SECTOR: u64 = 512;
 
-/// What only the machine's own devices are asked for.
+/// Metrics of the machine's own devices only.
 const DEVICE: [Of<Disk, f64>; 9] = {
     use Kind::{Counter, Gauge};
     const fn of(name: &'static str, help: &'static str, value: fn(&Disk) -> f64) -> Of<Disk, f64> {
@@ -146,21 +145,19 @@ const DEVICE: [Of<Disk, f64>; 9] = {
     [
         of("container_fs_sector_reads_total", "Sectors read", |disk| disk.read.sectors as f64),
         of("container_fs_sector_writes_total", "Sectors written", |disk| disk.written.sectors as f64),
-        of("container_fs_reads_merged_total", "Reads that were merged", |disk| disk.read.merged as f64),
-        of("container_fs_writes_merged_total", "Writes that were merged", |disk| disk.written.merged as f64),
-        of("container_fs_read_seconds_total", "Time that reads took, in seconds", |disk| took(disk.read)),
-        of("container_fs_write_seconds_total", "Time that writes took, in seconds", |disk| {
-            took(disk.written)
-        }),
-        of("container_fs_io_time_seconds_total", "Time that the device was busy, in seconds", |disk| {
+        of("container_fs_reads_merged_total", "Merged reads", |disk| disk.read.merged as f64),
+        of("container_fs_writes_merged_total", "Merged writes", |disk| disk.written.merged as f64),
+        of("container_fs_read_seconds_total", "Time spent on reads, in seconds", |disk| took(disk.read)),
+        of("container_fs_write_seconds_total", "Time spent on writes, in seconds", |disk| took(disk.written)),
+        of("container_fs_io_time_seconds_total", "Time in which the device was busy, in seconds", |disk| {
             disk.busy_ms as f64 / 1e3
         }),
         of(
             "container_fs_io_time_weighted_seconds_total",
-            "Time that all requests together were under way, in seconds",
+            "Total time of all requests in flight, in seconds",
             |disk| disk.weighted_ms as f64 / 1e3,
         ),
-        (("container_fs_io_current", Gauge, "Requests that are under way"), |disk| disk.in_flight as f64),
+        (("container_fs_io_current", Gauge, "Requests in flight"), |disk| disk.in_flight as f64),
     ]
 };
 
@@ -168,14 +165,11 @@ fn took(work: DiskWork) -> f64 {
     work.ms as f64 / 1e3
 }
 
-const BLKIO: Metric = (
-    "container_blkio_device_usage_total",
-    Kind::Counter,
-    "Bytes read from each block device and written to it",
-);
+const BLKIO: Metric =
+    ("container_blkio_device_usage_total", Kind::Counter, "Bytes read from and written to each block device");
 const LAST_SEEN: Metric =
-    ("container_last_seen", Kind::Gauge, "When the container was last read, in seconds since the epoch");
-/// Numbers of the machine as a whole.
+    ("container_last_seen", Kind::Gauge, "Time of the container's last reading, in seconds since the epoch");
+/// Metrics of the whole machine.
 const MACHINE: [Of<NodeStats, f64>; 3] = {
     use Kind::Gauge;
     [
@@ -194,7 +188,7 @@ const ERRORS: [Metric; 2] = [
     ("machine_scrape_error", Kind::Gauge, "1 if the machine could not be read yet, else 0"),
 ];
 
-/// Every metric of the page that isn't in [`CADVISOR`], with its labels: for docs/metrics.md.
+/// Returns all metrics of the page that are not in [`CADVISOR`], with their labels, for docs/metrics.md.
 #[cfg(any(test, feature = "test-util"))]
 pub(super) fn documented() -> Vec<(&'static str, Metric, &'static str)> {
     let container = "container, id, image, name, namespace, pod";
@@ -218,17 +212,18 @@ pub(super) fn documented() -> Vec<(&'static str, Metric, &'static str)> {
         .collect()
 }
 
-/// A file system of the machine that is on a device.
+/// A file system of the machine on a device.
 struct FileSystem<'a> {
-    /// What was mounted: `/dev/sda1`.
+    /// Mount source: `/dev/sda1`.
     device: String,
     size: Fs,
-    /// What its device did; None of one that is not a block device's own (btrfs over several).
+    /// Statistics of its device; None for a file system without a block device of its own (btrfs over
+    /// several).
     disk: Option<&'a Disk>,
 }
 
 impl<'a> FileSystem<'a> {
-    /// Each device's once. Blocking.
+    /// Returns one file system per device. Blocking.
     fn all(table: &[u8], disks: &'a [Disk]) -> Vec<Self> {
         let by_device: BTreeMap<(u32, u32), &Disk> = disks.iter().map(|disk| (disk.device, disk)).collect();
         let mut seen = HashSet::new();
@@ -237,14 +232,14 @@ impl<'a> FileSystem<'a> {
                 mount.fs_type.starts_with(b"ext") || [&b"xfs"[..], b"btrfs"].contains(&mount.fs_type);
             let device = mount.device.filter(|device| on_disk && !seen.contains(device))?;
             let stat = rustix::fs::stat(&mount.point).ok()?;
-            // Something else may be mounted over it.
+            // Another file system may be mounted over it.
             if (rustix::fs::major(stat.st_dev), rustix::fs::minor(stat.st_dev)) != device {
                 return None;
             }
             let size = fs(&mount.point)?;
             seen.insert(device);
             let disk = by_device.get(&device).copied();
-            // `/dev/root` is no device that anybody could look at.
+            // `/dev/root` does not exist as a device.
             let named =
                 disk.map(|disk| format!("/dev/{}", disk.name)).filter(|_| mount.source == b"/dev/root");
             let source = || String::from_utf8_lossy(mount.source).into_owned();
@@ -254,14 +249,14 @@ impl<'a> FileSystem<'a> {
     }
 }
 
-/// A cgroup, with cAdvisor's labels.
+/// A cgroup with cAdvisor's labels.
 struct Line<'a> {
     labels: LabelText,
     started: Option<Timestamp>,
     reading: &'a Reading,
 }
 
-/// Containers first.
+/// Returns all cgroups, containers first.
 fn lines(stats: &NodeStats) -> Vec<Line<'_>> {
     let containers = stats.readings().map(|(pod, container, reading)| Line {
         labels: of_container(pod, container),
@@ -286,7 +281,7 @@ fn lines(stats: &NodeStats) -> Vec<Line<'_>> {
     containers.chain(pods).chain(all_pods).chain(root).collect()
 }
 
-/// In cAdvisor's order; `name` is the container's id there.
+/// Returns the labels in cAdvisor's order; `name` is the container's ID there.
 fn labels(container: &str, id: &str, image: &str, name: &str, [namespace, pod]: [&str; 2]) -> LabelText {
     LabelText::new(&[
         ("container", container),
@@ -341,7 +336,7 @@ fn cadvisor_page(stats: &NodeStats, sizes: &Sizes, mounted: &[FileSystem<'_>]) -
     page.finish()
 }
 
-/// What containers take, and how full the machine's file systems are.
+/// Writes the disk usage of containers and of the machine's file systems.
 fn on_disk(page: &mut Page, stats: &NodeStats, sizes: &Sizes, mounted: &[FileSystem<'_>]) {
     let (at, root) = (at_ms(stats), of_machine());
     let taken: Vec<_> =
@@ -359,7 +354,7 @@ fn on_disk(page: &mut Page, stats: &NodeStats, sizes: &Sizes, mounted: &[FileSys
     }
 }
 
-/// Containers whose writable layer or logs were measured.
+/// Returns containers whose writable layer or logs were measured.
 fn taken(stats: &NodeStats) -> impl Iterator<Item = (&PodStats, &ContainerStats, Taken)> {
     stats.readings().filter_map(|(pod, container, _)| {
         let disk = pod.disk.as_ref()?;
@@ -372,7 +367,7 @@ fn taken(stats: &NodeStats) -> impl Iterator<Item = (&PodStats, &ContainerStats,
     })
 }
 
-/// What went to block devices and came from them.
+/// Writes the traffic with block devices.
 fn traffic(page: &mut Page, stats: &NodeStats, lines: &[Line<'_>], mounted: &[FileSystem<'_>]) {
     let (at, root) = (at_ms(stats), of_machine());
     let names: BTreeMap<(u32, u32), String> =
@@ -411,8 +406,8 @@ fn traffic(page: &mut Page, stats: &NodeStats, lines: &[Line<'_>], mounted: &[Fi
     }
 }
 
-/// A cgroup's block devices. One that used none yet has a line of zeroes with no name: a counter that comes
-/// into being with its first value has no rate.
+/// Returns a cgroup's block devices. A cgroup without traffic has a sample of zeroes with an empty device
+/// name: a counter that appears with its first value has no rate.
 fn devices(reading: &Reading) -> &[DeviceTraffic] {
     const UNUSED: &[DeviceTraffic] = &[DeviceTraffic { device: (0, 0), bytes: [0; 2], operations: [0; 2] }];
     let devices = reading.details.as_ref().map(|details| &details.devices[..]).unwrap_or_default();
@@ -502,10 +497,11 @@ mod tests {
         let all = samples.len();
         samples.sort_unstable();
         samples.dedup();
-        assert_eq!(samples.len(), all, "a sample is there twice");
+        assert_eq!(samples.len(), all, "duplicate sample");
     }
 
-    /// What test/e2e_node/container_metrics_test.go asks of each container, and what went beyond.
+    /// Expectations of test/e2e_node/container_metrics_test.go for each container, and the samples outside
+    /// them.
     #[test]
     fn a_container_has_what_kubernetes_own_suite_asks_for() {
         let text = text();

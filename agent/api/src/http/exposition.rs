@@ -1,12 +1,12 @@
-//! The two formats of numbers: OpenMetrics, and the older text format that the kubelet writes and that every
-//! client reads.
+//! The two exposition formats: OpenMetrics, and the older text format, which the kubelet writes and all
+//! clients read.
 //!
-//! A client gets OpenMetrics only where its `Accept` names it. Parsers of the text format stop at a type that
-//! it lacks, and some of them (Kubernetes' own tests) never come back.
+//! A client receives OpenMetrics only if its `Accept` header names it. Parsers of the text format stop at an
+//! unknown type, and some parsers (Kubernetes' own tests) never recover.
 
 use axum::http::{HeaderMap, header};
 
-/// How a page is written.
+/// Format of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Format {
     /// https://prometheus.io/docs/specs/om/open_metrics_spec/
@@ -16,7 +16,7 @@ pub(super) enum Format {
 }
 
 impl Format {
-    /// What a request asks for.
+    /// Returns the format that a request accepts.
     pub(super) fn of(headers: &HeaderMap) -> Self {
         let mut accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
         if accepted.any(|value| value.contains("application/openmetrics-text")) {
@@ -26,7 +26,7 @@ impl Format {
         }
     }
 
-    /// The format's media type.
+    /// Returns the media type of the format.
     pub(super) fn content_type(self) -> &'static str {
         match self {
             Self::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
@@ -35,8 +35,9 @@ impl Format {
     }
 }
 
-/// An OpenMetrics page in the text format: a counter's family has its samples' name, and what OpenMetrics
-/// calls unknown are the kubelet's counters whose names it can't have ([`beelet_base::kubelet_counter`]).
+/// Converts an OpenMetrics page to the text format: a counter's family gets the name of its samples, and the
+/// type "unknown" becomes "counter", because it marks the kubelet's counters with names that OpenMetrics does
+/// not allow ([`beelet_base::kubelet_counter`]).
 pub(super) fn to_text(page: &str) -> String {
     let mut text = String::with_capacity(page.len());
     let mut help: Option<&str> = None;

@@ -1,4 +1,4 @@
-//! A node with one pod, every number of which is known, for tests of the pages.
+//! A node with one pod and known measurements, for tests of the pages.
 
 use jiff::Timestamp;
 

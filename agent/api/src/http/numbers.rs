@@ -1,8 +1,8 @@
-//! The kubelet's pages of numbers: `/metrics`, `/metrics/resource`, `/metrics/probes`; and what
-//! `/metrics/cadvisor` shares with them.
+//! The kubelet's metrics pages `/metrics`, `/metrics/resource` and `/metrics/probes`, and the parts shared
+//! with `/metrics/cadvisor`.
 //!
-//! They are split as the kubelet splits them, so that existing scrape jobs and dashboards (which tell the
-//! pages by `metrics_path`) neither miss a metric nor count it twice.
+//! The metrics are split into pages as in the kubelet, so that existing scrape jobs and dashboards (which
+//! distinguish the pages by `metrics_path`) neither miss a metric nor count it twice.
 
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode, header};
@@ -16,22 +16,22 @@ use beelet_stats::Scope;
 use beelet_stats::metrics::{Kind, Page};
 use beelet_stats::model::{ContainerStats, NodeStats, PodStats, Reading};
 
-/// The metrics that are on `/metrics/probes`, and there alone.
+/// Prefix of the metrics that appear only on `/metrics/probes`.
 const PROBES: &str = "prober_";
 
-/// The agent's own metrics, and what only its kernel programs know of containers.
+/// Serves the agent's own metrics and the container metrics of its BPF programs.
 pub(super) async fn metrics(State(state): State<ApiState>, headers: HeaderMap) -> Response {
-    // The collector of containers' metrics shows the newest reading.
+    // The collector of container metrics shows the newest reading.
     state.pressure.with_traffic().await;
     registry(&state, Format::of(&headers), |family| !family.starts_with(PROBES))
 }
 
-/// `prober_*`.
+/// Serves `prober_*`.
 pub(super) async fn probes(State(state): State<ApiState>, headers: HeaderMap) -> Response {
     registry(&state, Format::of(&headers), |family| family.starts_with(PROBES))
 }
 
-/// What metrics-server reads.
+/// Serves the page for metrics-server.
 pub(super) async fn resource(State(state): State<ApiState>) -> Response {
     let pressure = state.pressure.now(Scope::Usage).await;
     page(tokio::task::spawn_blocking(move || resource_page(&pressure)).await)
@@ -61,7 +61,7 @@ fn failed(error: &dyn std::fmt::Display) -> Response {
     (StatusCode::INTERNAL_SERVER_ERROR, format!("metrics: {error}\n")).into_response()
 }
 
-/// The metric families of an exposition that are wanted, by name, and its end.
+/// Returns the selected metric families of an exposition and its end.
 fn families(text: &str, wanted: impl Fn(&str) -> bool) -> String {
     let mut keep = true;
     let kept = text.lines().filter(|line| {
@@ -73,18 +73,15 @@ fn families(text: &str, wanted: impl Fn(&str) -> bool) -> String {
     kept.fold(String::with_capacity(text.len()), |kept, line| kept + line + "\n")
 }
 
-/// A metric: name, kind, meaning.
+/// Name, type and help of a metric.
 pub(super) type Metric = (&'static str, Kind, &'static str);
-/// A metric, and where its value comes from.
+/// A metric with its value function.
 pub(super) type Of<T, V> = (Metric, fn(&T) -> V);
 
-pub(super) const START_TIME: Metric = (
-    "container_start_time_seconds",
-    Kind::Gauge,
-    "When the container was started, in seconds since the epoch",
-);
+pub(super) const START_TIME: Metric =
+    ("container_start_time_seconds", Kind::Gauge, "Start time of the container, in seconds since the epoch");
 
-/// Every metric of `/metrics/resource` and `/metrics/slis` with its page and labels: for docs/metrics.md.
+/// Returns all metrics of `/metrics/resource` and `/metrics/slis` with page and labels, for docs/metrics.md.
 #[cfg(any(test, feature = "test-util"))]
 pub(super) fn documented() -> Vec<(&'static str, Metric, &'static str)> {
     let container = "container, namespace, pod";
@@ -111,14 +108,14 @@ const RESOURCE_CONTAINER: [Of<Reading, Option<f64>>; 4] = {
             ("container_memory_working_set_bytes", Gauge, "Memory in use without inactive file pages"),
             |reading| Some(reading.gauges.working_set as f64),
         ),
-        (("container_swap_usage_bytes", Gauge, "Memory that is swapped out, in bytes"), |reading| {
+        (("container_swap_usage_bytes", Gauge, "Swapped-out memory in bytes"), |reading| {
             reading.gauges.swap.map(|bytes| bytes as f64)
         }),
         (
             (
                 "container_swap_limit_bytes",
                 Gauge,
-                "How much may be swapped out, on cgroup v1 with the memory; left out where there is no limit",
+                "Swap limit in bytes, on cgroup v1 including memory; absent without a limit",
             ),
             |reading| reading.gauges.swap_limit.map(|bytes| bytes as f64),
         ),
@@ -133,7 +130,7 @@ const RESOURCE_POD: [Of<Reading, Option<f64>>; 3] = {
         (("pod_memory_working_set_bytes", Gauge, "Memory in use without inactive file pages"), |reading| {
             Some(reading.gauges.working_set as f64)
         }),
-        (("pod_swap_usage_bytes", Gauge, "Memory that is swapped out, in bytes"), |reading| {
+        (("pod_swap_usage_bytes", Gauge, "Swapped-out memory in bytes"), |reading| {
             reading.gauges.swap.map(|bytes| bytes as f64)
         }),
     ]
@@ -152,8 +149,8 @@ const RESOURCE_NODE: [Of<NodeStats, f64>; 3] = {
         (("node_memory_working_set_bytes", Gauge, "Memory in use without inactive file pages"), |node| {
             node.machine.working_set as f64
         }),
-        // A machine without swap uses none of it.
-        (("node_swap_usage_bytes", Gauge, "Memory that is swapped out, in bytes"), |node| {
+        // A machine without swap reports zero.
+        (("node_swap_usage_bytes", Gauge, "Swapped-out memory in bytes"), |node| {
             node.machine.swap.map_or(0.0, |[total, free]| total.saturating_sub(free) as f64)
         }),
     ]
@@ -198,7 +195,7 @@ fn started(pressure: &NodeStats) -> impl Iterator<Item = (&PodStats, &ContainerS
     })
 }
 
-/// The time of the reading, as the text format has it.
+/// Returns the time of the reading in the text format's unit.
 pub(super) fn at_ms(pressure: &NodeStats) -> Option<i64> {
     Some(pressure.at.as_millisecond())
 }
@@ -223,7 +220,7 @@ mod tests {
         ] {
             assert!(text.lines().any(|one| one == line), "no {line} in\n{text}");
         }
-        // What is not known is not there.
+        // Unknown values have no sample.
         assert!(!text.contains("container_swap") && !text.contains("pod_swap"), "{text}");
         assert!(resource_page(&NodeStats::nothing_yet()).ends_with("resource_scrape_error 1\n"));
     }

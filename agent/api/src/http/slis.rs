@@ -1,4 +1,4 @@
-//! `/metrics/slis`: how the checks behind `/healthz` went, by the names that Kubernetes' components give
+//! `/metrics/slis`: results of the checks behind `/healthz`, under the names of Kubernetes' components
 //! (KEP-3466).
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,15 +11,14 @@ use super::ApiState;
 use super::exposition::Format;
 use beelet_stats::metrics::{Kind, Page};
 
-/// The checks. Whoever answers passes the first two: it is alive, and writes its log.
+/// Names of the checks. An answer passes the first two: the agent is alive and writes its log.
 const CHECKS: [&str; 3] = ["ping", "log", "syncloop"];
 
 pub(super) type Metric = (&'static str, Kind, &'static str);
-pub(super) const LAST: Metric =
-    ("kubernetes_healthcheck", Kind::Gauge, "1 if the check passed the last time, else 0");
-pub(super) const TOTAL: Metric = ("kubernetes_healthchecks_total", Kind::Counter, "Checks, by how they went");
+pub(super) const LAST: Metric = ("kubernetes_healthcheck", Kind::Gauge, "1 if the last check passed, else 0");
+pub(super) const TOTAL: Metric = ("kubernetes_healthchecks_total", Kind::Counter, "Checks by result");
 
-/// How the checks went, since the start. Clones count together.
+/// Results of the checks since the start. Clones share the counters.
 #[derive(Clone, Debug, Default)]
 pub struct Slis(Arc<Mutex<[Check; CHECKS.len()]>>);
 
@@ -31,7 +30,7 @@ struct Check {
 }
 
 impl Slis {
-    /// All checks were made; the last of them went so.
+    /// Records one run of all checks; `healthy` is the result of the last one.
     pub(super) fn record(&self, healthy: bool) {
         let mut checks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for (check, passed) in checks.iter_mut().zip([true, true, healthy]) {

@@ -1,5 +1,5 @@
 //! `/stats/summary`: the kubelet's summary of the node, its pods and their containers
-//! (k8s.io/kubelet/pkg/apis/stats/v1alpha1). What is not measured is left out, as the kubelet does.
+//! (k8s.io/kubelet/pkg/apis/stats/v1alpha1). Unmeasured values are omitted, as in the kubelet.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,18 +15,18 @@ use beelet_model::disk::{Places, PodDisk, Room, Taken};
 use beelet_stats::Scope;
 use beelet_stats::model::{ContainerStats, Counters, Net, NodeStats, PodStats, Reading, Stalls};
 
-/// The window whose CPU use is shown: the kubelet's own is about ten seconds.
+/// Index of the window of CPU use: ten seconds, about the kubelet's own.
 const TEN: usize = 1;
-/// The node's file system, as `nodefs` is where nothing else is configured.
+/// Default path of `nodefs`.
 const NODE_FS: &str = "/";
 
 pub(super) async fn summary(State(state): State<ApiState>) -> Response {
     let pressure = state.pressure.now(Scope::Everything).await;
     if pressure.at_ns == 0 {
-        let why = "nothing was read yet: the agent waits for the container runtime\n";
+        let why = "no measurements yet: the agent is waiting for the container runtime\n";
         return (StatusCode::SERVICE_UNAVAILABLE, why).into_response();
     }
-    // A file system that hangs must not take an async thread with it.
+    // An unresponsive file system must not block an async thread.
     let made = tokio::task::spawn_blocking(move || {
         let sizes = Sizes::measure(&pressure.places);
         serde_json::to_vec(&of(&pressure, &sizes)).map_err(|error| error.to_string())
@@ -39,11 +39,11 @@ pub(super) async fn summary(State(state): State<ApiState>) -> Response {
     }
 }
 
-/// What a kubelet's summary has and this one doesn't, and why: for docs/metrics.md.
+/// Fields of a kubelet's summary that this one lacks, with reasons, for docs/metrics.md.
 #[cfg(any(test, feature = "test-util"))]
-pub const LACKING: [(&str, &str); 1] = [("node.systemContainers[].startTime", "nobody wrote it down")];
+pub const LACKING: [(&str, &str); 1] = [("node.systemContainers[].startTime", "not recorded")];
 
-/// The sizes of the node's file systems, as of now.
+/// Current sizes of the node's file systems.
 #[derive(Debug, Default)]
 pub(super) struct Sizes {
     pub(super) node: Option<Fs>,
@@ -52,7 +52,7 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    /// Asks the kernel. Blocking, for as long as a file system hangs.
+    /// Measures the file systems. Blocks while a file system is unresponsive.
     pub(super) fn measure(places: &Places) -> Self {
         let measure = |path: &Option<PathBuf>| fs(path.as_deref()?);
         Self {
@@ -114,7 +114,7 @@ struct Pod {
     memory: Option<Memory>,
     #[serde(skip_serializing_if = "Option::is_none")]
     network: Option<Network>,
-    /// Snake case, in the middle of camels: so it is in the API.
+    /// The API has this field in snake case.
     #[serde(rename = "process_stats", skip_serializing_if = "Option::is_none")]
     process_stats: Option<Processes>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -220,7 +220,7 @@ struct Swap {
     swap_usage_bytes: u64,
 }
 
-/// KEP-4205: the averages in percent, the total in nanoseconds.
+/// Pressure (KEP-4205): averages in percent, totals in nanoseconds.
 #[derive(Debug, Serialize)]
 struct Psi {
     full: PsiLine,
@@ -267,12 +267,12 @@ pub(super) struct Fs {
 }
 
 impl Fs {
-    /// What something takes on this file system.
+    /// Returns the usage of part of this file system.
     fn of(&self, taken: Taken) -> Self {
         Self { used_bytes: taken.bytes, inodes_used: taken.inodes, ..self.clone() }
     }
 
-    /// The room in a volume.
+    /// Returns the capacity of a volume.
     fn with(room: &Room, time: String) -> Self {
         Self {
             time,
@@ -317,7 +317,7 @@ fn of(pressure: &NodeStats, sizes: &Sizes) -> Summary {
         },
         memory: Memory {
             time: at.clone(),
-            // The kubelet's: capacity without the working set, not the kernel's MemAvailable.
+            // The kubelet's definition: capacity minus working set, not the kernel's MemAvailable.
             available_bytes: Some(machine.memory_total.saturating_sub(machine.working_set)),
             usage_bytes: machine.memory_usage,
             working_set_bytes: machine.working_set,
@@ -336,12 +336,12 @@ fn of(pressure: &NodeStats, sizes: &Sizes) -> Summary {
         }),
         io: io_psi.map(|psi| Io { time: at.clone(), psi }),
     };
-    // As there: one of which nothing runs, yet or any more, is not among them.
+    // As in the kubelet, a pod without running containers is omitted.
     let running = pressure.pods.iter().filter(|one| !one.containers.is_empty() || one.reading.is_some());
     Summary { node, pods: running.map(|one| pod(one, sizes, &at)).collect() }
 }
 
-/// The runtime's file systems, once it has said where they are.
+/// Returns the runtime's file systems once their paths are known.
 fn runtime(places: &Places, sizes: &Sizes) -> Option<Runtime> {
     let images = sizes.images.as_ref()?;
     let image_fs = places.all_images.map(|taken| images.of(taken));
@@ -351,7 +351,7 @@ fn runtime(places: &Places, sizes: &Sizes) -> Option<Runtime> {
     })
 }
 
-/// The cgroup of all pods, which the kubelet calls the system container `pods`.
+/// Returns the cgroup of all pods, which the kubelet calls the system container `pods`.
 fn all_pods(pressure: &NodeStats, at: &str) -> Option<Container> {
     let (_, reading) = pressure.machine.all_pods.as_ref()?;
     let nano_cores =
@@ -398,7 +398,7 @@ fn pod(pod: &PodStats, sizes: &Sizes, at: &str) -> Pod {
     }
 }
 
-/// Those on the node's own file system, and those with room of their own.
+/// Returns the volumes on the node's own file system and those with a capacity of their own.
 fn volumes(pod: &PodStats, sizes: &Sizes) -> Vec<Volume> {
     let own = pod.disk.iter().zip(sizes.node.as_ref()).flat_map(|(disk, fs)| {
         let volume = |(name, taken): (&String, &Taken)| Volume {
@@ -491,12 +491,12 @@ fn network(interfaces: &[(String, Net)], at: &str) -> Option<Network> {
             tx_errors: net.tx_errors,
         })
         .collect();
-    // The kubelet takes eth0 for the default one.
+    // The kubelet takes eth0 as the default interface.
     let default = interfaces.iter().find(|one| one.name == "eth0").or(interfaces.first())?.clone();
     Some(Network { time: at.to_owned(), default, interfaces })
 }
 
-/// The size of the file system of this path. Blocking.
+/// Returns the size of the file system at this path. Blocking.
 pub(super) fn fs(path: &Path) -> Option<Fs> {
     let stat = rustix::fs::statvfs(path).ok()?;
     let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
@@ -511,7 +511,7 @@ pub(super) fn fs(path: &Path) -> Option<Fs> {
     })
 }
 
-/// Threads of the machine: the second number of the fourth field of /proc/loadavg.
+/// Returns the number of threads on the machine: the second number of the fourth field of /proc/loadavg.
 fn processes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/loadavg").ok()?;
     text.split(' ').nth(3)?.split_once('/')?.1.parse().ok()
@@ -526,7 +526,7 @@ fn nano_cores(cores: f64) -> u64 {
     (cores * 1e9).round() as u64
 }
 
-/// metav1.Time: whole seconds, UTC.
+/// Formats a metav1.Time: whole seconds, UTC.
 fn time(at: Timestamp) -> String {
     at.strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }
@@ -594,28 +594,27 @@ mod tests {
         assert_eq!(node["swap"]["swapAvailableBytes"], 4);
     }
 
-    /// Every field is one that a recorded kubelet has at that place, of the same type: a consumer finds
-    /// nothing strange.
+    /// Every field exists in a recorded kubelet's summary at the same place, with the same type.
     #[test]
     fn no_field_is_unlike_a_recorded_kubelets() {
         let mut recorded: Value =
             serde_json::from_str(include_str!("../../../tests/data/stats-summary-kubelet.json")).unwrap();
-        // With numbers from the runtime that kubelet had fewer of them for containers; a type is the same
+        // With measurements from the runtime that kubelet reported fewer container fields; types are equal
         // everywhere.
         recorded["pods"][0]["containers"][0]["memory"] = recorded["node"]["memory"].clone();
         recorded["pods"][0]["network"] = recorded["node"]["network"].clone();
         let ours = serde_json::to_value(of(&fixtures::pressure(), &sizes())).unwrap();
         let mut strange = Vec::new();
         unlike(&ours, &recorded, "", &mut strange);
-        // What came after that kubelet's version: KEP-4205 (1.36) and KEP-2400 (1.34).
+        // Fields newer than that kubelet: KEP-4205 (1.36) and KEP-2400 (1.34).
         let later = ["/psi", "/io", "/swap", "/containerFs"];
         strange.retain(|path| !later.iter().any(|end| path.ends_with(end)));
-        // That kubelet's pod had no volume.
+        // That kubelet's pod had no volumes.
         strange.retain(|path| !["/pods/0/volume", "/pods/0/ephemeral-storage"].contains(&path.as_str()));
         assert_eq!(strange, Vec::<String>::new());
     }
 
-    /// And every field of a recorded kubelet is there, but for those that are known to be missing.
+    /// Every field of a recorded kubelet exists, except the ones that are known to be missing.
     #[test]
     fn what_a_recorded_kubelet_has_is_there_or_known_to_be_missing() {
         let recorded: Value =

@@ -50,7 +50,7 @@ async fn start_as(ill: Option<&'static str>, registry: Registry, pressure: Stats
 }
 
 impl Server {
-    /// The whole answer: head and body.
+    /// Returns the whole answer: head and body.
     async fn get(&self, path: &str) -> (String, String) {
         self.get_as(path, "*/*").await
     }
@@ -90,12 +90,12 @@ async fn connections_that_ask_for_nothing_keep_nobody_from_health() {
         matches!(read, Err(error) if error.kind() == std::io::ErrorKind::WouldBlock)
     };
     for stream in &mut silent {
-        // What the kernel knows of it, the runtime knows after one look.
+        // A poll makes the runtime notice what the kernel knows of the stream.
         let _ = tokio::time::timeout(Duration::ZERO, stream.readable()).await;
     }
     tokio::task::yield_now().await;
     let open = silent.iter().filter(|stream| is_open(stream)).count();
-    assert!(open <= ROOM.strangers, "{open} connections that ask for nothing are kept");
+    assert!(open <= ROOM.strangers, "{open} idle connections are kept");
     assert!(is_open(silent.last().unwrap()), "the newest stay");
 }
 
@@ -113,11 +113,11 @@ async fn metrics_are_text_and_openmetrics_for_who_asks_for_it() {
     assert!(body.contains("beelet_test_total 1\n") && body.ends_with("# EOF\n"), "{body}");
 }
 
-/// The waits of a container, by the kernel's buckets.
+/// Waits of a container by the kernel's buckets.
 const WAITS: [u64; WAIT_BUCKETS] = {
     let mut waits = [0; WAIT_BUCKETS];
     let mut bucket = 0;
-    // The last two are empty.
+    // The last two buckets are empty.
     while bucket < WAIT_BUCKETS - 2 {
         waits[bucket] = 7 + (bucket as u64 * 13) % 11;
         bucket += 1;
@@ -125,7 +125,7 @@ const WAITS: [u64; WAIT_BUCKETS] = {
     waits
 };
 
-/// The lines of a family's samples: what is between the braces, and the value.
+/// Returns the samples of a family: labels and value.
 fn samples<'b>(body: &'b str, name: &str) -> Vec<(&'b str, f64)> {
     let of = |line: &'b str| {
         let (labels, value) = line.strip_prefix(name)?.strip_prefix('{')?.split_once("} ")?;
@@ -160,7 +160,7 @@ async fn waits_are_a_histogram_of_the_kernels_buckets_whose_last_has_no_bound() 
     let (last, bounded) = buckets.split_last().unwrap();
     assert_eq!((bound(last.0).as_str(), last.1), ("+Inf", total as f64));
     assert!(bounded.len() > 10, "{buckets:#?}");
-    // The kernel's first bucket goes to 2^10 ns, each other one to twice as much.
+    // The kernel's first bucket ends at 2^10 ns, each following one at twice the previous.
     for (labels, count) in bounded {
         let bound: f64 = bound(labels).parse().unwrap();
         let below =

@@ -1,4 +1,4 @@
-//! From the agent's own value to what goes over the wire.
+//! Conversion of the agent's measurements to the wire format.
 
 use beelet_proto::beelet as proto;
 use jiff::Timestamp;
@@ -8,7 +8,7 @@ use beelet_stats::model::{
     Who,
 };
 
-/// The window that a pod's traffic is shown over: ten seconds.
+/// Index of the window for a pod's traffic: ten seconds.
 const TEN: usize = 1;
 
 pub(super) fn snapshot(pressure: &NodeStats, mode: &str, namespace: &str) -> proto::SignalSnapshot {
@@ -62,7 +62,7 @@ fn pod(pod: &PodStats) -> proto::SignalPod {
     }
 }
 
-/// The containers' sockets together, where these are counted.
+/// Returns the sum of the containers' sockets, where these are counted.
 fn sockets(pod: &PodStats) -> Option<NetRates> {
     let all = pod.containers.iter().filter_map(|container| container.windows[TEN]?.net);
     all.reduce(|sum, net| NetRates {

@@ -1,15 +1,15 @@
-//! Edges on their way from the kernel half to whoever watches: one bounded queue that all watchers read. A
-//! watcher that falls behind by its length hears `LOST` instead of what it missed.
+//! Edges from the BPF programs to watchers: one bounded queue for all watchers. A watcher that falls behind
+//! by more than its length receives `LOST` in place of the missed edges.
 
 use std::sync::Arc;
 
 use beelet_proto::beelet::SignalEdge;
 use tokio::sync::broadcast;
 
-/// Edges that a watcher may be behind by.
+/// Maximum number of edges by which a watcher may be behind.
 const QUEUE: usize = 1024;
 
-/// Where edges are published, and watched. Cheap to clone.
+/// Publisher of edges. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Feed {
     sender: broadcast::Sender<Arc<SignalEdge>>,
@@ -22,15 +22,15 @@ impl Default for Feed {
 }
 
 impl Feed {
-    /// Returns true if anybody watches: for nobody, nothing need be made.
+    /// Returns true if there is a watcher; edges need not be created without one.
     #[must_use]
     pub fn is_watched(&self) -> bool {
         self.sender.receiver_count() > 0
     }
 
-    /// Tells everybody who watches.
+    /// Publishes an edge to all watchers.
     pub fn publish(&self, edge: SignalEdge) {
-        // Nobody watches: nobody misses it.
+        // An error means that there are no watchers.
         let _ = self.sender.send(Arc::new(edge));
     }
 

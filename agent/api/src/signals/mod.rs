@@ -1,5 +1,5 @@
-//! The service `beelet.v1.Signals`: containers' numbers and the kernel's edges for other programs, `beelet
-//! top` among them (`agent/proto/proto/beelet/signals.proto`). Read only.
+//! The service `beelet.v1.Signals`: container measurements and kernel edges for other programs, including
+//! `beelet top` (`agent/proto/proto/beelet/signals.proto`). Read only.
 
 mod convert;
 pub mod feed;

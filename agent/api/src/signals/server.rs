@@ -1,4 +1,4 @@
-//! The server's side: reads the newest value, never waits for the runtime, changes nothing.
+//! The server reads the newest value, never waits for the runtime and changes nothing.
 
 use std::sync::Arc;
 
@@ -15,20 +15,19 @@ use super::convert;
 use super::feed::Feed;
 use beelet_stats::Stats;
 
-/// Edges on their way to one watcher. One that is slower hears that it lost some ([`Feed`] has room for
-/// more).
+/// Edges queued for one watcher. A slower watcher is notified of lost edges ([`Feed`] has a longer queue).
 const WATCH_QUEUE: usize = 64;
 
-/// How the agent is run, as a snapshot says it.
+/// Mode of the agent, as in a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// The pods are its own.
+    /// The agent runs the pods.
     Run,
-    /// They are a kubelet's.
+    /// A kubelet runs the pods.
     Observe,
 }
 
-/// The service, until `shutdown`.
+/// Returns the service, which runs until `shutdown`.
 #[must_use]
 pub fn service(
     pressure: Stats,
@@ -61,7 +60,7 @@ impl Signals for Service {
         let pressure = self.pressure.with_traffic().await;
         if pressure.at_ns == 0 {
             return Err(Status::unavailable(
-                "the agent has not read anything yet: it waits for the container runtime",
+                "no measurements yet: the agent is waiting for the container runtime",
             ));
         }
         Ok(Response::new(convert::snapshot(&pressure, self.mode, &namespace)))
@@ -76,7 +75,7 @@ impl Signals for Service {
         let namespace = request.into_inner().namespace;
         let mut values = self.pressure.subscribe();
         let (mode, shutdown) = (self.mode, self.shutdown.clone());
-        // One on its way: a reader that is slower gets the newest once it has read that one.
+        // A single queued snapshot: a slower client receives the newest one next.
         let (sender, receiver) = mpsc::channel(1);
         tokio::spawn(async move {
             loop {
@@ -86,7 +85,7 @@ impl Signals for Service {
                         Err(_) => return,
                     },
                     () = sender.closed() => return,
-                    () = shutdown.cancelled() => Err(Status::unavailable("the agent stops")),
+                    () = shutdown.cancelled() => Err(Status::unavailable("the agent is shutting down")),
                 };
                 let over = snapshot.is_err();
                 let message = snapshot.map(|pressure| convert::snapshot(&pressure, mode, &namespace));
@@ -120,7 +119,7 @@ impl Signals for Service {
                         Err(RecvError::Closed) => return,
                     },
                     () = sender.closed() => return,
-                    () = shutdown.cancelled() => Err(Status::unavailable("the agent stops")),
+                    () = shutdown.cancelled() => Err(Status::unavailable("the agent is shutting down")),
                 };
                 let over = edge.is_err();
                 if sender.send(edge).await.is_err() || over {

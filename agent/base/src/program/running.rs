@@ -1,4 +1,4 @@
-//! A program that runs: its process group, and the pipes that it speaks by.
+//! A running program: its process group and its pipes.
 
 use std::{
     convert::Infallible,
@@ -17,12 +17,12 @@ use tokio::{
 
 use super::{Bounds, Complaints, Ended, Program};
 
-/// Bytes that are read at once: what a pipe holds on most machines, see pipe(7).
+/// Bytes per read: the capacity of a pipe on most machines, see pipe(7).
 const PIECE: usize = 64 << 10;
-/// How often a pipe is read after the program's end: all that it held then, with pages of 64 KiB too.
+/// Maximum reads of a pipe after the program's end: enough for a full pipe, also with pages of 64 KiB.
 const LAST_PIECES: usize = 16;
 
-/// A program that runs. Dropped before its end, it is killed, with its process group.
+/// A running program. Dropping the value before the program's end kills its process group.
 #[derive(Debug)]
 pub struct Running {
     child: Child,
@@ -43,20 +43,20 @@ impl Running {
             }
         };
         let child = spawn(program, writer, error_writer)?;
-        // From here on the value's end is the program's.
+        // From here on dropping the value kills the program.
         let mut running = Self { child, output: None, complaints: None };
         running.output = Some(receiver(output)?);
         running.complaints = errors.map(receiver).transpose()?;
         Ok(running)
     }
 
-    /// Its standard output; None if somebody has it already. To be read until its end, or until this value
-    /// is dropped.
+    /// Returns the standard output; `None` after the first call. The caller must read it until its end, or
+    /// until this value is dropped.
     pub fn output(&mut self) -> Option<impl AsyncRead + Unpin + Send + use<>> {
         self.output.take()
     }
 
-    /// Speaks with it until it ends.
+    /// Writes the input and reads the output until the program ends.
     pub(super) async fn finish(mut self, input: &[u8], bounds: Bounds) -> io::Result<Ended> {
         let most = match bounds.complaints {
             Complaints::Apart(most) => most,
@@ -67,7 +67,7 @@ impl Running {
         let stdin = self.child.stdin.take();
         let write = async {
             if let Some(mut stdin) = stdin {
-                // It need not read what it is asked.
+                // The program need not read its input.
                 let _ = stdin.write_all(input).await;
             }
         };
@@ -87,7 +87,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // No number once it was waited for: another process may have that by now.
+        // A program that was waited for has no pid here: another process may have it by now.
         let pid = self.child.id().and_then(|id| Pid::from_raw(i32::try_from(id).ok()?));
         if let Some(pid) = pid {
             // The runtime waits for its end.
@@ -96,7 +96,8 @@ impl Drop for Running {
     }
 }
 
-/// The ends of the pipes that the program has go with the command: with them open, no pipe would end.
+/// Spawns the program. Dropping the command closes our copies of the program's ends of the pipes, which would
+/// otherwise never end.
 fn spawn(program: &Program, output: PipeWriter, complaints: Stdio) -> io::Result<Child> {
     let stdin = if program.input.is_empty() { Stdio::null() } else { Stdio::piped() };
     let mut command = Command::new(&program.path);
@@ -114,12 +115,12 @@ fn receiver(pipe: PipeReader) -> io::Result<Receiver> {
     Receiver::from_owned_fd(OwnedFd::from(pipe))
 }
 
-/// Hears what comes through a pipe.
+/// Collects the output of a pipe.
 struct Ear {
-    /// None: nobody can say anything any more.
+    /// `None` after the pipe's end.
     pipe: Option<Receiver>,
     text: Vec<u8>,
-    /// More bytes aren't kept.
+    /// Maximum bytes to keep.
     most: usize,
     is_cut: bool,
 }
@@ -129,7 +130,7 @@ impl Ear {
         Self { pipe, text: Vec::new(), most, is_cut: false }
     }
 
-    /// Hears all that comes, and then waits for ever: the end of the words is not the program's end.
+    /// Reads the pipe to its end, and then waits forever: the end of the output is not the program's end.
     async fn listen(&mut self) -> Infallible {
         let mut piece = vec![0; PIECE];
         while let Some(pipe) = &mut self.pipe {
@@ -141,8 +142,8 @@ impl Ear {
         pending().await
     }
 
-    /// Takes what the pipe holds. Others may write to it still, without end, so it is read so often only.
-    /// Not by the runtime, which may not have seen yet that there is something.
+    /// Reads the rest of the pipe. The number of reads is limited, because other processes may still write to
+    /// the pipe without end. Bypasses the runtime, which may not have seen yet that the pipe is readable.
     fn last_words(&mut self) {
         let Some(pipe) = self.pipe.take() else { return };
         let mut piece = vec![0; PIECE];

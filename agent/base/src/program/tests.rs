@@ -61,7 +61,7 @@ fn a_program_is_heard_up_to_a_bound_and_no_shell_reads_its_arguments() {
 fn a_program_gets_its_input_and_its_variables() {
     let program = shell("cat; echo $WORD").input(b"asked\n".to_vec()).env("WORD", "said");
     assert_eq!(program.run_blocking(TOGETHER).unwrap().output, b"asked\nsaid\n");
-    // One that doesn't read what it is asked, however much that is.
+    // A program that doesn't read its large input.
     let program = shell("echo done").input(vec![b'x'; 1 << 20]);
     assert_eq!(program.run_blocking(TOGETHER).unwrap().output, b"done\n");
     assert_eq!(say("cat", SHORT).unwrap(), (Some(0), String::new()));
@@ -69,7 +69,7 @@ fn a_program_gets_its_input_and_its_variables() {
 }
 
 #[test]
-fn a_program_that_never_ends_is_late_whatever_it_says() {
+fn a_program_that_never_ends_times_out_with_any_output() {
     let late = |script: &str| {
         let why = say(script, Duration::from_millis(100)).unwrap_err().to_string();
         assert!(why.starts_with("sh took longer than"), "{script}: {why}");
@@ -81,13 +81,13 @@ fn a_program_that_never_ends_is_late_whatever_it_says() {
 }
 
 #[test]
-fn nobody_waits_for_what_lives_on_after_a_program() {
+fn a_run_does_not_wait_for_children_that_outlive_the_program() {
     let said = say("sleep 1000 & echo $! done; exec kill -9 $$", SHORT).unwrap();
     assert_eq!(said.0, None);
     let pid = said.1.strip_suffix(" done\n").unwrap().parse().unwrap();
-    assert!(crate::process::FirstProcess::of(pid).runs(), "what it has left behind is left alone");
+    assert!(crate::process::FirstProcess::of(pid).runs(), "its child is left alone");
     rustix::process::kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), Signal::KILL).unwrap();
-    // One that writes without end finds the pipe closed, and ends by that.
+    // A child that writes without end finds the pipe closed, and ends.
     assert_eq!(say("yes & exit 3", SHORT).unwrap().0, Some(3));
 }
 
@@ -99,7 +99,7 @@ fn with_its_deadline_a_programs_whole_group_is_killed() {
     let program = shell(&script);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let pid: u32 = runtime.block_on(async {
-        // Dropped when its child is known to run.
+        // Dropped once its child is known to run.
         let mut running = std::pin::pin!(program.run(TOGETHER));
         let known = async {
             loop {
@@ -131,6 +131,6 @@ async fn a_programs_output_is_read_piece_by_piece_and_with_the_value_it_is_kille
         assert!(output.read_buf(&mut text).await.unwrap() > 0);
     }
     drop(running);
-    // Killed, it says no more.
+    // A killed program writes no more.
     tokio::io::copy(&mut output, &mut tokio::io::sink()).await.unwrap();
 }

@@ -1,80 +1,81 @@
-//! Whether what the agent mounts for pods reaches the container runtime.
+//! Judges whether the agent's mounts for pods reach the container runtime.
 //!
-//! A mount that is made in one mount namespace is seen in another one only through a peer group that both
-//! have (mount_namespaces(7), "SHARED SUBTREES"; the kernel's Documentation/filesystems/sharedsubtree.rst).
-//! Where it is not, a runtime binds the folder below the mount into containers: Secrets are empty there, and
-//! volumes in memory are on the disk. Nothing reports that, so the agent has to look before it runs pods.
+//! A mount made in one mount namespace is visible in another only through a peer group of both
+//! (mount_namespaces(7), "SHARED SUBTREES"; the kernel's Documentation/filesystems/sharedsubtree.rst).
+//! If it is not visible, a runtime binds the folder below the mount into containers: Secrets are empty there,
+//! and volumes in memory are on the disk. Nothing reports that, so the agent has to check before it runs
+//! pods.
 
-/// How one mount takes part in propagation: the numbers of the peer groups in its line of
-/// `/proc/<pid>/mountinfo` (`shared:N`, `master:N`). Both are absent for a private mount.
+/// Propagation of a mount: the numbers of the peer groups in its line of `/proc/<pid>/mountinfo` (`shared:N`,
+/// `master:N`). Both are absent for a private mount.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
     /// The group whose members get each other's mounts.
     pub shared: Option<u64>,
-    /// The group whose mounts it gets without giving any back.
+    /// The group whose mounts this mount receives without sending its own.
     pub master: Option<u64>,
 }
 
-/// What is known of the agent's mounts and the runtime's.
+/// Known facts about the mounts of the agent and the runtime.
 #[derive(Clone, Copy, Debug)]
 pub struct Sight<'a> {
-    /// Both are in one mount namespace. None: the kernel does not say.
+    /// True if both are in one mount namespace. `None` if the kernel does not show it.
     pub same_namespace: Option<bool>,
-    /// The agent is in the mount namespace in which the runtime is unless it has one of its own: see
-    /// [`at_home`]. None: the kernel does not say.
+    /// True if the agent is in the mount namespace in which the runtime is by default: see [`at_home`].
+    /// `None` if the kernel does not show it.
     pub at_home: Option<bool>,
-    /// Of the agent's mount in which the pods' folder is.
+    /// Groups of the agent's mount that contains the pods' folder.
     pub own: Groups,
-    /// Of all mounts that the runtime has. None: its table cannot be read.
+    /// Groups of all mounts of the runtime. `None` if its table cannot be read.
     pub runtime: Option<&'a [Groups]>,
 }
 
-/// What was found out.
+/// Result of the inspection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Look {
     /// The verdict.
     pub reach: Reach,
-    /// Who has to change if it is not [`Reach::Yes`].
+    /// The process to reconfigure if the verdict is not [`Reach::Yes`].
     pub stranger: Stranger,
 }
 
-/// Whether mounts reach the runtime.
+/// Verdict on whether mounts reach the runtime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
-    /// They do, as far as can be known from here.
+    /// Mounts reach the runtime, as far as the agent can know.
     Yes,
-    /// They do not.
+    /// Mounts do not reach the runtime.
     No,
-    /// Nothing speaks for it, and nothing against it.
+    /// No evidence for or against it.
     Unknown,
 }
 
-/// What is known of the first process that is seen from here.
+/// Known facts about the first process visible to the agent.
 #[derive(Clone, Copy, Debug)]
 pub struct First {
-    /// The agent is in its mount namespace.
+    /// True if the agent is in the process's mount namespace.
     pub has_agents_mounts: bool,
-    /// It is the machine's first process, and not that of a container.
+    /// True if the process is the machine's first process, and not that of a container.
     pub is_machines: bool,
 }
 
-/// Whether the agent is where the runtime is unless one of them has a mount namespace of its own.
+/// Returns true if the agent and the runtime share a mount namespace unless the runtime was given one of its
+/// own.
 ///
-/// The machine's first process is in the machine's mount namespace, and so is every process that was not
-/// given another one. In a PID namespace of its own the first process may be the agent itself, and being
-/// where that is proves something only of processes of the same PID namespace. The kernel tells the runtime's
-/// id if it is one of these, and else none (`SO_PEERCRED`, net/core/sock.c), also where /proc hides other
-/// processes (`hidepid`). `first` is None where /proc hides the first process: nothing is held against the
-/// agent then.
+/// The machine's first process is in the machine's mount namespace, and so is every process without a
+/// namespace of its own. In a PID namespace of its own the first process may be the agent itself; sharing its
+/// mounts proves something only about processes of the same PID namespace. The kernel reports the runtime's
+/// id only if the runtime is one of these (`SO_PEERCRED`, net/core/sock.c), also if /proc hides other
+/// processes (`hidepid`). `first` is `None` if /proc hides the first process: the result is unknown then.
 #[must_use]
 pub fn at_home(first: Option<First>, knows_runtimes_id: bool) -> Option<bool> {
     first.map(|first| first.has_agents_mounts && (first.is_machines || knows_runtimes_id))
 }
 
-/// Judges by what the tables of mounts say. A mount that is `shared` is trusted where the runtime's table
-/// cannot be read: that is how a container has it that was given the folder with mountPropagation
-/// `Bidirectional`. From any other mount nothing reaches another namespace (a slave gives nothing back), so
-/// it is enough only where nothing speaks against both being in one.
+/// Judges by the tables of mounts. If the runtime's table cannot be read, a `shared` mount is trusted: a
+/// container with the folder under mountPropagation `Bidirectional` has one. From any other mount nothing
+/// reaches another namespace (a slave sends no mounts), so it suffices only without evidence that the two
+/// processes are in different namespaces.
 #[must_use]
 pub fn reach(sight: &Sight<'_>) -> Reach {
     if sight.same_namespace == Some(true) {
@@ -91,7 +92,7 @@ pub fn reach(sight: &Sight<'_>) -> Reach {
     }
 }
 
-/// Which of the two has a mount namespace that is not the machine's.
+/// The process whose mount namespace is not the machine's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stranger {
     /// The agent.
@@ -100,8 +101,8 @@ pub enum Stranger {
     Runtime,
 }
 
-/// Which of the two is in another mount namespace than the first process. The agent, where that is not known:
-/// its unit is the one that the reader has at hand.
+/// Returns the process that is in another mount namespace than the first process; the agent if that is
+/// unknown, because the reader has the agent's unit at hand.
 #[must_use]
 pub fn stranger(agent_with_first: Option<bool>, runtime_with_first: Option<bool>) -> Stranger {
     match (agent_with_first, runtime_with_first) {
@@ -110,7 +111,7 @@ pub fn stranger(agent_with_first: Option<bool>, runtime_with_first: Option<bool>
     }
 }
 
-/// The facts in a sentence.
+/// Returns the facts as a sentence.
 #[must_use]
 pub fn sentence(look: Look, folder: &str, runtime: Option<u32>) -> String {
     let runtime = runtime.map_or_else(String::new, |pid| format!(" (process {pid})"));
@@ -125,17 +126,17 @@ pub fn sentence(look: Look, folder: &str, runtime: Option<u32>) -> String {
              namespace of its own"
         ),
         Reach::Unknown => format!(
-            "cannot find out whether the container runtime{runtime} sees what the agent mounts below {folder}: its \
-             process cannot be looked at from here"
+            "cannot find out whether the container runtime{runtime} sees what the agent mounts below {folder}: cannot \
+             inspect its process"
         ),
     }
 }
 
-/// What becomes of pods where mounts do not reach the runtime.
+/// Consequence for pods if mounts do not reach the runtime.
 pub const CONSEQUENCE: &str =
     "Secrets and tokens would be empty in containers, and volumes in memory would be on the disk";
 
-/// What to do about that.
+/// Returns the remedy if mounts do not reach the runtime.
 #[must_use]
 pub const fn remedy(stranger: Stranger) -> &'static str {
     match stranger {
@@ -144,13 +145,13 @@ pub const fn remedy(stranger: Stranger) -> &'static str {
     }
 }
 
-const RUNTIMES_REMEDY: &str = "run the container runtime in the machine's mount namespace: take PrivateTmp=, ProtectSystem=, \
-                               ProtectHome=, ReadOnlyPaths= and their like out of its unit (`systemctl cat containerd` shows \
-                               overrides) and restart it";
+const RUNTIMES_REMEDY: &str = "run the container runtime in the machine's mount namespace: remove PrivateTmp=, ProtectSystem=, \
+                               ProtectHome=, ReadOnlyPaths= and similar settings from its unit (`systemctl cat containerd` \
+                               shows overrides) and restart it";
 
-const AGENTS_REMEDY: &str = "run the agent in the runtime's mount namespace: take PrivateTmp=, ProtectSystem=, ProtectHome=, \
-                          ReadOnlyPaths= and their like out of the unit (`systemctl cat beelet` shows overrides); in a \
-                          container, give it the folder with mountPropagation: Bidirectional; under unshare(1), make \
+const AGENTS_REMEDY: &str = "run the agent in the runtime's mount namespace: remove PrivateTmp=, ProtectSystem=, ProtectHome=, \
+                          ReadOnlyPaths= and similar settings from the unit (`systemctl cat beelet` shows overrides); in a \
+                          container, mount the folder with mountPropagation: Bidirectional; under unshare(1), make \
                           the mount shared first (mount --make-rshared /) and add --propagation unchanged";
 
 #[cfg(test)]
@@ -160,7 +161,7 @@ mod tests {
     const PRIVATE: Groups = Groups { shared: None, master: None };
     const SHARED: Groups = Groups { shared: Some(7), master: None };
     const SLAVE: Groups = Groups { shared: None, master: Some(7) };
-    /// What systemd makes for a unit with PrivateTmp=: a slave of the machine's, in a new group of its own.
+    /// Groups of a systemd unit with PrivateTmp=: a slave of the machine's mount, in a new group of its own.
     const OF_SYSTEMD: Groups = Groups { shared: Some(300), master: Some(7) };
 
     #[track_caller]
@@ -193,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_looked_at_is_not_held_against_the_agent() {
+    fn without_evidence_the_verdict_is_unknown() {
         check(None, PRIVATE, None, Reach::Unknown);
         check(None, SLAVE, None, Reach::Unknown);
         check(None, SHARED, None, Reach::Yes);
@@ -223,21 +224,21 @@ mod tests {
                 "{first:?} {knows_runtimes_id}"
             );
         };
-        // On the machine itself, whether /proc hides the runtime or not.
+        // On the machine itself, with a visible or a hidden runtime.
         check(true, true, true, true);
         check(true, true, false, true);
         // With mounts of its own.
         check(false, true, true, false);
         check(false, true, false, false);
         check(false, false, true, false);
-        // With processes of its own: the runtime is one of them, or it is outside.
+        // With processes of its own: the runtime is one of them, or outside.
         check(true, false, true, true);
         check(true, false, false, false);
         assert_eq!(at_home(None, false), None);
     }
 
     #[test]
-    fn a_sentence_says_whose_namespace_is_the_strange_one() {
+    fn a_sentence_names_the_process_with_a_namespace_of_its_own() {
         let check = |agent, runtime, whose: &str, unit: &str| {
             let stranger = stranger(agent, runtime);
             let said = sentence(Look { reach: Reach::No, stranger }, "/pods", Some(7));

@@ -1,26 +1,26 @@
-//! Who has to go when strangers fill a server's room.
+//! Selects the connection to drop when strangers have all places of a server.
 //!
-//! Strangers are told apart by where they come from. A source that takes the most room loses a place to a
-//! source that has less: a client that opens a thousand connections throws out its own, and a client that
-//! opens a single connection keeps it.
+//! Strangers are distinguished by their source. The source with the most places loses one to a source with
+//! fewer: a client that opens a thousand connections drops its own, and a client that opens a single
+//! connection keeps it.
 //!
-//! Of those that may lose their place the oldest goes, once it has had time for a handshake and a request.
-//! Where strangers come so fast that not even the oldest has had that time, the older half keeps its places
-//! until it has, and the one in the middle goes: each newcomer has its place while half as many others come,
-//! enough for a client that asks at once, and some newcomers keep theirs for the whole time.
+//! Of the candidates, the oldest is dropped if it has had time for a handshake and a request. If strangers
+//! come so fast that even the oldest has not had that time, the older half keeps its places until it has, and
+//! the candidate in the middle is dropped: each newcomer keeps its place while half as many others come,
+//! enough for a client that sends its request at once, and some newcomers keep theirs for the whole time.
 
 use std::{
     collections::BTreeMap,
     net::{IpAddr, Ipv6Addr},
 };
 
-/// Where a client comes from, as far as clients count as one: an address of IPv4, a network of 64 bits of
-/// IPv6, of which any machine has as many addresses as it likes.
+/// Source of a client: an IPv4 address, or a 64-bit network of IPv6, in which any machine can have any number
+/// of addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Source(IpAddr);
 
 impl Source {
-    /// The source of a client of this address.
+    /// Returns the source of a client of this address.
     #[must_use]
     pub fn of(address: IpAddr) -> Self {
         match address.to_canonical() {
@@ -33,17 +33,17 @@ impl Source {
     }
 }
 
-/// A place that a stranger has.
+/// A place held by a stranger.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Held<K> {
     pub key: K,
     pub source: Source,
-    /// It has had time for a handshake and a request.
+    /// True if the stranger has had time for a handshake and a request.
     pub has_settled: bool,
 }
 
-/// The place that a newcomer gets when all are taken: one of its own source if that has its share of them,
-/// otherwise one of the sources that have the most. `places` are in the order in which they were taken.
+/// Returns the place that a newcomer gets when all are taken: one of its own source if that has its share of
+/// them, otherwise one of the sources with the most. `places` are in the order of assignment.
 pub(super) fn victim<K: Copy>(places: impl Iterator<Item = Held<K>> + Clone, newcomer: Source) -> Option<K> {
     let mut counts: BTreeMap<Source, usize> = BTreeMap::new();
     for held in places.clone() {
@@ -83,7 +83,7 @@ mod tests {
         assert_ne!(source("10.0.0.1"), source("10.0.0.2"));
     }
 
-    /// `sources` have the places, of which the first ones have settled.
+    /// Returns the chosen index when `sources` hold the places and the first `settled` of them have settled.
     fn chosen(sources: &[u8], settled: usize, newcomer: u8) -> Option<usize> {
         let held = sources.iter().enumerate().map(|(key, last)| Held {
             key,
@@ -99,19 +99,19 @@ mod tests {
             (&[][..], 0, 1, None),
             (&[1], 1, 1, Some(0)),
             (&[1], 0, 2, Some(0)),
-            // Of the source that has the most.
+            // A place of the source with the most.
             (&[1, 2, 2], 3, 3, Some(1)),
             (&[1, 2, 2, 2], 4, 1, Some(1)),
             (&[1, 2, 2, 2, 2], 1, 3, Some(3)),
-            // Of the newcomer's own, which has its share.
+            // A place of the newcomer's own source, which has its share.
             (&[1, 1, 2, 2], 4, 2, Some(2)),
             (&[1, 1, 2, 2, 1], 5, 2, Some(2)),
             (&[1, 1, 2, 2], 2, 2, Some(3)),
-            // All have the same.
+            // All sources have the same number.
             (&[1, 2, 3], 1, 4, Some(0)),
             (&[1, 2, 3], 0, 4, Some(1)),
             (&[2, 1, 2, 1], 4, 3, Some(0)),
-            // All are of one source.
+            // All places are of one source.
             (&[1, 1, 1, 1], 0, 1, Some(2)),
             (&[1, 1, 1, 1], 1, 1, Some(0)),
         ] {
@@ -131,8 +131,7 @@ mod tests {
             prop_assert!(loser == newcomer || of(loser) > of(newcomer));
         }
 
-        /// Whatever others do, a client keeps the only connection of its source as long as there are fewer
-        /// sources than places.
+        /// A client keeps the only connection of its source while the sources are fewer than the places.
         #[test]
         fn a_single_connection_stays(
             flood in prop::collection::vec(1..6_u8, 64..400), settles in 0..40_usize, at in 0..64_usize,
@@ -149,8 +148,8 @@ mod tests {
             }
         }
 
-        /// However fast others of its source come, one keeps its place while half as many come as there are
-        /// places; and whatever is among the older half stays until it has settled.
+        /// A connection keeps its place while half as many others of its source come as there are places, at
+        /// any speed; and the older half stays until it has settled.
         #[test]
         fn of_one_source_each_has_its_place_for_a_while_and_some_until_they_settle(most in 2..64_usize) {
             let mut places: Vec<usize> = (0..most).collect();

@@ -1,14 +1,14 @@
-//! Walks a tree that containers have written to, by descriptors: no symbolic link is followed, no mount is
-//! crossed, and no depth and no number of names is too much. A walk has two folders open, whatever the depth:
-//! the top, and the one that it reads. It goes down by opening a name in that folder, and up through `..`,
-//! where it must find the folder that it came from. If somebody has moved that folder meanwhile, the way back
-//! is looked for from the top, by names: of a folder that is not found again the rest is left out
-//! ([`WalkStep::Lost`]). To hide something from a walk a container has to move, while the walk is below a
+//! Walks a tree that containers have written to, by descriptors: follows no symbolic link, crosses no mount,
+//! and accepts any depth and any number of names. At any depth a walk has two folders open: the top, and the
+//! one that it reads. The walk descends by opening a name in that folder, and ascends through `..`, where it
+//! must find the folder that it came from. If another process has moved that folder, the walk searches the
+//! way back from the top, by names, and skips the rest of a folder that it does not find again
+//! ([`WalkStep::Lost`]). To hide files from a walk, a container has to move, while the walk is below a
 //! folder, both that folder and the one in it that the walk came through.
 //!
-//! Memory is bounded too: names are read in batches, and dropped, to be read again, when too many wait. A
-//! walk can be set aside between two steps for as long as one likes. [`remove_folder`] removes a tree by such
-//! walks. Blocking, all of it.
+//! Memory is bounded too: names are read in batches, and dropped when too many wait, to be read again later.
+//! A walk can be paused between two steps for any time. [`remove_folder`] removes a tree this way. All
+//! functions block.
 
 pub mod remove;
 
@@ -22,53 +22,53 @@ use rustix::io::Errno;
 
 pub use self::remove::{remove, remove_folder};
 
-/// Bytes of a folder that are read at once.
+/// Bytes of a folder that are read at a time.
 const BATCH: usize = 8 << 10;
-/// Levels of the deepest tree that is walked.
+/// Maximum depth of a walk.
 pub const DEEPEST: usize = 1 << 20;
-/// Memory that a walk may use for its way and for names that wait, in bytes.
+/// Maximum memory of a walk for its path and for waiting names, in bytes.
 pub const MEMORY: usize = 128 << 20;
-/// The part of its memory that names may take, one in so many, before those of a level are dropped when the
-/// walk goes down from it.
+/// Divisor of a walk's memory: above that part, the names of a level are dropped when the walk descends from
+/// it.
 const SHARE_OF_NAMES: usize = 8;
 
 /// A walk through a tree, one [step](Walk::step) at a time.
 #[derive(Debug)]
 pub struct Walk {
     top: OwnedFd,
-    /// The folder that is read now: the last of `levels`.
+    /// The folder being read: the last of `levels`.
     here: OwnedFd,
     levels: Vec<Level>,
     /// Memory in use for levels and names, in bytes.
     memory: usize,
-    /// Memory that may be used, in bytes.
+    /// Maximum memory, in bytes.
     most: usize,
 }
 
-/// One step of a walk.
+/// A step of a walk.
 #[derive(Debug, PartialEq, Eq)]
 pub enum WalkStep {
-    /// A name in [`Walk::here`], and what it was when it was read. A folder is walked only if it is
+    /// A name in [`Walk::here`], and its type when it was read. The walk descends into a folder only if it is
     /// [entered](Walk::enter).
     Entry(CString, FileType),
-    /// Everything in [`Walk::here`] was given, and all that was entered below it.
+    /// The end of [`Walk::here`] and of all folders entered below it.
     End,
-    /// The folder of this name in [`Walk::here`], which was entered, lies behind.
+    /// The return from the folder of this name to [`Walk::here`].
     Left(CString),
-    /// The way back was lost: what had not been given yet of one folder or more is left out. The walk goes on
-    /// in [`Walk::here`], which is nearer to the top.
+    /// The loss of the way back: the rest of one or more folders is skipped. The walk continues in
+    /// [`Walk::here`], which is nearer to the top.
     Lost,
 }
 
 /// A folder on the way from the top.
 #[derive(Debug)]
 struct Level {
-    /// Its name in the one above.
+    /// Name of the folder in its parent.
     name: CString,
     id: Id,
-    /// Where reading goes on: after the last name that was given.
+    /// Position after the last returned name, at which reading continues.
     at: u64,
-    /// The descriptor of the folder stands where the names in `todo` end.
+    /// True if the folder's descriptor is at the end of the names in `todo`.
     in_place: bool,
     todo: VecDeque<Name>,
     ended: bool,
@@ -81,44 +81,44 @@ type Id = (u64, u64);
 struct Name {
     name: CString,
     kind: FileType,
-    /// The place after it.
+    /// Position after this name.
     next: u64,
 }
 
 impl Walk {
-    /// A walk through the folder `name` of `parent`, which is on the same mount, and is no link.
+    /// Starts a walk through the folder `name` of `parent`, which must be on the same mount and not a link.
     pub(crate) fn open(parent: impl AsFd, name: &OsStr) -> Result<Self, Errno> {
         Self::of(rustix::fs::openat2(parent, name, FOLDER, Mode::empty(), BELOW)?)
     }
 
-    /// A walk through a folder that is open for reading.
+    /// Starts a walk through a folder that is open for reading.
     pub fn of(top: OwnedFd) -> Result<Self, Errno> {
         Self::within(top, MEMORY)
     }
 
-    /// The same with a bound of its own for its memory, in bytes.
+    /// Starts a walk as [`Self::of`] does, with its own limit of memory in bytes.
     pub fn within(top: OwnedFd, most: usize) -> Result<Self, Errno> {
         let level = Level::new(CString::default(), id(&top)?);
         let here = rustix::io::fcntl_dupfd_cloexec(&top, 0)?;
         Ok(Self { top, here, memory: level.weight(), levels: vec![level], most })
     }
 
-    /// The top folder.
+    /// Returns the top folder.
     pub fn top(&self) -> BorrowedFd<'_> {
         self.top.as_fd()
     }
 
-    /// The folder that the last step was in.
+    /// Returns the folder of the last step.
     pub fn here(&self) -> BorrowedFd<'_> {
         self.here.as_fd()
     }
 
-    /// Levels of the folder below the top.
+    /// Returns the depth of the folder below the top.
     pub fn depth(&self) -> usize {
         self.levels.len().saturating_sub(1)
     }
 
-    /// The next step; None after the end of the top. A step that failed can be tried again, or the folder be
+    /// Returns the next step; `None` after the end of the top. A failed step can be repeated, or the folder
     /// [skipped](Walk::skip).
     pub fn step(&mut self) -> Result<Option<WalkStep>, Errno> {
         loop {
@@ -139,8 +139,8 @@ impl Walk {
         }
     }
 
-    /// Enters the folder that the last step named. Fails where it is none (any more), a mount point (`XDEV`),
-    /// or deeper than [`DEEPEST`] or the walk's memory allow (`NAMETOOLONG`).
+    /// Enters the folder of the last step. Fails if the entry is not a folder (any more), is a mount point
+    /// (`XDEV`), or is deeper than [`DEEPEST`] or the walk's memory allows (`NAMETOOLONG`).
     pub fn enter(&mut self, name: &CStr) -> Result<(), Errno> {
         if self.levels.len() > DEEPEST {
             return Err(Errno::NAMETOOLONG);
@@ -162,7 +162,7 @@ impl Walk {
         Ok(())
     }
 
-    /// Leaves out what was not given yet of [`Walk::here`]. False if there is nothing more of it.
+    /// Skips the rest of [`Walk::here`]. Returns false if it is at its end.
     pub fn skip(&mut self) -> bool {
         let Some(level) = self.levels.last_mut().filter(|level| !level.ended) else { return false };
         level.ended = true;
@@ -170,7 +170,7 @@ impl Walk {
         true
     }
 
-    /// Goes up from a folder that has ended.
+    /// Ascends from a folder at its end.
     fn leave(&mut self) -> Result<Option<WalkStep>, Errno> {
         let Some(above) = self.levels.len().checked_sub(2).and_then(|above| self.levels.get(above)) else {
             self.pop();
@@ -185,9 +185,9 @@ impl Walk {
         }
     }
 
-    /// The folder above this one; None if it is another one than this was entered from.
+    /// Returns the folder above this one; `None` if this folder was not entered from there.
     fn above(&self, wanted: Id) -> Result<Option<OwnedFd>, Errno> {
-        // Not beneath, but on the same mount still.
+        // Not beneath, but still on the same mount.
         let flags = ResolveFlags::NO_XDEV | ResolveFlags::NO_SYMLINKS;
         match rustix::fs::openat2(&self.here, c"..", FOLDER, Mode::empty(), flags) {
             Ok(folder) => Ok(Some(folder).filter(|folder| id(folder) == Ok(wanted))),
@@ -196,7 +196,8 @@ impl Walk {
         }
     }
 
-    /// Goes from the top to the folder above this one, or as near to it as there still is a way.
+    /// Descends from the top to the folder above this one, or to the last folder of that path that still
+    /// exists.
     fn find_back(&mut self) -> Result<WalkStep, Errno> {
         let wanted = self.depth().saturating_sub(1);
         let mut folder = rustix::io::fcntl_dupfd_cloexec(&self.top, 0)?;
@@ -221,14 +222,14 @@ impl Walk {
         Ok(WalkStep::Lost)
     }
 
-    /// Takes the last level off the way; its name.
+    /// Removes the last level and returns its name.
     fn pop(&mut self) -> CString {
         let Some(mut level) = self.levels.pop() else { return CString::default() };
         self.memory -= level.weight() + level.forget();
         level.name
     }
 
-    /// Reads the next names of the folder; false at its end.
+    /// Reads the next names of the folder; returns false at its end.
     fn read(&mut self) -> Result<bool, Errno> {
         let Some(level) = self.levels.last_mut() else { return Ok(false) };
         if !level.in_place {
@@ -265,37 +266,37 @@ impl Level {
         Self { name, id, at: 0, in_place: true, todo: VecDeque::new(), ended: false }
     }
 
-    /// Its memory without the names that wait, in bytes.
+    /// Returns the level's memory without the waiting names, in bytes.
     fn weight(&self) -> usize {
         size_of::<Self>() + self.name.count_bytes()
     }
 
-    /// Drops the names that wait; the memory that they had, in bytes.
+    /// Drops the waiting names and returns their memory in bytes.
     fn forget(&mut self) -> usize {
         std::mem::take(&mut self.todo).iter().map(Name::weight).sum()
     }
 }
 
 impl Name {
-    /// Its memory, in bytes.
+    /// Returns the name's memory in bytes.
     fn weight(&self) -> usize {
         size_of::<Self>() + self.name.count_bytes()
     }
 }
 
-/// How folders are opened.
+/// Flags for opening folders.
 const FOLDER: OFlags = OFlags::DIRECTORY.union(OFlags::RDONLY).union(OFlags::CLOEXEC).union(OFlags::NOFOLLOW);
 
-/// What the kernel refuses on the way down.
+/// Restrictions on descending, enforced by the kernel.
 const BELOW: ResolveFlags =
     ResolveFlags::NO_XDEV.union(ResolveFlags::NO_SYMLINKS).union(ResolveFlags::BENEATH);
 
-/// Returns true if an error says that a folder is not where it was, or is none any more.
+/// Returns true if an error means that a folder was moved, removed or replaced.
 fn is_elsewhere(error: Errno) -> bool {
     matches!(error, Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV)
 }
 
-/// What kind of thing a name stands for, a link seen as a link. What is gone is of no kind.
+/// Returns the type of a name, without following a link; `Unknown` if the name was removed.
 fn kind_of(folder: &OwnedFd, name: &CStr) -> Result<FileType, Errno> {
     match rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) {
         Ok(stat) => Ok(FileType::from_raw_mode(stat.st_mode)),
@@ -322,7 +323,7 @@ mod tests {
         Walk::of(fs::File::open(path).unwrap().into()).unwrap()
     }
 
-    /// Walks everything; the names of what is no folder, and how often a folder was left.
+    /// Walks everything; returns the names that are not folders, and the number of folders left.
     fn walk_all(mut walk: Walk) -> (Vec<String>, usize) {
         let (mut files, mut left) = (Vec::new(), 0);
         while let Some(step) = walk.step().unwrap() {
@@ -331,16 +332,16 @@ mod tests {
                 WalkStep::Entry(name, _) => files.push(name.into_string().unwrap()),
                 WalkStep::Left(_) => left += 1,
                 WalkStep::End => {}
-                WalkStep::Lost => panic!("nobody moves anything here"),
+                WalkStep::Lost => panic!("no folder moves in this test"),
             }
         }
         (files, left)
     }
 
     #[test]
-    fn every_name_is_given_once_however_many_there_are() {
+    fn every_name_of_a_large_folder_is_returned_once() {
         let dir = in_memory();
-        // More than one batch, with folders among them that the walk comes back from.
+        // More than one batch, with folders among the names, from which the walk returns.
         for i in 0..3000 {
             let name = dir.path().join(format!("{:x<60}", format!("{i}-")));
             if i % 100 == 0 {
@@ -363,7 +364,7 @@ mod tests {
             fs::create_dir(dir.path().join(i.to_string())).unwrap();
         }
         let mut walk = open(dir.path());
-        // As if as much waited already.
+        // As if that much memory were in use already.
         walk.most = walk.memory * SHARE_OF_NAMES;
         let mut entered = BTreeSet::new();
         while let Some(step) = walk.step().unwrap() {
@@ -392,7 +393,7 @@ mod tests {
         remove_folder(dir.path()).unwrap();
     }
 
-    /// Enters the first folder, and so on, to a depth; the files on the way.
+    /// Enters the first folder of each level down to a depth; returns the files on the way.
     fn descend(walk: &mut Walk, depth: usize) -> Vec<String> {
         let mut files = Vec::new();
         while walk.depth() < depth {
@@ -405,7 +406,7 @@ mod tests {
         files
     }
 
-    /// Files beside a folder: some are read before it, some after it.
+    /// Adds files next to a folder: some are read before it, some after it.
     fn add_files(folder: &Path) {
         for i in 0..20 {
             fs::write(folder.join(i.to_string()), "").unwrap();
@@ -442,7 +443,7 @@ mod tests {
         let mut files = descend(&mut walk, 3);
         fs::rename(top.join("a/b/c"), elsewhere.join("c")).unwrap();
         fs::rename(top.join("a/b"), elsewhere.join("deep/b")).unwrap();
-        // Nor is one of the same name the one that it was.
+        // A new folder of the same name is not the former one.
         fs::create_dir(top.join("a/b")).unwrap();
         assert_eq!((walk.step(), walk.step()), (Ok(Some(WalkStep::End)), Ok(Some(WalkStep::Lost))));
         assert_eq!(walk.depth(), 1);
@@ -453,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_skipped_gives_no_more_names() {
+    fn a_skipped_folder_returns_no_more_names() {
         let dir = tempfile::tempdir().unwrap();
         for name in ["a/1", "a/2", "b/1"] {
             fs::create_dir_all(dir.path().join(name)).unwrap();

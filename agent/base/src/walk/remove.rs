@@ -1,9 +1,9 @@
-//! Removes a folder with all in it, whatever containers have put there: no symbolic link is followed, and no
-//! mount point is crossed. A file system that is still mounted somewhere below makes it fail, and keeps what
-//! is in it.
+//! Removes a folder with its content, which containers may have written: follows no symbolic link and crosses
+//! no mount point. If a file system is still mounted somewhere below, the removal fails and that file system
+//! keeps its content.
 //!
-//! Neither depth nor number is too much, and memory is bounded: a tree deeper than [`DEEP`] is hung up at the
-//! top by a name of its own, level by level, until it is not deep any more.
+//! Trees may have any depth and any number of names, and memory is bounded: a tree deeper than [`DEEP`] is
+//! moved to the top under a new name, level by level, until it is not deep any more.
 
 use std::ffi::{CStr, CString, OsStr};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -16,14 +16,14 @@ use rustix::io::Errno;
 use super::{Walk, WalkStep};
 use crate::Error;
 
-/// Levels below which a tree is hung up at the top.
+/// Depth from which a tree is moved to the top.
 const DEEP: usize = 4096;
-/// How often a folder is walked because something was in it still. Deep trees need it: this times [`DEEP`]
-/// levels go. So do kernels whose positions in a folder of a tmpfs shift while names go (before 6.6).
+/// Maximum number of walks through a folder that is not empty afterwards. Deep trees need several: the limit
+/// is this times [`DEEP`] levels. So do kernels whose positions in a tmpfs folder shift while names are
+/// removed (before 6.6).
 const ROUNDS: usize = 10_000;
 
-/// Removes the folder at `path`. One that isn't there is removed already; so is one whose name is too long to
-/// be there.
+/// Removes the folder at `path`. A missing folder counts as removed; so does a name too long to exist.
 pub fn remove_folder(path: &Path) -> Result<(), Error> {
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(Error::NotRemovable(path.to_owned()));
@@ -39,7 +39,7 @@ pub fn remove_folder(path: &Path) -> Result<(), Error> {
     remove(parent.as_fd(), &name).map_err(failed)
 }
 
-/// Removes the entry `name` of a folder, with all in it.
+/// Removes the entry `name` of a folder, with its content.
 pub fn remove(parent: BorrowedFd<'_>, name: &CStr) -> Result<(), Errno> {
     if unlink(parent, name)? {
         return Ok(());
@@ -61,7 +61,7 @@ pub fn remove(parent: BorrowedFd<'_>, name: &CStr) -> Result<(), Errno> {
     Err(Errno::NOTEMPTY)
 }
 
-/// Removes what is in a folder; something may stay, of which only [`remove_empty`] of the folder tells.
+/// Removes the content of a folder. Entries may stay; only [`remove_empty`] of the folder shows whether.
 fn empty(mut walk: Walk, removed: &mut bool) -> Result<(), Errno> {
     let mut hung = 0_u64;
     while let Some(step) = walk.step()? {
@@ -75,44 +75,43 @@ fn empty(mut walk: Walk, removed: &mut bool) -> Result<(), Errno> {
                     *removed = true;
                 } else {
                     match walk.enter(&name) {
-                        // What went or became a link meanwhile is seen in the next round.
+                        // An entry that was removed or became a link in between is seen in the next round.
                         Ok(()) | Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => {}
                         Err(e) => return Err(e),
                     }
                 }
             }
             WalkStep::Left(name) => *removed |= remove_empty(walk.here(), &name)?,
-            // What is left of a folder that was moved meanwhile is found by the next round, if it is here
-            // still.
+            // The next round finds the rest of a folder that was moved in between, if it is still below.
             WalkStep::End | WalkStep::Lost => {}
         }
     }
     Ok(())
 }
 
-/// Removes what is no folder; false if it is one.
+/// Removes an entry that is not a folder; returns false for a folder.
 fn unlink(parent: BorrowedFd<'_>, name: &CStr) -> Result<bool, Errno> {
     match rustix::fs::unlinkat(parent, name, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT | Errno::NAMETOOLONG) => Ok(true),
-        // Linux says ISDIR of a folder, other file systems (and POSIX) PERM.
+        // For a folder, Linux returns ISDIR, other file systems (and POSIX) PERM.
         Err(Errno::ISDIR | Errno::PERM) => Ok(false),
         Err(e) => Err(e),
     }
 }
 
-/// Removes a folder if nothing is in it; false if there is.
+/// Removes an empty folder; returns false if it has entries.
 fn remove_empty(parent: BorrowedFd<'_>, name: &CStr) -> Result<bool, Errno> {
     match rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR) {
         Ok(()) | Err(Errno::NOENT) => Ok(true),
         Err(Errno::NOTEMPTY | Errno::EXIST) => Ok(false),
-        // It is no folder any more.
+        // The entry is not a folder any more.
         Err(Errno::NOTDIR) => unlink(parent, name),
         Err(e) => Err(e),
     }
 }
 
-/// Moves a folder to `top`, by a name that nothing has there. False if the file system doesn't want to
-/// (projects that differ): then the walk goes on down.
+/// Moves a folder to `top` under an unused name. Returns false if the file system refuses (different quota
+/// projects): then the walk continues downwards.
 fn hang_up(parent: BorrowedFd<'_>, name: &CStr, top: BorrowedFd<'_>, hung: &mut u64) -> bool {
     for _ in 0..ROUNDS {
         *hung += 1;
@@ -167,7 +166,7 @@ mod tests {
         fs::create_dir(&deep).unwrap();
         let last = make_deep(&deep, 100_000);
         rustix::fs::symlinkat("/", last, "link").unwrap();
-        // Names that those of trees hung up would have.
+        // Names that moved trees would get.
         fs::write(deep.join("deep-1"), "").unwrap();
         fs::create_dir_all(deep.join("deep-2/x")).unwrap();
         remove_folder(&deep).unwrap();
@@ -202,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_no_folder_can_have_is_not_there() {
+    fn a_name_too_long_to_exist_counts_as_removed() {
         let dir = tempfile::tempdir().unwrap();
         remove_folder(&dir.path().join("x".repeat(256))).unwrap();
         remove_folder(&dir.path().join("x".repeat(256)).join("y")).unwrap();

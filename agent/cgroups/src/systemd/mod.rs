@@ -1,8 +1,9 @@
-//! Slices: what of the cgroups is systemd's to make, to change and to remove (cgroupDriver: systemd).
+//! Slices: the cgroups that systemd makes, changes and removes (cgroupDriver: systemd).
 //!
-//! Each slice is a transient unit. A value goes to systemd as a property, so that it writes nothing else
-//! there later, and then into the file, so that it holds when the call returns. Below a pod everything is the
-//! runtime's: its scopes are given properties too, but never made or stopped here.
+//! Each slice is a transient unit. A value is first set as a property of the unit, so that systemd later
+//! writes the same value, and then written to the file, so that it is in force when the call returns. All
+//! cgroups below a pod belong to the runtime: its scopes also get properties, but must never be made or
+//! stopped here.
 
 pub(crate) mod properties;
 
@@ -16,18 +17,18 @@ use tokio::sync::watch;
 
 use super::{CgroupError, Files, names};
 
-/// Where systemd says that it is process 1 (sd_booted(3)).
+/// Folder that exists if systemd is process 1 (sd_booted(3)).
 const BOOTED: &str = "/run/systemd/system";
 
-/// systemd's manager, as far as it is needed.
+/// The used part of systemd's manager.
 pub(crate) trait Units: Debug + Send + Sync {
-    /// Makes and starts the transient unit; one that exists is started and keeps its properties.
+    /// Makes and starts the transient unit; an existing unit is started and keeps its properties.
     fn start(&self, unit: &str, properties: &[Property]) -> Result<(), CgroupError>;
-    /// Changes properties until the next boot. Those that this systemd doesn't know are passed over.
+    /// Changes properties until the next boot. Skips properties unknown to this systemd.
     fn set(&self, unit: &str, properties: &[Property]) -> Result<(), CgroupError>;
-    /// Stops the unit. It is no error if there is none.
+    /// Stops the unit. Treats "not found" as success.
     fn stop(&self, unit: &str) -> Result<(), CgroupError>;
-    /// Changes whenever systemd may have written all values anew.
+    /// Returns a channel that changes whenever systemd may have overwritten all values.
     fn rewrites(&self) -> watch::Receiver<u64>;
 }
 
@@ -53,12 +54,12 @@ impl Units for Manager {
 #[derive(Debug)]
 pub(crate) struct Slices {
     units: Box<dyn Units>,
-    /// Those that this process has started.
+    /// Slices that this process has started.
     started: Mutex<BTreeSet<String>>,
 }
 
 impl Slices {
-    /// Those of this machine.
+    /// Returns the slices of this machine.
     pub(crate) fn of_machine() -> Result<Self, CgroupError> {
         if !Path::new(BOOTED).is_dir() {
             return Err(CgroupError::NoSystemd);
@@ -70,7 +71,7 @@ impl Slices {
         Self { units, started: Mutex::default() }
     }
 
-    /// Starts the slices of `relative` that are below `root`, the last one with the values of `files`.
+    /// Starts the slices of `relative` below `root`, the last one with the values of `files`.
     pub(crate) fn start(
         &self,
         mount: &Path,
@@ -84,7 +85,7 @@ impl Slices {
             dir.push(name);
             let Some(name) = name.to_str().filter(|name| name.ends_with(".slice")) else { return Ok(()) };
             let above = parent.replace(name);
-            // The root is somebody else's.
+            // The root belongs to another owner.
             if depth < root.iter().count() || self.is_started(name) && dir.is_dir() {
                 continue;
             }
@@ -98,8 +99,8 @@ impl Slices {
         Ok(())
     }
 
-    /// Makes the file's value a property of the unit that the cgroup is, if it is one and there is such a
-    /// property.
+    /// Sets the file's value as a property of the cgroup's unit, if the cgroup is a unit and the property
+    /// exists.
     pub(crate) fn set(&self, relative: &Path, file: &str, value: &str) -> Result<(), CgroupError> {
         let Some(unit) = unit_of(relative) else { return Ok(()) };
         let properties = properties::of_file(file, value);
@@ -117,7 +118,7 @@ impl Slices {
         Ok(())
     }
 
-    /// Changes whenever systemd may have written all values anew.
+    /// Returns a channel that changes whenever systemd may have overwritten all values.
     pub(crate) fn rewrites(&self) -> watch::Receiver<u64> {
         self.units.rewrites()
     }
@@ -127,12 +128,12 @@ impl Slices {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, BTreeSet<String>> {
-        // Each change is one insertion or removal.
+        // Each change is a single insertion or removal.
         self.started.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The unit that a cgroup is.
+/// Returns the unit of a cgroup, if the cgroup is a unit.
 fn unit_of(relative: &Path) -> Option<&str> {
     relative.file_name()?.to_str().filter(|name| names::is_unit(name))
 }

@@ -1,10 +1,10 @@
-//! A cgroup's files as properties of its unit. Pure.
+//! Converts a cgroup's files to properties of its unit. Pure.
 //!
-//! systemd writes what it knows of a unit whenever it comes to it (a `daemon-reload`, another property that
-//! changes), and what it doesn't know at its default. So each value that has a property is one, as with
-//! libcontainer (cgroups/systemd/v2.go, `genV2ResourcesProperties`). Unlike there a quota is not rounded up
-//! to a whole percent: systemd would write that over the value in the file. Only a `daemon-reload` makes it
-//! whole percents (systemd 252), until the next comparison sets it right.
+//! systemd rewrites a unit's known values at some events (a `daemon-reload`, a change of another property),
+//! and the unknown ones with their defaults. So each value with a property is also set as one, as in
+//! libcontainer (cgroups/systemd/v2.go, `genV2ResourcesProperties`). Unlike there, a quota is not rounded up
+//! to a whole percent: systemd would overwrite the value in the file with that. Only a `daemon-reload` rounds
+//! it to whole percents (systemd 252), until the next comparison corrects it.
 
 use beelet_systemd::manager::{Property, Value};
 
@@ -12,18 +12,18 @@ use super::super::Files;
 
 /// No limit, in all properties that are amounts (`CGROUP_LIMIT_MAX`, `USEC_INFINITY`).
 const NO_LIMIT: u64 = u64::MAX;
-/// What a cgroup has once it is not idle any more, until a weight is written (kernel/sched/fair.c,
+/// Weight of a cgroup that stops being idle, until a weight is written (kernel/sched/fair.c,
 /// `sched_group_set_idle`).
 const DEFAULT_WEIGHT: u64 = 100;
-/// `CGROUP_WEIGHT_IDLE`: since systemd 252.
+/// `CGROUP_WEIGHT_IDLE`, since systemd 252.
 const IDLE: u64 = 0;
 
 fn property(name: &'static str, value: Value) -> Property {
     Property { name, value }
 }
 
-/// What a new slice gets, whatever its values are (libcontainer: `UnifiedManager.Apply`). The controllers
-/// that are counted by are those that it has.
+/// Returns the properties of every new slice (libcontainer: `UnifiedManager.Apply`). The accounting
+/// properties select the slice's controllers.
 pub(crate) fn of_slice(parent: Option<&str>) -> Vec<Property> {
     let counted = ["CPUAccounting", "MemoryAccounting", "IOAccounting", "TasksAccounting"];
     let mut properties = vec![
@@ -35,13 +35,13 @@ pub(crate) fn of_slice(parent: Option<&str>) -> Vec<Property> {
     properties
 }
 
-/// The properties that stand for these files.
+/// Returns the properties for these files.
 pub(crate) fn of_files(files: &Files) -> Vec<Property> {
     files.iter().flat_map(|(file, value)| of_file(file, value)).collect()
 }
 
-/// The properties that stand for a file of cgroup v2 with this content. None for what systemd has no word
-/// for: it leaves such a file alone.
+/// Returns the properties for a file of cgroup v2 with this content; none for a file without a property,
+/// which systemd leaves alone.
 pub(crate) fn of_file(file: &str, value: &str) -> Vec<Property> {
     let value = value.trim();
     let one =
@@ -67,7 +67,8 @@ fn amount(value: &str) -> Option<u64> {
     if value == "max" { Some(NO_LIMIT) } else { value.parse().ok() }
 }
 
-/// Microseconds per second, and the period. Rounded up: systemd rounds down when it makes a quota of it.
+/// Returns the quota in microseconds per second, and the period. The quota is rounded up, since systemd
+/// rounds down when it converts it back.
 fn cpu_max(value: &str) -> Option<[Property; 2]> {
     let (quota, period) = value.split_once(' ').unwrap_or((value, "100000"));
     let period: u64 = period.parse().ok().filter(|period| *period > 0)?;
@@ -81,9 +82,9 @@ fn cpu_max(value: &str) -> Option<[Property; 2]> {
     ])
 }
 
-/// `0-3,8` as bits, the lowest first (libcontainer: `RangeToBits`).
+/// Converts `0-3,8` to bits, the lowest first (libcontainer: `RangeToBits`).
 fn bits(list: &str) -> Option<Vec<u8>> {
-    /// More than any kernel's CONFIG_NR_CPUS.
+    /// Upper bound, above any kernel's CONFIG_NR_CPUS.
     const MOST: usize = 1 << 16;
     let mut bytes = Vec::new();
     for range in list.split(',').filter(|range| !range.is_empty()) {
@@ -158,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn what_systemd_has_no_word_for_is_no_property() {
+    fn files_unknown_to_systemd_have_no_property() {
         for file in ["cpu.max.burst", "memory.oom.group", "hugetlb.2MB.max", "cgroup.freeze"] {
             check(file, "1", &[]);
         }

@@ -1,4 +1,4 @@
-//! Over plain folders, with a systemd that only notes what it was asked for, and makes folders.
+//! Tests over plain folders, with a systemd that only records its calls, and makes folders.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use super::super::{Cgroups, Hierarchy, Layout, Store, Version, names::Names};
 use super::*;
 
-/// What a slice's folder has: a kernel's files.
+/// Files in a slice's folder, as the kernel makes them.
 const FILES: [(&str, &str); 8] = [
     ("cgroup.controllers", "cpu memory pids\n"),
     ("cgroup.subtree_control", "cpu memory pids\n"),
@@ -46,8 +46,8 @@ impl Notes {
         Ok(())
     }
 
-    /// What was asked for since the last time.
-    fn take(&self) -> Vec<String> {
+    /// Returns the calls since the last time.
+    fn drain(&self) -> Vec<String> {
         std::mem::take(&mut *self.asked.lock().unwrap())
     }
 
@@ -115,7 +115,7 @@ fn a_pods_slices_are_started_from_the_top_once_and_its_values_are_properties() {
     let (_dir, cgroups, notes) = machine("");
     let values = files(&[("cpu.weight", "39"), ("cpu.max", "50000 100000"), ("memory.max", "134217728")]);
     cgroups.ensure(POD, &values).unwrap();
-    let asked = notes.take();
+    let asked = notes.drain();
     let set = "CPUQuotaPerSecUSec=500000 CPUQuotaPeriodUSec=100000 CPUWeight=39 MemoryMax=134217728";
     assert_eq!(
         asked[..3],
@@ -129,16 +129,16 @@ fn a_pods_slices_are_started_from_the_top_once_and_its_values_are_properties() {
         assert_eq!(cgroups.read(POD, file).as_deref(), Some(value.as_str()));
     }
     cgroups.ensure(POD, &values).unwrap();
-    assert!(notes.take().is_empty());
+    assert!(notes.drain().is_empty());
     assert_eq!(cgroups.list_pods().unwrap(), [POD]);
     assert_eq!(cgroups.cri_parent(POD), format!("/kubepods.slice/kubepods-burstable.slice/{SLICE}"));
 }
 
 #[test]
-fn what_changes_is_a_property_before_it_is_in_the_file_and_neither_while_the_bus_is_away() {
+fn a_change_is_a_property_before_it_is_in_the_file_and_neither_while_the_bus_is_away() {
     let (_dir, cgroups, notes) = machine("");
     cgroups.ensure(POD, &Files::new()).unwrap();
-    notes.take();
+    notes.drain();
     let wanted = [(POD.to_owned(), files(&[("pids.max", "100")]))].into();
     *notes.is_away.lock().unwrap() = true;
     let report = cgroups.adjust(&wanted, super::super::Adjust::All);
@@ -146,7 +146,7 @@ fn what_changes_is_a_property_before_it_is_in_the_file_and_neither_while_the_bus
     assert_eq!(cgroups.read(POD, "pids.max").as_deref(), Some("max"));
     *notes.is_away.lock().unwrap() = false;
     assert_eq!(cgroups.adjust(&wanted, super::super::Adjust::All).changed.len(), 1);
-    assert_eq!(notes.take(), [format!("set {SLICE} TasksMax=100")]);
+    assert_eq!(notes.drain(), [format!("set {SLICE} TasksMax=100")]);
     assert_eq!(cgroups.read(POD, "pids.max").as_deref(), Some("100"));
 }
 
@@ -154,11 +154,11 @@ fn what_changes_is_a_property_before_it_is_in_the_file_and_neither_while_the_bus
 fn a_memory_limit_that_would_kill_does_not_become_a_property() {
     let (_dir, cgroups, notes) = machine("");
     cgroups.ensure(POD, &Files::new()).unwrap();
-    notes.take();
+    notes.drain();
     let report = cgroups
         .adjust(&[(POD.to_owned(), files(&[("memory.max", "4096")]))].into(), super::super::Adjust::All);
     assert!(matches!(report.failed[0], CgroupError::WouldKill { .. }), "{report:?}");
-    assert!(notes.take().is_empty());
+    assert!(notes.drain().is_empty());
 }
 
 #[test]
@@ -171,12 +171,12 @@ fn a_containers_scope_is_found_and_given_properties_but_never_stopped() {
     fs::create_dir(&folder).unwrap();
     fs::write(folder.join("cpu.weight"), "100\n").unwrap();
     fs::write(folder.join("cpu.max.burst"), "0\n").unwrap();
-    notes.take();
+    notes.drain();
     let path = cgroups.container_path(POD, &id).unwrap();
     assert_eq!(path, format!("{POD}/{scope}"));
     cgroups.hold(&path, "cpu.weight", "100", Some("7")).unwrap();
     cgroups.hold(&path, "cpu.max.burst", "0", Some("1000")).unwrap();
-    assert_eq!(notes.take(), [format!("set {scope} CPUWeight=7")]);
+    assert_eq!(notes.drain(), [format!("set {scope} CPUWeight=7")]);
     assert_eq!(cgroups.read(&path, "cpu.max.burst").as_deref(), Some("1000"));
     let found = cgroups.find_containers(&[id.as_str()].into());
     assert!(cgroups.open(&found[&id]).is_ok());
@@ -186,17 +186,17 @@ fn a_containers_scope_is_found_and_given_properties_but_never_stopped() {
 fn a_removed_pods_slice_is_stopped_and_may_come_again() {
     let (dir, cgroups, notes) = machine("");
     cgroups.ensure(POD, &Files::new()).unwrap();
-    notes.take();
+    notes.drain();
     cgroups.destroy(POD).unwrap();
-    assert_eq!(notes.take(), [format!("stop {SLICE}")]);
+    assert_eq!(notes.drain(), [format!("stop {SLICE}")]);
     assert!(!cgroups.exists(POD) && cgroups.list_pods().unwrap().is_empty());
     assert!(dir.path().join("kubepods.slice/kubepods-burstable.slice").is_dir());
     cgroups.ensure(POD, &Files::new()).unwrap();
-    assert_eq!(notes.take(), [format!("start {SLICE}")]);
+    assert_eq!(notes.drain(), [format!("start {SLICE}")]);
 }
 
 #[test]
-fn the_root_is_somebody_elses_slice() {
+fn the_root_slice_is_never_started() {
     let (dir, cgroups, notes) = machine("/my-root");
     assert!(cgroups.require_root().is_err());
     fs::create_dir(dir.path().join("my_root.slice")).unwrap();
@@ -205,7 +205,7 @@ fn the_root_is_somebody_elses_slice() {
     }
     cgroups.require_root().unwrap();
     cgroups.ensure("/kubepods", &Files::new()).unwrap();
-    assert_eq!(notes.take(), ["start my_root-kubepods.slice"]);
+    assert_eq!(notes.drain(), ["start my_root-kubepods.slice"]);
     assert_eq!(cgroups.pods_roots(), ["/my_root-kubepods.slice"]);
     assert!(cgroups.open("/my_root-kubepods.slice").is_ok());
 }

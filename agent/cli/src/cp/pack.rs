@@ -1,4 +1,4 @@
-//! Files and folders of this machine into an archive, on its way to a container.
+//! Packs local files and directories into an archive for a container.
 
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -7,13 +7,13 @@ use beelet_proto::beelet as proto;
 use beelet_proto::beelet::exec_input::Input;
 use tokio::sync::mpsc;
 
-/// Bytes in one message.
+/// Bytes per message.
 const PIECE: usize = 32 << 10;
 
-/// What is to be packed.
+/// A local path to pack.
 pub(super) struct Packer {
     path: PathBuf,
-    /// What it is called there; "." if what is in the folder goes without it.
+    /// Name in the archive; "." for the content of a directory.
     name: String,
 }
 
@@ -22,11 +22,10 @@ impl Packer {
         Self { path: path.to_owned(), name: name.to_owned() }
     }
 
-    /// Writes the archive, and that there is no more. A folder is walked as it is; links in it are copied as
-    /// links.
+    /// Writes the archive and closes the command's input. Links inside a directory are copied as links.
     pub(super) fn pack(&self, input: &mpsc::Sender<proto::ExecInput>) -> io::Result<()> {
         let packed = self.write(BufWriter::with_capacity(PIECE, Sender(input)));
-        // Where nobody reads any more, what reads says why.
+        // If the receiver is closed, the receiving side reports the cause.
         let _ = input.blocking_send(proto::ExecInput { input: Some(Input::StdinClosed(true)) });
         match packed {
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
@@ -37,7 +36,7 @@ impl Packer {
     fn write(&self, out: impl Write) -> io::Result<()> {
         let mut archive = tar::Builder::new(out);
         archive.follow_symlinks(false);
-        // What is named on the command line is meant, not a link to it.
+        // A link on the command line stands for its target.
         let path = self.path.canonicalize()?;
         if path.is_dir() {
             archive.append_dir_all(&self.name, &path)?;

@@ -1,6 +1,6 @@
-//! An archive that a container made, unpacked here. It is hostile: every member goes to a place below the
-//! target that no link leads out of (openat2(2) with `RESOLVE_BENEATH` and `RESOLVE_NO_SYMLINKS`), nothing
-//! that is there is written through, and special bits are dropped.
+//! Unpacks an archive from a container. The archive is untrusted: every member stays below the target and no
+//! link leads out of it (openat2(2) with `RESOLVE_BENEATH` and `RESOLVE_NO_SYMLINKS`), existing files are
+//! replaced and never written through, and special mode bits are dropped.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -16,47 +16,46 @@ use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 use tokio::sync::mpsc;
 
-/// Most lines about what was left out.
+/// Maximum lines about skipped members.
 const MOST_LINES: usize = 20;
-/// Folders in each other that are made at most.
+/// Maximum depth of nested directories.
 const DEEPEST: usize = 256;
 
-/// Where things go.
+/// Target directory and naming of an archive's members.
 pub(super) struct Unpacker {
     root: OwnedFd,
-    /// What members' names begin with in the archive; "." if with nothing.
+    /// First part of the members' names in the archive, or ".".
     name: Vec<u8>,
-    /// What it is called here; None: as there.
+    /// Local name; None keeps the name in the archive.
     renamed: Option<Vec<u8>>,
     left_out: Vec<String>,
     more: usize,
-    /// Something was copied.
+    /// True once a member has been copied.
     made: bool,
 }
 
 impl Unpacker {
-    /// For what is called `name` in the archive: it goes into `to` if that is a folder, else it gets that
-    /// name.
+    /// Unpacks `name` of the archive into `to` if that is a directory, else under the name `to`.
     pub(super) fn new(name: &str, to: &Path) -> anyhow::Result<Self> {
         let is_into = to.is_dir();
         let all = name == ".";
         if all && !is_into {
-            fs::create_dir(to).with_context(|| format!("cannot make {}", to.display()))?;
+            fs::create_dir(to).with_context(|| format!("cannot create {}", to.display()))?;
         }
         let (folder, renamed) = if is_into || all {
             (to, None)
         } else {
-            let name = to.file_name().with_context(|| format!("{} is no name for a file", to.display()))?;
+            let name = to.file_name().with_context(|| format!("{} is not a file name", to.display()))?;
             let folder = to.parent().filter(|folder| !folder.as_os_str().is_empty());
             (folder.unwrap_or(Path::new(".")), Some(name.as_bytes().to_vec()))
         };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = rustix::fs::open(folder, flags, Mode::empty());
-        let root = root.with_context(|| format!("cannot use the folder {}", folder.display()))?;
+        let root = root.with_context(|| format!("cannot open the directory {}", folder.display()))?;
         Ok(Self { root, name: name.as_bytes().to_vec(), renamed, left_out: Vec::new(), more: 0, made: false })
     }
 
-    /// Unpacks all that comes; what was left out and why, a line each.
+    /// Unpacks all members and returns one line per skipped member with the reason.
     pub(super) fn unpack(
         mut self,
         pieces: mpsc::Receiver<io::Result<Vec<u8>>>,
@@ -65,15 +64,15 @@ impl Unpacker {
         while let Some(member) = reader.next_member()? {
             let shown = String::from_utf8_lossy(&member.name).into_owned();
             let Some(parts) = self.parts(&member.name) else {
-                self.leave_out(&shown, "it leads out of what is copied");
+                self.leave_out(&shown, "its path leads out of the copied tree");
                 continue;
             };
             self.one(&member, &parts, &mut reader).with_context(|| shown)?;
         }
-        // The rest is read, so that the other side can end.
+        // Reads the rest so that the sender can finish.
         io::copy(&mut reader.into_inner(), &mut io::sink())?;
         if let (false, [why, ..]) = (self.made, &self.left_out[..]) {
-            bail!("nothing is copied ({why})");
+            bail!("nothing was copied ({why})");
         }
         if self.more > 0 {
             self.left_out.push(format!("and {} more", self.more));
@@ -81,7 +80,7 @@ impl Unpacker {
         Ok(self.left_out)
     }
 
-    /// A member's place below the target; None if it is somewhere else.
+    /// Returns a member's path below the target, or None if the member lies elsewhere.
     fn parts(&self, name: &[u8]) -> Option<Vec<Vec<u8>>> {
         let mut parts: Vec<Vec<u8>> = archive::parts(name)?.into_iter().map(<[u8]>::to_vec).collect();
         if self.name != b"." {
@@ -111,19 +110,19 @@ impl Unpacker {
             }
             Kind::Link(target) => {
                 let target = String::from_utf8_lossy(target);
-                let why = format!("it is a link that leads out of what is copied, to {target}");
+                let why = format!("its link target {target} is outside the copied tree");
                 self.leave_out(&shown(), &why);
                 return Ok(());
             }
             Kind::HardLink(target) => match self.parts(target) {
                 Some(target) => self.copy(&target, folder.as_fd(), name, member.mode)?,
                 None => {
-                    self.leave_out(&shown(), "it is a link that leads out of what is copied");
+                    self.leave_out(&shown(), "its hard link target is outside the copied tree");
                     return Ok(());
                 }
             },
             Kind::Other => {
-                self.leave_out(&shown(), "it is no file, folder or link");
+                self.leave_out(&shown(), "not a file, directory or link");
                 return Ok(());
             }
         }
@@ -131,7 +130,7 @@ impl Unpacker {
         Ok(())
     }
 
-    /// The folder of these names, made where it is missing. No name of it may be a link.
+    /// Opens the directory at this path and creates missing parts. No part may be a link.
     fn folder(&self, parts: &[Vec<u8>]) -> anyhow::Result<OwnedFd> {
         let mut folder = self.root.try_clone()?;
         for part in parts {
@@ -144,7 +143,7 @@ impl Unpacker {
             }
             .map_err(|error| match error {
                 Errno::LOOP | Errno::XDEV | Errno::NOTDIR => {
-                    anyhow::anyhow!("a link or a file is in its way")
+                    anyhow::anyhow!("a link or a file blocks the path")
                 }
                 error => error.into(),
             })?;
@@ -152,28 +151,28 @@ impl Unpacker {
         Ok(folder)
     }
 
-    /// Returns true if a link at this depth can't lead out, whatever else is in the archive: all its `..`
-    /// stand at its begin, and are not more than it has folders above it. A link behind its first name obeys
-    /// the same rule.
+    /// Returns true if a link at this depth stays within the copied tree, regardless of the other members:
+    /// all its `..` stand at its beginning, and there are at most as many as directories above the link. A
+    /// link that the target passes through obeys the same rule.
     fn stays(&self, target: &[u8], depth: usize) -> bool {
         let parts: Vec<&[u8]> =
             target.split(|byte| *byte == b'/').filter(|part| !part.is_empty() && *part != b".").collect();
         let up = parts.iter().take_while(|part| **part == b"..").count();
-        // What is copied is itself below the target.
+        // The copied directory is itself below the target.
         let above = if self.name == b"." { depth } else { depth.saturating_sub(1) };
         let has_folder = self.name == b"." || depth > 0;
         !target.starts_with(b"/") && has_folder && up <= above && !parts[up..].contains(&&b".."[..])
     }
 
-    /// A hard link: the content of the file that was unpacked already.
+    /// Copies the content of the already unpacked file that a hard link names.
     fn copy(&self, from: &[Vec<u8>], folder: BorrowedFd<'_>, name: &[u8], mode: u32) -> anyhow::Result<()> {
-        let Some((from_name, folders)) = from.split_last() else { bail!("it is a link to nothing") };
+        let Some((from_name, folders)) = from.split_last() else { bail!("hard link without a target") };
         let from = self.folder(folders)?;
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let mut from =
             File::from(rustix::fs::openat(from, OsStr::from_bytes(from_name), flags, Mode::empty())?);
         if !from.metadata()?.is_file() {
-            bail!("it is a link to what is no file");
+            bail!("hard link to something other than a file");
         }
         let mut file = new_file(folder, name, mode)?;
         io::copy(&mut from, &mut file)?;
@@ -182,7 +181,7 @@ impl Unpacker {
 
     fn leave_out(&mut self, name: &str, why: &str) {
         if self.left_out.len() < MOST_LINES {
-            self.left_out.push(format!("left out: {name}: {why}"));
+            self.left_out.push(format!("skipped {name}: {why}"));
         } else {
             self.more += 1;
         }
@@ -199,13 +198,13 @@ fn make_folder(folder: BorrowedFd<'_>, name: &[u8]) -> anyhow::Result<()> {
     match rustix::fs::mkdirat(folder, OsStr::from_bytes(name), Mode::from_raw_mode(0o777)) {
         Err(Errno::EXIST) => match open_folder(folder, name) {
             Ok(_) => Ok(()),
-            Err(_) => bail!("something else than a folder is in its place"),
+            Err(_) => bail!("the path exists and is not a directory"),
         },
         made => Ok(made?),
     }
 }
 
-/// A file that was not there: what is in its place goes, unless it is a folder.
+/// Creates a file that did not exist: removes any existing entry except a directory.
 fn new_file(folder: BorrowedFd<'_>, name: &[u8], mode: u32) -> anyhow::Result<File> {
     clear(folder, name)?;
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -216,7 +215,7 @@ fn new_file(folder: BorrowedFd<'_>, name: &[u8], mode: u32) -> anyhow::Result<Fi
 fn clear(folder: BorrowedFd<'_>, name: &[u8]) -> anyhow::Result<()> {
     match rustix::fs::unlinkat(folder, OsStr::from_bytes(name), AtFlags::empty()) {
         Err(Errno::NOENT) | Ok(()) => Ok(()),
-        Err(Errno::ISDIR) => bail!("a folder is in its place"),
+        Err(Errno::ISDIR) => bail!("the path is an existing directory"),
         Err(error) => Err(error.into()),
     }
 }

@@ -1,4 +1,4 @@
-//! The node as text, laid out as `kubectl describe node` does it.
+//! The text of `beelet describe node`, laid out as `kubectl describe node`.
 
 use beelet_model::table::{PodName, PodTable};
 use beelet_policy::resources::{CPU, EPHEMERAL_STORAGE, MEMORY};
@@ -20,7 +20,7 @@ const CONDITIONS: &[&str] = &["TYPE", "STATUS", "SINCE", "REASON", "MESSAGE"];
 const PODS: &[&str] = &["NAMESPACE", "NAME", "CPU", "MEMORY", "EPHEMERAL-STORAGE", "OTHER"];
 const EVENTS: &[&str] = &["TYPE", "REASON", "AGE", "MESSAGE"];
 
-/// The whole description.
+/// Returns the full description.
 pub(super) fn text(
     node: &proto::GetNodeResponse,
     table: &PodTable,
@@ -54,7 +54,7 @@ pub(super) fn text(
             vec![namespace, name, cpu, memory, storage, other.join(" ")]
         })
         .collect();
-    section(&mut text, "Requests of pods that have not ended", &Columns::new(PODS).table(&pods));
+    section(&mut text, "Non-terminated Pods", &Columns::new(PODS).table(&pods));
     if events.is_empty() {
         text += "Events:   <none>\n";
     } else {

@@ -1,4 +1,4 @@
-//! What lies in the agent's folder beside the pods, as text, and which pods use it.
+//! The text of ConfigMaps, Secrets and classes in the manifest directory, with the pods that use them.
 
 use std::collections::BTreeMap;
 
@@ -27,16 +27,16 @@ use beelet_client::Client;
 /// Arguments of `beelet describe configmap` and the like.
 #[derive(Debug, Args)]
 pub(super) struct ObjectArgs {
-    /// The object's name.
+    /// Name of the object.
     name: String,
-    /// The object's namespace; needed only where two have the name.
+    /// Namespace of the object. Required only if two objects have the same name.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
     #[command(flatten)]
     agent: AgentArgs,
 }
 
-/// Shows the object of this kind (`ConfigMap`, …).
+/// Prints the object of this kind (`ConfigMap`, …).
 pub(super) async fn describe(kind: &str, args: &ObjectArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
     let request = proto::ListRequest {
@@ -50,7 +50,7 @@ pub(super) async fn describe(kind: &str, args: &ObjectArgs) -> anyhow::Result<()
         [one] => one,
         [] => return Err(no_such(kind, &args.name)),
         [first, second, ..] => bail!(
-            "{:?} may be that of the namespace {} or of {}: say which by --namespace",
+            "{:?} exists in the namespaces {} and {}: choose one with `--namespace`",
             args.name,
             first.namespace,
             second.namespace
@@ -60,7 +60,7 @@ pub(super) async fn describe(kind: &str, args: &ObjectArgs) -> anyhow::Result<()
     Ok(print(&text(one, &table, Timestamp::now())?)?)
 }
 
-/// The whole description. The values of a Secret are not in it.
+/// Returns the full description, without the values of a Secret.
 fn text(object: &proto::Described, table: &PodTable, now: Timestamp) -> anyhow::Result<String> {
     let mut text = Text::default();
     match object.kind.as_str() {
@@ -79,7 +79,7 @@ fn text(object: &proto::Described, table: &PodTable, now: Timestamp) -> anyhow::
             text.list(0, "Used By", users(table, Kind::Secret, object));
             let plain = secret.string_data.into_iter().flatten().map(|(key, value)| (key, value.len()));
             let encoded = secret.data.into_iter().flatten().map(|(key, value)| (key, value.0.len()));
-            // Of a key that is in both the plain one counts, as in the API server.
+            // stringData wins over data for a key in both, as in the API server.
             let all: BTreeMap<String, usize> = encoded.chain(plain).collect();
             sizes(&mut text, "Data", all.into_iter());
         }
@@ -110,13 +110,13 @@ fn text(object: &proto::Described, table: &PodTable, now: Timestamp) -> anyhow::
     Ok(text.0)
 }
 
-/// Writes what every object has, and reads the object.
+/// Writes the common fields and parses the object.
 fn head<T>(text: &mut Text, object: &proto::Described, now: Timestamp) -> anyhow::Result<T>
 where
     T: ApiType + Metadata<Ty = ObjectMeta>,
 {
     let read = T::from_json(&object.json)
-        .context("the agent sent an object that can't be read; is it of another version?")?;
+        .context("cannot parse the agent's object; does the agent have another version?")?;
     text.line(0, "Name", &object.name);
     text.set(0, "Namespace", Some(&object.namespace));
     text.metadata(read.metadata());
@@ -126,7 +126,7 @@ where
     Ok(read)
 }
 
-/// The pods that refer to the object.
+/// Returns the pods that refer to the object.
 fn users(table: &PodTable, kind: Kind, object: &proto::Described) -> Vec<String> {
     let wanted = Reference { kind, namespace: object.namespace.clone(), name: object.name.clone() };
     pods(table, |pod| references::of(pod).contains(&wanted))
@@ -169,7 +169,7 @@ mod tests {
     use super::*;
     use crate::get::objects::tests::described;
 
-    /// The description's lines, each with single blanks.
+    /// Returns the lines of the description, each with single blanks.
     fn check(kind: &str, namespace: &str, json: &Value, expected: &str) {
         let pod = json!({"metadata": {"name": "web-n1", "namespace": "shop"},
             "spec": {"priorityClassName": "conf", "containers": [{"name": "main", "envFrom":

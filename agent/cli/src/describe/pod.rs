@@ -1,4 +1,4 @@
-//! A pod as text, laid out as `kubectl describe pod` does it.
+//! The text of `beelet describe pod`, laid out as `kubectl describe pod`.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ use crate::get::columns::Columns;
 use crate::waited;
 use crate::why::Warnings;
 
-/// The whole description.
+/// Returns the full description.
 pub(super) fn text(
     pod: &Pod,
     signals: &[proto::SignalContainer],
@@ -90,7 +90,7 @@ fn head(text: &mut Text, pod: &Pod, spec: &PodSpec, status: &PodStatus) {
     text.list(0, "IPs", status.pod_ips.iter().flatten().map(|ip| ip.ip.clone()));
 }
 
-/// Sentences about what a container waited for.
+/// Sentences about the waits of a container.
 struct Waits {
     cpu: Option<String>,
     memory: Option<String>,
@@ -211,7 +211,7 @@ fn variable(variable: &EnvVar) -> String {
     String::new()
 }
 
-/// `tcp-socket :80 delay=0s timeout=1s period=10s #success=1 #failure=3`
+/// Returns a line such as `tcp-socket :80 delay=0s timeout=1s period=10s #success=1 #failure=3`.
 fn probe(probe: &Probe) -> String {
     let port = |port: &IntOrString| match port {
         IntOrString::Int(number) => number.to_string(),
@@ -253,7 +253,7 @@ fn conditions(text: &mut Text, status: &PodStatus) {
     table(text, &["Type", "Status", "Reason"], &rows);
 }
 
-/// A table below its heading.
+/// Writes a table below its heading.
 fn table(text: &mut Text, titles: &'static [&'static str], rows: &[Vec<String>]) {
     let mut columns = Columns::new(titles);
     rows.iter().for_each(|row| columns.fit(row));
@@ -267,7 +267,7 @@ fn volumes(text: &mut Text, spec: &PodSpec) {
     text.line(0, "Volumes", if volumes.is_empty() { "<none>" } else { "" });
     for volume in volumes {
         text.push(&format!("  {}:", volume.name));
-        // Each kind of volume is one field, which says what it is.
+        // A volume has one field besides its name, and that field names its type.
         let Value::Object(fields) = volume.to_value() else { continue };
         for (kind, source) in fields.iter().filter(|(key, _)| *key != "name") {
             text.line(2, "Type", kind);
@@ -278,7 +278,7 @@ fn volumes(text: &mut Text, spec: &PodSpec) {
     }
 }
 
-/// A value of a volume's; modes as they are written in manifests.
+/// Returns the text of a volume's field; file modes are octal, as in manifests.
 fn volume_value(key: &str, value: &Value) -> String {
     match (key, value.as_u64()) {
         ("defaultMode", Some(mode)) => format!("{mode:04o}"),
@@ -362,8 +362,8 @@ mod tests {
         let text = text(&pod, &[waiting], &[event], Timestamp::from_second(60).unwrap());
         for expected in [
             "Name:                 web-n1\n",
-            "Why:                  container main: killed by the kernel for want of memory, last words: \\u{1b}[2J  Ready: \
-             True; it is started again after a back-off\n",
+            "Why:                  container main: killed by the kernel (out of memory), last words: \\u{1b}[2J  Ready: \
+             True; restarting after a back-off\n",
             "Labels:               a=1\n                      b=2\n",
             "Containers:\n  main:\n    Container ID:\n    Image:            busybox\n",
             "    State:            Waiting\n      Reason:         CrashLoopBackOff\n",

@@ -1,4 +1,4 @@
-//! Text for people, laid out as `kubectl describe` does it.
+//! Text laid out as `kubectl describe` does.
 
 use std::collections::BTreeMap;
 
@@ -6,15 +6,15 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::plain;
 
-/// The width of the first column of a level.
+/// Width of the first column of a level.
 const LABEL: usize = 22;
 
-/// Lines of `label: value`, indented by levels of two.
+/// Lines of `label: value`, indented by two blanks per level.
 #[derive(Default)]
 pub(super) struct Text(pub(super) String);
 
 impl Text {
-    /// Of a value with several lines, each begins where the first one does.
+    /// Writes a value; further lines of the value are aligned with the first one.
     pub(super) fn line(&mut self, level: usize, label: &str, value: &str) {
         let (label, mut values) = (format!("{label}:"), value.lines());
         let first = values.next().unwrap_or_default();
@@ -29,7 +29,7 @@ impl Text {
         }
     }
 
-    /// A line, whatever is in it, without blanks at its end.
+    /// Writes a line with escaped control characters and without trailing blanks.
     pub(super) fn push(&mut self, line: &str) {
         self.0.push_str(plain::line(line).trim_end());
         self.0.push('\n');
@@ -41,7 +41,7 @@ impl Text {
         }
     }
 
-    /// One value per line, the label before the first.
+    /// Writes one value per line, the label before the first.
     pub(super) fn list(&mut self, level: usize, label: &str, values: impl IntoIterator<Item = String>) {
         let mut values = values.into_iter();
         self.line(level, label, &values.next().unwrap_or_else(|| "<none>".to_owned()));
@@ -50,7 +50,7 @@ impl Text {
         }
     }
 
-    /// Labels and annotations.
+    /// Writes the labels and annotations.
     pub(super) fn metadata(&mut self, meta: &ObjectMeta) {
         let pairs = |map: &Option<BTreeMap<String, String>>, sign: &str| -> Vec<String> {
             map.iter().flatten().map(|(key, value)| format!("{key}{sign}{}", value.trim_end())).collect()

@@ -1,4 +1,5 @@
-//! How long the certificates hold that a node of a cluster shows and trusts, as far as they lie in files.
+//! Remaining validity of the certificates that a node of a cluster presents and trusts, as far as they are
+//! files.
 
 use std::fs::File;
 use std::io::Read;
@@ -10,12 +11,12 @@ use x509_parser::pem::Pem;
 use super::{Finding, Patient};
 
 const CHECK: &str = "certificates";
-/// Most bytes that are read of a file.
+/// Maximum bytes read from a file.
 const MOST: u64 = 1 << 20;
-/// So long before its end a certificate should have been renewed.
+/// Remaining validity at which a certificate should already have been renewed.
 const SOON: SignedDuration = SignedDuration::from_hours(7 * 24);
 
-/// A file with a certificate, and what its end means.
+/// A certificate file, and the effect of its expiry.
 struct Use {
     what: &'static str,
     path: PathBuf,
@@ -26,14 +27,14 @@ struct Use {
 pub(super) fn expiry(patient: &Patient) -> Vec<Finding> {
     let config = &patient.config;
     let folder = config.cert_dir();
-    let serving = "nobody gets logs, metrics or a shell from this node";
-    let approve = "see who approves its requests (kubectl get csr), and whether the clock is right";
+    let serving = "clients cannot get logs, metrics or a shell from this node";
+    let approve = "check that its requests are approved (`kubectl get csr`) and that the clock is right";
     let of_cluster = [
         Use {
             what: "the client certificate",
             path: folder.join("kubelet-client-current.pem"),
-            consequence: "the API server does not know this node any more",
-            remedy: "set rotateCertificates, see who approves its requests (kubectl get csr), and whether the clock is right",
+            consequence: "the API server rejects this node",
+            remedy: "set `rotateCertificates`, and check that its requests are approved (`kubectl get csr`) and that the clock is right",
         },
         Use {
             what: "the serving certificate",
@@ -42,24 +43,25 @@ pub(super) fn expiry(patient: &Patient) -> Vec<Finding> {
             remedy: approve,
         },
     ];
-    // On a node of its own they are left from a kubelet, and nothing shows them.
+    // On a standalone node these files are leftovers of a kubelet and unused.
     let mut uses: Vec<Use> = of_cluster.into_iter().filter(|_| patient.in_cluster).collect();
     if let Some(files) = &config.server.tls_files {
-        let (path, remedy) = (files.certificate.clone(), "replace tlsCertFile and tlsPrivateKeyFile");
+        let (path, remedy) =
+            (files.certificate.clone(), "replace the files of `tlsCertFile` and `tlsPrivateKeyFile`");
         uses.push(Use { what: "the serving certificate", path, consequence: serving, remedy });
     }
     if let Some(path) = config.server.client_ca_file.clone() {
         uses.push(Use {
-            what: "the authority of clients",
+            what: "the client CA certificate",
             path,
-            consequence: "the API server may not ask this node for anything",
-            remedy: "replace clientCAFile",
+            consequence: "this node rejects all requests of the API server",
+            remedy: "replace the file of `clientCAFile`",
         });
     }
     uses.iter().filter_map(|one| judge(one, read(&one.path)?, Timestamp::now())).collect()
 }
 
-/// The end of the certificate that ends first; None where there is no file.
+/// Returns the earliest expiry of the certificates in the file, or None without a file.
 fn read(path: &Path) -> Option<Result<Timestamp, String>> {
     let mut text = Vec::new();
     match File::open(path).and_then(|file| file.take(MOST).read_to_end(&mut text)) {
@@ -81,7 +83,7 @@ fn first_end(text: &[u8]) -> Result<Timestamp, String> {
         let end = certificate.validity().not_after.timestamp();
         first = Some(first.map_or(end, |known: i64| known.min(end)));
     }
-    let end = first.ok_or("there is no certificate in it")?;
+    let end = first.ok_or("the file contains no certificate")?;
     Timestamp::from_second(end).map_err(|error| error.to_string())
 }
 
@@ -91,20 +93,20 @@ fn judge(of: &Use, end: Result<Timestamp, String>, now: Timestamp) -> Option<Fin
     let end = match end {
         Ok(end) => end,
         Err(why) => {
-            let detail = format!("{what} {path} can't be read: {why}");
+            let detail = format!("cannot read {what} {path}: {why}");
             return Some(Finding::degraded(CHECK, detail, *consequence, *remedy));
         }
     };
     let left = end.duration_since(now);
     let days = left.as_hours().abs() / 24;
     let finding = if left.is_negative() {
-        let detail = format!("{what} {path} has expired {days} days ago ({end})");
+        let detail = format!("{what} {path} expired {days} days ago ({end})");
         Finding::degraded(CHECK, detail, *consequence, *remedy)
     } else if left < SOON {
         let detail = format!("{what} {path} expires in {days} days ({end})");
-        Finding::degraded(CHECK, detail, format!("from then on, {consequence}"), *remedy)
+        Finding::degraded(CHECK, detail, format!("after its expiry, {consequence}"), *remedy)
     } else {
-        Finding::ok(CHECK, format!("{what} holds for {days} days"))
+        Finding::ok(CHECK, format!("{what} is valid for {days} days"))
     };
     Some(finding)
 }
@@ -124,10 +126,10 @@ mod tests {
             assert_eq!(finding.state, state, "{finding:?}");
             assert!(finding.detail.contains(part), "{finding:?}");
         };
-        check(Ok("2027-06-01T00:00:00Z"), State::Ok, "holds for 365 days");
+        check(Ok("2027-06-01T00:00:00Z"), State::Ok, "is valid for 365 days");
         check(Ok("2026-06-04T00:00:00Z"), State::Degraded, "/pki/c.pem expires in 3 days");
-        check(Ok("2026-05-22T00:00:00Z"), State::Degraded, "has expired 10 days ago");
-        check(Err("denied"), State::Degraded, "can't be read: denied");
+        check(Ok("2026-05-22T00:00:00Z"), State::Degraded, "expired 10 days ago");
+        check(Err("denied"), State::Degraded, "/pki/c.pem: denied");
     }
 
     #[test]
@@ -136,6 +138,6 @@ mod tests {
         assert_eq!(read(&dir.path().join("none")), None);
         let path = dir.path().join("file");
         std::fs::write(&path, "no PEM").unwrap();
-        assert_eq!(read(&path), Some(Err("there is no certificate in it".to_owned())));
+        assert_eq!(read(&path), Some(Err("the file contains no certificate".to_owned())));
     }
 }

@@ -1,5 +1,5 @@
-//! The BPF programs: loaded for real, into a cgroup and a bpf file system of the doctor's own, and taken away
-//! again. The pins and programs of an agent that runs are not touched.
+//! Loads the BPF programs into a cgroup and a BPF file system of the doctor's own, and removes them again.
+//! The pins and programs of a running agent stay untouched.
 
 use std::fmt;
 use std::fs;
@@ -17,7 +17,7 @@ use beelet_config::Config;
 use beelet_policy::tuner::scheduler::SchedulerKind;
 use beelet_units::{bpf_settings::BpfMode, cgroup_driver::CgroupDriver};
 
-/// What one map takes of the kernel's memory.
+/// Kernel memory of one map.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct MapSize {
@@ -42,20 +42,20 @@ impl fmt::Display for MapSize {
     }
 }
 
-/// What one program costs.
+/// Cost of one program.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct ProgramCost {
     program: &'static str,
     verified_instructions: u32,
     code_bytes: u32,
-    /// Runs of the whole machine while the doctor looked.
+    /// Runs on the whole machine while the doctor counted.
     runs: u64,
-    /// How long one took on average, of which the counting itself is some 20 ns.
+    /// Average time of a run, of which the counting itself takes some 20 ns.
     #[serde(skip_serializing_if = "Option::is_none")]
     ns_per_run: Option<u64>,
-    /// Runs that the kernel passed over since the program was loaded, because the last one on that CPU was
-    /// not over.
+    /// Runs that the kernel skipped since the program was loaded, because the previous run on that CPU had
+    /// not finished.
     #[serde(skip_serializing_if = "Option::is_none")]
     missed: Option<u64>,
 }
@@ -70,11 +70,11 @@ impl fmt::Display for ProgramCost {
         if let Some(ns) = ns_per_run {
             write!(f, " of {ns} ns")?;
         }
-        missed.map_or(Ok(()), |missed| write!(f, ", {missed} passed over by the kernel"))
+        missed.map_or(Ok(()), |missed| write!(f, ", {missed} skipped by the kernel"))
     }
 }
 
-/// What `--bpf` adds to the report.
+/// The part of the report that `--bpf` adds.
 #[derive(Default, Serialize)]
 pub(super) struct Costs {
     pub(super) programs: Vec<ProgramCost>,
@@ -82,20 +82,20 @@ pub(super) struct Costs {
 }
 
 impl Costs {
-    /// What all maps take: for each CPU, and once.
+    /// Returns the memory of all maps, per CPU and shared.
     pub(super) fn memory(&self) -> String {
         let of = |several: bool| -> u64 {
             let maps = self.maps.iter().filter(|map| (map.copies > 1) == several);
             maps.map(|map| map.entries * map.entry_bytes).sum::<u64>() / 1024
         };
-        format!("maps: {} KiB for each CPU and {} KiB once", of(true), of(false))
+        format!("maps: {} KiB per CPU and {} KiB shared", of(true), of(false))
     }
 }
 
-/// How long runs are counted for `--bpf`.
+/// Time for which `--bpf` counts runs.
 const COUNTED_FOR: Duration = Duration::from_secs(1);
 
-/// Which programs attach, and, if asked for, what they cost: those of the agent that runs here, or the
+/// Returns a finding per program, and with `costs` the cost of the running agent's programs, or else of the
 /// doctor's own.
 pub(super) fn programs(config: &Config, costs: bool) -> (Vec<Finding>, Costs) {
     if config.beelet.bpf == BpfMode::Off {
@@ -104,7 +104,7 @@ pub(super) fn programs(config: &Config, costs: bool) -> (Vec<Finding>, Costs) {
     let sandbox = match Sandbox::new(config) {
         Ok(sandbox) => sandbox,
         Err(error) => {
-            let consequence = "whether BPF programs attach is not known";
+            let consequence = "the doctor cannot say which BPF programs attach";
             let remedy = error.remedy();
             return (
                 vec![Finding::degraded("BPF", error.to_string(), consequence, remedy)],
@@ -122,7 +122,7 @@ pub(super) fn programs(config: &Config, costs: bool) -> (Vec<Finding>, Costs) {
                 Finding::ok(capability.program, format!("{}: {why}", beelet_bpf::NOT_NEEDED))
             }
             (Ok(()), None) => {
-                Finding::ok(capability.program, format!("works (it needs {})", capability.needs))
+                Finding::ok(capability.program, format!("attaches (needs {})", capability.needs))
             }
             (Err(why), _) => Finding::degraded(
                 capability.program,
@@ -140,7 +140,7 @@ pub(super) fn programs(config: &Config, costs: bool) -> (Vec<Finding>, Costs) {
         let looked_at = if beelet_bpf::pinned(live.0, live.1).is_ok() { live } else { own };
         match program_costs(looked_at) {
             Ok(programs) => found.programs = programs,
-            Err(error) => eprintln!("warning: what the programs cost is not known: {error}"),
+            Err(error) => eprintln!("warning: cannot measure the cost of the programs: {error}"),
         }
         found.maps = kernel.memory().iter().map(MapSize::from).collect();
     }
@@ -150,24 +150,21 @@ pub(super) fn programs(config: &Config, costs: bool) -> (Vec<Finding>, Costs) {
     (findings, found)
 }
 
-/// Whether the tuner can have its own scheduler, if it is to have one.
+/// Checks the kernel's support for the tuner's own scheduler, if configured.
 fn scheduler(config: &Config) -> Option<Finding> {
     if config.beelet.tuner.scheduler != SchedulerKind::SchedExt {
         return None;
     }
-    let remedy = "use a kernel with CONFIG_SCHED_CLASS_EXT (Linux 6.12), or set tuner.scheduler: cgroups";
+    let remedy = "use a kernel with CONFIG_SCHED_CLASS_EXT (Linux 6.12), or set `tuner.scheduler: cgroups`";
     Some(match Scheduler::supported() {
         Ok(()) => Finding::ok("tuner.scheduler", "this kernel has sched_ext"),
-        Err(error) => Finding::degraded(
-            "tuner.scheduler",
-            error.to_string(),
-            "the tuner goes on with cgroups alone",
-            remedy,
-        ),
+        Err(error) => {
+            Finding::degraded("tuner.scheduler", error.to_string(), "the tuner uses cgroups alone", remedy)
+        }
     })
 }
 
-/// Counts runs for a while.
+/// Counts runs for [`COUNTED_FOR`].
 fn program_costs((bpffs, pin_name): (&Path, &str)) -> Result<Vec<ProgramCost>, KernelError> {
     let statistics = beelet_bpf::count_runs()?;
     let before = beelet_bpf::pinned(bpffs, pin_name)?.programs;
@@ -175,7 +172,7 @@ fn program_costs((bpffs, pin_name): (&Path, &str)) -> Result<Vec<ProgramCost>, K
     let after = beelet_bpf::pinned(bpffs, pin_name)?.programs;
     drop(statistics);
     let cost = |program: &PinnedProgram| {
-        // An agent may have replaced it meanwhile: then all its runs are new.
+        // An agent may have replaced the program in between; all its runs are new in that case.
         let before = before.iter().find(|earlier| earlier.id == program.id);
         let (runs, ns) = before.map_or((0, 0), |earlier| (earlier.runs, earlier.run_ns));
         let (runs, ns) = (program.runs - runs, program.run_ns - ns);
@@ -191,20 +188,20 @@ fn program_costs((bpffs, pin_name): (&Path, &str)) -> Result<Vec<ProgramCost>, K
     Ok(after.iter().map(cost).collect())
 }
 
-/// A cgroup and a mount point that go when the value does.
+/// A cgroup and a mount point, removed when the value is dropped.
 struct Sandbox {
-    /// None once it is removed.
+    /// None after its removal.
     cgroup: Option<Trial>,
     cgroup2: PathBuf,
     bpffs: PathBuf,
 }
 
-/// Why programs can't be tried.
+/// Reason why the programs cannot be tried.
 #[derive(Debug, thiserror::Error)]
 enum SandboxError {
-    #[error("cannot make a cgroup to try programs in: {0}")]
+    #[error("cannot create a cgroup to try programs in: {0}")]
     NoCgroup(#[from] CgroupError),
-    #[error("there is no cgroup2 hierarchy to attach programs to")]
+    #[error("no cgroup2 hierarchy to attach programs to")]
     NoCgroup2,
     #[error("{}: {error}", .folder.display())]
     Folder { folder: PathBuf, error: io::Error },
@@ -216,7 +213,7 @@ impl SandboxError {
             _ if !rustix::process::geteuid().is_root() => "run the doctor as root",
             Self::NoCgroup(_) => "see the finding about cgroups above",
             Self::NoCgroup2 => "mount -t cgroup2 none /sys/fs/cgroup/unified",
-            Self::Folder { .. } => "make that a folder that can be written, or set TMPDIR to one",
+            Self::Folder { .. } => "make that directory writable, or set `TMPDIR` to a writable one",
         }
     }
 }
@@ -239,7 +236,7 @@ impl Sandbox {
 
 impl Drop for Sandbox {
     fn drop(&mut self) {
-        // Not mounted, if the kernel half could not do it.
+        // The BPF file system may not be mounted if the programs could not start.
         let _ = unmount(&self.bpffs, UnmountFlags::DETACH);
         let _ = fs::remove_dir(&self.bpffs);
         if let Some(Err(error)) = self.cgroup.take().map(Trial::remove) {

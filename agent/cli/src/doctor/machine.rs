@@ -1,4 +1,4 @@
-//! The kernel and our privileges.
+//! Checks of the kernel and of the agent's privileges.
 
 use std::fs;
 use std::path::Path;
@@ -10,11 +10,10 @@ use super::{Finding, Patient};
 use beelet_bpf::NetnsHandle;
 use beelet_cgroups::{Cgroups, Version};
 
-/// What file systems and machines may differ by.
+/// Tolerated difference between the clocks of file systems and machines.
 const CLOCK_SLACK: Duration = Duration::from_secs(24 * 3600);
-/// The oldest kernel the BPF programs are made for. They exchange words atomically, which arm64's JIT can
-/// since
-/// 5.18.
+/// The oldest kernel that the BPF programs support. They use atomic exchanges, which the JIT of arm64
+/// supports since Linux 5.18.
 const OLDEST: (u32, u32) = if cfg!(target_arch = "aarch64") { (5, 18) } else { (5, 15) };
 
 pub(super) fn kernel_version(_: &Patient) -> Vec<Finding> {
@@ -32,7 +31,7 @@ fn judge_version(release: &str, oldest: (u32, u32)) -> Finding {
     Finding::degraded(
         "kernel",
         detail,
-        format!("the BPF programs need {}.{}: TCP readiness is found by connecting", oldest.0, oldest.1),
+        format!("the BPF programs need Linux {}.{}; TCP probes connect instead", oldest.0, oldest.1),
         "run a newer kernel",
     )
 }
@@ -44,40 +43,36 @@ pub(super) fn btf(_: &Patient) -> Vec<Finding> {
         Err(error) => Finding::degraded(
             "BTF",
             format!("{path}: {error}"),
-            "the BPF programs cannot find their way in the kernel: TCP readiness is found by connecting",
+            "the BPF programs cannot be relocated for this kernel; TCP probes connect instead",
             "run a kernel built with CONFIG_DEBUG_INFO_BTF=y",
         ),
     }]
 }
 
-/// What each capability is for.
+/// Capabilities with the operation that needs each one, and the effect of its absence.
 const CAPABILITIES: &[(Capability, &str, &str)] = &[
     (
         Capability::CAP_SYS_ADMIN,
-        "networks of pods cannot be entered and nothing mounted",
-        "its kernel-side checks are lost",
+        "the agent cannot enter pod networks or mount file systems",
+        "kernel-side checks of pods are lost",
     ),
-    (Capability::CAP_BPF, "no BPF program can be loaded", "TCP readiness is found by connecting"),
-    (
-        Capability::CAP_PERFMON,
-        "no BPF program can read the kernel's structures",
-        "TCP readiness is found by connecting",
-    ),
+    (Capability::CAP_BPF, "the agent cannot load BPF programs", "TCP probes connect instead"),
+    (Capability::CAP_PERFMON, "BPF programs cannot read kernel structures", "TCP probes connect instead"),
     (
         Capability::CAP_NET_ADMIN,
-        "no BPF program can be attached to cgroups' sockets",
-        "listeners are seen by fewer hooks",
+        "the agent cannot attach BPF programs to the sockets of cgroups",
+        "fewer hooks see listeners",
     ),
     (
         Capability::CAP_KILL,
-        "processes of other users cannot be killed",
-        "a pod's leftovers may stay and hold its cgroup",
+        "the agent cannot kill processes of other users",
+        "leftover processes of a pod may keep its cgroup",
     ),
     (
         Capability::CAP_SYS_RESOURCE,
-        "no process can get a lower oom_score_adj",
-        "the agent is not protected from the OOM killer; and a runtime under the same restriction starts no sandbox at all \
-         unless its CRI configuration has restrict_oom_score_adj = true",
+        "the agent cannot lower `oom_score_adj` of a process",
+        "the agent is not protected from the OOM killer; a runtime under the same restriction cannot start any sandbox \
+         unless its CRI configuration sets `restrict_oom_score_adj = true`",
     ),
 ];
 
@@ -90,8 +85,8 @@ pub(super) fn privileges(_: &Patient) -> Vec<Finding> {
         Finding::missing(
             "user",
             format!("user {}", user.as_raw()),
-            "neither cgroups nor the runtime's socket nor pods' folders can be used",
-            "run beelet as root; its unit drops what it does not need",
+            "the agent cannot use cgroups, the runtime's socket or pod directories",
+            "run beelet as root; its systemd unit drops the privileges that it does not need",
         )
     });
     let lacking: Vec<_> = CAPABILITIES
@@ -99,14 +94,14 @@ pub(super) fn privileges(_: &Patient) -> Vec<Finding> {
         .filter(|(capability, ..)| !caps::has_cap(None, CapSet::Effective, *capability).unwrap_or(false))
         .collect();
     if lacking.is_empty() {
-        findings.push(Finding::ok("capabilities", "all that are used"));
+        findings.push(Finding::ok("capabilities", "all required capabilities"));
     }
     findings.extend(lacking.into_iter().map(|(capability, detail, consequence)| {
         Finding::degraded(
             "capabilities",
-            format!("{capability} is not there: {detail}"),
+            format!("{capability} is missing: {detail}"),
             *consequence,
-            "grant it: AmbientCapabilities/CapabilityBoundingSet of the unit, or the container's capabilities",
+            "grant it with `AmbientCapabilities` and `CapabilityBoundingSet` of the unit, or in the container's capabilities",
         )
     }));
     findings
@@ -121,25 +116,25 @@ pub(super) fn cgroups(patient: &Patient) -> Vec<Finding> {
                 return vec![Finding::missing(
                     "cgroups",
                     error.to_string(),
-                    "no pod can be started",
-                    "see above",
+                    "the agent cannot start pods",
+                    "see the error above",
                 )];
             }
         };
     if let Err(error) = cgroups.require_root() {
-        let remedy = "correct cgroupRoot, or make the cgroup in every hierarchy";
+        let remedy = "correct `cgroupRoot`, or create the cgroup in every hierarchy";
         return vec![Finding::missing("cgroups", error.to_string(), "the agent refuses to start", remedy)];
     }
     let try_one = || cgroups.trial(&format!("beelet-doctor-try-{}", std::process::id()))?.remove();
     if rustix::process::geteuid().is_root()
         && let Err(error) = try_one()
     {
-        // The sentence has the remedy.
+        // The error's text contains the fix.
         return vec![Finding::missing(
             "cgroups",
             error.to_string(),
             "the agent refuses to start",
-            "as said above",
+            "see the error above",
         )];
     }
     let version = cgroups.version();
@@ -148,34 +143,34 @@ pub(super) fn cgroups(patient: &Patient) -> Vec<Finding> {
     if version != Version::V2 && config.fail_cgroup_v1 {
         findings.push(Finding::missing(
             "cgroups",
-            format!("{version}, and the configuration says failCgroupV1: true"),
+            format!("{version}, and the configuration sets `failCgroupV1: true`"),
             "the agent refuses to start",
-            "boot with systemd.unified_cgroup_hierarchy=1, or take failCgroupV1 out",
+            "boot with `systemd.unified_cgroup_hierarchy=1`, or remove `failCgroupV1`",
         ));
     }
     if version != Version::V2 && config.single_process_oom_kill == Some(false) {
         findings.push(Finding::missing(
             "cgroups",
-            format!("{version}, and the configuration says singleProcessOOMKill: false"),
+            format!("{version}, and the configuration sets `singleProcessOOMKill: false`"),
             "the agent refuses to start",
-            "boot with systemd.unified_cgroup_hierarchy=1, or take singleProcessOOMKill out",
+            "boot with `systemd.unified_cgroup_hierarchy=1`, or remove `singleProcessOOMKill`",
         ));
     }
     if version == Version::V1 {
         findings.push(Finding::degraded(
             "cgroups",
-            "there is no cgroup2 hierarchy",
-            "BPF programs have nothing to be attached to: TCP readiness is found by connecting",
+            "no cgroup2 hierarchy is mounted",
+            "BPF programs cannot attach; TCP probes connect instead",
             "mount -t cgroup2 none /sys/fs/cgroup/unified",
         ));
     }
     for (controller, consequence) in [
-        ("pids", "podPidsLimit cannot be enforced"),
-        ("cpuset", "CPUs cannot be assigned"),
-        ("hugetlb", "huge pages are not limited"),
+        ("pids", "the agent cannot enforce `podPidsLimit`"),
+        ("cpuset", "the agent cannot assign CPUs"),
+        ("hugetlb", "the agent cannot limit huge pages"),
     ] {
         if !names.iter().any(|name| name == controller) {
-            let detail = format!("no {controller} controller");
+            let detail = format!("the {controller} controller is missing");
             findings.push(Finding::degraded(
                 "cgroups",
                 detail,
@@ -193,22 +188,23 @@ pub(super) fn pressure(_: &Patient) -> Vec<Finding> {
         Err(error) => Finding::degraded(
             "pressure (PSI)",
             format!("/proc/pressure: {error}"),
-            "how long processes wait for memory, CPU and disk cannot be read from files",
-            "run a kernel with CONFIG_PSI=y, and boot it with psi=1",
+            "the agent cannot read how long processes wait for memory, CPU and disk",
+            "run a kernel with `CONFIG_PSI=y`, and boot it with `psi=1`",
         ),
     }]
 }
 
-/// The list of listening sockets, which confirms what the programs say and answers where they can't.
+/// Checks the list of listening sockets, which confirms the programs' events and replaces them where they
+/// cannot attach.
 pub(super) fn sock_diag(_: &Patient) -> Vec<Finding> {
     let listed = NetnsHandle::of_process(std::process::id()).and_then(|own| own.listening(None));
     vec![match listed {
-        Ok(_) => Finding::ok("sock_diag", "lists the sockets that listen"),
+        Ok(_) => Finding::ok("sock_diag", "lists listening sockets"),
         Err(error) => Finding::degraded(
             "sock_diag",
             error.to_string(),
-            "what the kernel programs say of a TCP port is not confirmed, and where they can't attach TCP probes connect",
-            "modprobe tcp_diag, and name it in /etc/modules-load.d/",
+            "the agent cannot confirm BPF events of TCP ports; TCP probes connect where the programs cannot attach",
+            "run `modprobe tcp_diag`, and add it to /etc/modules-load.d/",
         ),
     }]
 }
@@ -217,8 +213,8 @@ pub(super) fn bpffs(patient: &Patient) -> Vec<Finding> {
     /// BPF_FS_MAGIC of linux/magic.h.
     const MAGIC: i64 = 0xcafe_4a11;
     let path = &patient.config.beelet.bpffs;
-    let remedy = format!("mount -t bpf bpf {}, or let the agent do it", path.display());
-    let consequence = "until it is, the kernel's view of listeners does not survive a restart of the agent";
+    let remedy = format!("run `mount -t bpf bpf {}`, or let the agent mount it", path.display());
+    let consequence = "BPF maps of listeners do not survive a restart of the agent";
     vec![match rustix::fs::statfs(path.as_path()) {
         #[allow(clippy::useless_conversion, clippy::unnecessary_cast)]
         // the field's type differs by architecture
@@ -230,7 +226,7 @@ pub(super) fn bpffs(patient: &Patient) -> Vec<Finding> {
     }]
 }
 
-/// The clock can't be right if it is before this program was made.
+/// Checks that the clock is not earlier than the build of this program.
 pub(super) fn clock(_: &Patient) -> Vec<Finding> {
     let made = std::env::current_exe().and_then(fs::metadata).and_then(|metadata| metadata.modified());
     vec![judge_clock(SystemTime::now(), made.unwrap_or(SystemTime::UNIX_EPOCH))]
@@ -246,13 +242,13 @@ fn judge_clock(now: SystemTime, made: SystemTime) -> Finding {
     }
     Finding::degraded(
         "clock",
-        format!("it is {} by this machine's clock, and this program is of {}", shown(now), shown(made)),
-        "registries' and servers' certificates are not valid yet; ages of pods and events are wrong",
-        "set it, and keep it so (chrony, systemd-timesyncd)",
+        format!("the clock reads {}, but this program was built at {}", shown(now), shown(made)),
+        "certificates of registries and servers are not valid yet; ages of pods and events are wrong",
+        "set the clock and synchronise it (chrony, systemd-timesyncd)",
     )
 }
 
-/// The nearest folder of `path` that exists.
+/// Returns the closest existing ancestor of `path`, or `path` itself.
 pub(super) fn existing(path: &Path) -> &Path {
     path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
 }

@@ -1,4 +1,4 @@
-//! Pods' networks: the configuration of CNI that the runtime uses, and whether its plugins are there.
+//! Checks the CNI configuration of the runtime and the presence of its plugins.
 
 use std::path::Path;
 
@@ -8,18 +8,18 @@ use serde_json::Value;
 use super::{Finding, Patient};
 
 const CHECK: &str = "CNI plugins";
-/// The plugin that every sandbox has besides.
+/// The plugin that every sandbox needs in addition.
 const LOOPBACK: &str = "loopback";
 pub(super) fn plugins(patient: &Patient) -> Vec<Finding> {
-    // That it does not answer is said already.
+    // The runtime check reports a missing answer.
     let Some(answer) = patient.runtime.status() else { return Vec::new() };
     let places = Places::of(answer);
     let Some((file, text)) = places.first() else {
         return vec![Finding::degraded(
             CHECK,
-            format!("there is no network configuration in {}", places.configurations.display()),
-            "only pods with hostNetwork can be started",
-            "install the CNI plugins and put a configuration there",
+            format!("no network configuration in {}", places.configurations.display()),
+            "only pods with `hostNetwork` can start",
+            "install the CNI plugins and add a configuration",
         )];
     };
     let is_there = |plugin: &str| places.programs.iter().any(|folder| folder.join(plugin).is_file());
@@ -31,7 +31,12 @@ fn judge(file: &Path, text: &str, folders: &str, is_there: impl Fn(&str) -> bool
     let file = file.display();
     let Ok(config) = serde_json::from_str::<Value>(text) else {
         let detail = format!("{file} is not JSON");
-        return vec![Finding::degraded(CHECK, detail, "no pod gets a network", "correct or remove it")];
+        return vec![Finding::degraded(
+            CHECK,
+            detail,
+            "pods do not get a network",
+            "correct or remove the file",
+        )];
     };
     let list = cni::plugins(&config);
     let kinds: Vec<&str> = list.iter().filter_map(|plugin| plugin["type"].as_str()).collect();
@@ -44,17 +49,17 @@ fn judge(file: &Path, text: &str, folders: &str, is_there: impl Fn(&str) -> bool
     } else {
         findings.push(Finding::degraded(
             CHECK,
-            format!("{file} names {}, which is not in {folders}", missing.join(", ")),
-            "pods' sandboxes cannot be made",
-            "install the CNI plugins there, or name others",
+            format!("{file} names {}, not found in {folders}", missing.join(", ")),
+            "the runtime cannot create sandboxes",
+            "install the CNI plugins there, or configure others",
         ));
     }
     if !cni::maps_ports(&list) {
         findings.push(Finding::degraded(
             "host ports",
-            format!("{file} has no portmap plugin with portMappings"),
-            "a hostPort of a pod leads nowhere",
-            "add {\"type\": \"portmap\", \"capabilities\": {\"portMappings\": true}} to its plugins",
+            format!("{file} has no portmap plugin with `portMappings`"),
+            "host ports of pods do not work",
+            "add {\"type\": \"portmap\", \"capabilities\": {\"portMappings\": true}} to its `plugins`",
         ));
     }
     findings
@@ -72,7 +77,7 @@ mod tests {
             let told: Vec<_> = findings.iter().map(|one| (one.state, one.detail.as_str())).collect();
             assert_eq!(told, expected, "{text}");
         };
-        let no_portmap = (State::Degraded, "/n/10.conflist has no portmap plugin with portMappings");
+        let no_portmap = (State::Degraded, "/n/10.conflist has no portmap plugin with `portMappings`");
         let portmap = r#"{"type": "portmap", "capabilities": {"portMappings": true}}"#;
         let bridge = r#"{"type": "bridge", "ipam": {"type": "host-local"}}"#;
         check(
@@ -81,7 +86,7 @@ mod tests {
         );
         check(
             r#"{"type": "bridge", "ipam": {"type": "none"}}"#,
-            &[(State::Degraded, "/n/10.conflist names none, which is not in /opt"), no_portmap],
+            &[(State::Degraded, "/n/10.conflist names none, not found in /opt"), no_portmap],
         );
         check("{", &[(State::Degraded, "/n/10.conflist is not JSON")]);
     }

@@ -1,4 +1,4 @@
-//! What the agent needs of this machine for itself and its pods: folders, space, limits, a port.
+//! Checks the agent's own needs: directories, free space, limits, a port.
 
 use std::fs;
 use std::net::TcpListener;
@@ -17,8 +17,8 @@ const USUAL_PODS: u64 = 110;
 pub(super) fn running(patient: &Patient) -> Vec<Finding> {
     let socket = patient.config.socket();
     vec![match UnixStream::connect(&socket) {
-        Ok(_) => Finding::ok("agent", format!("one is running, at {}", socket.display())),
-        Err(_) => Finding::ok("agent", format!("none is running at {}", socket.display())),
+        Ok(_) => Finding::ok("agent", format!("running at {}", socket.display())),
+        Err(_) => Finding::ok("agent", format!("not running at {}", socket.display())),
     }]
 }
 
@@ -27,22 +27,22 @@ pub(super) fn manifests(patient: &Patient) -> Vec<Finding> {
     vec![match &patient.config.static_pod_path {
         None => Finding::degraded(
             check,
-            "no staticPodPath is configured",
-            "the agent has no pods to run",
-            "set staticPodPath in the KubeletConfiguration, and give the file with --config",
+            "`staticPodPath` is not set",
+            "the agent runs no pods from manifests",
+            "set `staticPodPath` in the KubeletConfiguration and pass the file with `--config`",
         ),
         Some(path) if path.exists() => Finding::ok(check, path.display().to_string()),
         Some(path) if !existing(path).is_dir() => Finding::degraded(
             check,
-            format!("{} cannot be there: {} is no folder", path.display(), existing(path).display()),
-            "there are no pods",
-            "name another folder as staticPodPath",
+            format!("{} cannot exist: {} is not a directory", path.display(), existing(path).display()),
+            "the agent runs no pods from manifests",
+            "set `staticPodPath` to another directory",
         ),
         Some(path) => Finding::degraded(
             check,
             format!("{} does not exist", path.display()),
-            "there are no pods until it does",
-            "apply a manifest: `beelet apply -f FILE` makes the folder",
+            "the agent runs no pods from manifests",
+            "apply a manifest: `beelet apply -f FILE` creates the directory",
         ),
     }]
 }
@@ -50,72 +50,70 @@ pub(super) fn manifests(patient: &Patient) -> Vec<Finding> {
 pub(super) fn space(patient: &Patient) -> Vec<Finding> {
     let config = &patient.config;
     [
-        ("state", &config.beelet.state_dir, "what must survive a restart cannot be kept"),
-        ("pods", &config.beelet.pods_dir, "pods' volumes and hosts files cannot be written"),
-        ("logs", &config.pod_logs_dir, "containers' logs are cut off, and containers may stop"),
+        ("state", &config.beelet.state_dir, "the agent cannot save its state"),
+        ("pods", &config.beelet.pods_dir, "the agent cannot write volumes and hosts files of pods"),
+        ("logs", &config.pod_logs_dir, "container logs are truncated, and containers may stop"),
     ]
     .into_iter()
     .map(|(check, path, consequence)| {
-        // What does not exist yet will be made in the nearest folder that does.
+        // A missing directory will be created in its closest existing ancestor.
         match rustix::fs::statvfs(existing(path)) {
             Ok(stat) => {
                 let free = stat.f_bavail.saturating_mul(stat.f_frsize);
-                // Some file systems have no inode limit and say 0.
+                // File systems without an inode limit report 0.
                 let inodes = if stat.f_files == 0 { u64::MAX } else { stat.f_favail };
                 judge_space(check, path, free, inodes, consequence)
             }
             Err(error) => {
                 let detail = format!("{}: {error}", path.display());
-                Finding::missing(
-                    check,
-                    detail,
-                    consequence,
-                    "make the folder, or name another in the configuration",
-                )
+                Finding::missing(check, detail, consequence, "create the directory, or configure another")
             }
         }
     })
     .collect()
 }
 
-/// What the daemon's own checks say of a start.
+/// Reports the results of the daemon's own start checks.
 pub(super) fn start(patient: &Patient) -> Vec<Finding> {
     let judge = |&(setting, ref refused): &(&'static str, anyhow::Result<()>)| match refused {
-        Ok(()) => Finding::ok(setting, "the agent can start with it"),
-        Err(why) => {
-            Finding::missing(setting, crate::with_causes(why), "the agent refuses to start", "as said above")
-        }
+        Ok(()) => Finding::ok(setting, "valid"),
+        Err(why) => Finding::missing(
+            setting,
+            crate::with_causes(why),
+            "the agent refuses to start",
+            "see the error above",
+        ),
     };
     patient.refused.iter().map(judge).collect()
 }
 
-/// What the agent starts without, but warns of.
+/// Reports the settings that the agent only warns about.
 pub(super) fn warned(patient: &Patient) -> Vec<Finding> {
     let (config, mut findings) = (&patient.config, Vec::new());
     if let Some(path) = config.resolv_conf.as_ref().filter(|path| !path.is_file()) {
         findings.push(Finding::degraded(
             "resolvConf",
-            format!("{} is no file", path.display()),
-            "pods wait until it is",
-            "name another file, or \"\" for none, as resolvConf",
+            format!("{} is not a file", path.display()),
+            "pods wait until the file exists",
+            "set `resolvConf` to another file, or to `\"\"` for none",
         ));
     }
     if let Some(path) = config.beelet.image_archives.as_ref().filter(|path| path.exists() && !path.is_dir()) {
         findings.push(Finding::degraded(
             "imageArchives",
-            format!("{} is no folder", path.display()),
-            "no image is taken from there",
-            "name a folder as imageArchives",
+            format!("{} is not a directory", path.display()),
+            "the agent imports no images from there",
+            "set `imageArchives` to a directory",
         ));
     }
     findings
 }
 
-/// How the sizes of pods' volumes are found.
+/// Reports the way in which volume sizes are measured.
 pub(super) fn quotas(patient: &Patient) -> Vec<Finding> {
-    let walked = "volumes are measured by walking through them, within 1 % of a core";
+    let walked = "the agent measures volumes by walking them, within 1 % of a core";
     vec![match quota::counted(&patient.config.beelet.pods_dir) {
-        Ok(()) => Finding::ok("volume sizes", "counted by the kernel, by project"),
+        Ok(()) => Finding::ok("volume sizes", "counted by the kernel per project quota"),
         Err(Uncounted::Off(why)) => Finding::ok("volume sizes", format!("{walked}: {why}")),
         Err(Uncounted::Refused(why)) => {
             Finding::degraded("volume sizes", why, walked, "allow the system call quotactl_fd")
@@ -123,13 +121,13 @@ pub(super) fn quotas(patient: &Patient) -> Vec<Finding> {
     }]
 }
 
-/// Whether pods get the time to end that the configuration gives them when the machine goes down.
+/// Checks that pods get the configured time to terminate when the machine shuts down.
 pub(super) fn shutdown(patient: &Patient) -> Vec<Finding> {
     let (check, periods) = ("shutdown", &patient.config.shutdown);
     if periods.is_off() {
         return vec![Finding::ok(
             check,
-            "the machine goes down without waiting for pods (shutdownGracePeriod is 0)",
+            "the machine shuts down without waiting for pods (`shutdownGracePeriod` is 0)",
         )];
     }
     let wanted = periods.total().as_secs();
@@ -141,29 +139,31 @@ pub(super) fn shutdown(patient: &Patient) -> Vec<Finding> {
     vec![match asked {
         Err(error) => Finding::degraded(
             check,
-            format!("pods are to get {wanted} s when the machine goes down, but {error}"),
-            "they get what the init system gives them",
-            "apt-get install dbus && systemctl enable --now dbus systemd-logind",
+            format!("pods should get {wanted} s when the machine shuts down, but {error}"),
+            "pods get only the time that the init system allows",
+            "run `apt-get install dbus && systemctl enable --now dbus systemd-logind`",
         ),
-        // The agent raises it by itself; that it could not shows only while one runs.
+        // The agent raises the delay itself, so a failure shows only while an agent runs.
         Ok(longest) if longest < periods.total() && UnixStream::connect(patient.config.socket()).is_ok() => {
             Finding::degraded(
                 check,
-                format!("logind waits {} s at most, and pods are to get {wanted} s", longest.as_secs()),
-                "pods that take longer are cut off",
+                format!("logind waits at most {} s, but pods should get {wanted} s", longest.as_secs()),
+                "pods that take longer are killed",
                 format!(
-                    "set InhibitDelayMaxSec={} in /etc/systemd/logind.conf",
+                    "set `InhibitDelayMaxSec={}` in /etc/systemd/logind.conf",
                     periods.needed_delay().as_secs()
                 ),
             )
         }
-        Ok(_) => Finding::ok(check, format!("pods get {wanted} s to end before the machine goes down")),
+        Ok(_) => {
+            Finding::ok(check, format!("pods get {wanted} s to terminate before the machine shuts down"))
+        }
     }]
 }
 
 fn judge_space(check: &'static str, path: &Path, free: u64, inodes: u64, consequence: &str) -> Finding {
     let detail = format!("{}: {} MiB free", path.display(), free / MIB);
-    let remedy = "free some space in its file system, or name another folder in the configuration";
+    let remedy = "free space on its file system, or configure another directory";
     match (free, inodes) {
         (..MIB, _) | (_, ..16) => Finding::missing(check, detail, consequence, remedy),
         (free, inodes) if free < 64 * MIB || inodes < 1024 => {
@@ -181,12 +181,12 @@ pub(super) fn inotify(_: &Patient) -> Vec<Finding> {
     };
     let (instances, watches) = (limit("max_user_instances"), limit("max_user_watches"));
     vec![match inotify::Inotify::init() {
-        Ok(_) => Finding::ok(check, format!("{instances} instances and {watches} watches a user")),
+        Ok(_) => Finding::ok(check, format!("{instances} instances and {watches} watches per user")),
         Err(error) => Finding::degraded(
             check,
-            format!("no instance can be had ({error}); the limit is {instances} a user"),
-            "a changed manifest is seen only every fileCheckFrequency",
-            "sysctl fs.inotify.max_user_instances=1024",
+            format!("cannot create an instance ({error}); the limit is {instances} per user"),
+            "the agent notices manifest changes only every `fileCheckFrequency`",
+            "run `sysctl fs.inotify.max_user_instances=1024`",
         ),
     }]
 }
@@ -200,7 +200,7 @@ pub(super) fn processes(_: &Patient) -> Vec<Finding> {
 }
 
 fn judge_processes(limit: u64) -> Finding {
-    // A pod is at least a shim of a dozen threads, a pause process and a container.
+    // A pod has at least a shim with a dozen threads, a pause process and a container.
     let needed = USUAL_PODS * 32;
     let detail = format!("{limit} processes and threads on this machine");
     if limit >= needed {
@@ -209,28 +209,30 @@ fn judge_processes(limit: u64) -> Finding {
     Finding::degraded(
         "process ids",
         detail,
-        format!("{USUAL_PODS} pods, a usual number, take about {needed}: the last of them would not start"),
-        "sysctl kernel.pid_max=4194304 kernel.threads-max=4194304",
+        format!(
+            "{USUAL_PODS} pods (the default of `maxPods`) need about {needed}; the last pods would not start"
+        ),
+        "run `sysctl kernel.pid_max=4194304 kernel.threads-max=4194304`",
     )
 }
 
 pub(super) fn port(patient: &Patient) -> Vec<Finding> {
     let config = &patient.config;
     if config.healthz_port == 0 {
-        return vec![Finding::ok("health port", "none is configured")];
+        return vec![Finding::ok("health port", "disabled")];
     }
     let address = (config.healthz_address, config.healthz_port);
     let detail = format!("{}:{}", address.0, address.1);
     vec![match TcpListener::bind(address) {
         Ok(_) => Finding::ok("health port", format!("{detail} is free")),
         Err(_) if UnixStream::connect(config.socket()).is_ok() => {
-            Finding::ok("health port", format!("{detail} is taken, and an agent is running"))
+            Finding::ok("health port", format!("{detail} is in use, and an agent is running"))
         }
         Err(error) => Finding::missing(
             "health port",
             format!("{detail}: {error}"),
-            "the agent does not start when it cannot serve health and metrics",
-            "stop what is on it (a kubelet?), or set another healthzPort (0: none)",
+            "the agent refuses to start without its health and metrics server",
+            "stop the process that uses it (a kubelet?), or set another `healthzPort` (0 disables it)",
         ),
     }]
 }

@@ -1,4 +1,4 @@
-//! What the manifests' folder asks for: files that become no pod, and images that are not here.
+//! Checks the manifest directory: rejected manifests and missing images.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -10,12 +10,12 @@ use beelet_client::Client;
 
 use super::{Finding, Patient};
 
-/// How long an agent that runs has to answer.
+/// Maximum time for a running agent to answer.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Most names in one sentence.
+/// Maximum names in one sentence.
 const NAMED: usize = 5;
 
-/// What the folder adds up to, read as the agent reads it.
+/// Reads the manifest directory as the agent does.
 pub(super) fn desired(config: &beelet_config::Config) -> Option<Desired> {
     let path = config.static_pod_path.as_ref().filter(|path| path.exists())?;
     let rules = Rules {
@@ -26,7 +26,7 @@ pub(super) fn desired(config: &beelet_config::Config) -> Option<Desired> {
     Some(preview(path, &config.node_name, &rules, &BTreeMap::new()).0)
 }
 
-/// The images that its pods name.
+/// Returns the images that the pods name.
 pub(super) fn images_of(desired: &Desired) -> BTreeSet<String> {
     let specs = desired.pods.values().filter_map(|pod| pod.spec.as_ref());
     let containers = specs.flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers));
@@ -45,16 +45,16 @@ pub(super) fn rejected(patient: &Patient) -> Vec<Finding> {
     if more > 0 {
         detail += &format!("\nand {more} more");
     }
-    let consequence = "what they describe does not run, or not as they say";
+    let consequence = "the agent does not run these pods, or not as described";
     vec![Finding::degraded(
         check,
         detail,
         consequence,
-        "correct them; `beelet apply --dry-run -f FILE` says what is wrong",
+        "correct them; `beelet apply --dry-run -f FILE` validates a file",
     )]
 }
 
-/// The pods that were deleted by force and still run, so far as an agent is there to say so.
+/// Reports force-deleted pods that still run, if an agent answers.
 pub(super) fn deleted_by_force(patient: &Patient) -> Vec<Finding> {
     let socket = patient.config.socket();
     let ask = async {
@@ -67,18 +67,18 @@ pub(super) fn deleted_by_force(patient: &Patient) -> Vec<Finding> {
 fn judge_deleted(pods: &[String]) -> Vec<Finding> {
     let detail = match pods {
         [] => return Vec::new(),
-        [one] => format!("1 pod was deleted by force and still runs: {one}"),
+        [one] => format!("1 force-deleted pod still runs: {one}"),
         all => {
             let named = all.iter().take(NAMED).map(String::as_str).collect::<Vec<_>>().join(", ");
             let more = if all.len() > NAMED { ", …" } else { "" };
-            format!("{} pods were deleted by force and still run: {named}{more}", all.len())
+            format!("{} force-deleted pods still run: {named}{more}", all.len())
         }
     };
     vec![Finding::degraded(
         "deleted pods",
         detail,
-        "they keep their CPU, memory, ports and volumes, and new pods of these names wait",
-        "see `beelet events` for what the runtime refuses; the agent goes on to stop them",
+        "these pods hold their CPU, memory, ports and volumes; new pods of these names wait",
+        "see `beelet events` for the runtime's errors; the agent keeps stopping them",
     )]
 }
 
@@ -88,7 +88,10 @@ pub(super) fn images(patient: &Patient) -> Vec<Finding> {
         return Vec::new();
     };
     if missing.is_empty() {
-        return vec![Finding::ok(check, format!("all {} that pods need are here", images_of(desired).len()))];
+        return vec![Finding::ok(
+            check,
+            format!("all {} images of pods are present", images_of(desired).len()),
+        )];
     }
     let more = missing.len().saturating_sub(NAMED);
     let mut names = missing.iter().take(NAMED).cloned().collect::<Vec<_>>().join(", ");
@@ -97,9 +100,9 @@ pub(super) fn images(patient: &Patient) -> Vec<Finding> {
     }
     vec![Finding::degraded(
         check,
-        format!("not here: {names}"),
-        "their pods wait until they are pulled; without a registry, for ever",
-        "`beelet images pull IMAGE`, or import them into the runtime",
+        format!("missing: {names}"),
+        "their pods wait until the images are pulled, forever without a registry",
+        "run `beelet images pull IMAGE`, or import the images into the runtime",
     )]
 }
 
@@ -115,9 +118,9 @@ mod tests {
             assert_eq!(findings.first().map(|one| one.detail.as_str()).unwrap_or_default(), expected);
         };
         check(0, "");
-        check(1, "1 pod was deleted by force and still runs: shop/web-1");
-        check(2, "2 pods were deleted by force and still run: shop/web-1, shop/web-2");
+        check(1, "1 force-deleted pod still runs: shop/web-1");
+        check(2, "2 force-deleted pods still run: shop/web-1, shop/web-2");
         let six = "shop/web-1, shop/web-2, shop/web-3, shop/web-4, shop/web-5, …";
-        check(6, &format!("6 pods were deleted by force and still run: {six}"));
+        check(6, &format!("6 force-deleted pods still run: {six}"));
     }
 }

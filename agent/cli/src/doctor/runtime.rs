@@ -1,4 +1,4 @@
-//! The container runtime, asked once.
+//! Checks of the container runtime, which is queried once.
 
 use std::collections::BTreeSet;
 use std::os::unix::net::UnixStream;
@@ -7,56 +7,56 @@ use std::time::Duration;
 use beelet_proto::cri;
 
 use super::{Finding, Patient};
-use beelet_base::propagation::{self, Reach, look};
+use beelet_base::propagation::{self, Reach, inspect};
 use beelet_cgroups::Cgroups;
 use beelet_config::Config;
 use beelet_cri::ownership;
 use beelet_cri::{Error, Runtime, sandbox_image};
 use beelet_units::cgroup_driver::CgroupDriver;
 
-/// Longer than any of these answers takes of a runtime that is well.
+/// Longer than a healthy runtime needs for any of these answers.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What the runtime answers.
+/// Answers of the runtime.
 pub(super) struct Facts {
     endpoint: String,
     version: Result<cri::VersionResponse, Error>,
     status: Result<cri::StatusResponse, Error>,
     driver: Result<Option<CgroupDriver>, Error>,
-    /// Images that were asked for and are not there; None if it did not say.
+    /// Requested images that the runtime lacks; None without an answer.
     missing: Option<Vec<String>>,
-    /// The image of sandboxes, if the runtime told it, and the same again if it is not there.
+    /// The sandbox image if the runtime reports it, and the same image again if the runtime lacks it.
     sandbox: Option<(BTreeSet<String>, Vec<String>)>,
-    /// The images that are pinned; None if it did not say.
+    /// Pinned images; None without an answer.
     pinned: Option<Vec<String>>,
-    /// Its process, and that of the agent that runs here.
+    /// Processes of the runtime and of the agent that runs here.
     process: Option<u32>,
     agent: Option<u32>,
 }
 
 impl Facts {
-    /// Its status, if it gave one.
+    /// Returns the runtime's status, if it answered.
     pub(super) fn status(&self) -> Option<&cri::StatusResponse> {
         self.status.as_ref().ok()
     }
 
-    /// Returns true if an agent runs here.
+    /// Returns true if an agent runs on this machine.
     pub(super) fn has_agent(&self) -> bool {
         self.agent.is_some()
     }
 
-    /// Its cgroup driver, if it told.
+    /// Returns the runtime's cgroup driver, if reported.
     pub(super) fn driver(&self) -> Option<CgroupDriver> {
         self.driver.as_ref().ok().copied().flatten()
     }
 
-    /// The images of pods that it does not have; None if it did not say.
+    /// Returns the images of pods that the runtime lacks, or None without an answer.
     pub(super) fn missing_images(&self) -> Option<&[String]> {
         self.missing.as_deref()
     }
 }
 
-/// Asks it, also for these images.
+/// Queries the runtime, including for these images.
 pub(super) fn facts(config: &Config, images: &BTreeSet<String>) -> anyhow::Result<Facts> {
     crate::block_on(async {
         let runtime = Runtime::new(&config.runtime_endpoint, TIMEOUT)?;
@@ -76,7 +76,7 @@ pub(super) fn facts(config: &Config, images: &BTreeSet<String>) -> anyhow::Resul
     })
 }
 
-/// The names of the images that the runtime keeps whatever happens, that of sandboxes among them.
+/// Returns the names of images that the runtime never removes, the sandbox image among them.
 fn pinned(images: &[cri::Image]) -> Vec<String> {
     let name = |image: &cri::Image| image.repo_tags.first().unwrap_or(&image.id).clone();
     images.iter().filter(|image| image.pinned).map(name).collect()
@@ -105,23 +105,23 @@ pub(super) fn answers(patient: &Patient) -> Vec<Finding> {
         Err(error) => Finding::missing(
             "runtime",
             error.to_string(),
-            "no pod can be started; the agent waits for the runtime and goes on by itself",
-            "install and start containerd or CRI-O, or name its socket in containerRuntimeEndpoint",
+            "the agent cannot start pods; it waits for the runtime and then continues",
+            "install and start containerd or CRI-O, or set `containerRuntimeEndpoint` to its socket",
         ),
     }]
 }
 
 pub(super) fn conditions(patient: &Patient) -> Vec<Finding> {
-    // That it does not answer is said already.
+    // The runtime check reports a missing answer.
     let Ok(answer) = &patient.runtime.status else { return Vec::new() };
     let conditions = answer.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
     [
-        ("RuntimeReady", "no pod can be started", "see the runtime's log"),
+        ("RuntimeReady", "the agent cannot start pods", "see the runtime's log"),
         (
             "NetworkReady",
-            "only pods with hostNetwork can be started",
+            "only pods with `hostNetwork` can start",
             "install the CNI plugins (bridge, host-local, loopback, portmap) and a network configuration in \
-             /etc/cni/net.d: docs/operating.md has one",
+             /etc/cni/net.d; docs/operating.md has an example",
         ),
     ]
     .into_iter()
@@ -132,7 +132,7 @@ pub(super) fn conditions(patient: &Patient) -> Vec<Finding> {
 pub(super) fn sandbox(patient: &Patient) -> Vec<Finding> {
     let check = "sandbox image";
     let Some((told, missing)) = &patient.runtime.sandbox else { return Vec::new() };
-    let here = told.iter().map(|image| Finding::ok(check, format!("{image} is here")));
+    let here = told.iter().map(|image| Finding::ok(check, format!("{image} is present")));
     match missing.first() {
         None if told.is_empty() => {
             let version = patient.runtime.version.as_ref().ok();
@@ -145,14 +145,14 @@ pub(super) fn sandbox(patient: &Patient) -> Vec<Finding> {
         None => here.collect(),
         Some(image) => vec![Finding::degraded(
             check,
-            format!("{image} is not here"),
-            "every pod waits until it is pulled; without a registry, for ever",
-            "`beelet images pull IMAGE`, import it, or name another one in the runtime's configuration (sandbox_image)",
+            format!("{image} is missing"),
+            "every pod waits until the image is pulled, forever without a registry",
+            "run `beelet images pull IMAGE`, import the image, or set `sandbox_image` in the runtime's configuration",
         )],
     }
 }
 
-/// containerd 2 does not say which image it makes sandboxes of, but pins it as soon as it is there.
+/// Guesses the sandbox image: containerd 2 does not report its name, but pins it once it is present.
 fn guess(version: &cri::VersionResponse, pinned: &[String]) -> Option<Finding> {
     let is_silent = version.runtime_name == "containerd"
         && version.runtime_version.trim_start_matches('v').starts_with("2.");
@@ -163,10 +163,10 @@ fn guess(version: &cri::VersionResponse, pinned: &[String]) -> Option<Finding> {
     if pinned.is_empty() {
         return Some(Finding::degraded(
             check,
-            "not here, it seems: the runtime does not say its name, and none of its images is pinned",
-            "every pod waits until it is pulled; without a registry, for ever",
-            "import it under the name in the runtime's configuration (`sandbox` below `pinned_images`; by default \
-             registry.k8s.io/pause): docs/air-gapped.md",
+            "probably missing: the runtime does not report its name, and has no pinned image",
+            "every pod waits until the image is pulled, forever without a registry",
+            "import the image under the name in the runtime's configuration (`sandbox` below `pinned_images`; default: \
+             registry.k8s.io/pause); see docs/air-gapped.md",
         ));
     }
     Some(Finding::ok(check, format!("pinned by the runtime: {}", pinned.join(", "))))
@@ -179,30 +179,31 @@ fn judge_condition(
     remedy: &str,
 ) -> Finding {
     match conditions.iter().find(|condition| condition.r#type == name) {
-        Some(condition) if condition.status => Finding::ok(name, "the runtime says so"),
+        Some(condition) if condition.status => Finding::ok(name, "reported by the runtime"),
         Some(condition) => {
             let detail = format!("{}: {}", condition.reason, condition.message);
             Finding { check: name, ..Finding::degraded(name, detail, consequence, remedy) }
         }
-        None => Finding::degraded(name, "the runtime does not say", consequence, remedy),
+        None => Finding::degraded(name, "not reported by the runtime", consequence, remedy),
     }
 }
 
 pub(super) fn cgroup_driver(patient: &Patient) -> Vec<Finding> {
-    const REFUSED: &str = "pods' cgroups would be the runtime's and not ours; the agent refuses";
+    const REFUSED: &str =
+        "the runtime and the agent would use different cgroups for a pod; the agent refuses to start";
     let Ok(told) = &patient.runtime.driver else { return Vec::new() };
     vec![match (patient.config.cgroup_driver, told) {
         (Some(CgroupDriver::Cgroupfs), Some(CgroupDriver::Systemd)) => Finding::missing(
             "cgroup driver",
-            "the runtime's is systemd, ours is cgroupfs",
+            "the runtime uses systemd, the agent cgroupfs",
             REFUSED,
-            "set cgroupDriver: systemd in the configuration",
+            "set `cgroupDriver: systemd` in the configuration",
         ),
         (Some(CgroupDriver::Systemd), Some(CgroupDriver::Cgroupfs)) => Finding::missing(
             "cgroup driver",
-            "the runtime's is cgroupfs, ours is systemd",
+            "the runtime uses cgroupfs, the agent systemd",
             REFUSED,
-            "set SystemdCgroup = true in the runtime's configuration (containerd: the runc options of the CRI plugin)",
+            "set `SystemdCgroup = true` in the runtime's configuration (containerd: the runc options of the CRI plugin)",
         ),
         (configured, told) => {
             let driver = told.or(configured).unwrap_or_default();
@@ -211,11 +212,13 @@ pub(super) fn cgroup_driver(patient: &Patient) -> Vec<Finding> {
                 CgroupDriver::Systemd => "systemd",
             };
             let by = match (told, configured) {
-                (Some(_), _) => "the runtime's",
-                (None, Some(_)) => "as configured; this runtime does not tell its own (containerd 2.0 does)",
+                (Some(_), _) => "reported by the runtime",
+                (None, Some(_)) => {
+                    "as configured; this runtime does not report its driver (containerd 2.0 does)"
+                }
                 (None, None) => {
-                    "assumed; this runtime does not tell its own (containerd 2.0 does): set cgroupDriver if it has \
-                     SystemdCgroup = true"
+                    "assumed; this runtime does not report its driver (containerd 2.0 does): set `cgroupDriver` if it has \
+                     `SystemdCgroup = true`"
                 }
             };
             match Cgroups::discover(&patient.config.cgroup_root, driver) {
@@ -224,7 +227,7 @@ pub(super) fn cgroup_driver(patient: &Patient) -> Vec<Finding> {
                     "cgroup driver",
                     error.to_string(),
                     "the agent refuses to start",
-                    "set SystemdCgroup = false in the runtime's configuration, or boot with cgroup v2 and systemd",
+                    "set `SystemdCgroup = false` in the runtime's configuration, or boot with cgroup v2 and systemd",
                 ),
             }
         }
@@ -239,7 +242,7 @@ pub(super) fn owner(patient: &Patient) -> Vec<Finding> {
             "one owner",
             why,
             "the agent refuses to start",
-            "stop that agent, or give this one a runtime of its own (containerRuntimeEndpoint)",
+            "stop that agent, or give this one a runtime of its own (`containerRuntimeEndpoint`)",
         )];
     }
     vec![match ownership::kubelet_on(runtime.socket()) {
@@ -247,29 +250,29 @@ pub(super) fn owner(patient: &Patient) -> Vec<Finding> {
         Ok(Some(kubelet)) => Finding::missing(
             "one owner",
             format!("{} (process {}) drives this runtime", kubelet.program, kubelet.pid),
-            "each would stop the other's pods; the agent refuses",
-            "stop it (systemctl disable --now kubelet), or give beelet a runtime of its own",
+            "the agent and the kubelet would stop each other's pods; the agent refuses to start",
+            "stop the kubelet (`systemctl disable --now kubelet`), or give beelet a runtime of its own",
         ),
         Err(error) => Finding::degraded(
             "one owner",
-            format!("the kernel does not tell who is connected to the runtime: {error}"),
-            "a kubelet on the same runtime would not be noticed",
-            "run a kernel with CONFIG_UNIX_DIAG, and make sure that no kubelet runs",
+            format!("cannot list the runtime's clients: {error}"),
+            "the agent cannot detect a kubelet on the same runtime",
+            "run a kernel with `CONFIG_UNIX_DIAG`, and make sure that no kubelet runs",
         ),
     }]
 }
 
-/// Whether the runtime sees what is mounted for pods: by the agent that runs here, else by one that is
-/// started as the doctor was.
+/// Checks that the runtime sees the mounts made for pods: by the running agent, or else by an agent started
+/// as the doctor was.
 pub(super) fn mounts(patient: &Patient) -> Vec<Finding> {
     let (check, facts) = ("mounts", &patient.runtime);
     if facts.version.is_err() {
-        // That it does not answer is said already.
+        // The runtime check reports a missing answer.
         return Vec::new();
     }
     let folder = &patient.config.beelet.pods_dir;
     let own = facts.agent.unwrap_or_else(std::process::id);
-    let found = look(folder, own, facts.process);
+    let found = inspect(folder, own, facts.process);
     let remedy = propagation::remedy(found.stranger);
     let detail = propagation::sentence(found, &folder.display().to_string(), facts.process);
     vec![match found.reach {
@@ -279,7 +282,7 @@ pub(super) fn mounts(patient: &Patient) -> Vec<Finding> {
             Finding::missing(check, detail, consequence, remedy)
         }
         Reach::Unknown => {
-            let consequence = format!("if it does not, {}", propagation::CONSEQUENCE);
+            let consequence = format!("if the runtime does not see them, {}", propagation::CONSEQUENCE);
             Finding::degraded(check, detail, consequence, remedy)
         }
     }]

@@ -1,11 +1,11 @@
-//! Lines in columns, as kubectl aligns them: left, three spaces apart, nothing cut. A cell is text from
-//! anywhere, and stays on its line.
+//! Lines in columns, aligned as kubectl does: left, three blanks apart, never truncated. A cell may contain
+//! arbitrary text and stays on its line.
 
 use console::measure_text_width;
 
 use crate::plain;
 
-/// The columns of a table that grows line by line: a column never gets narrower.
+/// Column widths of a table that grows line by line; a column never shrinks.
 #[derive(Debug)]
 pub(crate) struct Columns {
     titles: &'static [&'static str],
@@ -17,14 +17,14 @@ impl Columns {
         Self { titles, widths: titles.iter().map(|title| measure_text_width(title)).collect() }
     }
 
-    /// Makes every column wide enough for `row`.
+    /// Widens every column to fit `row`.
     pub(crate) fn fit(&mut self, row: &[String]) {
         for (width, cell) in self.widths.iter_mut().zip(row) {
             *width = (*width).max(measure_text_width(&plain::line(cell)));
         }
     }
 
-    /// A table that is known as a whole: titles and rows, each column as wide as its widest cell.
+    /// Returns a complete table: titles and rows, each column as wide as its widest cell.
     pub(crate) fn table(mut self, rows: &[Vec<String>]) -> String {
         rows.iter().for_each(|row| self.fit(row));
         self.header() + &rows.iter().map(|row| self.line(row)).collect::<String>()

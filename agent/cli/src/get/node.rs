@@ -1,4 +1,4 @@
-//! `beelet get node`: the machine's capacity, what of it pods may have, and how the node is.
+//! `beelet get node`: capacity, allocatable resources and conditions of the node.
 
 use std::collections::BTreeSet;
 
@@ -22,7 +22,7 @@ const CONDITIONS: &[&str] = &["CONDITION", "STATUS", "SINCE", "REASON"];
 /// Arguments of `beelet get node`.
 #[derive(Debug, Args)]
 pub(super) struct NodeArgs {
-    /// How it is shown.
+    /// Output format.
     #[arg(short, long, value_enum, default_value_t = ObjectOutput::Table)]
     output: ObjectOutput,
     #[command(flatten)]
@@ -32,17 +32,17 @@ pub(super) struct NodeArgs {
 pub(super) async fn get(args: &NodeArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
     let node = client.node().await?;
-    // An agent that has not looked at its pods yet knows its resources all the same.
+    // An agent that does not know its pods yet still knows its resources.
     let pods = client.pods().await.ok().map(|(pods, _)| pods);
     let text = args.output.text(&v1(&node), || table(&node, pods.as_ref(), Timestamp::now()))?;
     print(&text)?;
     if let Some(ready) = node.conditions.iter().find(|one| one.r#type == "Ready" && !one.status) {
-        eprintln!("The node is not ready: {}", ready.message);
+        eprintln!("node is not ready: {}", ready.message);
     }
     Ok(())
 }
 
-/// What there is of each resource, and what pods have requested of it, if they are known.
+/// Returns the table of resources, with the pods' requests if the pods are known.
 pub(crate) fn resources(node: &proto::GetNodeResponse, pods: Option<&PodTable>) -> String {
     let names: BTreeSet<&String> = node.capacity.keys().chain(node.allocatable.keys()).collect();
     let requested = pods.map(requested::of_all);

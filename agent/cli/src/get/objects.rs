@@ -1,4 +1,4 @@
-//! `beelet get configmaps` and the like: what lies in the agent's folder beside the pods.
+//! `beelet get configmaps` and similar: objects other than pods in the manifest directory.
 
 use anyhow::Context as _;
 use beelet_proto::beelet as proto;
@@ -16,19 +16,19 @@ use beelet_client::Client;
 /// Arguments of `beelet get configmaps`, `secrets`, …
 #[derive(Debug, Args)]
 pub(super) struct ObjectsArgs {
-    /// Only these.
+    /// Show only these objects.
     #[arg(value_name = "NAME")]
     names: Vec<String>,
-    /// Only those of this namespace.
+    /// Show only objects in this namespace.
     #[arg(short, long, value_name = "NAMESPACE", add = complete::namespaces())]
     namespace: Option<String>,
-    /// Those of all namespaces. The default; here for the habit.
+    /// Show objects in all namespaces. This is the default; accepted for compatibility with kubectl.
     #[arg(short = 'A', long, conflicts_with = "namespace")]
     all_namespaces: bool,
-    /// Only those with such labels (`app=shop,tier!=db`).
+    /// Label selector, e.g. `app=shop,tier!=db`.
     #[arg(short = 'l', long, value_name = "SELECTOR")]
     selector: Option<String>,
-    /// How they are shown.
+    /// Output format.
     #[arg(short, long, value_enum, default_value_t = ObjectOutput::Table)]
     output: ObjectOutput,
     #[command(flatten)]
@@ -37,7 +37,7 @@ pub(super) struct ObjectsArgs {
 
 const TITLES: &[&str] = &["NAMESPACE", "NAME", "DATA", "AGE", "FILE"];
 
-/// Shows the objects of a kind (`ConfigMap`, …).
+/// Prints the objects of a kind (`ConfigMap`, …).
 pub(super) async fn get(kind: &str, args: &ObjectsArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
     let request = proto::ListRequest {
@@ -52,7 +52,7 @@ pub(super) async fn get(kind: &str, args: &ObjectsArgs) -> anyhow::Result<()> {
     objects.retain(|one| args.names.is_empty() || args.names.contains(&one.name));
     let values =
         objects.iter().map(|one| serde_json::from_slice(&one.json)).collect::<Result<Vec<Value>, _>>();
-    let values = values.context("the agent sent an object that is no JSON; is it of another version?")?;
+    let values = values.context("cannot parse the agent's object; does the agent have another version?")?;
     if objects.is_empty() && args.output == ObjectOutput::Table {
         eprintln!("No {} found.", plural(kind));
         return Ok(());
@@ -67,19 +67,19 @@ pub(super) async fn get(kind: &str, args: &ObjectsArgs) -> anyhow::Result<()> {
     Ok(print(&text)?)
 }
 
-/// No manifest describes the object.
+/// Returns the error for a missing object.
 pub(crate) fn no_such(kind: &str, name: &str) -> anyhow::Error {
     let (one, all) = (kind.to_lowercase(), plural(kind));
-    anyhow::anyhow!("no manifest describes a {one} {name:?}; `beelet get {all}` shows all")
+    anyhow::anyhow!("{one} {name:?} not found; `beelet get {all}` lists all")
 }
 
-/// A kind as the command line names several of it.
+/// Returns the plural of a kind, as the command line writes it.
 fn plural(kind: &str) -> String {
     let kind = kind.to_lowercase();
     if kind.ends_with('s') { format!("{kind}es") } else { format!("{kind}s") }
 }
 
-/// The cells for [`TITLES`].
+/// Returns the cells for [`TITLES`].
 fn row(object: &proto::Described, value: &Value, now: Timestamp) -> Vec<String> {
     let count = |field: &str| value.get(field).and_then(Value::as_object).map_or(0, serde_json::Map::len);
     let data = match object.kind.as_str() {
@@ -98,7 +98,7 @@ fn row(object: &proto::Described, value: &Value, now: Timestamp) -> Vec<String> 
 pub(crate) mod tests {
     use super::*;
 
-    /// An object called `conf` of a manifest that was changed a second after 1970 began.
+    /// Returns an object named `conf` whose manifest was changed one second after the epoch.
     pub(crate) fn described(kind: &str, namespace: &str, json: &Value) -> proto::Described {
         proto::Described {
             kind: kind.to_owned(),
@@ -113,8 +113,8 @@ pub(crate) mod tests {
     #[test]
     fn who_asks_for_what_is_not_there_is_told_how_to_see_all() {
         let told = |kind: &str| no_such(kind, "x").to_string();
-        assert!(told("Secret").ends_with("a secret \"x\"; `beelet get secrets` shows all"));
-        assert!(told("RuntimeClass").ends_with("`beelet get runtimeclasses` shows all"));
+        assert!(told("Secret").ends_with("secret \"x\" not found; `beelet get secrets` lists all"));
+        assert!(told("RuntimeClass").ends_with("`beelet get runtimeclasses` lists all"));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What one pod's line says. The words and their precedence are kubectl's (`printPod` in
+//! The line of one pod. Its words and their precedence are kubectl's (`printPod` in
 //! pkg/printers/internalversion/printers.go, `HumanDuration` in apimachinery's util/duration).
 
 use jiff::Timestamp;
@@ -26,9 +26,9 @@ pub(super) const WIDE: &[&str] = &[
     "WHY",
 ];
 
-/// Since when there is the pod: its object, or, of a manifest, the first that is known of it. A pod that was
-/// refused starts anew with each try, and is as old as its manifest all the same; one that outlived the agent
-/// is older than this agent's first look at its manifest.
+/// Returns the creation time of the pod: of its object, or for a manifest the earliest known time. A rejected
+/// pod starts again with each try but keeps the age of its manifest, and a pod that outlived the agent is
+/// older than the time when this agent first saw its manifest.
 fn born(pod: &Pod) -> Option<Timestamp> {
     if let Some(created) = &pod.metadata.creation_timestamp {
         return Some(created.0);
@@ -38,7 +38,7 @@ fn born(pod: &Pod) -> Option<Timestamp> {
     started.into_iter().chain(seen).min()
 }
 
-/// The cells for [`NARROW`]; with warnings those for [`WIDE`].
+/// Returns the cells for [`NARROW`], or with warnings those for [`WIDE`].
 pub(super) fn row(entry: &PodEntry, now: Timestamp, wide: Option<&Warnings>) -> Vec<String> {
     let pod = &entry.pod;
     let name = PodName::of(pod);
@@ -74,13 +74,13 @@ pub(super) fn row(entry: &PodEntry, now: Timestamp, wide: Option<&Warnings>) -> 
     cells
 }
 
-/// Only the kubelet knows of a pod that is observed.
+/// Returns false for an observed pod, whose readiness only the kubelet knows.
 fn is_readiness_known(pod: &Pod) -> bool {
     let mut conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
     !conditions.any(|c| c.type_ == "Ready" && c.status == "Unknown" && c.reason.as_deref() == Some(OBSERVED))
 }
 
-/// How many of a pod's readiness gates are open, as kubectl has it; None if it has none.
+/// Returns the number of true readiness gates and their total, as kubectl prints it, or None without gates.
 fn gates(pod: &Pod) -> Option<String> {
     let gates = pod.spec.as_ref()?.readiness_gates.as_deref().filter(|gates| !gates.is_empty())?;
     let conditions: Vec<_> =
@@ -90,13 +90,13 @@ fn gates(pod: &Pod) -> Option<String> {
     Some(format!("{open}/{}", gates.len()))
 }
 
-/// From the kernel's event to the published status.
+/// Returns the time from the kernel's event to the published status.
 fn edge(edge: &ReadinessEdge) -> String {
     let to = if edge.ready { "ready" } else { "not ready" };
     format!("{to} in {}µs", edge.published_ns.saturating_sub(edge.kernel_ns) / 1_000)
 }
 
-/// The state that its line shows.
+/// Returns the text of the STATUS column.
 pub(crate) fn state(pod: &Pod) -> String {
     summary(pod).reason
 }
@@ -143,7 +143,7 @@ fn summary(pod: &Pod) -> Summary {
         }
     }
     if let Some(reason) = status.reason.clone().filter(|reason| phase == "Failed" && !reason.is_empty()) {
-        // What ended the pod says more than how its containers took it.
+        // The reason of the pod's end says more than the states of its containers.
         summary.reason = reason;
     }
     if pod.metadata.deletion_timestamp.is_some() && !matches!(phase.as_str(), "Succeeded" | "Failed") {
@@ -153,7 +153,7 @@ fn summary(pod: &Pod) -> Summary {
     summary
 }
 
-/// What the first init container that is not done yet is at; None if all are done.
+/// Returns the state of the first unfinished init container, or None if all have finished.
 fn initializing(init: &[Container], status: &PodStatus) -> Option<String> {
     for (index, container) in init_statuses(status).iter().enumerate() {
         let state = container.state.as_ref();
@@ -175,7 +175,7 @@ fn initializing(init: &[Container], status: &PodStatus) -> Option<String> {
     None
 }
 
-/// The first container with something to say names the pod's state.
+/// Sets the pod's reason from its first container with a waiting or terminated state.
 fn main_containers(pod: &Pod, status: &PodStatus, summary: &mut Summary) {
     let mut any_running = false;
     for container in status.container_statuses.as_deref().unwrap_or_default().iter().rev() {
@@ -192,7 +192,7 @@ fn main_containers(pod: &Pod, status: &PodStatus, summary: &mut Summary) {
         }
     }
     if summary.reason == "Completed" && any_running {
-        // Of a pod that is observed one that has ended well may be one of `kubectl debug`.
+        // In an observed pod, a container that completed may come from `kubectl debug`.
         let is_well = condition(status, "Ready") || !is_readiness_known(pod);
         summary.reason = if is_well { "Running" } else { "NotReady" }.to_owned();
     }
@@ -210,7 +210,7 @@ fn init_statuses(status: &PodStatus) -> &[ContainerStatus] {
     status.init_container_statuses.as_deref().unwrap_or_default()
 }
 
-/// An init container that is restarted like the others (KEP-753).
+/// Returns true for an init container that restarts like a main container (KEP-753).
 fn is_sidecar(init: &[Container], name: &str) -> bool {
     init.iter()
         .any(|container| container.name == name && container.restart_policy.as_deref() == Some("Always"))
@@ -225,7 +225,7 @@ fn condition(status: &PodStatus, kind: &str) -> bool {
     conditions.iter().any(|condition| condition.type_ == kind && condition.status == "True")
 }
 
-/// Restarts of some containers together, and when the last of them ended.
+/// Total restarts of some containers and the end of the latest one.
 #[derive(Default)]
 struct Counted {
     restarts: i32,
@@ -245,7 +245,7 @@ impl<'a> FromIterator<&'a ContainerStatus> for Counted {
     }
 }
 
-/// How long ago `then` was, in as few digits as make sense.
+/// Returns the time since `then`, with as few digits as useful.
 pub(crate) fn age(then: Timestamp, now: Timestamp) -> String {
     let seconds = now.as_second().saturating_sub(then.as_second()).max(0);
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
@@ -267,7 +267,7 @@ pub(crate) fn age(then: Timestamp, now: Timestamp) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::needless_pass_by_value)] // a case reads better without the ampersands
+#[allow(clippy::needless_pass_by_value)] // cases read better without ampersands
 mod tests {
     use serde_json::{Value, json};
 
@@ -439,9 +439,9 @@ mod tests {
             assert_eq!(cells(pod)[5], expected);
         };
         let (early, late) = ("2026-11-21T11:00:00Z", "2026-11-21T11:59:00Z");
-        // Refused an hour ago, and again just now.
+        // Rejected an hour ago and again just now.
         check(Value::Null, json!("2026-11-21T11:00:00.123456789Z"), json!(late), "60m");
-        // It ran before this agent did.
+        // The pod is older than this agent.
         check(Value::Null, json!(late), json!(early), "60m");
         check(Value::Null, json!("no time"), json!(late), "60s");
         check(Value::Null, json!(late), Value::Null, "60s");

@@ -1,4 +1,4 @@
-//! `beelet images import` and `export`: images as files.
+//! `beelet images import` and `export`: images as archives.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -16,9 +16,9 @@ use tokio_stream::{Stream, StreamExt as _};
 use super::{ExportArgs, ImportArgs};
 use crate::plain;
 
-/// Bytes of an archive in one message.
+/// Archive bytes per message.
 const PIECE: usize = 256 << 10;
-/// Messages on their way to the agent.
+/// Messages queued for the agent.
 const QUEUE: usize = 4;
 
 pub(super) async fn import(args: &ImportArgs) -> anyhow::Result<()> {
@@ -31,15 +31,16 @@ pub(super) async fn import(args: &ImportArgs) -> anyhow::Result<()> {
         };
         let (sender, receiver) = mpsc::channel(QUEUE);
         let start = proto::ImportStart { what: what.clone(), name: args.name.clone().unwrap_or_default() };
-        sender.send(input(Input::Start(start))).await.context("the import could not begin")?;
-        // A thread of its own: reading may block, and ends when nobody takes more.
+        sender.send(input(Input::Start(start))).await.context("cannot start the import")?;
+        // Reading has its own thread because it may block; it ends once the receiver closes.
         let reading = tokio::task::spawn_blocking(move || send(source, &sender));
         let imported = client.import_images(ReceiverStream::new(receiver)).await;
-        // The agent's word comes first: it may have refused what was still being read.
+        // The agent's error comes first: the agent may have rejected the archive while it was still being
+        // read.
         let imported = imported.with_context(|| what.clone())?;
         reading.await?.with_context(|| format!("cannot read {what}"))?;
         for image in imported {
-            let how = if image.is_new { "imported" } else { "was here" };
+            let how = if image.is_new { "imported" } else { "already present" };
             println!("{}", plain::line(&format!("{} {how}", image.name)));
         }
     }
@@ -63,7 +64,7 @@ fn input(input: Input) -> proto::ImportInput {
     proto::ImportInput { input: Some(input) }
 }
 
-/// Sends all that is in `source`, or as much as is wanted.
+/// Sends the content of `source` until it ends or the receiver closes.
 fn send(mut source: Box<dyn Read + Send>, sender: &mpsc::Sender<proto::ImportInput>) -> io::Result<()> {
     loop {
         let mut piece = Vec::with_capacity(PIECE);
@@ -78,17 +79,17 @@ pub(super) async fn export(args: &ExportArgs) -> anyhow::Result<()> {
     let mut client = Client::connect(&args.agent.socket).await?;
     let pieces = client.export_images(args.images.clone()).await?;
     let mut pieces = pieces.map(|piece| Ok(piece.map_err(beelet_client::ClientError::from)?.data));
-    // What can't be exported is said before a file is made.
+    // An export error is returned before the file is created.
     let Some(first) = pieces.next().await.transpose()? else { anyhow::bail!("the agent sent nothing") };
     if is_standard(&args.output) {
         return write(first, &mut pieces, &mut io::stdout()).await.map(drop);
     }
-    let bytes = write_file(first, &mut pieces, &args.output, told_to_end()).await?;
+    let bytes = write_file(first, &mut pieces, &args.output, termination()).await?;
     println!("{}: {}", args.output.display(), crate::gc::size(bytes));
     Ok(())
 }
 
-/// Writes all pieces to a file that is there whole or not at all; how many bytes that were.
+/// Writes all pieces to a file that appears complete or not at all, and returns the number of bytes.
 async fn write_file(
     first: Vec<u8>,
     pieces: &mut (impl Stream<Item = anyhow::Result<Vec<u8>>> + Unpin),
@@ -99,18 +100,18 @@ async fn write_file(
     let mut file = File::create(&part).with_context(|| format!("cannot write {}", part.display()))?;
     let written = tokio::select! {
         written = write(first, pieces, &mut file) => written,
-        ended = ended => ended.and_then(|signal| Err(anyhow::anyhow!("ended by {signal}"))),
+        ended = ended => ended.and_then(|signal| Err(anyhow::anyhow!("interrupted by {signal}"))),
     };
     let written = written.and_then(|bytes| fs::rename(&part, output).map(|()| bytes).map_err(Into::into));
     if written.is_err() {
-        // Half an archive is of no use to anybody.
+        // An incomplete archive is useless.
         let _ = fs::remove_file(&part);
     }
-    written.with_context(|| format!("{} is not written", output.display()))
+    written.with_context(|| format!("cannot write {}", output.display()))
 }
 
-/// Waits for a signal that would end the command; which one it was.
-async fn told_to_end() -> anyhow::Result<&'static str> {
+/// Waits for a signal that would end the command and returns its name.
+async fn termination() -> anyhow::Result<&'static str> {
     let on = |kind| signal(kind).context("cannot wait for signals");
     let (mut interrupt, mut terminate) = (on(SignalKind::interrupt())?, on(SignalKind::terminate())?);
     let mut hangup = on(SignalKind::hangup())?;
@@ -121,14 +122,14 @@ async fn told_to_end() -> anyhow::Result<&'static str> {
     })
 }
 
-/// What a file is called until it is whole.
+/// Returns the name of the incomplete file.
 fn part(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".part");
     name.into()
 }
 
-/// Writes all pieces; how many bytes that were.
+/// Writes all pieces and returns the number of bytes.
 async fn write(
     first: Vec<u8>,
     pieces: &mut (impl Stream<Item = anyhow::Result<Vec<u8>>> + Unpin),
@@ -160,13 +161,13 @@ mod tests {
             names.collect::<Vec<_>>()
         };
         let piece = || b"piece".to_vec();
-        // Ctrl-C while the next piece is awaited.
+        // Ctrl-C arrives while the next piece is awaited.
         let mut waits = tokio_stream::pending();
         let interrupted = write_file(piece(), &mut waits, &output, async { Ok("Ctrl-C") }).await;
         let words = format!("{:#}", interrupted.unwrap_err());
-        assert_eq!(words, format!("{} is not written: ended by Ctrl-C", output.display()));
+        assert_eq!(words, format!("cannot write {}: interrupted by Ctrl-C", output.display()));
         assert!(here().is_empty(), "{:?}", here());
-        let mut breaks = tokio_stream::iter([Err(anyhow::anyhow!("the agent has gone"))]);
+        let mut breaks = tokio_stream::iter([Err(anyhow::anyhow!("the agent has exited"))]);
         write_file(piece(), &mut breaks, &output, pending()).await.unwrap_err();
         assert!(here().is_empty(), "{:?}", here());
         let mut ends = tokio_stream::iter([Ok(piece())]);

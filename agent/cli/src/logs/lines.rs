@@ -1,16 +1,16 @@
-//! Output of several containers on one standard output: by whole lines, each with its container's name.
+//! Output of several containers on one standard output: whole lines, each with its container's name.
 
 use std::io::{self, Write};
 
-/// Bytes of a line that are waited for; a longer one is shown in pieces.
+/// Maximum bytes to buffer; a longer line is printed in pieces.
 const LINE_MAX: usize = 1 << 20;
 
-/// The lines of a container.
+/// Line buffer of a container.
 #[derive(Debug)]
 pub(super) struct Lines {
-    /// What stands before each of them.
+    /// Prefix of every line.
     prefix: String,
-    /// A line whose end has not come yet.
+    /// An incomplete line.
     begun: Vec<u8>,
 }
 
@@ -19,7 +19,7 @@ impl Lines {
         Self { prefix, begun: Vec::new() }
     }
 
-    /// Writes the lines that have come to their end with this piece.
+    /// Writes the lines that this piece completes.
     pub(super) fn write(&mut self, piece: &[u8], out: &mut impl Write) -> io::Result<()> {
         for part in piece.split_inclusive(|byte| *byte == b'\n') {
             self.begun.extend_from_slice(part);
@@ -30,7 +30,7 @@ impl Lines {
         Ok(())
     }
 
-    /// Ends the line that was begun: nothing more comes.
+    /// Writes the incomplete line at the end of the output.
     pub(super) fn end(&mut self, out: &mut impl Write) -> io::Result<()> {
         if self.begun.is_empty() {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Which containers' logs are meant.
+//! Selection of the containers whose logs are printed.
 
 use anyhow::bail;
 use beelet_model::pod::{container_names, default_container};
@@ -14,12 +14,12 @@ pub(super) struct Source {
 }
 
 impl Source {
-    /// What stands before each of its lines, as in kubectl.
+    /// Returns the prefix of the container's lines, as in kubectl.
     pub(super) fn prefix(&self) -> String {
         format!("[pod/{}/{}] ", self.pod.name, self.container)
     }
 
-    /// The same as the agent is asked for it.
+    /// Returns the container as the agent's API names it.
     pub(super) fn target(&self) -> proto::ContainerTarget {
         proto::ContainerTarget {
             namespace: self.pod.namespace.clone(),
@@ -29,45 +29,43 @@ impl Source {
     }
 }
 
-/// Which pods, and which of their containers.
+/// Selection of pods and their containers.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Choice<'a> {
-    /// The pod of this name; None: those that the selector chooses.
+    /// Name of the pod; None for all pods that the selector matches.
     pub(super) pod: Option<&'a str>,
     pub(super) selector: &'a Selector,
-    /// Empty: of any.
+    /// Namespace; empty for any.
     pub(super) namespace: &'a str,
     pub(super) containers: Containers<'a>,
 }
 
-/// Which of a pod's containers.
+/// Selection of a pod's containers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Containers<'a> {
-    /// The default or first one.
+    /// The pod's default container, else its first.
     Default,
-    /// The one of this name; of pods that a selector chooses those that have one.
+    /// The container with this name, in all pods that have one.
     Named(&'a str),
     All,
 }
 
 impl Choice<'_> {
-    /// The containers, a pod's in the order in which they begin.
+    /// Returns the containers, those of a pod in start order.
     ///
     /// # Errors
-    /// There is no such pod, or more than one has the name, or none has such a container.
+    /// Fails if the pod is missing, its name is ambiguous, or no pod has the container.
     pub(super) fn of(&self, table: &PodTable) -> anyhow::Result<Vec<Source>> {
         let pods = match self.pod {
             Some(name) => vec![table.find(self.namespace, name).map_err(anyhow::Error::msg)?],
             None => table.chosen(self.namespace, self.selector).collect(),
         };
         if pods.is_empty() {
-            bail!("no pod has such labels; `beelet get pods -o json` shows those that there are");
+            bail!("no pod matches the selector; `beelet get pods -o json` shows the labels of all pods");
         }
         let sources: Vec<_> = pods.iter().flat_map(|(name, entry)| self.containers(name, entry)).collect();
         if let (Containers::Named(container), true) = (self.containers, sources.is_empty()) {
-            bail!(
-                "none of these pods has a container {container:?}; --all-containers shows those that they have"
-            );
+            bail!("no container {container:?} in these pods; use `--all-containers` for all containers");
         }
         Ok(sources)
     }
@@ -128,9 +126,9 @@ mod tests {
     fn nothing_that_fits_is_an_error() {
         let (table, shop) = (table(), "app=shop".parse().unwrap());
         let choice = Choice { pod: None, selector: &shop, namespace: "other", containers: Containers::All };
-        assert!(choice.of(&table).unwrap_err().to_string().starts_with("no pod has such labels"));
+        assert!(choice.of(&table).unwrap_err().to_string().starts_with("no pod matches the selector"));
         let choice = Choice { namespace: "default", containers: Containers::Named("x"), ..choice };
-        assert!(choice.of(&table).unwrap_err().to_string().contains("has a container \"x\""));
+        assert!(choice.of(&table).unwrap_err().to_string().contains("no container \"x\""));
         let choice = Choice { pod: Some("none"), ..choice };
         assert!(choice.of(&table).unwrap_err().to_string().contains("there is no pod \"none\""));
     }

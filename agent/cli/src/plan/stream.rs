@@ -1,17 +1,16 @@
-//! Cuts an input into scenarios without holding more than one: a JSON array, JSON Lines (or any JSON values
-//! in a row), or a YAML stream. Which it is shows in the first character. Must never look into a scenario: it
-//! only finds where one ends.
+//! Splits an input into scenarios and holds one at a time: a JSON array, JSON Lines (or consecutive JSON
+//! values), or a YAML stream. The first character decides the format. This module only finds the end of a
+//! scenario and must never interpret its content.
 
 use std::io::{self, BufRead, Read};
 
-/// The largest scenario that is read, in bytes: far beyond any real node, well before the machine runs out of
-/// memory.
+/// Maximum bytes of a scenario: far beyond any real node, and well below the machine's memory.
 pub(super) const LARGEST_SCENARIO: usize = 1 << 30;
 
-/// U+FEFF, which some editors put in front of UTF-8.
+/// U+FEFF, which some editors write before UTF-8 text.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// One scenario's text, and where in the input it began (both from 1).
+/// Text of a scenario, and its position in the input (counted from 1).
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Chunk {
     pub(super) text: Vec<u8>,
@@ -23,14 +22,14 @@ pub(super) struct Chunk {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Syntax {
     Json,
-    /// One document; it may be a list of scenarios.
+    /// A document, which may be a list of scenarios.
     Yaml,
 }
 
-/// Why the input as a whole can't be read on.
+/// Reason why the rest of the input cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum StreamError {
-    #[error("cannot read it: {0}")]
+    #[error("cannot read the input: {0}")]
     Io(#[from] io::Error),
     #[error("{line}:{column}: {message}")]
     Syntax { line: u64, column: u64, message: String },
@@ -49,7 +48,7 @@ enum Mode {
 pub(super) struct Scenarios<R> {
     input: R,
     mode: Mode,
-    /// What was read ahead of the next line of a YAML stream.
+    /// Bytes read ahead of the next line of a YAML stream.
     carry: Vec<u8>,
     line: u64,
     column: u64,
@@ -60,7 +59,7 @@ impl<R: BufRead> Scenarios<R> {
         Self { input, mode: Mode::Unknown, carry: Vec::new(), line: 1, column: 1 }
     }
 
-    /// The next scenario; `None` at the end of the input.
+    /// Returns the next scenario, or None at the end of the input.
     pub(super) fn next(&mut self) -> Result<Option<Chunk>, StreamError> {
         if self.mode == Mode::Unknown {
             self.skip_byte_order_mark()?;
@@ -72,11 +71,11 @@ impl<R: BufRead> Scenarios<R> {
                 None => Mode::Done,
                 Some(b'{') => Mode::Values,
                 Some(b'[') => {
-                    self.take();
+                    self.consume_byte();
                     Mode::Array { first: true }
                 }
                 Some(_) => {
-                    // The first line's indentation was skipped, and it means something.
+                    // The indentation of the first line was skipped, but YAML needs it.
                     self.carry = vec![b' '; usize::try_from(self.column - 1).unwrap_or(0)];
                     Mode::Yaml
                 }
@@ -93,8 +92,8 @@ impl<R: BufRead> Scenarios<R> {
     fn next_value(&mut self) -> Result<Option<Chunk>, StreamError> {
         match self.skip_blanks()? {
             None => Ok(None),
-            Some(b'{') => self.take_value().map(Some),
-            Some(_) => Err(self.error("expected a scenario, which begins with {, or the end of the input")),
+            Some(b'{') => self.read_value().map(Some),
+            Some(_) => Err(self.error("expected `{` or the end of the input")),
         }
     }
 
@@ -102,34 +101,34 @@ impl<R: BufRead> Scenarios<R> {
         self.mode = Mode::Array { first: false };
         match (self.skip_blanks()?, first) {
             (Some(b']'), _) => {
-                self.take();
+                self.consume_byte();
                 self.mode = Mode::Done;
                 match self.skip_blanks()? {
                     None => return Ok(None),
-                    Some(_) => return Err(self.error("there is more after the end of the array")),
+                    Some(_) => return Err(self.error("unexpected text after the end of the array")),
                 }
             }
-            (Some(b','), false) => self.take(),
+            (Some(b','), false) => self.consume_byte(),
             (Some(_), true) => {}
-            (None, _) => return Err(self.error("the array has no end; is the input cut off?")),
-            (Some(_), false) => return Err(self.error("expected , or ] after a scenario of the array")),
+            (None, _) => return Err(self.error("unterminated array; is the input truncated?")),
+            (Some(_), false) => return Err(self.error("expected `,` or `]` after a scenario of the array")),
         }
         match self.skip_blanks()? {
-            None => Err(self.error("the array has no end; is the input cut off?")),
-            Some(_) => self.take_value().map(Some),
+            None => Err(self.error("unterminated array; is the input truncated?")),
+            Some(_) => self.read_value().map(Some),
         }
     }
 
-    /// Takes one value: up to the bracket that closes the first one, or, for what is no object or array, up
-    /// to a comma, a bracket or a blank.
-    fn take_value(&mut self) -> Result<Chunk, StreamError> {
+    /// Reads one value: up to the bracket that closes the first one, or, without brackets, up to a comma, a
+    /// bracket or a blank.
+    fn read_value(&mut self) -> Result<Chunk, StreamError> {
         let mut chunk =
             Chunk { text: Vec::new(), syntax: Syntax::Json, line: self.line, column: self.column };
         let mut scan = Scan::default();
         loop {
             let available = self.input.fill_buf()?;
             if available.is_empty() {
-                return Ok(chunk); // cut off: the JSON reader says so best
+                return Ok(chunk); // truncated: the JSON reader has the better error
             }
             let used = available.iter().position(|byte| scan.ends_before(*byte)).unwrap_or(available.len());
             let ended = used < available.len();
@@ -137,7 +136,7 @@ impl<R: BufRead> Scenarios<R> {
             advance(&mut self.line, &mut self.column, &available[..used]);
             self.input.consume(used);
             if chunk.text.len() > LARGEST_SCENARIO {
-                return Err(self.error("a single scenario has more than 1 GiB; use several"));
+                return Err(self.error("a single scenario exceeds 1 GiB; split it"));
             }
             if ended {
                 return Ok(chunk);
@@ -145,8 +144,8 @@ impl<R: BufRead> Scenarios<R> {
         }
     }
 
-    /// Takes the lines up to the next document marker. Markers stand at the start of a line, where no content
-    /// can be (YAML 1.2, 9.1.2), so nothing inside a document is mistaken for one.
+    /// Reads the lines up to the next document marker. A line of content cannot begin with a marker (YAML
+    /// 1.2, 9.1.2), so content is never mistaken for one.
     fn next_document(&mut self) -> Result<Option<Chunk>, StreamError> {
         let empty = |line| Chunk { text: Vec::new(), syntax: Syntax::Yaml, line, column: 1 };
         let mut chunk = empty(self.line);
@@ -167,7 +166,7 @@ impl<R: BufRead> Scenarios<R> {
             has_content |= is_content(&line, starts_document);
             chunk.text.extend_from_slice(&line);
             if chunk.text.len() > LARGEST_SCENARIO {
-                return Err(self.error("a single document has more than 1 GiB; use several"));
+                return Err(self.error("a single document exceeds 1 GiB; split it"));
             }
         }
         Ok(has_content.then_some(chunk))
@@ -185,8 +184,8 @@ impl<R: BufRead> Scenarios<R> {
         Ok(Some(line))
     }
 
-    /// Skips a byte order mark, a byte at a time: a pipe may deliver it in pieces. What only began like one
-    /// is carried over.
+    /// Skips a byte order mark byte by byte, because a pipe may deliver it in pieces. Bytes that only begin
+    /// like a mark are carried over.
     fn skip_byte_order_mark(&mut self) -> io::Result<()> {
         for (seen, byte) in BYTE_ORDER_MARK.iter().enumerate() {
             if self.input.fill_buf()?.first() != Some(byte) {
@@ -198,7 +197,7 @@ impl<R: BufRead> Scenarios<R> {
         Ok(())
     }
 
-    /// The next byte that is no blank, not yet taken.
+    /// Skips blanks and returns the next byte without consuming it.
     fn skip_blanks(&mut self) -> io::Result<Option<u8>> {
         loop {
             let available = self.input.fill_buf()?;
@@ -215,7 +214,7 @@ impl<R: BufRead> Scenarios<R> {
         }
     }
 
-    fn take(&mut self) {
+    fn consume_byte(&mut self) {
         self.input.consume(1);
         self.column += 1;
     }
@@ -225,7 +224,7 @@ impl<R: BufRead> Scenarios<R> {
     }
 }
 
-/// Where a JSON value ends.
+/// Search for the end of a JSON value.
 #[derive(Default)]
 struct Scan {
     depth: usize,
@@ -235,7 +234,7 @@ struct Scan {
 }
 
 impl Scan {
-    /// Takes the next byte into account; true if the value ended before it.
+    /// Processes the next byte and returns true if the value ended before it.
     fn ends_before(&mut self, byte: u8) -> bool {
         if self.closed {
             return true;
@@ -268,7 +267,7 @@ fn is_marker(line: &[u8], marker: &[u8]) -> bool {
         .is_some_and(|rest| matches!(rest.first(), None | Some(b' ' | b'\t' | b'\n' | b'\r')))
 }
 
-/// Anything but blanks, comments and directives.
+/// Returns true for a line other than blanks, comments and directives.
 fn is_content(line: &[u8], starts_document: bool) -> bool {
     let text = if starts_document { &line[3..] } else { line }.trim_ascii();
     !text.is_empty() && !text.starts_with(b"#") && (starts_document || !line.starts_with(b"%"))
@@ -292,7 +291,7 @@ mod tests {
 
     use super::*;
 
-    /// Texts and places, with a buffer of every small size: no cut may depend on where the buffer ends.
+    /// Splits the text with every small buffer size: no result may depend on the buffer's boundaries.
     fn check(input: &str, expected: &[(&str, u64, u64)]) {
         for capacity in [1, 2, 3, 7, 8192] {
             let mut scenarios = Scenarios::new(BufReader::with_capacity(capacity, input.as_bytes()));
@@ -350,11 +349,11 @@ mod tests {
 
     #[test]
     fn an_input_that_ends_or_goes_on_wrongly_is_said_so() {
-        check_error("[{}", "1:4: the array has no end; is the input cut off?");
-        check_error("[{},", "1:5: the array has no end; is the input cut off?");
-        check_error("[{}\n{}]", "2:1: expected , or ] after a scenario of the array");
-        check_error("[{}] {}", "1:6: there is more after the end of the array");
-        check_error("{}\nx", "2:1: expected a scenario, which begins with {, or the end of the input");
+        check_error("[{}", "1:4: unterminated array; is the input truncated?");
+        check_error("[{},", "1:5: unterminated array; is the input truncated?");
+        check_error("[{}\n{}]", "2:1: expected `,` or `]` after a scenario of the array");
+        check_error("[{}] {}", "1:6: unexpected text after the end of the array");
+        check_error("{}\nx", "2:1: expected `{` or the end of the input");
     }
 
     proptest! {

@@ -1,4 +1,4 @@
-//! What a person at the terminal has chosen, and what each key does. No terminal in here.
+//! State of the interactive screen and the effect of each key, independent of the terminal.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -12,33 +12,33 @@ use super::columns::{COLUMNS, Column};
 use super::row::Row;
 use super::rows::{Trends, View, rows};
 
-/// The state of the screen.
+/// State of the screen.
 #[derive(Debug)]
 pub(super) struct App {
     pub(super) view: View,
-    /// What the agent sent last; `None` before the first.
+    /// Last snapshot from the agent; None before the first.
     pub(super) snapshot: Option<SignalSnapshot>,
-    /// Why pods aren't ready, as far as it was told.
+    /// Known reasons why pods are not ready.
     causes: Arc<Causes>,
     trends: Trends,
     /// The rows on the screen, in order.
     pub(super) rows: Vec<Row>,
-    /// The row under the cursor, by key: it stays with its pod when the order changes.
+    /// Key of the row under the cursor: the cursor stays with its pod when the order changes.
     selected: Option<String>,
-    /// Somebody has moved the cursor; until then it is at the first row, whatever that is.
+    /// True once the user has moved the cursor; until then it stays at the first row.
     moved: bool,
     /// The first row on the screen.
     pub(super) offset: usize,
-    /// Rows that there was room for when it was last drawn.
+    /// Number of rows that fit the screen, as of the last drawing.
     pub(super) page: usize,
-    /// New snapshots are left out until it is thawed.
+    /// True while new snapshots are ignored.
     pub(super) frozen: bool,
-    /// Keys go into the filter.
+    /// True while keys edit the filter.
     pub(super) typing: bool,
     pub(super) help: bool,
-    /// Lines that the help is scrolled down.
+    /// Number of lines by which the help is scrolled.
     pub(super) help_offset: u16,
-    /// Why there is nothing new, and since when.
+    /// Reason for missing snapshots, and the time of the first failure.
     pub(super) trouble: Option<(String, Instant)>,
     pub(super) done: bool,
 }
@@ -64,48 +64,48 @@ impl App {
         }
     }
 
-    /// Takes what the agent sent. False if the screen stays as it is.
-    pub(super) fn take(&mut self, mut snapshot: SignalSnapshot) -> bool {
+    /// Stores a new snapshot. Returns false if the screen does not change.
+    pub(super) fn update(&mut self, mut snapshot: SignalSnapshot) -> bool {
         self.trouble = None;
         self.trends.add(&snapshot);
         if self.frozen {
             return false;
         }
-        self.causes.put_into(&mut snapshot);
+        self.causes.apply_to(&mut snapshot);
         self.snapshot = Some(snapshot);
         self.arrange();
         true
     }
 
-    /// Takes what was told of pods that aren't ready. False if the screen stays as it is.
+    /// Stores reasons why pods are not ready. Returns false if the screen does not change.
     pub(super) fn learn(&mut self, causes: Arc<Causes>) -> bool {
         self.causes = causes;
         let Some(snapshot) = self.snapshot.as_mut().filter(|_| !self.frozen) else { return false };
-        self.causes.put_into(snapshot);
+        self.causes.apply_to(snapshot);
         self.arrange();
         true
     }
 
-    /// Nothing comes any more.
+    /// Records that snapshots are missing.
     pub(super) fn lost(&mut self, why: String) {
         let since = self.trouble.as_ref().map_or_else(Instant::now, |(_, since)| *since);
         self.trouble = Some((why, since));
     }
 
-    /// Makes the rows anew and finds the selected one among them.
+    /// Rebuilds the rows and restores the selection.
     fn arrange(&mut self) {
         let at = if self.moved { self.cursor() } else { 0 };
         self.rows = self.snapshot.as_ref().map(|s| rows(s, &self.view, &self.trends)).unwrap_or_default();
         let there = |key: &String| self.rows.iter().any(|row| row.key == *key);
         if !self.moved || !self.selected.as_ref().is_some_and(there) {
-            // It has gone: the cursor stays where it is.
+            // The selected row disappeared: the cursor keeps its position.
             self.selected =
                 self.rows.get(at.min(self.rows.len().saturating_sub(1))).map(|row| row.key.clone());
         }
         self.scroll();
     }
 
-    /// The index of the selected row.
+    /// Returns the index of the selected row.
     pub(super) fn cursor(&self) -> usize {
         let selected = self.selected.as_ref();
         self.rows.iter().position(|row| Some(&row.key) == selected).unwrap_or(0)
@@ -118,7 +118,7 @@ impl App {
         self.scroll();
     }
 
-    /// Keeps the cursor on the screen.
+    /// Scrolls so that the cursor is visible.
     pub(super) fn scroll(&mut self) {
         let cursor = self.cursor();
         let page = self.page.max(1);
@@ -126,7 +126,7 @@ impl App {
         self.offset = self.offset.min(self.rows.len().saturating_sub(page));
     }
 
-    /// What a key or a new size does. False if the screen stays as it is.
+    /// Handles a key or a resize. Returns false if the screen does not change.
     pub(super) fn event(&mut self, event: &Event) -> bool {
         match event {
             Event::Key(key) if key.kind != KeyEventKind::Release => {
@@ -232,7 +232,7 @@ impl App {
         self.frozen = !self.frozen;
     }
 
-    /// The same column again: the other way round.
+    /// Sorts by the column, or reverses the order if it is the current one.
     fn sort(&mut self, column: Column) {
         self.view.reversed = self.view.sort == column && !self.view.reversed;
         self.view.sort = column;
@@ -257,13 +257,13 @@ impl App {
         self.expand(!expanded);
     }
 
-    /// Shows or hides the containers of the pod under the cursor, or of the container's under it.
+    /// Shows or hides the containers of the pod under the cursor, or of the pod whose container is under it.
     fn expand(&mut self, show: bool) {
         let Some(row) = self.rows.get(self.cursor()) else { return };
         self.moved = true;
         let uid = if row.is_pod { row.key.clone() } else { pod_of(&row.key).to_owned() };
         if self.view.all_expanded && !show {
-            // All but this one.
+            // Expands all other pods.
             let others = self.rows.iter().filter(|row| row.is_pod).map(|row| row.key.clone());
             self.view.expanded = others.collect::<HashSet<_>>();
             self.view.all_expanded = false;
@@ -278,12 +278,12 @@ impl App {
     }
 }
 
-/// A container's key begins with its pod's.
+/// Returns the pod's part of a key.
 fn pod_of(key: &str) -> &str {
     key.split_once('/').map_or(key, |(uid, _)| uid)
 }
 
-/// Letters that sort, upper case as in top(1) where it has them.
+/// Sort keys; upper case letters as in top(1) where it has them.
 pub(super) const SORT_KEYS: &[(char, Column)] = &[
     ('N', Column::Name),
     ('P', Column::Cpu),
@@ -309,7 +309,7 @@ mod tests {
     fn app() -> App {
         let mut app = App::new(view());
         app.page = 3;
-        app.take(snapshot(&[
+        app.update(snapshot(&[
             ("a", "x", 0.1, 5.0),
             ("a", "y", 0.9, 1.0),
             ("b", "z", 0.5, 2.0),
@@ -360,10 +360,10 @@ mod tests {
         assert_eq!((app.cursor(), app.offset), (3, 1));
         press(&mut app, "j");
         assert_eq!(app.cursor(), 3);
-        // Its pod goes: the cursor is at what is now in its place.
-        app.take(snapshot(&[("a", "x", 0.1, 5.0), ("b", "z", 0.5, 2.0)]));
+        // After the pod's removal the cursor stays at its position.
+        app.update(snapshot(&[("a", "x", 0.1, 5.0), ("b", "z", 0.5, 2.0)]));
         assert_eq!((app.cursor(), app.offset), (1, 0));
-        app.take(snapshot(&[]));
+        app.update(snapshot(&[]));
         press(&mut app, "jkG\n-");
         assert_eq!(app.cursor(), 0);
     }
@@ -374,7 +374,7 @@ mod tests {
         press(&mut app, "\n");
         assert_eq!(names(&app)[..4], ["a/y", "app", "sidecar", "b/z"]);
         press(&mut app, "j-");
-        assert_eq!((app.rows.len(), app.cursor()), (4, 0), "hidden, the cursor is at its pod");
+        assert_eq!((app.rows.len(), app.cursor()), (4, 0), "a hidden container moves the cursor to its pod");
         press(&mut app, "e");
         assert_eq!(app.rows.len(), 12);
         press(&mut app, "-");
@@ -399,10 +399,10 @@ mod tests {
     fn frozen_nothing_new_is_shown_until_it_is_thawed() {
         let mut app = app();
         press(&mut app, "f");
-        assert!(!app.take(snapshot(&[])));
+        assert!(!app.update(snapshot(&[])));
         assert_eq!(app.rows.len(), 4);
         press(&mut app, "f");
-        assert!(app.take(snapshot(&[])));
+        assert!(app.update(snapshot(&[])));
         assert!(app.rows.is_empty());
     }
 
@@ -426,9 +426,9 @@ mod tests {
         let mut app = app();
         app.lost("the agent stopped".into());
         let since = app.trouble.as_ref().unwrap().1;
-        app.lost("no agent answers".into());
+        app.lost("the agent does not answer".into());
         assert_eq!(app.trouble.as_ref().unwrap().1, since);
-        app.take(snapshot(&[]));
+        app.update(snapshot(&[]));
         assert!(app.trouble.is_none());
     }
 }

@@ -1,5 +1,5 @@
-//! Why pods aren't ready: from their statuses and their events, which snapshots don't have. Asked for only
-//! while a snapshot has such pods, and beside it: a snapshot never waits for this.
+//! Reasons why pods are not ready, from their statuses and events, which snapshots lack. The agent is asked
+//! only while a snapshot has unready pods, and in parallel: a snapshot never waits for this.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -16,23 +16,23 @@ use tokio::time::sleep;
 use crate::get::pod::state;
 use crate::why::Warnings;
 
-/// The pause between two questions: each is for all pods.
+/// Pause between two queries; each covers all pods.
 const PAUSE: Duration = Duration::from_secs(2);
 
-/// What is known of pods, by UID.
+/// Known reasons by pod UID.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Causes(HashMap<String, Cause>);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Cause {
-    /// The state, as `get pods` has it.
+    /// State, as `get pods` prints it.
     state: String,
-    /// Why it isn't ready, as WHY has it.
+    /// Reason why the pod is not ready, as the column WHY prints it.
     why: Option<String>,
 }
 
 impl Causes {
-    /// Asks the agent once. Where it has no events (`observe`) or does not answer, nothing is known.
+    /// Asks the agent once. Without events (`observe`) or without an answer, the result is empty.
     pub(super) async fn ask(socket: &std::path::Path) -> Self {
         let answer = async {
             let mut client = Client::connect(socket).await.ok()?;
@@ -48,8 +48,8 @@ impl Causes {
         Self(pods.filter_map(|pod| Some((pod.metadata.uid.clone()?, cause(pod)))).collect())
     }
 
-    /// Puts what is known into the snapshot's pods that aren't ready.
-    pub(super) fn put_into(&self, snapshot: &mut SignalSnapshot) {
+    /// Writes the known reasons to the snapshot's pods that are not ready.
+    pub(super) fn apply_to(&self, snapshot: &mut SignalSnapshot) {
         for pod in snapshot.pods.iter_mut().filter(|pod| pod.ready == Some(false)) {
             let Some(cause) = self.0.get(&pod.uid) else { continue };
             if let Some(why) = &cause.why {
@@ -60,19 +60,19 @@ impl Causes {
     }
 }
 
-/// Returns true if a pod isn't ready.
+/// Returns true if a pod is not ready.
 pub(super) fn are_wanted(snapshot: &SignalSnapshot) -> bool {
     snapshot.pods.iter().any(|pod| pod.ready == Some(false))
 }
 
-/// Asks the agent while somebody wants to know.
+/// Task that asks the agent on request.
 pub(super) struct Asker {
     wanted: watch::Sender<()>,
     known: watch::Receiver<Arc<Causes>>,
 }
 
 impl Asker {
-    /// One that asks at this socket as long as it lives.
+    /// Starts a task that asks at this socket until the value is dropped.
     pub(super) fn start(socket: PathBuf) -> Self {
         let (wanted, mut asked) = watch::channel(());
         let (sender, known) = watch::channel(Arc::default());
@@ -90,12 +90,12 @@ impl Asker {
         Self { wanted, known }
     }
 
-    /// Wants to know now.
+    /// Requests a query.
     pub(super) fn want(&self) {
         self.wanted.send_replace(());
     }
 
-    /// What is new. Safe to be dropped.
+    /// Waits for new reasons. Cancel safe.
     pub(super) async fn next(&mut self) -> Arc<Causes> {
         if self.known.changed().await.is_err() {
             std::future::pending::<()>().await;
@@ -128,19 +128,19 @@ mod tests {
             pod.uid = format!("shop-{}", pod.name);
         }
         let before = snapshot.clone();
-        causes.put_into(&mut snapshot);
+        causes.apply_to(&mut snapshot);
         assert_eq!(snapshot, before, "all are ready");
         assert!(!are_wanted(&snapshot));
         snapshot.pods.iter_mut().for_each(|pod| pod.ready = Some(false));
         snapshot.pods[1].not_ready = "ContainersNotReady".into();
         assert!(are_wanted(&snapshot));
-        causes.put_into(&mut snapshot);
+        causes.apply_to(&mut snapshot);
         assert_eq!(snapshot.pods[0].phase, "Init:CrashLoopBackOff");
         assert!(
             snapshot.pods[0].not_ready.contains("exit 4, last words: cannot reach db"),
             "{}",
             snapshot.pods[0].not_ready
         );
-        assert_eq!(snapshot.pods[1].not_ready, "ContainersNotReady", "nothing else is known of it");
+        assert_eq!(snapshot.pods[1].not_ready, "ContainersNotReady", "no other reason is known");
     }
 }

@@ -1,13 +1,12 @@
-//! The columns: one table says what each is called, how wide it is, what it shows, how it is sorted and what
-//! it means.
+//! The columns: one table with title, width, content, sort order and help of each.
 
 use std::cmp::Ordering;
 
 use super::row::{Numbers, Row};
 
-/// A column, by which rows can be sorted.
+/// A column by which rows can be sorted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-#[allow(missing_docs)] // their help is in COLUMNS
+#[allow(missing_docs)] // COLUMNS has their help
 pub(super) enum Column {
     Name,
     Ready,
@@ -35,25 +34,25 @@ pub(super) enum Column {
     State,
 }
 
-/// How much attention a value wants.
+/// Severity of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Heat {
-    /// Nothing there, or nothing known.
+    /// Absent or unknown.
     Dim,
     Normal,
-    /// Worth a look.
+    /// Worth attention.
     Warm,
-    /// Somebody suffers.
+    /// Critical.
     Hot,
 }
 
-/// What is known of a column.
+/// Properties of a column.
 pub(super) struct Info {
     pub(super) column: Column,
     pub(super) title: &'static str,
-    /// In characters.
+    /// Width in characters.
     pub(super) width: u16,
-    /// Narrow terminals leave out the highest ranks first; rank 0 stays.
+    /// Rank: narrow terminals omit the highest ranks first and always show rank 0.
     pub(super) rank: u8,
     pub(super) help: &'static str,
     pub(super) cell: fn(&Row) -> (String, Heat),
@@ -70,16 +69,16 @@ const fn info(
     Info { column, title, width, rank, help, cell }
 }
 
-/// The least width of the trend; it takes more where there is more.
+/// Minimum width of the trend column, which grows with the terminal.
 pub(super) const TREND_WIDTH: u16 = 8;
 
-/// What only kernel programs know.
+/// Columns that only BPF programs can fill.
 const BY_KERNEL: [Column; 3] = [Column::P50, Column::P99, Column::Preempted];
 
-/// All but the name (the first, as wide as there is room) and the state (the last, the same), in the order
-/// shown.
+/// All columns in display order, except the name (first) and the state (last), which take the remaining
+/// width.
 pub(super) const COLUMNS: &[Info] = &[
-    info(Column::Ready, "RDY", 3, 0, "whether it takes traffic; ? where only the kubelet knows", |row| {
+    info(Column::Ready, "RDY", 3, 0, "receives traffic; ? if only the kubelet knows", |row| {
         match row.numbers.ready {
             Some(true) => ("yes".into(), Heat::Normal),
             Some(false) => ("NO".into(), Heat::Hot),
@@ -89,13 +88,13 @@ pub(super) const COLUMNS: &[Info] = &[
     info(Column::Cpu, "CPU%", 6, 0, "of one CPU", |row| {
         known(row.numbers.cpu, |cpu| (format!("{:.1}", cpu * 100.0), heat(cpu, 0.0005, f64::MAX, f64::MAX)))
     }),
-    info(Column::Throttled, "THR%", 4, 2, "CPU quota periods in which the quota was used up", |row| {
+    info(Column::Throttled, "THR%", 4, 2, "share of CPU quota periods that were throttled", |row| {
         known(row.numbers.throttled, |share| percent(share, 0.05, 0.25))
     }),
-    info(Column::P50, "RQ50", 6, 6, "half of the waits for a CPU were shorter", |row| {
+    info(Column::P50, "RQ50", 6, 6, "median wait for a CPU", |row| {
         known(row.numbers.p50, |wait| (duration(wait), heat(wait, 1.0, 1e6, 1e7)))
     }),
-    info(Column::P99, "RQ99", 6, 1, "all but one in a hundred waits for a CPU were shorter", |row| {
+    info(Column::P99, "RQ99", 6, 1, "99th percentile of waits for a CPU", |row| {
         known(row.numbers.p99, |wait| (duration(wait), heat(wait, 1.0, 1e7, 5e7)))
     }),
     info(
@@ -103,7 +102,7 @@ pub(super) const COLUMNS: &[Info] = &[
         "TREND",
         TREND_WIDTH,
         2,
-        "the last seconds of RQ99, or of CPU~ where no program measures",
+        "RQ99 of the last seconds, or CPU~ without BPF programs",
         |row| (sparkline(&row.trend, usize::from(TREND_WIDTH)), Heat::Normal),
     ),
     info(Column::Memory, "MEM", 6, 0, "memory without inactive file pages", |row| {
@@ -112,17 +111,16 @@ pub(super) const COLUMNS: &[Info] = &[
     info(Column::MemoryShare, "LIM%", 4, 1, "of the memory limit", |row| {
         known(row.numbers.memory_share(), |share| percent(share, 0.8, 0.95))
     }),
-    info(
-        Column::CpuPressure,
-        "CPU~",
-        5,
-        1,
-        "share of the time that some task waited for a CPU (PSI)",
-        |row| stalled(&row.numbers, 0),
-    ),
-    info(Column::MemoryPressure, "MEM~", 5, 1, "the same for memory", |row| stalled(&row.numbers, 1)),
-    info(Column::IoPressure, "IO~", 5, 3, "the same for devices", |row| stalled(&row.numbers, 2)),
-    info(Column::Retransmits, "RETR", 5, 5, "TCP segments sent again, a second", |row| {
+    info(Column::CpuPressure, "CPU~", 5, 1, "share of time in which a task waited for a CPU (PSI)", |row| {
+        stalled(&row.numbers, 0)
+    }),
+    info(Column::MemoryPressure, "MEM~", 5, 1, "share of time in which a task waited for memory", |row| {
+        stalled(&row.numbers, 1)
+    }),
+    info(Column::IoPressure, "IO~", 5, 3, "share of time in which a task waited for I/O", |row| {
+        stalled(&row.numbers, 2)
+    }),
+    info(Column::Retransmits, "RETR", 5, 5, "TCP segments retransmitted per second", |row| {
         known(row.numbers.retransmits, |rate| (rate_of(rate), heat(rate, 0.005, 1.0, 50.0)))
     }),
     info(Column::Restarts, "RST", 3, 4, "restarts", |row| {
@@ -135,24 +133,19 @@ pub(super) const COLUMNS: &[Info] = &[
     info(Column::Sent, "TX/s", 6, 7, "bytes sent per second", |row| {
         known(row.numbers.tx, |rate| (bytes(rate), heat(rate, 1.0, f64::MAX, f64::MAX)))
     }),
-    info(
-        Column::Preempted,
-        "PRE/s",
-        6,
-        8,
-        "times per second another pod or the system took the CPU away",
-        |row| known(row.numbers.preempted, |rate| (rate_of(rate), heat(rate, 0.05, 1000.0, f64::MAX))),
-    ),
+    info(Column::Preempted, "PRE/s", 6, 8, "preemptions per second by other pods or the system", |row| {
+        known(row.numbers.preempted, |rate| (rate_of(rate), heat(rate, 0.05, 1000.0, f64::MAX)))
+    }),
     info(Column::Processes, "PIDS", 4, 9, "processes and threads", |row| {
         known(row.numbers.pids, |pids| (pids.to_string(), Heat::Normal))
     }),
-    info(Column::Age, "AGE", 5, 9, "since it was started", |row| {
+    info(Column::Age, "AGE", 5, 9, "time since start", |row| {
         known(row.numbers.age_seconds, |seconds| (age(seconds), Heat::Normal))
     }),
 ];
 
 impl Column {
-    /// Its title: the word in the table's head.
+    /// Returns the title of the column.
     pub(super) fn title(self) -> &'static str {
         match self {
             Self::Name => "POD / CONTAINER",
@@ -161,12 +154,12 @@ impl Column {
         }
     }
 
-    /// Largest first, names and states from A; what is not known is last.
+    /// Orders rows largest first, names and states alphabetically, unknown values last.
     pub(super) fn compare(self, a: &Row, b: &Row) -> Ordering {
         match self {
             Self::Name => a.name.cmp(&b.name),
             Self::State => a.state.cmp(&b.state),
-            // The broken ones first.
+            // Pods that are not ready come first.
             Self::Ready => ready_order(&a.numbers).cmp(&ready_order(&b.numbers)),
             _ => self.number(&b.numbers).total_cmp(&self.number(&a.numbers)),
         }
@@ -205,15 +198,15 @@ fn ready_order(numbers: &Numbers) -> u8 {
     }
 }
 
-/// The columns that fit beside a name of `name` characters, with a space between each two. The state gets
-/// what is left. Where no program measures, its columns would be empty.
+/// Returns the columns that fit next to a name of `name` characters, separated by blanks. The state takes the
+/// remaining width. Columns of BPF programs are omitted without them.
 pub(super) fn fitting(width: u16, name: u16, by_kernel: bool) -> Vec<&'static Info> {
     let taken = |columns: &[&Info]| columns.iter().map(|info| info.width + 1).sum::<u16>();
     let there = |info: &&Info| by_kernel || !BY_KERNEL.contains(&info.column);
     let mut columns: Vec<&Info> = COLUMNS.iter().filter(there).collect();
     while name.saturating_add(taken(&columns)) > width {
         let Some(least) = columns.iter().map(|info| info.rank).max().filter(|rank| *rank > 0) else { break };
-        // The last of that rank: one after the other, so that no room stays unused.
+        // Removes the last column of that rank, one at a time, so that no width stays unused.
         let Some(at) = columns.iter().rposition(|info| info.rank == least) else { break };
         columns.remove(at);
     }
@@ -245,19 +238,19 @@ fn stalled(numbers: &Numbers, kind: usize) -> (String, Heat) {
     })
 }
 
-/// A few digits and a unit: `850ns`, `12µs`, `3.4ms`, `1.2s`.
+/// Returns a few digits and a unit: `850ns`, `12µs`, `3.4ms`, `1.2s`.
 pub(super) fn duration(nanoseconds: f64) -> String {
     scaled(nanoseconds, 1000.0, &["ns", "µs", "ms", "s"])
 }
 
-/// `12B`, `3.4K`, `120M`, `1.5G`: powers of 1024.
+/// Returns a size in powers of 1024: `12B`, `3.4K`, `120M`, `1.5G`.
 pub(super) fn bytes(bytes: f64) -> String {
     scaled(bytes, 1024.0, &["B", "K", "M", "G", "T"])
 }
 
 fn scaled(mut value: f64, step: f64, units: &[&str]) -> String {
     let mut unit = 0;
-    // 999.5 is shown as 1000, which is one of the next unit.
+    // 999.5 would round to 1000, which belongs to the next unit.
     while value >= step - 0.5 && unit + 1 < units.len() {
         value /= step;
         unit += 1;
@@ -274,7 +267,7 @@ fn rate_of(rate: f64) -> String {
     }
 }
 
-/// As kubectl, in five characters.
+/// Returns an age as kubectl prints it, in at most five characters.
 pub(super) fn age(seconds: i64) -> String {
     match seconds {
         0..120 => format!("{seconds}s"),
@@ -284,8 +277,8 @@ pub(super) fn age(seconds: i64) -> String {
     }
 }
 
-/// The last `width` values, each a bar as high as its logarithm: a factor of ten is two steps, so that
-/// microseconds and seconds are told apart in one glance.
+/// Returns a bar per value for the last `width` values. The height is logarithmic, two steps per factor of
+/// ten, to distinguish microseconds from seconds at a glance.
 pub(super) fn sparkline(values: &[u64], width: usize) -> String {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let bar = |value: &u64| match value {

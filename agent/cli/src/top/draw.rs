@@ -1,4 +1,4 @@
-//! The screen: head, table, foot; and the help over it. From the state to cells, nothing else.
+//! Draws the screen from the state: head, table, foot and the help on top.
 
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -11,21 +11,21 @@ use super::columns::{COLUMNS, Column, Heat, Info, TREND_WIDTH, bytes, fitting, s
 use super::row::Row;
 use super::rows::TREND;
 
-/// Lines above the table, and below it.
+/// Lines above and below the table.
 const HEAD: u16 = 3;
 const FOOT: u16 = 2;
-/// Names are cut to this where terminals are narrow, and have this much room at most.
+/// Minimum and maximum width of the name column.
 const NAME: (u16, u16) = (18, 52);
-/// Less room than this for the state is given to nobody.
+/// Minimum width of the state column; a narrower one is omitted.
 const LEAST_STATE: u16 = 8;
-/// The state keeps this much before the trend takes more than its least.
+/// Width that the state column keeps before the trend column grows.
 const ENOUGH_STATE: u16 = 40;
-/// A meter's width.
+/// Width of a meter.
 const METER: u16 = 22;
 
 const FAINT: Style = Style::new().fg(Color::DarkGray);
 
-/// Draws everything.
+/// Draws the whole screen.
 pub(super) fn draw(app: &mut App, frame: &mut Frame<'_>) {
     let [head, table, foot] =
         Layout::vertical([Constraint::Length(HEAD), Constraint::Min(2), Constraint::Length(FOOT)])
@@ -42,7 +42,7 @@ pub(super) fn draw(app: &mut App, frame: &mut Frame<'_>) {
 
 fn draw_head(app: &App, frame: &mut Frame<'_>, area: Rect) {
     let Some(snapshot) = &app.snapshot else {
-        frame.render_widget(Paragraph::new("beelet top  waiting for the agent's first reading…"), area);
+        frame.render_widget(Paragraph::new("beelet top  waiting for the agent's first snapshot…"), area);
         return;
     };
     let machine = snapshot.machine.clone().unwrap_or_default();
@@ -110,13 +110,13 @@ fn heat(share: f64, warm: f64, hot: f64) -> Style {
     })
 }
 
-/// `CPU [||||||      1.2/4]`, as htop has it.
+/// Draws a meter such as `CPU [||||||      1.2/4]`, as htop does.
 fn meter(name: &str, share: f64, text: &str) -> Line<'static> {
     let room = usize::from(METER);
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // a share of a small width
     let full = (share.clamp(0.0, 1.0) * room as f64).round() as usize;
     let bar = format!("{:|<full$}{:room$}", "", "", room = room - full);
-    // The text stands at the right end, over the bar.
+    // The text overlays the right end of the bar.
     let start = room.saturating_sub(text.chars().count());
     let shown: String = bar.chars().take(start).chain(text.chars()).take(room).collect();
     let (used, free): (String, String) =
@@ -140,11 +140,11 @@ fn width(line: &Line<'_>) -> u16 {
     u16::try_from(line.width()).unwrap_or(u16::MAX)
 }
 
-/// Draws the table; the titles of the columns that it has no room for.
+/// Draws the table and returns the titles of the columns that do not fit.
 fn draw_table(app: &App, frame: &mut Frame<'_>, area: Rect) -> Vec<&'static str> {
     let longest = app.rows.iter().map(|row| label(row).chars().count()).max().unwrap_or(0);
     let longest = u16::try_from(longest).unwrap_or(u16::MAX).clamp(NAME.0, NAME.1);
-    // Three tenths of the screen are enough for names, where numbers would be left out for them.
+    // Names take at most three tenths of the screen if columns would not fit otherwise.
     let by_kernel = app.snapshot.as_ref().is_none_or(|snapshot| snapshot.by_kernel);
     let columns = fitting(area.width, longest.min(NAME.0.max(area.width / 10 * 3)), by_kernel);
     let taken: u16 = columns.iter().map(|info| info.width + 1).sum();
@@ -171,17 +171,17 @@ fn draw_table(app: &App, frame: &mut Frame<'_>, area: Rect) -> Vec<&'static str>
     }
     if app.rows.is_empty() && app.snapshot.is_some() {
         let why =
-            if app.view.filter.is_empty() { "no pods" } else { "nothing matches the filter; Esc clears it" };
+            if app.view.filter.is_empty() { "no pods" } else { "no row matches the filter; Esc clears it" };
         frame.render_widget(Span::styled(why, FAINT), line(1));
     }
     left_out
 }
 
-/// What is shown, and how wide the parts are that have no width of their own.
+/// Displayed columns, and the widths of the flexible ones.
 struct Shape {
     columns: Vec<&'static Info>,
     name: u16,
-    /// 0: not at all.
+    /// Width of the state column; 0 hides it.
     state: u16,
     trend: u16,
 }
@@ -217,7 +217,7 @@ fn row_line(row: &Row, shape: &Shape, selected: bool) -> Line<'static> {
             text = sparkline(&row.trend, usize::from(shape.trend));
         }
         let style = match info.column {
-            // Reversed, a colour would fill the cell whatever is in it.
+            // A reversed colour would fill the whole cell.
             Column::Trend if selected => Style::new(),
             Column::Trend => Style::new().fg(Color::Cyan),
             _ => style(heat),
@@ -237,7 +237,7 @@ fn row_line(row: &Row, shape: &Shape, selected: bool) -> Line<'static> {
     if selected { line.style(Style::new().add_modifier(Modifier::REVERSED)) } else { line }
 }
 
-/// A pod's name with a mark that says whether its containers are shown; a container's, indented.
+/// Returns a pod's name with a mark for expanded or collapsed, or a container's name, indented.
 fn label(row: &Row) -> String {
     match (row.is_pod, row.expanded) {
         (true, true) => format!("▾ {}", row.name),
@@ -246,7 +246,7 @@ fn label(row: &Row) -> String {
     }
 }
 
-/// Exactly `width` characters; what is cut ends with `…`.
+/// Returns exactly `width` characters; truncated text ends with `…`.
 fn fit(text: &str, width: u16) -> String {
     let width = usize::from(width);
     let length = text.chars().count();
@@ -266,7 +266,7 @@ fn style(heat: Heat) -> Style {
     }
 }
 
-/// One line for the row under the cursor, one for the keys.
+/// Draws one line for the selected row and one for the keys.
 fn draw_foot(app: &App, left_out: &[&str], frame: &mut Frame<'_>, area: Rect) {
     let first = Rect { height: 1, ..area };
     let second = Rect { y: area.y + 1, height: 1, ..area };
@@ -312,15 +312,15 @@ fn draw_foot(app: &App, left_out: &[&str], frame: &mut Frame<'_>, area: Rect) {
     frame.render_widget(Span::styled(hint, FAINT), end);
 }
 
-/// What a wider screen would show, in as many words as there is room for.
+/// Returns the hidden columns by name, or their number if the names do not fit.
 fn no_room_for(left_out: &[&str], room: usize) -> String {
-    let names = format!("no room for {}", left_out.join(" "));
-    let number = format!("no room for {}", count(left_out.len(), "column"));
+    let names = format!("hidden: {}", left_out.join(" "));
+    let number = format!("hidden: {}", count(left_out.len(), "column"));
     let fits = |text: &String| !left_out.is_empty() && text.chars().count() <= room;
     [names, number].into_iter().find(fits).unwrap_or_default()
 }
 
-/// What the table has no room for.
+/// Returns the details of a row that the table lacks.
 fn details(row: &Row) -> Line<'static> {
     let numbers = &row.numbers;
     let mut parts = Vec::new();
@@ -337,7 +337,7 @@ fn details(row: &Row) -> Line<'static> {
         parts.push(format!("CPU limit {limit:.2}"));
     }
     if numbers.oom_kills > 0 {
-        parts.push(format!("{} killed for lack of memory", numbers.oom_kills));
+        parts.push(format!("{} OOM kills", numbers.oom_kills));
     }
     let names = ["cpu", "memory", "io"].into_iter().zip(numbers.stalled);
     let full: Vec<String> = names
@@ -355,7 +355,7 @@ fn details(row: &Row) -> Line<'static> {
     ])
 }
 
-/// The width of the help, its frame included: it fits the smallest usual terminal.
+/// Width of the help including its frame; fits an 80-column terminal.
 const HELP: u16 = 78;
 
 fn draw_help(app: &mut App, frame: &mut Frame<'_>) {
@@ -382,8 +382,8 @@ fn help_lines() -> Vec<Line<'static>> {
         entry("↑ ↓ j k", "move; PgUp PgDn Ctrl-U Ctrl-D, Home g, End G"),
         entry("Enter Space", "show or hide the pod's containers; → ← show, hide; e all"),
         entry("/", "filter by name or state; Esc clears"),
-        entry("< >", "sort by the column to the left, to the right; i turns the order"),
-        entry("f", "freeze; the trend goes on meanwhile"),
+        entry("< >", "sort by the column to the left or right; i reverses the order"),
+        entry("f", "freeze the table; the trend continues"),
         entry("w", "window: 1 s, 10 s, 1 min"),
         entry("q Ctrl-C", "quit"),
         Line::default(),
@@ -422,7 +422,7 @@ mod tests {
         ]);
         snapshot.pods[1].ready = Some(false);
         snapshot.pods[1].not_ready = "ContainersNotReady: containers with unready status: [app]".into();
-        app.take(snapshot);
+        app.update(snapshot);
         app
     }
 
@@ -462,12 +462,12 @@ mod tests {
     #[test]
     fn what_there_is_no_room_for_is_said_at_the_foot() {
         let foot = |width: u16| screen(&mut app(), width, 24)[23].clone();
-        assert!(foot(110).contains("  no room for "), "{}", foot(110));
+        assert!(foot(110).contains("  hidden: "), "{}", foot(110));
         assert!(foot(80).ends_with("w window"), "{}", foot(80));
-        assert!(!foot(200).contains("no room"), "{}", foot(200));
-        assert_eq!(no_room_for(&["AGE", "STATE"], 21), "no room for AGE STATE");
+        assert!(!foot(200).contains("hidden"), "{}", foot(200));
+        assert_eq!(no_room_for(&["AGE", "STATE"], 21), "hidden: AGE STATE");
         assert_eq!(no_room_for(&["AGE", "STATE"], 20), "");
-        assert_eq!(no_room_for(&["RX/s", "TX/s", "AGE", "STATE"], 22), "no room for 4 columns");
+        assert_eq!(no_room_for(&["RX/s", "TX/s", "AGE", "STATE"], 22), "hidden: 4 columns");
         assert_eq!(no_room_for(&[], 99), "");
     }
 
@@ -480,7 +480,7 @@ mod tests {
         let selected = (0..200).map(|x| &buffer[(x, 4)]);
         let coloured = selected.filter(|cell| cell.symbol() == " " && cell.fg == Color::Cyan).count();
         assert_eq!(coloured, 0);
-        assert!(buffer[(0, 4)].modifier.contains(Modifier::REVERSED), "it is another row");
+        assert!(buffer[(0, 4)].modifier.contains(Modifier::REVERSED), "another row is selected");
     }
 
     #[test]
@@ -525,7 +525,7 @@ mod tests {
         assert!(screen(&mut app, 80, 24)[22].starts_with("the agent stopped; waiting for it (for 0 s)"));
         let mut empty = App::new(view());
         assert!(screen(&mut empty, 80, 24)[0].contains("waiting for the agent"));
-        empty.take(snapshot(&[]));
+        empty.update(snapshot(&[]));
         assert!(screen(&mut empty, 80, 24)[4].contains("no pods"));
     }
 }

@@ -1,6 +1,6 @@
-//! A line of the table: a pod or a container, with its numbers. The columns show it, and sort by it.
+//! A row of the table: a pod or a container with its numbers, as displayed and sorted by the columns.
 
-/// The numbers of a pod or a container. What is not known is `None`.
+/// Numbers of a pod or a container; None if unknown.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Numbers {
     pub(super) ready: Option<bool>,
@@ -12,7 +12,7 @@ pub(super) struct Numbers {
     pub(super) preempted: Option<f64>,
     pub(super) memory: Option<u64>,
     pub(super) memory_limit: Option<u64>,
-    /// Shares of the time: CPU, memory, devices; some and full.
+    /// Stall shares of CPU, memory and I/O as (some, full).
     pub(super) stalled: [Option<(f64, f64)>; 3],
     pub(super) retransmits: Option<f64>,
     pub(super) rx: Option<f64>,
@@ -24,29 +24,29 @@ pub(super) struct Numbers {
 }
 
 impl Numbers {
-    /// The part of the limit that is used.
+    /// Returns the used share of the memory limit.
     pub(super) fn memory_share(&self) -> Option<f64> {
         let limit = self.memory_limit.filter(|limit| *limit > 0)?;
         Some(self.memory? as f64 / limit as f64)
     }
 }
 
-/// A line.
+/// A row of the table.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Row {
-    /// The pod's UID; with the container's name behind it for a container.
+    /// UID of the pod, followed by the container's name for a container.
     pub(super) key: String,
     pub(super) is_pod: bool,
-    /// Whether its containers are shown.
+    /// True if the pod's containers are shown.
     pub(super) expanded: bool,
-    /// `namespace/name` of a pod, a container's name.
+    /// `namespace/name` of a pod, or a container's name.
     pub(super) name: String,
     pub(super) state: String,
-    /// Why it isn't ready, or doesn't run.
+    /// Reason why the pod is not ready or the container does not run.
     pub(super) why: String,
-    /// Who made it wait, where it did.
+    /// Sentences about the causes of waits.
     pub(super) waited: Vec<String>,
     pub(super) numbers: Numbers,
-    /// The last seconds' run-queue p99 (CPU pressure where no program measures), oldest first.
+    /// Run-queue p99 of the last seconds (CPU pressure without BPF programs), oldest first.
     pub(super) trend: Vec<u64>,
 }

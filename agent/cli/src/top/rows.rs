@@ -1,4 +1,4 @@
-//! From a snapshot to the rows that are shown: pods with their containers, filtered and sorted. Pure.
+//! Converts a snapshot to rows: pods with their containers, filtered and sorted. Pure functions.
 
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -9,10 +9,10 @@ use super::columns::Column;
 use super::row::{Numbers, Row};
 use crate::{neighbours, plain, waited};
 
-/// Values that a trend remembers: what the widest column shows.
+/// Number of trend values, which fills the widest column.
 pub(super) const TREND: usize = 40;
 
-/// The window that rates are shown over.
+/// Averaging window of the displayed rates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum Window {
     /// The last second.
@@ -43,7 +43,7 @@ impl Window {
         }
     }
 
-    /// The machine's CPUs in use over it; None where they are not measured over so long.
+    /// Returns the CPUs in use on the machine over the window, or None if the window is not measured.
     pub(super) fn machine(self, snapshot: &SignalSnapshot) -> Option<f64> {
         let machine = snapshot.machine.as_ref()?;
         match self {
@@ -62,29 +62,29 @@ impl Window {
     }
 }
 
-/// What is shown, and in what order.
+/// Content and order of the table.
 #[derive(Debug, Clone)]
 pub(super) struct View {
     pub(super) window: Window,
     pub(super) sort: Column,
-    /// Against the column's own direction.
+    /// True to reverse the column's own order.
     pub(super) reversed: bool,
-    /// Only what has this in its name or state, whatever the case.
+    /// Substring of the name or state, case-insensitive.
     pub(super) filter: String,
-    /// Pods whose containers are shown, by UID.
+    /// UIDs of pods whose containers are shown.
     pub(super) expanded: HashSet<String>,
-    /// All of them.
+    /// True to show the containers of all pods.
     pub(super) all_expanded: bool,
-    /// The pods are all that there are, so that the rest is outside pods.
+    /// True if the snapshot covers all pods, so that the rest of the CPU use is outside pods.
     pub(super) whole: bool,
 }
 
-/// The last seconds of what the trend column shows, by row.
+/// Trend values of the last seconds by row.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Trends(HashMap<String, VecDeque<u64>>);
 
 impl Trends {
-    /// Adds this snapshot's values, and forgets what has gone.
+    /// Adds this snapshot's values and removes rows that no longer exist.
     pub(super) fn add(&mut self, snapshot: &SignalSnapshot) {
         let view = View {
             window: Window::Second,
@@ -116,12 +116,12 @@ impl Trends {
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // nanoseconds and shares: not negative, not large
 fn value(numbers: &Numbers, by_kernel: bool) -> u64 {
     let pressure = || numbers.stalled[0].map(|(some, _)| some * 1e6);
-    // Where programs measure, no percentile means that nothing waited.
+    // With BPF programs, a missing percentile means that no task waited.
     let value = if by_kernel { numbers.p99 } else { pressure() };
     value.unwrap_or(0.0) as u64
 }
 
-/// The rows of a snapshot.
+/// Returns the rows of a snapshot.
 pub(super) fn rows(snapshot: &SignalSnapshot, view: &View, trends: &Trends) -> Vec<Row> {
     let filter = view.filter.to_lowercase();
     let mut pods: Vec<(Row, Vec<Row>)> = Vec::new();
@@ -129,7 +129,7 @@ pub(super) fn rows(snapshot: &SignalSnapshot, view: &View, trends: &Trends) -> V
         let mut containers: Vec<Row> = pod
             .containers
             .iter()
-            // Done with: it says nothing any more.
+            // A finished init container has no current values.
             .filter(|container| container.running || !container.init)
             .map(|container| container_row(pod, container, snapshot.at_unix_ns, view.window))
             .collect();
@@ -158,7 +158,7 @@ pub(super) fn rows(snapshot: &SignalSnapshot, view: &View, trends: &Trends) -> V
     pods.into_iter().flat_map(expand).collect()
 }
 
-/// What the machine does beside its pods.
+/// Returns the row for CPU use outside pods.
 fn outside_row(snapshot: &SignalSnapshot, view: &View) -> Option<Row> {
     let window = view.window;
     let cpu = neighbours::outside(snapshot, window.machine(snapshot), |container| window.of(container))
@@ -176,7 +176,7 @@ fn outside_row(snapshot: &SignalSnapshot, view: &View) -> Option<Row> {
     })
 }
 
-/// Names break ties, so that rows with equal numbers stay where they are.
+/// Orders two rows; names break ties, so that rows with equal numbers keep their position.
 fn order(a: &Row, b: &Row, view: &View) -> Ordering {
     let by = view.sort.compare(a, b);
     (if view.reversed { by.reverse() } else { by }).then_with(|| a.name.cmp(&b.name))
@@ -228,7 +228,7 @@ fn container_row(pod: &SignalPod, container: &SignalContainer, now: i64, window:
     }
 }
 
-/// A pod has its containers' sums, and the worst of what can't be added.
+/// Returns the row of a pod: sums of its containers, and the maximum of values that cannot be added.
 fn pod_row(pod: &SignalPod, containers: &[Row], now: i64) -> Row {
     let sum = |of: fn(&Numbers) -> Option<f64>| {
         containers.iter().filter_map(|row| of(&row.numbers)).reduce(|sum, value| sum + value)
@@ -239,7 +239,7 @@ fn pod_row(pod: &SignalPod, containers: &[Row], now: i64) -> Row {
     let whole = |of: fn(&Numbers) -> Option<u64>| {
         containers.iter().filter_map(|row| of(&row.numbers)).reduce(|sum, value| sum + value)
     };
-    // A pod is limited only if each of its containers is.
+    // A pod has a memory limit only if all its containers have one.
     let limited = containers.iter().all(|row| row.numbers.memory_limit.is_some());
     let stalled = |kind: usize| {
         let all = containers.iter().filter_map(|row| row.numbers.stalled[kind]);
@@ -264,7 +264,7 @@ fn pod_row(pod: &SignalPod, containers: &[Row], now: i64) -> Row {
         restarts: containers.iter().map(|row| row.numbers.restarts).sum(),
         age_seconds: age(pod.started_unix_ns, now),
     };
-    // What a container waits for says more than the pod's own phase.
+    // A container's waiting reason is more specific than the pod's phase.
     let runs = pod.containers.iter().any(|c| c.running && !c.init);
     let is_well = |c: &SignalContainer| c.running || c.init || runs && c.state == "Completed";
     let trouble = pod.containers.iter().find(|c| !is_well(c)).map(|c| c.state.clone());
@@ -285,14 +285,14 @@ fn pod_row(pod: &SignalPod, containers: &[Row], now: i64) -> Row {
     }
 }
 
-/// Who made these containers wait: one for a CPU, one for memory.
+/// Returns the causes of two containers' waits: the first for CPU, the second for memory.
 fn waits(pod: &SignalPod, [cpu, memory]: [&SignalContainer; 2]) -> Vec<String> {
     let (namespace, name) = (&pod.namespace, &pod.name);
     let of = [waited::for_cpu(cpu, namespace, name), waited::for_memory(memory, namespace, name)];
     of.into_iter().flatten().collect()
 }
 
-/// The containers that waited most: for a CPU, and for memory.
+/// Returns the containers with the longest waits: for CPU and for memory.
 fn most_waiting(pod: &SignalPod) -> Option<[&SignalContainer; 2]> {
     let most = |of: fn(&SignalContainer) -> &Option<SignalWaitedFor>| {
         let some = |container: &SignalContainer| of(container).as_ref().map_or(0.0, |of| of.some);
@@ -307,7 +307,7 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// A snapshot with pods of these names, namespaces, CPU use and run-queue p99 in microseconds.
+    /// Returns a snapshot of pods with these namespaces, names, CPU use and run-queue p99 in microseconds.
     pub(in super::super) fn snapshot(pods: &[(&str, &str, f64, f64)]) -> SignalSnapshot {
         let pods = pods.iter().map(|(namespace, name, cpu, p99)| {
             let rates = SignalRates {
@@ -403,7 +403,7 @@ pub(super) mod tests {
         snapshot.machine = Some(SignalMachine { cpu_10s: Some(1.75), ..Default::default() });
         let whole = View { whole: true, ..view() };
         let rows = rows(&snapshot, &whole, &Trends::default());
-        // Its two containers use half a CPU each.
+        // Each of the two containers uses half a CPU.
         assert_eq!((rows[0].name.as_str(), rows[0].numbers.cpu), ("a/busy", Some(1.0)));
         assert_eq!((rows[1].name.as_str(), rows[1].numbers.cpu), (neighbours::OUTSIDE, Some(0.75)));
         assert_eq!(super::rows(&snapshot, &view(), &Trends::default()).len(), 1);
@@ -432,7 +432,7 @@ pub(super) mod tests {
         assert_eq!(row.numbers.memory_share(), Some(0.78125));
         snapshot.pods[0].containers[1].usage.as_mut().unwrap().memory_limit_bytes = None;
         assert_eq!(rows(&snapshot, &view(), &Trends::default())[0].numbers.memory_limit, None);
-        // No window of a minute yet.
+        // The one-minute window is not measured yet.
         let minute = View { window: Window::Minute, ..view() };
         assert_eq!(rows(&snapshot, &minute, &Trends::default())[0].numbers.cpu, None);
     }
@@ -472,12 +472,12 @@ pub(super) mod tests {
         snapshot.pods[0].not_ready = "ContainersNotReady: [app]".into();
         let row = &rows(&snapshot, &view(), &Trends::default())[0];
         assert_eq!((row.state.as_str(), row.why.as_str()), ("CrashLoopBackOff", "ContainersNotReady: [app]"));
-        // One that has ended well beside one that runs is no trouble.
+        // A completed container next to a running one is not a problem.
         snapshot.pods[0].containers[0].state = "Completed".into();
         assert_eq!(rows(&snapshot, &view(), &Trends::default())[0].state, "Running");
         snapshot.pods[0].containers[0].init = true;
         let row = &rows(&snapshot, &View { all_expanded: true, ..view() }, &Trends::default());
-        assert_eq!(row.len(), 2, "an init container that has ended is not shown");
+        assert_eq!(row.len(), 2, "a terminated init container is hidden");
     }
 
     #[test]

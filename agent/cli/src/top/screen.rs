@@ -1,5 +1,5 @@
-//! The terminal: taken, drawn on, read from, and given back whatever happens (Ctrl-C, SIGTERM, a lost
-//! terminal, a panic).
+//! The terminal: set up, drawn on, read from, and restored in every case (Ctrl-C, SIGTERM, a lost terminal, a
+//! panic).
 
 use std::io::{self, IsTerminal, Write as _};
 use std::mem::ManuallyDrop;
@@ -20,37 +20,37 @@ use super::causes::{self, Asker};
 use super::draw::draw;
 use beelet_client::{ClientError, signals::Client};
 
-/// Keys that wait to be handled; the terminal keeps more.
+/// Maximum queued keys; the terminal buffers more.
 const KEYS: usize = 64;
-/// How long between two tries to reach an agent that has gone.
+/// Pause between two connection attempts.
 const AGAIN: Duration = Duration::from_secs(1);
 
-/// The terminal while it is ours. Dropped, it is as it was.
+/// The terminal in raw mode with the alternate screen. Dropping it restores the terminal.
 ///
-/// ratatui's own destructor complains on standard error when the terminal has gone, which is the same
-/// terminal: a panic.
+/// ratatui's own destructor prints to standard error if the terminal is lost; standard error is the same
+/// terminal, so the print panics.
 struct Screen(ManuallyDrop<DefaultTerminal>);
 
 impl Screen {
-    fn take() -> anyhow::Result<Self> {
+    fn enter() -> anyhow::Result<Self> {
         if !io::stdin().is_terminal() {
-            anyhow::bail!("standard input is no terminal, so no key could ever be read: use --once");
+            anyhow::bail!("standard input is not a terminal, so keys cannot be read: use `--once`");
         }
-        let terminal = ratatui::try_init().context("the terminal can't be drawn on; use --once")?;
+        let terminal = ratatui::try_init().context("cannot set up the terminal; use `--once`")?;
         Ok(Self(ManuallyDrop::new(terminal)))
     }
 }
 
 impl Drop for Screen {
     fn drop(&mut self) {
-        // A terminal that has gone can't be given back, and nobody is there to be told.
+        // A lost terminal cannot be restored, and the error cannot be reported.
         let _ = self.0.show_cursor();
         let _ = ratatui::try_restore();
         let _ = io::stdout().flush();
     }
 }
 
-/// Shows snapshots until somebody ends it.
+/// Shows snapshots until the user quits.
 pub(super) async fn run(
     mut app: App,
     args: &TopArgs,
@@ -61,12 +61,12 @@ pub(super) async fn run(
     let mut hangup = signal(SignalKind::hangup()).context("cannot handle SIGHUP")?;
     let mut source = Source { args, snapshots: Some(snapshots) };
     let mut asker = Asker::start(args.agent.socket.clone());
-    let mut screen = Screen::take()?;
+    let mut screen = Screen::enter()?;
     let mut keys = read_keys();
     let mut changed = true;
     while !app.done {
         if changed && screen.0.draw(|frame| draw(&mut app, frame)).is_err() {
-            // The terminal has gone. There is nobody left to tell.
+            // The terminal is lost, so the error cannot be reported.
             return Ok(());
         }
         changed = tokio::select! {
@@ -79,7 +79,7 @@ pub(super) async fn run(
                     if causes::are_wanted(&snapshot) {
                         asker.want();
                     }
-                    app.take(snapshot)
+                    app.update(snapshot)
                 }
                 Err(why) => {
                     app.lost(why);
@@ -95,8 +95,8 @@ pub(super) async fn run(
     Ok(())
 }
 
-/// Keys and new sizes, from a thread of its own: reading them blocks. It ends with the process, or with the
-/// terminal.
+/// Reads keys and resizes in a thread of their own, because reading blocks. The thread ends with the process
+/// or with the terminal.
 fn read_keys() -> mpsc::Receiver<Event> {
     let (sender, receiver) = mpsc::channel(KEYS);
     std::thread::spawn(move || {
@@ -109,14 +109,15 @@ fn read_keys() -> mpsc::Receiver<Event> {
     receiver
 }
 
-/// Snapshots, over as many agents' lives as it takes.
+/// Snapshots across restarts of the agent.
 struct Source<'a> {
     args: &'a TopArgs,
     snapshots: Option<Streaming<SignalSnapshot>>,
 }
 
 impl Source<'_> {
-    /// The next one, or why there is none: then the one after that is waited for a while. Safe to be dropped.
+    /// Returns the next snapshot, or the reason for its absence; after a failure the next call waits and
+    /// reconnects. Cancel safe.
     async fn next(&mut self) -> Result<SignalSnapshot, String> {
         if self.snapshots.is_none() {
             sleep(AGAIN).await;
@@ -138,7 +139,7 @@ impl Source<'_> {
             client.snapshots(&self.args.namespace).await
         };
         connected.await.map_err(|error: ClientError| match error.is_transient() {
-            true => "no agent answers; waiting for it".to_owned(),
+            true => "the agent does not answer; waiting for it".to_owned(),
             false => error.to_string(),
         })
     }

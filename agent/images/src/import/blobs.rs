@@ -1,4 +1,4 @@
-//! The runtime's own store as the place where an archive's blobs go.
+//! Writes an archive's blobs to the runtime's own store.
 
 use std::io::{self, Read};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,29 +15,30 @@ use super::compression::decompressed;
 use super::{Blobs, ImportError, Imported, MOST_JSON};
 use crate::layout::{Descriptor, Platform};
 
-/// Bytes of a blob in one message.
+/// Bytes of a blob per message.
 const PIECE: usize = 1 << 20;
-/// How long the runtime may take to show an image that it took, and how often it is asked.
+/// Maximum time until the runtime lists an imported image.
 const SHOWN: Duration = Duration::from_secs(15);
+/// Interval at which the runtime is polled for the image.
 const ASKED: Duration = Duration::from_millis(50);
-/// A lease that an agent which was killed could not give back ends after this.
+/// Lifetime of a lease that a killed agent could not release.
 const LEASE: jiff::SignedDuration = jiff::SignedDuration::from_hours(24);
 
-/// What is asked of an import.
+/// Options of an import.
 #[derive(Clone, Debug, Default)]
 pub struct Wanted {
-    /// What the archive is called in errors.
+    /// Name of the archive in errors.
     pub what: String,
-    /// The name of its only image, whatever the archive says.
+    /// Name for the only image; overrides the name in the archive.
     pub name: Option<String>,
-    /// Never to be removed as unused.
+    /// Exclude the images from garbage collection.
     pub pinned: bool,
 }
 
 /// Imports the images of an archive.
 ///
 /// # Errors
-/// See [`ImportError`]. What was written by then is collected by the runtime.
+/// See [`ImportError`]. The runtime collects the blobs that were written by then.
 pub async fn import(
     runtime: &Runtime,
     wanted: Wanted,
@@ -68,7 +69,8 @@ pub async fn import(
     Ok(imported)
 }
 
-/// Waits until the runtime's CRI shows an image that its store has: it learns of it by an event of its own.
+/// Waits until the runtime's CRI service lists an image of its store: an internal event of the runtime
+/// updates that list.
 async fn shown(runtime: &Runtime, name: &str) -> Result<(), ImportError> {
     let asking = async {
         while runtime.image_status(name).await?.is_none() {
@@ -80,26 +82,26 @@ async fn shown(runtime: &Runtime, name: &str) -> Result<(), ImportError> {
     shown.unwrap_or_else(|_| Err(ImportError::NotShown(name.to_owned())))
 }
 
-/// A name that no other import has.
+/// Returns a lease id unique to this import.
 fn lease_id() -> String {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     format!("beelet-{}-{}-{number}", std::process::id(), Timestamp::now().as_nanosecond())
 }
 
-/// The store, asked from a thread that may block.
+/// Access to the store from a thread that may block.
 struct Door {
     store: Store,
     lease: Lease,
     id: String,
-    /// How many blobs were written.
+    /// Number of blobs written.
     blobs: u64,
     pinned: bool,
     handle: Handle,
 }
 
 impl Blobs for Door {
-    fn put(
+    fn write(
         &mut self,
         digest: Option<&str>,
         size: u64,

@@ -1,7 +1,7 @@
-//! An archive without its compression, which its first bytes tell: gzip and zstd, as containerd's own import
-//! takes them. Must never need more memory than one zstd window, of which the decoder takes 128 MiB at most,
-//! and must never let a small file fill the node's disk: what an archive unpacks to is bounded by what was
-//! read of it.
+//! Decompresses an archive in a format that its first bytes identify: gzip or zstd, as accepted by
+//! containerd's own import. Must never need more memory than one zstd window (the decoder accepts at most 128
+//! MiB), and must never let a small file fill the node's disk: the size of the content is limited in
+//! proportion to the bytes read.
 
 use std::cell::Cell;
 use std::fmt;
@@ -12,28 +12,28 @@ use flate2::bufread::MultiGzDecoder;
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
-/// Bytes that are read of the archive at a time.
+/// Bytes read from the archive at a time.
 const PIECE: usize = 1 << 20;
-/// Most times its own size that an archive may unpack to, beyond [`FREE`]. Programs and texts shrink to a
-/// third or a tenth; gzip's best is about 1030.
+/// Maximum ratio of content to archive size, beyond [`FREE`]. Programs and texts shrink to a third or a
+/// tenth; the best ratio of gzip is about 1030.
 const MOST_TIMES: u64 = 100;
-/// Bytes that any archive may unpack to.
+/// Content size that any archive may have.
 const FREE: u64 = 1 << 30;
 
 /// First bytes of a gzip member (RFC 1952).
 const GZIP: &[u8] = &[0x1f, 0x8b];
 /// First bytes of a zstd frame (RFC 8878).
 const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
-/// What follows the first byte (0x50 to 0x5f) of a zstd frame that is skipped.
+/// Bytes after the first byte (0x50 to 0x5f) of a skippable zstd frame.
 const SKIPPED: &[u8] = &[0x2a, 0x4d, 0x18];
-/// First bytes of what is compressed in a way that is not read, each with its name.
+/// First bytes and names of unsupported compressions.
 const OTHERS: [(&[u8], &str); 3] =
     [(&[0xfd, b'7', b'z', b'X', b'Z', 0], "xz"), (b"BZh", "bzip2"), (&[0x04, 0x22, 0x4d, 0x18], "lz4")];
 
-/// The content of `archive`, decompressed while it is read.
+/// Returns the content of `archive`, decompressed during reading.
 ///
 /// # Errors
-/// The archive can't be read, or is compressed in another way than by gzip or zstd.
+/// The archive cannot be read, or has an unsupported compression.
 pub(super) fn decompressed(archive: impl Read + Send + 'static) -> io::Result<Box<dyn Read>> {
     let mut archive = BufReader::with_capacity(PIECE, archive);
     let begin = archive.fill_buf()?;
@@ -52,7 +52,7 @@ pub(super) fn decompressed(archive: impl Read + Send + 'static) -> io::Result<Bo
     Ok(Box::new(Bounded { unpacked, taken, given: 0, free: FREE }))
 }
 
-/// Counts the bytes that a decoder takes of an archive.
+/// Counts the bytes that a decoder reads from an archive.
 struct Counted<R> {
     archive: R,
     taken: Rc<Cell<u64>>,
@@ -83,7 +83,7 @@ impl<R: BufRead> BufRead for Counted<R> {
     }
 }
 
-/// The content of an archive, as long as its size is in proportion to the archive's.
+/// Reader of an archive's content that fails when the content is out of proportion to the archive.
 struct Bounded {
     unpacked: Box<dyn Read>,
     taken: Rc<Cell<u64>>,
@@ -99,15 +99,15 @@ impl Read for Bounded {
         if self.given > most {
             let given = self.given;
             return Err(io::Error::other(format!(
-                "refused: unpacks to more than {MOST_TIMES} times its size ({given} bytes so far); decompress the \
-                 archive by hand if that is meant"
+                "refused: the content is more than {MOST_TIMES} times its size ({given} bytes so far); decompress the \
+                 archive by hand if this is intended"
             )));
         }
         Ok(count)
     }
 }
 
-/// One zstd frame after the other: parallel compressors write several, and frames to be skipped between them.
+/// Reads consecutive zstd frames: parallel compressors write several, with skippable frames between them.
 struct ZstdFrames<R> {
     archive: R,
     decoder: FrameDecoder,
@@ -119,7 +119,7 @@ impl<R: BufRead> ZstdFrames<R> {
         Self { archive, decoder: FrameDecoder::new(), in_frame: false }
     }
 
-    /// Reads on to the next frame with content; false at the end of the archive.
+    /// Advances to the next frame with content; returns false at the end of the archive.
     fn next_frame(&mut self) -> io::Result<bool> {
         while !self.archive.fill_buf()?.is_empty() {
             match self.decoder.reset(&mut self.archive) {
@@ -139,7 +139,7 @@ impl<R: BufRead> ZstdFrames<R> {
         Ok(false)
     }
 
-    /// An error if the frame that ends here is not as it was written.
+    /// Verifies the checksum of the frame that ends here.
     fn check_sum(&self) -> io::Result<()> {
         match (self.decoder.get_checksum_from_data(), self.decoder.get_calculated_checksum()) {
             (Some(written), Some(read)) if written != read => Err(broken(&"the checksum differs")),
@@ -245,7 +245,7 @@ mod tests {
             let zeros = pack(&vec![0; 1 << 20]);
             let refused = unpacked(&zeros, 0).unwrap_err().to_string();
             assert!(refused.contains("more than 100 times its size"), "{refused}");
-            // Several in a row are one.
+            // The bound covers all frames together.
             assert!(unpacked(&[zeros.clone(), zeros.clone()].concat(), 1 << 20).is_err());
             assert_eq!(unpacked(&zeros, 1 << 20).unwrap(), 1 << 20);
             assert_eq!(unpacked(&pack(&text), 0).unwrap(), text.len());

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::*;
 
-/// A store in memory. The digest of a blob is not computed: it is what the archive says, or its number.
+/// Store in memory. Digests are not computed: a blob has the digest from the archive, or its number.
 #[derive(Default)]
 struct Memory {
     blobs: HashMap<String, Vec<u8>>,
@@ -13,7 +13,7 @@ struct Memory {
 }
 
 impl Blobs for Memory {
-    fn put(
+    fn write(
         &mut self,
         digest: Option<&str>,
         size: u64,
@@ -47,7 +47,7 @@ impl Blobs for Memory {
     }
 }
 
-/// A digest that begins like this.
+/// Returns a digest that begins with `begin`.
 fn sha(begin: &str) -> String {
     format!("sha256:{begin:0<64}")
 }
@@ -56,7 +56,7 @@ fn own() -> Platform {
     Platform { os: "linux".to_owned(), architecture: "amd64".to_owned() }
 }
 
-/// An archive of these files; a text that begins with `->` is a link.
+/// Returns an archive of these files; a content that begins with `->` makes a link.
 fn archive(files: &[(&str, &str)]) -> Vec<u8> {
     let mut builder = tar::Builder::new(Vec::new());
     for (name, content) in files {
@@ -96,7 +96,7 @@ fn manifest(config: &str, layer: &str) -> String {
 
 const CONFIG: &str = r#"{"os":"linux","architecture":"amd64"}"#;
 
-/// What is imported, or why not.
+/// Imports an archive and compares the names, or the error.
 fn check(files: &[(&str, &str)], name: Option<&str>, expected: Result<&[&str], &str>) -> Memory {
     let mut memory = Memory::default();
     let imported = read(archive(files).as_slice(), name, &own(), &mut memory);
@@ -132,11 +132,11 @@ fn a_layout_is_imported_under_the_names_of_its_index() {
     let memory = layout(&named, Ok(&["docker.io/library/web:2"]), None);
     assert_eq!(memory.references[&sha("aa")], ["config cc", "l.0 11"]);
     layout(&index(Some((layout::REFERENCE_NAME, "web:2"))), Ok(&["docker.io/library/web:2"]), None);
-    layout(&index(Some((layout::REFERENCE_NAME, "2"))), Err("say --name"), None);
+    layout(&index(Some((layout::REFERENCE_NAME, "2"))), Err("import --name"), None);
     layout(&index(None), Ok(&["localhost/mine:1"]), Some("localhost/mine:1"));
     layout(&index(None), Err("no capital letters"), Some("Mine"));
-    layout(r#"{"manifests": []}"#, Err("no image"), None);
-    layout("{", Err("index.json in the archive is not as it should be"), None);
+    layout(r#"{"manifests": []}"#, Err("contains no image"), None);
+    layout("{", Err("cannot parse index.json in the archive"), None);
 }
 
 #[test]
@@ -153,7 +153,7 @@ fn of_an_index_for_many_machines_what_is_there_is_enough() {
     let memory = check(&files, None, Ok(&["localhost/web:2"]));
     assert_eq!(memory.references[&sha("ee")], ["m.1 aa"]);
     let other = [files[0], files[1], files[2], (&*cc, r#"{"os":"linux","architecture":"arm64"}"#), files[4]];
-    // Nothing fits; the first reason is told.
+    // Without a match, the first reason is reported.
     check(&other, None, Err("is for linux/arm64, this machine is linux/amd64"));
     check(&files[..4], None, Err(&format!("lacks {}", sha("11"))));
 }
@@ -174,7 +174,7 @@ fn what_docker_saves_is_imported_through_its_links() {
     assert_eq!(made.layers[0].media_type, "application/vnd.oci.image.layer.v1.tar");
     check(&files[1..], None, Err("lacks c.json"));
     check(&[("b/layer.tar", "->layer.tar"), files[0], files[2], files[4]], None, Err("lacks b/layer.tar"));
-    check(&[("README", "x")], None, Err("holds no image"));
+    check(&[("README", "x")], None, Err("contains no image"));
 }
 
 #[test]
@@ -183,7 +183,7 @@ fn a_hostile_archive_is_refused() {
     let mut circle = descriptor("ee", named);
     circle["mediaType"] = json!(layout::OCI_INDEX);
     let index = json!({"manifests": [circle]}).to_string();
-    // An index that lists itself ends, without an image.
+    // An index that lists itself must not loop.
     let mut memory = Memory::default();
     let files = [("index.json", &*index), (&*blob("ee"), &*index)];
     let imported = read(archive(&files).as_slice(), None, &own(), &mut memory);
@@ -201,6 +201,6 @@ fn links_lead_to_names_in_the_archive_alone() {
     for (folder, target, expected) in
         [("a/b", "../c/./d", "a/c/d"), ("", "x", "x"), ("a", "/etc/x", "etc/x"), ("a", "../../../x", "x")]
     {
-        assert_eq!(beside(folder, target), expected, "{folder} {target}");
+        assert_eq!(resolve(folder, target), expected, "{folder} {target}");
     }
 }

@@ -1,6 +1,6 @@
-//! Runs a credential provider: a request of `credentialprovider.kubelet.k8s.io` on its standard input, the
-//! answer on its standard output (`execPlugin` of the kubelet). What it says is bounded in size and time, and
-//! never logged.
+//! Runs a credential provider (`execPlugin` of the kubelet): writes a request of
+//! `credentialprovider.kubelet.k8s.io` to its standard input and reads the response from its standard output.
+//! The response is bounded in size and time, and never logged.
 
 use std::{collections::BTreeMap, path::Path, time::Duration};
 
@@ -9,16 +9,16 @@ use beelet_codec::data;
 use beelet_config::{CredentialProvider, ProviderVersion};
 use serde::{Deserialize, Serialize};
 
-/// How long a program may take.
+/// Maximum run time of a program.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// The longest answer.
+/// Maximum size of a response.
 const LONGEST_ANSWER: usize = 1 << 20;
-/// How much of its complaints is told.
+/// Maximum length of standard error in a message.
 const LONGEST_COMPLAINT: usize = 1 << 10;
 const BOUNDS: Bounds =
     Bounds { within: PATIENCE, output: LONGEST_ANSWER, complaints: Complaints::Apart(LONGEST_COMPLAINT) };
 
-/// What a program is asked.
+/// Request to a program.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Request<'a> {
@@ -43,21 +43,21 @@ impl<'a> Request<'a> {
     }
 }
 
-/// What it answers.
+/// Response of a program.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Response {
     kind: String,
     api_version: String,
     pub(super) cache_key_type: CacheKeyType,
-    /// A duration as Go writes it.
+    /// Duration in Go's format.
     #[serde(default)]
     cache_duration: Option<String>,
     #[serde(default)]
     pub(super) auth: Option<BTreeMap<String, Login>>,
 }
 
-/// What an answer is good for.
+/// Scope of a cached response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 pub(super) enum CacheKeyType {
     /// This image.
@@ -77,43 +77,43 @@ pub(super) struct Login {
     pub(super) password: String,
 }
 
-/// Why a program gave no answer.
+/// Error of a call to a program.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum ExecError {
-    /// It can't be run.
+    /// The program cannot be run.
     #[error("cannot be run: {0}")]
     Start(String),
-    /// It takes too long.
+    /// The program exceeded its maximum run time.
     #[error("has not answered within {} s", PATIENCE.as_secs())]
     Deadline,
-    /// It failed.
+    /// The program exited with a failure.
     #[error("failed ({status}): {complaint}")]
     Failed {
-        /// How.
+        /// Exit status.
         status: String,
-        /// What it said.
+        /// Standard error.
         complaint: String,
     },
-    /// It says too much.
+    /// The response is too long.
     #[error("answered with more than {LONGEST_ANSWER} bytes")]
     TooLong,
-    /// It says something else. Its words may be secret.
+    /// The response is of another type. Its text may be secret.
     #[error("did not answer with a CredentialProviderResponse of {0} in JSON")]
     Form(&'static str),
-    /// It says how long the answer holds in words that are none.
-    #[error("answered with a cacheDuration that is none")]
+    /// The response has an invalid cache duration.
+    #[error("answered with an invalid `cacheDuration`")]
     Duration,
 }
 
 impl Response {
-    /// How long the answer holds; None if it doesn't say.
+    /// Returns the cache duration; None if the response has none.
     pub(super) fn holds(&self) -> Result<Option<Duration>, ExecError> {
         let text = self.cache_duration.as_deref().filter(|text| !text.is_empty());
         text.map(|text| beelet_units::duration::parse(text).map_err(|_| ExecError::Duration)).transpose()
     }
 }
 
-/// Asks the program at `path`.
+/// Runs the program at `path` with a request.
 pub(super) async fn ask(
     path: &Path,
     provider: &CredentialProvider,

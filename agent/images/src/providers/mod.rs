@@ -1,8 +1,9 @@
-//! Credential providers: programs that know who the node, or a pod's service account, is at an image registry
-//! (KEP-2133, KEP-4412; `pkg/credentialprovider/plugin` of the kubelet). Answers are kept as long as they
-//! say.
+//! Credential providers: programs that know the credentials of the node, or of a pod's service account, for
+//! an image registry (KEP-2133, KEP-4412; `pkg/credentialprovider/plugin` of the kubelet). Responses are
+//! cached for the duration that they state.
 //!
-//! Must never log what a program answers, or hand one pod what was given for another's account.
+//! Must never log a program's response, nor use the credentials of one pod's service account for another
+//! account's pod.
 
 mod exec;
 
@@ -28,12 +29,12 @@ use tracing::{debug, warn};
 use self::exec::{CacheKeyType, ExecError, Login, Request};
 use super::{metrics::Metrics, reference};
 
-/// The most answers that are kept of one program.
+/// Maximum number of cached responses per program.
 const KEPT: usize = 1000;
-/// For how many seconds a token is asked: the API's own default.
+/// Requested lifetime of a token in seconds: the API's own default.
 const TOKEN_SECONDS: i64 = 3600;
 
-/// Who wants an image.
+/// Pod that needs an image.
 #[derive(Clone, Debug, Default)]
 pub struct Asker {
     /// The pod's namespace.
@@ -46,17 +47,17 @@ pub struct Asker {
     pub service_account: String,
 }
 
-/// A login at a registry that a program gave.
-pub(super) struct Given {
+/// Login at a registry, from a program.
+pub(super) struct Provided {
     /// The registry, or a path in it.
     pub(super) registry: String,
     pub(super) username: String,
     pub(super) password: String,
-    /// The account that it was given for, if it was for one.
+    /// Service account that the login was issued for, if any.
     pub(super) account: Option<PullAccount>,
 }
 
-/// All programs that are asked.
+/// All configured programs.
 #[derive(Debug, Default)]
 pub struct Providers {
     all: Vec<Provider>,
@@ -64,13 +65,13 @@ pub struct Providers {
     metrics: Metrics,
 }
 
-/// A program.
+/// Credential provider program.
 struct Provider {
     config: CredentialProvider,
     program: PathBuf,
     cache: Mutex<BTreeMap<Key, Kept>>,
-    /// One question at a time for an image and an account: the next one may find the answer. Others are asked
-    /// beside it, as by the kubelet: a slow answer holds up nobody else's pull.
+    /// Serializes calls for the same image and account: the next caller may find the response in the cache.
+    /// Other calls run concurrently, as in the kubelet, so that a slow one delays no other pull.
     asking: Mutex<BTreeMap<Key, Weak<tokio::sync::Mutex<()>>>>,
 }
 
@@ -80,7 +81,7 @@ impl fmt::Debug for Provider {
     }
 }
 
-/// What an answer is kept under.
+/// Key of a cached response.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Key {
     of: Of,
@@ -94,12 +95,12 @@ enum Of {
     All,
 }
 
-/// The account that an answer was given for, as far as the answer depends on it.
+/// Service account of a cached response, as far as the response depends on it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct OfAccount {
     account: PullAccount,
     annotations: BTreeMap<String, String>,
-    /// A digest of the token, where answers hold for one token only.
+    /// Digest of the token, if responses are valid for one token only.
     token: Option<[u8; 32]>,
 }
 
@@ -108,14 +109,14 @@ struct Kept {
     until: Instant,
 }
 
-/// The account of the pod that asks, with a token of it.
+/// Service account of the requesting pod, with its token.
 struct Identity {
     account: PullAccount,
     annotations: BTreeMap<String, String>,
     token: Arc<str>,
 }
 
-/// Why a program can't be used at all.
+/// Error of a program that cannot be used at all.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("image credential provider {name}: {} {why}", .path.display())]
 pub struct ProviderError {
@@ -124,7 +125,7 @@ pub struct ProviderError {
     why: String,
 }
 
-/// Why there is no login.
+/// Error of a call for logins.
 #[derive(Debug, thiserror::Error)]
 enum AskError {
     #[error(transparent)]
@@ -136,10 +137,10 @@ enum AskError {
 }
 
 impl Providers {
-    /// The programs of a configuration; their tokens come from `accounts`. Blocking.
+    /// Opens the programs of a configuration; their tokens come from `accounts`. Blocking.
     ///
     /// # Errors
-    /// A program isn't there, or can't be executed.
+    /// A program does not exist or cannot be executed.
     pub fn open(
         config: Option<&CredentialProviders>,
         accounts: Option<Arc<dyn ServiceAccounts>>,
@@ -151,9 +152,9 @@ impl Providers {
         Ok(Self { all: all.collect::<Result<_, _>>()?, accounts, metrics })
     }
 
-    /// The logins for an image. What a program doesn't know, or fails to say, is passed over: the registry
-    /// may not ask.
-    pub(super) async fn logins(&self, image: &str, asker: &Asker) -> Vec<Given> {
+    /// Returns the logins for an image. Skips programs without a login and failed calls: the registry may
+    /// allow anonymous pulls.
+    pub(super) async fn logins(&self, image: &str, asker: &Asker) -> Vec<Provided> {
         let repository = reference::normalized(image);
         let mut all = Vec::new();
         for provider in &self.all {
@@ -164,7 +165,7 @@ impl Providers {
                 Ok(given) => all.extend(given),
                 Err(error) => {
                     let pod = format_args!("{}/{}", asker.namespace, asker.pod);
-                    warn!(provider = provider.config.name, image, %pod, %error, "a credential provider gives nothing");
+                    warn!(provider = provider.config.name, image, %pod, %error, "credential provider failed; pulling without its credentials");
                 }
             }
         }
@@ -176,7 +177,7 @@ impl Providers {
         provider: &Provider,
         repository: &str,
         asker: &Asker,
-    ) -> Result<Vec<Given>, AskError> {
+    ) -> Result<Vec<Provided>, AskError> {
         let identity = match &provider.config.tokens {
             None => None,
             Some(tokens) if asker.service_account.is_empty() && tokens.require_service_account => {
@@ -189,7 +190,7 @@ impl Providers {
             },
         };
         let logins = provider.logins(repository, identity.as_ref(), &self.metrics).await?;
-        let given = logins.iter().map(|(registry, login)| Given {
+        let given = logins.iter().map(|(registry, login)| Provided {
             registry: registry.clone(),
             username: login.username.clone(),
             password: login.password.clone(),
@@ -198,8 +199,8 @@ impl Providers {
         Ok(given.collect())
     }
 
-    /// The pod's account; None if it lacks an annotation that the program requires: it is not for such
-    /// accounts.
+    /// Returns the pod's account; None if it lacks an annotation that the program requires, so that the
+    /// program does not serve it.
     async fn identity(&self, tokens: &TokenAttributes, asker: &Asker) -> Result<Option<Identity>, AskError> {
         let Asker { namespace, pod, uid, service_account } = asker;
         let none = || AccountError("this node has no API server".to_owned());
@@ -236,14 +237,14 @@ impl Provider {
         let program = bin_dir.join(&config.name);
         let wrong = |why: String| ProviderError { name: config.name.clone(), path: program.clone(), why };
         let metadata =
-            std::fs::metadata(&program).map_err(|error| wrong(format!("can't be used: {error}")))?;
+            std::fs::metadata(&program).map_err(|error| wrong(format!("cannot be used: {error}")))?;
         if !metadata.is_file() || rustix::fs::access(&program, Access::EXEC_OK).is_err() {
-            return Err(wrong("is no program that can be executed".to_owned()));
+            return Err(wrong("is not an executable file".to_owned()));
         }
         Ok(Self { config: config.clone(), program, cache: Mutex::default(), asking: Mutex::default() })
     }
 
-    /// What the program says of an image, now or when it was asked before.
+    /// Returns the logins for an image from the cache or from the program.
     async fn logins(
         &self,
         repository: &str,
@@ -283,7 +284,7 @@ impl Provider {
         Ok(logins)
     }
 
-    /// The lock of a question that may be under way.
+    /// Returns the lock of calls for an image and account.
     fn asking(&self, repository: &str, account: Option<&OfAccount>) -> Arc<tokio::sync::Mutex<()>> {
         let key = Key { of: Of::Image(repository.to_owned()), account: account.cloned() };
         let mut all = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
@@ -317,7 +318,7 @@ impl Provider {
         let now = Instant::now();
         let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         cache.retain(|_, kept| kept.until > now);
-        // So many at once are nobody's usual use; the program is asked again for what is left out.
+        // Far more entries than usual: an omitted one costs another call.
         if cache.len() < KEPT || cache.contains_key(&key) {
             cache.insert(key, kept);
         }

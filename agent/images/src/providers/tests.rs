@@ -5,7 +5,7 @@ use beelet_model::accounts::{Account, Asked};
 
 use super::*;
 
-/// A program that answers, and counts in a file how often it was asked; `%s` is what it was asked.
+/// Program that answers and records its requests in a file.
 struct Program {
     dir: tempfile::TempDir,
     config: CredentialProviders,
@@ -83,7 +83,7 @@ async fn a_program_is_asked_for_its_images_and_its_answers_are_kept() {
 
 #[tokio::test]
 async fn a_program_that_is_slow_for_one_image_is_asked_for_others_meanwhile() {
-    // It answers for the first image once somebody has asked for another one.
+    // The program answers for the first image once another image has been requested.
     let script = format!(
         r#"case "$line" in *slow*) while ! grep -q quick "$(dirname "$0")/asked"; do sleep 0.1; done;; esac; {}"#,
         answer("Image", "hush")
@@ -116,17 +116,17 @@ async fn a_program_that_fails_gives_nothing_and_is_asked_again() {
 }
 
 #[test]
-fn a_program_that_is_not_there_is_told_at_once() {
+fn a_missing_program_is_an_error_at_once() {
     let program = program("", None);
     let open = || Providers::open(Some(&program.config), None, Metrics::default()).unwrap_err().to_string();
     let path = program.dir.path().join("helper");
     fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
-    assert!(open().contains("is no program that can be executed"), "{}", open());
+    assert!(open().contains("is not an executable file"), "{}", open());
     fs::remove_file(&path).unwrap();
-    assert!(open().contains("helper can't be used: No such file"), "{}", open());
+    assert!(open().contains("helper cannot be used: No such file"), "{}", open());
 }
 
-/// Knows one account, and gives a new token each hour, so to say.
+/// Knows one account; the test changes its token.
 #[derive(Debug)]
 struct OneAccount(Mutex<&'static str>);
 
@@ -153,13 +153,13 @@ fn tokens(cache_by_token: bool, required: &str) -> TokenAttributes {
 }
 
 #[tokio::test]
-async fn what_is_given_for_an_account_is_given_to_nobody_else() {
+async fn logins_of_an_account_are_used_for_no_other_account() {
     for (by_token, times) in [(false, [1, 1, 2, 2]), (true, [1, 1, 2, 3])] {
         let program = program(&answer("Global", "hush"), Some(tokens(by_token, "a.test/role")));
         let accounts = Arc::new(OneAccount(Mutex::new("t1")));
         let providers = program.providers(Some(Arc::clone(&accounts) as Arc<dyn ServiceAccounts>));
         let image = "eu.registry.test/app";
-        assert!(providers.logins(image, &asker("")).await.is_empty(), "without an account nothing is asked");
+        assert!(providers.logins(image, &asker("")).await.is_empty(), "without an account no program runs");
         for (number, account) in ["web", "web", "db", "web"].into_iter().enumerate() {
             if number == 3 {
                 *accounts.0.lock().unwrap() = "t2";

@@ -277,7 +277,7 @@ fn variables_and_mounts_are_checked() {
     let long = "/b".repeat(2049);
     check_text(
         &with_spec(&format!("volumes: [{{name: a, hostPath: {{path: {long}}}}}]")),
-        "of 4098 bytes is longer than the 4096 bytes that Linux takes; shorten it",
+        "of 4098 bytes is longer than the 4096 bytes that Linux allows; shorten it",
     );
     let parts: Vec<_> = (0..1000).map(|n| format!("{{name: a, mountPath: /{n}, subPath: x}}")).collect();
     let text = mounted(&parts.join(", "));

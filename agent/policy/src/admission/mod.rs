@@ -1,9 +1,10 @@
-//! Does a pod fit on the node beside those that are there? And if it is critical and doesn't: who goes?
+//! Admission of pods by resource requests, and the victims that make room for a critical pod.
 //!
-//! Fit is by requests, as the kubelet's admission has it (`pkg/kubelet/lifecycle/predicate.go` with the
-//! scheduler's `noderesources.Fits` and `nodeports.Fits`): pods, cpu, memory, ephemeral-storage, hugepages
-//! and extended resources. An extended resource that the node doesn't have at all is ignored in containers:
-//! something outside the node provides it. Must never look at what pods use: only at what they request.
+//! A pod is checked against the requests of the admitted pods, as in the kubelet's admission
+//! (`pkg/kubelet/lifecycle/predicate.go` with the scheduler's `noderesources.Fits` and `nodeports.Fits`):
+//! pods, cpu, memory, ephemeral-storage, hugepages and extended resources. An extended resource that the node
+//! lacks altogether is ignored in containers: something outside the node provides it. Must never consider
+//! usage, only requests.
 
 #[allow(clippy::arithmetic_side_effects)] // counts and indices of its own search, not numbers from outside
 pub mod preemption;
@@ -23,16 +24,16 @@ use crate::{
 };
 use beelet_units::field::FieldError;
 
-/// A resource that there is too little of. Millicores for cpu, bytes or counts for the rest.
+/// A resource that the node lacks enough of. Millicores for cpu, bytes or counts for the rest.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct Insufficient {
     /// The resource's name.
     pub resource: String,
-    /// What the pod requests.
+    /// Amount that the pod requests.
     pub requested: i64,
-    /// What the admitted pods request.
+    /// Sum of the admitted pods' requests.
     pub used: i64,
-    /// What the node has for pods; at least what is used, for extended resources.
+    /// Amount that the node has for pods; for extended resources at least `used`.
     pub capacity: i64,
 }
 
@@ -43,35 +44,35 @@ impl Insufficient {
     }
 }
 
-/// What else than a resource that is short stands against a pod.
+/// A reason against a pod other than a lack of resources.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refusal {
-    /// It is for another operating system.
+    /// The pod is for another operating system.
     Os,
-    /// A port of the node that it wants is taken.
+    /// Another pod uses a host port that the pod requests.
     Ports,
-    /// It is critical, and nobody can make room for it.
+    /// The pod is critical, but no set of victims frees enough.
     NoVictims,
 }
 
-/// What was decided.
+/// The decision about one pod.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Admission {
-    /// The pod may run, once the victims are gone.
+    /// The pod may run once the victims have terminated.
     pub admitted: bool,
-    /// What there is too little of: why it was refused, or why there are victims.
+    /// Resources that the node lacks: the reason for a refusal or for the victims.
     pub reasons: Vec<Insufficient>,
     /// Indices into the list of admitted pods, in eviction order.
     pub victims: Vec<usize>,
-    /// Why it was refused for something else than resources, or why preemption found no victims.
+    /// Refusal for a reason other than resources, or preemption's failure to find victims.
     pub error: Option<String>,
-    /// What `error` is about.
+    /// Kind of `error`.
     pub refusal: Option<Refusal>,
-    /// Sentences for a person.
+    /// Explanations for users.
     pub why: Vec<String>,
 }
 
-/// Decides whether `pod` may run beside `pods` on a node that has `allocatable` for pods.
+/// Decides whether `pod` may run in addition to `pods` on a node that has `allocatable` for pods.
 ///
 /// # Errors
 /// The path (`pod.spec.…`, `pods[3].spec.…`) of the first amount that is not a quantity.
@@ -91,7 +92,7 @@ pub fn admit<P: Borrow<Pod>>(
     if reasons.is_empty() && refusal.is_none() {
         return Ok(Admission { admitted: true, ..Admission::default() });
     }
-    // Only resources can be had by preemption: where anything else is in the way, nobody is evicted in vain.
+    // Preemption frees only resources: a pod with any other conflict must not cost victims.
     if refusal.is_some() || !is_critical(pod) {
         return Ok(Admission { reasons, error: sentence, refusal, ..Admission::default() });
     }
@@ -105,7 +106,7 @@ pub fn admit<P: Borrow<Pod>>(
     Ok(Admission { admitted: error.is_none(), reasons, victims, error, refusal, why })
 }
 
-/// What the admitted pods take.
+/// Amounts that the admitted pods use.
 struct Used {
     pods: i64,
     /// Each pod's request rounded up, then summed, as the scheduler does.
@@ -135,7 +136,8 @@ impl Used {
         Ok(used)
     }
 
-    /// Everything that there is too little of: pods, cpu, memory, ephemeral-storage, then the others by name.
+    /// Returns every resource that the node lacks: pods, cpu, memory, ephemeral-storage, then the others by
+    /// name.
     fn insufficient(&self, demand: &PodDemand<'_>, allocatable: &ResourceList<'_>) -> Vec<Insufficient> {
         let mut reasons = Vec::new();
         let pods = in_unit_of(PODS, allocatable.amount(PODS));
@@ -154,7 +156,7 @@ impl Used {
             let requested = requests.get(resource).copied().unwrap_or(0);
             let used = self.requests.get(resource).copied().unwrap_or(0);
             let available = in_unit_of(resource, allocatable.amount(resource));
-            // What a plugin no longer offers stays with whoever has it.
+            // Pods keep the extended resources that a plugin no longer offers.
             let capacity = if is_extended(resource) { available.max(used) } else { available };
             if requested > 0 && requested > capacity.saturating_sub(used) {
                 reasons.push(Insufficient { resource: resource.to_owned(), requested, used, capacity });
@@ -163,7 +165,7 @@ impl Used {
         reasons
     }
 
-    /// The pod's requests without those extended resources of its containers that this node knows nothing of.
+    /// Returns the pod's requests without its containers' extended resources that this node does not know.
     fn requests_of<'d>(
         &self,
         demand: &PodDemand<'d>,
@@ -177,7 +179,7 @@ impl Used {
         let overhead: BTreeSet<&str> =
             demand.overhead.iter().flat_map(ResourceList::iter).map(|(name, _)| name).collect();
         let amount = |(name, quantity)| match known(name) || overhead.contains(name) {
-            // An unknown one can only have come in through the overhead, which is kept.
+            // Only the pod's overhead can name an unknown resource here, and the overhead counts.
             true if !known(name) => (
                 name,
                 in_unit_of(name, demand.overhead.as_ref().map(|list| list.amount(name)).unwrap_or_default()),
@@ -197,13 +199,14 @@ impl Used {
     }
 }
 
-/// The kubelet of a Linux node takes no pod that names another system.
+/// Returns a message if the pod is for another operating system: the kubelet of a Linux node rejects such
+/// pods.
 fn foreign_os(pod: &Pod) -> Option<String> {
     let os = pod.spec.as_ref()?.os.as_ref()?;
     (os.name != "linux").then(|| format!("the pod is for {}, and this node runs linux", os.name))
 }
 
-/// A port of the node that a pod claims.
+/// A host port that a pod claims.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct HostPort {
     address: String,
@@ -244,12 +247,13 @@ fn name_of(pod: &Pod) -> String {
     format!("{}/{}", meta.namespace.as_deref().unwrap_or("default"), meta.name.as_deref().unwrap_or_default())
 }
 
-/// A resource outside the kubernetes.io domain (`v1helper.IsExtendedResourceName`).
+/// Returns true for a resource outside the kubernetes.io domain (`v1helper.IsExtendedResourceName`).
 fn is_extended(name: &str) -> bool {
     name.split_once('/').is_some_and(|_| !name.contains("kubernetes.io/") && !name.starts_with("requests."))
 }
 
-/// Resources that are counted beside cpu, memory and ephemeral storage (`schedutil.IsScalarResourceName`).
+/// Returns true for resources other than cpu, memory and ephemeral storage
+/// (`schedutil.IsScalarResourceName`).
 fn is_scalar(name: &str) -> bool {
     is_extended(name)
         || name.starts_with("hugepages-")
@@ -288,7 +292,7 @@ mod tests {
     const NODE: [(&str, &str); 4] =
         [("cpu", "2"), ("memory", "1Gi"), ("pods", "3"), ("example.com/gpu", "1")];
 
-    /// Reasons as `resource requested used capacity`.
+    /// Expects reasons as `resource requested used capacity`.
     fn check(pod: &Pod, pods: &[Pod], reasons: &[&str]) -> Admission {
         let admission = admit(pod, pods, &node(&NODE), Policy::Kubelet).unwrap();
         let got: Vec<String> = admission
@@ -351,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn a_critical_pod_that_nobody_can_make_room_for_is_refused_with_the_reason() {
+    fn a_critical_pod_without_victims_is_refused_with_the_reason() {
         let admission = check(&critical(&json!({"cpu": "3"})), &[], &["cpu 3000 0 2000"]);
         assert!(
             !admission.admitted && admission.error.unwrap().contains("1000 of cpu would still be missing")
@@ -394,7 +398,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_admitted_fits_once_the_victims_are_gone(
+        fn an_admitted_pod_fits_once_its_victims_have_terminated(
             requests in prop::collection::vec((0..1500_i64, 0..800_i64), 0..8), cpu in 0..2500_i64, memory in 0..1200_i64, minimal in any::<bool>(),
         ) {
             let amounts = |cpu: i64, memory: i64| json!({"cpu": format!("{cpu}m"), "memory": format!("{memory}Mi")});
@@ -405,9 +409,9 @@ mod tests {
             let admission = admit(&pod, &pods, &node, policy).unwrap();
             if admission.admitted {
                 let left: Vec<&Pod> = pods.iter().enumerate().filter(|(index, _)| !admission.victims.contains(index)).map(|(_, pod)| pod).collect();
-                // The plan is idempotent: what was made room for fits, and nobody else goes. (A node that was
-                // overcommitted before is not put right by an admission, so only what the pod asks for is
-                // checked.)
+                // The plan is idempotent: the pod fits, and no further pod is evicted. (Admission does not
+                // repair a node that was overcommitted before, so the test checks only the pod's own
+                // resources.)
                 let again = admit(&pod, &left, &node, policy).unwrap();
                 prop_assert_eq!((again.admitted, again.victims.len(), again.reasons.len()), (true, 0, 0));
             } else {

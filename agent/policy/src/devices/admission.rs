@@ -1,10 +1,10 @@
-//! A pod is admitted with its devices: one container after the other, one resource after the other, as the
-//! kubelet serves them.
+//! Admission of a pod with its devices: one container after the other, one resource after the other, in the
+//! kubelet's order.
 //!
-//! The conversation itself: [`Admission::next`] says what to ask a plugin, the caller asks, and hands back
-//! the answer. Several may be under way, as long as no two have a resource of [`contended`] in common: what
-//! one has chosen isn't in the ledger before its plugin has answered. A failed one is ended by
-//! [`Admission::abort`] if nothing of it may stay.
+//! [`Admission::next`] returns the next question for a plugin; the caller asks the plugin and passes the
+//! answer back. Several admissions may be in progress as long as no two have a resource of [`contended`] in
+//! common: the ledger learns of a choice only once the plugin has answered. [`Admission::abort`] ends a
+//! failed admission whose allocations must not remain.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,21 +14,21 @@ use super::{
     topology::{TopologyError, TopologyPolicy, TopologyScope},
 };
 
-/// What is known of the pod beside its wishes.
+/// Facts about the pod other than its requests.
 #[derive(Debug, Clone, Default)]
 pub struct Circumstances {
-    /// Containers that have been running since before this agent: they have what they have, whatever a plugin
-    /// says.
+    /// Containers that have been running since before this agent: they keep their devices, even if a plugin
+    /// is missing.
     pub running: BTreeSet<String>,
-    /// Init containers that have ended for good: they need nothing any more.
+    /// Init containers that have ended for good: they need no devices any more.
     pub ended: BTreeSet<String>,
-    /// How strictly devices must be near each other.
+    /// Policy that decides how strictly devices must be near each other.
     pub policy: TopologyPolicy,
-    /// What is aligned together.
+    /// Unit whose devices are aligned together.
     pub scope: TopologyScope,
 }
 
-/// Why a pod can't have its devices.
+/// An error that keeps a pod from its devices.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AdmissionError {
     /// The devices can't be allocated.
@@ -39,20 +39,19 @@ pub enum AdmissionError {
     Topology(#[from] TopologyError),
 }
 
-/// What comes next.
+/// The caller's next step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Next {
-    /// Devices of pods that are gone are to be freed now ([`Devices::free_inactive`]), if it is known who is
-    /// gone.
+    /// Free the devices of terminated pods now ([`Devices::free_inactive`]), if all active pods are known.
     Free,
-    /// The plugin has a preference: ask it, then call [`Admission::preferred`].
+    /// The plugin has a preference: ask the plugin, then call [`Admission::preferred`].
     Ask {
         /// The resource.
         resource: String,
-        /// What to ask.
+        /// The question for the plugin.
         question: Question,
     },
-    /// The plugin is to allocate these to the container; then call [`Admission::allocated`].
+    /// Have the plugin allocate these to the container; then call [`Admission::allocated`].
     Allocate {
         /// The resource.
         resource: String,
@@ -61,30 +60,30 @@ pub enum Next {
         /// The devices.
         ids: BTreeSet<String>,
     },
-    /// The pod has all it asked for.
+    /// The pod has all devices that it requests.
     Done,
 }
 
-/// One pod's admission under way.
+/// Admission of one pod, in progress.
 #[derive(Debug)]
 pub struct Admission<'a> {
     pod_uid: &'a str,
     wishes: Vec<ContainerRequest<'a>>,
     circumstances: Circumstances,
-    /// The container and the resource that are served.
+    /// Indices of the container and the resource in progress.
     at: (usize, usize),
     begun: bool,
     freed: bool,
     chosen: Option<BTreeSet<String>>,
-    /// The nodes for the whole pod, once they are decided.
+    /// NUMA nodes for the whole pod, once decided.
     of_pod: Option<Option<BTreeSet<i64>>>,
     serving: Serving,
-    /// What it got so far: containers and resources.
+    /// Allocations committed so far: containers and resources.
     committed: Vec<(String, String)>,
 }
 
-/// The resources that a pod's admission chooses from, and those that it holds something of: of two pods that
-/// have one of them in common only one may be admitted at a time.
+/// Returns the resources that a pod's admission chooses from, and those that the pod holds devices of: of two
+/// pods with a resource in common only one may be admitted at a time.
 #[must_use]
 pub fn contended(devices: &Devices, pod_uid: &str, wishes: &[ContainerRequest<'_>]) -> BTreeSet<String> {
     let wished = wishes.iter().flat_map(|wish| &wish.limits).map(|(resource, _)| *resource);
@@ -94,7 +93,7 @@ pub fn contended(devices: &Devices, pod_uid: &str, wishes: &[ContainerRequest<'_
 }
 
 impl<'a> Admission<'a> {
-    /// The admission of a pod with these wishes ([`super::container_requests`]).
+    /// Creates the admission of a pod with these requests ([`super::container_requests`]).
     #[must_use]
     pub fn new(
         pod_uid: &'a str,
@@ -116,10 +115,10 @@ impl<'a> Admission<'a> {
         }
     }
 
-    /// Goes on to where the caller is needed.
+    /// Advances to the next step that needs the caller.
     ///
     /// # Errors
-    /// The pod can't have its devices.
+    /// The pod cannot have its devices.
     pub fn next(&mut self, devices: &mut Devices) -> Result<Next, AdmissionError> {
         if let Some(ids) = &self.chosen {
             let (_, container, resource) = self.current();
@@ -162,12 +161,12 @@ impl<'a> Admission<'a> {
         }
     }
 
-    /// The plugin's answer to the last question, best first.
+    /// Records the plugin's answer to the last question, best first.
     pub fn preferred<S: AsRef<str>>(&mut self, question: Question, answer: &[S]) {
         self.chosen = Some(question.answer(answer));
     }
 
-    /// The plugin has allocated what it was to; `response` is its encoded answer.
+    /// Records that the plugin has allocated the chosen devices; `response` is its encoded answer.
     pub fn allocated(&mut self, devices: &mut Devices, response: Vec<u8>) {
         if let Some(ids) = self.chosen.take() {
             let (request, container, resource) = self.current();
@@ -177,12 +176,12 @@ impl<'a> Admission<'a> {
         }
     }
 
-    /// Nothing comes of it: the pod holds what it held before, but for what was freed meanwhile.
+    /// Ends the admission: the pod holds the devices that it held before, except those freed since.
     pub fn abort(self, devices: &mut Devices) {
-        devices.take_back(self.pod_uid, &self.committed);
+        devices.revert(self.pod_uid, &self.committed);
     }
 
-    /// The request that is served; its container and resource.
+    /// Returns the request in progress, its container and its resource.
     fn current(&self) -> (Request<'a>, String, String) {
         let (pod_uid, wish) = (self.pod_uid, &self.wishes[self.at.0]);
         let (resource, count) = wish.limits[self.at.1];
@@ -198,7 +197,7 @@ impl<'a> Admission<'a> {
         let has = |(resource, count): &(&str, usize)| {
             *count == 0 || !devices.knows(resource) || held.is_some_and(|held| held.contains_key(*resource))
         };
-        // What it has it keeps, wherever that is.
+        // A container keeps the devices that it holds, wherever they are.
         if running.contains(wish.container) || wish.limits.iter().all(has) {
             return Ok(None);
         }
@@ -219,7 +218,7 @@ impl<'a> Admission<'a> {
         Ok(nodes)
     }
 
-    /// What the pod needs at a time: its containers together, or its largest init container.
+    /// Returns the pod's peak demand: its containers together, or its largest init container.
     fn limits_of_pod(&self) -> Vec<(&'a str, usize)> {
         let (mut lasting, mut largest): (BTreeMap<&str, usize>, BTreeMap<&str, usize>) = Default::default();
         for wish in &self.wishes {

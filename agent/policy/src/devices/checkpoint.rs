@@ -1,9 +1,9 @@
-//! The kubelet's own checkpoint of device allocations, `kubelet_internal_checkpoint`: a node can go from the
-//! kubelet to this agent and back without a pod losing its devices.
+//! The kubelet's own checkpoint of device allocations, `kubelet_internal_checkpoint`: a node can switch from
+//! the kubelet to this agent and back without a pod losing its devices.
 //!
 //! Format: `pkg/kubelet/cm/devicemanager/checkpoint` (since 1.20, device ids by NUMA node). The checksum is
 //! FNV-1a (32 bit) over what go-spew prints for the data with `%#v`, sorted keys and no methods
-//! (`pkg/util/hash`, `checkpointmanager/checksum`). Must never panic, whatever the file holds.
+//! (`pkg/util/hash`, `checkpointmanager/checksum`). Must never panic on any content of the file.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,23 +15,23 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
 use super::{HeldDevices, Ids};
 
-/// Why a checkpoint can't be used. It is then set aside, and the allocations are rebuilt.
+/// A reason why a checkpoint cannot be used. The agent then sets the file aside and rebuilds the allocations.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// It isn't JSON of the expected form.
-    #[error("the device checkpoint can't be read: {0}")]
+    /// The file is not JSON of the expected form.
+    #[error("cannot read the device checkpoint: {0}")]
     Malformed(#[from] serde_json::Error),
-    /// It was changed or cut after it was written.
-    #[error("the device checkpoint is corrupt: its checksum is {stored}, its content's is {computed}")]
+    /// The file was changed or truncated after the write.
+    #[error("the device checkpoint is corrupt: stored checksum {stored}, computed {computed}")]
     Checksum {
-        /// As the file says.
+        /// Checksum in the file.
         stored: u64,
-        /// As the content has it.
+        /// Checksum of the content.
         computed: u64,
     },
 }
 
-/// One container's devices of one resource.
+/// Devices of one resource that one container holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
     /// The pod's uid.
@@ -43,8 +43,8 @@ pub struct Entry {
     /// The resource's name.
     #[serde(rename = "ResourceName", default)]
     pub resource_name: String,
-    /// Device ids by NUMA node, -1 for those without one. `None` is Go's nil map, which has another checksum
-    /// than an empty one.
+    /// Device ids by NUMA node, -1 for those without one. `None` is Go's nil map, whose checksum differs from
+    /// an empty map's.
     #[serde(rename = "DeviceIDs", default)]
     pub device_ids: Option<BTreeMap<i64, Option<Vec<String>>>>,
     /// The plugin's answer: an encoded `v1beta1.ContainerAllocateResponse`.
@@ -52,7 +52,7 @@ pub struct Entry {
     pub alloc_resp: Option<Vec<u8>>,
 }
 
-/// A container of a pod and a resource that it has devices of.
+/// Identity of a container's devices of one resource.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct HolderKey {
     /// The pod's uid.
@@ -63,7 +63,7 @@ pub struct HolderKey {
     pub resource: String,
 }
 
-/// What must survive a restart. It shares what is large with the ledger.
+/// The state that must survive a restart. Large parts are shared with the ledger.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
     /// The devices held, by container and resource.
@@ -73,35 +73,35 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// The file's content, checksum included.
+    /// Returns the file's content, checksum included.
     ///
     /// # Errors
-    /// Never for what came from a ledger; serialization is fallible as such.
+    /// Never for the snapshot of a ledger; serialization is fallible in general.
     pub fn write(self) -> Result<Vec<u8>, CheckpointError> {
         Text::default().write(self)
     }
 }
 
-/// Writes checkpoints one after the other, and makes only that again which has changed: most of a checkpoint
-/// are the plugins' answers, whose every byte costs the checksum four, and the lists of all devices.
+/// A writer of successive checkpoints that encodes only the changes again: plugins' answers (four bytes of
+/// checksum input per byte) and the lists of all devices make up most of a checkpoint.
 #[derive(Debug, Default)]
 pub struct Text {
-    /// In the order in which they came, which is another one after a restart; no reader minds.
+    /// Entries in the order of their arrival, which differs after a restart; no reader depends on it.
     lines: Vec<Line>,
     lists: Lists,
 }
 
-/// An entry as it was written.
+/// An entry in encoded form.
 #[derive(Debug)]
 struct Line {
     place: HolderKey,
     held: Arc<HeldDevices>,
     json: String,
-    /// The checksum of all that comes before it, and of itself.
+    /// Checksum of everything before this line and of the line itself.
     checksum: Fnv1a,
 }
 
-/// The lists of healthy devices as they were written.
+/// The lists of healthy devices in encoded form.
 #[derive(Debug, Default)]
 struct Lists {
     registered: BTreeMap<String, Arc<Ids>>,
@@ -110,16 +110,16 @@ struct Lists {
 }
 
 impl Text {
-    /// The file's content, checksum included.
+    /// Returns the file's content, checksum included.
     ///
     /// # Errors
-    /// Never for what came from a ledger; serialization is fallible as such.
+    /// Never for the snapshot of a ledger; serialization is fallible in general.
     pub fn write(&mut self, snapshot: Snapshot) -> Result<Vec<u8>, CheckpointError> {
         let Snapshot { held, registered } = snapshot;
         self.update(&held)?;
         self.lists.update(registered)?;
         let mut checksum = self.lines.last().map_or_else(beginning, |line| line.checksum);
-        checksum.put(if self.lines.is_empty() { NIL } else { "]" });
+        checksum.write(if self.lines.is_empty() { NIL } else { "]" });
         let Fnv1a(checksum) = self.lists.checksum(checksum);
         let length = self.lines.iter().map(|line| line.json.len() + 1).sum::<usize>();
         let mut file = String::with_capacity(length + self.lists.json.len() + 100);
@@ -135,7 +135,7 @@ impl Text {
         Ok(file.into_bytes())
     }
 
-    /// Lines that stay keep their order, and those before the first that goes keep their checksum.
+    /// Keeps the order of unchanged lines, and the checksums of those before the first removed line.
     fn update(&mut self, held: &BTreeMap<HolderKey, Arc<HeldDevices>>) -> Result<(), CheckpointError> {
         let stays = |line: &Line| held.get(&line.place).is_some_and(|held| Arc::ptr_eq(held, &line.held));
         let known: BTreeSet<&HolderKey> =
@@ -149,7 +149,7 @@ impl Text {
         let mut before = before.last().map(|line| line.checksum);
         for line in changed {
             let mut checksum = before.unwrap_or_else(beginning);
-            checksum.put(if before.is_some() { " " } else { "[" });
+            checksum.write(if before.is_some() { " " } else { "[" });
             Entry::new(&line.place, &line.held).dump(&mut checksum);
             line.checksum = checksum;
             before = Some(checksum);
@@ -161,14 +161,14 @@ impl Text {
 impl Line {
     fn new(place: &HolderKey, held: &Arc<HeldDevices>) -> Result<Self, CheckpointError> {
         let json = serde_json::to_string(&Entry::new(place, held))?;
-        let checksum = Fnv1a::default(); // not known before its place in the file is
+        let checksum = Fnv1a::default(); // computed once the line's position in the file is known
         Ok(Self { place: place.clone(), held: Arc::clone(held), json, checksum })
     }
 }
 
 impl Lists {
     fn update(&mut self, registered: BTreeMap<String, Arc<Ids>>) -> Result<(), CheckpointError> {
-        // Lists that are shared with the ledger are the same at a glance.
+        // Comparing lists shared with the ledger is cheap (pointer equality).
         if self.json.is_empty() || self.registered != registered {
             let lists: BTreeMap<&str, &Ids> =
                 registered.iter().map(|(resource, ids)| (resource.as_str(), &**ids)).collect();
@@ -177,7 +177,7 @@ impl Lists {
         Ok(())
     }
 
-    /// The checksum after what comes before the lists, and the lists.
+    /// Extends `before` by the lists.
     fn checksum(&mut self, before: Fnv1a) -> Fnv1a {
         let registered = &self.registered;
         self.checksum.after(before, |sum| {
@@ -187,17 +187,17 @@ impl Lists {
     }
 }
 
-/// The checksum of what comes before the entries.
+/// Returns the checksum of the text before the entries.
 fn beginning() -> Fnv1a {
     let mut checksum = Fnv1a::default();
-    checksum.put(BEGINNING);
+    checksum.write(BEGINNING);
     checksum
 }
 
-/// Everything that the checksum covers, as it is read.
+/// The data that the checksum covers, in decoded form.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub struct Data {
-    /// The allocations; `None` is Go's nil slice, which the kubelet writes where there are none.
+    /// The allocations; `None` is Go's nil slice, which the kubelet writes for an empty list.
     #[serde(rename = "PodDeviceEntries", default)]
     pub pod_device_entries: Option<Vec<Entry>>,
     /// The healthy devices of every registered resource; only the resources' names matter to a reader.
@@ -217,14 +217,14 @@ impl Data {
     /// Reads a checkpoint file and checks its checksum.
     ///
     /// # Errors
-    /// If it isn't a checkpoint, or not as it was written.
+    /// If the file is not a checkpoint, or was changed after the write.
     pub fn read(file: &[u8]) -> Result<Self, CheckpointError> {
         let File { data, checksum: stored } = serde_json::from_slice::<File>(file)?;
         let computed = u64::from(data.checksum());
         if stored == computed { Ok(data) } else { Err(CheckpointError::Checksum { stored, computed }) }
     }
 
-    /// The checksum that the kubelet computes for this data.
+    /// Returns the checksum that the kubelet computes for this data.
     #[must_use]
     pub fn checksum(&self) -> u32 {
         let mut hash = Fnv1a::default();
@@ -232,30 +232,30 @@ impl Data {
         hash.0
     }
 
-    /// The data as go-spew prints it. A field's type comes before its value, an element's doesn't.
+    /// Prints the data as go-spew does. A field's type precedes its value; an element has no type.
     fn dump(&self, to: &mut impl Sink) {
-        to.put(BEGINNING);
+        to.write(BEGINNING);
         list(to, self.pod_device_entries.as_ref(), Entry::dump);
         let registered = self.registered_devices.as_ref();
         dump_registered(to, registered.map(by_key));
     }
 }
 
-/// How the data's text begins, up to the entries.
+/// The text before the entries.
 const BEGINNING: &str = "(checkpoint.checkpointData){PodDeviceEntries:([]checkpoint.PodDevicesEntry)";
 
-/// What follows the entries.
+/// Prints the text after the entries.
 fn dump_registered<'a, S: Sink, I: IntoIterator<Item = &'a String>>(
     to: &mut S,
     lists: Option<impl Iterator<Item = (&'a String, Option<I>)>>,
 ) {
-    to.put(" RegisteredDevices:(map[string][]string)");
-    map(to, lists, |resource, to| to.put(resource));
-    to.put("}");
+    to.write(" RegisteredDevices:(map[string][]string)");
+    map(to, lists, |resource, to| to.write(resource));
+    to.write("}");
 }
 
 impl Entry {
-    /// The entry for what a container holds of a resource.
+    /// Creates the entry for a container's devices of a resource.
     #[must_use]
     pub fn new(place: &HolderKey, held: &HeldDevices) -> Self {
         let HolderKey { pod_uid, container, resource } = place.clone();
@@ -268,7 +268,7 @@ impl Entry {
         }
     }
 
-    /// The other way.
+    /// Splits the entry into key and devices, the inverse of [`Self::new`].
     #[must_use]
     pub fn into_held(self) -> (HolderKey, HeldDevices) {
         let by_node = self.device_ids.unwrap_or_default();
@@ -279,28 +279,28 @@ impl Entry {
     }
 
     fn dump(&self, to: &mut impl Sink) {
-        to.put("{PodUID:(string)");
-        to.put(&self.pod_uid);
-        to.put(" ContainerName:(string)");
-        to.put(&self.container_name);
-        to.put(" ResourceName:(string)");
-        to.put(&self.resource_name);
-        to.put(" DeviceIDs:(checkpoint.DevicesPerNUMA)");
-        map(to, self.device_ids.as_ref().map(by_key), |node, to| to.put(&node.to_string()));
-        to.put(" AllocResp:([]uint8)");
+        to.write("{PodUID:(string)");
+        to.write(&self.pod_uid);
+        to.write(" ContainerName:(string)");
+        to.write(&self.container_name);
+        to.write(" ResourceName:(string)");
+        to.write(&self.resource_name);
+        to.write(" DeviceIDs:(checkpoint.DevicesPerNUMA)");
+        map(to, self.device_ids.as_ref().map(by_key), |node, to| to.write(&node.to_string()));
+        to.write(" AllocResp:([]uint8)");
         list(to, self.alloc_resp.as_ref(), |byte, to| decimal(*byte, to));
-        to.put("}");
+        to.write("}");
     }
 }
 
-/// Takes text in parts. What is printed for a thousand devices is a hundred kilobytes, most of it plugins'
-/// answers byte by byte: none of it is kept.
+/// A consumer of text in parts. The text for a thousand devices is a hundred kilobytes, most of it plugins'
+/// answers byte by byte; no sink keeps it.
 trait Sink {
-    /// Text, in UTF-8.
-    fn put_bytes(&mut self, text: &[u8]);
+    /// Consumes text in UTF-8.
+    fn write_bytes(&mut self, text: &[u8]);
 
-    fn put(&mut self, text: &str) {
-        self.put_bytes(text.as_bytes());
+    fn write(&mut self, text: &str) {
+        self.write_bytes(text.as_bytes());
     }
 }
 
@@ -317,19 +317,17 @@ impl Default for Fnv1a {
 const FNV_PRIME: u32 = 0x0100_0193;
 
 impl Sink for Fnv1a {
-    fn put_bytes(&mut self, text: &[u8]) {
+    fn write_bytes(&mut self, text: &[u8]) {
         let step = |hash: u32, byte: &u8| (hash ^ u32::from(*byte)).wrapping_mul(FNV_PRIME);
         self.0 = text.iter().fold(self.0, step);
     }
 }
 
-/// What one text, always the same, does to the checksums of whatever comes before it, without reading it each
-/// time.
+/// The effect of one fixed text on any checksum before it, without reading the text each time.
 ///
-/// A step xors a byte into the lowest byte of the sum and multiplies: what the xor adds, or takes away, is
-/// known from the lowest byte alone, and so is the next lowest byte. Over n bytes a sum s thus becomes s *
-/// prime^n + c modulo 2^32, and of c there are 256, one for each lowest byte that s may have. Each is found
-/// by reading the text once.
+/// A step xors a byte into the lowest byte of the sum and multiplies: the lowest byte alone determines the
+/// change by the xor, and also the next lowest byte. Over n bytes a sum s thus becomes s * prime^n + c modulo
+/// 2^32, with 256 values of c, one per lowest byte of s. Reading the text once yields each of them.
 #[derive(Debug, Default)]
 struct Suffix {
     /// prime^n
@@ -339,14 +337,14 @@ struct Suffix {
 }
 
 impl Suffix {
-    /// The sum after `before` and the text, which is what `put` puts.
-    fn after(&mut self, before: Fnv1a, put: impl FnOnce(&mut Counted)) -> Fnv1a {
+    /// Returns the checksum of `before` extended by the text that `write` writes.
+    fn after(&mut self, before: Fnv1a, write: impl FnOnce(&mut Counted)) -> Fnv1a {
         let [lowest, ..] = before.0.to_le_bytes();
         let factor = &mut self.factor;
         let summand = *self.summand.entry(lowest).or_insert_with(|| {
             let start = u32::from(lowest);
             let mut text = Counted { sum: Fnv1a(start), factor: 1 };
-            put(&mut text);
+            write(&mut text);
             *factor = text.factor;
             text.sum.0.wrapping_sub(start.wrapping_mul(*factor))
         });
@@ -354,15 +352,15 @@ impl Suffix {
     }
 }
 
-/// A checksum, and what its steps so far have multiplied it by.
+/// A checksum, and the product of the factors of its steps so far.
 struct Counted {
     sum: Fnv1a,
     factor: u32,
 }
 
 impl Sink for Counted {
-    fn put_bytes(&mut self, text: &[u8]) {
-        self.sum.put_bytes(text);
+    fn write_bytes(&mut self, text: &[u8]) {
+        self.sum.write_bytes(text);
         for _ in text {
             self.factor = self.factor.wrapping_mul(FNV_PRIME);
         }
@@ -372,42 +370,42 @@ impl Sink for Counted {
 const NIL: &str = "<nil>";
 
 fn list<T, S: Sink>(to: &mut S, items: Option<impl IntoIterator<Item = T>>, dump: impl Fn(T, &mut S)) {
-    let Some(items) = items else { return to.put(NIL) };
-    to.put("[");
+    let Some(items) = items else { return to.write(NIL) };
+    to.write("[");
     for (i, item) in items.into_iter().enumerate() {
         if i > 0 {
-            to.put(" ");
+            to.write(" ");
         }
         dump(item, to);
     }
-    to.put("]");
+    to.write("]");
 }
 
 fn by_key<K>(lists: &BTreeMap<K, Option<Vec<String>>>) -> impl Iterator<Item = (&K, Option<&Vec<String>>)> {
     lists.iter().map(|(key, ids)| (key, ids.as_ref()))
 }
 
-/// Of lists of ids, by whatever.
+/// Prints a map of lists of ids, with keys of any type.
 fn map<'a, K, S: Sink, I: IntoIterator<Item = &'a String>>(
     to: &mut S,
     lists: Option<impl Iterator<Item = (K, Option<I>)>>,
     key: impl Fn(K, &mut S),
 ) {
-    let Some(lists) = lists else { return to.put(NIL) };
-    to.put("map[");
+    let Some(lists) = lists else { return to.write(NIL) };
+    to.write("map[");
     for (i, (k, ids)) in lists.enumerate() {
         if i > 0 {
-            to.put(" ");
+            to.write(" ");
         }
         key(k, to);
-        to.put(":");
-        list(to, ids, |id, to| to.put(id));
+        to.write(":");
+        list(to, ids, |id, to| to.write(id));
     }
-    to.put("]");
+    to.write("]");
 }
 
 fn decimal(byte: u8, to: &mut impl Sink) {
-    /// Three digits of each byte.
+    /// The three digits of each byte.
     static DIGITS: [[u8; 3]; 256] = {
         let mut digits = [[b'0'; 3]; 256];
         let mut byte = 0;
@@ -419,7 +417,7 @@ fn decimal(byte: u8, to: &mut impl Sink) {
         digits
     };
     let zeros = usize::from(byte < 100) + usize::from(byte < 10);
-    to.put_bytes(&DIGITS[usize::from(byte)][zeros..]);
+    to.write_bytes(&DIGITS[usize::from(byte)][zeros..]);
 }
 
 fn to_base64<S: Serializer>(bytes: &Option<Vec<u8>>, serializer: S) -> Result<S::Ok, S::Error> {
@@ -439,15 +437,15 @@ mod tests {
     use crate::devices::Devices;
     use proptest::prelude::*;
 
-    /// Checkpoints that real kubelets wrote (published in their users' notes): read, checked, written the
-    /// same.
+    /// Checkpoints of real kubelets (published in users' notes): reading and writing them must reproduce each
+    /// byte.
     const REAL: [&str; 2] = [
         r#"{"Data":{"PodDeviceEntries":[{"PodUID":"bf52b2cd-b611-4e79-86b1-280b283185c3","ContainerName":"check","ResourceName":"nvidia.com/gpu","DeviceIDs":{"-1":["tegra"]},"AllocResp":"Ch8KFk5WSURJQV9WSVNJQkxFX0RFVklDRVMSBXRlZ3Jh"}],"RegisteredDevices":{"nvidia.com/gpu":["tegra"]}},"Checksum":3660592824}"#,
         r#"{"Data":{"PodDeviceEntries":[{"PodUID":"9a15d2b5-c152-46b9-96e0-d57032629e1f","ContainerName":"app","ResourceName":"nvidia.com/gpu","DeviceIDs":{"1":["GPU-9b341c59-f96b-ba85-c137-78c3652fea65","GPU-c1e9f249-b37b-81c2-a8d9-ba5ca0294841"]},"AllocResp":"CmsKFk5WSURJQV9WSVNJQkxFX0RFVklDRVMSUUdQVS1jMWU5ZjI0OS1iMzdiLTgxYzItYThkOS1iYTVjYTAyOTQ4NDEsR1BVLTliMzQxYzU5LWY5NmItYmE4NS1jMTM3LTc4YzM2NTJmZWE2NRokCg4vZGV2L252aWRpYWN0bBIOL2Rldi9udmlkaWFjdGwaAnJ3GiYKDy9kZXYvbnZpZGlhLXV2bRIPL2Rldi9udmlkaWEtdXZtGgJydxoyChUvZGV2L252aWRpYS11dm0tdG9vbHMSFS9kZXYvbnZpZGlhLXV2bS10b29scxoCcncaLgoTL2Rldi9udmlkaWEtbW9kZXNldBITL2Rldi9udmlkaWEtbW9kZXNldBoCcncaIAoML2Rldi9udmlkaWExEgwvZGV2L252aWRpYTEaAnJ3GiAKDC9kZXYvbnZpZGlhMhIML2Rldi9udmlkaWEyGgJydw=="}],"RegisteredDevices":{"nvidia.com/gpu":["GPU-77a702db-e37f-3a74-d46d-c5713f66058c","GPU-9b341c59-f96b-ba85-c137-78c3652fea65","GPU-c1e9f249-b37b-81c2-a8d9-ba5ca0294841"]}},"Checksum":2530956716}"#,
     ];
 
     #[test]
-    fn what_kubelets_wrote_is_read_and_written_the_same() {
+    fn kubelet_checkpoints_are_read_and_written_back_unchanged() {
         for file in REAL {
             let data = Data::read(file.as_bytes()).unwrap();
             let devices = Devices::restored(data, Duration::ZERO);
@@ -466,7 +464,7 @@ mod tests {
     }
 
     impl Sink for String {
-        fn put_bytes(&mut self, text: &[u8]) {
+        fn write_bytes(&mut self, text: &[u8]) {
             self.push_str(std::str::from_utf8(text).unwrap());
         }
     }
@@ -503,8 +501,8 @@ mod tests {
             let mut suffix = Suffix::default();
             for sum in before {
                 let mut expected = Fnv1a(sum);
-                expected.put_bytes(&text);
-                prop_assert_eq!(suffix.after(Fnv1a(sum), |sum| sum.put_bytes(&text)).0, expected.0);
+                expected.write_bytes(&text);
+                prop_assert_eq!(suffix.after(Fnv1a(sum), |sum| sum.write_bytes(&text)).0, expected.0);
             }
         }
 

@@ -1,25 +1,24 @@
-//! Which of several devices are taken: what the plugin would rather give, else those that are near each
-//! other.
+//! Choice among several devices: the plugin's preferred ones, else those near each other.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::Ids;
 
-/// What to ask a plugin (`GetPreferredAllocation`).
+/// A request for a plugin's preference (`GetPreferredAllocation`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Question {
-    /// What it may choose from, including `must_include`.
+    /// Devices to choose from, including `must_include`.
     pub available: BTreeSet<String>,
-    /// What it must choose.
+    /// Devices that the plugin must choose.
     pub must_include: BTreeSet<String>,
-    /// How many in all.
+    /// Number of devices in all.
     pub size: usize,
     pub(super) nodes: Nodes,
 }
 
 impl Question {
-    /// The devices to allocate, given the plugin's answer (best first; what wasn't offered is ignored; too
-    /// few are made up for).
+    /// Returns the devices to allocate, given the plugin's answer (best first). Ignores ids that were not
+    /// offered and fills up an answer that is too short.
     #[must_use]
     pub fn answer<S: AsRef<str>>(self, preferred: &[S]) -> BTreeSet<String> {
         let mut chosen = self.must_include;
@@ -33,17 +32,17 @@ impl Question {
     }
 }
 
-/// `chosen`, and as many of those in `left` as make it `size`, [`near`] each other.
+/// Fills `chosen` up to `size` with devices of `left` that are [`near`] each other.
 pub(super) fn fill(mut chosen: Ids, size: usize, left: &[(&str, &[i64])], nodes: &Nodes) -> Ids {
     let more = near(left, nodes, &chosen, size.saturating_sub(chosen.len()));
     chosen.extend(more.into_iter().map(str::to_owned));
     chosen
 }
 
-/// The NUMA nodes of devices, by id; none for one that is near no node.
+/// NUMA nodes of devices, by id; an empty list for a device near no node.
 pub(super) type Nodes = BTreeMap<String, Vec<i64>>;
 
-/// Each of the ids with the NUMA nodes that it is near: one walk through both, since both are in order.
+/// Pairs each id with the NUMA nodes near it: one pass through both lists, which are sorted.
 pub(super) fn with_nodes<'a, S: AsRef<str> + ?Sized + 'a>(
     ids: impl IntoIterator<Item = &'a S>,
     nodes: &'a Nodes,
@@ -57,10 +56,10 @@ pub(super) fn with_nodes<'a, S: AsRef<str> + ?Sized + 'a>(
     })
 }
 
-/// `count` of the devices in `left` (in the order of their ids, those in `chosen` don't count), near each
-/// other: of the NUMA nodes that can give them all, one that already gave some of `chosen`, or else the one
-/// with the fewest left (the others keep room for larger requests); if none can, from as few nodes as
-/// possible; those near no node last.
+/// Returns `count` devices of `left` (in the order of their ids, without those in `chosen`) near each other:
+/// of the NUMA nodes that have enough, a node that already provides some of `chosen`, or else the node with
+/// the fewest left (the others keep room for larger requests); if no node has enough, from as few nodes as
+/// possible; devices near no node come last.
 fn near<'a>(left: &[(&'a str, &[i64])], nodes: &Nodes, chosen: &Ids, count: usize) -> Vec<&'a str> {
     let mut by_node: BTreeMap<i64, Vec<&'a str>> = BTreeMap::new();
     let is_left = |id: &str| !chosen.contains(id);

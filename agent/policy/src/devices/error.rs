@@ -1,9 +1,9 @@
-//! Why a container can't have the devices it asks for.
+//! Errors of device allocation.
 
-/// Why no devices can be had.
+/// A reason why a container cannot get its devices.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AllocateError {
-    /// The container already has another number of them.
+    /// The container already holds another number of devices.
     #[error(
         "pod {pod_uid:?}, container {container:?}: the request for {resource} changed from {held} to {requested} devices"
     )]
@@ -14,18 +14,18 @@ pub enum AllocateError {
         container: String,
         /// The resource.
         resource: String,
-        /// How many it has.
+        /// Number of devices held.
         held: usize,
-        /// How many it asks for now.
+        /// Number of devices requested now.
         requested: usize,
     },
-    /// The resource had a plugin once; it hasn't listed its devices since.
+    /// The resource had a plugin, but the plugin has not listed its devices since the restart.
     #[error("the device plugin of {resource} is not registered")]
     Unregistered {
         /// The resource.
         resource: String,
     },
-    /// All its devices are unhealthy, or its plugin is gone.
+    /// All devices are unhealthy, or the plugin is gone.
     #[error("no healthy devices present; cannot allocate unhealthy devices {resource}")]
     NoneHealthy {
         /// The resource.
@@ -39,20 +39,20 @@ pub enum AllocateError {
         /// The resource.
         resource: String,
     },
-    /// There aren't enough.
+    /// Too few devices are free.
     #[error(
         "requested number of devices unavailable for {resource}. Requested: {requested}, Available: {available}"
     )]
     TooFew {
         /// The resource.
         resource: String,
-        /// How many are still wanted.
+        /// Number of devices still wanted.
         requested: usize,
-        /// How many there are.
+        /// Number of free devices.
         available: usize,
     },
-    /// Devices are listed, but nobody can be asked to allocate them.
-    #[error("the device plugin of {resource} is gone")]
+    /// Devices are listed, but their plugin is not connected.
+    #[error("the device plugin of {resource} has disconnected")]
     PluginGone {
         /// The resource.
         resource: String,
@@ -60,8 +60,8 @@ pub enum AllocateError {
 }
 
 impl AllocateError {
-    /// Might waiting help? True where the plugin isn't there or well (yet): after a restart or reboot it may
-    /// come late.
+    /// Returns true if waiting may help: the plugin is missing or its devices unhealthy, and a plugin may
+    /// register late after a restart or reboot.
     #[must_use]
     pub const fn may_pass(&self) -> bool {
         matches!(

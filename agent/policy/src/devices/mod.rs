@@ -1,11 +1,11 @@
-//! Who has which device: the kubelet's device manager (`pkg/kubelet/cm/devicemanager`) without its plugins'
+//! Allocation of devices: the kubelet's device manager (`pkg/kubelet/cm/devicemanager`) without its plugins'
 //! sockets.
 //!
-//! [`Devices`] is the ledger. An allocation is a conversation, since only the caller can talk to a plugin:
-//! [`Devices::select`] says which devices it would take (or what to ask the plugin first), the caller has the
-//! plugin allocate them, and [`Devices::commit`] writes it down. The caller must not begin another allocation
-//! of the same resource in between; everything else may happen meanwhile. Must never hand out a device that
-//! another container of a living pod holds; must never talk to anything.
+//! [`Devices`] is the ledger. An allocation takes several steps, since only the caller can talk to a plugin:
+//! [`Devices::select`] names the devices (or the question for the plugin), the caller has the plugin allocate
+//! them, and [`Devices::commit`] records the allocation. The caller must not begin another allocation of the
+//! same resource in between; any other call is allowed. Must never allocate a device that another container
+//! of a living pod holds; must never do I/O.
 //!
 //! Times are [`Duration`]s since an origin of the caller's choice.
 
@@ -36,21 +36,21 @@ pub use rebuild::Remnant;
 use checkpoint::{CheckpointError, Data, HolderKey, Snapshot};
 use choice::{Nodes, fill, with_nodes};
 
-/// How long a resource of a plugin that has gone away is still shown (as unhealthy).
+/// Time for which the resource of a disconnected plugin stays listed (as unhealthy).
 pub const ENDPOINT_GRACE: Duration = Duration::from_secs(300);
 
-/// The NUMA node of a device that has none.
+/// The NUMA node of a device without one.
 const NO_NODE: i64 = -1;
 
 type Ids = BTreeSet<String>;
 
-/// What a plugin says it can do (`v1beta1.DevicePluginOptions`).
+/// A plugin's options (`v1beta1.DevicePluginOptions`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub struct PluginOptions {
-    /// It must be called before each start of a container that has its devices.
+    /// The plugin must be called before each start of a container with its devices.
     pub pre_start_required: bool,
-    /// It can be asked which devices it would rather give.
+    /// The plugin answers `GetPreferredAllocation`.
     pub get_preferred_allocation_available: bool,
 }
 
@@ -58,11 +58,11 @@ pub struct PluginOptions {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Device {
-    /// Its id, unique within the resource.
+    /// The device's id, unique within the resource.
     pub id: String,
-    /// Whether it can be given away.
+    /// The device's health.
     pub health: Health,
-    /// The NUMA nodes that it is near; none: it is not near any.
+    /// NUMA nodes near the device; empty for a device near no node.
     #[serde(default)]
     pub numa_nodes: Vec<i64>,
 }
@@ -70,9 +70,9 @@ pub struct Device {
 /// A device's state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Health {
-    /// Can be given away.
+    /// The device may be allocated.
     Healthy,
-    /// Can't.
+    /// The device must not be allocated.
     Unhealthy,
 }
 
@@ -91,45 +91,45 @@ impl Endpoint {
 /// Devices that a container holds.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct HeldDevices {
-    /// Their ids by NUMA node, -1 for none; one that is near several nodes is listed at each.
+    /// Device ids by NUMA node, -1 for none; a device near several nodes is listed under each.
     pub by_node: BTreeMap<i64, Vec<String>>,
     /// The plugin's answer: an encoded `v1beta1.ContainerAllocateResponse`.
     pub response: Vec<u8>,
 }
 
 impl HeldDevices {
-    /// The ids.
+    /// Returns the ids.
     #[must_use]
     pub fn ids(&self) -> Ids {
         self.by_node.values().flatten().cloned().collect()
     }
 }
 
-/// What a container holds, by resource. Never changed in place, and so shared with whoever writes it down.
+/// A container's devices by resource. Never changed in place, and so shared with the checkpoint writer.
 pub type HeldByResource = BTreeMap<String, Arc<HeldDevices>>;
 
-/// How a container's devices are handed on.
+/// Rule by which a container passes on its devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ContainerKind {
-    /// Ends before the containers start: they may have its devices.
+    /// Ends before the containers start: they may get its devices.
     Init,
     /// A sidecar (restartable init container) or a container: keeps its devices.
     Lasting,
 }
 
-/// A container's wish for devices.
+/// A container's device requests.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerRequest<'a> {
     /// The container's name.
     pub container: &'a str,
-    /// How its devices are handed on.
+    /// Rule by which the container passes on its devices.
     pub kind: ContainerKind,
-    /// How many of each resource, by its name. All limits are here, devices or not.
+    /// Count of each resource, by its name. All limits are included, devices or not.
     pub limits: Vec<(&'a str, usize)>,
 }
 
-/// The devices that the containers of a pod request, in the order in which they are to be served; those left
-/// out that a claim gives them.
+/// Returns the device requests of a pod's containers in the order of serving, without devices that a claim
+/// provides.
 ///
 /// # Errors
 /// The path of the first limit that is not a quantity.
@@ -163,7 +163,7 @@ fn container_request<'a>(
     Ok(ContainerRequest { container: &container.name, kind, limits })
 }
 
-/// One resource for one container.
+/// A request for one resource of one container.
 #[derive(Debug, Clone, Copy)]
 pub struct Request<'a> {
     /// The pod's uid.
@@ -172,71 +172,73 @@ pub struct Request<'a> {
     pub container: &'a str,
     /// The resource.
     pub resource: &'a str,
-    /// How many devices.
+    /// Number of devices.
     pub count: usize,
-    /// The container has been running since before this agent: it has its devices, whatever the plugin says.
+    /// The container has been running since before this agent: it has its devices, even if the plugin is
+    /// missing.
     pub already_running: bool,
 }
 
-/// What [`Devices::select`] would do.
+/// The result of [`Devices::select`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Selection {
-    /// Nothing is needed: the container has its devices, or asks for none.
+    /// The container has its devices already, or requests none.
     Nothing,
-    /// These, now to be allocated by the plugin.
+    /// Devices for the plugin to allocate.
     Chosen(BTreeSet<String>),
-    /// First ask the plugin which it would rather give.
+    /// Ask the plugin for its preference first.
     Ask(Question),
 }
 
-/// What the node has of each resource.
+/// The node's devices of each resource.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Capacity {
     /// All devices.
     pub capacity: BTreeMap<String, usize>,
     /// The healthy ones.
     pub allocatable: BTreeMap<String, usize>,
-    /// Resources that are no longer there, since their plugin has been gone for too long.
+    /// Resources removed because their plugin has been gone for too long.
     pub removed: Ids,
 }
 
-/// The ledger.
+/// The ledger of devices and their holders.
 #[derive(Debug, Clone, Default)]
 pub struct Devices {
     endpoints: BTreeMap<String, Endpoint>,
-    /// Of a plugin's list, and shared as a whole.
+    /// Healthy devices of each plugin's list, shared as a whole.
     healthy: BTreeMap<String, Arc<Ids>>,
     unhealthy: BTreeMap<String, Ids>,
     /// NUMA nodes by resource and device.
     nodes: BTreeMap<String, Nodes>,
-    /// How many devices of each resource are near which set of nodes: a handful of sets, however many devices
-    /// there are.
+    /// Number of devices of each resource by the set of nodes near them: a handful of sets, for any number of
+    /// devices.
     places: BTreeMap<String, BTreeMap<Vec<i64>, usize>>,
-    /// What is taken. Freed lazily: pods that are gone keep theirs until somebody wants devices.
+    /// Allocated devices. Freed lazily: terminated pods keep theirs until another pod requests devices.
     taken: BTreeMap<String, Ids>,
     pods: BTreeMap<String, BTreeMap<String, HeldByResource>>,
-    /// What was healthy before the last restart, of resources whose plugin hasn't listed its devices since.
+    /// Devices healthy before the last restart, of resources whose plugin has not listed its devices since.
     last_known: BTreeMap<String, Arc<Ids>>,
 }
 
-/// What is known of a pod while its containers are served one after the other, init containers first. A value
-/// for each pod and each time that it is served.
+/// The state of serving a pod's containers one after the other, init containers first. Every pass over a pod
+/// needs a new value.
 #[derive(Debug, Clone, Default)]
 pub struct Serving {
-    /// What init containers leave to those that follow, by resource.
+    /// Devices that init containers leave to later containers, by resource.
     reuse: BTreeMap<String, Ids>,
     /// The NUMA nodes that the container being served should get its devices from.
     affinity: Option<BTreeSet<i64>>,
-    /// Devices that the containers after the one being served hold already: the pod had another sandbox.
+    /// Devices that later containers already hold, because the pod had another sandbox.
     later: BTreeMap<String, Ids>,
-    /// The one being served ends before any of those begins.
+    /// The container being served ends before any of the later containers begins.
     lends: bool,
 }
 
 impl Serving {
-    /// A container of this kind is served next, and these come after it. An init container may have what they
-    /// hold: the kubelet keeps what it had itself, with the same effect, but also what nobody after it needs.
-    /// While one of those `runs`, they lend nothing.
+    /// Begins to serve a container of this kind, followed by the containers `after`. An init container may
+    /// use devices that later containers hold: the kubelet keeps the init container's own devices, with the
+    /// same effect, but also those that no later container needs. While a later container `runs`, none of
+    /// them lends devices.
     pub(crate) fn begin<'c>(
         &mut self,
         devices: &Devices,
@@ -256,27 +258,27 @@ impl Serving {
         }
     }
 
-    /// Devices that init containers leave to the container being served, which must have them. One that
-    /// keeps its devices can't have what one after it holds.
+    /// Returns devices that init containers leave to the container being served, which must use them. A
+    /// container that keeps its devices cannot use those that a later one holds.
     fn left(&self, resource: &str) -> impl Iterator<Item = &String> {
         let later = self.later.get(resource).filter(|_| !self.lends);
         let left = self.reuse.get(resource).into_iter().flatten();
         left.filter(move |id| later.is_none_or(|later| !later.contains(*id)))
     }
 
-    /// Devices of the containers after the one being served that it may have.
+    /// Returns devices of later containers that the container being served may use.
     fn lent(&self, resource: &str) -> impl Iterator<Item = &String> {
         self.later.get(resource).filter(|_| self.lends).into_iter().flatten()
     }
 
-    /// The container that is served next gets its devices from these NUMA nodes, as far as they have enough
-    /// (see [`topology`]).
+    /// Restricts the container being served to these NUMA nodes, as far as they have enough devices (see
+    /// [`topology`]).
     pub(crate) fn align(&mut self, nodes: Option<BTreeSet<i64>>) {
         self.affinity = nodes;
     }
 
-    /// A container has all it asked for. What an init container has is left to those that come after it; what
-    /// a lasting one has is not.
+    /// Ends the serving of a container. An init container leaves its devices to the later containers; a
+    /// lasting one does not.
     pub fn finish(&mut self, devices: &Devices, pod_uid: &str, container: &str, kind: ContainerKind) {
         let held = devices.pods.get(pod_uid).and_then(|pod| pod.get(container));
         for (resource, held) in held.into_iter().flatten() {
@@ -292,16 +294,16 @@ impl Serving {
 }
 
 impl Devices {
-    /// A plugin has registered (again).
+    /// Records the registration of a plugin.
     pub fn register(&mut self, resource: &str, options: PluginOptions) {
         self.endpoints.insert(resource.to_owned(), Endpoint { options, stopped_at: None });
     }
 
-    /// A plugin lists its devices, all of them.
+    /// Replaces a plugin's list of devices.
     pub fn list(&mut self, resource: &str, devices: impl IntoIterator<Item = Device>) {
         let (mut healthy, mut unhealthy, mut nodes) = (Ids::new(), Ids::new(), BTreeMap::new());
         for device in devices {
-            // Of an id that is listed twice the last counts.
+            // If an id is listed twice, the last entry counts.
             healthy.remove(&device.id);
             unhealthy.remove(&device.id);
             let set = if device.health == Health::Healthy { &mut healthy } else { &mut unhealthy };
@@ -319,7 +321,7 @@ impl Devices {
         self.nodes.insert(resource.to_owned(), nodes);
     }
 
-    /// A plugin has gone away: its devices are unhealthy from now on.
+    /// Marks the devices of a disconnected plugin as unhealthy.
     pub fn stopped(&mut self, resource: &str, now: Duration) {
         let Some(endpoint) = self.endpoints.get_mut(resource) else { return };
         endpoint.stopped_at = Some(now);
@@ -327,7 +329,7 @@ impl Devices {
         self.unhealthy.entry(resource.to_owned()).or_default().extend(Arc::unwrap_or_clone(lost));
     }
 
-    /// A plugin's options; `None` if it isn't registered or has gone away.
+    /// Returns a plugin's options; `None` if the plugin is not registered or has disconnected.
     #[must_use]
     pub fn options(&self, resource: &str) -> Option<PluginOptions> {
         self.endpoints
@@ -336,13 +338,13 @@ impl Devices {
             .map(|endpoint| endpoint.options)
     }
 
-    /// Is this a device plugin's resource: one that is registered, or that somebody holds?
+    /// Returns true for a device plugin's resource: one that is registered or held.
     #[must_use]
     pub fn knows(&self, resource: &str) -> bool {
         self.healthy.contains_key(resource) || self.taken.contains_key(resource)
     }
 
-    /// Returns the node's devices, and forgets resources whose plugin has been gone for longer than
+    /// Returns the node's devices, and drops resources whose plugin has been gone for longer than
     /// [`ENDPOINT_GRACE`].
     pub fn capacity(&mut self, now: Duration) -> Capacity {
         let mut result = Capacity::default();
@@ -366,8 +368,8 @@ impl Devices {
         result
     }
 
-    /// The same, but a resource whose plugin hasn't come back since a restart has what it had before: a node
-    /// that was rebooted isn't taken for one without devices.
+    /// Returns the node's devices, where a resource whose plugin has not registered since a restart keeps its
+    /// former amount: otherwise a rebooted node would seem to have no devices.
     pub fn capacity_meanwhile(&mut self, now: Duration) -> Capacity {
         let mut result = self.capacity(now);
         for (resource, ids) in &self.last_known {
@@ -379,9 +381,9 @@ impl Devices {
         result
     }
 
-    /// Frees what pods hold that are no longer active. Call it before the first [`Self::select`] for a
-    /// container, unless not all sources of pods are ready (then who is active isn't known). Returns true if
-    /// there were any.
+    /// Frees the devices of inactive pods. Call this before the first [`Self::select`] for a container,
+    /// unless some source of pods is not ready (the active pods are unknown then). Returns true if any were
+    /// freed.
     pub fn free_inactive(&mut self, active: impl Fn(&str) -> bool) -> bool {
         let before = self.pods.len();
         self.pods.retain(|uid, _| active(uid));
@@ -392,8 +394,8 @@ impl Devices {
         any
     }
 
-    /// Frees what a container holds that has ended for good (an init container, once the next has started).
-    /// What other containers of the pod took over from it stays theirs.
+    /// Frees the devices of a container that has ended for good (an init container, once the next has
+    /// started). Devices that other containers of the pod reused stay theirs.
     pub fn release(&mut self, pod_uid: &str, container: &str) {
         let Some(pod) = self.pods.get_mut(pod_uid) else { return };
         if pod.remove(container).is_some() {
@@ -407,7 +409,7 @@ impl Devices {
     /// Selects the devices that a container would get.
     ///
     /// # Errors
-    /// If it can't get them (now: see [`AllocateError::may_pass`]).
+    /// If the container cannot get them (possibly only for now: see [`AllocateError::may_pass`]).
     pub fn select(&mut self, request: &Request<'_>, serving: &Serving) -> Result<Selection, AllocateError> {
         let resource = request.resource.to_owned();
         let held =
@@ -425,7 +427,7 @@ impl Devices {
         if request.already_running {
             return Ok(Selection::Nothing);
         }
-        // Health before need: a container that lost its devices must not go on (k/k issue 109595).
+        // Health before need: a container that lost its devices must not continue (k/k issue 109595).
         let Some(healthy) = self.healthy.get(request.resource) else {
             return Err(AllocateError::Unregistered { resource });
         };
@@ -499,7 +501,8 @@ impl Devices {
         Ok(Selection::Ask(Question { available, must_include, size: request.count, nodes }))
     }
 
-    /// The plugin has allocated these devices to the container; `response` is its encoded answer.
+    /// Records that the plugin has allocated these devices to the container; `response` is its encoded
+    /// answer.
     pub fn commit(&mut self, request: &Request<'_>, ids: &BTreeSet<String>, response: Vec<u8>) {
         let nodes = self.nodes.get(request.resource);
         let mut by_node: BTreeMap<i64, Vec<String>> = BTreeMap::new();
@@ -515,13 +518,13 @@ impl Devices {
         self.taken.entry(request.resource.to_owned()).or_default().extend(ids.iter().cloned());
     }
 
-    /// The plugin did not allocate what was selected.
+    /// Drops a selection that the plugin did not allocate.
     pub fn abandon(&mut self) {
         self.recount();
     }
 
-    /// Takes back what was committed to a pod's containers: pairs of container and resource.
-    pub(crate) fn take_back(&mut self, pod_uid: &str, committed: &[(String, String)]) {
+    /// Reverts commits for a pod's containers: pairs of container and resource.
+    pub(crate) fn revert(&mut self, pod_uid: &str, committed: &[(String, String)]) {
         if let Some(pod) = self.pods.get_mut(pod_uid) {
             for (container, resource) in committed {
                 if let Some(held) = pod.get_mut(container) {
@@ -536,29 +539,29 @@ impl Devices {
         self.recount();
     }
 
-    /// Frees all that a pod holds: it is gone.
+    /// Frees all devices of a terminated pod.
     pub fn forget(&mut self, pod_uid: &str) {
         self.pods.remove(pod_uid);
         self.recount();
     }
 
-    /// The devices that a pod's containers hold.
+    /// Returns the devices that a pod's containers hold.
     #[must_use]
     pub fn held(&self, pod_uid: &str) -> Option<&BTreeMap<String, HeldByResource>> {
         self.pods.get(pod_uid)
     }
 
-    /// The uids of the pods that hold something.
+    /// Returns the uids of pods that hold devices.
     pub fn pods(&self) -> impl Iterator<Item = &str> {
         self.pods.keys().map(String::as_str)
     }
 
-    /// The resources that are listed, or were before the last restart.
+    /// Returns the resources that are listed now, or were before the last restart.
     pub fn resources(&self) -> impl Iterator<Item = &str> {
         self.healthy.keys().map(String::as_str)
     }
 
-    /// The devices of a resource, with their health, in the order of their ids.
+    /// Returns the devices of a resource with their health, sorted by id.
     pub fn devices_of(&self, resource: &str) -> Vec<Device> {
         let nodes = self.nodes.get(resource);
         let of = |ids: Option<&Ids>, health: Health| {
@@ -574,19 +577,20 @@ impl Devices {
         all
     }
 
-    /// Since when a resource's plugin has been away; `None` while it is there (or was never).
+    /// Returns the time at which a resource's plugin disconnected; `None` while it is connected (or never
+    /// was).
     #[must_use]
     pub fn gone_since(&self, resource: &str) -> Option<Duration> {
         self.endpoints.get(resource)?.stopped_at
     }
 
-    /// Returns true if a device can be given away.
+    /// Returns true if a device is healthy.
     #[must_use]
     pub fn is_healthy(&self, resource: &str, id: &str) -> bool {
         self.healthy.get(resource).is_some_and(|ids| ids.contains(id))
     }
 
-    /// Number of healthy devices of a resource that no container holds.
+    /// Returns the number of healthy devices of a resource that no container holds.
     #[must_use]
     pub fn free(&self, resource: &str) -> usize {
         let Some(healthy) = self.healthy.get(resource) else { return 0 };
@@ -594,7 +598,7 @@ impl Devices {
         healthy.len() - taken
     }
 
-    /// The healthy devices of each resource, and the NUMA nodes that each is near.
+    /// Returns the healthy devices of each resource, with the NUMA nodes near each.
     pub fn allocatable(&self) -> impl Iterator<Item = (&str, impl Iterator<Item = (&str, &[i64])>)> {
         self.healthy.iter().map(|(resource, ids)| {
             let nodes = self.nodes.get(resource);
@@ -604,7 +608,7 @@ impl Devices {
         })
     }
 
-    /// The state that must survive a restart of the agent.
+    /// Returns the state that must survive a restart of the agent.
     #[must_use]
     pub fn checkpoint(&self) -> Snapshot {
         let containers = self.pods.iter().flat_map(|(uid, pod)| {
@@ -624,7 +628,7 @@ impl Devices {
         Snapshot { held: held.collect(), registered: registered.collect() }
     }
 
-    /// The ledger after a restart: who holds what is known; the plugins must come back first.
+    /// Creates the ledger after a restart: the holders are known, but every plugin must register first.
     pub(crate) fn restored(data: Data, now: Duration) -> Self {
         let mut devices = Self::default();
         for entry in data.pod_device_entries.unwrap_or_default() {
@@ -643,7 +647,7 @@ impl Devices {
         devices
     }
 
-    /// The ledger out of a checkpoint file.
+    /// Reads the ledger from a checkpoint file.
     ///
     /// # Errors
     /// If the file is corrupt.
@@ -651,7 +655,7 @@ impl Devices {
         Ok(Self::restored(Data::read(file)?, now))
     }
 
-    /// What is taken is what somebody holds.
+    /// Recomputes the allocated devices from their holders.
     fn recount(&mut self) {
         self.taken.clear();
         for (resource, held) in self.pods.values().flat_map(BTreeMap::values).flatten() {

@@ -1,4 +1,4 @@
-//! The ledger without a checkpoint: from what the containers that are still there were given.
+//! The ledger without a checkpoint, rebuilt from the devices of the containers that still exist.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,25 +10,25 @@ use super::{
     checkpoint::{Data, Entry, HolderKey},
 };
 
-/// A container that the runtime still has, with the devices that it was created with.
+/// A container that the runtime still has, with the devices of its creation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remnant {
     /// The pod's uid.
     pub pod_uid: String,
     /// The container's name.
     pub container: String,
-    /// It runs or is about to: what it holds can't be anybody else's.
+    /// True if the container runs or is about to: no other container can hold its devices.
     pub alive: bool,
-    /// When it was created, in any unit.
+    /// Creation time, in any unit.
     pub created_at: i64,
-    /// What it was given.
+    /// Devices passed to the container.
     pub held: HeldByResource,
 }
 
 impl Devices {
-    /// Makes the ledger again from what containers hold: of one container the newest instance counts. Of two
-    /// pods that claim the same device (one of them is long dead) the living one has it, else the younger.
-    /// The plugins must come back first. Also returns one sentence per claim that was dropped.
+    /// Rebuilds the ledger from the containers' devices. Of one container the newest instance counts. Of two
+    /// pods that claim the same device (one of them died long ago) the living one keeps it, else the younger.
+    /// Every plugin must register first. Also returns one sentence per dropped claim.
     #[must_use]
     pub fn rebuilt(mut remnants: Vec<Remnant>, now: Duration) -> (Self, Vec<String>) {
         remnants.sort_by_key(|r| (std::cmp::Reverse(r.alive), std::cmp::Reverse(r.created_at)));
@@ -47,7 +47,9 @@ impl Devices {
                 let ids = held.ids();
                 let others = |id: &String| owner.get(&key(id)).filter(|other| **other != pod_uid);
                 if let Some((id, other)) = ids.iter().find_map(|id| Some((id, others(id)?))) {
-                    dropped.push(format!("{id} of {resource} is pod {other}'s; pod {pod_uid} had it before"));
+                    dropped.push(format!(
+                        "{id} of {resource} belongs to pod {other}; dropped the older claim of pod {pod_uid}"
+                    ));
                     continue;
                 }
                 owner.extend(ids.iter().map(|id| (key(id), pod_uid.clone())));
@@ -74,7 +76,7 @@ mod tests {
         Remnant { pod_uid: pod.to_owned(), container: container.to_owned(), alive, created_at, held }
     }
 
-    /// `pod/container: ids`, and how many claims were dropped.
+    /// Expects `pod/container: ids`, and the number of dropped claims.
     fn check(remnants: Vec<Remnant>, expected: &[&str], conflicts: usize) {
         let (devices, dropped) = Devices::rebuilt(remnants, Duration::ZERO);
         let mut lines = Vec::new();
@@ -89,12 +91,12 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_instance_of_a_container_tells_what_it_holds() {
+    fn the_newest_instance_of_a_container_decides_its_devices() {
         check(vec![remnant("p", "c", false, 1, &["a"]), remnant("p", "c", true, 2, &["b"])], &["p/c: b"], 0);
     }
 
     #[test]
-    fn who_is_alive_has_the_device_and_else_the_younger() {
+    fn a_living_pod_keeps_the_device_and_else_the_younger() {
         check(vec![remnant("p", "c", true, 1, &["a"]), remnant("q", "c", false, 2, &["a"])], &["p/c: a"], 1);
         check(vec![remnant("p", "c", false, 1, &["a"]), remnant("q", "c", false, 2, &["a"])], &["q/c: a"], 1);
     }

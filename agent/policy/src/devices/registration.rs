@@ -1,34 +1,34 @@
-//! Whom a plugin may register as: the kubelet's checks (`pkg/kubelet/cm/devicemanager/plugin/v1beta1`), with
-//! its words.
+//! Checks of a plugin's registration, as the kubelet makes them
+//! (`pkg/kubelet/cm/devicemanager/plugin/v1beta1`), with its messages.
 
 use beelet_units::object_name::is_subdomain;
 
-/// The only version of the device plugin API there is.
+/// The only version of the device plugin API.
 pub const VERSION: &str = "v1beta1";
 
-/// The longest DNS name, and the longest name behind its slash (`IsQualifiedName`).
+/// Maximum lengths of a DNS name and of the name behind its slash (`IsQualifiedName`).
 const PREFIX_MAX: usize = 253;
 const NAME_MAX: usize = 63;
-/// Names of quotas begin so; the prefix counts for a name's length.
+/// Prefix of quota names; it counts towards a name's length.
 const QUOTA_PREFIX: &str = "requests.";
 
-/// Why a plugin may not register.
+/// A reason to refuse a registration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RegistrationError {
-    /// It speaks another version.
+    /// The plugin speaks another version.
     #[error("requested API version {0:?} is not supported by kubelet. Supported version is {VERSION:?}")]
     Version(String),
-    /// Its resource can't be one.
+    /// The plugin's resource name is invalid.
     #[error(
-        "the ResourceName {0:?} is invalid: an extended resource is named vendor.example/thing, and not in kubernetes.io"
+        "the ResourceName {0:?} is invalid: an extended resource has a name like vendor.example/thing, outside kubernetes.io"
     )]
     ResourceName(String),
 }
 
-/// Checks what a plugin says of itself. Several versions: one of them must be ours.
+/// Checks a plugin's registration. If the plugin names several versions, one must be [`VERSION`].
 ///
 /// # Errors
-/// Which of it can't be.
+/// The first check that failed.
 pub fn check<S: AsRef<str>>(versions: &[S], resource: &str) -> Result<(), RegistrationError> {
     if !versions.iter().any(|version| version.as_ref() == VERSION) {
         let all: Vec<&str> = versions.iter().map(AsRef::as_ref).collect();
@@ -52,7 +52,7 @@ pub fn is_extended_resource_name(name: &str) -> bool {
     prefix.len() + QUOTA_PREFIX.len() <= PREFIX_MAX && is_subdomain(prefix) && is_name(name)
 }
 
-/// Letters, digits, `-`, `_` and `.`, a letter or a digit at each end.
+/// Accepts letters, digits, `-`, `_` and `.`, with a letter or a digit at each end.
 fn is_name(text: &str) -> bool {
     let end = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
     let inner = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');

@@ -12,7 +12,7 @@ fn ids(text: &str) -> Ids {
     text.split_whitespace().map(str::to_owned).collect()
 }
 
-/// A ledger, and the pod that is served.
+/// A ledger, and the serving of one pod.
 #[derive(Default)]
 struct Ledger {
     devices: Devices,
@@ -42,7 +42,7 @@ impl Ledger {
     }
 }
 
-/// A ledger with one plugin that lists these devices: `name@node`, `!name` is unhealthy.
+/// Builds a ledger with one plugin that lists these devices: `name@node`, `!name` is unhealthy.
 fn ledger(text: &str) -> Ledger {
     let mut devices = Ledger::default();
     devices.register(GPU, PluginOptions::default());
@@ -64,7 +64,7 @@ fn request<'a>(pod_uid: &'a str, container: &'a str, count: usize) -> Request<'a
     Request { pod_uid, container, resource: GPU, count, already_running: false }
 }
 
-/// Serves one container with a plugin that answers `preferred`; the ids it got, or the error.
+/// Serves one container with a plugin that answers `preferred`; returns the ids or the error.
 fn serve(
     devices: &mut Ledger,
     request: &Request<'_>,
@@ -85,7 +85,7 @@ fn serve(
     Ok(held.map(|held| held.ids()).unwrap_or_default().into_iter().collect::<Vec<_>>().join(" "))
 }
 
-/// A single container's devices out of a ledger.
+/// Checks a single container's devices from a ledger.
 fn check(devices: &str, count: usize, expectation: &str) {
     let got = serve(&mut ledger(devices), &request("p", "c", count), ContainerKind::Lasting, &[]);
     assert_eq!(got.unwrap_or_else(|e| e), expectation, "{count} of {devices}");
@@ -132,7 +132,7 @@ fn init_containers_leave_their_devices_to_those_that_follow_and_sidecars_do_not(
 }
 
 #[test]
-fn what_an_ended_init_container_leaves_to_nobody_is_free_again() {
+fn unused_devices_of_an_ended_init_container_are_free_again() {
     let mut devices = ledger("a b c");
     serve(&mut devices, &request("p", "init", 3), ContainerKind::Init, &[]).unwrap();
     serve(&mut devices, &request("p", "main", 1), ContainerKind::Lasting, &[]).unwrap();
@@ -169,7 +169,7 @@ fn a_container_keeps_its_devices_when_served_again() {
 }
 
 #[test]
-fn health_is_checked_even_where_nothing_is_needed() {
+fn health_is_checked_even_if_no_device_is_needed() {
     let mut devices = ledger("a b");
     serve(&mut devices, &request("p", "c", 1), ContainerKind::Lasting, &[]).unwrap();
     list(&mut devices, "!a b");
@@ -178,7 +178,7 @@ fn health_is_checked_even_where_nothing_is_needed() {
 }
 
 #[test]
-fn pods_that_are_gone_are_freed_when_somebody_wants_devices() {
+fn devices_of_terminated_pods_are_freed_when_another_pod_requests_some() {
     let mut devices = ledger("a");
     serve(&mut devices, &request("p", "c", 1), ContainerKind::Lasting, &[]).unwrap();
     assert!(devices.select(&request("q", "c", 1)).is_err());
@@ -229,7 +229,7 @@ fn after_a_restart_holders_keep_their_devices_and_others_wait_for_the_plugin() {
 fn capacity_is_what_it_was_until_a_plugin_is_back_or_overdue() {
     let mut devices = ledger("a b !c").devices;
     for _ in 0..2 {
-        // A second restart finds in the checkpoint what the first one found.
+        // A second restart finds the first one's state in the checkpoint.
         devices = Devices::read(&devices.checkpoint().write().unwrap(), Duration::ZERO).unwrap();
         let meanwhile = devices.capacity_meanwhile(Duration::from_secs(300));
         assert_eq!((meanwhile.capacity[GPU], meanwhile.allocatable[GPU]), (2, 2));
@@ -258,7 +258,7 @@ fn wishes_come_in_the_order_of_serving() {
     assert_eq!(wishes[1].limits, [(GPU, 1)]);
 }
 
-/// One thing that happens to a ledger.
+/// An event of a ledger.
 #[derive(Debug, Clone)]
 enum Event {
     List(Vec<(u8, bool, Option<i64>)>),
@@ -320,7 +320,7 @@ fn play(devices: &mut Ledger, alive: &mut BTreeSet<String>, event: &Event) {
     }
 }
 
-/// What a checkpoint holds, its entries in an order that doesn't tell when they came.
+/// Returns a checkpoint's data with its entries sorted, independent of their arrival.
 fn sorted(file: &[u8]) -> Data {
     let mut data = Data::read(file).unwrap();
     data.pod_device_entries.iter_mut().for_each(|entries| entries.sort_by_key(|e| format!("{e:?}")));
@@ -346,7 +346,7 @@ proptest! {
                 String::from_utf8(Devices::read(&file, Duration::ZERO).unwrap().checkpoint().write().unwrap()),
                 String::from_utf8(file.clone())
             );
-            // Its checksum is right, however much of it is from before.
+            // The checksum is right, however much of the text is reused.
             prop_assert_eq!(sorted(&text.write(devices.checkpoint()).unwrap()), sorted(&file));
         }
     }

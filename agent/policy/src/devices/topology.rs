@@ -1,10 +1,10 @@
-//! Which NUMA nodes a container's devices should come from: the kubelet's topology manager
-//! (`pkg/kubelet/cm/topologymanager`) with the device manager as the one that gives hints.
+//! The NUMA nodes that a container's devices should come from: the kubelet's topology manager
+//! (`pkg/kubelet/cm/topologymanager`) with the device manager as its hint provider.
 //!
-//! Each resource says which sets of nodes could give what is asked (a *hint*), and which of them are as small
-//! as can be (*preferred*). One hint of each resource is combined with one of each other; the best
-//! combination is the affinity. The kubelet tries all combinations; here equal ones are put together after
-//! each resource, so that eight nodes and many resources cost microseconds.
+//! Each resource has *hints*: the sets of nodes that could provide the requested devices. The smallest
+//! possible ones are *preferred*. A combination takes one hint per resource; the best combination is the
+//! affinity. The kubelet tries all combinations; this module merges equal ones after each resource, so that
+//! eight nodes and many resources cost microseconds.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,25 +12,26 @@ use serde::{Deserialize, Serialize};
 
 use super::{Devices, Ids, Serving, with_nodes};
 
-/// More NUMA nodes than the kubelet works with either; devices near others have no say.
+/// Maximum number of NUMA nodes, the kubelet's own limit; devices near other nodes do not affect the
+/// affinity.
 pub const MAX_NODES: usize = 8;
 
-/// How strict a node is (`topologyManagerPolicy`).
+/// The node's strictness (`topologyManagerPolicy`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TopologyPolicy {
-    /// Devices near each other, if that can be had; across resources it is not looked at.
+    /// Prefers devices near each other within a resource; ignores locality across resources.
     #[default]
     None,
-    /// All devices of a container near each other, if that can be had.
+    /// Prefers all devices of a container near each other.
     BestEffort,
-    /// Or else the pod is refused.
+    /// Refuses a pod whose devices cannot be near each other.
     Restricted,
-    /// And on one node.
+    /// Refuses a pod whose devices cannot come from one node.
     SingleNumaNode,
 }
 
-/// What is aligned together (`topologyManagerScope`).
+/// The unit of alignment (`topologyManagerScope`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TopologyScope {
@@ -41,12 +42,12 @@ pub enum TopologyScope {
     Pod,
 }
 
-/// The devices can't be had near each other, and the policy asks for it.
+/// The devices cannot be near each other, as the policy requires.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("Resources cannot be allocated with Topology locality")]
 pub struct TopologyError;
 
-/// A set of nodes, by their position in the list of all.
+/// A set of nodes, by their positions in the list of all nodes.
 type Mask = u16;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -56,11 +57,11 @@ struct Hint {
 }
 
 impl Devices {
-    /// The nodes that a container (of a pod that is being served, or a whole pod: `container` is `None`)
-    /// should get these many devices from; `None` if it doesn't matter.
+    /// Returns the nodes that a container of the pod being served (or the whole pod, if `container` is
+    /// `None`) should get this many devices from; `None` if any node will do.
     ///
     /// # Errors
-    /// The policy refuses what would come out.
+    /// The policy refuses the best affinity.
     pub(crate) fn affinity(
         &self,
         serving: &Serving,
@@ -83,7 +84,7 @@ impl Devices {
         let mut of_each = Vec::new();
         for (resource, count) in &wanted {
             match self.hints(serving, (pod_uid, container), resource, *count, &nodes) {
-                // Too few: that will be said in its own words.
+                // Too few devices: `select` reports that with its own error.
                 Hints::TooFew => return Ok(None),
                 Hints::NoPreference => {}
                 Hints::These(hints) => of_each.push(hints),
@@ -100,7 +101,7 @@ impl Devices {
         Ok((best.mask != all).then(|| chosen.map(|(_, node)| *node).collect()))
     }
 
-    /// `generateDeviceTopologyHints`.
+    /// Computes hints as `generateDeviceTopologyHints` does.
     fn hints(
         &self,
         serving: &Serving,
@@ -139,7 +140,7 @@ impl Devices {
         let place = |node: &i64| nodes.iter().position(|other| other == node);
         let mask_of =
             |near: &[i64]| -> Mask { near.iter().filter_map(place).fold(0, |mask, place| mask | 1 << place) };
-        // Devices by the set of nodes that they are near.
+        // Number of devices by the set of nodes near them.
         let mut everyone: BTreeMap<Mask, usize> = BTreeMap::new();
         places.iter().for_each(|(near, count)| *everyone.entry(mask_of(near)).or_default() += count);
         let mut free: BTreeMap<Mask, usize> = BTreeMap::new();
@@ -164,19 +165,19 @@ impl Devices {
 enum Hints {
     /// The resource's devices are near no node.
     NoPreference,
-    /// There are fewer than are asked for.
+    /// Fewer devices than requested exist.
     TooFew,
     These(Vec<Hint>),
 }
 
-/// The best combination of one hint of each: preferred before not, then the narrowest, then the lowest nodes.
-/// If none fits together, all nodes, not preferred.
+/// Returns the best combination of one hint of each resource: preferred first, then the narrowest, then the
+/// lowest nodes. If no hints fit together, returns all nodes, not preferred.
 fn merge(of_each: &[Vec<Hint>], all: Mask, single: bool) -> Hint {
     let mut combined = vec![Hint { mask: all, preferred: true }];
     for hints in of_each {
         let fits = |hint: &&Hint| !single || (hint.preferred && hint.mask.count_ones() == 1);
         let hints: Vec<Hint> = hints.iter().filter(fits).copied().collect();
-        // By mask, and whether it is preferred: all that there can be.
+        // Every possible result, indexed by mask and preference.
         let mut next = [[false; 2]; 1 << MAX_NODES];
         for so_far in &combined {
             for hint in &hints {
@@ -200,7 +201,7 @@ mod tests {
     const GPU: &str = "example.com/gpu";
     const NIC: &str = "example.com/nic";
 
-    /// Healthy devices `id@node`, or `id`; those marked `*` are taken.
+    /// Builds a ledger of healthy devices `id@node`, or `id`; those marked `*` are taken.
     fn ledger(gpus: &str, nics: &str) -> Devices {
         let mut devices = Devices::default();
         for (resource, text) in [(GPU, gpus), (NIC, nics)] {
@@ -220,7 +221,7 @@ mod tests {
         devices
     }
 
-    /// The affinity's nodes under each policy: `-` for none, `refused`.
+    /// Expects the affinity's nodes under each policy: `-` for none, `refused`.
     fn check(devices: &Devices, limits: &[(&str, usize)], expected: [&str; 3]) {
         let policies =
             [TopologyPolicy::BestEffort, TopologyPolicy::Restricted, TopologyPolicy::SingleNumaNode];
@@ -239,9 +240,9 @@ mod tests {
         let devices = ledger("a@0 b@1 c@1", "");
         check(&devices, &[(GPU, 1)], ["0", "0", "0"]);
         check(&devices, &[(GPU, 2)], ["1", "1", "1"]);
-        // No node could ever give three: two are as near as it gets.
+        // Every single node lacks three devices: two nodes are the nearest set.
         check(&devices, &[(GPU, 3)], ["-", "-", "refused"]);
-        // Node 1 could, if not for others.
+        // Node 1 has enough devices, but another container holds one.
         check(&ledger("a@0 b@1 *c@1", ""), &[(GPU, 2)], ["-", "refused", "refused"]);
     }
 
@@ -254,14 +255,14 @@ mod tests {
     }
 
     #[test]
-    fn devices_near_no_node_have_no_say() {
+    fn devices_near_no_node_do_not_affect_the_affinity() {
         let devices = ledger("a b", "x@1 y@2");
         check(&devices, &[(GPU, 2)], ["-", "-", "-"]);
         check(&devices, &[(GPU, 2), (NIC, 1)], ["1", "1", "1"]);
     }
 
     #[test]
-    fn too_few_is_not_a_matter_of_topology() {
+    fn a_lack_of_devices_is_not_a_topology_error() {
         check(&ledger("a@0 *b@1", ""), &[(GPU, 2)], ["-", "-", "-"]);
     }
 

@@ -1,8 +1,8 @@
 //! The kubelet's own record of prepared claims, `dra_manager_state` (`pkg/kubelet/cm/dra/state`): a node can
-//! go from the kubelet to this agent and back while pods have their claims.
+//! switch from the kubelet to this agent and back while pods have claims.
 //!
-//! The data is JSON inside of JSON, with a CRC-32 of the inner text. Must never panic, whatever the file
-//! holds.
+//! The data is JSON inside of JSON, with a CRC-32 of the inner text. Must never panic on any content of the
+//! file.
 
 use std::collections::BTreeMap;
 
@@ -14,24 +14,22 @@ use super::{ClaimError, ClaimInfo, ClaimKey, Device, Ledger, check_devices};
 const KIND: &str = "DRACheckpoint";
 const VERSION: &str = "checkpoint.dra.kubelet.k8s.io/v1";
 
-/// Why a record can't be used.
+/// A reason why a record cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// It isn't JSON of the expected form.
-    #[error("the record of resource claims can't be read: {0}")]
+    /// The file is not JSON of the expected form.
+    #[error("cannot read the record of resource claims: {0}")]
     Malformed(#[from] serde_json::Error),
-    /// It was changed or cut after it was written.
-    #[error(
-        "the record of resource claims is corrupt: its checksum is {stored}, its content's is {computed}"
-    )]
+    /// The file was changed or truncated after the write.
+    #[error("the record of resource claims is corrupt: stored checksum {stored}, computed {computed}")]
     Checksum {
-        /// As the file says.
+        /// Checksum in the file.
         stored: u32,
-        /// As the content has it.
+        /// Checksum of the content.
         computed: u32,
     },
-    /// It is of another version of Kubernetes, or says what can't be.
-    #[error("the record of resource claims can't be used: {0}")]
+    /// The record is of another version of Kubernetes, or has invalid values.
+    #[error("cannot use the record of resource claims: {0}")]
     Unusable(String),
 }
 
@@ -59,7 +57,7 @@ struct Claim {
     uid: String,
     claim_name: String,
     namespace: String,
-    /// Go's set: each with nothing.
+    /// Go's set: each uid maps to an empty object.
     #[serde(rename = "PodUIDs")]
     pods: Option<BTreeMap<String, Value>>,
     driver_state: Option<BTreeMap<String, Driver>>,
@@ -83,10 +81,10 @@ struct Prepared {
     cdi: Option<Vec<String>>,
 }
 
-/// The file's content, checksum included.
+/// Returns the file's content, checksum included.
 ///
 /// # Errors
-/// Never for what came from a ledger; serialization is fallible as such.
+/// Never for a ledger; serialization is fallible in general.
 pub fn write(ledger: &Ledger) -> Result<Vec<u8>, CheckpointError> {
     let claims = ledger.iter().map(|(key, info)| Claim {
         uid: info.uid.clone(),
@@ -101,10 +99,10 @@ pub fn write(ledger: &Ledger) -> Result<Vec<u8>, CheckpointError> {
     seal(serde_json::to_string(&data)?)
 }
 
-/// Data as a file, with its checksum.
+/// Wraps data as a file with a checksum.
 ///
 /// # Errors
-/// Never for a text; serialization is fallible as such.
+/// Never for a text; serialization is fallible in general.
 pub fn seal(data: String) -> Result<Vec<u8>, CheckpointError> {
     let checksum = crc32(data.as_bytes());
     Ok(serde_json::to_vec(&File { data, checksum })?)
@@ -121,10 +119,10 @@ fn driver(devices: &[Device]) -> Driver {
     Driver { devices: (!devices.is_empty()).then(|| prepared.collect()) }
 }
 
-/// What was known when it was written. No claim counts as prepared: drivers are asked again.
+/// Reads the ledger as of the write. No claim counts as prepared: the agent asks the drivers again.
 ///
 /// # Errors
-/// It is not what was written.
+/// If the file is not as it was written.
 pub fn read(bytes: &[u8]) -> Result<Ledger, CheckpointError> {
     let File { data, checksum: stored } = serde_json::from_slice(bytes)?;
     let computed = crc32(data.as_bytes());
@@ -133,7 +131,7 @@ pub fn read(bytes: &[u8]) -> Result<Ledger, CheckpointError> {
     }
     let Data { kind, version, claims } = serde_json::from_str(&data)?;
     if (kind.as_str(), version.as_str()) != (KIND, VERSION) {
-        return Err(CheckpointError::Unusable(format!("it is {version:.64} {kind:.64}")));
+        return Err(CheckpointError::Unusable(format!("unsupported version {version:.64} {kind:.64}")));
     }
     let known = claims.into_iter().flatten().map(known).collect::<Result<_, ClaimError>>();
     known.map_err(|error| CheckpointError::Unusable(error.to_string()))
@@ -164,7 +162,7 @@ fn device(prepared: Prepared) -> Device {
     }
 }
 
-/// The CRC-32 of IEEE 802.3, bit by bit: the text is short.
+/// Computes the CRC-32 of IEEE 802.3, bit by bit: the text is short.
 fn crc32(bytes: &[u8]) -> u32 {
     const POLYNOMIAL: u32 = 0xEDB8_8320;
     let step = |crc: u32, _| (crc >> 1) ^ (POLYNOMIAL & (crc & 1).wrapping_neg());

@@ -15,10 +15,10 @@ pub enum ClaimError {
     #[error("a CDI device has no name")]
     NamelessCdiDevice,
     /// A driver prepared this many devices for one claim.
-    #[error("{0} devices are more than the {max} that a claim may have", max = MAX_DEVICES)]
+    #[error("{0} devices exceed a claim's maximum of {max}", max = MAX_DEVICES)]
     TooManyDevices(usize),
     /// The names of a claim's devices have this many bytes together.
-    #[error("names of {0} bytes are more than the {max} that a claim's devices may have", max = MAX_NAMES_OF_CLAIM)]
+    #[error("the devices' names have {0} bytes, more than a claim's maximum of {max}", max = MAX_NAMES_OF_CLAIM)]
     NamesTooLong(usize),
     /// A driver names no gRPC service.
     #[error("empty list of supported gRPC services (aka supported versions)")]

@@ -1,4 +1,4 @@
-//! How the devices of claims are, as their drivers say it (KEP-4680; `pkg/kubelet/cm/dra/healthinfo.go`).
+//! Health of claims' devices, as their drivers report it (KEP-4680; `pkg/kubelet/cm/dra/healthinfo.go`).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,39 +10,40 @@ use k8s_openapi::api::core::v1::{Container, Pod, ResourceClaim, ResourceHealth, 
 use super::{Device, DeviceKey, Ledger, MAX_NAME, named};
 use beelet_units::{bounds, moment::Moment};
 
-/// How long a report holds where the driver doesn't say for how long, and at most.
+/// Lifetime of a report that states none, and the maximum lifetime.
 const LEASE: Duration = Duration::from_secs(30);
 const MAX_LEASE: Duration = Duration::from_secs(24 * 60 * 60);
-/// What is kept of one plugin: so many devices, and so many bytes of names and messages.
+/// Limits of the devices and of the bytes of names and messages kept of one plugin.
 const MAX_DEVICES: usize = 4096;
 const MAX_BYTES: usize = 512 << 10;
-/// Bytes of a message about a device; a longer one is cut off, and `...` says so (`truncateHealthMessage`).
+/// Maximum bytes of a message about a device; a longer one is truncated and ends with `...`
+/// (`truncateHealthMessage`).
 const MAX_MESSAGE: usize = 1024;
 
 /// The health of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Health {
-    /// Nobody says, or not any more.
+    /// No driver reports the device, or the last report has expired.
     #[default]
     Unknown,
-    /// It works.
+    /// The device works.
     Healthy,
-    /// It does not.
+    /// The device does not work.
     Unhealthy,
 }
 
-/// What a driver says of a device.
+/// A driver's report about a device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// The pool that has it.
+    /// The device's pool.
     pub pool: String,
-    /// Its name there.
+    /// The device's name in the pool.
     pub device: String,
-    /// How it is.
+    /// The device's health.
     pub health: Health,
-    /// For how long that holds, in seconds; 0 or less: for as long as is usual.
+    /// Lifetime of the report in seconds; 0 or less for the default.
     pub lease: i64,
-    /// More about it, or nothing.
+    /// Further details, or empty.
     pub message: String,
 }
 
@@ -54,7 +55,7 @@ impl Report {
     }
 }
 
-/// What is known of a device.
+/// The last report about a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Known {
     health: Health,
@@ -62,13 +63,13 @@ struct Known {
     until: Moment,
 }
 
-/// What drivers said last, as long as it holds: by driver, and by the plugin that said it, the newest last.
+/// The drivers' latest valid reports: by driver, and by reporting plugin, the newest last.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HealthBook(BTreeMap<String, BTreeMap<u64, BTreeMap<DeviceKey, Known>>>);
 
 impl HealthBook {
-    /// Takes in a report of one of a driver's plugins. Devices that it leaves out are as they were until that
-    /// holds no more. Returns the devices that are not as they were.
+    /// Records a report of one of a driver's plugins. Devices missing from the report keep their state until
+    /// it expires. Returns the devices whose state changed.
     pub fn report(
         &mut self,
         driver: &str,
@@ -100,7 +101,7 @@ impl HealthBook {
         changed
     }
 
-    /// Forgets what holds no more of what a plugin said. Returns the devices that it was about.
+    /// Drops a plugin's expired reports. Returns the devices concerned.
     pub fn expire(&mut self, driver: &str, plugin: u64, now: Moment) -> BTreeSet<DeviceKey> {
         let Some(devices) = self.0.get_mut(driver).and_then(|plugins| plugins.get_mut(&plugin)) else {
             return BTreeSet::new();
@@ -111,13 +112,13 @@ impl HealthBook {
         expired
     }
 
-    /// When something that a plugin said holds no more.
+    /// Returns the time at which the first report of a plugin expires.
     #[must_use]
     pub fn next_expiry(&self, driver: &str, plugin: u64) -> Option<Moment> {
         self.0.get(driver)?.get(&plugin)?.values().map(|known| known.until).min()
     }
 
-    /// Forgets all that a plugin said. Returns the devices that it was about.
+    /// Drops all reports of a plugin. Returns the devices concerned.
     pub fn forget(&mut self, driver: &str, plugin: u64) -> BTreeSet<DeviceKey> {
         let Some(plugins) = self.0.get_mut(driver) else { return BTreeSet::new() };
         let forgotten = plugins.remove(&plugin).unwrap_or_default();
@@ -127,7 +128,7 @@ impl HealthBook {
         forgotten.into_keys().collect()
     }
 
-    /// What the newest plugin that knows of a device says of it.
+    /// Returns the report of the newest plugin that knows a device.
     fn of(&self, driver: &str, device: &Device, now: Moment) -> (Health, Option<String>) {
         let key = device.key();
         let plugins = self.0.get(driver).into_iter().flat_map(|plugins| plugins.values().rev());
@@ -137,7 +138,7 @@ impl HealthBook {
         })
     }
 
-    /// The devices of a container's claims, one entry per claim or request that the container names
+    /// Returns the devices of a container's claims, one entry per claim or request that the container names
     /// (`UpdateAllocatedResourcesStatus`).
     #[must_use]
     pub fn statuses(
@@ -181,7 +182,7 @@ impl HealthBook {
     }
 }
 
-/// A device by the name that the runtime knows it by, or by its driver, pool and name.
+/// Returns the device's first CDI name, or else its driver, pool and name.
 fn identifier(driver: &str, device: &Device) -> String {
     device.cdi.first().cloned().unwrap_or_else(|| format!("{driver}/{}/{}", device.pool, device.name))
 }
@@ -212,7 +213,7 @@ mod tests {
         Report { pool: "p".to_owned(), device: device.to_owned(), health, lease, message: message.to_owned() }
     }
 
-    /// A pod whose container has all of one claim, and a request of another.
+    /// Returns a pod whose container has all of one claim, and a request of another.
     fn pod() -> Pod {
         serde_json::from_value(json!({
             "metadata": {"name": "a", "namespace": "shop", "uid": "u"},
@@ -243,8 +244,8 @@ mod tests {
         [(key("one"), info("gpu.x", gpus)), (key("two"), info("nic.x", nics))].into_iter().collect()
     }
 
-    /// Claim or request, device, health and message.
-    fn told(book: &HealthBook, now: Moment) -> Vec<(String, String, String, String)> {
+    /// Returns claim or request, device, health and message of each entry.
+    fn listed(book: &HealthBook, now: Moment) -> Vec<(String, String, String, String)> {
         let pod = pod();
         let container = &pod.spec.as_ref().unwrap().containers[0];
         let all = book.statuses(&ledger(), &pod, container, now);
@@ -262,9 +263,9 @@ mod tests {
         flat.collect()
     }
 
-    fn is(told: &[(String, String, String, String)], expected: &[[&str; 4]]) {
-        let told: Vec<[&str; 4]> = told.iter().map(|(a, b, c, d)| [a.as_str(), b, c, d]).collect();
-        assert_eq!(told, expected);
+    fn is(listed: &[(String, String, String, String)], expected: &[[&str; 4]]) {
+        let listed: Vec<[&str; 4]> = listed.iter().map(|(a, b, c, d)| [a.as_str(), b, c, d]).collect();
+        assert_eq!(listed, expected);
     }
 
     fn keys(devices: &[&str]) -> BTreeSet<DeviceKey> {
@@ -272,17 +273,17 @@ mod tests {
     }
 
     #[test]
-    fn each_device_of_a_claim_or_request_is_told_once_and_is_unknown_until_its_driver_says_more() {
+    fn each_device_of_a_claim_or_request_is_listed_once_and_unknown_until_reported() {
         let mut book = HealthBook::default();
         is(
-            &told(&book, at(0)),
+            &listed(&book, at(0)),
             &[["claim:gpu", "x/gpu=0", "Unknown", ""], ["claim:nic/fast/big", "nic.x/p/n0", "Unknown", ""]],
         );
         assert_eq!(book.report("gpu.x", 1, vec![report("g0", Health::Healthy, 0, "")], at(0)), keys(&["g0"]));
         let broken = report("n0", Health::Unhealthy, 0, "no carrier");
         assert_eq!(book.report("nic.x", 2, vec![broken], at(0)), keys(&["n0"]));
         is(
-            &told(&book, at(1)),
+            &listed(&book, at(1)),
             &[
                 ["claim:gpu", "x/gpu=0", "Healthy", ""],
                 ["claim:nic/fast/big", "nic.x/p/n0", "Unhealthy", "no carrier"],
@@ -294,18 +295,18 @@ mod tests {
     fn a_report_holds_for_its_lease_and_no_longer() {
         let mut book = HealthBook::default();
         assert_eq!(book.report("gpu.x", 1, vec![report("g0", Health::Healthy, 0, "")], at(0)), keys(&["g0"]));
-        // The same again, for longer.
+        // The same report again, for longer.
         assert_eq!(book.report("gpu.x", 1, vec![report("g0", Health::Healthy, 60, "")], at(10)), keys(&[]));
-        // Left out of a report it is as it was.
+        // A device missing from a report keeps its state.
         assert_eq!(
             book.report("gpu.x", 1, vec![report("g9", Health::Healthy, -1, "")], at(20)),
             keys(&["g9"])
         );
         assert_eq!(book.next_expiry("gpu.x", 1), Some(at(50)));
         assert_eq!(book.expire("gpu.x", 1, at(50)), keys(&["g9"]));
-        is(&told(&book, at(69))[..1], &[["claim:gpu", "x/gpu=0", "Healthy", ""]]);
-        is(&told(&book, at(70))[..1], &[["claim:gpu", "x/gpu=0", "Unknown", ""]]);
-        // However long a driver says.
+        is(&listed(&book, at(69))[..1], &[["claim:gpu", "x/gpu=0", "Healthy", ""]]);
+        is(&listed(&book, at(70))[..1], &[["claim:gpu", "x/gpu=0", "Unknown", ""]]);
+        // The maximum lifetime applies to any driver.
         book.report("gpu.x", 1, vec![report("g0", Health::Healthy, i64::MAX, "")], at(80));
         assert_eq!(book.next_expiry("gpu.x", 1), Some(at(80).plus(MAX_LEASE)));
     }
@@ -315,15 +316,15 @@ mod tests {
         let mut book = HealthBook::default();
         book.report("gpu.x", 2, vec![report("g0", Health::Healthy, 0, "")], at(0));
         book.report("gpu.x", 1, vec![report("g0", Health::Unhealthy, 0, "older")], at(1));
-        is(&told(&book, at(2))[..1], &[["claim:gpu", "x/gpu=0", "Healthy", ""]]);
+        is(&listed(&book, at(2))[..1], &[["claim:gpu", "x/gpu=0", "Healthy", ""]]);
         assert_eq!(book.forget("gpu.x", 2), keys(&["g0"]));
-        is(&told(&book, at(2))[..1], &[["claim:gpu", "x/gpu=0", "Unhealthy", "older"]]);
+        is(&listed(&book, at(2))[..1], &[["claim:gpu", "x/gpu=0", "Unhealthy", "older"]]);
         assert_eq!(book.forget("gpu.x", 1), keys(&["g0"]));
         assert_eq!(book, HealthBook::default());
     }
 
     #[test]
-    fn a_driver_that_says_too_much_is_heard_as_far_as_there_is_room() {
+    fn reports_beyond_the_limits_are_dropped() {
         let report_all = |count: usize, message: &str| {
             let mut book = HealthBook::default();
             let many = (0..count).map(|n| report(&n.to_string(), Health::Healthy, 0, message));

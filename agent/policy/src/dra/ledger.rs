@@ -1,4 +1,4 @@
-//! The claims that pods of this node use: who uses which, and what is left to be done for it.
+//! The claims that this node's pods use: their users, and the remaining work for each.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,12 +8,12 @@ use super::{ClaimError, ClaimInfo, ClaimKey, Device, DeviceKey};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ledger(BTreeMap<ClaimKey, ClaimInfo>);
 
-/// What a pod's end asks for.
+/// The work that a pod's end requires.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unprepared {
-    /// Claims that nobody else uses, with their UIDs and the drivers to ask.
+    /// Claims that no other pod uses, with their UIDs and the drivers to call.
     pub last: Vec<(ClaimKey, String, Vec<String>)>,
-    /// Claims that other pods use too: the pod is only taken off.
+    /// Claims that other pods use, too: only the pod's use ends.
     pub shared: Vec<ClaimKey>,
 }
 
@@ -24,24 +24,24 @@ impl FromIterator<(ClaimKey, ClaimInfo)> for Ledger {
 }
 
 impl Ledger {
-    /// A claim.
+    /// Returns a claim.
     #[must_use]
     pub fn get(&self, key: &ClaimKey) -> Option<&ClaimInfo> {
         self.0.get(key)
     }
 
-    /// All claims.
+    /// Returns all claims.
     pub fn iter(&self) -> impl Iterator<Item = (&ClaimKey, &ClaimInfo)> {
         self.0.iter()
     }
 
-    /// The UIDs of the pods that use claims.
+    /// Returns the UIDs of pods that use claims.
     #[must_use]
     pub fn pods(&self) -> BTreeSet<String> {
         self.0.values().flat_map(|info| &info.pods).cloned().collect()
     }
 
-    /// The UIDs of the pods that have one of these devices of a driver.
+    /// Returns the UIDs of pods that have one of these devices of a driver.
     #[must_use]
     pub fn pods_with(&self, driver: &str, devices: &BTreeSet<DeviceKey>) -> BTreeSet<String> {
         let is_one = |device: &Device| devices.contains(&device.key());
@@ -49,17 +49,17 @@ impl Ledger {
         self.0.values().filter(has_one).flat_map(|info| &info.pods).cloned().collect()
     }
 
-    /// The claims that a pod uses.
+    /// Returns the claims that a pod uses.
     #[must_use]
     pub fn of_pod(&self, uid: &str) -> Vec<ClaimKey> {
         let all = self.0.iter().filter(|(_, info)| info.pods.contains(uid));
         all.map(|(key, _)| key.clone()).collect()
     }
 
-    /// Notes that a pod uses these claims. Nothing is noted if one can't be used.
+    /// Records that a pod uses these claims. Records none of them if any cannot be used.
     ///
     /// # Errors
-    /// Another claim of the same name is still here: its pods have not given it back.
+    /// The ledger still has another claim of the same name, which its pods have not released.
     pub fn enter(&mut self, pod: &str, claims: &[(ClaimKey, ClaimInfo)]) -> Result<(), ClaimError> {
         for (key, info) in claims {
             if let Some(old) = self.0.get(key).filter(|old| old.uid != info.uid) {
@@ -71,7 +71,7 @@ impl Ledger {
             known.pods.insert(pod.to_owned());
             for driver in info.drivers.keys() {
                 known.drivers.entry(driver.clone()).or_insert_with(|| {
-                    // Allocated since: what was prepared before is not all of it.
+                    // Further devices have been allocated since: the earlier preparation is incomplete.
                     known.prepared = false;
                     Vec::new()
                 });
@@ -80,7 +80,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Those of these claims that are to be prepared, by driver; each with its UID.
+    /// Returns those of these claims that must be prepared, by driver, each with its UID.
     #[must_use]
     pub fn unprepared(&self, keys: &BTreeSet<ClaimKey>) -> BTreeMap<String, Vec<(ClaimKey, String)>> {
         let mut batches: BTreeMap<String, Vec<(ClaimKey, String)>> = BTreeMap::new();
@@ -93,14 +93,14 @@ impl Ledger {
         batches
     }
 
-    /// Notes what a driver has prepared for a claim, in place of what it said before.
+    /// Records the devices that a driver has prepared for a claim, replacing earlier ones.
     pub fn set_devices(&mut self, key: &ClaimKey, driver: &str, devices: Vec<Device>) {
         if let Some(info) = self.0.get_mut(key) {
             info.drivers.insert(driver.to_owned(), devices);
         }
     }
 
-    /// Notes that all drivers have prepared these claims.
+    /// Records that all drivers have prepared these claims.
     pub fn set_prepared(&mut self, keys: &BTreeSet<ClaimKey>) {
         for key in keys {
             if let Some(info) = self.0.get_mut(key) {
@@ -109,7 +109,7 @@ impl Ledger {
         }
     }
 
-    /// What must be done before a pod has given back its claims.
+    /// Returns the work required before a pod has released its claims.
     #[must_use]
     pub fn leaving(&self, uid: &str) -> Unprepared {
         let mut found = Unprepared::default();
@@ -124,14 +124,14 @@ impl Ledger {
         found
     }
 
-    /// Other pods are found to use a claim that is here.
+    /// Records further pods that use a claim of the ledger.
     pub fn share(&mut self, key: &ClaimKey, pods: impl IntoIterator<Item = String>) {
         if let Some(info) = self.0.get_mut(key) {
             info.pods.extend(pods);
         }
     }
 
-    /// A pod uses this claim no more; it is forgotten with its last pod.
+    /// Ends a pod's use of this claim; its last pod's end removes the claim.
     pub fn leave(&mut self, uid: &str, key: &ClaimKey) {
         let Some(info) = self.0.get_mut(key) else { return };
         info.pods.remove(uid);
@@ -140,7 +140,7 @@ impl Ledger {
         }
     }
 
-    /// How many prepared claims there are of each driver, and in all.
+    /// Returns the number of prepared claims of each driver, and in all.
     #[must_use]
     pub fn in_use(&self) -> (BTreeMap<String, usize>, usize) {
         let prepared: Vec<&ClaimInfo> = self.0.values().filter(|info| info.prepared).collect();

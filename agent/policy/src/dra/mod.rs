@@ -1,8 +1,8 @@
-//! Dynamic Resource Allocation on a node (KEP-4381): which claims a pod has, whether it may use them, what is
-//! to be prepared and unprepared, and which CDI devices a container gets. The kubelet's rules
-//! (`pkg/kubelet/cm/dra`, `dynamic-resource-allocation/resourceclaim`), in its words.
+//! Dynamic Resource Allocation on a node (KEP-4381): a pod's claims, its right to use them, the claims to
+//! prepare and unprepare, and a container's CDI devices. Follows the kubelet's rules (`pkg/kubelet/cm/dra`,
+//! `dynamic-resource-allocation/resourceclaim`) and uses its messages.
 //!
-//! Must never ask anybody: claims come in as they were read, and drivers' answers as they were given.
+//! Must never do I/O: callers pass in the claims and the drivers' answers.
 
 pub mod checkpoint;
 mod error;
@@ -26,21 +26,21 @@ use beelet_units::{object_name::is_subdomain, quantity::Quantity};
 /// Pool and name of a device.
 pub type DeviceKey = (String, String);
 
-/// The gRPC services of drivers that the agent speaks, the newest first.
+/// The drivers' gRPC services that the agent speaks, newest first.
 pub const SERVICES: [&str; 2] = ["v1.DRAPlugin", "v1beta1.DRAPlugin"];
-/// Extended resources that a DeviceClass stands behind without a name of its own for them.
+/// Prefix of the extended resource that a DeviceClass provides if it names none.
 const CLASS_PREFIX: &str = "deviceclass.resource.kubernetes.io/";
-/// Devices of one claim that a driver may prepare, and the names of each. A claim's allocation has at most 32
-/// devices (`AllocationResultsMaxSize`).
+/// Maximum number of devices of one claim that a driver may prepare, and of names of each. A claim's
+/// allocation has at most 32 devices (`AllocationResultsMaxSize`).
 const MAX_DEVICES: usize = 256;
 const MAX_NAMES: usize = 64;
-/// The longest name that a driver may give, in bytes.
+/// Maximum length of a name from a driver, in bytes.
 const MAX_NAME: usize = 1024;
-/// All names of one claim's devices, in bytes: they are in memory and in the record for as long as a pod has
-/// the claim.
+/// Maximum bytes of all names of one claim's devices: memory and the record hold them while a pod has the
+/// claim.
 const MAX_NAMES_OF_CLAIM: usize = 64 << 10;
 
-/// A claim by its namespace and its name: what containers and records refer to.
+/// Namespace and name of a claim, as containers and records refer to it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClaimKey {
     /// The namespace.
@@ -52,33 +52,33 @@ pub struct ClaimKey {
 /// A device that a driver has prepared.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Device {
-    /// The pool that has it.
+    /// The device's pool.
     pub pool: String,
-    /// Its name there.
+    /// The device's name in the pool.
     pub name: String,
-    /// Which share of it.
+    /// The share of the device.
     pub share: Option<String>,
-    /// The claim's requests that it is for; none: all of them.
+    /// The claim's requests that the device is for; empty for all.
     pub requests: Vec<String>,
-    /// The names by which the runtime knows it.
+    /// CDI names, by which the runtime knows the device.
     pub cdi: Vec<String>,
 }
 
-/// What is known of a claim that pods of this node use.
+/// State of a claim that pods of this node use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClaimInfo {
     /// The claim's UID.
     pub uid: String,
-    /// The pods that use it, by their UIDs.
+    /// UIDs of the pods that use the claim.
     pub pods: BTreeSet<String>,
-    /// Every driver that allocated something of it, with the devices that it prepared.
+    /// Every driver that allocated part of the claim, with the devices that it prepared.
     pub drivers: BTreeMap<String, Vec<Device>>,
-    /// All drivers have prepared it since this agent began.
+    /// True if all drivers have prepared the claim since this agent started.
     pub prepared: bool,
 }
 
 impl ClaimInfo {
-    /// The CDI devices for a request, or for all where it is empty.
+    /// Returns the CDI devices for a request, or for all requests if it is empty.
     fn cdi<'a>(&'a self, request: &'a str) -> impl Iterator<Item = &'a str> {
         let devices = self.drivers.values().flatten();
         let devices = devices.filter(move |device| device.is_for(request));
@@ -87,28 +87,28 @@ impl ClaimInfo {
 }
 
 impl Device {
-    /// Returns true if it is for this request of its claim, or for all where it is empty. Of `gpu/small`, a
-    /// subrequest, `gpu` counts: containers and drivers may name either.
+    /// Returns true if the device is for this request of its claim, or if `request` is empty. A subrequest
+    /// `gpu/small` matches `gpu`: containers and drivers may name either.
     fn is_for(&self, request: &str) -> bool {
         request.is_empty()
             || self.requests.is_empty()
             || self.requests.iter().any(|named| base(named) == base(request))
     }
 
-    /// The pool and the name that its driver knows it by.
+    /// Returns the pool and name by which the driver knows the device.
     fn key(&self) -> DeviceKey {
         (self.pool.clone(), self.name.clone())
     }
 
-    /// Checks what a driver said of it.
+    /// Checks the values that a driver reported.
     ///
     /// # Errors
-    /// It has too many names, or impossible ones.
+    /// The device has too many names, or invalid ones.
     fn check(&self) -> Result<(), ClaimError> {
         if self.requests.len() > MAX_NAMES || self.cdi.len() > MAX_NAMES {
             return Err(ClaimError::TooManyNames);
         }
-        // The record is JSON inside of JSON: a character that is escaped twice takes many times its room.
+        // The record is JSON inside of JSON: a character escaped twice grows several times.
         let is_sound = |c: char| !c.is_control() && !matches!(c, '"' | '\\');
         let sound = |name: &&String| name.len() <= MAX_NAME && name.chars().all(is_sound);
         match self.names().find(|name| !sound(name)) {
@@ -118,17 +118,17 @@ impl Device {
         }
     }
 
-    /// All names that a driver gave it.
+    /// Returns all names that a driver gave the device.
     fn names(&self) -> impl Iterator<Item = &String> {
         let own = [&self.pool, &self.name].into_iter().chain(&self.share);
         own.chain(&self.requests).chain(&self.cdi)
     }
 }
 
-/// Checks how many devices a driver prepared for a claim, before anything is made of them.
+/// Checks the number of devices that a driver prepared for a claim, before converting them.
 ///
 /// # Errors
-/// There are too many.
+/// The driver prepared too many.
 pub fn check_count(devices: usize) -> Result<(), ClaimError> {
     if devices > MAX_DEVICES {
         return Err(ClaimError::TooManyDevices(devices));
@@ -136,10 +136,10 @@ pub fn check_count(devices: usize) -> Result<(), ClaimError> {
     Ok(())
 }
 
-/// Checks what a driver prepared for a claim.
+/// Checks the devices that a driver prepared for a claim.
 ///
 /// # Errors
-/// There are too many devices, their names are too long together, or one of them can't be.
+/// The devices are too many, have too many bytes of names, or one of them is invalid.
 pub fn check_devices(devices: &[Device]) -> Result<(), ClaimError> {
     check_count(devices.len())?;
     devices.iter().try_for_each(Device::check)?;
@@ -150,16 +150,16 @@ pub fn check_devices(devices: &[Device]) -> Result<(), ClaimError> {
     Ok(())
 }
 
-/// The request of a subrequest (`BaseRequestRef`).
+/// Returns the request of a subrequest (`BaseRequestRef`).
 fn base(request: &str) -> &str {
     request.split_once('/').map_or(request, |(base, _)| base)
 }
 
-/// The service to call a driver by: the first that it names of those that the agent speaks
+/// Returns the service to call a driver by: the first of its services that the agent speaks
 /// (`validateSupportedServices`).
 ///
 /// # Errors
-/// There is none.
+/// The driver names no service that the agent speaks.
 pub fn service(supported: &[String]) -> Result<&'static str, ClaimError> {
     if supported.is_empty() {
         return Err(ClaimError::NoServices);
@@ -171,8 +171,8 @@ pub fn service(supported: &[String]) -> Result<&'static str, ClaimError> {
     })
 }
 
-/// Returns true for what a driver may be called: a DNS subdomain of at most 63 characters in either case, as
-/// the API has it (`validateDriverName` looks at the name in lower case). Names are compared as they are.
+/// Returns true for a valid driver name: a DNS subdomain of at most 63 characters in either case, as in the
+/// API (`validateDriverName` checks the name in lower case). Comparisons of names are case-sensitive.
 #[must_use]
 pub fn is_driver_name(name: &str) -> bool {
     name.len() <= 63 && is_subdomain(&name.to_ascii_lowercase())
@@ -183,7 +183,7 @@ pub fn is_driver_name(name: &str) -> bool {
 pub struct Wanted {
     /// The claim.
     pub key: ClaimKey,
-    /// It was made from a template, for this pod alone.
+    /// True for a claim that a template created for this pod alone.
     pub is_own: bool,
 }
 
@@ -194,11 +194,11 @@ pub fn has_claims(pod: &Pod) -> bool {
     named.is_some_and(|claims| !claims.is_empty()) || extended(pod).is_some()
 }
 
-/// The claims that a pod uses, in their order (`resourceclaim.Name`). One that nothing had to be made for is
-/// left out.
+/// Returns the claims that a pod uses, in their order (`resourceclaim.Name`). Skips entries that needed no
+/// claim.
 ///
 /// # Errors
-/// The claim of a template has not been made yet.
+/// A template's claim has not been created yet.
 pub fn wanted(pod: &Pod) -> Result<Vec<Wanted>, ClaimError> {
     let claims = pod.spec.iter().flat_map(|spec| spec.resource_claims.iter().flatten());
     let named = claims.map(|claim| named(pod, claim)).collect::<Result<Vec<_>, _>>()?;
@@ -238,10 +238,10 @@ fn named(pod: &Pod, claim: &PodResourceClaim) -> Result<Option<Wanted>, ClaimErr
     }
 }
 
-/// What a pod's claim is, if the pod may use it as it was read.
+/// Returns a pod's claim if the pod may use it.
 ///
 /// # Errors
-/// It is another pod's, is not reserved for this one, or is not allocated.
+/// The claim belongs to another pod, is not reserved for this one, or is not allocated.
 pub fn accept(pod: &Pod, wanted: &Wanted, claim: &ResourceClaim) -> Result<ClaimInfo, ClaimError> {
     let metadata = &claim.metadata;
     let (uid, of) = (metadata.uid.as_deref().unwrap_or_default(), &pod.metadata);
@@ -268,10 +268,11 @@ pub fn accept(pod: &Pod, wanted: &Wanted, claim: &ResourceClaim) -> Result<Claim
     Ok(ClaimInfo { uid: uid.to_owned(), drivers, ..ClaimInfo::default() })
 }
 
-/// The claims that a container uses, each with the requests that it names; an empty one is for all.
+/// Returns the claims that a container uses, each with the requests that it names; an empty one stands for
+/// all.
 ///
 /// # Errors
-/// The claim of a template has not been made yet.
+/// A template's claim has not been created yet.
 pub fn of_container<'a>(
     pod: &'a Pod,
     container: &'a Container,
@@ -298,7 +299,7 @@ pub fn of_container<'a>(
     Ok(found)
 }
 
-/// Returns true if a container asks for an extended resource that a DeviceClass may stand behind.
+/// Returns true if a container requests an extended resource that a DeviceClass may provide.
 fn asks_for(container: &Container, resource: &str) -> bool {
     let requests = container.resources.as_ref().and_then(|resources| resources.requests.as_ref());
     let Some(amount) = requests.and_then(|requests| requests.get(resource)) else { return false };
@@ -306,13 +307,13 @@ fn asks_for(container: &Container, resource: &str) -> bool {
     is_some && is_claimable(resource)
 }
 
-/// Returns true if a DeviceClass may stand behind a resource. For others what a status says does not count:
-/// nobody has cpu or memory by a claim.
+/// Returns true if a DeviceClass may provide a resource. For other resources a status does not count: no
+/// claim provides cpu or memory.
 fn is_claimable(resource: &str) -> bool {
     is_extended_resource_name(resource) || resource.starts_with(CLASS_PREFIX)
 }
 
-/// Returns true if a claim, and no device plugin, gives the container what it asks for of a resource.
+/// Returns true if a claim, and not a device plugin, provides a container's devices of a resource.
 #[must_use]
 pub fn is_claimed(pod: &Pod, container: &str, resource: &str) -> bool {
     let mappings = extended(pod).map(|status| status.request_mappings.as_slice()).unwrap_or_default();
@@ -322,7 +323,7 @@ pub fn is_claimed(pod: &Pod, container: &str, resource: &str) -> bool {
             .any(|mapping| mapping.container_name == container && mapping.resource_name == resource)
 }
 
-/// Returns true if a pod uses a claim and something of it was made: its claims were prepared before that.
+/// Returns true if a pod uses a claim and has a container already: its claims were prepared before that.
 #[must_use]
 pub fn runs_with(pod: &Pod, claim: &ClaimKey) -> bool {
     let status = pod.status.iter();
@@ -332,11 +333,11 @@ pub fn runs_with(pod: &Pod, claim: &ClaimKey) -> bool {
         && wanted(pod).is_ok_and(|all| all.iter().any(|wanted| wanted.key == *claim))
 }
 
-/// The CDI devices of a container, each once; None if one of its claims is not among those that are known.
-/// One that only other pods are known to use is not: the record that had this pod was lost.
+/// Returns the CDI devices of a container, each once; `None` if the ledger lacks one of its claims or knows
+/// only other pods as its users: the record of this pod was lost.
 ///
 /// # Errors
-/// The claim of a template has not been made yet.
+/// A template's claim has not been created yet.
 pub fn cdi_devices(
     ledger: &Ledger,
     pod: &Pod,
@@ -347,7 +348,7 @@ pub fn cdi_devices(
     for (key, requests) in of_container(pod, container)? {
         let info = ledger.get(&key).filter(|info| info.pods.contains(uid));
         let Some(info) = info else { return Ok(None) };
-        // A container may name one request very often.
+        // A container may name one request many times.
         let mut named = BTreeSet::new();
         for request in requests.into_iter().filter(|request| named.insert(*request)) {
             for name in info.cdi(request) {

@@ -7,7 +7,7 @@ fn pod(spec: Value, status: Value) -> Pod {
     serde_json::from_value(json!({"metadata": metadata, "spec": spec, "status": status})).unwrap()
 }
 
-/// A pod with a claim by its name and one from a template, and containers that use them.
+/// Returns a pod with a named claim and one from a template, and containers that use them.
 fn usual() -> Pod {
     pod(
         json!({
@@ -90,7 +90,7 @@ fn a_pods_claims_are_known_by_their_names_and_those_of_templates_by_its_status()
         wanted_of(&unmade).unwrap_err(),
         "pod \"shop/web\", spec.resourceClaim \"net\": ResourceClaim not created yet"
     );
-    // Nothing had to be made.
+    // The status names no claim, as none was needed.
     let mut needless = usual();
     needless.status.as_mut().unwrap().resource_claim_statuses.as_mut().unwrap()[0].resource_claim_name = None;
     assert_eq!(wanted_of(&needless).unwrap(), [("big".to_owned(), false)]);
@@ -167,7 +167,7 @@ fn a_container_gets_the_devices_of_the_requests_that_it_names() {
 }
 
 #[test]
-fn a_pod_that_runs_keeps_its_claim_although_nothing_is_known_of_it() {
+fn a_running_pod_keeps_its_claim_although_the_ledger_lacks_it() {
     let check = |statuses: Value, claim: &str, expected: bool| {
         let mut pod = usual();
         pod.status.as_mut().unwrap().container_statuses = serde_json::from_value(statuses).unwrap();
@@ -207,7 +207,7 @@ fn an_extended_resource_may_be_a_claims() {
     assert_eq!(of_container(&pod, &containers[1]).unwrap(), []);
     assert!(is_claimed(&pod, "a", "example.com/gpu"));
     assert!(!is_claimed(&pod, "c", "example.com/gpu"));
-    // Whatever a status says, cpu is the node's.
+    // The node provides cpu, even if a status names a claim for it.
     assert!(!is_claimed(&pod, "a", "cpu"));
 }
 
@@ -228,7 +228,7 @@ fn a_claim_is_unprepared_with_its_last_pod_and_prepared_once() {
     let last = vec![(key_of("big"), "c-1".to_owned(), vec!["gpu.example.com".to_owned()])];
     assert_eq!(ledger.leaving("u-2"), Unprepared { last, ..Default::default() });
     assert_eq!(ledger.leaving("u-1"), Unprepared::default());
-    // Another claim has its name by now.
+    // Another claim has the same name by now.
     let other = [(key_of("small"), info("c-3", Vec::new())), (key_of("big"), info("c-2", Vec::new()))];
     let why = ledger.enter("u-3", &other).unwrap_err().to_string();
     assert!(why.contains("different UID c-1 still exists"), "{why}");
@@ -238,7 +238,7 @@ fn a_claim_is_unprepared_with_its_last_pod_and_prepared_once() {
 }
 
 #[test]
-fn what_a_driver_says_is_bounded() {
+fn a_drivers_answer_is_bounded() {
     let check = |devices: &[Device], expected: bool| assert_eq!(check_devices(devices).is_ok(), expected);
     check(&[device("d", &["r"], &["v/c=1"])], true);
     check(&[device("d", &[], &[""])], false);
@@ -250,13 +250,13 @@ fn what_a_driver_says_is_bounded() {
     check(&[device("d", &[], &["v/c=1"; MAX_NAMES + 1])], false);
     check(&vec![device("d", &[], &[]); MAX_DEVICES], true);
     check(&vec![device("d", &[], &[]); MAX_DEVICES + 1], false);
-    // 63 names of 1,024 bytes, and a pool and a device's name: with one more they are too long together.
+    // 63 names of 1,024 bytes, plus a pool and a device name; one more name exceeds the bound.
     let long = "c".repeat(MAX_NAME);
     check(&[device("d", &[], &vec![long.as_str(); 63])], true);
     check(&[device("d", &[], &vec![long.as_str(); 64])], false);
 }
 
-/// As a kubelet of 1.36 writes it (`pkg/kubelet/cm/dra/state/checkpointer_test.go`).
+/// A record of a 1.36 kubelet (`pkg/kubelet/cm/dra/state/checkpointer_test.go`).
 const KUBELETS: &str = r#"{"Data":"{\"kind\":\"DRACheckpoint\",\"apiVersion\":\"checkpoint.dra.kubelet.k8s.io/v1\",\"ClaimInfoStateList\":[{\"ClaimUID\":\"067798be-454e-4be4-9047-1aa06aea63f7\",\"ClaimName\":\"example\",\"Namespace\":\"default\",\"PodUIDs\":{\"139cdb46-f989-4f17-9561-ca10cfb509a6\":{}},\"DriverState\":{\"test-driver.cdi.k8s.io\":{\"Devices\":[{\"PoolName\":\"worker-1\",\"DeviceName\":\"dev-1\",\"ShareID\":null,\"RequestNames\":[\"test request\"],\"CDIDeviceIDs\":[\"example.com/example=cdi-example\"]}]}}}]}","Checksum":2570581864}"#;
 
 #[test]
@@ -273,7 +273,7 @@ fn the_record_is_the_kubelets() {
 }
 
 #[test]
-fn a_damaged_record_is_no_record() {
+fn a_damaged_record_is_refused() {
     let check = |text: &str, expected: fn(&CheckpointError) -> bool| {
         let error = checkpoint::read(text.as_bytes()).unwrap_err();
         assert!(expected(&error), "{text:.40}: {error}");
@@ -281,7 +281,7 @@ fn a_damaged_record_is_no_record() {
     check("", |error| matches!(error, CheckpointError::Malformed(_)));
     check(&KUBELETS[..100], |error| matches!(error, CheckpointError::Malformed(_)));
     check(&KUBELETS.replace("dev-1", "dev-2"), |error| matches!(error, CheckpointError::Checksum { .. }));
-    // The kubelet of 1.30 to 1.33 wrote another version.
+    // Kubelets 1.30 to 1.33 wrote another version.
     let old = r#"{"Data":"{\"kind\":\"X\",\"apiVersion\":\"v0\"}","Checksum":0}"#;
     let CheckpointError::Checksum { computed, .. } = checkpoint::read(old.as_bytes()).unwrap_err() else {
         panic!()

@@ -1,8 +1,8 @@
-//! Which pod has more on the node's disk than it may: the kubelet's local storage eviction
+//! Detection of pods above their limits on the node's disk: the kubelet's local storage eviction
 //! (`pkg/kubelet/eviction/eviction_manager.go`, `localStorageEviction`).
 //!
-//! Numbers in, a sentence out. Must never look at how much the node has left: a pod goes for its own limits
-//! here.
+//! Takes numbers and returns a message. Must never consider the node's free space: these evictions enforce
+//! the pod's own limits.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,34 +11,35 @@ use k8s_openapi::api::core::v1::Pod;
 use crate::resources::{EPHEMERAL_STORAGE, PodDemand, ResourceList};
 use beelet_units::{field::FieldError, quantity::Quantity};
 
-/// What a pod has on disk, in bytes.
+/// A pod's disk usage, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PodStorage {
-    /// Each emptyDir volume.
+    /// Usage of each emptyDir volume.
     pub volumes: BTreeMap<String, u64>,
-    /// Each container's writable layer and logs together.
+    /// Usage of each container's writable layer and logs together.
     pub containers: BTreeMap<String, u64>,
-    /// The files of the node that its containers may write, together: those in `/etc`, termination messages.
+    /// Total size of the node's files that the pod's containers may write: those in `/etc`, termination
+    /// messages.
     pub files: u64,
-    /// The volumes with folders deeper than a measurement goes. A container can have any amount in there, and
-    /// make a file elsewhere count for next to nothing by names that it has in there: so such a volume is
-    /// above every limit.
+    /// Volumes with folders deeper than a measurement goes. A container can hide any amount in there, and can
+    /// make files elsewhere count for next to nothing through hard links in there: such a volume therefore
+    /// counts as above every limit.
     pub too_deep: BTreeSet<String>,
 }
 
-/// A limit that a pod is above.
+/// A limit that a pod exceeds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Violation {
-    /// The kubelet's name for it in metrics: `emptydirfs.limit`, `ephemeralpodfs.limit` or
+    /// The kubelet's metric label for the limit: `emptydirfs.limit`, `ephemeralpodfs.limit` or
     /// `ephemeralcontainerfs.limit`.
     pub signal: &'static str,
-    /// A sentence, in the kubelet's words.
+    /// The eviction message, in the kubelet's words.
     pub message: String,
 }
 
-/// The first limit that the pod is above: of an emptyDir volume, of the pod as a whole, of a container. The
-/// pod's own limit counts its volumes, its containers' writable layers and logs, and the node's files that
-/// they may write; it is the sum of the containers' limits, where all have one or some have.
+/// Returns the first limit that the pod exceeds: of an emptyDir volume, of the pod as a whole, of a
+/// container. The pod's limit is the sum of the containers' limits that exist; it covers the pod's volumes,
+/// its containers' writable layers and logs, and the node's files that they may write.
 ///
 /// # Errors
 /// The path of the first amount in the pod that is not a quantity.
@@ -85,7 +86,7 @@ fn volume(pod: &Pod, storage: &PodStorage) -> Result<Option<Violation>, FieldErr
     Ok(None)
 }
 
-/// Why a volume is above its limit that was not measured whole.
+/// Returns the reason why a volume that could not be measured fully counts as above its limit.
 fn too_deep(volume: &str) -> String {
     format!(
         "The volume {volume:?} has folders too deep to be measured, and counts as full: use fewer levels of folders. "
@@ -132,7 +133,7 @@ mod tests {
         .unwrap()
     }
 
-    /// In MiB; the volumes v and w, the containers a and b.
+    /// Checks usages in MiB of the volumes v and w and the containers a and b.
     fn check(volumes: [u64; 2], containers: [u64; 2], expect: Option<(&str, &str)>) {
         let storage = PodStorage {
             volumes: [
@@ -179,7 +180,7 @@ mod tests {
         let why = why.replace("\"v\"", "\"w\"");
         check("w", 0, &pod(), Some(("ephemeralpodfs.limit", &format!("{whole} {why}"))));
         check("w", 101, &pod(), Some(("ephemeralpodfs.limit", whole)));
-        // A size of zero is no limit, and a pod without limits has none to be above.
+        // A size of zero sets no limit, and a pod without limits cannot exceed any.
         let mut free = pod();
         free.spec.as_mut().unwrap().containers[0].resources = None;
         check("z", 0, &free, None);

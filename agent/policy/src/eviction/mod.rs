@@ -1,8 +1,8 @@
-//! When a node is under pressure, what to reclaim, and which pod goes first: the kubelet's eviction manager
+//! Node pressure, reclaim and the ranking of pods for eviction: the kubelet's eviction manager
 //! (`pkg/kubelet/eviction/{eviction_manager,helpers}.go`).
 //!
-//! Numbers in, a decision out. Must never measure, kill or remember anything by itself: what has to outlive a
-//! decision is in [`Tracker`], which the caller keeps.
+//! Takes numbers and returns a decision. Must never measure, kill or keep state: the caller keeps the state
+//! between decisions in [`Tracker`].
 
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod local_storage;
@@ -24,25 +24,25 @@ pub enum Signal {
     /// The node's memory.
     #[serde(rename = "memory.available")]
     MemoryAvailable,
-    /// The memory that pods may use together.
+    /// The memory that all pods together may use.
     #[serde(rename = "allocatableMemory.available")]
     AllocatableMemoryAvailable,
     /// Bytes on the filesystem of volumes and logs.
     #[serde(rename = "nodefs.available")]
     NodeFsAvailable,
-    /// Inodes on it.
+    /// Inodes on the filesystem of volumes and logs.
     #[serde(rename = "nodefs.inodesFree")]
     NodeFsInodesFree,
     /// Bytes on the filesystem of images.
     #[serde(rename = "imagefs.available")]
     ImageFsAvailable,
-    /// Inodes on it.
+    /// Inodes on the filesystem of images.
     #[serde(rename = "imagefs.inodesFree")]
     ImageFsInodesFree,
     /// Bytes on the filesystem of containers' writable layers.
     #[serde(rename = "containerfs.available")]
     ContainerFsAvailable,
-    /// Inodes on it.
+    /// Inodes on the filesystem of writable layers.
     #[serde(rename = "containerfs.inodesFree")]
     ContainerFsInodesFree,
     /// Process ids.
@@ -63,7 +63,7 @@ pub enum NodeCondition {
 }
 
 impl NodeCondition {
-    /// Its name in a node's status.
+    /// Returns the condition's name in a node's status.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -81,7 +81,7 @@ impl std::fmt::Display for NodeCondition {
 }
 
 impl Signal {
-    /// Its name in a configuration, e.g. `memory.available`.
+    /// Returns the signal's name in a configuration, e.g. `memory.available`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -97,8 +97,8 @@ impl Signal {
         }
     }
 
-    /// The resource that is short, as the message of an evicted pod names it (`signalToResource` of the
-    /// kubelet).
+    /// Returns the resource that is short, as the message of an evicted pod names it (`signalToResource` of
+    /// the kubelet).
     #[must_use]
     pub const fn resource(self) -> &'static str {
         match self {
@@ -109,7 +109,7 @@ impl Signal {
         }
     }
 
-    /// The condition that the node has while this signal is low.
+    /// Returns the node condition that stands for this signal.
     #[must_use]
     pub const fn condition(self) -> NodeCondition {
         match self {
@@ -128,25 +128,25 @@ impl Signal {
     }
 }
 
-/// An amount, or a part of the capacity.
+/// An amount, or a fraction of the capacity.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum ThresholdValue {
-    /// So much.
+    /// An absolute amount.
     Amount(Quantity),
-    /// So much of the capacity: 0.1 is 10 %. In single precision, as the kubelet has it.
+    /// A fraction of the capacity: 0.1 is 10 %. In single precision, like the kubelet's.
     Part(f32),
 }
 
-/// Why a threshold's value makes no sense.
+/// An error in a threshold's value.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ValueError {
-    /// Neither an amount nor a percentage.
+    /// The text is neither an amount nor a percentage.
     #[error("{0:?} is neither a quantity nor a percentage (use e.g. 100Mi or 10%)")]
     Malformed(String),
-    /// A percentage below 0 or above 100.
+    /// The percentage is below 0 or above 100.
     #[error("{0:?} is not between 0% and 100%")]
     OutOfRange(String),
-    /// An amount that must be above zero is not.
+    /// The amount must be above zero.
     #[error("{0:?} must be more than zero")]
     NotPositive(String),
 }
@@ -156,7 +156,7 @@ impl ThresholdValue {
     /// `Ok(None)`.
     ///
     /// # Errors
-    /// If it is neither, or outside its range.
+    /// If the text is neither, or outside its range.
     pub fn threshold(text: &str) -> Result<Option<Self>, ValueError> {
         if matches!(text, "0%" | "100%") {
             return Ok(None);
@@ -172,7 +172,7 @@ impl ThresholdValue {
     /// Reads a minimum to reclaim: a quantity of zero or more, or a percentage above zero.
     ///
     /// # Errors
-    /// If it is neither, or outside its range.
+    /// If the text is neither, or outside its range.
     pub fn min_reclaim(text: &str) -> Result<Self, ValueError> {
         match Self::parse(text)? {
             Self::Part(part) if part <= 0.0 => Err(ValueError::NotPositive(text.to_owned())),
@@ -194,7 +194,7 @@ impl ThresholdValue {
         }
     }
 
-    /// The amount that this is of `capacity`.
+    /// Returns this value as an amount of `capacity`.
     #[must_use]
     #[expect(
         clippy::cast_precision_loss,
@@ -209,52 +209,52 @@ impl ThresholdValue {
     }
 }
 
-/// Below which amount a signal counts as low, and for how long it must.
+/// Amount below which a signal counts as low, and the grace period for acting on it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Threshold {
-    /// What runs low.
+    /// The signal.
     pub signal: Signal,
-    /// Low is strictly below this.
+    /// The signal is low strictly below this value.
     pub value: ThresholdValue,
-    /// How long it must be low before pods go; zero: a *hard* threshold.
+    /// Time for which the signal must be low before pods are evicted; zero for a *hard* threshold.
     pub grace: Duration,
-    /// Once met, it stays met until so much more than `value` is available.
+    /// A threshold, once met, stays met until this much more than `value` is available.
     pub min_reclaim: Option<ThresholdValue>,
 }
 
-/// What is there of a signal's resource.
+/// Availability of a signal's resource.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Observation {
-    /// Free for use.
+    /// Available amount.
     pub available: Quantity,
-    /// In all.
+    /// Total amount.
     pub capacity: Quantity,
 }
 
-/// Where images, writable layers and everything else live.
+/// Filesystems of images, writable layers and everything else.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DiskLayout {
-    /// All on one filesystem.
+    /// A single filesystem for all.
     #[default]
     Single,
     /// Images and writable layers on a filesystem of their own.
     DedicatedImageFs,
-    /// Images on a filesystem of their own; writable layers beside volumes and logs.
+    /// Images on a filesystem of their own; writable layers on the filesystem of volumes and logs.
     SplitImageFs,
 }
 
-/// What frees node resources without hurting a running pod.
+/// A way to free node resources without affecting a running pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Reclaim {
-    /// Remove dead containers and their sandboxes.
+    /// Removes dead containers and their sandboxes.
     DeleteUnusedContainers,
-    /// Remove images that no container uses.
+    /// Removes images that no container uses.
     DeleteUnusedImages,
 }
 
-/// The steps of reclaim, in order, before a pod is evicted.
+/// Returns the steps of reclaim, in order, before a pod is evicted.
 #[must_use]
 pub const fn reclaim(signal: Signal, layout: DiskLayout) -> &'static [Reclaim] {
     use Reclaim::{DeleteUnusedContainers as Containers, DeleteUnusedImages as Images};
@@ -272,12 +272,12 @@ pub const fn reclaim(signal: Signal, layout: DiskLayout) -> &'static [Reclaim] {
     }
 }
 
-/// Returns true if reclaim by these steps has done what it was for: none of the thresholds that it serves is
-/// `met` any more, by numbers that were read after it had ended. A threshold that is met after that calls for
-/// reclaim again before it calls for pods: what has come since may be something that nobody needs, too.
+/// Returns true if these steps of reclaim were enough: none of the thresholds that they serve is `met`, by
+/// numbers read after reclaim ended. A threshold met after that leads to another reclaim before evictions:
+/// the newly used space may be unused by any pod, too.
 ///
-/// `read_since` says of a signal whether its number was read since reclaim ended; `None` where it has none.
-/// One without a number is not low.
+/// `read_since` returns true if a signal's number was read since reclaim ended, and `None` without a number.
+/// A signal without a number is not low.
 #[must_use]
 pub fn is_relieved(
     steps: &[Reclaim],
@@ -300,9 +300,9 @@ pub fn is_relieved(
     known
 }
 
-/// Gives the containers' filesystem the thresholds of the filesystem that it is (the kubelet lets nobody set
-/// them): the image filesystem's if that is a dedicated one, else the node's. Thresholds set for it are
-/// dropped; returned are those dropped.
+/// Copies to the containers' filesystem the thresholds of its actual filesystem: the image filesystem's if
+/// that is a dedicated one, else the node's. Drops and returns thresholds set for it (the kubelet accepts
+/// none).
 pub fn derive_container_fs(thresholds: &mut Vec<Threshold>, layout: DiskLayout) -> Vec<Threshold> {
     let is_container_fs =
         |t: &Threshold| matches!(t.signal, Signal::ContainerFsAvailable | Signal::ContainerFsInodesFree);
@@ -322,7 +322,7 @@ pub fn derive_container_fs(thresholds: &mut Vec<Threshold>, layout: DiskLayout) 
     dropped
 }
 
-/// Gives the pods' memory the hard thresholds of the node's memory (the kubelet does so where it enforces
+/// Copies the hard thresholds of the node's memory to the pods' memory (the kubelet does so if it enforces
 /// allocatable on pods).
 pub fn derive_allocatable(thresholds: &mut Vec<Threshold>) {
     let copies: Vec<Threshold> = thresholds
@@ -333,30 +333,31 @@ pub fn derive_allocatable(thresholds: &mut Vec<Threshold>) {
     thresholds.extend(copies);
 }
 
-/// What must be remembered from one decision to the next. Thresholds are known by their place in the list.
+/// State kept between decisions. Indices into the list identify thresholds.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Tracker {
-    /// Since when each met threshold has been met.
+    /// Time since which each met threshold has been met.
     pub first_observed: BTreeMap<usize, Moment>,
-    /// The thresholds that were actionable last time: they stay met until their minimum reclaim is there too.
+    /// Thresholds actionable at the last decision: they stay met until their minimum reclaim is available,
+    /// too.
     pub actionable: BTreeSet<usize>,
-    /// When each condition was last seen.
+    /// Time at which each condition was last seen.
     pub conditions: BTreeMap<NodeCondition, Moment>,
 }
 
-/// How the node stands.
+/// The assessment of the node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Assessment {
-    /// The thresholds that are met, by their place in the list.
+    /// Indices of the met thresholds.
     pub met: Vec<usize>,
     /// Those of them that have been met for their whole grace period; memory first.
     pub actionable: Vec<usize>,
-    /// The conditions that the met thresholds stand for.
+    /// The conditions of the met thresholds.
     pub conditions: Vec<NodeCondition>,
 }
 
 impl Tracker {
-    /// Holds the observations against the thresholds. A signal without an observation is not low.
+    /// Compares the observations with the thresholds. A signal without an observation is not low.
     pub fn assess(
         &mut self,
         now: Moment,
@@ -398,7 +399,8 @@ impl Tracker {
         Assessment { met, actionable, conditions: conditions.into_iter().collect() }
     }
 
-    /// The conditions to report: those seen within `transition` before `now`, so that they don't flap.
+    /// Returns the conditions to report: those seen within `transition` before `now`, so that they don't
+    /// flap.
     #[must_use]
     pub fn reported(&self, now: Moment, transition: Duration) -> Vec<NodeCondition> {
         let recent = |at: &Moment| now < at.plus(transition);
@@ -406,10 +408,10 @@ impl Tracker {
     }
 }
 
-/// What a pod uses. What isn't known counts as nothing.
+/// A pod's usage. Unknown amounts count as zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PodUsage {
-    /// Memory that can't be given back at once.
+    /// Memory that cannot be reclaimed at once.
     pub memory_working_set_bytes: u64,
     /// The containers' writable layers.
     pub rootfs_bytes: u64,
@@ -423,12 +425,12 @@ pub struct PodUsage {
     pub inodes: u64,
     /// Processes.
     pub pids: u64,
-    /// Part of what its volumes have could not be measured, as a container has put it too deep. Where the
-    /// disk of volumes is low it ranks as a pod of which nothing is known.
+    /// True if a container has put part of its volumes' data too deep to be measured. If the disk of volumes
+    /// is low, the pod ranks like one without statistics.
     pub hides_disk: bool,
 }
 
-/// A kind of what a pod has on disk.
+/// A category of a pod's disk usage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DiskPart {
     /// The containers' writable layers.
@@ -444,8 +446,8 @@ pub enum DiskPart {
 impl DiskPart {
     const ALL: &'static [Self] = &[Self::Rootfs, Self::Logs, Self::Volumes, Self::Files];
 
-    /// The kinds that count when the signal is low, which depends on what shares the filesystem that is full;
-    /// none where the signal is not about a disk.
+    /// Returns the categories that count when the signal is low, depending on what shares the full
+    /// filesystem; empty for a signal that does not concern a disk.
     #[must_use]
     pub const fn counted(signal: Signal, layout: DiskLayout) -> &'static [Self] {
         match (signal, layout) {
@@ -462,7 +464,7 @@ impl DiskPart {
 }
 
 impl PodUsage {
-    /// The usage that counts when the signal is low.
+    /// Returns the usage that counts when the signal is low.
     #[must_use]
     pub fn of(&self, signal: Signal, layout: DiskLayout) -> Quantity {
         let units = |n: u64| Quantity::from_units(i64::try_from(n).unwrap_or(i64::MAX));
@@ -484,35 +486,35 @@ impl PodUsage {
     }
 }
 
-/// A pod that might go.
+/// A pod that may be evicted.
 #[derive(Debug, Clone)]
 pub struct Candidate<'a> {
-    /// What it asked for.
+    /// The pod's requests and limits.
     pub demand: PodDemand<'a>,
-    /// Its priority; 0 if it has none.
+    /// The pod's priority; 0 if it has none.
     pub priority: i32,
-    /// It is critical: it has its place in the ranking, but never goes.
+    /// True for a critical pod, which is ranked but never evicted.
     pub critical: bool,
-    /// The pod is on its way out already, and gently: deleted, or evicted under a soft threshold.
+    /// True for a pod already terminating with its grace period: deleted, or evicted under a soft threshold.
     pub leaving: bool,
-    /// What it uses; `None` if there are no statistics for it, in which case it goes first.
+    /// The pod's usage; `None` without statistics, in which case the pod is evicted first.
     pub usage: Option<PodUsage>,
 }
 
 impl Candidate<'_> {
-    /// Its usage of what `signal` is about; `None` without statistics for that.
+    /// Returns the pod's usage of the signal's resource; `None` without statistics.
     fn known(&self, signal: Signal, layout: DiskLayout) -> Option<Quantity> {
         let counts = DiskPart::counted(signal, layout).contains(&DiskPart::Volumes);
         let usage = self.usage.filter(|usage| !(counts && usage.hides_disk))?;
         Some(usage.of(signal, layout))
     }
 
-    /// Its usage, the request for what `signal` is about, and whether it is above that; `None` without
-    /// statistics. Requests for process ids don't exist.
+    /// Returns the pod's usage, its request for the signal's resource, and true if usage exceeds the request;
+    /// `None` without statistics. Process ids have no requests.
     fn against_request(&self, signal: Signal, layout: DiskLayout) -> Option<(Quantity, Quantity, bool)> {
         let usage = self.known(signal, layout)?;
-        // With inodes the kubelet subtracts the request for bytes all the same: kept, the order is part of
-        // the contract.
+        // For inodes, too, the kubelet subtracts the request for bytes: kept, since the order is part of the
+        // contract.
         let (limit, subtracted) = match signal {
             Signal::PidAvailable => return Some((usage, Quantity::ZERO, false)),
             signal if signal.is_memory() => (resources::MEMORY, resources::MEMORY),
@@ -525,11 +527,11 @@ impl Candidate<'_> {
     }
 }
 
-/// The pods' places in `pods`, first to go first.
+/// Returns indices into `pods` in eviction order.
 ///
-/// Memory and disk: pods without statistics, or that hide what they have on a disk, then those above their
-/// request, each group by priority, then those on their way out, then by how far they are above. Process ids:
-/// by priority, then those on their way out, then by how many they use. Ties keep the order of `pods`.
+/// Memory and disk: pods without statistics or with hidden disk usage, then those above their request, each
+/// group by priority, then terminating pods, then by the excess over the request. Process ids: by priority,
+/// then terminating pods, then by the number of processes. Ties keep the order of `pods`.
 #[must_use]
 pub fn rank(signal: Signal, layout: DiskLayout, pods: &[Candidate<'_>]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..pods.len()).collect();
@@ -550,14 +552,14 @@ pub fn rank(signal: Signal, layout: DiskLayout, pods: &[Candidate<'_>]) -> Vec<u
     order
 }
 
-/// The pod to evict: the first in the ranking that isn't critical.
+/// Returns the pod to evict: the first in the ranking that is not critical.
 #[must_use]
 pub fn victim(ranked: &[usize], pods: &[Candidate<'_>]) -> Option<usize> {
     ranked.iter().copied().find(|i| pods.get(*i).is_some_and(|pod| !pod.critical))
 }
 
-/// The amount that must be freed before a threshold is no longer met, its minimum reclaim included; zero if
-/// it isn't met.
+/// Returns the amount that must be freed before a threshold is no longer met, its minimum reclaim included;
+/// zero if it is not met.
 #[must_use]
 pub fn deficit(threshold: &Threshold, seen: &Observation) -> Quantity {
     let more = threshold.min_reclaim.map_or(Quantity::ZERO, |more| more.of(seen.capacity));
@@ -565,36 +567,37 @@ pub fn deficit(threshold: &Threshold, seen: &Observation) -> Quantity {
     wanted.saturating_sub(seen.available).max(Quantity::ZERO)
 }
 
-/// A pod is worth evicting if that frees at least one part in so many of what is missing.
+/// A pod is worth evicting if it frees at least this fraction (1/N) of the missing amount.
 const WORTH: i128 = 100;
 
-/// Returns true if a pod's end helps, if it frees so much: more than next to nothing of what is missing.
+/// Returns true if evicting a pod that frees this amount is worthwhile: more than next to nothing of the
+/// missing amount.
 #[must_use]
 pub fn is_worth_it(frees: Quantity, missing: Quantity) -> bool {
     frees > Quantity::ZERO && i128::from(frees.value()) * WORTH >= i128::from(missing.value())
 }
 
-/// Returns true if the room that a pod's end was expected to give has come: half of it at least, since others
-/// write meanwhile, and more than next to nothing of what is missing. `from` is what was available when the
-/// pod was told to go. Where nothing is known of what it had, this never says so.
+/// Returns true if the space expected from evicting a pod has become available: at least half of it, since
+/// others write at the same time, and more than next to nothing of the missing amount. `from` is the amount
+/// available when the eviction began. Always false if the pod's usage is unknown.
 #[must_use]
 pub fn has_come(expected: Quantity, from: Quantity, available: Quantity, missing: Quantity) -> bool {
     let growth = available.saturating_sub(from);
     expected > Quantity::ZERO && growth + growth >= expected && is_worth_it(growth, missing)
 }
 
-/// The pods to evict at once, in the order of `ranked`, critical ones left out. `leaving` says that somebody
-/// is on the way out already; `missing` is what those won't free.
+/// Returns the pods to evict at once, in the order of `ranked`, without critical ones. `leaving` states that
+/// some pod is already terminating; `missing` is the amount that terminating pods will not free.
 ///
-/// The kubelet ends one pod, looks again, ends the next. Several go at once only where together they free
-/// what is missing, and then only those that this takes: nobody who frees next to nothing while others free
-/// enough, and nobody whose place in the ranking comes before others that must go in any case and free enough
-/// without it. Where the pods can't free what is missing (it is held by something else), or one of them has
-/// no statistics, one goes at a time: of those worth it the first, else the first of all. Nobody does while
-/// another one is leaving: what that frees must be seen first.
+/// The kubelet evicts one pod, measures, evicts the next. This function evicts several at once only if
+/// together they free the missing amount, and then only the necessary ones: it skips a pod that frees next to
+/// nothing while others free enough, and a pod ranked before others that must be evicted in any case and free
+/// enough without it. If the pods cannot free the missing amount (something else holds it), or one of them
+/// has no statistics, it evicts one at a time: the first one worth it, else the first of all; and none while
+/// another pod is terminating, since the effect of that must be measured first.
 ///
-/// A pod that leaves gently loses its grace period by being chosen. Below its request it never does so while
-/// a pod above its own, which would free something, stays.
+/// A gracefully terminating pod that is chosen loses its grace period. Below its request that never happens
+/// while a pod above its own request, which would free something, stays.
 #[must_use]
 pub fn victims(
     signal: Signal,
@@ -609,7 +612,7 @@ pub fn victims(
         ranked.iter().copied().filter(|i| pods.get(*i).is_some_and(|pod| !pod.critical)).collect();
     let mut worth: Vec<(usize, Quantity)> = may_go
         .iter()
-        // What comes after a pod without statistics waits until it is seen what that has freed.
+        // Pods after one without statistics wait until its effect has been measured.
         .map_while(|i| Some((*i, frees(i)?)))
         .filter(|(_, amount)| is_worth_it(*amount, missing))
         .collect();
@@ -628,7 +631,7 @@ pub fn victims(
         pods.get(i).and_then(|pod| pod.against_request(signal, layout)).is_some_and(|(.., above)| above)
     };
     let loses_grace = |i: usize| pods.get(i).is_some_and(|pod| pod.leaving) && !is_above(i);
-    // The pod that gives least stays first, but for those that would lose their grace.
+    // The smallest contributor stays first, except for pods that would lose their grace period.
     let mut by_amount: Vec<(usize, Quantity)> = worth.clone();
     by_amount.sort_by_key(|(i, amount)| (!loses_grace(*i), *amount));
     for (index, amount) in by_amount {

@@ -25,7 +25,7 @@ fn observe(signal: Signal, available: i64, capacity: i64) -> BTreeMap<Signal, Ob
     BTreeMap::from([(signal, Observation { available: units(available), capacity: units(capacity) })])
 }
 
-/// Is a threshold on memory met with so much available of 1000?
+/// Checks whether a threshold on memory is met with this much of 1000 available.
 fn check_met(value: &str, available: i64, expectation: bool) {
     let seen = observe(Signal::MemoryAvailable, available, 1000);
     let assessment = Tracker::default().assess(at(0), &[threshold(Signal::MemoryAvailable, value)], &seen);
@@ -43,7 +43,7 @@ fn low_is_strictly_below_the_threshold() {
 
 #[test]
 fn percentages_are_single_precision_parts_truncated() {
-    // 0.07 in single precision is a little more than 0.07, and 33 % of 1000 a little less than 330.
+    // 0.07 in single precision is slightly more than 0.07, and 33 % of 1000 slightly less than 330.
     let part = |text: &str, capacity| ThresholdValue::threshold(text).unwrap().unwrap().of(units(capacity));
     assert_eq!(part("7%", 1_000_000_000_000), units(70_000_000_298));
     assert_eq!(part("33%", 100_000_000_000), units(33_000_001_311));
@@ -58,7 +58,7 @@ fn no_threshold_at_nothing_or_everything() {
 }
 
 #[test]
-fn senseless_values_are_refused() {
+fn invalid_values_are_refused() {
     for text in ["", "%", "ten", "10 %", "NaN%", "inf%", "-1%", "101%", "0", "-5", "1e9%"] {
         assert!(ThresholdValue::threshold(text).is_err(), "{text}");
     }
@@ -84,7 +84,7 @@ fn soft_thresholds_wait_for_their_grace_period() {
     assert_eq!(
         tracker.assess(at(92), &thresholds, &low).actionable,
         Vec::<usize>::new(),
-        "a new spell begins"
+        "a new period begins"
     );
 }
 
@@ -125,7 +125,7 @@ fn conditions_are_reported_until_the_transition_period_is_over() {
 }
 
 #[test]
-fn what_is_reclaimed_depends_on_the_disks() {
+fn the_steps_of_reclaim_depend_on_the_disks() {
     use Reclaim::{DeleteUnusedContainers as Containers, DeleteUnusedImages as Images};
     let check = |signal, layout, expectation: &[Reclaim]| {
         assert_eq!(reclaim(signal, layout), expectation, "{signal:?} {layout:?}");
@@ -141,7 +141,7 @@ fn what_is_reclaimed_depends_on_the_disks() {
 }
 
 #[test]
-fn reclaim_was_enough_once_nothing_that_it_serves_is_met_by_numbers_from_after_it() {
+fn reclaim_was_enough_once_later_numbers_meet_none_of_its_thresholds() {
     use Reclaim::{DeleteUnusedContainers as Containers, DeleteUnusedImages as Images};
     use Signal::{ImageFsAvailable, MemoryAvailable, NodeFsAvailable};
     let thresholds = [MemoryAvailable, NodeFsAvailable, ImageFsAvailable, NodeFsAvailable];
@@ -160,7 +160,7 @@ fn reclaim_was_enough_once_nothing_that_it_serves_is_met_by_numbers_from_after_i
     check(DiskLayout::Single, single, &[], &[(NodeFsAvailable, true), (ImageFsAvailable, false)], false);
     check(DiskLayout::Single, single, &[], &[(NodeFsAvailable, true)], true);
     check(DiskLayout::Single, single, &[], &[(MemoryAvailable, true)], false);
-    // On a split disk what the images' had is nothing to the volumes' disk.
+    // On a split disk, space freed on the images' disk does not help the volumes' disk.
     check(DiskLayout::SplitImageFs, &[Images], &[1, 3], &both, true);
     check(DiskLayout::SplitImageFs, &[Containers], &[1, 3], &both, false);
     check(DiskLayout::SplitImageFs, &[Containers], &[2], &[(NodeFsAvailable, true)], true);
@@ -199,7 +199,7 @@ fn only_hard_memory_thresholds_hold_for_the_pods_memory_too() {
 /// A pod of (name, request, priority, usage); usage below zero: no statistics. A name in capitals: critical.
 type Row = (&'static str, i64, i32, i64);
 
-/// Ranks pods by a signal whose resource each row's request and usage are about.
+/// Ranks pods by a signal; each row's request and usage are of the signal's resource.
 fn check_rank(signal: Signal, rows: &[Row], expectation: &str) {
     let resource = if signal.is_memory() { "memory" } else { "ephemeral-storage" };
     let pods: Vec<Pod> = rows
@@ -234,7 +234,7 @@ fn check_rank(signal: Signal, rows: &[Row], expectation: &str) {
 }
 
 #[test]
-fn memory_takes_those_above_their_request_by_priority_then_by_how_far() {
+fn memory_ranks_pods_above_their_request_by_priority_then_by_excess() {
     let rows = [
         ("under", 100, -5, 99),
         ("a", 100, 0, 150),
@@ -270,13 +270,13 @@ fn process_ids_are_ranked_by_priority_first() {
 }
 
 #[test]
-fn critical_pods_are_ranked_but_never_go() {
+fn critical_pods_are_ranked_but_never_evicted() {
     check_rank(Signal::MemoryAvailable, &[("CRITICAL", 0, 0, 500), ("b", 0, 0, 3)], "CRITICAL b -> b");
     check_rank(Signal::MemoryAvailable, &[("CRITICAL", 0, 0, 500)], "CRITICAL -> none");
 }
 
 #[test]
-fn those_on_their_way_out_come_first_among_equals() {
+fn terminating_pods_come_first_among_equals() {
     let rows = [
         ("far above", 100, 0, 900),
         ("leaves", 100, 0, 101),
@@ -290,7 +290,8 @@ fn those_on_their_way_out_come_first_among_equals() {
     check_rank(Signal::PidAvailable, &[("a", 0, 0, 9), ("leaves", 0, 0, 3)], "leaves a -> leaves");
 }
 
-/// Pods `(MiB requested, MiB in use, on its way out)` in any order; who goes for so much that is missing.
+/// Returns the victims among pods `(MiB requested, MiB in use, terminating)` in any order, for this missing
+/// amount.
 fn chosen_of_leaving(pods: &[(i64, i64, bool)], missing: i64) -> Vec<usize> {
     let made: Vec<Pod> = pods
         .iter()
@@ -316,18 +317,18 @@ fn chosen_of_leaving(pods: &[(i64, i64, bool)], missing: i64) -> Vec<usize> {
 }
 
 #[test]
-fn no_more_lose_their_grace_than_it_takes() {
+fn no_pod_loses_its_grace_period_needlessly() {
     // A drain: three databases below their requests.
     let drained = [(500, 200, true), (500, 300, true), (500, 250, true)];
     assert_eq!(chosen_of_leaving(&drained, 300), [1]);
     assert_eq!(chosen_of_leaving(&drained, 301), [1, 2]);
-    // A pod above its request covers it.
+    // A pod above its request frees enough.
     assert_eq!(chosen_of_leaving(&[(500, 300, true), (0, 200, false)], 100), [1]);
-    // A pod above its request does not cover it, and so goes first, and not in its stead.
+    // A pod above its request does not free enough: it is evicted first, in addition to the other.
     assert_eq!(chosen_of_leaving(&[(500, 300, true), (0, 50, false)], 100), [1, 0]);
-    // A pod that leaves above its request goes before others do.
+    // A terminating pod above its request is evicted before others.
     assert_eq!(chosen_of_leaving(&[(0, 300, false), (0, 200, true)], 100), [1]);
-    // Next to nothing above the request is nothing.
+    // A pod next to nothing above its request is not worth evicting.
     assert_eq!(chosen_of_leaving(&[(500, 300, true), (0, 1, false)], 200), [0]);
 }
 
@@ -352,14 +353,14 @@ fn chosen(pods: &[(i64, bool)], missing: i64, leaving: bool) -> Vec<usize> {
     victims(Signal::MemoryAvailable, DiskLayout::Single, &ranked, &candidates, units(missing), leaving)
 }
 
-/// Checks which pods go at once, of those in their ranking `(MiB in use or -1 for unknown, critical)`, for so
-/// much that is missing.
+/// Checks which pods are evicted at once, from a ranking of `(MiB in use or -1 for unknown, critical)`, for
+/// this missing amount.
 fn check_victims(pods: &[(i64, bool)], missing: i64, expectation: &[usize]) {
     assert_eq!(chosen(pods, missing, false), expectation, "{pods:?} for {missing}");
 }
 
 #[test]
-fn as_many_go_at_once_as_it_takes() {
+fn as_many_pods_as_necessary_are_evicted_at_once() {
     check_victims(&[(50, false), (40, false), (30, false)], 50, &[0]);
     check_victims(&[(50, false), (40, false), (30, false)], 51, &[0, 1]);
     check_victims(&[(50, false), (40, false), (30, false)], 120, &[0, 1, 2]);
@@ -369,14 +370,14 @@ fn as_many_go_at_once_as_it_takes() {
 }
 
 #[test]
-fn one_at_a_time_goes_where_all_together_are_not_enough() {
+fn one_pod_at_a_time_is_evicted_if_all_together_are_not_enough() {
     check_victims(&[(50, false), (40, false), (30, false)], 121, &[0]);
     check_victims(&[(0, false), (0, false)], 5, &[0]);
-    // The first that is worth it; what it frees must be seen before the next one goes.
+    // The first pod that is worth it; its effect must be measured before the next eviction.
     check_victims(&[(0, false), (0, false), (4, false)], 5, &[2]);
     assert!(chosen(&[(50, false), (40, false)], 121, true).is_empty());
     assert_eq!(chosen(&[(50, false), (40, false)], 60, true), [0, 1]);
-    // What a pod without statistics frees must be seen first.
+    // The effect of evicting a pod without statistics must be measured first.
     check_victims(&[(-1, false), (40, false)], 50, &[0]);
     check_victims(&[(10, false), (-1, false), (40, false)], 50, &[0]);
     check_victims(&[(0, false), (-1, false), (40, false)], 50, &[0]);
@@ -384,18 +385,18 @@ fn one_at_a_time_goes_where_all_together_are_not_enough() {
 }
 
 #[test]
-fn who_frees_next_to_nothing_stays_while_a_culprit_can_be_found() {
+fn a_pod_that_frees_next_to_nothing_stays_while_a_culprit_exists() {
     check_victims(&[(0, false), (0, false), (7, false)], 5, &[2]);
     check_victims(&[(9, false), (990, false), (5, false)], 1000, &[1]);
     check_victims(&[(9, false), (995, false), (5, false)], 990, &[1]);
     check_victims(&[(10, false), (990, false), (5, false)], 1000, &[0, 1]);
-    // It goes for one that must go anyway, and alone frees enough.
+    // The first pod stays: a later one must be evicted anyway, and frees enough alone.
     check_victims(&[(124, false), (48, false), (40_000, false)], 4000, &[2]);
     check_victims(&[(300, false), (500, false), (600, false)], 1100, &[1, 2]);
 }
 
 #[test]
-fn a_pod_that_fills_the_disk_goes_alone_whatever_the_others_have() {
+fn a_pod_that_fills_the_disk_is_evicted_alone() {
     const KIB: i64 = 1 << 10;
     let check = |filler: (i32, i64), missing: i64, expectation: &[&str]| {
         let rows = [("nginx", 0, 124 * KIB), ("postgres", 0, 48 * KIB), ("redis", 0, 24 * KIB)];
@@ -419,15 +420,15 @@ fn a_pod_that_fills_the_disk_goes_alone_whatever_the_others_have() {
     };
     let missing = 4096 * KIB;
     check((0, 40_960 * KIB), missing, &["filler"]);
-    // By its priority the last.
+    // The pod ranks last by its priority.
     check((1000, 40_960 * KIB), missing, &["filler"]);
-    // It could not be measured in time, or it is no pod.
+    // The culprit could not be measured in time, or is not a pod.
     check((0, 0), missing, &["nginx"]);
     check((0, -1), missing, &["nginx"]);
 }
 
 #[test]
-fn room_has_come_once_half_of_what_was_expected_is_seen() {
+fn space_has_become_available_once_half_of_the_expected_amount_is_seen() {
     let check = |expected, from, available, missing, expectation| {
         let come = has_come(units(expected), units(from), units(available), units(missing));
         assert_eq!(come, expectation, "{expected} from {from} to {available}, {missing} missing");
@@ -437,13 +438,13 @@ fn room_has_come_once_half_of_what_was_expected_is_seen() {
     check(500, 200, 449, 100, false);
     check(500, 200, 100, 100, false);
     check(0, 200, 900, 100, false);
-    // Next to nothing is what others do at any time.
+    // Next to nothing could come from other processes.
     check(4, 200, 204, 1000, false);
     check(20, 200, 210, 1000, true);
 }
 
 #[test]
-fn what_is_missing_includes_the_minimum_reclaim() {
+fn the_missing_amount_includes_the_minimum_reclaim() {
     let more = ThresholdValue::min_reclaim("50").unwrap();
     let seen = Observation { available: units(80), capacity: units(1000) };
     let plain = threshold(Signal::MemoryAvailable, "100");
@@ -454,7 +455,7 @@ fn what_is_missing_includes_the_minimum_reclaim() {
 }
 
 #[test]
-fn a_pod_that_hides_what_it_has_on_the_disk_of_volumes_goes_first_and_alone() {
+fn a_pod_with_hidden_volume_usage_is_evicted_first_and_alone() {
     let pod: Pod =
         serde_json::from_value(json!({"metadata": {"name": "p"}, "spec": {"containers": []}})).unwrap();
     let candidate = |(used, hides_disk): (u64, bool)| Candidate {
@@ -474,13 +475,13 @@ fn a_pod_that_hides_what_it_has_on_the_disk_of_volumes_goes_first_and_alone() {
     check(Signal::NodeFsAvailable, DiskLayout::Single, [1, 0, 2], &[1]);
     check(Signal::NodeFsInodesFree, DiskLayout::Single, [1, 0, 2], &[1]);
     check(Signal::NodeFsAvailable, DiskLayout::DedicatedImageFs, [1, 0, 2], &[1]);
-    // The volumes are elsewhere.
+    // The volumes are on another disk.
     check(Signal::ImageFsAvailable, DiskLayout::DedicatedImageFs, [0, 2, 1], &[0]);
     check(Signal::MemoryAvailable, DiskLayout::Single, [0, 2, 1], &[0]);
 }
 
 #[test]
-fn which_bytes_count_depends_on_the_disks() {
+fn the_bytes_that_count_depend_on_the_disks() {
     let usage = PodUsage {
         rootfs_bytes: 1,
         logs_bytes: 10,
@@ -517,7 +518,7 @@ proptest! {
 
 proptest! {
     #[test]
-    fn nobody_loses_its_grace_below_its_request_while_one_above_its_own_stays(
+    fn no_pod_below_its_request_loses_its_grace_while_one_above_stays(
         pods in prop::collection::vec((0..1000_i64, 0..1000_i64, any::<bool>()), 1..12),
         missing in 1..5000_i64,
     ) {
@@ -532,18 +533,18 @@ proptest! {
 
 proptest! {
     #[test]
-    fn no_more_go_than_it_takes(
+    fn no_pod_is_evicted_needlessly(
         pods in prop::collection::vec((-1..1000_i64, any::<bool>()), 0..20),
         missing in 0..5000_i64, leaving: bool,
     ) {
         let chosen = chosen(&pods, missing, leaving);
-        prop_assert!(chosen.iter().all(|i| !pods[*i].1), "a critical one");
+        prop_assert!(chosen.iter().all(|i| !pods[*i].1), "evicted a critical pod");
         prop_assert!(chosen.windows(2).all(|pair| pair[0] < pair[1]), "not in order");
         prop_assert!(leaving || chosen.is_empty() == pods.iter().all(|(_, critical)| *critical));
         if chosen.len() > 1 {
             let freed: i64 = chosen.iter().map(|i| pods[*i].0).sum();
             prop_assert!(freed >= missing);
-            prop_assert!(chosen.iter().all(|i| freed - pods[*i].0 < missing), "one could stay");
+            prop_assert!(chosen.iter().all(|i| freed - pods[*i].0 < missing), "evicted one pod too many");
         }
     }
 }

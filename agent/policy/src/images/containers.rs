@@ -1,7 +1,7 @@
-//! Which dead containers and sandboxes go: the kubelet's container garbage collection
+//! Choice of the dead containers and sandboxes to remove: the kubelet's container garbage collection
 //! (`pkg/kubelet/kuberuntime/kuberuntime_gc.go`).
 //!
-//! Pure lists in, ids out. Must never name a running container.
+//! Takes lists and returns ids. Must never name a running container.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -11,38 +11,39 @@ use std::{
 use jiff::Timestamp;
 use serde::Deserialize;
 
-/// How many dead containers stay.
+/// Limits of the dead containers to keep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ContainerGcPolicy {
-    /// A container younger than this (since its creation) stays.
+    /// Minimum age (since creation) for removal.
     pub min_age: Duration,
-    /// How many dead ones stay of each container of a pod; negative: any number.
+    /// Number of dead containers kept per container of a pod; negative for no limit.
     pub max_per_pod_container: i64,
-    /// How many dead ones stay in all; negative: any number.
+    /// Number of dead containers kept in all; negative for no limit.
     pub max_containers: i64,
 }
 
-/// A container's state, as far as it matters here.
+/// The part of a container's state that matters for removal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ContainerState {
-    /// Runs: never collected.
+    /// Running: never collected.
     Running,
-    /// Has ended.
+    /// Ended.
     Exited,
-    /// Was created and not (yet) started.
+    /// Created and not (yet) started.
     Created,
 }
 
-/// What became of a container's pod.
+/// State of a container's pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PodState {
-    /// It runs, or will.
+    /// The pod runs, or will.
     Running,
-    /// All its containers have ended for good, and it is still wanted (its status, its logs).
+    /// All of the pod's containers have ended for good, and some source still wants the pod (for its status,
+    /// its logs).
     Terminated,
-    /// Nobody wants it any more.
+    /// No source wants the pod any more.
     Deleted,
 }
 
@@ -51,25 +52,25 @@ pub enum PodState {
 pub struct ContainerRecord<'a> {
     /// The runtime's id.
     pub id: &'a str,
-    /// The uid of its pod.
+    /// The pod's uid.
     pub pod_uid: &'a str,
-    /// Its name in the pod's spec.
+    /// The container's name in the pod's spec.
     pub name: &'a str,
-    /// How often the container had been started before; later attempts are newer whatever the clock says.
+    /// Number of earlier starts of the container; a later attempt is newer regardless of the clock.
     pub attempt: u32,
-    /// When it was created.
+    /// Creation time.
     pub created_at: Timestamp,
-    /// Its own state.
+    /// The container's state.
     pub state: ContainerState,
-    /// Its pod's state.
+    /// The pod's state.
     pub pod_state: PodState,
 }
 
-/// The containers to remove, in order: everything of deleted pods (with `evict_terminated` of terminated ones
-/// too), then the oldest of each (pod, container name) beyond the policy's number, then, if there are still
-/// too many in all, the oldest of those with more than an equal share, then the oldest.
+/// Returns the containers to remove, in order: all of deleted pods (with `evict_terminated` also of
+/// terminated ones), then the oldest of each (pod, container name) beyond the policy's number, then, if the
+/// total is still too high, the oldest of those with more than an equal share, then the oldest.
 ///
-/// Within a (pod, container name) the oldest goes first.
+/// Within a (pod, container name) the oldest comes first.
 #[must_use]
 pub fn removable_containers<'a>(
     policy: &ContainerGcPolicy,
@@ -101,7 +102,7 @@ pub fn removable_containers<'a>(
 
 type Unit<'r, 'a> = Vec<&'r ContainerRecord<'a>>;
 
-/// The containers that may go at all, by (pod uid, container name).
+/// Returns the removable containers, by (pod uid, container name).
 fn units<'r, 'a>(
     policy: &ContainerGcPolicy,
     now: Timestamp,
@@ -118,7 +119,7 @@ fn units<'r, 'a>(
     units
 }
 
-/// Leaves the `most` newest of a unit and moves the others, oldest first, to `removed`.
+/// Keeps the `most` newest of a unit and moves the others, oldest first, to `removed`.
 fn keep_newest<'a>(unit: &mut Unit<'_, 'a>, most: usize, removed: &mut Vec<&'a str>) {
     if unit.len() <= most {
         return;
@@ -147,21 +148,21 @@ fn keep_newest_of_all<'a>(
 pub struct SandboxRecord<'a> {
     /// The runtime's id.
     pub id: &'a str,
-    /// The uid of its pod.
+    /// The pod's uid.
     pub pod_uid: &'a str,
-    /// How often the sandbox had been made before.
+    /// Number of earlier sandboxes of the pod.
     pub attempt: u32,
-    /// When it was created.
+    /// Creation time.
     pub created_at: Timestamp,
-    /// It is ready: its network is up.
+    /// True if the sandbox is ready: its network is up.
     pub ready: bool,
-    /// Its pod's state.
+    /// The pod's state.
     pub pod_state: PodState,
 }
 
-/// The sandboxes to remove, oldest first within a pod: not ready, without containers (`with_containers` has
-/// the ids of those that still have some), and either of a deleted pod (with `evict_terminated` of a
-/// terminated one too) or not its newest.
+/// Returns the sandboxes to remove, oldest first within a pod: not ready, without containers
+/// (`with_containers` has the ids of those that still have some), and either of a deleted pod (with
+/// `evict_terminated` also of a terminated one) or not the pod's newest.
 #[must_use]
 pub fn removable_sandboxes<'a>(
     evict_terminated: bool,
@@ -237,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn running_containers_never_go() {
+    fn running_containers_are_never_removed() {
         let running = ContainerRecord {
             state: ContainerState::Running,
             pod_state: PodState::Deleted,
@@ -253,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn too_many_in_all_are_first_cut_to_equal_shares_then_the_oldest_go() {
+    fn an_excess_in_total_is_cut_to_equal_shares_then_the_oldest_are_removed() {
         let containers = [
             dead("a1", "p", "a", -99),
             dead("a2", "p", "a", -98),
@@ -265,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn of_deleted_pods_all_go_and_of_terminated_ones_only_when_asked() {
+    fn containers_of_deleted_pods_are_removed_and_of_terminated_ones_on_request() {
         let of = |id, uid, pod_state| ContainerRecord { pod_state, ..dead(id, uid, "c", -99) };
         let containers = [
             of("d", "1", PodState::Deleted),
@@ -277,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_pod_that_is_wanted_the_newest_sandbox_stays() {
+    fn the_newest_sandbox_of_a_wanted_pod_stays() {
         let sandbox = |id, created, ready, pod_state| SandboxRecord {
             id,
             pod_uid: "p",
@@ -303,7 +304,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_left_needs_no_second_round(
+        fn a_second_round_removes_no_more(
             rows in prop::collection::vec((0..4_u8, 0..3_u8, -200..0_i64, 0..3_u8, 0..3_u8), 0..40),
             per_unit in -1..4_i64, most in -1..10_i64, evict_terminated: bool,
         ) {
@@ -311,7 +312,7 @@ mod tests {
             let text = ["a", "b", "c", "d"];
             let containers: Vec<_> = rows.iter().zip(&ids).map(|(&(pod, name, created, state, _), id)| ContainerRecord {
                 state: [ContainerState::Running, ContainerState::Exited, ContainerState::Created][usize::from(state)],
-                // One state per pod.
+                // Every pod has a single state.
                 pod_state: [PodState::Running, PodState::Terminated, PodState::Deleted, PodState::Running][usize::from(pod)],
                 ..dead(id, text[usize::from(pod)], text[usize::from(name)], created)
             }).collect();

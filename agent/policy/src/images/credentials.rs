@@ -1,44 +1,45 @@
-//! Who may use an image that is on the node already (KEP-2535; `pkg/kubelet/images/pullmanager`), and which
-//! images a credential provider is asked for (`pkg/credentialprovider`).
+//! Access to images that are already on the node (KEP-2535; `pkg/kubelet/images/pullmanager`), and the images
+//! that a credential provider serves (`pkg/credentialprovider`).
 //!
-//! An image that was pulled with somebody's credentials is not everybody's: a pod must have the same, or pull
-//! it again. Records have the kubelet's form. Must never hold credentials themselves: only their digests.
+//! An image pulled with credentials is not available to every pod: a pod must have the same credentials, or
+//! pull the image again. Records have the kubelet's form. Must never hold credentials themselves, only their
+//! digests.
 
 use std::collections::BTreeMap;
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-/// Secrets of one image that are kept track of while pods use it; beyond them a pod with yet another one
-/// pulls (`writeRecordWhileMatchingLimit`).
+/// Maximum number of tracked Secrets of one image while pods use it; with that many tracked, a pod with a
+/// further one must pull (`writeRecordWhileMatchingLimit`).
 const TRACKED_SECRETS: usize = 100;
 
-/// Whose credentials are verified; the names of the values are KubeletConfiguration's
+/// The images whose credentials are verified; the values have the names of KubeletConfiguration's
 /// `imagePullCredentialsVerificationPolicy`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Policy {
-    /// Nobody's: who is on the node may use what is on the node.
+    /// No images: every pod on the node may use every image on the node.
     NeverVerify,
-    /// Those for images that were pulled for pods; not for images that came to the node in another way.
+    /// Images that were pulled for pods; not images that came to the node in another way.
     #[default]
     NeverVerifyPreloadedImages,
-    /// Those for all images but listed ones.
+    /// All images but listed ones.
     NeverVerifyAllowlistedImages,
-    /// Those for all images.
+    /// All images.
     AlwaysVerify,
 }
 
-/// Whose credentials are verified, and for which images.
+/// Verification of credentials, and its exceptions.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verification {
-    /// In general.
+    /// The general policy.
     pub policy: Policy,
-    /// Images that everybody may use, without tag and digest, or all below a path (`registry.test/team/*`).
+    /// Images that every pod may use, without tag and digest, or all below a path (`registry.test/team/*`).
     pub allowlist: Vec<String>,
 }
 
 impl Verification {
-    /// Returns true if a pod must show that it may use an image. `repository` is what the pod calls it,
+    /// Returns true if a pod must prove its access to an image. `repository` is the pod's name for the image,
     /// without tag and digest.
     #[must_use]
     pub fn is_needed(&self, repository: &str, pulled_by_us: bool) -> bool {
@@ -60,7 +61,7 @@ fn allows(entry: &str, repository: &str) -> bool {
     }
 }
 
-/// Why an entry of the list is none: the rest of a sentence that begins with it.
+/// Returns what is wrong with an entry of the list, as the rest of a sentence that begins with the entry.
 #[must_use]
 pub fn wrong_entry(entry: &str) -> Option<&'static str> {
     let (prefix, below) = match entry.strip_suffix("/*") {
@@ -81,11 +82,11 @@ pub fn wrong_entry(entry: &str) -> Option<&'static str> {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PullSecret {
-    /// Its namespace.
+    /// The Secret's namespace.
     pub namespace: String,
-    /// Its name.
+    /// The Secret's name.
     pub name: String,
-    /// Its UID; empty on a node without an API server.
+    /// The Secret's UID; empty on a node without an API server.
     pub uid: String,
     /// A digest of the credentials.
     pub credential_hash: String,
@@ -100,76 +101,76 @@ impl PullSecret {
 /// A service account whose token a credential provider gave credentials for.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct PullAccount {
-    /// Its namespace.
+    /// The service account's namespace.
     pub namespace: String,
-    /// Its name.
+    /// The service account's name.
     pub name: String,
-    /// Its UID.
+    /// The service account's UID.
     pub uid: String,
 }
 
-/// Whose credentials an image was pulled with.
+/// The owners of the credentials that an image was pulled with.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Credentials {
-    /// Those of Secrets.
+    /// Owning Secrets.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub kubernetes_secrets: Vec<PullSecret>,
-    /// Those that service accounts were given.
+    /// Owning service accounts.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub kubernetes_service_accounts: Vec<PullAccount>,
-    /// The node's own, or none at all: every pod has them.
+    /// True for the node's own credentials, or for none at all: every pod has those.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub node_pods_accessible: bool,
 }
 
-/// What is remembered of an image that was pulled (`ImagePulledRecord`).
+/// The record of a pulled image (`ImagePulledRecord`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PulledRecord {
-    /// When it last changed.
+    /// Time of the last change.
     pub last_updated_time: Timestamp,
-    /// The image as the runtime identifies it.
+    /// The runtime's identifier of the image.
     pub image_ref: String,
-    /// By what pods call it, without tag and digest.
+    /// Credentials by the pods' name for the image, without tag and digest.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub credential_mapping: BTreeMap<String, Credentials>,
 }
 
-/// What a pod has for an image.
+/// A pod's credentials for an image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OfPod {
-    /// The Secrets that fit.
+    /// The matching Secrets.
     pub secrets: Vec<PullSecret>,
-    /// The service account that a credential provider knows.
+    /// The service account known to a credential provider.
     pub account: Option<PullAccount>,
 }
 
-/// Whether a pod may use an image that is here.
+/// Decision about a pod's access to an image on the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It may.
+    /// The pod may use the image.
     Granted,
-    /// It may, and this Secret is one more that has the credentials.
+    /// The pod may use the image, and this Secret also has the credentials.
     GrantedBy(PullSecret),
-    /// It must pull.
+    /// The pod must pull the image.
     MustPull,
 }
 
 impl PulledRecord {
-    /// A record of an image that is new, pulled in unknown circumstances.
+    /// Creates the record of a new image, pulled in unknown circumstances.
     #[must_use]
     pub fn new(image_ref: &str, now: Timestamp) -> Self {
         Self { last_updated_time: now, image_ref: image_ref.to_owned(), credential_mapping: BTreeMap::new() }
     }
 
-    /// Returns true if everybody on the node may use the image, whatever they have.
+    /// Returns true if every pod on the node may use the image.
     #[must_use]
     pub fn is_for_all(&self, repository: &str) -> bool {
         self.credential_mapping.get(repository).is_some_and(|known| known.node_pods_accessible)
     }
 
-    /// Whether a pod that has this may use the image (`MustAttemptImagePull`).
+    /// Decides whether a pod with these credentials may use the image (`MustAttemptImagePull`).
     #[must_use]
     pub fn verdict(&self, repository: &str, of_pod: &OfPod) -> Verdict {
         let Some(known) = self.credential_mapping.get(repository) else { return Verdict::MustPull };
@@ -185,7 +186,7 @@ impl PulledRecord {
                     (true, true) => return Verdict::Granted,
                     (true, false) if tracked => return Verdict::GrantedBy(own.clone()),
                     (true, false) => return Verdict::Granted,
-                    // The Secret was changed: rotated, not taken away from its owner.
+                    // The Secret was changed: rotated, not withdrawn from its owner.
                     (false, true) if tracked => return Verdict::GrantedBy(own.clone()),
                     (false, _) => {}
                 }
@@ -197,8 +198,8 @@ impl PulledRecord {
         }
     }
 
-    /// Notes that the image was pulled with these credentials (`pulledRecordMergeNewCreds`). Returns true if
-    /// that is new.
+    /// Records that the image was pulled with these credentials (`pulledRecordMergeNewCreds`). Returns true
+    /// if that is new.
     pub fn merge(&mut self, repository: &str, new: Credentials, now: Timestamp) -> bool {
         let nothing = Credentials::default();
         if new == nothing {
@@ -229,9 +230,9 @@ impl PulledRecord {
     }
 }
 
-/// Returns true if an image (`registry.test:5000/team/app`) is one of those that a pattern means: part by
-/// part of the host's name, in which `*` stands for any text; the same port; a path that begins as the
-/// pattern's (`URLsMatch`).
+/// Returns true if an image (`registry.test:5000/team/app`) matches a pattern: each part of the host's name
+/// matches, where `*` stands for any text; the port is equal; the path begins with the pattern's
+/// (`URLsMatch`).
 #[must_use]
 pub fn matches(pattern: &str, image: &str) -> bool {
     let ((host, port, path), (of_host, of_port, of_path)) = (split(pattern), split(image));
@@ -241,7 +242,7 @@ pub fn matches(pattern: &str, image: &str) -> bool {
         && host.split('.').zip(of_host.split('.')).all(|(part, of_part)| glob(part, of_part))
 }
 
-/// Host, port and path, with its slash.
+/// Splits into host, port and path; the path begins with a slash.
 fn split(image: &str) -> (&str, &str, &str) {
     let (host, path) = image.split_at(image.find('/').unwrap_or(image.len()));
     match host.rsplit_once(':') {
@@ -250,8 +251,8 @@ fn split(image: &str) -> (&str, &str, &str) {
     }
 }
 
-/// The piece before the first `*` begins the text, the one after the last ends it, and the others come in
-/// between in their order.
+/// Matches a text: the piece before the first `*` must begin the text, the one after the last must end it,
+/// and the others must follow in order in between.
 fn glob(pattern: &str, text: &str) -> bool {
     let Some((first, rest)) = pattern.split_once('*') else { return pattern == text };
     let (middle, last) = rest.rsplit_once('*').unwrap_or(("", rest));
@@ -288,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn who_must_show_credentials_depends_on_the_policy() {
+    fn the_policy_decides_which_pods_must_show_credentials() {
         let check = |policy: Policy, image: &str, ours: bool, expected: bool| {
             let allowlist = vec!["registry.test/free".to_owned(), "mirror.test/team/*".to_owned()];
             let verification = Verification { policy, allowlist };
@@ -332,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_is_for_those_who_have_what_it_was_pulled_with() {
+    fn an_image_is_available_to_pods_with_the_credentials_of_its_pull() {
         let mut record = PulledRecord::new("sha256:1", time(1));
         let of = |secrets: Vec<PullSecret>, account: Option<PullAccount>| OfPod { secrets, account };
         let app = "registry.test/app";

@@ -1,9 +1,9 @@
-//! Which images go, in which order, and when to stop: the kubelet's image garbage collection
+//! Choice and order of the images to remove: the kubelet's image garbage collection
 //! (`pkg/kubelet/images/image_gc_manager.go`, KEP-4210 for the maximum age).
 //!
-//! [`Collection`] is a state machine: it names one image at a time, and its driver removes it and says what
-//! became of it. So `plan` (which sums sizes) and the daemon (which asks again whether the image is in use,
-//! removes it and *measures* what that freed) make the same decisions. Must never remove anything itself, and
+//! [`Collection`] is a state machine: it names one image at a time; its driver removes the image and reports
+//! the result. So `plan` (which sums sizes) and the daemon (which checks again whether the image is in use,
+//! removes it and *measures* the freed space) make the same decisions. Must never remove anything itself, and
 //! never name an image that is in use, pinned, or younger than the minimum age.
 
 use beelet_units::{duration, fs_usage::FsUsage};
@@ -16,7 +16,7 @@ use std::{
 use jiff::{SignedDuration, Timestamp};
 use serde::{Deserialize, Serialize};
 
-/// When to collect, and what is spared.
+/// Thresholds of collection, and the images to spare.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ImageGcPolicy {
     high_percent: u8,
@@ -25,18 +25,18 @@ pub struct ImageGcPolicy {
     max_age: Option<Duration>,
 }
 
-/// Why a policy makes no sense.
+/// An error in a policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PolicyError {
-    /// A threshold is not a percentage.
+    /// The threshold is not a percentage.
     #[error("{field} is {percent}: it must be a percentage between 0 and 100")]
     OutOfRange {
         /// The name of the configuration's field.
         field: &'static str,
-        /// Its value.
+        /// The field's value.
         percent: i64,
     },
-    /// Collecting would have to end above where it starts.
+    /// Collection would have to end above its start.
     #[error(
         "imageGCLowThresholdPercent is {low}: it must not be above imageGCHighThresholdPercent, which is {high}"
     )]
@@ -49,8 +49,8 @@ pub enum PolicyError {
 }
 
 impl ImageGcPolicy {
-    /// A checked policy. `high` and `low` are percentages of the filesystem in use; collecting starts at or
-    /// above `high` and frees down to `low`. A `max_age` of zero means never for age alone.
+    /// Creates a checked policy. `high` and `low` are percentages of the filesystem in use; collection starts
+    /// at or above `high` and frees down to `low`. A `max_age` of zero disables removal by age alone.
     ///
     /// # Errors
     /// If a percentage isn't between 0 and 100, or `low` is above `high`.
@@ -67,16 +67,16 @@ impl ImageGcPolicy {
         Ok(Self { high_percent, low_percent, min_age, max_age })
     }
 
-    /// How long an image may stay unused; `None`: no image goes for its age alone.
+    /// Returns the maximum time that an image may stay unused; `None` disables removal by age alone.
     #[must_use]
     pub fn max_age(&self) -> Option<Duration> {
         self.max_age
     }
 
-    /// From when on ages count, for [`CollectionMode::Policy`], at `now`. `first` is when collecting began on
-    /// this machine, and `up` how long this life of the agent has lasted. An agent that has just started lets
-    /// no image go for its age alone: what was used since the last look of its earlier life is about to be
-    /// seen, within one `period` of looks (or within the maximum age, where that is shorter).
+    /// Returns the time from which ages count at `now`, for [`CollectionMode::Policy`]. `first` is the time
+    /// at which collection began on this machine, and `up` the time since this agent started. A freshly
+    /// started agent removes no image for its age alone: within one `period` of detection (or the maximum
+    /// age, if that is shorter) it will see the images used since its predecessor's last detection.
     #[must_use]
     pub fn began(
         &self,
@@ -90,22 +90,24 @@ impl ImageGcPolicy {
     }
 }
 
-/// What is remembered of an image on this machine.
+/// State kept of an image on this machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ImageRecord {
     /// The image's id (`sha256:...`).
     pub id: String,
-    /// What the runtime says it takes, in bytes; layers shared with other images are counted in each.
+    /// Size reported by the runtime, in bytes; layers shared with other images count in each.
     #[serde(default)]
     pub size_bytes: u64,
-    /// The runtime asks to keep it.
+    /// True if the runtime asks to keep the image.
     #[serde(default)]
     pub pinned: bool,
-    /// When it was first seen; `None`: it was there when we first looked, and so counts as old at once.
+    /// Time of the first detection; `None` if the image was present at the first detection of all, and so
+    /// counts as old at once.
     #[serde(default)]
     pub first_detected: Option<Timestamp>,
-    /// When a container was last seen using it; `None`: never, which is longer ago than any time.
+    /// Time at which a container was last seen using the image; `None` for never, which sorts before any
+    /// time.
     #[serde(default)]
     pub last_used: Option<Timestamp>,
 }
@@ -115,15 +117,15 @@ pub struct ImageRecord {
 pub struct ListedImage<'a> {
     /// The image's id.
     pub id: &'a str,
-    /// Its size in bytes.
+    /// The image's size in bytes.
     pub size_bytes: u64,
-    /// The runtime asks to keep it.
+    /// True if the runtime asks to keep the image.
     pub pinned: bool,
 }
 
-/// Brings the records up to what the runtime lists (the kubelet's `detectImages`): new images are first seen
-/// now, those in use are last used now, those gone are forgotten. `first` says that this is the first look
-/// ever, when nothing is known of how long the images have been there.
+/// Updates the records to the runtime's list (the kubelet's `detectImages`): new images are first detected
+/// now, those in use are last used now, missing ones are dropped. `first` marks the first detection of all,
+/// when the images' ages are unknown.
 pub fn detect<'a, S: BuildHasher>(
     records: &mut BTreeMap<String, ImageRecord>,
     listed: impl IntoIterator<Item = ListedImage<'a>>,
@@ -149,9 +151,9 @@ pub fn detect<'a, S: BuildHasher>(
     }
 }
 
-/// Moves remembered times by `step`, by which the wall's clock was set since they were written, so that ages
-/// stay what they are. One that is yet to come even so becomes `now`: that clock was set while nobody looked,
-/// and an image would be too young to go until it is caught up.
+/// Moves recorded times by `step`, the change of the wall clock since they were written, so that ages stay
+/// the same. A time still in the future becomes `now`: the clock was set while the agent was down, and the
+/// image would be too young for removal until the clock caught up.
 pub fn follow_clock<'a>(
     times: impl IntoIterator<Item = &'a mut Timestamp>,
     step: SignedDuration,
@@ -162,42 +164,43 @@ pub fn follow_clock<'a>(
     }
 }
 
-/// What to collect.
+/// The mode of a collection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CollectionMode {
-    /// By the policy: first what is past its maximum age, then, if the filesystem is too full, until it
-    /// isn't.
+    /// By the policy: first images past their maximum age, then, if the filesystem is too full, further
+    /// images until it is not.
     Policy {
-        /// When garbage collection began; nothing goes for its age alone before the maximum age has passed
-        /// since then (what happened earlier is not known). `None`: long ago.
+        /// Time at which garbage collection began; no image is removed for its age alone until the maximum
+        /// age has passed since then (earlier use is unknown). `None`: long ago.
         began: Option<Timestamp>,
     },
-    /// Everything unused and not too young, whatever the filesystem's state (the answer to disk pressure).
+    /// Every image that is unused and not too young, regardless of the filesystem's state (the answer to disk
+    /// pressure).
     AllUnused,
 }
 
-/// Why an image goes.
+/// The reason for removing an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
-    /// Unused for longer than the maximum age.
+    /// The image was unused for longer than the maximum age.
     Age,
-    /// Its space is needed.
+    /// The filesystem needs the space.
     Space,
 }
 
-/// What the driver of a [`Collection`] must do next.
+/// The next task of a [`Collection`]'s driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CollectionStep<'a> {
     /// Remove this image, then call [`Collection::removed`], [`Collection::failed`] or
     /// [`Collection::spared`].
     Remove(&'a ImageRecord, Reason),
-    /// Look at the filesystem, then call [`Collection::measured`].
+    /// Measure the filesystem, then call [`Collection::measured`].
     Measure,
     /// Nothing; take the [`Collection::outcome`].
     Done,
 }
 
-/// An event for the node, as the kubelet words it.
+/// An event of the node, in the kubelet's words.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Event {
     /// `Warning`.
@@ -205,27 +208,27 @@ pub struct Event {
     pub kind: &'static str,
     /// `InvalidDiskCapacity` or `FreeDiskSpaceFailed`.
     pub reason: &'static str,
-    /// A sentence.
+    /// The event's message.
     pub message: String,
 }
 
-/// What a collection came to.
+/// The result of a collection.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// How full the filesystem was, in percent; `None` if that wasn't looked at.
+    /// Usage of the filesystem in percent; `None` if it was not measured.
     pub usage_percent: Option<u8>,
-    /// What had to be freed, in bytes; may be negative (the first eligible image goes all the same). `None`
-    /// if nothing had to be.
+    /// Bytes to free; may be negative (the first eligible image is removed all the same). `None` if none had
+    /// to be freed.
     pub bytes_to_free: Option<i64>,
-    /// What went, in order.
+    /// Removed images, in order.
     pub removed: Vec<String>,
-    /// What that freed, in bytes, whatever the reason it went for.
+    /// Bytes freed by all removals, for either reason.
     pub freed_bytes: u64,
-    /// For the node.
+    /// Events of the node.
     pub events: Vec<Event>,
-    /// What went wrong.
+    /// The failure, if any.
     pub error: Option<String>,
-    /// Sentences on how it was decided.
+    /// Explanations of the decision.
     pub why: Vec<String>,
 }
 
@@ -234,7 +237,7 @@ enum Phase {
         next: usize,
     },
     Measure,
-    /// `sizes` is the sum of what the runtime says that the removed images take.
+    /// `sizes` is the sum of the removed images' sizes as the runtime reports them.
     Space {
         next: usize,
         to_free: i64,
@@ -244,7 +247,7 @@ enum Phase {
     Done,
 }
 
-/// One run of garbage collection, a step at a time.
+/// A run of garbage collection, one step at a time.
 ///
 /// ```
 /// use std::collections::HashSet;
@@ -276,7 +279,7 @@ pub struct Collection<'a> {
     policy: ImageGcPolicy,
     now: Timestamp,
     mode: CollectionMode,
-    /// Unused and unpinned images, in the order in which they go.
+    /// Unused and unpinned images, in the order of removal.
     order: Vec<&'a ImageRecord>,
     gone: Vec<bool>,
     phase: Phase,
@@ -286,8 +289,8 @@ pub struct Collection<'a> {
 }
 
 impl<'a> Collection<'a> {
-    /// A run over `images`, of which those in `in_use` (ids; image volumes and the sandbox image included)
-    /// are spared.
+    /// Creates a run over `images` that spares those in `in_use` (ids; image volumes and the sandbox image
+    /// included).
     #[must_use]
     pub fn new<S: BuildHasher>(
         policy: &ImageGcPolicy,
@@ -298,7 +301,8 @@ impl<'a> Collection<'a> {
     ) -> Self {
         let mut order: Vec<&ImageRecord> =
             images.iter().filter(|image| !image.pinned && !in_use.contains(image.id.as_str())).collect();
-        // `None` is the least: never used goes first, there since ever before first seen at some time.
+        // `None` sorts first: images never used come first, and those present from the start before those
+        // detected later.
         order.sort_by_key(|image| (image.last_used, image.first_detected, image.id.as_str()));
         let (phase, outcome) = match mode {
             CollectionMode::Policy { .. } => (Phase::Age { next: 0 }, Outcome::default()),
@@ -310,7 +314,7 @@ impl<'a> Collection<'a> {
         Self { policy: *policy, now, mode, order, gone, phase, failures: Vec::new(), fs: None, outcome }
     }
 
-    /// The next step. Asking again without having answered gives the same step.
+    /// Returns the next step. A repeated call without an answer returns the same step.
     pub fn step(&mut self) -> CollectionStep<'a> {
         if let Phase::Age { next } = self.phase {
             match self.next_for_age(next) {
@@ -336,12 +340,12 @@ impl<'a> Collection<'a> {
         }
     }
 
-    /// The image of the last step is gone and freed so many bytes.
+    /// Records that the image of the last step was removed and freed this many bytes.
     ///
-    /// A run for space ends once that is enough, and at the latest where the images' sizes are, which the
-    /// kubelet sums: beside a fast writer, or where space comes late (btrfs, the inode collector of XFS,
-    /// discard), nothing seems to be freed, and every unused image would go in vain. Where images share
-    /// layers the next run goes on.
+    /// A run for space ends once the freed bytes suffice, and at the latest when the sum of the images' sizes
+    /// does, which is the kubelet's measure: next to a fast writer, or where space is freed late (btrfs, the
+    /// inode collector of XFS, discard), the measured bytes stay near zero, and every unused image would be
+    /// removed in vain. Where images share layers, the next run continues.
     pub fn removed(&mut self, freed_bytes: u64) {
         if let Some(index) = self.advance() {
             self.gone[index] = true;
@@ -358,21 +362,21 @@ impl<'a> Collection<'a> {
         }
     }
 
-    /// The runtime could not remove the image of the last step.
+    /// Records that the runtime could not remove the image of the last step.
     pub fn failed(&mut self, message: &str) {
         if let Some(index) = self.advance() {
             self.failures.push(format!("{}: {message}", self.order[index].id));
         }
     }
 
-    /// The image of the last step turned out to be in use after all.
+    /// Records that the image of the last step turned out to be in use.
     pub fn spared(&mut self) {
         if let Some(index) = self.advance() {
             self.gone[index] = true;
         }
     }
 
-    /// The filesystem's state, asked for by [`CollectionStep::Measure`].
+    /// Records the filesystem's state after [`CollectionStep::Measure`].
     pub fn measured(&mut self, fs: FsUsage) {
         if !matches!(self.phase, Phase::Measure) {
             return;
@@ -397,19 +401,19 @@ impl<'a> Collection<'a> {
         let to_free = disk.bytes_above(low);
         self.outcome.bytes_to_free = Some(to_free);
         self.outcome.why.push(format!(
-            "{}% of the filesystem is in use, at or above {high}%: {to_free} bytes must go to get down to {low}%",
+            "{}% of the filesystem is in use, at or above {high}%: {to_free} bytes must be freed to reach {low}%",
             disk.usage_percent
         ));
         self.phase = Phase::Space { next: 0, to_free, freed: 0, sizes: 0 };
     }
 
-    /// The outcome. Taken before [`CollectionStep::Done`], it is what has been done so far.
+    /// Returns the outcome; before [`CollectionStep::Done`], the outcome so far.
     #[must_use]
     pub fn outcome(self) -> Outcome {
         self.outcome
     }
 
-    /// The index of the image of the last step; the next step looks behind it.
+    /// Returns the index of the image of the last step; the next step starts behind it.
     fn advance(&mut self) -> Option<usize> {
         match &mut self.phase {
             Phase::Age { next } | Phase::Space { next, .. } if *next < self.order.len() => {
@@ -439,8 +443,7 @@ impl<'a> Collection<'a> {
         }
         let age = duration::format(self.policy.max_age.unwrap_or_default());
         let what = self.failures.join("; ");
-        self.outcome.error =
-            Some(format!("wanted to free images older than {age}, but some could not be removed: {what}"));
+        self.outcome.error = Some(format!("cannot remove some images unused for longer than {age}: {what}"));
         self.phase = Phase::Done;
     }
 
@@ -453,9 +456,8 @@ impl<'a> Collection<'a> {
         self.phase = Phase::Done;
         if !self.failures.is_empty() {
             let what = self.failures.join("; ");
-            self.outcome.error = Some(format!(
-                "wanted to free {to_free} bytes, but freed {freed}; some images could not be removed: {what}"
-            ));
+            self.outcome.error =
+                Some(format!("freed {freed} of {to_free} bytes: cannot remove some images: {what}"));
             return;
         }
         if let Some((usage, capacity)) = self.fs
@@ -473,7 +475,7 @@ impl<'a> Collection<'a> {
     }
 }
 
-/// How full a filesystem is, in the kubelet's arithmetic.
+/// Usage of a filesystem, in the kubelet's arithmetic.
 struct Disk {
     capacity: u128,
     available: u128,
@@ -481,7 +483,7 @@ struct Disk {
 }
 
 impl Disk {
-    /// `None` if the filesystem has no capacity.
+    /// Returns `None` if the filesystem has no capacity.
     fn of(fs: FsUsage) -> Option<Self> {
         let capacity = u128::from(fs.capacity_bytes);
         let available = u128::from(fs.available_bytes).min(capacity);
@@ -489,7 +491,7 @@ impl Disk {
         Some(Self { capacity, available, usage_percent: 100 - u8::try_from(free_percent).unwrap_or(100) })
     }
 
-    /// What must be freed so that no more than `percent` is in use; may be negative.
+    /// Returns the bytes to free so that no more than `percent` is in use; may be negative.
     fn bytes_above(&self, percent: u8) -> i64 {
         let wanted_free = self.capacity * (100 - u128::from(percent)) / 100;
         match wanted_free.checked_sub(self.available) {
@@ -499,7 +501,7 @@ impl Disk {
     }
 }
 
-/// How long `then` was before `now`, in nanoseconds.
+/// Returns the time from `then` to `now`, in nanoseconds.
 fn older(then: Timestamp, now: Timestamp) -> i128 {
     now.as_nanosecond() - then.as_nanosecond()
 }
@@ -512,8 +514,8 @@ fn warning(reason: &'static str, message: &str) -> Event {
     Event { kind: "Warning", reason, message: message.to_owned() }
 }
 
-/// `16.6 GiB`, one decimal.
-#[expect(clippy::cast_precision_loss, reason = "for a person, to one decimal")]
+/// Formats a size as `16.6 GiB`, with one decimal.
+#[expect(clippy::cast_precision_loss, reason = "for display, with one decimal")]
 fn human_size(bytes: u64) -> String {
     let units = [(1_u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.iter().find(|(unit, _)| bytes >= *unit) {

@@ -15,7 +15,7 @@ fn image(id: &str, size_bytes: u64, first_detected: i64, last_used: Option<i64>)
     }
 }
 
-/// Runs a collection as `plan` does: removals of `stubborn` fail, what is freed is the size.
+/// Runs a collection as `plan` does: removals of `stubborn` fail, a removal frees the image's size.
 fn run(
     policy: &ImageGcPolicy,
     mode: CollectionMode,
@@ -44,7 +44,7 @@ fn fs(capacity_bytes: u64, available_bytes: u64) -> FsUsage {
     FsUsage { capacity_bytes, available_bytes }
 }
 
-/// On a filesystem of 100 bytes, 90 of them used, with thresholds 85 and 80: which of the images go?
+/// Checks which images are removed on a filesystem of 100 bytes, 90 of them used, with thresholds 85 and 80.
 fn check(images: &[ImageRecord], in_use: &[&str], expectation: &[&str]) {
     let outcome =
         run(&policy(85, 80, 60, 0), CollectionMode::Policy { began: None }, images, in_use, &[], fs(100, 10));
@@ -157,8 +157,8 @@ fn a_filesystem_without_capacity_is_an_event() {
 }
 
 #[test]
-fn with_nothing_left_to_free_the_first_image_still_goes() {
-    // 84.1 % used counts as 85 %, which is the low threshold and more than is really used.
+fn with_nothing_left_to_free_the_first_image_is_still_removed() {
+    // 84.1 % used counts as 85 %, which equals the low threshold and exceeds the real usage.
     let outcome = run(
         &policy(85, 85, 0, 0),
         CollectionMode::Policy { began: None },
@@ -173,7 +173,7 @@ fn with_nothing_left_to_free_the_first_image_still_goes() {
 }
 
 #[test]
-fn past_the_maximum_age_images_go_whatever_their_youth_and_the_disk() {
+fn images_past_the_maximum_age_are_removed_regardless_of_youth_and_disk() {
     let images =
         [image("unused", 1, 0, None), image("old", 1, -9, Some(-101)), image("just", 1, -9, Some(-100))];
     let go = |began| {
@@ -186,19 +186,19 @@ fn past_the_maximum_age_images_go_whatever_their_youth_and_the_disk() {
 }
 
 #[test]
-fn an_agent_that_has_just_started_lets_no_image_go_for_its_age() {
+fn a_freshly_started_agent_removes_no_image_for_its_age() {
     let seconds = Duration::from_secs;
     let began =
         |max_age, up| policy(85, 80, 60, max_age).began(Some(at(-900)), seconds(up), seconds(300), at(0));
     assert_eq!(began(1000, 300), Some(at(0)));
     assert_eq!(began(1000, 301), Some(at(-900)));
-    // Where images go younger than that, so long is patience enough.
+    // A maximum age shorter than the period bounds the delay.
     assert_eq!(began(100, 100), Some(at(0)));
     assert_eq!(began(100, 101), Some(at(-900)));
 }
 
 #[test]
-fn a_failed_removal_for_age_ends_the_run_before_the_disk_is_looked_at() {
+fn a_failed_removal_for_age_ends_the_run_before_the_disk_is_measured() {
     let images = [image("stuck", 1, -999, None), image("b", 1, -99, None)];
     let outcome = run(
         &policy(85, 80, 0, 100),
@@ -210,7 +210,7 @@ fn a_failed_removal_for_age_ends_the_run_before_the_disk_is_looked_at() {
     );
     assert_eq!(outcome.removed, ["b"]);
     assert_eq!(outcome.usage_percent, None);
-    assert!(outcome.error.unwrap().contains("older than 1m40s"));
+    assert!(outcome.error.unwrap().contains("longer than 1m40s"));
 }
 
 #[test]
@@ -222,8 +222,8 @@ fn all_unused_means_all_but_the_young() {
 }
 
 #[test]
-fn what_is_measured_counts_up_to_the_sizes() {
-    // The run has 10 to free; the runtime says less of these images than they had.
+fn measured_bytes_count_up_to_the_sizes() {
+    // The run must free 10; the runtime reports smaller sizes than removal frees.
     let images = [image("a", 1, -99, None), image("b", 1, -90, None), image("c", 1, -80, None)];
     let none = HashSet::<&str>::new();
     let mut run =
@@ -238,14 +238,14 @@ fn what_is_measured_counts_up_to_the_sizes() {
 }
 
 #[test]
-fn a_writer_beside_it_costs_no_more_images_than_the_kubelet_would_remove() {
+fn a_concurrent_writer_costs_no_more_images_than_the_kubelet_would_remove() {
     let images = [image("a", 6, -99, None), image("b", 6, -90, None), image("c", 6, -80, None)];
     let none = HashSet::<&str>::new();
     let mut run =
         Collection::new(&policy(85, 80, 0, 0), CollectionMode::Policy { began: None }, at(0), &images, &none);
     run.step();
     run.measured(fs(100, 10));
-    // Each removal frees 6, and somebody writes as much meanwhile.
+    // Each removal frees 6, and a writer fills the same amount at the same time.
     for id in ["a", "b"] {
         assert!(matches!(run.step(), CollectionStep::Remove(image, _) if image.id == id));
         run.removed(0);
@@ -315,8 +315,8 @@ proptest! {
         }
         let outcome = run.outcome();
         prop_assert!(outcome.removed.iter().all(|id| !stuck.contains(id)));
-        // Once more on what is left, with the freed space free: nothing more goes than did not fit the first
-        // time.
+        // A second run on the remaining images, with the freed space free, removes only images that did not
+        // fit the first time.
         let left: Vec<ImageRecord> = images.iter().filter(|i| !outcome.removed.contains(&i.id)).cloned().collect();
         if all {
             let stubborn: Vec<&str> = stuck.iter().map(String::as_str).collect();
@@ -343,7 +343,7 @@ fn ages_are_what_they_were_after_the_clock_was_set() {
     check(0, 5, [-90, -60, 0]);
     check(3600, 3605, [3510, 3540, 3600]);
     check(-3600, -3595, [-3690, -3660, -3600]);
-    // It was set back while nobody looked.
+    // The clock was set back while the agent was down.
     check(0, -70, [-90, -70, -70]);
     check(i64::MAX, 5, [5, 5, 5]);
 }

@@ -1,4 +1,4 @@
-//! Which images and dead containers the node removes, and which pods may use a pulled image.
+//! Garbage collection of images and dead containers, and pods' access to pulled images.
 
 pub mod containers;
 pub mod credentials;

@@ -1,30 +1,29 @@
-//! What a request to the kubelet's server asks for, in the words of the API's authorization: a verb on a
-//! subresource of `nodes`.
+//! The rights that a request to the kubelet's server needs, in the terms of the API's authorization: a verb
+//! on a subresource of `nodes`.
 //!
-//! Source: `NodeRequestAttributes` in pkg/kubelet/server/auth.go, with the subresources of KEP-2862. In one
-//! point this is stricter: a command, an attachment, a forwarded port and a checkpoint are always `create`,
-//! also where a WebSocket asks for them by GET. Otherwise the right to read `nodes/proxy` would be the right
-//! to run commands.
+//! Source: `NodeRequestAttributes` in pkg/kubelet/server/auth.go, with the subresources of KEP-2862. Stricter
+//! in one point: exec, attach, port-forward and checkpoint always need `create`, also if a WebSocket requests
+//! them by GET. Otherwise the right to read `nodes/proxy` would be the right to run commands.
 
-/// A right to be asked for.
+/// A right that a request needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Access {
-    /// `get`, `create`, …; empty for a method that the API knows no verb for.
+    /// `get`, `create`, …; empty for a method without a verb in the API.
     pub verb: &'static str,
     /// The subresource of `nodes`: `proxy`, `stats`, `metrics`, …
     pub subresource: &'static str,
 }
 
-/// Pages with a subresource of their own. Whoever has the one right or `proxy` may read them.
+/// Pages with a subresource of their own, which either that right or `proxy` opens.
 const FINE: [(&str, &str); 4] =
     [("/pods", "pods"), ("/healthz", "healthz"), ("/configz", "configz"), ("/runningpods", "pods")];
-/// Pages with a subresource that stands for itself.
+/// Pages that only their own subresource opens.
 const COARSE: [(&str, &str); 4] =
     [("/stats", "stats"), ("/metrics", "metrics"), ("/logs", "log"), ("/checkpoint", "checkpoint")];
-/// What acts on a container whatever the method is.
+/// Pages that act on a container regardless of the method.
 const ACTS: [&str; 5] = ["/exec", "/attach", "/portForward", "/run", "/checkpoint"];
 
-/// The rights of which one is enough for `method` on `path`, in the order in which they are asked for.
+/// Returns the rights for `method` on `path`, in the order of the checks; any one of them is enough.
 #[must_use]
 pub fn access(method: &str, path: &str) -> Vec<Access> {
     let acts = ACTS.iter().any(|page| is_at(path, page));
@@ -48,19 +47,19 @@ pub fn access(method: &str, path: &str) -> Vec<Access> {
     subresources.into_iter().map(|subresource| Access { verb, subresource }).collect()
 }
 
-/// The path is the page, or below it.
+/// Returns true if the path is the page, or below it.
 fn is_at(path: &str, page: &str) -> bool {
     path.strip_prefix(page).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
-/// The page's name in metrics: the first part of a path that is served, `other` for all else, so that nobody
-/// can make up series by asking.
+/// Returns the page's name in metrics: the first part of a served path, or `other`, so that clients cannot
+/// create series through requests.
 #[must_use]
 pub fn page(path: &str) -> &'static str {
     PAGES.iter().copied().find(|page| is_at(path, &format!("/{page}"))).unwrap_or("other")
 }
 
-/// The longer ones first.
+/// Longer names first.
 const PAGES: [&str; 18] = [
     "healthz",
     "pods",
@@ -82,7 +81,7 @@ const PAGES: [&str; 18] = [
     "debug",
 ];
 
-/// Returns true if a request to the page may take as long as it likes, as the kubelet's metrics have it.
+/// Returns true if a request to the page may take any time, as in the kubelet's metrics.
 #[must_use]
 pub fn is_long_running(page: &str) -> bool {
     matches!(page, "containerLogs" | "exec" | "attach" | "portForward" | "run")
@@ -135,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_have_names_of_a_closed_list() {
+    fn page_names_come_from_a_closed_list() {
         let check = |path: &str, expected: &str| assert_eq!(page(path), expected, "{path}");
         check("/metrics", "metrics");
         check("/metrics/cadvisor", "metrics/cadvisor");

@@ -7,13 +7,14 @@ use core::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use k8s_openapi::api::core::v1::PodStatus;
 
-/// Which family comes first: that of the first address that was configured, `::` and `0.0.0.0` included.
+/// Returns true if the first configured address is IPv6, `::` included: that address decides which family
+/// comes first.
 #[must_use]
 pub fn is_ipv6_first(configured: &[IpAddr]) -> bool {
     configured.first().is_some_and(IpAddr::is_ipv6)
 }
 
-/// The addresses that were configured; none if they are to be found by the routing table.
+/// Returns the configured addresses; empty if the routing table must yield them.
 #[must_use]
 pub fn configured(all: &[IpAddr]) -> Vec<IpAddr> {
     let mut named: Vec<IpAddr> = all.iter().copied().filter(|ip| !ip.is_unspecified()).collect();
@@ -21,8 +22,8 @@ pub fn configured(all: &[IpAddr]) -> Vec<IpAddr> {
     named
 }
 
-/// Where the routing table is asked for the way to, in this order: addresses for documentation (RFC 5737,
-/// RFC 3849), never the node's own.
+/// Destinations for routing lookups, in this order: addresses for documentation (RFC 5737, RFC 3849), never
+/// the node's own.
 #[must_use]
 pub fn destinations(is_ipv6_first: bool) -> [IpAddr; 2] {
     let v4 = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1));
@@ -30,7 +31,7 @@ pub fn destinations(is_ipv6_first: bool) -> [IpAddr; 2] {
     if is_ipv6_first { [v6, v4] } else { [v4, v6] }
 }
 
-/// Returns true if others may reach the node there.
+/// Returns true if other machines may reach the node at the address.
 #[must_use]
 pub fn is_reachable(address: IpAddr) -> bool {
     let is_local = match address {
@@ -40,16 +41,17 @@ pub fn is_reachable(address: IpAddr) -> bool {
     !(address.is_unspecified() || address.is_loopback() || address.is_multicast() || is_local)
 }
 
-/// A pod's addresses of all that the runtime told: the first of each family, the node's family first.
+/// Returns a pod's addresses among all that the runtime reported: the first of each family, the node's family
+/// first.
 #[must_use]
-pub fn sort_pod_ips(told: &[String], is_ipv6_first: bool) -> Vec<String> {
-    let parsed: Vec<IpAddr> = told.iter().filter_map(|text| text.parse().ok()).collect();
+pub fn sort_pod_ips(reported: &[String], is_ipv6_first: bool) -> Vec<String> {
+    let parsed: Vec<IpAddr> = reported.iter().filter_map(|text| text.parse().ok()).collect();
     let first = |v6: bool| parsed.iter().find(|ip| ip.is_ipv6() == v6).map(ToString::to_string);
     [first(is_ipv6_first), first(!is_ipv6_first)].into_iter().flatten().collect()
 }
 
-/// The addresses of a pod on the node's network. They stay what they were, whatever becomes of the node's;
-/// the second one may come later.
+/// Returns the addresses of a pod on the node's network. They stay the same even if the node's change; the
+/// second one may be added later.
 #[must_use]
 pub fn host_network_ips(node: &[IpAddr], before: Option<&PodStatus>) -> Vec<String> {
     let before = before.iter().flat_map(|status| status.pod_ips.iter().flatten());
@@ -76,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_configured_counts_unless_it_only_names_a_family() {
+    fn configured_addresses_count_unless_they_only_name_a_family() {
         let check = |all: &str, named: &str, v6_first: bool| {
             let all = ips(all);
             assert_eq!((configured(&all), is_ipv6_first(&all)), (ips(named), v6_first), "{all:?}");
@@ -90,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn loopback_and_the_like_are_no_address_of_the_node() {
+    fn loopback_and_similar_addresses_are_not_the_nodes() {
         let check = |ip: &str, expected| assert_eq!(is_reachable(ip.parse().unwrap()), expected, "{ip}");
         check("10.0.0.1", true);
         check("fd00::1", true);

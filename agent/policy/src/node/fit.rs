@@ -1,8 +1,9 @@
-//! Is this the node that a pod asks for: by selector, affinity, name, taints, and the labels of its system?
+//! Checks whether a pod belongs on this node: by selector, affinity, name, taints, and the operating system's
+//! label.
 //!
-//! The questions are the kubelet's at admission (`pkg/kubelet/lifecycle/predicate.go`), the answers the
-//! scheduler's (`nodeaffinity`, `nodename`, `tainttoleration`). Of taints only `NoExecute` counts here: what
-//! may merely not be scheduled was scheduled already. Must never look at other pods.
+//! The checks are the kubelet's at admission (`pkg/kubelet/lifecycle/predicate.go`), their rules the
+//! scheduler's (`nodeaffinity`, `nodename`, `tainttoleration`). Of taints only `NoExecute` counts here:
+//! `NoSchedule` concerns pods not yet scheduled. Must never consider other pods.
 
 use std::collections::BTreeMap;
 
@@ -13,43 +14,43 @@ use k8s_openapi::api::core::v1::{
 use crate::resources::critical::{is_mirror, is_static};
 
 const OS_LABEL: &str = "kubernetes.io/os";
-/// This agent runs on no other system.
+/// The only operating system of this agent.
 const OS: &str = "linux";
-/// The effect that ends pods which are on the node already.
+/// The effect that evicts pods already on the node.
 const NO_EXECUTE: &str = "NoExecute";
-/// The only field of a node that an affinity may name.
+/// The only node field that an affinity may name.
 const NAME_FIELD: &str = "metadata.name";
 
-/// A node, as far as pods may choose it.
+/// The part of a node that pods may select by.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct NodeView {
-    /// Its name.
+    /// The node's name.
     pub name: String,
-    /// Its labels, as the API server has them.
+    /// The node's labels on the API server.
     pub labels: BTreeMap<String, String>,
-    /// Its taints.
+    /// The node's taints.
     pub taints: Vec<Taint>,
-    /// Its runtime can give processes exactly the groups that are asked for.
+    /// True if the runtime can give processes exactly the requested groups.
     pub strict_groups: bool,
 }
 
-/// Why a pod doesn't belong on the node.
+/// A reason why a pod does not belong on the node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Misfit {
-    /// It asks for another system by label.
+    /// The pod's label selector names another operating system.
     OsLabel,
-    /// Its groups must be exactly those that it names, and the runtime can't do that.
+    /// The pod requires exactly its listed groups, which the runtime does not support.
     StrictGroups,
-    /// Its nodeSelector or its required affinity names other nodes.
+    /// The pod's nodeSelector or required affinity names other nodes.
     Affinity,
-    /// It is bound to another node.
+    /// The pod is bound to another node.
     Name,
-    /// It doesn't tolerate a taint.
+    /// The pod does not tolerate a taint.
     Taint,
 }
 
 impl Misfit {
-    /// The pod's `status.reason`, in the kubelet's word.
+    /// Returns the pod's `status.reason`, the kubelet's own.
     #[must_use]
     pub fn reason(self) -> &'static str {
         match self {
@@ -61,7 +62,7 @@ impl Misfit {
         }
     }
 
-    /// A sentence, the kubelet's.
+    /// Returns the kubelet's message.
     #[must_use]
     pub fn message(self) -> &'static str {
         match self {
@@ -78,7 +79,7 @@ impl Misfit {
     }
 }
 
-/// The reason why `pod` doesn't belong on `node`: the first one in the kubelet's order.
+/// Returns the reason why `pod` does not belong on `node`: the first one in the kubelet's order.
 #[must_use]
 pub fn misfit(pod: &Pod, node: &NodeView) -> Option<Misfit> {
     let spec = pod.spec.as_ref()?;
@@ -110,13 +111,14 @@ fn required_affinity(spec: &PodSpec, node: &NodeView) -> bool {
     required.is_none_or(|required| selects(required, node))
 }
 
-/// Returns true if a selector means this node. Any of its terms will do; one without terms means none.
+/// Returns true if a selector matches this node: any of its terms does. A selector without terms matches no
+/// node.
 #[must_use]
 pub fn selects(selector: &NodeSelector, node: &NodeView) -> bool {
     selector.node_selector_terms.iter().any(|term| matches(term, node))
 }
 
-/// All of a term's requirements; a term without any matches nothing.
+/// Returns true if all of a term's requirements hold; a term without any matches nothing.
 fn matches(term: &NodeSelectorTerm, node: &NodeView) -> bool {
     let labels = term.match_expressions.as_deref().unwrap_or_default();
     let fields = term.match_fields.as_deref().unwrap_or_default();
@@ -125,8 +127,7 @@ fn matches(term: &NodeSelectorTerm, node: &NodeView) -> bool {
         && fields.iter().all(|one| one.key == NAME_FIELD && fulfilled(one, Some(&node.name)))
 }
 
-/// Returns true if a label's value is what is required. An operator that nobody knows requires the
-/// impossible.
+/// Returns true if a label's value meets the requirement. An unknown operator is never met.
 fn fulfilled(required: &NodeSelectorRequirement, value: Option<&str>) -> bool {
     let values = required.values.as_deref().unwrap_or_default();
     let listed = || value.is_some_and(|value| values.iter().any(|one| one == value));
@@ -143,7 +144,7 @@ fn fulfilled(required: &NodeSelectorRequirement, value: Option<&str>) -> bool {
     }
 }
 
-/// The first taint that ends pods and that the pod doesn't tolerate.
+/// Returns the first evicting taint that the pod does not tolerate.
 fn untolerated<'n>(spec: &PodSpec, node: &'n NodeView) -> Option<&'n Taint> {
     let tolerations = spec.tolerations.as_deref().unwrap_or_default();
     let mut ending = node.taints.iter().filter(|taint| taint.effect == NO_EXECUTE);
@@ -234,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_bound_elsewhere_is_not_ours() {
+    fn a_pod_bound_to_another_node_does_not_fit() {
         check(json!({"nodeName": "n1"}), None);
         check(json!({"nodeName": "n2"}), Some(Misfit::Name));
     }

@@ -1,10 +1,10 @@
-//! Labels that a kubelet may give its own Node (`ValidateKubeletFlags`, `kubeletapis.IsKubeletLabel`): of the
-//! project's own names only a few, so that a node can't attract pods that are meant for others.
-//! NodeRestriction refuses the rest.
+//! Labels that a kubelet may set on its own Node (`ValidateKubeletFlags`, `kubeletapis.IsKubeletLabel`): only
+//! a few of the project's own names, so that a node cannot attract pods meant for others. NodeRestriction
+//! refuses the rest.
 
-/// Names in these domains are allowed as a whole.
+/// Domains whose names are all allowed.
 pub const PREFIXES: [&str; 2] = ["kubelet.kubernetes.io", "node.kubernetes.io"];
-/// Further names that are allowed.
+/// Further allowed names.
 pub const ALLOWED: [&str; 13] = [
     "beta.kubernetes.io/arch",
     "beta.kubernetes.io/instance-type",
@@ -21,7 +21,7 @@ pub const ALLOWED: [&str; 13] = [
     "failure-domain.kubernetes.io/zone",
 ];
 
-/// The label of this name may be set.
+/// Returns true if a kubelet may set the label of this name.
 #[must_use]
 pub fn may_be_set(name: &str) -> bool {
     let Some((domain, _)) = name.split_once('/') else { return true };
@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_the_projects_names_only_a_kubelets_may_be_set() {
+    fn only_a_kubelets_labels_may_be_set_of_the_projects_names() {
         for (name, expected) in [
             ("pool", true),
             ("example.com/pool", true),

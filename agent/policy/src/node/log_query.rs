@@ -1,21 +1,21 @@
-//! What a client may ask of the machine's logs (KEP-2258): a file of the log folder, or what services have
-//! told the journal. Everything a client names ends up as an argument of a program that runs as root: only
-//! what is known to be harmless gets that far.
+//! Queries for the machine's logs (KEP-2258): a file of the log folder, or services' lines in the journal.
+//! Every value that a client names becomes an argument of a program that runs as root: only values known to
+//! be harmless pass.
 //!
 //! Source: `nodeLogQuery` in pkg/kubelet/kubelet_server_journal.go.
 
 use jiff::Timestamp;
 
-/// Most services in one query, and most bytes of the name of one, and of a pattern.
+/// Maximum number of services in one query, and maximum bytes of a service's name and of a pattern.
 const SERVICES: usize = 4;
 const NAME: usize = 256;
 const PATTERN: usize = 1024;
-/// Most lines from the end.
+/// Maximum number of lines from the end.
 const LINES: u32 = 100_000;
-/// How lines may look.
+/// Output formats of journalctl that a query may select.
 const FORMATS: [&str; 7] =
     ["short-precise", "json", "short", "short-unix", "short-iso", "short-iso-precise", "cat"];
-/// Parameters that mean nothing for a file.
+/// Parameters that a file does not support.
 const OPTIONS: [&str; 11] = [
     "sinceTime",
     "untilTime",
@@ -33,37 +33,37 @@ const OPTIONS: [&str; 11] = [
 /// A query that may be answered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LogQuery {
-    /// A file, by its path below the folder of logs. Whether it is one is for the file system to say.
+    /// Path of a file below the log folder. Only the file system knows whether it exists.
     File(String),
-    /// What services told.
+    /// Journal lines of services.
     Services {
-        /// Their names.
+        /// The services' names.
         names: Vec<String>,
-        /// Options of journalctl that choose among their lines, with their values; none names a service.
+        /// Options of journalctl that select among their lines, with their values; none names a service.
         settings: Vec<(&'static str, String)>,
     },
 }
 
-/// Why a query is not answered: a sentence that names the parameter.
+/// The reason for refusing a query, with the parameter.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{parameter}: {why}")]
 pub struct LogQueryError {
     /// The parameter.
     pub parameter: &'static str,
-    /// What is wrong with it.
+    /// The problem with the parameter.
     pub why: String,
 }
 
-/// For `Err`: what is wrong with a parameter.
+/// Creates the error for a parameter.
 fn wrong(parameter: &'static str, why: impl Into<String>) -> LogQueryError {
     LogQueryError { parameter, why: why.into() }
 }
 
 impl LogQuery {
-    /// Reads a request's parameters. None: it asks for no query.
+    /// Reads a request's parameters. Returns `None` if the request contains no query.
     ///
     /// # Errors
-    /// A parameter is wrong, or asks for what may not be asked for.
+    /// A parameter is invalid, or requests more than a client may read.
     pub fn parse(pairs: &[(String, String)]) -> Result<Option<Self>, LogQueryError> {
         let asked: Vec<&str> = of(pairs, "query").chain(of(pairs, "unit")).collect();
         if asked.is_empty() {
@@ -73,10 +73,10 @@ impl LogQuery {
         let is_file = |name: &&str| name.contains(['/', '\\']);
         let (files, services): (Vec<&str>, Vec<&str>) = asked.into_iter().partition(is_file);
         match (&files[..], &services[..]) {
-            ([], []) => Err(wrong("query", "it names nothing")),
+            ([], []) => Err(wrong("query", "names no service or file")),
             ([file], []) => {
                 if let Some(option) = OPTIONS.iter().find(|option| of(pairs, option).next().is_some()) {
-                    return Err(wrong("query", format!("a file can't be asked for with {option}")));
+                    return Err(wrong("query", format!("a file query does not support `{option}`")));
                 }
                 Ok(Some(Self::File((*file).to_owned())))
             }
@@ -88,7 +88,7 @@ impl LogQuery {
                 let names = names.iter().map(|name| (*name).to_owned()).collect();
                 Ok(Some(Self::Services { names, settings: settings(pairs)? }))
             }
-            _ => Err(wrong("query", "one file, or services, and not both")),
+            _ => Err(wrong("query", "must name either one file or services")),
         }
     }
 }
@@ -97,12 +97,12 @@ fn of<'a>(pairs: &'a [(String, String)], name: &str) -> impl Iterator<Item = &'a
     pairs.iter().filter(move |(key, _)| key == name).map(|(_, value)| value.as_str())
 }
 
-/// A service's name has nothing that means something to anybody.
+/// Checks that a service's name has no special character.
 fn safe(name: &str) -> Result<(), LogQueryError> {
     let is_safe = |c: char| c.is_ascii_alphanumeric() || "-_.:@".contains(c);
     if name.len() > NAME || name.starts_with('-') || !name.chars().all(is_safe) {
         let shown: String = name.chars().take(64).collect();
-        return Err(wrong("query", format!("{shown:?} is no name of a service")));
+        return Err(wrong("query", format!("{shown:?} is not a service name")));
     }
     Ok(())
 }
@@ -117,7 +117,9 @@ fn settings(pairs: &[(String, String)]) -> Result<Vec<(&'static str, String)>, L
     for (flag, at, relative) in [("--since", since, "since"), ("--until", until, "until")] {
         let relative_time = value(relative).map(|text| ago(text, relative)).transpose()?;
         match (at, relative_time) {
-            (Some(_), Some(_)) => return Err(wrong(relative, format!("can't be with {relative}Time"))),
+            (Some(_), Some(_)) => {
+                return Err(wrong(relative, format!("cannot be combined with `{relative}Time`")));
+            }
             (Some(at), None) => all.push((flag, format!("@{}", at.as_second()))),
             (None, Some(text)) => all.push((flag, text)),
             (None, None) => {}
@@ -135,7 +137,7 @@ fn settings(pairs: &[(String, String)]) -> Result<Vec<(&'static str, String)>, L
     }
     if let Some(pattern) = value("pattern").or_else(|| value("grep")) {
         if pattern.len() > PATTERN || pattern.contains(char::is_control) {
-            return Err(wrong("pattern", "too long, or not of one line"));
+            return Err(wrong("pattern", format!("must be a single line of at most {PATTERN} bytes")));
         }
         let sensitive = match value("case-sensitive") {
             None | Some("false" | "0" | "f") => false,
@@ -153,10 +155,10 @@ fn settings(pairs: &[(String, String)]) -> Result<Vec<(&'static str, String)>, L
 }
 
 fn time(text: Option<&str>, name: &'static str) -> Result<Option<Timestamp>, LogQueryError> {
-    text.map(|text| text.parse().map_err(|_| wrong(name, "is no time as of RFC 3339"))).transpose()
+    text.map(|text| text.parse().map_err(|_| wrong(name, "must be an RFC 3339 time"))).transpose()
 }
 
-/// A number of seconds, minutes, hours or days, before now with a minus.
+/// Reads a number of seconds, minutes, hours or days; a leading minus means before now.
 fn ago(text: &str, name: &'static str) -> Result<String, LogQueryError> {
     let digits = text.trim_start_matches(['+', '-']);
     let count = digits.trim_end_matches(['s', 'm', 'h', 'd']);
@@ -180,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn services_and_what_is_asked_of_them_become_settings() {
+    fn services_and_their_options_become_settings() {
         let check = |query: &str, names: &[&str], expected: &str| {
             let Ok(Some(LogQuery::Services { names: found, settings })) = parse(query) else {
                 panic!("{query}: {:?}", parse(query));
@@ -206,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_one_and_alone() {
+    fn a_query_names_a_single_file_without_options() {
         assert_eq!(parse("query=/syslog"), Ok(Some(LogQuery::File("/syslog".to_owned()))));
         assert_eq!(parse("query=/../etc/shadow"), Ok(Some(LogQuery::File("/../etc/shadow".to_owned()))));
         for wrong in ["query=/a&query=/b", "query=/a&query=b", "query=/a&tailLines=5", "query=/a&pattern=x"] {
@@ -217,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_could_mean_something_to_somebody_is_refused() {
+    fn values_that_a_program_could_interpret_are_refused() {
         let long = format!("query={}", "a".repeat(NAME + 1));
         let pattern = format!("query=a&pattern={}", "x".repeat(PATTERN + 1));
         for wrong in [

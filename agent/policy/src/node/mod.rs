@@ -1,5 +1,5 @@
 //! The node as the API server sees it: its object, addresses, labels and conditions, the pods that fit on it,
-//! who may call it, the events it sends, and the order in which a shutdown ends its pods.
+//! access to its server, its events, and the order in which a shutdown terminates its pods.
 
 pub mod access;
 pub mod addresses;

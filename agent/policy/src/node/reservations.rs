@@ -1,7 +1,7 @@
-//! What of the node is kept from pods, and whether the machine has that much.
+//! Amounts of the node reserved from pods, compared with the machine's capacity.
 //!
 //! Source: `GetNodeAllocatableReservation` and `validateNodeAllocatable` in
-//! pkg/kubelet/cm/node_container_manager_linux.go: a kubelet does not start where a reservation exceeds the
+//! pkg/kubelet/cm/node_container_manager_linux.go: a kubelet does not start if a reservation exceeds the
 //! capacity. Resources that the machine does not count are not compared.
 
 use std::{collections::BTreeMap, fmt};
@@ -16,14 +16,14 @@ use crate::{
 /// Amounts by resource: cores, bytes or counts.
 type Amounts = BTreeMap<String, Quantity>;
 
-/// A resource of which more is reserved than the machine has.
+/// A resource whose reservations exceed the machine's capacity.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Excess {
     /// The resource.
     pub resource: String,
-    /// Amounts that are above zero, by the setting that reserves them.
+    /// Amounts above zero, by the setting that reserves them.
     pub reserved: Vec<(&'static str, Quantity)>,
-    /// What the machine has.
+    /// The machine's amount.
     pub capacity: Quantity,
 }
 
@@ -36,7 +36,7 @@ impl fmt::Display for Excess {
         let sum = self.reserved.iter().map(|(_, amount)| *amount).sum();
         write!(
             f,
-            "{} of {} are reserved ({}), and this machine has {}: nothing would be left for pods; lower {}",
+            "{} of {} are reserved ({}), and this machine has {}: nothing is left for pods; lower {}",
             text(sum),
             self.resource,
             amounts.join(", "),
@@ -46,7 +46,7 @@ impl fmt::Display for Excess {
     }
 }
 
-/// What hard eviction thresholds keep free, of the resources that pods request.
+/// Returns the amounts that hard eviction thresholds keep free, of the resources that pods request.
 #[must_use]
 pub fn hard_eviction(capacity: &Amounts, thresholds: &[Threshold]) -> Amounts {
     let mut kept = Amounts::new();
@@ -64,8 +64,8 @@ pub fn hard_eviction(capacity: &Amounts, thresholds: &[Threshold]) -> Amounts {
     kept
 }
 
-/// The resources of which `systemReserved`, `kubeReserved` and hard eviction thresholds together reserve more
-/// than `capacity` has.
+/// Returns the resources of which `systemReserved`, `kubeReserved` and hard eviction thresholds together
+/// reserve more than `capacity`.
 #[must_use]
 pub fn excesses(
     capacity: &Amounts,
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn more_reserved_than_the_machine_has_is_said_with_the_settings() {
+    fn an_excess_reservation_is_reported_with_its_settings() {
         let capacity =
             amounts(&[("cpu", "2"), ("ephemeral-storage", "10Gi"), ("memory", "8Gi"), ("pid", "100")]);
         let threshold = |signal, value: &str, grace| {
@@ -120,7 +120,7 @@ mod tests {
             &[],
             &[
                 "901Gi of memory are reserved (900Gi by systemReserved, 1Gi by evictionHard), and this machine has 8Gi: \
-               nothing would be left for pods; lower systemReserved or evictionHard",
+               nothing is left for pods; lower systemReserved or evictionHard",
             ],
         );
         check(
@@ -128,9 +128,9 @@ mod tests {
             &[("cpu", "501m"), ("pid", "51")],
             &[
                 "2001m of cpu are reserved (1500m by systemReserved, 501m by kubeReserved), and this machine has 2: \
-                 nothing would be left for pods; lower systemReserved or kubeReserved",
+                 nothing is left for pods; lower systemReserved or kubeReserved",
                 "101 of pid are reserved (50 by systemReserved, 51 by kubeReserved), and this machine has 100: \
-                 nothing would be left for pods; lower systemReserved or kubeReserved",
+                 nothing is left for pods; lower systemReserved or kubeReserved",
             ],
         );
         check(
@@ -138,7 +138,7 @@ mod tests {
             &[],
             &[
                 "10241Mi of ephemeral-storage are reserved (9217Mi by systemReserved, 1Gi by evictionHard), and this \
-               machine has 10Gi: nothing would be left for pods; lower systemReserved or evictionHard",
+               machine has 10Gi: nothing is left for pods; lower systemReserved or evictionHard",
             ],
         );
     }

@@ -1,49 +1,49 @@
-//! The graceful end of a node: which pods go when, and how long each may take (KEP-2000, KEP-2712;
+//! Graceful node shutdown: order and grace periods of the pods' termination (KEP-2000, KEP-2712;
 //! `pkg/kubelet/nodeshutdown/nodeshutdown_manager.go` of the kubelet).
 
 use std::time::Duration;
 
 use crate::resources::critical::SYSTEM_CRITICAL_PRIORITY;
 
-/// What the node needs after the pods' time: a pod that used all of its own still has volumes to give
-/// back and a status to be written. The kubelet asks for nothing more, and loses both
-/// (kubernetes/kubernetes 110755, 112443).
+/// Time that the node needs after the pods' periods: a pod that used all of its own must still release its
+/// volumes, and its status must be written. The kubelet has no margin, and loses both (kubernetes/kubernetes
+/// 110755, 112443).
 pub const MARGIN: Duration = Duration::from_secs(10);
-/// What of the longest delay is left to the machine: the lock is given back before it is taken away.
+/// Part of the longest delay left to the machine: the agent releases the lock before logind breaks it.
 const RESERVE: Duration = Duration::from_millis(500);
 
-/// The time for pods from one priority on, up to the next one's.
+/// The period for pods from one priority up to the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Period {
-    /// The least priority.
+    /// Minimum priority.
     pub priority: i32,
-    /// How long these pods may take.
+    /// Maximum time for these pods.
     pub grace: Duration,
 }
 
-/// All periods, by priority from low to high. None: pods get nothing, and the machine doesn't wait for them.
+/// All periods, by ascending priority. Without any, pods get no time, and the machine does not wait for them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Periods(Vec<Period>);
 
-/// Pods that end together, and how long they may take.
+/// Pods terminated together, and the time for them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Group<T> {
-    /// From the configuration.
+    /// The configured period.
     pub period: Period,
-    /// Never empty.
+    /// The pods; never empty.
     pub pods: Vec<T>,
 }
 
 impl Periods {
-    /// Periods in any order.
+    /// Creates the set from periods in any order.
     #[must_use]
     pub fn new(mut periods: Vec<Period>) -> Self {
         periods.sort_by_key(|period| period.priority);
         Self(periods)
     }
 
-    /// `shutdownGracePeriod`, of whose end `shutdownGracePeriodCriticalPods` belongs to critical pods
-    /// alone. In whole seconds, as from the kubelet (`migrateConfig`).
+    /// Returns the periods for `shutdownGracePeriod`, whose last part `shutdownGracePeriodCriticalPods`
+    /// belongs to critical pods alone. In whole seconds, as in the kubelet (`migrateConfig`).
     #[must_use]
     pub fn of_totals(total: Duration, critical: Duration) -> Self {
         if total.is_zero() {
@@ -57,33 +57,33 @@ impl Periods {
         ])
     }
 
-    /// Whether the machine doesn't wait for pods at all.
+    /// Returns true if the machine does not wait for pods at all.
     #[must_use]
     pub fn is_off(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// From low to high.
+    /// Returns the periods, by ascending priority.
     #[must_use]
     pub fn all(&self) -> &[Period] {
         &self.0
     }
 
-    /// What all pods may take together.
+    /// Returns the total time of all periods.
     #[must_use]
     pub fn total(&self) -> Duration {
         self.0.iter().map(|period| period.grace).sum()
     }
 
-    /// How long logind has to let a shutdown be delayed.
+    /// Returns the shutdown delay that logind must allow.
     #[must_use]
     pub fn needed_delay(&self) -> Duration {
         self.total() + MARGIN
     }
 
-    /// The pods by when they go, each with its priority. A pod belongs to the period with the highest
-    /// priority that is not above its own; one that is below all to the lowest (`groupByPriority`).
-    /// Groups without pods take no time.
+    /// Groups pods, each given with its priority, in the order of termination. A pod belongs to the period
+    /// with the highest priority not above its own; a pod below all belongs to the lowest
+    /// (`groupByPriority`). Groups without pods take no time.
     #[must_use]
     pub fn groups<T>(&self, pods: impl IntoIterator<Item = (T, i32)>) -> Vec<Group<T>> {
         let mut groups: Vec<Group<T>> =
@@ -99,13 +99,13 @@ impl Periods {
     }
 }
 
-/// What a pod of a group gets: its own grace period, but no more than the group has.
+/// Returns a pod's time: its own grace period, limited to the group's.
 #[must_use]
 pub fn grace(own: Duration, group: Duration) -> Duration {
     own.min(group)
 }
 
-/// How long after the beginning of the shutdown the lock is given back at the latest, where logind waits for
+/// Returns the latest time after the beginning of a shutdown for releasing the lock, if logind waits for
 /// `longest_delay`.
 #[must_use]
 pub fn latest_release(longest_delay: Duration) -> Duration {
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_go_with_the_period_that_is_not_above_them_from_low_to_high() {
+    fn pods_terminate_with_the_highest_period_not_above_them() {
         // The KEP's example, in another order.
         let all = periods(&[(100_000, 10), (0, 60), (10_000, 20), (2_000_000_000, 5)]);
         let check = |priorities: &[i32], expected: &[(i32, &[i32])]| {
@@ -159,7 +159,7 @@ mod tests {
             &[(0, &[0]), (100_000, &[100_000]), (2_000_000_000, &[i32::MAX, 2_000_000_000])],
         );
         assert!(Periods::default().groups([((), 0)]).is_empty());
-        // Without a period of 0 the lowest one has what is below it.
+        // Without a period of 0, the lowest period includes the pods below it.
         let high = periods(&[(1000, 1), (2000, 2)]);
         assert_eq!(high.groups([("low", 5)])[0].period.priority, 1000);
     }
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn the_lock_is_given_back_before_it_is_taken_away() {
+    fn the_lock_is_released_before_logind_breaks_it() {
         assert_eq!(latest_release(seconds(40)), Duration::from_millis(39_500));
         assert_eq!(latest_release(seconds(1)), Duration::from_millis(900));
         assert_eq!(latest_release(seconds(0)), seconds(0));

@@ -1,16 +1,16 @@
-//! When a service account's token is asked for anew: well before it ends, and never much older than a day
+//! Renewal of service account tokens: well before a token expires, and at most a day after its issue
 //! (kubelet: `pkg/kubelet/token/token_manager.go`, `requiresRefresh`).
 
 use std::time::Duration;
 
-/// No token is used for longer, however long it would be valid.
+/// Maximum age of a token in use, regardless of its validity.
 const OLDEST: Duration = Duration::from_secs(24 * 60 * 60);
-/// Of a token's lifetime, in percent, after which it is asked for anew.
+/// Percentage of a token's lifetime after which it is renewed.
 const USED_PERCENT: u32 = 80;
 
-/// The age at which a token that lives for `lifetime` is asked for anew. `chance`, 0 to 255,
-/// spreads the tokens of a node over the last tenth of that time, so that those which were issued together
-/// are not renewed together.
+/// Returns the age at which a token that lives for `lifetime` is renewed. `chance`, 0 to 255, spreads the
+/// tokens of a node over the last tenth of that time, so that tokens issued together are not renewed
+/// together.
 #[must_use]
 pub fn renew_after(lifetime: Duration, chance: u8) -> Duration {
     let latest = (lifetime / 100 * USED_PERCENT).min(OLDEST);
@@ -31,7 +31,7 @@ mod tests {
         check(3600, 255, 2592);
         check(600, 0, 480);
         check(0, 0, 0);
-        // A year: at least once per day all the same.
+        // A lifetime of a year still means a renewal per day.
         check(365 * 86_400, 0, 86_400);
     }
 }

@@ -1,33 +1,33 @@
-//! Files of variables (KEP-3721): `NAME='value'`, a strict part of what a shell reads, as the kubelet's
-//! `ParseEnv` takes it.
+//! Files of variables (KEP-3721): `NAME='value'`, a strict subset of shell syntax, as the kubelet's
+//! `ParseEnv` accepts it.
 //!
-//! Values stand in single quotes, may go over several lines, and mean what they say: nothing is escaped or
-//! expanded. A comment may follow. A variable with blanks between `=` and the quote is empty.
+//! Values stand in single quotes, may span several lines, and are literal: nothing is escaped or expanded. A
+//! comment may follow. A variable with blanks between `=` and the quote is empty.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Why a file of variables can't be read: which line, and what of it.
+/// A syntax error in a file of variables.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {what}")]
 pub struct EnvFileError {
-    /// Counted from 1.
+    /// Line number, from 1.
     pub line: usize,
-    /// What is wrong.
+    /// The error.
     pub what: &'static str,
 }
 
-/// The values that a file has for some variables. Read once for all of them: a container may ask one file for
-/// thousands.
+/// A file's values for some variables, read once for all of them: a container may request thousands from one
+/// file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EnvFile {
-    /// Of each variable that was asked for and is there, the first value; None if that is empty.
+    /// First value of each requested variable that the file has; `None` if the value is empty.
     values: BTreeMap<String, Option<String>>,
-    /// The first line that is no variable.
+    /// The first invalid line.
     broken: Option<EnvFileError>,
 }
 
 impl EnvFile {
-    /// Reads the variables called as in `wanted`.
+    /// Reads the variables named in `wanted`.
     #[must_use]
     pub fn read(text: &str, wanted: &BTreeSet<&str>) -> Self {
         let mut file = Self { values: BTreeMap::new(), broken: None };
@@ -48,11 +48,11 @@ impl EnvFile {
         file
     }
 
-    /// The value of the first variable called `key`, which was among those wanted; None if there is none, or
-    /// an empty one. What comes after it doesn't count.
+    /// Returns the value of the first variable named `key`, which must be among those wanted; `None` for a
+    /// missing or an empty one. Lines after it do not count.
     ///
     /// # Errors
-    /// The first line that is no variable, up to the one that is asked for.
+    /// The first invalid line before the variable.
     pub fn value(&self, key: &str) -> Result<Option<&str>, &EnvFileError> {
         match (self.values.get(key), &self.broken) {
             (Some(value), _) => Ok(value.as_deref()),
@@ -62,7 +62,7 @@ impl EnvFile {
     }
 }
 
-/// The variable that begins in a line, if one does; its value may be lines away. None for the value where
+/// Reads the variable that begins in a line, if any; its value may span further lines. The value is `None` if
 /// blanks follow the `=`.
 fn variable<'t>(
     line: &'t str,
@@ -72,18 +72,18 @@ fn variable<'t>(
     if line.is_empty() || line.starts_with('#') {
         return Ok(None);
     }
-    let (name, rest) = line.split_once('=').ok_or("there is no '='")?;
+    let (name, rest) = line.split_once('=').ok_or("missing '='")?;
     if name.is_empty() || name.ends_with([' ', '\t']) {
-        return Err("the name of a variable must stand right before '='");
+        return Err("the variable's name must be directly before '='");
     }
     if rest.starts_with([' ', '\t']) {
         return Ok(Some((name, None)));
     }
-    let first = rest.strip_prefix('\'').ok_or("a value must stand in single quotes")?;
+    let first = rest.strip_prefix('\'').ok_or("the value must be in single quotes")?;
     Ok(Some((name, Some(quoted(first, lines)?))))
 }
 
-/// A value to its closing quote, which may be lines away.
+/// Reads a value up to its closing quote, which may be on a later line.
 fn quoted<'t>(
     first: &'t str,
     lines: &mut impl Iterator<Item = (usize, &'t str)>,
@@ -94,11 +94,11 @@ fn quoted<'t>(
             value.push_str(end);
             let after = after.trim_start_matches([' ', '\t']);
             let is_over = after.is_empty() || after.starts_with('#');
-            return if is_over { Ok(value) } else { Err("something follows the closing quote") };
+            return if is_over { Ok(value) } else { Err("unexpected text after the closing quote") };
         }
         value.push_str(line);
         value.push('\n');
-        line = lines.next().ok_or("the quote is not closed")?.1;
+        line = lines.next().ok_or("missing closing quote")?.1;
     }
 }
 
@@ -120,7 +120,7 @@ mod tests {
         check("A= '1'\nA='2'", Ok(None));
         check("B='1'", Ok(None));
         check("", Ok(None));
-        // What stands behind the variable is not read.
+        // Text after the variable is not read.
         check("A='1'\nnonsense", Ok(Some("1")));
         check("nonsense\nA='1'", Err(1));
         check("B='1'\nA =2", Err(2));
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_has_all_variables_that_it_is_asked_for_up_to_its_first_broken_line() {
+    fn a_file_has_all_wanted_variables_up_to_its_first_invalid_line() {
         let file = EnvFile::read("A='1'\nB='2'\nC=' 3'\nnonsense\nD='4'", &["A", "C", "D"].into());
         assert_eq!((file.value("A"), file.value("C")), (Ok(Some("1")), Ok(Some(" 3"))));
         assert_eq!(file.value("D").map_err(|error| error.line), Err(4));

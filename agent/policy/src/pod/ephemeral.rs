@@ -1,5 +1,5 @@
-//! Ephemeral containers: those that are added to a pod while it runs, to look at it from inside (KEP-277).
-//! Each is started once, and counts neither for the pod's readiness nor for its phase.
+//! Ephemeral containers: containers added to a running pod to inspect it from inside (KEP-277). Each starts
+//! once, and affects neither the pod's readiness nor its phase.
 
 use std::time::Duration;
 
@@ -7,8 +7,8 @@ use k8s_openapi::api::core::v1::{Container as ContainerSpec, EphemeralContainer,
 
 use super::{ContainerState, Decision};
 
-/// A pod's ephemeral containers, as far as they are like others: what they may not have (probes, ports,
-/// hooks, amounts) is left out, whatever the object says.
+/// Returns a pod's ephemeral containers in the form of regular ones, without the fields that they must not
+/// have (probes, ports, hooks, resources), even if the object sets them.
 pub fn ephemeral_containers(spec: &PodSpec) -> Vec<ContainerSpec> {
     spec.ephemeral_containers.iter().flatten().map(as_container).collect()
 }
@@ -36,7 +36,7 @@ fn as_container(spec: &EphemeralContainer) -> ContainerSpec {
 }
 
 impl Decision<'_> {
-    /// Starts those that never ran, before initialization is over too (the kubelet's computePodActions).
+    /// Starts those that never ran, also during initialization (the kubelet's computePodActions).
     pub(super) fn start_ephemeral(&mut self) {
         let spec = self.spec;
         for name in spec.ephemeral_containers.iter().flatten().map(|container| container.name.as_str()) {

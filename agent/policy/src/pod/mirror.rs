@@ -1,9 +1,10 @@
-//! Mirror pods: the API server's image of static pods, so that they can be seen, counted and asked for logs.
+//! Mirror pods: the API server's image of static pods, so that clients can see and count them and read their
+//! logs.
 //!
-//! A mirror is made for each static pod, says whose it is by annotations, and belongs to the Node object. It
-//! is made anew where it no longer shows its pod, and goes with it (kubelet:
-//! `pkg/kubelet/pod/mirror_client.go`, `pkg/kubelet/kubelet.go`, `tryReconcileMirrorPods`). Deleting it
-//! doesn't end the pod.
+//! Every static pod gets a mirror that names the pod in annotations and belongs to the Node object. The agent
+//! replaces a mirror that no longer shows its pod, and deletes it with its pod (kubelet:
+//! `pkg/kubelet/pod/mirror_client.go`, `pkg/kubelet/kubelet.go`, `tryReconcileMirrorPods`). Deleting a mirror
+//! does not end the pod.
 
 use std::collections::BTreeMap;
 
@@ -12,13 +13,15 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference},
 };
 
-/// On a mirror: the hash of the pod that it shows.
+use crate::probe::settings;
+
+/// Annotation of a mirror: the hash of its pod.
 pub const MIRROR: &str = "kubernetes.io/config.mirror";
-/// On a static pod and its mirror: what the manifest said, as a hash.
+/// Annotation of a static pod and its mirror: a hash of the manifest.
 pub const HASH: &str = "kubernetes.io/config.hash";
-/// When the manifest was first seen.
+/// Annotation with the time at which the manifest was first seen.
 pub const SEEN: &str = "kubernetes.io/config.seen";
-/// Where a pod comes from.
+/// Annotation with the source of a pod.
 pub const SOURCE: &str = "kubernetes.io/config.source";
 /// The value of [`SOURCE`] for a static manifest.
 pub const FILE: &str = "file";
@@ -29,20 +32,20 @@ pub type Name = (String, String);
 /// The node that owns the mirrors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owner {
-    /// Its name.
+    /// The Node's name.
     pub name: String,
     /// The UID of its Node object.
     pub uid: String,
 }
 
-/// What to do next about one mirror.
+/// The next step for a mirror.
 #[derive(Clone, Debug, PartialEq)]
 pub enum MirrorStep {
-    /// There is none yet.
+    /// Create a missing mirror.
     Create(Box<Pod>),
-    /// It shows a pod that isn't there, or not so: it goes at once, by its UID.
+    /// Delete a mirror that shows an outdated or missing pod, at once and by its UID.
     Delete {
-        /// Which.
+        /// The mirror's name.
         name: Name,
         /// The mirror's own UID, not the pod's.
         uid: String,
@@ -55,7 +58,7 @@ pub fn is_mirror(pod: &Pod) -> bool {
     annotation(pod, MIRROR).is_some()
 }
 
-/// Returns true if `mirror` shows `pod` as it is now.
+/// Returns true if `mirror` shows the current `pod`.
 #[must_use]
 pub fn shows(mirror: &Pod, pod: &Pod) -> bool {
     mirror.metadata.deletion_timestamp.is_none()
@@ -63,8 +66,8 @@ pub fn shows(mirror: &Pod, pod: &Pod) -> bool {
         && annotation(mirror, MIRROR) == annotation(pod, HASH)
 }
 
-/// The steps that make `mirrors` show `pods`, the static pods of the node. A mirror that must go goes first:
-/// its successor has its name.
+/// Returns the steps that make `mirrors` show `pods`, the node's static pods. An outdated mirror is deleted
+/// first: its successor has the same name.
 #[must_use]
 pub fn steps(pods: &BTreeMap<Name, &Pod>, mirrors: &BTreeMap<Name, &Pod>, owner: &Owner) -> Vec<MirrorStep> {
     let mut steps = Vec::new();
@@ -79,11 +82,11 @@ pub fn steps(pods: &BTreeMap<Name, &Pod>, mirrors: &BTreeMap<Name, &Pod>, owner:
     steps
 }
 
-/// The mirror of a static pod. What only this node understands stays here.
+/// Returns the mirror of a static pod, without the annotations that only this node understands.
 pub(crate) fn mirror_of(pod: &Pod, owner: &Owner) -> Pod {
     let hash = annotation(pod, HASH).unwrap_or_default().to_owned();
     let mut annotations = pod.metadata.annotations.clone().unwrap_or_default();
-    annotations.retain(|key, _| !key.starts_with("beelet.dev/"));
+    annotations.retain(|key, _| !key.starts_with("beelet.dev/") || key == settings::POD_ANNOTATION);
     annotations.insert(SOURCE.to_owned(), FILE.to_owned());
     annotations.insert(MIRROR.to_owned(), hash);
     let node = OwnerReference {
@@ -110,7 +113,7 @@ pub(crate) fn mirror_of(pod: &Pod, owner: &Owner) -> Pod {
     }
 }
 
-/// A pod's namespace and name.
+/// Returns a pod's namespace and name.
 #[must_use]
 pub fn name_of(pod: &Pod) -> Name {
     let namespace = pod.metadata.namespace.clone().unwrap_or_else(|| "default".to_owned());
@@ -131,14 +134,14 @@ mod tests {
         Owner { name: "n1".to_owned(), uid: "node-uid".to_owned() }
     }
 
-    /// A static pod, as `name hash`.
+    /// Creates a static pod from `name hash`.
     fn pod(text: &str) -> Pod {
         let (name, hash) = text.split_once(' ').unwrap();
         of(json!({"name": name, "namespace": "kube-system", "uid": hash, "labels": {"tier": "x"},
             "annotations": {HASH: hash, SEEN: "2026-01-01T00:00:00Z", "beelet.dev/manifest": "/m/a.yaml"}}))
     }
 
-    /// A mirror, as `name hash`, with `-` in front if it is being deleted.
+    /// Creates a mirror from `name hash`, with `-` in front if it is being deleted.
     fn mirror(text: &str) -> Pod {
         let mut mirror = mirror_of(&pod(text.trim_start_matches('-')), &owner());
         mirror.metadata.uid = Some(format!("mirror-{}", text.trim_start_matches('-')));
@@ -154,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mirror_is_made_kept_made_anew_and_taken_away() {
+    fn a_mirror_is_created_kept_replaced_and_deleted() {
         let check = |pods: &[&str], mirrors: &[&str], expected: &[&str]| {
             let pods: Vec<Pod> = pods.iter().map(|text| pod(text)).collect();
             let mirrors: Vec<Pod> = mirrors.iter().map(|text| mirror(text)).collect();
@@ -181,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mirror_says_whose_it_is() {
+    fn a_mirror_names_its_pod() {
         let mirror = mirror("a 7");
         let annotations = mirror.metadata.annotations.as_ref().unwrap();
         let keys: Vec<&str> = annotations.keys().map(String::as_str).collect();

@@ -1,11 +1,11 @@
-//! What to do next for one pod: which sandbox and containers to create, start, stop or remove, given
-//! the pod's spec and what the runtime has of it.
+//! The next actions for one pod: sandboxes and containers to create, start, stop or remove, given the pod's
+//! spec and the runtime's state.
 //!
-//! The decision is repeated whenever something changed, and each time looks at the whole: nothing is
-//! remembered between two decisions but what the runtime itself keeps (attempts, exit codes, the delay
-//! a container was started with). So an agent that was killed between any two actions goes on where
-//! it stopped. The order of containers follows KEP-753 (sidecars); the restart delays are the
-//! kubelet's (10 s doubling to 300 s, forgotten after 10 minutes).
+//! The decision is repeated after every change, and each time considers the whole pod: no state survives
+//! between two decisions except the runtime's own (attempts, exit codes, the delay before a container's
+//! start). So an agent that was killed between any two actions continues at the same point. The order of
+//! containers follows KEP-753 (sidecars); the restart delays are the kubelet's (10 s doubling to 300 s, reset
+//! after 10 minutes).
 
 #[allow(clippy::arithmetic_side_effects)] // lengths and places in texts that are in memory
 pub mod api_status;
@@ -43,7 +43,7 @@ pub use restart::{Tally, init_restarts, is_sidecar, phase, restart_delay, restar
 pub use round::{Round, may_restart_all};
 pub use start_retry::{StartFailure, start_pause};
 
-/// What the runtime has of one pod.
+/// The runtime's state of one pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Observed {
     /// All sandboxes, in any order.
@@ -57,9 +57,9 @@ pub struct Observed {
 pub struct Sandbox {
     /// The runtime's identifier.
     pub id: String,
-    /// Which of the pod's sandboxes it is, counted from 0.
+    /// Index of the sandbox among the pod's, from 0.
     pub attempt: u32,
-    /// Whether the runtime calls it ready: its namespaces and its network exist.
+    /// True if the runtime reports the sandbox as ready: its namespaces and its network exist.
     pub ready: bool,
 }
 
@@ -70,95 +70,95 @@ pub struct Container {
     pub id: String,
     /// The name in the pod's spec.
     pub name: String,
-    /// How many times the container had been started before: its restart count.
+    /// Number of earlier starts of the container: its restart count.
     pub attempt: u32,
-    /// The sandbox it belongs to.
+    /// The sandbox of the container.
     pub sandbox_id: String,
-    /// What it does.
+    /// The container's state.
     pub state: ContainerState,
-    /// The delay it was started with, from which the next one follows.
+    /// Delay before the container's start; the next delay follows from it.
     pub restart_delay: Duration,
-    /// How often all containers of the pod had been restarted together before.
+    /// Number of earlier restarts of all containers of the pod together.
     pub round: u32,
 }
 
-/// What a container does.
+/// A container's state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ContainerState {
     /// Created but never started.
     Created,
     /// Running since `started_at`.
     Running {
-        /// When it was started.
+        /// Start time.
         started_at: Timestamp,
     },
     /// Ended.
     Exited {
-        /// The exit code of its first process.
+        /// Exit code of the container's first process.
         exit_code: i32,
-        /// When it was started; absent if it never was.
+        /// Start time; `None` if the container never started.
         started_at: Option<Timestamp>,
-        /// When it ended.
+        /// End time.
         finished_at: Timestamp,
     },
-    /// The runtime doesn't know. It is stopped and started anew.
+    /// Unknown to the runtime. The container is stopped and replaced.
     Unknown,
 }
 
-/// What probes and hooks say of the pod's running containers, by the runtime's container identifiers.
+/// Results of probes and hooks for the pod's running containers, by the runtime's container identifiers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verdicts {
     /// Containers whose startup probe succeeded, or that have none.
     pub started: BTreeSet<String>,
-    /// Containers whose postStart hook is done. Those without one needn't be here.
+    /// Containers whose postStart hook has finished. Those without a hook may be missing.
     pub hooked: BTreeSet<String>,
-    /// Containers that a failed liveness or startup probe, or a failed postStart hook, condemned, or that are
-    /// not what the pod asks for any more. The latter are started anew whatever code they end with.
+    /// Containers condemned by a failed liveness or startup probe or a failed postStart hook, or that no
+    /// longer match the pod's spec. The latter are restarted regardless of their exit code.
     pub condemned: BTreeMap<String, KillReason>,
-    /// Containers that somebody asked to be started again: their restart delay counts as over, and the next
-    /// one begins from nothing.
+    /// Containers whose restart was requested: their restart delay counts as over, and the next one starts
+    /// from zero.
     pub hurried: BTreeSet<String>,
-    /// How containers count as ended, by name, should the runtime have lost all that it knew of them: those
-    /// that ran were killed for all that is known. Those that never ran aren't here.
+    /// Exit codes to assume, by container name, if the runtime has lost a container: those that ran may have
+    /// been killed. Those that never ran are missing.
     pub last_codes: BTreeMap<String, i32>,
 }
 
-/// The exit code of a container of which nobody knows how it ended (the kubelet's ContainerStatusUnknown).
+/// Exit code of a container whose end is unknown (the kubelet's ContainerStatusUnknown).
 pub const UNKNOWN_EXIT: i32 = 137;
 
-/// Why a container is stopped.
+/// The reason for stopping a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum KillReason {
-    /// Its liveness probe failed.
+    /// The liveness probe failed.
     Liveness,
-    /// Its startup probe failed.
+    /// The startup probe failed.
     Startup,
-    /// The runtime doesn't know its state.
+    /// The runtime does not know the container's state.
     Unknown,
-    /// Its postStart hook failed.
+    /// The postStart hook failed.
     PostStartHook,
-    /// It was made from another definition than the pod has now.
+    /// The container was created from another definition than the pod's current one.
     Redefined,
-    /// A rule asks for a restart of all containers of the pod.
+    /// A rule requires a restart of all containers of the pod.
     RestartAll,
-    /// It gets other amounts of cpu or memory, which its resizePolicy has it restarted for.
+    /// The container gets other amounts of cpu or memory, and its resizePolicy requires a restart.
     Resized,
-    /// Somebody asked for it.
+    /// A user requested the restart.
     Requested,
 }
 
 impl KillReason {
-    /// Whether a container that is stopped for it is started again, unless its restart policy is Never.
+    /// Returns true if a container stopped for this reason is restarted, unless its restart policy is Never.
     pub fn is_for_a_restart(self) -> bool {
         matches!(self, Self::Liveness | Self::Startup | Self::Requested)
     }
 
-    /// Whether a probe condemned the container.
+    /// Returns true if a probe condemned the container.
     pub fn is_of_probe(self) -> bool {
         matches!(self, Self::Liveness | Self::Startup)
     }
 
-    /// The words that follow the container's name in an event; the kubelet's.
+    /// Returns the text that follows the container's name in an event; the kubelet's.
     pub fn message(self) -> &'static str {
         match self {
             Self::Liveness => "failed liveness probe, will be restarted",
@@ -180,7 +180,7 @@ pub struct Kill {
     pub id: String,
     /// The name in the pod's spec.
     pub name: String,
-    /// Why.
+    /// The reason.
     pub reason: KillReason,
 }
 
@@ -189,35 +189,36 @@ pub struct Kill {
 pub struct Start {
     /// The name in the pod's spec.
     pub name: String,
-    /// The restart count it gets.
+    /// Restart count of the new container.
     pub attempt: u32,
-    /// The delay that went before it, to be kept with the container.
+    /// Delay before this start, to be stored with the container.
     pub restart_delay: Duration,
-    /// A container that was created for this attempt but not started yet.
+    /// Id of a container that was created for this attempt but not started yet.
     pub created: Option<String>,
-    /// The round it is of, to be kept with the container.
+    /// Round of the container, to be stored with it.
     pub round: u32,
 }
 
-/// Why a container isn't running though it should.
+/// The back-off of a container that should run but does not yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Backoff {
-    /// The whole delay.
+    /// The full delay.
     pub delay: Duration,
-    /// When it is over.
+    /// End of the delay.
     pub until: Moment,
 }
 
-/// How a pod that has nothing more to do ended.
+/// The outcome of a pod that has nothing left to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// Every container ended with exit code 0.
     Succeeded,
-    /// At least one did not.
+    /// At least one container ended with another exit code.
     Failed,
 }
 
-/// A postStart hook to run in a container that runs already: the agent ended before it knew how the hook did.
+/// A postStart hook to run in a container that is already running: the agent stopped before it knew the
+/// hook's result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hook {
     /// The runtime's identifier of the container.
@@ -226,40 +227,40 @@ pub struct Hook {
     pub name: String,
 }
 
-/// What to do now, in this order: kill, stop sandboxes, create a sandbox, remove, run hooks, start.
+/// The actions to take now, in this order: kill, stop sandboxes, create a sandbox, remove, run hooks, start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Actions {
     /// Containers to stop.
     pub kill: Vec<Kill>,
-    /// Sandboxes to stop with all that runs in them; they stay listed.
+    /// Sandboxes to stop with all their running containers; they stay listed.
     pub stop_sandboxes: Vec<String>,
-    /// The attempt number of the sandbox to create. Nothing is started before it runs.
+    /// Attempt number of the sandbox to create. No container starts before it runs.
     pub create_sandbox: Option<u32>,
-    /// Dead containers that nobody needs any more.
+    /// Dead containers that are no longer needed.
     pub remove_containers: Vec<String>,
     /// Stopped sandboxes without containers.
     pub remove_sandboxes: Vec<String>,
-    /// Hooks to run before anything is started.
+    /// Hooks to run before any start.
     pub post_start: Vec<Hook>,
-    /// Containers to start, one after the other: one with a postStart hook holds the later ones back until it
-    /// is done.
+    /// Containers to start, one after the other: one with a postStart hook delays the later ones until the
+    /// hook has finished.
     pub start: Vec<Start>,
     /// Containers that wait for their restart delay to pass.
     pub backoff: BTreeMap<String, Backoff>,
-    /// Set once the pod has nothing more to do.
+    /// Set once the pod has nothing left to do.
     pub outcome: Option<Outcome>,
-    /// Set once nothing of a pod with an outcome runs: its volumes and its cgroup are nobody's any more.
-    /// Harmless to repeat.
+    /// Set once no container of a pod with an outcome runs: its volumes and its cgroup can be released.
+    /// Repeating the release is harmless.
     pub release: bool,
 }
 
 impl Actions {
-    /// Returns true if there is nothing to do before something changes or [`Actions::wake_at`] comes.
+    /// Returns true if there is nothing to do before a change or [`Actions::wake_at`].
     pub fn is_idle(&self) -> bool {
         self.only_makes() && self.create_sandbox.is_none() && self.start.is_empty()
     }
 
-    /// Returns true if all that there is to do is to make a sandbox or containers.
+    /// Returns true if the only actions are the creation of a sandbox or of containers.
     pub fn only_makes(&self) -> bool {
         self.kill.is_empty()
             && self.stop_sandboxes.is_empty()
@@ -268,29 +269,28 @@ impl Actions {
             && self.post_start.is_empty()
     }
 
-    /// The time to decide again though nothing changed.
+    /// Returns the time for the next decision in the absence of changes.
     pub fn wake_at(&self) -> Option<Moment> {
         self.backoff.values().map(|b| b.until).min()
     }
 }
 
-/// The time that the pod may be active, by its activeDeadlineSeconds.
+/// Returns the time for which the pod may be active, from its activeDeadlineSeconds.
 pub fn active_limit(spec: &PodSpec) -> Option<Duration> {
     spec.active_deadline_seconds.filter(|seconds| *seconds >= 0).map(bounds::seconds)
 }
 
-/// When containers ended, by the runtime's identifiers, and what time it is: on one clock, which nobody sets.
-/// The runtime's own times are the wall's, and a delay that is measured by them lasts hours where that clock
-/// is set back.
+/// End times of containers by the runtime's identifiers, and the current time, on a monotonic clock. The
+/// runtime uses wall time, and a delay measured by wall time would last hours after the clock is set back.
 #[derive(Clone, Copy, Debug)]
 pub struct Times<'a> {
-    /// When containers ended. One that isn't here ends now.
+    /// End times of containers. A missing one ends now.
     pub ended: &'a BTreeMap<String, Moment>,
     /// The time of the decision.
     pub now: Moment,
 }
 
-/// Decides what to do next for `pod`. `max_restart_delay` is the longest time a crashing container waits.
+/// Decides the next actions for `pod`. `max_restart_delay` is the maximum delay of a crashing container.
 pub fn actions(
     pod: &Pod,
     observed: &Observed,
@@ -319,16 +319,16 @@ pub fn actions(
     decision.actions
 }
 
-/// One decision in the making.
+/// A decision in the making.
 struct Decision<'a> {
     spec: &'a PodSpec,
     observed: &'a Observed,
     verdicts: &'a Verdicts,
     times: Times<'a>,
     max_restart_delay: Duration,
-    /// The sandbox that containers run in, or none if a new one is needed.
+    /// The sandbox that containers run in; `None` if a new one is needed.
     current: Option<&'a Sandbox>,
-    /// The newest container of each name, in any sandbox: it has the restart count.
+    /// The newest container of each name, in any sandbox: it holds the restart count.
     newest: BTreeMap<&'a str, &'a Container>,
     round: Round,
     actions: Actions,
@@ -344,15 +344,14 @@ impl<'a> Decision<'a> {
         Self { spec, observed, verdicts, times, max_restart_delay, current, newest, round, actions }
     }
 
-    /// The container of this name in the sandbox and the round that count: attempts in earlier ones are
-    /// history.
+    /// Returns the container of this name in the current sandbox and round: earlier attempts are history.
     fn here(&self, name: &str) -> Option<&'a Container> {
         let current = self.current?;
         self.newest.get(name).copied().filter(|c| c.sandbox_id == current.id && !self.round.is_past(c))
     }
 
-    /// How the newest container of this name ended, if it has. What is started anew in any case has no end;
-    /// one that the runtime has lost has the end that is last known.
+    /// Returns the exit code of the newest container of this name, if it has ended. A container to be
+    /// replaced in any case has none; for one that the runtime has lost the last known code counts.
     fn exit_code(&self, name: &str) -> Option<i32> {
         let Some(newest) = self.newest.get(name) else {
             return self.verdicts.last_codes.get(name).copied();
@@ -364,13 +363,13 @@ impl<'a> Decision<'a> {
         }
     }
 
-    /// Returns true if a container was stopped for one that is as the pod asks for now.
+    /// Returns true if a container was stopped for a replacement that matches the pod's spec.
     fn is_outdated(&self, container: &Container) -> bool {
         let reason = self.verdicts.condemned.get(&container.id);
         matches!(reason, Some(KillReason::Redefined | KillReason::Resized))
     }
 
-    /// Whether a container is started again for the reason that it was stopped for.
+    /// Returns true if the reason for stopping a container requires its restart.
     fn comes_back(&self, container: &Container) -> bool {
         let reason = self.verdicts.condemned.get(&container.id);
         let mut own = self.spec.containers.iter().filter(|c| c.name == container.name);
@@ -382,7 +381,7 @@ impl<'a> Decision<'a> {
         self.spec.init_containers.as_deref().unwrap_or_default()
     }
 
-    /// Every sandbox but the current one is stopped as long as anything in it may still run.
+    /// Stops every sandbox but the current one while anything in it may still run.
     fn retire_old_sandboxes(&mut self) {
         for sandbox in &self.observed.sandboxes {
             if self.current.is_some_and(|c| c.id == sandbox.id) {
@@ -398,9 +397,8 @@ impl<'a> Decision<'a> {
         }
     }
 
-    /// Before there is a new sandbox the dead ones are stopped too, as by the kubelet
-    /// (killPodWithSyncResult): one whose processes the machine lost, by a reboot, holds its addresses until
-    /// then.
+    /// Stops dead sandboxes, too, before a new one exists, like the kubelet (killPodWithSyncResult): a
+    /// sandbox whose processes were lost in a reboot holds its addresses until then.
     fn stop_dead_sandboxes(&mut self) {
         let stopped = &mut self.actions.stop_sandboxes;
         for sandbox in &self.observed.sandboxes {
@@ -410,7 +408,7 @@ impl<'a> Decision<'a> {
         }
     }
 
-    /// How the pod ended, if it has.
+    /// Returns the pod's outcome, if it has ended.
     fn outcome(&self) -> Option<Outcome> {
         let outcome_of = |codes: &[Option<i32>]| {
             let all_zero = codes.iter().all(|code| *code == Some(0));
@@ -424,8 +422,7 @@ impl<'a> Decision<'a> {
         }
         let mut own = self.spec.containers.iter();
         let codes: Vec<Option<i32>> = own.clone().map(|c| self.exit_code(&c.name)).collect();
-        // A sandbox that died took its containers along; where none of them ever comes back, that was the
-        // pod's end.
+        // A dead sandbox took its containers along; if none of them is ever restarted, the pod has ended.
         let comes_back = own.any(|c| restart::ever_restarts(self.spec, c)) || may_restart_all(self.spec);
         if self.current.is_none() && !self.observed.containers.is_empty() && !comes_back {
             return Some(outcome_of(&codes));
@@ -437,8 +434,8 @@ impl<'a> Decision<'a> {
         all.then(|| outcome_of(&codes))
     }
 
-    /// A finished pod's sandbox stops, with the sidecars in it. Then the pod gives back what it has, but its
-    /// containers and their logs (the kubelet's `SyncTerminatedPod`).
+    /// Stops a finished pod's sandbox, with the sidecars in it. Then the pod releases its resources, except
+    /// its containers and their logs (the kubelet's `SyncTerminatedPod`).
     fn finish(&mut self, outcome: Outcome) {
         self.actions.outcome = Some(outcome);
         if let Some(current) = self.current {
@@ -465,7 +462,7 @@ impl<'a> Decision<'a> {
     }
 
     fn start_missing(&mut self) {
-        // Once one of the pod's own containers exists, initialization is over for this sandbox.
+        // Once any of the pod's own containers exists, this sandbox's initialization is over.
         let initialized = self.spec.containers.iter().any(|c| self.here(&c.name).is_some());
         for spec in self.init_containers() {
             let ready_for_next = if is_sidecar(spec) {
@@ -480,12 +477,12 @@ impl<'a> Decision<'a> {
         }
         for spec in &self.spec.containers {
             let again = |code| restarts(self.spec, spec, code);
-            // What has ended for good in an earlier sandbox is not run again in this one.
+            // A container that ended for good in an earlier sandbox does not run again in this one.
             if self.exit_code(&spec.name).is_none_or(again) {
                 self.keep_running(spec, again);
             }
-            // The kubelet starts containers one after the other, hooks included; users hold applications back
-            // until a proxy is up by that.
+            // The kubelet starts containers one after the other, hooks included; users rely on that to delay
+            // applications until a proxy is up.
             if self.waits_for_hook(spec) {
                 return;
             }
@@ -498,8 +495,8 @@ impl<'a> Decision<'a> {
         })
     }
 
-    /// Returns true if the container runs but its postStart hook isn't known to be done; asks for the hook
-    /// then.
+    /// Returns true if the container runs but its postStart hook is not known to have finished; requests the
+    /// hook in that case.
     fn waits_for_hook(&mut self, spec: &ContainerSpec) -> bool {
         if spec.lifecycle.as_ref().is_none_or(|lifecycle| lifecycle.post_start.is_none()) {
             return false;
@@ -515,19 +512,19 @@ impl<'a> Decision<'a> {
         true
     }
 
-    /// Starts an init container where needed; true once it has succeeded.
+    /// Starts an init container if needed; returns true once it has succeeded.
     fn run_to_completion(&mut self, spec: &ContainerSpec) -> bool {
         if let Some(ContainerState::Exited { exit_code: 0, .. }) = self.here(&spec.name).map(|c| &c.state) {
             return true;
         }
-        // One that failed for good made the pod's outcome before this is reached.
+        // An init container that failed for good has decided the pod's outcome before this line.
         self.keep_running(spec, |code| code != 0);
         false
     }
 
     fn keep_running(&mut self, spec: &ContainerSpec, restarts: impl Fn(i32) -> bool) {
         let Some(container) = self.here(&spec.name) else {
-            // The first in this sandbox, though it may have run in an earlier one.
+            // The first instance in this sandbox, though earlier sandboxes may have had one.
             let attempt = self.newest.get(spec.name.as_str()).map_or(0, |c| c.attempt.saturating_add(1));
             self.start(&spec.name, attempt, self.first_delay(&spec.name), None);
             return;
@@ -539,7 +536,7 @@ impl<'a> Decision<'a> {
                 self.start(&spec.name, container.attempt, container.restart_delay, created);
             }
             ContainerState::Exited { .. } if self.is_outdated(container) => {
-                // How often another image crashed says nothing of this one.
+                // Crashes of another image must not delay this one.
                 let delay = match self.verdicts.condemned.get(&container.id) {
                     Some(KillReason::Redefined) => Duration::ZERO,
                     _ => container.restart_delay,
@@ -562,7 +559,7 @@ impl<'a> Decision<'a> {
         }
     }
 
-    /// The delay before a container that has ended is started again, and when it is over.
+    /// Returns the delay before an ended container restarts, and its end.
     fn delay_after(&self, container: &Container) -> Option<(Duration, Moment)> {
         let ContainerState::Exited { started_at, finished_at, .. } = container.state else { return None };
         let ran = started_at.map_or(Duration::ZERO, |s| elapsed(s, finished_at));
@@ -578,10 +575,10 @@ impl<'a> Decision<'a> {
         self.times.ended.get(&container.id).copied().unwrap_or(self.times.now)
     }
 
-    /// Returns true if a container that a probe had stopped is replaced at once: the kubelet stops the one
-    /// and starts the other in one step, and counts the delay from the end that it knows then, which is the
-    /// one before (doBackOff). Without any there is no delay. Where that one isn't over, a later step looks,
-    /// and counts from this one's end.
+    /// Returns true if a container stopped by a probe is replaced at once: the kubelet stops the old
+    /// container and starts the new one in one step, and counts the delay from the latest end known at that
+    /// time, which is the previous one's (doBackOff). Without a previous end the delay is zero. If that delay
+    /// has not passed, a later step decides, and counts from this container's end.
     fn waits_for_nothing(&self, container: &Container, ended: Moment, delay: Duration) -> bool {
         let reason = self.verdicts.condemned.get(&container.id);
         if !matches!(reason, Some(KillReason::Liveness | KillReason::Startup)) {
@@ -601,8 +598,8 @@ impl<'a> Decision<'a> {
         self.actions.start.push(Start { name: name.to_owned(), attempt, restart_delay, created, round });
     }
 
-    /// Of each name the newest container stays, and the newest dead one before it (it is the status's
-    /// `lastState`). Containers that were created in a sandbox or a round of the past never run.
+    /// Removes dead containers except the newest of each name and the newest dead one before it (the status's
+    /// `lastState`). Containers created in an earlier sandbox or round never run.
     fn remove_dead(&mut self) {
         let mut kept_dead: BTreeMap<&str, (u32, &str)> = BTreeMap::new();
         for c in &self.observed.containers {
@@ -628,7 +625,7 @@ impl<'a> Decision<'a> {
         for sandbox in &self.observed.sandboxes {
             let needed = sandbox.ready
                 || kept.iter().any(|c| c.sandbox_id == sandbox.id)
-                // Its attempt number is all that tells how many there were.
+                // The attempt number is the only record of the number of sandboxes.
                 || (keeps_last && last.is_some_and(|l| l.id == sandbox.id));
             if !needed && !self.actions.stop_sandboxes.contains(&sandbox.id) {
                 self.actions.remove_sandboxes.push(sandbox.id.clone());
@@ -637,7 +634,7 @@ impl<'a> Decision<'a> {
     }
 }
 
-/// The newest container of each name.
+/// Returns the newest container of each name.
 fn newest(observed: &Observed) -> BTreeMap<&str, &Container> {
     let mut newest: BTreeMap<&str, &Container> = BTreeMap::new();
     for container in &observed.containers {

@@ -1,8 +1,8 @@
-//! What a pod refers to by name: the objects that must be here before it runs, and are kept current while it
-//! does.
+//! Objects that a pod refers to by name: they must be present before the pod runs, and are kept current while
+//! it does.
 //!
-//! Everything that the Node authorizer lets a node read follows from these references; nothing else may be
-//! asked for.
+//! The Node authorizer derives from these references everything that a node may read; the agent must never
+//! request anything else.
 
 use std::collections::BTreeSet;
 
@@ -23,7 +23,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// As it is written.
+    /// Returns the kind's name.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -33,18 +33,18 @@ impl Kind {
     }
 }
 
-/// An object by its name.
+/// The identity of an object.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Reference {
-    /// Its kind.
+    /// The object's kind.
     pub kind: Kind,
     /// The pod's own namespace: references never leave it.
     pub namespace: String,
-    /// Its name.
+    /// The object's name.
     pub name: String,
 }
 
-/// A token of the pod's service account that a volume asks for.
+/// A token of the pod's service account that a volume requests.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TokenReference {
     /// The pod's namespace.
@@ -53,19 +53,19 @@ pub struct TokenReference {
     pub service_account: String,
     /// The pod that the token is bound to.
     pub pod: String,
-    /// That pod's UID.
+    /// The pod's UID.
     pub uid: String,
     /// The audience; empty for the API server itself.
     pub audience: String,
-    /// For how many seconds it is wanted.
+    /// Requested lifetime in seconds.
     pub expiration_seconds: i64,
 }
 
-/// For how long a token is wanted where nobody says.
+/// Default lifetime of a token.
 const TOKEN_SECONDS: i64 = 3600;
 
-/// The objects that a pod refers to. One that can have no such name is none of them: it is missing, and is
-/// never asked for.
+/// Returns the objects that a pod refers to, without those whose names are invalid: these count as missing
+/// and are never requested.
 #[must_use]
 pub fn of(pod: &Pod) -> BTreeSet<Reference> {
     let mut found = Found { namespace: namespace(pod), references: BTreeSet::new() };
@@ -83,7 +83,7 @@ pub fn of(pod: &Pod) -> BTreeSet<Reference> {
     found.references
 }
 
-/// The tokens that a pod's volumes ask for.
+/// Returns the tokens that a pod's volumes request.
 #[must_use]
 pub fn tokens(pod: &Pod) -> BTreeSet<TokenReference> {
     let Some(spec) = &pod.spec else { return BTreeSet::new() };
@@ -93,7 +93,7 @@ pub fn tokens(pod: &Pod) -> BTreeSet<TokenReference> {
     wanted.map(|source| token(pod, source)).collect()
 }
 
-/// The first volume of a pod that a token is for.
+/// Returns the first volume of a pod that requests this token.
 #[must_use]
 pub fn volume_of_token<'a>(pod: &'a Pod, of: &TokenReference) -> Option<&'a str> {
     let asks = |source: &ProjectedVolumeSource| {
@@ -112,7 +112,7 @@ pub fn wants_trust_bundles(pod: &Pod) -> bool {
     projections.any(|projection| projection.cluster_trust_bundle.is_some())
 }
 
-/// The token that a projection of a pod's volume asks for.
+/// Returns the token that a projection of a pod's volume requests.
 #[must_use]
 pub fn token(pod: &Pod, source: &ServiceAccountTokenProjection) -> TokenReference {
     let account = pod.spec.as_ref().and_then(|spec| spec.service_account_name.clone());
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_of_the_pods_account_for_whom_they_are_asked() {
+    fn tokens_belong_to_the_pods_account_and_the_requested_audience() {
         let source = |token: Value| json!({"sources": [{"serviceAccountToken": token}]});
         let spec = json!({
             "serviceAccountName": "robot", "containers": [],

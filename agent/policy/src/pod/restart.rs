@@ -1,30 +1,30 @@
-//! Whether a container that ended is started again, and when: restart policies of pods and of single
-//! containers (KEP-753 for sidecars, KEP-5307 for rules by exit code), and the delays between restarts.
+//! Restarts of ended containers: restart policies of pods and of single containers (KEP-753 for sidecars,
+//! KEP-5307 for rules by exit code), and the delays between restarts.
 
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Container as ContainerSpec, ContainerRestartRule, PodSpec};
 
-/// The delay before a container's second restart; the first one is immediate.
+/// Delay before a container's second restart; the first one is immediate.
 pub(crate) const RESTART_DELAY_INITIAL: Duration = Duration::from_secs(10);
-/// No restart waits longer than this, unless the node's configuration says otherwise.
+/// Maximum delay of a restart, unless the node's configuration sets another.
 pub(crate) const RESTART_DELAY_MAX: Duration = Duration::from_secs(300);
-/// A container that ran this long has its earlier crashes forgotten.
+/// Running time after which a container's earlier crashes are forgotten.
 pub(crate) const RESTART_DELAY_RESET: Duration = Duration::from_secs(600);
 
 /// A restartPolicy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RestartPolicy {
-    /// Whenever a container ends.
+    /// Restart after any end.
     Always,
-    /// When it ends with an exit code other than 0.
+    /// Restart after an exit code other than 0.
     OnFailure,
-    /// Not at all.
+    /// Never restart.
     Never,
 }
 
 impl RestartPolicy {
-    /// The policy of a pod's spec. Anything that isn't `OnFailure` or `Never` counts as the default,
+    /// Returns the policy of a pod's spec. Any value other than `OnFailure` or `Never` counts as the default,
     /// `Always`.
     pub(crate) fn of(spec: &PodSpec) -> Self {
         Self::parse(spec.restart_policy.as_deref())
@@ -47,28 +47,28 @@ impl RestartPolicy {
     }
 }
 
-/// The action of a rule that restarts all containers of a pod, not just the one that ended.
+/// The action of a rule that restarts all containers of a pod.
 pub(super) const RESTART_ALL: &str = "RestartAllContainers";
 
-/// Returns true if an init container is a sidecar: started in order, but kept running beside the pod's
+/// Returns true if an init container is a sidecar: started in order, but kept running with the pod's
 /// containers.
 pub fn is_sidecar(container: &ContainerSpec) -> bool {
     container.restart_policy.as_deref() == Some("Always")
 }
 
-/// Returns true if `container`, one of the pod's own or a sidecar, is started again after it ended with
-/// `exit_code`: by the first of its rules that fits, else by its own policy, else by the pod's.
+/// Returns true if `container`, one of the pod's own or a sidecar, is restarted after it ended with
+/// `exit_code`: by its first matching rule, else by its own policy, else by the pod's.
 pub fn restarts(spec: &PodSpec, container: &ContainerSpec, exit_code: i32) -> bool {
     let Some(own) = container.restart_policy.as_deref() else {
         return RestartPolicy::of(spec).restarts(exit_code);
     };
-    // Whatever its action is, the container itself is restarted.
+    // A rule with any action restarts the container itself.
     rule(container, exit_code).is_some() || RestartPolicy::parse(Some(own)).restarts(exit_code)
 }
 
-/// Returns true if a container, one of the pod's own or a sidecar, is started again after it was stopped for
-/// a failed probe or on request, whatever code it ended with: the kubelet stops it and starts the next one in
-/// one go. Rules don't count: they are about how a container ends by itself (computePodActions).
+/// Returns true if a container, one of the pod's own or a sidecar, is restarted after a stop for a failed
+/// probe or on request, regardless of its exit code: the kubelet stops it and starts the next one in one
+/// step. Rules do not apply: they concern containers that end by themselves (computePodActions).
 pub fn restarts_when_killed(spec: &PodSpec, container: &ContainerSpec) -> bool {
     let policy = match container.restart_policy.as_deref() {
         Some(own) => RestartPolicy::parse(Some(own)),
@@ -77,18 +77,19 @@ pub fn restarts_when_killed(spec: &PodSpec, container: &ContainerSpec) -> bool {
     policy != RestartPolicy::Never
 }
 
-/// The first of a container's rules that fits how it ended. Rules without a policy of its own have no effect.
+/// Returns the first of a container's rules that matches its exit code. Rules without a policy of the
+/// container's own have no effect.
 pub(super) fn rule(container: &ContainerSpec, exit_code: i32) -> Option<&ContainerRestartRule> {
     container.restart_policy.as_ref()?;
     container.restart_policy_rules.iter().flatten().find(|rule| fits(rule, exit_code))
 }
 
-/// The same for an init container that must run to its end: one that succeeded is never started again.
+/// Returns true if an init container, which must run to its end, is restarted; a successful one never is.
 pub fn init_restarts(spec: &PodSpec, container: &ContainerSpec, exit_code: i32) -> bool {
     exit_code != 0 && restarts(spec, container, exit_code)
 }
 
-/// Returns true if there is any way to end after which the container would be started again.
+/// Returns true if the container would be restarted after at least one kind of end.
 pub(super) fn ever_restarts(spec: &PodSpec, container: &ContainerSpec) -> bool {
     let ruled = container.restart_policy.is_some()
         && container.restart_policy_rules.as_ref().is_some_and(|rules| !rules.is_empty());
@@ -105,8 +106,8 @@ fn fits(rule: &ContainerRestartRule, exit_code: i32) -> bool {
     }
 }
 
-/// The delay before the restart of a container that was started after `previous` and ran for `ran`.
-/// `attempt` is the restart count of the container that ended, `max` the longest delay.
+/// Returns the delay before the restart of a container that was started after `previous` and ran for `ran`.
+/// `attempt` is the restart count of the ended container, `max` the maximum delay.
 pub fn restart_delay(attempt: u32, previous: Duration, ran: Duration, max: Duration) -> Duration {
     if attempt == 0 || ran >= RESTART_DELAY_RESET {
         Duration::ZERO
@@ -117,26 +118,26 @@ pub fn restart_delay(attempt: u32, previous: Duration, ran: Duration, max: Durat
     }
 }
 
-/// How many of a pod's containers are in which state; what its phase follows from.
+/// Counts of a pod's containers by state, which determine its phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Init containers that have not done their part yet.
+    /// Init containers that have not finished yet.
     pub init_pending: usize,
-    /// An init container failed that is not started again, and no sidecar is left that would have to end.
+    /// True if an init container failed that is not restarted, and no sidecar is left that would have to end.
     pub init_failed: bool,
     /// Containers that never ran.
     pub waiting: usize,
-    /// Containers that run, sidecars among them.
+    /// Running containers, sidecars included.
     pub running: usize,
-    /// Containers that ended and will be started again.
+    /// Ended containers that will be restarted.
     pub restarting: usize,
-    /// Containers that ended for good, with exit code 0.
+    /// Containers that ended for good with exit code 0.
     pub succeeded: usize,
-    /// Containers that ended for good, otherwise.
+    /// Containers that ended for good with another exit code.
     pub failed: usize,
 }
 
-/// A pod's phase, by the rules of the kubelet's getPhase.
+/// Returns a pod's phase, by the rules of the kubelet's getPhase.
 pub fn phase(tally: Tally) -> &'static str {
     if tally.init_failed {
         return "Failed";

@@ -1,10 +1,10 @@
 //! Restarts of all containers of a pod in their sandbox, init containers included (`RestartAllContainers`,
 //! KEP-5532).
 //!
-//! The runtime keeps with each container of which *round* it is. One that ends so that its rule asks for it
-//! begins the next round: what is of an earlier one is stopped, and is history from then on, as are
-//! containers of an earlier sandbox. So it is known at any moment how far a restart of all has come, and an
-//! agent that was killed in the middle goes on.
+//! The runtime stores the *round* of each container. A container that ends with a matching rule begins the
+//! next round: containers of earlier rounds are stopped and are history from then on, like containers of an
+//! earlier sandbox. So the progress of a restart is known at any moment, and an agent that was killed in the
+//! middle continues.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,18 +18,18 @@ use super::{
     restart::{RESTART_ALL, rule},
 };
 
-/// How often the containers of a pod were restarted together.
+/// The number of joint restarts of a pod's containers, and the remains of earlier rounds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Round {
-    /// The round that containers are started in.
+    /// Round in which containers are started.
     pub number: u32,
-    /// Nothing of it was started yet.
+    /// True until the first container of the round starts.
     pub begins: bool,
-    /// The newest instances of their names that are of an earlier round.
+    /// Ids of containers of an earlier round that are still the newest of their names.
     past: BTreeSet<String>,
 }
 
-/// Returns true if any of a pod's containers may ask for a restart of all.
+/// Returns true if any of a pod's containers may require a restart of all.
 pub fn may_restart_all(spec: &PodSpec) -> bool {
     let asks = |c: &ContainerSpec| {
         c.restart_policy.is_some()
@@ -42,14 +42,14 @@ fn all(spec: &PodSpec) -> impl Iterator<Item = &ContainerSpec> {
     spec.init_containers.iter().flatten().chain(&spec.containers)
 }
 
-/// Returns true if a container has ended so that all must be restarted.
+/// Returns true if a container's end requires a restart of all.
 fn asks_for_all(spec: &ContainerSpec, container: &Container) -> bool {
     let ContainerState::Exited { exit_code, .. } = container.state else { return false };
     rule(spec, exit_code).is_some_and(|rule| rule.action == RESTART_ALL)
 }
 
 impl Round {
-    /// The round of a pod whose containers are as `observed`.
+    /// Returns the round of a pod with the containers in `observed`.
     pub fn of(spec: &PodSpec, observed: &Observed) -> Self {
         if !may_restart_all(spec) {
             return Self::default();
@@ -69,15 +69,15 @@ impl Round {
         Self { number, begins, past }
     }
 
-    /// Returns true if a container is history: it is, or will be, replaced by one of this round.
+    /// Returns true if a container is history: one of this round has replaced it or will.
     pub fn is_past(&self, container: &Container) -> bool {
         self.past.contains(&container.id)
     }
 }
 
 impl Decision<'_> {
-    /// Stops what runs of earlier rounds. True once this round may go on: nothing of the earlier ones runs,
-    /// and the delay of the container that asked for the restart has passed.
+    /// Stops running containers of earlier rounds. Returns true once this round may continue: no earlier
+    /// container runs, and the delay of the container that required the restart has passed.
     pub(super) fn enter_round(&mut self) -> bool {
         let past: Vec<&Container> = self.newest.values().copied().filter(|c| self.round.is_past(c)).collect();
         let mut stopped = true;
@@ -103,8 +103,8 @@ impl Decision<'_> {
         self.actions.backoff.is_empty()
     }
 
-    /// The delay of a container that asked for the restart of all, and when it is over. The kubelet knows
-    /// none; one that asks for it as soon as it starts would keep the node busy.
+    /// Returns the delay of the container that required the restart of all, and its end. The kubelet
+    /// restarts at once, but a container that requires a restart as soon as it starts would keep the node busy.
     fn delay_of_round(&self, container: &Container) -> Option<(Duration, beelet_units::moment::Moment)> {
         let spec = all(self.spec).find(|spec| spec.name == container.name)?;
         if !asks_for_all(spec, container) {
@@ -113,7 +113,7 @@ impl Decision<'_> {
         self.delay_after(container)
     }
 
-    /// The delay that goes with the first instance of a name in this sandbox and round.
+    /// Returns the delay before the first instance of a name in this sandbox and round.
     pub(super) fn first_delay(&self, name: &str) -> Duration {
         let before = self.newest.get(name).copied().filter(|c| self.round.is_past(c));
         before.and_then(|c| self.delay_of_round(c)).map_or(Duration::ZERO, |(delay, _)| delay)

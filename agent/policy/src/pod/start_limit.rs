@@ -1,47 +1,46 @@
-//! How many sandboxes and containers the runtime is asked to make at once: more while it answers as fast as
-//! it can, fewer when calls only wait for each other.
+//! Limit of concurrent creations of sandboxes and containers in the runtime: higher while the runtime answers
+//! at full speed, lower once calls only wait for each other.
 //!
-//! The law is TCP Vegas's (Brakmo and Peterson, TCP Vegas: End to End Congestion Avoidance, 1995), with
-//! calls for packets: of those under way, as many wait for others as the call takes longer than the fastest
-//! of its kind. A few that wait keep the machine busy; more only make everything else late: probes, exits,
-//! the pods that run already. Must never know which pod a call is for.
+//! The law is TCP Vegas's (Brakmo and Peterson, TCP Vegas: End to End Congestion Avoidance, 1995), with calls
+//! for packets: the excess of a call's time over the fastest of its kind shows the share of calls in progress
+//! that wait for others. A few waiting calls keep the machine busy; more only delay everything else: probes,
+//! exits, the running pods. Must never know the pod of a call.
 
 use std::time::Duration;
 
-/// The calls that make a pod, in their order.
+/// The calls that create a pod, in their order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Call {
-    /// `RunPodSandbox`: the network's setup is in it.
+    /// `RunPodSandbox`, including the network's setup.
     RunSandbox,
-    /// `CreateContainer`: the container's root file system.
+    /// `CreateContainer`, including the container's root file system.
     CreateContainer,
     /// `StartContainer`.
     StartContainer,
 }
 
-/// How many kinds there are.
+/// Number of kinds of calls.
 const CALLS: usize = 3;
-/// What it begins with: few, as the first calls are the fastest that are known, however much they waited for
-/// each other.
+/// Initial limit: low, as the first calls become the fastest known ones even if they waited for each other.
 const FIRST: f64 = 4.0;
-/// A call that hangs holds back no more than a quarter of the starts.
+/// Minimum limit: a call that hangs holds back at most a quarter of the starts.
 const LEAST: f64 = 4.0;
-/// More at once than any runtime answers.
+/// Maximum limit, above the concurrency of any runtime.
 const MOST: f64 = 256.0;
-/// With fewer calls than this that wait for others there is one more: the machine may have room.
+/// Number of waiting calls below which the limit rises by one: the machine may have room.
 const FEW_WAIT: f64 = 4.0;
-/// With more than this there are fewer.
+/// Number of waiting calls above which the limit falls.
 const MANY_WAIT: f64 = 8.0;
-/// What one call takes away; it adds one. So the number doubles within a round, and takes two to halve.
+/// Decrease per call; an increase is one. So the limit doubles within a round, and takes two to halve.
 const STEP_BACK: f64 = 0.5;
-/// How the fastest time is forgotten, per call: it doubles within 14,000.
+/// Growth per call by which the fastest time is forgotten: it doubles within 14,000 calls.
 const FORGET: f64 = 1.00005;
 
-/// The limit, and what it was learned from.
+/// The limit, and the measurements behind it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StartLimit {
     limit: f64,
-    /// The fastest of each kind, in seconds.
+    /// Fastest time of each kind, in seconds.
     fastest: [Option<f64>; CALLS],
 }
 
@@ -52,15 +51,15 @@ impl Default for StartLimit {
 }
 
 impl StartLimit {
-    /// Calls that may be under way at once.
+    /// Returns the maximum number of concurrent calls.
     #[must_use]
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // between LEAST and MOST
     pub fn calls(&self) -> usize {
         self.limit as usize
     }
 
-    /// Learns from a call that took this long, and of how many it was one when it began. One that failed says
-    /// nothing about how fast the machine is, only that it may be too busy.
+    /// Learns from a call's duration and the number of calls in progress when it began, itself included. A
+    /// failed call does not show the machine's speed, only that it may be too busy.
     pub fn learn(&mut self, call: Call, took: Duration, under_way: usize, failed: bool) {
         if failed {
             self.limit = (self.limit - STEP_BACK).max(LEAST);
@@ -75,7 +74,7 @@ impl StartLimit {
         if waiting > MANY_WAIT {
             self.limit = (self.limit - STEP_BACK).max(LEAST);
         } else if waiting < FEW_WAIT && under_way + 1.0 >= self.limit {
-            // Where fewer are under way than may be, it is not the limit that holds anything back.
+            // With fewer calls in progress than allowed, the limit is not the bottleneck.
             self.limit = (self.limit + 1.0).min(MOST);
         }
     }
@@ -85,8 +84,8 @@ impl StartLimit {
 mod tests {
     use super::*;
 
-    /// A machine that makes so many at once, each in `alone`; more share it. What the limit comes to, and
-    /// which part of its rate the machine was used for in the end.
+    /// Simulates a machine that serves `cpus` calls at once, each in `alone`; more calls share it. Returns
+    /// the final limit, and the share of the machine's rate in use at the end.
     fn on_a_machine(limit: &mut StartLimit, cpus: f64, alone: f64, calls: usize) -> (usize, f64) {
         let mut rate = 0.0;
         for _ in 0..calls {
@@ -99,11 +98,11 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_is_what_the_machine_can_do_and_a_few_that_wait() {
+    fn the_limit_is_the_machines_concurrency_and_a_few_waiting_calls() {
         for (cpus, alone) in [(2.0, 0.04), (4.0, 0.2), (16.0, 0.04), (64.0, 0.01), (200.0, 1.0)] {
             let mut limit = StartLimit::default();
             let (calls, rate) = on_a_machine(&mut limit, cpus, alone, 1000);
-            // In a thousand calls the fastest is forgotten by a twentieth.
+            // Over a thousand calls the fastest time grows by a twentieth.
             let most = cpus.max(FIRST) * 1.1 + MANY_WAIT + 1.0;
             assert!((cpus..=most).contains(&(calls as f64)), "{cpus} CPUs: {calls}");
             assert!(rate >= 0.95, "{cpus} CPUs: {rate} of the rate");
@@ -111,10 +110,10 @@ mod tests {
     }
 
     #[test]
-    fn it_follows_a_machine_that_becomes_slower_and_faster_again() {
+    fn the_limit_follows_a_machine_that_becomes_slower_and_faster_again() {
         let mut limit = StartLimit::default();
         assert!(on_a_machine(&mut limit, 32.0, 0.05, 500).0 >= 32);
-        // Others have most of it.
+        // Other processes use most of the machine.
         let (calls, _) = on_a_machine(&mut limit, 4.0, 0.05, 500);
         assert!((4..=13).contains(&calls), "{calls}");
         assert!(on_a_machine(&mut limit, 32.0, 0.05, 500).0 >= 32);
@@ -134,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trickle_changes_nothing_and_failures_lead_to_the_least() {
+    fn a_trickle_keeps_the_limit_and_failures_lead_to_the_minimum() {
         let mut limit = StartLimit::default();
         for _ in 0..100 {
             limit.learn(Call::StartContainer, Duration::from_millis(5), 1, false);
@@ -148,7 +147,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn it_stays_within_its_bounds(
+        fn the_limit_stays_within_its_bounds(
             calls in proptest::collection::vec((0..3_usize, 0..u64::MAX, 0..1000_usize, proptest::bool::ANY), 0..300),
         ) {
             let mut limit = StartLimit::default();

@@ -1,28 +1,28 @@
-//! The pauses between tries to start one container.
+//! Pauses between attempts to start one container.
 
 use std::time::Duration;
 
-/// What is known against a container that could not be started.
+/// The cause of a failed start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StartFailure {
-    /// Nothing: the runtime couldn't be reached, or didn't answer in time.
+    /// The runtime could not be reached, or did not answer in time: not the container's fault.
     Runtime,
-    /// Its image can't be pulled, or its process can't be started.
+    /// The container's image cannot be pulled, or its process cannot be started.
     Image,
-    /// What it needs isn't there, or the runtime doesn't create it.
+    /// An object that the container needs is missing, or the runtime does not create the container.
     Making,
 }
 
-/// The first pause and the longest one; they double.
+/// First and maximum pause; pauses double.
 const RUNTIME: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 const IMAGE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(300));
-/// The kubelet's backOffPeriod: it tries again with the next look at the pod.
+/// The kubelet's backOffPeriod: it tries again when it next syncs the pod.
 const MAKING: Duration = Duration::from_secs(10);
 
-/// The pause before the next try. `before` is the one before this try if that failed in the same way,
-/// `chance` any number. Only pulls and what runs have back-offs that grow (`image_manager.go`, `doBackOff`);
-/// after any other error the kubelet looks again within ten seconds to fifteen (`pod_workers.go`,
-/// `completeWork`).
+/// Returns the pause before the next attempt. `before` is the pause before this attempt if that failed in the
+/// same way, `chance` any number. Only pulls and starts have growing back-offs (`image_manager.go`,
+/// `doBackOff`); after any other error the kubelet syncs the pod again within ten to fifteen seconds
+/// (`pod_workers.go`, `completeWork`).
 #[expect(clippy::arithmetic_side_effects, reason = "constants, and a number of eight bits")]
 #[must_use]
 pub fn start_pause(failure: StartFailure, before: Option<Duration>, chance: u8) -> Duration {

@@ -24,7 +24,8 @@ fn at(second: i64) -> Timestamp {
     Timestamp::from_second(second).unwrap()
 }
 
-/// `state` is `running`, `created`, `unknown`, or `exit CODE @FINISHED [after RAN]` in seconds.
+/// Creates a container whose `state` is `running`, `created`, `unknown`, or `exit CODE @FINISHED [after RAN]`
+/// in seconds.
 fn container(name: &str, attempt: u32, sandbox: u32, state: &str) -> Container {
     let words: Vec<&str> = state.split(' ').collect();
     let state = match words[0] {
@@ -70,7 +71,7 @@ fn verdicts(started: &[&str], condemned: &[&str]) -> Verdicts {
     }
 }
 
-/// The decision as a line: `kill a-0; stop s0; create 1; remove b-0; rm-sandbox s0; start a/1; wait a;
+/// Prints the decision as a line: `kill a-0; stop s0; create 1; remove b-0; rm-sandbox s0; start a/1; wait a;
 /// Succeeded`.
 fn line(actions: &Actions) -> String {
     let mut out = Vec::new();
@@ -94,7 +95,7 @@ fn moment(second: u64) -> Moment {
     Moment::after_start(Duration::from_secs(second))
 }
 
-/// The decision at this second, by a clock that always showed what the runtime's did.
+/// Decides at this second, by a monotonic clock that agrees with the runtime's.
 fn decided_at(second: u64, pod: &Pod, observed: &Observed, verdicts: &Verdicts) -> Actions {
     let ended = observed.containers.iter().filter_map(|c| match c.state {
         ContainerState::Exited { finished_at, .. } => {
@@ -110,7 +111,7 @@ fn check(pod: &Pod, observed: &Observed, verdicts: &Verdicts, expect: &str) {
     assert_eq!(line(&decided_at(NOW, pod, observed, verdicts)), expect);
 }
 
-/// The same with these ephemeral containers.
+/// Adds these ephemeral containers to the pod.
 fn with_ephemeral(mut pod: Pod, names: &[&str]) -> Pod {
     let container = |name: &&str| k8s_openapi::api::core::v1::EphemeralContainer {
         name: (*name).to_owned(),
@@ -121,7 +122,7 @@ fn with_ephemeral(mut pod: Pod, names: &[&str]) -> Pod {
 }
 
 #[test]
-fn an_ephemeral_container_starts_once_and_counts_for_nothing() {
+fn an_ephemeral_container_starts_once_and_does_not_affect_the_pod() {
     let all_said = || verdicts(&[], &[]);
     let check = |pod: &Pod, sandboxes: &[(u32, bool)], containers: Vec<Container>, expect: &str| {
         let pod = with_ephemeral(pod.clone(), &["e"]);
@@ -135,15 +136,15 @@ fn an_ephemeral_container_starts_once_and_counts_for_nothing() {
     check(&plain, &[(0, true)], ran("exit 1 @10"), "");
     check(&plain, &[(0, true)], ran("created"), "start e/0!");
     check(&plain, &[(0, true)], ran("unknown"), "kill e-0");
-    // While init containers run too.
+    // Ephemeral containers start during initialization, too.
     let init = pod("Always", &["i"], &["a"]);
     check(&init, &[(0, true)], vec![container("i", 0, 0, "running")], "start e/0");
     check(&init, &[(0, true)], vec![], "start e/0; start i/0");
-    // In another sandbox too it has been started; one that was only created wasn't.
+    // A start in an earlier sandbox counts; a mere creation does not.
     let moved = |state: &str| vec![container("a", 1, 1, "running"), container("e", 0, 0, state)];
     check(&plain, &[(0, false), (1, true)], moved("exit 0 @10"), "");
     check(&plain, &[(0, false), (1, true)], moved("created"), "remove e-0; rm-sandbox s0; start e/1");
-    // It goes with the pod's own containers, however well it does.
+    // The ephemeral container is stopped with the pod's own containers, even if it is fine.
     let once = pod("Never", &[], &["a"]);
     let over = vec![container("a", 0, 0, "exit 0 @10"), container("e", 0, 0, "running")];
     check(&once, &[(0, true)], over, "stop s0; Succeeded");
@@ -180,7 +181,7 @@ fn a_sidecar_must_have_started_before_the_next_one() {
 }
 
 #[test]
-fn a_sidecar_that_crashes_later_is_restarted_beside_the_others() {
+fn a_sidecar_that_crashes_later_is_restarted_while_the_others_run() {
     let p = pod("Never", &["proxy*"], &["a"]);
     let containers = vec![container("proxy", 0, 0, "exit 1 @99999"), container("a", 0, 0, "running")];
     check(&p, &observed(&[(0, true)], containers), &verdicts(&[], &[]), "start proxy/1");
@@ -254,14 +255,14 @@ fn a_container_that_succeeded_is_not_run_again_in_a_new_sandbox() {
 }
 
 #[test]
-fn what_still_runs_in_a_dead_sandbox_is_stopped_first() {
+fn containers_running_in_a_dead_sandbox_are_stopped_first() {
     let p = pod("Always", &[], &["a"]);
     let o = observed(&[(0, false)], vec![container("a", 0, 0, "running")]);
     check(&p, &o, &verdicts(&[], &[]), "stop s0; create 1");
 }
 
 #[test]
-fn of_two_ready_sandboxes_the_older_one_goes() {
+fn of_two_ready_sandboxes_the_older_one_is_stopped() {
     let p = pod("Always", &[], &["a"]);
     let o = observed(&[(0, true), (1, true)], vec![container("a", 0, 1, "running")]);
     check(&p, &o, &verdicts(&[], &[]), "stop s0");
@@ -274,7 +275,7 @@ fn a_pod_never_restarted_whose_sandbox_died_has_failed() {
     let p = pod("Never", &[], &["a"]);
     let o = observed(&[(0, false)], vec![container("a", 0, 0, "exit 137 @99999")]);
     check(&p, &o, &verdicts(&[], &[]), "Failed; release");
-    // Nothing ever ran in it: it may try again.
+    // Nothing ever ran in the sandbox: the pod may try again.
     check(&p, &observed(&[(0, false)], vec![]), &verdicts(&[], &[]), "stop s0; create 1");
 }
 
@@ -338,7 +339,7 @@ fn a_container_in_backoff_waits_until_its_delay_has_passed() {
 }
 
 #[test]
-fn a_container_that_is_restarted_on_request_waits_for_nothing() {
+fn a_container_restarted_on_request_has_no_delay() {
     let p = pod("Always", &[], &["a"]);
     let mut crashed = container("a", 3, 0, "exit 1 @99990");
     crashed.restart_delay = Duration::from_secs(20);
@@ -347,18 +348,18 @@ fn a_container_that_is_restarted_on_request_waits_for_nothing() {
     let decided = decided_at(NOW, &p, &o, &hurried);
     assert_eq!(line(&decided), "start a/4");
     assert_eq!(decided.start[0].restart_delay, Duration::ZERO);
-    // An earlier instance is not meant.
+    // A request for an earlier instance does not count.
     let other = Verdicts { hurried: ["a-2".to_owned()].into(), ..verdicts(&[], &[]) };
     assert_eq!(line(&decided_at(NOW, &p, &o, &other)), "wait a");
-    // One that has ended for good stays so.
+    // A container that has ended for good stays ended.
     let never = pod("Never", &[], &["a"]);
     assert!(line(&decided_at(NOW, &never, &o, &hurried)).contains("Failed"));
 }
 
 #[test]
-fn a_delay_does_not_ask_what_the_runtimes_clock_shows() {
+fn a_delay_ignores_the_runtimes_clock() {
     let p = pod("Always", &[], &["a"]);
-    // It ended an hour from now, or a day ago: that clock was set meanwhile.
+    // The container ended an hour from now, or a day ago: the wall clock was set in between.
     for state in ["exit 1 @103600", "exit 1 @13600"] {
         let mut crashed = container("a", 3, 0, state);
         crashed.restart_delay = Duration::from_secs(20);
@@ -395,7 +396,7 @@ fn phases() {
     case(Tally { init_failed: true, ..t(1, 0, 0, 0, 0) }, "Failed");
 }
 
-/// The container `index` of the pod, with this in its spec.
+/// Applies `change` to the container `index` of the pod.
 fn with_spec(mut pod: Pod, index: usize, change: impl Fn(&mut ContainerSpec)) -> Pod {
     change(&mut pod.spec.as_mut().unwrap().containers[index]);
     pod
@@ -414,7 +415,7 @@ fn a_container_can_have_a_restart_policy_of_its_own() {
     check(&own("Always", "Never"), &with("exit 2 @99999", "running"), &none, "");
     check(&own("Always", "Never"), &with("exit 2 @99999", "exit 0 @99999"), &none, "start b/1");
     check(&own("OnFailure", "Never"), &with("exit 2 @99999", "exit 0 @99999"), &none, "stop s0; Failed");
-    // Neither is run again in a new sandbox.
+    // Neither container runs again in a new sandbox.
     let lost = |a| {
         observed(
             &[(0, false), (1, true)],
@@ -426,7 +427,7 @@ fn a_container_can_have_a_restart_policy_of_its_own() {
 }
 
 #[test]
-fn a_container_stopped_for_other_amounts_starts_at_once_however_it_ended() {
+fn a_container_stopped_for_a_resize_starts_at_once_after_any_exit_code() {
     let mut resized = verdicts(&[], &[]);
     resized.condemned.insert("a-3".to_owned(), KillReason::Resized);
     for policy in ["Always", "OnFailure", "Never"] {
@@ -468,12 +469,12 @@ fn a_rule_restarts_all_containers_of_the_pod_in_order() {
         rest
     };
     check(&pod, with_a("exit 1 @99999", rest("running", "running")), "");
-    // All others are stopped before the first is started again.
+    // All others are stopped before the first one restarts.
     check(&pod, with_a("exit 42 @99999", rest("running", "running")), "kill b-0; kill s-0");
     check(&pod, with_a("exit 42 @99999", rest("running", "exit 0 @9")), "kill s-0");
     let stopped = || with_a("exit 42 @99999", rest("exit 137 @99999", "exit 137 @99999"));
     check(&pod, stopped(), "start i/1");
-    // Whatever was started since is of the next round; what comes after it is still to be done.
+    // Containers started since belong to the next round; later ones are still missing.
     let mut begun = stopped();
     begun.push(of(1, container("i", 1, 0, "running")));
     check(&pod, begun.clone(), "");
@@ -484,23 +485,23 @@ fn a_rule_restarts_all_containers_of_the_pod_in_order() {
     let started =
         decided_at(NOW, &pod, &observed(&[(0, true)], begun.clone()), &verdicts(&["s-1"], &[])).start;
     assert!(started.iter().all(|start| start.round == 1));
-    // An end in this round counts as any other, and the same code asks for the next one.
+    // An end in this round counts like any other, and the same code requires the next round.
     begun.push(of(1, container("a", 1, 0, "exit 0 @99999")));
     begun.push(of(1, container("b", 1, 0, "exit 0 @99999")));
     check(&pod, begun.clone(), "stop s0; Succeeded");
     begun.retain(|c| (c.name.as_str(), c.attempt) != ("a", 1));
     begun.push(of(1, container("a", 1, 0, "exit 42 @99999")));
     check(&pod, begun.clone(), "kill s-1");
-    // The container that asked again is held back as if it were restarted alone.
+    // The container that required another restart is delayed as if restarted alone.
     begun.iter_mut().find(|c| c.id == "s-1").unwrap().state = container("s", 1, 0, "exit 137 @99999").state;
     check(&pod, begun, "wait a");
-    // A new sandbox is made for it too.
+    // The pod gets a new sandbox in this state, too.
     check_lost(&pod, stopped());
     pod.spec.as_mut().unwrap().containers[0].restart_policy = None;
     check(&pod, stopped(), "stop s0; Failed");
 }
 
-/// Without a sandbox, the pod gets one.
+/// Checks that a pod without a sandbox gets one.
 fn check_lost(pod: &Pod, containers: Vec<Container>) {
     check(pod, &observed(&[(0, false)], containers), &verdicts(&[], &[]), "stop s0; create 1");
 }
@@ -547,24 +548,24 @@ fn hook(container: &mut ContainerSpec) {
 }
 
 #[test]
-fn a_hook_that_is_not_known_to_be_done_is_run_and_holds_the_later_containers_back() {
+fn a_hook_with_unknown_result_runs_and_delays_the_later_containers() {
     let p = with_spec(pod("Always", &[], &["a", "b"]), 0, hook);
     let one = |state| observed(&[(0, true)], vec![container("a", 0, 0, state)]);
     let done = Verdicts { hooked: ["a-0".to_owned()].into(), ..verdicts(&[], &[]) };
-    // Which runs its hook before the next is started.
+    // The hook runs before the next container starts.
     check(&p, &observed(&[(0, true)], vec![]), &verdicts(&[], &[]), "start a/0; start b/0");
     check(&p, &one("running"), &verdicts(&[], &[]), "hook a-0");
     check(&p, &one("running"), &done, "start b/0");
     check(&p, &one("exit 1 @99999"), &verdicts(&[], &[]), "start a/1; start b/0");
-    // A failed one is not tried again in the same container.
+    // A failed hook does not run again in the same container.
     check(&p, &one("running"), &verdicts(&[], &["a-0"]), "kill a-0");
-    // A crash of another one meanwhile is no reason to start it before its turn.
+    // A crash of a later container does not start that one before its turn.
     let both = vec![container("a", 0, 0, "running"), container("b", 0, 0, "exit 1 @99999")];
     check(&p, &observed(&[(0, true)], both), &verdicts(&[], &[]), "hook a-0");
 }
 
 #[test]
-fn a_sidecar_has_started_when_its_hook_is_done_too() {
+fn a_sidecar_has_started_once_its_hook_has_finished_too() {
     let mut p = pod("Always", &["proxy*"], &["a"]);
     hook(&mut p.spec.as_mut().unwrap().init_containers.as_mut().unwrap()[0]);
     let o = observed(&[(0, true)], vec![container("proxy", 0, 0, "running")]);
@@ -574,7 +575,7 @@ fn a_sidecar_has_started_when_its_hook_is_done_too() {
 }
 
 #[test]
-fn a_container_that_a_probe_stopped_starts_again_whatever_code_it_ends_with() {
+fn a_container_stopped_by_a_probe_restarts_after_any_exit_code() {
     let now = i64::try_from(NOW).unwrap();
     let ended = |code: i32| {
         observed(&[(0, true)], vec![container("a", 0, 0, &format!("exit {code} @{now} after 50"))])
@@ -608,19 +609,19 @@ fn the_delay_after_a_failed_probe_counts_from_the_end_of_the_container_before() 
     };
     check(Some("exit 1 @99964"), &stopped, "start a/4");
     check(Some("exit 1 @99979"), &stopped, "start a/4");
-    // It had not passed: then it counts from this one's own end.
+    // The previous delay had not passed: the delay counts from this container's own end.
     assert_eq!(check(Some("exit 1 @99980"), &stopped, "wait a"), Some(moment(99_999 + 20)));
     check(None, &stopped, "start a/4");
     stopped.condemned = [("a-3".to_owned(), KillReason::Startup)].into();
     check(Some("exit 1 @99964"), &stopped, "start a/4");
-    // One that crashed waits, and so does one whose hook failed.
+    // A crashed container waits, and so does one whose hook failed.
     check(Some("exit 1 @99964"), &verdicts(&[], &[]), "wait a");
     stopped.condemned = [("a-3".to_owned(), KillReason::PostStartHook)].into();
     check(Some("exit 1 @99964"), &stopped, "wait a");
 }
 
 #[test]
-fn a_container_that_the_runtime_has_lost_has_ended_all_the_same() {
+fn a_container_lost_by_the_runtime_counts_as_ended() {
     let check = |policy: &str, init: &[&str], codes: &[(&str, i32)], seen: &Observed, expect: &str| {
         let last_codes = codes.iter().map(|(name, code)| ((*name).to_owned(), *code)).collect();
         let verdicts = Verdicts { last_codes, ..verdicts(&[], &[]) };
@@ -631,20 +632,20 @@ fn a_container_that_the_runtime_has_lost_has_ended_all_the_same() {
     check("Never", &[], &[("a", 0), ("b", 137)], &gone, "Failed; release");
     check("Never", &[], &[("a", 0), ("b", 0)], &gone, "Succeeded; release");
     check("Never", &["i"], &[("i", 137)], &gone, "Failed; release");
-    // One that never ran still may.
+    // A container that never ran may still run.
     check("Never", &[], &[], &gone, "create 0");
     check("Never", &[], &[("a", 137)], &gone, "create 0");
     check("Always", &[], &ran, &gone, "create 0");
     check("OnFailure", &[], &ran, &gone, "create 0");
     let again = observed(&[(0, true)], vec![]);
     check("OnFailure", &[], &[("a", 0), ("b", 137)], &again, "start b/0");
-    // What the runtime has counts.
+    // The runtime's state counts.
     let runs = observed(&[(0, true)], vec![container("a", 0, 0, "running"), container("b", 0, 0, "running")]);
     check("Never", &[], &ran, &runs, "");
 }
 
 #[test]
-fn another_image_begins_without_the_back_off_of_the_one_before() {
+fn a_new_image_starts_without_the_old_ones_back_off() {
     let now = i64::try_from(NOW).unwrap();
     let mut crashed = container("a", 6, 0, &format!("exit 143 @{now} after 5"));
     crashed.restart_delay = Duration::from_secs(160);

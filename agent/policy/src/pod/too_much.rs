@@ -1,9 +1,9 @@
-//! How much a pod may ask for in number and length, where the API sets no bound of its own: names of
-//! resources, amounts, mounts, paths. A pod of 1.5 MB can name very much of each, which the agent would
-//! compute with for each pod on the node, or mount in a table that all programs of the machine share.
+//! Bounds of the number and length of a pod's values for which the API has none: names of resources, amounts,
+//! mounts, paths. A pod of 1.5 MB can name a huge number of each, which the agent would process for each pod
+//! on the node, or mount in a table that all programs of the machine share.
 //!
-//! All bounds are far above every pod that does work. Must be checked before a pod becomes one of the node's:
-//! [`check`] is called where manifests are validated, and where a pod of the API server is planned.
+//! All bounds are far above those of any working pod. Must be checked before the node accepts a pod: callers
+//! of [`check`] are the validation of manifests, and the planning of a pod from the API server.
 
 use std::collections::BTreeSet;
 
@@ -14,19 +14,19 @@ use beelet_units::field::FieldError;
 use super::ephemeral_containers;
 use crate::volumes::content::check_path;
 
-/// Most names of resources in the requests, limits and overhead of one pod, each counted once.
+/// Maximum number of distinct resource names in the requests, limits and overhead of one pod.
 pub const RESOURCE_NAMES: usize = 256;
-/// Most amounts in the requests, limits and overhead of one pod together.
+/// Maximum number of amounts in the requests, limits and overhead of one pod together.
 pub const AMOUNTS: usize = 10_000;
-/// Most mounts that the agent makes for one pod: its volumes, the parts of volumes (`subPath`) and the block
-/// devices of its containers. Linux has 100,000 in one mount namespace (`fs.mount-max`), which is the
-/// machine's own.
+/// Maximum number of mounts that the agent creates for one pod: its volumes, the parts of volumes (`subPath`)
+/// and the block devices of its containers. Linux allows 100,000 in one mount namespace (`fs.mount-max`),
+/// which is the machine's own.
 pub const MOUNTS: usize = 1000;
 
 /// Checks the pod against all bounds.
 ///
 /// # Errors
-/// The path of the first field that is above its bound, from the pod (`spec.volumes[0].hostPath.path`).
+/// The path of the first field above its bound, from the pod (`spec.volumes[0].hostPath.path`).
 pub fn check(spec: &PodSpec) -> Result<(), FieldError> {
     amounts(spec)?;
     mounts(spec)?;
@@ -47,8 +47,8 @@ fn amounts(spec: &PodSpec) -> Result<(), FieldError> {
         return Err(FieldError::new(
             "spec",
             format!(
-                "has {amounts} amounts of resources in its requests, limits and overhead; the agent counts with at \
-                 most {AMOUNTS} of one pod: name fewer resources"
+                "has {amounts} amounts of resources in its requests, limits and overhead; the agent \
+                 supports at most {AMOUNTS} per pod: name fewer resources"
             ),
         ));
     }
@@ -57,15 +57,15 @@ fn amounts(spec: &PodSpec) -> Result<(), FieldError> {
         return Err(FieldError::new(
             "spec",
             format!(
-                "names {names} different resources in its requests, limits and overhead; the agent counts with at \
-                 most {RESOURCE_NAMES} of one pod: name fewer resources"
+                "names {names} different resources in its requests, limits and overhead; the agent \
+                 supports at most {RESOURCE_NAMES} per pod: name fewer resources"
             ),
         ));
     }
     Ok(())
 }
 
-/// Counts the mounts that the agent makes for the pod.
+/// Counts the mounts that the agent creates for the pod.
 fn mounts(spec: &PodSpec) -> Result<(), FieldError> {
     let volumes = spec.volumes.as_ref().map_or(0, Vec::len);
     let debuggers = ephemeral_containers(spec);
@@ -77,13 +77,13 @@ fn mounts(spec: &PodSpec) -> Result<(), FieldError> {
     Err(FieldError::new(
         "spec",
         format!(
-            "needs {mounts} mounts for its volumes, subPaths and block devices; the agent makes at most {MOUNTS} for \
-             one pod: use fewer"
+            "needs {mounts} mounts for its volumes, subPaths and block devices; the agent \
+             supports at most {MOUNTS} per pod: use fewer"
         ),
     ))
 }
 
-/// The mounts that the agent makes for one container beside the pod's volumes.
+/// Counts the mounts that the agent creates for one container in addition to the pod's volumes.
 fn mounts_of(container: &Container) -> usize {
     let is_part = |text: &Option<String>| text.as_ref().is_some_and(|text| !text.is_empty());
     let parts = container.volume_mounts.iter().flatten();
@@ -95,9 +95,8 @@ fn all_containers(spec: &PodSpec) -> impl Iterator<Item = &Container> {
     spec.init_containers.iter().flatten().chain(&spec.containers)
 }
 
-/// Each path of a file that the pod names, with the field that names it. The paths of files in volumes of
-/// objects are counted, and their length checked, where these are made (`volumes::content::Allowance`); that
-/// of `subPathExpr` once it is expanded.
+/// Returns each file path in the pod, with its field. Creating the volumes of objects checks the number and
+/// length of their paths (`volumes::content::Allowance`); the expansion of `subPathExpr` checks its result.
 fn paths(spec: &PodSpec) -> impl Iterator<Item = (String, &str)> {
     let volumes = spec.volumes.iter().flatten().enumerate().flat_map(|(i, volume)| {
         let paths = volume_paths(volume).into_iter();
@@ -154,10 +153,10 @@ mod tests {
 
     use super::*;
 
-    /// A spec with this path in it.
+    /// A function that creates a spec with this path in it.
     type SpecOf = fn(&str) -> Value;
 
-    /// The start of the sentence about a pod's spec; nothing if the spec is within all bounds.
+    /// Expects the start of the message about a pod's spec; empty if the spec is within all bounds.
     fn check_spec(spec: &Value, expected: &str) {
         let spec: PodSpec = serde_json::from_value(spec.clone()).unwrap();
         let found = check(&spec).err().map(|error| error.to_string()).unwrap_or_default();
@@ -169,15 +168,15 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_names_so_many_resources_at_most_wherever_they_stand() {
+    fn the_resources_of_a_pod_are_bounded_in_every_field() {
         let spec = |init: Value, main: Value, overhead: Value| {
             json!({"containers": [{"name": "c", "resources": {"limits": main}}], "overhead": overhead,
                    "initContainers": [{"name": "i", "resources": {"requests": init}}]})
         };
         check_spec(&spec(names(0..256), names(0..256), names(0..256)), "");
         check_spec(&spec(names(0..100), names(100..200), names(200..256)), "");
-        let too_many = "spec: names 257 different resources in its requests, limits and overhead; the agent counts \
-                        with at most 256 of one pod: name fewer resources";
+        let too_many = "spec: names 257 different resources in its requests, limits and overhead; the agent \
+                        supports at most 256 per pod: name fewer resources";
         check_spec(&spec(names(0..100), names(100..200), names(200..257)), too_many);
         check_spec(&spec(json!({}), names(0..9000), json!({})), "spec: names 9000 different resources");
         check_spec(&spec(json!({}), names(0..12_000), json!({})), "spec: has 12000 amounts of resources");
@@ -187,14 +186,14 @@ mod tests {
     }
 
     #[test]
-    fn volumes_parts_of_them_and_block_devices_are_counted_together() {
+    fn volumes_subpaths_and_block_devices_are_counted_together() {
         let part = |n: usize| json!({"name": "v", "mountPath": format!("/{n}"), "subPath": n.to_string()});
         let spec = |volumes: usize, parts: usize, expressions: usize, devices: usize| {
             let volumes: Vec<_> = (0..volumes).map(|n| json!({"name": n.to_string()})).collect();
             let parts: Vec<_> = (0..parts).map(part).collect();
             let expression = json!({"name": "v", "mountPath": "/x", "subPathExpr": "$(A)"});
             let device = json!({"name": "v", "devicePath": "/dev/x"});
-            // The whole of a volume is mounted by the runtime, and where the container is.
+            // The runtime mounts whole volumes, in the container's own namespace.
             let whole = json!({"name": "v", "mountPath": "/y", "subPath": ""});
             json!({"volumes": volumes, "containers": [
                 {"name": "a", "volumeMounts": parts, "volumeDevices": vec![device; devices]},
@@ -202,14 +201,14 @@ mod tests {
             ], "initContainers": [{"name": "i", "volumeMounts": vec![expression; expressions]}]})
         };
         check_spec(&spec(400, 300, 200, 100), "");
-        let too_many = "spec: needs 1001 mounts for its volumes, subPaths and block devices; the agent makes at most \
-                        1000 for one pod: use fewer";
+        let too_many = "spec: needs 1001 mounts for its volumes, subPaths and block devices; the agent \
+                        supports at most 1000 per pod: use fewer";
         check_spec(&spec(401, 300, 200, 100), too_many);
         check_spec(&spec(0, 5000, 0, 0), "spec: needs 5000 mounts");
     }
 
     #[test]
-    fn every_path_of_a_pod_has_a_length_that_linux_takes() {
+    fn every_path_of_a_pod_has_a_length_that_linux_allows() {
         let paths: [(&str, SpecOf); 9] = [
             (
                 "spec.volumes[0].hostPath.path",

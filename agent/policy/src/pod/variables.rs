@@ -1,50 +1,49 @@
 //! `$(VAR)` references in commands, arguments and environment variables, by the rules of Kubernetes'
-//! `third_party/forked/golang/expansion`: `$(NAME)` is replaced where NAME is defined and left as it stands
-//! where it isn't; `$$` is a plain `$`, so `$$(NAME)` is never a reference.
+//! `third_party/forked/golang/expansion`: `$(NAME)` is replaced if NAME is defined and unchanged otherwise;
+//! `$$` is a plain `$`, so `$$(NAME)` is never a reference.
 //!
-//! A value may refer to values before it, so that a few lines of manifest can stand for more bytes than a
-//! machine has. Every replacement has a [`Budget`], and ends where that is used up.
+//! A value may refer to earlier values, so that a few lines of manifest can expand to more bytes than a
+//! machine has. Every expansion has a [`Budget`], and fails once that is used up.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::EnvVar;
 
-/// How long texts may become, in bytes. Linux takes none of those that are longer: one argument or variable
-/// has at most 32 pages (`MAX_ARG_STRLEN`), all together 6 MiB (`bprm_stack_limits` in `fs/exec.c`), and a
-/// path 4096 bytes.
+/// Maximum length of texts, in bytes. Linux refuses longer ones: a single argument or variable has at most 32
+/// pages (`MAX_ARG_STRLEN`), all together 6 MiB (`bprm_stack_limits` in `fs/exec.c`), and a path 4096 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
-    /// Most of one text.
+    /// Maximum of one text.
     text: usize,
-    /// Most of all together.
+    /// Maximum of all texts together.
     all: usize,
-    /// What is left of that.
+    /// Bytes left of that.
     left: usize,
 }
 
 impl Budget {
-    /// Of a container's environment, command and arguments.
+    /// Budget of a container's environment, command and arguments.
     pub const CONTAINER: Self = Self::new(1 << 20, 16 << 20);
-    /// Of a probe's command: an agent keeps it for as long as the container runs.
+    /// Budget of a probe's command: the agent keeps it while the container runs.
     pub const PROBE: Self = Self::new(1 << 20, 1 << 20);
-    /// Of a path.
+    /// Budget of a path.
     pub const PATH: Self = Self::new(4096, 4096);
 
     const fn new(text: usize, all: usize) -> Self {
         Self { text, all, left: all }
     }
 
-    /// Takes bytes that are there already.
+    /// Subtracts bytes of existing texts.
     ///
     /// # Errors
-    /// No so many are left.
-    pub fn take(&mut self, bytes: usize) -> Result<(), TooLong> {
+    /// Fewer bytes are left.
+    pub fn spend(&mut self, bytes: usize) -> Result<(), TooLong> {
         self.left = self.left.checked_sub(bytes).ok_or(TooLong::Together { most: self.all })?;
         Ok(())
     }
 
-    /// The longest text that there is room for, and the error of one that is longer.
+    /// Returns the maximum length of the next text, and the error for a longer one.
     fn room(&self) -> (usize, TooLong) {
         if self.text <= self.left {
             (self.text, TooLong::Text { most: self.text })
@@ -54,27 +53,27 @@ impl Budget {
     }
 }
 
-/// A text that is too long once its references are replaced. Displayed, it follows the text's name.
+/// An expanded text that is too long. The message follows the text's name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TooLong {
-    /// By itself.
+    /// The text alone is too long.
     #[error("is longer than {most} bytes once its references are replaced")]
     Text {
-        /// Most bytes of one text.
+        /// Maximum bytes of one text.
         most: usize,
     },
-    /// With those before it.
-    #[error("and what comes before it are longer than {most} bytes together")]
+    /// The text and those before it are too long together.
+    #[error("makes the total longer than {most} bytes")]
     Together {
-        /// Most bytes of all texts.
+        /// Maximum bytes of all texts.
         most: usize,
     },
 }
 
-/// `text` with its references replaced by what `value_of` knows.
+/// Replaces the references in `text` by the values of `value_of`.
 ///
 /// # Errors
-/// The result would be longer than `budget` has room for; no more than that is ever held.
+/// The result would exceed `budget`; memory use never does.
 pub fn expand<'v>(
     text: &str,
     mut value_of: impl FnMut(&str) -> Option<Cow<'v, str>>,
@@ -94,7 +93,8 @@ pub fn expand<'v>(
             rest = after;
             continue;
         }
-        // Where no parenthesis closes, none closes further on: looking again for each would be quadratic.
+        // Without a closing parenthesis here, none follows: searching for each reference again would be
+        // quadratic.
         let reference = after.strip_prefix('(').filter(|_| may_end);
         match reference.map(|reference| reference.split_once(')')) {
             Some(Some((name, after))) => {
@@ -112,14 +112,14 @@ pub fn expand<'v>(
         }
     }
     push(rest)?;
-    budget.take(out.len())?;
+    budget.spend(out.len())?;
     Ok(out)
 }
 
-/// Why a text can't be had with its references replaced. Displayed, it follows the text's name.
+/// An error in expanding a text. The message follows the text's name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unexpanded {
-    /// A reference to a variable that isn't defined.
+    /// The text refers to an undefined variable.
     #[error("refers to the variable {0}, which the container does not have")]
     Undefined(String),
     /// The result is too long.
@@ -127,10 +127,10 @@ pub enum Unexpanded {
     TooLong(#[from] TooLong),
 }
 
-/// As [`expand`], but a reference to what isn't defined is an error. For `subPathExpr`.
+/// Works like [`expand`], but fails on an undefined reference. For `subPathExpr`.
 ///
 /// # Errors
-/// The first name that `value_of` doesn't know; or the result is too long.
+/// The first name that `value_of` does not know; or the result is too long.
 pub fn expand_strict<'v>(
     text: &str,
     mut value_of: impl FnMut(&str) -> Option<Cow<'v, str>>,
@@ -148,8 +148,8 @@ pub fn expand_strict<'v>(
     missing.map_or_else(|| Ok(expanded?), |name| Err(Unexpanded::Undefined(name)))
 }
 
-/// Expands the command of an exec probe, which knows the static environment only: a variable from elsewhere
-/// (`valueFrom`) is empty, as to the kubelet (`ExpandContainerCommandOnlyStatic`).
+/// Expands the command of an exec probe, which knows only the static environment: a variable from another
+/// source (`valueFrom`) is empty, as with the kubelet (`ExpandContainerCommandOnlyStatic`).
 ///
 /// # Errors
 /// An argument, or all together, would be too long.
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_that_doubles_ends_at_the_budget_and_not_at_the_end_of_memory() {
+    fn a_doubling_value_ends_at_the_budget_and_not_at_the_end_of_memory() {
         // Sixteen bytes, doubled 33 times, are 128 GiB.
         let mut budget = Budget::CONTAINER;
         let mut last = "0123456789abcdef".to_owned();
@@ -245,7 +245,7 @@ mod tests {
         let (value_of, text) = (|_: &str| Some(Cow::Borrowed(long.as_str())), "$(A)".repeat(190_000));
         let mut budget = Budget::CONTAINER;
         assert_eq!(expand(&text, value_of, &mut budget), Err(TooLong::Text { most: 1 << 20 }));
-        // Each fits alone; the twenty-third does not fit beside the others.
+        // Each text fits alone; the twenty-third exceeds the total.
         let fit = (0..40).take_while(|_| expand("$(A)", value_of, &mut budget).is_ok()).count();
         assert_eq!(fit, (16 << 20) / 750_000);
         assert_eq!(expand("$(A)", value_of, &mut budget), Err(TooLong::Together { most: 16 << 20 }));
@@ -269,7 +269,7 @@ mod tests {
 
     #[test]
     fn half_a_million_references_that_never_close_stay_as_they_are() {
-        // Quadratic, this would be 2^38 bytes looked at.
+        // A quadratic scan would read 2^38 bytes.
         let text = "$(".repeat(1 << 19);
         assert_eq!(expand_one(&text), Ok(text.clone()));
         let closed_at_first = format!("$(A){}$$", "$(".repeat(1000));

@@ -1,6 +1,7 @@
-//! Why a pod isn't as it should be, in one line: the deepest cause that its status and its events know.
+//! The reason why a pod is not in its expected state, in one line: the deepest cause in its status and
+//! events.
 //!
-//! A status says "containers with unready status: [c]" (the kubelet's words, which others read); a person
+//! A status says "containers with unready status: [c]" (the kubelet's words, which programs parse); a person
 //! wants to know what is wrong with c.
 
 use std::borrow::Cow;
@@ -9,41 +10,41 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Container, ContainerStateTerminated, ContainerStatus, Pod, PodStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-/// Longest text of a container's or a runtime's that the line quotes, in characters.
+/// Maximum length of a quoted text of a container or the runtime, in characters.
 const MAX_QUOTE: usize = 160;
-/// Reasons of waiting that are the ordinary way to a start.
+/// Reasons for waiting that are part of a normal start.
 const STARTING: &[&str] = &["", "ContainerCreating", "PodInitializing"];
 
-/// How warnings begin of probes whose failure ends a container.
+/// Prefixes of warnings about probes whose failure ends a container.
 const FATAL_PROBES: [&str; 2] = ["Liveness probe failed", "Startup probe failed"];
 
-/// What the message of a container begins with that the kernel killed for want of memory.
+/// Prefix of the message of a container that the kernel killed for lack of memory.
 pub const OOM: &str = "the kernel killed process";
 
-/// The reason of the event that tells how a container has ended whose last words are in its log alone.
+/// Reason of the event about a container's end if its last words are only in its log.
 pub const ENDED: &str = "Ended";
-/// What stands before the log's last line in that event.
-const LAST_LINE: &str = "the last line of its log: ";
+/// Text before the log's last line in that event.
+const LAST_LINE: &str = "last log line: ";
 
-/// The reason of the event of a pod that can't be ended, the kubelet's (`events.FailedToKillPod`).
+/// Reason of the event about a pod that cannot be terminated, the kubelet's (`events.FailedToKillPod`).
 pub const KILL_FAILED: &str = "FailedKillPod";
-/// The reasons of events that tell why the end of a pod takes longer than it was given.
+/// Reasons of events that explain why a pod's termination exceeds its grace period.
 const NOT_ENDED: [&str; 2] = [KILL_FAILED, "FailedUnprepareDynamicResources"];
 
-/// The message of an event of the reason [`ENDED`].
+/// Returns the message of an event with the reason [`ENDED`].
 #[must_use]
 pub fn ended(exit_code: i32, line: &str) -> String {
     format!("exit code {exit_code}, {LAST_LINE}{}", quote(line))
 }
 
-/// How a container has ended: "exit 3, last words: cannot open app.conf". `logged` is the last line of its
-/// log, for one that has left no message.
+/// Describes a container's end: "exit 3, last words: cannot open app.conf". `logged` is the last line of its
+/// log, for a container without a termination message.
 #[must_use]
 pub fn end_of(ended: &ContainerStateTerminated, logged: Option<&str>) -> String {
     let code = ended.exit_code;
     let reason = ended.reason.as_deref().unwrap_or_default();
     let what = match (reason, ended.signal) {
-        ("OOMKilled", _) => "killed by the kernel for want of memory".to_owned(),
+        ("OOMKilled", _) => "killed by the kernel (out of memory)".to_owned(),
         ("" | "Error" | "Completed", Some(signal)) if signal != 0 => format!("ended by signal {signal}"),
         ("" | "Error" | "Completed", _) => format!("exit {code}"),
         (reason, _) => format!("{reason}, exit {code}"),
@@ -51,12 +52,12 @@ pub fn end_of(ended: &ContainerStateTerminated, logged: Option<&str>) -> String 
     let words = ended.message.as_deref().unwrap_or_default();
     let last = words.lines().rev().find(|line| !line.trim().is_empty());
     match (reason, last.or(logged)) {
-        // The agent's own words, which say all of it.
+        // The agent's own message, which is complete.
         ("OOMKilled", Some(line)) if line.starts_with(OOM) => shortened(line, 2 * MAX_QUOTE),
         ("" | "Error" | "Completed" | "OOMKilled", Some(line)) => {
             format!("{what}, last words: {}", quote(line))
         }
-        // It has never said anything: these are the runtime's words.
+        // The container has never written anything: the message is the runtime's.
         (_, Some(line)) => format!("{what}: {}", quote(line)),
         (_, None) => what,
     }
@@ -65,17 +66,17 @@ pub fn end_of(ended: &ContainerStateTerminated, logged: Option<&str>) -> String 
 /// A warning among a pod's events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Warning<'a> {
-    /// The container that it is about; empty if it is about the pod.
+    /// The container's name; empty for the pod itself.
     pub container: &'a str,
     /// The event's reason.
     pub reason: &'a str,
-    /// What happened.
+    /// The event's message.
     pub message: &'a str,
-    /// When it happened last.
+    /// Last occurrence.
     pub at: Timestamp,
 }
 
-/// The cause, or None if nothing is wrong. `warnings` are of this pod, the newest last.
+/// Returns the cause, or `None` if nothing is wrong. `warnings` are about this pod, the newest last.
 #[must_use]
 pub fn why(pod: &Pod, warnings: &[Warning<'_>], now: Timestamp) -> Option<String> {
     let status = pod.status.as_ref()?;
@@ -101,19 +102,19 @@ pub fn why(pod: &Pod, warnings: &[Warning<'_>], now: Timestamp) -> Option<String
     of_init.or_else(of_main).or_else(|| look.newest("", None).filter(|_| !is_ready(status)))
 }
 
-/// Why a pod is not started whose name still is another one's, which was deleted by force. `warnings` are of
-/// that one, the newest last.
+/// Explains why a pod has not started whose name still belongs to a force-deleted pod. `warnings` are about
+/// that pod, the newest last.
 #[must_use]
 pub fn waits_for_deleted(warnings: &[Warning<'_>]) -> String {
-    let waits = "waits for the pod of this name that was deleted by force";
+    let waits = "waiting for the force-deleted pod of the same name";
     let stuck = warnings.iter().rev().find(|warning| NOT_ENDED.contains(&warning.reason));
     match stuck.map(|stuck| quote(&without_subject(stuck.message))) {
         Some(stuck) => format!("{waits}: {stuck}"),
-        None => format!("{waits}, and is still being stopped"),
+        None => format!("{waits}, which is still being stopped"),
     }
 }
 
-/// Why a pod that should end has not, of what happened since it should.
+/// Explains, from the events since the request, why a pod has not terminated yet.
 fn not_ended(pod: &Pod, status: &PodStatus, warnings: &[Warning<'_>]) -> Option<String> {
     let until = pod.metadata.deletion_timestamp.as_ref().map(|time| time.0.as_second());
     let grace = pod.metadata.deletion_grace_period_seconds.unwrap_or(0);
@@ -132,7 +133,7 @@ fn is_ready(status: &PodStatus) -> bool {
     status.conditions.iter().flatten().any(|c| c.type_ == "Ready" && c.status == "True")
 }
 
-/// What is known of a pod.
+/// The inputs of an explanation.
 struct PodFacts<'a> {
     status: &'a PodStatus,
     warnings: &'a [Warning<'a>],
@@ -140,7 +141,7 @@ struct PodFacts<'a> {
 }
 
 impl PodFacts<'_> {
-    /// What is wrong with a container, if anything is.
+    /// Returns the problem of a container, if any.
     fn container(&self, container: &ContainerStatus, specs: &[Container]) -> Option<String> {
         let state = container.state.as_ref()?;
         let name = &container.name;
@@ -148,8 +149,8 @@ impl PodFacts<'_> {
             return match waiting.reason.as_deref().unwrap_or_default() {
                 reason if STARTING.contains(&reason) => None,
                 "CrashLoopBackOff" => Some(match self.last_end(container) {
-                    Some(end) => format!("container {name}: {end}; it is started again after a back-off"),
-                    None => format!("container {name}: it crashes again and again"),
+                    Some(end) => format!("container {name}: {end}; restarting after a back-off"),
+                    None => format!("container {name}: crashing repeatedly"),
                 }),
                 reason => Some(format!("container {name}: {}", with(reason, waiting.message.as_deref()))),
             };
@@ -160,18 +161,19 @@ impl PodFacts<'_> {
         if container.ready || !specs.iter().any(|spec| spec.name == *name && is_awaited(spec)) {
             return None;
         }
-        // What was wrong with the one before it is no cause any more.
+        // Problems of the previous instance are no longer the cause.
         let started = state.running.as_ref().and_then(|running| running.started_at.as_ref());
         let cause = self.newest(name, started.map(|time| time.0));
         let cause = cause.unwrap_or_else(|| format!("container {name}: its probes have not passed yet"));
         Some(format!("{cause}{}", self.unready_since().map_or_else(String::new, |text| format!(" ({text})"))))
     }
 
-    /// The newest warning about a container, or about the pod itself, from `since` on and from this life of
-    /// the pod: a manifest that comes back unchanged has the UID of before, and so have the events of before.
+    /// Returns the newest warning about a container, or about the pod itself, from `since` on and from the
+    /// pod's current run: a manifest that comes back unchanged keeps its former UID, and so do its former
+    /// events.
     fn newest(&self, container: &str, since: Option<Timestamp>) -> Option<String> {
         let began = self.status.start_time.as_ref().map(|time| time.0).max(since);
-        // A status tells whole seconds.
+        // Times in a status are whole seconds.
         let is_recent = |at: Timestamp| began.is_none_or(|began| at.as_second() >= began.as_second());
         let is_cause = |warning: &&Warning<'_>| warning.container == container && warning.reason != ENDED;
         let found = self.warnings.iter().rev().find(is_cause)?;
@@ -184,12 +186,12 @@ impl PodFacts<'_> {
         let ended = container.last_state.as_ref()?.terminated.as_ref()?;
         let end = self.end(&container.name, ended);
         Some(match self.ended_for(&container.name, ended) {
-            Some(probe) => format!("{}, so it was ended ({end})", quote(probe)),
+            Some(probe) => format!("{}, so it was stopped ({end})", quote(probe)),
             None => end,
         })
     }
 
-    /// The probe that an instance was ended for: it failed while the instance ran.
+    /// Returns the failed probe that ended an instance: it failed while the instance ran.
     fn ended_for(&self, container: &str, ended: &ContainerStateTerminated) -> Option<&str> {
         let second = |time: &Option<Time>| Some(time.as_ref()?.0.as_second());
         let ran = second(&ended.started_at)?..=second(&ended.finished_at)?;
@@ -204,14 +206,14 @@ impl PodFacts<'_> {
         end_of(ended, self.last_line(container, ended))
     }
 
-    /// The last line of the container's log, as it was told when this instance had ended.
+    /// Returns the last line of the container's log, recorded after this instance's end.
     fn last_line(&self, container: &str, ended: &ContainerStateTerminated) -> Option<&str> {
         let at = ended.finished_at.as_ref()?.0.as_second();
         let is_its = |warning: &&Warning<'_>| {
             warning.reason == ENDED && warning.container == container && warning.at.as_second() >= at
         };
-        let told = self.warnings.iter().rev().find(is_its)?;
-        Some(told.message.split_once(LAST_LINE)?.1)
+        let event = self.warnings.iter().rev().find(is_its)?;
+        Some(event.message.split_once(LAST_LINE)?.1)
     }
 
     fn unready_since(&self) -> Option<String> {
@@ -226,8 +228,8 @@ impl PodFacts<'_> {
     }
 }
 
-/// A running container that isn't ready is waited for: a main container always, an init container if it is a
-/// sidecar.
+/// Returns true if readiness depends on a probe of the container: a main container is always awaited, an init
+/// container only if it is a sidecar.
 fn is_awaited(spec: &Container) -> bool {
     spec.readiness_probe.is_some() || spec.startup_probe.is_some()
 }
@@ -239,14 +241,15 @@ fn with(reason: &str, message: Option<&str>) -> String {
     }
 }
 
-/// A message without the words that say of which pod it is: the line is that pod's.
+/// Removes the pod's name from a message: the line is about that pod.
 fn without_subject(message: &str) -> Cow<'_, str> {
     let parts = message.split_once("cannot run the sandbox of pod ");
     let parts = parts.and_then(|(before, after)| Some((before, after.split_once(": ")?.1)));
     parts.map_or(Cow::Borrowed(message), |(before, cause)| Cow::Owned(format!("{before}{cause}")))
 }
 
-/// The first line of a text, shortened. An error's first words say what failed, its last ones why.
+/// Returns the first line of a text, shortened in the middle: an error's first words say what failed, its
+/// last ones why.
 fn quote(text: &str) -> String {
     shortened(text, MAX_QUOTE)
 }
@@ -297,16 +300,16 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_waits_for_a_deleted_one_says_what_keeps_that_one() {
-        let waits = "waits for the pod of this name that was deleted by force";
+    fn a_pod_that_waits_for_a_deleted_one_names_the_obstacle() {
+        let waits = "waiting for the force-deleted pod of the same name";
         let of = |reason| Warning { reason, ..warning("", "error killing pod: no answer") };
-        assert_eq!(waits_for_deleted(&[of("BackOff")]), format!("{waits}, and is still being stopped"));
+        assert_eq!(waits_for_deleted(&[of("BackOff")]), format!("{waits}, which is still being stopped"));
         let stuck = [of(KILL_FAILED), of("BackOff")];
         assert_eq!(waits_for_deleted(&stuck), format!("{waits}: error killing pod: no answer"));
     }
 
     #[test]
-    fn the_deepest_cause_that_is_known_is_named() {
+    fn the_deepest_known_cause_is_named() {
         let check = |status: Value, warnings: &[(&str, &str)], expected: Option<&str>| {
             assert_eq!(line(status, warnings).as_deref(), expected);
         };
@@ -331,14 +334,12 @@ mod tests {
                 json!({"terminated": {"exitCode": 3, "reason": "Error", "message": "starting\ncannot open app.conf\n\n"}}),
             ),
             &[],
-            Some(
-                "container c: exit 3, last words: cannot open app.conf; it is started again after a back-off",
-            ),
+            Some("container c: exit 3, last words: cannot open app.conf; restarting after a back-off"),
         );
         check(
             main(json!({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}), none()),
             &[],
-            Some("container c: killed by the kernel for want of memory"),
+            Some("container c: killed by the kernel (out of memory)"),
         );
         check(
             main(json!({"terminated": {"exitCode": 137, "signal": 9, "reason": "Error"}}), none()),
@@ -365,14 +366,14 @@ mod tests {
     }
 
     #[test]
-    fn where_an_application_wrote_no_message_its_last_words_are_in_its_log() {
+    fn without_a_termination_message_the_last_words_come_from_the_log() {
         let told = ended(67, "cannot open app.conf");
-        assert_eq!(told, "exit code 67, the last line of its log: cannot open app.conf");
+        assert_eq!(told, "exit code 67, last log line: cannot open app.conf");
         let end = |finished: &str, message: &str| json!({"terminated": {"exitCode": 67, "reason": "Error", "finishedAt": finished, "message": message}});
         let check = |end: Value, of: &str, expected: &str| {
             let crashing = json!({"waiting": {"reason": "CrashLoopBackOff"}});
             let line = line(main(crashing, end), &[(of, &told), ("c", "Back-off")]).unwrap();
-            assert_eq!(line, format!("container c: {expected}; it is started again after a back-off"));
+            assert_eq!(line, format!("container c: {expected}; restarting after a back-off"));
         };
         check(end("1970-01-01T00:16:30Z", ""), "c", "exit 67, last words: cannot open app.conf");
         check(end("1970-01-01T00:16:30Z", "no room"), "c", "exit 67, last words: no room");
@@ -384,16 +385,16 @@ mod tests {
     }
 
     #[test]
-    fn one_that_a_probe_has_ended_is_explained_by_the_probe() {
+    fn a_container_stopped_by_a_probe_is_explained_by_the_probe() {
         let failed = "Liveness probe failed: nothing listens on port 1884";
         let check = |[started, finished]: [&str; 2], of: &str, expected: &str| {
             let end = json!({"terminated": {"exitCode": 0, "reason": "Completed", "startedAt": started, "finishedAt": finished}});
             let crashing = json!({"waiting": {"reason": "CrashLoopBackOff"}});
             let line = line(main(crashing, end), &[(of, failed), ("c", "Readiness probe failed")]).unwrap();
-            assert_eq!(line, format!("container c: {expected}; it is started again after a back-off"));
+            assert_eq!(line, format!("container c: {expected}; restarting after a back-off"));
         };
         // The warnings are of second 990.
-        let ended = format!("{failed}, so it was ended (exit 0)");
+        let ended = format!("{failed}, so it was stopped (exit 0)");
         check(["1970-01-01T00:16:20Z", "1970-01-01T00:16:30Z"], "c", &ended);
         check(["1970-01-01T00:16:20Z", "1970-01-01T00:16:29Z"], "c", "exit 0");
         check(["1970-01-01T00:16:31Z", "1970-01-01T00:16:40Z"], "c", "exit 0");
@@ -422,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_wrong_in_an_earlier_life_is_no_cause() {
+    fn problems_of_an_earlier_instance_are_not_the_cause() {
         let mut status = main(json!({"running": {"startedAt": "1970-01-01T00:16:29Z"}}), json!({}));
         let warnings = [("c", "Readiness probe failed: HTTP 500"), ("", "no room")];
         let check = |status: &Value, expected: &str| {
@@ -431,7 +432,7 @@ mod tests {
         let (known, unknown) =
             ("container c: Readiness probe failed: HTTP 500", "container c: its probes have not passed yet");
         check(&status, known);
-        // The container, and the pod, are younger than the warnings, which are of second 990.
+        // The container, and the pod, started after the warnings, which are of second 990.
         status["containerStatuses"][0]["state"]["running"]["startedAt"] = json!("1970-01-01T00:16:31Z");
         check(&status, unknown);
         status["containerStatuses"][0]["state"]["running"] = json!({});
@@ -446,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_cannot_be_ended_is_explained_by_what_keeps_it() {
+    fn a_pod_that_cannot_be_terminated_is_explained_by_the_obstacle() {
         let failed = "error killing pod: cannot stop sandbox abc: cannot signal container in state created";
         let told = [Warning { container: "", reason: KILL_FAILED, message: failed, at: at(990) }];
         let check = |deleted: Option<i64>, status: Value, expected: Option<&str>| {
@@ -460,7 +461,7 @@ mod tests {
         let running = json!({"phase": "Running"});
         check(Some(1_000), running.clone(), Some(failed));
         check(Some(1_020), json!({"phase": "Succeeded"}), Some(failed));
-        // It was said of an end before this one.
+        // The warning concerned an earlier termination.
         check(Some(1_021), running, None);
         let evicted = |phase: &str| json!({"phase": phase, "reason": "Evicted", "message": "no memory"});
         check(None, evicted("Running"), Some(&format!("Evicted: no memory; {failed}")));

@@ -1,76 +1,94 @@
-//! What the kernel's view of a port means for a tcpSocket probe: listening, not listening, or stalled since.
+//! Verdicts of a tcpSocket probe from the kernel's view of a port: listening, not listening, or stalled.
 //!
-//! A connect() succeeds as long as the accept queue has room, whatever the application does. The kernel mode
-//! sees the queue itself, so it can tell a listener that takes its connections from one that lets them wait.
-//! It must never call a listener stalled that is only slow: connections must have waited for the whole of the
+//! A connect() succeeds while the accept queue has room, even if the application hangs. The kernel mode reads
+//! the queue itself and can distinguish a listener that accepts its connections from one that lets them wait.
+//! Must never call a listener stalled that is only slow: connections must have waited for the whole of the
 //! probe's timeout without one accept, or the queue must be full (then the kernel drops handshakes and
 //! connect() would fail too).
 //!
-//! In a `SO_REUSEPORT` group each member has a queue of its own, and a new connection goes to one of them by
-//! its address. The group is stalled only if every member is; one that has an empty queue has done its work.
+//! A probe chooses by its [`QueueRule`] which of both fails it. Under `Room` it fails exactly where connect()
+//! would.
+//!
+//! In a `SO_REUSEPORT` group each member has a queue of its own, and the kernel picks one of them for a new
+//! connection by its address. The group is stalled only if every member is; a member with an empty queue has
+//! done its work.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// The accept queues of everything that listens at one address, at one moment.
+/// The accept queues of all sockets that listen at one address, at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Queues {
-    /// Listeners: one, or the members of a `SO_REUSEPORT` group.
+    /// Number of listeners: one, or the members of a `SO_REUSEPORT` group.
     pub listeners: u32,
-    /// How many of them have a connection waiting.
+    /// Number of listeners with a waiting connection.
     pub waiting: u32,
-    /// How many of them take no more (`sk_ack_backlog > sk_max_ack_backlog`, `sk_acceptq_is_full` in
-    /// include/net/sock.h).
+    /// Number of listeners that accept no more connections (`sk_ack_backlog > sk_max_ack_backlog`,
+    /// `sk_acceptq_is_full` in include/net/sock.h).
     pub full: u32,
-    /// Which connections wait at the heads of the queues. Any accept changes it; 0 if the kernel can't say.
+    /// Identity of the connections at the heads of the queues. Any accept changes it; 0 if the kernel cannot
+    /// provide it.
     pub heads: u64,
 }
 
 impl Queues {
-    /// Returns true if one of them, and so a connection that comes, is taken at once.
+    /// Returns true if some queue is empty, so that a new connection is accepted at once.
     #[must_use]
     pub const fn has_empty(&self) -> bool {
         self.waiting < self.listeners || self.waiting == 0
     }
 
-    /// Returns true if no connection has room.
+    /// Returns true if every queue is full.
     #[must_use]
     pub const fn are_full(&self) -> bool {
         self.listeners > 0 && self.full >= self.listeners
     }
 }
 
-/// What was seen at an address.
+/// The state of an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sighting {
-    /// Nothing listens there.
+    /// No socket listens.
     Absent,
-    /// Something does.
+    /// At least one socket listens.
     Listening(Queues),
 }
 
-/// What it means.
+/// The meaning of a sighting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Verdict {
-    /// Connections are taken.
+    /// The application accepts connections.
     Listening,
-    /// They would be refused.
+    /// The kernel would refuse connections.
     NotListening,
-    /// They wait and nobody takes them.
+    /// Connections wait without being accepted.
     Stalled {
-        /// Since when nothing has been accepted, as far as was seen.
+        /// Time since which no accept has been seen.
         since: Duration,
     },
-    /// Connections wait; whether the application takes them isn't known yet. Look again then.
+    /// Connections wait; the next look decides whether the application accepts them.
     Pending {
-        /// When to look again, at the latest.
+        /// Latest time for the next look.
         until: Duration,
     },
 }
 
-/// Remembers what waits at the heads of an address's accept queues, from one look to the next.
+/// The state of the accept queues that fails a probe.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum QueueRule {
+    /// A full queue, or connections that waited for the probe's timeout without one accept: a stalled
+    /// listener fails.
+    #[default]
+    #[serde(rename = "fail")]
+    Accepted,
+    /// A full queue alone, as with connect(): a stalled listener passes.
+    #[serde(rename = "pass")]
+    Room,
+}
+
+/// The connections at the heads of an address's accept queues, from one look to the next.
 ///
 /// ```
 /// use std::time::Duration;
@@ -85,13 +103,38 @@ pub enum Verdict {
 /// ```
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct QueueWatch {
-    /// The heads as first seen, and when.
+    /// The heads when first seen, and the time.
     held: Option<(u64, Duration)>,
+    rule: QueueRule,
 }
 
 impl QueueWatch {
+    /// Returns a watch that has seen nothing and judges by `rule`.
+    #[must_use]
+    pub const fn new(rule: QueueRule) -> Self {
+        Self { held: None, rule }
+    }
+
     /// Judges one look. `timeout` is the probe's.
     pub fn judge(&mut self, now: Duration, timeout: Duration, seen: Sighting) -> Verdict {
+        let strict = self.judge_strictly(now, timeout, seen);
+        let is_full = matches!(seen, Sighting::Listening(queues) if queues.are_full());
+        match strict {
+            Verdict::Stalled { .. } | Verdict::Pending { .. } if self.rule == QueueRule::Room && !is_full => {
+                Verdict::Listening
+            }
+            verdict => verdict,
+        }
+    }
+
+    /// Returns true if the last look found connections that had waited for `timeout` without one accept:
+    /// [`QueueRule::Accepted`] fails the probe then.
+    #[must_use]
+    pub fn is_stalled(&self, now: Duration, timeout: Duration) -> bool {
+        self.held.is_some_and(|(heads, since)| heads != 0 && now >= since.saturating_add(timeout))
+    }
+
+    fn judge_strictly(&mut self, now: Duration, timeout: Duration, seen: Sighting) -> Verdict {
         let queues = match seen {
             Sighting::Absent => {
                 self.held = None;
@@ -112,13 +155,13 @@ impl QueueWatch {
             return Verdict::Listening;
         }
         match self.held {
-            // Without a name for what waits, the same length of a queue proves nothing.
+            // Without the heads' identity, an equal length of a queue proves nothing.
             _ if queues.heads == 0 => Verdict::Listening,
             Some((heads, since)) if heads == queues.heads => {
                 let until = since.saturating_add(timeout);
                 if now >= until { Verdict::Stalled { since } } else { Verdict::Pending { until } }
             }
-            // Something was accepted since the last look: that is what the probe asks.
+            // An accept happened since the last look, as the probe requires.
             Some(_) => {
                 self.held = Some((queues.heads, now));
                 Verdict::Listening
@@ -136,7 +179,7 @@ impl QueueWatch {
         self.held.is_some()
     }
 
-    /// Forgets what it saw: the container is another one.
+    /// Drops the state for a new container.
     pub fn reset(&mut self) {
         self.held = None;
     }
@@ -148,10 +191,15 @@ mod tests {
 
     use super::*;
 
-    /// Plays looks, one a second, at a probe with a timeout of two seconds. A look is `-` (absent), or
+    /// Plays looks, one per second, at a probe with a timeout of two seconds. A look is `-` (absent), or
     /// listeners, waiting, full and heads as four digits. Expectation: `L`, `N`, `S<since>` or `P<until>`.
     fn check(looks: &str, expectation: &str) {
-        let mut watch = QueueWatch::default();
+        check_by(QueueRule::Accepted, looks, expectation);
+    }
+
+    /// The same by `rule`. A `!` follows a verdict if the strict rule calls the listener stalled.
+    fn check_by(rule: QueueRule, looks: &str, expectation: &str) {
+        let mut watch = QueueWatch::new(rule);
         let verdicts: Vec<String> = looks
             .split_whitespace()
             .enumerate()
@@ -166,33 +214,44 @@ mod tests {
                         heads: digit(3).into(),
                     }),
                 };
-                let now = Duration::from_secs(second as u64);
-                match watch.judge(now, Duration::from_secs(2), seen) {
+                let (now, timeout) = (Duration::from_secs(second as u64), Duration::from_secs(2));
+                let verdict = match watch.judge(now, timeout, seen) {
                     Verdict::Listening => "L".to_owned(),
                     Verdict::NotListening => "N".to_owned(),
                     Verdict::Stalled { since } => format!("S{}", since.as_secs()),
                     Verdict::Pending { until } => format!("P{}", until.as_secs()),
-                }
+                };
+                let is_tolerated = rule == QueueRule::Room && watch.is_stalled(now, timeout);
+                verdict + if is_tolerated { "!" } else { "" }
             })
             .collect();
         assert_eq!(verdicts.join(" "), expectation, "{looks}");
     }
 
     #[test]
-    fn an_empty_queue_is_fine_and_no_listener_is_not() {
+    fn an_empty_queue_is_listening_and_a_missing_listener_is_not() {
         check("1000 - 1000", "L N L");
     }
 
     #[test]
-    fn connections_that_nobody_takes_for_the_timeout_stall_it() {
+    fn connections_unaccepted_for_the_timeout_stall_the_listener() {
         check("1101 1101 1101 1101", "P2 P2 S0 S0");
         check("1101 1101 1101 1000", "P2 P2 S0 L");
     }
 
     #[test]
-    fn an_accept_starts_the_wait_anew() {
+    fn an_accept_restarts_the_wait() {
         check("1101 1102 1102 1102", "P2 L P3 S1");
         check("1101 1102 1103 1104", "P2 L L L");
+    }
+
+    #[test]
+    fn under_the_rule_of_room_only_a_full_queue_or_no_listener_fails() {
+        let check = |looks, expectation| check_by(QueueRule::Room, looks, expectation);
+        check("1101 1101 1101 1101 1102", "L L L! L! L");
+        check("1101 1101 1101 1111 1000", "L L L! S0! L");
+        check("1111 1112 - 1000", "S0 S1 N L");
+        check("2201 2201 2201 2221", "L L L! S0!");
     }
 
     #[test]
@@ -210,17 +269,34 @@ mod tests {
     }
 
     #[test]
-    fn without_names_only_a_full_queue_is_stalled() {
+    fn without_the_heads_identity_only_a_full_queue_is_stalled() {
         check("1100 1100 1100 1110", "L L L S3");
     }
 
     #[test]
-    fn a_listener_that_goes_takes_the_wait_with_it() {
+    fn a_closed_listener_ends_the_wait() {
         check("1101 - 1101 1101 1101", "P2 N P4 P4 S2");
     }
 
     proptest! {
-        /// Nothing is called stalled while its heads change within the timeout and it isn't full.
+        /// Under `Room` a look fails exactly if nothing listens or every queue is full, whatever came before.
+        #[test]
+        fn room_judges_each_look_alone(steps in prop::collection::vec((0..3_u32, 0..3_u32, 0..3_u32, 0..3_u64, 0..5000_u64), 1..50)) {
+            let mut watch = QueueWatch::new(QueueRule::Room);
+            let mut now = 0;
+            for (listeners, waiting, full, heads, millis) in steps {
+                now += millis;
+                let queues = Queues { listeners, waiting: waiting.min(listeners), full: full.min(listeners), heads };
+                let seen = if listeners == 0 { Sighting::Absent } else { Sighting::Listening(queues) };
+                let verdict = watch.judge(Duration::from_millis(now), Duration::from_secs(1), seen);
+                let passes = listeners > 0 && !queues.are_full();
+                prop_assert_eq!(verdict == Verdict::Listening, passes);
+                let is_pending = matches!(verdict, Verdict::Pending { .. });
+                prop_assert!(!is_pending);
+            }
+        }
+
+        /// A listener is never stalled while its heads change within the timeout and its queue is not full.
         #[test]
         fn no_stall_while_connections_are_taken(steps in prop::collection::vec((1..1_000_000_u64, 0..2000_u64), 1..50)) {
             let mut watch = QueueWatch::default();

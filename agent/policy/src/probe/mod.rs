@@ -1,9 +1,9 @@
-//! Probe results in, state changes out: thresholds, initial delay, startup gating, and the hold after
-//! a failed liveness probe.
+//! Decisions on probe results: thresholds, initial delay, startup gating, and the hold after a failed
+//! liveness probe.
 //!
 //! [`ProbeState`] is the kubelet's probe worker (`pkg/kubelet/prober/worker.go`) without its clock and its
-//! goroutine: the daemon feeds it outcomes and kernel edges as they come, `plan probe` feeds it ticks.
-//! It must never run a probe, read a clock or decide *when* to probe next.
+//! goroutine: the daemon feeds it outcomes and kernel edges as they come, `plan probe` feeds it ticks. Must
+//! never run a probe, read a clock or decide *when* to probe next.
 //!
 //! Times are [`Duration`]s since an origin of the caller's choice (the daemon: its monotonic clock).
 
@@ -15,20 +15,20 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::Probe;
 use serde::{Deserialize, Serialize};
 
-/// What a probe is for; decides its first value and what a failure means.
+/// The purpose of a probe, which decides its initial value and the effect of a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ProbeKind {
-    /// Restarts a container that stopped working. Alive until proven otherwise.
+    /// Restarts a container that stopped working. Successful until proven otherwise.
     Liveness,
-    /// Says whether a container may get traffic. Not ready until proven otherwise.
+    /// Decides whether a container may receive traffic. Failed until proven otherwise.
     Readiness,
-    /// Holds the other two back until the container has started.
+    /// Holds back the other two until the container has started.
     Startup,
 }
 
 impl ProbeKind {
-    /// Its name, as on the command line and in annotations.
+    /// Returns the kind's name on the command line and in annotations.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -38,7 +38,7 @@ impl ProbeKind {
         }
     }
 
-    /// Its name as events and metrics of the kubelet have it.
+    /// Returns the kind's name in the kubelet's events and metrics.
     #[must_use]
     pub const fn title(self) -> &'static str {
         match self {
@@ -48,7 +48,7 @@ impl ProbeKind {
         }
     }
 
-    /// The value published for a new container before any outcome counts.
+    /// Returns the value published for a new container before any outcome counts.
     #[must_use]
     pub const fn initial(self) -> ProbeResult {
         match self {
@@ -59,15 +59,15 @@ impl ProbeKind {
     }
 }
 
-/// How one run of a probe ended.
+/// The result of one run of a probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Outcome {
-    /// The container answered as it should.
+    /// The container gave the expected answer.
     Success,
-    /// It did not, or not in time.
+    /// The container gave another answer, or none in time.
     Failure,
-    /// The probe itself could not be run: says nothing about the container, and counts for nothing.
+    /// The probe itself could not run: the outcome says nothing about the container and does not count.
     Error,
 }
 
@@ -75,44 +75,44 @@ pub enum Outcome {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ProbeResult {
-    /// Nothing is known yet (startup probes only).
+    /// Unknown (startup probes only).
     Unknown,
     /// Alive, ready or started.
     Success,
-    /// Not so.
+    /// Not alive, ready or started.
     Failure,
 }
 
-/// What a kernel edge does to readiness (the configuration's `edgePolicy`).
+/// The effect of a kernel edge on readiness (the configuration's `edgePolicy`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EdgePolicy {
-    /// *Not listening* is not ready at once, since traffic would be refused; *listening* is ready at once
-    /// where one success is enough.
+    /// *Not listening* makes the container not ready at once, since traffic would be refused; *listening*
+    /// makes it ready at once if the success threshold is one.
     #[default]
     Immediate,
-    /// An edge is one more outcome and counts towards the thresholds.
+    /// An edge counts as an outcome towards the thresholds.
     Threshold,
 }
 
-/// A probe's settings, as far as they decide its state.
+/// The part of a probe's settings that decides its state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProbeParams {
-    /// No outcome counts before the container has run for this long.
+    /// Time that the container must have run before outcomes count.
     pub initial_delay: Duration,
-    /// Successes in a row that make it a success; 0 is as good as 1.
+    /// Consecutive successes required for success; 0 counts as 1.
     pub success_threshold: u32,
-    /// Failures in a row that make it a failure; 0 is as good as 1.
+    /// Consecutive failures required for failure; 0 counts as 1.
     pub failure_threshold: u32,
-    /// The container has a startup probe, and this (liveness or readiness) probe waits for it.
+    /// True if the container has a startup probe for which this (liveness or readiness) probe waits.
     pub waits_for_startup: bool,
-    /// What kernel edges do (readiness only).
+    /// Effect of kernel edges (readiness only).
     pub edge_policy: EdgePolicy,
 }
 
 impl ProbeParams {
-    /// The settings of a probe, with the API's defaults where a field is absent or 0: one success, three
-    /// failures. Negative numbers, which the API refuses, count as absent.
+    /// Reads the settings of a probe, with the API's defaults for a field that is absent or 0: one success,
+    /// three failures. Negative numbers, which the API refuses, count as absent.
     #[must_use]
     pub fn from_probe(probe: &Probe, waits_for_startup: bool, edge_policy: EdgePolicy) -> Self {
         let positive = |n: Option<i32>, default: u32| match u32::try_from(n.unwrap_or(0)) {
@@ -132,7 +132,7 @@ impl ProbeParams {
 /// A change of the published state, or its first value for a new container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Transition {
-    /// When: the `now` of the call that caused it.
+    /// Time of the change: the `now` of the call that caused it.
     pub at: Duration,
     /// The new state.
     pub result: ProbeResult,
@@ -140,29 +140,29 @@ pub struct Transition {
     pub restart: bool,
 }
 
-/// Why no outcome counts at present.
+/// The reason why no outcome counts at present.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Suspension {
-    /// The container doesn't run.
+    /// The container is not running.
     NotRunning,
-    /// The pod is being deleted, or was ended for good.
+    /// The pod is being deleted, or was terminated for good.
     Deleted,
-    /// The probe failed, or the startup probe is through: until a new container runs.
+    /// The probe failed, or the startup probe succeeded: suspended until a new container runs.
     Settled,
-    /// The container hasn't run for its initial delay.
+    /// The container has not run for its initial delay.
     InitialDelay,
-    /// The startup probe hasn't succeeded.
+    /// The startup probe has not succeeded.
     Startup,
 }
 
 impl std::fmt::Display for Suspension {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
-            Self::NotRunning => "the container doesn't run",
-            Self::Deleted => "the pod is on its way out",
+            Self::NotRunning => "the container is not running",
+            Self::Deleted => "the pod is terminating",
             Self::Settled => "settled until a new container runs",
-            Self::InitialDelay => "the initial delay isn't over",
-            Self::Startup => "the startup probe hasn't succeeded yet",
+            Self::InitialDelay => "the initial delay has not passed",
+            Self::Startup => "the startup probe has not succeeded yet",
         })
     }
 }
@@ -170,17 +170,17 @@ impl std::fmt::Display for Suspension {
 /// The container under the probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Subject {
-    /// None seen yet.
+    /// No container seen yet.
     Absent,
-    /// Runs since then.
+    /// Running since this time.
     Running(Duration),
-    /// Has ended; the next one isn't there yet.
+    /// Ended; no new container yet.
     Stopped,
-    /// Its pod is on its way out, and nothing the probe could say matters any more.
+    /// The pod is terminating, and the probe's results no longer matter.
     Deleted,
 }
 
-/// One probe of one container, over all restarts of that container.
+/// The state of one probe of one container, over all restarts of that container.
 ///
 /// ```
 /// use std::time::Duration;
@@ -203,8 +203,8 @@ pub struct ProbeState {
     params: ProbeParams,
     subject: Subject,
     published: ProbeResult,
-    /// The last outcome that counted and how often it came in a row. Deliberately kept over a restart
-    /// of the container, as the kubelet does.
+    /// The last outcome that counted, and the number of times it came in a row. Deliberately kept over a
+    /// restart of the container, as in the kubelet.
     last: Outcome,
     run: u32,
     on_hold: bool,
@@ -212,7 +212,7 @@ pub struct ProbeState {
 }
 
 impl ProbeState {
-    /// A probe whose container has not been seen yet.
+    /// Creates a probe whose container has not been seen yet.
     #[must_use]
     pub fn new(kind: ProbeKind, params: &ProbeParams) -> Self {
         Self {
@@ -227,7 +227,7 @@ impl ProbeState {
         }
     }
 
-    /// A probe taken over with what an earlier instance of the agent knew, so that nothing flips.
+    /// Resumes a probe from the state of an earlier agent, so that nothing flips.
     #[must_use]
     pub fn resume(
         kind: ProbeKind,
@@ -239,27 +239,27 @@ impl ProbeState {
         Self { subject: Subject::Running(started_at), published, on_hold: settled, ..Self::new(kind, params) }
     }
 
-    /// The kind of probe.
+    /// Returns the kind of probe.
     #[must_use]
     pub const fn kind(&self) -> ProbeKind {
         self.kind
     }
 
-    /// The state as published last.
+    /// Returns the published state.
     #[must_use]
     pub const fn published(&self) -> ProbeResult {
         self.published
     }
 
-    /// The settings in force.
+    /// Returns the settings in force.
     #[must_use]
     pub const fn params(&self) -> &ProbeParams {
         &self.params
     }
 
-    /// A container runs, the first one or one after a restart, since `started_at`. Ends a hold and publishes
-    /// the first value, always (the new container had no value before). The startup gate closes; the run of
-    /// equal outcomes carries over. `None` only while the pod is being deleted.
+    /// Records that a container runs since `started_at`, the first one or one after a restart. Ends a hold
+    /// and always publishes the first value (the new container had no value before). The startup gate closes;
+    /// the run of equal outcomes carries over. Returns `None` only while the pod is being deleted.
     pub fn container_started(&mut self, now: Duration, started_at: Duration) -> Option<Transition> {
         if self.subject == Subject::Deleted {
             return None;
@@ -271,13 +271,13 @@ impl ProbeState {
         Some(self.transition(now, false))
     }
 
-    /// The same, for a container that started just now.
+    /// Works like [`Self::container_started`] for a container that started just now.
     pub fn container_restarted(&mut self, now: Duration) -> Option<Transition> {
         self.container_started(now, now)
     }
 
-    /// The container has ended: not ready, not started, and no outcome counts until the next one runs.
-    /// Restarting it is the restart policy's business, so the transition asks for none.
+    /// Records the container's end: not ready, not started, and no outcome counts until the next container
+    /// runs. The restart policy decides on a restart, so the transition requests none.
     pub fn container_stopped(&mut self, now: Duration) -> Option<Transition> {
         if !matches!(self.subject, Subject::Running(_)) {
             return None;
@@ -286,8 +286,8 @@ impl ProbeState {
         self.publish(now, ProbeResult::Failure, false)
     }
 
-    /// The pod is being deleted, or was ended for good: liveness and startup probes end in success, so that
-    /// nothing restarts the container during its graceful termination; readiness goes on.
+    /// Records the pod's deletion or permanent end: liveness and startup probes end in success, so that
+    /// nothing restarts the container during its graceful termination; readiness continues.
     pub fn pod_deleted(&mut self, now: Duration) -> Option<Transition> {
         if self.kind == ProbeKind::Readiness {
             return None;
@@ -297,24 +297,24 @@ impl ProbeState {
         if seen { self.publish(now, ProbeResult::Success, false) } else { None }
     }
 
-    /// The container's startup probe has succeeded: opens the gate of a liveness or readiness probe.
+    /// Records the success of the container's startup probe: opens the gate of a liveness or readiness probe.
     pub fn startup_succeeded(&mut self) {
         self.startup_succeeded = true;
     }
 
-    /// No outcome counts until a new container runs.
+    /// Suspends the probe until a new container runs.
     pub fn hold(&mut self) {
         self.on_hold = true;
         self.run = 0;
     }
 
-    /// Would an outcome at `now` count? A caller saves itself a probe where it wouldn't.
+    /// Returns true if an outcome at `now` would count. A caller skips the probe otherwise.
     #[must_use]
     pub fn due(&self, now: Duration) -> bool {
         self.held(now).is_none()
     }
 
-    /// The reason why an outcome at `now` would not count; `None` if it would.
+    /// Returns the reason why an outcome at `now` would not count; `None` if it would.
     #[must_use]
     pub fn held(&self, now: Duration) -> Option<Suspension> {
         let started_at = match self.subject {
@@ -334,8 +334,8 @@ impl ProbeState {
         }
     }
 
-    /// Returns true if successes, at `now` and until another of these methods is called, change nothing:
-    /// [`Self::record`] need not be told of them.
+    /// Returns true if successes change nothing from `now` until another of these methods is called:
+    /// [`Self::record`] need not receive them.
     #[must_use]
     pub fn is_steady(&self, now: Duration) -> bool {
         self.published == ProbeResult::Success
@@ -344,7 +344,7 @@ impl ProbeState {
             && self.due(now)
     }
 
-    /// An outcome. Gives the change of state that it makes, if it makes one.
+    /// Records an outcome. Returns the resulting change of state, if any.
     pub fn record(&mut self, now: Duration, outcome: Outcome) -> Option<Transition> {
         if outcome == Outcome::Error || !self.due(now) {
             return None;
@@ -361,9 +361,9 @@ impl ProbeState {
         self.settle(now, outcome)
     }
 
-    /// The kernel saw the probed port start (`true`) or stop (`false`) being listened on. Decided as
-    /// [`EdgePolicy`] says; liveness and startup probes always keep their thresholds. An edge before the
-    /// initial delay or the startup probe's success does not count.
+    /// Records that the kernel saw a listener appear on (`true`) or disappear from (`false`) the probed port.
+    /// [`EdgePolicy`] decides the effect; liveness and startup probes always keep their thresholds. An edge
+    /// before the initial delay or the startup probe's success does not count.
     pub fn edge(&mut self, now: Duration, listening: bool) -> Option<Transition> {
         let outcome = if listening { Outcome::Success } else { Outcome::Failure };
         let at_once = self.kind == ProbeKind::Readiness
@@ -372,13 +372,13 @@ impl ProbeState {
         if !at_once || !self.due(now) {
             return self.record(now, outcome);
         }
-        // As if the last of a row had come: what follows must make a new row to undo it.
+        // The edge acts as the last of a full row: undoing it takes a new row.
         self.last = outcome;
         self.run = if listening { 1 } else { self.params.failure_threshold.max(1) };
         self.settle(now, outcome)
     }
 
-    /// The outcome has come often enough.
+    /// Publishes an outcome that has met its threshold.
     fn settle(&mut self, now: Duration, outcome: Outcome) -> Option<Transition> {
         let failed = outcome == Outcome::Failure;
         let result = if failed { ProbeResult::Failure } else { ProbeResult::Success };
@@ -422,7 +422,7 @@ mod tests {
 
     /// Plays a script of one letter per second on a fresh probe: `s`uccess, `f`ailure, `e`rror, `R`estart
     /// (new container), `L`istening, `C`losed, `G`ate opens, `X` container stops, `D` pod deleted.
-    /// Expectation: what was published, `second` + `+`, `-` or `?`, `!` where a restart is demanded.
+    /// Expectation: the published states, `second` + `+`, `-` or `?`, `!` if a restart is required.
     fn check(kind: ProbeKind, params: &ProbeParams, script: &str, expectation: &str) {
         let mut state = ProbeState::new(kind, params);
         let mut seen = Vec::new();
@@ -514,12 +514,12 @@ mod tests {
     }
 
     #[test]
-    fn liveness_keeps_its_thresholds_whatever_the_edge_policy() {
+    fn liveness_keeps_its_thresholds_under_any_edge_policy() {
         check(ProbeKind::Liveness, &params(1, 2), "RCsCC", "0+ 4-!");
     }
 
     #[test]
-    fn a_container_that_stops_is_not_ready_and_asks_for_no_restart() {
+    fn a_stopped_container_is_not_ready_and_requests_no_restart() {
         check(ProbeKind::Readiness, &params(1, 1), "RsXsRs", "0- 1+ 2- 4- 5+");
         check(ProbeKind::Liveness, &params(1, 1), "RXf", "0+ 1-");
     }
@@ -532,7 +532,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_earlier_instance_knew_does_not_flip() {
+    fn state_of_an_earlier_agent_does_not_flip() {
         let mut ready = ProbeState::resume(ProbeKind::Readiness, &params(1, 3), at(0), ProbeResult::Success);
         assert_eq!(ready.record(at(9), Outcome::Success), None);
         assert_eq!(ready.published(), ProbeResult::Success);
@@ -541,7 +541,7 @@ mod tests {
     }
 
     proptest! {
-        /// What comes after a steady state is the same however many successes it has not been told of.
+        /// Dropping any number of successes in a steady state does not change later transitions.
         #[test]
         fn successes_in_a_steady_state_change_nothing(
             kind in prop::sample::select(vec![ProbeKind::Liveness, ProbeKind::Readiness, ProbeKind::Startup]),
@@ -574,7 +574,7 @@ mod tests {
             }
         }
 
-        /// A published success or failure always has a full row of such outcomes behind it.
+        /// A published success or failure always follows a full row of equal outcomes.
         #[test]
         fn no_change_without_a_full_row(outcomes in prop::collection::vec(0..3u8, 0..60), success in 1..4u32, failure in 1..4u32) {
             let mut state = ProbeState::new(ProbeKind::Readiness, &params(success, failure));

@@ -1,54 +1,70 @@
-//! What a pod's annotations say about its probes beyond `v1.Probe`: how tcpSocket probes are answered,
-//! milliseconds, what an edge does, how often a canary goes.
+//! Probe settings in a pod's annotations that `v1.Probe` lacks: the mode of tcpSocket probes, durations in
+//! milliseconds, the effect of an edge, the interval of canaries.
 //!
-//! `beelet.dev/probes` speaks for the whole pod, `probes.beelet.dev/<container>` for one container and wins.
-//! The value is a list of `key=value`, separated by spaces or commas. A key stands for all three kinds, or
-//! for one with that kind before it: `mode=connect readiness.period=100ms readiness.timeout=50ms`. What can't
-//! be read is named and has no effect; it never takes the rest away.
+//! `beelet.dev/probes` applies to the whole pod, `probes.beelet.dev/<container>` to one container and wins.
+//! The value is a list of `key=value`, separated by spaces or commas. A key applies to all three kinds, or to
+//! one with that kind before it: `mode=connect readiness.period=100ms readiness.timeout=50ms`. Invalid items
+//! are reported and have no effect on the others.
 
 use std::{collections::BTreeMap, time::Duration};
 
-use super::{EdgePolicy, ProbeKind};
+use super::{EdgePolicy, ProbeKind, listener::QueueRule};
 use beelet_units::duration;
 
 /// The annotation for all containers of a pod.
 pub const POD_ANNOTATION: &str = "beelet.dev/probes";
-/// What the annotation for one container begins with; the container's name follows.
+/// Prefix of the annotation for one container; the container's name follows.
 pub(crate) const CONTAINER_ANNOTATION: &str = "probes.beelet.dev/";
-/// The shortest timeout, and the shortest period of a probe that the kernel answers: a look costs
-/// microseconds, but the readers of the results have to keep up.
+/// Minimum timeout, and minimum period of a probe that the kernel answers: a look costs microseconds, but the
+/// readers of the results must keep up.
 pub const SHORTEST: Duration = Duration::from_millis(10);
-/// The shortest period of a probe that takes a process, a connection or a request per look, and the shortest
-/// time between two canaries: as short as `periodSeconds` can be. An author of pods must not have the runtime
-/// start a hundred processes per second.
+/// Minimum period of a probe that needs a process, a connection or a request per look, and minimum time
+/// between two canaries: the minimum of `periodSeconds`. An author of pods must not have the runtime start a
+/// hundred processes per second.
 pub const SHORTEST_ASKED: Duration = Duration::from_secs(1);
 
-/// What answers a tcpSocket probe.
+/// The method that answers a tcpSocket probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TcpMode {
-    /// The kernel's own knowledge of who listens.
+    /// The kernel's own knowledge of listeners.
     Kernel,
     /// A connection, as under the kubelet.
     Connect,
 }
 
-/// What annotations say about one probe; absent where they say nothing.
+/// The settings of one probe from annotations; `None` where no annotation sets them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProbeSettings {
-    /// What answers a tcpSocket probe.
+    /// Method that answers a tcpSocket probe.
     pub mode: Option<TcpMode>,
-    /// Instead of periodSeconds.
+    /// Period in place of `periodSeconds`.
     pub period: Option<Duration>,
-    /// Instead of timeoutSeconds.
+    /// Timeout in place of `timeoutSeconds`.
     pub timeout: Option<Duration>,
-    /// What an edge does to readiness.
+    /// Effect of an edge on readiness.
     pub edge_policy: Option<EdgePolicy>,
-    /// How often a liveness probe in kernel mode sends a connection; zero: never.
+    /// Interval at which a liveness probe in kernel mode opens a connection; zero for never.
     pub canary: Option<Duration>,
+    /// The state of the accept queues that fails a probe in kernel mode.
+    pub queue_rule: Option<QueueRule>,
 }
 
-/// Reads what `annotations` say about a container's probe of `kind`. The second value names what can't be
-/// read, one sentence each.
+/// Returns the rule by which a probe of `kind` judges accept queues. Readiness fails for a stalled listener,
+/// unless an annotation says otherwise. Liveness and startup restart containers, so they fail only where a
+/// connection would (as under a kubelet), unless an annotation, the node's setting or a `canary` of the probe
+/// asks for more.
+#[must_use]
+pub fn queue_rule(kind: ProbeKind, own: &ProbeSettings, of_node: QueueRule, canary: Duration) -> QueueRule {
+    let default = match kind {
+        ProbeKind::Readiness => QueueRule::Accepted,
+        ProbeKind::Liveness if !canary.is_zero() => QueueRule::Accepted,
+        ProbeKind::Liveness | ProbeKind::Startup => of_node,
+    };
+    own.queue_rule.unwrap_or(default)
+}
+
+/// Reads the settings in `annotations` for a container's probe of `kind`. The second value has one sentence
+/// per invalid item.
 #[must_use]
 pub fn read(
     annotations: &BTreeMap<String, String>,
@@ -59,7 +75,7 @@ pub fn read(
     let of_container = format!("{CONTAINER_ANNOTATION}{container}");
     for annotation in [POD_ANNOTATION, of_container.as_str()] {
         let Some(text) = annotations.get(annotation) else { continue };
-        // What is said of one kind wins over what is said of all, in whatever order.
+        // A setting for one kind wins over one for all, in any order.
         for of_kind in [false, true] {
             for item in text.split([' ', ',', '\n', '\t']).filter(|item| !item.is_empty()) {
                 match apply(&mut settings, item, kind, of_kind) {
@@ -80,9 +96,10 @@ fn apply(settings: &mut ProbeSettings, item: &str, kind: ProbeKind, of_kind: boo
     let (key, value) = item.split_once('=').ok_or("is not of the form key=value")?;
     let (of, key) = match key.split_once('.') {
         None => (None, key),
-        Some((of, key)) => {
-            (Some(parse_kind(of).ok_or("names no kind of probe (liveness, readiness, startup)")?), key)
-        }
+        Some((of, key)) => (
+            Some(parse_kind(of).ok_or("names an unknown kind of probe (liveness, readiness, startup)")?),
+            key,
+        ),
     };
     if of.is_some() != of_kind || of.is_some_and(|of| of != kind) {
         return Ok(());
@@ -92,11 +109,16 @@ fn apply(settings: &mut ProbeSettings, item: &str, kind: ProbeKind, of_kind: boo
         "period" => settings.period = Some(time(value, SHORTEST)?),
         "timeout" => settings.timeout = Some(time(value, SHORTEST)?),
         "edgePolicy" => settings.edge_policy = Some(edge_policy(value)?),
+        "stalled" => settings.queue_rule = Some(stalled(value)?),
         "canary" => {
             let never = duration::parse(value).is_ok_and(|every| every.is_zero());
             settings.canary = Some(if never { Duration::ZERO } else { time(value, SHORTEST_ASKED)? });
         }
-        _ => return Err("has a key that is none of mode, period, timeout, edgePolicy and canary".to_owned()),
+        _ => {
+            return Err(
+                "has an unknown key (known: mode, period, timeout, edgePolicy, stalled, canary)".to_owned()
+            );
+        }
     }
     Ok(())
 }
@@ -123,16 +145,24 @@ fn edge_policy(text: &str) -> Result<EdgePolicy, String> {
     }
 }
 
+fn stalled(text: &str) -> Result<QueueRule, String> {
+    match text {
+        "fail" => Ok(QueueRule::Accepted),
+        "pass" => Ok(QueueRule::Room),
+        _ => Err("is neither fail nor pass".to_owned()),
+    }
+}
+
 fn time(text: &str, shortest: Duration) -> Result<Duration, String> {
-    let time = duration::parse(text).map_err(|error| format!("has no duration: {error}"))?;
+    let time = duration::parse(text).map_err(|error| format!("has an invalid duration: {error}"))?;
     if time < shortest {
         return Err(format!("is shorter than {} ms", shortest.as_millis()));
     }
     Ok(time)
 }
 
-/// The time between two looks of a probe that wants this one: its own where the kernel answers, and
-/// [`SHORTEST_ASKED`] at least where a look takes more.
+/// Returns the time between two looks of a probe with this wanted period: unchanged if the kernel answers,
+/// and at least [`SHORTEST_ASKED`] otherwise.
 #[must_use]
 pub fn period(wanted: Duration, by_kernel: bool) -> Duration {
     if by_kernel { wanted } else { wanted.max(SHORTEST_ASKED) }
@@ -174,13 +204,14 @@ mod tests {
             timeout: Some(Duration::from_millis(50)),
             edge_policy: Some(EdgePolicy::Threshold),
             canary: Some(Duration::ZERO),
+            queue_rule: Some(QueueRule::Accepted),
         };
-        let text = "mode=kernel period=100ms timeout=50ms edgePolicy=threshold canary=0";
+        let text = "mode=kernel period=100ms timeout=50ms edgePolicy=threshold canary=0 stalled=fail";
         check(&[(POD_ANNOTATION, text)], ProbeKind::Liveness, expect, &[]);
     }
 
     #[test]
-    fn only_the_kernel_is_asked_more_often_than_once_per_second() {
+    fn only_kernel_probes_run_more_often_than_once_per_second() {
         let millis = Duration::from_millis;
         for (wanted, by_kernel, expected) in [
             (10, true, 10),
@@ -203,21 +234,47 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_named_and_the_rest_counts() {
+    fn invalid_items_are_reported_and_the_rest_applies() {
         let expect = ProbeSettings { timeout: Some(Duration::from_secs(1)), ..ProbeSettings::default() };
-        let text = "mode=fast period=5ms wait=1s lively.mode=kernel connect timeout=1s";
+        let text = "mode=fast period=5ms wait=1s lively.mode=kernel connect timeout=1s stalled=no";
         check(
             &[(POD_ANNOTATION, text)],
             ProbeKind::Liveness,
             expect,
             &[
                 "annotation beelet.dev/probes: \"connect\" is not of the form key=value; it is ignored",
-                "annotation beelet.dev/probes: \"lively.mode=kernel\" names no kind of probe (liveness, readiness, startup); it is ignored",
+                "annotation beelet.dev/probes: \"lively.mode=kernel\" names an unknown kind of probe (liveness, readiness, startup); it is ignored",
                 "annotation beelet.dev/probes: \"mode=fast\" is neither kernel nor connect; it is ignored",
                 "annotation beelet.dev/probes: \"period=5ms\" is shorter than 10 ms; it is ignored",
-                "annotation beelet.dev/probes: \"wait=1s\" has a key that is none of mode, period, timeout, edgePolicy and canary; it is ignored",
+                "annotation beelet.dev/probes: \"stalled=no\" is neither fail nor pass; it is ignored",
+                "annotation beelet.dev/probes: \"wait=1s\" has an unknown key (known: mode, period, timeout, edgePolicy, stalled, canary); it is ignored",
             ],
         );
+    }
+
+    #[test]
+    fn liveness_and_startup_fail_for_a_stalled_listener_only_where_that_is_asked_for() {
+        use QueueRule::{Accepted, Room};
+        let check = |kind, own: Option<QueueRule>, of_node, canary, expected| {
+            let own = ProbeSettings { queue_rule: own, ..ProbeSettings::default() };
+            assert_eq!(
+                queue_rule(kind, &own, of_node, Duration::from_secs(canary)),
+                expected,
+                "{kind:?} {own:?}"
+            );
+        };
+        check(ProbeKind::Readiness, None, Room, 0, Accepted);
+        check(ProbeKind::Readiness, Some(Room), Accepted, 60, Room);
+        for kind in [ProbeKind::Liveness, ProbeKind::Startup] {
+            check(kind, None, Room, 0, Room);
+            check(kind, None, Accepted, 0, Accepted);
+            check(kind, Some(Accepted), Room, 0, Accepted);
+            check(kind, Some(Room), Accepted, 60, Room);
+        }
+        // A canary that the application has not accepted stays in the queue, and the next looks find it
+        // there.
+        check(ProbeKind::Liveness, None, Room, 60, Accepted);
+        check(ProbeKind::Startup, None, Room, 60, Room);
     }
 
     proptest! {

@@ -1,16 +1,16 @@
-//! Huge pages: the names of their sizes, and which size a volume of them has (`v1helper`,
-//! `getPageSizeMountOption` of the kubelet).
+//! Huge pages: the names of their sizes, and the page size of a volume (`v1helper`, `getPageSizeMountOption`
+//! of the kubelet).
 
 use k8s_openapi::api::core::v1::Pod;
 
 use beelet_units::quantity::Quantity;
 
-/// What the names of their resources begin with.
+/// Prefix of their resources' names.
 pub const PREFIX: &str = "hugepages-";
-/// The medium of an emptyDir whose pages are of the size that the pod asks for.
+/// The medium of an emptyDir with pages of the size that the pod requests.
 const MEDIUM: &str = "HugePages";
 
-/// The size of a page in bytes that a resource's name says (`hugepages-2Mi`).
+/// Returns the page size in bytes from a resource's name (`hugepages-2Mi`).
 #[must_use]
 pub fn size_of_resource(name: &str) -> Option<i64> {
     size(name.strip_prefix(PREFIX)?)
@@ -20,7 +20,7 @@ fn size(text: &str) -> Option<i64> {
     Quantity::parse(text).ok().map(Quantity::value).filter(|bytes| *bytes > 0)
 }
 
-/// A size as the kernel's files and CRI have it: `2MB`, `1GB`.
+/// Formats a size as in the kernel's files and CRI: `2MB`, `1GB`.
 #[must_use]
 pub fn unit_name(bytes: i64) -> String {
     let units = [(1_i64 << 40, "TB"), (1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")];
@@ -30,17 +30,17 @@ pub fn unit_name(bytes: i64) -> String {
     }
 }
 
-/// What an emptyDir's medium says of huge pages.
+/// The huge pages of an emptyDir's medium.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Medium {
-    /// Pages of the size that the pod asks for.
+    /// Pages of the size that the pod requests.
     OfPod,
     /// Pages of this many bytes.
     Of(i64),
 }
 
 impl Medium {
-    /// The medium that a text names; None if it is no medium of huge pages.
+    /// Parses a medium; `None` if it does not stand for huge pages.
     #[must_use]
     pub fn parse(medium: &str) -> Option<Self> {
         match medium.strip_prefix(MEDIUM)? {
@@ -50,29 +50,29 @@ impl Medium {
     }
 }
 
-/// Why a volume of huge pages can't be made.
+/// A reason why a volume of huge pages cannot be created.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PageSizeError {
-    /// Which of them is meant?
+    /// The pod requests several sizes, and the medium names none.
     #[error(
-        "medium HugePages can't be used where containers ask for several sizes of huge pages: name one of them"
+        "medium `HugePages` is ambiguous, as containers request several sizes of huge pages: name the size"
     )]
     Several,
-    /// Nobody asks for such pages.
-    #[error("huge pages are wanted for the volume, but no container asks for any of that size")]
+    /// No container requests pages of this size.
+    #[error("the volume needs huge pages, but no container requests any of that size")]
     None,
 }
 
-/// The size of a volume's pages, in bytes: that of the pod's requests.
+/// Returns the size of a volume's pages, in bytes: that of the pod's requests.
 ///
 /// # Errors
-/// No container requests such pages, or they request several sizes and the medium names none.
+/// No container requests huge pages, or they request several sizes and the medium names none.
 pub fn page_size(medium: Medium, pod: &Pod) -> Result<i64, PageSizeError> {
     let spec = pod.spec.as_ref();
     let containers =
         spec.into_iter().flat_map(|s| s.containers.iter().chain(s.init_containers.iter().flatten()));
     let of_pod = spec.and_then(|spec| spec.resources.as_ref());
-    // Limits and requests are the same, and a request may be written as a limit alone.
+    // Limits and requests are equal, and a request may be given as a limit alone.
     let lists = of_pod.into_iter().chain(containers.filter_map(|container| container.resources.as_ref()));
     let names = lists.flat_map(|list| list.requests.iter().chain(&list.limits)).flat_map(|list| list.keys());
     let mut found = None;

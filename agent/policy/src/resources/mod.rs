@@ -1,9 +1,9 @@
-//! What a pod asks of its node: requests and limits summed by the rules of Kubernetes.
+//! A pod's demand on its node: requests and limits summed by the rules of Kubernetes.
 //!
 //! Containers add up; a restartable init container (sidecar) adds to them and to every init container after
-//! it; a plain init container counts only where it needs more than all that (KEP-753). Pod-level cpu, memory
-//! and hugepages replace the sum (KEP-2837); overhead comes on top. Follows
-//! `k8s.io/component-helpers/resource`. Must never apply API defaults: a pod is taken as it stands.
+//! it; a plain init container counts only if it needs more than all that (KEP-753). Pod-level cpu, memory and
+//! hugepages replace the sum (KEP-2837); overhead comes on top. Follows `k8s.io/component-helpers/resource`.
+//! Must never apply API defaults: a pod counts as it is.
 
 pub mod cgroups;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
@@ -32,8 +32,8 @@ pub const EPHEMERAL_STORAGE: &str = "ephemeral-storage";
 /// The resource name of the number of pods on a node.
 pub const PODS: &str = "pods";
 
-/// Amounts by resource name, sorted by name. A missing resource and an amount of zero are different things to
-/// Kubernetes. A pod may name very many resources: no operation takes longer than a search for each name.
+/// Amounts by resource name, sorted by name. Kubernetes distinguishes a missing resource from an amount of
+/// zero. A pod may name a huge number of resources: no operation takes longer than a search for each name.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ResourceList<'a> {
     entries: BTreeMap<&'a str, Quantity>,
@@ -52,22 +52,22 @@ impl<'a> ResourceList<'a> {
         Ok(Self { entries: map.into_iter().flatten().map(read).collect::<Result<_, _>>()? })
     }
 
-    /// The amount of a resource, if the list has it.
+    /// Returns the amount of a resource, if the list has it.
     pub fn get(&self, name: &str) -> Option<Quantity> {
         self.entries.get(name).copied()
     }
 
-    /// The amount of a resource, zero if the list doesn't have it.
+    /// Returns the amount of a resource, or zero if the list lacks it.
     pub fn amount(&self, name: &str) -> Quantity {
         self.get(name).unwrap_or_default()
     }
 
-    /// Every resource in the list, by name.
+    /// Returns every resource in the list, by name.
     pub fn iter(&self) -> impl Iterator<Item = (&'a str, Quantity)> {
         self.entries.iter().map(|(name, quantity)| (*name, *quantity))
     }
 
-    /// True if the list has no resource at all.
+    /// Returns true if the list has no resource at all.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
@@ -85,7 +85,7 @@ impl<'a> ResourceList<'a> {
         }
     }
 
-    /// Raises every amount to that of another list where that is more.
+    /// Raises every amount to that of another list if that is higher.
     pub(crate) fn raise_to(&mut self, other: &Self) {
         other.iter().for_each(|(name, quantity)| self.raise(name, quantity));
     }
@@ -99,9 +99,9 @@ impl<'a> ResourceList<'a> {
 /// The requests and limits of one container, or of a pod as a whole.
 #[derive(Debug, Clone, Default)]
 pub struct Demand<'a> {
-    /// What is set aside.
+    /// Reserved amounts.
     pub requests: ResourceList<'a>,
-    /// What may not be exceeded.
+    /// Maximum amounts.
     pub limits: ResourceList<'a>,
 }
 
@@ -122,13 +122,13 @@ impl<'a> Demand<'a> {
 /// An init container's demand.
 #[derive(Debug, Clone)]
 pub struct InitDemand<'a> {
-    /// Its own requests and limits.
+    /// The init container's own requests and limits.
     pub demand: Demand<'a>,
-    /// It is a sidecar: it keeps running beside everything after it.
+    /// True for a sidecar: it keeps running with everything after it.
     pub restartable: bool,
 }
 
-/// Every amount that a pod's spec names, read once; the sums are taken from here.
+/// Every amount that a pod's spec names, read once; all sums derive from it.
 #[derive(Debug, Clone)]
 pub struct PodDemand<'a> {
     /// The containers, in the spec's order.
@@ -137,7 +137,7 @@ pub struct PodDemand<'a> {
     pub init_containers: Vec<InitDemand<'a>>,
     /// Pod-level resources (`spec.resources`); `None` if the field is absent.
     pub pod_level: Option<Demand<'a>>,
-    /// What running the pod costs beside its containers; `None` if the field is absent.
+    /// Cost of running the pod in addition to its containers; `None` if the field is absent.
     pub overhead: Option<ResourceList<'a>>,
 }
 
@@ -185,7 +185,7 @@ impl<'a> PodDemand<'a> {
         Ok(Self { containers, init_containers, pod_level, overhead })
     }
 
-    /// The pod's requests: containers, sidecars and init containers, pod-level resources, overhead.
+    /// Returns the pod's requests: containers, sidecars and init containers, pod-level resources, overhead.
     pub fn requests(&self) -> ResourceList<'a> {
         let mut total = self.container_requests();
         if let Some(pod_level) = &self.pod_level {
@@ -197,8 +197,7 @@ impl<'a> PodDemand<'a> {
         total
     }
 
-    /// The pod's limits: as [`Self::requests`], but overhead is added only to limits that are there
-    /// and not zero.
+    /// Returns the pod's limits: as [`Self::requests`], but adds overhead only to existing limits above zero.
     pub fn limits(&self) -> ResourceList<'a> {
         let mut total = self.aggregate(|demand| &demand.limits);
         if let Some(pod_level) = &self.pod_level {
@@ -212,14 +211,14 @@ impl<'a> PodDemand<'a> {
         total
     }
 
-    /// The sum of the containers' requests alone, without pod-level resources and overhead.
+    /// Returns the sum of the containers' requests alone, without pod-level resources and overhead.
     pub fn container_requests(&self) -> ResourceList<'a> {
         self.aggregate(|demand| &demand.requests)
     }
 
-    /// The request of one resource as preemption and eviction count it (`GetResourceRequestQuantity`):
-    /// pod-level requests alone where pod-level resources are set, and overhead only where the request is not
-    /// zero.
+    /// Returns the request of one resource as preemption and eviction count it
+    /// (`GetResourceRequestQuantity`): pod-level requests alone if pod-level resources are set, and overhead
+    /// only if the request is not zero.
     pub(crate) fn counted_request(&self, name: &str) -> Quantity {
         let pod_level = self.pod_level.as_ref().filter(|_| self.has_pod_level());
         let request = match pod_level {
@@ -233,13 +232,13 @@ impl<'a> PodDemand<'a> {
         }
     }
 
-    /// True if pod-level resources are in force: the spec names a resource that can be set for a pod.
+    /// Returns true if pod-level resources are in force: the spec names a resource that can be set for a pod.
     pub(crate) fn has_pod_level(&self) -> bool {
         let names_one = |list: &ResourceList<'_>| list.iter().any(|(name, _)| is_pod_level_resource(name));
         self.pod_level.as_ref().is_some_and(|pod| names_one(&pod.requests) || names_one(&pod.limits))
     }
 
-    /// One resource of [`Self::container_requests`], without building the list.
+    /// Returns one resource of [`Self::container_requests`], without building the list.
     fn container_request(&self, name: &str) -> Quantity {
         let mut total: Quantity = self.containers.iter().map(|c| c.requests.amount(name)).sum();
         let (mut sidecars, mut highest) = (Quantity::ZERO, Quantity::ZERO);
@@ -254,8 +253,8 @@ impl<'a> PodDemand<'a> {
         total.max(highest)
     }
 
-    /// The sum of one kind of list. Each amount of the pod is looked at once: `highest` is never below
-    /// `sidecars`, so that an init container raises the names of its own list alone.
+    /// Returns the sum of one kind of list. Visits each amount of the pod once: `highest` is never below
+    /// `sidecars`, so that an init container raises only the names of its own list.
     fn aggregate(&self, of: impl for<'d> Fn(&'d Demand<'a>) -> &'d ResourceList<'a>) -> ResourceList<'a> {
         let mut total = ResourceList::default();
         self.containers.iter().for_each(|container| total.add(of(container)));
@@ -283,17 +282,17 @@ fn replace_supported<'a>(total: &mut ResourceList<'a>, pod_level: &ResourceList<
         .for_each(|(name, quantity)| total.set(name, quantity));
 }
 
-/// True for the resources that `spec.resources` of a pod may name: cpu, memory and hugepages.
+/// Returns true for the resources that `spec.resources` of a pod may name: cpu, memory and hugepages.
 pub fn is_pod_level_resource(name: &str) -> bool {
     name == CPU || name == MEMORY || name.starts_with("hugepages-")
 }
 
-/// True for an init container that keeps running (a sidecar).
+/// Returns true for an init container that keeps running (a sidecar).
 pub(crate) fn is_restartable(container: &Container) -> bool {
     container.restart_policy.as_deref() == Some("Always")
 }
 
-/// A pod's requests; see [`PodDemand::requests`].
+/// Returns a pod's requests; see [`PodDemand::requests`].
 ///
 /// # Errors
 /// The path of the first amount in the pod that is not a quantity.
@@ -301,7 +300,7 @@ pub fn pod_requests(pod: &Pod) -> Result<ResourceList<'_>, FieldError> {
     Ok(PodDemand::read(pod)?.requests())
 }
 
-/// A pod's limits; see [`PodDemand::limits`].
+/// Returns a pod's limits; see [`PodDemand::limits`].
 ///
 /// # Errors
 /// The path of the first amount in the pod that is not a quantity.
@@ -343,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sidecar_counts_beside_everything_after_it() {
+    fn a_sidecar_counts_together_with_everything_after_it() {
         let sidecar = json!({"name": "s", "restartPolicy": "Always", "resources": requests("1")});
         let init = json!({"name": "i", "resources": requests("3")});
         let main = json!([{"name": "a", "resources": requests("1")}]);
@@ -408,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn the_one_resource_way_agrees_with_the_whole_list() {
+    fn the_request_of_one_resource_agrees_with_the_whole_list() {
         let spec = json!({
             "containers": [{"name": "a", "resources": requests("1")}],
             "initContainers": [
@@ -420,14 +419,14 @@ mod tests {
         assert_eq!(demand.container_request(CPU), demand.container_requests().amount(CPU));
     }
 
-    /// A list of so many resources, of one each.
+    /// Returns a list of this many resources, one unit of each.
     fn many(names: usize) -> BTreeMap<String, ApiQuantity> {
         (0..names).map(|n| (format!("example.com/r{n:07}"), ApiQuantity("1".to_owned()))).collect()
     }
 
     #[test]
     fn lists_of_very_many_resources_are_added_raised_and_searched() {
-        // A scan for each name would look at 20 thousand million names.
+        // A scan for each name would visit 20 thousand million names.
         let count = 200_000;
         let (names, mut sum) = (many(count), ResourceList::default());
         let list = ResourceList::read(Some(&names)).unwrap();
@@ -441,7 +440,7 @@ mod tests {
 
     #[test]
     fn each_of_very_many_init_containers_costs_its_own_amounts_alone() {
-        // A sum over all names for each init container would be one over a thousand million names.
+        // A sum over all names for each init container would visit over a thousand million names.
         let names = many(50_000);
         let sidecar = Demand { requests: ResourceList::read(Some(&names)).unwrap(), ..Demand::default() };
         let sidecar = InitDemand { demand: sidecar, restartable: true };

@@ -1,8 +1,8 @@
 //! The QoS class of a pod: Guaranteed, Burstable or BestEffort.
 //!
-//! Follows `k8s.io/kubernetes/pkg/apis/core/v1/helper/qos`: a class that the status already has stands;
-//! pod-level resources, where the field is present, decide alone; else every container and init container
-//! counts, cpu and memory only, amounts above zero only. Must never look at anything but the pod.
+//! Follows `k8s.io/kubernetes/pkg/apis/core/v1/helper/qos`: a class in the status stands; pod-level
+//! resources, if the field is present, decide alone; else every container and init container counts, cpu and
+//! memory only, amounts above zero only. Must never consider anything but the pod.
 
 use std::fmt;
 
@@ -12,19 +12,19 @@ use serde::Serialize;
 use crate::resources::{CPU, Demand, MEMORY, PodDemand, ResourceList};
 use beelet_units::{field::FieldError, quantity::Quantity};
 
-/// How much a node has promised a pod. Ordered by who goes first: BestEffort < Burstable < Guaranteed.
+/// A node's commitment to a pod. Ordered by eviction: BestEffort < Burstable < Guaranteed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub enum QosClass {
     /// No container names any cpu or memory.
     BestEffort,
-    /// Something in between.
+    /// Any other pod.
     Burstable,
     /// Every container has equal requests and limits for cpu and memory.
     Guaranteed,
 }
 
 impl QosClass {
-    /// The API's name of the class.
+    /// Returns the API's name of the class.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::BestEffort => "BestEffort",
@@ -40,7 +40,7 @@ impl fmt::Display for QosClass {
     }
 }
 
-/// The QoS class of a pod: the one its status has, else the one its resources give.
+/// Returns the QoS class of a pod: from its status, else from its resources.
 ///
 /// # Errors
 /// The path of the first amount in the pod that is not a quantity.
@@ -48,7 +48,7 @@ pub fn qos_class(pod: &Pod) -> Result<QosClass, FieldError> {
     Ok(qos_class_of(pod, &PodDemand::read(pod)?))
 }
 
-/// [`qos_class`] for a pod whose amounts have been read already.
+/// Works like [`qos_class`] for a pod whose amounts have been read already.
 pub fn qos_class_of(pod: &Pod, demand: &PodDemand<'_>) -> QosClass {
     match pod.status.as_ref().and_then(|status| status.qos_class.as_deref()) {
         Some("Guaranteed") => QosClass::Guaranteed,
@@ -58,7 +58,7 @@ pub fn qos_class_of(pod: &Pod, demand: &PodDemand<'_>) -> QosClass {
     }
 }
 
-/// The class that the amounts alone give.
+/// Returns the class from the amounts alone.
 fn computed(demand: &PodDemand<'_>) -> QosClass {
     let mut tally = Tally::default();
     match &demand.pod_level {
@@ -72,7 +72,7 @@ fn computed(demand: &PodDemand<'_>) -> QosClass {
     tally.class()
 }
 
-/// Sums of the two resources that count, `None` where nothing above zero was named.
+/// Sums of the two resources that count; `None` if all amounts are zero or missing.
 #[derive(Default)]
 struct Tally {
     requests: [Option<Quantity>; 2],
@@ -98,7 +98,7 @@ impl Tally {
     }
 }
 
-/// Adds cpu and memory to the sums; true if the list has both, above zero.
+/// Adds cpu and memory to the sums; returns true if the list has both, above zero.
 fn add(sums: &mut [Option<Quantity>; 2], list: &ResourceList<'_>) -> bool {
     let mut both = true;
     for (sum, name) in sums.iter_mut().zip([CPU, MEMORY]) {

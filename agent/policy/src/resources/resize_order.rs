@@ -1,8 +1,8 @@
-//! Which of several pods that want other amounts of cpu and memory while they run gets its turn first.
+//! The order of pods that wait for an in-place resize of cpu and memory.
 //!
 //! The order is that of the kubelet's allocation manager (`pkg/kubelet/allocation`, `sortPendingResizes`,
-//! since 1.34; KEP-1287): those that ask for no more than they have, then by priority, by QoS class, and by
-//! how long each has waited.
+//! since 1.34; KEP-1287): pods that request no more than they have, then by priority, by QoS class, and by
+//! waiting time.
 
 use std::cmp::Reverse;
 
@@ -14,7 +14,7 @@ use crate::resources::{
     qos::{QosClass, qos_class},
 };
 
-/// A pod's place among those that wait. The least goes first.
+/// A pod's place among the waiting ones, in ascending order.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Turn<T> {
     grows: bool,
@@ -24,7 +24,7 @@ pub struct Turn<T> {
 }
 
 impl<T: Ord> Turn<T> {
-    /// The place of a pod that is as `before`, and has been wanted as `wanted` since then.
+    /// Returns the place of a pod that has `before`, and has wanted `wanted` since this time.
     #[must_use]
     pub fn of(before: &Pod, wanted: &Pod, since: T) -> Self {
         Self {
@@ -36,8 +36,7 @@ impl<T: Ord> Turn<T> {
     }
 }
 
-/// Returns true if a pod would request more of anything than it does. Amounts that can't be read count as
-/// more.
+/// Returns true if a pod would request more of any resource than it does. Invalid amounts count as more.
 #[must_use]
 pub fn grows(before: &Pod, wanted: &Pod) -> bool {
     let (Ok(before), Ok(wanted)) = (PodDemand::read(before), PodDemand::read(wanted)) else { return true };
@@ -63,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_grows_if_it_asks_for_more_of_anything() {
+    fn a_pod_grows_if_it_requests_more_of_any_resource() {
         let check = |before: (&str, &str), wanted: (&str, &str), expected: bool| {
             let pod = |(cpu, memory): (&str, &str)| pod(cpu, memory, &json!({}));
             assert_eq!(grows(&pod(before), &pod(wanted)), expected, "{before:?} to {wanted:?}");
@@ -75,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn shrinking_pods_go_first_then_the_important_ones_then_those_that_wait_longest() {
+    fn shrinking_pods_come_first_then_important_ones_then_the_longest_waiting() {
         let turn = |cpu: &str, more: Value, since: u32| {
             Turn::of(&pod("2", "1Gi", &more), &pod(cpu, "1Gi", &more), since)
         };

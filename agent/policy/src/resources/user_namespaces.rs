@@ -1,25 +1,25 @@
-//! Which of the machine's user and group ids a pod of `hostUsers: false` gets (KEP-127;
+//! Allocation of the machine's user and group ids to pods with `hostUsers: false` (KEP-127;
 //! `pkg/kubelet/userns`).
 //!
-//! A pod gets one range, in which its root is the first id; no two pods share an id, and none is the
-//! machine's own. Must never look at who the ids belong to now: what is taken comes in.
+//! A pod gets one range, whose first id is the pod's root; no two pods share an id, and none has an id of the
+//! machine itself. Must never look up the ids' current owners: callers pass in the taken ranges.
 
 use std::ops::Range;
 
-/// The length of a range is a multiple of this (`userNsUnitLength`): 16 bits of ids, as POSIX has them at
-/// least.
+/// Unit of a range's length (`userNsUnitLength`): 16 bits of ids, the minimum in POSIX.
 pub const UNIT: u32 = 65_536;
 
-/// What is no id: the kernel's `INVALID_UID` and `INVALID_GID` (include/linux/uidgid.h), -1 for system calls.
-/// A mapping that has it is refused (`map_write` in kernel/user_namespace.c; kubernetes #141345).
+/// The invalid id: the kernel's `INVALID_UID` and `INVALID_GID` (include/linux/uidgid.h), -1 for system
+/// calls. The kernel refuses a mapping that includes it (`map_write` in kernel/user_namespace.c; kubernetes
+/// #141345).
 const NO_ID: u32 = u32::MAX;
 
-/// Ids of the machine, one after the other.
+/// Consecutive ids of the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct IdRange {
-    /// The first one: root in the namespace.
+    /// The first id: root in the namespace.
     pub first: u32,
-    /// How many.
+    /// Number of ids.
     pub length: u32,
 }
 
@@ -29,7 +29,7 @@ impl IdRange {
         first..first.saturating_add(self.length.into())
     }
 
-    /// Returns true if the kernel takes all of them for ids.
+    /// Returns true if all ids are valid for the kernel.
     #[must_use]
     pub fn is_usable(self) -> bool {
         self.ids().end <= u64::from(NO_ID)
@@ -41,7 +41,7 @@ impl IdRange {
     }
 }
 
-/// The ids that pods may get, cut into ranges of one length.
+/// The ids available to pods, divided into ranges of one length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct IdPool {
     first: u32,
@@ -49,52 +49,52 @@ pub struct IdPool {
     ranges: u32,
 }
 
-/// Why ids can't be given to pods (`MakeUserNsManager`).
+/// A reason why pods cannot get ids (`MakeUserNsManager`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum IdPoolError {
-    /// `userNamespaces.idsPerPod`.
+    /// `userNamespaces.idsPerPod` is invalid.
     #[error("a pod's number of ids, {0}, must be a multiple of {UNIT}, and not 0")]
     PerPod(u32),
-    /// The first id of the user `kubelet`.
+    /// The first id of the user `kubelet` is invalid.
     #[error(
         "the first subordinate id of the user kubelet, {first}, must be a multiple of {per_pod}, and not 0"
     )]
     First {
-        /// What it is.
+        /// The first id.
         first: u32,
-        /// The ids of each pod.
+        /// Ids per pod.
         per_pod: u32,
     },
-    /// The number of its ids.
+    /// The number of the user's ids is invalid.
     #[error("the user kubelet has {length} subordinate ids, which is not a multiple of {per_pod}")]
     Length {
-        /// What it is.
+        /// The number of ids.
         length: u32,
-        /// The ids of each pod.
+        /// Ids per pod.
         per_pod: u32,
     },
-    /// `maxPods`.
+    /// The ids suffice for fewer pods than `maxPods`.
     #[error("the user kubelet has subordinate ids for {ranges} pods, and maxPods is {max_pods}")]
     TooFew {
-        /// How many pods they are enough for.
+        /// Number of pods with ids.
         ranges: u32,
-        /// How many there may be.
+        /// Maximum number of pods.
         max_pods: u32,
     },
 }
 
 impl IdPool {
-    /// The ids of `of` in ranges of `per_pod`; without `of` all but the first such range, which is the
-    /// machine's own.
+    /// Divides the ids of `of` into ranges of `per_pod`; without `of`, all ids but the first range, which
+    /// belongs to the machine.
     ///
     /// # Errors
-    /// The ranges don't fit, or there are less than `max_pods`.
+    /// The ranges don't fit, or there are fewer than `max_pods`.
     pub fn new(of: Option<IdRange>, per_pod: u32, max_pods: u32) -> Result<Self, IdPoolError> {
         if per_pod == 0 || !per_pod.is_multiple_of(UNIT) {
             return Err(IdPoolError::PerPod(per_pod));
         }
-        // All ids but the last, as the kubelet counts them since 1.38. Where the length of a range doesn't
-        // divide that, the rest is nobody's.
+        // All ids but the last, as the kubelet counts them since 1.38. If the length of a range does not
+        // divide that, the rest stays unused.
         let in_all = |ids: u32| ids.checked_div(per_pod).unwrap_or(0);
         let whole = in_all(NO_ID).saturating_sub(1).saturating_mul(per_pod);
         let rest = IdRange { first: per_pod, length: whole };
@@ -105,7 +105,7 @@ impl IdPool {
         if !length.is_multiple_of(per_pod) {
             return Err(IdPoolError::Length { length, per_pod });
         }
-        // A range that would reach the last id, or lie beyond it, is nobody's.
+        // Ranges that would reach the last id, or lie beyond it, stay unused.
         let ranges = in_all(length.min(NO_ID.saturating_sub(first)));
         if ranges < max_pods {
             return Err(IdPoolError::TooFew { ranges, max_pods });
@@ -113,12 +113,11 @@ impl IdPool {
         Ok(Self { first, per_pod, ranges })
     }
 
-    /// A range for the pod with this UID that is free of all that is `taken`; None if there is none. Where to
-    /// begin looking follows from the UID, so that the ids of a pod that is gone are not those of the next
-    /// one.
+    /// Returns a range for the pod with this UID that overlaps none of `taken`; `None` if there is none. The
+    /// UID determines the start of the search, so that a new pod does not get the ids of a deleted one.
     #[must_use]
     pub fn choose(&self, uid: &str, taken: &[IdRange]) -> Option<IdRange> {
-        // FNV-1a: it only has to scatter.
+        // FNV-1a suffices to scatter the UIDs.
         let hash =
             uid.bytes().fold(0x811c_9dc5_u32, |hash, b| (hash ^ u32::from(b)).wrapping_mul(0x0100_0193));
         let start = hash.checked_rem(self.ranges)?;
@@ -142,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_user_kubelet_has_must_make_whole_ranges_for_all_pods() {
+    fn the_ids_of_user_kubelet_must_form_whole_ranges_for_all_pods() {
         let check = |of: Option<IdRange>, per_pod: u32, expected: Result<u32, &str>| {
             let pool =
                 IdPool::new(of, per_pod, 110).map(|pool| pool.ranges).map_err(|error| error.to_string());
@@ -180,13 +179,13 @@ mod tests {
         }
         assert_eq!(pool.choose("d", &taken), None);
         assert_eq!(pool.choose("d", &taken[1..]), Some(taken[0]));
-        // Ranges of another length, from before a change of the configuration, are kept clear of too.
+        // Ranges of another length, from before a change of the configuration, are avoided, too.
         assert_eq!(pool.choose("d", &[range(UNIT, 2 * UNIT)]), Some(range(3 * UNIT, UNIT)));
         assert_eq!(pool.choose("d", &[range(4 * UNIT - 1, 1), range(UNIT, 2 * UNIT)]), None);
     }
 
     #[test]
-    fn the_last_id_of_all_belongs_to_nobody() {
+    fn the_last_id_is_never_used() {
         let pool = IdPool::new(None, UNIT, 110).unwrap();
         let last = range(u32::MAX - 2 * UNIT + 1, UNIT);
         let others = range(UNIT, u32::MAX - 3 * UNIT + 1);
@@ -196,7 +195,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_id_that_is_handed_out_is_one(first: u32, length: u32, units in 1..=u32::MAX / UNIT, uid: String) {
+        fn every_allocated_id_is_valid(first: u32, length: u32, units in 1..=u32::MAX / UNIT, uid: String) {
             let per_pod = units * UNIT;
             let given = range(first / per_pod * per_pod, length / per_pod * per_pod);
             for of in [None, Some(given)] {

@@ -1,65 +1,64 @@
-//! Whether what is taken from others helps the one who complains: a container whose own threads compete for
-//! its CPUs waits just as long however little others get. Steps that have not helped are given back, and no
-//! more are made for it until its complaint is another one.
+//! Effect of the steps on the container that they are for: a container whose own threads compete for its CPUs
+//! waits just as long even if others get less. The tuner reverts steps without effect, and takes no more for
+//! the container until its complaint changes.
 
 use std::collections::BTreeMap;
 
 use super::{Knob, KnobKind, Law, TunerStep};
 
-/// What became of the steps that were made for one container's complaint. Ratios are in thousandths of the
-/// bound.
+/// The effect of the steps for one container's complaint. Ratios are in thousandths of the bound.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Help {
-    /// The least it came down to, or began with.
+    /// The lowest ratio reached, or the first one.
     best: Option<u32>,
-    /// Its ratios since the last try: their sum, and how many.
+    /// Sum and number of the ratios since the last try.
     sum: u64,
     ticks: u32,
-    /// Tries since one helped.
+    /// Tries since the last one that helped.
     tries: u32,
-    /// One has.
+    /// True once a try has helped.
     helped: bool,
-    /// A step was made at all: there may be nothing that can be taken from anybody.
+    /// True once any step was taken: possibly no pod has anything to take.
     stepped: bool,
-    /// What the knobs that were tightened since were held at before; None: their owner's value stood.
+    /// Values of the knobs that were tightened since, before that; `None` for their owner's value.
     taken: BTreeMap<Knob, Option<u64>>,
     given_up: Option<GivenUp>,
-    /// Ticks in a row far below the bound.
+    /// Consecutive ticks far below the bound.
     calm: u32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct GivenUp {
-    /// What it complained of then.
+    /// The ratio at that time.
     ratio: u32,
-    /// How long ago.
+    /// Ticks since then.
     ticks: u32,
-    /// Ticks in a row in which it was much worse.
+    /// Consecutive ticks with a much worse ratio.
     worse: u32,
 }
 
-/// What to do when it is time for a step.
+/// The decision when a step is due.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Judgement {
     GoOn,
-    /// The last so many tries haven't helped: these knobs go back to these values.
+    /// The last tries, this many, have not helped: the knobs return to these values.
     GiveUp(u32, BTreeMap<Knob, Option<u64>>),
 }
 
-/// How a container's complaint counts.
+/// The weight of a container's complaint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ComplaintState {
-    /// Something can be done about it, as far as is known.
+    /// Steps may help, as far as is known.
     Open,
-    /// What has helped it is kept, and no more is taken.
+    /// Earlier steps have helped and stay, but no more follow.
     Kept,
-    /// Nothing has helped it: it counts as if it weren't there.
+    /// No step has helped: the complaint is ignored.
     Void,
 }
 
 impl Help {
-    /// Takes one tick's ratio into account; false if there is nothing to remember any more: it is well, it
-    /// complains of something much worse, or it was given up long ago.
+    /// Records one tick's ratio. Returns false if the state can be dropped: the container is well, its
+    /// complaint is much worse, or the tuner gave up on it long ago.
     pub(super) fn tick(&mut self, law: &Law, ratio: u32) -> bool {
         self.sum += u64::from(ratio);
         self.ticks += 1;
@@ -67,7 +66,7 @@ impl Help {
         if let Some(given) = &mut self.given_up {
             given.ticks += 1;
             given.worse = if much_worse(ratio, given.ratio) { given.worse + 1 } else { 0 };
-            // Where nothing was there to be taken, nothing was tried: something may be there soon.
+            // If no pod had anything to take, no step was tried: one may have something soon.
             let lasts = if self.stepped { law.retry_ticks } else { law.calm_ticks.max(1) };
             if given.ticks >= lasts || given.worse >= law.hot_ticks.max(1) {
                 return false;
@@ -76,7 +75,7 @@ impl Help {
         self.calm < law.calm_ticks.max(1)
     }
 
-    /// Judges whether another step is worth it, when it is time for one. `now` is this tick's ratio.
+    /// Judges whether a due step is worthwhile. `now` is this tick's ratio.
     pub(super) fn judge(&mut self, law: &Law, now: u32) -> Judgement {
         let mean = u32::try_from(self.sum / u64::from(self.ticks.max(1))).unwrap_or(u32::MAX);
         let now = if self.ticks == 0 { now } else { mean };
@@ -90,7 +89,7 @@ impl Help {
                 self.best = Some(now);
             }
             Some(best) if !much_worse(now, best) => self.tries += 1,
-            // The first, or another complaint than the one that was measured.
+            // The first complaint, or one that differs from the measured one.
             _ => (self.tries, self.best) = (0, Some(now)),
         }
         if law.helpless_steps == 0 || self.tries < law.helpless_steps {
@@ -100,7 +99,7 @@ impl Help {
         Judgement::GiveUp(self.tries, std::mem::take(&mut self.taken))
     }
 
-    /// Remembers what a step has taken. A turn after others costs nothing, so it isn't given back for this.
+    /// Records a step. A turn costs other pods nothing and so is not reverted for lack of effect.
     pub(super) fn took(&mut self, step: &TunerStep) {
         self.stepped = true;
         if !matches!(step.knob.kind, KnobKind::Idle | KnobKind::Weight) {
@@ -108,7 +107,7 @@ impl Help {
         }
     }
 
-    /// Returns true if there was nothing that could have been taken from anybody.
+    /// Returns true if no pod had anything to take.
     pub(super) fn found_nothing(&self) -> bool {
         self.given_up.is_some() && !self.stepped
     }
@@ -122,7 +121,7 @@ impl Help {
     }
 }
 
-/// By half.
+/// Returns true if `now` exceeds `than` by half.
 fn much_worse(now: u32, than: u32) -> bool {
     u64::from(now) * 2 > u64::from(than) * 3
 }
@@ -147,7 +146,7 @@ mod tests {
         TunerStep { knob, from, to: Some(1), reason: String::new() }
     }
 
-    /// One tick, then the judgement.
+    /// Plays one tick and returns the judgement.
     fn next(help: &mut Help, ratio: u32) -> Judgement {
         assert!(help.tick(&law(), ratio));
         help.judge(&law(), ratio)
@@ -167,12 +166,12 @@ mod tests {
     }
 
     #[test]
-    fn steps_that_change_nothing_are_given_back_after_some_tries_all_but_the_turn() {
+    fn steps_without_effect_are_reverted_after_some_tries_except_the_turn() {
         assert_eq!(given_up().standing(), ComplaintState::Void);
     }
 
     #[test]
-    fn where_nothing_could_be_taken_it_is_tried_again_soon() {
+    fn a_complaint_without_any_step_is_tried_again_soon() {
         let mut help = Help::default();
         for _ in 0..3 {
             assert_eq!(next(&mut help, 4000), Judgement::GoOn);
@@ -182,13 +181,13 @@ mod tests {
     }
 
     #[test]
-    fn small_gains_add_up_and_only_what_came_after_a_gain_is_given_back() {
+    fn small_gains_add_up_and_only_steps_after_a_gain_are_reverted() {
         let mut help = Help::default();
         for ratio in [4000, 3800, 3590, 3400, 3230, 3000] {
             assert_eq!(next(&mut help, ratio), Judgement::GoOn, "{ratio}");
             help.took(&step(None, KnobKind::CpuCap));
         }
-        // The last gain was at 3230: since then it has been tried twice.
+        // The last gain was at 3230: two tries have followed.
         assert_eq!(next(&mut help, 3000), Judgement::GoOn);
         assert_eq!(help.standing(), ComplaintState::Open);
         help.took(&step(Some(5), KnobKind::CpuCap));
@@ -197,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_complaint_that_is_another_one_is_tried_again() {
+    fn a_changed_complaint_is_tried_again() {
         let forgotten = |ratio: u32, ticks: u32| {
             let mut help = given_up();
             (1..=ticks).find(|_| !help.tick(&law(), ratio))
@@ -205,11 +204,11 @@ mod tests {
         assert_eq!(forgotten(4500, 4), None);
         assert_eq!(forgotten(4500, 9), Some(5), "long ago");
         assert_eq!(forgotten(6100, 9), Some(1), "much worse");
-        assert_eq!(forgotten(100, 9), Some(2), "it was well");
+        assert_eq!(forgotten(100, 9), Some(2), "the container was well");
     }
 
     #[test]
-    fn without_a_number_of_tries_it_never_gives_up() {
+    fn without_a_number_of_tries_the_tuner_never_gives_up() {
         let (law, mut help) = (Law { helpless_steps: 0, ..law() }, Help::default());
         for _ in 0..100 {
             assert_eq!(help.judge(&law, 4000), Judgement::GoOn);

@@ -1,19 +1,19 @@
-//! Hysteresis in time: trouble must last before a step, and quiet must last longer before a step back.
+//! Hysteresis in time: trouble must last before a step, and calm must last longer before a step back.
 
 use super::Law;
 
-/// How one measure stands to its bound.
+/// A measurement relative to its bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Heat {
-    /// Well below the bound, or nobody is there to suffer.
+    /// Well below the bound, or without a pod to protect.
     Calm,
-    /// Neither: nothing changes.
+    /// In between: nothing changes.
     Warm,
     /// Above the bound.
     Hot,
 }
 
-/// What a ladder says at a tick.
+/// A ladder's decision at a tick.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Move {
     Tighten,
@@ -21,23 +21,23 @@ pub(super) enum Move {
     GiveBack,
 }
 
-/// The patience with one kind of trouble. A step back that brought the trouble back doubles the wait for the
-/// next one, so that the tuner doesn't swing.
+/// The patience with one kind of trouble. A step back that brought the trouble back doubles the wait before
+/// the next one, so that the tuner does not oscillate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Ladder {
     hot: u32,
     calm: u32,
-    /// How often the wait for a step back has been doubled.
+    /// Number of times that the wait before a step back has doubled.
     patience: u32,
     /// Ticks since the last step back.
     since_back: Option<u32>,
 }
 
-/// The wait is doubled at most this often.
+/// Maximum number of doublings of the wait.
 const MOST_PATIENCE: u32 = 6;
 
 impl Ladder {
-    /// Takes one tick's heat into account.
+    /// Records one tick's heat.
     pub(super) fn tick(&mut self, law: &Law, heat: Heat) -> Move {
         self.since_back = self.since_back.map(|ticks| ticks.saturating_add(1));
         match heat {
@@ -71,7 +71,7 @@ impl Ladder {
         }
         self.calm = 0;
         if self.since_back.is_some() {
-            // The last step back did no harm.
+            // The last step back was harmless.
             self.patience = self.patience.saturating_sub(1);
         }
         self.since_back = Some(0);
@@ -84,7 +84,7 @@ impl Ladder {
         self.hot == 0 && (self.calm > 0 || self.since_back == Some(0))
     }
 
-    /// Calm ticks before a step back.
+    /// Returns the number of calm ticks before a step back.
     fn wait(&self, law: &Law) -> u32 {
         law.calm_ticks.max(1).saturating_mul(1 << self.patience)
     }
@@ -94,7 +94,7 @@ impl Ladder {
 mod tests {
     use super::*;
 
-    /// The moves that a run of heats leads to: `+` tighten, `-` give back, `.` stay.
+    /// Returns the moves for a run of heats: `+` tighten, `-` give back, `.` stay.
     fn moves(law: &Law, ladder: &mut Ladder, heats: &str) -> String {
         let one = |heat| match heat {
             'h' => Heat::Hot,
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn trouble_and_quiet_must_last() {
+    fn trouble_and_calm_must_last() {
         check("hchch", ".....");
         check("hhhh", ".+.+");
         check("hwhh", "...+");
@@ -125,18 +125,18 @@ mod tests {
     }
 
     #[test]
-    fn a_step_back_that_brought_trouble_back_makes_the_next_one_wait_twice_as_long() {
+    fn a_step_back_that_brought_trouble_back_doubles_the_next_wait() {
         check("hhccchhcccccc", ".+..-.+.....-");
-        // Trouble long after is no reason.
+        // Trouble long after a step back does not count.
         check("hhcccwwwwwhhccc", ".+..-......+..-");
     }
 
     #[test]
-    fn patience_shrinks_again_when_steps_back_do_no_harm() {
+    fn patience_shrinks_again_after_harmless_steps_back() {
         let law = Law { hot_ticks: 1, calm_ticks: 1, ..Law::default() };
         let mut ladder = Ladder::default();
         for _ in 0..20 {
-            // Always too early.
+            // Every step back is too early.
             while ladder.tick(&law, Heat::Calm) != Move::GiveBack {}
             assert_eq!(ladder.tick(&law, Heat::Hot), Move::Tighten);
         }

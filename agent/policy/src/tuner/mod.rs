@@ -1,17 +1,17 @@
-//! The tuner's control law: which cgroup settings to tighten, and which to give back, so that the pods that
-//! asked for something get it in time.
+//! The tuner's control law: the cgroup settings to tighten and to relax, so that pods get the resources that
+//! they requested in time.
 //!
-//! Protected are Guaranteed and Burstable pods. When one of them waits too long for a CPU or stalls for
-//! memory, what was promised nothing is squeezed first (BestEffort), then what uses more than it requested
-//! (Burstable, never below its request): of both first the turn, then the time. Each tick takes one step;
-//! when they are well again, it is given back in the reverse order. A pod that waits for its own threads is
-//! not helped by that: after some steps without a gain ([`Help`]) they are given back as well, and so is
-//! memory to a pod that does nothing but reclaim without it ([`Standstill`]). The shape is the one of
-//! Koordinator's and Katalyst's suppression of best-effort pods, with hysteresis in time ([`Ladder`])
-//! instead of bare thresholds.
+//! Guaranteed and Burstable pods are protected. If one of them waits too long for a CPU or stalls for memory,
+//! the tuner first restricts pods without requests (BestEffort), then pods above their request (Burstable,
+//! never below it): of both first their turn, then their CPU time. Each tick takes one step; once the
+//! protected pods are well again, the steps are reverted in reverse order. Steps do not help a pod that waits
+//! for its own threads: after some steps without a gain ([`Help`]) they are reverted, too. Memory returns to
+//! a pod that without it does nothing but reclaim ([`Standstill`]). The shape is that of Koordinator's and
+//! Katalyst's suppression of best-effort pods, with hysteresis in time ([`Ladder`]) instead of bare
+//! thresholds.
 //!
-//! Decides and says why; must never read or write a cgroup, nor know which file of which version a [`Knob`]
-//! is.
+//! Decides and gives reasons; must never read or write a cgroup, nor know the file of a [`Knob`] in either
+//! cgroup version.
 
 pub mod reclaim;
 pub mod scheduler;
@@ -33,73 +33,73 @@ pub use standstill::Standstill;
 
 use crate::resources::qos::QosClass;
 
-/// How far the tuner goes.
+/// The tuner's level of intervention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TunerMode {
-    /// It measures nothing.
+    /// The tuner does not measure anything.
     Off,
-    /// It says what it would do.
+    /// The tuner reports the changes that it would make.
     Advise,
-    /// It changes cgroups.
+    /// The tuner changes cgroups.
     Enforce,
 }
 
-/// On which kernels CPU use is capped.
+/// The kernels on which CPU use is capped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CpuCaps {
-    /// Where a cap harms nobody else ([`Supports::harmless_caps`]), and there is no [`KnobKind::Idle`],
-    /// beside which it gains nothing (measured: docs/tuner.md).
+    /// Only if a cap harms no other pod ([`Supports::harmless_caps`]) and the kernel lacks
+    /// [`KnobKind::Idle`], in addition to which a cap gains nothing (measured: docs/tuner.md).
     #[default]
     Auto,
-    /// Everywhere.
+    /// On all kernels.
     Always,
 }
 
 /// Bounds, step sizes and patience. Percentages are of 100, permilles of 1000.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Law {
-    /// A container may wait for a CPU this much of the time (PSI `some`, or run-queue wait of all its tasks),
-    /// beyond what its own quota takes.
+    /// Maximum share of time that a container may wait for a CPU (PSI `some`, or run-queue wait of all its
+    /// tasks), in excess of its own quota's throttling.
     pub cpu_wait_permille: u32,
-    /// The 99th percentile of its single waits, in microseconds, where it is measured.
+    /// Maximum 99th percentile of the container's single waits, in microseconds, if measured.
     pub cpu_wait_p99_us: u64,
-    /// A container may stall for memory this much of the time (PSI `some`, or time in reclaim).
+    /// Maximum share of time that a container may stall for memory (PSI `some`, or time in reclaim).
     pub memory_stall_permille: u32,
-    /// A container may be held back by its own CPU quota this much of the time before it is lent a burst.
+    /// Maximum share of time that a container may be throttled by its own CPU quota before it gets a burst.
     pub throttled_permille: u32,
-    /// All is well only below this part of a bound; between it and the bound nothing changes.
+    /// Share of a bound below which all is well; between that and the bound nothing changes.
     pub release_percent: u32,
-    /// Ticks above a bound before a step, and below what an idle pod requests before it has its turn again.
+    /// Ticks above a bound before a step, and ticks below its request before an idle pod gets its turn back.
     pub hot_ticks: u32,
     /// Ticks below [`Law::release_percent`] before a step back. Doubles while steps back turn out to be too
     /// early.
     pub calm_ticks: u32,
-    /// How much of a CPU cap one step takes away.
+    /// Reduction of a CPU cap per step.
     pub cpu_step_percent: u32,
-    /// Where there are CPU caps at all.
+    /// Kernels with CPU caps.
     pub cpu_caps: CpuCaps,
-    /// How much of a `memory.high` one step takes away.
+    /// Reduction of a `memory.high` per step.
     pub memory_step_percent: u32,
-    /// What BestEffort pods together keep of the node's CPUs.
+    /// Share of the node's CPUs that BestEffort pods keep together.
     pub best_effort_floor_percent: u32,
-    /// What any pod keeps of memory, in bytes.
+    /// Memory that any pod keeps, in bytes.
     pub memory_floor: u64,
-    /// Less use of the node's CPUs than this is not worth squeezing, and BestEffort pods that use less get
-    /// cpu.idle back.
+    /// Share of the node's CPUs below which usage is not worth restricting; BestEffort pods that use less are
+    /// no longer idle.
     pub quiet_percent: u32,
-    /// How much of its quota a throttled container may burst by; 0: never.
+    /// Burst of a throttled container, as a share of its quota; 0 for none.
     pub burst_percent: u32,
-    /// So many steps without a gain for the one who complains: the last ones are given back, and no more are
-    /// made for it; 0: each goes to its end, helpful or not.
+    /// Steps without a gain for the complaining container after which the last ones are reverted and no more
+    /// are taken for it; 0 takes all steps to their end, helpful or not.
     pub helpless_steps: u32,
-    /// How much less a container must wait or stall for steps to have helped it.
+    /// Minimum reduction of a container's wait or stall that counts as help.
     pub gain_percent: u32,
-    /// Ticks after which a container that could not be helped is tried again.
+    /// Ticks after which the tuner tries again to help a container that could not be helped.
     pub retry_ticks: u32,
-    /// Ticks that a pod may stand still for memory that was taken from it; then it is given back. 0: any
-    /// number.
+    /// Ticks that a pod may stand still for memory that was taken from it before it gets the memory back; 0
+    /// for no limit.
     pub standstill_ticks: u32,
 }
 
@@ -133,141 +133,142 @@ impl Default for Law {
 pub struct Knob {
     /// The cgroup, e.g. `/kubepods/besteffort`.
     pub cgroup: String,
-    /// Which of its settings.
+    /// The setting.
     pub kind: KnobKind,
 }
 
-/// What a knob sets, and the unit of its value.
+/// A kind of setting, and the unit of its value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum KnobKind {
-    /// 1: runs only when nothing else wants the CPU (`SCHED_IDLE` for a group, kernel 5.15).
+    /// 1: the cgroup runs only if no other one needs the CPU (`SCHED_IDLE` for a group, kernel 5.15).
     Idle,
-    /// A CPU weight, as version 2 counts it: 1 is the least, in place of [`KnobKind::Idle`] where there is
-    /// none.
+    /// A CPU weight on the scale of version 2: 1 is the lowest, in place of [`KnobKind::Idle`] on kernels
+    /// that lack it.
     Weight,
     /// Millicores, as a quota.
     CpuCap,
     /// Bytes above which allocations are slowed down and reclaimed (cgroup v2).
     MemoryHigh,
-    /// Microseconds that a quota may be exceeded by, saved in earlier periods (kernel 5.14).
+    /// Microseconds by which a quota may be exceeded, saved in earlier periods (kernel 5.14).
     Burst,
 }
 
-/// What this kernel and this cgroup version offer.
+/// Features of this kernel and this cgroup version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Supports {
     /// [`KnobKind::Idle`].
     pub idle: bool,
-    /// A [`KnobKind::CpuCap`] stops no thread within the kernel, as it does before Linux 6.18, where
-    /// caps make others wait longer (measured: docs/tuner.md).
+    /// True if a [`KnobKind::CpuCap`] stops no thread within the kernel. Before Linux 6.18 a cap does, and
+    /// makes others wait longer (measured: docs/tuner.md).
     pub harmless_caps: bool,
     /// [`KnobKind::MemoryHigh`].
     pub memory_high: bool,
     /// [`KnobKind::Burst`].
     pub burst: bool,
-    /// [`KnobKind::Weight`] and [`KnobKind::Idle`] of pods: theirs is the tuner's owner's to set.
+    /// [`KnobKind::Weight`] and [`KnobKind::Idle`] of pods: true if this agent owns the pods' cgroups, and
+    /// they have an effect.
     pub weights: bool,
 }
 
-/// A node at one tick. Rates are averages since the tick before.
+/// A node at one tick. Rates are averages since the previous tick.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Observed {
     /// The node's CPUs in millicores.
     pub cpus: u64,
     /// The cgroup of all BestEffort pods.
     pub best_effort: String,
-    /// What they use together, in millicores.
+    /// Millicores that BestEffort pods use together.
     pub best_effort_used: u64,
-    /// What can be set here.
+    /// Settings that this node supports.
     pub supports: Supports,
     /// The pods with running containers.
     pub pods: Vec<PodSample>,
 }
 
-/// One pod at one tick.
+/// A pod at one tick.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PodSample {
     /// `namespace/name`, for the reasons.
     pub name: String,
-    /// Its class: Guaranteed and Burstable are protected, BestEffort and Burstable may be squeezed.
+    /// The pod's class: Guaranteed and Burstable are protected, BestEffort and Burstable may be restricted.
     pub class: QosClass,
-    /// Its cgroup.
+    /// The pod's cgroup.
     pub cgroup: String,
-    /// Millicores it requests.
+    /// Requested millicores.
     pub cpu_request: u64,
-    /// Millicores it uses; None at the first tick.
+    /// Used millicores; `None` at the first tick.
     pub cpu_used: Option<u64>,
-    /// Whether a cap can be put on the pod. On version 1 the kernel refuses one below a container's own
-    /// quota.
+    /// True if the pod can be capped. On version 1 the kernel refuses a cap below a container's own quota.
     pub can_cap: bool,
-    /// Microseconds of CPU a period that all its containers together are limited to.
+    /// Microseconds of CPU per period that limit all its containers together.
     pub quota_us: Option<u64>,
-    /// Bytes it requests.
+    /// Requested bytes.
     pub memory_request: u64,
-    /// Bytes it is charged with.
+    /// Charged bytes.
     pub memory_used: u64,
-    /// Bytes it really needs: less what it could give back at once.
+    /// Bytes in real use: without those that the pod could release at once.
     pub working_set: u64,
-    /// How much of the time all its tasks that could have done something stood still for memory.
+    /// Share of time in which all non-idle tasks of the pod stalled for memory.
     pub memory_still_permille: Option<u32>,
-    /// Its part of the growth that made others reclaim, in permille, as its threads freed pages lately.
-    /// `None`: not measured.
+    /// The pod's share of the growth that made others reclaim, in permille, by the pages that its threads
+    /// freed recently. `None`: not measured.
     pub memory_growth_permille: Option<u32>,
-    /// Its running containers.
+    /// The pod's running containers.
     pub containers: Vec<ContainerSample>,
 }
 
-/// One running container at one tick. What isn't measured is None and decides nothing.
+/// A running container at one tick. Values not measured are `None` and decide nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ContainerSample {
-    /// Its name in the pod.
+    /// The container's name in the pod.
     pub name: String,
-    /// Its cgroup.
+    /// The container's cgroup.
     pub cgroup: String,
-    /// How much of the time its tasks waited for a CPU.
+    /// Share of time in which its tasks waited for a CPU.
     pub cpu_wait_permille: Option<u32>,
     /// The 99th percentile of single waits, in microseconds.
     pub cpu_wait_p99_us: Option<u64>,
-    /// How much of the time its own quota held it back.
+    /// Share of time in which its own quota throttled it.
     pub throttled_permille: Option<u32>,
-    /// How much of the time it stalled for memory.
+    /// Share of time in which it stalled for memory.
     pub memory_stall_permille: Option<u32>,
-    /// It is so near its own memory limit that its stalls are of its own making.
+    /// True if the container is close enough to its own memory limit to cause its stalls itself.
     pub at_memory_limit: bool,
-    /// Microseconds of CPU a period that it is limited to.
+    /// Microseconds of CPU per period that limit the container.
     pub quota_us: Option<u64>,
-    /// The pods that had the CPUs while it waited, by their cgroups, each with its share of the wait in
-    /// permille. The rest was its own quota's, the machine's, or nobody knows whose. `None`: not measured.
+    /// The pods that used the CPUs while the container waited, by their cgroups, each with its share of the
+    /// wait in permille. The rest is due to the container's own quota, the machine, or an unknown cause.
+    /// `None`: not measured.
     pub held_by: Option<BTreeMap<String, u32>>,
 }
 
-/// What the tuner carries from tick to tick. Losing it costs some ticks, nothing else.
+/// The tuner's state between ticks. Losing it costs some ticks, nothing else.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct State {
-    /// How far along CPU trouble is.
+    /// Progress of CPU trouble.
     pub cpu: Ladder,
-    /// The same for memory.
+    /// Progress of memory trouble.
     pub memory: Ladder,
-    /// The same for each container that its own quota throttles, by its cgroup.
+    /// Progress of throttling of each container by its own quota, by its cgroup.
     pub throttled: BTreeMap<String, Ladder>,
-    /// Whether taking CPU from others has helped those for whom it was, by the container's cgroup.
+    /// Effect of CPU steps on the containers that they were for, by the container's cgroup.
     pub cpu_help: BTreeMap<String, Help>,
-    /// The same for memory.
+    /// Effect of memory steps likewise.
     pub memory_help: BTreeMap<String, Help>,
-    /// Pods that stand still for memory that was taken from them, or did, by their cgroups.
+    /// Pods that stand still, or recently did, for memory that was taken from them, by their cgroups.
     pub standstill: BTreeMap<String, Standstill>,
-    /// Pods that are idle and get less than they request, by their cgroups: for how many ticks in a row.
+    /// Idle pods that get less than they request, by their cgroups: the number of consecutive ticks.
     pub falling_short: BTreeMap<String, u32>,
-    /// Pods that got less than they request while they were idle, by their cgroups: the ticks since.
+    /// Pods that got less than they request while idle, by their cgroups: the ticks since.
     pub fell_short: BTreeMap<String, u32>,
-    /// What is set otherwise than its owner would, and to what.
+    /// Values of the settings that the tuner holds.
     pub held: BTreeMap<Knob, u64>,
 }
 
 impl State {
-    /// Returns true if nothing is held that takes from anybody, and nothing is known of whom that has helped:
-    /// then a container that doesn't suffer and is lent no burst makes no difference to a decision.
+    /// Returns true if no held setting restricts any pod, and no effect of steps is being measured: a
+    /// container that does not suffer and has no burst then makes no difference to a decision.
     #[must_use]
     pub fn is_at_rest(&self) -> bool {
         self.held.keys().all(|knob| knob.kind == KnobKind::Burst)
@@ -275,8 +276,8 @@ impl State {
             && self.memory_help.is_empty()
     }
 
-    /// Returns true if nothing calls for this setting now: of a burst the ladders of the containers in its
-    /// cgroup say so, of all others the node's.
+    /// Returns true if nothing requires this setting now: the ladders of the containers in its cgroup decide
+    /// for a burst, the node's ladders for all others.
     #[must_use]
     pub fn is_calm_for(&self, knob: &Knob) -> bool {
         match knob.kind {
@@ -291,31 +292,31 @@ impl State {
     }
 }
 
-/// One change.
+/// A change of a setting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TunerStep {
-    /// What is changed.
+    /// The setting.
     pub knob: Knob,
-    /// What the tuner held it at; None: its owner's value stood.
+    /// Value held before; `None` for the owner's value.
     pub from: Option<u64>,
-    /// What it is to be; None: the owner's value again.
+    /// New value; `None` for the owner's value.
     pub to: Option<u64>,
-    /// Why, in words for a person.
+    /// Explanation for users.
     pub reason: String,
 }
 
-/// What comes of one tick.
+/// The result of one tick.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decision {
-    /// To be carried to the next tick.
+    /// State for the next tick.
     pub state: State,
-    /// What to change, in this order.
+    /// Changes to make, in this order.
     pub steps: Vec<TunerStep>,
-    /// How things stand, in words, even when nothing is to be done: the worst of CPU, then of memory.
+    /// Explanations of the node's condition, even without a step: the worst of CPU, then of memory.
     pub findings: Vec<String>,
 }
 
-/// One tick. `blocked` are knobs that must be left alone, because somebody else set them.
+/// Decides one tick. `blocked` are knobs to leave alone, because another process set them.
 #[must_use]
 pub fn decide(law: &Law, state: &State, seen: &Observed, blocked: &BTreeSet<Knob>) -> Decision {
     round::Round::new(law, state, seen, blocked).decide()

@@ -1,57 +1,57 @@
-//! Whose growth made a container wait for memory.
+//! Attribution of a container's memory waits to growing cgroups.
 //!
-//! A thread that needs memory where none is free frees some itself, about as much as it needs
-//! (`try_to_free_pages` and `try_to_free_mem_cgroup_pages` in mm/vmscan.c). So those that grow are those
-//! whose threads free most, and the kernel programs count who freed how many pages. What is to be decided is
-//! whose count concerns whom: memory may be short on the machine, or only below a limit.
+//! A thread that needs memory when none is free frees some itself, about as much as it needs
+//! (`try_to_free_pages` and `try_to_free_mem_cgroup_pages` in mm/vmscan.c). So the growing cgroups are those
+//! whose threads free most, and the kernel programs count the pages freed by each. This module decides whose
+//! count affects whom: memory may be short on the machine, or only below a limit.
 
 use std::collections::BTreeMap;
 
-/// A cgroup that uses this much of its own limit, in percent, is at it.
+/// Usage in percent of its own limit from which a cgroup is at that limit.
 const AT_LIMIT_PERCENT: u64 = 95;
 
-/// Returns true if a cgroup that uses so many bytes is at its limit, and reclaims for its own sake.
+/// Returns true if a cgroup with this usage is at its limit, and reclaims for its own sake.
 #[must_use]
 pub fn is_at_limit(usage: u64, limit: Option<u64>) -> bool {
     limit.is_some_and(|limit| usage >= limit / 100 * AT_LIMIT_PERCENT)
 }
 
-/// Below which limit a container's memory is short, if it is.
+/// The limit below which a container's memory may be short.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ShortBelow {
-    /// Its own.
+    /// The container's own limit.
     Container,
-    /// Its pod's.
+    /// Its pod's limit.
     Pod,
-    /// That of a class of pods, or of all.
+    /// The limit of a class of pods, or of all.
     Pods,
 }
 
-/// A container, as far as it may make others wait.
+/// A container's position among those that may make others wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place<'a> {
-    /// The UID of its pod.
+    /// The pod's UID.
     pub pod: &'a str,
-    /// Where its memory is short.
+    /// The limit below which its memory is short.
     pub short: ShortBelow,
 }
 
-/// Pages that the threads of each cgroup freed lately, by cgroup2 id.
+/// Pages that the threads of each cgroup freed recently, by cgroup2 id.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Freed<'a> {
-    /// While the machine was short of memory.
+    /// Pages freed while the machine was short of memory.
     pub machine: &'a [(u64, u64)],
-    /// While a cgroup was at its limit: their own, or one above.
+    /// Pages freed while a cgroup was at its limit: their own, or a parent.
     pub limits: &'a [(u64, u64)],
 }
 
-/// Those whose growth made the container `of` wait for memory: their cgroup2 ids, and their shares (0 to 1)
-/// of what was freed, the largest first. The container itself is among them if it grew. `places` are the
-/// node's containers by cgroup2 id; of one that is not among them nothing is known.
+/// Returns the containers whose growth made the container `of` wait for memory: their cgroup2 ids, and their
+/// shares (0 to 1) of the freed pages, the largest first. Includes the container itself if it grew. `places`
+/// has the node's containers by cgroup2 id; others are unknown.
 #[must_use]
 pub fn growers(of: u64, freed: Freed<'_>, places: &BTreeMap<u64, Place<'_>>) -> Vec<(u64, f64)> {
     let Some(own) = places.get(&of) else { return Vec::new() };
-    // A limit concerns only what is below it, so a cgroup outside of pods is none of theirs.
+    // A limit affects only cgroups below it, so a cgroup outside of pods cannot have reached one of theirs.
     let concerns = |(id, _): &&(u64, u64)| match (own.short, places.get(id)) {
         (_, None) => false,
         (ShortBelow::Container, Some(_)) => *id == of,
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn on_a_short_machine_all_that_grow_count() {
+    fn on_a_short_machine_all_growing_cgroups_count() {
         let places = [(WEB, "w", Pods), (BATCH, "b", Pods)];
         let machine = &[(DAEMON, 100), (BATCH, 250), (WEB, 50), (BATCH, 100)];
         let freed = Freed { machine, limits: &[] };
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_at_a_limit_of_its_own_squeezes_nobody_else() {
+    fn a_container_at_its_own_limit_affects_no_other() {
         let places = [(WEB, "w", Pods), (BATCH, "b", Pods), (HOG, "h", Container)];
         let freed = Freed { machine: &[], limits: &[(HOG, 9000), (BATCH, 90), (WEB, 10), (DAEMON, 500)] };
         check(&places, freed, WEB, &[(BATCH, 0.9), (WEB, 0.1)]);
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pods_limit_concerns_its_containers_alone() {
+    fn a_pods_limit_affects_only_its_containers() {
         let places = [(WEB, "w", Pod), (SIDECAR, "w", Pod), (BATCH, "b", Pods), (HOG, "w", Container)];
         let limits = &[(SIDECAR, 75), (WEB, 25), (BATCH, 1000), (HOG, 1000)];
         check(&places, Freed { machine: &[], limits }, WEB, &[(SIDECAR, 0.75), (WEB, 0.25)]);
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cgroup_is_at_its_limit_shortly_before_it() {
+    fn a_cgroup_is_at_its_limit_shortly_before_reaching_it() {
         assert!(is_at_limit(95, Some(100)) && is_at_limit(100, Some(100)) && is_at_limit(0, Some(0)));
         assert!(!is_at_limit(94, Some(100)) && !is_at_limit(u64::MAX, None));
         assert!(!is_at_limit(u64::MAX - (1 << 62), Some(u64::MAX)));

@@ -1,4 +1,4 @@
-//! One tick of the control law.
+//! A single tick of the control law.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,38 +15,38 @@ use crate::resources::{
 };
 use beelet_units::bounds;
 
-/// No pod is capped below this, in millicores: the kernel's shortest quota in a period of 100 ms.
+/// Minimum cap of a pod, in millicores: the kernel's shortest quota in a period of 100 ms.
 const LEAST_CAP: u64 = 10;
-/// Whom a container waits for less than this part of the time is not named, in thousandths.
+/// Minimum share of a wait (in thousandths) for a pod to be named as its cause.
 const WORTH_NAMING: u32 = 100;
-/// A cap that is loosened grows by this at least, in millicores, however small it is.
+/// Minimum growth of a cap that is loosened, in millicores.
 const LEAST_GROWTH: u64 = 50;
 
-/// How a protected container stands to a bound.
+/// A protected container's measurement relative to its bound.
 struct Complaint<'a> {
     pod: &'a PodSample,
     container: &'a ContainerSample,
-    /// In thousandths of the bound.
+    /// Thousandths of the bound.
     ratio: u32,
-    /// The whole in words.
+    /// The full explanation.
     words: String,
-    /// Nobody whom something can be taken from had what it waits for.
+    /// True if no pod that may be restricted used the resource.
     hopeless: bool,
 }
 
-/// How all of them do together.
+/// The complaints of all protected containers.
 struct Complaints<'a> {
-    /// The furthest above its bound first.
+    /// Sorted, the furthest above its bound first.
     all: Vec<Complaint<'a>>,
-    /// Of some nothing is known yet.
+    /// True if some container is not measured yet.
     unmeasured: bool,
-    /// What to say where there is none.
+    /// Explanation in the absence of complaints.
     none: &'static str,
 }
 
-/// What squeezes others for a complaint.
+/// A function that restricts other pods for a complaint.
 type Squeeze<'a> = fn(&mut Round<'a>, &Complaint<'a>);
-/// Where it is kept whether that helps.
+/// The place that records the effect of steps.
 type Helps = fn(&mut State) -> &mut BTreeMap<String, Help>;
 
 pub(super) struct Round<'a> {
@@ -79,7 +79,7 @@ impl<'a> Round<'a> {
         let heat = self.heat(&cpu, |state| &mut state.cpu_help);
         match self.state.cpu.tick(self.law, heat) {
             Move::Tighten => self.tighten(&cpu, |state| &mut state.cpu_help, Self::squeeze_cpu),
-            Move::GiveBack => self.give_back_cpu(),
+            Move::GiveBack => self.relax_cpu(),
             Move::Stay => {}
         }
         let memory = self.complaints(
@@ -91,7 +91,7 @@ impl<'a> Round<'a> {
         let heat = self.heat(&memory, |state| &mut state.memory_help);
         match self.state.memory.tick(self.law, heat) {
             Move::Tighten => self.tighten(&memory, |state| &mut state.memory_help, Self::squeeze_memory),
-            Move::GiveBack => self.give_back_memory(),
+            Move::GiveBack => self.relax_memory(),
             Move::Stay => {}
         }
         self.lend_bursts();
@@ -99,7 +99,7 @@ impl<'a> Round<'a> {
         Decision { state: self.state, steps: self.steps, findings }
     }
 
-    /// What was held of a cgroup that is gone is gone with it.
+    /// Drops the state of removed cgroups.
     fn forget_the_gone(&mut self) {
         let seen = self.seen;
         let is_there = |cgroup: &str| {
@@ -117,10 +117,10 @@ impl<'a> Round<'a> {
         self.state.fell_short.retain(|cgroup, _| is_there(cgroup));
     }
 
-    // ---- How things stand ----
+    // ---- Assessment ----
 
-    /// How all protected containers stand to a bound. A pod that is held back by any of `by` is left out: it
-    /// waits because others were to be protected from it, so nothing is taken from those for it.
+    /// Returns all protected containers' measurements relative to a bound, without pods held back by any of
+    /// `by`: they wait because others were to be protected from them, so no others are restricted for them.
     fn complaints(
         &self,
         judge: impl Fn(&ContainerSample) -> Option<(u32, String)>,
@@ -145,7 +145,7 @@ impl<'a> Round<'a> {
         Complaints { all, unmeasured, none }
     }
 
-    /// How the worst of those stands for whom something can be done.
+    /// Returns the heat of the worst complaint that steps may help.
     fn heat(&mut self, complaints: &Complaints<'_>, helps: Helps) -> Heat {
         let (law, helps) = (self.law, helps(&mut self.state));
         for complaint in &complaints.all {
@@ -164,31 +164,31 @@ impl<'a> Round<'a> {
                 _ => Heat::Warm,
             },
             Some(worst) if worst.ratio >= law.release_percent * 10 => Heat::Warm,
-            // Somebody to protect, but no measurement: nothing changes. Nobody to protect: all is given back.
+            // With unmeasured protected pods nothing changes. Without protected pods all settings are
+            // restored.
             _ if complaints.unmeasured => Heat::Warm,
             _ => Heat::Calm,
         }
     }
 
-    /// Takes a step for the worst of those for whom something can be done, unless the last ones have not
-    /// helped it.
+    /// Takes a step for the worst complaint that steps may help, unless the last steps had no effect.
     fn tighten(&mut self, complaints: &Complaints<'a>, helps: Helps, squeeze: Squeeze<'a>) {
         let (law, made) = (self.law, self.steps.len());
         let Some(worst) = complaints.open(helps(&mut self.state)) else { return };
         let help = helps(&mut self.state).entry(worst.container.cgroup.clone()).or_default();
         match help.judge(law, worst.ratio) {
             Judgement::GoOn => squeeze(self, worst),
-            Judgement::GiveUp(tries, taken) => self.give_up(worst, tries, taken),
+            Judgement::GiveUp(tries, taken) => self.abandon(worst, tries, taken),
         }
         if let Some(help) = helps(&mut self.state).get_mut(&worst.container.cgroup) {
-            // Those that give back are no reason to do it again.
+            // Steps back are not part of the attempt.
             let steps = self.steps.get(made..).unwrap_or_default();
             steps.iter().filter(|step| step.to.is_some()).for_each(|step| help.took(step));
         }
     }
 
-    /// Takes back what has not helped, as far as it is still held tighter.
-    fn give_up(&mut self, complaint: &Complaint<'_>, tries: u32, taken: BTreeMap<Knob, Option<u64>>) {
+    /// Reverts steps without effect, as far as they are still in force.
+    fn abandon(&mut self, complaint: &Complaint<'_>, tries: u32, taken: BTreeMap<Knob, Option<u64>>) {
         let words = format!("{}: the last {tries} steps have not helped", complaint.words);
         for (knob, before) in taken {
             let Some(now) = self.state.held.get(&knob).copied() else { continue };
@@ -198,8 +198,8 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// How far a container's wait for a CPU is on its way to the bound, in thousandths, and in words. The
-    /// time that its own quota held it back is no one else's doing.
+    /// Returns a container's CPU wait relative to the bound, in thousandths, and an explanation. Time in
+    /// which its own quota throttled it does not count.
     fn cpu_complaint(&self, container: &ContainerSample) -> Option<(u32, String)> {
         let share = wait_for_others(container).map(|wait| {
             let bound = self.law.cpu_wait_permille;
@@ -214,7 +214,7 @@ impl<'a> Round<'a> {
         let p99 = container.cpu_wait_p99_us.filter(|_| !throttled).map(|wait| {
             let bound = self.law.cpu_wait_p99_us;
             let words = format!(
-                "waits {} for a CPU once in 100 times ({} at most)",
+                "waits {} for a CPU at the 99th percentile ({} at most)",
                 words::millis(wait),
                 words::millis(bound)
             );
@@ -223,9 +223,9 @@ impl<'a> Round<'a> {
         share.into_iter().chain(p99).max_by_key(|(ratio, _)| *ratio)
     }
 
-    /// Returns true if it is known beforehand that no step helps: those that had the CPUs meanwhile are its
-    /// own threads, the machine's, Guaranteed pods, or keep to what they requested. All that could be taken
-    /// from others would not be the gain that steps are asked for.
+    /// Returns true if no step can help: the CPUs were used by the container's own threads, the machine,
+    /// Guaranteed pods, or pods within their requests. Restricting other pods could not yield the gain
+    /// required of steps.
     fn is_hopeless(&self, complaint: &Complaint<'_>) -> bool {
         let Some(held_by) = complaint.container.held_by.as_ref().filter(|_| self.law.helpless_steps > 0)
         else {
@@ -238,7 +238,7 @@ impl<'a> Round<'a> {
         within_reach.sum::<u32>() < self.law.gain_percent * 10
     }
 
-    /// For whom it waits most, in words; None if that is not measured, or nobody stands out.
+    /// Names the main cause of the wait; `None` if not measured, or if no pod stands out.
     fn waits_for(&self, complaint: &Complaint<'_>) -> Option<String> {
         let held_by = complaint.container.held_by.as_ref()?;
         let (cgroup, permille) = held_by.iter().max_by_key(|(_, permille)| **permille)?;
@@ -249,23 +249,23 @@ impl<'a> Round<'a> {
         (*permille >= WORTH_NAMING).then(|| format!(", {} of that for {whom}", words::percent(*permille)))
     }
 
-    /// Returns true if a Burstable pod uses more than it requests, and more of it than the one that
-    /// complains, which has no better right to what is left. A little more than it requests is not worth a
-    /// cap, which would hold it back in each of its own bursts.
+    /// Returns true if a Burstable pod uses more than it requests, and exceeds its request by a larger factor
+    /// than the complaining pod, which has no better claim to the rest. A small excess is not worth a cap,
+    /// which would delay each of the pod's own bursts.
     fn is_greedier(&self, pod: &PodSample, than: &PodSample) -> bool {
         let (used, theirs) = (pod.cpu_used.unwrap_or(0), than.cpu_used.unwrap_or(0));
-        // used / request > theirs / request, of one that requests nothing as of one that requests next to it.
+        // used / request > theirs / request, where a request of zero counts as a minimal one.
         let uses_more = used > pod.cpu_request.saturating_add(self.quiet())
             && u128::from(used) * u128::from(than.cpu_request.max(1))
                 > u128::from(theirs) * u128::from(pod.cpu_request.max(1));
         pod.class == QosClass::Burstable
-            // Or nothing can be taken from it.
+            // Otherwise nothing can be taken from the pod.
             && (self.seen.supports.weights || pod.can_cap)
-            // One that is capped is kept from it.
+            // A capped pod uses less because of its cap.
             && (uses_more || self.held(&pod.cgroup, KnobKind::CpuCap).is_some())
     }
 
-    /// The same for memory. A container at its own limit stalls for its own reasons.
+    /// Returns the memory complaint likewise. A container at its own limit causes its stalls itself.
     fn memory_complaint(&self, container: &ContainerSample) -> Option<(u32, String)> {
         let stall = container.memory_stall_permille?;
         if container.at_memory_limit {
@@ -282,11 +282,11 @@ impl<'a> Round<'a> {
 
     // ---- CPU ----
 
-    /// First turns, which cost nobody CPU time that is free: of BestEffort pods, then of Burstable ones above
-    /// their request. Then time, in the same order.
+    /// Restricts turns first, which costs no CPU time that is free: those of BestEffort pods, then of
+    /// Burstable ones above their request. Restricts CPU time next, in the same order.
     fn squeeze_cpu(&mut self, complaint: &Complaint<'a>) {
         let is_best_effort_busy = self.seen.best_effort_used > self.quiet();
-        if is_best_effort_busy && self.take_best_efforts_turn(complaint) {
+        if is_best_effort_busy && self.restrict_best_efforts_turn(complaint) {
             return;
         }
         let mut over: Vec<&PodSample> = self
@@ -296,7 +296,7 @@ impl<'a> Round<'a> {
             .filter(|pod| pod.name != complaint.pod.name && self.is_greedier(pod, complaint.pod))
             .collect();
         over.sort_by_key(|pod| std::cmp::Reverse(pod.cpu_used.unwrap_or(0).saturating_sub(pod.cpu_request)));
-        if over.iter().any(|pod| self.take_turn(pod, complaint)) {
+        if over.iter().any(|pod| self.restrict_turn(pod, complaint)) {
             return;
         }
         if is_best_effort_busy && self.cap_best_effort(complaint) {
@@ -312,14 +312,14 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// Lets a Burstable pod above its request run after all others but BestEffort ones, which are made idle
-    /// with it: before an idle pod they would come. Where the kernel has no `cpu.idle`, or the pod fell short
-    /// of its request that way, it runs by the weight of its request alone. Returns false if there is nothing
-    /// to take.
-    fn take_turn(&mut self, pod: &PodSample, complaint: &Complaint<'_>) -> bool {
+    /// Makes a Burstable pod above its request run after all others except BestEffort ones, which become idle
+    /// with it: they would otherwise run before an idle pod. On a kernel without `cpu.idle`, or if the pod
+    /// fell short of its request that way, reduces its weight to that of its request. Returns false if
+    /// neither is possible.
+    fn restrict_turn(&mut self, pod: &PodSample, complaint: &Complaint<'_>) -> bool {
         let held = |kind| self.held(&pod.cgroup, kind).is_some();
         let fell_short = self.state.fell_short.get(&pod.cgroup);
-        // Both are settings of one file: one is given back a tick before the other is held.
+        // Both are settings of one file: one is released a tick before the other is held.
         if !self.seen.supports.weights || held(KnobKind::Idle) || fell_short == Some(&0) {
             return false;
         }
@@ -331,22 +331,22 @@ impl<'a> Round<'a> {
             && may_be(&pod.cgroup)
             && may_be(&self.seen.best_effort);
         let (kind, value, turn) = match self.least_weight(pod) {
-            _ if may_be_idle => (KnobKind::Idle, 1, "it runs when nobody else wants the CPU"),
-            Some(weight) => (KnobKind::Weight, weight, "it gets its turn by those alone"),
+            _ if may_be_idle => (KnobKind::Idle, 1, "that it runs only on otherwise idle CPUs"),
+            Some(weight) => (KnobKind::Weight, weight, "that it runs at the weight of its request"),
             None => return false,
         };
         let requests = words::cpus(pod.cpu_request);
         let words =
             format!("{}: {} uses more than the {requests} it requests, so {turn}", complaint.words, pod.name);
         if kind == KnobKind::Idle {
-            self.take_best_efforts_turn(complaint);
+            self.restrict_best_efforts_turn(complaint);
         }
         self.hold(&pod.cgroup, kind, value, &words)
     }
 
-    /// Gives its turn back to a Burstable pod that without it gets less than it requests for some ticks in a
-    /// row, as what others leave is no longer enough; and to all where somebody else has given BestEffort
-    /// pods theirs, which would come first. A pod keeps its turn for a while.
+    /// Restores the turn of an idle Burstable pod that gets less than it requests for some consecutive ticks,
+    /// as the CPU time left by others no longer suffices; and of all idle pods if another process has made
+    /// BestEffort pods no longer idle, which would run first. A pod then keeps its turn for a while.
     fn free_who_falls_short(&mut self) {
         let (seen, law) = (self.seen, self.law);
         self.state.fell_short.retain(|_, ticks| {
@@ -362,7 +362,7 @@ impl<'a> Round<'a> {
                 continue;
             }
             let words = if comes_last {
-                format!("{} would run after BestEffort pods, which were given their turn back", pod.name)
+                format!("{} would run after BestEffort pods, which are no longer idle", pod.name)
             } else if self.falls_short(pod) {
                 let ticks = before.get(&pod.cgroup).copied().unwrap_or(0) + 1;
                 if ticks < law.hot_ticks {
@@ -378,8 +378,8 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// Returns true if a pod gets less than it requests and is kept from running: it waits for nearly all of
-    /// the time in which it doesn't run. One that waits for a disk, or has nothing to do, doesn't.
+    /// Returns true if a pod gets less than it requests and is kept from running: it waits for most of the
+    /// time in which it does not run. A pod that waits for a disk or has nothing to do does not count.
     fn falls_short(&self, pod: &PodSample) -> bool {
         let used = pod.cpu_used.unwrap_or(u64::MAX);
         let not_running = 1000_u64.saturating_sub(used);
@@ -390,39 +390,41 @@ impl<'a> Round<'a> {
         used < pod.cpu_request && pod.containers.iter().any(waits)
     }
 
-    /// The least CPU weight with which a Burstable pod still gets what it requests while all others want all
-    /// that they can have, where that is far below its own. It takes nothing from the pod while CPUs are
-    /// free, and leaves it fewer turns beside others; a thread that wakes up still waits for the end of one.
+    /// Returns the lowest CPU weight with which a Burstable pod still gets its request while all others use
+    /// all that they can, if that is far below its own weight. While CPUs are free, the lower weight costs
+    /// the pod nothing; otherwise the pod gets fewer turns, and a thread of another pod that wakes up still
+    /// waits for the end of one.
     fn least_weight(&self, pod: &PodSample) -> Option<u64> {
         let requested = |class: QosClass| -> u64 {
             let of_class = self.seen.pods.iter().filter(|other| other.class == class);
             let others = of_class.filter(|other| other.cgroup != pod.cgroup);
             bounds::total(others.map(|other| other.cpu_request))
         };
-        // Guaranteed pods have no more than they request. A quarter is left to the machine's daemons.
+        // Guaranteed pods use no more than they request. A quarter is left to the machine's daemons.
         let all = (self.seen.cpus * 3 / 4).checked_sub(requested(QosClass::Guaranteed))?;
         let beyond = all.checked_sub(pod.cpu_request).filter(|beyond| *beyond > 0)?;
-        // request = all * weight / (weight + the others' weights), which are as what they request.
+        // request = all * weight / (weight + the others' weights), where weights are proportional to
+        // requests.
         let product = u128::from(pod.cpu_request) * u128::from(requested(QosClass::Burstable));
         let enough = u64::try_from(product.div_ceil(u128::from(beyond))).unwrap_or(u64::MAX);
         let worth_it = enough.saturating_mul(2) < pod.cpu_request;
-        // Rounded up: a weight is coarse.
+        // Rounded up, as weights are coarse.
         worth_it
             .then(|| 1 + shares_to_weight_linear(millis_to_shares(i64::try_from(enough).unwrap_or(i64::MAX))))
     }
 
-    /// Returns true if BestEffort pods still had their turn.
-    fn take_best_efforts_turn(&mut self, complaint: &Complaint<'_>) -> bool {
+    /// Restricts the turn of BestEffort pods; returns false if it was restricted already.
+    fn restrict_best_efforts_turn(&mut self, complaint: &Complaint<'_>) -> bool {
         let seen = self.seen;
         let first = if seen.supports.idle { KnobKind::Idle } else { KnobKind::Weight };
         let words = match first {
-            KnobKind::Idle => "BestEffort pods run only when nobody else wants the CPU",
-            _ => "BestEffort pods get the least weight",
+            KnobKind::Idle => "BestEffort pods run only on otherwise idle CPUs",
+            _ => "BestEffort pods get the lowest weight",
         };
         self.hold(&seen.best_effort, first, 1, &format!("{}: {words}", complaint.words))
     }
 
-    /// Returns true if there was still CPU time to take from the BestEffort pods.
+    /// Lowers the cap of BestEffort pods; returns false if it is at its floor.
     fn cap_best_effort(&mut self, complaint: &Complaint<'_>) -> bool {
         let seen = self.seen;
         let floor = (seen.cpus * u64::from(self.law.best_effort_floor_percent) / 100).max(LEAST_CAP);
@@ -430,8 +432,8 @@ impl<'a> Round<'a> {
         self.lower_cap(&seen.best_effort, used, floor, complaint, "BestEffort pods")
     }
 
-    /// Takes a step from a cap, or from what is used where there is no cap yet. Returns false if there is
-    /// none to take, or caps would do no good, where turns can be taken, or harm, on this kernel.
+    /// Lowers a cap by a step, starting from the usage if there is none yet. Returns false if no step is
+    /// left, or if caps would gain nothing (where turns can be restricted) or would do harm on this kernel.
     fn lower_cap(
         &mut self,
         cgroup: &str,
@@ -450,8 +452,9 @@ impl<'a> Round<'a> {
         next < now && self.hold(cgroup, KnobKind::CpuCap, next, &words)
     }
 
-    /// Gives back what was taken last: caps of Burstable pods, the cap of BestEffort ones, cpu.idle.
-    fn give_back_cpu(&mut self) {
+    /// Relaxes the restrictions in reverse order: caps of Burstable pods, the cap of BestEffort ones,
+    /// cpu.idle.
+    fn relax_cpu(&mut self) {
         let best_effort = self.seen.best_effort.clone();
         let caps: Vec<Knob> =
             self.state.held.keys().filter(|knob| knob.kind == KnobKind::CpuCap).cloned().collect();
@@ -460,28 +463,28 @@ impl<'a> Round<'a> {
             let cap = self.state.held.get(knob).copied().unwrap_or(0);
             let next = grow(cap, self.law.cpu_step_percent).max(cap + LEAST_GROWTH);
             let to = Some(next).filter(|next| *next < self.seen.cpus);
-            self.set(knob, to, "all protected pods get their CPUs in time again");
+            self.set(knob, to, "no protected pod waits for a CPU any more");
             return;
         }
-        self.give_back_turns();
+        self.restore_turns();
         let nobody = self.seen.pods.iter().all(|pod| pod.class == QosClass::BestEffort);
         let is_pods_idle = |knob: &Knob| knob.kind == KnobKind::Idle && knob.cgroup != best_effort;
-        // cpu.idle takes nothing from a BestEffort pod but its turn before others: it stays while they want
-        // many, and while a Burstable pod is idle, before which they would come.
+        // cpu.idle costs a BestEffort pod nothing but its turn: it stays while they use much CPU, and while a
+        // Burstable pod is idle, which they would otherwise run before.
         if self.seen.best_effort_used > self.quiet() && !nobody || self.state.held.keys().any(is_pods_idle) {
             return;
         }
         for kind in [KnobKind::Idle, KnobKind::Weight] {
             let knob = Knob { cgroup: best_effort.clone(), kind };
             if self.state.held.contains_key(&knob) {
-                self.set(&knob, None, "BestEffort pods ask for little CPU, or nobody is there to protect");
+                self.set(&knob, None, "BestEffort pods use little CPU, or there are no pods to protect");
             }
         }
     }
 
-    /// This takes nothing from a pod but its turn before others: it stays while the pod uses more than it
-    /// requests, and somebody is there to wait for it.
-    fn give_back_turns(&mut self) {
+    /// Restores turns. A lost turn costs the pod nothing else: it stays while the pod uses more than it
+    /// requests and another protected pod exists.
+    fn restore_turns(&mut self) {
         let seen = self.seen;
         let is_turn = |knob: &&Knob| matches!(knob.kind, KnobKind::Idle | KnobKind::Weight);
         let held: Vec<Knob> = self.state.held.keys().filter(is_turn).cloned().collect();
@@ -490,20 +493,21 @@ impl<'a> Round<'a> {
             let is_protected = |other: &PodSample| other.class != QosClass::BestEffort;
             let alone = !seen.pods.iter().any(|other| is_protected(other) && other.cgroup != pod.cgroup);
             if alone || pod.cpu_used.unwrap_or(0) <= pod.cpu_request.saturating_add(self.quiet()) {
-                let words = format!("{} uses what it requests, or nobody is there to protect", pod.name);
+                let words =
+                    format!("{} uses no more than it requests, or there are no pods to protect", pod.name);
                 self.set(&knob, None, &words);
             }
         }
     }
 
-    /// Less than this is not worth a step, in millicores.
+    /// Returns the usage below which a step is not worthwhile, in millicores.
     fn quiet(&self) -> u64 {
         self.seen.cpus * u64::from(self.law.quiet_percent) / 100
     }
 
     // ---- Memory ----
 
-    /// Gives back what was taken from pods that do nothing any more but look for memory.
+    /// Restores the memory of pods that do nothing but reclaim.
     fn free_what_stands_still(&mut self) {
         let seen = self.seen;
         for pod in &seen.pods {
@@ -517,7 +521,7 @@ impl<'a> Round<'a> {
             }
             if give_back {
                 let knob = Knob { cgroup: pod.cgroup.clone(), kind: KnobKind::MemoryHigh };
-                let words = format!("{} stands still without the memory that was taken from it", pod.name);
+                let words = format!("{} makes no progress under the reduced memory.high", pod.name);
                 self.set(&knob, None, &words);
             }
         }
@@ -536,7 +540,7 @@ impl<'a> Round<'a> {
             |pod: &&PodSample| self.state.standstill.get(&pod.cgroup).is_some_and(Standstill::is_spared);
         let mut order: Vec<&PodSample> =
             self.seen.pods.iter().filter(may).filter(|pod| !spared(pod)).collect();
-        // Who grows takes again at once what anybody else is made to give.
+        // A growing pod would at once use memory that others release.
         let growth = |pod: &PodSample| pod.memory_growth_permille.unwrap_or(0);
         order.sort_by_key(|pod| {
             (pod.class, std::cmp::Reverse(growth(pod)), std::cmp::Reverse(pod.working_set))
@@ -544,7 +548,8 @@ impl<'a> Round<'a> {
         for pod in order {
             let request = if pod.class == QosClass::Burstable { pod.memory_request } else { 0 };
             let now = self.held(&pod.cgroup, KnobKind::MemoryHigh).unwrap_or(pod.memory_used);
-            // Never below what is really needed now: each step takes what the one before made it let go.
+            // Never below the real need now: each step takes the memory that the previous one made the pod
+            // release.
             let least = pod.working_set.max(request).max(self.law.memory_floor);
             let next = shrink(now, self.law.memory_step_percent).max(least);
             let grew = match growth(pod) {
@@ -564,8 +569,8 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// Raises every memory.high that is held; one that holds nobody back any more is taken away.
-    fn give_back_memory(&mut self) {
+    /// Raises every memory.high that is held, and removes those without effect.
+    fn relax_memory(&mut self) {
         let held: Vec<(Knob, u64)> = self
             .state
             .held
@@ -577,7 +582,7 @@ impl<'a> Round<'a> {
             let used =
                 self.seen.pods.iter().find(|pod| pod.cgroup == knob.cgroup).map_or(0, |p| p.memory_used);
             let next = grow(high, self.law.memory_step_percent).max(high + (1 << 20));
-            // Twice what it uses: it doesn't press against it.
+            // At twice its usage the limit has no effect on the pod.
             let to = Some(next).filter(|next| *next < used.saturating_mul(2));
             self.set(&knob, to, "no protected pod stalls for memory any more");
         }
@@ -585,8 +590,8 @@ impl<'a> Round<'a> {
 
     // ---- Bursts ----
 
-    /// A protected container that its own quota throttles may use what it saved in earlier periods, and so
-    /// may its pod.
+    /// Lends a burst to each protected container that its own quota throttles: the container, and its pod,
+    /// may then use the quota saved in earlier periods.
     fn lend_bursts(&mut self) {
         self.end_pointless_bursts();
         if !self.seen.supports.burst || self.law.burst_percent == 0 {
@@ -600,7 +605,7 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// A pod's own quota must not hold back what its containers were lent.
+    /// Raises the pod's own burst, so that its quota does not hold back its containers' bursts.
     fn let_the_pod_burst(&mut self, pod: &PodSample) {
         let lent: u64 = pod.containers.iter().filter_map(|c| self.held(&c.cgroup, KnobKind::Burst)).sum();
         let to = pod.quota_us.map(|quota| lent.min(quota)).filter(|burst| *burst > 0);
@@ -615,7 +620,7 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// A burst without a quota, or of a pod that is not protected (any more), has no reason.
+    /// Ends bursts without a quota, and those of pods that are not protected (any more).
     fn end_pointless_bursts(&mut self) {
         let seen = self.seen;
         let protected = seen.pods.iter().filter(|pod| pod.class != QosClass::BestEffort);
@@ -629,7 +634,7 @@ impl<'a> Round<'a> {
         let is_burst = |knob: &&Knob| knob.kind == KnobKind::Burst;
         let all: Vec<Knob> = self.state.held.keys().filter(is_burst).cloned().collect();
         for knob in all.iter().filter(|knob| !may || !limited.contains(knob.cgroup.as_str())) {
-            self.set(knob, None, "there is no quota to exceed any more");
+            self.set(knob, None, "the quota to exceed no longer exists");
         }
     }
 
@@ -641,7 +646,7 @@ impl<'a> Round<'a> {
         let knob = Knob { cgroup: container.cgroup.clone(), kind: KnobKind::Burst };
         let held = self.state.held.get(&knob).copied();
         if held.is_some_and(|held| held > quota) {
-            // The kernel takes no burst above the quota, which has been lowered.
+            // The kernel refuses a burst above the quota, which has been lowered.
             self.set(
                 &knob,
                 Some(burst),
@@ -653,15 +658,15 @@ impl<'a> Round<'a> {
             calm if calm < self.law.release_percent * 10 => Heat::Calm,
             _ => Heat::Warm,
         };
-        // What was saved before costs nobody anything until it is needed, and then it is needed at once.
+        // Saved quota costs other pods nothing until it is needed, and then it is needed at once.
         let patient = Law { calm_ticks: self.law.retry_ticks, ..*self.law };
         let ladder = self.state.throttled.entry(container.cgroup.clone()).or_default();
         match ladder.tick(&patient, heat) {
             Move::Tighten => {
-                // The kernel adds up the CPUs.
+                // The kernel adds up the CPUs' throttled times.
                 let part = words::percent(throttled.min(1000));
                 let words = format!(
-                    "{} ({}) is held back by its own quota {part} of the time: it may burst by {}",
+                    "{} ({}) is throttled by its own quota {part} of the time: it may burst by {}",
                     pod.name,
                     container.name,
                     KnobKind::Burst.show(burst)
@@ -682,7 +687,7 @@ impl<'a> Round<'a> {
         self.state.held.get(&Knob { cgroup: cgroup.to_owned(), kind }).copied()
     }
 
-    /// Holds a knob at a value; false if it is there already, or must be left alone.
+    /// Holds a knob at a value; returns false if it is there already, or must be left alone.
     fn hold(&mut self, cgroup: &str, kind: KnobKind, value: u64, reason: &str) -> bool {
         let knob = Knob { cgroup: cgroup.to_owned(), kind };
         if self.blocked.contains(&knob) || self.state.held.get(&knob) == Some(&value) {
@@ -702,7 +707,7 @@ impl<'a> Round<'a> {
 }
 
 impl<'a> Complaints<'a> {
-    /// The worst of those for whom something can be done, as far as is known.
+    /// Returns the worst complaint that steps may help, as far as is known.
     fn open(&self, helps: &BTreeMap<String, Help>) -> Option<&Complaint<'a>> {
         self.all.iter().find(|complaint| standing(helps, complaint) == ComplaintState::Open)
     }
@@ -711,7 +716,7 @@ impl<'a> Complaints<'a> {
 fn standing(helps: &BTreeMap<String, Help>, complaint: &Complaint<'_>) -> ComplaintState {
     let tried = helps.get(&complaint.container.cgroup).map_or(ComplaintState::Open, Help::standing);
     match tried {
-        // What was taken before, and is within reach no more because of that, stays taken.
+        // Earlier steps may be the reason why no other pod is within reach now: they stay in force.
         ComplaintState::Open if complaint.hopeless && helps.contains_key(&complaint.container.cgroup) => {
             ComplaintState::Kept
         }
@@ -720,34 +725,35 @@ fn standing(helps: &BTreeMap<String, Help>, complaint: &Complaint<'_>) -> Compla
     }
 }
 
-/// The worst in words, for whom something can be done if it needs that.
+/// Explains the worst complaint; prefers one above its bound that steps may help.
 fn finding(complaints: &Complaints<'_>, helps: &BTreeMap<String, Help>) -> String {
     let open = complaints.open(helps).filter(|complaint| complaint.ratio > 1000);
     let Some(worst) = open.or(complaints.all.first()) else { return complaints.none.to_owned() };
     match standing(helps, worst) {
         ComplaintState::Open => worst.words.clone(),
         _ if worst.hopeless => format!(
-            "{}; those that had the CPUs meanwhile are none that anything can be taken from, so nothing is",
+            "{}; no step is taken, as pods that may be restricted did not use the CPUs in that time",
             worst.words
         ),
         ComplaintState::Kept => {
-            format!("{}; more steps have not helped it, so no more are made", worst.words)
+            format!("{}; further steps have not helped, so no more are taken", worst.words)
         }
         ComplaintState::Void if helps.get(&worst.container.cgroup).is_some_and(Help::found_nothing) => {
-            format!("{}; nobody has anything that can be taken for it now", worst.words)
+            format!("{}; no pod has anything that may be taken now", worst.words)
         }
         ComplaintState::Void => {
-            format!("{}; taking from others has not helped it, so it is left at that", worst.words)
+            format!("{}; restricting other pods has not helped, so no more steps are taken", worst.words)
         }
     }
 }
 
-/// How much of the time a container waited for a CPU beyond what its own quota took; None: not measured.
+/// Returns the share of time that a container waited for a CPU in excess of its own quota's throttling;
+/// `None`: not measured.
 fn wait_for_others(container: &ContainerSample) -> Option<u32> {
     Some(container.cpu_wait_permille?.saturating_sub(container.throttled_permille.unwrap_or(0)))
 }
 
-/// `value` in thousandths of `bound`; a bound of 0 is any value's.
+/// Returns `value` in thousandths of `bound`; a bound of 0 counts as 1.
 fn ratio(value: u64, bound: u64) -> u32 {
     u32::try_from(value.saturating_mul(1000) / bound.max(1)).unwrap_or(u32::MAX)
 }
@@ -757,7 +763,7 @@ fn shrink(value: u64, percent: u32) -> u64 {
     u64::try_from(u128::from(value) * left / 100).unwrap_or(u64::MAX)
 }
 
-/// The reverse of [`shrink`].
+/// Inverts [`shrink`].
 fn grow(value: u64, percent: u32) -> u64 {
     let left = 100 - u128::from(percent.clamp(1, 99));
     u64::try_from(u128::from(value) * 100 / left).unwrap_or(u64::MAX)

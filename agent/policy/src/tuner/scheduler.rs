@@ -1,24 +1,24 @@
-//! Which part of the CPUs a pod's threads get, where the tuner's scheduler decides (`tuner.scheduler`).
+//! A pod's share of the CPUs under the tuner's scheduler (`tuner.scheduler`).
 //!
-//! Must never look at anything but a pod's class, its request and its containers' limits.
+//! Must never consider anything but a pod's class, its priority and its request.
 
 use crate::resources::{critical::SYSTEM_CRITICAL_PRIORITY, qos::QosClass};
 use beelet_units::scheduling::{SchedulingClass, SchedulingShare};
 
-/// Who decides which thread runs.
+/// The scheduler that decides which thread runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SchedulerKind {
     /// The kernel's own scheduler, by cgroups alone.
     #[default]
     Cgroups,
-    /// A scheduler of the tuner's, where the kernel has sched_ext.
+    /// The tuner's own scheduler, on kernels with sched_ext.
     SchedExt,
 }
 
-/// A pod's part, by its class, its priority and the millicores that it requests. Guaranteed pods come first,
-/// and Burstable ones of a system priority; a BestEffort one of these, which has asked for no CPU, is one
-/// among the Burstable. That a pod is static says nothing here: all may be.
+/// Returns a pod's share, by its class, its priority and the millicores that it requests. Guaranteed pods
+/// come first, and Burstable ones of a system priority; a BestEffort pod of that priority, which has no CPU
+/// request, counts as Burstable. Static pods have no special place: any pod may be static.
 #[must_use]
 pub fn share(class: QosClass, priority: i32, millicores: u64) -> SchedulingShare {
     let place = match (class, priority >= SYSTEM_CRITICAL_PRIORITY) {

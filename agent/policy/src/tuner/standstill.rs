@@ -1,16 +1,16 @@
 //! Pods that stand still for memory that was taken from them.
 //!
-//! A cgroup above its `memory.high` is not killed: each of its threads that needs memory has to reclaim some
-//! first, and is put to sleep for up to two seconds per allocation (`mem_cgroup_handle_over_high` in
-//! mm/memcontrol.c). One that grows and has nothing to give back may stand so for minutes: neither alive nor
-//! dead, and with its locks held.
+//! The kernel does not kill a cgroup above its `memory.high`: each thread that needs memory must reclaim some
+//! first, and sleeps for up to two seconds per allocation (`mem_cgroup_handle_over_high` in mm/memcontrol.c).
+//! A growing cgroup without anything to reclaim may remain in this state for minutes: neither alive nor dead,
+//! and holding its locks.
 
 use super::Law;
 
-/// A pod all of whose threads stalled for this much of a tick stands still.
+/// Share of a tick in which all threads of a pod must have stalled for it to count as standing still.
 const STILL_PERMILLE: u32 = 800;
 
-/// How long a pod has stood still, or is still spared for it.
+/// The time that a pod has stood still, or remains spared afterwards.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Standstill {
     ticks: u32,
@@ -18,7 +18,7 @@ pub struct Standstill {
 }
 
 impl Standstill {
-    /// One more tick of a pod whose memory is `held`. Returns true if it is to be given back.
+    /// Records a tick of a pod whose memory is `held`. Returns true if the memory must be restored.
     pub(super) fn tick(&mut self, law: &Law, held: bool, still_permille: Option<u32>) -> bool {
         self.spared = self.spared.saturating_sub(1);
         let stands = held && still_permille.is_some_and(|permille| permille >= STILL_PERMILLE);
@@ -30,12 +30,12 @@ impl Standstill {
         true
     }
 
-    /// Returns true if no memory is taken from it for now.
+    /// Returns true if no memory is taken from the pod for now.
     pub(super) fn is_spared(&self) -> bool {
         self.spared > 0
     }
 
-    /// Returns true if there is nothing to remember.
+    /// Returns true if the state can be dropped.
     pub(super) fn is_over(&self) -> bool {
         *self == Self::default()
     }

@@ -5,13 +5,13 @@ use super::*;
 const BEST_EFFORT: &str = "/kubepods/besteffort";
 const MIB: u64 = 1 << 20;
 
-/// Patient with nothing, capping whom it can, and not asking whether steps help: in most tests nobody is
-/// there to be helped.
+/// A law without patience that caps every pod it may and ignores the effect of steps: most tests have no
+/// container to help.
 fn quick() -> Law {
     Law { hot_ticks: 1, calm_ticks: 1, helpless_steps: 0, cpu_caps: CpuCaps::Always, ..Law::default() }
 }
 
-/// The same, giving up.
+/// The same law, which gives up.
 fn asking() -> Law {
     Law { helpless_steps: 3, ..quick() }
 }
@@ -71,13 +71,13 @@ fn knob(cgroup: &str, kind: KnobKind) -> Knob {
     Knob { cgroup: cgroup.to_owned(), kind }
 }
 
-/// `cpu.idle=1`, `cpu.max-` (given back), one a step.
+/// Prints `cpu.idle=1`, or `cpu.max-` for a restored setting, one per step.
 fn show(decision: &Decision) -> Vec<String> {
     let value = |step: &TunerStep| step.to.map_or("-".to_owned(), |to| format!("={to}"));
     decision.steps.iter().map(|step| format!("{}{}", step.knob.kind.as_str(), value(step))).collect()
 }
 
-/// The steps of the same view again and again.
+/// Runs ticks with the same observation and returns their steps.
 fn run(law: &Law, state: &mut State, seen: &Observed, ticks: usize) -> Vec<String> {
     let mut all = Vec::new();
     for _ in 0..ticks {
@@ -98,7 +98,7 @@ fn best_effort_is_made_idle_first_then_capped_step_by_step_down_to_its_floor() {
 }
 
 #[test]
-fn nobody_is_capped_where_turns_can_be_taken_or_that_does_harm_unless_it_is_wanted() {
+fn caps_are_used_only_without_idle_and_without_harm_unless_configured() {
     let auto = Law { cpu_caps: CpuCaps::Auto, ..quick() };
     let check = |idle: bool, harmless_caps: bool, ticks: usize, expected: &[&str]| {
         let mut seen = node(200, 1600);
@@ -113,7 +113,7 @@ fn nobody_is_capped_where_turns_can_be_taken_or_that_does_harm_unless_it_is_want
 }
 
 #[test]
-fn caps_come_back_before_idle_and_idle_only_when_little_is_asked_for() {
+fn caps_are_restored_before_idle_and_idle_only_at_low_usage() {
     let (law, mut state) = (quick(), State::default());
     run(&law, &mut state, &node(200, 1600), 3);
     assert_eq!(run(&law, &mut state, &node(0, 900), 20), ["cpu.max=1200", "cpu.max=1600", "cpu.max-"]);
@@ -123,7 +123,7 @@ fn caps_come_back_before_idle_and_idle_only_when_little_is_asked_for() {
 }
 
 #[test]
-fn who_grows_is_held_before_who_only_has_much() {
+fn a_growing_pod_is_held_before_a_large_one() {
     let mut seen = stalled(100);
     let mut grower = pod("grower", QosClass::BestEffort);
     (grower.memory_used, grower.working_set) = (300 * MIB, 200 * MIB);
@@ -134,7 +134,7 @@ fn who_grows_is_held_before_who_only_has_much() {
         let step = steps.remove(0);
         (step.knob.cgroup, step.reason)
     };
-    assert!(first(&seen).0.ends_with("podhog"), "nothing is known of growth");
+    assert!(first(&seen).0.ends_with("podhog"), "growth is unknown");
     seen.pods[1].memory_growth_permille = Some(50);
     seen.pods[2].memory_growth_permille = Some(700);
     let (cgroup, reason) = first(&seen);
@@ -146,29 +146,29 @@ fn who_grows_is_held_before_who_only_has_much() {
 }
 
 #[test]
-fn where_nobody_has_anything_to_give_it_is_said_so() {
+fn a_finding_reports_that_no_pod_has_anything_to_take() {
     let mut state = State::default();
     let seen = node(200, 0);
     assert!(run(&asking(), &mut state, &seen, 3).is_empty());
     let findings = decide(&asking(), &state, &seen, &nothing()).findings;
-    assert!(findings[0].ends_with("nobody has anything that can be taken for it now"), "{findings:?}");
+    assert!(findings[0].ends_with("no pod has anything that may be taken now"), "{findings:?}");
 }
 
 #[test]
-fn what_stands_still_gets_its_memory_back_and_is_spared_for_a_while() {
+fn a_pod_at_a_standstill_gets_its_memory_back_and_is_spared_for_a_while() {
     let law = Law { standstill_ticks: 3, retry_ticks: 10, ..quick() };
     let mut state = State::default();
     let mut seen = stalled(100);
     assert_eq!(run(&law, &mut state, &seen, 1), ["memory.high=943718400"]);
     seen.pods[1].memory_still_permille = Some(900);
-    // Two ticks are no standstill; then all comes back, and no step is made until the pod is no longer
+    // Two ticks do not make a standstill; then all memory is restored, and no step follows while the pod is
     // spared.
     let steps = run(&law, &mut state, &seen, 2);
     assert!(steps.iter().all(|step| step.starts_with("memory.high=")), "{steps:?}");
     assert_eq!(run(&law, &mut state, &seen, 1), ["memory.high-"]);
     assert!(run(&law, &mut state, &seen, 9).is_empty());
     assert_eq!(run(&law, &mut state, &seen, 2).len(), 2);
-    // One that works a little between is slow, and nothing else.
+    // A pod that works a little in between is merely slow.
     let mut slow = State::default();
     run(&law, &mut slow, &seen, 1);
     for _ in 0..5 {
@@ -176,13 +176,13 @@ fn what_stands_still_gets_its_memory_back_and_is_spared_for_a_while() {
         run(&law, &mut slow, &stalled(100), 1);
     }
     assert!(!slow.held.is_empty(), "{slow:?}");
-    // Asked never to give it back, it doesn't.
+    // With the standstill disabled, the memory is never restored.
     let (never, mut state) = (Law { standstill_ticks: 0, ..law }, State::default());
     assert!(!run(&never, &mut state, &seen, 50).contains(&"memory.high-".to_owned()));
 }
 
 #[test]
-fn without_cpu_idle_the_weight_is_taken() {
+fn without_cpu_idle_the_weight_is_reduced() {
     let mut seen = node(200, 1600);
     seen.supports.idle = false;
     assert_eq!(run(&quick(), &mut State::default(), &seen, 2), ["cpu.weight=1", "cpu.max=1200"]);
@@ -198,7 +198,7 @@ fn between_the_bounds_nothing_changes() {
 }
 
 #[test]
-fn a_wait_that_its_own_quota_causes_squeezes_nobody() {
+fn a_wait_caused_by_the_own_quota_restricts_no_pod() {
     let mut seen = node(300, 1600);
     seen.pods[0].containers[0].throttled_permille = Some(290);
     let steps = run(&Law { burst_percent: 0, ..quick() }, &mut State::default(), &seen, 10);
@@ -206,15 +206,15 @@ fn a_wait_that_its_own_quota_causes_squeezes_nobody() {
 }
 
 #[test]
-fn single_long_waits_count_where_they_are_measured() {
+fn single_long_waits_count_if_they_are_measured() {
     let mut seen = node(1, 1600);
     seen.pods[0].containers[0].cpu_wait_p99_us = Some(7_000);
     let decision = decide(&quick(), &State::default(), &seen, &nothing());
     assert_eq!(show(&decision), ["cpu.idle=1"]);
     assert_eq!(
         decision.steps[0].reason,
-        "default/server (main) waits 7 ms for a CPU once in 100 times (5 ms at most): BestEffort pods run only when \
-         nobody else wants the CPU"
+        "default/server (main) waits 7 ms for a CPU at the 99th percentile (5 ms at most): BestEffort pods run only \
+         on otherwise idle CPUs"
     );
 }
 
@@ -241,20 +241,20 @@ fn burstable_pods_are_capped_only_above_their_request_and_never_for_their_own_co
 }
 
 #[test]
-fn a_pod_far_above_its_request_takes_nothing_from_one_that_hardly_is() {
+fn a_pod_far_above_its_request_does_not_restrict_one_slightly_above() {
     let mut seen = node(0, 0);
     let mut greedy = pod("greedy", QosClass::Burstable);
     (greedy.cpu_request, greedy.cpu_used) = (300, Some(1600));
     let mut server = pod("web", QosClass::Burstable);
     (server.cpu_request, server.cpu_used) = (300, Some(350));
     seen.pods.extend([greedy, server]);
-    // Its many threads wait for each other, and for the server.
+    // The greedy pod's many threads wait for each other, and for the server.
     seen.pods[2].containers[0].cpu_wait_permille = Some(660);
     assert!(run(&quick(), &mut State::default(), &seen, 20).is_empty());
     let waits = BTreeMap::from([(seen.pods[2].cgroup.clone(), 700), (seen.pods[3].cgroup.clone(), 300)]);
     seen.pods[2].containers[0].held_by = Some(waits);
     assert!(run(&asking(), &mut State::default(), &seen, 20).is_empty());
-    // The server has a better right.
+    // The server has a better claim.
     seen.pods[3].containers[0].cpu_wait_permille = Some(700);
     let mut state = State::default();
     assert_eq!(run(&quick(), &mut state, &seen, 1), ["cpu.max=1200"]);
@@ -262,12 +262,12 @@ fn a_pod_far_above_its_request_takes_nothing_from_one_that_hardly_is() {
         state.held.keys().map(|knob| knob.cgroup.as_str()).collect::<Vec<_>>(),
         ["/kubepods/burstable/podgreedy"]
     );
-    // One that uses a little more than it requests is not capped, whoever waits.
+    // A pod slightly above its request is never capped.
     seen.pods[2].cpu_used = Some(330);
     assert!(run(&quick(), &mut State::default(), &seen, 20).is_empty());
 }
 
-/// A greedy pod of 0.3 CPUs beside one that waits.
+/// Returns a greedy pod of 0.3 CPUs next to one that waits.
 fn greedy_beside_web() -> Observed {
     let mut seen = node(0, 0);
     seen.supports.weights = true;
@@ -285,29 +285,29 @@ fn a_greedy_pod_loses_its_turn_before_its_time() {
     let mut seen = greedy_beside_web();
     let mut state = State::default();
     let first = decide(&quick(), &state, &seen, &nothing());
-    // BestEffort pods would come before an idle one, so they are made idle first, however little they use.
+    // BestEffort pods would run before an idle pod, so they become idle first, even with little usage.
     let cgroups: Vec<&str> = first.steps.iter().map(|step| step.knob.cgroup.as_str()).collect();
     assert_eq!(show(&first), ["cpu.idle=1", "cpu.idle=1"]);
     assert_eq!(cgroups, [BEST_EFFORT, "/kubepods/burstable/podgreedy"]);
     state = first.state;
     assert_eq!(run(&quick(), &mut state, &seen, 1), ["cpu.max=1200"]);
-    // The cap comes back; the turn stays away while more is used than requested.
+    // The cap is removed; the turn stays away while usage exceeds the request.
     seen.pods[3].containers[0].cpu_wait_permille = Some(0);
     assert_eq!(run(&quick(), &mut state, &seen, 20), ["cpu.max=1600", "cpu.max-"]);
     seen.pods[2].cpu_used = Some(300);
     assert_eq!(run(&quick(), &mut state, &seen, 2), ["cpu.idle-", "cpu.idle-"]);
-    // Where somebody else decides on BestEffort pods' turn, its weight alone is taken.
+    // If another process controls the BestEffort pods' turn, only the weight is reduced.
     let theirs = BTreeSet::from([knob(BEST_EFFORT, KnobKind::Idle)]);
     let seen = greedy_beside_web();
     assert_eq!(show(&decide(&quick(), &State::default(), &seen, &theirs)), ["cpu.weight=4"]);
 }
 
 #[test]
-fn nothing_is_taken_from_others_for_a_pod_that_is_held_back() {
+fn no_pod_is_restricted_for_a_pod_that_is_held_back() {
     let mut seen = greedy_beside_web();
     let mut state = State::default();
     run(&quick(), &mut state, &seen, 20);
-    // The one that is protected catches up on what it was late with, and the other waits.
+    // The protected pod catches up on its backlog, and the other one waits.
     seen.pods[2].containers[0].cpu_wait_permille = Some(900);
     (seen.pods[2].cpu_used, seen.pods[3].cpu_used) = (Some(500), Some(1000));
     seen.pods[3].containers[0].cpu_wait_permille = Some(0);
@@ -316,7 +316,7 @@ fn nothing_is_taken_from_others_for_a_pod_that_is_held_back() {
         assert!(!decision.steps.iter().any(|step| step.knob.cgroup.ends_with("podweb")), "{decision:?}");
         state = decision.state;
     }
-    // So for memory.
+    // The same holds for memory.
     let mut seen = stalled(100);
     let mut web = pod("web", QosClass::Burstable);
     (web.memory_used, web.working_set) = (500 * MIB, 100 * MIB);
@@ -344,22 +344,22 @@ fn a_greedy_pods_turn_goes_before_the_time_of_best_effort_pods() {
 }
 
 #[test]
-fn an_idle_pod_that_gets_less_than_it_requests_has_its_turn_again_at_once_and_keeps_it_for_a_while() {
+fn an_idle_pod_below_its_request_gets_its_turn_back_at_once_and_keeps_it_for_a_while() {
     let mut seen = greedy_beside_web();
     let law = Law { retry_ticks: 5, cpu_caps: CpuCaps::Auto, ..quick() };
     seen.supports.harmless_caps = false;
     let mut state = State::default();
     assert_eq!(run(&law, &mut state, &seen, 1), ["cpu.idle=1", "cpu.idle=1"]);
-    // It wants no more.
+    // The pod needs no more.
     seen.pods[2].cpu_used = Some(200);
     assert!(run(&law, &mut state, &seen, 1).is_empty(), "others are still not well");
-    // It wants more, and others leave it too little.
+    // The pod needs more, and others leave too little.
     seen.pods[2].containers[0].cpu_wait_permille = Some(900);
     let decision = decide(&law, &state, &seen, &nothing());
     assert_eq!(show(&decision), ["cpu.idle-"]);
     assert_eq!(decision.steps[0].reason, "default/greedy gets less than the 0.3 CPUs it requests");
     state = decision.state;
-    // Then the weight of its request, which is not given back for that.
+    // Next, the weight of its request, which stays in that case.
     (seen.pods[2].cpu_used, seen.pods[2].containers[0].cpu_wait_permille) = (Some(1600), Some(0));
     assert_eq!(run(&law, &mut state, &seen, 4), ["cpu.weight=4"]);
     (seen.pods[2].cpu_used, seen.pods[3].containers[0].cpu_wait_permille) = (Some(300), Some(0));
@@ -370,7 +370,7 @@ fn an_idle_pod_that_gets_less_than_it_requests_has_its_turn_again_at_once_and_ke
 }
 
 #[test]
-fn burstable_pods_have_their_turn_again_where_somebody_else_gives_best_effort_ones_theirs() {
+fn burstable_pods_get_their_turn_back_if_another_process_restores_best_effort_ones() {
     let seen = greedy_beside_web();
     let law = Law { hot_ticks: 2, cpu_caps: CpuCaps::Auto, ..quick() };
     let mut state = State::default();
@@ -379,14 +379,14 @@ fn burstable_pods_have_their_turn_again_where_somebody_else_gives_best_effort_on
     let decision = decide(&law, &state, &seen, &theirs);
     assert_eq!(show(&decision), ["cpu.idle-"], "{:?}", decision.steps);
     assert!(decision.steps[0].reason.contains("after BestEffort pods"), "{:?}", decision.steps);
-    // Then the weight of its request, as everywhere that nobody can be made idle.
+    // Next, the weight of its request, as always when pods cannot be made idle.
     let after = decide(&law, &decision.state, &seen, &theirs);
     let next = decide(&law, &after.state, &seen, &theirs);
     assert_eq!([show(&after), show(&next)].concat(), ["cpu.weight=4"]);
 }
 
 #[test]
-fn little_use_that_nobody_else_is_the_reason_of_gives_no_turn_back() {
+fn low_usage_not_caused_by_others_restores_no_turn() {
     let mut seen = greedy_beside_web();
     let law = Law { hot_ticks: 2, ..quick() };
     let mut state = State::default();
@@ -398,7 +398,7 @@ fn little_use_that_nobody_else_is_the_reason_of_gives_no_turn_back() {
         run(&law, &mut state, &seen, 1);
         assert!(state.held.contains_key(&idle), "{used}: {state:?}");
     }
-    // Nor is that it waits for a disk: then it doesn't wait for a CPU for most of the time.
+    // A pod that waits for a disk does not count either: it waits for a CPU less than half of the time.
     seen.pods[2].cpu_used = Some(200);
     seen.pods[2].containers[0].cpu_wait_permille = Some(399);
     run(&law, &mut state, &seen, 20);
@@ -412,25 +412,25 @@ fn little_use_that_nobody_else_is_the_reason_of_gives_no_turn_back() {
 fn without_cpu_idle_a_greedy_pod_keeps_as_much_weight_as_its_request_needs() {
     let mut seen = greedy_beside_web();
     seen.supports.idle = false;
-    // 300 of 1,500 beside one of 300: a quarter of its weight is enough.
+    // 300 of 1,500 next to a pod of 300: a quarter of its weight is enough.
     assert_eq!(run(&quick(), &mut State::default(), &seen, 2), ["cpu.weight=4", "cpu.max=1200"]);
-    // On a node that is full nobody's weight is more than it needs.
+    // On a full node no pod's weight exceeds its need.
     seen.pods[0].cpu_request = 800;
     assert_eq!(run(&quick(), &mut State::default(), &seen, 1), ["cpu.max=1200"]);
 }
 
 #[test]
-fn memory_is_taken_down_to_the_working_set_and_no_further_in_one_step() {
+fn memory_is_reduced_to_the_working_set_and_no_further_in_one_step() {
     let (law, mut state) = (quick(), State::default());
     let mut seen = stalled(100);
     assert_eq!(run(&law, &mut state, &seen, 2).len(), 2);
     let steps = run(&law, &mut state, &seen, 20);
     assert_eq!(steps.last(), Some(&format!("memory.high={}", 600 * MIB)));
-    // It let go of more: there is more to take.
+    // The pod released more memory: there is more to take.
     seen.pods[1].working_set = 100 * MIB;
     let next = run(&law, &mut state, &seen, 1);
     assert_eq!(next, [format!("memory.high={}", 600 * MIB * 90 / 100)]);
-    // Never below the floor, and back again when all is well.
+    // Never below the floor, and restored once all is well.
     seen.pods[1].working_set = MIB;
     run(&law, &mut state, &seen, 100);
     let hog = knob("/kubepods/besteffort/podhog", KnobKind::MemoryHigh);
@@ -441,7 +441,7 @@ fn memory_is_taken_down_to_the_working_set_and_no_further_in_one_step() {
 }
 
 #[test]
-fn memory_stalls_at_an_own_limit_or_without_memory_high_squeeze_nobody() {
+fn memory_stalls_at_an_own_limit_or_without_memory_high_restrict_no_pod() {
     let mut own = stalled(500);
     own.pods[0].containers[0].at_memory_limit = true;
     assert!(run(&quick(), &mut State::default(), &own, 10).is_empty());
@@ -464,10 +464,10 @@ fn a_throttled_container_is_lent_a_burst_within_its_quota() {
     seen.pods[0].quota_us = None;
     let (law, mut state) = (quick(), State::default());
     assert_eq!(run(&law, &mut state, &seen, 5), ["cpu.max.burst=50000"]);
-    // The quota is lowered by a resize.
+    // A resize lowers the quota.
     seen.pods[0].containers[0].quota_us = Some(20_000);
     assert_eq!(run(&law, &mut state, &seen, 1), ["cpu.max.burst=20000"]);
-    // It stays as long as anything that may be needed again.
+    // The burst stays while it may be needed again.
     seen.pods[0].containers[0].throttled_permille = Some(0);
     assert!(run(&law, &mut state, &seen, usize::try_from(law.retry_ticks).unwrap() - 1).is_empty());
     assert_eq!(run(&law, &mut state, &seen, 1), ["cpu.max.burst-"]);
@@ -475,7 +475,7 @@ fn a_throttled_container_is_lent_a_burst_within_its_quota() {
 }
 
 #[test]
-fn what_calls_for_a_burst_is_its_own_containers_throttling_alone() {
+fn only_throttling_of_its_own_containers_requires_a_burst() {
     let (law, mut state, mut seen) = (quick(), State::default(), node(0, 0));
     seen.pods[0].containers[0].throttled_permille = Some(200);
     seen.pods[0].containers[0].quota_us = Some(50_000);
@@ -491,7 +491,7 @@ fn what_calls_for_a_burst_is_its_own_containers_throttling_alone() {
 }
 
 #[test]
-fn a_blocked_knob_is_left_alone_and_not_thought_to_be_held() {
+fn a_blocked_knob_is_left_alone_and_not_counted_as_held() {
     let (law, mut state) = (quick(), State::default());
     run(&law, &mut state, &node(200, 1600), 1);
     let blocked = BTreeSet::from([knob(BEST_EFFORT, KnobKind::Idle)]);
@@ -501,7 +501,7 @@ fn a_blocked_knob_is_left_alone_and_not_thought_to_be_held() {
 }
 
 #[test]
-fn what_was_held_of_a_pod_that_is_gone_is_forgotten() {
+fn held_settings_of_a_removed_pod_are_dropped() {
     let (law, mut state) = (quick(), State::default());
     run(&law, &mut state, &stalled(100), 1);
     assert_eq!(state.held.len(), 1);
@@ -512,20 +512,20 @@ fn what_was_held_of_a_pod_that_is_gone_is_forgotten() {
 }
 
 #[test]
-fn nothing_measured_yet_is_no_reason_to_give_back() {
+fn missing_measurements_restore_nothing() {
     let (law, mut state) = (quick(), State::default());
     run(&law, &mut state, &node(200, 1600), 2);
     let mut seen = node(0, 1600);
     seen.pods[0].containers[0].cpu_wait_permille = None;
     assert!(run(&law, &mut state, &seen, 20).is_empty());
-    // But with nobody to protect all goes back.
+    // Without a pod to protect all settings are restored.
     seen.pods.remove(0);
     run(&law, &mut state, &seen, 20);
     assert!(state.held.is_empty());
 }
 
 #[test]
-fn a_wait_of_the_servers_own_making_ends_with_nothing_held_but_idle() {
+fn a_wait_for_own_threads_ends_with_only_idle_held() {
     let (law, mut state, seen) = (asking(), State::default(), node(200, 1600));
     let steps = run(&law, &mut state, &seen, 50);
     assert_eq!(steps, ["cpu.idle=1", "cpu.max=1200", "cpu.max=900", "cpu.max-"]);
@@ -533,16 +533,16 @@ fn a_wait_of_the_servers_own_making_ends_with_nothing_held_but_idle() {
     let decision = decide(&law, &state, &seen, &nothing());
     assert_eq!(
         decision.findings[0],
-        "default/server (main) waits for a CPU 20 % of the time (5 % at most); taking from others has not helped it, so \
-         it is left at that"
+        "default/server (main) waits for a CPU 20 % of the time (5 % at most); restricting other pods has not helped, so \
+         no more steps are taken"
     );
-    // Half as much again is another complaint, and so is one after a long time.
+    // A wait half as long again is another complaint, and so is any wait after a long time.
     assert_eq!(run(&law, &mut state.clone(), &node(310, 1600), 1), ["cpu.max=1200"]);
     let soon = Law { retry_ticks: 20, ..law };
     assert_eq!(run(&soon, &mut state, &seen, 40)[..3], ["cpu.max=1200", "cpu.max=900", "cpu.max=675"]);
 }
 
-/// The server waits, and these had the CPUs meanwhile: pods' names and permille.
+/// The server waits while these pods use the CPUs: names and permille.
 fn waits_for(mut seen: Observed, holders: &[(&str, u32)]) -> Observed {
     let cgroup = |name: &str| {
         seen.pods.iter().find(|pod| pod.name == format!("default/{name}")).unwrap().cgroup.clone()
@@ -553,26 +553,26 @@ fn waits_for(mut seen: Observed, holders: &[(&str, u32)]) -> Observed {
 }
 
 #[test]
-fn nothing_is_taken_from_those_that_the_server_does_not_wait_for() {
+fn pods_that_the_server_does_not_wait_for_are_not_restricted() {
     let law = asking();
     let of_own_making = waits_for(node(200, 1600), &[("server", 900), ("hog", 99)]);
     assert_eq!(run(&law, &mut State::default(), &of_own_making, 50), Vec::<String>::new());
     let decision = decide(&law, &State::default(), &of_own_making, &nothing());
     assert_eq!(
         decision.findings[0],
-        "default/server (main) waits for a CPU 20 % of the time (5 % at most), 90 % of that for its own threads; those \
-         that had the CPUs meanwhile are none that anything can be taken from, so nothing is"
+        "default/server (main) waits for a CPU 20 % of the time (5 % at most), 90 % of that for its own threads; no \
+         step is taken, as pods that may be restricted did not use the CPUs in that time"
     );
-    // The machine's own daemons, and nobody at all.
+    // The machine's own daemons, and no known pod.
     assert!(run(&law, &mut State::default(), &waits_for(node(200, 1600), &[]), 50).is_empty());
-    // From a tenth of the wait on it is worth a try; with all steps wanted, always.
+    // A tenth of the wait is worth an attempt; without a limit of useless steps, any share is.
     let hog = waits_for(node(200, 1600), &[("server", 900), ("hog", 100)]);
     assert_eq!(run(&law, &mut State::default(), &hog, 1), ["cpu.idle=1"]);
     let hog = waits_for(node(200, 1600), &[("server", 100), ("hog", 625)]);
     assert_eq!(
         decide(&law, &State::default(), &hog, &nothing()).steps[0].reason,
         "default/server (main) waits for a CPU 20 % of the time (5 % at most), 62.5 % of that for default/hog: BestEffort \
-         pods run only when nobody else wants the CPU"
+         pods run only on otherwise idle CPUs"
     );
     assert_eq!(run(&quick(), &mut State::default(), &of_own_making, 1), ["cpu.idle=1"]);
 }
@@ -588,25 +588,25 @@ fn a_neighbour_above_its_request_is_capped_only_if_it_was_in_the_way() {
     assert_eq!(run(&law, &mut State::default(), &in_the_way, 1), ["cpu.max=750"]);
     let elsewhere = waits_for(seen.clone(), &[("batch", 20), ("server", 700)]);
     assert!(run(&law, &mut State::default(), &elsewhere, 20).is_empty());
-    // Within its request it has a right to what it had.
+    // A pod within its request is entitled to its CPU time.
     seen.pods[2].cpu_used = Some(250);
     assert!(run(&law, &mut State::default(), &waits_for(seen, &[("batch", 800)]), 20).is_empty());
 }
 
 #[test]
-fn what_has_helped_stays_taken_when_others_are_in_the_way_no_more() {
+fn helpful_steps_stay_when_other_pods_no_longer_cause_the_wait() {
     let (law, mut state) = (asking(), State::default());
     assert_eq!(run(&law, &mut state, &waits_for(node(900, 1600), &[("hog", 900)]), 1), ["cpu.idle=1"]);
     let helped = waits_for(node(400, 1600), &[("hog", 600)]);
     assert_eq!(run(&law, &mut state, &helped, 1), ["cpu.max=1200"]);
-    // What is left is its own queue: no more is taken, and nothing is given back to begin again.
+    // The rest of the wait is the server's own queue: no more steps follow, and none is reverted.
     let own = waits_for(node(200, 300), &[("server", 950)]);
     assert!(run(&law, &mut state, &own, 50).is_empty());
     assert_eq!(state.held[&knob(BEST_EFFORT, KnobKind::CpuCap)], 1200);
 }
 
 #[test]
-fn a_server_that_its_own_quota_throttles_is_lent_a_burst_and_costs_nobody_anything() {
+fn a_server_throttled_by_its_own_quota_gets_a_burst_and_restricts_no_pod() {
     let mut seen = waits_for(node(300, 1600), &[]);
     seen.pods[0].containers[0].throttled_permille = Some(200);
     seen.pods[0].containers[0].quota_us = Some(50_000);
@@ -614,7 +614,7 @@ fn a_server_that_its_own_quota_throttles_is_lent_a_burst_and_costs_nobody_anythi
 }
 
 #[test]
-fn the_reason_for_giving_back_is_that_it_has_not_helped() {
+fn the_reason_for_reverting_is_the_lack_of_effect() {
     let (law, mut state) = (asking(), State::default());
     run(&law, &mut state, &node(200, 1600), 3);
     let decision = decide(&law, &state, &node(200, 1600), &nothing());
@@ -633,17 +633,17 @@ fn steps_that_help_go_on_to_the_floor() {
         state = decision.state;
     }
     assert_eq!(state.held[&knob(BEST_EFFORT, KnobKind::CpuCap)], 200);
-    // What has helped stays, though there is nothing more to take and it still waits.
+    // Helpful steps stay, although no more are possible and the server still waits.
     assert!(run(&law, &mut state, &node(wait, 1600), 50).is_empty());
     let decision = decide(&law, &state, &node(wait, 1600), &nothing());
     assert!(
-        decision.findings[0].ends_with("more steps have not helped it, so no more are made"),
+        decision.findings[0].ends_with("further steps have not helped, so no more are taken"),
         "{decision:?}"
     );
 }
 
 #[test]
-fn one_that_cannot_be_helped_does_not_keep_others_from_it() {
+fn a_container_that_cannot_be_helped_does_not_block_others() {
     let (law, mut state) = (asking(), State::default());
     let mut seen = node(900, 1600);
     run(&law, &mut state, &seen, 10);
@@ -655,7 +655,7 @@ fn one_that_cannot_be_helped_does_not_keep_others_from_it() {
     assert_eq!(show(&decision), ["cpu.max=1200"]);
     assert!(decision.steps[0].reason.starts_with("default/other (main) waits"), "{decision:?}");
     assert!(decision.findings[0].starts_with("default/other (main) waits"), "{decision:?}");
-    // It is well: the cap goes back, as if the hopeless one weren't there.
+    // The other container is well: the cap is removed, regardless of the hopeless one.
     state = decision.state;
     seen.pods[2].containers[0].cpu_wait_permille = Some(0);
     run(&law, &mut state, &seen, 20);
@@ -663,7 +663,7 @@ fn one_that_cannot_be_helped_does_not_keep_others_from_it() {
 }
 
 #[test]
-fn memory_that_was_taken_in_vain_is_given_back_too() {
+fn memory_steps_without_effect_are_reverted_too() {
     let (law, mut state) = (asking(), State::default());
     let steps = run(&law, &mut state, &stalled(100), 50);
     let high = |percent: u64| format!("memory.high={}", 1000 * MIB * percent / 100);
@@ -695,7 +695,7 @@ fn any_container() -> impl Strategy<Value = ContainerSample> {
 
 fn any_pod() -> impl Strategy<Value = PodSample> {
     let class = prop::sample::select(vec![QosClass::BestEffort, QosClass::Burstable, QosClass::Guaranteed]);
-    // Beside a kubelet a request is beyond all numbers where the scale of weights ends.
+    // Next to a kubelet a request is beyond all numbers at the end of the weights' scale.
     let request = prop_oneof![9 => 0..3000_u64, 1 => Just(u64::MAX)];
     let amounts = (request, prop::option::of(0..3000_u64), 0..2000_u64, 0..4000_u64, 0..=100_u64);
     (class, amounts, any::<bool>(), prop::collection::vec(any_container(), 0..3)).prop_map(
@@ -737,14 +737,14 @@ fn any_node() -> impl Strategy<Value = Observed> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Whatever happens: no step goes below its bound, none touches what it may not, each says why, and it
-    /// changes something.
+    /// In any sequence of nodes, every step respects its bound, affects only allowed knobs, has a reason, and
+    /// changes a value.
     #[test]
     fn steps_keep_their_bounds(nodes in prop::collection::vec(any_node(), 1..20)) {
         let (law, mut state) = (Law { cpu_caps: CpuCaps::Auto, ..asking() }, State::default());
         for seen in &nodes {
             let decision = decide(&law, &state, seen, &nothing());
-            // They are settings of one file.
+            // Both are settings of one file.
             let turns = decision.steps.iter().filter(|step| {
                 step.knob.cgroup != BEST_EFFORT && matches!(step.knob.kind, KnobKind::Idle | KnobKind::Weight)
             });
@@ -789,7 +789,7 @@ proptest! {
         }
     }
 
-    /// What the steps say is what the state says: whoever follows them ends up with the state's values.
+    /// The steps agree with the state: applying them yields the state's values.
     #[test]
     fn the_steps_lead_from_one_state_to_the_next(before in any_node(), after in any_node()) {
         let law = asking();
@@ -809,9 +809,9 @@ proptest! {
         }
     }
 
-    /// However far it went, all comes back once the protected pods are well and nobody asks for CPU.
+    /// All settings are restored once the protected pods are well and BestEffort pods use no CPU.
     #[test]
-    fn everything_is_given_back(nodes in prop::collection::vec(any_node(), 1..10)) {
+    fn everything_is_restored(nodes in prop::collection::vec(any_node(), 1..10)) {
         let (law, mut state) = (asking(), State::default());
         for seen in &nodes {
             state = decide(&law, &state, seen, &nothing()).state;

@@ -1,4 +1,4 @@
-//! The tuner's numbers for people.
+//! Formatting of the tuner's numbers.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ impl fmt::Display for Knob {
 }
 
 impl KnobKind {
-    /// Its name, after version 2's file.
+    /// Returns the knob's name, after version 2's file.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -23,7 +23,7 @@ impl KnobKind {
         }
     }
 
-    /// A value of it with its unit.
+    /// Formats a value of the knob with its unit.
     #[must_use]
     pub fn show(self, value: u64) -> String {
         match self {
@@ -35,27 +35,27 @@ impl KnobKind {
     }
 }
 
-/// Millicores: `1.25 CPUs`.
+/// Formats millicores as `1.25 CPUs`.
 pub(super) fn cpus(millis: u64) -> String {
     format!("{} CPUs", decimal(millis / 10, 2))
 }
 
-/// Permille as a percentage: `12.3 %`.
+/// Formats permille as a percentage: `12.3 %`.
 pub(super) fn percent(permille: u32) -> String {
     format!("{} %", decimal(permille.into(), 1))
 }
 
-/// Microseconds as milliseconds: `4.2 ms`.
+/// Formats microseconds as milliseconds: `4.2 ms`.
 pub(super) fn millis(micros: u64) -> String {
     format!("{} ms", decimal(micros / 100, 1))
 }
 
-/// Bytes, in MiB.
+/// Formats bytes in MiB.
 pub(super) fn bytes(bytes: u64) -> String {
     format!("{} MiB", bytes >> 20)
 }
 
-/// An amount in units of 1/10^places, without zeros at its end.
+/// Formats an amount in units of 1/10^places, without trailing zeros.
 fn decimal(amount: u64, places: u32) -> String {
     let unit = 10_u64.pow(places);
     let (whole, rest) = (amount / unit, amount % unit);
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_have_their_unit_and_no_idle_zeros() {
+    fn numbers_have_their_unit_and_no_trailing_zeros() {
         assert_eq!(cpus(1250), "1.25 CPUs");
         assert_eq!(cpus(1050), "1.05 CPUs");
         assert_eq!(cpus(2000), "2 CPUs");

@@ -1,7 +1,7 @@
-//! Which PersistentVolume a pod's volume is, and whether the pod may have it here: the kubelet's checks
-//! (`pkg/kubelet/volumemanager/populator`, `operation_generator.go`), in its words.
+//! The PersistentVolume of a pod's volume, and the pod's right to use it on this node: the kubelet's checks
+//! (`pkg/kubelet/volumemanager/populator`, `operation_generator.go`) and messages.
 //!
-//! Must never ask anybody: the claim and its volume come in as they were read.
+//! Must never do I/O: callers pass in the claim and its volume.
 
 use std::collections::BTreeSet;
 
@@ -12,21 +12,21 @@ use crate::{
     volumes::{migration, removed_kinds},
 };
 
-/// Keeps a claim from being removed while a pod uses it; a claim without it is about to go.
+/// The finalizer that keeps a claim while a pod uses it; a deleted claim without it is about to be removed.
 const PROTECTED: &str = "kubernetes.io/pvc-protection";
 
-/// The claim that a pod's volume names.
+/// A pod's reference to a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClaimName {
-    /// Its name, in the pod's own namespace.
+    /// The claim's name, in the pod's own namespace.
     pub name: String,
-    /// The pod only reads it.
+    /// True if the pod only reads the volume.
     pub read_only: bool,
-    /// It was made for this pod, and goes with it (`ephemeral`).
+    /// True if the claim was created for this pod, and is deleted with it (`ephemeral`).
     pub is_ephemeral: bool,
 }
 
-/// The claim that a volume of a pod names; None for a volume of another kind.
+/// Returns the claim that a volume of a pod names; `None` for a volume of another kind.
 #[must_use]
 pub fn claim_of(pod: &Pod, volume: &Volume) -> Option<ClaimName> {
     if let Some(source) = &volume.persistent_volume_claim {
@@ -38,22 +38,23 @@ pub fn claim_of(pod: &Pod, volume: &Volume) -> Option<ClaimName> {
     Some(ClaimName { name: format!("{of}-{}", volume.name), read_only: false, is_ephemeral: true })
 }
 
-/// Returns true if a volume is a claim's.
+/// Returns true if a volume names a claim.
 #[must_use]
 pub fn is_claim(volume: &Volume) -> bool {
     volume.persistent_volume_claim.is_some() || volume.ephemeral.is_some()
 }
 
-/// Returns true if a storage plugin may bring a volume: a claim's, or a pod's own.
+/// Returns true if a storage plugin may provide a volume: a claim's, or a pod's own.
 #[must_use]
 pub fn may_be_of_driver(volume: &Volume) -> bool {
     is_claim(volume) || volume.csi.is_some() || migration::is_migrated(volume)
 }
 
-/// Checks that anything makes a pod's own volume.
+/// Checks that the node supports a pod's own volume.
 ///
 /// # Errors
-/// Nothing does, or it can't be said in the words of its storage plugin: the kubelet's words.
+/// No plugin supports the kind, or the volume cannot be translated for its storage plugin: the kubelet's
+/// message.
 pub fn check_kind(volume: &Volume, namespace: &str) -> Result<(), String> {
     if removed_kinds::is_removed(volume) {
         return Err(removed_kinds::no_plugin(&volume.name));
@@ -61,7 +62,8 @@ pub fn check_kind(volume: &Volume, namespace: &str) -> Result<(), String> {
     migration::of_pod(volume, namespace).transpose().map(drop)
 }
 
-/// The volumes of a pod that containers use: as file systems, and as block devices. Nobody waits for others.
+/// Returns the volumes of a pod that containers use: as file systems, and as block devices. A pod does not
+/// wait for its other volumes.
 #[must_use]
 pub fn used(pod: &Pod) -> (BTreeSet<&str>, BTreeSet<&str>) {
     let (mut mounts, mut devices) = (BTreeSet::new(), BTreeSet::new());
@@ -78,10 +80,10 @@ pub fn used(pod: &Pod) -> (BTreeSet<&str>, BTreeSet<&str>) {
     (mounts, devices)
 }
 
-/// The name of the PersistentVolume that a claim is bound to.
+/// Returns the name of the PersistentVolume that a claim is bound to.
 ///
 /// # Errors
-/// The pod may not have it, or not yet: a sentence.
+/// The pod may not use it, or not yet; the kubelet's message.
 pub fn bound_volume<'c>(
     pod: &Pod,
     name: &ClaimName,
@@ -118,10 +120,11 @@ fn is_made_for(pod: &Pod, claim: &PersistentVolumeClaim) -> bool {
     controllers.next().is_some_and(|owner| Some(&owner.uid) == pod.metadata.uid.as_ref())
 }
 
-/// Checks that a PersistentVolume is bound to this claim, is used as what it is, and may be used on the node.
+/// Checks that a PersistentVolume is bound to this claim, is used in its own mode, and may be used on the
+/// node.
 ///
 /// # Errors
-/// The pod may not have it, or not yet: a sentence.
+/// The pod may not use it, or not yet; the kubelet's message.
 pub fn check_volume(
     pod: &Pod,
     volume: &Volume,
@@ -156,10 +159,10 @@ pub fn check_volume(
     Ok(())
 }
 
-/// Checks that a PersistentVolume can be reached from the node.
+/// Checks that a PersistentVolume is accessible from the node.
 ///
 /// # Errors
-/// It belongs to other nodes.
+/// The volume belongs to other nodes.
 pub fn check_node(found: &PersistentVolume, node: &NodeView) -> Result<(), String> {
     let affinity = found.spec.as_ref().and_then(|spec| spec.node_affinity.as_ref());
     match affinity.and_then(|affinity| affinity.required.as_ref()) {
@@ -168,7 +171,7 @@ pub fn check_node(found: &PersistentVolume, node: &NodeView) -> Result<(), Strin
     }
 }
 
-/// Returns true if one pod at a time may have a PersistentVolume.
+/// Returns true if a PersistentVolume allows only one pod at a time.
 #[must_use]
 pub fn is_for_one_pod(found: &PersistentVolume) -> bool {
     let modes = found.spec.as_ref().and_then(|spec| spec.access_modes.as_deref()).unwrap_or_default();
@@ -257,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_must_be_the_claims_and_used_as_what_it_is() {
+    fn a_volume_must_be_the_claims_and_used_in_its_own_mode() {
         let check = |name: &str, spec: Value, expected: Result<(), &str>| {
             let found = serde_json::from_value(json!({"metadata": {"name": "pv1"}, "spec": spec})).unwrap();
             let checked = check_volume(&pod(), &volume(name), &claim(&json!({})), &found);

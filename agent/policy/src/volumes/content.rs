@@ -1,20 +1,20 @@
-//! How much the agent itself makes in a pod's volumes: the files of ConfigMaps, Secrets, the downward API and
-//! projections, the folders that lead to them, and those that other volumes are mounted on. Most of it is
-//! memory of the node which no limit of the pod counts, and a pod of 1.5 MB can ask for very much of it: by
-//! paths of very many folders, and by naming one object very often.
+//! Bounds of the content that the agent itself creates in a pod's volumes: the files of ConfigMaps, Secrets,
+//! the downward API and projections, their parent folders, and the mount points of other volumes. Most of it
+//! is memory of the node that no limit of the pod counts, and a pod of 1.5 MB can request a huge amount: by
+//! deep paths, and by naming one object many times.
 
-/// Most files and folders for one pod.
+/// Maximum number of files and folders for one pod.
 pub const NAMES: usize = 20_000;
-/// Most bytes of files for one pod. An object of the API has at most 1.5 MiB.
+/// Maximum bytes of files for one pod. An object of the API has at most 1.5 MiB.
 pub const BYTES: usize = 64 << 20;
-/// The longest path in a volume, in bytes: Linux takes none that is longer (`PATH_MAX`).
+/// Maximum length of a path in a volume, in bytes (Linux's `PATH_MAX`).
 pub const PATH: usize = 4096;
-/// What a volume costs without any file: its folder, its set of files, and the link to that.
+/// Names that a volume needs without any file: its folder, its set of files, and the link to that.
 const VOLUME: usize = 3;
-/// How much of a path a sentence shows, in bytes.
+/// Maximum bytes of a path in a message.
 const SHOWN: usize = 64;
 
-/// What is left for one pod.
+/// The remaining allowance of one pod.
 #[derive(Clone, Debug)]
 pub struct Allowance {
     names: usize,
@@ -27,55 +27,55 @@ impl Default for Allowance {
     }
 }
 
-/// Why the agent doesn't make what a pod asks for. Displayed, it is a sentence.
+/// A reason why the agent refuses to create a pod's content. The message is a sentence.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TooMuch {
-    /// A path that Linux doesn't take.
+    /// The path is longer than Linux allows.
     #[error(
-        "the path {start:?}… of {length} bytes is longer than the {PATH} bytes that Linux takes; \
+        "the path {start:?}… of {length} bytes is longer than the {PATH} bytes that Linux allows; \
          shorten it"
     )]
     Path {
-        /// How it begins.
+        /// Beginning of the path.
         start: String,
-        /// Its length, in bytes.
+        /// Length of the path, in bytes.
         length: usize,
     },
-    /// Files and folders.
+    /// The volumes need too many files and folders.
     #[error(
-        "the pod's volumes need more than {NAMES} files and folders, which the agent does not make; use fewer items, \
+        "the pod's volumes need more than {NAMES} files and folders, the agent's maximum; use fewer items, \
          or shorter paths"
     )]
     Names,
-    /// Bytes in them.
+    /// The files have too many bytes.
     #[error(
-        "the pod's ConfigMaps, Secrets and other objects take more than {BYTES} bytes in its volumes, which the agent \
-         does not write; use fewer items"
+        "the pod's ConfigMaps, Secrets and other objects take more than {BYTES} bytes in its volumes, the agent's \
+         maximum; use fewer items"
     )]
     Bytes,
 }
 
 impl Allowance {
-    /// Takes a volume, whatever is in it.
+    /// Subtracts the names that any volume needs.
     ///
     /// # Errors
-    /// There are too many.
+    /// The pod's volumes need too many.
     pub fn volume(&mut self) -> Result<(), TooMuch> {
-        self.take(VOLUME)
+        self.subtract(VOLUME)
     }
 
-    /// Takes a file of so many bytes. Its folders are taken by [`Self::folders`].
+    /// Subtracts a file of this many bytes. [`Self::folders`] subtracts its folders.
     ///
     /// # Errors
     /// There are too many files, or too many bytes in them.
     pub fn file(&mut self, bytes: usize) -> Result<(), TooMuch> {
-        self.take(1)?;
+        self.subtract(1)?;
         self.bytes = self.bytes.checked_sub(bytes).ok_or(TooMuch::Bytes)?;
         Ok(())
     }
 
-    /// Takes the folders that lead to these files, each once. The paths are sorted by their bytes: what is in
-    /// one folder stands together then.
+    /// Subtracts the parent folders of these files, each once. The paths are sorted by their bytes, so that
+    /// paths in one folder are adjacent.
     ///
     /// # Errors
     /// A path is too long, or there are too many folders.
@@ -84,22 +84,22 @@ impl Allowance {
         for path in sorted {
             check_path(path)?;
             let known = folders_of(before).zip(folders_of(path)).take_while(|(one, two)| one == two).count();
-            self.take(folders_of(path).count().saturating_sub(known))?;
+            self.subtract(folders_of(path).count().saturating_sub(known))?;
             before = path;
         }
         Ok(())
     }
 
-    /// Takes all parts of a path: those of mount points and of `subPath` are folders.
+    /// Subtracts all parts of a path: those of mount points and of `subPath` are folders.
     ///
     /// # Errors
     /// The path is too long, or has too many parts.
     pub fn path(&mut self, path: &str) -> Result<(), TooMuch> {
         check_path(path)?;
-        self.take(path.split('/').count())
+        self.subtract(path.split('/').count())
     }
 
-    fn take(&mut self, names: usize) -> Result<(), TooMuch> {
+    fn subtract(&mut self, names: usize) -> Result<(), TooMuch> {
         self.names = self.names.checked_sub(names).ok_or(TooMuch::Names)?;
         Ok(())
     }
@@ -112,7 +112,7 @@ fn folders_of(path: &str) -> impl Iterator<Item = &str> {
 /// Checks the length of a path.
 ///
 /// # Errors
-/// It is too long.
+/// The path is too long.
 pub fn check_path(path: &str) -> Result<(), TooMuch> {
     if path.len() <= PATH {
         return Ok(());
@@ -121,7 +121,7 @@ pub fn check_path(path: &str) -> Result<(), TooMuch> {
     Err(TooMuch::Path { start, length: path.len() })
 }
 
-/// A path in a sentence: the API sets no limit to some.
+/// Formats a path for a message: the API does not limit the length of some.
 #[must_use]
 pub fn shown(path: &str) -> String {
     if path.len() <= 4 * SHOWN {
@@ -135,24 +135,24 @@ pub fn shown(path: &str) -> String {
 mod tests {
     use super::*;
 
-    /// The names that are left after `take`, or what was too much.
+    /// Expects the number of names left after `take`, or its error.
     fn check(take: impl FnOnce(&mut Allowance) -> Result<(), TooMuch>, expected: Result<usize, TooMuch>) {
         let mut left = Allowance::default();
         assert_eq!(take(&mut left).map(|()| NAMES - left.names), expected);
     }
 
     #[test]
-    fn folders_count_once_wherever_files_stand() {
+    fn folders_count_once_for_any_number_of_files() {
         check(|left| left.folders([]), Ok(0));
         check(|left| left.folders(["a", "b"]), Ok(0));
         check(|left| left.folders(["a/b/c", "a/b/d", "a/c"]), Ok(2));
-        // In the order of bytes, names that only begin alike stand between.
+        // In byte order, names with a common prefix come in between.
         check(|left| left.folders(["a-x/1", "a/1", "a/2", "a0/1"]), Ok(3));
         check(|left| left.folders(["a/a/a/1", "a/b/a/1", "b/a/a/1"]), Ok(8));
     }
 
     #[test]
-    fn paths_have_as_many_bytes_as_linux_takes() {
+    fn paths_are_as_long_as_linux_allows() {
         let deep = |levels: usize| vec!["a"; levels].join("/");
         check(|left| left.path(&deep(2000)), Ok(2000));
         check(|left| left.path(&deep(2048)), Ok(2048));
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(
             too_long(9999).to_string(),
             format!(
-                "the path {:?}… of 9999 bytes is longer than the 4096 bytes that Linux takes; shorten it",
+                "the path {:?}… of 9999 bytes is longer than the 4096 bytes that Linux allows; shorten it",
                 "a/".repeat(32)
             )
         );
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn one_object_that_is_named_very_often_is_too_many_bytes_or_files() {
+    fn naming_one_object_many_times_exceeds_the_bytes_or_files() {
         check(|left| (0..64).try_for_each(|_| left.file(1 << 20)), Ok(64));
         check(|left| (0..65).try_for_each(|_| left.file(1 << 20)), Err(TooMuch::Bytes));
         check(|left| (0..NAMES).try_for_each(|_| left.file(0)), Ok(NAMES));

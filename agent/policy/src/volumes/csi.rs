@@ -1,6 +1,6 @@
-//! Decisions about volumes of storage plugins (CSI): may a driver be used so, is a volume attached, who gives
-//! it to the pod's group, and what the node's CSINode says. As `pkg/volume/csi` of Kubernetes 1.36, in its
-//! words.
+//! Decisions about volumes of storage plugins (CSI): a driver's lifecycle modes, a volume's attachment, its
+//! ownership by the pod's group, and the node's CSINode. Follows `pkg/volume/csi` of Kubernetes 1.36 and uses
+//! its messages.
 
 use std::collections::BTreeMap;
 
@@ -16,21 +16,21 @@ use crate::volumes::migration;
 
 /// The name of CSI in the paths of volumes.
 pub const PLUGIN: &str = "kubernetes.io~csi";
-/// The annotation of a Node with its name in each driver's words.
+/// The annotation of a Node with its id for each driver.
 pub const NODE_IDS: &str = "csi.volume.kubernetes.io/nodeid";
-/// Most characters of a node's name in a driver's words.
+/// Maximum bytes of a driver's node id.
 const NODE_ID: usize = 192;
-/// Most labels that a driver may ask for.
+/// Maximum number of labels that a driver may request.
 const SEGMENTS: usize = 64;
 
-/// What a driver says of this node.
+/// A driver's report about this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DriverNode {
-    /// The node's name in its words.
+    /// The driver's id for the node.
     pub node_id: String,
-    /// How many volumes it can have; 0 if nobody knows.
+    /// Maximum number of volumes on the node; 0 if unknown.
     pub max_volumes: i64,
-    /// Where the node is.
+    /// Topology segments of the node.
     pub topology: BTreeMap<String, String>,
 }
 
@@ -48,7 +48,7 @@ pub enum CsiError {
     #[error("the driver's topology has more than {max} segments", max = SEGMENTS)]
     LargeTopology,
     /// A segment of the driver's topology cannot become a label of the Node.
-    #[error("the driver's topology {key:?}: {value:?} can't be a label")]
+    #[error("the driver's topology {key:?}: {value:?} is not a valid label")]
     BadSegment {
         /// The segment's key.
         key: String,
@@ -89,14 +89,14 @@ pub enum CsiError {
     },
 }
 
-/// The drivers that registered, by name; None: registered no more.
+/// Registered drivers, by name; `None` for one that has unregistered.
 pub type Drivers = BTreeMap<String, Option<DriverNode>>;
 
 impl DriverNode {
-    /// Checks what a driver says.
+    /// Checks the driver's report.
     ///
     /// # Errors
-    /// It can't be written to the API server.
+    /// The report cannot be written to the API server.
     pub fn check(&self) -> Result<(), CsiError> {
         if self.node_id.is_empty() {
             return Err(CsiError::NoNodeId);
@@ -114,7 +114,7 @@ impl DriverNode {
     }
 }
 
-/// Returns true if this can be a label of an object.
+/// Returns true for a valid label of an object.
 fn is_label(key: &str, value: &str) -> bool {
     let is_end = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
     let is_name = |text: &str, inner: &[char], most: usize| {
@@ -129,30 +129,30 @@ fn is_label(key: &str, value: &str) -> bool {
         && (value.is_empty() || is_name(value, &['-', '_', '.'], 63))
 }
 
-/// Returns true if any of these versions is one of CSI 1.
+/// Returns true if any of these versions is a version of CSI 1.
 #[must_use]
 pub fn is_supported(versions: &[String]) -> bool {
     let major = |version: &String| version.trim_start_matches('v').split('.').next().map(str::to_owned);
     versions.iter().any(|version| major(version).as_deref() == Some("1"))
 }
 
-/// How the unique names of such volumes begin.
+/// Prefix of the unique names of CSI volumes.
 const UNIQUE: &str = "kubernetes.io/csi/";
 
-/// The unique name of a volume, as a Node's status has it.
+/// Returns the unique name of a volume in a Node's status.
 #[must_use]
 pub fn unique_name(driver: &str, handle: &str) -> String {
     format!("{UNIQUE}{driver}^{handle}")
 }
 
-/// Returns true if a unique name is of such a volume.
+/// Returns true for the unique name of a CSI volume.
 #[must_use]
 pub fn is_unique_name(name: &str) -> bool {
     name.starts_with(UNIQUE)
 }
 
-/// The device that a volume is on the node, if it has one, once a Node's status says that it is attached, and
-/// that it is known to be in use. Of volumes of other kinds too.
+/// Returns the device of a volume on the node, empty if it has none, once the Node's status lists the volume
+/// as attached and in use. Also works for volumes of other kinds.
 #[must_use]
 pub fn attached_device<'n>(node: &'n Node, name: &str) -> Option<&'n str> {
     let status = node.status.as_ref()?;
@@ -161,28 +161,29 @@ pub fn attached_device<'n>(node: &'n Node, name: &str) -> Option<&'n str> {
     is_known.then_some(attached.device_path.as_str())
 }
 
-/// Returns true if a controller must attach a driver's volumes to the node. Of one that nobody knows, yes.
+/// Returns true if a controller must attach a driver's volumes to the node. An unknown driver's volumes must
+/// be attached.
 #[must_use]
 pub fn is_attached(driver: Option<&CSIDriver>) -> bool {
     driver.is_none_or(|driver| driver.spec.attach_required != Some(false))
 }
 
-/// Returns true if a driver wants to know which pod a volume is for.
+/// Returns true if a driver requests information about a volume's pod.
 #[must_use]
 pub fn wants_pod(driver: Option<&CSIDriver>) -> bool {
     driver.is_some_and(|driver| driver.spec.pod_info_on_mount == Some(true))
 }
 
-/// Returns true if a driver's volumes are published again and again, for tokens that end.
+/// Returns true if a driver's volumes must be published repeatedly, for expiring tokens.
 #[must_use]
 pub fn is_republished(driver: Option<&CSIDriver>) -> bool {
     driver.is_some_and(|driver| driver.spec.requires_republish == Some(true))
 }
 
-/// Checks that a driver has volumes of this lifecycle: a pod's own ones (inline), or those of claims.
+/// Checks that a driver supports volumes of this lifecycle: a pod's own (inline), or those of claims.
 ///
 /// # Errors
-/// It doesn't.
+/// The driver does not support it.
 pub fn check_lifecycle(name: &str, driver: Option<&CSIDriver>, inline: bool) -> Result<(), CsiError> {
     let mode = if inline { "Ephemeral" } else { "Persistent" };
     let Some(driver) = driver else {
@@ -200,10 +201,10 @@ pub fn check_lifecycle(name: &str, driver: Option<&CSIDriver>, inline: bool) -> 
     Err(CsiError::OtherModes { mode, driver: name.to_owned(), modes })
 }
 
-/// What a volume's attachment says to the driver on the node.
+/// Returns the metadata of a volume's attachment for the driver on the node.
 ///
 /// # Errors
-/// It is not attached.
+/// The volume is not attached.
 pub fn attached(found: &VolumeAttachment, handle: &str) -> Result<BTreeMap<String, String>, CsiError> {
     let name = found.metadata.name.as_deref().unwrap_or_default();
     if found.metadata.deletion_timestamp.is_some() {
@@ -219,7 +220,7 @@ pub fn attached(found: &VolumeAttachment, handle: &str) -> Result<BTreeMap<Strin
     Err(CsiError::NotAttached { handle: handle.to_owned(), attachment: name.to_owned() })
 }
 
-/// The volume context that tells a driver of the pod.
+/// Returns the volume context that describes the pod to a driver.
 #[must_use]
 pub fn pod_context(pod: &Pod, inline: bool) -> BTreeMap<String, String> {
     let account = pod.spec.as_ref().and_then(|spec| spec.service_account_name.clone());
@@ -235,20 +236,20 @@ pub fn pod_context(pod: &Pod, inline: bool) -> BTreeMap<String, String> {
     said.map(|(key, value)| (format!("csi.storage.k8s.io/{key}"), value.unwrap_or_default())).collect()
 }
 
-/// What a volume is, as far as its group goes.
+/// The inputs of the decision about a volume's group.
 #[derive(Clone, Copy, Debug)]
 pub struct Ownership<'a> {
     /// The driver.
     pub driver: Option<&'a CSIDriver>,
-    /// The file system that was asked for.
+    /// The requested file system.
     pub file_system: &'a str,
     /// The PersistentVolume's access modes; None for a pod's own volume.
     pub modes: Option<&'a [String]>,
-    /// Nobody writes to it.
+    /// True if no container writes to the volume.
     pub read_only: bool,
 }
 
-/// Returns true if the agent gives a volume to the pod's group (`supportsFSGroup`).
+/// Returns true if the agent changes the volume's ownership to the pod's group (`supportsFSGroup`).
 #[must_use]
 pub fn is_given_to_group(of: &Ownership<'_>) -> bool {
     let policy = of.driver.and_then(|driver| driver.spec.fs_group_policy.as_deref());
@@ -263,7 +264,7 @@ pub fn is_given_to_group(of: &Ownership<'_>) -> bool {
     }
 }
 
-/// The CSINode of a Node, without drivers.
+/// Returns the CSINode of a Node, without drivers.
 #[must_use]
 pub fn new_node(name: &str, uid: &str) -> CSINode {
     let mut node = CSINode::default();
@@ -282,13 +283,13 @@ pub fn new_node(name: &str, uid: &str) -> CSINode {
     node
 }
 
-/// Returns true if a CSINode is of the Node with this UID, and not of one of that name before it.
+/// Returns true if a CSINode belongs to the Node with this UID, and not to an earlier one of the same name.
 #[must_use]
 pub fn is_of(found: &CSINode, uid: &str) -> bool {
     found.metadata.owner_references.iter().flatten().any(|owner| owner.kind == "Node" && owner.uid == uid)
 }
 
-/// The CSINode's drivers as they should be; None if they are. What nobody here knows stays.
+/// Returns the new drivers of a CSINode; `None` if unchanged. Drivers unknown to this agent stay.
 #[must_use]
 pub fn changed_drivers(found: &CSINode, drivers: &Drivers) -> Option<Vec<CSINodeDriver>> {
     let mut wanted: Vec<CSINodeDriver> =
@@ -317,8 +318,8 @@ pub fn changed_drivers(found: &CSINode, drivers: &Drivers) -> Option<Vec<CSINode
     (sorted(&found.spec.drivers) != sorted(&wanted)).then_some(wanted)
 }
 
-/// The annotation [`NODE_IDS`] as it should be, beside what it says of other drivers; None if it is, and
-/// `Some(None)` if there should be none.
+/// Returns the new value of the annotation [`NODE_IDS`], keeping other drivers' entries; `None` if unchanged,
+/// and `Some(None)` to remove the annotation.
 #[must_use]
 pub fn changed_ids(
     known: &BTreeMap<String, String>,
@@ -334,7 +335,7 @@ pub fn changed_ids(
     (wanted != *known).then(|| (!wanted.is_empty()).then_some(wanted))
 }
 
-/// The labels that drivers want and the Node lacks, and the first one that says something else: it stays.
+/// Returns the drivers' labels that the Node lacks, and the first one with a conflicting value, which stays.
 #[must_use]
 pub fn missing_labels(
     known: &BTreeMap<String, String>,
@@ -379,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drivers_object_says_how_it_is_used_and_without_one_it_is_attached() {
+    fn a_driver_is_used_by_its_object_and_attached_without_one() {
         assert!(is_attached(None) && is_attached(Some(&driver(&json!({})))));
         assert!(!is_attached(Some(&driver(&json!({"attachRequired": false})))));
         assert!(!wants_pod(None) && wants_pod(Some(&driver(&json!({"podInfoOnMount": true})))));
@@ -396,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn an_attachment_says_what_the_driver_needs_or_why_there_is_none() {
+    fn an_attachment_has_the_drivers_metadata_or_an_error() {
         let check = |status: Value, expected: Result<&str, &str>| {
             let found = json!({"metadata": {"name": "csi-1"}, "spec": {"attacher": "d", "nodeName": "n", "source": {}}, "status": status});
             let found = serde_json::from_value(found).unwrap();
@@ -412,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_is_given_to_the_group_as_the_driver_says() {
+    fn the_driver_decides_about_ownership_by_the_group() {
         let once = ["ReadWriteOnce".to_owned()];
         let many = ["ReadWriteMany".to_owned()];
         let check =
@@ -431,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn a_csi_node_keeps_what_nobody_here_knows() {
+    fn a_csi_node_keeps_unknown_drivers() {
         let node = |id: &str, max: i64, zone: &str| DriverNode {
             node_id: id.to_owned(),
             max_volumes: max,
@@ -447,7 +448,7 @@ mod tests {
             "{shown}"
         );
         assert_eq!(changed_drivers(&found, &drivers), None);
-        assert_eq!(changed_drivers(&found, &Drivers::new()), None, "it has not registered again yet");
+        assert_eq!(changed_drivers(&found, &Drivers::new()), None, "the driver has not registered again yet");
         let gone: Drivers = [("a".to_owned(), None), ("b".to_owned(), Some(node("idb", 0, "z1")))].into();
         let changed = changed_drivers(&found, &gone).unwrap();
         assert_eq!(changed.iter().map(|driver| driver.name.as_str()).collect::<Vec<_>>(), ["b"]);
@@ -469,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_driver_says_of_the_node_is_bounded() {
+    fn a_drivers_report_about_the_node_is_bounded() {
         let check = |node_id: String, segments: usize, expected: bool| {
             let topology = (0..segments).map(|i| (format!("example.com/k{i}"), String::new())).collect();
             let said = DriverNode { node_id, max_volumes: 0, topology };

@@ -1,14 +1,14 @@
-//! Which file systems a disk may be mounted as, and how: a manifest, a PersistentVolume or a driver names the
-//! type, and mount(8) gets it.
+//! The file systems and mount options of disks: a manifest, a PersistentVolume or a driver names the type,
+//! and mount(8) receives it.
 //!
-//! mount(8) starts a program of the machine's for a type that it has a helper for: `fuse.sh` runs a shell on
-//! what is on the disk, as root. So a type is one of those that the kernel itself mounts from a block device,
-//! and an option is none of those that mount(8) itself acts on.
+//! mount(8) starts a helper program of the machine for some types: `fuse.sh` runs a shell on the disk's
+//! content, as root. So a type must be one that the kernel itself mounts from a block device, and an option
+//! must not be one that mount(8) itself acts on.
 
 use core::net::Ipv6Addr;
 
-/// File systems on block devices, and the program that makes each. Not `zfs`, `ntfs-3g`, `fuseblk` or any
-/// other that needs a helper; not `auto`, where the disk would choose.
+/// File systems on block devices, and the program that creates each. Excludes `zfs`, `ntfs-3g`, `fuseblk` and
+/// any other that needs a helper; also `auto`, which would leave the choice to the disk.
 const KNOWN: [(&str, &str); 20] = [
     ("bcachefs", "mkfs.bcachefs"),
     ("btrfs", "mkfs.btrfs"),
@@ -31,18 +31,19 @@ const KNOWN: [(&str, &str); 20] = [
     ("vfat", "mkfs.vfat"),
     ("xfs", "mkfs.xfs"),
 ];
-/// The type where nobody names one, as under the kubelet.
+/// The default type, as in the kubelet.
 const DEFAULT: FileSystem = FileSystem { name: "ext4", maker: "mkfs.ext4" };
-/// The most options of a volume, and bytes of all of them: the kernel takes one page, see mount(2).
+/// Maximum number of a volume's options, and maximum bytes of all of them: the kernel accepts one page, see
+/// mount(2).
 const MOST_OPTIONS: usize = 64;
 const LONGEST_OPTIONS: usize = 4000;
-/// The longest name of a server, and path of an export.
+/// Maximum lengths of a server's name, and of an export's path.
 const LONGEST_NAME: usize = 253;
 const LONGEST_PATH: usize = 4096;
-/// Longest text of a volume's that an error shows.
+/// Maximum bytes of a volume's text in an error.
 const SHOWN: usize = 64;
-/// Options that mount(8) acts on itself, other than on the mount that it is asked for: it makes devices and
-/// folders, moves or changes other mounts, or is told which program to start (`mount(8)`, "helper").
+/// Options with which mount(8) acts on more than the requested mount: they create devices and folders, move
+/// or change other mounts, or name a program to start (`mount(8)`, "helper").
 const ACTED_ON: [&str; 7] = ["helper", "uhelper", "loop", "offset", "sizelimit", "move", "remount"];
 
 /// A file system that the kernel mounts from a block device.
@@ -52,24 +53,24 @@ pub struct FileSystem {
     maker: &'static str,
 }
 
-/// Why a disk is not mounted as it is asked for.
+/// A reason for refusing to mount a disk.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MountRefusal {
-    /// No file system of a disk is called so.
-    #[error("fsType {0:?} is refused: a disk is mounted as one of {known}", known = known())]
+    /// The type is not a known file system of disks.
+    #[error("fsType {0:?} is refused: use one of {known}", known = known())]
     FileSystem(String),
-    /// An option is not passed to mount(8).
-    #[error("mount option {0:?} is refused: mount(8) would act on it itself")]
+    /// mount(8) must not receive the option.
+    #[error("mount option {0:?} is refused: mount(8) would act on it beyond this mount")]
     Option(String),
-    /// An option has characters that none has.
+    /// The option has invalid characters.
     #[error("mount option {0:?} is refused: it has control characters")]
     Characters(String),
-    /// An export is none that mount.nfs is asked for.
+    /// The export is invalid for mount.nfs.
     #[error(
-        "the NFS export {0:?} is refused: a server is a name or an address, and a path has no control characters"
+        "the NFS export {0:?} is refused: the server must be a name or an address, and the path must not have control characters"
     )]
     Export(String),
-    /// There are too many.
+    /// The options are too many or too long.
     #[error("the mount options are refused: more than {MOST_OPTIONS}, or than {LONGEST_OPTIONS} bytes")]
     TooMany,
 }
@@ -83,10 +84,10 @@ fn shown(text: &str) -> String {
 }
 
 impl FileSystem {
-    /// The file system that a volume names; ext4 if it names none.
+    /// Returns the file system that a volume names; ext4 if it names none.
     ///
     /// # Errors
-    /// It is none that the kernel mounts from a block device.
+    /// The kernel does not mount this type from a block device.
     pub fn of(name: &str) -> Result<Self, MountRefusal> {
         if name.is_empty() {
             return Ok(DEFAULT);
@@ -96,13 +97,13 @@ impl FileSystem {
         found.ok_or_else(|| MountRefusal::FileSystem(shown(name)))
     }
 
-    /// Its name, as mount(8) and the kernel have it.
+    /// Returns the file system's name for mount(8) and the kernel.
     #[must_use]
     pub fn name(self) -> &'static str {
         self.name
     }
 
-    /// The program that makes one.
+    /// Returns the program that creates the file system.
     #[must_use]
     pub fn maker(self) -> &'static str {
         self.maker
@@ -115,11 +116,11 @@ impl Default for FileSystem {
     }
 }
 
-/// A volume's mount options in one text, as mount(8) takes them. One of them may be several, with commas
-/// between them.
+/// Joins a volume's mount options into one text for mount(8). An item may hold several options, separated by
+/// commas.
 ///
 /// # Errors
-/// One of them is none that may get to mount(8).
+/// An option must not be passed to mount(8).
 pub fn mount_options<'o>(options: impl IntoIterator<Item = &'o str>) -> Result<String, MountRefusal> {
     let all: Vec<&str> = options.into_iter().collect();
     let joined = all.join(",");
@@ -139,10 +140,10 @@ pub fn mount_options<'o>(options: impl IntoIterator<Item = &'o str>) -> Result<S
     Ok(parts.join(","))
 }
 
-/// An export of an NFS server, as mount(8) takes it.
+/// Formats an export of an NFS server for mount(8).
 ///
 /// # Errors
-/// The server is no name or address, or the path has characters that none has.
+/// The server is neither a name nor an address, or the path has invalid characters.
 pub fn export(server: &str, path: &str) -> Result<String, MountRefusal> {
     let is_of_name = |c: char| c.is_ascii_alphanumeric() || ".-_:%[]".contains(c);
     let is_server = !server.is_empty()
@@ -152,7 +153,7 @@ pub fn export(server: &str, path: &str) -> Result<String, MountRefusal> {
     if !is_server || path.len() > LONGEST_PATH || path.contains(char::is_control) {
         return Err(MountRefusal::Export(shown(&format!("{}:{}", shown(server), shown(path)))));
     }
-    // What is in it already is read apart by mount.nfs: an address of IPv6 has colons.
+    // mount.nfs splits the text at a colon: an IPv6 address contains colons.
     let is_ipv6 = server.parse::<Ipv6Addr>().is_ok();
     Ok(if is_ipv6 { format!("[{server}]:{path}") } else { format!("{server}:{path}") })
 }
@@ -179,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_is_mounted_as_what_the_kernel_has_and_by_no_helper() {
+    fn a_disk_is_mounted_as_a_kernel_file_system_and_without_a_helper() {
         let check = |name: &str, expected: Option<&str>| {
             assert_eq!(FileSystem::of(name).ok().map(FileSystem::name), expected, "{name:?}");
         };
@@ -200,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_system_is_made_by_its_own_program() {
+    fn a_file_system_is_created_by_its_own_program() {
         for (name, maker) in KNOWN {
             assert_eq!(FileSystem::of(name).map(FileSystem::maker), Ok(maker));
             let of_program = maker.strip_prefix("mkfs.").unwrap();
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn options_that_mount_acts_on_itself_are_refused() {
+    fn options_with_further_effects_in_mount_are_refused() {
         let check = |options: &[&str], expected: Result<&str, &str>| {
             let found = mount_options(options.iter().copied());
             match (found, expected) {
@@ -243,7 +244,7 @@ mod tests {
             "LOOP",
             "noatime,loop",
         ] {
-            check(&["noatime", refused], Err("act on it itself"));
+            check(&["noatime", refused], Err("act on it beyond this mount"));
         }
         check(&["a\nb"], Err("control characters"));
         check(&["a\0b"], Err("control characters"));

@@ -1,5 +1,5 @@
-//! What is said between a node and the drivers of `flexVolume`: programs in a folder, which are called with a
-//! command and answer in JSON. As `pkg/volume/flexvolume` of Kubernetes 1.36.
+//! The protocol between a node and the drivers of `flexVolume`: programs in a folder that receive a command
+//! and answer in JSON. Follows `pkg/volume/flexvolume` of Kubernetes 1.36.
 
 use std::collections::BTreeMap;
 
@@ -9,33 +9,33 @@ use serde_json::{Map, Value, json};
 
 use crate::volumes::claims::is_for_one_pod;
 
-/// Longest name of a file.
+/// Maximum length of a file's name.
 const NAME: usize = 255;
-/// More characters of a driver's words aren't passed on.
+/// Maximum characters of a driver's message that are passed on.
 const WORDS: usize = 1024;
-/// What makes volumes by itself: no driver is called so, and none has a name below it.
+/// Kinds of volumes that the agent creates itself: a driver must not have such a name or one below it.
 const OWN: [&str; 5] = ["csi", "fc", "iscsi", "local-volume", "nfs"];
 
-/// A volume of such a driver.
+/// A volume of a flexVolume driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlexVolume {
     /// The driver, `vendor/driver`.
     pub driver: String,
     /// The PersistentVolume's name, or the volume's in the pod.
     pub name: String,
-    /// The file system that is asked for.
+    /// The requested file system.
     pub file_system: String,
-    /// Nobody writes to it.
+    /// True if no container writes to the volume.
     pub read_only: bool,
-    /// What the driver is told besides.
+    /// Further options for the driver.
     pub options: BTreeMap<String, String>,
-    /// The Secret that the driver is given: namespace and name.
+    /// Namespace and name of the Secret for the driver.
     pub secret: Option<(String, String)>,
-    /// One pod at a time may have it.
+    /// True if only one pod at a time may use the volume.
     pub for_one_pod: bool,
 }
 
-/// A pod's own volume of a driver.
+/// Returns a pod's own volume of a driver.
 #[must_use]
 pub fn of_pod(volume: &Volume, namespace: &str) -> Option<FlexVolume> {
     let of = volume.flex_volume.as_ref()?;
@@ -51,10 +51,10 @@ pub fn of_pod(volume: &Volume, namespace: &str) -> Option<FlexVolume> {
     })
 }
 
-/// A PersistentVolume of a driver, for a pod of this namespace.
+/// Returns a PersistentVolume of a driver, for a pod of this namespace.
 ///
 /// # Errors
-/// It asks for what no such driver can.
+/// The volume requests a feature that flexVolume drivers lack.
 #[must_use]
 pub fn of_claim(
     volume: &PersistentVolume,
@@ -64,7 +64,7 @@ pub fn of_claim(
     let spec = volume.spec.as_ref()?;
     let of = spec.flex_volume.as_ref()?;
     if spec.volume_mode.as_deref() == Some("Block") {
-        return Some(Err("a flexVolume can't be a block device".to_owned()));
+        return Some(Err("a flexVolume cannot be a block device".to_owned()));
     }
     if spec.mount_options.as_ref().is_some_and(|options| !options.is_empty()) {
         return Some(Err("Mount options are not supported by flexVolume".to_owned()));
@@ -85,8 +85,8 @@ pub fn of_claim(
     }))
 }
 
-/// What the folder of a driver is called, in the folder of all drivers and in a pod's. None: nothing that is
-/// called so can be a driver.
+/// Returns the name of a driver's folder, in the folder of all drivers and in a pod's. `None` for a name that
+/// cannot be a driver's.
 #[must_use]
 pub fn folder_of(driver: &str) -> Option<String> {
     let is_part = |part: &str| !matches!(part, "" | "." | "..");
@@ -99,21 +99,21 @@ pub fn folder_of(driver: &str) -> Option<String> {
     (is_driver && !is_own).then(|| driver.replace('/', "~"))
 }
 
-/// What the program in a driver's folder is called.
+/// Returns the name of the program in a driver's folder.
 #[must_use]
 pub fn program_of(folder: &str) -> &str {
     folder.rsplit('~').next().unwrap_or(folder)
 }
 
 impl FlexVolume {
-    /// What it is called in a Node's status.
+    /// Returns the volume's name in a Node's status.
     #[must_use]
     pub fn unique_name(&self) -> String {
         format!("{}/{}", self.driver, self.name)
     }
 
-    /// What a driver is told of a volume, and this besides; in JSON. What Kubernetes says counts for more
-    /// than the volume's own options.
+    /// Returns the volume's options for the driver, with `more`, in JSON. Kubernetes' own values override the
+    /// volume's options.
     #[must_use]
     pub fn options(&self, more: BTreeMap<String, String>) -> String {
         let mut all = self.options.clone();
@@ -128,8 +128,8 @@ impl FlexVolume {
     }
 }
 
-/// What a driver is told of the pod that it mounts a volume for: who it is, its group, and what is in the
-/// Secret, which it gets in Base64.
+/// Returns the mount options about the pod: its identity, its group, and the content of the Secret, which the
+/// driver receives in Base64.
 #[must_use]
 pub fn of_mount(
     pod: &Pod,
@@ -156,8 +156,8 @@ pub fn of_mount(
     all
 }
 
-/// What a driver is told of a volume (`options`) that must not get into an error, because of what is in its
-/// Secret: the whole of it, and each value, plain too, since a driver decodes it. Nothing without a Secret.
+/// Returns the texts that must not appear in an error because of the Secret's content: the whole `options`,
+/// and each value, also in plain text, since a driver decodes it. Empty without a Secret.
 #[must_use]
 pub fn secrets(options: &str, secret: &BTreeMap<String, Vec<u8>>) -> Vec<String> {
     let plain = |value: &Vec<u8>| String::from_utf8_lossy(value).trim().to_owned();
@@ -166,21 +166,22 @@ pub fn secrets(options: &str, secret: &BTreeMap<String, Vec<u8>>) -> Vec<String>
     if !all.is_empty() {
         all.push(options.to_owned());
     }
-    // The longest first: one that is a part of another would leave the rest of that one.
+    // The longest text comes first: replacing a substring of another text first would leave the rest of that
+    // text.
     all.sort_by_key(|text| std::cmp::Reverse(text.len()));
     all
 }
 
-/// What a driver can do, as it says when it is called the first time. What it doesn't say is as here.
+/// A driver's capabilities from its `init` command, with these defaults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capabilities {
-    /// Its volumes are attached to a node, and mounted there once for all pods.
+    /// Volumes are attached to a node, and mounted there once for all pods.
     pub attach: bool,
-    /// Its volumes may get the SELinux label of containers.
+    /// Volumes may get the SELinux label of containers.
     pub relabel: bool,
-    /// Its volumes may be given to the pod's group.
+    /// Ownership of volumes may change to the pod's group.
     pub group: bool,
-    /// How much room there is may be asked of the file system.
+    /// The file system can report its free space.
     pub metrics: bool,
 }
 
@@ -190,31 +191,31 @@ impl Default for Capabilities {
     }
 }
 
-/// A driver's answer to a command that it has carried out.
+/// A driver's answer to a successful command.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Answer {
-    /// The device that a volume is.
+    /// The device of the volume.
     pub device: String,
-    /// What it can do.
+    /// The driver's capabilities.
     pub capabilities: Capabilities,
 }
 
-/// Why a driver has not carried a command out.
+/// A reason why a driver has not executed a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// It has no such command.
+    /// The driver lacks the command.
     NotSupported,
-    /// It could not: a sentence.
+    /// The command failed; with the message.
     Failed(String),
 }
 
-/// Reads what a driver has printed, which was told these `secrets`: see [`secrets`].
+/// Parses a driver's output; the driver received these `secrets`: see [`secrets`].
 ///
 /// # Errors
-/// It has not carried the command out, or what it says can't be read. No secret is in there: what can't be
-/// read is left out if there are any, for it may have them in any form.
+/// The driver has not executed the command, or its output cannot be parsed. The error contains no secret: it
+/// omits unparsable output if there are secrets, which may appear there in any form.
 pub fn read_answer(command: &str, said: &[u8], secrets: &[String]) -> Result<Answer, Refusal> {
-    // Before it is made shorter: half a secret isn't found any more.
+    // Secrets are replaced before the text is shortened: half a secret would not match any more.
     let shortened = |text: &str| {
         let hidden = secrets.iter().fold(text.to_owned(), |text, secret| text.replace(secret, "***"));
         hidden.chars().take(WORDS).collect::<String>()
@@ -222,14 +223,14 @@ pub fn read_answer(command: &str, said: &[u8], secrets: &[String]) -> Result<Ans
     let unreadable = |why: &str| {
         if !secrets.is_empty() {
             return Refusal::Failed(format!(
-                "the driver's answer to {command} can't be read ({why}); it isn't shown: the driver was told secrets"
+                "the driver's answer to {command} cannot be read ({why}); it is hidden, as the driver received secrets"
             ));
         }
         let said = shortened(String::from_utf8_lossy(said).trim());
-        Refusal::Failed(format!("the driver's answer to {command} can't be read ({why}): {said:?}"))
+        Refusal::Failed(format!("the driver's answer to {command} cannot be read ({why}): {said:?}"))
     };
     let read: Value = serde_json::from_slice(said).map_err(|why| unreadable(&why.to_string()))?;
-    let Value::Object(read) = read else { return Err(unreadable("it is no object")) };
+    let Value::Object(read) = read else { return Err(unreadable("not a JSON object")) };
     let text = |key: &str| field(&read, key).and_then(Value::as_str).unwrap_or_default().to_owned();
     match &*text("status") {
         "Success" => {}
@@ -254,7 +255,7 @@ pub fn read_answer(command: &str, said: &[u8], secrets: &[String]) -> Result<Ans
     Ok(Answer { device: text("device"), capabilities })
 }
 
-/// A field of an object; of its name only the letters count, as for the kubelet's reader.
+/// Returns a field of an object, case-insensitively, as the kubelet's parser does.
 fn field<'v>(of: &'v Map<String, Value>, name: &str) -> Option<&'v Value> {
     of.get(name).or_else(|| of.iter().find(|(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value))
 }
@@ -264,7 +265,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_drivers_folder_is_one_part_of_a_path_and_nobody_elses() {
+    fn a_drivers_folder_is_a_single_path_component_of_its_own() {
         let check = |driver: &str, expected: Option<&str>| {
             assert_eq!(folder_of(driver).as_deref(), expected, "{driver:?}");
         };
@@ -284,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_says_what_the_driver_is_told_and_can_not_speak_for_kubernetes() {
+    fn a_volumes_options_cannot_override_those_of_kubernetes() {
         let volume = json!({"name": "data", "flexVolume": {
             "driver": "v/d", "fsType": "xfs", "readOnly": true, "secretRef": {"name": "key"},
             "options": {"size": "1m", "kubernetes.io/readwrite": "rw", "kubernetes.io/pod.name": "other"},
@@ -308,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claims_volume_has_its_own_name_and_the_pods_namespace_where_it_says_none() {
+    fn a_claims_volume_defaults_to_the_pods_namespace() {
         let check = |spec: Value, expected: Result<Option<(&str, &str)>, &str>| {
             let found = json!({"metadata": {"name": "pv-1"}, "spec": spec});
             let found = of_claim(&serde_json::from_value(found).unwrap(), true, "shop").unwrap();
@@ -331,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_is_read_whatever_letters_its_fields_have_and_says_why_not() {
+    fn an_answer_is_read_case_insensitively_or_refused_with_a_reason() {
         let check = |said: &str, expected: Result<(&str, [bool; 4]), &str>| {
             let found = read_answer("init", said.as_bytes(), &[]);
             match (&found, expected) {
@@ -358,8 +359,8 @@ mod tests {
         let failed = "init command failed, status: Failure, reason: no such disk";
         check(r#"{"status": "Failure", "message": "no such disk"}"#, Err(failed));
         check(r#"{"status": 7}"#, Err("init command failed, status: , reason: "));
-        check("", Err("can't be read"));
-        check("[]", Err("it is no object"));
+        check("", Err("cannot be read"));
+        check("[]", Err("not a JSON object"));
         check("mount: failed", Err("\"mount: failed\""));
         check(&format!(r#"{{"status": "{}"}}"#, "x".repeat(5000)), Err("xxx"));
         let Err(Refusal::Failed(why)) = read_answer("init", &[b'x'; 100_000], &[]) else { panic!() };
@@ -382,11 +383,11 @@ mod tests {
         assert_eq!(reason("no disk"), "no disk");
         assert_eq!(reason("-o pass=hush-hush, hush or aHVzaA=="), "-o pass=***, *** or ***");
         assert_eq!(reason(r#"told {"a":"aHVzaA=="}"#), "told ***");
-        // One that is at the edge of what is passed on isn't cut before it is found.
+        // A secret at the edge of the maximum length is replaced before the cut.
         let edge = "x".repeat(WORDS - 2);
         assert_eq!(reason(&format!("{edge}hush")), format!("{edge}**"));
         let why = fails("+ mount 'aHVz'");
-        assert!(why.contains("can't be read (expected value") && !why.contains("aHVz"), "{why}");
+        assert!(why.contains("cannot be read (expected value") && !why.contains("aHVz"), "{why}");
         assert!(!fails("[\"hush\"]").contains("hush"));
         assert!(secrets("{}", &BTreeMap::new()).is_empty());
     }

@@ -1,5 +1,5 @@
-//! How a claim's volume grows on the node, and what the claim's status says of that: `NodeExpander` and
-//! `resize_util.go` of Kubernetes 1.36, in its words.
+//! Growth of a claim's volume on the node, and the claim's status about it: `NodeExpander` and
+//! `resize_util.go` of Kubernetes 1.36, with their messages.
 
 use jiff::Timestamp;
 use k8s_openapi::{
@@ -11,39 +11,39 @@ use serde_json::{Value, json};
 
 use beelet_units::quantity::Quantity;
 
-/// The resource of a claim that is its size.
+/// The resource of a claim that holds its size.
 const STORAGE: &str = "storage";
-/// The annotation of a claim whose volume grows on no node.
+/// The annotation of a claim whose volume needs no expansion on nodes.
 const NOT_REQUIRED: &str = "volume.kubernetes.io/node-expansion-not-required";
-/// The conditions that speak of sizes.
+/// The conditions about sizes.
 const RESIZE: [&str; 4] = ["FileSystemResizePending", "Resizing", "ControllerResizeError", "NodeResizeError"];
-/// The condition of a node that could not.
+/// The condition for a failed expansion on a node.
 const FAILED: &str = "NodeResizeError";
 
-/// What is to be done about the size of a claim's volume.
+/// The decision about the size of a claim's volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Growth {
-    /// Nothing.
+    /// The volume need not grow.
     Nothing,
-    /// It would grow, and the pod may only read it.
+    /// The volume should grow, but the pod may only read it.
     ReadOnly,
-    /// The driver makes it as large as this.
+    /// The driver expands the volume to this size.
     Expand {
-        /// As the API server writes it.
+        /// Size as written on the API server.
         size: String,
-        /// What the claim's status says of it.
+        /// Rule for recording the growth in the claim's status.
         record: Record,
     },
 }
 
-/// Who writes down that a volume grows.
+/// The writer of a volume's growth in the claim's status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Record {
-    /// The node, before and after.
+    /// The node writes before and after the growth.
     Steps,
-    /// The node, after: the claim is of a controller that knows no steps.
+    /// The node writes after the growth: the claim's controller does not know steps.
     Size,
-    /// Nobody: it is written already, and a volume of many nodes grows on each of them.
+    /// No writer: the size is written already, and a volume of several nodes grows on each of them.
     Nobody,
 }
 
@@ -55,14 +55,15 @@ fn quantity(of: Option<&resource::Quantity>) -> Quantity {
     of.and_then(|text| Quantity::parse(&text.0).ok()).unwrap_or(Quantity::ZERO)
 }
 
-/// The size that a claim's status says its volume has.
+/// Returns the volume's size in a claim's status.
 #[must_use]
 pub fn size_of(claim: &PersistentVolumeClaim) -> Quantity {
     let capacity = claim.status.as_ref().and_then(|status| status.capacity.as_ref());
     quantity(capacity.and_then(|capacity| capacity.get(STORAGE)))
 }
 
-/// Decides about a volume that has the size `here` on this node; None: what the claim's status says.
+/// Decides about a volume that has the size `here` on this node; `None` stands for the size in the claim's
+/// status.
 #[must_use]
 pub fn growth(
     claim: &PersistentVolumeClaim,
@@ -82,7 +83,7 @@ pub fn growth(
     let step = status.and_then(|status| status.allocated_resource_statuses.as_ref()?.get(STORAGE));
     let allocated = status.and_then(|status| status.allocated_resources.as_ref());
     if step.is_none() && allocated.is_none() {
-        // `MarkFSResizeFinished` is all that such a controller waits for.
+        // A controller without steps only waits for `MarkFSResizeFinished`.
         let written = size_of(claim) >= quantity(Some(capacity));
         let record = if written { Record::Nobody } else { Record::Size };
         return Growth::Expand { size: capacity.0.clone(), record };
@@ -105,13 +106,13 @@ fn grows_on_each_node(claim: &PersistentVolumeClaim) -> bool {
         && annotations.is_none_or(|annotations| !annotations.contains_key(NOT_REQUIRED))
 }
 
-/// The status of a claim whose volume begins to grow here.
+/// Returns the status of a claim whose volume begins to grow on this node.
 #[must_use]
 pub fn begun() -> StatusPatch {
     StatusPatch(json!({"allocatedResourceStatuses": {STORAGE: "NodeResizeInProgress"}}))
 }
 
-/// The status of a claim whose volume has grown.
+/// Returns the status of a claim whose volume has grown.
 #[must_use]
 pub fn grown(claim: &PersistentVolumeClaim, size: &str, record: Record) -> StatusPatch {
     let others = conditions(claim).filter(|condition| !RESIZE.contains(&condition.type_.as_str()));
@@ -123,8 +124,9 @@ pub fn grown(claim: &PersistentVolumeClaim, size: &str, record: Record) -> Statu
     StatusPatch(status)
 }
 
-/// The status of a claim whose volume could not grow here. It certainly never will if that is so said, or if
-/// it failed before and the claim asks for another size by now: then a controller may take it back.
+/// Returns the status of a claim whose volume failed to grow on this node. The failure is final if
+/// `is_infeasible`, or if an earlier attempt failed and the claim requests another size by now: a controller
+/// may then withdraw the growth.
 #[must_use]
 pub fn failed(
     claim: &PersistentVolumeClaim,
@@ -174,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_grows_when_the_claim_says_that_it_is_the_nodes_turn() {
+    fn a_volume_grows_when_the_claims_status_requires_the_node() {
         let check = |mode: &str, status: Value, read_only: bool, here: Option<i64>, expected: Growth| {
             let here = here.map(|gib| Quantity::from_units(gib << 30));
             assert_eq!(growth(&claim(mode, &status), &volume("2Gi"), read_only, here), expected, "{status}");
@@ -195,18 +197,18 @@ mod tests {
         check(once, status("1Gi", Some("NodeResizeInfeasible")), false, None, Growth::Nothing);
         check(once, status("1Gi", None), false, None, Growth::Nothing);
         check(once, status("2Gi", None), false, None, Growth::Nothing);
-        // Another node has written the size down.
+        // Another node has recorded the size.
         check(once, status("2Gi", None), false, Some(1), Growth::Nothing);
         check("ReadWriteMany", status("2Gi", None), false, Some(1), expand(Record::Nobody));
         check("ReadWriteMany", status("2Gi", None), false, Some(2), Growth::Nothing);
-        // A controller that knows no steps.
+        // The controller does not know steps.
         let old = json!({"capacity": {"storage": "1Gi"}});
         check(once, old, false, None, expand(Record::Size));
         check(once, json!({"capacity": {"storage": "2048Mi"}}), false, None, Growth::Nothing);
     }
 
     #[test]
-    fn a_claim_says_how_its_volume_grew() {
+    fn a_claims_status_records_the_growth_of_its_volume() {
         let pending = json!({"type": "FileSystemResizePending", "status": "True"});
         let other = json!({"type": "Mine", "status": "True"});
         let found = claim("ReadWriteOnce", &json!({"conditions": [pending, other]}));
@@ -225,7 +227,7 @@ mod tests {
         assert_eq!(once, json!({"conditions": [pending, other, said]}));
         let infeasible = json!({"storage": "NodeResizeInfeasible"});
         assert_eq!(failed(&found, "2Gi", "too small", true, now).0["allocatedResourceStatuses"], infeasible);
-        // It failed before: it may be taken back once the claim asks for something else.
+        // The volume failed to grow before: the growth may be withdrawn once the claim requests another size.
         let again = claim("ReadWriteOnce", &json!({"conditions": [said]}));
         assert_eq!(failed(&again, "2Gi", "again", false, now).0, json!({"conditions": [said]}));
         assert_eq!(failed(&again, "3Gi", "again", false, now).0["allocatedResourceStatuses"], infeasible);

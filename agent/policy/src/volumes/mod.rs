@@ -1,5 +1,5 @@
-//! Volumes: which claim and disk a pod gets, how a disk is attached, mounted, grown and taken apart, and how
-//! much a volume's content may be.
+//! Volumes: a pod's claims and disks, the attachment, mount, growth and removal of a disk, and the bounds of
+//! a volume's content.
 
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod claims;

@@ -1,4 +1,4 @@
-//! Which folders a read-only volume needs as mount points of other volumes (the kubelet's
+//! The folders that a read-only volume needs as mount points of other volumes (the kubelet's
 //! `pkg/volume/util/nested_volumes.go`).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -7,12 +7,12 @@ use k8s_openapi::api::core::v1::{Pod, VolumeMount};
 
 use crate::volumes::content::{self, TooMuch};
 
-/// The folders that volumes need, each relative to its volume's top.
+/// The folders that volumes need, relative to each volume's top.
 pub type Nested<'p> = BTreeMap<&'p str, Result<BTreeSet<String>, TooMuch>>;
 
-/// The folders, by volume, where containers have other volumes mounted below it. Never absolute, and never
-/// with `..`. Of mounts in each other only the outermost: what is below is not this volume's. An error where
-/// the path of one is longer than paths can be: the API sets no limit to them.
+/// Returns the folders, by volume, on which containers mount other volumes. Never absolute, and never with
+/// `..`. Of nested mounts only the outermost counts: inner ones belong to another volume. An error if a path
+/// exceeds the maximum length: the API sets no limit.
 #[must_use]
 pub fn nested(pod: &Pod) -> Nested<'_> {
     let spec = pod.spec.iter();
@@ -25,32 +25,32 @@ pub fn nested(pod: &Pod) -> Nested<'_> {
     found
 }
 
-/// The same for one container's mounts.
+/// Adds the folders of one container's mounts.
 fn in_container<'p>(mounts: &'p [VolumeMount], found: &mut Nested<'p>) {
     let mut places: Vec<(Vec<&str>, usize, &str)> = mounts
         .iter()
         .enumerate()
         .map(|(index, mount)| (parts(&mount.mount_path), index, mount.name.as_str()))
         .collect();
-    // Places below one stand right behind it. A pod may have tens of thousands of mounts: each is
-    // looked at once.
+    // Places below another one follow it directly. A pod may have tens of thousands of mounts: the loop
+    // visits each once.
     places.sort_unstable();
     let mut around: Vec<(&[&str], &str)> = Vec::new();
     for (place, _, volume) in &places {
-        // Of two at one place the later one covers the other.
+        // Of two mounts at one place the later one covers the other.
         while around.last().is_some_and(|(outer, _)| !place.starts_with(outer) || outer.len() == place.len())
         {
             around.pop();
         }
         if let Some((outer, of)) = around.last().filter(|(outer, _)| !outer.is_empty()) {
-            note(found.entry(*of).or_insert_with(|| Ok(BTreeSet::new())), &place[outer.len()..]);
+            add_folder(found.entry(*of).or_insert_with(|| Ok(BTreeSet::new())), &place[outer.len()..]);
         }
         around.push((place, *volume));
     }
 }
 
-/// Adds a way to a volume's.
-fn note(ways: &mut Result<BTreeSet<String>, TooMuch>, way: &[&str]) {
+/// Adds a folder to a volume's.
+fn add_folder(ways: &mut Result<BTreeSet<String>, TooMuch>, way: &[&str]) {
     let Ok(known) = ways else { return };
     let way = way.join("/");
     match content::check_path(&way) {
@@ -59,7 +59,7 @@ fn note(ways: &mut Result<BTreeSet<String>, TooMuch>, way: &[&str]) {
     }
 }
 
-/// The parts of a path in a container, from its root. Nothing is above the root.
+/// Returns the parts of a path in a container, from its root; `..` at the root stays there.
 fn parts(path: &str) -> Vec<&str> {
     let mut parts = Vec::new();
     for part in path.split('/') {
@@ -78,7 +78,7 @@ mod tests {
 
     use super::*;
 
-    /// Mounts as `volume:path`; the volume asked for is `v`.
+    /// Checks mounts given as `volume:path`; the volume in question is `v`.
     fn check(mounts: &[&str], expected: &[&str]) {
         let mount = |text: &&str| {
             let (name, path) = text.split_once(':').unwrap();
@@ -110,9 +110,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_mounted_in_a_nested_volume_is_that_volumes() {
+    fn mounts_in_a_nested_volume_belong_to_that_volume() {
         check(&["v:/dir", "w:/dir/nested", "x:/dir/nested/other"], &["nested"]);
-        // In the order of the texts, a mount and what is in it are apart.
+        // In byte order, a mount and the mounts in it are not adjacent.
         check(
             &["v:/dir", "a:/dir/n", "b:/dir/n-vol", "c:/dir/n.vol", "d:/dir/n/double", "e:/dir/n2"],
             &["n", "n-vol", "n.vol", "n2"],
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mount_point_is_no_longer_than_paths_can_be() {
+    fn a_mount_point_is_as_long_as_a_path_at_most() {
         let check = |levels: usize, expected: Result<usize, usize>| {
             let deep = format!("/v{}", "/a".repeat(levels));
             let mounts = json!([{"name": "v", "mountPath": "/v"}, {"name": "w", "mountPath": deep}]);
@@ -150,8 +150,8 @@ mod tests {
     }
 
     #[test]
-    fn tens_of_thousands_of_mounts_are_looked_at_once() {
-        // Side by side and in each other. For each pair of three there would be 10^13 steps.
+    fn tens_of_thousands_of_mounts_are_visited_once() {
+        // Mounts next to and inside each other. A step for each triple would need 10^13 steps.
         let mount = |n: usize| json!({"name": format!("v{n}"), "mountPath": format!("/v/{n}")});
         let mut mounts: Vec<Value> = (0..30_000).map(mount).collect();
         mounts.push(json!({"name": "v", "mountPath": "/v"}));

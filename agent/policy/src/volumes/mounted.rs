@@ -1,18 +1,18 @@
-//! Volumes that are mounts of the agent's own: a container has them only if the runtime sees these mounts.
+//! Volumes that the agent itself mounts: a container gets them only if the runtime sees these mounts.
 
 use k8s_openapi::api::core::v1::{Container, Pod, Volume};
 
-/// The first volume of a pod that is mounted on this machine for it.
+/// Returns the first volume of a pod that the agent mounts on this machine.
 ///
-/// A folder of the machine, an emptyDir on the disk and a ConfigMap's files are no mounts, and images are the
-/// runtime's.
+/// A folder of the machine, an emptyDir on the disk and a ConfigMap's files are not mounts, and the runtime
+/// mounts images.
 #[must_use]
 pub fn first_mounted(pod: &Pod) -> Option<&str> {
     let volumes = pod.spec.as_ref()?.volumes.as_deref().unwrap_or_default();
     volumes.iter().find(|volume| is_mounted(volume)).map(|volume| volume.name.as_str())
 }
 
-/// The first volume of which a container has a part: the agent mounts the part where it is.
+/// Returns the first volume of which a container uses a part: the agent mounts the part in place.
 #[must_use]
 pub fn first_part(container: &Container) -> Option<&str> {
     let mut mounts = container.volume_mounts.iter().flatten();

@@ -1,6 +1,6 @@
-//! Disks on a network (`iscsi`, `fc`): what a volume says of them, what they are called in a Node's status
-//! and in paths, and how programs and the kernel's files are read that find them. As `pkg/volume/iscsi` and
-//! `pkg/volume/fc` of Kubernetes 1.36.
+//! Disks on a network (`iscsi`, `fc`): the fields of their volumes, their names in a Node's status and in
+//! paths, and the parsing of programs' output and kernel files that locate them. Follows `pkg/volume/iscsi`
+//! and `pkg/volume/fc` of Kubernetes 1.36.
 
 use std::collections::BTreeMap;
 
@@ -11,13 +11,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::volumes::{claims::is_for_one_pod, file_system::FileSystem};
 
-/// The port of a portal that says none.
+/// The default port of a portal.
 const PORT: u16 = 3260;
-/// Longest text that is a part of a path, or that a program is told.
+/// Maximum length of a text that becomes a part of a path or an argument.
 const LONGEST: usize = 223;
-/// Most portals or names of one disk.
+/// Maximum number of portals or names of one disk.
 const MOST: usize = 16;
-/// What is in a Secret for CHAP, of discovery and of sessions.
+/// Keys of a Secret for CHAP, for discovery and for sessions.
 const OF_DISCOVERY: [&str; 4] = [
     "discovery.sendtargets.auth.username",
     "discovery.sendtargets.auth.password",
@@ -40,15 +40,15 @@ pub struct RemoteVolume {
     pub disk: RemoteDisk,
     /// The file system on it.
     pub file_system: FileSystem,
-    /// Nobody writes to it.
+    /// True if no container writes to the disk.
     pub read_only: bool,
-    /// How it is mounted.
+    /// Mount options.
     pub options: Vec<String>,
-    /// It is a device of containers.
+    /// True if containers use the disk as a device.
     pub is_block: bool,
-    /// One pod at a time may have it.
+    /// True if only one pod at a time may use the disk.
     pub for_one_pod: bool,
-    /// The Secret for CHAP: namespace and name.
+    /// Namespace and name of the Secret for CHAP.
     pub secret: Option<(String, String)>,
 }
 
@@ -62,15 +62,15 @@ pub enum RemoteDisk {
     Iscsi(IscsiDisk),
 }
 
-/// A disk on Fibre Channel: a unit of targets, or one that has names of its own.
+/// A disk on Fibre Channel: a unit of targets, or a disk with names of its own.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct FcDisk {
-    /// Its names as they are written, in the kubelet's words.
+    /// Names as given in the volume, in the kubelet's format.
     pub written: String,
-    /// The targets that lead to it, and its number there.
+    /// Targets of the disk, and its unit number there.
     pub unit: Option<(Vec<String>, i32)>,
-    /// Its own names, without blanks.
+    /// The disk's own names, without blanks.
     pub names: Vec<String>,
 }
 
@@ -78,30 +78,30 @@ pub struct FcDisk {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct IscsiDisk {
-    /// The first portal as it is written.
+    /// The first portal as given in the volume.
     pub written: String,
-    /// All portals, with ports, the first one first.
+    /// All portals, with ports; the first one comes first.
     pub portals: Vec<String>,
     /// The target.
     pub target: String,
-    /// Its number there.
+    /// Unit number at the target.
     pub unit: i32,
-    /// The interface that is there.
+    /// The existing interface.
     pub base_interface: String,
-    /// The interface that is used: the same one, or one that is made of it for an initiator's name.
+    /// The interface in use: the existing one, or a copy of it with an initiator's name.
     pub interface: String,
-    /// Who the node says that it is.
+    /// Name of the node as an initiator.
     pub initiator: Option<String>,
-    /// It must say so at the discovery.
+    /// True if discovery requires CHAP.
     pub chap_discovery: bool,
-    /// It must say so for sessions.
+    /// True if sessions require CHAP.
     pub chap_session: bool,
 }
 
-/// A pod's own volume of that kind.
+/// Returns a pod's own volume on a network disk.
 ///
 /// # Errors
-/// What it says can't be a disk: it becomes a part of paths, and an argument of programs.
+/// The values are invalid for a disk: they become parts of paths, and arguments of programs.
 #[must_use]
 pub fn of_pod(volume: &Volume, namespace: &str) -> Option<Result<RemoteVolume, String>> {
     let name = volume.name.clone();
@@ -128,10 +128,10 @@ pub fn of_pod(volume: &Volume, namespace: &str) -> Option<Result<RemoteVolume, S
     }))
 }
 
-/// A PersistentVolume of that kind, for a pod of this namespace.
+/// Returns a PersistentVolume on a network disk, for a pod of this namespace.
 ///
 /// # Errors
-/// As of a pod's own.
+/// As for a pod's own volume.
 #[must_use]
 pub fn of_claim(
     volume: &PersistentVolume,
@@ -166,7 +166,7 @@ pub fn of_claim(
     }))
 }
 
-/// A disk with the file system that is asked for on it.
+/// Combines a disk with its requested file system.
 fn both<T>(disk: Result<T, String>, file_system: Option<&str>) -> Result<(T, FileSystem), String> {
     let kind = FileSystem::of(file_system.unwrap_or_default()).map_err(|why| why.to_string());
     disk.and_then(|disk| kind.map(|kind| (disk, kind)))
@@ -190,8 +190,8 @@ fn persistent(of: &ISCSIVolumeSource) -> ISCSIPersistentVolumeSource {
     }
 }
 
-/// Checks a text that becomes a part of a path, and an argument: of these characters alone, and beginning
-/// with a letter, a digit or a bracket.
+/// Checks a text that becomes a part of a path, and an argument: only these characters, and first a letter, a
+/// digit or a bracket.
 fn word(what: &str, text: &str, more: &[char]) -> Result<String, String> {
     let is_fine = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_') || more.contains(&c);
     let begins = text.chars().next().is_some_and(|c| c.is_ascii_alphanumeric() || c == '[');
@@ -199,7 +199,7 @@ fn word(what: &str, text: &str, more: &[char]) -> Result<String, String> {
         return Ok(text.to_owned());
     }
     let shown: String = text.chars().take(LONGEST).collect();
-    Err(format!("{what} {shown:?} can't be one"))
+    Err(format!("{what} {shown:?} is invalid"))
 }
 
 fn fc(of: &FCVolumeSource) -> Result<FcDisk, String> {
@@ -225,7 +225,7 @@ fn fc(of: &FCVolumeSource) -> Result<FcDisk, String> {
     }
 }
 
-/// A list as Go prints it.
+/// Formats a list as Go prints it.
 fn listed(all: &Option<Vec<String>>) -> String {
     format!("[{}]", all.as_deref().unwrap_or_default().join(" "))
 }
@@ -249,7 +249,7 @@ fn iscsi(name: &str, of: &ISCSIPersistentVolumeSource) -> Result<IscsiDisk, Stri
     }
     let target = word("the target", &of.iqn, &[':'])?;
     if !["iqn.", "eui.", "naa."].iter().any(|begin| target.starts_with(begin)) {
-        return Err(format!("the target {target:?} can't be one"));
+        return Err(format!("the target {target:?} is invalid"));
     }
     if !(0..=255).contains(&of.lun) {
         return Err(format!("lun {} is not between 0 and 255", of.lun));
@@ -276,7 +276,7 @@ fn iscsi(name: &str, of: &ISCSIPersistentVolumeSource) -> Result<IscsiDisk, Stri
 }
 
 impl RemoteDisk {
-    /// The name of its kind, in the kubelet's words.
+    /// Returns the kubelet's name of the disk's kind.
     #[must_use]
     pub fn plugin(&self) -> &'static str {
         match self {
@@ -285,7 +285,7 @@ impl RemoteDisk {
         }
     }
 
-    /// What it is called in a Node's status.
+    /// Returns the disk's name in a Node's status.
     #[must_use]
     pub fn unique_name(&self) -> String {
         let plugin = self.plugin();
@@ -295,7 +295,8 @@ impl RemoteDisk {
         }
     }
 
-    /// Where it is mounted for all pods, in the folder of its kind: one or two parts of a path.
+    /// Returns the place where the disk is mounted for all pods, in the folder of its kind: one or two parts
+    /// of a path.
     #[must_use]
     pub fn folder(&self) -> String {
         match self {
@@ -311,26 +312,26 @@ impl RemoteDisk {
     }
 }
 
-/// Returns true if a unique name is of a disk on a network.
+/// Returns true for the unique name of a disk on a network.
 #[must_use]
 pub fn is_unique_name(name: &str) -> bool {
     name.starts_with("kubernetes.io/fc/") || name.starts_with("kubernetes.io/iscsi/")
 }
 
-/// The links in `/dev/disk/by-path` that lead to a unit of a target on Fibre Channel.
+/// Returns true for a link in `/dev/disk/by-path` that leads to a unit of a target on Fibre Channel.
 #[must_use]
 pub fn is_fc_path(name: &str, target: &str, unit: i32) -> bool {
     let end = format!("fc-0x{target}-lun-{unit}");
     name == end || (name.starts_with("pci-") && name.ends_with(&format!("-{end}")))
 }
 
-/// The link in `/dev/disk/by-id` that leads to a disk with a name of its own.
+/// Returns the link in `/dev/disk/by-id` that leads to a disk with a name of its own.
 #[must_use]
 pub fn fc_id(name: &str) -> String {
     format!("scsi-{name}")
 }
 
-/// Returns true if a link in `/dev/disk/by-path` leads to a disk by this portal.
+/// Returns true if a link in `/dev/disk/by-path` leads to a disk through this portal.
 #[must_use]
 pub fn is_iscsi_path(name: &str, disk: &IscsiDisk, portal: &str, transport: &str) -> bool {
     let address = portal.replace(['[', ']'], "");
@@ -341,17 +342,18 @@ pub fn is_iscsi_path(name: &str, disk: &IscsiDisk, portal: &str, transport: &str
     }
 }
 
-/// How an interface speaks, by what `iscsiadm` shows of it.
+/// Returns the transport of an interface from the output of `iscsiadm`.
 #[must_use]
 pub fn transport(shown: &str) -> Option<String> {
     let value = shown.lines().find_map(|line| line.strip_prefix("iface.transport_name = "))?.trim();
     Some(if value == "<empty>" { "tcp".to_owned() } else { value.to_owned() })
 }
 
-/// What an interface is made of that is to be like the one that `iscsiadm` shows, but for the initiator.
+/// Returns the settings of an interface that equals the one in the output of `iscsiadm`, except for the
+/// initiator.
 ///
 /// # Errors
-/// What it shows can't be read.
+/// The output cannot be parsed.
 pub fn interface_like(shown: &str, initiator: &str) -> Result<BTreeMap<String, String>, String> {
     let mut all = BTreeMap::new();
     let lines = shown.lines().filter(|line| line.starts_with("iface.") && !line.contains("<empty>"));
@@ -360,7 +362,7 @@ pub fn interface_like(shown: &str, initiator: &str) -> Result<BTreeMap<String, S
         let [key, "=", value] = words.as_slice() else {
             return Err(format!("error: invalid iface setting: {line:?}"));
         };
-        // The name is given once, when it is made.
+        // The name is set at creation only.
         if *key != "iface.iscsi_ifacename" {
             all.insert((*key).to_owned(), (*value).to_owned());
         }
@@ -369,7 +371,7 @@ pub fn interface_like(shown: &str, initiator: &str) -> Result<BTreeMap<String, S
     Ok(all)
 }
 
-/// The settings of a discovery, or of a session, that a Secret has, in their order.
+/// Returns the settings of a discovery, or of a session, from a Secret, in their order.
 #[must_use]
 pub fn chap(of_session: bool, secret: &BTreeMap<String, String>) -> Vec<(&'static str, &str)> {
     let keys = if of_session { OF_SESSION } else { OF_DISCOVERY };
@@ -377,7 +379,7 @@ pub fn chap(of_session: bool, secret: &BTreeMap<String, String>) -> Vec<(&'stati
     keys.into_iter().filter_map(value).filter(|(_, value)| !value.is_empty()).collect()
 }
 
-/// A portal as it is known by address and port.
+/// Formats a portal from address and port.
 #[must_use]
 pub fn portal(address: &str, port: &str) -> String {
     if address.contains(':') { format!("[{address}]:{port}") } else { format!("{address}:{port}") }
@@ -396,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_on_fibre_channel_is_called_by_its_targets_or_by_itself() {
+    fn a_disk_on_fibre_channel_is_named_by_its_targets_or_its_own_names() {
         let check = |source: Value, expected: Result<(&str, &str), &str>| match (
             pod_volume(json!({ "fc": source })),
             expected,
@@ -417,13 +419,13 @@ mod tests {
         check(json!({}), Err("no fc disk information"));
         check(json!({"targetWWNs": [one], "lun": 256}), Err("between 0 and 255"));
         for wrong in ["", "..", "../x", "a/b", "-f", "a\nb", &"a".repeat(300)] {
-            check(json!({"wwids": [wrong]}), Err("can't be one"));
+            check(json!({"wwids": [wrong]}), Err("is invalid"));
         }
         check(json!({"wwids": vec!["a"; 17]}), Err("at most 16"));
     }
 
     #[test]
-    fn a_disk_on_iscsi_is_called_by_its_first_portal_and_its_target() {
+    fn a_disk_on_iscsi_is_named_by_its_first_portal_and_its_target() {
         let disk = |more: Value| {
             let mut source =
                 json!({"targetPortal": "10.0.0.1", "iqn": "iqn.2001-04.com.example:a", "lun": 3});
@@ -444,14 +446,14 @@ mod tests {
         assert_eq!(of(&full).portals, ["10.0.0.1:3260", "10.0.0.2:3261", "[fd00::1]:3260"]);
         assert_eq!(of(&full).interface, "10.0.0.1:3260:data");
         assert_eq!(full.secret, Some(("shop".to_owned(), "chap".to_owned())));
-        assert_eq!(disk(json!({"secretRef": {"name": "chap"}})).unwrap().secret, None, "nobody asks for it");
+        assert_eq!(disk(json!({"secretRef": {"name": "chap"}})).unwrap().secret, None, "CHAP is off");
         let refused = |more: Value, words: &str| {
             let why = disk(more).unwrap_err();
             assert!(why.contains(words), "{why}");
         };
-        refused(json!({"iqn": "iqn.2001-04.com.example:../../x"}), "can't be one");
-        refused(json!({"iqn": "--login"}), "can't be one");
-        refused(json!({"iqn": "disk"}), "can't be one");
+        refused(json!({"iqn": "iqn.2001-04.com.example:../../x"}), "is invalid");
+        refused(json!({"iqn": "--login"}), "is invalid");
+        refused(json!({"iqn": "disk"}), "is invalid");
         refused(json!({"targetPortal": "-p"}), "the portal");
         refused(json!({"portals": ["a b"]}), "the portal");
         refused(json!({"iscsiInterface": "a/b"}), "the interface");
@@ -477,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_with_a_file_system_that_needs_a_helper_is_none() {
+    fn a_disk_with_a_file_system_that_needs_a_helper_is_refused() {
         for kind in ["fuse.sh", "nfs", "ext4,fuse.sh", "-o", "a/b", "auto"] {
             let refused = |of: Value, is_claim: bool| {
                 let why = if is_claim {
@@ -523,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interface_is_read_as_iscsiadm_shows_it() {
+    fn an_interface_is_parsed_from_iscsiadm() {
         let shown = "# BEGIN RECORD 2.0\niface.iscsi_ifacename = bond0\niface.net_ifacename = <empty>\n\
                      iface.transport_name = tcp\niface.initiatorname = <empty>\n# END RECORD\n";
         assert_eq!(transport(shown).as_deref(), Some("tcp"));

@@ -1,9 +1,9 @@
-//! Kinds of volumes that Kubernetes had once and has removed. The API keeps their fields, so that pods may
-//! name them still; a kubelet finds nothing that makes them, and such a pod waits for good.
+//! Kinds of volumes that Kubernetes has removed. The API keeps their fields, so that pods may still name
+//! them; a kubelet finds no plugin for them, and such a pod waits forever.
 
 use k8s_openapi::api::core::v1::{PersistentVolume, Volume};
 
-/// The fields of a volume, each with the version of Kubernetes without it.
+/// The fields of a volume, each with the first version of Kubernetes that lacks it.
 pub const REMOVED: [(&str, &str); 9] = [
     ("cephfs", "1.31"),
     ("flocker", "1.25"),
@@ -16,11 +16,12 @@ pub const REMOVED: [(&str, &str); 9] = [
     ("storageos", "1.25"),
 ];
 
-/// What a kubelet of 1.36 says of a volume from a git repository: its plugin is there, and off for good.
+/// A 1.36 kubelet's message about a volume from a git repository: its plugin exists, but is permanently
+/// disabled.
 pub const GIT_REPO: &str = "git-repo volume plugin has been disabled; if necessary, it may be re-enabled by \
                             enabling the feature-gate `GitRepoVolumeDriver`";
 
-/// Returns true if a pod's own volume is of a kind that nothing makes any more.
+/// Returns true if a pod's own volume is of a removed kind.
 #[must_use]
 pub fn is_removed(volume: &Volume) -> bool {
     volume.cephfs.is_some()
@@ -33,7 +34,7 @@ pub fn is_removed(volume: &Volume) -> bool {
         || volume.storageos.is_some()
 }
 
-/// The same of a PersistentVolume.
+/// Returns true if a PersistentVolume is of a removed kind.
 #[must_use]
 pub fn is_removed_of_claim(volume: &PersistentVolume) -> bool {
     volume.spec.as_ref().is_some_and(|spec| {
@@ -48,8 +49,8 @@ pub fn is_removed_of_claim(volume: &PersistentVolume) -> bool {
     })
 }
 
-/// What a kubelet says of a volume that nothing makes (`AddPodToVolume`), by its name, or its
-/// PersistentVolume's.
+/// Returns a kubelet's message about a volume without a plugin (`AddPodToVolume`), with the volume's name, or
+/// its PersistentVolume's.
 #[must_use]
 pub fn no_plugin(name: &str) -> String {
     format!("failed to get Plugin from volumeSpec for volume {name:?} err=no volume plugin matched")
@@ -62,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_makes_a_kind_that_is_removed() {
+    fn a_removed_kind_has_no_plugin() {
         let check = |source: Value, expected: bool| {
             let mut volume = source.clone();
             volume["name"] = json!("v");
@@ -82,6 +83,6 @@ mod tests {
         check(json!({"nfs": {"server": "s", "path": "/"}}), false);
         check(json!({}), false);
         let git = json!({"name": "v", "gitRepo": {"repository": "r"}});
-        assert!(!is_removed(&serde_json::from_value(git).unwrap()), "a kubelet has its plugin still");
+        assert!(!is_removed(&serde_json::from_value(git).unwrap()), "a kubelet still has its plugin");
     }
 }

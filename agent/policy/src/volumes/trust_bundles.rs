@@ -1,4 +1,4 @@
-//! What a projected `clusterTrustBundle` holds: `pkg/kubelet/clustertrustbundle` of Kubernetes 1.36.
+//! The content of a projected `clusterTrustBundle`: `pkg/kubelet/clustertrustbundle` of Kubernetes 1.36.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,14 +8,14 @@ use k8s_openapi::{
 };
 use pem::{EncodeConfig, LineEnding, Pem};
 
-/// What a block of a certificate is called.
+/// The tag of a certificate's PEM block.
 const CERTIFICATE: &str = "CERTIFICATE";
 
-/// The file of a projection: the certificates of the bundle that it names, or of those of its signer that it
-/// selects, each once, without what else stands between them. Sorted: nobody may depend on another order.
+/// Returns the file of a projection: the certificates of the named bundle, or of the signer's selected
+/// bundles, each once, without other text. Sorted: readers must not depend on another order.
 ///
 /// # Errors
-/// There is no such bundle, and the projection is not optional; or one can't be read.
+/// The bundle is missing, and the projection is not optional; or a bundle cannot be parsed.
 pub fn file(
     source: &ClusterTrustBundleProjection,
     bundles: &BTreeMap<String, ClusterTrustBundle>,
@@ -55,7 +55,7 @@ pub fn file(
     Ok(blocks.iter().map(|block| pem::encode_config(block, config)).collect::<String>().into_bytes())
 }
 
-/// Returns true if a selector selects a bundle: none selects nothing, an empty one everything.
+/// Returns true if a selector matches a bundle: a missing selector matches none, an empty one all.
 fn selects(selector: Option<&LabelSelector>, bundle: &ClusterTrustBundle) -> bool {
     let Some(selector) = selector else { return false };
     let none = BTreeMap::new();
@@ -65,7 +65,7 @@ fn selects(selector: Option<&LabelSelector>, bundle: &ClusterTrustBundle) -> boo
     equal.all(|(key, value)| labels.get(key) == Some(value)) && expressions.all(|one| holds(one, labels))
 }
 
-/// One requirement of a selector (`labels.Requirement.Matches`).
+/// Returns true if a requirement of a selector holds (`labels.Requirement.Matches`).
 fn holds(requirement: &LabelSelectorRequirement, labels: &BTreeMap<String, String>) -> bool {
     let value = labels.get(&requirement.key);
     let is_in = || value.is_some_and(|value| requirement.values.iter().flatten().any(|one| one == value));

@@ -21,7 +21,7 @@ fn request(authority: &str) -> Fields {
     ])
 }
 
-/// What goes on to the server when the bytes come in pieces of this size.
+/// Returns the bytes for the server when the input arrives in pieces of this size.
 fn rewrite(bytes: &[u8], piece: usize) -> Result<Vec<u8>, Malformed> {
     let (mut rewriter, mut out) = (Rewriter::default(), Vec::new());
     for piece in bytes.chunks(piece.max(1)) {
@@ -31,7 +31,7 @@ fn rewrite(bytes: &[u8], piece: usize) -> Result<Vec<u8>, Malformed> {
     Ok(out)
 }
 
-/// Frames as `(kind, flags, stream, payload)`; the preface must come first.
+/// Parses frames as `(kind, flags, stream, payload)` after the preface.
 fn frames(mut bytes: &[u8]) -> Vec<(u8, u8, u32, Vec<u8>)> {
     bytes = bytes.strip_prefix(PREFACE).unwrap();
     let mut all = Vec::new();
@@ -45,7 +45,7 @@ fn frames(mut bytes: &[u8]) -> Vec<(u8, u8, u32, Vec<u8>)> {
     all
 }
 
-/// The header lists of the output, put together from HEADERS and CONTINUATION.
+/// Returns the header lists of the output, assembled from HEADERS and CONTINUATION.
 fn header_lists(bytes: &[u8]) -> Vec<Fields> {
     let mut decoder = Decoder::new();
     let (mut lists, mut block) = (Vec::new(), Vec::new());
@@ -119,17 +119,17 @@ fn what_is_not_http2_or_too_much_is_refused() {
         assert!(said.contains(expected), "{said}");
     };
     assert!(rewrite(b"GET / HTTP/1.1\r\n\r\n", 4096).is_err());
-    check(frame(0, 0, 1, &[0; MAX_FRAME + 1]), "larger than was allowed");
-    check(frame(CONTINUATION, 0, 1, &[]), "continues nothing");
+    check(frame(0, 0, 1, &[0; MAX_FRAME + 1]), "exceeds the maximum size");
+    check(frame(CONTINUATION, 0, 1, &[]), "without a header block");
     check([frame(HEADERS, 0, 1, &[]), frame(0, 0, 1, &[])].concat(), "interrupted");
     check([frame(HEADERS, 0, 1, &[]), frame(CONTINUATION, 0, 3, &[])].concat(), "another stream");
     check(frame(HEADERS, PADDED | END_HEADERS, 1, &[9]), "too short");
     check(frame(HEADERS, PRIORITY | END_HEADERS, 1, &[0; 4]), "too short");
-    check(frame(HEADERS, END_HEADERS, 1, &[0xff; 9]), "isn't HPACK");
+    check(frame(HEADERS, END_HEADERS, 1, &[0xff; 9]), "invalid HPACK");
     let mut endless = frame(HEADERS, 0, 1, &[0; MAX_FRAME]);
     endless.extend(frame(CONTINUATION, 0, 1, &[0; 1]));
     check(endless, "too large");
-    // Small on the wire, large when decoded: one entry of the dynamic table, named again and again.
+    // Small when encoded, large when decoded: one entry of the dynamic table, repeated.
     let mut bomb = vec![0x40, 1, b'x'];
     encode_integer_into(4000, 7, 0, &mut bomb).unwrap();
     bomb.extend(vec![b'y'; 4000]);
@@ -140,8 +140,8 @@ fn what_is_not_http2_or_too_much_is_refused() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// Whatever a client's header lists are, and however it cuts its frames and writes, the server sees the
-    /// same lists, with another authority.
+    /// The server sees the client's header lists with the new authority, however the client splits its frames
+    /// and writes.
     #[test]
     fn any_clients_requests_arrive_whole(
         lists in prop::collection::vec(
@@ -171,8 +171,7 @@ proptest! {
         prop_assert_eq!(header_lists(&out), expected);
     }
 
-    /// Any bytes behind the preface are passed on or refused, never more than a frame at a time, and nothing
-    /// panics.
+    /// Any bytes after the preface are forwarded or rejected, at most one frame at a time, without a panic.
     #[test]
     fn any_bytes_are_passed_on_or_refused(
         frames in prop::collection::vec((0..12_u8, any::<u8>(), 0..4_u32, prop::collection::vec(any::<u8>(), 0..90)), 0..20),

@@ -272,7 +272,7 @@ mod tests {
             assert_eq!(failed.to_string(), expected);
         };
         let alone = "is longer than 1048576 bytes once its references are replaced";
-        let together = "and what comes before it are longer than 16777216 bytes together";
+        let together = "makes the total longer than 16777216 bytes";
         check(json!(["run", "$(A)$(A)$(A)"]), json!([]), &format!("command[1] of container c {alone}"));
         check(json!(["run"]), json!(["$(A)".repeat(190_000)]), &format!("args[0] of container c {alone}"));
         // Half a MiB is the environment, fifteen are the command.

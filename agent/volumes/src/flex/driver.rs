@@ -176,7 +176,7 @@ mod tests {
         assert!(drivers.get("v/d").unwrap().capabilities.attach);
         install(dir.path(), "exit 1");
         let broken = drivers.get("v/d").unwrap_err().to_string();
-        assert!(broken.contains("can't be read"), "{broken}");
+        assert!(broken.contains("cannot be read"), "{broken}");
     }
 
     #[test]
@@ -200,7 +200,7 @@ mod tests {
         };
         fails("mount", "mount command failed, status: Failure, reason: no disk (exit status: 1)");
         fails("unmount", "though it said Success");
-        fails("waitforattach", "can't be read");
+        fails("waitforattach", "cannot be read");
         assert_eq!(driver.call("attach", &[]).unwrap(), None);
         assert_eq!(driver.call("attach", &[]).unwrap(), None);
         let called = fs::read_to_string(&calls).unwrap();
@@ -238,7 +238,7 @@ mod tests {
         assert!(fails("unmount", &[]).contains("aHVzaA=="), "the driver says it");
         let secrets = ["aHVzaA==".to_owned()];
         let why = fails("mount", &secrets);
-        assert!(why.contains("can't be read") && !why.contains("aHVz") && !why.contains("true"), "{why}");
+        assert!(why.contains("cannot be read") && !why.contains("aHVz") && !why.contains("true"), "{why}");
         let why = fails("unmount", &secrets);
         assert!(why.contains("reason: *** is wrong"), "{why}");
     }

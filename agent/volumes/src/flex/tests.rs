@@ -217,7 +217,7 @@ fn a_driver_that_prints_its_arguments_fails_without_the_secret() {
     let node = Node::new(&format!("{FLAT}\nmount) echo \"+ $3\"; exit 1;;"));
     let folder = node.pods().join("u1");
     let why = node.volumes().set_up(&folder, &pod("u1"), &wanted(&json!({})), None).unwrap_err().to_string();
-    assert!(why.contains("answer to mount can't be read"), "{why}");
+    assert!(why.contains("answer to mount cannot be read"), "{why}");
     assert!(!why.contains("aHVzaA==") && !why.contains("hush") && !why.contains("size"), "{why}");
 }
 

@@ -1,6 +1,6 @@
-//! docs/tuner.svg: the server's latency by percentile, one panel per scenario. A run measures some scenarios
-//! and takes from half an hour to more than an hour, so what is drawn is kept in docs/tuner.json: a run
-//! replaces its own panels, and draws all of them.
+//! Plot docs/tuner.svg: the server's latency by percentile, with a panel per scenario. A run measures some
+//! scenarios in half an hour to more than an hour, so the data is kept in docs/tuner.json: a run replaces its
+//! own panels, and draws all of them.
 
 use super::node::Run;
 use super::scenarios::{SCENARIOS, Scenario};
@@ -13,25 +13,25 @@ use plotters::prelude::*;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Panels side by side, at most.
+/// Maximum number of panels per row.
 const COLUMNS: usize = 2;
-/// Pixels of each.
+/// Size of a panel in pixels.
 const PANEL: (u32, u32) = (460, 300);
 
-/// Latencies in milliseconds by percentile, in rising order.
+/// Latencies in milliseconds by percentile, in ascending order.
 type Line = Vec<(f64, f64)>;
-/// By scenario, and then by what the tuner did.
+/// Lines by scenario and mode of the tuner.
 type Panels = BTreeMap<String, BTreeMap<String, Line>>;
 
-/// The lines of a panel, in the order in which they are drawn, each with its colour.
+/// Lines of a panel with their colours, in drawing order.
 const LINES: [(&str, RGBColor); 3] = [
     ("alone", RGBColor(70, 130, 60)),
     ("tuner off", RGBColor(200, 60, 40)),
     ("tuner enforces", RGBColor(40, 90, 180)),
 ];
 
-/// Draws of each scenario the run whose 99th percentile is the median, and what is kept of other scenarios,
-/// into `tuner.svg` of the folder.
+/// Draws into `tuner.svg` of the folder: for each measured scenario the run with the median 99th percentile,
+/// and the kept data of the others.
 pub(super) fn draw(folder: &Path, alone: &[Run], scenarios: &[&Scenario], all: &[Measured]) -> Result<()> {
     let kept = folder.join("tuner.json");
     let mut panels = if kept.exists() { read(&kept)? } else { Panels::new() };
@@ -47,10 +47,11 @@ pub(super) fn draw(folder: &Path, alone: &[Run], scenarios: &[&Scenario], all: &
 
 fn read(file: &Path) -> Result<Panels> {
     let text = workdir::read(file)?;
-    serde_json::from_str(&text).with_context(|| format!("{} is not what an earlier run kept", file.display()))
+    serde_json::from_str(&text)
+        .with_context(|| format!("cannot parse the data of earlier runs in {}", file.display()))
 }
 
-/// JSON, a scenario per line.
+/// Formats JSON with a line per scenario.
 fn text(panels: &Panels) -> Result<String> {
     let line = |(scenario, lines)| {
         Ok(format!("  {}: {}", serde_json::to_string(scenario)?, serde_json::to_string(lines)?))
@@ -70,7 +71,7 @@ fn draw_panels(file: &Path, panels: &Panels) -> Result<()> {
     for (panel, (name, lines)) in area.split_evenly((rows, columns)).iter().zip(known) {
         draw_panel(panel, name, lines)?;
     }
-    area.present().context("could not write the plot")
+    area.present().context("cannot write the plot")
 }
 
 fn typical(runs: &[Run]) -> Option<&Run> {
@@ -78,7 +79,7 @@ fn typical(runs: &[Run]) -> Option<&Run> {
     runs.iter().find(|run| run.at(99.0) == middle)
 }
 
-/// Latency by percentile, both axes logarithmic: the further right, the rarer.
+/// Draws latency by percentile, both axes logarithmic: rarer requests are further right.
 fn draw_panel(
     area: &DrawingArea<SVGBackend<'_>, Shift>,
     name: &str,
@@ -133,7 +134,7 @@ mod tests {
         draw(folder.path(), &[], &[quota], &[Measured::default()]).unwrap();
         let kept = read(&folder.path().join("tuner.json")).unwrap();
         assert_eq!(kept["crowd"], known["crowd"]);
-        assert!(kept["quota"].is_empty(), "this run's, which measured nothing");
+        assert!(kept["quota"].is_empty(), "this run measured nothing");
         let drawn = std::fs::read_to_string(folder.path().join("tuner.svg")).unwrap();
         assert!(drawn.contains("crowd") && drawn.contains("tuner off"), "{drawn}");
     }

@@ -1,14 +1,14 @@
-//! What the tuner is worth: a latency-critical server (Burstable) under open-loop load, alone, in trouble,
-//! and in the same trouble with the tuner in the mode `enforce`; real pods on a real containerd. The latency
-//! is from when a request should have arrived to its answer, inside the server's pod (`testapp latency`).
+//! Benefit of the tuner: a latency-critical server (Burstable) under open-loop load, alone, under
+//! interference, and under the same interference with the tuner in the mode `enforce`; real pods on a real
+//! containerd. The latency is measured from the scheduled arrival of a request to its answer, inside the
+//! server's pod (`testapp latency`).
 //!
-//! The kinds of trouble are in `scenarios`. Each is measured in several rounds, one run with the tuner off
-//! and one with it after the other, so that what else the machine does comes to both alike; a row is the 99th
-//! percentile of each run. All pods run before the first noise is made. The warm-up is not measured: it is
-//! there for the tuner to find its place. What is short of memory can be held back only where there is a
-//! `memory.high`, on cgroup version 2; elsewhere its row has no bound, and says so. It is measured with
-//! `cpuCaps: always` too. The whole node's cgroup gets the highest weight, so that other work of this machine
-//! counts little.
+//! The kinds of interference are in `scenarios`. Each is measured in several rounds, with a run without the
+//! tuner directly followed by one with it, so that other load on the machine affects both alike; a row is the
+//! 99th percentile of each run. All pods run before the interference starts. The warm-up, in which the tuner
+//! settles, is not measured. A memory shortage can be fought only with `memory.high`, on cgroup version 2;
+//! elsewhere its row has no bound and a note. That row is also measured with `cpuCaps: always`. The whole
+//! node's cgroup gets the highest weight, so that other work of this machine counts little.
 
 mod draw;
 mod node;
@@ -24,26 +24,26 @@ use scenarios::{SCENARIOS, Scenario};
 use std::path::Path;
 use xtask::progress::Step;
 
-/// In trouble and with the tuner, the 99th percentile is at most so many times what it is alone.
+/// Bound of the 99th percentile under interference with the tuner, relative to the server alone.
 const WORSE: f64 = 1.3;
-/// What of the CPU time that the others have without it the tuner may take from them, in percent.
+/// Bound of the CPU time that the tuner may take from the others, in percent of their time without it.
 const LOST: f64 = 30.0;
-/// What is left of the 99th percentile of a server that its own quota throttles, once it may burst: better
-/// than the 37 % less that were published of the kernel's burst ("CPU burst: getting rid of unnecessary
-/// throttling", Chang and Cheng, 2021).
+/// Bound of the 99th percentile of a server throttled by its own quota, once it may burst, relative to that
+/// without bursts: better than the published reduction of 37 % by the kernel's burst ("CPU burst: getting rid
+/// of unnecessary throttling", Chang and Cheng, 2021).
 const BURST: f64 = 0.63;
-/// How long a squeezed neighbour may stand still for memory, in percent of the time.
+/// Bound of the time in which a squeezed neighbour is stalled on memory, in percent.
 const STOOD_STILL: f64 = 50.0;
 
-/// A run is made again if a hypervisor took more CPUs than this from it.
+/// Stolen CPUs above which a run is repeated.
 const STOLEN: f64 = 0.02;
-/// How often it is made at most.
+/// Maximum number of tries of a run.
 const TRIES: usize = 4;
 
-/// The port of hogs and server that is connected to before they begin.
+/// Port of hogs and server; a connection starts their work.
 const HOG: u16 = 9000;
 
-/// What was measured of one scenario.
+/// Measurements of a scenario.
 #[derive(Default)]
 struct Measured {
     off: Vec<Run>,
@@ -51,8 +51,8 @@ struct Measured {
     capped: Vec<Run>,
 }
 
-/// Measures the scenarios of these names, or all but those that take an hour; draws them into docs/tuner.svg
-/// after each round, unless `quick`.
+/// Measures the scenarios of these names, or all except those that take an hour; draws them into
+/// docs/tuner.svg after each round, unless `quick`.
 pub(super) fn run(binary: &Path, quick: bool, names: &[String]) -> Result<Vec<Row>> {
     let chosen = choose(names)?;
     let lengths =
@@ -94,14 +94,14 @@ fn choose(names: &[String]) -> Result<Vec<&'static Scenario>> {
     let find = |name: &String| {
         SCENARIOS.iter().find(|scenario| scenario.name == name).with_context(|| {
             let names: Vec<&str> = SCENARIOS.iter().map(|scenario| scenario.name).collect();
-            format!("there is no scenario {name:?}: there are {}", names.join(", "))
+            format!("unknown scenario {name:?}; known: {}", names.join(", "))
         })
     };
     names.iter().map(find).collect()
 }
 
-/// The run from which the hypervisor stole least: what it takes comes as waits of any length, on which
-/// neither neighbour nor tuner have a part. So a run that it took more than [`STOLEN`] from is made again.
+/// Returns the run from which the hypervisor stole least. Stolen time appears as waits of any length,
+/// unrelated to neighbour and tuner, so a run that lost more than [`STOLEN`] is repeated.
 fn undisturbed(name: &str, run: impl Fn() -> Result<Run>) -> Result<Run> {
     let mut runs: Vec<Run> = Vec::new();
     while runs.len() < TRIES && runs.iter().all(|run| run.stolen > STOLEN) {
@@ -117,7 +117,8 @@ fn p99(runs: &[Run]) -> Vec<f64> {
     runs.iter().map(|run| run.at(99.0)).collect()
 }
 
-/// The rows of a scenario: the 99th percentiles with the tuner off and with it, and what it cost the others.
+/// Returns the rows of a scenario: the 99th percentiles without and with the tuner, and the cost for the
+/// others.
 fn rows_of(scenario: &Scenario, measured: &Measured, alone: &[Run], memory_high: bool) -> Vec<Row> {
     let [off_name, enforce_name, cost_name] = scenario.rows;
     let Measured { off, enforce, capped } = measured;
@@ -129,13 +130,13 @@ fn rows_of(scenario: &Scenario, measured: &Measured, alone: &[Run], memory_high:
     let mut row = Row::unbound("tuner", enforce_name, "ms", p99(enforce)).beside("off", p99(off));
     let reactions: Vec<f64> = enforce.iter().filter_map(|run| run.reaction).collect();
     row = match reactions.is_empty() {
-        true => row.noting("the tuner made no step"),
+        true => row.with_note("the tuner made no step"),
         false => row.beside("first_step_after_ms", reactions),
     };
     let bounded = memory_high || !scenario.short_of_memory;
     row = match bounded {
         true => row.within(Statistic::Median, bound),
-        false => row.noting("not bounded: cgroup version 1 has no memory.high to hold the neighbour by"),
+        false => row.with_note("not bounded: cgroup version 1 has no memory.high to limit the neighbour"),
     };
     let mut rows = vec![off_row, row];
     if !capped.is_empty() {
@@ -153,7 +154,7 @@ fn rows_of(scenario: &Scenario, measured: &Measured, alone: &[Run], memory_high:
     rows
 }
 
-/// Returns true if the tuner can hold anybody back from memory here.
+/// Returns true if the tuner can limit memory on this machine.
 fn has_memory_high(root: &CgroupRoot) -> bool {
     root.dir("memory").is_some_and(|dir| dir.join("memory.high").exists())
 }

@@ -1,4 +1,4 @@
-//! One run: an agent of its own, the server and its neighbours as pods of it.
+//! Single run: an agent of its own, with the server and its neighbours as pods.
 
 use super::HOG;
 use super::scenarios::{Neighbour, Scenario, Work};
@@ -18,43 +18,43 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Requests per second, and the microseconds of CPU that each takes: three tenths of a CPU, which it
+/// Requests per second, and microseconds of CPU per request: three tenths of a CPU, which the server
 /// requests.
 const LOAD: (&str, &str) = ("300", "1000");
 const REQUESTS: (&str, &str) = ("300m", "64Mi");
-/// MiB that pods together have where memory is short.
+/// Memory of all pods in MiB in scenarios that are short of memory.
 const SHORT_MIB: u64 = 512;
-/// MiB of the server's file there: less than it requests. Each page of it is read every two seconds or so.
+/// Size of the server's file there in MiB: less than its request. Each page is read about every two seconds.
 const DATA_MIB: &str = "32";
 
-/// Seconds.
+/// Durations in seconds.
 #[derive(Clone, Copy)]
 pub(super) struct Lengths {
     pub(super) warm_up: u32,
     pub(super) measured: u32,
 }
 
-/// What the tuner may do.
+/// Mode of the tuner.
 #[derive(Clone, Copy)]
 pub(super) enum Mode {
     Off,
     Enforce,
-    /// The same, with caps on CPU use on any kernel.
+    /// `Enforce` with caps on CPU use on any kernel.
     Capped,
 }
 
-/// What was measured in one run.
+/// Measurements of a run.
 pub(super) struct Run {
-    /// Latencies in milliseconds, by percentile (0 to 100), in rising order.
+    /// Latencies in milliseconds by percentile (0 to 100), in ascending order.
     latencies: Vec<(f64, f64)>,
-    /// The CPUs that the server and all others used.
+    /// CPUs used by the server and by all others.
     pub(super) server: f64,
     pub(super) others: f64,
-    /// The longest that all threads of a neighbour stood still for memory, in percent of the time.
+    /// Longest time in which all threads of a neighbour were stalled on memory, in percent.
     pub(super) stood_still: f64,
-    /// The CPUs that a hypervisor had for others meanwhile: nobody here could do anything against that.
+    /// CPUs that the hypervisor gave to others during the run.
     pub(super) stolen: f64,
-    /// Milliseconds from the first noise to the tuner's first step.
+    /// Milliseconds from the start of the interference to the tuner's first step.
     pub(super) reaction: Option<f64>,
 }
 
@@ -64,7 +64,7 @@ impl Run {
         found.or(self.latencies.last()).map_or(f64::NAN, |(_, latency)| *latency)
     }
 
-    /// Percentiles and milliseconds.
+    /// Returns percentiles and milliseconds.
     pub(super) fn latencies(&self) -> &[(f64, f64)] {
         &self.latencies
     }
@@ -78,18 +78,18 @@ impl fmt::Display for Run {
             f,
             "p50 {p50:.2} p99 {p99:.2} p99.9 {p999:.2} ms, server {server:.2} others {others:.2} stolen {stolen:.2} CPUs"
         )?;
-        if *stood_still > 0.0 { write!(f, ", stood still {stood_still:.1} %") } else { Ok(()) }
+        if *stood_still > 0.0 { write!(f, ", stalled {stood_still:.1} %") } else { Ok(()) }
     }
 }
 
-/// Where runs are made.
+/// Environment of the runs.
 pub(super) struct Node<'a> {
     pub(super) containerd: &'a Containerd,
     pub(super) binary: &'a Path,
     pub(super) lengths: Lengths,
 }
 
-/// A process outside of pods, in cgroups of its own beside theirs.
+/// Process outside of pods, in its own cgroups next to theirs.
 struct Daemon {
     _process: Process,
     port: u16,
@@ -99,13 +99,13 @@ struct Daemon {
 impl Drop for Daemon {
     fn drop(&mut self) {
         if let Err(error) = remove_cgroups(&self.cgroups) {
-            eprintln!("could not remove the daemon's cgroups: {error:#}");
+            eprintln!("cannot remove the daemon's cgroups: {error:#}");
         }
     }
 }
 
 impl Node<'_> {
-    /// The server in this trouble, or alone.
+    /// Measures the server under this interference, or alone.
     pub(super) fn measure(&self, scenario: Option<&Scenario>, mode: Mode) -> Result<Run> {
         let times = scenario.map_or(1, |scenario| scenario.times);
         let seconds =
@@ -132,7 +132,7 @@ impl Node<'_> {
         // From now on the server may have to wait.
         let noise = jiff::Timestamp::now();
         for (ip, port) in quiet {
-            wait_for(&format!("{ip}:{port} to be told to begin"), PATIENCE, || {
+            wait_for(&format!("{ip}:{port} to accept the start signal"), PATIENCE, || {
                 TcpStream::connect((ip.as_str(), port))
             })?;
         }
@@ -140,7 +140,7 @@ impl Node<'_> {
         log.wait_for("measuring")?;
         let server = pod_path("Burstable", &uid);
         let (before, began) = (self.used(&server, &others)?, Instant::now());
-        // The pod's cgroup goes with the server, so the last look is a moment before.
+        // The pod's cgroup is removed with the server, so the last reading is a moment earlier.
         pause(Duration::from_secs(seconds.into()).mul_f64(0.95).saturating_sub(began.elapsed()))?;
         let (after, took) = (self.used(&server, &others)?, began.elapsed().as_secs_f64());
         let latencies = parse(&log.wait_for("result ")?)?;
@@ -160,7 +160,7 @@ impl Node<'_> {
         let mut options =
             Options::named(self.containerd, name).beelet("tuner", tuner).beelet("stopPodsOnExit", true);
         if scenario.is_some_and(|scenario| scenario.short_of_memory) {
-            // Nobody is evicted: that would end what is measured.
+            // No pod may be evicted, since that would end the measurement.
             let reserved = format!("{}Ki", memory_kib()? - SHORT_MIB * 1024);
             options = options.kubelet("systemReserved", json!({ "memory": reserved }));
             options = options.kubelet("evictionHard", json!({ "memory.available": "0%" }));
@@ -196,7 +196,7 @@ impl Node<'_> {
         pod
     }
 
-    /// Starts it, quiet as yet.
+    /// Starts the daemon, which is idle at first.
     fn daemon(&self, neighbour: &Neighbour) -> Result<Daemon> {
         let [kind, number] = neighbour.work.words()?;
         let [port] = ports::free()?;
@@ -204,7 +204,7 @@ impl Node<'_> {
             .args(["hog", "--on", &port.to_string(), &kind, &number])
             .stdin(Stdio::null())
             .spawn()
-            .context("could not start the daemon")?;
+            .context("cannot start the daemon")?;
         let (pid, process) = (child.id().to_string(), Process(child));
         let cgroups = self.containerd.cgroup().make_child(neighbour.name)?;
         let daemon = Daemon { _process: process, port, cgroups };
@@ -214,8 +214,8 @@ impl Node<'_> {
         Ok(daemon)
     }
 
-    /// Seconds of CPU time that the server and the others used, that a hypervisor stole, and during which one
-    /// of the others stood still for memory.
+    /// Returns the seconds of CPU time used by the server and by the others, those stolen by the hypervisor,
+    /// and the seconds in which one of the others was stalled on memory.
     fn used(&self, server: &str, others: &[String]) -> Result<[f64; 4]> {
         let root = self.containerd.cgroup();
         let mut used = [cpu_seconds_of(root, server)?, 0.0, stolen_seconds()?, 0.0];
@@ -233,7 +233,7 @@ impl Node<'_> {
     }
 }
 
-/// Waits until the pod runs; its UID and address.
+/// Waits until the pod runs; returns its UID and address.
 fn running(agent: &Agent, name: &str) -> Result<(String, String)> {
     agent.until(&format!("{name} to run"), |watch| {
         let pod = watch.pod(name)?;
@@ -242,7 +242,7 @@ fn running(agent: &Agent, name: &str) -> Result<(String, String)> {
     })
 }
 
-/// The server's log, as the runtime writes it: `TIME STREAM TAG TEXT` a line.
+/// Log of the server in the runtime's format: lines of `TIME STREAM TAG TEXT`.
 struct Log {
     folder: PathBuf,
     uid: String,
@@ -258,9 +258,9 @@ impl Log {
                 return Ok(line.to_owned());
             }
             if interrupted() || waited > PATIENCE {
-                bail!("the server never said {start:?}; its log:\n{text}");
+                bail!("the server's log has no line starting with {start:?}; its log:\n{text}");
             }
-            // A log can't be waited for.
+            // A log file cannot be watched simply, so poll.
             std::thread::sleep(Duration::from_millis(20));
             waited += Duration::from_millis(20);
         }
@@ -273,20 +273,20 @@ impl Log {
     }
 }
 
-/// `result N PERCENTILE:MICROSECONDS …`
+/// Parses `result N PERCENTILE:MICROSECONDS …`.
 fn parse(result: &str) -> Result<Vec<(f64, f64)>> {
     let latency = |word: &str| {
         let (percentile, micros) =
-            word.split_once(':').with_context(|| format!("{word:?} is no percentile"))?;
+            word.split_once(':').with_context(|| format!("invalid percentile {word:?}"))?;
         Ok((percentile.parse()?, micros.parse::<f64>()? / 1000.0))
     };
     result.split(' ').skip(2).map(latency).collect()
 }
 
-/// When the tuner did something first, in milliseconds after `since`. None if it did nothing. The history has
-/// the steps of earlier runs, too.
+/// Returns the time of the tuner's first step, in milliseconds after `since`, or None if it made none. The
+/// history also has the steps of earlier runs.
 fn first_step(agent: &Agent, since: jiff::Timestamp) -> Result<Option<f64>> {
-    let output = agent.cli(&["tune", "history", "-o", "json"]).output().context("could not ask the tuner")?;
+    let output = agent.cli(&["tune", "history", "-o", "json"]).output().context("cannot query the tuner")?;
     for line in String::from_utf8_lossy(&output.stdout).lines() {
         let step: Value = serde_json::from_str(line)?;
         let at: jiff::Timestamp = step["at"].as_str().context("a step without a time")?.parse()?;

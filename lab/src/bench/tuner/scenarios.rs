@@ -1,58 +1,58 @@
-//! What goes on beside the server.
+//! Interference with the server.
 
 use super::HOG;
 use anyhow::Result;
 use beelet_tests::manifests;
 use serde_json::Value;
 
-/// One kind of trouble for the server.
+/// Kind of interference.
 #[derive(Debug)]
 pub(super) struct Scenario {
-    /// What `--scenario` calls it.
+    /// Name for `--scenario`.
     pub(super) name: &'static str,
-    /// Its rows: the server's 99th percentile with the tuner off and with `enforce`, and what that costs the
-    /// others: CPU time, or where memory is short how long they stand still.
+    /// Rows: the server's 99th percentile without the tuner and with `enforce`, and the cost for the others:
+    /// CPU time, or their stalls in a scenario that is short of memory.
     pub(super) rows: [&'static str; 3],
-    /// The server's own CPU limit in trouble; none where it is empty.
+    /// CPU limit of the server; none if empty.
     pub(super) limit: &'static str,
-    /// Its row with caps on any kernel, which by themselves come only where they harm nobody else; none where
-    /// it is empty.
+    /// Row with caps on any kernel, which the tuner by itself uses only where they harm no other pod; none if
+    /// empty.
     pub(super) capped: &'static str,
-    /// Who is beside it.
+    /// Neighbours of the server.
     pub(super) neighbours: &'static [Neighbour],
     /// All pods together have less memory than the neighbours want, and the server reads its answers from a
-    /// file, which is in memory as long as nobody takes that.
+    /// file, which stays in memory unless it is reclaimed.
     pub(super) short_of_memory: bool,
-    /// How many times as long as others it is measured: if it is more than once, only where it is asked for.
+    /// Factor of the measuring time; a scenario with more than 1 runs only on request.
     pub(super) times: u32,
 }
 
-/// Somebody beside the server.
+/// Workload next to the server.
 #[derive(Debug)]
 pub(super) struct Neighbour {
     pub(super) name: &'static str,
-    /// Requests of CPU and memory: without them it is BestEffort.
+    /// Requests of CPU and memory; without them the pod is BestEffort.
     pub(super) requests: (&'static str, &'static str),
     pub(super) work: Work,
 }
 
-/// What a neighbour does.
+/// Work of a neighbour.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Work {
-    /// So many busy threads per CPU.
+    /// Busy threads per CPU.
     Busy(usize),
-    /// One job per CPU, each a short process after another.
+    /// A job per CPU, each running short processes in sequence.
     Build,
-    /// Reads a file of so many MiB again and again.
+    /// Reads a file of this many MiB repeatedly.
     Read(usize),
-    /// Takes so many MiB, gives them back, and begins again.
+    /// Allocates this many MiB, frees them, and repeats.
     Grow(usize),
-    /// No pod: so many thousandths of a CPU, in a cgroup of the node's beside the pods'.
+    /// No pod: uses this many thousandths of a CPU, in a cgroup of the node next to the pods'.
     Daemon(usize),
 }
 
 impl Work {
-    /// The arguments of `testapp hog`.
+    /// Returns the arguments of `testapp hog`.
     pub(super) fn words(self) -> Result<[String; 2]> {
         let cpus = std::thread::available_parallelism()?.get();
         let (kind, number) = match self {
@@ -71,7 +71,7 @@ impl Neighbour {
         if self.requests == ("", "") { "BestEffort" } else { "Burstable" }
     }
 
-    /// Its pod, quiet until somebody connects to [`HOG`].
+    /// Returns its pod, which is idle until a connection to [`HOG`].
     pub(super) fn manifest(&self) -> Result<Value> {
         let [kind, number] = self.work.words()?;
         let command = ["/bin/testapp", "hog", "--on", &HOG.to_string(), &kind, &number];
@@ -87,18 +87,18 @@ const fn scenario(name: &'static str, rows: [&'static str; 3], neighbours: &'sta
     Scenario { name, rows, limit: "", capped: "", neighbours, short_of_memory: false, times: 1 }
 }
 
-/// Every kind of trouble.
+/// All scenarios.
 pub(super) const SCENARIOS: [Scenario; 6] = [
     scenario("busy", ["busy_off", "busy_enforce", "busy_cpu_lost"], &[best_effort("batch", Work::Busy(2))]),
     Scenario {
-        // A tenth of a second of what it takes on average is 30 ms, and its requests come as they like.
+        // A tenth of a second of its average use is 30 ms, and its requests arrive at random.
         limit: "350m",
         ..scenario("quota", ["quota_off", "quota_enforce", "quota_cpu_lost"], &[])
     },
     scenario(
         "burstable",
         ["burstable_off", "burstable_enforce", "burstable_cpu_lost"],
-        // As much as the server requests, so their weights are the same.
+        // The same requests as the server's, so their weights are equal.
         &[Neighbour { name: "greedy", requests: ("300m", "64Mi"), work: Work::Busy(2) }],
     ),
     scenario(

@@ -1,7 +1,6 @@
 #!/bin/sh
-# Runs in a stock machine, from a unit, at each of its two boots: the agent's package, an agent with the
-# machine's cgroup driver, and what must hold of it. Prints `ok NAME`, `FAIL NAME: why`, `skip NAME: why`
-# and, for people, `# …`. The last line of the second boot is `done`.
+# Runs in a stock machine, as a unit, at each of its two boots: checks the agent's package, and an agent with
+# the machine's cgroup driver. Prints `ok NAME`, `FAIL NAME: why`, `skip NAME: why` and `# …` for comments. The last line of the second boot is `done`.
 export LC_ALL=C PATH=/usr/sbin:/usr/bin:/sbin:/bin
 cd /check || exit 1
 rm -f going-down
@@ -17,13 +16,13 @@ ok() { echo "ok $1"; }
 fail() { echo "FAIL $1: $2"; }
 skip() { echo "skip $1: $2"; }
 same() { if [ "$2" = "$3" ]; then ok "$1"; else fail "$1" "expected \"$2\", found \"$3\""; fi; }
-# Waits until the command says so. Emulated machines are slow.
+# Waits until the command succeeds. Emulated machines are slow.
 patience=240
 until_true() {
     what=$1; shift; tries=0
     until "$@" >/dev/null 2>&1; do
         tries=$((tries + 1))
-        if [ $tries -ge $patience ]; then fail "$what" "it did not come in $patience looks, each half a second and more"; return 1; fi
+        if [ $tries -ge $patience ]; then fail "$what" "not true after $patience polls, each of half a second or more"; return 1; fi
         sleep 0.5
     done
     ok "$what"
@@ -31,9 +30,9 @@ until_true() {
 holds() { [ "$(cat "$1" 2>/dev/null)" = "$2" ]; }
 pod_of() { ls -d "$1"/*-pod*.slice 2>/dev/null | head -n 1; }
 has_pod() { [ -n "$(pod_of "$1")" ] && ls -d "$(pod_of "$1")"/*.scope | [ "$(wc -l)" -ge 2 ]; }
-# The unit's property, as systemd has it.
+# The unit's property in systemd.
 property() { systemctl show --value -p "$2" "$1"; }
-# All that is set anywhere below the pods' slice.
+# All values set below the pods' slice.
 values() {
     find $kube -name 'c*' -o -name 'm*' -o -name 'p*' | sort | while read -r file; do
         case ${file##*/} in
@@ -78,45 +77,45 @@ no_pods() { listed=$(beelet get pods) && ! echo "$listed" | grep -q '^ *default 
 # ---- The package ----
 
 install_package() {
-    # What is recommended (another runtime, plugins) is here already; there is no mirror to ask.
+    # The recommended packages (another runtime, plugins) are installed already, and no mirror can be reached.
     if apt-get install -y --no-install-recommends ./beelet.deb >apt.log 2>&1; then ok "apt installs the package"; else
         fail "apt installs the package" "$(tail -n 3 apt.log | tr '\n' ' ')"; fi
-    same "nothing is started that nobody asked for" "inactive inactive" \
+    same "the package starts no unit by itself" "inactive inactive" \
         "$(state_of beelet.service) $(state_of beelet-observe.service)"
-    same "dpkg finds all files as they were packed" "" "$(dpkg --verify beelet)"
+    same "dpkg verifies all files" "" "$(dpkg --verify beelet)"
     echo "# $(beelet --version)"
-    beelet run --check --config /etc/beelet/beelet.yaml >check.log 2>&1 && ok "the package's configuration is good" ||
-        fail "the package's configuration is good" "$(tail -n 2 check.log)"
+    beelet run --check --config /etc/beelet/beelet.yaml >check.log 2>&1 && ok "the package's configuration is valid" ||
+        fail "the package's configuration is valid" "$(tail -n 2 check.log)"
     cp agent.yaml /etc/beelet/beelet.yaml
     beelet doctor >doctor.log 2>&1 && ok "the doctor finds that beelet can run here" ||
         fail "the doctor finds that beelet can run here" "$(tail -n 1 doctor.log)"
     sed 's/^/# doctor: /' doctor.log
 }
 
-# ---- What only a machine like this has ----
+# ---- Features of a complete machine ----
 
 machine_extras() {
     finding() { beelet doctor -v 2>/dev/null | tr -s ' ' | grep -A 2 -- "$1"; }
     case $(finding "volume sizes") in
-    *"counted by the kernel"*) ok "the kernel counts what volumes take, by project" ;;
-    *) fail "the kernel counts what volumes take, by project" "$(finding "volume sizes" | head -n 1)" ;;
+    *"counted by the kernel"*) ok "the kernel counts the usage of volumes by project" ;;
+    *) fail "the kernel counts the usage of volumes by project" "$(finding "volume sizes" | head -n 1)" ;;
     esac
-    ss_diag=$(modprobe tcp_diag 2>&1) && ok "tcp_diag is there" || fail "tcp_diag is there" "$ss_diag"
+    ss_diag=$(modprobe tcp_diag 2>&1) && ok "tcp_diag is loaded" || fail "tcp_diag is loaded" "$ss_diag"
     same "two NUMA nodes" "0-1" "$(cat /sys/devices/system/node/online)"
     fallocate -l 128M /swapfile && chmod 600 /swapfile && mkswap /swapfile >/dev/null && swapon /swapfile &&
-        ok "swap is on" || fail "swap is on" "$(cat /proc/swaps)"
-    same "huge pages are there" 32 "$(cat /proc/sys/vm/nr_hugepages)"
-    beelet get node -o json | grep -q '"hugepages-2Mi": "64Mi"' && ok "the node has them" ||
-        fail "the node has them" "$(beelet get node -o json | grep -m 1 hugepages)"
-    # Sandboxes have none; containers do.
+        ok "swap is enabled" || fail "swap is enabled" "$(cat /proc/swaps)"
+    same "huge pages are reserved" 32 "$(cat /proc/sys/vm/nr_hugepages)"
+    beelet get node -o json | grep -q '"hugepages-2Mi": "64Mi"' && ok "the node reports huge pages" ||
+        fail "the node reports huge pages" "$(beelet get node -o json | grep -m 1 hugepages)"
+    # Containers have a profile, sandboxes have none.
     profile=$(for pid in $(ctr -n k8s.io tasks ls | awk '$3 == "RUNNING" {print $2}'); do
         cat /proc/"$pid"/attr/current
     done 2>/dev/null | grep -m 1 cri-containerd)
     case $(cat /sys/module/apparmor/parameters/enabled 2>/dev/null) in
-    Y) same "AppArmor is on, and the runtime's profile holds" "cri-containerd.apparmor.d (enforce)" "$profile" ;;
-    *) skip "AppArmor is on, and the runtime's profile holds" "this kernel has none" ;;
+    Y) same "AppArmor enforces the runtime's profile" "cri-containerd.apparmor.d (enforce)" "$profile" ;;
+    *) skip "AppArmor enforces the runtime's profile" "this kernel has no AppArmor" ;;
     esac
-    # Tests that every kernel without modules leaves out.
+    # Tests that are skipped on every kernel without modules.
     for test in $(./kernel --list --format terse 2>/dev/null | sed -n 's/^\(quota::.*\): test$/\1/p'); do
         rm -f skipped
         BEELET_SKIPPED=$PWD/skipped BEELET_BIN=/usr/bin/beelet BEELET_TESTAPP=$PWD/testapp \
@@ -153,31 +152,31 @@ POD
     patience=1200
     until_true "$count pods are ready" all_ready
     patience=240
-    # Whatever would change with a restart or a flip.
+    # Fields that a restart or a flip would change.
     seen() { beelet get pods -o json | grep -E '"(restartCount|containerID|lastTransitionTime|startedAt|uid)"'; }
     seen >before; old=$(agent)
     apt-get install -y --no-install-recommends ./upgrade.deb >apt.log 2>&1 || fail "apt upgrades" "$(tail -n 3 apt.log)"
     until_true "another agent runs" sh -c "[ \"\$(systemctl show --value -p MainPID beelet.service)\" != $old ] && beelet get pods"
-    until_true "all are ready under it" all_ready
-    # Each probe has looked several times.
+    until_true "all pods are ready after the upgrade" all_ready
+    # Time for several runs of each probe.
     sleep 10
     seen >after
     same "the other version is installed" 2 "$(dpkg-query -W -f '${Version}' beelet | sed 's/.*-//')"
-    if cmp -s before after; then ok "an upgrade under $count pods restarts none and flips none"; else
-        fail "an upgrade under $count pods restarts none and flips none" "$(diff before after | head -n 8 | tr '\n' ' ')"; fi
+    if cmp -s before after; then ok "an upgrade under $count pods restarts no pod and flips no readiness"; else
+        fail "an upgrade under $count pods restarts no pod and flips no readiness" "$(diff before after | head -n 8 | tr '\n' ' ')"; fi
     rm $manifests/up-*.yaml
     patience=1200
-    until_true "they are gone once their manifests are" no_pods
+    until_true "pods are removed with their manifests after the upgrade" no_pods
     patience=240
 }
 
-# ---- The machine goes down, and comes up ----
+# ---- Shutdown and boot ----
 
-# A word of one of the agent's records on disk, and the pods' identities.
+# A field of one of the agent's records on disk, and the pods' UIDs.
 record() { grep -o "\"$2\": *\"[^\"]*\"" /var/lib/beelet/"$1".json | head -n 1 | cut -d '"' -f 4; }
 uids() { beelet get pods -o json | grep -o '"uid": *"[^"]*"' | sort -u; }
 this_boot() { cat /proc/sys/kernel/random/boot_id; }
-# Notes when it was told to end, and takes a moment for it.
+# A pod that records the time of its termination, and takes a moment to terminate.
 ending_pod() { # NAME PRIORITY SECONDS
     cat >$manifests/.new <<POD
 apiVersion: v1
@@ -212,10 +211,10 @@ go_down() {
     ending_pod usual 0 4
     ending_pod critical 2000000000 1
     both_run() { [ -s ends/usual.boots ] && [ -s ends/critical.boots ]; }
-    until_true "pods that take their time to end run" both_run
+    until_true "pods that take time to terminate run" both_run
     systemd-inhibit --list --no-pager >inhibitors 2>&1
-    grep -q 'beelet.*shutdown.*delay' inhibitors && ok "logind shows who holds up a shutdown" ||
-        fail "logind shows who holds up a shutdown" "$(tr '\n' ' ' <inhibitors)"
+    grep -q 'beelet.*shutdown.*delay' inhibitors && ok "logind lists the inhibitor of a shutdown" ||
+        fail "logind lists the inhibitor of a shutdown" "$(tr '\n' ' ' <inhibitors)"
     echo "# $(busctl get-property org.freedesktop.login1 /org/freedesktop/login1 org.freedesktop.login1.Manager InhibitDelayMaxUSec)"
     beelet get pods | sed 's/^/# /'
     this_boot >first-boot; uids >first-uids; record images began >first-began
@@ -226,46 +225,46 @@ go_down() {
 }
 came_up() {
     before() { [ -s "$1" ] && [ -s "$2" ] && [ "$(cut -d ' ' -f 1 "$1" | tr -d .)" -le "$(cut -d ' ' -f 1 "$2" | tr -d .)" ]; }
-    before ends/usual.told ends/usual.ended && ok "a usual pod had its time to end before the machine went down" ||
-        fail "a usual pod had its time to end before the machine went down" "$(ls ends | tr '\n' ' ')"
-    before ends/usual.ended ends/critical.told && ok "a critical pod was told to end only then" ||
-        fail "a critical pod was told to end only then" "$(cat ends/usual.ended ends/critical.told 2>&1 | tr '\n' ' ')"
-    before ends/critical.told ends/critical.ended && ok "and had its time too" || fail "and had its time too" "$(ls ends | tr '\n' ' ')"
+    before ends/usual.told ends/usual.ended && ok "a usual pod had its grace period before the shutdown" ||
+        fail "a usual pod had its grace period before the shutdown" "$(ls ends | tr '\n' ' ')"
+    before ends/usual.ended ends/critical.told && ok "a critical pod was terminated only afterwards" ||
+        fail "a critical pod was terminated only afterwards" "$(cat ends/usual.ended ends/critical.told 2>&1 | tr '\n' ' ')"
+    before ends/critical.told ends/critical.ended && ok "a critical pod had its grace period" || fail "a critical pod had its grace period" "$(ls ends | tr '\n' ' ')"
     journalctl -b -1 -u beelet.service --no-pager -o cat >last-boot.log 2>/dev/null
     grep -q 'the machine may go down' last-boot.log && ok "the machine waited for the agent" ||
         fail "the machine waited for the agent" "$(tail -n 2 last-boot.log | tr '\n' ' ')"
     grep -iE 'shut|pods are ended|may go down|logind' last-boot.log | tail -n 12 | sed 's/^/# /'
     record=/var/lib/beelet/node-shutdown.json
-    grep -q '"ended": *"' $record && ok "the record of the shutdown says that it came to its end" ||
-        fail "the record of the shutdown says that it came to its end" "$(cat $record 2>&1)"
+    grep -q '"ended": *"' $record && ok "the record of the shutdown is complete" ||
+        fail "the record of the shutdown is complete" "$(cat $record 2>&1)"
     for file in ends/*.boots; do mv "$file" "$file".first; done
     same "the records on disk are of the last boot" "$(cat first-boot)" "$(record pods boot)"
     network
     systemctl start beelet.service || fail "the agent starts after the boot" "$(systemctl status beelet.service | tail -n 5)"
     again() { [ -s ends/usual.boots ] && [ -s ends/critical.boots ]; }
     until_true "static pods run again after the boot" again
-    same "their volumes of the last boot were given back" "$(this_boot)" "$(cat ends/usual.boots)"
-    agents_word() { beelet get pods | grep -c ' 1/1 *Running'; }
-    two_run() { [ "$(agents_word)" = 2 ]; }
-    until_true "the agent says so" two_run
+    same "their volumes of the last boot were removed" "$(this_boot)" "$(cat ends/usual.boots)"
+    running_pods() { beelet get pods | grep -c ' 1/1 *Running'; }
+    two_run() { [ "$(running_pods)" = 2 ]; }
+    until_true "the agent reports them running" two_run
     same "they are the same pods" "$(cat first-uids)" "$(uids)"
     early() {
         booted=$(sed -n 's/^btime //p' /proc/stat)
         beelet get pods -o json | tr -d ' \n' | grep -o '"running":{"startedAt":"[^"]*"' | cut -d '"' -f 6 |
             while read -r at; do [ "$(date -d "$at" +%s)" -ge "$booted" ] || echo "$at"; done
     }
-    same "what the last boot's records say of containers is not believed" "" "$(early)"
+    same "container records of the last boot are not trusted" "" "$(early)"
     of_this_boot() { [ "$(record pods boot)" = "$(this_boot)" ]; }
-    until_true "the records are written anew" of_this_boot
+    until_true "the records are rewritten" of_this_boot
     same "images keep their ages" "$(cat first-began)" "$(record images began)"
 }
 purge() {
     rm -f $manifests/*.yaml
-    nobody() { [ "$(beelet get pods | grep -c Running)" = 0 ] && [ -z "$(containers)" ]; }
-    until_true "pods go with their manifests" nobody
+    none_left() { [ "$(beelet get pods | grep -c Running)" = 0 ] && [ -z "$(containers)" ]; }
+    until_true "pods are removed with their manifests" none_left
     dpkg --purge beelet >apt.log 2>&1 && ok "the package is purged" || fail "the package is purged" "$(tail -n 2 apt.log)"
     left=$(ls -d /usr/bin/beelet /etc/beelet /var/lib/beelet /run/beelet /sys/fs/bpf/beelet $kube $top/*/kubepods 2>/dev/null)
-    same "nothing of it is left" "" "$(echo $left)"
+    same "nothing is left behind" "" "$(echo $left)"
 }
 log_of_agent() {
     journalctl -b -u beelet.service --no-pager -o cat >agent.log
@@ -290,11 +289,11 @@ on_version_1() {
     same "quota of a Burstable pod" 25000 "$(cat "$b_cpu"/cpu.cfs_quota_us)"
     same "shares of a BestEffort pod" 2 "$(cat "$e_cpu"/cpu.shares)"
     echo 77 >"$g_cpu"/cpu.shares
-    until_true "a changed file is set right again" holds "$g_cpu"/cpu.shares 512
+    until_true "a changed file is restored" holds "$g_cpu"/cpu.shares 512
     before=$(containers) old=$(agent)
     kill -9 "$old"
     until_true "the agent is back" sh -c "pid=\$(systemctl show --value -p MainPID beelet.service); [ \"\$pid\" != 0 ] && [ \"\$pid\" != $old ]"
-    until_true "and answers" agent_answers
+    until_true "the agent answers again" agent_answers
     same "no container was restarted by kill -9" "$before" "$(containers)"
     rm $manifests/*.yaml
 }
@@ -302,7 +301,7 @@ on_version_1() {
 # ---- cgroup v2 and systemd's driver ----
 
 systemd_driver() {
-    # What a daemon-reload takes back: values in files alone, and values that are properties.
+    # Shows the effect of a daemon-reload on values in files only, and on values that are properties.
     busctl call org.freedesktop.systemd1 /org/freedesktop/systemd1 org.freedesktop.systemd1.Manager StartTransientUnit \
         'ssa(sv)a(sa(sv))' probe.slice replace 3 CPUAccounting b true MemoryAccounting b true TasksAccounting b true 0 >/dev/null
     sleep 1
@@ -335,78 +334,77 @@ systemd_driver() {
     until_true "a BestEffort pod runs" has_pod $besteffort
     g=$(pod_of $kube) b=$(pod_of $burstable) e=$(pod_of $besteffort)
     echo "# $g"
-    until_true "values are in force" holds $burstable/cpu.weight 10
+    until_true "values are applied" holds $burstable/cpu.weight 10
     same "weight of a Guaranteed pod" 20 "$(cat "$g"/cpu.weight)"
     same "quota of a Guaranteed pod" "50000 100000" "$(cat "$g"/cpu.max)"
     same "limit of a Guaranteed pod" 67108864 "$(cat "$g"/memory.max)"
     same "quota of a Burstable pod" "25000 100000" "$(cat "$b"/cpu.max)"
     same "limit of a Burstable pod" 134217728 "$(cat "$b"/memory.max)"
     same "weight of a BestEffort pod" 1 "$(cat "$e"/cpu.weight)"
-    same "the same as systemd knows it" "20 500ms 67108864" \
+    same "systemd has the same values" "20 500ms 67108864" \
         "$(property "${g##*/}" CPUWeight) $(property "${g##*/}" CPUQuotaPerSecUSec) $(property "${g##*/}" MemoryMax)"
     same "memory QoS and processes" "67108864 33554432 512" "$(cat "$g"/memory.min) $(cat "$b"/memory.low) $(cat "$b"/pids.max)"
-    same "the same of a slice that had to be changed" "$(cat $kube/memory.min)" "$(property kubepods.slice MemoryMin)"
-    same "kubepods as systemd knows it" "$(cat $kube/cpu.weight) $(cat $kube/memory.max)" \
+    same "systemd has the value of a changed slice" "$(cat $kube/memory.min)" "$(property kubepods.slice MemoryMin)"
+    same "systemd has the values of kubepods" "$(cat $kube/cpu.weight) $(cat $kube/memory.max)" \
         "$(property kubepods.slice CPUWeight) $(property kubepods.slice MemoryMax)"
     same "the runtime's scopes are in the pod's slice" "${b##*/}" "$(property "$(basename "$(ls -d "$b"/*.scope | head -n 1)")" Slice)"
 
-    # What is a property is not taken back by a daemon-reload, with the agent held so that it can't mend
-    # anything. No properties in systemd 252: memory.oom.group, and runc's own memory.swap.max (it makes
-    # none of a 0).
+    # A daemon-reload reverts no property, with the agent stopped so that it cannot restore anything. Not
+    # properties in systemd 252: memory.oom.group, and runc's own memory.swap.max (runc sets no property for 0).
     kept() { values | grep -v -e /memory.oom.group -e '\.scope/memory.swap.max'; }
     kept >before
     kill -STOP "$(agent)"; systemctl daemon-reload; sleep 2; kept >after; kill -CONT "$(agent)"
-    if cmp -s before after; then ok "a daemon-reload takes no property back"; else
-        fail "a daemon-reload takes no property back" "$(diff before after | tr '\n' ' ')"; fi
+    if cmp -s before after; then ok "a daemon-reload reverts no property"; else
+        fail "a daemon-reload reverts no property" "$(diff before after | tr '\n' ' ')"; fi
     in_scopes() { grep -qx "$3" "$1"/*.scope/"$2"; }
-    until_true "what is no property is set right again" in_scopes "$g" memory.oom.group 1
+    until_true "values without a property are restored" in_scopes "$g" memory.oom.group 1
 
-    # systemd makes a quota whole percents when it reloads.
+    # systemd rounds a quota to whole percents when it reloads.
     manifest burstable '{requests: {cpu: 250m, memory: 32Mi}, limits: {cpu: 255m, memory: 128Mi}}'
-    until_true "a quota that is no whole percent" holds "$b"/cpu.max "25500 100000"
+    until_true "a quota with a fraction of a percent" holds "$b"/cpu.max "25500 100000"
     sleep 10; systemctl daemon-reload; sleep 4
-    same "it is set right again at once after a daemon-reload" "25500 100000" "$(cat "$b"/cpu.max)"
+    same "the quota is restored at once after a daemon-reload" "25500 100000" "$(cat "$b"/cpu.max)"
 
-    # What somebody else changes is set right again, and known to systemd.
+    # Foreign changes are reverted, also in systemd.
     echo 77 >"$g"/cpu.weight
-    until_true "a changed file is set right again" holds "$g"/cpu.weight 20
+    until_true "a changed file is restored" holds "$g"/cpu.weight 20
     systemctl set-property --runtime "${g##*/}" CPUWeight=88
-    until_true "a changed property is set right again" holds "$g"/cpu.weight 20
-    same "also with systemd" 20 "$(property "${g##*/}" CPUWeight)"
+    until_true "a changed property is restored" holds "$g"/cpu.weight 20
+    same "systemd has the restored property" 20 "$(property "${g##*/}" CPUWeight)"
 
     # In place, in both directions.
     before=$(containers)
     manifest guaranteed '{limits: {cpu: 700m, memory: 96Mi}}'
     until_true "a resize up reaches the pod" holds "$g"/memory.max 100663296
-    until_true "and its container" in_scopes "$g" memory.max 100663296
+    until_true "a resize up reaches its container" in_scopes "$g" memory.max 100663296
     same "a resize is a property" "700ms 100663296" "$(property "${g##*/}" CPUQuotaPerSecUSec) $(property "${g##*/}" MemoryMax)"
     manifest guaranteed '{limits: {cpu: 400m, memory: 64Mi}}'
     until_true "a resize down reaches the pod" holds "$g"/memory.max 67108864
-    until_true "quota down" holds "$g"/cpu.max "40000 100000"
+    until_true "a lower quota reaches the pod" holds "$g"/cpu.max "40000 100000"
     same "no container was restarted by a resize" "$before" "$(containers)"
 
-    # The bus is away: stopped, it answers nobody.
+    # The bus is stopped and does not answer.
     bus=$(property dbus.service MainPID)
     kill -STOP "$bus"
     manifest burstable '{requests: {cpu: 250m, memory: 32Mi}, limits: {cpu: 300m, memory: 160Mi}}'
     sleep 25
-    same "without the bus nothing is half done" "25500 100000" "$(cat "$b"/cpu.max)"
+    same "without the bus no change is half applied" "25500 100000" "$(cat "$b"/cpu.max)"
     kill -CONT "$bus"
-    until_true "once the bus is back what waited is done" holds "$b"/memory.max 167772160
-    until_true "and its quota" holds "$b"/cpu.max "30000 100000"
+    until_true "pending changes are applied when the bus is back" holds "$b"/memory.max 167772160
+    until_true "the pending quota is applied too" holds "$b"/cpu.max "30000 100000"
 
-    # systemd executes itself anew.
+    # systemd re-executes itself.
     systemctl daemon-reexec &
     manifest burstable '{requests: {cpu: 250m, memory: 32Mi}, limits: {cpu: 320m, memory: 192Mi}}'
     wait
     until_true "a resize over a daemon-reexec" holds "$b"/memory.max 201326592
     same "the agent is the same process" active "$(property beelet.service ActiveState)"
 
-    # kill -9: the next one takes over what runs.
+    # kill -9: the next agent adopts the running pods.
     before=$(containers) old=$(agent)
     kill -9 "$old"
     until_true "the agent is back" sh -c "pid=\$(systemctl show --value -p MainPID beelet.service); [ \"\$pid\" != 0 ] && [ \"\$pid\" != $old ]"
-    until_true "and ready" sh -c '[ "$(systemctl show --value -p ActiveState beelet.service)" = active ]'
+    until_true "the agent is ready again" sh -c '[ "$(systemctl show --value -p ActiveState beelet.service)" = active ]'
     manifest burstable '{requests: {cpu: 250m, memory: 32Mi}, limits: {cpu: 320m, memory: 224Mi}}'
     until_true "an adopted pod is resized" holds "$b"/memory.max 234881024
     same "no container was restarted by kill -9" "$before" "$(containers)"
@@ -414,13 +412,13 @@ systemd_driver() {
     # The end of pods.
     rm $manifests/besteffort.yaml $manifests/guaranteed.yaml
     gone() { [ ! -e "$1" ]; }
-    until_true "a removed Guaranteed pod's slice is gone" gone "$g"
-    until_true "a removed BestEffort pod's slice is gone" gone "$e"
-    same "no unit is left of them" "" "$(systemctl list-units --all --plain --no-legend "${g##*/}" "${e##*/}")"
+    until_true "a removed Guaranteed pod's slice is removed" gone "$g"
+    until_true "a removed BestEffort pod's slice is removed" gone "$e"
+    same "their units are removed" "" "$(systemctl list-units --all --plain --no-legend "${g##*/}" "${e##*/}")"
     manifest besteffort '{}'
-    until_true "it comes again" has_pod $besteffort
+    until_true "a restored BestEffort pod runs again" has_pod $besteffort
     systemctl stop beelet.service
-    has_pod $burstable && ok "pods outlive the agent" || fail "pods outlive the agent" "they are gone"
+    has_pod $burstable && ok "pods outlive the agent" || fail "pods outlive the agent" "the pods were removed"
 }
 
 case $boot in
@@ -435,7 +433,7 @@ case $boot in
     until_true "a pod runs" sh -c "beelet get pods | grep -q 'extra.* 1/1 *Running'"
     machine_extras
     rm $manifests/extra.yaml
-    until_true "it goes with its manifest" no_pods
+    until_true "a pod is removed with its manifest" no_pods
     upgrade
     log_of_agent
     go_down

@@ -1,5 +1,5 @@
-//! End-to-end tests, or a bench, in a stock machine, in place of its checks: on its kernel, its systemd and
-//! its containerd, with either driver of cgroups.
+//! Runs end-to-end tests or a bench in a stock machine instead of its checks: on its kernel, its systemd and
+//! its containerd, with either cgroup driver.
 
 use super::{
     CHECK_UNIT, Clock, FSTAB, Machine, NETWORK, Stock, agent_config, containerd_config, known, unpacked, want,
@@ -20,22 +20,23 @@ use xtask::{cross::Arch, shell};
 
 pub(super) const SCRIPT: &str = include_str!("e2e.sh");
 
-/// No test takes longer, in seconds of a real machine: as .config/nextest.toml has it.
+/// Time limit of a test in seconds of a real machine, as in .config/nextest.toml.
 const LIMIT: u32 = 300;
-/// So many times longer than on a real machine does a test wait, where BEELET_PATIENCE says nothing else.
+/// Factor of a test's waiting times relative to a real machine, unless BEELET_PATIENCE is set.
 const PATIENCE: u32 = 4;
-/// By the host's clock: what a boot takes, and each of its tests. Half of that is usual beside other work.
+/// Maximum times of a boot and of each of its tests, by the host's clock. Half of that is usual next to other
+/// work.
 const BOOT: Duration = Duration::from_secs(600);
 const TEST: Duration = Duration::from_secs(120);
-/// By the host's clock: what a bench takes that lasts ten minutes by the machine's.
+/// Maximum time of a bench by the host's clock, for one that lasts ten minutes by the machine's.
 const BENCH: Duration = Duration::from_secs(14_400);
-/// How often the machine is booted, if the emulator dies each time.
+/// Maximum number of boots if the emulator dies each time.
 const BOOTS: u32 = 3;
-/// The tests' target folder in the machine, and the program in it.
+/// Target folder of the tests in the machine, and the program in it.
 const TARGET: &str = "check/e2e";
 const PROGRAM: &str = "check/e2e/deps/e2e";
 
-/// What tests read of the repository, each at its place.
+/// Files of the repository that tests read, each at its path.
 const READ: &[&str] = &[
     "agent/proto/proto/beelet/signals.proto",
     "docs/tour.md",
@@ -49,39 +50,38 @@ const READ: &[&str] = &[
     "tests/tests/e2e/data/kubernetes-mixin.rules.yaml",
 ];
 
-/// Where something is to be run, and how.
+/// Machine and options for a run.
 pub(crate) struct Wanted<'a> {
-    /// The machine's name.
+    /// Name of the machine.
     pub(crate) machine: &'a str,
-    /// The agent; else a debug build of it.
+    /// Agent; None: a debug build.
     pub(crate) agent: Option<&'a Path>,
-    /// Who drives the cgroups of the tests' own containerd and of the agents on it; else who drives the
-    /// machine's.
+    /// Cgroup driver of the tests' own containerd and agents; None: the machine's.
     pub(crate) driver: Option<&'a str>,
-    /// How long a boot with all that runs there may take; else long enough on a busy host.
+    /// Maximum time of a boot with everything that runs there; None: long enough for a busy host.
     pub(crate) deadline: Option<Duration>,
-    /// What the machine's clock goes by.
+    /// Clock of the machine.
     pub(crate) clock: Clock,
 }
 
 impl Wanted<'_> {
-    /// The machine, and who drives the cgroups.
+    /// Returns the machine and the cgroup driver.
     fn stock(&self) -> Result<(&'static Stock, &str)> {
         let stock = known(self.machine)?;
         let driver = self.driver.unwrap_or(stock.driver);
         if driver == "systemd" && stock.cgroups != "v2" {
-            bail!("{} has cgroups of version 1, which systemd's driver is not for", stock.name);
+            bail!("{} has cgroup v1, which the systemd driver does not support", stock.name);
         }
         Ok((stock, driver))
     }
 }
 
 /// Boots a machine and runs end-to-end tests there: those whose names begin with one of the prefixes, or all
-/// of them for `all`. With `write_docs` what came out goes into docs/machines.md.
+/// for `all`. With `write_docs`, writes the results to docs/machines.md.
 ///
 /// # Errors
-/// A test failed, the doctor found that the agent can't run on the machine's own containerd, or the machine
-/// could not be made or did not come to its end.
+/// A test failed, the doctor found that the agent cannot run on the machine's own containerd, or the machine
+/// could not be built or did not complete.
 pub(crate) fn end_to_end(wanted: &Wanted<'_>, prefixes: &[String], write_docs: bool) -> Result<()> {
     let began = Instant::now();
     let (stock, driver) = wanted.stock()?;
@@ -102,10 +102,10 @@ pub(crate) fn end_to_end(wanted: &Wanted<'_>, prefixes: &[String], write_docs: b
     let summary = Summary { arch: Arch::Amd64, plan, runs: vec![run] };
     println!("{}", summary.text());
     let (made, whole) = (made.as_secs(), began.elapsed().as_secs());
-    println!("# made in {made} s, up after {up} s of its own clock, done after {whole} s");
+    println!("# built in {made} s, up after {up} s of its own clock, done after {whole} s");
     let verdict = summary.verdict().and_then(|()| match can_run {
         true => Ok(()),
-        false => bail!("the doctor does not find that beelet can run on {title}: its words are above"),
+        false => bail!("the doctor found that beelet cannot run on {title}; see its output above"),
     });
     if verdict.is_err() {
         keep_logs(&machine, &work);
@@ -124,15 +124,15 @@ pub(crate) fn end_to_end(wanted: &Wanted<'_>, prefixes: &[String], write_docs: b
     verdict
 }
 
-/// Boots a machine and runs `cargo xtask bench` there with these arguments; what it says comes as it says it.
+/// Boots a machine and runs `cargo xtask bench` there with these arguments; prints its output as it arrives.
 ///
 /// # Errors
-/// A bound does not hold, or the machine could not be made or did not come to its end.
+/// A bound does not hold, or the machine could not be built or did not complete.
 pub(crate) fn bench(wanted: &Wanted<'_>, arguments: &str) -> Result<()> {
     let (stock, driver) = wanted.stock()?;
     let (work, root, _lock) = unpacked(stock)?;
     install(&root, stock, wanted, driver)?;
-    strip(&std::env::current_exe().context("could not find this program")?, &root.join(TARGET).join("lab"))?;
+    strip(&std::env::current_exe().context("cannot find this program")?, &root.join(TARGET).join("lab"))?;
     workdir::write(&root.join("check/bench"), format!("{arguments}\n"))?;
     workdir::write(&root.join("check/plan"), "")?;
     let machine = Machine { clock: wanted.clock, ..Machine::new(stock, &work, root)? };
@@ -144,11 +144,11 @@ pub(crate) fn bench(wanted: &Wanted<'_>, arguments: &str) -> Result<()> {
     }
     match transcript.facts.get("status").map(String::as_str) {
         Some("0") => Ok(()),
-        status => bail!("the bench ended with status {}", status.unwrap_or("unknown")),
+        status => bail!("the bench exited with status {}", status.unwrap_or("unknown")),
     }
 }
 
-/// Runs the plan. Where the emulator dies, what was not run yet is run in another boot.
+/// Runs the plan. If the emulator dies, the remaining tests run in another boot.
 fn boots(
     machine: &Machine,
     work: &Path,
@@ -156,28 +156,28 @@ fn boots(
     plan: &[Test],
     deadline: Duration,
 ) -> Result<(Transcript, End)> {
-    // One thread: QEMU is bound to the life of the thread that starts it.
+    // A single thread: QEMU is killed when the thread that started it ends.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut whole = Transcript::default();
     let mut boot = 1;
     loop {
         match plan.len() - whole.verdicts.len() {
-            0 => eprintln!(".. {title} boots"),
-            tests => eprintln!(".. {title} boots, for {tests} tests"),
+            0 => eprintln!(".. booting {title}"),
+            tests => eprintln!(".. booting {title} for {tests} tests"),
         }
         let (transcript, end) = runtime.block_on(async {
             let mut command = machine.command(&console(work));
             command.args(["-serial", "stdio"]).stdout(Stdio::piped()).stderr(Stdio::piped());
-            let child = command.spawn().context("could not start QEMU")?;
+            let child = command.spawn().context("cannot start QEMU")?;
             let known = RefCell::new(Transcript::default());
             let event = |event: &Event, transcript: &Transcript| {
                 crate::vm::show(title, plan, event, transcript);
                 known.replace(transcript.clone());
             };
-            let broken = |status: i32| (status != 0).then(|| format!("QEMU ended with {status}"));
+            let broken = |status: i32| (status != 0).then(|| format!("QEMU exited with {status}"));
             tokio::select! {
                 followed = boot::follow(child, deadline, event, broken) => followed,
-                // What is known by then is kept: tests take minutes.
+                // Results until then are kept: tests take minutes.
                 signal = crate::vm::interrupted() => Ok((known.take(), End::Stopped(signal?))),
             }
         })?;
@@ -198,10 +198,11 @@ fn boots(
     }
 }
 
-/// The run's deadline came, which says nothing of the test that ran: it was not reached, as those after it.
+/// Handles a run that reached its deadline: the running test has no result and counts as not reached, like
+/// those after it.
 fn cut_short(transcript: &mut Transcript, plan: &[Test]) {
     if let Some(test) = transcript.forget_running().and_then(|number| plan.get(number)) {
-        eprintln!(".. the deadline came while {test} ran; --deadline sets it");
+        eprintln!(".. the deadline passed during {test}; --deadline sets it");
     }
 }
 
@@ -209,14 +210,14 @@ fn console(work: &Path) -> PathBuf {
     work.join("console-e2e")
 }
 
-/// The plan with those of the tests whose numbers are wanted.
+/// Formats the plan with the tests whose numbers are wanted.
 fn plan_of(plan: &[Test], wanted: impl Fn(usize) -> bool) -> String {
     let text = guest::plan(plan, |_| format!("/{PROGRAM}"));
     let lines = text.lines().enumerate().filter(|(number, _)| wanted(*number));
     lines.map(|(_, line)| format!("{line}\n")).collect()
 }
 
-/// The variables that name programs which tests take where they are given, and what must lie beside each.
+/// Environment variables that name programs for tests, and the files required next to each.
 const GIVEN: &[(&str, &[&str])] = &[
     ("CONTAINERD", &["ctr", "containerd-shim-runc-v2"]),
     ("DEVICE_PLUGIN", &[]),
@@ -229,23 +230,23 @@ const GIVEN: &[(&str, &[&str])] = &[
     ("PROMTOOL", &[]),
 ];
 
-/// Copies the programs that the environment names, by `named`, and returns the lines that name them in the
-/// machine.
+/// Copies the programs that the environment names, according to `named`; returns the lines that name them in
+/// the machine.
 fn given(root: &Path, named: impl Fn(&str) -> Option<PathBuf>) -> Result<String> {
     let mut lines = String::new();
     for (variable, beside) in GIVEN {
         let Some(program) = named(variable) else { continue };
         if !program.is_file() {
-            bail!("{variable} names {}, which is no file", program.display());
+            bail!("{variable} names {}, which is not a file", program.display());
         }
         let place = Path::new("check/given").join(variable.to_lowercase());
         fs::create_dir_all(root.join(&place))?;
         let all =
             std::iter::once(program.clone()).chain(beside.iter().map(|name| program.with_file_name(name)));
         for file in all {
-            let name = file.file_name().context("a program has a name")?;
+            let name = file.file_name().context("a program has no name")?;
             fs::copy(&file, root.join(&place).join(name))
-                .with_context(|| format!("could not copy {}, which {variable} means", file.display()))?;
+                .with_context(|| format!("cannot copy {}, needed for {variable}", file.display()))?;
         }
         let name = program.file_name().unwrap_or_default();
         lines.push_str(&format!("{variable}=/{}\n", place.join(name).display()));
@@ -253,17 +254,17 @@ fn given(root: &Path, named: impl Fn(&str) -> Option<PathBuf>) -> Result<String>
     Ok(lines)
 }
 
-/// The patience that `said` asks for; without it, what an emulated machine needs.
-fn patience(said: Option<&str>) -> Result<u32> {
-    let Some(said) = said.filter(|said| !said.is_empty()) else { return Ok(PATIENCE) };
-    let factor = said.parse().ok().filter(|factor| *factor > 0);
-    factor.with_context(|| format!("BEELET_PATIENCE is {said:?}, not a whole number above 0"))
+/// Parses the patience in `text`; by default, returns that of an emulated machine.
+fn patience(text: Option<&str>) -> Result<u32> {
+    let Some(text) = text.filter(|text| !text.is_empty()) else { return Ok(PATIENCE) };
+    let factor = text.parse().ok().filter(|factor| *factor > 0);
+    factor.with_context(|| format!("BEELET_PATIENCE is {text:?}, not a whole number above 0"))
 }
 
-/// Takes the logs of failed tests off the disk.
+/// Copies the logs of failed tests from the disk.
 fn keep_logs(machine: &Machine, work: &Path) {
     let logs = work.join("test-logs");
-    let _ = fs::remove_dir_all(&logs); // none, as a rule
+    let _ = fs::remove_dir_all(&logs); // usually it does not exist
     let mut command = Command::new("debugfs");
     command.arg("-R").arg(format!("rdump /{TARGET}/test-logs {}", work.display())).arg(&machine.disk);
     let dumped = command.stdout(Stdio::null()).stderr(Stdio::null()).status();
@@ -272,13 +273,13 @@ fn keep_logs(machine: &Machine, work: &Path) {
     }
 }
 
-/// The program without what only a debugger reads, at another place.
+/// Copies the program without debug information.
 fn strip(from: &Path, to: &Path) -> Result<()> {
     fs::create_dir_all(to.parent().unwrap_or(to))?;
     shell::run(Command::new("strip").arg("-o").arg(to).arg(from))
 }
 
-/// The tests to be run, which are written into the machine's plan, and the names of all.
+/// Writes the selected tests into the machine's plan; returns them and the names of all tests.
 fn plan_tests(root: &Path, program: &Path, prefixes: &[String]) -> Result<(Vec<Test>, BTreeSet<String>)> {
     let chosen = |test: &Test| prefixes.iter().any(|prefix| prefix == "all" || test.name.starts_with(prefix));
     let tests = programs::tests("e2e", program)?;
@@ -291,10 +292,10 @@ fn plan_tests(root: &Path, program: &Path, prefixes: &[String]) -> Result<(Vec<T
     Ok((plan, all))
 }
 
-/// The tests' program, which it returns, and all that it and a bench start.
+/// Installs the test program, which it returns, and all programs that tests and benches start.
 fn install(root: &Path, stock: &Stock, wanted: &Wanted<'_>, driver: &str) -> Result<PathBuf> {
     let at = |path: &Path| root.join(path.strip_prefix("/").unwrap_or(path));
-    eprintln!(".. build the agent and the tests");
+    eprintln!(".. building the agent and the tests");
     let built = programs::dynamic("e2e", wanted.agent)?;
     strip(&built.agent, &root.join(TARGET).join("beelet"))?;
     strip(&built.test, &root.join(PROGRAM))?;
@@ -304,10 +305,10 @@ fn install(root: &Path, stock: &Stock, wanted: &Wanted<'_>, driver: &str) -> Res
     for file in READ {
         let file = workdir::repository().join(file);
         fs::create_dir_all(at(file.parent().unwrap_or(&file)))?;
-        fs::copy(&file, at(&file)).with_context(|| format!("could not copy {}", file.display()))?;
+        fs::copy(&file, at(&file)).with_context(|| format!("cannot copy {}", file.display()))?;
     }
-    fs::copy(images::busybox()?, root.join("bin/busybox")).context("could not copy busybox")?;
-    fs::copy(images::testapp()?, root.join("check/testapp")).context("could not copy the test app")?;
+    fs::copy(images::busybox()?, root.join("bin/busybox")).context("cannot copy busybox")?;
+    fs::copy(images::testapp()?, root.join("check/testapp")).context("cannot copy the test app")?;
     let patience = patience(std::env::var("BEELET_PATIENCE").ok().as_deref())?;
     let mut environment = format!("BEELET_CGROUP_DRIVER={driver}\nBEELET_PATIENCE={patience}\n");
     let named =
@@ -318,9 +319,9 @@ fn install(root: &Path, stock: &Stock, wanted: &Wanted<'_>, driver: &str) -> Res
         ("check/run", guest::RUN.to_owned()),
         ("check/limit", format!("{}\n", LIMIT.saturating_mul(patience))),
         ("check/environment", environment),
-        // It makes the folder a target folder, which tests write into.
+        // Marks the folder as a target folder, into which tests write.
         ("check/e2e/CACHEDIR.TAG", String::new()),
-        // What the doctor is asked about.
+        // Files that the doctor examines.
         ("etc/containerd/config.toml", containerd_config(driver)),
         ("etc/cni/net.d/10-pods.conflist", NETWORK.to_owned()),
         ("etc/beelet/beelet.yaml", agent_config(stock, driver)),
@@ -334,7 +335,7 @@ fn install(root: &Path, stock: &Stock, wanted: &Wanted<'_>, driver: &str) -> Res
         fs::create_dir_all(root.join(folder))?;
     }
     for image in images::standard()?.into_iter().filter(|image| image.name == images::PAUSE) {
-        let name = image.path.file_name().context("an image has a file's name")?.to_owned();
+        let name = image.path.file_name().context("an image file has no name")?.to_owned();
         fs::copy(&image.path, root.join("check/images").join(name))?;
     }
     want(root, "check.service")?;

@@ -1,4 +1,5 @@
-//! A node with pods that must notice nothing, and the account of what a case cost.
+//! A node with hostile pods and with bystander pods that must not notice them, and the account of a case's
+//! costs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -19,41 +20,40 @@ use crate::node::Node;
 
 /// The grace period of hostile pods.
 pub(crate) const GRACE: Duration = Duration::from_secs(2);
-/// How much longer than its grace period a hostile pod may stay.
+/// Time that a hostile pod may take beyond its grace period.
 const FAREWELL: Duration = Duration::from_secs(10);
-/// How long the agent is watched while nothing happens.
+/// Time for which the idle agent is observed.
 const QUIET: Duration = Duration::from_secs(3);
-/// What the agent may hold for a moment beyond twice its quiet figure, in KiB.
+/// Memory that the agent may use for a moment beyond twice its idle figure, in KiB.
 const MEMORY: u64 = 16 << 10;
-/// The CPU that it may use beyond twice its quiet figure: a part of one core, and so much at once for a pod's
-/// coming and going.
+/// CPU time that the agent may use beyond twice its idle figure: a fraction of one core, and an amount for
+/// the start and end of a pod.
 const CPU: (f64, Duration) = (0.1, Duration::from_secs(2));
-/// Those that must notice nothing: one whose readiness the kernel tells, one whose liveness an HTTP probe
-/// asks for.
+/// Bystander pods: one with a readiness probe that the kernel answers, one with an HTTP liveness probe.
 const BYSTANDERS: [&str; 2] = ["bystander", "answering"];
 
-/// What a case may cost beyond what all may.
+/// Cost that one case may have beyond the common limits.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Allowance {
-    /// For what must be done once for each of many things, like removing files.
+    /// Time for work that must be done once per item, like removing files.
     pub(crate) time: Duration,
-    /// CPU for the same.
+    /// CPU time for the same work.
     pub(crate) cpu: Duration,
 }
 
-/// What the agent used while nothing happened.
+/// Usage of the idle agent.
 #[derive(Debug, Clone, Copy)]
 struct Quiet {
-    /// A part of one core.
+    /// Fraction of one core.
     cpu: f64,
     /// KiB.
     resident: u64,
-    /// How long a harmless pod took to go.
+    /// Time in which a harmless pod was removed.
     removal: Duration,
 }
 
-/// A node under attack: an agent on a containerd of its own, and pods beside the hostile ones that must
-/// notice nothing.
+/// A node under attack: an agent on a containerd of its own, hostile pods, and bystander pods that must not
+/// notice them.
 pub(crate) struct Scene {
     pub(crate) node: Node,
     witness: Witness,
@@ -61,12 +61,12 @@ pub(crate) struct Scene {
     traces: Traces,
     held: Held,
     quiet: Quiet,
-    /// Since when the account runs, and the agent's CPU time at that moment.
+    /// Start of the account, and the agent's CPU time at that moment.
     since: (Instant, Duration),
 }
 
 impl Scene {
-    /// A node on which nothing happens but two pods that run.
+    /// Starts a node with only the bystander pods.
     pub(crate) fn start(change: impl FnOnce(Options) -> Options) -> Scene {
         Scene::on(Node::start(|options| change(options.http().unwrap())))
     }
@@ -78,8 +78,8 @@ impl Scene {
             node.apply(&pod);
             node.wait(name, "to be ready", PodView::ready);
         }
-        // What all pods share is made with the first one that goes, and it shows what this machine takes for
-        // one.
+        // The first pod that is removed creates the traces that all pods share, and shows how long a removal
+        // takes on this machine.
         node.apply(&manifests::serving("harmless"));
         node.wait("harmless", "to be ready", PodView::ready);
         let removal = removed(&node, &["harmless"]);
@@ -94,7 +94,7 @@ impl Scene {
         scene
     }
 
-    /// Looks at the agent while nothing happens, and counts from now on.
+    /// Measures the idle agent and starts the account.
     fn open_account(&mut self) {
         let pid = self.node.agent.pid().unwrap();
         let (at, used) = (Instant::now(), cpu_of(pid).unwrap());
@@ -102,13 +102,13 @@ impl Scene {
         let now = cpu_of(pid).unwrap();
         self.quiet.cpu = (now - used).as_secs_f64() / at.elapsed().as_secs_f64();
         self.quiet.resident = resident_kib(pid).unwrap();
-        // From now on the kernel keeps the highest figure (proc(5), clear_refs).
+        // The kernel keeps the highest figure from now on (proc(5), clear_refs).
         workdir::write(Path::new(&format!("/proc/{pid}/clear_refs")), "5").unwrap();
         self.since = (Instant::now(), now);
     }
 
-    /// Kills the agent and starts it again: it must find its way about what the case has made. Its account
-    /// begins anew.
+    /// Kills the agent and starts it again: the agent must cope with the remains of the case. The account
+    /// starts again.
     pub(crate) fn restart_agent(&mut self) {
         self.node.agent.kill9();
         self.node.agent.resume().unwrap();
@@ -117,19 +117,19 @@ impl Scene {
         self.open_account();
     }
 
-    /// Puts a hostile pod's manifest there and waits until it has done its harm.
+    /// Applies a hostile pod and waits until it has done its harm.
     pub(crate) fn run(&self, pod: &Value) -> PodView {
         self.node.apply(pod);
         self.harmed(pod["metadata"]["name"].as_str().unwrap())
     }
 
-    /// Waits until a hostile pod has done its harm: then it listens.
+    /// Waits until a hostile pod has done its harm, after which it listens.
     pub(crate) fn harmed(&self, name: &str) -> PodView {
         self.node.wait(name, "to have done its harm", PodView::ready)
     }
 
-    /// A harmless pod with every kind of volume that is made for pods comes and goes while the hostile ones
-    /// are there.
+    /// Starts and removes a harmless pod with every kind of volume that is made for pods, next to the hostile
+    /// ones.
     pub(crate) fn another_comes_and_goes(&self) {
         let conf = crate::node::object("ConfigMap", "conf", &json!({ "color": "red" }));
         let word = crate::node::object("Secret", "word", &json!({ "pass": "sesame" }));
@@ -149,13 +149,16 @@ impl Scene {
         self.node.wait("guest", "to be ready", PodView::ready);
         let took = removed(&self.node, &["guest"]);
         let most = self.longest_stay(Duration::ZERO);
-        assert!(took <= most, "a harmless pod took {took:?} to go beside hostile ones, {most:?} is the most");
+        assert!(
+            took <= most,
+            "a harmless pod took {took:?} to be removed next to hostile ones; the limit is {most:?}"
+        );
         for object in ["configmap-conf.yaml", "secret-word.yaml"] {
             self.node.agent.remove(object).unwrap();
         }
     }
 
-    /// Ends the sandbox of a pod, as a crash would: the pod must be set up anew.
+    /// Kills the sandbox of a pod, as a crash would: the pod needs a new one.
     pub(crate) fn kill_sandbox(&self, pod: &PodView) {
         let of_pod = |path: &Path| path.to_string_lossy().contains(pod.uid());
         let root = self.node.containerd.cgroup().dir("memory").unwrap();
@@ -169,7 +172,7 @@ impl Scene {
         rustix::process::kill_process(sandbox.unwrap(), rustix::process::Signal::KILL).unwrap();
     }
 
-    /// Ends the sandbox of a pod, and waits until its containers run again.
+    /// Kills the sandbox of a pod, and waits until the pod's containers run again.
     pub(crate) fn lose_sandbox(&self, pod: &PodView) -> PodView {
         self.kill_sandbox(pod);
         let before = pod.container("main").unwrap().container_id.clone();
@@ -180,24 +183,24 @@ impl Scene {
         })
     }
 
-    /// The longest that a pod may stay once its manifest is gone.
+    /// Returns the longest time that a pod may stay after its manifest's removal.
     fn longest_stay(&self, more: Duration) -> Duration {
         GRACE + FAREWELL + self.quiet.removal + more
     }
 
-    /// Takes the hostile pods away, and sees that all is as it was before them.
+    /// Removes the hostile pods, and checks that everything is as before them.
     pub(crate) fn end(&self, hostile: &[&str], allowance: Allowance) {
         self.gone(Instant::now(), hostile, allowance);
     }
 
-    /// The same for pods that can go only from some moment on. Those whose manifests are still there are told
-    /// to go.
+    /// Removes pods that can end only from the moment `from` on, and checks that everything is as before
+    /// them. Manifests that are still there are removed.
     pub(crate) fn gone(&self, from: Instant, hostile: &[&str], allowance: Allowance) {
         for name in hostile {
-            let _ = self.node.agent.remove(&format!("pod-{name}.yaml")); // it may have been taken already
+            let _ = self.node.agent.remove(&format!("pod-{name}.yaml")); // the manifest may be removed already
         }
         let most = self.longest_stay(allowance.time);
-        wait_for("the hostile pods to be gone", PATIENCE + most, || {
+        wait_for("the hostile pods to be removed", PATIENCE + most, || {
             let there = |watch: &Watch| hostile.iter().any(|name| watch.pod(name).is_some());
             let (any, how) = self.node.agent.look(|watch| (there(watch), watch.describe())).unwrap();
             if any { Err(how) } else { Ok(()) }
@@ -213,7 +216,7 @@ impl Scene {
         let most_cpu = ran.mul_f64(2.0 * cpu + share) + once + allowance.cpu;
         let most_memory = 2 * resident + MEMORY;
         eprintln!(
-            "{hostile:?}: gone after {took:.1?} of {most:.1?} (a harmless one: {removal:.1?}); CPU {used:.2?} of \
+            "{hostile:?}: removed after {took:.1?} of {most:.1?} (a harmless one: {removal:.1?}); CPU {used:.2?} of \
              {most_cpu:.2?} in {ran:.1?} (quiet: {:.1} %); memory {} of {} MiB (quiet: {} MiB)",
             cpu * 100.0,
             highest >> 10,
@@ -221,24 +224,24 @@ impl Scene {
             resident >> 10,
         );
         let seen = self.witness.end();
-        assert_eq!(seen, Vec::<String>::new(), "bystanders noticed");
+        assert_eq!(seen, Vec::<String>::new(), "bystanders were affected");
         for (name, before) in &self.before {
             assert_eq!(identity(&self.node, name), *before, "{name}");
         }
-        assert!(took <= most, "the pods were gone after {took:?}, {most:?} is the most");
-        assert!(used <= most_cpu, "the agent used {used:?} of CPU, {most_cpu:?} is the most");
-        assert!(highest <= most_memory, "the agent used {highest} KiB, {most_memory} is the most");
+        assert!(took <= most, "the pods were removed after {took:?}; the limit is {most:?}");
+        assert!(used <= most_cpu, "the agent used {used:?} of CPU; the limit is {most_cpu:?}");
+        assert!(highest <= most_memory, "the agent used {highest} KiB; the limit is {most_memory}");
         assert_eq!(waits_for_a_fifo(pid), 0, "threads of the agent wait for a FIFO that a container made");
         wait_for("the agent to close its files", PATIENCE, || {
             let now = Held::by(&self.node.agent).unwrap();
-            // One for each client that is here now, and for what is read anew now and then.
+            // The allowance is for the current clients and for files that the agent reopens at times.
             if now.files() <= self.held.files() + 4 { Ok(()) } else { Err(self.held.opened(&now)) }
         })
         .unwrap();
     }
 }
 
-/// Takes pods away and waits until they are gone; how long that took.
+/// Removes pods and waits until they are removed. Returns the time that took.
 fn removed(node: &Node, pods: &[&str]) -> Duration {
     let started = Instant::now();
     pods.iter().for_each(|name| node.remove(name));
@@ -246,36 +249,38 @@ fn removed(node: &Node, pods: &[&str]) -> Duration {
     started.elapsed()
 }
 
-/// The node's traces, once two looks see the same: the runtime cleans up behind the pods.
+/// Returns the node's traces once two readings are equal: the runtime cleans up after the pods.
 fn settled(node: &Node) -> Traces {
     let look = || Traces::of(&node.containerd, &node.agent).unwrap();
     let mut last = look();
-    wait_for("the traces of a pod that is gone to settle", PATIENCE, || {
+    wait_for("the traces of a removed pod to settle", PATIENCE, || {
         std::thread::sleep(Duration::from_millis(500));
         let now = look();
         let same = now == last;
         last = now;
-        if same { Ok(()) } else { Err("they change") }
+        if same { Ok(()) } else { Err("the traces still change") }
     })
     .unwrap();
     last
 }
 
-/// The highest figure of a process' resident memory since it was set back, in KiB.
+/// Returns the highest resident memory of a process since the last reset, in KiB.
 fn high_water(pid: u32) -> u64 {
     let status = workdir::read(Path::new(&format!("/proc/{pid}/status"))).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
     line.trim().trim_end_matches("kB").trim().parse().unwrap()
 }
 
-/// How many threads of a process sleep in the opening of a FIFO whose other end nobody opens.
+/// Returns the number of threads of a process that sleep in the open of a FIFO whose other end is never
+/// opened.
 fn waits_for_a_fifo(pid: u32) -> usize {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
     let where_it_sleeps = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("wchan")).ok());
     where_it_sleeps.filter(|place| place == "wait_for_partner" || place == "fifo_open").count()
 }
 
-/// What of a bystander must not change: its identity, its containers, and since when it is ready.
+/// Returns the parts of a bystander that must not change: its identity, its containers, and the times of its
+/// conditions.
 fn identity(node: &Node, name: &str) -> Value {
     let pod = node.agent.look(|watch| watch.pod(name).cloned()).unwrap().unwrap();
     let status = pod.pod.status.clone().unwrap();
@@ -284,7 +289,8 @@ fn identity(node: &Node, name: &str) -> Value {
     json!({ "uid": pod.uid(), "ip": pod.ip(), "conditions": status.conditions, "containers": containers })
 }
 
-/// Watches the bystanders' events: every moment in which one isn't ready, or has restarted.
+/// Watches the bystanders' events and records every moment in which a bystander is not ready or has
+/// restarted.
 struct Witness {
     stop: Arc<AtomicBool>,
     seen: Arc<Mutex<Vec<String>>>,
@@ -296,11 +302,11 @@ impl Witness {
         let (stop, seen) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Vec::new())));
         let (stopped, told, socket) = (Arc::clone(&stop), Arc::clone(&seen), socket.to_path_buf());
         let thread = std::thread::spawn(move || {
-            // An agent that is started again has a new stream.
+            // An agent that is restarted has a new stream.
             while !stopped.load(Ordering::Relaxed) {
                 let watched = block_on(async {
                     let mut watch = Watch::start(&socket).await?;
-                    // One that has just started may know of no pods yet.
+                    // An agent that has just started may not know the pods yet.
                     let mut known = BTreeSet::new();
                     while !stopped.load(Ordering::Relaxed) {
                         let next = tokio::time::timeout(Duration::from_millis(200), watch.next()).await;
@@ -341,7 +347,7 @@ impl Drop for Witness {
     }
 }
 
-/// A pod that does harm by a script and listens when it is done: it is ready then.
+/// Returns a pod that does harm by a script and listens afterwards, which makes it ready.
 pub(crate) fn hostile(name: &str, harm: &str) -> Value {
     let serve = format!("exec /bin/testapp serve --tcp {PORT} --control {CONTROL}");
     let script = format!("set -e; {harm}; {serve}");
@@ -349,13 +355,13 @@ pub(crate) fn hostile(name: &str, harm: &str) -> Value {
     manifests::with(pod, "readinessProbe", json!({ "tcpSocket": { "port": PORT }, "periodSeconds": 1 }))
 }
 
-/// The pod with these volumes, and these mounts in its container.
+/// Returns the pod with these volumes, and these mounts in its container.
 pub(crate) fn with_volumes(mut pod: Value, volumes: Value, mounts: Value) -> Value {
     pod["spec"]["volumes"] = volumes;
     manifests::with(pod, "volumeMounts", mounts)
 }
 
-/// A number of things: the one that a variable names, else the whole one with `--long`, else the small one.
+/// Returns the number that the variable names; otherwise the whole number with `--long`, or the small one.
 pub(crate) fn scaled(variable: &str, small: usize, whole: usize) -> usize {
     let given = std::env::var(variable).ok().and_then(|text| text.parse().ok());
     given.unwrap_or(if beelet_tests::requires::long().is_ok() { whole } else { small })

@@ -1,7 +1,8 @@
-//! Tier 2: the probes' task on this machine's kernel. Pods are told to it as the manager would tell them;
+//! Tier 2: the probes' task on this machine's kernel. The tests send pods to the task as the manager would;
 //! listeners are real processes in a network namespace and a cgroup of the test's own.
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
+mod harmless;
 mod scene;
 mod schedule;
 
@@ -22,7 +23,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// The port that only says: all before has been seen.
+/// Port whose update shows that all earlier edges have been handled.
 const MARKER: u16 = 9999;
 
 use ProbeKind::{Liveness, Readiness, Startup};
@@ -42,7 +43,7 @@ fn readiness_follows_the_listener_without_a_look() {
         process.close(socket);
         assert!(scene.expect("web", Readiness, Failure).kernel_ns.is_some(), "{address}");
     }
-    // At another address, or for IPv6 only: not reached, and nothing is said.
+    // A listener at another address, or for IPv6 only, is not reached: no update arrives.
     for address in ["127.0.0.2:80", "[::1]:80", "[::]:80 v6only", "0.0.0.0:81"] {
         let socket = process.socket(&format!("listen {address}"));
         process.close(socket);
@@ -82,7 +83,7 @@ fn one_of_a_reuseport_pair_may_close() {
     let second = process.socket("listen 127.0.0.1:80 reuseport");
     process.close(first);
     process.socket(&format!("listen 127.0.0.1:{MARKER}"));
-    // Nothing was said between.
+    // No update arrives between.
     scene.expect("marker", Readiness, Success);
     process.close(second);
     scene.expect("web", Readiness, Failure);
@@ -108,22 +109,22 @@ fn a_listener_reopened_at_once_is_ready_in_the_end_and_never_failed_by_threshold
         assert_eq!(scene.next().result, Success);
     }
     for _ in 0..10 {
-        // Two commands on a pipe: far below 5 ms.
+        // Two commands on a pipe take far less than 5 ms.
         process.close(socket);
         socket = process.socket("listen 127.0.0.1:80");
         let marker = process.socket(&format!("listen 127.0.0.1:{MARKER}"));
         let (mut last, mut marked) = (Success, false);
-        // The marker came later; but a listener that is not in the socket table yet is looked at again in a
+        // The marker comes later; but a listener that is not in the socket table yet is checked again in a
         // moment.
         while !marked || last != Success {
             let update = scene.next();
             match update.uid.as_str() {
                 "uid-marker" => marked = true,
                 "uid-now" => {
-                    assert_ne!(update.result, last, "a state is told once");
+                    assert_ne!(update.result, last, "a state was reported twice");
                     last = update.result;
                 }
-                _ => panic!("by threshold nothing has failed: {update:?}"),
+                _ => panic!("failed below the threshold: {update:?}"),
             }
         }
         process.close(marker);
@@ -144,14 +145,14 @@ fn connections_that_nobody_accepts_fail_a_probe_until_somebody_does() {
     scene.expect("web", Readiness, Success);
     process.socket("hold 127.0.0.1:80");
     let update = scene.expect("web", Readiness, Failure);
-    assert_eq!(update.kernel_ns, None, "no edge says that");
+    assert_eq!(update.kernel_ns, None, "the failure came from an edge");
     let told: Vec<String> =
         scene.events.subscribe().borrow().all().iter().map(|event| event.message.clone()).collect();
     let expected = "Readiness probe failed: connections wait on port 80 and the application accepts none";
     assert!(told.iter().any(|message| message == expected), "{told:?}");
     let view = scene.view("web", Readiness);
     assert!(view.last.unwrap().detail.contains("accepts none"), "{:?}", scene.view("web", Readiness));
-    process.tell(&format!("accept {}", listener.id)).unwrap();
+    process.send(&format!("accept {}", listener.id)).unwrap();
     scene.expect("web", Readiness, Success);
 }
 
@@ -165,9 +166,9 @@ fn a_full_queue_fails_a_probe_at_once() {
     let listener = process.socket("listen 127.0.0.1:80 backlog=0");
     scene.expect("web", Readiness, Success);
     process.socket("hold 127.0.0.1:80");
-    // The timeout would be far away.
+    // The timeout is far away.
     scene.expect("web", Readiness, Failure);
-    process.tell(&format!("accept {}", listener.id)).unwrap();
+    process.send(&format!("accept {}", listener.id)).unwrap();
     scene.expect("web", Readiness, Success);
 }
 
@@ -175,13 +176,13 @@ fn a_full_queue_fails_a_probe_at_once() {
 fn a_canary_tells_an_idle_application_that_hangs_from_one_that_works() {
     require!(bpf);
     let mut scene = Scene::new("bp-canary");
-    // The agent must be able to connect: the host's own network.
+    // The agent must be able to connect: the listeners are in the host's own network.
     let host = Path::new("/proc/self/ns/net");
     let mut hung = Process::start_at(Some(&scene.place.cgroup_dir()), host);
     let mut working = Process::start_at(Some(&scene.place.cgroup_dir()), host);
     let hanging = hung.socket("listen 127.0.0.1:0");
     let serving = working.socket("listen 127.0.0.1:0");
-    working.tell(&format!("serve {}", serving.id)).unwrap();
+    working.send(&format!("serve {}", serving.id)).unwrap();
     let annotation = "period=100ms timeout=300ms canary=1s";
     let pod = |name: &str, socket: Socket| {
         let pod = Pod::new(name, &scene.place, &[("liveness", tcp(socket.port))], annotation);
@@ -195,7 +196,7 @@ fn a_canary_tells_an_idle_application_that_hangs_from_one_that_works() {
     let accepted =
         |view: &ProbeView| view.last.as_ref().is_some_and(|look| look.detail.contains("accepted a canary"));
     scene.until("works", Liveness, "an accepted canary", accepted);
-    // Without canaries an idle application shows nothing.
+    // Without canaries, an idle application gives no sign.
     assert_eq!(scene.view("works", Liveness).result, Success);
 }
 
@@ -210,7 +211,7 @@ fn a_listener_moves_to_another_process_without_a_word() {
     let (mut maker, mut heir) = (scene.place.process(), scene.place.process());
     let socket = maker.socket("listen 127.0.0.1:80");
     scene.expect("web", Readiness, Success);
-    let fd = maker.tell(&format!("fd {}", socket.id)).unwrap();
+    let fd = maker.send(&format!("fd {}", socket.id)).unwrap();
     heir.socket(&format!("take {} {fd}", maker.pid()));
     maker.kill();
     let mut other = scene.place.process();
@@ -231,7 +232,7 @@ fn a_port_that_another_container_takes_over_is_ready_as_a_connection_would_find_
     scene.expect("web", Readiness, Success);
     one.kill();
     scene.expect("web", Readiness, Failure);
-    // Another cgroup, the same namespace.
+    // The other process is in another cgroup and the same namespace.
     let mut other = Process::start(None, &scene.place.netns);
     other.socket("listen 127.0.0.1:80");
     scene.expect("web", Readiness, Success);
@@ -276,7 +277,7 @@ fn who_answers_is_chosen_by_annotation_and_what_stands_in_is_named() {
     let mode = |scene: &Scene, pod: &str| scene.view(pod, Readiness).mode;
     assert_eq!((mode(&scene, "asks"), mode(&scene, "knows")), ("connect", "kernel"));
     let odd = scene.view("odd", Readiness);
-    assert_eq!((odd.mode, odd.fallback), ("connect", None), "a host of its own is always connected to");
+    assert_eq!((odd.mode, odd.fallback), ("connect", None), "a probe with a `host` always connects");
     assert!(odd.problems[0].contains("\"mode=fast\" is neither kernel nor connect"), "{:?}", odd.problems);
 
     let options = KernelOptions { mode: BpfMode::Off, ..scene.place.options() };
@@ -312,31 +313,31 @@ fn without_lookups_listeners_are_confirmed_by_the_socket_list_and_no_canary_is_s
         first.insert(update.uid, update.result);
     }
     assert_eq!(first, BTreeMap::from([("uid-idle".to_owned(), Success), ("uid-web".to_owned(), Failure)]));
-    // So many looks that canaries would have been due among them.
+    // Enough probes run for canaries to be due among them.
     let looks = RefCell::new(BTreeSet::new());
-    let view = scene.until("idle", Liveness, "twenty looks", |view| {
+    let view = scene.until("idle", Liveness, "twenty probes", |view| {
         looks.borrow_mut().extend(view.last.as_ref().map(|look| look.at));
         looks.borrow().len() >= 20
     });
     assert_eq!((view.mode, view.result), ("sock_diag", Success));
-    assert_eq!(queue(listener.port).backlog, 0, "somebody has connected");
+    assert_eq!(queue(listener.port).backlog, 0, "the probe has connected");
     assert_eq!(scene.run("idle", "main", Liveness), Outcome::Success);
-    assert_eq!(queue(listener.port).backlog, 0, "somebody has connected");
-    // Edges come all the same.
+    assert_eq!(queue(listener.port).backlog, 0, "the probe has connected");
+    // Edges arrive as before.
     let mut process = scene.place.process();
     let listener = process.socket("listen 127.0.0.1:80 backlog=0");
     scene.expect("web", Readiness, Success);
-    // A connection that waits has no name here; a queue that is full is full.
+    // A single waiting connection is not detected here, but a full queue is.
     process.socket("hold 127.0.0.1:80");
     scene.expect("web", Readiness, Failure);
-    process.tell(&format!("accept {}", listener.id)).unwrap();
+    process.send(&format!("accept {}", listener.id)).unwrap();
     scene.expect("web", Readiness, Success);
     process.kill();
     scene.expect("web", Readiness, Failure);
 }
 
-/// Gives the network a device `dev0` with the address 10.99.0.7; false, and the test is left out, where this
-/// kernel can't.
+/// Adds a device `dev0` with the address 10.99.0.7 to the network. Returns false, and prints a skip, on
+/// kernels that can't.
 fn has_device(place: &Place) -> bool {
     let netns = place.netns.path();
     let netns = netns.file_name().unwrap().to_str().unwrap();
@@ -392,7 +393,7 @@ fn a_listener_bound_to_a_device_that_lookups_pass_over_is_found_in_the_socket_li
     scene.expect("web", Readiness, Failure);
     let mut process = scene.place.process();
     process.socket("listen 10.99.0.7:80 device=dev0");
-    // The lookup itself does not see it.
+    // The lookup itself does not find the listener.
     let kernel = scene.kernel.as_ref().unwrap();
     let checker = kernel.checker().unwrap();
     let checked = CheckedNetns::open(&scene.place.netns.path(), Some(&checker)).unwrap();
@@ -432,8 +433,8 @@ fn two_hundred_listeners_opened_and_closed_at_random_are_as_the_model_says() {
         |n: u16| if model.get(&n).is_some_and(|sockets| !sockets.is_empty()) { Success } else { Failure };
     let number = |view: &ProbeView| view.pod[1..].parse().unwrap();
     let mut said: BTreeMap<String, ProbeResult> = BTreeMap::new();
-    // An update of a moment ago may say by chance what the model says now: the table must say so too.
-    wait_for("every probe to say what the model says", PATIENCE, || {
+    // An earlier update may agree with the model by chance: the table must agree too.
+    wait_for("every probe to agree with the model", PATIENCE, || {
         while let Ok(Request::Probe(update)) = scene.updates.try_recv() {
             said.insert(update.uid, update.result);
         }
@@ -461,10 +462,10 @@ fn over_a_hundred_restarts_of_the_agent_no_pod_flips_and_none_is_falsely_ready()
     for round in 0..100 {
         scene.restart(if round % 2 == 0 { End::Stop } else { End::Kill }, || {});
         for pod in ["stays", "closes", "comes"] {
-            scene.until(pod, Readiness, "a look", |view| view.last.is_some());
+            scene.until(pod, Readiness, "a first result", |view| view.last.is_some());
         }
         while let Ok(Request::Probe(update)) = scene.updates.try_recv() {
-            // Two are ready and stay so; nobody listens for the third.
+            // Two pods are ready and stay so; the third one has no listener.
             let fine = (update.result == Success) != (update.uid == "uid-comes");
             assert!(fine, "round {round}: {update:?}");
         }
@@ -472,7 +473,7 @@ fn over_a_hundred_restarts_of_the_agent_no_pod_flips_and_none_is_falsely_ready()
             assert_eq!(scene.view(pod, Readiness).result, expected, "round {round}: {pod}");
         }
     }
-    // What came and went while nobody looked is known at once.
+    // Changes during the agent's absence are known at once.
     scene.restart(End::Kill, || {
         process.close(goes);
         process.socket("listen 127.0.0.1:82");

@@ -1,10 +1,10 @@
-//! The probes' task with the kernel half, fed by hand.
+//! The probes' task with the kernel half, driven by the test.
 
 use crate::place::Place;
 use beelet_bpf::{Interest, Kernel};
 use beelet_model::request::{ProbeUpdate, Request};
 use beelet_model::table::{PodEntry, PodName, PodTable};
-use beelet_policy::probe::{EdgePolicy, Outcome, ProbeKind, ProbeResult};
+use beelet_policy::probe::{EdgePolicy, Outcome, ProbeKind, ProbeResult, listener::QueueRule};
 use beelet_probes::{Handle, ProbeView, Probes, Settings, Wanted};
 use beelet_state::events::Recorder;
 use beelet_tests::workdir::{PATIENCE, wait_for};
@@ -15,10 +15,10 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
-/// No look in this time: whatever happens sooner, an edge did.
+/// A period that no test reaches: every earlier update comes from an edge.
 pub(crate) const NEVER: &str = "period=1h";
 
-/// The probes of some pods, and what they say.
+/// The probes of some pods, and their updates.
 pub(crate) struct Scene {
     pub(crate) place: Place,
     pub(crate) kernel: Option<Kernel>,
@@ -28,20 +28,20 @@ pub(crate) struct Scene {
     pub(crate) events: Recorder,
     shutdown: CancellationToken,
     runtime: tokio::runtime::Runtime,
-    /// Whether the lookup program may be used.
+    /// True if the lookup program may be used.
     looks_up: bool,
 }
 
-/// How an agent ends.
+/// End of an agent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum End {
-    /// It is told to, and tidies up.
+    /// The agent is stopped and cleans up.
     Stop,
-    /// Its tasks and threads are gone from one moment to the next.
+    /// The agent's tasks and threads end abruptly.
     Kill,
 }
 
-/// A pod in the making.
+/// A pod under construction.
 #[derive(Clone)]
 pub(crate) struct Pod {
     pub(crate) json: Value,
@@ -49,7 +49,7 @@ pub(crate) struct Pod {
 }
 
 impl Pod {
-    /// One pod whose container `main` runs and has these probes.
+    /// Creates a pod whose container `main` runs and has these probes.
     pub(crate) fn new(name: &str, place: &Place, probes: &[(&str, Value)], annotation: &str) -> Pod {
         let mut main = json!({ "name": "main", "image": "x" });
         for (kind, probe) in probes {
@@ -69,14 +69,14 @@ impl Pod {
         Pod { json, netns: Some(place.netns.path()) }
     }
 
-    /// In the host's own network namespace.
+    /// Moves the pod to the host's own network namespace.
     pub(crate) fn on_host(mut self) -> Pod {
         self.json["spec"]["hostNetwork"] = true.into();
         self.netns = None;
         self
     }
 
-    /// As a status from before a restart of the agent has it.
+    /// Marks the pod ready, as in a status from before a restart of the agent.
     pub(crate) fn ready(mut self) -> Pod {
         self.json["status"]["containerStatuses"][0]["ready"] = true.into();
         self
@@ -95,13 +95,18 @@ pub(crate) fn status(name: &str, id: &str, ready: bool) -> Value {
     })
 }
 
-/// A tcpSocket probe that believes the first answer.
+/// Returns a tcpSocket probe that fails at the first failure.
 pub(crate) fn tcp(port: u16) -> Value {
     json!({ "tcpSocket": { "port": port }, "failureThreshold": 1 })
 }
 
 fn settings() -> Settings {
-    Settings { tcp_by_kernel: true, edge_policy: EdgePolicy::Immediate, canary: Duration::ZERO }
+    Settings {
+        tcp_by_kernel: true,
+        edge_policy: EdgePolicy::Immediate,
+        canary: Duration::ZERO,
+        queue_rule: QueueRule::Room,
+    }
 }
 
 impl Scene {
@@ -115,7 +120,7 @@ impl Scene {
         Scene::of(place, kernel, true)
     }
 
-    /// As where the lookup program can't be loaded: `socket_check` is missing, everything else is there.
+    /// Starts without the lookup program: only `socket_check` is missing.
     pub(crate) fn without_lookups(name: &str) -> Scene {
         let place = Place::new(name);
         let kernel = place.start();
@@ -140,7 +145,7 @@ impl Scene {
                 kernel.stop(true).unwrap();
             }
             End::Kill => {
-                // Every task is dropped where it is.
+                // Every task is dropped in the middle of its work.
                 drop(std::mem::replace(&mut self.runtime, runtime()));
                 drop(kernel);
             }
@@ -163,16 +168,16 @@ impl Scene {
         self.table.send_replace(Arc::new(table));
     }
 
-    /// The next change of any probe's state.
+    /// Returns the next change of any probe's state.
     pub(crate) fn next(&mut self) -> ProbeUpdate {
         let next = async { tokio::time::timeout(PATIENCE, self.updates.recv()).await };
         match self.runtime.block_on(next) {
             Ok(Some(Request::Probe(update))) => update,
-            other => panic!("no change of a probe's state came: {other:?}"),
+            other => panic!("no change of a probe's state arrived: {other:?}"),
         }
     }
 
-    /// The next change must be this one.
+    /// Checks that the next change is this one.
     pub(crate) fn expect(&mut self, pod: &str, kind: ProbeKind, result: ProbeResult) -> ProbeUpdate {
         let update = self.next();
         let seen = (update.uid.as_str(), update.kind, update.result);
@@ -188,7 +193,7 @@ impl Scene {
         self.list().into_iter().find(|probe| probe.pod == pod && probe.kind == kind).unwrap()
     }
 
-    /// Waits until a probe looks as `wanted` says.
+    /// Waits until `wanted` is true for a probe.
     pub(crate) fn until(
         &self,
         pod: &str,
@@ -203,7 +208,7 @@ impl Scene {
         .unwrap()
     }
 
-    /// One look now, as `beelet probe run` does.
+    /// Probes once now, as `beelet probe run` does.
     pub(crate) fn run(&self, pod: &str, container: &str, kind: ProbeKind) -> Outcome {
         let wanted =
             Wanted { namespace: String::new(), pod: pod.to_owned(), container: container.to_owned(), kind };

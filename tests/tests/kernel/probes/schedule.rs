@@ -1,4 +1,4 @@
-//! The kernel's verdict beside connect()'s, on the same application.
+//! The kernel's verdict and connect()'s on the same application.
 
 use super::scene::{Pod, Scene, tcp};
 use crate::place::{LOOPBACK, Process};
@@ -11,12 +11,12 @@ use proptest::prelude::Strategy as _;
 use proptest::strategy::ValueTree as _;
 use std::path::Path;
 
-/// What the application does with its port.
+/// Behaviour of an application at its port.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Behaviour {
     Closed,
     Serves,
-    /// Listens, accepts nothing, and nobody calls.
+    /// Listens, accepts nothing, and no connection waits.
     HangsIdle,
     /// Listens, accepts nothing, and a connection waits.
     HangsWaiting,
@@ -34,21 +34,22 @@ enum Behaviour {
     GroupHalfHangs,
     /// Two listeners share the port, and both queues are full.
     GroupFull,
-    /// Wants data before it accepts (`TCP_DEFER_ACCEPT`), accepts nothing, and nobody calls.
+    /// Requires data before it accepts (`TCP_DEFER_ACCEPT`), accepts nothing, and no connection waits.
     DeferredHangsIdle,
-    /// The same, and a connection without data waits.
+    /// As [`Self::DeferredHangsIdle`], and a connection without data waits.
     DeferredHangsSilent,
-    /// The same, and a connection with data waits.
+    /// As [`Self::DeferredHangsIdle`], and a connection with data waits.
     DeferredHangsWaiting,
 }
 
-/// What one behaviour looks like to the two modes.
+/// Outcomes of one behaviour in the two modes.
 struct Expected {
-    /// Readiness by connect, and liveness too: it is the same look.
+    /// Readiness by connect, and liveness too, which is the same check.
     connect: Outcome,
     /// Readiness in kernel mode.
     kernel: Outcome,
-    /// Liveness in kernel mode, with its canary; `None` where it depends on whom the kernel gives the canary.
+    /// Liveness in kernel mode, with its canary; `None` if it depends on the listener to which the kernel
+    /// assigns the canary.
     canary: Option<Outcome>,
 }
 
@@ -78,24 +79,24 @@ impl Behaviour {
                 agreed(Failure)
             }
             Self::Serves | Self::GroupServes | Self::GroupShrinks => agreed(Success),
-            // A deferring application that nobody sends anything has nothing to accept, so nothing shows.
+            // A deferring application that receives no data has nothing to accept, so a hang has no sign.
             Self::DeferredHangsIdle | Self::DeferredHangsSilent => agreed(Success),
-            // Differences, all of them named in docs/probes.md. connect() is answered while a queue has room.
+            // All of these differences are in docs/probes.md. connect() succeeds while a queue has room.
             Self::HangsWaiting | Self::DeferredHangsWaiting => {
                 Expected { connect: Success, kernel: Failure, canary: Some(Failure) }
             }
             Self::HangsIdle => Expected { connect: Success, kernel: Success, canary: Some(Failure) },
-            // The canary reaches one of the two.
+            // The canary reaches one of the two listeners.
             Self::GroupHalfHangs => Expected { connect: Success, kernel: Success, canary: None },
         }
     }
 
-    /// Has `process` do it. `full` counts the listeners whose queues are full.
+    /// Makes `process` behave so. `full` returns the number of listeners whose queues are full.
     fn play(self, process: &mut Process, port: u16, full: impl Fn() -> u32) {
         let at = format!("127.0.0.1:{port}");
         let serve = |process: &mut Process, listen: &str| {
             let socket = process.socket(listen);
-            process.tell(&format!("serve {}", socket.id)).unwrap();
+            process.send(&format!("serve {}", socket.id)).unwrap();
         };
         let pair = format!("listen {at} reuseaddr reuseport");
         match self {
@@ -137,15 +138,15 @@ impl Behaviour {
                 process.socket(&pair);
                 process.socket(&format!("hold {at}"));
                 process.socket(&pair);
-                // By its address alone the kernel chooses who gets a connection; one that finds a full queue
-                // isn't made.
+                // The kernel chooses the listener by the connection's addresses alone; a connection that
+                // meets a full queue is not made.
                 for _ in 0..256 {
                     if full() == 2 {
                         return;
                     }
-                    process.tell(&format!("try {at}")).unwrap();
+                    process.send(&format!("try {at}")).unwrap();
                 }
-                panic!("no connection came to the second listener");
+                panic!("no connection reached the second listener");
             }
             Self::DeferredHangsIdle => {
                 process.socket(&format!("listen {at} reuseaddr defer"));
@@ -157,7 +158,7 @@ impl Behaviour {
             Self::DeferredHangsWaiting => {
                 process.socket(&format!("listen {at} reuseaddr defer"));
                 let held = process.socket(&format!("hold {at}"));
-                process.tell(&format!("send {}", held.id)).unwrap();
+                process.send(&format!("send {}", held.id)).unwrap();
             }
         }
     }
@@ -176,9 +177,11 @@ fn the_kernels_verdict_is_connects_but_for_what_the_docs_name() {
         let probes = [("readiness", tcp(port)), ("liveness", tcp(port))];
         Pod::new(name, &scene.place, &probes, &annotation).on_host()
     };
-    scene.show(&[pod("knows", "kernel"), pod("asks", "connect")]);
+    let plain = "period=1h timeout=300ms canary=0 mode=kernel";
+    let plain = Pod::new("plain", &scene.place, &[("liveness", tcp(port))], plain).on_host();
+    scene.show(&[pod("knows", "kernel"), pod("asks", "connect"), plain]);
     wait_for("all probes", PATIENCE, || match scene.list().len() {
-        4 => Ok(()),
+        5 => Ok(()),
         other => Err(format!("{other}")),
     })
     .unwrap();
@@ -195,7 +198,10 @@ fn the_kernels_verdict_is_connects_but_for_what_the_docs_name() {
             other => panic!("{other:?} on port {port}"),
         });
         let Expected { connect, kernel, canary } = behaviour.expected();
-        // In this order: a look leaves nothing, a canary and a connection stay in the queue of one who hangs.
+        // Liveness without a canary, the default, is connect's verdict in every case.
+        assert_eq!(scene.run("plain", "main", Liveness), connect, "{behaviour:?}: plain liveness, kernel");
+        // The order matters: a lookup leaves nothing, but a canary and a connection stay in the queue of a
+        // hanging listener.
         assert_eq!(scene.run("knows", "main", Readiness), kernel, "{behaviour:?}: readiness, kernel");
         if let Some(canary) = canary {
             assert_eq!(scene.run("knows", "main", Liveness), canary, "{behaviour:?}: liveness, kernel");

@@ -349,7 +349,7 @@ async fn a_record_that_is_damaged_is_set_aside_and_made_anew() {
     let file = member.registry().join("dra_manager_state");
     std::fs::write(&file, &member.record()[1..]).unwrap();
     member.scene.agent.resume().unwrap();
-    member.until_event("ResourceClaimRecordCorrupt", "it was set aside as").await;
+    member.until_event("ResourceClaimRecordCorrupt", "moved it to").await;
     member.until_met(&driver);
     let container = member.scene.cri.container("web", "main").unwrap().id;
     member.scene.cri.exit(&container, 1);

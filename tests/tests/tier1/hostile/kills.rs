@@ -1,5 +1,5 @@
-//! The agent is killed right after each of its system calls that change what is on disk: strace stops it
-//! there. Whatever it had acknowledged by then holds when it runs again, and nothing half done is left.
+//! The agent is killed right after each of its system calls that change the disk, where strace stops it.
+//! Everything that the agent had acknowledged holds after its restart, and half-done work is not left behind.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,13 +14,13 @@ use serde_json::{Value, json};
 
 use super::scene::{Scene, config_map, names_in, pod, through, with_volumes};
 
-/// What puts something in its place, or takes it away.
+/// System calls that rename a file to its final path or remove it.
 const PLACING: &str = "rename,renameat,renameat2,unlink,unlinkat";
-/// The same, and what goes before and after it.
+/// The calls of [`PLACING`] and those before and after them.
 const ALL: &str =
     "rename,renameat,renameat2,unlink,unlinkat,rmdir,symlink,symlinkat,fsync,fdatasync,mount,umount2";
 
-/// What somebody at the node does, in this order; each waits until the agent has said that it is done.
+/// Steps of an operator, in this order; each waits until the agent has acknowledged it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Step {
     Applied,
@@ -32,10 +32,10 @@ enum Step {
     Gone,
 }
 
-/// The agent, stopped at the end of each such call.
+/// Options of an agent that is stopped at the end of each such call.
 fn traced(dir: &Path, options: Options, calls: &str) -> Options {
     let trace = dir.join("trace");
-    // Without --seccomp-bpf: with it, strace 6.1 stops each thread but once.
+    // The flag `--seccomp-bpf` is left out: with it, strace 6.1 stops each thread only once.
     let command = format!(
         "strace -D -f -qq -o '{}' -e trace={calls} -e inject={calls}:signal=STOP:when=1+ {{}}",
         trace.display()
@@ -43,15 +43,15 @@ fn traced(dir: &Path, options: Options, calls: &str) -> Options {
     through(dir, options, "", &command)
 }
 
-/// How often the agent was stopped so far.
+/// Returns the number of stops of the agent so far.
 fn stops(trace: &Path) -> usize {
     let text = fs::read_to_string(trace).unwrap_or_default();
-    // The kernel's own, that is strace's: not the stop of each further thread.
+    // Only stops that the kernel sent, which are strace's, count: not the stop of each further thread.
     text.lines().filter(|line| line.contains("--- SIGSTOP {") && line.contains("SI_KERNEL")).count()
 }
 
-/// Lets it go on at each stop until the one of this number, where it is killed; whether it came to that
-/// before `done` said that all is.
+/// Continues the agent at each stop until the stop `number`, and kills it there. Returns false if `done` was
+/// true before.
 fn kill_at(pid: Pid, trace: &Path, number: usize, done: impl Fn() -> bool) -> bool {
     let deadline = Instant::now() + workdir::PATIENCE;
     let mut seen = 0;
@@ -65,7 +65,8 @@ fn kill_at(pid: Pid, trace: &Path, number: usize, done: impl Fn() -> bool) -> bo
         if now > seen {
             (seen, idle_since) = (now, Instant::now());
         }
-        // Also where nothing new is seen: it may have been told to go on before it had stopped.
+        // The agent is continued also without a new stop in the trace: an earlier SIGCONT may have arrived
+        // before the stop.
         if is_stopped(pid) {
             kill_process(pid, Signal::CONT).unwrap();
         } else if done() && idle_since.elapsed() > Duration::from_secs(3) {
@@ -73,7 +74,7 @@ fn kill_at(pid: Pid, trace: &Path, number: usize, done: impl Fn() -> bool) -> bo
         }
         std::thread::park_timeout(Duration::from_millis(2));
     }
-    panic!("{} stops, and no end", stops(trace));
+    panic!("{} stops, and the work is not done", stops(trace));
 }
 
 fn is_stopped(pid: Pid) -> bool {
@@ -81,7 +82,7 @@ fn is_stopped(pid: Pid) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['t', 'T']))
 }
 
-/// `beelet` as somebody at the node calls it; whether it was done.
+/// Runs `beelet` as an operator would. Returns true if it succeeded.
 fn call(config: &Path, socket: &Path, arguments: &[&str]) -> bool {
     let mut command = Command::new(binary().unwrap());
     command.args(arguments).env("BEELET_CONFIG", config).env("BEELET_SOCKET", socket);
@@ -94,7 +95,7 @@ fn web(hostname: &str) -> Value {
     web
 }
 
-/// Does all steps, until one fails because the agent is dead.
+/// Runs all steps, until one fails because the agent is dead.
 fn work(scene: &Scene, acknowledged: &Mutex<Vec<Step>>) {
     let (config, socket) = (scene.agent.config(), scene.agent.socket());
     let write = |name: &str, manifest: &Value| {
@@ -136,7 +137,7 @@ fn work(scene: &Scene, acknowledged: &Mutex<Vec<Step>>) {
     }
 }
 
-/// One life that ends at this stop, and the next one; whether it came to that stop.
+/// Runs the agent until this stop, and then once more. Returns true if the agent reached the stop.
 fn life(number: usize, calls: &str) -> bool {
     let mut scene = Scene::spawn(|dir, options| traced(dir, options, calls));
     let trace = scene.dir.path().join("trace");
@@ -144,7 +145,7 @@ fn life(number: usize, calls: &str) -> bool {
     let acknowledged = Mutex::new(Vec::new());
     let killed = std::thread::scope(|scope| {
         let worker = scope.spawn(|| {
-            // It is up when the socket answers, which takes as many stops as it takes.
+            // The agent has started when its socket answers, after any number of stops.
             let socket = scene.agent.socket();
             let up = || std::os::unix::net::UnixStream::connect(&socket).map(drop);
             if workdir::wait_for("the socket", Duration::from_secs(60), || {
@@ -175,10 +176,10 @@ fn is_dead(pid: Pid) -> bool {
     stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X']))
 }
 
-/// The agent's next life: what was acknowledged holds.
+/// Restarts the agent and checks that everything acknowledged holds.
 fn follow(scene: &mut Scene, acknowledged: &[Step], what: &str) {
     let done = |step: Step| acknowledged.contains(&step);
-    // Without strace.
+    // This run is not traced.
     let trace_free = binary().unwrap();
     let script = scene.dir.path().join("beelet");
     workdir::write(&script, format!("#!/bin/sh\nexec '{}' \"$@\"\n", trace_free.display())).unwrap();
@@ -186,7 +187,7 @@ fn follow(scene: &mut Scene, acknowledged: &[Step], what: &str) {
     scene.until_called("relists", 0, 1, super::scene::is_relist);
     let manifests = scene.agent.manifests();
     let manifest = |name: &str| fs::read_to_string(manifests.join(name)).ok();
-    // Manifests are whole, or not there.
+    // A manifest is complete or missing.
     for name in ["web.yaml", "job.yaml", "configmap.conf.yaml"] {
         if let Some(text) = manifest(name) {
             serde_json::from_str::<Value>(&text)
@@ -195,13 +196,16 @@ fn follow(scene: &mut Scene, acknowledged: &[Step], what: &str) {
         let may_be_gone = name == "web.yaml" && done(Step::Ended);
         assert!(may_be_gone || !done(Step::Applied) || manifest(name).is_some(), "{what}: {name} is lost");
     }
-    assert!(!done(Step::Deleted) || manifest("web.yaml").is_none(), "{what}: the deleted manifest is back");
+    assert!(
+        !done(Step::Deleted) || manifest("web.yaml").is_none(),
+        "{what}: the deleted manifest has returned"
+    );
     if done(Step::Changed)
         && let Some(text) = manifest("web.yaml")
     {
         assert!(text.contains("two"), "{what}: the changed manifest is lost: {text}");
     }
-    // What should run does, once.
+    // Every wanted pod runs, once.
     let rejected = scene.agent.look(|watch| watch.rejected.len()).unwrap();
     assert_eq!(rejected, 0, "{what}");
     let has_conf = manifest("configmap.conf.yaml").is_some();
@@ -224,11 +228,11 @@ fn follow(scene: &mut Scene, acknowledged: &[Step], what: &str) {
         None => scene.until_gone("web"),
     }
     if manifest("job.yaml").is_some() {
-        let job = scene.until_pod("job", &format!("to be ended ({what})"), |pod| pod.phase() == "Failed");
+        let job = scene.until_pod("job", &format!("to have ended ({what})"), |pod| pod.phase() == "Failed");
         let reason = job.pod.status.and_then(|status| status.reason);
         assert_eq!(reason.as_deref(), Some("DeadlineExceeded"), "{what}");
     }
-    // Nothing is damaged, and nothing half written is left.
+    // State files are intact, and half-written files are not left.
     let odd = |name: &std::ffi::OsString| {
         let name = name.to_string_lossy();
         name.contains("corrupt") || name.ends_with(".tmp")
@@ -238,21 +242,21 @@ fn follow(scene: &mut Scene, acknowledged: &[Step], what: &str) {
         if names.iter().any(odd) { Err(format!("{names:?}")) } else { Ok(()) }
     });
     scene.is_well();
-    // And all can go.
+    // All pods can be removed.
     for name in ["web.yaml", "job.yaml"] {
         let _ = fs::remove_file(manifests.join(name));
     }
     for name in ["web", "job"] {
         scene.until_gone(name);
     }
-    scene.look_until(&format!("{what}: the pods' folders to be gone"), || {
+    scene.look_until(&format!("{what}: the pods' folders to be removed"), || {
         let left: Vec<PathBuf> = super::scene::files_below(&scene.path("pods"));
         if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
     });
     assert!(scene.cri.world().sandboxes.is_empty(), "{what}");
 }
 
-/// Every `step`th stop, from number `first` on.
+/// Kills the agent at every `step`th stop, from number `first` on.
 fn each(calls: &str, first: usize, step: usize) -> usize {
     let mut number = first;
     while life(number, calls) {

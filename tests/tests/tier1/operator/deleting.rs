@@ -72,7 +72,7 @@ fn check_that_it_waits_in_view(next: &Value) {
     node.run(&["delete", "pod", "web", "--force"]).well();
     let file = node.file("next.json", &next.to_string());
     let said = node.run(&["apply", "--wait", "--timeout", "3s", "-f", &file]);
-    let waits = "waits for the pod of this name that was deleted by force: ";
+    let waits = "waiting for the force-deleted pod of the same name: ";
     assert!(
         said.err.contains("not ready within 3 s") && said.err.contains(waits),
         "{}{}",
@@ -83,7 +83,7 @@ fn check_that_it_waits_in_view(next: &Value) {
     node.until_shown(&words);
     assert!(node.run(&["events"]).well().out.contains("WaitsForDeletedPod"));
     let doctor = node.run(&["doctor", "-o", "json", "--config", node.agent.config().to_str().unwrap()]);
-    let forced = "1 pod was deleted by force and still runs: default/web-testnode";
+    let forced = "1 force-deleted pod still runs: default/web-testnode";
     assert!(doctor.out.contains(forced), "{}{}", doctor.out, doctor.err);
     node.agent.kill9();
     node.agent.resume().unwrap();
@@ -147,7 +147,7 @@ fn a_second_delete_waits_as_the_first_one_did_and_may_be_in_more_haste() {
     let waiting =
         |line: &String| line.starts_with("waiting: pod default/web-testnode: ") && line.contains(REFUSES);
     assert!(said.err.lines().map(str::to_owned).any(|line| waiting(&line)), "{}", said.err);
-    assert!(said.err.contains("error: not gone within 15 s: pod default/web-testnode: "), "{}", said.err);
+    assert!(said.err.contains("error: not deleted within 15 s: pod default/web-testnode: "), "{}", said.err);
     assert_eq!(grace(), 500);
     for (asked, expected) in [("7", 7), ("100", 7)] {
         node.run(&["delete", "pod", "web", "--no-wait", "--grace-period", asked]).well();
@@ -164,7 +164,7 @@ fn a_second_delete_waits_as_the_first_one_did_and_may_be_in_more_haste() {
     assert!(told.into_iter().any(|line| waiting(&line)), "it ended, and said nothing of what it waits for");
     node.cri.heal();
     let said = Said::from(waits.wait_with_output().unwrap()).well();
-    assert_eq!(said.out, "pod/web-testnode deleted (its manifest was removed before)\n");
+    assert_eq!(said.out, "pod/web-testnode deleted (manifest already removed)\n");
     assert!(node.run(&["delete", "pod", "web"]).err.contains("no manifest describes the Pod"));
 }
 
@@ -177,7 +177,7 @@ fn the_wait_for_a_runtime_that_hangs_ends_with_what_is_being_done() {
     let held = node.cri.on(Op::StopPodSandbox).always().hold();
     let said = node.run(&["delete", "pod", "web", "--timeout", "4s"]);
     let end =
-        "error: not gone within 4 s: pod default/web-testnode: is being stopped; its containers have until ";
+        "error: not deleted within 4 s: pod default/web-testnode: is terminating; its grace period ends at ";
     assert!(said.code == Some(1) && said.err.contains(end), "{}", said.err);
     held.release();
 }

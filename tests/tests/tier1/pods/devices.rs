@@ -1,5 +1,5 @@
-//! Pods with devices of a plugin in a process of its own: what containers get, who has to wait, and what
-//! survives what.
+//! Pods with devices of a plugin that runs in a process of its own: the settings of containers, waiting pods,
+//! and recovery from restarts of the plugin, the agent and the machine.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -16,7 +16,7 @@ use super::node::{Node, Settings, View, container, pod, with};
 pub(crate) const RESOURCE: &str = "example.com/sample";
 pub(crate) const PLUGIN: &str = env!("CARGO_BIN_EXE_sample_device_plugin");
 
-/// A node whose pods may have devices, and wait so long for them.
+/// Starts a node whose pods may have devices and wait `wait` seconds for them.
 pub(crate) async fn node(wait: u64, pods: &[Value]) -> Node {
     let settings = Settings { plugin_wait: Some(Duration::from_secs(wait)), ..Settings::default() };
     let node = Node::with_settings(settings, pods).await;
@@ -26,7 +26,7 @@ pub(crate) async fn node(wait: u64, pods: &[Value]) -> Node {
 
 pub(crate) fn until_socket(node: &Node) {
     let socket = node.path("kubelet/device-plugins/kubelet.sock");
-    let there = || if socket.exists() { Ok(()) } else { Err("it isn't there") };
+    let there = || if socket.exists() { Ok(()) } else { Err("the socket is missing") };
     workdir::wait_for("the registration socket", PATIENCE, there).unwrap();
 }
 
@@ -34,7 +34,7 @@ pub(crate) fn plugin(node: &Node, arguments: &[&str]) -> SamplePlugin {
     SamplePlugin::registered(Path::new(PLUGIN), &node.path("kubelet/device-plugins"), arguments).unwrap()
 }
 
-/// A container that asks for so many devices.
+/// Returns a container that requests `count` devices.
 pub(crate) fn wanting(name: &str, count: u32) -> Value {
     wanting_of(RESOURCE, name, count)
 }
@@ -49,7 +49,7 @@ pub(crate) fn pod_wanting(name: &str, count: u32) -> Value {
     with(pod(name), "containers", json!([wanting("main", count)]))
 }
 
-/// The configuration with which the newest container of a pod was created.
+/// Returns the configuration with which the newest container of a pod was created.
 pub(crate) fn config(node: &Node, pod: &str, container: &str) -> cri::ContainerConfig {
     let name = format!("{pod}-n1");
     node.cri.container(&name, container).unwrap_or_else(|| panic!("{pod} has no {container}")).config
@@ -59,13 +59,13 @@ pub(crate) fn env(config: &cri::ContainerConfig, name: &str) -> Option<String> {
     config.envs.iter().find(|env| env.key == name).map(|env| String::from_utf8(env.value.clone()).unwrap())
 }
 
-/// The devices that a container was started with, from what the plugin put into its environment.
+/// Returns the devices that a container was started with, from the environment variable that the plugin sets.
 pub(crate) fn given(node: &Node, pod: &str) -> BTreeSet<String> {
     let devices = env(&config(node, pod, "main"), "SAMPLE_DEVICES").unwrap_or_default();
     devices.split(',').map(str::to_owned).collect()
 }
 
-/// The devices that the ledger says a pod holds.
+/// Returns the devices that the ledger holds for a pod.
 pub(crate) fn held(node: &Node, pod: &View) -> BTreeSet<String> {
     let held = node.devices().held_by(&pod.uid());
     held.into_values()
@@ -74,7 +74,7 @@ pub(crate) fn held(node: &Node, pod: &View) -> BTreeSet<String> {
         .collect()
 }
 
-/// (capacity, allocatable)
+/// Waits until the node has this capacity and this allocatable number of devices.
 pub(crate) async fn until_capacity(node: &Node, capacity: usize, allocatable: usize) {
     until_capacity_of(node, RESOURCE, capacity, allocatable).await;
 }
@@ -88,7 +88,7 @@ pub(crate) async fn until_capacity_of(node: &Node, resource: &str, capacity: usi
     assert!(reached.is_ok(), "{:?}", node.devices().node().borrow());
 }
 
-/// The status of a pod's container, once it has one.
+/// Returns the status of a pod's container, if it has one.
 fn main_of(pod: &View) -> Option<k8s_openapi::api::core::v1::ContainerStatus> {
     let status = pod.0.pod.status.as_ref()?;
     status.container_statuses.iter().flatten().find(|c| c.name == "main").cloned()
@@ -110,7 +110,7 @@ pub(crate) fn failed(pod: &View) -> bool {
         && pod.0.pod.status.as_ref().and_then(|s| s.reason.as_deref()) == Some("UnexpectedAdmissionError")
 }
 
-/// Waits until the pods' durable record has this word.
+/// Waits until the pods' durable record contains a word.
 fn until_recorded(node: &Node, word: &str) {
     let record = node.path("state/pods.json");
     let written = || {
@@ -120,7 +120,7 @@ fn until_recorded(node: &Node, word: &str) {
     workdir::wait_for("the record", PATIENCE, written).unwrap();
 }
 
-/// The names of the checkpoints that were set aside.
+/// Returns the names of the checkpoints that were set aside.
 fn set_aside(node: &Node) -> BTreeSet<String> {
     let names = std::fs::read_dir(node.path("kubelet/device-plugins")).unwrap();
     let names = names.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned());
@@ -159,7 +159,7 @@ async fn a_container_gets_what_its_plugin_says() {
     assert_eq!(plugin.hear("allocate").unwrap(), "a b");
     assert_eq!(plugin.hear("prestart").unwrap(), "a b");
     assert_eq!(health(&web), ["a: Healthy", "b: Healthy"]);
-    // Each further start is told to the plugin too, and needs no new allocation.
+    // The plugin is notified of each further start, which needs no new allocation.
     node.cri.exit(&node.cri.container("web-n1", "main").unwrap().id, 1);
     node.until_pod("web", "to run again", |pod| pod.restarts()["main"] == 1 && pod.ready()).await;
     assert_eq!(plugin.hear("prestart").unwrap(), "a b");
@@ -178,7 +178,7 @@ async fn a_plugins_preference_and_health_are_heeded() {
     assert_eq!(plugin.hear("preferred").unwrap(), "1 of a b c");
     plugin.tell("devices a b !c").unwrap();
     until_capacity(&node, 3, 2).await;
-    node.until_pod("web", "to be told", |pod| health(pod) == ["c: Unhealthy"]).await;
+    node.until_pod("web", "to report the device's health", |pod| health(pod) == ["c: Unhealthy"]).await;
     assert_eq!(held(&node, &web), BTreeSet::from(["c".to_owned()]));
 }
 
@@ -196,7 +196,7 @@ async fn a_pod_without_enough_devices_is_refused_and_runs_when_there_are() {
         "Allocate failed due to requested number of devices unavailable for example.com/sample. Requested: 1, \
          Available: 0, which is unexpected"
     );
-    assert!(node.cri.sandbox("second-n1").is_none(), "it was started for nothing");
+    assert!(node.cri.sandbox("second-n1").is_none(), "a sandbox was started for a refused pod");
     node.remove("first");
     node.until_nothing_is_left(&first).await;
     node.until_ready("second").await;
@@ -213,7 +213,7 @@ async fn a_refused_pod_is_asked_for_again_after_a_restart() {
     node.apply(&pod_wanting("second", 1));
     let refused = node.until_pod("second", "to be refused", failed).await;
     until_recorded(&node, "UnexpectedAdmissionError");
-    // With nothing changed it is refused again; it has only waited for the plugin to come back.
+    // The agent refuses the unchanged pod again, after it has waited for the plugin to register.
     node.kill().await;
     node.start().await;
     until_socket(&node);
@@ -222,7 +222,7 @@ async fn a_refused_pod_is_asked_for_again_after_a_restart() {
     let again = node.until_pod("second", "to be refused again", failed).await;
     assert_eq!(again.uid(), refused.uid());
     until_recorded(&node, "UnexpectedAdmissionError");
-    // And what was refused before the restart runs when there is room after it.
+    // A pod that was refused before the restart runs when devices are free after it.
     node.kill().await;
     node.remove("first");
     node.start().await;
@@ -274,7 +274,7 @@ async fn what_only_an_init_container_needs_is_free_again_when_it_has_ended() {
     let web = node.until_ready("web").await;
     let released = || match held(&node, &web).len() {
         1 => Ok(()),
-        count => Err(format!("it holds {count}")),
+        count => Err(format!("the pod holds {count}")),
     };
     workdir::wait_for("the release", PATIENCE, released).unwrap();
     node.apply(&pod_wanting("other", 2));
@@ -292,14 +292,20 @@ async fn a_plugin_that_is_killed_and_upgraded_takes_nothing_from_anybody() {
     let before = held(&node, &web);
     old.kill9();
     until_capacity(&node, 2, 0).await;
-    node.until_pod("web", "to be told", |pod| health(pod).iter().any(|h| h.ends_with("Unknown"))).await;
-    // The new version has another socket, and one device more.
+    node.until_pod("web", "to report unknown health", |pod| {
+        health(pod).iter().any(|h| h.ends_with("Unknown"))
+    })
+    .await;
+    // The new version has another socket and one more device.
     let newer = plugin(&node, &["--devices", "a b c", "--socket", "v2.sock"]);
     until_capacity(&node, 3, 3).await;
-    node.until_pod("web", "to be told", |pod| health(pod).iter().any(|h| h.ends_with(": Healthy"))).await;
+    node.until_pod("web", "to report healthy devices", |pod| {
+        health(pod).iter().any(|h| h.ends_with(": Healthy"))
+    })
+    .await;
     assert_eq!(held(&node, &web), before);
     assert_eq!(node.cri.count(Op::StopContainer), 0);
-    // Killed and started again at the same place it is followed even before it registers.
+    // A plugin that is killed and restarted at the same path is followed even before it registers.
     newer.kill9();
     until_capacity(&node, 3, 0).await;
     let _again = plugin(&node, &["--devices", "a b c", "--socket", "v2.sock"]);
@@ -313,7 +319,7 @@ async fn a_plugin_that_is_killed_and_upgraded_takes_nothing_from_anybody() {
 async fn a_plugin_is_found_in_the_registry_and_gone_with_its_socket() {
     let node = node(300, &[]).await;
     let registry = node.path("kubelet/plugins_registry");
-    let there = || if registry.exists() { Ok(()) } else { Err("it isn't there") };
+    let there = || if registry.exists() { Ok(()) } else { Err("the registry is missing") };
     workdir::wait_for("the registry", PATIENCE, there).unwrap();
     let plugin = SamplePlugin::registered(Path::new(PLUGIN), &registry, &["--registry"]).unwrap();
     until_capacity(&node, 2, 2).await;
@@ -327,10 +333,10 @@ async fn a_plugin_is_found_in_the_registry_and_gone_with_its_socket() {
 async fn sockets_in_the_registry_that_say_nothing_keep_nobody_waiting() {
     let node = node(300, &[]).await;
     let registry = node.path("kubelet/plugins_registry");
-    let there = || if registry.exists() { Ok(()) } else { Err("it isn't there") };
+    let there = || if registry.exists() { Ok(()) } else { Err("the registry is missing") };
     workdir::wait_for("the registry", PATIENCE, there).unwrap();
-    // Nobody ever takes a connection there. Asked one after the other they would take longer than anybody
-    // waits here.
+    // No process accepts connections at these sockets. If the agent asked them one after the other, the wait
+    // would exceed the test's deadline.
     let silent = |n: u32| registry.join(format!("a-silent-{n:02}.sock"));
     let listeners: Vec<_> =
         (0..15).map(|n| std::os::unix::net::UnixListener::bind(silent(n)).unwrap()).collect();
@@ -353,11 +359,11 @@ async fn running_pods_keep_their_devices_over_a_restart_whatever_the_plugin_does
     node.start().await;
     node.until_ready("web").await;
     node.until_relisted().await;
-    // Nobody says so, but the node had two devices and will have them again.
+    // No plugin has registered, but the node had two devices and will have them again.
     until_capacity(&node, 2, 2).await;
     assert_eq!(held(&node, &web), before);
     assert_eq!(node.done(&CHANGES), changes, "{}", node.cri.transcript());
-    // A container of it that ends is started again without the plugin, as under the kubelet.
+    // A container with devices that ends is started again without the plugin, as under the kubelet.
     node.cri.exit(&node.cri.container("web-n1", "main").unwrap().id, 1);
     node.until_pod("web", "to run again", |pod| pod.restarts()["main"] == 1 && pod.ready()).await;
     assert_eq!(given(&node, "web"), before);
@@ -383,13 +389,14 @@ async fn after_a_reboot_a_pod_waits_for_its_late_plugin() {
     }
     until_capacity(&node, 2, 2).await;
     assert_eq!(node.devices().waiting().len(), 2);
-    // The sandbox that died is stopped for the next one's sake, not each time that the pod looks.
+    // The dead sandbox is stopped once, for the next one's sake, not each time that the worker inspects the
+    // pod.
     node.until_relisted().await;
     assert_eq!(node.done(&[Op::StopPodSandbox]), 0);
     let _late = plugin(&node, &["--devices", "a b"]);
     node.until_ready("web").await;
     node.until_ready("new").await;
-    assert_eq!(given(&node, "web"), before, "it got others than before");
+    assert_eq!(given(&node, "web"), before, "the pod has other devices than before");
     assert!(given(&node, "new").is_disjoint(&before));
     assert_eq!(node.devices().waiting(), []);
 }
@@ -502,10 +509,10 @@ async fn plugins_that_misbehave_hurt_only_themselves() {
     let mut changes = node.devices().node();
     let there = changes.wait_for(|node| node.capacity.get("example.com/many") == Some(&100_000));
     tokio::time::timeout(PATIENCE, there).await.unwrap().unwrap();
-    // Twice the same device, and one without a name.
+    // The list has the same device twice, and one without a name.
     good.tell("devices a a b @1").unwrap();
     until_capacity(&node, 3, 3).await;
-    // One that answers with anything but HTTP/2.
+    // This plugin answers with bytes that are not HTTP/2.
     let garbage = node.path("kubelet/device-plugins/garbage.sock");
     let listener = std::os::unix::net::UnixListener::bind(&garbage).unwrap();
     std::thread::spawn(move || {
@@ -531,7 +538,7 @@ async fn a_plugin_that_hangs_holds_only_pods_that_want_its_devices() {
     hangs.tell("allocate hang").unwrap();
     node.apply(&pod_wanting("stuck", 1));
     assert_eq!(hangs.hear("allocate").unwrap(), "a");
-    // One more for the same plugin, one for both, one for the other.
+    // One more pod for the same plugin, one for both plugins, one for the other plugin.
     node.apply(&pod_wanting("behind", 1));
     let both = json!([wanting("main", 1), wanting_of(OTHER, "second", 1)]);
     node.apply(&with(pod("both"), "containers", both));
@@ -546,9 +553,9 @@ async fn a_plugin_that_hangs_holds_only_pods_that_want_its_devices() {
     assert_eq!(
         hangs.heard("allocate "),
         Vec::<String>::new(),
-        "the next was asked for before the first had an answer"
+        "the agent made the next call before the first was answered"
     );
-    // Nobody waits for a pod that is wanted no more, nor the agent for a plugin.
+    // Workers don't wait for a pod that is no longer wanted, and the agent doesn't wait for a plugin.
     node.remove("stuck");
     assert_eq!(hangs.hear("allocate").unwrap(), "a");
     node.stop().await;
@@ -586,6 +593,6 @@ async fn registrations_are_refused_in_the_kubelets_words() {
     check("v1beta1", "x.sock", "gpu", "the ResourceName \"gpu\" is invalid").await;
     check("v1beta1", "../../etc/passwd", RESOURCE, "without '..'").await;
     check("v1beta1", "nothing.sock", RESOURCE, "No such file").await;
-    // Its own socket is no plugin's.
+    // The agent's own socket is not a plugin's.
     check("v1beta1", "kubelet.sock", RESOURCE, "is the agent's own").await;
 }

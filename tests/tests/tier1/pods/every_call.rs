@@ -1,5 +1,6 @@
-//! Each call to the runtime that a pod's way is made of, going wrong in each way it can: it fails, is slow,
-//! hangs, loses its reply, breaks the connection, fails again and again. Nothing may be done twice or left
+//! Each call to the runtime in a pod's life, with each of its faults: the call fails, is slow, hangs, loses
+//! its reply, breaks the connection, or fails again and again. The agent must not repeat completed work or
+//! leave work undone.
 //! undone.
 
 use std::path::{Path, PathBuf};
@@ -14,27 +15,27 @@ use tonic::Code;
 use super::node::{IMAGE, LOG_MAX, Node, Settings, View, hooked, of_everything, pod, until_file, until_seen};
 use super::resize::{make_container_cgroup, sized};
 
-/// A piece of a pod's life, on which calls are made.
+/// Phase of a pod's life in which calls are made.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
-    /// It comes up, with all that a start can ask for.
+    /// The pod starts, with every request to the runtime that a start can have.
     Up,
-    /// It comes up, with a postStart hook.
+    /// The pod starts, with a postStart hook.
     Hook,
-    /// It is taken away, with its preStop hooks.
+    /// The pod is removed, with its preStop hooks.
     Down,
-    /// An agent that starts finds it running, and its manifest gone.
+    /// A starting agent finds the pod running and its manifest removed.
     Orphan,
-    /// Its amounts change.
+    /// The pod's resources change.
     Resize,
-    /// Its log is rotated.
+    /// The container's log is rotated.
     Rotate,
-    /// The runtime tells of its containers.
+    /// The runtime publishes events of the pod's containers.
     Stream,
 }
 use Way::{Down, Hook, Orphan, Resize, Rotate, Stream, Up};
 
-/// Which call is made on which way.
+/// Calls, with the phases in which they are made.
 const MADE: &[(Op, &[Way])] = &[
     (Op::Version, &[Up]),
     (Op::Status, &[Up]),
@@ -57,11 +58,11 @@ const MADE: &[(Op, &[Way])] = &[
     (Op::GetContainerEvents, &[Stream]),
 ];
 
-/// Calls that are made beside a pod's way, and where they are tried.
+/// Calls that are not part of a pod's life, with the place of their test.
 const ELSEWHERE: &[(Op, &str)] = &[
     (Op::RuntimeConfig, "asked once, before there are pods: an_agent_that_starts_asks_again"),
-    (Op::Exec, "made for a person at `beelet exec`, who sees the error"),
-    (Op::ListContainerStats, "eviction's: it measures writable layers, and goes by what it had before"),
+    (Op::Exec, "made by `beelet exec`, which prints the error"),
+    (Op::ListContainerStats, "eviction's: it measures writable layers, and uses its earlier figures"),
     (Op::ListImages, "the image collector's: tests/image_gc.rs"),
     (Op::RemoveImage, "the image collector's: tests/image_gc.rs"),
     (Op::ImageFsInfo, "the image collector's: tests/image_gc.rs"),
@@ -69,7 +70,7 @@ const ELSEWHERE: &[(Op, &str)] = &[
 
 /// Calls that the agent never makes.
 const NEVER: &[(Op, &str)] = &[
-    (Op::UpdateRuntimeConfig, "no API server gives the node a range of addresses"),
+    (Op::UpdateRuntimeConfig, "the node has no range of addresses from an API server"),
     (Op::Attach, ""),
     (Op::PortForward, ""),
     (Op::ContainerStats, ""),
@@ -80,47 +81,47 @@ const NEVER: &[(Op, &str)] = &[
     (Op::ListPodSandboxMetrics, ""),
 ];
 
-/// What goes wrong.
+/// Faults of a call.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
-    /// The next one fails.
+    /// The next call fails.
     Fails,
-    /// The next one takes its time.
+    /// The next call is slow.
     Slow,
-    /// The next one hangs, and is given up.
+    /// The next call hangs until its deadline.
     Hangs,
-    /// The next one is done, but nobody hears of it.
+    /// The next call is done, but its reply is lost.
     LosesReply,
-    /// The next one is done, and then all connections break.
+    /// The next call is done, and then all connections break.
     Breaks,
-    /// All fail, until the agent has tried again.
+    /// All calls fail, until the agent has retried.
     Persists,
 }
 
 const FAULTS: [Fault; 6] =
     [Fault::Fails, Fault::Slow, Fault::Hangs, Fault::LosesReply, Fault::Breaks, Fault::Persists];
 
-/// What is not tried, with the reason.
+/// Returns true for the cases that are not tested.
 fn is_left_out(op: Op, way: Way, fault: Fault) -> bool {
     match (op, way, fault) {
-        // It has no deadline of the agent's: the runtime itself gives up on a pull without progress.
+        // The agent sets no deadline for pulls: the runtime itself cancels a pull without progress.
         (Op::PullImage, _, Fault::Hangs) => true,
-        // A postStart hook may take as long as it likes, as under the kubelet: one that hangs holds its pod.
+        // A postStart hook has no time limit, as under the kubelet: a hook that hangs holds its pod.
         (Op::ExecSync, Hook, Fault::Hangs) => true,
         _ => false,
     }
 }
 
-/// Hanging calls are given up after a few seconds.
+/// Returns settings with a deadline of a few seconds for calls.
 fn settings() -> Settings {
     Settings { request_timeout: Duration::from_secs(3), ..Settings::default() }
 }
 
-/// A fault, laid on the next calls.
+/// A fault that was injected into the next calls.
 struct Trouble {
     op: Op,
     fault: Fault,
-    /// The number of the first call that can have met it.
+    /// Number of the first call that can meet the fault.
     first: usize,
     _held: Option<Held>,
 }
@@ -130,7 +131,7 @@ impl Trouble {
         Self::lay_after(node, op, fault, 0)
     }
 
-    /// The same, but so many of the calls go well before.
+    /// Injects a fault after `well` calls that succeed.
     fn lay_after(node: &Node, op: Op, fault: Fault, well: usize) -> Self {
         let first = node.cri.calls().len();
         let left = AtomicUsize::new(well);
@@ -148,12 +149,13 @@ impl Trouble {
         Trouble { op, fault, first, _held: held }
     }
 
-    /// Waits until it has been met, and ends it if it would last.
+    /// Waits until a call has met the fault, and ends a fault that would persist.
     async fn meet(&self, node: &Node) {
         let met = |call: &Call| call.op() == self.op;
         let call = node.cri.wait_for_after("the call that goes wrong", self.first, met).await;
         if self.fault == Fault::Persists {
-            // What the runtime refused to change of a container is set without it: that is tried once.
+            // A change of resources that the runtime refuses is tried once: the agent then sets the values
+            // itself.
             if self.op != Op::UpdateContainerResources {
                 node.cri.wait_for_after("the call to be tried again", call.number + 1, met).await;
             }
@@ -161,13 +163,13 @@ impl Trouble {
         }
     }
 
-    /// For failed tests.
+    /// Describes the case, for failed tests.
     fn case(&self, node: &Node) -> String {
         format!("{:?} {:?}:\n{}", self.op, self.fault, node.cri.transcript())
     }
 }
 
-/// A pod that asks for all that a start can ask the runtime for.
+/// Returns a pod with every request to the runtime that a start can have.
 fn demanding(name: &str) -> Value {
     let mut pod = of_everything(name);
     let volumes = pod["spec"]["volumes"].as_array_mut().unwrap();
@@ -185,7 +187,7 @@ fn demanding(name: &str) -> Value {
 async fn up(op: Op, fault: Fault) -> Node {
     let mut node = Node::new(settings());
     node.cri.add_to_registry(IMAGE);
-    // One that mounts images.
+    // This version of the runtime mounts images.
     node.cri.change(|world| world.runtime = ("containerd".to_owned(), "2.1.9".to_owned()));
     node.start().await;
     let trouble = Trouble::lay(&node, op, fault);
@@ -197,13 +199,13 @@ async fn up(op: Op, fault: Fault) -> Node {
     assert_eq!(node.cri.world().sandboxes.len(), 1, "{case}");
     assert!(pod.restarts().values().all(|count| *count == 0), "{case}");
     if fault == Fault::Slow {
-        // A sandbox, four containers made and started: what is slow is not asked for twice.
+        // One sandbox and four containers are created and started: slow calls are not repeated.
         assert_eq!(node.done(&CHANGES), 9, "{case}");
     }
     node
 }
 
-/// The hook's container is tried again, and nothing else is.
+/// Only the hook's container is retried.
 async fn hook(op: Op, fault: Fault) -> Node {
     let node = Node::with_settings(settings(), &[]).await;
     let mut pod = hooked("web");
@@ -238,7 +240,7 @@ async fn orphan(op: Op, fault: Fault) -> Node {
     let pod = node.until_ready("web").await;
     node.kill().await;
     node.remove("web");
-    // Before there are workers the devices ask once for all containers.
+    // Before workers start, the device manager lists all containers once.
     let trouble = Trouble::lay_after(&node, op, fault, usize::from(op == Op::ListContainers));
     node.start().await;
     trouble.meet(&node).await;
@@ -267,7 +269,7 @@ async fn resize(op: Op, fault: Fault) -> Node {
     node
 }
 
-/// The sizes of a log and of those that were rotated out of it.
+/// Returns the sizes of a log and of its rotated files.
 fn sizes(log: &Path) -> (Option<u64>, Vec<u64>) {
     let size = |path: &Path| std::fs::metadata(path).ok().map(|metadata| metadata.len());
     let name = format!("{}.", log.file_name().unwrap().to_string_lossy());
@@ -276,7 +278,7 @@ fn sizes(log: &Path) -> (Option<u64>, Vec<u64>) {
     (size(log), rotated.filter_map(|entry| size(&entry.path())).collect())
 }
 
-/// Waits until a log is so.
+/// Waits until a log and its rotated files have these sizes.
 async fn until_log(log: &Path, what: &str, wanted: (Option<u64>, Vec<u64>)) {
     until_seen(&format!("{what}: {wanted:?}"), || {
         let found = sizes(log);
@@ -292,7 +294,7 @@ async fn rotate(op: Op, fault: Fault) -> Node {
     let trouble = Trouble::lay(&node, op, fault);
     std::fs::write(&log, vec![b'x'; LOG_MAX as usize + 1]).unwrap();
     trouble.meet(&node).await;
-    // The runtime has a new one, and what the container wrote is in the one that was renamed.
+    // The runtime writes to a new log, and the container's earlier output is in the renamed one.
     until_log(&log, &format!("{op:?} {fault:?}"), (Some(0), vec![LOG_MAX + 1])).await;
     node
 }
@@ -305,10 +307,10 @@ async fn a_log_that_the_runtime_does_not_open_anew_gets_its_name_back() {
     node.cri.on(Op::ReopenContainerLog).always().fail(Code::Unknown, "too many open files");
     std::fs::write(&log, vec![b'x'; LOG_MAX as usize + 1]).unwrap();
     node.cri.wait_for("the runtime to refuse", |call| call.op() == Op::ReopenContainerLog).await;
-    until_log(&log, "under its name", (Some(LOG_MAX + 1), Vec::new())).await;
+    until_log(&log, "restored to its name", (Some(LOG_MAX + 1), Vec::new())).await;
 }
 
-/// What the runtime tells of is known, also after its stream has broken off.
+/// Events from the runtime are handled, also after their stream has broken.
 async fn stream(op: Op, fault: Fault) -> Node {
     let mut node = Node::new(settings());
     node.cri.change(|world| world.streams_events = true);
@@ -328,7 +330,7 @@ async fn stream(op: Op, fault: Fault) -> Node {
     node
 }
 
-/// Runs one case, and sees that the agent made no call that it never makes.
+/// Runs one case, and checks that the agent made no call of [`NEVER`].
 async fn check(op: Op, way: Way, fault: Fault) {
     let node = match way {
         Up => up(op, fault).await,
@@ -373,7 +375,7 @@ async fn an_agent_that_starts_asks_again() {
         let first = node.cri.calls().len();
         node.cri.on(op).fail(Code::Unavailable, "not ready");
         node.start().await;
-        // That it has no RuntimeConfig is an answer too.
+        // The agent accepts that the runtime has no RuntimeConfig.
         let asked = node.cri.calls().into_iter().skip(first).filter(|call| call.op() == op);
         assert_eq!(asked.count(), 2, "{op:?}");
         node.until_ready("web").await;

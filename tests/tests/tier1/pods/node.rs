@@ -1,6 +1,6 @@
 //! A node without a kernel and without a container runtime: the whole agent as `beelet::node` builds it
-//! (eviction, garbage collection, tuner and API included), on a [`FakeCri`], with plain folders for cgroups,
-//! and with doors of its own to the machine.
+//! (eviction, garbage collection, tuner and API included), on a [`FakeCri`], with plain folders for cgroups
+//! and with test doubles for its doors to the machine.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -38,29 +38,29 @@ use tokio_util::sync::CancellationToken;
 
 /// The image of every pod here, on the node from the start.
 pub(crate) const IMAGE: &str = "busybox:1.36";
-/// Bytes of a container's log from which on it is rotated.
+/// Size of a container's log, in bytes, from which on the log is rotated.
 pub(crate) const LOG_MAX: u64 = 4096;
-/// A check that never comes within a test.
+/// Interval of a check that never runs within a test.
 const NEVER: Duration = Duration::from_secs(3600);
-/// Bytes of the machine's memory and of its disk: a small one.
+/// Bytes of memory and of disk of the machine, which is a small one.
 const MEMORY: u64 = 8 << 30;
 const STORAGE: u64 = 10 << 30;
 
-/// How a node's agent is set up.
+/// Settings of a node's agent.
 #[derive(Clone, Copy)]
 pub(crate) struct Settings {
     pub(crate) request_timeout: Duration,
     pub(crate) max_restart_delay: Duration,
     pub(crate) stop_pods_on_exit: bool,
-    /// How long a pod waits for a device plugin; `None`: as long as it does by default.
+    /// Time that a pod waits for a device plugin; `None`: the default.
     pub(crate) plugin_wait: Option<Duration>,
-    /// How long nothing must have been short before an evicted pod may run again.
+    /// Time without a shortage before an evicted pod may run again.
     pub(crate) pressure_transition: Duration,
-    /// Whether a folder of static manifests is configured.
+    /// True if a folder of static manifests is configured.
     pub(crate) static_pods: bool,
-    /// The time between two looks whether volumes are whole.
+    /// Time between two checks that volumes are complete.
     pub(crate) volume_check: Duration,
-    /// What else the configuration says.
+    /// Further changes to the configuration.
     pub(crate) configure: fn(&mut Config),
 }
 
@@ -79,27 +79,27 @@ impl Default for Settings {
     }
 }
 
-/// A node: what outlives its agent, and the agent while it runs.
+/// A node: the parts that outlive its agent, and the agent while it runs.
 pub(crate) struct Node {
     pub(crate) cri: FakeCri,
     pub(crate) settings: Settings,
-    /// Where the device checkpoint is.
+    /// Store of the device checkpoint.
     pub(crate) store: Arc<TestStore>,
-    /// Sources of pods beside the manifests.
+    /// Sources of pods in addition to the manifests.
     pub(crate) sources: Vec<watch::Receiver<Arc<Desired>>>,
-    /// Its HTTPS server, and who decides who may use it.
+    /// HTTPS server of the node, and the reviewers that authorize its clients.
     pub(crate) server: Option<(Server, Reviewers)>,
-    /// Bytes of memory that are available, as eviction reads it.
+    /// Available bytes of memory, as eviction reads them.
     memory_available: Arc<Mutex<u64>>,
     agent: Option<Agent>,
     dir: tempfile::TempDir,
 }
 
-/// One life of the agent.
+/// One run of the agent.
 struct Agent {
-    // Its tasks have a runtime of their own, so that they can all die at once.
+    // The agent's tasks have a runtime of their own, so that a test can drop all of them at once.
     runtime: Option<tokio::runtime::Runtime>,
-    /// Once its parts are connected.
+    /// Handles of the agent's parts, once these are connected.
     handles: Option<Handles>,
     connected: Option<oneshot::Receiver<Handles>>,
     shutdown: CancellationToken,
@@ -116,7 +116,7 @@ impl Drop for Agent {
 }
 
 impl Node {
-    /// A node whose agent doesn't run yet.
+    /// Creates a node whose agent doesn't run yet.
     pub(crate) fn new(settings: Settings) -> Self {
         let cri = FakeCri::start();
         cri.add_image(IMAGE);
@@ -144,7 +144,7 @@ impl Node {
         Node { cri, settings, store, sources: Vec::new(), server: None, memory_available, agent: None, dir }
     }
 
-    /// A node with these manifests, whose agent runs.
+    /// Creates a node with these manifests and starts its agent.
     pub(crate) async fn with(pods: &[Value]) -> Self {
         Self::with_settings(Settings::default(), pods).await
     }
@@ -162,12 +162,12 @@ impl Node {
 
     // ---- Manifests ----
 
-    /// Puts a pod's manifest into the folder, or replaces it.
+    /// Writes a pod's manifest to the folder, or replaces it.
     pub(crate) fn apply(&self, pod: &Value) {
         self.apply_text(pod["metadata"]["name"].as_str().unwrap(), &pod.to_string());
     }
 
-    /// Puts any text into the folder, in the manifest of that pod.
+    /// Writes any text to the folder, as the manifest of that pod.
     pub(crate) fn apply_text(&self, name: &str, text: &str) {
         let temporary = self.path(&format!("manifests/.{name}"));
         std::fs::write(&temporary, text).unwrap();
@@ -190,7 +190,7 @@ impl Node {
         self.until_connected().await;
     }
 
-    /// Starts the agent. Its runtime need not be there.
+    /// Starts the agent. The container runtime need not answer yet.
     pub(crate) fn launch(&mut self) {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
@@ -216,7 +216,9 @@ impl Node {
         match tokio::time::timeout(PATIENCE, agent.connected.take().unwrap()).await {
             Ok(Ok(handles)) => agent.handles = Some(handles),
             Ok(Err(_)) => panic!("the agent ended: {:?}", (&mut agent.ended).await),
-            Err(_) => panic!("the agent does not get ready; the calls so far:\n{}", self.cri.transcript()),
+            Err(_) => {
+                panic!("the agent does not connect its parts; the calls so far:\n{}", self.cri.transcript())
+            }
         }
     }
 
@@ -285,25 +287,25 @@ impl Node {
         config
     }
 
-    /// Sets how much memory is available, as eviction reads it.
+    /// Sets the available memory, as eviction reads it.
     pub(crate) fn set_memory_available(&self, bytes: u64) {
         *self.memory_available.lock().unwrap() = bytes;
     }
 
-    /// What a part that is built elsewhere may use.
+    /// Returns the handles for parts that are built elsewhere.
     pub(crate) fn handles(&self) -> &Handles {
         self.agent.as_ref().unwrap().handles.as_ref().unwrap()
     }
 
-    /// Ends the agent as kill -9 does: whatever it was doing stays half done.
+    /// Ends the agent as kill -9 does: unfinished work stays unfinished.
     pub(crate) async fn kill(&mut self) {
         let Some(mut agent) = self.agent.take() else { return };
         let runtime = agent.runtime.take();
-        // All tasks are dropped where they are; that blocks until their threads are gone.
+        // All tasks are dropped in the middle of their work; the drop blocks until their threads have ended.
         tokio::task::spawn_blocking(move || drop(runtime)).await.unwrap();
     }
 
-    /// The same in the midst of a write of the device checkpoint.
+    /// Kills the agent in the midst of a write of the device checkpoint.
     pub(crate) async fn kill_in_write(&mut self) {
         let Some(runtime) = self.agent.take().and_then(|mut agent| agent.runtime.take()) else { return };
         let (alive, dead) = oneshot::channel::<()>();
@@ -312,7 +314,7 @@ impl Node {
             std::future::pending::<()>().await;
         });
         let dropped = tokio::task::spawn_blocking(move || drop(runtime));
-        // Once one task is dropped none goes on; only then may the write return.
+        // Once one task is dropped none continues; only then may the write return.
         let _ = dead.await;
         self.store.let_go();
         dropped.await.unwrap();
@@ -327,7 +329,7 @@ impl Node {
         self.start().await;
     }
 
-    /// Tells the agent to stop, and waits until it has.
+    /// Stops the agent and waits until it has ended.
     pub(crate) async fn stop(&mut self) {
         let mut agent = self.agent.take().unwrap();
         agent.shutdown.cancel();
@@ -340,48 +342,51 @@ impl Node {
         tokio::task::spawn_blocking(move || drop(runtime)).await.unwrap();
     }
 
-    /// Number of values of cgroups that were set right after something else had changed them.
+    /// Returns the number of cgroup values that the agent restored after an outside change.
     pub(crate) fn drifted(&self, level: qos_tree::Level) -> u64 {
         self.handles().services.metrics.qos_tree.drifted(level)
     }
 
-    /// Waits until a value of a cgroup was set right after somebody else had changed it.
+    /// Waits until the agent has restored a cgroup value after an outside change.
     pub(crate) async fn until_drifted(&self, level: qos_tree::Level) {
-        until_seen("a value set right", || (self.drifted(level) > 0).then_some(()).ok_or("none is")).await;
+        until_seen("a restored value", || {
+            (self.drifted(level) > 0).then_some(()).ok_or("no value was restored")
+        })
+        .await;
     }
 
-    /// Waits until all cgroups were compared with what pods ask for, from now on: what that finds later is
-    /// somebody else's doing.
-    pub(crate) async fn until_looked_after_cgroups(&self) {
+    /// Waits until the agent has compared all cgroups with the pods' requests from now on: differences that
+    /// it finds later come from outside changes.
+    pub(crate) async fn until_cgroups_compared(&self) {
         let keeping = &self.handles().services.metrics.qos_tree;
-        // The first that ends may have begun before.
+        // The first comparison that ends may have begun before this call.
         let wanted = keeping.syncs() + 2;
         let look = || (keeping.syncs() >= wanted).then_some(()).ok_or("not yet");
-        until_seen("two looks at the cgroups", look).await;
+        until_seen("two comparisons of the cgroups", look).await;
     }
 
     pub(crate) fn metrics(&self) -> &Metrics {
         &self.handles().services.metrics.pods
     }
 
-    /// Asks the pods' manager for something, as the node's other parts do.
+    /// Sends a request to the pods' manager, as the node's other parts do.
     pub(crate) async fn request(&self, request: Request) {
         self.handles().requests.send(request).await.unwrap();
     }
 
-    /// Tells the agent what the kernel would.
+    /// Sends the agent a hint, as the kernel's programs would.
     pub(crate) async fn signal(&self, hint: ExitHint) {
         self.handles().exits.send(hint).await.unwrap();
     }
 
-    /// The agent's events so far: `reason: message`.
+    /// Returns the agent's events so far, as `reason: message`.
     pub(crate) fn events(&self) -> Vec<String> {
         let log = self.handles().services.events.subscribe();
         let all = log.borrow().all();
         all.iter().map(|event| format!("{}: {}", event.reason, event.message)).collect()
     }
 
-    /// The probes, as `beelet probe ls` has them.
+    /// Returns the probes, as `beelet probe ls` shows them.
     pub(crate) async fn probes(&self) -> Vec<ProbeView> {
         self.handles().services.probes.list().await.unwrap()
     }
@@ -390,19 +395,19 @@ impl Node {
         self.handles().services.table.borrow().clone()
     }
 
-    /// Returns true if the agent says that all that runs is in the table.
+    /// Returns true if the agent reports that the table has everything that runs.
     pub(crate) fn is_complete(&self) -> bool {
         self.handles().services.complete.initialized()
     }
 
-    /// A receiver of its own, for tests that must see every change.
+    /// Returns a receiver of its own, for tests that must see every change.
     pub(crate) fn watch(&self) -> watch::Receiver<Arc<PodTable>> {
         self.handles().services.table.clone()
     }
 
     // ---- Waiting ----
 
-    /// Waits until the table is as `found` says.
+    /// Waits until `found` returns a value for the table.
     pub(crate) async fn until<T>(&self, what: &str, found: impl Fn(&PodTable) -> Option<T>) -> T {
         let mut table = self.watch();
         let waited = tokio::time::timeout(PATIENCE, async {
@@ -420,7 +425,7 @@ impl Node {
         }
     }
 
-    /// Waits until a pod is as `wanted` says.
+    /// Waits until `wanted` is true for a pod.
     pub(crate) async fn until_pod(&self, name: &str, what: &str, wanted: impl Fn(&View) -> bool) -> View {
         self.until(&format!("{name}: {what}"), |table| view(table, name).filter(&wanted)).await
     }
@@ -429,12 +434,12 @@ impl Node {
         self.until_pod(name, "to be ready", View::ready).await
     }
 
-    /// Waits until a pod is not in the table any more.
+    /// Waits until a pod has left the table.
     pub(crate) async fn until_gone(&self, name: &str) {
         self.until(&format!("{name} to be gone"), |table| view(table, name).is_none().then_some(())).await;
     }
 
-    /// Waits until the relist has looked twice from now on: what it saw before has been told.
+    /// Waits until two more relists are complete: the results of the earlier ones have been published.
     pub(crate) async fn until_relisted(&self) {
         for _ in 0..2 {
             let first = self.cri.calls().len();
@@ -443,7 +448,7 @@ impl Node {
         }
     }
 
-    /// Waits until nothing is left of a pod: not in the runtime, not in cgroups, not on disk.
+    /// Waits until a pod has left the runtime, the cgroups and the disk.
     pub(crate) async fn until_nothing_is_left(&self, pod: &View) {
         let (name, uid) = (pod.name(), pod.uid());
         self.cri
@@ -464,7 +469,7 @@ impl Node {
         }
     }
 
-    /// Folders of pods and cgroups.
+    /// Returns the folders and files of pods and cgroups.
     pub(crate) fn files(&self) -> Vec<PathBuf> {
         let mut found = Vec::new();
         let mut todo = vec![self.path("cgroup"), self.path("pods"), self.path("logs")];
@@ -479,7 +484,7 @@ impl Node {
         found
     }
 
-    /// The table, for failed tests.
+    /// Describes the table, for failed tests.
     fn describe(&self) -> String {
         let table = self.table();
         let line =
@@ -490,19 +495,19 @@ impl Node {
 
     // ---- What the runtime has ----
 
-    /// Names and attempts of a pod's containers, in order, those that run marked with `+`, those that ended
-    /// with `-`: `init/0- main/1+`.
+    /// Returns names and attempts of a pod's containers, in order; running ones are marked with `+`, ended
+    /// ones with `-`: `init/0- main/1+`.
     pub(crate) fn containers(&self, name: &str) -> String {
         containers(&self.cri.world(), name)
     }
 
-    /// Number of calls of these kinds that were answered without an error.
+    /// Returns the number of calls of these kinds that succeeded.
     pub(crate) fn done(&self, ops: &[Op]) -> usize {
         self.cri.calls().iter().filter(|call| ops.contains(&call.op()) && call.succeeded()).count()
     }
 }
 
-/// Returns true if a listing is the relist's: of all pods, not of one.
+/// Returns true if a listing is the relist's, of all pods instead of one.
 pub(crate) fn is_relist(asked: &beelet_tests::cri::Asked) -> bool {
     let beelet_tests::cri::Asked::ListContainers(request) = asked else { return false };
     request.filter.as_ref().is_some_and(|filter| !filter.label_selector.contains_key(labels::POD_UID))
@@ -536,7 +541,7 @@ fn sandboxes(world: &World, uid: &str) -> usize {
     world.sandboxes.values().filter(of_pod).count()
 }
 
-/// Looks until nothing is wrong, for files and counters, which give no event to wait for.
+/// Repeats a check until it passes, for files and counters, which send no events.
 pub(crate) async fn until_seen<E: std::fmt::Display>(what: &str, look: impl Fn() -> Result<(), E>) {
     let deadline = tokio::time::Instant::now() + PATIENCE;
     while let Err(last) = look() {
@@ -545,7 +550,7 @@ pub(crate) async fn until_seen<E: std::fmt::Display>(what: &str, look: impl Fn()
     }
 }
 
-/// Waits until a file says this.
+/// Waits until a file has this content.
 pub(crate) async fn until_file(path: impl AsRef<Path>, content: &str) {
     let path = path.as_ref();
     until_seen(&format!("{} to be {content:?}", path.display()), || match std::fs::read_to_string(path) {
@@ -555,7 +560,7 @@ pub(crate) async fn until_file(path: impl AsRef<Path>, content: &str) {
     .await;
 }
 
-/// A tree of plain folders.
+/// Creates a cgroup tree of plain folders.
 fn cgroups(dir: &Path) -> Arc<Cgroups> {
     let hierarchy = |name: &str| Hierarchy {
         mount: dir.join("cgroup").join(name),
@@ -566,7 +571,7 @@ fn cgroups(dir: &Path) -> Arc<Cgroups> {
     Arc::new(Cgroups::over_folders(layout, "/").unwrap())
 }
 
-/// The device checkpoint's file, in whose writing the agent can be killed.
+/// Store of the device checkpoint, in whose writes the agent can be killed.
 #[derive(Debug)]
 pub(crate) struct TestStore {
     file: ForeignFile,
@@ -575,16 +580,16 @@ pub(crate) struct TestStore {
     changed: Condvar,
 }
 
-/// Where in a write the agent is to be killed.
+/// Moment in a write at which the agent is killed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum InWrite {
     /// Before anything is written.
     Before,
     /// Half of the temporary file is written.
     Half,
-    /// The temporary file is whole, but not in its place.
+    /// The temporary file is complete, but not yet renamed.
     BeforeRename,
-    /// When the file is in place.
+    /// The file is renamed to its final path.
     After,
 }
 
@@ -597,12 +602,12 @@ impl TestStore {
         &self.file
     }
 
-    /// What the file is called before it takes the place of the one before.
+    /// Returns the path of the temporary file that replaces the checkpoint.
     pub(crate) fn temporary(&self) -> PathBuf {
         self.file.path().with_extension("tmp")
     }
 
-    /// Has the next write of something else than what is there stop; wait for [`TestStore::until_reached`].
+    /// Stops the next write that changes the content; wait for [`TestStore::until_reached`].
     pub(crate) fn stop_at(&self, at: InWrite) {
         self.reached.send_replace(false);
         *self.at.lock().unwrap() = Some(at);
@@ -613,7 +618,7 @@ impl TestStore {
         tokio::time::timeout(PATIENCE, reached.wait_for(|reached| *reached)).await.unwrap().unwrap();
     }
 
-    /// Lets the stopped write go; the agent that made it is dead.
+    /// Releases the stopped write; the agent that made it is dead.
     fn let_go(&self) {
         *self.at.lock().unwrap() = None;
         self.changed.notify_all();
@@ -637,13 +642,13 @@ impl Store for TestStore {
         let at = at.filter(|_| String::from_utf8_lossy(bytes).contains("PodUID"));
         if at == Some(InWrite::Before) {
             self.stop();
-            return Ok(()); // to nobody
+            return Ok(()); // the caller is dead
         }
         if let Some(InWrite::Half | InWrite::BeforeRename) = at {
             let length = if at == Some(InWrite::Half) { bytes.len() / 2 } else { bytes.len() };
             std::fs::write(self.temporary(), &bytes[..length]).unwrap();
             self.stop();
-            return Ok(()); // to nobody
+            return Ok(()); // the caller is dead
         }
         self.file.replace(bytes)?;
         if at == Some(InWrite::After) {
@@ -661,11 +666,11 @@ impl Store for TestStore {
     }
 }
 
-/// A pod as the table shows it.
+/// A pod's entry in the table.
 #[derive(Clone)]
 pub(crate) struct View(pub(crate) Arc<PodEntry>);
 
-/// The pod of this manifest.
+/// Returns the pod of this manifest.
 pub(crate) fn view(table: &PodTable, name: &str) -> Option<View> {
     let name = PodName { namespace: "default".to_owned(), name: format!("{name}-n1") };
     table.pods.get(&name).map(|entry| View(Arc::clone(entry)))
@@ -714,7 +719,7 @@ impl View {
         self.container(name).state.is_some_and(|state| state.running.is_some())
     }
 
-    /// The reason and the message of a container that waits.
+    /// Returns the reason and the message of a waiting container.
     pub(crate) fn waiting(&self, name: &str) -> Option<(String, String)> {
         let waiting = self.container(name).state?.waiting?;
         Some((waiting.reason.unwrap_or_default(), waiting.message.unwrap_or_default()))
@@ -725,7 +730,7 @@ impl View {
     }
 }
 
-/// A pod with one container, `main`; told to stop, it has 7 seconds.
+/// Returns a pod with one container, `main`, and a grace period of 7 seconds.
 pub(crate) fn pod(name: &str) -> Value {
     json!({
         "apiVersion": "v1",
@@ -735,7 +740,7 @@ pub(crate) fn pod(name: &str) -> Value {
     })
 }
 
-/// The pod with this in its spec.
+/// Returns the pod with one field of its spec replaced.
 pub(crate) fn with(mut pod: Value, field: &str, value: Value) -> Value {
     pod["spec"][field] = value;
     pod
@@ -745,7 +750,7 @@ pub(crate) fn container(name: &str) -> Value {
     json!({ "name": name, "image": IMAGE })
 }
 
-/// A pod of everything: a volume, an init container, a sidecar, and two containers.
+/// Returns a pod with a volume, an init container, a sidecar and two containers.
 pub(crate) fn of_everything(name: &str) -> Value {
     let pod = with(pod(name), "containers", json!([container("a"), container("b")]));
     let mut sidecar = container("side");
@@ -754,7 +759,7 @@ pub(crate) fn of_everything(name: &str) -> Value {
     with(pod, "volumes", json!([{ "name": "scratch", "emptyDir": {} }]))
 }
 
-/// A pod of everything whose sidecar and first container have hooks.
+/// Returns [`of_everything`] with hooks on the sidecar and the first container.
 pub(crate) fn hooked(name: &str) -> Value {
     let mut pod = of_everything(name);
     let hook = |word: &str| json!({ "exec": { "command": [word] } });

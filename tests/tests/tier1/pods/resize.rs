@@ -235,7 +235,7 @@ async fn values_that_somebody_else_changed_are_set_right_again() {
     until_file(dir.join("cpu.shares"), "102").await;
     until_file(node.path("cgroup/cpu/kubepods/burstable/cpu.shares"), "102").await;
     // Before its first look at the pod the agent can't know that a value was another.
-    node.until_looked_after_cgroups().await;
+    node.until_cgroups_compared().await;
     let tampered =
         [(Level::Pod, dir.join("cpu.shares")), (Level::Node, node.path("cgroup/cpu/kubepods/cpu.shares"))];
     for (level, file) in tampered {

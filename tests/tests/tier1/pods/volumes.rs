@@ -265,7 +265,7 @@ async fn a_mount_point_of_two_thousand_levels_is_made_and_one_of_five_thousand_i
     node.start().await;
     node.until_ready("web").await;
     let why = node.until("the rejection", |table| table.rejected.first().map(|r| r.message.clone())).await;
-    let words = "of 10005 bytes is longer than the 4096 bytes that Linux takes";
+    let words = "of 10005 bytes is longer than the 4096 bytes that Linux allows";
     assert!(why.contains("spec.containers[0].volumeMounts[1].mountPath: ") && why.contains(words), "{why}");
     assert!(node.cri.container("deep-n1", "main").is_none());
 }

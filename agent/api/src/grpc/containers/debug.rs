@@ -1,4 +1,4 @@
-//! Adding a container to a pod that runs, to look at it from inside.
+//! Adds an ephemeral container to a running pod.
 
 use beelet_manifests::pull_policy;
 use beelet_model::origin::Origin;
@@ -10,13 +10,13 @@ use tonic::Status;
 
 use super::Service;
 
-/// What the names begin with that nobody chose.
+/// Prefix of generated names.
 const NAME: &str = "debugger";
-/// The most ephemeral containers of a pod: they can't be taken away again.
+/// Maximum ephemeral containers of a pod, which cannot be removed again.
 const MOST: usize = 64;
 
 impl Service {
-    /// Asks for it; which container it is.
+    /// Requests the container and returns its name.
     pub(super) async fn debug_pod(
         &self,
         request: proto::DebugRequest,
@@ -26,13 +26,15 @@ impl Service {
             let table = self.pods.borrow();
             let (name, entry) = table.find(&target.namespace, &target.pod).map_err(super::not_found)?;
             if entry.ending || has_ended(entry.pod.status.as_ref()) {
-                return Err(Status::failed_precondition(format!("the pod {name} has ended, or is about to")));
+                return Err(Status::failed_precondition(format!(
+                    "pod {name} has terminated or is terminating"
+                )));
             }
             (name.clone(), entry.pod.clone())
         };
         if Origin::of(&pod).is_api() {
             return Err(Status::failed_precondition(format!(
-                "the pod {name} is the API server's, which adds such containers: use kubectl debug"
+                "pod {name} comes from the API server: use `kubectl debug`"
             )));
         }
         let container = container(&pod, request)?;
@@ -48,12 +50,12 @@ impl Service {
             container: container.name.clone(),
         };
         let debug = PodRequest::Debug { uid, container: Box::new(container) };
-        running.requests.send(debug).await.map_err(|_| Status::unavailable("the agent stops"))?;
+        running.requests.send(debug).await.map_err(|_| Status::unavailable("the agent is shutting down"))?;
         Ok(answer)
     }
 }
 
-/// The container that is asked for.
+/// Validates the request and returns the new container.
 #[allow(clippy::result_large_err)] // tonic's own error type
 fn container(pod: &core::Pod, request: proto::DebugRequest) -> Result<core::EphemeralContainer, Status> {
     let spec = pod.spec.clone().unwrap_or_default();
@@ -62,18 +64,18 @@ fn container(pod: &core::Pod, request: proto::DebugRequest) -> Result<core::Ephe
     let ephemeral = || spec.ephemeral_containers.iter().flatten().map(|c| c.name.as_str());
     let is_taken = |name: &str| usual().chain(ephemeral()).any(|other| other == name);
     if request.image.is_empty() {
-        return Err(Status::invalid_argument("an image must be named"));
+        return Err(Status::invalid_argument("missing image"));
     }
     if ephemeral().count() >= MOST {
         return Err(Status::failed_precondition(format!(
-            "the pod has {MOST} ephemeral containers already; they go with the pod"
+            "the pod already has {MOST} ephemeral containers, which can only be removed with the pod"
         )));
     }
     let target = request.target.unwrap_or_default().container;
     if !target.is_empty() && !usual().any(|name| name == target) {
         let names: Vec<&str> = usual().collect();
         return Err(Status::not_found(format!(
-            "the pod has no container {target:?} whose processes could be shared; it has {}",
+            "the pod has no container {target:?}; it has {}",
             names.join(", ")
         )));
     }
@@ -83,12 +85,12 @@ fn container(pod: &core::Pod, request: proto::DebugRequest) -> Result<core::Ephe
             names.find(|name| !is_taken(name)).unwrap_or_default()
         }
         name if is_taken(&name) => {
-            return Err(Status::already_exists(format!("the pod has a container {name} already")));
+            return Err(Status::already_exists(format!("the pod already has a container {name}")));
         }
         name if is_label(&name) => name,
         name => {
             return Err(Status::invalid_argument(format!(
-                "{name:?} is no container's name: use up to 63 of a-z, 0-9 and '-'"
+                "invalid container name {name:?}: use up to 63 of a-z, 0-9 and '-'"
             )));
         }
     };
@@ -106,7 +108,7 @@ fn container(pod: &core::Pod, request: proto::DebugRequest) -> Result<core::Ephe
     })
 }
 
-/// RFC 1123.
+/// Returns true for a label of RFC 1123.
 fn is_label(name: &str) -> bool {
     let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
     name.len() <= 63 && name.bytes().all(inner) && !name.starts_with('-') && !name.ends_with('-')
@@ -145,9 +147,9 @@ mod tests {
             let refused = container(&pod(), request).unwrap_err();
             assert!(refused.message().contains(expected), "{refused}");
         };
-        check(request("", "", ""), "an image must be named");
+        check(request("", "", ""), "missing image");
         check(request("other", "", "busybox"), "it has main");
-        check(request("", "main", "busybox"), "has a container main already");
-        check(request("", "Look", "busybox"), "no container's name");
+        check(request("", "main", "busybox"), "already has a container main");
+        check(request("", "Look", "busybox"), "invalid container name");
     }
 }

@@ -1,4 +1,4 @@
-//! Connections to ports of pods, through the runtime's streaming server.
+//! Connections to ports of pods through the runtime's streaming server.
 
 use beelet_cri::{Runtime, forward};
 use beelet_model::pod::selector;
@@ -12,7 +12,7 @@ use tonic::{Status, Streaming};
 
 use super::{QUEUE, Service, not_found};
 
-/// What is sent to the client.
+/// Messages to the client.
 type Outputs = mpsc::Sender<Result<proto::PortOutput, Status>>;
 
 impl Service {
@@ -23,10 +23,10 @@ impl Service {
     ) -> Result<ReceiverStream<Result<proto::PortOutput, Status>>, Status> {
         let first = inputs.message().await?.and_then(|input| input.input);
         let Some(Input::Start(start)) = first else {
-            return Err(Status::invalid_argument("the first piece must say which pod and port"));
+            return Err(Status::invalid_argument("the first piece must name the pod and the port"));
         };
         let Ok(port @ 1..) = u16::try_from(start.port) else {
-            return Err(Status::invalid_argument(format!("{} is no port: 1 to 65535", start.port)));
+            return Err(Status::invalid_argument(format!("invalid port {}: use 1 to 65535", start.port)));
         };
         let uid = {
             let table = self.pods.borrow();
@@ -36,7 +36,7 @@ impl Service {
         let sandbox = sandbox(&self.runtime, &uid).await?;
         let sandbox = sandbox.ok_or_else(|| {
             Status::failed_precondition(format!(
-                "the pod {} does not run: see `beelet describe pod {0}`",
+                "pod {} is not running: see `beelet describe pod {0}`",
                 start.pod
             ))
         })?;
@@ -48,7 +48,7 @@ impl Service {
     }
 }
 
-/// The newest sandbox of a pod that runs.
+/// Returns the newest ready sandbox of a pod.
 async fn sandbox(runtime: &Runtime, uid: &str) -> Result<Option<String>, Status> {
     let filter = cri::PodSandboxFilter { label_selector: selector(uid), ..Default::default() };
     let sandboxes = runtime.list_sandboxes(Some(filter)).await;
@@ -58,7 +58,7 @@ async fn sandbox(runtime: &Runtime, uid: &str) -> Result<Option<String>, Status>
     Ok(newest.map(|sandbox| sandbox.id))
 }
 
-/// Copies both ways until one side has ended.
+/// Copies data both ways until one side closes.
 async fn connect(
     url: String,
     port: u16,
@@ -85,7 +85,7 @@ async fn connect(
     };
     let copying = async {
         let forwarded = async { tokio::join!(forward::forward(&url, port, input, output), sending).0 };
-        // The client may end its side first and still listen.
+        // The client may close its side first and still read.
         let never = async {
             reading.await;
             std::future::pending::<()>().await;
@@ -98,10 +98,10 @@ async fn connect(
     let failed = tokio::select! {
         ended = copying => ended.err().map(|error| error.to_string()),
         () = sender.closed() => None,
-        () = shutdown.cancelled() => Some("the agent stops".to_owned()),
+        () = shutdown.cancelled() => Some("the agent is shutting down".to_owned()),
     };
     if let Some(error) = failed {
-        // Whether anybody listens is no matter any more.
+        // The client may have disconnected.
         let _ = sender.try_send(Err(Status::unavailable(error)));
     }
 }

@@ -1,4 +1,4 @@
-//! Starting containers again on request.
+//! Restarts containers on request.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +13,7 @@ use tonic::Status;
 use super::{Service, not_found};
 
 impl Service {
-    /// Asks for it; which containers they are.
+    /// Requests the restart and returns the containers.
     pub(super) async fn restart_containers(
         &self,
         request: proto::RestartRequest,
@@ -34,7 +34,11 @@ impl Service {
         let containers = chosen.iter().filter_map(|status| runtime_id(status).map(str::to_owned));
         let containers: BTreeSet<String> = containers.collect();
         let restart = PodRequest::Restart { uid: uid.clone(), containers };
-        running.requests.send(restart).await.map_err(|_| Status::unavailable("the agent stops"))?;
+        running
+            .requests
+            .send(restart)
+            .await
+            .map_err(|_| Status::unavailable("the agent is shutting down"))?;
         let containers = chosen.iter().map(|status| proto::Restarted {
             name: status.name.clone(),
             id: runtime_id(status).unwrap_or_default().to_owned(),
@@ -43,7 +47,7 @@ impl Service {
     }
 }
 
-/// The containers that are meant: the one of that name, or all that can be started again.
+/// Returns the container of that name, or all containers that can be restarted.
 #[allow(clippy::result_large_err)] // tonic's own error type
 fn choose<'e>(
     name: &PodName,
@@ -53,7 +57,7 @@ fn choose<'e>(
     let status = entry.pod.status.as_ref();
     if let Some(reason) = status.and_then(|status| status.reason.as_deref()).filter(|_| entry.ending) {
         return Err(Status::failed_precondition(format!(
-            "the pod {name} is ended ({reason}): apply its manifest again"
+            "pod {name} has terminated ({reason}): apply its manifest again"
         )));
     }
     let main = status.and_then(|status| status.container_statuses.as_ref()).into_iter().flatten();
@@ -68,9 +72,7 @@ fn choose<'e>(
         match why_not(entry, status) {
             None => chosen.push(status),
             Some(why) if !container.is_empty() => {
-                return Err(Status::failed_precondition(format!(
-                    "the container {container} of {name} {why}"
-                )));
+                return Err(Status::failed_precondition(format!("container {container} of {name} {why}")));
             }
             Some(_) => {}
         }
@@ -78,7 +80,7 @@ fn choose<'e>(
     match (chosen.is_empty(), container) {
         (false, _) => Ok(chosen),
         (true, "") => Err(Status::failed_precondition(format!(
-            "no container of {name} is started again when it ends: delete the pod and apply its manifest again"
+            "no container of {name} restarts after it terminates: delete the pod and apply its manifest again"
         ))),
         (true, container) => Err(Status::not_found(format!(
             "{name} has no container {container:?}; it has {}",
@@ -87,21 +89,21 @@ fn choose<'e>(
     }
 }
 
-/// Why a container can't be restarted, if so.
+/// Returns the reason why a container cannot be restarted, if any.
 fn why_not(entry: &PodEntry, status: &core::ContainerStatus) -> Option<&'static str> {
     let state = status.state.as_ref()?;
     if state.waiting.is_some() {
         return None;
     }
     if state.terminated.is_some() {
-        return Some("has ended for good: delete the pod and apply its manifest again");
+        return Some("has terminated permanently: delete the pod and apply its manifest again");
     }
     let spec = entry.pod.spec.as_ref()?;
     let init = spec.init_containers.iter().flatten();
     let is_init = init.clone().any(|one| one.name == status.name && one.restart_policy.is_none());
     let container = spec.containers.iter().chain(init).find(|one| one.name == status.name)?;
     (is_init || !restarts(spec, container, 0)).then_some(
-        "is not started again when it ends well (restartPolicy): delete the pod and apply its manifest again",
+        "does not restart after it completes (restartPolicy): delete the pod and apply its manifest again",
     )
 }
 
@@ -151,10 +153,10 @@ mod tests {
         check("Always", "", running(), Ok(&["side", "main"]));
         check("Always", "main", running(), Ok(&["main"]));
         check("Never", "", running(), Ok(&["side"]));
-        check("Never", "main", running(), Err("is not started again when it ends well"));
+        check("Never", "main", running(), Err("does not restart after it completes"));
         check("OnFailure", "main", waiting(), Ok(&["main"]));
-        check("Never", "main", json!({"terminated": {"exitCode": 1}}), Err("has ended for good"));
-        check("Always", "init", running(), Err("has ended for good"));
+        check("Never", "main", json!({"terminated": {"exitCode": 1}}), Err("has terminated permanently"));
+        check("Always", "init", running(), Err("has terminated permanently"));
         check("Always", "none", running(), Err("it has init, side, main"));
     }
 }

@@ -5,11 +5,11 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// A member of a hostile archive: tar's own writer would refuse some.
+/// A member of a hostile archive; tar's own writer would reject some of these.
 struct One<'a> {
     name: &'a str,
     kind: EntryType,
-    /// What it leads to, or its content.
+    /// Link target, or content of a file.
     text: &'a str,
 }
 
@@ -49,7 +49,7 @@ fn archive(members: &[One<'_>]) -> Vec<u8> {
     bytes
 }
 
-/// Unpacks what the container calls `name` to `to`.
+/// Unpacks `name` of an archive with these members into `to`.
 fn unpack(name: &str, to: &Path, members: &[One<'_>]) -> anyhow::Result<Vec<String>> {
     let (sender, receiver) = mpsc::channel(100);
     for piece in archive(members).chunks(700) {
@@ -71,7 +71,7 @@ fn a_folder_gets_the_name_of_the_target_or_goes_into_it() {
     assert_eq!((text(&dir, "new/a").as_deref(), text(&dir, "new/l").as_deref()), (Some("one"), Some("two")));
     unpack("logs", dir.path(), &members).unwrap();
     assert_eq!(text(&dir, "logs/sub/b").as_deref(), Some("two"));
-    // Again, over what is there.
+    // Unpacks again over the existing files.
     unpack("logs", dir.path(), &[file("logs/a", "three")]).unwrap();
     assert_eq!(text(&dir, "logs/a").as_deref(), Some("three"));
     let mode = fs::metadata(dir.path().join("logs/a")).unwrap().permissions().mode();
@@ -115,11 +115,11 @@ fn nothing_is_written_through_a_link() {
     fs::create_dir_all(to.join("x")).unwrap();
     fs::create_dir(outer.path().join("elsewhere")).unwrap();
     fs::write(outer.path().join("secret"), "hush").unwrap();
-    // Links that were there before, or that came with the archive.
+    // Links that existed before the copy, and a link from the archive.
     symlink("../../elsewhere", to.join("x/way")).unwrap();
     symlink("../../secret", to.join("x/file")).unwrap();
     let error = unpack("x", &to, &[file("x/way/in", "1")]).unwrap_err();
-    assert!(format!("{error:#}").contains("a link or a file is in its way"), "{error:#}");
+    assert!(format!("{error:#}").contains("a link or a file blocks the path"), "{error:#}");
     unpack("x", &to, &[file("x/file", "mine")]).unwrap();
     assert_eq!(text(&outer, "secret").as_deref(), Some("hush"));
     let members = [link("x/inner", "sub"), file("x/inner/a", "1")];
@@ -144,8 +144,8 @@ fn an_archive_that_is_none_is_an_error() {
 fn a_copy_of_nothing_is_an_error() {
     let dir = TempDir::new().unwrap();
     let error = unpack("conf", dir.path(), &[link("conf", "..data/conf")]).unwrap_err();
-    assert!(error.to_string().starts_with("nothing is copied (left out: conf: it is a link"), "{error}");
-    // What is left out of more is told, and no error.
+    assert!(error.to_string().starts_with("nothing was copied (skipped conf: its link target"), "{error}");
+    // A skipped member among others is reported and is not an error.
     let members = [file("logs/a", "1"), link("logs/b", "/etc/passwd")];
     assert_eq!(unpack("logs", dir.path(), &members).unwrap().len(), 1);
 }

@@ -1,4 +1,5 @@
-//! The kubelet's choice: three QoS passes, in each the pod nearest to what is missing, again and again.
+//! The kubelet's choice: three QoS passes, each of which repeatedly takes the pod nearest to the missing
+//! amounts.
 //!
 //! Follows `getPodsToPreempt` and `getPodsToPreemptByDistance`, down to the float arithmetic, the
 //! swap-removal and which of two equal pods wins (the later one). The distances are computed by column, so
@@ -9,8 +10,8 @@ use crate::{
     resources::qos::QosClass,
 };
 
-/// Guaranteed pods that must go even if all others do, then Burstable ones, then BestEffort ones; evicted in
-/// reverse.
+/// Chooses Guaranteed pods that must be evicted even if all others are, then Burstable ones, then BestEffort
+/// ones; returns them in reverse.
 pub(super) fn choose<'c, 'a>(candidates: &'c [Candidate<'a>], needs: &Needs<'_>) -> Vec<&'c Candidate<'a>> {
     let of =
         |class: QosClass| candidates.iter().filter(|candidate| candidate.class == class).collect::<Vec<_>>();
@@ -22,7 +23,7 @@ pub(super) fn choose<'c, 'a>(candidates: &'c [Candidate<'a>], needs: &Needs<'_>)
     [besteffort, burstable, guaranteed].concat()
 }
 
-/// What is missing once these are gone: column and amount, above zero.
+/// Returns the amounts above zero that are still missing once these are evicted, with their columns.
 fn missing(needs: &Needs<'_>, gone: &[&[&Candidate<'_>]]) -> Vec<(usize, i64)> {
     let left = |&(column, _, amount): &(usize, &str, i64)| {
         let left = gone
@@ -39,7 +40,7 @@ fn nearest<'c, 'a>(pods: &[&'c Candidate<'a>], mut missing: Vec<(usize, i64)>) -
     let mut field = Field::new(pods, &missing);
     let mut chosen = Vec::new();
     while !missing.is_empty() && !field.pods.is_empty() {
-        let victim = field.take(field.nearest(&missing));
+        let victim = field.remove(field.nearest(&missing));
         for (column, left) in &mut missing {
             *left = left.saturating_sub(victim.frees[*column]);
         }
@@ -53,10 +54,10 @@ fn nearest<'c, 'a>(pods: &[&'c Candidate<'a>], mut missing: Vec<(usize, i64)>) -
     chosen
 }
 
-/// The pods that are left, in columns: what each requests, and what it frees of each missing resource.
+/// The remaining pods, in columns: their requests, and the amount that each frees of each missing resource.
 struct Field<'c, 'a> {
     pods: Vec<&'c Candidate<'a>>,
-    /// Memory, then cpu: the order of equally near pods.
+    /// Memory, then cpu: the order among equally near pods.
     sizes: Vec<(i64, i64)>,
     frees: Vec<Vec<i64>>,
 }
@@ -68,8 +69,8 @@ impl<'c, 'a> Field<'c, 'a> {
         Self { pods: pods.to_vec(), sizes, frees: frees.collect() }
     }
 
-    /// The pod with the least sum of squared missing fractions; of equal ones the one that requests less
-    /// memory, then less cpu; of equal ones the last.
+    /// Returns the pod with the least sum of squared missing fractions; among equals the one that requests
+    /// less memory, then less cpu, then the last.
     fn nearest(&self, missing: &[(usize, i64)]) -> usize {
         let mut distances = vec![0.0_f64; self.pods.len()];
         for ((_, left), frees) in missing.iter().zip(&self.frees) {
@@ -84,7 +85,7 @@ impl<'c, 'a> Field<'c, 'a> {
             let smaller = || self.sizes[index] <= self.sizes[best];
             #[allow(
                 clippy::float_cmp,
-                reason = "the kubelet compares them so, and equal inputs give equal distances"
+                reason = "the kubelet compares them with ==, and equal inputs give equal distances"
             )]
             if *distance < distances[best] || (*distance == distances[best] && smaller()) {
                 best = index;
@@ -93,7 +94,7 @@ impl<'c, 'a> Field<'c, 'a> {
         best
     }
 
-    fn take(&mut self, index: usize) -> &'c Candidate<'a> {
+    fn remove(&mut self, index: usize) -> &'c Candidate<'a> {
         for column in &mut self.frees {
             column.swap_remove(index);
         }

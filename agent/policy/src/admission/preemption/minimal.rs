@@ -1,11 +1,11 @@
 //! The provably smallest choice: as few victims as possible in the most important class, then in the next,
 //! and so on.
 //!
-//! Counts first, class by class from the most important: the least number of its pods that, with the numbers
-//! already fixed above it and *all* pods below it, frees enough. Then, with all counts fixed, the set that
-//! frees least beyond the need (the sum over the missing resources of what is freed too much, as a fraction
-//! of what is missing). Both are branch-and-bound searches ([`super::search`]). Where one exceeds its budget,
-//! the answer is the best found so far, and `why` says that it isn't proven.
+//! The counts come first, class by class from the most important: the smallest number of the class's pods
+//! that frees enough together with the counts already fixed above it and *all* pods below it. With all counts
+//! fixed, a second search finds the set that overfrees least (the sum over the missing resources of the
+//! excess as a fraction of the missing amount). Both are branch-and-bound searches ([`super::search`]). If
+//! one exceeds its budget, the answer is the best found so far, and `why` states that it is not proven.
 
 use std::cmp::{Ordering, Reverse};
 
@@ -14,14 +14,14 @@ use crate::admission::preemption::{
     search::{Item, Layer, Outcome, Problem, Search, TieSearch},
 };
 
-/// Steps of the search for the counts of one class.
+/// Maximum steps of the search for the counts of one class.
 const COUNT_BUDGET: u32 = 200_000;
-/// Steps of the search among sets of equal counts: enough for any set of up to 14 pods (2^14 sets).
+/// Maximum steps of the search among sets of equal counts: enough for any set of up to 14 pods (2^14 sets).
 const TIE_BUDGET: u32 = 60_000;
-/// The searches recurse once for each victim.
+/// Maximum number of victims for a search: the searches recurse once per victim.
 const MOST_SEARCHED: usize = 1000;
 
-/// The victims, least important first, then by name; and what can't be promised about them.
+/// Returns the victims, least important first, then by name; and a caveat if the choice is not proven.
 pub(super) fn choose<'c, 'a>(
     candidates: &'c [Candidate<'a>],
     needs: &Needs<'_>,
@@ -35,7 +35,7 @@ pub(super) fn choose<'c, 'a>(
         None => (
             greedy,
             Some(
-                "too many pods and resources to prove that no smaller set would do: this is the greedy answer",
+                "too many pods and resources to prove that no smaller set suffices: this is the greedy answer",
             ),
         ),
         Some(smallest) => match problem.least_overfreeing(&smallest) {
@@ -43,7 +43,7 @@ pub(super) fn choose<'c, 'a>(
             (victims, false) => (
                 victims,
                 Some(
-                    "no set has fewer victims of important classes; that none of the same size frees less too much is not proven",
+                    "no set has fewer victims of important classes, but some set of the same size may overfree less",
                 ),
             ),
         },
@@ -54,7 +54,7 @@ pub(super) fn choose<'c, 'a>(
     (victims, doubt.map(str::to_owned).into_iter().collect())
 }
 
-/// Chosen items, a list for each class, most important class first.
+/// Chosen items, one list per class, most important class first.
 type Choice = Vec<Vec<usize>>;
 
 impl<'c, 'a> Problem<'c, 'a> {
@@ -80,8 +80,8 @@ impl<'c, 'a> Problem<'c, 'a> {
         Self { items, needs: amounts, classes, most }
     }
 
-    /// Starts from all pods and gives back whoever isn't needed, most important class first and in it the
-    /// smallest first.
+    /// Starts from all pods and drops each pod that is not needed, most important class first, smallest pod
+    /// first within a class.
     fn greedy(&self) -> Choice {
         let mut spare: Vec<i128> = self.needs.iter().map(|need| -i128::from(*need)).collect();
         for item in &self.items {
@@ -105,8 +105,8 @@ impl<'c, 'a> Problem<'c, 'a> {
         self.classes.iter().map(keep).collect()
     }
 
-    /// A set with the lexicographically smallest counts, most important class first; `None` if that can't be
-    /// proven.
+    /// Returns a set with the lexicographically smallest counts, most important class first; `None` if the
+    /// search cannot prove it.
     fn smallest(&self, greedy: &Choice) -> Option<Choice> {
         let mut counts: Vec<usize> = Vec::new();
         let mut found: Choice = Vec::new();
@@ -138,7 +138,7 @@ impl<'c, 'a> Problem<'c, 'a> {
         Some(found)
     }
 
-    /// What must come from this class and those above it once all pods below are gone.
+    /// Returns the amounts that this class and those above it must free if all pods below are evicted.
     fn needs_beside_all_below(&self, class: usize) -> Vec<i128> {
         let below = self.most.get(class + 1..).unwrap_or_default();
         let left = |(need, amount): (usize, &i64)| {
@@ -147,7 +147,7 @@ impl<'c, 'a> Problem<'c, 'a> {
         self.needs.iter().enumerate().map(left).collect()
     }
 
-    /// No fewer pods of the class than this can do, judged by each resource alone.
+    /// Returns a lower bound for the class's count, judged by each resource alone.
     fn least_thinkable(&self, counts: &[usize], class: usize, needs: &[i128]) -> Option<usize> {
         let alone = |(need, left): (usize, &i128)| {
             let above: i128 = counts.iter().zip(&self.most).map(|(count, most)| most[need][*count]).sum();
@@ -157,7 +157,7 @@ impl<'c, 'a> Problem<'c, 'a> {
         needs.iter().enumerate().map(alone).try_fold(0, |least, count| Some(least.max(count?)))
     }
 
-    /// A set with at most these counts in the classes from the top that meets `needs`.
+    /// Finds a set that meets `needs` with at most these counts in the classes from the top.
     fn cover(&self, counts: &[usize], needs: &[i128]) -> Outcome<Choice> {
         if counts.iter().sum::<usize>() > MOST_SEARCHED {
             return Outcome::OutOfBudget;
@@ -168,8 +168,8 @@ impl<'c, 'a> Problem<'c, 'a> {
             .map(|chosen| self.by_class(&chosen, counts.len()))
     }
 
-    /// Of all sets with the counts of `smallest` the one that frees least too much, then the first by name;
-    /// and whether that is proven.
+    /// Returns the set that overfrees least among those with the counts of `smallest` (of equal sets the
+    /// first by name), and true if that is proven.
     fn least_overfreeing(&self, smallest: &Choice) -> (Choice, bool) {
         let counts: Vec<usize> = smallest.iter().map(Vec::len).collect();
         if counts.iter().sum::<usize>() > MOST_SEARCHED {
@@ -180,7 +180,7 @@ impl<'c, 'a> Problem<'c, 'a> {
         (self.by_class(&chosen, counts.len()), proven)
     }
 
-    /// The classes from which any pod is to be taken, in the order in which a search tries their pods.
+    /// Returns the classes that victims come from, each in the order in which a search tries its pods.
     fn layers(&self, counts: &[usize], order: impl Fn(&usize, &usize) -> Ordering) -> Vec<Layer> {
         let layer = |(count, class): (&usize, &Vec<usize>)| {
             let mut class = class.clone();
@@ -209,7 +209,7 @@ impl<'c, 'a> Problem<'c, 'a> {
     }
 }
 
-/// The most that 0, 1, 2, … pods of a class free of one need.
+/// Returns the most that 0, 1, 2, … pods of a class free of one need.
 fn most_freed(items: &[Item<'_, '_>], class: &[usize], need: usize) -> Vec<i128> {
     let mut amounts: Vec<i64> = class.iter().map(|item| items[*item].frees[need]).collect();
     amounts.sort_unstable_by_key(|amount| Reverse(*amount));

@@ -1,8 +1,9 @@
-//! Which pods make room for a critical one.
+//! Choice of the pods to evict for a critical pod.
 //!
 //! [`Policy::Kubelet`] is the kubelet's algorithm (`pkg/kubelet/preemption`), choice for choice: fast, but it
-//! looks at QoS only and takes what is nearest. [`Policy::Minimal`] finds the set that costs the important
-//! pods least, and proves it. Must never kill anything: it names pods, in the order in which to evict them.
+//! considers only QoS and the nearest amounts. [`Policy::Minimal`] finds the set that costs the important
+//! pods least, and proves that it does. Must never kill anything: preemption only names pods, in eviction
+//! order.
 
 mod kubelet;
 mod minimal;
@@ -20,11 +21,11 @@ use crate::resources::{
 };
 use beelet_units::{field::FieldError, quantity::Quantity};
 
-/// How the victims are chosen.
+/// The algorithm that chooses the victims.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Policy {
-    /// As the kubelet chooses.
+    /// The kubelet's algorithm.
     #[default]
     Kubelet,
     /// The lexicographically smallest vector of victim counts by class (priority, then QoS), most important
@@ -32,7 +33,7 @@ pub enum Policy {
     Minimal,
 }
 
-/// How much of a resource is missing.
+/// A missing amount of a resource.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Requirement {
     /// The resource's name; `pods` counts pods.
@@ -42,7 +43,7 @@ pub struct Requirement {
 }
 
 impl Requirement {
-    /// A missing quantity in the unit that preemption counts in.
+    /// Converts a missing quantity to the unit that preemption counts in.
     pub fn new(resource: impl Into<String>, quantity: Quantity) -> Self {
         let resource = resource.into();
         let amount = in_unit_of(&resource, quantity);
@@ -50,43 +51,44 @@ impl Requirement {
     }
 }
 
-/// Millicores for cpu, whole units for the rest, rounded up.
+/// Converts to millicores for cpu and to whole units for the rest, rounded up.
 pub(crate) fn in_unit_of(resource: &str, quantity: Quantity) -> i64 {
     if resource == CPU { quantity.milli_value() } else { quantity.value() }
 }
 
-/// What was decided.
+/// The victims, or the reason for having none.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Preemption {
     /// Indices into the list of pods, in eviction order.
     pub victims: Vec<usize>,
-    /// Why no set of pods will do; then there are no victims.
+    /// Reason why no set of pods frees enough; `victims` is then empty.
     pub error: Option<String>,
-    /// Sentences for a person.
+    /// Explanations for users.
     pub why: Vec<String>,
 }
 
-/// A pod that may be preempted, reduced to what the choice depends on.
+/// A pod that may be preempted, reduced to the inputs of the choice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Candidate<'a> {
-    /// Its place in the caller's list.
+    /// Index of the pod in the caller's list.
     pub index: usize,
     /// Namespace and name, the last tie-break.
     pub name: (&'a str, &'a str),
-    /// How important it is.
+    /// The pod's priority.
     pub priority: i32,
-    /// How much the node has promised it.
+    /// The pod's QoS class.
     pub class: QosClass,
-    /// What its going frees of each requirement's resource, in the requirements' order and units.
+    /// Amounts that evicting the pod frees of each requirement's resource, in the requirements' order and
+    /// units.
     pub frees: Vec<i64>,
-    /// Bytes of memory that it requests.
+    /// Bytes of memory that the pod requests.
     pub memory: i64,
-    /// Millicores that it requests.
+    /// Millicores that the pod requests.
     pub cpu: i64,
 }
 
 impl<'a> Candidate<'a> {
-    /// Reads a pod that `preemptor` may preempt; `None` if it may not.
+    /// Reads a pod as a candidate; `None` if `preemptor` may not preempt it.
     ///
     /// # Errors
     /// The path of the first amount in the pod that is not a quantity.
@@ -115,8 +117,8 @@ impl<'a> Candidate<'a> {
     }
 }
 
-/// Chooses the pods that must go so that `requirements` are met. None that `preemptor` may not preempt is
-/// ever chosen.
+/// Chooses the pods to evict so that `requirements` are met. Never chooses a pod that `preemptor` may not
+/// preempt.
 ///
 /// # Errors
 /// The path (`[3].spec.…`) of the first amount in the pods that is not a quantity.
@@ -134,7 +136,7 @@ pub fn preempt<P: Borrow<Pod>>(
     Ok(choose(&candidates, requirements, policy))
 }
 
-/// [`preempt`] for candidates that have been read already.
+/// Works like [`preempt`] for candidates that have been read already.
 pub fn choose(candidates: &[Candidate<'_>], requirements: &[Requirement], policy: Policy) -> Preemption {
     let needs = Needs::new(requirements);
     let left = needs.left_after(candidates);
@@ -153,7 +155,7 @@ pub fn choose(candidates: &[Candidate<'_>], requirements: &[Requirement], policy
     Preemption { victims: victims.iter().map(|victim| victim.index).collect(), error: None, why }
 }
 
-/// The requirements that are not met already.
+/// The requirements that are not met yet.
 struct Needs<'r> {
     /// Column in [`Candidate::frees`], resource, amount above zero.
     open: Vec<(usize, &'r str, i64)>,
@@ -169,7 +171,7 @@ impl<'r> Needs<'r> {
         }
     }
 
-    /// What is still missing after all of these are gone, a text for each resource.
+    /// Returns the amounts that are still missing after evicting all of these, one text per resource.
     fn left_after(&self, candidates: &[Candidate<'_>]) -> Vec<String> {
         let left = |&(column, resource, amount): &(usize, &str, i64)| {
             let left = candidates
@@ -181,7 +183,7 @@ impl<'r> Needs<'r> {
     }
 }
 
-/// Longer lists of victims are not explained one by one.
+/// Maximum number of victims for which each victim gets an explanation.
 const EXPLAINED_VICTIMS: usize = 20;
 
 fn explain(victims: &[&Candidate<'_>], needs: &Needs<'_>) -> Vec<String> {

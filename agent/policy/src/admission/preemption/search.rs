@@ -1,28 +1,28 @@
 //! The two branch-and-bound searches behind the minimal choice.
 //!
-//! A search walks the layers (classes) from the most important down and takes pods in the layer's order. A
-//! branch is given up as soon as the most (or the cheapest) that the pods still allowed can add does not lead
-//! to an answer. Pods that free the same stand next to each other: once one is passed over, so are the
-//! others, so only the first by name are tried.
+//! A search walks the layers (classes) from the most important down and takes pods in the layer's order. The
+//! search abandons a branch as soon as the most (or the cheapest) that the remaining pods can add does not
+//! lead to an answer. Pods that free equal amounts are adjacent: passing over one passes over the rest of
+//! them, so the search tries only the first by name.
 
 use std::cmp::Ordering;
 
 use crate::admission::preemption::Candidate;
 
-/// What float sums may be off by, relative to the sum.
+/// Tolerance for errors of float sums, relative to the sum.
 const SLACK: f64 = 1e-9;
-/// Up to so many numbers the bounds are kept for every place in a layer; beyond, only for the layer as a
+/// Maximum size of a layer's table of bounds with one entry per place; a larger layer has one bound as a
 /// whole.
 const LARGEST_TABLE: usize = 2_000_000;
 
-/// A pod as the searches see it.
+/// A pod, reduced to the inputs of the searches.
 pub(super) struct Item<'c, 'a> {
     pub(super) candidate: &'c Candidate<'a>,
-    /// What it frees of each need.
+    /// Amount that the pod frees of each need.
     pub(super) frees: Vec<i64>,
     /// The sum of `frees / need`.
     pub(super) cost: f64,
-    /// The sum of `frees / need`, each at most 1: what it can contribute.
+    /// The sum of `frees / need`, each at most 1: the most that the pod can contribute.
     pub(super) use_of: f64,
 }
 
@@ -36,10 +36,10 @@ pub(super) struct Problem<'c, 'a> {
     pub(super) most: Vec<Vec<Vec<i128>>>,
 }
 
-/// How a search ended.
+/// The result of a search.
 pub(super) enum Outcome<T> {
     Found(T),
-    /// There is none: proven.
+    /// Proof that no set meets the needs.
     None,
     OutOfBudget,
 }
@@ -54,14 +54,14 @@ impl<T> Outcome<T> {
     }
 }
 
-/// One class: its pods in the order in which they are tried, and how many may be taken.
+/// The pods of one class in the order of the search, and the maximum number to choose.
 pub(super) struct Layer {
     order: Vec<usize>,
     count: usize,
-    /// The pod frees the same as the one before it.
+    /// True for a pod that frees the same amounts as the pod before it.
     same: Vec<bool>,
-    /// `best[place][taken][need]`: the most of a need that `taken` of the pods from `place` on free (all
-    /// places alike if `whole`).
+    /// `best[place][taken][need]`: the most of a need that `taken` of the pods from `place` on free (equal
+    /// for all places if `whole`).
     best: Vec<i128>,
     whole: bool,
     /// Sums of `use_of` and of `cost` over the first pods of the order.
@@ -91,7 +91,7 @@ impl Layer {
         layer
     }
 
-    /// From the last place to the first, the largest `count` amounts of each need, summed.
+    /// Sums the largest `count` amounts of each need, from the last place to the first.
     fn bounds(&self, problem: &Problem<'_, '_>) -> Vec<i128> {
         let (needs, rows) = (problem.needs.len(), self.count + 1);
         let places = if self.whole { 1 } else { self.order.len() + 1 };
@@ -118,20 +118,20 @@ impl Layer {
         best
     }
 
-    /// The most that `taken` of the pods from `place` on free, a number for each need.
+    /// Returns the most that `taken` of the pods from `place` on free, one number per need.
     fn best(&self, place: usize, taken: usize, needs: usize) -> &[i128] {
         let place = if self.whole { 0 } else { place };
         let start = (place * (self.count + 1) + taken) * needs;
         &self.best[start..start + needs]
     }
 
-    /// The sum over the next `taken` pods of the order.
+    /// Returns the sum over the next `taken` pods of the order.
     fn next(sums: &[f64], place: usize, taken: usize) -> f64 {
         sums[(place + taken).min(sums.len() - 1)] - sums[place]
     }
 }
 
-/// Where a search stands: layer, place in it, pods still to be taken from it.
+/// A position of the search: layer, place in the layer, pods still to choose from the layer.
 #[derive(Clone, Copy)]
 struct At {
     layer: usize,
@@ -139,11 +139,11 @@ struct At {
     take: usize,
 }
 
-/// What both searches share: the walk and its bounds.
+/// The walk and its bounds, common to both searches.
 pub(super) struct Search<'p, 'c, 'a> {
     problem: &'p Problem<'c, 'a>,
     layers: &'p [Layer],
-    /// The most that all layers from here on free; likewise for `uses` and `costs` below.
+    /// The most that all layers from each layer on free; likewise `uses_below` for `uses`.
     below: Vec<Vec<i128>>,
     uses_below: Vec<f64>,
     left: Vec<i128>,
@@ -164,8 +164,8 @@ impl<'p, 'c, 'a> Search<'p, 'c, 'a> {
         Self { problem, layers, below, uses_below, left: Vec::new(), chosen: Vec::new(), budget }
     }
 
-    /// Any set that meets the needs, with at most the layers' counts. The layers must be ordered by falling
-    /// `use_of`.
+    /// Finds any set that meets the needs with at most the layers' counts. The layers must be ordered by
+    /// falling `use_of`.
     pub(super) fn cover(mut self, needs: &[i128]) -> Outcome<Vec<usize>> {
         self.left = needs.to_vec();
         match self.cover_from(self.start(0)) {
@@ -192,11 +192,11 @@ impl<'p, 'c, 'a> Search<'p, 'c, 'a> {
                 return Some(false);
             }
             let item = layer.order[place];
-            self.take(item);
+            self.choose(item);
             if self.cover_from(At { place: place + 1, take: at.take - 1, ..at })? {
                 return Some(true);
             }
-            self.give_back(item);
+            self.drop_choice(item);
         }
         Some(false)
     }
@@ -209,14 +209,15 @@ impl<'p, 'c, 'a> Search<'p, 'c, 'a> {
         self.left.iter().all(|left| *left <= 0)
     }
 
-    /// Could the pods that are still allowed meet each need by itself?
+    /// Returns true if the remaining pods could meet each need by itself.
     fn reachable(&self, at: At) -> bool {
         let best = self.layers[at.layer].best(at.place, at.take, self.left.len());
         let below = &self.below[at.layer + 1];
         self.left.iter().zip(best).zip(below).all(|((left, best), below)| *left <= best + below)
     }
 
-    /// Could they meet all needs together, each counted as a fraction of what was missing at first?
+    /// Returns true if the remaining pods could meet all needs together, each as a fraction of its initial
+    /// amount.
     fn useful(&self, at: At) -> bool {
         let fraction = |(left, need): (&i128, &i64)| (*left).max(0) as f64 / *need as f64;
         let missing: f64 = self.left.iter().zip(&self.problem.needs).map(fraction).sum();
@@ -225,20 +226,20 @@ impl<'p, 'c, 'a> Search<'p, 'c, 'a> {
         missing <= most + SLACK * (1.0 + most)
     }
 
-    fn take(&mut self, item: usize) {
+    fn choose(&mut self, item: usize) {
         let frees = &self.problem.items[item].frees;
         self.left.iter_mut().zip(frees).for_each(|(left, frees)| *left -= i128::from(*frees));
         self.chosen.push(item);
     }
 
-    fn give_back(&mut self, item: usize) {
+    fn drop_choice(&mut self, item: usize) {
         let frees = &self.problem.items[item].frees;
         self.left.iter_mut().zip(frees).for_each(|(left, frees)| *left += i128::from(*frees));
         self.chosen.pop();
     }
 }
 
-/// The search for the set that frees least too much, among those with exactly the layers' counts.
+/// The search for the set that overfrees least, among the sets with exactly the layers' counts.
 pub(super) struct TieSearch<'p, 'c, 'a> {
     walk: Search<'p, 'c, 'a>,
     costs_below: Vec<f64>,
@@ -248,8 +249,8 @@ pub(super) struct TieSearch<'p, 'c, 'a> {
 }
 
 impl<'p, 'c, 'a> TieSearch<'p, 'c, 'a> {
-    /// The layers must be ordered by rising `cost`; `known` is a set that meets the needs with the layers'
-    /// counts.
+    /// Starts from `known`, a set that meets the needs with the layers' counts. The layers must be ordered by
+    /// rising `cost`.
     pub(super) fn new(
         problem: &'p Problem<'c, 'a>,
         layers: &'p [Layer],
@@ -264,19 +265,19 @@ impl<'p, 'c, 'a> TieSearch<'p, 'c, 'a> {
         walk.left = problem.needs.iter().map(|need| i128::from(*need)).collect();
         let mut search =
             Self { walk, costs_below, best: Vec::new(), best_left: Vec::new(), best_cost: f64::INFINITY };
-        known.iter().for_each(|item| search.walk.take(*item));
+        known.iter().for_each(|item| search.walk.choose(*item));
         search.keep();
-        known.iter().for_each(|item| search.walk.give_back(*item));
+        known.iter().for_each(|item| search.walk.drop_choice(*item));
         search
     }
 
-    /// The best set, and whether it is proven to be.
+    /// Returns the best set found, and true if the search proved it to be the best.
     pub(super) fn run(mut self) -> (Vec<usize>, bool) {
         let proven = self.search(self.walk.start(0), 0.0).is_some();
         (self.best, proven)
     }
 
-    /// `None`: out of budget.
+    /// Returns `None` if out of budget.
     fn search(&mut self, at: At, cost: f64) -> Option<()> {
         self.walk.budget = self.walk.budget.checked_sub(1)?;
         let layers = self.walk.layers;
@@ -300,12 +301,12 @@ impl<'p, 'c, 'a> TieSearch<'p, 'c, 'a> {
                 return Some(());
             }
             let item = layer.order[place];
-            self.walk.take(item);
+            self.walk.choose(item);
             self.search(
                 At { place: place + 1, take: at.take - 1, ..at },
                 cost + self.walk.problem.items[item].cost,
             )?;
-            self.walk.give_back(item);
+            self.walk.drop_choice(item);
         }
         Some(())
     }
@@ -316,7 +317,7 @@ impl<'p, 'c, 'a> TieSearch<'p, 'c, 'a> {
         self.best_cost = self.best.iter().map(|item| self.walk.problem.items[*item].cost).sum();
     }
 
-    /// Less over-freeing, compared exactly; then the first by name.
+    /// Compares overfreeing exactly, then names: of two equal sets the first by name wins.
     fn is_better(&self) -> bool {
         let over = compare_overfreeing(&self.walk.left, &self.best_left, &self.walk.problem.needs);
         over.then_with(|| self.names(&self.walk.chosen).cmp(&self.names(&self.best))) == Ordering::Less
@@ -335,7 +336,7 @@ impl<'p, 'c, 'a> TieSearch<'p, 'c, 'a> {
     }
 }
 
-/// Compares sums of `-left / need`: exactly, unless the fractions outgrow 127 bits.
+/// Compares sums of `-left / need`: exactly, unless the fractions exceed 127 bits.
 fn compare_overfreeing(all_ours: &[i128], all_theirs: &[i128], needs: &[i64]) -> Ordering {
     let (mut numerator, mut denominator) = (0_i128, 1_i128);
     for ((ours, theirs), need) in all_ours.iter().zip(all_theirs).zip(needs) {
@@ -354,7 +355,7 @@ fn over_freeing(left: &[i128], needs: &[i64]) -> f64 {
     left.iter().zip(needs).map(|(left, need)| -*left as f64 / *need as f64).sum()
 }
 
-/// The fraction in lowest terms; `denominator` is above zero.
+/// Returns the fraction in lowest terms; `denominator` is above zero.
 fn reduced(numerator: i128, denominator: i128) -> (i128, i128) {
     let (mut a, mut b) = (numerator.unsigned_abs(), denominator.unsigned_abs());
     while b > 0 {

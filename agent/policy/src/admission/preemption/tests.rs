@@ -46,7 +46,7 @@ fn names() -> &'static [String] {
 
 const NEEDS: [(&str, i64); 2] = [("memory", 100), ("cpu", 100)];
 
-/// Victims' indices of candidates given as (priority, class, frees).
+/// Expects these victims' indices for candidates given as (priority, class, frees).
 fn check(policy: Policy, candidates: &[(i32, QosClass, [i64; 2])], victims: &[usize]) {
     let candidates: Vec<_> = candidates
         .iter()
@@ -95,7 +95,7 @@ fn minimal_breaks_ties_by_overfreeing_then_by_name() {
 }
 
 #[test]
-fn what_cannot_be_freed_is_said_and_nobody_goes() {
+fn preemption_reports_a_shortfall_and_evicts_none() {
     for policy in [Policy::Kubelet, Policy::Minimal] {
         let only = [candidate(0, 0, Burstable, &[99, 500], names())];
         let preemption = choose(&only, &requirements(&NEEDS), policy);
@@ -167,13 +167,14 @@ fn many_pods_are_chosen_exactly_or_honestly() {
     assert_eq!((of_priority(1), of_priority(2)), (0, 0), "the least important third is enough");
 }
 
-/// All sets that meet the needs, judged as the issue says: counts, over-freeing in exact fractions, names.
+/// Judges all sets that meet the needs as the policy's documentation states: counts, overfreeing in exact
+/// fractions, names.
 fn brute_force(candidates: &[Candidate<'_>], needs: &[Requirement]) -> Option<Vec<usize>> {
     let mut classes: Vec<(i32, QosClass)> = candidates.iter().map(|c| (c.priority, c.class)).collect();
     classes.sort_unstable();
     classes.dedup();
     classes.reverse();
-    // All needs are multiplied out, so that over-freeing is a whole number.
+    // Multiplying by all needs makes overfreeing a whole number.
     let product: i128 = needs.iter().map(|need| i128::from(need.amount)).product();
     let judge = |set: u32| {
         let chosen: Vec<&Candidate<'_>> = candidates.iter().filter(|c| set >> c.index & 1 == 1).collect();
@@ -235,14 +236,15 @@ proptest! {
     }
 
     #[test]
-    fn nobody_goes_needlessly_and_everything_is_freed(candidates in contenders(14), needs in three_needs(), kubelet in any::<bool>()) {
+    fn no_pod_is_evicted_needlessly_and_every_need_is_met(candidates in contenders(14), needs in three_needs(), kubelet in any::<bool>()) {
         let policy = if kubelet { Policy::Kubelet } else { Policy::Minimal };
         let preemption = choose(&candidates, &needs, policy);
         if preemption.error.is_none() {
             for (column, need) in needs.iter().enumerate() {
                 prop_assert!(preemption.victims.iter().map(|victim| candidates[*victim].frees[column]).sum::<i64>() >= need.amount);
             }
-            // What was decided holds: with the victims gone nothing more is missing, so nobody else goes.
+            // The decision is stable: once the victims are evicted, no need remains and no further pod is
+            // evicted.
             let rest: Vec<_> = needs.iter().enumerate().map(|(column, need)| Requirement {
                 amount: need.amount - preemption.victims.iter().map(|victim| candidates[*victim].frees[column]).sum::<i64>(),
                 ..need.clone()
@@ -259,14 +261,14 @@ proptest! {
         let mut by_class: BTreeMap<_, usize> = BTreeMap::new();
         preemption.victims.iter().for_each(|victim| *by_class.entry(importance(*victim)).or_default() += 1);
         for victim in &preemption.victims {
-            // Without this victim, everyone less important and the other victims together must fall short.
+            // Without this victim, all less important pods and the other victims together must fall short.
             let others = |c: &&Candidate<'_>| {
                 importance(c.index) < importance(*victim) || (preemption.victims.contains(&c.index) && c.index != *victim)
             };
             let enough = needs.iter().enumerate().all(|(column, need)| {
                 candidates.iter().filter(others).map(|c| c.frees[column]).sum::<i64>() >= need.amount
             });
-            prop_assert!(!enough, "{victim} need not go");
+            prop_assert!(!enough, "evicting {victim} is needless");
         }
         let mut order: Vec<_> = preemption.victims.iter().map(|victim| importance(*victim)).collect();
         let evicted = order.clone();

@@ -1,9 +1,9 @@
-//! The Node object of this machine: what it is registered with, what of an existing one is set right, and
-//! which part of its status must be written.
+//! The Node object of this machine: the values for its registration, the corrections to an existing one, and
+//! the part of its status that must be written.
 //!
 //! Follows `pkg/kubelet/kubelet_node_status.go` and `pkg/kubelet/nodestatus/setters.go` of Kubernetes 1.36.
-//! Only fields of a kubelet are ever touched: labels, conditions and resources that others put on the Node
-//! stay.
+//! Must never change fields that are not a kubelet's: labels, conditions and resources that others set on the
+//! Node stay.
 
 use core::net::IpAddr;
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,7 +23,7 @@ use k8s_openapi::{
 use crate::node::addresses::configured;
 use beelet_units::quantity::Quantity;
 
-/// Labels that a kubelet sets right on an existing Node (`updateDefaultLabels`), those that beelet knows.
+/// Labels that a kubelet corrects on an existing Node (`updateDefaultLabels`), those that beelet knows.
 const DEFAULT_LABELS: [&str; 9] = [
     "kubernetes.io/hostname",
     "kubernetes.io/os",
@@ -35,54 +35,54 @@ const DEFAULT_LABELS: [&str; 9] = [
     "node.kubernetes.io/instance-type",
     "beta.kubernetes.io/instance-type",
 ];
-/// The taint that a cloud's controller takes away once it has set up the Node (`cloudproviderapi`).
+/// The taint that a cloud's controller removes once it has set up the Node (`cloudproviderapi`).
 const UNINITIALIZED: &str = "node.cloudprovider.kubernetes.io/uninitialized";
-/// What of Kubernetes' features a scheduler may count on, in order (KEP-5328): pods that need one it doesn't
-/// find are placed elsewhere.
+/// Features of Kubernetes that a scheduler may rely on, sorted (KEP-5328): it places pods that need another
+/// one elsewhere.
 const DECLARED_FEATURES: [&str; 2] =
     ["InPlacePodLevelResourcesVerticalScaling", "RestartAllContainersOnContainerExits"];
-/// Names per image in a Node's status (`MaxNamesPerImageInNodeStatus`).
+/// Maximum number of names per image in a Node's status (`MaxNamesPerImageInNodeStatus`).
 const NAMES_PER_IMAGE: usize = 5;
-/// Bytes of an image's name: longer ones come from a damaged store.
+/// Maximum bytes of an image's name: longer ones come from a damaged store.
 const NAME_BYTES: usize = 1024;
 
-/// What a Node is registered with.
+/// The values for registering a Node.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Registration {
     /// The Node's name.
     pub name: String,
     /// The machine's name, for its label and address.
     pub hostname: String,
-    /// Labels beside the default ones.
+    /// Labels in addition to the default ones.
     pub labels: BTreeMap<String, String>,
     /// Taints.
     pub taints: Vec<Taint>,
     /// The cloud's name for the machine.
     pub provider_id: Option<String>,
-    /// A cloud's controller sets the addresses.
+    /// True if a cloud's controller sets the addresses.
     pub external_cloud: bool,
-    /// The addresses that were configured.
+    /// The configured addresses.
     pub ips: Vec<IpAddr>,
 }
 
-/// What a kubelet says of its machine, as of now.
+/// A kubelet's current report about its machine.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct NodeReport {
-    /// All there is of each resource.
+    /// Total amount of each resource.
     pub capacity: BTreeMap<String, String>,
-    /// What pods may have of it.
+    /// Amount of each resource available to pods.
     pub allocatable: BTreeMap<String, String>,
-    /// Pressures and readiness.
+    /// Pressure and readiness conditions.
     pub conditions: Vec<NodeCondition>,
     /// The addresses.
     pub addresses: Vec<NodeAddress>,
-    /// The machine.
+    /// System information about the machine.
     pub info: NodeSystemInfo,
-    /// The images on it.
+    /// Images on the machine.
     pub images: Vec<ContainerImage>,
     /// The runtime's handlers.
     pub handlers: Vec<NodeRuntimeHandler>,
-    /// What the runtime can do.
+    /// Features of the runtime.
     pub features: Option<NodeFeatures>,
     /// The port of the kubelet's server.
     pub port: i32,
@@ -93,16 +93,16 @@ pub struct NodeReport {
 /// The part of a status that must be written.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Change {
-    /// Only fields that differ; maps hold only the entries that differ.
+    /// The changed fields; maps hold only the changed entries.
     pub status: NodeStatus,
-    /// Resources that are no more.
+    /// Resources that no longer exist.
     pub removed: BTreeSet<String>,
-    /// The conditions say something new.
+    /// True if the conditions changed.
     pub conditions: bool,
 }
 
 impl Change {
-    /// The changes beside the conditions; None if there are none.
+    /// Returns the changes other than conditions; `None` without any.
     #[must_use]
     pub fn rest(&self) -> Option<(NodeStatus, BTreeSet<String>)> {
         let status = NodeStatus { conditions: None, ..self.status.clone() };
@@ -111,7 +111,7 @@ impl Change {
     }
 }
 
-/// The processor architecture, in Go's words.
+/// Returns the processor architecture in Go's terms.
 #[must_use]
 pub fn architecture(machine: &str) -> &str {
     match machine {
@@ -122,7 +122,7 @@ pub fn architecture(machine: &str) -> &str {
     }
 }
 
-/// The labels a kubelet gives its Node.
+/// Returns the labels that a kubelet sets on its Node.
 #[must_use]
 pub fn labels(registration: &Registration, arch: &str) -> BTreeMap<String, String> {
     let default = [
@@ -134,7 +134,7 @@ pub fn labels(registration: &Registration, arch: &str) -> BTreeMap<String, Strin
     default.chain(registration.labels.clone()).collect()
 }
 
-/// The Node to be created, without a status.
+/// Returns the Node to create, without a status.
 #[must_use]
 pub fn initial(registration: &Registration, arch: &str) -> Node {
     let mut taints = registration.taints.clone();
@@ -162,14 +162,14 @@ pub fn initial(registration: &Registration, arch: &str) -> Node {
     }
 }
 
-/// The annotation by which a controller knows that attaching volumes is its work.
+/// The annotation that assigns attaching volumes to the controller.
 pub const CONTROLLER_ATTACHES: &str = "volumes.kubernetes.io/controller-managed-attach-detach";
 
-/// The annotations of a new Node: that a controller attaches volumes, and for a cloud's controller, which
-/// addresses were configured.
+/// Returns the annotations of a new Node: that a controller attaches volumes, and, for a cloud's controller,
+/// the configured addresses.
 fn annotations(registration: &Registration) -> BTreeMap<String, String> {
     let mut all = BTreeMap::from([(CONTROLLER_ATTACHES.to_owned(), "true".to_owned())]);
-    // `0.0.0.0` and `::` only say which family is wanted: they are no address to look for.
+    // `0.0.0.0` and `::` only select the family: a controller cannot look for them.
     let named = registration.ips.first().is_some_and(|ip| !ip.is_unspecified());
     if registration.external_cloud && named {
         let ips: Vec<String> = configured(&registration.ips).iter().map(ToString::to_string).collect();
@@ -178,8 +178,8 @@ fn annotations(registration: &Registration) -> BTreeMap<String, String> {
     all
 }
 
-/// Labels of an existing Node that must be set right. Others than the default ones are the cluster's business
-/// once the Node exists, as with the kubelet.
+/// Returns the labels of an existing Node that must be corrected. Labels other than the default ones belong
+/// to the cluster once the Node exists, as with the kubelet.
 #[must_use]
 pub fn stale_labels(
     existing: &BTreeMap<String, String>,
@@ -192,8 +192,8 @@ pub fn stale_labels(
         .collect()
 }
 
-/// The Node's addresses: the machine's own, and its name. While the machine has none (no route, no setting),
-/// those that the Node has stay, as under the kubelet.
+/// Returns the Node's addresses: the machine's own, and its name. While the machine has none (no route, no
+/// setting), the Node keeps its addresses, as under the kubelet.
 #[must_use]
 pub fn addresses(registration: &Registration, own: &[IpAddr], existing: &[NodeAddress]) -> Vec<NodeAddress> {
     let address = |kind: &str, address: String| NodeAddress { type_: kind.to_owned(), address };
@@ -212,10 +212,10 @@ pub fn addresses(registration: &Registration, own: &[IpAddr], existing: &[NodeAd
     own.iter().map(|ip| address("InternalIP", ip.to_string())).chain([name]).collect()
 }
 
-/// The images as a status has them: the largest first, at most `most`, each with few names.
+/// Returns the images for a status: the largest first, at most `most`, each with few names.
 #[must_use]
 pub fn images(mut all: Vec<ContainerImage>, most: Option<usize>) -> Vec<ContainerImage> {
-    // Of equal size, by name: the order must not change from look to look.
+    // Equal sizes are sorted by name: the order must not change between reports.
     all.sort_by(|a, b| b.size_bytes.cmp(&a.size_bytes).then_with(|| a.names.cmp(&b.names)));
     all.truncate(most.unwrap_or(usize::MAX));
     for names in all.iter_mut().filter_map(|image| image.names.as_mut()) {
@@ -225,7 +225,7 @@ pub fn images(mut all: Vec<ContainerImage>, most: Option<usize>) -> Vec<Containe
     all
 }
 
-/// The changes that make `existing` say what `report` says.
+/// Returns the changes that bring `existing` up to `report`.
 #[must_use]
 pub fn change(existing: &NodeStatus, report: &NodeReport, now: Timestamp) -> Change {
     let mut change = Change::default();
@@ -258,7 +258,7 @@ pub fn change(existing: &NodeStatus, report: &NodeReport, now: Timestamp) -> Cha
     }
     let capacity = existing.capacity.clone().unwrap_or_default();
     let allocatable = existing.allocatable.clone().unwrap_or_default();
-    // Pages of a size that the machine has no more (`reconcileHugePageResource`).
+    // Page sizes that the machine no longer has (`reconcileHugePageResource`).
     change.removed = capacity
         .keys()
         .chain(allocatable.keys())
@@ -266,7 +266,7 @@ pub fn change(existing: &NodeStatus, report: &NodeReport, now: Timestamp) -> Cha
         .cloned()
         .collect();
     status.capacity = differing(&capacity, &report.capacity);
-    // Resources that somebody else put on the Node are all for pods.
+    // Resources that other components set on the Node belong to pods entirely.
     let others = capacity.iter().filter(|(name, _)| {
         !report.capacity.contains_key(*name) && !change.removed.contains(*name) && name.contains('/')
     });
@@ -277,7 +277,8 @@ pub fn change(existing: &NodeStatus, report: &NodeReport, now: Timestamp) -> Cha
     change
 }
 
-/// The report's conditions with the times of the last change, and whether they say something new.
+/// Returns the report's conditions with the times of their last change, and true if any differ from
+/// `existing`.
 fn conditions(existing: &[NodeCondition], report: &NodeReport, now: Timestamp) -> (Vec<NodeCondition>, bool) {
     let mut differ = false;
     let dated = report.conditions.iter().map(|condition| {
@@ -299,7 +300,7 @@ fn conditions(existing: &[NodeCondition], report: &NodeReport, now: Timestamp) -
     (dated, differ)
 }
 
-/// The entries of `wanted` that are worth something else in `existing`.
+/// Returns the entries of `wanted` whose amounts differ in `existing`.
 fn differing(
     existing: &BTreeMap<String, Text>,
     wanted: &BTreeMap<String, String>,

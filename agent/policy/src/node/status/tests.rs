@@ -36,12 +36,12 @@ fn report() -> NodeReport {
     }
 }
 
-/// There is something to write beside the times of the conditions.
+/// Returns true if there is a change other than the conditions' times.
 fn says_something(change: &Change) -> bool {
     change.conditions || change.rest().is_some()
 }
 
-/// What the API server has after it applied the change.
+/// Returns the API server's status after the change.
 fn applied(existing: &NodeStatus, change: Change) -> NodeStatus {
     let mut status = existing.clone();
     let Change { status: new, removed, .. } = change;
@@ -83,7 +83,7 @@ fn a_node_is_made_with_labels_taints_and_the_clouds_taint() {
     );
     assert_eq!(node.spec.unwrap().taints.unwrap()[0].key, UNINITIALIZED);
     assert_eq!(node.metadata.annotations.unwrap()["alpha.kubernetes.io/provided-node-ip"], "10.0.0.9");
-    // An unspecified address says which family, not where.
+    // An unspecified address selects the family only.
     let any = Registration { external_cloud: true, ips: vec!["::".parse().unwrap()], ..registration() };
     let annotations = initial(&any, "amd64").metadata.annotations.unwrap();
     assert!(!annotations.contains_key("alpha.kubernetes.io/provided-node-ip"), "{annotations:?}");
@@ -91,7 +91,7 @@ fn a_node_is_made_with_labels_taints_and_the_clouds_taint() {
 }
 
 #[test]
-fn only_default_labels_of_an_existing_node_are_set_right() {
+fn only_default_labels_of_an_existing_node_are_corrected() {
     let wanted = map(&[("kubernetes.io/arch", "amd64"), ("kubernetes.io/os", "linux"), ("disk", "fast")]);
     let existing = map(&[("kubernetes.io/os", "linux"), ("kubernetes.io/arch", "arm64"), ("disk", "slow")]);
     assert_eq!(stale_labels(&existing, &wanted), map(&[("kubernetes.io/arch", "amd64")]));
@@ -109,7 +109,7 @@ fn addresses_are_configured_found_or_the_clouds() {
     assert_eq!(said(&registration(), &[]), ["InternalIP 10.0.0.1", "Hostname n1"]);
     let both = of(&registration(), &[v4, v6], &[]);
     assert_eq!(both, ["InternalIP 10.0.0.1", "InternalIP fd00::2", "Hostname n1"]);
-    // A machine without a route: never the loopback address, and what was known stays.
+    // A machine without a route: never the loopback address, and known addresses stay.
     assert_eq!(of(&registration(), &[], &[]), ["Hostname n1"]);
     let known = NodeAddress { type_: "InternalIP".to_owned(), address: "10.0.0.9".to_owned() };
     assert_eq!(of(&registration(), &[], &[known]), ["InternalIP 10.0.0.9"]);
@@ -120,7 +120,7 @@ fn addresses_are_configured_found_or_the_clouds() {
 }
 
 #[test]
-fn what_was_written_is_not_written_again() {
+fn an_unchanged_status_is_not_written_again() {
     let mut existing = NodeStatus::default();
     let first = change(&existing, &report(), at(100));
     assert!(says_something(&first));
@@ -135,7 +135,7 @@ fn what_was_written_is_not_written_again() {
 }
 
 #[test]
-fn a_condition_that_says_something_else_is_written_and_dated_only_if_its_status_changed() {
+fn a_changed_condition_is_written_and_dated_only_if_its_status_changed() {
     let existing = applied(&NodeStatus::default(), change(&NodeStatus::default(), &report(), at(100)));
     let check = |status: &str, message: &str, since: i64| {
         let said = NodeReport { conditions: vec![ready(status, message)], ..report() };
@@ -148,7 +148,7 @@ fn a_condition_that_says_something_else_is_written_and_dated_only_if_its_status_
 }
 
 #[test]
-fn amounts_are_compared_by_their_worth() {
+fn amounts_are_compared_by_value() {
     let mut existing = applied(&NodeStatus::default(), change(&NodeStatus::default(), &report(), at(100)));
     existing.capacity.as_mut().unwrap().insert("example.com/gpu".to_owned(), Text("1k".to_owned()));
     assert!(!says_something(&change(&existing, &report(), at(100))));
@@ -159,7 +159,7 @@ fn amounts_are_compared_by_their_worth() {
 }
 
 #[test]
-fn resources_of_others_stay_and_are_for_pods_and_pages_of_no_size_go() {
+fn foreign_resources_stay_and_unknown_page_sizes_are_removed() {
     let capacity = [("example.com/dongle", "4"), ("hugepages-1Gi", "0")];
     let existing = NodeStatus { capacity: Some(amounts(&capacity)), ..NodeStatus::default() };
     let change = change(&existing, &report(), at(100));

@@ -1,9 +1,9 @@
-//! What of a pod's status is written to the API server, and in which form.
+//! The part of a pod's status that the agent writes to the API server, and its form.
 //!
 //! The node owns most of a pod's status, but not all: conditions of other controllers, claims and the like
 //! stay as they are (kubelet: `pkg/kubelet/status/status_manager.go`, `mergePodStatus` and `TerminatePod`).
-//! What differs goes as a strategic merge patch of the `status` subresource, with the UID in it: a pod of the
-//! same name made meanwhile refuses it.
+//! Differences are sent as a strategic merge patch of the `status` subresource that includes the UID: a later
+//! pod of the same name refuses it.
 
 use std::time::Duration;
 
@@ -32,19 +32,22 @@ const OWNED: &[&str] = &[
 const READY: &str = "Ready";
 const CONTAINERS_READY: &str = "ContainersReady";
 const SANDBOX: &str = "PodReadyToStartContainers";
-/// The kubelet shows nothing between two containers, however long a pull takes. Here it is told if it lasts.
+/// Time for which a gap between two containers is withheld. The kubelet never shows it, however long a pull
+/// takes; the agent writes a gap that lasts.
 const BETWEEN_CONTAINERS: Duration = Duration::from_secs(2);
-/// A container is mostly made and started in this time once its sandbox is there.
+/// Time within which a container is usually created and started once its sandbox exists.
 const SANDBOX_ONLY: Duration = Duration::from_millis(300);
-/// A container that has begun is mostly found ready in this time, if at once at all.
+/// Time within which a started container usually becomes ready, if it does at once.
 const READY_AT_ONCE: Duration = Duration::from_millis(30);
-/// Most containers that are told to stop have ended in this time, and their pod with them.
+/// Time within which most containers end after their stop signal, and their pod with them.
 const ENDING: Duration = Duration::from_millis(500);
-/// An object that vanishes is gone long before this. If it stays, its removal was broken off in the middle.
+/// Time within which the API server normally removes a vanishing object. If the object stays longer, its
+/// removal was interrupted.
 pub const VANISHING: Duration = Duration::from_secs(2);
-/// The node may set it, others too.
+/// A condition that the node may set, and others may, too.
 const DISRUPTION: &str = "DisruptionTarget";
-/// Fields of a status that the node writes. All others are somebody else's, and never in a patch.
+/// Fields of a status that the node writes. All others belong to other components, and never appear in a
+/// patch.
 const FIELDS: &[&str] = &[
     "allocatedResources",
     "conditions",
@@ -63,14 +66,14 @@ const FIELDS: &[&str] = &[
     "resources",
     "startTime",
 ];
-/// Bytes of last words that the API server keeps of one pod.
+/// Maximum bytes of termination messages that the API server keeps of one pod.
 const MAX_LAST_WORDS: usize = 12 * 1024;
-/// Bytes of sentences about what one pod's containers wait for, and the least that each may have. The API
-/// server refuses a status of more than a few MB, and a pod may have thousands of containers, each with an
-/// error that quotes its spec.
+/// Maximum bytes of all waiting messages of one pod's containers, and the minimum for each. The API server
+/// refuses a status of more than a few MB, and a pod may have thousands of containers, each with an error
+/// that quotes its spec.
 const MAX_SENTENCES: usize = 256 * 1024;
 const LEAST_SENTENCE: usize = 64;
-/// Bytes of the pod's own sentence and of each condition's.
+/// Maximum bytes of the pod's own message and of each condition's.
 const MAX_SENTENCE: usize = 4096;
 
 /// Returns true if the node alone writes this condition.
@@ -85,10 +88,10 @@ pub fn is_terminal(status: &PodStatus) -> bool {
     matches!(status.phase.as_deref(), Some("Succeeded" | "Failed"))
 }
 
-/// The status to write: ours, with what others own as the API server has it.
+/// Returns the status to write: the node's, with other owners' parts as the API server has them.
 ///
-/// A pod doesn't become `Succeeded` or `Failed` there while any of its containers still runs: who waits for
-/// that takes the pod's resources for free.
+/// A pod does not become `Succeeded` or `Failed` on the API server while any of its containers still runs:
+/// clients that wait for the end treat the pod's resources as free.
 #[must_use]
 pub fn merged(in_api: &PodStatus, ours: &PodStatus) -> PodStatus {
     let mut status = ours.clone();
@@ -99,7 +102,7 @@ pub fn merged(in_api: &PodStatus, ours: &PodStatus) -> PodStatus {
         status.reason.clone_from(&in_api.reason);
         status.message.clone_from(&in_api.message);
     } else if is_terminal(in_api) && !is_terminal(ours) {
-        // What has ended never goes on, whatever was forgotten here.
+        // An ended pod never continues, even if the node has lost its state.
         status.phase.clone_from(&in_api.phase);
     }
     let theirs = in_api.conditions.iter().flatten();
@@ -111,7 +114,7 @@ pub fn merged(in_api: &PodStatus, ours: &PodStatus) -> PodStatus {
             condition.last_transition_time.clone_from(&before.last_transition_time);
         }
         if condition.type_ == DISRUPTION {
-            // Told with the phase that it explains, once.
+            // Written once, with the phase that it explains.
             if ends && !delayed {
                 conditions.retain(|c| c.type_ != DISRUPTION);
                 conditions.push(condition);
@@ -141,7 +144,7 @@ pub fn merged(in_api: &PodStatus, ours: &PodStatus) -> PodStatus {
     status
 }
 
-/// Returns true if the API server is removing this object right now. It first writes the deletion without any
+/// Returns true if the API server is removing this object right now: it first writes the deletion without any
 /// grace and then removes the object (`Store.Delete` of the registry); a watch sees both, in this order.
 #[must_use]
 pub fn vanishes(pod: &Pod) -> bool {
@@ -151,8 +154,8 @@ pub fn vanishes(pod: &Pod) -> bool {
         && finalizers.as_ref().is_none_or(Vec::is_empty)
 }
 
-/// How long a status may wait for another that mostly follows at once; none: it is written now. `pod` is as
-/// the API server has it.
+/// Returns the time for which a status may wait for a successor that usually follows at once; `None` to write
+/// it now. `pod` is the API server's object.
 #[must_use]
 pub fn patience(pod: &Pod, ours: &PodStatus) -> Option<Duration> {
     let none = PodStatus::default();
@@ -164,7 +167,7 @@ pub fn patience(pod: &Pod, ours: &PodStatus) -> Option<Duration> {
     } else if urgency(in_api, ours) == Urgency::Traffic {
         None
     } else if pod.metadata.deletion_timestamp.is_some() {
-        // Its readiness goes next, and then its end comes.
+        // Readiness changes next, and then the pod ends.
         Some(ENDING)
     } else if has_just_begun(in_api, ours) {
         Some(READY_AT_ONCE)
@@ -173,8 +176,8 @@ pub fn patience(pod: &Pod, ours: &PodStatus) -> Option<Duration> {
     }
 }
 
-/// Returns true if all containers run, as far as the API server knows for the first time, and what is missing
-/// is the readiness of some: a probe that looks at once.
+/// Returns true if all containers run, which the API server does not know yet, and only the readiness of some
+/// is missing: their probes run at once.
 fn has_just_begun(in_api: &PodStatus, ours: &PodStatus) -> bool {
     let own = ours.container_statuses.as_deref().unwrap_or_default();
     in_api.phase.as_deref() == Some("Pending")
@@ -183,16 +186,16 @@ fn has_just_begun(in_api: &PodStatus, ours: &PodStatus) -> bool {
         && own.iter().all(|c| runs(c) && c.started == Some(true))
 }
 
-/// Returns true if a container that runs, as the API server knows it, has ended here for its next one, which
-/// is about to start: after a change of its image or a resize that needs a restart. The kubelet stops the one
-/// and starts the other in one step (`SyncPod`), and its status does not show what is between them.
+/// Returns true if a container that the API server knows as running has ended and its successor is about to
+/// start: after a change of its image or a resize that needs a restart. The kubelet stops the old container
+/// and starts the new one in one step (`SyncPod`), and its status does not show the state in between.
 fn is_between_containers(in_api: &PodStatus, ours: &PodStatus) -> bool {
     let ended = |c: &ContainerStatus| c.last_state.as_ref()?.terminated.as_ref()?.container_id.clone();
     let ran = |id: &String| all_statuses(in_api).any(|c| c.container_id.as_ref() == Some(id) && runs(c));
     all_statuses(ours).filter(|c| is_begun(c)).filter_map(ended).any(|id| ran(&id))
 }
 
-/// Returns true if all that is new is the pod's sandbox: its first container mostly runs in the next moment.
+/// Returns true if only the pod's sandbox is new: its first container usually runs a moment later.
 fn is_only_the_sandbox(in_api: &PodStatus, ours: &PodStatus) -> bool {
     let sandbox = |status: &PodStatus| {
         let mut conditions = status.conditions.iter().flatten();
@@ -208,7 +211,7 @@ fn is_only_the_sandbox(in_api: &PodStatus, ours: &PodStatus) -> bool {
         && all_statuses(in_api).chain(all_statuses(ours)).all(waits_only)
 }
 
-/// Returns true if a container is about to start, as far as is known.
+/// Returns true if a container is about to start.
 fn is_begun(status: &ContainerStatus) -> bool {
     waits_for(status) == Some("ContainerCreating")
 }
@@ -236,7 +239,7 @@ fn all_statuses(status: &PodStatus) -> impl Iterator<Item = &ContainerStatus> {
     inits.chain(own).chain(status.ephemeral_container_statuses.iter().flatten())
 }
 
-/// All containers together may say so many bytes.
+/// Limits the total bytes of all containers' termination messages.
 fn shorten_last_words(status: &mut PodStatus) {
     let containers = all_statuses(status).count();
     let each = MAX_LAST_WORDS / containers.max(1);
@@ -253,8 +256,8 @@ fn shorten_last_words(status: &mut PodStatus) {
     }
 }
 
-/// The agent's own sentences have a bound too: they may quote what a pod's author wrote. The first words say
-/// what failed, the last ones why.
+/// Limits the agent's own messages: they may quote a pod's spec. The first words say what failed, the last
+/// ones why.
 fn shorten_sentences(status: &mut PodStatus) {
     let each = MAX_SENTENCES / all_statuses(status).count().max(1);
     let each = each.clamp(LEAST_SENTENCE, MAX_SENTENCE);
@@ -278,8 +281,9 @@ fn shorten(text: Option<&mut String>, most: usize) {
     }
 }
 
-/// The status of a pod of which nothing is left on the node: its last one, with an end for every container
-/// that has none, and a phase that is one. A static pod keeps its phase: its mirror has no end of its own.
+/// Returns the status of a pod of which the node has nothing left: its last one, with an end for every
+/// container that lacks one, and a final phase. A static pod keeps its phase: its mirror does not end by
+/// itself.
 #[must_use]
 pub fn finished(pod: &Pod, last: &PodStatus) -> PodStatus {
     let mut status = last.clone();
@@ -289,7 +293,7 @@ pub fn finished(pod: &Pod, last: &PodStatus) -> PodStatus {
     }
     let inits = status.init_container_statuses.as_deref_mut().unwrap_or_default();
     let began = |c: &ContainerStatus| !waits(c) || has_ended_before(c);
-    // Those after the last one that began never did; the first is always counted.
+    // Init containers after the last started one never ran; the first always counts.
     let begun = inits.iter().rposition(began).map_or(1, |last| last + 1).min(inits.len());
     inits[..begun].iter_mut().for_each(end_unseen);
     if !is_terminal(&status) && !is_static(pod) {
@@ -332,7 +336,7 @@ fn has_initialized(spec: Option<&PodSpec>, status: &PodStatus) -> bool {
             .is_some_and(|last| well(&last.state) || well(&last.last_state))
 }
 
-/// A container whose end nobody saw: nobody may say that it ended well.
+/// Marks a container whose end was not observed: it must not count as a success.
 fn end_unseen(status: &mut ContainerStatus) {
     if status.state.as_ref().is_some_and(|state| state.terminated.is_some()) {
         return;
@@ -349,7 +353,7 @@ fn end_unseen(status: &mut ContainerStatus) {
     (status.ready, status.started) = (false, Some(false));
 }
 
-/// Holds a pod back that has readiness gates which aren't open: conditions that somebody else sets
+/// Withholds readiness from a pod with closed readiness gates: conditions that other components set
 /// (`pkg/kubelet/status/generate.go`, `GeneratePodReadyCondition`).
 pub fn open_gates(pod: &Pod, in_api: &PodStatus, status: &mut PodStatus, now: &Time) {
     let gates = pod.spec.iter().flat_map(|spec| spec.readiness_gates.iter().flatten());
@@ -377,18 +381,18 @@ pub fn open_gates(pod: &Pod, in_api: &PodStatus, status: &mut PodStatus, now: &T
     }
 }
 
-/// How much a change of a status matters to those who wait for it: what is greater is written first.
+/// Importance of a status change for its readers; greater values are written first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Urgency {
-    /// Anything else.
+    /// Any other change.
     Detail,
-    /// The pod's phase, or containers that began or ended.
+    /// A change of the pod's phase, or a container that started or ended.
     Phase,
-    /// Traffic is sent to it or no longer, or it has ended.
+    /// A change that starts or stops traffic to the pod, or the pod's end.
     Traffic,
 }
 
-/// The urgency of sending `after` to a server that knows `before`.
+/// Returns the urgency of sending `after` to a server that knows `before`.
 #[must_use]
 pub fn urgency(before: &PodStatus, after: &PodStatus) -> Urgency {
     let ready = |status: &PodStatus| {
@@ -404,8 +408,8 @@ pub fn urgency(before: &PodStatus, after: &PodStatus) -> Urgency {
     }
 }
 
-/// The patch that makes the status `after` of `before` in the API server, both as JSON; None if nothing of
-/// ours differs.
+/// Returns the patch that turns the status `before` into `after`, both as JSON; `None` if no field of the
+/// node differs.
 #[must_use]
 pub fn patch(uid: &str, before: &Value, after: &Value) -> Option<Value> {
     let mut status = Map::new();
@@ -416,8 +420,8 @@ pub fn patch(uid: &str, before: &Value, after: &Value) -> Option<Value> {
         }
         let changed = match (*field, after) {
             ("conditions", after) => conditions(before, after),
-            // Lists that the API server merges by address: an address that isn't ours any more would stay.
-            // Where there is no list yet, older servers take the directive for an address (mergeMap of
+            // The API server merges these lists by address: an address that the pod no longer has would stay.
+            // If no list exists yet, older servers take the directive for an address (mergeMap of
             // strategicpatch).
             ("podIPs" | "hostIPs", Some(Value::Array(list))) if before.is_some() => {
                 let mut list = list.clone();
@@ -434,7 +438,7 @@ pub fn patch(uid: &str, before: &Value, after: &Value) -> Option<Value> {
     (!status.is_empty()).then(|| json!({"metadata": {"uid": uid}, "status": status}))
 }
 
-/// The list is merged by type: of each condition what differs, those that went marked so.
+/// Patches conditions by type: the differing fields of each, and a deletion mark for removed ones.
 fn conditions(before: Option<&Value>, after: Option<&Value>) -> Option<Value> {
     let list = |list: Option<&Value>| list.and_then(Value::as_array).cloned().unwrap_or_default();
     let (before, after) = (list(before), list(after));
@@ -457,7 +461,7 @@ fn conditions(before: Option<&Value>, after: Option<&Value>) -> Option<Value> {
     (!changed.is_empty()).then_some(Value::Array(changed))
 }
 
-/// The fields of a condition that differ.
+/// Returns the fields of a condition that differ.
 fn fields(before: &Value, after: &Value, kind: &Value) -> Value {
     let mut changed = Map::from_iter([("type".to_owned(), kind.clone())]);
     let empty = Map::new();
@@ -471,7 +475,7 @@ fn fields(before: &Value, after: &Value, kind: &Value) -> Value {
     Value::Object(changed)
 }
 
-/// The status of a pod that the node never let in: why, and nothing else (`pkg/kubelet/kubelet.go`,
+/// Returns the status of a pod that the node never admitted: only the reason (`pkg/kubelet/kubelet.go`,
 /// `rejectPod`).
 #[must_use]
 pub fn rejected(pod: &Pod, reason: &str, message: &str, now: Time) -> PodStatus {

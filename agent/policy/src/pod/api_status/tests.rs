@@ -16,7 +16,7 @@ fn of(phase: &str, conditions: Value, state: Value) -> PodStatus {
     status(json!({"phase": phase, "conditions": conditions, "containerStatuses": [container(state)]}))
 }
 
-/// Conditions as `Type=Status@seconds`.
+/// Prints conditions as `Type=Status@seconds`.
 fn shown(status: &PodStatus) -> String {
     let one = |c: &PodCondition| {
         let second = c.last_transition_time.as_ref().map(|t| t.0.as_second() % 60).unwrap_or_default();
@@ -35,7 +35,7 @@ fn ended(code: i32) -> Value {
 }
 
 #[test]
-fn what_others_own_stays_and_what_is_ours_is_written() {
+fn foreign_fields_stay_and_the_nodes_fields_are_written() {
     let check = |theirs: Value, ours: PodStatus, expected: &str| {
         let theirs = of("Running", theirs, running());
         assert_eq!(shown(&merged(&theirs, &ours)), expected);
@@ -43,14 +43,14 @@ fn what_others_own_stays_and_what_is_ours_is_written() {
     let ours = || of("Running", json!([condition("Ready", "True", 9)]), running());
     check(json!([]), ours(), "Running Ready=True@9");
     check(json!([condition("Ready", "False", 1)]), ours(), "Running Ready=True@9");
-    // The time moves only with the status.
+    // The time changes only with the status.
     check(json!([condition("Ready", "True", 1)]), ours(), "Running Ready=True@1");
     check(
         json!([condition("example.com/gate", "True", 1)]),
         ours(),
         "Running example.com/gate=True@1 Ready=True@9",
     );
-    // A condition of ours that is no longer true goes.
+    // A node's condition that no longer holds is removed.
     check(json!([condition("PodResizePending", "True", 1)]), ours(), "Running Ready=True@9");
     check(
         json!([condition("DisruptionTarget", "True", 1)]),
@@ -59,13 +59,13 @@ fn what_others_own_stays_and_what_is_ours_is_written() {
     );
 }
 
-/// A pod as the API server has it.
+/// Returns a pod as the API server has it.
 fn assigned(status: &PodStatus) -> Pod {
     Pod { status: Some(status.clone()), ..Pod::default() }
 }
 
 #[test]
-fn a_pod_ends_there_only_once_nothing_of_it_runs() {
+fn a_pod_ends_on_the_api_server_only_once_no_container_runs() {
     let before = of("Running", json!([condition("Ready", "True", 1)]), running());
     let target = || json!([condition("Ready", "True", 5), condition("DisruptionTarget", "True", 5)]);
     let still = merged(&before, &of("Failed", target(), running()));
@@ -74,13 +74,13 @@ fn a_pod_ends_there_only_once_nothing_of_it_runs() {
     assert_eq!(shown(&over), "Failed Ready=False@1 DisruptionTarget=True@5");
     let ready = over.conditions.unwrap().remove(0);
     assert_eq!(ready.reason.as_deref(), Some("PodFailed"));
-    // And never goes on.
+    // An ended pod never continues.
     let again = merged(&of("Failed", json!([]), ended(1)), &of("Running", json!([]), running()));
     assert_eq!(again.phase.as_deref(), Some("Failed"));
 }
 
 #[test]
-fn a_container_that_ended_for_its_next_one_is_told_from_one_that_crashed() {
+fn a_container_stopped_for_its_successor_differs_from_a_crashed_one() {
     let one = |id: &str, state: Value, last: Value| {
         status(json!({"phase": "Running", "containerStatuses": [{"name": "main", "containerID": id,
             "image": "a", "imageID": "", "ready": false, "restartCount": 0, "state": state, "lastState": last}]}))
@@ -93,7 +93,7 @@ fn a_container_that_ended_for_its_next_one_is_told_from_one_that_crashed() {
         assert_eq!(patience(&assigned(in_api), &ours), expected, "{ours:?}");
     };
     check(&runs, one("c://1", waiting("ContainerCreating"), ended("c://1")), true);
-    // Its next one is made, and does not run yet.
+    // The successor is created, but not running yet.
     check(&runs, one("c://2", waiting("ContainerCreating"), ended("c://1")), true);
     check(&runs, one("c://2", running(), ended("c://1")), false);
     check(&runs, one("c://1", waiting("CrashLoopBackOff"), ended("c://1")), false);
@@ -104,7 +104,7 @@ fn a_container_that_ended_for_its_next_one_is_told_from_one_that_crashed() {
 }
 
 #[test]
-fn the_sandbox_alone_is_told_with_the_first_container_or_a_moment_later() {
+fn a_new_sandbox_is_written_with_the_first_container_or_a_moment_later() {
     let one = |phase: &str, sandbox: &str, reason: &str| {
         let conditions = json!([{"type": "PodReadyToStartContainers", "status": sandbox}]);
         of(phase, conditions, json!({"waiting": {"reason": reason}}))
@@ -120,7 +120,7 @@ fn the_sandbox_alone_is_told_with_the_first_container_or_a_moment_later() {
     check(one("Failed", "True", "ContainerCreating"), None);
     let conditions = json!([{"type": "PodReadyToStartContainers", "status": "True"}]);
     check(of("Running", conditions.clone(), running()), None);
-    // An init container runs.
+    // An init container is running.
     check(of("Pending", conditions, running()), None);
     // The first status is written at once.
     let first = assigned(&status(json!({"phase": "Pending"})));
@@ -128,7 +128,7 @@ fn the_sandbox_alone_is_told_with_the_first_container_or_a_moment_later() {
 }
 
 #[test]
-fn a_container_that_begins_is_told_with_its_readiness_if_that_comes_at_once() {
+fn a_started_container_is_written_with_its_readiness_if_that_follows_at_once() {
     let one = |phase: &str, ready: &str, started: bool, state: Value| {
         status(json!({"phase": phase, "conditions": [condition("Ready", ready, 1)], "containerStatuses": [
             {"name": "main", "image": "a", "imageID": "", "ready": ready == "True", "started": started,
@@ -141,7 +141,7 @@ fn a_container_that_begins_is_told_with_its_readiness_if_that_comes_at_once() {
     };
     check(&pending, one("Running", "False", true, running()), Some(READY_AT_ONCE));
     check(&pending, one("Running", "True", true, running()), None);
-    // Its startup probe looks first.
+    // The startup probe runs first.
     check(&pending, one("Running", "False", false, running()), None);
     check(&pending, one("Running", "False", true, ended(1)), None);
     let known = assigned(&one("Running", "False", true, running()));
@@ -149,7 +149,7 @@ fn a_container_that_begins_is_told_with_its_readiness_if_that_comes_at_once() {
 }
 
 #[test]
-fn of_a_pod_that_is_deleted_only_readiness_and_the_end_are_told_at_once() {
+fn of_a_deleted_pod_only_readiness_and_the_end_are_written_at_once() {
     let mut pod = assigned(&of("Running", json!([condition("Ready", "True", 1)]), running()));
     let mut next = pod.status.clone().unwrap();
     next.observed_generation = Some(2);
@@ -187,7 +187,7 @@ fn a_start_is_where_it_was() {
 }
 
 #[test]
-fn last_words_of_all_containers_together_are_bounded() {
+fn termination_messages_of_all_containers_together_are_bounded() {
     let wordy = json!({"terminated": {"exitCode": 1, "message": "é".repeat(8000)}});
     let long = status(json!({"containerStatuses": [container(wordy.clone()), container(wordy)]}));
     let after = merged(&PodStatus::default(), &long);
@@ -197,7 +197,7 @@ fn last_words_of_all_containers_together_are_bounded() {
 }
 
 #[test]
-fn sentences_of_the_agent_are_bounded_and_those_of_others_are_not_touched() {
+fn messages_of_the_agent_are_bounded_and_those_of_others_unchanged() {
     let long = |text: &str| format!("first {} last", text.repeat(16 << 10));
     let waits = |text: &str| container(json!({"waiting": {"reason": "Error", "message": text}}));
     let check = |containers: usize, text: &str, expected: usize| {
@@ -231,7 +231,7 @@ fn sentences_of_the_agent_are_bounded_and_those_of_others_are_not_touched() {
 }
 
 #[test]
-fn what_nobody_saw_end_has_failed() {
+fn a_container_whose_end_was_not_observed_has_failed() {
     let check = |spec: Value, last: Value, phase: &str, states: &[&str]| {
         let pod: Pod = serde_json::from_value(json!({"spec": spec})).unwrap();
         let status = finished(&pod, &status(last));
@@ -270,7 +270,7 @@ fn what_nobody_saw_end_has_failed() {
         "Succeeded",
         &["0"],
     );
-    // Its own containers never ran: how its init containers ended says it all.
+    // The pod's own containers never ran: the init containers' ends explain everything.
     check(
         with_init(),
         json!({"phase": "Pending", "initContainerStatuses": [container(ended(1)), waiting()], "containerStatuses": [waiting()]}),
@@ -286,7 +286,7 @@ fn what_nobody_saw_end_has_failed() {
 }
 
 #[test]
-fn a_static_pod_has_no_end_of_its_own() {
+fn a_static_pod_keeps_its_phase() {
     let pod: Pod = serde_json::from_value(json!({
         "metadata": {"annotations": {"kubernetes.io/config.source": "file"}}, "spec": {"containers": []},
     }))
@@ -301,11 +301,11 @@ fn check_patch(before: Value, after: Value, expected: Value) {
 }
 
 #[test]
-fn a_patch_has_what_differs_and_nothing_else() {
+fn a_patch_has_only_the_differences() {
     check_patch(json!({"phase": "Running"}), json!({"phase": "Running"}), Value::Null);
     check_patch(json!({"phase": "Pending"}), json!({"phase": "Running"}), json!({"phase": "Running"}));
     check_patch(json!({"reason": "Evicted"}), json!({}), json!({"reason": null}));
-    // Not ours.
+    // Fields of other components.
     check_patch(json!({"nominatedNodeName": "n2"}), json!({}), Value::Null);
     check_patch(json!({"resourceClaimStatuses": [{"name": "c"}]}), json!({}), Value::Null);
 }
@@ -333,13 +333,13 @@ fn a_patch_of_addresses_leaves_no_old_one() {
         json!({"podIP": "10.0.0.2", "podIPs": [{"ip": "10.0.0.2"}, {"$patch": "replace"}]}),
     );
     check_patch(json!({"podIPs": [{"ip": "10.0.0.1"}]}), json!({}), json!({"podIPs": null}));
-    // An older server would take the directive for an address where there is no list yet.
+    // An older server would take the directive for an address if no list exists yet.
     let first = json!({"podIPs": [{"ip": "10.0.0.1"}]});
     check_patch(json!({}), first.clone(), first);
 }
 
 #[test]
-fn readiness_and_ends_go_first() {
+fn readiness_and_ends_are_written_first() {
     let check =
         |before: PodStatus, after: PodStatus, expected| assert_eq!(urgency(&before, &after), expected);
     let ready = |is: &str| of("Running", json!([condition("Ready", is, 0)]), running());

@@ -1,5 +1,5 @@
-//! The values of a container: what CRI is asked for, and what the runtime makes of it in the container's
-//! cgroup (`generateLinuxContainerResources` of the kubelet, `opencontainers/cgroups` of the runtime).
+//! The values of a container: the CRI request, and the runtime's result in the container's cgroup
+//! (`generateLinuxContainerResources` of the kubelet, `opencontainers/cgroups` of the runtime).
 
 use std::collections::BTreeMap;
 
@@ -20,12 +20,11 @@ use crate::resources::{
 };
 use beelet_units::field::FieldError;
 
-/// `memory.high` is a whole number of these.
+/// Page size: `memory.high` is a multiple of it.
 const PAGE: f64 = 4096.0;
-/// Whether a kill for want of memory takes the whole cgroup: a switch, where the memory controller's other
-/// files hold bytes.
+/// The switch that makes an OOM kill take the whole cgroup; the memory controller's other files hold bytes.
 pub const OOM_GROUP: &str = "memory.oom.group";
-/// Most bytes of swap.
+/// The file with the maximum bytes of swap.
 const SWAP_MAX: &str = "memory.swap.max";
 /// `oom_score_adj` of Guaranteed and node-critical pods.
 const GUARANTEED_OOM_SCORE_ADJ: i64 = -997;
@@ -35,27 +34,26 @@ const BESTEFFORT_OOM_SCORE_ADJ: i64 = 1000;
 /// The numbers of CRI's `LinuxContainerResources`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerResources {
-    /// Relative CPU time; on v2 the runtime turns it into a weight.
+    /// Relative CPU time; on v2 the runtime converts it to a weight.
     pub cpu_shares: u64,
-    /// Microseconds per period; 0: no limit, or limits aren't enforced.
+    /// Microseconds per period; 0 without a limit or if limits are not enforced.
     pub cpu_quota: i64,
-    /// Microseconds; 0: limits aren't enforced.
+    /// Microseconds; 0 if limits are not enforced.
     pub cpu_period: u64,
-    /// Bytes; 0: no limit.
+    /// Bytes; 0 without a limit.
     pub memory_limit_bytes: i64,
-    /// -1000 (never) … 1000 (first) for the kernel's out-of-memory killer.
+    /// Adjustment for the kernel's OOM killer: -1000 (never) … 1000 (first).
     pub oom_score_adj: i64,
-    /// Bytes of memory and swap together on version 1; 0: not written.
+    /// Bytes of memory and swap together on version 1; 0 if not written.
     pub memory_swap_limit_bytes: i64,
-    /// Most bytes of huge pages by the size of a page (`2MB`): one entry for each size that the machine
-    /// knows.
+    /// Maximum bytes of huge pages by page size (`2MB`): an entry for each size that the machine supports.
     pub huge_page_limits: BTreeMap<String, u64>,
-    /// Files of cgroup v2 that CRI has no field for, set through `unified`.
+    /// Files of cgroup v2 without a field in CRI, set through `unified`.
     pub unified: BTreeMap<String, String>,
 }
 
-/// The resources to ask CRI for when a container of a pod is created. `container` may be any (init) container
-/// of the pod.
+/// Returns the resources for the CRI request that creates a container. `container` may be any (init)
+/// container of the pod.
 ///
 /// # Errors
 /// The path of the first amount in the pod, or in the container, that is not a quantity.
@@ -89,7 +87,7 @@ pub fn container_resources(
         cpu_period: settings.period.unwrap_or(0),
         memory_limit_bytes: settings.memory_max.unwrap_or(0),
         oom_score_adj: facts.oom_score_adj(pod, container, config.node.memory_capacity),
-        // Memory and swap together are no more than memory alone: no swap.
+        // Equal limits for memory and for memory with swap disable swap.
         memory_swap_limit_bytes: match config.version {
             CgroupVersion::V1 if swap.is_some() => settings.memory_max.unwrap_or(0),
             _ => 0,
@@ -99,11 +97,11 @@ pub fn container_resources(
     })
 }
 
-/// The values that the container's cgroup must have once the runtime has made it. The last part of the path
-/// stands for the folder that the runtime chooses: it is the container's name.
+/// Returns the values that the container's cgroup must have once the runtime has created it. The last part of
+/// the path is the container's name, in place of the folder that the runtime chooses.
 ///
 /// # Errors
-/// As [`container_resources`], and at `metadata.uid` if the pod's can't name a cgroup.
+/// As [`container_resources`], and at `metadata.uid` if the pod's cannot name a cgroup.
 pub fn container_cgroup(
     pod: &Pod,
     container: &Container,
@@ -113,7 +111,7 @@ pub fn container_cgroup(
     let parent = pod_path(pod.metadata.uid.as_deref(), facts.class, config)?;
     let mut files = facts.settings(config).files(Level::Container, config);
     if kills_as_group(config) {
-        // Kept, not only asked of the runtime: systemd takes it back when it reloads.
+        // Enforced, not only requested from the runtime: systemd reverts it on a reload.
         files.insert(OOM_GROUP.to_owned(), "1".to_owned());
     }
     let swap = swap_max(pod, facts.class, &facts.own, config);
@@ -126,12 +124,12 @@ pub fn container_cgroup(
     Ok(CgroupValues { path: format!("{parent}/{}", container.name), files })
 }
 
-/// Does a kill for want of memory take whole containers?
+/// Returns true if an OOM kill takes whole containers.
 pub(super) fn kills_as_group(config: &CgroupConfig) -> bool {
     config.version == CgroupVersion::V2 && config.oom_group
 }
 
-/// The out-of-memory killer's adjustment for a container's processes (`GetContainerOOMScoreAdjust`).
+/// Returns the OOM killer's adjustment for a container's processes (`GetContainerOOMScoreAdjust`).
 ///
 /// # Errors
 /// The path of the first amount in the pod, or in the container, that is not a quantity.
@@ -139,7 +137,7 @@ pub fn oom_score_adj(pod: &Pod, container: &Container, memory_capacity: i64) -> 
     Ok(Facts::read(pod, container)?.oom_score_adj(pod, container, memory_capacity))
 }
 
-/// A container's demand and its pod's.
+/// The demands of a container and of its pod.
 struct Facts<'a> {
     pod: PodDemand<'a>,
     own: Demand<'a>,
@@ -153,7 +151,7 @@ impl<'a> Facts<'a> {
         Ok(Self { class: qos_class_of(pod, &demand), pod: demand, own })
     }
 
-    /// A container's own limit, else the pod-level one.
+    /// Returns a container's own limit, else the pod-level one.
     fn limit(&self, name: &str) -> beelet_units::quantity::Quantity {
         let own = self.own.limits.amount(name);
         match self.pod.pod_level.as_ref().filter(|_| own.is_zero() && self.pod.has_pod_level()) {
@@ -162,8 +160,8 @@ impl<'a> Facts<'a> {
         }
     }
 
-    /// The name of a size of huge pages, and how many bytes of such the container may have: what it is
-    /// limited to, else what its pod is (`GetHugepageLimitsFromResources`).
+    /// Returns the name of a huge page size, and the bytes of those pages that the container may have: its
+    /// own limit, else its pod's (`GetHugepageLimitsFromResources`).
     fn huge_page_limit(&self, size: i64) -> (String, u64) {
         let of = |list: &ResourceList<'_>| {
             let mut all = list.iter().filter(|(name, _)| huge_pages::size_of_resource(name) == Some(size));
@@ -174,7 +172,7 @@ impl<'a> Facts<'a> {
         (huge_pages::unit_name(size), u64::try_from(limit).unwrap_or(0))
     }
 
-    /// Without a request the limit counts, as the API server would default it.
+    /// Returns the cpu request, or the limit if there is none, as the API server would default it.
     fn cpu_millis(&self) -> i64 {
         self.own.requests.get(CPU).unwrap_or_else(|| self.limit(CPU)).milli_value()
     }
@@ -192,8 +190,8 @@ impl<'a> Facts<'a> {
         settings
     }
 
-    /// KEP-2570: what is requested is protected, and a container that nears its limit is throttled before it
-    /// is killed.
+    /// Applies KEP-2570: requests are protected, and a container near its limit is throttled before it is
+    /// killed.
     fn memory_qos(&self, settings: &mut Settings, config: &CgroupConfig) {
         let Some(qos) = config.memory_qos() else { return };
         let request = self.own.requests.amount(MEMORY).value();
@@ -218,14 +216,14 @@ impl<'a> Facts<'a> {
             _ if node_critical && is_critical(pod) => GUARANTEED_OOM_SCORE_ADJ,
             QosClass::Guaranteed => GUARANTEED_OOM_SCORE_ADJ,
             QosClass::BestEffort => BESTEFFORT_OOM_SCORE_ADJ,
-            // Above every Guaranteed pod's score when it uses all memory, and below BestEffort.
+            // The score is above every Guaranteed pod's when it uses all memory, and below BestEffort's.
             QosClass::Burstable => self
                 .burstable_score(container, memory_capacity)
                 .clamp(1000 + GUARANTEED_OOM_SCORE_ADJ, BESTEFFORT_OOM_SCORE_ADJ - 1),
         }
     }
 
-    /// 1000 less the thousandths of the node's memory that are requested; a sidecar is no likelier to go than
+    /// Returns 1000 less the requested thousandths of the node's memory; a sidecar's score is at most that of
     /// the containers it serves.
     fn burstable_score(&self, container: &Container, memory_capacity: i64) -> i64 {
         let score = |request: i64| {
@@ -241,7 +239,7 @@ impl<'a> Facts<'a> {
         least.map_or(own, |request| own.min(score(request.saturating_add(spare))))
     }
 
-    /// Each container's part of the pod-level memory request that no container claims (KEP-2837).
+    /// Returns each container's share of the pod-level memory request that no container claims (KEP-2837).
     fn unclaimed_pod_memory(&self) -> i64 {
         let Some(pod_level) = &self.pod.pod_level else { return 0 };
         let containers =
@@ -256,8 +254,8 @@ impl<'a> Facts<'a> {
     }
 }
 
-/// A fraction of the way from the request to the bound, in whole pages; computed in floats as the kubelet
-/// does.
+/// Returns a point between the request and the bound at this fraction, in whole pages; computed in floats, as
+/// in the kubelet.
 fn memory_high(request: i64, bound: i64, factor: f64) -> i64 {
     let high = request as f64 + (bound as f64 - request as f64) * factor;
     (high.floor() / PAGE) as i64 * 4096 // as: saturates, and no i64 of bytes loses more than the kubelet's own float64

@@ -1,33 +1,35 @@
-//! Millicores to shares, quotas and weights: the conversions of the kubelet and of the runtimes, and our own.
+//! Conversions of millicores to shares, quotas and weights: the kubelet's, the runtimes', and the agent's
+//! own.
 
-/// The least `cpu.shares` (what a container without a request gets).
+/// The minimum of `cpu.shares` (a container without a request gets it).
 const MIN_SHARES: i64 = 2;
-/// The most `cpu.shares` that the kernel takes.
+/// The maximum of `cpu.shares` in the kernel.
 const MAX_SHARES: i64 = 262_144;
-/// The shortest quota that the kernel takes, in microseconds.
+/// The minimum quota in the kernel, in microseconds.
 const MIN_QUOTA_US: i64 = 1000;
 
-/// Millicores as `cpu.shares`: 1024 per core, 2 at least, 262144 at most (`MilliCPUToShares`).
+/// Converts millicores to `cpu.shares`: 1024 per core, at least 2, at most 262144 (`MilliCPUToShares`).
 pub fn millis_to_shares(millis: i64) -> u64 {
     let shares = i128::from(millis) * 1024 / 1000;
     shares.clamp(i128::from(MIN_SHARES), i128::from(MAX_SHARES)).unsigned_abs() as u64 // within 2..=262144
 }
 
-/// The most millicores that [`millis_to_shares`] makes these shares of: what a cgroup asked for, seen from
-/// its file alone. None at the end of the scale, where anything above it looks the same.
+/// Returns the maximum millicores that [`millis_to_shares`] converts to these shares: a cgroup's request,
+/// estimated from its file. `None` at the end of the scale, where all larger amounts look the same.
 pub fn shares_to_millis(shares: u64) -> Option<u64> {
     (shares < MAX_SHARES.unsigned_abs()).then(|| ((shares + 1) * 1000).div_ceil(1024) - 1)
 }
 
-/// The most millicores that make this `cpu.weight` by the straight line of [`shares_to_weight_linear`]. A
-/// weight is coarse (some 26 shares look the same), so this is up to 28 more than what was asked for, and
-/// never less.
+/// Returns the maximum millicores that yield this `cpu.weight` by the linear formula of
+/// [`shares_to_weight_linear`]. A weight is coarse (some 26 shares look the same), so the result exceeds the
+/// request by up to 28, and is never below it.
 pub fn weight_to_millis(weight: u64) -> Option<u64> {
-    // The least shares of the next weight, less one.
+    // The minimum shares of the next weight, less one.
     shares_to_millis((weight.max(1) * 262_142).div_ceil(9999) + 1)
 }
 
-/// A limit in millicores as microseconds per period, 1 ms at least; 0 for no limit (`MilliCPUToQuota`).
+/// Converts a limit in millicores to microseconds per period, at least 1 ms; 0 without a limit
+/// (`MilliCPUToQuota`).
 pub fn millis_to_quota(millis: i64, period_us: u64) -> i64 {
     if millis == 0 {
         return 0;
@@ -36,14 +38,14 @@ pub fn millis_to_quota(millis: i64, period_us: u64) -> i64 {
     i64::try_from(quota).unwrap_or(i64::MAX).max(MIN_QUOTA_US)
 }
 
-/// The kubelet's `cpu.weight` of shares, above the container: a straight line from (2, 1) to (262144, 10000)
+/// Converts shares to the kubelet's `cpu.weight` above the container: linear from (2, 1) to (262144, 10000)
 /// (KEP-2254).
 pub fn shares_to_weight_linear(shares: u64) -> u64 {
     1 + shares.clamp(2, 262_144).saturating_sub(2) * 9999 / 262_142
 }
 
-/// The runtimes' `cpu.weight` of shares, at the container: a curve through (2, 1), (1024, 100) and (262144,
-/// 10000) (opencontainers/cgroups #20: ceil(10^((L² + 125 L) / 612 - 7/34)) with L = log2(shares)).
+/// Converts shares to the runtimes' `cpu.weight` at the container: a curve through (2, 1), (1024, 100) and
+/// (262144, 10000) (opencontainers/cgroups #20: ceil(10^((L² + 125 L) / 612 - 7/34)) with L = log2(shares)).
 pub fn shares_to_weight_quadratic(shares: u64) -> u64 {
     match shares {
         0..=2 => 1,
@@ -56,7 +58,8 @@ pub fn shares_to_weight_quadratic(shares: u64) -> u64 {
     }
 }
 
-/// Our own `cpu.weight`, the same at every level: millicores / 10, half up, 1 at least, 10000 at most.
+/// Returns the agent's own `cpu.weight`, the same at every level: millicores / 10, rounded half up, at least
+/// 1, at most 10000.
 pub(crate) fn proportional_weight(millis: i64) -> u64 {
     (millis.max(0).unsigned_abs().saturating_add(5) / 10).clamp(1, 10_000)
 }
@@ -83,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_is_found_again_in_the_file_and_never_too_low() {
+    fn a_request_is_recovered_from_its_file_and_never_too_low() {
         for millis in 0..=255_000 {
             let shares = millis_to_shares(millis);
             let back = shares_to_millis(shares).unwrap();

@@ -1,9 +1,8 @@
-//! Which cgroups there are and what their files must hold: node, QoS classes, pods and containers, on v1 and
-//! v2.
+//! The cgroups of node, QoS classes, pods and containers, and the contents of their files, on v1 and v2.
 //!
 //! The kubelet's values (`pkg/kubelet/cm`, `pkg/kubelet/kuberuntime`, 1.36) by default;
-//! [`CpuWeightFormula::Proportional`] is ours. Paths are below the cgroup mount. Must never read or write a
-//! cgroup: the numbers go to the agent's `cgroups/`, which is the only writer.
+//! [`CpuWeightFormula::Proportional`] is the agent's own. Paths are below the cgroup mount. Must never read
+//! or write a cgroup: the agent's `cgroups/` is the only writer.
 
 mod container;
 mod cpu;
@@ -30,7 +29,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::resources::huge_pages;
 
-/// Which kernel interface holds the controllers. A hybrid machine keeps them on v1.
+/// The kernel interface of the controllers. A hybrid machine keeps them on v1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CgroupVersion {
     /// `cpu.shares`, `cpu.cfs_quota_us`, `memory.limit_in_bytes`.
@@ -39,22 +38,22 @@ pub enum CgroupVersion {
     V2,
 }
 
-/// How requests become `cpu.weight` on v2.
+/// The conversion of requests to `cpu.weight` on v2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CpuWeightFormula {
-    /// What the kubelet and the runtime make of shares: linear above the container, quadratic at it.
+    /// The conversion of the kubelet and the runtime: linear above the container, quadratic at it.
     #[default]
     Kubelet,
-    /// Millicores / 10 at every level: siblings share exactly by their requests, and one CPU is the kernel's
-    /// default 100.
+    /// Millicores / 10 at every level: siblings share exactly by their requests, and one CPU yields the
+    /// kernel's default 100.
     Proportional,
 }
 
-/// Whether memory requests are protected from reclaim (KEP-2570).
+/// Protection of memory requests from reclaim (KEP-2570).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum MemoryReservationPolicy {
-    /// Not at all; what was written before is taken back.
+    /// No protection; values written earlier are reverted.
     #[default]
     None,
     /// `memory.min` for Guaranteed pods, `memory.low` for the others.
@@ -64,26 +63,26 @@ pub enum MemoryReservationPolicy {
 /// Memory QoS (v2 only).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MemoryQos {
-    /// How far between request and limit `memory.high` lies, above 0 and at most 1; None: it is not set.
+    /// Position of `memory.high` between request and limit, above 0 and at most 1; `None` if it is not set.
     pub throttling_factor: Option<f64>,
-    /// What becomes of requests.
+    /// Protection of requests.
     pub reservation: MemoryReservationPolicy,
 }
 
-/// The node's amounts as far as cgroups depend on them.
+/// The amounts of the node that cgroups depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NodeAmounts {
-    /// All of the machine's memory, in bytes (for `oom_score_adj`).
+    /// Total memory of the machine, in bytes (for `oom_score_adj`).
     pub memory_capacity: i64,
     /// Millicores left after kube-reserved and system-reserved.
     pub allocatable_millis: i64,
-    /// Bytes of memory left after kube-reserved and system-reserved; the eviction threshold is *not* taken
-    /// off.
+    /// Bytes of memory left after kube-reserved and system-reserved; the eviction threshold is *not*
+    /// subtracted.
     pub allocatable_memory: i64,
 }
 
 impl NodeAmounts {
-    /// Capacity less what is reserved, never below zero (`GetNodeAllocatableAbsolute`).
+    /// Subtracts reservations from the capacity, never going below zero (`GetNodeAllocatableAbsolute`).
     pub fn new(cpus: Quantity, memory: Quantity, reserved_cpu: Quantity, reserved_memory: Quantity) -> Self {
         Self {
             memory_capacity: memory.value(),
@@ -93,45 +92,44 @@ impl NodeAmounts {
     }
 }
 
-/// Everything besides the pods that decides a cgroup's name and values.
+/// The inputs other than pods that decide a cgroup's name and values.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CgroupConfig {
     /// v1 (hybrid too) or v2.
     pub version: CgroupVersion,
-    /// Names of folders.
+    /// The driver, which determines the names of folders.
     pub driver: CgroupDriver,
     /// `cgroupRoot`: the parent of kubepods, `/` or a path in cgroupfs form.
     pub root: String,
-    /// `cpuCFSQuota`: are CPU limits enforced?
+    /// `cpuCFSQuota`: true if CPU limits are enforced.
     pub cpu_cfs_quota: bool,
     /// `cpuCFSQuotaPeriod` in microseconds.
     pub cpu_cfs_quota_period_us: u64,
     /// `qosReserved.memory` in percent.
     pub qos_reserved_memory_percent: Option<u8>,
-    /// Memory QoS, where enabled (has no effect on v1).
+    /// Memory QoS, if enabled (without effect on v1).
     pub memory_qos: Option<MemoryQos>,
-    /// How requests become weights on v2.
+    /// Conversion of requests to weights on v2.
     pub cpu_weight_formula: CpuWeightFormula,
-    /// `podPidsLimit`, where there is one.
+    /// `podPidsLimit`, if set.
     pub pod_pids_limit: Option<i64>,
-    /// Does a kill for want of memory take the whole container, not one of its processes (v2; not
-    /// `singleProcessOOMKill`)?
+    /// True if an OOM kill takes the whole container, not one of its processes (v2; not with
+    /// `singleProcessOOMKill`).
     pub oom_group: bool,
-    /// The machine's huge pages in bytes, by the size of a page in bytes; a size of which it has none is here
-    /// too.
+    /// The machine's huge pages in bytes, by page size in bytes; includes sizes without any page.
     pub huge_pages: BTreeMap<i64, i64>,
-    /// Can huge pages be limited (the `hugetlb` controller)?
+    /// True if huge pages can be limited (the `hugetlb` controller).
     pub limit_huge_pages: bool,
-    /// The machine's swap and who may use it; None: swap can't be limited.
+    /// The machine's swap and the rule for its use; `None` if swap cannot be limited.
     pub swap: Option<Swap>,
-    /// Processes and threads of all pods together, where they are limited.
+    /// Maximum processes and threads of all pods together, if limited.
     pub node_pids: Option<i64>,
     /// The node's amounts.
     pub node: NodeAmounts,
 }
 
 impl CgroupConfig {
-    /// The kubelet's defaults for a node of this version and size.
+    /// Returns the kubelet's defaults for a node of this version and size.
     pub fn new(version: CgroupVersion, node: NodeAmounts) -> Self {
         Self {
             version,
@@ -152,13 +150,13 @@ impl CgroupConfig {
         }
     }
 
-    /// Memory QoS as far as it is in force: v2 only.
+    /// Returns memory QoS if it is in force: v2 only.
     fn memory_qos(&self) -> Option<MemoryQos> {
         self.memory_qos.filter(|_| self.version == CgroupVersion::V2)
     }
 
-    /// The files that limit huge pages, as libcontainer writes them, to what `limit` says for each size of a
-    /// page.
+    /// Returns the files that limit huge pages, as libcontainer writes them; `limit` returns the limit of a
+    /// page size.
     fn huge_page_files(&self, limit: impl Fn(i64) -> i64) -> BTreeMap<String, String> {
         let end = if self.version == CgroupVersion::V2 { "max" } else { "limit_in_bytes" };
         let sizes = self.huge_pages.keys().filter(|_| self.limit_huge_pages);
@@ -169,28 +167,27 @@ impl CgroupConfig {
     }
 }
 
-/// One cgroup: where it is below the cgroup mount, and what its files must hold.
+/// A cgroup's place below the cgroup mount, and the contents of its files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CgroupValues {
     /// `/kubepods/burstable/pod<uid>`.
     pub path: String,
-    /// File name to content, without a newline, as the kernel takes it. Files that aren't here are left
-    /// alone.
+    /// Contents by file name, without a newline, as the kernel accepts them. Other files stay unchanged.
     pub files: BTreeMap<String, String>,
 }
 
-/// Which weight formula the kubelet's rules apply.
+/// The level of a cgroup, which decides the kubelet's weight formula.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Level {
     Above,
     Container,
 }
 
-/// What one cgroup is set to, before it becomes files. `None`: not written.
+/// A cgroup's settings before their conversion to files. `None` for those not written.
 #[derive(Debug, Clone, Copy, Default)]
 struct Settings {
     cpu_millis: Option<i64>,
-    /// Microseconds per period; -1: no limit; 0: not written.
+    /// Microseconds per period; -1 for no limit; 0 if not written.
     quota: Option<i64>,
     period: Option<u64>,
     memory_max: Option<i64>,
@@ -201,7 +198,7 @@ struct Settings {
 }
 
 impl Settings {
-    /// The files of the configured version, as libcontainer (`opencontainers/cgroups`) writes them.
+    /// Returns the files of the configured version, as libcontainer (`opencontainers/cgroups`) writes them.
     fn files(&self, level: Level, config: &CgroupConfig) -> BTreeMap<String, String> {
         let mut files = BTreeMap::new();
         let mut put = |name: &str, value: Option<String>| {
@@ -252,8 +249,8 @@ fn cpu_max(quota: Option<i64>, period: Option<u64>) -> Option<String> {
     Some(format!("{quota} {}", period.unwrap_or(100_000)))
 }
 
-/// Only -1 means no limit. A class that is kept off more than there is has a limit below zero, as with the
-/// kubelet; the kernel refuses it, which is better than a limit that silently isn't one.
+/// Formats a limit; only -1 means no limit. If reservations exceed the total, a class has a limit below zero,
+/// as with the kubelet; the kernel refuses it, which is better than a limit without effect.
 fn max_or_bytes(bytes: i64) -> String {
     if bytes == -1 { "max".to_owned() } else { bytes.to_string() }
 }

@@ -4,21 +4,21 @@
 use crate::resources::{cgroups::CgroupConfig, qos::QosClass};
 use beelet_units::{cgroup_driver::CgroupDriver, field::FieldError};
 
-/// The folder of all pods: `/kubepods` below the configured root.
+/// Returns the folder of all pods: `/kubepods` below the configured root.
 pub(crate) fn kubepods_path(config: &CgroupConfig) -> String {
     path(&components(config, None), config.driver)
 }
 
-/// The folder of a QoS class; Guaranteed pods are right below kubepods.
+/// Returns the folder of a QoS class; Guaranteed pods are directly below kubepods.
 pub(crate) fn qos_path(class: QosClass, config: &CgroupConfig) -> String {
     path(&components(config, Some(class)), config.driver)
 }
 
-/// The folder of a pod.
+/// Returns the folder of a pod.
 ///
 /// # Errors
-/// At `metadata.uid`, if there is none or if it can't be a folder's name: it would lead outside kubepods, or
-/// could not be told from another once systemd's escaping is applied.
+/// At `metadata.uid`, if it is missing or cannot be a folder's name: it would lead outside kubepods, or would
+/// be ambiguous after systemd's escaping.
 pub fn pod_path(uid: Option<&str>, class: QosClass, config: &CgroupConfig) -> Result<String, FieldError> {
     let error = |message: String| Err(FieldError::new("metadata.uid", message));
     let uid = match uid {
@@ -26,14 +26,14 @@ pub fn pod_path(uid: Option<&str>, class: QosClass, config: &CgroupConfig) -> Re
         Some(uid) => uid,
     };
     if !uid.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'.') || uid.len() > 128 {
-        return error(format!("{uid:?} can't name a cgroup (use letters, digits, - and ., at most 128)"));
+        return error(format!("{uid:?} cannot name a cgroup (use letters, digits, - and ., at most 128)"));
     }
     let mut components = components(config, Some(class));
     components.push(format!("pod{uid}"));
     Ok(path(&components, config.driver))
 }
 
-/// A path in cgroupfs form as systemd's slices: `/kubepods/burstable` is
+/// Converts a path in cgroupfs form to systemd's slices: `/kubepods/burstable` becomes
 /// `/kubepods.slice/kubepods-burstable.slice`.
 pub fn slice_path(path_in_cgroupfs: &str) -> String {
     path(&parts(path_in_cgroupfs), CgroupDriver::Systemd)
@@ -62,7 +62,7 @@ fn path(components: &[String], driver: CgroupDriver) -> String {
         match driver {
             CgroupDriver::Cgroupfs => path.push_str(component),
             CgroupDriver::Systemd => {
-                // A dash separates the levels of a slice's name, so one inside a name is escaped.
+                // A dash separates the levels of a slice's name and is escaped inside a name.
                 prefix.push_str(&component.replace('-', "_"));
                 path.push_str(&prefix);
                 path.push_str(".slice");

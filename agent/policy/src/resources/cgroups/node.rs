@@ -15,11 +15,11 @@ use crate::resources::{
 };
 use beelet_units::{field::FieldError, quantity::Quantity};
 
-/// Bytes of huge pages that a QoS class may use: what bounds them are the limits of its pods
+/// Bytes of huge pages that a QoS class may use: only the limits of its pods bound them
 /// (`setHugePagesUnbounded`).
 const UNBOUNDED: i64 = 1 << 62;
 
-/// What the pods of a node request together, as far as the cgroups above them depend on it.
+/// Sums of the node's pods' requests that the cgroups above them depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct QosTotals {
     /// Millicores that the Burstable pods request, each pod rounded up.
@@ -31,7 +31,7 @@ pub(crate) struct QosTotals {
 }
 
 impl QosTotals {
-    /// The sums over all pods that are on the node.
+    /// Returns the sums over all pods of the node.
     ///
     /// # Errors
     /// The path (`[3].spec.…`) of the first amount that is not a quantity.
@@ -44,7 +44,7 @@ impl QosTotals {
         Ok(totals)
     }
 
-    /// Counts one more pod.
+    /// Adds a pod.
     fn add(&mut self, class: QosClass, demand: &PodDemand<'_>) {
         if class == QosClass::BestEffort {
             return;
@@ -60,7 +60,7 @@ impl QosTotals {
     }
 }
 
-/// kubepods, burstable and besteffort, in this order, for the pods that are on the node.
+/// Returns the cgroups of kubepods, burstable and besteffort, in this order, for the node's pods.
 ///
 /// # Errors
 /// The path (`[3].spec.…`) of the first amount that is not a quantity.
@@ -76,8 +76,8 @@ pub fn node_cgroups<P: Borrow<Pod>>(
     ])
 }
 
-/// The cgroup of all pods: what the node has left after its reserves, and the protection of what the pods
-/// request.
+/// Returns the cgroup of all pods: the node's amounts less its reservations, and the protection of the pods'
+/// requests.
 pub(crate) fn kubepods_cgroup(totals: &QosTotals, config: &CgroupConfig) -> CgroupValues {
     let requested = totals.guaranteed_memory.saturating_add(totals.burstable_memory);
     let settings = Settings {
@@ -92,7 +92,7 @@ pub(crate) fn kubepods_cgroup(totals: &QosTotals, config: &CgroupConfig) -> Cgro
     CgroupValues { path: kubepods_path(config), files }
 }
 
-/// The cgroup of a QoS class. Guaranteed pods have none of their own: kubepods itself is theirs.
+/// Returns the cgroup of a QoS class. Guaranteed pods have no class cgroup: they are in kubepods itself.
 pub(crate) fn qos_cgroup(class: QosClass, totals: &QosTotals, config: &CgroupConfig) -> CgroupValues {
     let (burstable_limit, besteffort_limit) = memory_limits(totals, config).unzip();
     let settings = match class {
@@ -112,7 +112,7 @@ pub(crate) fn qos_cgroup(class: QosClass, totals: &QosTotals, config: &CgroupCon
     CgroupValues { path: qos_path(class, config), files }
 }
 
-/// The folder of daemons that something is reserved for (`kubeReservedCgroup`, `systemReservedCgroup`).
+/// Returns the folder of daemons with a reservation (`kubeReservedCgroup`, `systemReservedCgroup`).
 pub fn reserved_cgroup(path: &str, reserve: &ResourceList<'_>, config: &CgroupConfig) -> CgroupValues {
     let settings = Settings {
         cpu_millis: reserve.get(CPU).map(Quantity::milli_value),
@@ -123,8 +123,8 @@ pub fn reserved_cgroup(path: &str, reserve: &ResourceList<'_>, config: &CgroupCo
     CgroupValues { path: path.to_owned(), files: settings.files(Level::Above, config) }
 }
 
-/// What memory QoS protects: nothing, unless requests are reserved, and then the old value must be taken
-/// back.
+/// Returns the memory that memory QoS protects: zero unless requests are reserved, which reverts an earlier
+/// value.
 fn reserved(requested: i64, config: &CgroupConfig) -> Option<i64> {
     config.memory_qos().map(|qos| match qos.reservation {
         MemoryReservationPolicy::None => 0,
@@ -132,7 +132,7 @@ fn reserved(requested: i64, config: &CgroupConfig) -> Option<i64> {
     })
 }
 
-/// `qosReserved`: each class is kept off the share of what the classes above it request.
+/// Applies `qosReserved`: the limit of a class excludes this share of the requests of the classes above it.
 fn memory_limits(totals: &QosTotals, config: &CgroupConfig) -> Option<(i64, i64)> {
     let percent = i128::from(config.qos_reserved_memory_percent?);
     let allocatable = Some(config.node.allocatable_memory).filter(|bytes| *bytes != 0)?;

@@ -17,10 +17,10 @@ use crate::resources::{
 };
 use beelet_units::{field::FieldError, quantity::Quantity};
 
-/// The path of a pod's cgroup and the values of its files.
+/// Returns the path of a pod's cgroup and the values of its files.
 ///
 /// # Errors
-/// The path of an amount in the pod that is not a quantity, or of a UID that can't name a cgroup.
+/// The path of an amount in the pod that is not a quantity, or of a UID that cannot name a cgroup.
 pub fn pod_cgroup(pod: &Pod, config: &CgroupConfig) -> Result<CgroupValues, FieldError> {
     let demand = PodDemand::read(pod)?;
     let class = qos_class_of(pod, &demand);
@@ -30,8 +30,8 @@ pub fn pod_cgroup(pod: &Pod, config: &CgroupConfig) -> Result<CgroupValues, Fiel
     Ok(CgroupValues { path, files })
 }
 
-/// The resources that the runtime is told of a pod's sandbox: those of its containers together, without the
-/// overhead, which is told beside them. Runtimes that size a virtual machine do it by these
+/// Returns the resources of a pod's sandbox for the runtime: those of its containers together, without the
+/// overhead, which has a field of its own. Runtimes that size a virtual machine use them
 /// (`calculateSandboxResources`).
 ///
 /// # Errors
@@ -75,21 +75,21 @@ fn settings(demand: &PodDemand<'_>, class: QosClass, config: &CgroupConfig) -> S
         period: with_quota.then_some(config.cpu_cfs_quota_period_us),
         memory_max: with_memory.then(|| limits.amount(MEMORY).value()),
         memory_min: request.filter(|_| tiered && class == QosClass::Guaranteed),
-        // A BestEffort pod requests memory where its runtime class has an overhead.
+        // A BestEffort pod requests memory if its runtime class has an overhead.
         memory_low: request.filter(|_| tiered && class != QosClass::Guaranteed),
         memory_high: None,
         pids_max: config.pod_pids_limit.filter(|limit| *limit > 0),
     }
 }
 
-/// Bytes of huge pages of this size that a pod requests; what is requested is the limit.
+/// Returns the bytes of huge pages of this size that a pod requests; the request is the limit.
 fn huge_pages(demand: &PodDemand<'_>, size: i64) -> i64 {
     let requests = demand.requests();
     let of_size = requests.iter().filter(|(name, _)| huge_pages::size_of_resource(name) == Some(size));
     of_size.fold(0, |sum, (_, amount)| sum.saturating_add(amount.value()))
 }
 
-/// Does every container have a limit? Only then does a Burstable pod have one.
+/// True for each resource that every container limits: only then a Burstable pod has a limit.
 struct LimitsDeclared {
     cpu: bool,
     memory: bool,
@@ -99,8 +99,8 @@ impl LimitsDeclared {
     fn of(demand: &PodDemand<'_>) -> Self {
         let mut declared = Self { cpu: true, memory: true };
         demand.containers.iter().for_each(|container| declared.require(&Self::by(&container.limits)));
-        // An init container is asked together with the sidecars that run beside it, as the kubelet's callback
-        // is.
+        // An init container is checked together with the sidecars that run at the same time, as in the
+        // kubelet's callback.
         let mut sidecars = Self { cpu: false, memory: false };
         for init in &demand.init_containers {
             let own = Self::by(&init.demand.limits);
@@ -117,7 +117,7 @@ impl LimitsDeclared {
         declared
     }
 
-    /// The limits that a list has, which are none where they are zero.
+    /// Returns the limits of a list; zero counts as none.
     fn by(limits: &ResourceList<'_>) -> Self {
         Self { cpu: !limits.amount(CPU).is_zero(), memory: !limits.amount(MEMORY).is_zero() }
     }

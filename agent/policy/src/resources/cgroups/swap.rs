@@ -1,4 +1,4 @@
-//! How much swap a container may use (KEP-2400; `configureContainerSwapResources` of the kubelet).
+//! Swap limits of containers (KEP-2400; `configureContainerSwapResources` of the kubelet).
 
 use k8s_openapi::api::core::v1::{Container, Pod};
 use serde::{Deserialize, Serialize};
@@ -11,22 +11,22 @@ use crate::resources::{
 };
 use beelet_units::{field::FieldError, quantity::Quantity};
 
-/// Who may use swap; the names of the values are KubeletConfiguration's `memorySwap.swapBehavior`.
+/// The rule for using swap; the values have the names of KubeletConfiguration's `memorySwap.swapBehavior`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum SwapBehavior {
-    /// Nobody.
+    /// No container uses swap.
     #[default]
     NoSwap,
-    /// Containers of Burstable pods, as much of it as they request of the machine's memory.
+    /// Containers of Burstable pods use swap, in proportion to their memory request.
     LimitedSwap,
 }
 
 /// The machine's swap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Swap {
-    /// Who may use it.
+    /// The rule for its use.
     pub behavior: SwapBehavior,
-    /// All of it, in bytes.
+    /// Total size in bytes.
     pub capacity: i64,
 }
 
@@ -37,9 +37,8 @@ fn uses_swap(pod: &Pod, container: &Container, config: &CgroupConfig) -> Result<
     Ok(config.swap.is_some_and(|swap| may_swap(pod, class, &own, swap, config.version)))
 }
 
-/// Returns true if new amounts would change how much swap a running container may use, which can't be changed
-/// while it runs (`disallowResizeForSwappableContainers`). A container that is started anew for its memory is
-/// no such one.
+/// Returns true if a resize would change the swap limit of a running container, which is impossible
+/// (`disallowResizeForSwappableContainers`). A container that restarts for a memory resize does not count.
 #[must_use]
 pub fn resize_changes_swap(before: &Pod, after: &Pod, config: &CgroupConfig) -> bool {
     let changes = |now: &Container| {
@@ -75,12 +74,12 @@ fn may_swap(pod: &Pod, class: QosClass, own: &Demand<'_>, swap: Swap, version: C
         && version == CgroupVersion::V2
         && class == QosClass::Burstable
         && !is_critical(pod)
-        // Neither does one without any that has no limit either.
+        // A container with neither request nor limit does not use swap either.
         && request != limit
 }
 
-/// Bytes of swap that a container of a pod of this class may use on version 2; None where swap can't be
-/// limited.
+/// Returns the bytes of swap that a container of a pod of this class may use on version 2; `None` if swap
+/// cannot be limited.
 pub(super) fn swap_max(pod: &Pod, class: QosClass, own: &Demand<'_>, config: &CgroupConfig) -> Option<i64> {
     let swap = config.swap?;
     let request = own.requests.amount(MEMORY);
@@ -91,7 +90,7 @@ pub(super) fn swap_max(pod: &Pod, class: QosClass, own: &Demand<'_>, config: &Cg
     {
         return Some(0);
     }
-    // In floats, as the kubelet computes it.
+    // Computed in floats, as in the kubelet.
     let part = request.value() as f64 / memory as f64;
     Some((part * swap.capacity as f64) as i64) // as: saturates, and both factors are not negative
 }

@@ -30,7 +30,7 @@ fn check_oom(spec: &Value, expected: i64) {
 }
 
 #[test]
-fn the_out_of_memory_killer_spares_what_asked_for_its_memory() {
+fn the_oom_killer_spares_containers_that_requested_their_memory() {
     let container = |memory: &str| json!({"name": "c", "resources": {"requests": {"memory": memory}}});
     let both = json!({"cpu": "1", "memory": "1Gi"});
     check_oom(&json!({"containers": [{"name": "c"}]}), 1000);
@@ -47,7 +47,7 @@ fn the_out_of_memory_killer_spares_what_asked_for_its_memory() {
 }
 
 #[test]
-fn a_sandbox_is_told_what_the_containers_need_together_without_the_overhead() {
+fn a_sandbox_gets_the_sum_of_its_containers_without_the_overhead() {
     let amounts = |requests: Value, limits: Value| json!({"requests": requests, "limits": limits});
     let check = |spec: &Value, expected: (u64, i64, u64, i64)| {
         let told = sandbox_resources(&pod(spec), &config(CgroupVersion::V2)).unwrap();
@@ -71,7 +71,7 @@ fn a_sandbox_is_told_what_the_containers_need_together_without_the_overhead() {
 }
 
 #[test]
-fn a_sandbox_is_told_of_no_quota_that_is_not_enforced_and_of_kills_by_container() {
+fn a_sandbox_gets_no_unenforced_quota_and_kills_by_container() {
     let spec = json!({"containers": [{"name": "a", "resources": {"limits": {"cpu": "2"}}}]});
     let told = |version: CgroupVersion| {
         let config = CgroupConfig { cpu_cfs_quota: false, oom_group: true, ..config(version) };
@@ -84,7 +84,7 @@ fn a_sandbox_is_told_of_no_quota_that_is_not_enforced_and_of_kills_by_container(
 }
 
 #[test]
-fn a_sidecar_is_no_likelier_to_be_killed_than_the_containers_it_serves() {
+fn a_sidecars_oom_score_is_at_most_that_of_the_containers_it_serves() {
     let sidecar = |memory: &str| json!({"name": "s", "restartPolicy": "Always", "resources": {"requests": {"memory": memory}}});
     let main = |memory: &str| json!({"name": "c", "resources": {"requests": {"memory": memory}}});
     check_oom(&json!({"initContainers": [sidecar("128Mi")], "containers": [main("2Gi"), main("4Gi")]}), 750);
@@ -92,14 +92,14 @@ fn a_sidecar_is_no_likelier_to_be_killed_than_the_containers_it_serves() {
 }
 
 #[test]
-fn memory_that_a_pod_requests_beyond_its_containers_counts_for_each_of_them() {
+fn memory_requested_by_the_pod_beyond_its_containers_counts_for_each_of_them() {
     let spec = json!({"resources": {"requests": {"memory": "2Gi"}}, "containers": [
         {"name": "c", "resources": {"requests": {"memory": "1Gi"}}}, {"name": "d"}]});
     check_oom(&spec, 813); // 1 GiB and half of the other one, of 8: 1000 - 187
 }
 
 #[test]
-fn a_kill_for_want_of_memory_takes_the_whole_container_where_the_kernel_can() {
+fn an_oom_kill_takes_the_whole_container_if_the_kernel_supports_it() {
     let check = |version: CgroupVersion, oom_group: bool, expected: Option<&str>| {
         let pod = pod(&json!({"containers": [{"name": "c"}]}));
         let container = &pod.spec.as_ref().unwrap().containers[0];
@@ -115,7 +115,7 @@ fn a_kill_for_want_of_memory_takes_the_whole_container_where_the_kernel_can() {
 }
 
 #[test]
-fn daemons_that_something_is_reserved_for_get_just_that() {
+fn reserved_daemons_get_exactly_their_reservation() {
     let mut reserve = crate::resources::ResourceList::default();
     reserve.set("cpu", Quantity::from_millis(500));
     reserve.set("memory", Quantity::from_units(GIB));
@@ -129,7 +129,7 @@ fn daemons_that_something_is_reserved_for_get_just_that() {
 }
 
 #[test]
-fn a_pod_is_limited_to_so_many_processes() {
+fn a_pods_processes_are_limited() {
     let config = CgroupConfig { pod_pids_limit: Some(100), ..config(CgroupVersion::V2) };
     let files = pod_cgroup(&pod(&json!({"containers": []})), &config).unwrap().files;
     assert_eq!(files.get("pids.max").map(String::as_str), Some("100"));
@@ -138,7 +138,7 @@ fn a_pod_is_limited_to_so_many_processes() {
 }
 
 #[test]
-fn what_a_pod_takes_beside_its_containers_is_protected_in_every_class() {
+fn a_pods_overhead_is_protected_in_every_class() {
     let qos =
         MemoryQos { throttling_factor: Some(0.9), reservation: MemoryReservationPolicy::TieredReservation };
     let config = CgroupConfig { memory_qos: Some(qos), ..config(CgroupVersion::V2) };
@@ -170,7 +170,7 @@ fn weight_of(values: &CgroupValues) -> u64 {
     values.files["cpu.weight"].parse().unwrap()
 }
 
-/// Millicores / 10, half up, at least 1.
+/// Returns millicores / 10, rounded half up, at least 1.
 fn expected_weight(millis: i64) -> u64 {
     u64::try_from((millis + 5) / 10).unwrap().clamp(1, 10_000)
 }
@@ -202,7 +202,7 @@ proptest! {
     }
 
     #[test]
-    fn values_are_what_the_kernel_takes(
+    fn values_are_valid_for_the_kernel(
         requests in prop::collection::vec(("[0-9]{1,6}(m|u|n|k)?", "[0-9]{1,6}(m|Ki|Mi|Gi)?"), 1..4), limits in any::<bool>(), v1 in any::<bool>(),
         reserved in prop::option::of(0..=100_u8), tiered in any::<bool>(), period in 1000..=1_000_000_u64,
     ) {
@@ -233,7 +233,7 @@ proptest! {
                 }),
                 "memory.high" => number.is_ok_and(|n| n > 0),
                 "memory.min" | "memory.low" => number.is_ok_and(|n| n >= 0),
-                // What lower classes are kept off may exceed what there is; the agent compares before it
+                // The reservations against lower classes may exceed the total; the agent compares before it
                 // writes.
                 "memory.limit_in_bytes" | "memory.max" => number.is_ok(),
                 _ => false,
@@ -244,7 +244,7 @@ proptest! {
 }
 
 #[test]
-fn huge_pages_are_limited_to_what_is_asked_for_and_classes_are_not() {
+fn huge_pages_are_limited_to_the_request_and_classes_are_unlimited() {
     let config = |version| CgroupConfig {
         huge_pages: [(2 << 20, GIB), (GIB, 0)].into(),
         limit_huge_pages: true,
@@ -272,7 +272,7 @@ fn huge_pages_are_limited_to_what_is_asked_for_and_classes_are_not() {
     let asked = container_resources(&pod, container, &v2).unwrap().huge_page_limits;
     assert_eq!(asked, [("1GB".to_owned(), 0), ("2MB".to_owned(), 32 << 20)].into());
     assert_eq!(huge(&container_cgroup(&pod, container, &v2).unwrap().files)[1], "hugetlb.2MB.max 33554432");
-    // Without the controller the runtime is asked all the same; it knows best what it can do.
+    // Without the controller the agent still sends the request: the runtime knows best what it supports.
     let without = CgroupConfig { limit_huge_pages: false, ..v2 };
     assert!(huge(&pod_cgroup(&pod, &without).unwrap().files).is_empty());
     assert_eq!(container_resources(&pod, container, &without).unwrap().huge_page_limits.len(), 2);
@@ -330,7 +330,7 @@ fn swap_is_for_burstable_containers_as_much_as_they_request_of_the_memory() {
     use SwapBehavior::{LimitedSwap, NoSwap};
     let with = |resources: Value| json!({"containers": [{"name": "c", "resources": resources}]});
     let burstable = with(json!({"requests": {"memory": "1Gi"}}));
-    // An eighth of the memory: an eighth of the swap.
+    // An eighth of the memory yields an eighth of the swap.
     check(LimitedSwap, V2, &burstable, (Some("536870912"), 0));
     check(NoSwap, V2, &burstable, (Some("0"), 0));
     check(LimitedSwap, V2, &with(json!({})), (Some("0"), 0));
@@ -343,7 +343,7 @@ fn swap_is_for_burstable_containers_as_much_as_they_request_of_the_memory() {
     let mut critical = burstable.clone();
     critical["priority"] = 2_000_000_000.into();
     check(LimitedSwap, V2, &critical, (Some("0"), 0));
-    // On version 1 nobody may swap: memory and swap together are limited to what memory is.
+    // On version 1 no container may swap: the limit of memory and swap together equals that of memory.
     let limited = with(json!({"requests": {"memory": "1Gi"}, "limits": {"memory": "2Gi"}}));
     check(LimitedSwap, V1, &limited, (None, 2 * GIB));
     check(NoSwap, V1, &burstable, (None, 0));

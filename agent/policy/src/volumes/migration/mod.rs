@@ -1,6 +1,6 @@
-//! Volumes of kinds that Kubernetes had drivers of its own for, and which storage plugins (CSI) have taken
-//! over: what they are in CSI's words. As `csi-translation-lib` of Kubernetes 1.36 has it, whose words its
-//! errors are: the controller that attaches them works by the same names.
+//! Translation to CSI of volume kinds whose in-tree drivers storage plugins (CSI) have replaced. Follows
+//! `csi-translation-lib` of Kubernetes 1.36, including its messages: the controller that attaches the volumes
+//! uses the same names.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,22 +16,22 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::ObjectMeta,
 };
 
-/// The annotation of a CSINode with the kinds of volumes that the node hands to storage plugins.
+/// The annotation of a CSINode with the migrated kinds of volumes.
 pub const ANNOTATION: &str = "storage.alpha.kubernetes.io/migrated-plugins";
-/// Between the zones of a label.
+/// Separator of the zones in a label.
 const ZONES: &str = "__";
-/// The part of a disk's name in Google's cloud that nobody knows.
+/// Placeholder for an unknown part of a disk's name in Google's cloud.
 const UNSPECIFIED: &str = "UNSPECIFIED";
-/// Labels of zones and regions, and what they were called before.
+/// Labels of zones and regions, and their former names.
 const ZONE: &str = "topology.kubernetes.io/zone";
 const REGION: &str = "topology.kubernetes.io/region";
 const OLD_ZONE: &str = "failure-domain.beta.kubernetes.io/zone";
 const OLD_REGION: &str = "failure-domain.beta.kubernetes.io/region";
-/// Portworx' annotations of a PersistentVolume, with the Secret for all calls.
+/// Portworx' annotations of a PersistentVolume that name the Secret for all calls.
 const PORTWORX_SECRET: [&str; 2] =
     ["openstorage.io/auth-secret-name", "openstorage.io/auth-secret-namespace"];
 
-/// A kind of volume, and the driver that has taken it over.
+/// A kind of volume, and the driver that replaces its in-tree plugin.
 struct Kind {
     /// The kubelet's name of the kind.
     plugin: &'static str,
@@ -41,17 +41,17 @@ struct Kind {
     of_claim: fn(&PersistentVolume) -> Option<Result<CSIPersistentVolumeSource, String>>,
 }
 
-/// How the driver calls zones and regions.
+/// A driver's names for zones and regions.
 enum Topology {
-    /// It has none.
+    /// The driver has no topology.
     Nowhere,
     Zone(&'static str),
     ZoneAndRegion(&'static str, &'static str),
 }
 
-/// A pod's own volume in CSI's words.
+/// A pod's own volume, translated to CSI.
 struct Inline {
-    /// What tells it from others of its driver; the name of the PersistentVolume that it is taken for.
+    /// Name of the PersistentVolume that stands for it, unique among those of its driver.
     name: Name,
     mode: &'static str,
     source: CSIPersistentVolumeSource,
@@ -59,7 +59,7 @@ struct Inline {
 
 enum Name {
     Whole(String),
-    /// Behind the driver's name and a hyphen.
+    /// Appended to the driver's name and a hyphen.
     OfDriver(String),
 }
 
@@ -136,13 +136,13 @@ const KINDS: &[Kind] = &[
     },
 ];
 
-/// Returns true if a pod's own volume is of such a kind.
+/// Returns true if a pod's own volume is of a migrated kind.
 #[must_use]
 pub fn is_migrated(volume: &Volume) -> bool {
     KINDS.iter().any(|kind| (kind.of_pod)(volume, "").is_some())
 }
 
-/// Returns true if a pod's own volume of such a kind says that it is only read.
+/// Returns true if a pod's own volume of a migrated kind is read-only.
 #[must_use]
 pub fn is_read_only(volume: &Volume) -> bool {
     let said = [
@@ -156,10 +156,11 @@ pub fn is_read_only(volume: &Volume) -> bool {
     said.contains(&Some(true))
 }
 
-/// A pod's own volume as the PersistentVolume that storage plugins take it for. None: it is of no such kind.
+/// Translates a pod's own volume to a PersistentVolume for storage plugins; `None` if the kind is not
+/// migrated.
 ///
 /// # Errors
-/// What it says can't be said in CSI's words.
+/// The volume cannot be translated to CSI.
 #[must_use]
 pub fn of_pod(volume: &Volume, namespace: &str) -> Option<Result<PersistentVolume, String>> {
     KINDS.iter().find_map(|kind| Some((kind, (kind.of_pod)(volume, namespace)?))).map(|(kind, found)| {
@@ -182,10 +183,10 @@ pub fn of_pod(volume: &Volume, namespace: &str) -> Option<Result<PersistentVolum
     })
 }
 
-/// A PersistentVolume in CSI's words. None: it is of no such kind.
+/// Translates a PersistentVolume to CSI; `None` if the kind is not migrated.
 ///
 /// # Errors
-/// What it says can't be said so.
+/// The volume cannot be translated to CSI.
 #[must_use]
 pub fn of_claim(volume: &PersistentVolume) -> Option<Result<PersistentVolume, String>> {
     KINDS.iter().find_map(|kind| Some((kind, (kind.of_claim)(volume)?))).map(|(kind, found)| {
@@ -215,7 +216,7 @@ pub fn of_claim(volume: &PersistentVolume) -> Option<Result<PersistentVolume, St
     })
 }
 
-/// What [`ANNOTATION`] of a CSINode should be; None if it is.
+/// Returns the new value of a CSINode's [`ANNOTATION`]; `None` if unchanged.
 #[must_use]
 pub fn changed_annotation(found: &CSINode) -> Option<String> {
     let known = found.metadata.annotations.as_ref().and_then(|all| all.get(ANNOTATION));
@@ -240,7 +241,7 @@ fn mode_of(read_only: Option<bool>) -> &'static str {
     if read_only == Some(true) { "ReadOnlyMany" } else { "ReadWriteOnce" }
 }
 
-/// What all drivers are told.
+/// Returns the source with the fields common to all drivers.
 fn plain(handle: &str, file_system: Option<&String>, read_only: Option<bool>) -> CSIPersistentVolumeSource {
     CSIPersistentVolumeSource {
         volume_handle: handle.to_owned(),
@@ -263,7 +264,7 @@ fn aws(of: &AWSElasticBlockStoreVolumeSource) -> Result<CSIPersistentVolumeSourc
     Ok(CSIPersistentVolumeSource { volume_attributes: attributes([("partition", partition)]), ..plain })
 }
 
-/// The volume's name at Amazon: it may be written `aws://ZONE/NAME`.
+/// Returns the volume's name at Amazon from a text that may have the form `aws://ZONE/NAME`.
 fn aws_id(written: &str) -> Result<&str, String> {
     let Some(rest) = written.strip_prefix("aws://") else { return Ok(written) };
     let path = rest.find('/').map_or("", |slash| &rest[slash..]);
@@ -289,7 +290,7 @@ fn azure_disk(of: &AzureDiskVolumeSource, of_claim: bool) -> Result<CSIPersisten
     Ok(CSIPersistentVolumeSource { volume_attributes: Some(said), ..plain })
 }
 
-/// The storage account that a Secret's name has in it, or the name.
+/// Returns the storage account contained in a Secret's name, or else the name.
 fn azure_account(secret: &str) -> &str {
     let account = secret.find("azure-storage-account-").and_then(|at| {
         let rest = &secret[at + "azure-storage-account-".len()..];
@@ -298,7 +299,7 @@ fn azure_account(secret: &str) -> &str {
     account.filter(|account| !account.is_empty()).unwrap_or(secret)
 }
 
-/// A share: its name, its Secret's name and namespace, and what tells it from others.
+/// Returns the source for a share: its name, its Secret's name and namespace, and its unique parts.
 fn azure_file(share: &str, secret: &str, namespace: &str, of: [&str; 2]) -> CSIPersistentVolumeSource {
     let [group, name] = of;
     let account = azure_account(secret);
@@ -362,7 +363,7 @@ fn gce_of_claim(volume: &PersistentVolume) -> Option<Result<CSIPersistentVolumeS
     Some(place.map(|place| gce(of, &place)).map_err(|why| format!("failed to get region from zones: {why}")))
 }
 
-/// The region of zones: `europe-west1` of `europe-west1-b` and `europe-west1-c`.
+/// Returns the region of zones: `europe-west1` of `europe-west1-b` and `europe-west1-c`.
 fn gce_region(zones: &[&str]) -> Result<String, String> {
     let mut regions = BTreeSet::new();
     for zone in zones {
@@ -380,7 +381,8 @@ fn gce_region(zones: &[&str]) -> Result<String, String> {
     }
 }
 
-/// The one access mode that the driver takes: Kubernetes' own one took all and made them this.
+/// Returns the single access mode that the driver supports: the in-tree plugin accepted all modes and reduced
+/// them to this one.
 fn gce_mode(modes: &[String]) -> &'static str {
     let has = |mode: &str| modes.iter().any(|one| one == mode);
     if has("ReadOnlyMany") && !has("ReadWriteOnce") && !has("ReadWriteMany") {
@@ -414,13 +416,13 @@ fn vsphere(of: &VsphereVirtualDiskVolumeSource) -> CSIPersistentVolumeSource {
     CSIPersistentVolumeSource { volume_attributes: Some(said.into_iter().collect()), ..plain }
 }
 
-/// The terms of a volume's node affinity.
+/// Returns the terms of a volume's node affinity.
 fn terms(volume: &mut PersistentVolume) -> Option<&mut Vec<NodeSelectorTerm>> {
     let affinity = volume.spec.as_mut()?.node_affinity.as_mut()?;
     Some(&mut affinity.required.as_mut()?.node_selector_terms)
 }
 
-/// What a volume's node affinity asks for.
+/// Returns the requirements of a volume's node affinity.
 fn asked(volume: &PersistentVolume) -> impl Iterator<Item = &NodeSelectorRequirement> {
     let affinity = volume.spec.as_ref().and_then(|spec| spec.node_affinity.as_ref());
     let required = affinity.and_then(|affinity| affinity.required.as_ref());
@@ -428,7 +430,7 @@ fn asked(volume: &PersistentVolume) -> impl Iterator<Item = &NodeSelectorRequire
     terms.flat_map(|term| term.match_expressions.iter().flatten())
 }
 
-/// The labels that a volume says zone and region by (`getTopologyLabel`).
+/// Returns the labels that a volume uses for zone and region (`getTopologyLabel`).
 fn labels_of(volume: &PersistentVolume) -> [&'static str; 2] {
     let asks = |key: &str| asked(volume).any(|one| one.key == key);
     let has = |key: &str| volume.metadata.labels.as_ref().is_some_and(|all| all.contains_key(key));
@@ -473,7 +475,7 @@ fn label(volume: &PersistentVolume, key: &str) -> Option<String> {
     volume.metadata.labels.as_ref()?.get(key).cloned()
 }
 
-/// The zones in the driver's words; those of labels where the affinity names none.
+/// Renames the zones for the driver; takes them from labels if the affinity names none.
 fn into_zone(volume: &mut PersistentVolume, key: &str) {
     let [zone, region] = labels_of(volume);
     if has_values(volume, zone) {
@@ -486,7 +488,7 @@ fn into_zone(volume: &mut PersistentVolume, key: &str) {
     }
 }
 
-/// The same for a driver that has its own word for regions too.
+/// Does the same for a driver that has its own name for regions, too.
 fn into_zone_and_region(volume: &mut PersistentVolume, zone_key: &str, region_key: &str) {
     let [zone, region] = labels_of(volume);
     for (from, to) in [(zone, zone_key), (region, region_key)] {

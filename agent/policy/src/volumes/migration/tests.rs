@@ -1,10 +1,10 @@
-//! The cases that `csi-translation-lib` of Kubernetes 1.36 is tested by, as far as a node needs them.
+//! The test cases of `csi-translation-lib` of Kubernetes 1.36 that apply to a node.
 
 use serde_json::{Value, json};
 
 use super::*;
 
-/// What a pod's own volume becomes: the whole of it, or the words of the error.
+/// Expects the translation of a pod's own volume in full, or the error's message.
 #[track_caller]
 fn check_pod(source: Value, namespace: &str, expected: Result<Value, &str>) {
     let mut volume = source;
@@ -18,19 +18,19 @@ fn check_pod(source: Value, namespace: &str, expected: Result<Value, &str>) {
     }
 }
 
-/// A PersistentVolume as it is written, with what goes without saying.
+/// Completes an expected PersistentVolume with the implied fields.
 fn whole(mut expected: Value) -> Value {
     expected["apiVersion"] = json!("v1");
     expected["kind"] = json!("PersistentVolume");
     expected
 }
 
-/// The PersistentVolume that an own volume becomes.
+/// Returns the PersistentVolume that stands for a pod's own volume.
 fn inline(name: &str, mode: &str, csi: Value) -> Value {
     json!({"metadata": {"name": name}, "spec": {"accessModes": [mode], "volumeMode": "Filesystem", "csi": csi}})
 }
 
-/// What a PersistentVolume becomes; of the expected one only what is given counts.
+/// Expects the translation of a PersistentVolume; only the fields of `expected` count.
 #[track_caller]
 fn check_claim(metadata: Value, spec: Value, expected: Result<Value, &str>) {
     let volume = serde_json::from_value(json!({"metadata": metadata, "spec": spec})).unwrap();
@@ -45,7 +45,7 @@ fn check_claim(metadata: Value, spec: Value, expected: Result<Value, &str>) {
                 !["csi", "nodeAffinity", "accessModes", "claimRef"].contains(&key.as_str())
                     && found["spec"].get(key).is_some()
             });
-            assert_eq!(kept, None, "the driver of before has the volume too");
+            assert_eq!(kept, None, "the in-tree volume is still set");
             assert_eq!(of_claim(&serde_json::from_value(found).unwrap()), None);
         }
         Err(why) => assert!(found.clone().unwrap_err().contains(why), "{found:?}"),
@@ -53,7 +53,7 @@ fn check_claim(metadata: Value, spec: Value, expected: Result<Value, &str>) {
 }
 
 #[test]
-fn a_pods_own_volume_is_what_the_controller_takes_it_for() {
+fn a_pods_own_volume_is_translated_as_by_the_controller() {
     let disk = "projects/UNSPECIFIED/zones/UNSPECIFIED/disks/disk";
     check_pod(
         json!({"awsElasticBlockStore": {"volumeID": "aws://us-west-2a/vol-02399794d890f9375", "fsType": "ext4",
@@ -168,7 +168,7 @@ fn a_storage_account_is_in_its_secrets_name() {
 }
 
 #[test]
-fn a_claims_volume_keeps_what_it_is_but_for_its_driver() {
+fn a_claims_volume_changes_only_its_driver() {
     check_claim(
         json!({"name": "pv"}),
         json!({"awsElasticBlockStore": {"volumeID": "vol01", "fsType": "ext3", "partition": 1, "readOnly": true},
@@ -264,7 +264,7 @@ fn a_disk_at_google_has_one_access_mode() {
     check(&["ReadWriteOncePod"], rwo);
 }
 
-/// Terms of one requirement each.
+/// Returns an affinity with terms of one requirement each.
 fn affinity(terms: &[(&str, &[&str])]) -> Value {
     let terms: Vec<Value> = terms
         .iter()
@@ -274,7 +274,7 @@ fn affinity(terms: &[(&str, &[&str])]) -> Value {
 }
 
 #[test]
-fn a_volumes_zones_are_told_in_the_drivers_words() {
+fn a_volumes_zones_get_the_drivers_names() {
     let check = |labels: Value, asked: &[(&str, &[&str])], expected: &[(&str, &[&str])]| {
         let mut spec = json!({"gcePersistentDisk": {"pdName": "test-disk"}});
         if !asked.is_empty() {
@@ -293,12 +293,12 @@ fn a_volumes_zones_are_told_in_the_drivers_words() {
     check(json!({OLD_ZONE: "europe-west1-b__europe-west1-c"}), &[], &[(key, two)]);
     check(json!({}), &[(ZONE, two)], &[(key, two)]);
     check(json!({}), &[(ZONE, one), (ZONE, two)], &[(key, one), (key, two)]);
-    // A region of before gets its name of today.
+    // A former region label gets its current name.
     check(json!({}), &[(OLD_ZONE, one), (OLD_REGION, &["r"])], &[(key, one), (REGION, &["r"])]);
 }
 
 #[test]
-fn vspheres_driver_has_a_word_for_regions_too() {
+fn vspheres_driver_has_its_own_name_for_regions_too() {
     let path = "[vsanDatastore] folder/disk.vmdk";
     let spec = json!({"vsphereVolume": {"volumePath": path, "fsType": "ext4", "storagePolicyName": "gold"}});
     let both = [
@@ -318,7 +318,7 @@ fn vspheres_driver_has_a_word_for_regions_too() {
 #[test]
 fn a_csi_node_names_the_kinds_once() {
     let mut node = crate::volumes::csi::new_node("n1", "u1");
-    assert_eq!(changed_annotation(&node), None, "a new one has it");
+    assert_eq!(changed_annotation(&node), None, "a new CSINode has the annotation");
     let all = node.metadata.annotations.clone().unwrap()[ANNOTATION].clone();
     assert_eq!(
         all,
