@@ -62,7 +62,7 @@ pub(crate) fn configured(builder: Builder, config: &Config) -> Builder {
 /// Keeps telling the runtime what `source` says.
 pub(crate) fn keep(builder: Builder, source: Source) -> Builder {
     builder.attach("pod CIDR", move |handles, stop| async move {
-        stop.run_until_cancelled(follow(handles.runtime, source)).await;
+        stop.run_until_cancelled(follow(handles.services.runtime, source)).await;
     })
 }
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
+use serde_json::Map;
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -17,7 +18,7 @@ use crate::{
     spans::Exporter,
 };
 use beelet_cli::{USAGE, failed};
-use beelet_config::{Config, ConfigFaults, CredentialProviders, Tracing};
+use beelet_config::{Config, ConfigFaults, CredentialProviders, Setting, Sources, Tracing};
 use beelet_kubelet_api::Verbosity;
 
 /// Arguments of `beelet run`.
@@ -95,7 +96,7 @@ pub(crate) enum LogFormat {
 /// Runs it until it is told to stop.
 #[must_use]
 pub(crate) fn run(args: &RunArgs) -> ExitCode {
-    let (mut config, warnings) = match Config::load(&args.config) {
+    let (mut config, warnings) = match Config::layered(args.sources()) {
         Ok(loaded) => loaded,
         Err(faults) => {
             print_faults(&faults, args.check);
@@ -105,7 +106,6 @@ pub(crate) fn run(args: &RunArgs) -> ExitCode {
             return ExitCode::from(USAGE);
         }
     };
-    config.beelet.stop_pods_on_exit |= args.stop_pods_on_exit;
     config.beelet.bpf_log.clone_from(&args.bpf_log);
     if let Some(object) = &args.bpf_log
         && !object.is_file()
@@ -196,6 +196,20 @@ pub(crate) fn verbosity(level: u8) -> u8 {
         0..=3 => 0,
         4..=5 => 1,
         _ => 2,
+    }
+}
+
+impl RunArgs {
+    /// The configuration's file, and over it the settings that are flags.
+    fn sources(&self) -> Sources {
+        let stop = Setting {
+            name: "--stop-pods-on-exit".to_owned(),
+            kubelet: Map::new(),
+            beelet: Map::from_iter([("stopPodsOnExit".to_owned(), true.into())]),
+            replaces: None,
+        };
+        let flags = Some(stop).filter(|_| self.stop_pods_on_exit).into_iter().collect();
+        Sources { file: Some(self.config.clone()), drop_ins: None, flags }
     }
 }
 

@@ -1,5 +1,5 @@
 //! Runs blocking work off the async threads. No panic is lost: a panic in the work resumes in the waiting
-//! task, and ends the caller: a part, and with it the agent (`node/parts`), or one pod's worker.
+//! task, and ends the caller: a part, and with it the agent (`node/tasks`), or one pod's worker.
 
 use std::any::Any;
 use std::future::pending;

@@ -19,6 +19,17 @@ pub struct Place {
     pub own_host: bool,
 }
 
+/// A redirect that cannot be followed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RedirectError {
+    /// The location is not an address of HTTP.
+    #[error("a redirect to the invalid address {0:?}")]
+    NoAddress(String),
+    /// The location's scheme is neither `http` nor `https`.
+    #[error("a redirect to the unknown scheme {0:?}")]
+    UnknownScheme(String),
+}
+
 /// Returns true if a reply with this status is a redirect.
 #[must_use]
 pub fn is_redirect(status: u16) -> bool {
@@ -43,9 +54,9 @@ impl Place {
     /// Resolves `location` against this step; `None` if it leads to another host.
     ///
     /// # Errors
-    /// `location` is not an HTTP address; the error is a sentence.
-    pub fn next(&self, host: &str, location: &str) -> Result<Option<Place>, String> {
-        let bad = || format!("a redirect to the invalid address {location:?}");
+    /// `location` is not an HTTP address.
+    pub fn next(&self, host: &str, location: &str) -> Result<Option<Place>, RedirectError> {
+        let bad = || RedirectError::NoAddress(location.to_owned());
         let absolute = match location.split_once(':') {
             Some((scheme, rest)) if rest.starts_with("//") && !scheme.contains('/') => location.to_owned(),
             _ if location.starts_with("//") => {
@@ -69,7 +80,7 @@ impl Place {
         let tls = match uri.scheme_str() {
             Some("http") => false,
             Some("https") => true,
-            other => return Err(format!("a redirect to the unknown scheme {:?}", other.unwrap_or_default())),
+            other => return Err(RedirectError::UnknownScheme(other.unwrap_or_default().to_owned())),
         };
         let to = uri.host().ok_or_else(bad)?.trim_start_matches('[').trim_end_matches(']');
         if !to.eq_ignore_ascii_case(host) {

@@ -46,7 +46,7 @@ pub use listeners::{Listener, Listeners};
 pub use measures::{Measures, WaitedFor, wait_bucket_floor_ns};
 pub use netns::{AcceptQueues, ListeningSocket, NetnsHandle};
 pub use own_memory::{release_memory, tame_allocator};
-pub use scheduler::{PodFolders, PodShare, Scheduler, SchedulerEnd, SchedulingClass};
+pub use scheduler::{PodFolders, Scheduler, SchedulerEnd};
 pub use traffic::Traffic;
 
 use aya::maps::{MapData, MapType, PerCpuArray, RingBuf};

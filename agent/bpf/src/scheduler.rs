@@ -19,6 +19,7 @@ use beelet_ebpf_abi::scheduler::{
     End, FIRST_KFUNC, KFUNCS, Limit, MACHINE, MAX_CPUS, Share, Turn, WATCHDOG_MS, WEIGHT_OF_ONE_CPU,
     WINDOW_NS, class,
 };
+use beelet_units::scheduling::{SchedulingClass, SchedulingShare};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
@@ -49,26 +50,6 @@ const CALLBACKS: [(&str, bool); 7] = [
     ("exit", true),
 ];
 
-/// Class of a pod's threads.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum SchedulingClass {
-    /// Threads run first and at once.
-    Latency,
-    /// Threads share CPU time by weight.
-    Shared,
-    /// Threads get the rest of the CPU time.
-    BestEffort,
-}
-
-/// A pod's share of CPU time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PodShare {
-    /// Scheduling class.
-    pub class: SchedulingClass,
-    /// Weight among pods of [`SchedulingClass::Shared`]: 100 for a request of one CPU; at least 1.
-    pub weight: u32,
-}
-
 /// Folders of the pods' cgroups.
 #[derive(Clone, Copy, Debug)]
 pub struct PodFolders<'a> {
@@ -92,7 +73,7 @@ pub struct Scheduler {
     shares: HashMap<MapData, CgroupKey, Share>,
     limits: HashMap<MapData, CgroupKey, Limit>,
     end: Array<MapData, End>,
-    known: BTreeMap<u64, PodShare>,
+    known: BTreeMap<u64, SchedulingShare>,
     limited: BTreeMap<u64, u64>,
     /// The kernel ends a timer as soon as no descriptor of its map is open.
     _timer: Map,
@@ -193,7 +174,7 @@ impl Scheduler {
     /// A map is full, or the kernel refused.
     pub fn share_out(
         &mut self,
-        pods: &BTreeMap<u64, PodShare>,
+        pods: &BTreeMap<u64, SchedulingShare>,
         limits: &BTreeMap<u64, u64>,
     ) -> Result<(), KernelError> {
         let failed = |error: aya::maps::MapError| KernelError::map("SHARES", &error);
@@ -208,7 +189,7 @@ impl Scheduler {
             }
             let key = CgroupKey { cgroup_id };
             let vtime = self.shares.get(&key, 0).map_or(0, |share| share.vtime);
-            let share = Share { vtime, weight: pod.weight.max(1), class: pod.class.number() };
+            let share = Share { vtime, weight: pod.weight.max(1), class: number_of(pod.class) };
             self.shares.insert(key, share, 0).map_err(failed)?;
             self.known.insert(cgroup_id, *pod);
         }
@@ -245,13 +226,12 @@ impl Scheduler {
     }
 }
 
-impl SchedulingClass {
-    fn number(self) -> u32 {
-        match self {
-            SchedulingClass::Latency => class::LATENCY,
-            SchedulingClass::Shared => class::SHARED,
-            SchedulingClass::BestEffort => class::BEST_EFFORT,
-        }
+/// A class as the kernel programs know it.
+fn number_of(class: SchedulingClass) -> u32 {
+    match class {
+        SchedulingClass::Latency => class::LATENCY,
+        SchedulingClass::Shared => class::SHARED,
+        SchedulingClass::BestEffort => class::BEST_EFFORT,
     }
 }
 

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use crate::{
     backoff::chance,
     client::{Client, Error},
-    objects::request_token,
+    tokens::request_token,
     url::escaped,
 };
 

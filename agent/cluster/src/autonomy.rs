@@ -27,8 +27,8 @@ use tracing::{debug, info, warn};
 
 use crate::{
     assigned::{self, Assignment, Wanted},
+    held::Held,
     kept::{Kept, KeptSecrets},
-    objects::Held,
     presence::Presence,
     seal::{Key, Sealed},
 };

@@ -12,14 +12,15 @@ use tokio::sync::watch;
 use crate::{
     certificate::{self, Addresses, Store},
     client::Client,
-    connect::{self, Options},
+    identity::Options,
+    kubeconfig,
 };
 
 /// Why there is no kubeconfig yet. Displayed, it is a whole sentence.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("{0}")]
-    Connect(#[from] connect::Error),
+    Kubeconfig(#[from] kubeconfig::Error),
     #[error("{0}")]
     Certificate(#[from] certificate::Error),
     #[error("the kubeconfig can't be written: {0}")]
@@ -27,9 +28,9 @@ pub(crate) enum Error {
 }
 
 /// A client with the bootstrap identity.
-pub(crate) async fn client(bootstrap: &Path, options: &Options) -> Result<Client, connect::Error> {
+pub(crate) async fn client(bootstrap: &Path, options: &Options) -> Result<Client, kubeconfig::Error> {
     let (path, requests) = (bootstrap.to_owned(), options.requests.clone());
-    let made = blocking("the bootstrap kubeconfig", move || connect::client(&path, &requests)).await?;
+    let made = blocking("the bootstrap kubeconfig", move || kubeconfig::client(&path, &requests)).await?;
     Ok(Client::new(watch::channel(made).1))
 }
 
@@ -53,14 +54,14 @@ fn write(bootstrap: &Path, target: &Path, certificate: &Path) -> Result<(), Erro
         read.clusters.iter().find(|cluster| cluster.name == context.cluster)?.cluster.as_ref()
     });
     let cluster = cluster.ok_or_else(|| fail(&"the bootstrap kubeconfig has no current context"))?;
-    let text = beelet_codec::yaml(&kubeconfig(cluster, certificate)).map_err(|error| fail(&error))?;
+    let text = beelet_codec::yaml(&node_kubeconfig(cluster, certificate)).map_err(|error| fail(&error))?;
     let file = ForeignFile::of_node(target.to_owned());
     file.replace(text.as_bytes()).map_err(|error| fail(&error))?;
     file.settle().map_err(|error| fail(&error))
 }
 
 /// Names are those of the kubelet's (`writeKubeconfigFromBootstrapping`).
-fn kubeconfig(cluster: &Cluster, certificate: &Path) -> Value {
+fn node_kubeconfig(cluster: &Cluster, certificate: &Path) -> Value {
     let mut server = json!({ "server": cluster.server });
     if let Some(data) = &cluster.certificate_authority_data {
         server["certificate-authority-data"] = json!(data);

@@ -162,6 +162,17 @@ impl Addresses {
     }
 }
 
+/// A PEM text without a certificate that can be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PemError {
+    /// The text has no certificate.
+    #[error("there is no certificate in it")]
+    NoCertificate,
+    /// The certificate can't be parsed.
+    #[error("{0}")]
+    Unreadable(String),
+}
+
 /// From when to when a certificate holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lifetime {
@@ -172,11 +183,11 @@ pub struct Lifetime {
 }
 
 impl Lifetime {
-    /// That of the first certificate in a PEM text.
+    /// The lifetime of the first certificate in a PEM text.
     ///
     /// # Errors
-    /// There is none, or it can't be read.
-    pub fn of(pem: &[u8]) -> Result<Self, String> {
+    /// The text has no certificate, or one that can't be read.
+    pub fn of(pem: &[u8]) -> Result<Self, PemError> {
         Ok(first(pem)?.lifetime)
     }
 
@@ -203,11 +214,11 @@ struct Read {
 }
 
 /// The first certificate.
-fn first(pem: &[u8]) -> Result<Read, String> {
+fn first(pem: &[u8]) -> Result<Read, PemError> {
     let mut blocks = Pem::iter_from_buffer(pem);
     let found = blocks.find_map(|block| block.ok().filter(|block| block.label == "CERTIFICATE"));
-    let found = found.ok_or("there is no certificate in it")?;
-    let certificate = found.parse_x509().map_err(|error| error.to_string())?;
+    let found = found.ok_or(PemError::NoCertificate)?;
+    let certificate = found.parse_x509().map_err(|error| PemError::Unreadable(error.to_string()))?;
     let time = |at: i64| Timestamp::from_second(at).unwrap_or(Timestamp::MAX);
     let validity = certificate.validity();
     let lifetime =
@@ -336,8 +347,9 @@ impl Store {
             self.forget_pending();
         }
         let certificate = signed?;
-        let lifetime =
-            first(certificate.as_bytes()).map_err(|cause| Error::Unusable { name, cause })?.lifetime;
+        let lifetime = first(certificate.as_bytes())
+            .map_err(|cause| Error::Unusable { name, cause: cause.to_string() })?
+            .lifetime;
         let (store, key) = (self.clone(), key.serialize_pem());
         let put = move || store.put(&certificate, &key, Timestamp::now());
         beelet_base::blocking::blocking("a certificate", put).await?;
@@ -406,7 +418,7 @@ async fn ask(
             }
         }
         if let Some(ByteString(signed)) = status.certificate.filter(|signed| !signed.0.is_empty()) {
-            let public = first(&signed).map_err(unusable)?.public_key;
+            let public = first(&signed).map_err(|cause| unusable(cause.to_string()))?.public_key;
             if public != key.subject_public_key_info() {
                 return Err(unusable("it is for another key".to_owned()));
             }

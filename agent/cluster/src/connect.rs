@@ -1,29 +1,11 @@
-//! The connection: from a kubeconfig to clients of the API server, made anew whenever the identity changes.
-//! Where there is no kubeconfig yet, one is made with the help of a bootstrap kubeconfig.
-//!
-//! The way to the server is made here and not by the library's defaults, so that a server that vanished
-//! without a word is noticed within half a minute: a watch that nothing comes from looks like one of a quiet
-//! cluster.
+//! The way from a kubeconfig to clients of the API server and the identity that they share. Where there is no
+//! kubeconfig yet, a bootstrap kubeconfig gets one.
 
-use std::{
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{path::Path, time::Duration};
 
-use base64::Engine;
 use beelet_base::blocking::blocking;
-use hyper_util::{
-    client::legacy::{Client as Http, connect::HttpConnector},
-    rt::TokioExecutor,
-};
 use jiff::Timestamp;
-use kube::{
-    Config,
-    client::{Body, ClientBuilder, ConfigExt},
-    config::Kubeconfig,
-};
 use tokio::sync::watch;
-use tower::{BoxError, ServiceBuilder, util::Either};
 use tracing::{info, warn};
 
 use crate::{
@@ -31,99 +13,17 @@ use crate::{
     bootstrap,
     certificate::Lifetime,
     client::Client,
-    credential::{self, Authenticated},
-    presence::Presence,
-    requests,
-    rotation::{Identity, Metrics},
+    identity::{Connections, Options},
+    kubeconfig, requests,
+    rotation::Identity,
 };
-
-/// How long the server may take to accept a connection.
-const CONNECT: Duration = Duration::from_secs(10);
-/// A silent connection is asked whether anybody is there after this time, so often, and so many times.
-const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(15), Duration::from_secs(5), 3);
-/// What was sent must be acknowledged within this time.
-const ACKNOWLEDGED: Duration = Duration::from_secs(30);
-/// Connections that nobody uses are kept so long.
-const IDLE: Duration = Duration::from_secs(90);
-
-/// Why there is no connection. Displayed, it is a whole sentence.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The kubeconfig can't be used.
-    #[error("the kubeconfig {path} can't be used: {cause}", path = .path.display())]
-    Kubeconfig {
-        /// Which one.
-        path: PathBuf,
-        /// Why.
-        cause: String,
-    },
-}
-
-/// Where the identity is, and how it is got and kept.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// The kubeconfig.
-    pub kubeconfig: PathBuf,
-    /// One whose identity may ask for the node's, where that is missing or expired.
-    pub bootstrap: Option<PathBuf>,
-    /// The folder of the node's certificates.
-    pub cert_dir: PathBuf,
-    /// The node's name.
-    pub node_name: String,
-    /// Ask for a new certificate before the old one expires.
-    pub rotate: bool,
-    /// Counters of the identity.
-    pub metrics: Metrics,
-    /// Counters of all requests.
-    pub requests: requests::Metrics,
-    /// Takes in how all requests go.
-    pub presence: Presence,
-}
-
-/// Makes connections that share nothing with others.
-#[derive(Clone, Debug)]
-pub struct Connections {
-    kubeconfig: PathBuf,
-    changes: watch::Receiver<u64>,
-    requests: requests::Metrics,
-    presence: Presence,
-}
-
-impl Connections {
-    pub(crate) fn new(options: &Options, changes: &watch::Sender<u64>) -> Self {
-        let (kubeconfig, requests) = (options.kubeconfig.clone(), options.requests.clone());
-        Self { kubeconfig, changes: changes.subscribe(), requests, presence: options.presence.clone() }
-    }
-
-    /// Takes in how requests through these connections go.
-    pub(crate) fn presence(&self) -> Presence {
-        self.presence.clone()
-    }
-
-    /// A new one. Must be called on the threads of the runtime that is to serve it; reads files.
-    ///
-    /// # Errors
-    /// The kubeconfig can't be used.
-    pub async fn open(&mut self) -> Result<kube::Client, Error> {
-        self.changes.mark_unchanged();
-        let (path, requests) = (self.kubeconfig.clone(), self.requests.clone());
-        blocking("the kubeconfig", move || client(&path, &requests)).await
-    }
-
-    /// Waits until the connections of before stand for an identity that is no more.
-    pub async fn outdated(&mut self) {
-        if self.changes.changed().await.is_err() {
-            std::future::pending::<()>().await;
-        }
-    }
-}
 
 /// Reads the kubeconfig, or makes it with the help of the bootstrap kubeconfig, however long that takes.
 /// Clients of what is returned follow the identity as long as [`Identity::keep`] runs.
 ///
 /// # Errors
 /// The kubeconfig can't be used, and there is no bootstrap kubeconfig.
-pub async fn connect(options: Options) -> Result<(Client, Identity), Error> {
+pub async fn connect(options: Options) -> Result<(Client, Identity), kubeconfig::Error> {
     let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
     loop {
         let found = read(&options.kubeconfig).await;
@@ -152,175 +52,12 @@ pub async fn connect(options: Options) -> Result<(Client, Identity), Error> {
     Ok((client, Identity::new(options, newest, changes)))
 }
 
-/// Tries whether the kubeconfig can be used, and says how long its client certificate holds, if it has one.
-async fn read(kubeconfig: &Path) -> Result<Option<Lifetime>, Error> {
+/// Checks that the kubeconfig can be used. Returns the lifetime of its client certificate, if it has one.
+async fn read(kubeconfig: &Path) -> Result<Option<Lifetime>, kubeconfig::Error> {
     let path = kubeconfig.to_owned();
     blocking("the kubeconfig", move || {
-        client(&path, &requests::Metrics::default())?;
-        lifetime(&path)
+        kubeconfig::client(&path, &requests::Metrics::default())?;
+        kubeconfig::lifetime(&path)
     })
     .await
-}
-
-/// How long the client certificate of the kubeconfig holds; nothing if it has none. Blocking.
-pub(crate) fn lifetime(kubeconfig: &Path) -> Result<Option<Lifetime>, Error> {
-    let fail = |cause: String| Error::Kubeconfig { path: kubeconfig.to_owned(), cause };
-    let user = config(kubeconfig)?.auth_info;
-    let pem = match (&user.client_certificate_data, &user.client_certificate) {
-        (Some(data), _) => base64::engine::general_purpose::STANDARD
-            .decode(data.trim())
-            .map_err(|error| fail(format!("client-certificate-data: {error}")))?,
-        (None, Some(path)) => std::fs::read(path).map_err(|error| fail(format!("{path}: {error}")))?,
-        (None, None) => return Ok(None),
-    };
-    Lifetime::of(&pem).map(Some).map_err(|cause| fail(format!("its client certificate: {cause}")))
-}
-
-/// The files that the kubeconfig is made of. Blocking.
-pub(crate) fn files(kubeconfig: &Path) -> Vec<PathBuf> {
-    let mut files = vec![kubeconfig.to_owned()];
-    if let Ok(read) = Kubeconfig::read_from(kubeconfig) {
-        let users = read.auth_infos.into_iter().filter_map(|user| user.auth_info);
-        files.extend(
-            users.flat_map(|user| [user.client_certificate, user.client_key]).flatten().map(PathBuf::from),
-        );
-        let clusters = read.clusters.into_iter().filter_map(|cluster| cluster.cluster);
-        files.extend(clusters.filter_map(|cluster| cluster.certificate_authority).map(PathBuf::from));
-    }
-    files
-}
-
-/// Reads a kubeconfig and what it refers to, and tries whether a client can be made of it. Blocking.
-///
-/// # Errors
-/// It can't.
-pub fn check(kubeconfig: &Path) -> Result<(), Error> {
-    let plugin = credential::take(&mut config(kubeconfig)?);
-    let fail = |cause: credential::Error| Error::Kubeconfig {
-        path: kubeconfig.to_owned(),
-        cause: cause.to_string(),
-    };
-    plugin.map(drop).map_err(fail)
-}
-
-/// Reads a kubeconfig. Runs nothing.
-pub(crate) fn config(path: &Path) -> Result<Config, Error> {
-    let fail = |cause: String| Error::Kubeconfig { path: path.to_owned(), cause };
-    let read = Kubeconfig::read_from(path).map_err(|cause| fail(causes(&cause)))?;
-    let config = Config::try_from(read).map_err(|cause| fail(causes(&cause)))?;
-    if config.auth_info.auth_provider.as_ref().is_some_and(|provider| provider.name == "gcp") {
-        // It would run a program whenever a token ends, and wait for it without an end.
-        return Err(fail(
-            "its auth-provider gcp is not supported: use exec with gke-gcloud-auth-plugin".to_owned(),
-        ));
-    }
-    if config.proxy_url.is_some() {
-        return Err(fail(
-            "it has a proxy-url, and proxies are not supported: take it out, or give the server's own address"
-                .to_owned(),
-        ));
-    }
-    Ok(config)
-}
-
-/// A client for the kubeconfig at `path`. Must be called within a runtime. Blocking.
-pub(crate) fn client(path: &Path, requests: &requests::Metrics) -> Result<kube::Client, Error> {
-    let config = config(path)?;
-    client_of(config, requests).map_err(|cause| Error::Kubeconfig { path: path.to_owned(), cause })
-}
-
-fn client_of(mut config: Config, requests: &requests::Metrics) -> Result<kube::Client, String> {
-    let fail = |cause: kube::Error| causes(&cause);
-    let plugin = credential::take(&mut config).map_err(|cause| cause.to_string())?;
-    let requests = requests.clone();
-    let way = move |config: &Config| {
-        let tls = config.rustls_https_connector_with_connector(tcp()).map_err(|cause| causes(&cause))?;
-        let http: Http<_, Body> = Http::builder(TokioExecutor::new()).pool_idle_timeout(IDLE).build(tls);
-        Ok::<_, String>(ServiceBuilder::new().map_err(BoxError::from).layer(requests.clone()).service(http))
-    };
-    let without_plugin = way(&config)?;
-    let service = match plugin {
-        None => Either::Left(without_plugin),
-        Some(exec) => {
-            let config = config.clone();
-            let with_pair = move |user| {
-                let mut config = config.clone();
-                config.auth_info = user;
-                way(&config)
-            };
-            Either::Right(Authenticated::new(exec, without_plugin, with_pair))
-        }
-    };
-    let service = ServiceBuilder::new()
-        .layer(config.base_uri_layer())
-        .option_layer(config.auth_layer().map_err(fail)?)
-        .layer(config.extra_headers_layer().map_err(fail)?)
-        .service(service);
-    Ok(ClientBuilder::new(service, config.default_namespace).build())
-}
-
-/// TCP connections on which a server that vanished is noticed.
-fn tcp() -> HttpConnector {
-    let mut tcp = HttpConnector::new();
-    let (after, every, times) = KEEPALIVE;
-    tcp.enforce_http(false);
-    tcp.set_nodelay(true);
-    tcp.set_connect_timeout(Some(CONNECT));
-    tcp.set_keepalive(Some(after));
-    tcp.set_keepalive_interval(Some(every));
-    tcp.set_keepalive_retries(Some(times));
-    tcp.set_tcp_user_timeout(Some(ACKNOWLEDGED));
-    tcp
-}
-
-/// The innermost cause says it; the layers above it say where.
-fn causes(error: &dyn std::error::Error) -> String {
-    let mut words = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_words = cause.to_string();
-        if !words.contains(&cause_words) {
-            words = format!("{words}: {cause_words}");
-        }
-        source = cause.source();
-    }
-    words
-}
-
-#[cfg(test)]
-mod tests {
-    use std::fs;
-
-    use super::*;
-
-    fn kubeconfig(cluster: &str) -> (tempfile::TempDir, PathBuf) {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("kubeconfig");
-        let text = format!(
-            "apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts: [{{name: c, context: {{cluster: c, user: u}}}}]\n\
-             clusters: [{{name: c, cluster: {{{cluster}}}}}]\nusers: [{{name: u, user: {{client-certificate: cert.pem, client-key: cert.pem}}}}]\n"
-        );
-        fs::write(&path, text).unwrap();
-        (dir, path)
-    }
-
-    #[test]
-    fn a_kubeconfig_that_cannot_be_used_is_named_with_the_cause() {
-        let (dir, path) = kubeconfig("server: https://127.0.0.1:1, proxy-url: http://127.0.0.1:2");
-        let error = check(&path).unwrap_err().to_string();
-        assert!(error.starts_with(&format!("the kubeconfig {} can't be used: ", path.display())), "{error}");
-        assert!(error.contains("proxy-url"), "{error}");
-        let error = check(&dir.path().join("none")).unwrap_err().to_string();
-        assert!(error.contains("none") && error.contains("No such file"), "{error}");
-        let (_dir, path) = kubeconfig("certificate-authority: none.crt, server: https://127.0.0.1:1");
-        let error = check(&path).unwrap_err().to_string();
-        assert!(error.contains("none.crt"), "{error}");
-    }
-
-    #[tokio::test]
-    async fn a_client_certificate_that_is_not_there_is_an_error_with_its_file() {
-        let (_dir, path) = kubeconfig("server: https://127.0.0.1:1");
-        let error = client(&path, &requests::Metrics::default()).err().unwrap().to_string();
-        assert!(error.contains("cert.pem"), "{error}");
-    }
 }

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tracing::warn;
 
-use crate::{assigned::Wanted, objects::Held};
+use crate::{assigned::Wanted, held::Held};
 
 /// What anybody may read.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -36,7 +36,7 @@ use tracing::{info, warn};
 use crate::{
     backoff::Backoff,
     client::{Client, Error},
-    connect::Connections,
+    identity::Connections,
 };
 
 /// Namespace of the nodes' leases.

@@ -14,7 +14,10 @@ mod credential;
 pub mod csi_node;
 pub mod error;
 pub mod events;
+mod held;
+pub mod identity;
 mod kept;
+pub mod kubeconfig;
 pub mod lease;
 pub mod machine;
 mod mirrors;
@@ -31,6 +34,7 @@ mod status;
 pub mod storage;
 #[cfg(test)]
 mod testing;
+mod tokens;
 mod url;
 mod watch;
 pub mod workload;
@@ -45,7 +49,7 @@ pub struct Metrics {
     /// The node's lease.
     pub lease: lease::Metrics,
     /// The node's certificate.
-    pub identity: rotation::Metrics,
+    pub identity: identity::Metrics,
     /// The Node object.
     pub node: node::Metrics,
     /// The certificate of the node's server.

@@ -2,25 +2,12 @@
 //! and only while a pod refers to it; a node may not ask for others. And all services: every container has
 //! variables that name those of its namespace.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    path::Path,
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeMap, sync::Arc};
 
 use beelet_codec::ApiType;
-use beelet_model::{
-    objects::{Object, Objects, Services, TrustBundles},
-    status::has_ended,
-    table::PodName,
-};
-use beelet_policy::{
-    node::token,
-    pod::references::{self, Kind, Reference, TokenReference},
-};
-use beelet_state::events::{self, Recorder};
-use beelet_units::bounds;
+use beelet_model::objects::{Object, Services};
+use beelet_policy::pod::references::{Kind, Reference};
+use beelet_state::events::Recorder;
 use futures::{
     FutureExt, StreamExt,
     future::{AbortHandle, Abortable, Aborted, BoxFuture},
@@ -30,122 +17,18 @@ use k8s_openapi::{
     api::{certificates::v1beta1::ClusterTrustBundle, core::v1 as core},
     apimachinery::pkg::apis::meta::v1::ObjectMeta,
 };
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::sync::{Notify, watch};
-use tracing::{debug, info, warn};
+use tracing::{debug, warn};
 
 use crate::{
     assigned::Wanted,
-    backoff::{Pauses, chance},
-    client::{Client, Error},
+    client::Client,
+    held::{Held, Item, items},
+    tokens::{Waiting, keep_token},
     url::escaped,
     watch::{Collection, Sink, follow, key_of},
 };
-
-/// What was read so far.
-#[derive(Clone, Default, PartialEq)]
-pub(crate) struct Held {
-    /// None: it isn't there.
-    pub(crate) objects: BTreeMap<Reference, Option<Object>>,
-    pub(crate) tokens: BTreeMap<TokenReference, Arc<str>>,
-    /// Pods start without those that are missing: the API server is away.
-    pub(crate) tokens_optional: bool,
-    /// None: not told yet.
-    pub(crate) services: Option<Services>,
-    /// None: not told yet, or no pod wants any.
-    pub(crate) trust_bundles: Option<TrustBundles>,
-}
-
-impl std::fmt::Debug for Held {
-    /// Not the values: they may be secret.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Held").field("objects", &self.objects.keys()).finish_non_exhaustive()
-    }
-}
-
-/// What may be referred to.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Item {
-    Object(Reference),
-    Token(TokenReference),
-    /// All trust bundles: a projection may select any.
-    TrustBundles,
-}
-
-/// Everything that the pods refer to.
-fn items(wanted: &Wanted) -> BTreeSet<Item> {
-    let here = wanted.iter().flat_map(|all| all.pods.values()).filter(|pod| !has_ended(pod.status.as_ref()));
-    here.flat_map(|pod| {
-        let objects = references::of(pod).into_iter().map(Item::Object);
-        let bundles = references::wants_trust_bundles(pod).then_some(Item::TrustBundles);
-        objects.chain(references::tokens(pod).into_iter().map(Item::Token)).chain(bundles)
-    })
-    .collect()
-}
-
-impl Held {
-    /// What pods may refer to now.
-    pub(crate) fn objects(&self, wanted: &Wanted) -> Objects {
-        let mut objects = Objects::default();
-        for object in self.objects.values().flatten() {
-            objects.add(Path::new(""), object);
-        }
-        for (of, token) in &self.tokens {
-            objects.add_token(of.clone(), Arc::clone(token));
-        }
-        if let Some(services) = &self.services {
-            objects.set_services(services.clone());
-        }
-        if let Some(bundles) = &self.trust_bundles {
-            objects.set_trust_bundles(Arc::clone(bundles));
-        }
-        if self.tokens_optional {
-            objects.do_without_tokens();
-        }
-        for item in items(wanted) {
-            match item {
-                Item::Object(reference) if !self.objects.contains_key(&reference) => {
-                    objects.add_unread(reference);
-                }
-                Item::Object(_) | Item::Token(_) | Item::TrustBundles => {}
-            }
-        }
-        objects
-    }
-
-    /// With what `before` has of what the pods refer to and this lacks.
-    pub(crate) fn or(mut self, before: Self, wanted: &Wanted) -> Self {
-        for item in items(wanted) {
-            match item {
-                Item::Object(reference) => {
-                    if let Some(object) = before.objects.get(&reference) {
-                        self.objects.entry(reference).or_insert_with(|| object.clone());
-                    }
-                }
-                Item::Token(of) => {
-                    if let Some(token) = before.tokens.get(&of) {
-                        self.tokens.entry(of).or_insert_with(|| Arc::clone(token));
-                    }
-                }
-                Item::TrustBundles => {
-                    if self.trust_bundles.is_none() {
-                        self.trust_bundles.clone_from(&before.trust_bundles);
-                    }
-                }
-            }
-        }
-        self.services = self.services.or(before.services);
-        self
-    }
-
-    fn keep(&mut self, wanted: &BTreeSet<Item>) -> bool {
-        let before = self.objects.len() + self.tokens.len();
-        self.objects.retain(|reference, _| wanted.contains(&Item::Object(reference.clone())));
-        self.tokens.retain(|of, _| wanted.contains(&Item::Token(of.clone())));
-        let bundles = self.trust_bundles.take_if(|_| !wanted.contains(&Item::TrustBundles));
-        before != self.objects.len() + self.tokens.len() || bundles.is_some()
-    }
-}
 
 /// Reads, and reads again, what the pods refer to, until dropped.
 pub(crate) async fn keep(
@@ -398,112 +281,19 @@ fn reduced(service: core::Service) -> Option<core::Service> {
     Some(core::Service { metadata, spec: Some(spec), status: None })
 }
 
-/// A token, and the pod that waits for it.
-struct Waiting {
-    of: TokenReference,
-    pods: watch::Receiver<Wanted>,
-    events: Recorder,
-    /// Why, as its last event says.
-    said: Option<String>,
-}
-
-impl Waiting {
-    /// Says once per cause, in the kubelet's words, why the pod has no token. A pod that has an older one
-    /// does not wait.
-    fn say(&mut self, held: &Held, error: &Error) {
-        if held.tokens_optional || held.tokens.contains_key(&self.of) {
-            return;
-        }
-        let why = if error.code().is_some() { error.message.clone() } else { error.to_string() };
-        if self.said.as_ref() == Some(&why) {
-            return;
-        }
-        let pods = self.pods.borrow().clone();
-        let name = PodName { namespace: self.of.namespace.clone(), name: self.of.pod.clone() };
-        let Some(pod) = pods.as_ref().and_then(|all| all.pods.get(&name)) else { return };
-        let volume = references::volume_of_token(pod, &self.of).unwrap_or_default();
-        let message =
-            format!("MountVolume.SetUp failed for volume {volume:?} : failed to fetch token: {why}");
-        self.events.warning(events::Object::pod(pod), "FailedMount", message);
-        self.said = Some(why);
-    }
-}
-
-/// Keeps a token of a service account fresh.
-async fn keep_token(client: Client, mut waiting: Waiting, out: Arc<watch::Sender<Held>>) {
-    let of = waiting.of.clone();
-    let mut pauses = Pauses::default();
-    let mut failing = false;
-    loop {
-        match request_token(&client, &of).await {
-            Ok((token, lifetime)) => {
-                if std::mem::take(&mut failing) {
-                    info!(pod = of.pod, account = of.service_account, "the API server gives tokens again");
-                }
-                pauses.reset();
-                out.send_modify(|held| drop(held.tokens.insert(of.clone(), token)));
-                tokio::time::sleep(token::renew_after(lifetime, chance())).await;
-            }
-            Err(error) => {
-                if pauses.may_be_early(&error) {
-                    debug!(pod = of.pod, %error, "there is no token for the pod yet");
-                } else {
-                    waiting.say(&out.borrow(), &error);
-                    if !std::mem::replace(&mut failing, true) {
-                        warn!(pod = of.pod, account = of.service_account, %error, "there is no new token for the pod");
-                    }
-                }
-                client.presence().pause(pauses.of(&error), &error).await;
-            }
-        }
-    }
-}
-
-/// Asks for a token of a service account; the token, and for how long it holds.
-pub(crate) async fn request_token(
-    client: &Client,
-    of: &TokenReference,
-) -> Result<(Arc<str>, Duration), Error> {
-    let answer = token_status(client, of).await?;
-    let token = answer["status"]["token"].as_str().unwrap_or_default();
-    // By the server's word how long, not until when: this machine's clock may be wrong.
-    let seconds = answer["spec"]["expirationSeconds"].as_i64().unwrap_or(of.expiration_seconds);
-    Ok((token.into(), bounds::seconds(seconds.max(60))))
-}
-
-/// Asks for a token of a service account; the whole answer, which has one.
-pub(crate) async fn token_status(client: &Client, of: &TokenReference) -> Result<Value, Error> {
-    let path = format!(
-        "/api/v1/namespaces/{}/serviceaccounts/{}/token",
-        escaped(&of.namespace),
-        escaped(&of.service_account)
-    );
-    let audiences: Vec<&str> = Some(of.audience.as_str()).into_iter().filter(|a| !a.is_empty()).collect();
-    let request = json!({
-        "apiVersion": "authentication.k8s.io/v1",
-        "kind": "TokenRequest",
-        "spec": {
-            "audiences": audiences,
-            "expirationSeconds": of.expiration_seconds,
-            "boundObjectRef": {"apiVersion": "v1", "kind": "Pod", "name": of.pod, "uid": of.uid},
-        },
-    });
-    let answer = client.create(&path, &request).await?;
-    if answer["status"]["token"].as_str().unwrap_or_default().is_empty() {
-        let message = "the answer has no token".to_owned();
-        return Err(Error {
-            request: format!("POST {path}"),
-            kind: crate::client::Kind::Unreachable,
-            message,
-        });
-    }
-    Ok(answer)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use beelet_model::table::PodName;
+    use beelet_policy::pod::references;
+    use serde_json::json;
+
     use super::*;
-    use crate::{assigned::Assignment, client::Kind as Failure};
+    use crate::{
+        assigned::Assignment,
+        client::{Error, Kind as Failure},
+    };
 
     fn pods(volumes: &Value) -> Wanted {
         let pod: core::Pod = serde_json::from_value(json!({

@@ -5,15 +5,11 @@
 //! Times are read from the wall's clock each minute, so a clock that was wrong at the start and is set later
 //! is no harm.
 
-use std::{fmt, os::unix::fs::MetadataExt, path::PathBuf, sync::atomic::AtomicU64, time::Duration};
+use std::{fmt, os::unix::fs::MetadataExt, path::PathBuf, time::Duration};
 
+use beelet_base::blocking::blocking;
 use beelet_base::work::Work;
-use beelet_base::{blocking::blocking, kubelet_counter::KubeletCounter};
 use jiff::Timestamp;
-use prometheus_client::{
-    metrics::{family::Family, gauge::Gauge},
-    registry::Registry,
-};
 use tokio::{
     sync::watch,
     time::{Instant, sleep},
@@ -26,7 +22,8 @@ use crate::{
     bootstrap,
     certificate::{Addresses, Error, Lifetime, Store},
     client::Client,
-    connect::{self, Connections, Options},
+    identity::{Connections, Options, Unlabelled},
+    kubeconfig,
 };
 
 /// How often files and clock are looked at.
@@ -37,31 +34,6 @@ const PART: (f64, f64) = (0.7, 0.2);
 const EARLY: Duration = Duration::from_secs(7 * 24 * 3600);
 /// How often.
 const REMINDER: Duration = Duration::from_secs(6 * 3600);
-
-/// The labels of a metric that may be absent.
-type Unlabelled = Vec<(String, String)>;
-
-/// Counters; their names are the kubelet's.
-#[derive(Clone, Debug, Default)]
-pub struct Metrics {
-    /// Without a certificate there is none.
-    ttl: Family<Unlabelled, Gauge<f64, AtomicU64>>,
-    errors: KubeletCounter,
-}
-
-impl Metrics {
-    /// Adds them to the registry.
-    pub fn register(&self, registry: &mut Registry) {
-        let help = "Seconds until the client certificate expires; below zero if it has";
-        registry.register("kubelet_certificate_manager_client_ttl_seconds", help, self.ttl.clone());
-        let help = "Requests for a new client certificate that failed";
-        registry.register(
-            "kubelet_certificate_manager_client_expiration_renew_errors",
-            help,
-            self.errors.clone(),
-        );
-    }
-}
 
 /// What a file is now, without reading it.
 type Stamp = Option<(u64, u64, i64, i64)>;
@@ -175,7 +147,7 @@ impl Identity {
 
     async fn lifetime(&self) -> Option<Lifetime> {
         let path = self.options.kubeconfig.clone();
-        blocking("the kubeconfig", move || connect::lifetime(&path)).await.ok().flatten()
+        blocking("the kubeconfig", move || kubeconfig::lifetime(&path)).await.ok().flatten()
     }
 
     /// The certificate is one that a new one can be put in the place of.
@@ -183,7 +155,7 @@ impl Identity {
         let (path, current) =
             (self.options.kubeconfig.clone(), Store::new(self.options.cert_dir.clone()).current());
         let pointed = blocking("the kubeconfig", move || {
-            let user = connect::config(&path).ok()?.auth_info;
+            let user = kubeconfig::config(&path).ok()?.auth_info;
             user.client_certificate.filter(|_| user.client_certificate_data.is_none()).map(PathBuf::from)
         });
         self.options.rotate && pointed.await == Some(current)
@@ -196,7 +168,7 @@ impl Identity {
             let stamp = stamp.map(|file| (file.ino(), file.size(), file.mtime(), file.mtime_nsec()));
             (path, stamp)
         };
-        blocking("the kubeconfig", move || connect::files(&path).into_iter().map(stamp).collect()).await
+        blocking("the kubeconfig", move || kubeconfig::files(&path).into_iter().map(stamp).collect()).await
     }
 
     fn measure(&self, lifetime: Option<Lifetime>, now: Timestamp) {

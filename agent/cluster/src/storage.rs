@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use crate::{
     client::{Client, Error, Patch},
-    objects::token_status,
+    tokens::token_status,
     url::escaped,
 };
 

@@ -4,10 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{
-    server::{AuthenticationWire, AuthorizationWire},
-    values::{Amounts, GoDuration},
-};
+use super::values::{Amounts, GoDuration};
 
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(rename_all = "camelCase", default)]
@@ -183,4 +180,49 @@ pub(super) struct TracingWire {
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(super) struct CrashLoopBackOffWire {
     pub(super) max_container_restart_period: Option<GoDuration>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct AuthenticationWire {
+    pub(super) x509: Option<X509Wire>,
+    pub(super) webhook: Option<WebhookAuthenticationWire>,
+    pub(super) anonymous: Option<AnonymousWire>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct X509Wire {
+    #[serde(rename = "clientCAFile", skip_serializing_if = "Option::is_none")]
+    pub(super) client_ca_file: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct WebhookAuthenticationWire {
+    pub(super) enabled: Option<bool>,
+    #[serde(rename = "cacheTTL")]
+    pub(super) cache_ttl: Option<GoDuration>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct AnonymousWire {
+    pub(super) enabled: Option<bool>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct AuthorizationWire {
+    pub(super) mode: Option<String>,
+    pub(super) webhook: Option<WebhookAuthorizationWire>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub(super) struct WebhookAuthorizationWire {
+    #[serde(rename = "cacheAuthorizedTTL")]
+    pub(super) cache_authorized_ttl: Option<GoDuration>,
+    #[serde(rename = "cacheUnauthorizedTTL")]
+    pub(super) cache_unauthorized_ttl: Option<GoDuration>,
 }

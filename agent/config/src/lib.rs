@@ -31,7 +31,7 @@ use serde::{Deserialize, Serialize};
 
 mod beelet;
 mod credential_providers;
-mod effective;
+mod documents;
 mod error;
 mod fields;
 mod kubelet;
@@ -39,6 +39,7 @@ pub mod load;
 mod node;
 mod pressure;
 mod pressure_edges;
+mod reservations;
 mod resolve;
 mod server;
 mod shutdown;
@@ -50,7 +51,7 @@ mod words;
 pub use credential_providers::{CredentialProvider, CredentialProviders, ProviderVersion, TokenAttributes};
 pub use error::{ConfigError, ConfigFaults, FilePlace, Warning};
 pub use load::{Setting, Sources};
-pub use pressure::{Eviction, EvictionTexts, ImageGc};
+pub use pressure::{Eviction, ImageGc};
 pub use server::{Authorization, CIPHER_SUITES, Server, TlsFiles, TlsVersion};
 
 /// What this node is to do.
@@ -181,6 +182,7 @@ pub struct Config {
     pub tracing: Option<Tracing>,
     /// What is ours.
     pub beelet: Beelet,
+    documents: documents::Documents,
 }
 
 /// How a machine is a node of a cluster.
@@ -384,14 +386,14 @@ impl Config {
     /// Both documents as YAML, with every value that is in effect. Reading it gives the same configuration.
     #[must_use]
     pub fn effective(&self) -> String {
-        effective::print(self)
+        self.documents.print()
     }
 
     /// The `KubeletConfiguration` alone, as a JSON object, as `/configz` shows it: every value that is in
     /// effect, and the fields that have none as they were written, or with the kubelet's default.
     #[must_use]
     pub fn effective_kubelet(&self) -> serde_json::Value {
-        effective::kubelet_value(self)
+        self.documents.kubelet(&self.unread)
     }
 
     /// The amount that `systemReserved` and `kubeReserved` keep of `resource` (`cpu` in cores, `memory` in

@@ -10,14 +10,12 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::beelet::BeeletWire;
+use super::documents::{BEELET, Documents, KUBELET};
 use super::error::{ConfigFaults, Problem};
 use super::kubelet::KubeletWire;
 use super::{Config, ConfigError, FilePlace, Warning, fields, resolve, unsupported};
 use beelet_codec::data;
 use beelet_codec::document::{self, Document, Limits};
-
-const KUBELET: (&str, &str) = ("kubelet.config.k8s.io/v1beta1", "KubeletConfiguration");
-const BEELET: (&str, &str) = ("beelet.dev/v1alpha1", "BeeletConfiguration");
 
 /// Most faults that are listed of one configuration.
 const MOST_ERRORS: usize = 100;
@@ -76,7 +74,9 @@ pub(super) fn layered(sources: Sources) -> Result<(Config, Vec<Warning>), Config
 /// The files of a drop-in folder, as `mergeKubeletConfigurations` of the kubelet chooses them, but for
 /// folders within it.
 fn drop_ins(folder: Option<&Path>) -> Result<Vec<PathBuf>, ConfigError> {
-    let Some(folder) = folder else { return Ok(Vec::new()) };
+    let Some(folder) = folder else {
+        return Ok(Vec::new());
+    };
     let fail = |error: &dyn std::fmt::Display| {
         error_at(folder, None, "", format!("the folder of drop-in configurations cannot be read: {error}"))
     };
@@ -204,16 +204,22 @@ impl Layers {
     /// Checks all settings, up to the first fault; `partly` gets what is honoured in part only.
     fn resolve_once(&self, partly: &mut Vec<Problem>) -> Result<Config, (Whose, Problem)> {
         let (theirs, ours) = (|problem| (Whose::Kubelet, problem), |problem| (Whose::Beelet, problem));
-        let kubelet_wire = self.kubelet.wire().map_err(theirs)?;
-        let beelet_wire = self.beelet.wire().map_err(ours)?;
-        let beelet_part = resolve::beelet(&beelet_wire).map_err(ours)?;
-        let node_name = resolve::node_name(&beelet_wire).map_err(ours)?;
-        let mut config = resolve::kubelet(&kubelet_wire, node_name, beelet_part, partly).map_err(theirs)?;
+        let mut kubelet_wire = self.kubelet.wire().map_err(theirs)?;
+        let mut beelet_wire = self.beelet.wire().map_err(ours)?;
+        let names_archives = beelet_wire.image_archives.is_some();
+        let beelet_part = resolve::beelet(&mut beelet_wire).map_err(ours)?;
+        let node_name = resolve::node_name(&mut beelet_wire).map_err(ours)?;
+        let mut config =
+            resolve::kubelet(&mut kubelet_wire, node_name, beelet_part, partly).map_err(theirs)?;
         config.unread = self.kubelet.unread.as_object().cloned().unwrap_or_default();
-        if beelet_wire.image_archives.is_none() {
+        if !names_archives {
             let beside = config.static_pod_path.as_deref().and_then(Path::parent);
-            config.beelet.image_archives = beside.map(|folder| folder.join("images"));
+            let archives = beside.map(|folder| folder.join("images"));
+            beelet_wire.image_archives =
+                archives.as_ref().map(|folder| folder.to_string_lossy().into_owned()).or(Some(String::new()));
+            config.beelet.image_archives = archives;
         }
+        config.documents = Documents::new(&kubelet_wire, &beelet_wire);
         Ok(config)
     }
 }
@@ -228,7 +234,9 @@ enum Whose {
 /// Relative paths are below the folder of the file that names them (`KubeletConfigurationPathRefs` and
 /// `resolveRelativePaths` of the kubelet).
 fn make_absolute(fields: &mut Map<String, Value>, file: &Path) {
-    let Ok(file) = std::path::absolute(file) else { return };
+    let Ok(file) = std::path::absolute(file) else {
+        return;
+    };
     let Some(folder) = file.parent() else { return };
     let absolute = |value: &mut Value| {
         if let Some(path) = value.as_str().filter(|path| !path.is_empty() && !path.starts_with('/')) {
@@ -309,11 +317,15 @@ impl<T: DeserializeOwned + Default> Merged<T> {
 /// Removes the node at `path`, or, unless `exactly`, the nearest one above it; a list goes as a whole. The
 /// longest key wins, since keys have dots in them (`evictionHard.memory.available`).
 fn take_out(value: &mut Value, path: &str, exactly: bool) -> bool {
-    let Some(map) = value.as_object_mut() else { return false };
+    let Some(map) = value.as_object_mut() else {
+        return false;
+    };
     let begins = |key: &&String| {
         path.strip_prefix(key.as_str()).is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
     };
-    let Some(key) = map.keys().filter(begins).max_by_key(|key| key.len()).cloned() else { return false };
+    let Some(key) = map.keys().filter(begins).max_by_key(|key| key.len()).cloned() else {
+        return false;
+    };
     let rest = path[key.len()..].trim_start_matches('.');
     let inner = !rest.is_empty() && map.get_mut(&key).is_some_and(|inner| take_out(inner, rest, exactly));
     inner || (rest.is_empty() || !exactly) && map.remove(&key).is_some()
@@ -326,7 +338,9 @@ fn merge(into: &mut Value, fields: Map<String, Value>) {
         if !into.is_object() {
             *into = Value::Object(Map::new());
         }
-        let Some(known) = into.as_object_mut() else { return };
+        let Some(known) = into.as_object_mut() else {
+            return;
+        };
         let mut nested = BTreeMap::new();
         for (name, value) in fields {
             match value {

@@ -16,7 +16,7 @@ use super::beelet::BeeletWire;
 use super::error::Problem;
 use super::kubelet::KubeletWire;
 use super::values::Amounts;
-use super::words::{duration, number};
+use super::words::{duration, duration_or_zero, number};
 
 /// What counts as low where the configuration says nothing.
 const DEFAULT_HARD: [(&str, &str); 5] = [
@@ -60,29 +60,26 @@ pub struct Eviction {
     pub pressure_transition: Duration,
     /// Most time that a pod gets to end by itself under a soft threshold; None: its own grace period.
     pub max_pod_grace: Option<Duration>,
-    /// The thresholds as they were written.
-    pub texts: EvictionTexts,
 }
 
-/// Thresholds by signal, as they were written.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct EvictionTexts {
+/// Thresholds by signal, as they are written.
+struct EvictionTexts {
     /// `evictionHard`, with the defaults where they count.
-    pub hard: BTreeMap<String, String>,
+    hard: BTreeMap<String, String>,
     /// `evictionSoft`.
-    pub soft: BTreeMap<String, String>,
+    soft: BTreeMap<String, String>,
     /// `evictionSoftGracePeriod`.
-    pub soft_grace: BTreeMap<String, String>,
+    soft_grace: BTreeMap<String, String>,
     /// `evictionMinimumReclaim`.
-    pub min_reclaim: BTreeMap<String, String>,
+    min_reclaim: BTreeMap<String, String>,
 }
 
-pub(super) fn image_gc(wire: &KubeletWire) -> Result<ImageGc, Problem> {
-    let high_percent =
-        number("imageGCHighThresholdPercent", wire.image_gc_high_threshold_percent, 85, 0, 100)?;
-    let low_percent = number("imageGCLowThresholdPercent", wire.image_gc_low_threshold_percent, 80, 0, 100)?;
-    let min_age = duration(wire.image_minimum_gc_age, Duration::from_secs(120));
-    let max_age = wire.image_maximum_gc_age.map_or(Duration::ZERO, |age| age.0);
+pub(super) fn image_gc(wire: &mut KubeletWire) -> Result<ImageGc, Problem> {
+    let (high, low) = (&mut wire.image_gc_high_threshold_percent, &mut wire.image_gc_low_threshold_percent);
+    let high_percent = number("imageGCHighThresholdPercent", high, 85, 0, 100)?;
+    let low_percent = number("imageGCLowThresholdPercent", low, 80, 0, 100)?;
+    let min_age = duration(&mut wire.image_minimum_gc_age, Duration::from_secs(120));
+    let max_age = duration_or_zero(&mut wire.image_maximum_gc_age);
     if low_percent >= high_percent {
         let message =
             format!("{low_percent} is not below imageGCHighThresholdPercent, which is {high_percent}");
@@ -97,20 +94,18 @@ pub(super) fn image_gc(wire: &KubeletWire) -> Result<ImageGc, Problem> {
     Ok(ImageGc { high_percent, low_percent, min_age, max_age, policy })
 }
 
-pub(super) fn container_gc(wire: &BeeletWire) -> Result<ContainerGcPolicy, Problem> {
-    let count = |field: &str, value, default| number(field, value, default, -1, i64::from(i32::MAX));
+pub(super) fn container_gc(wire: &mut BeeletWire) -> Result<ContainerGcPolicy, Problem> {
+    let (per_pod, all) =
+        (&mut wire.container_gc_max_per_pod_container, &mut wire.container_gc_max_containers);
+    let most = i64::from(i32::MAX);
     Ok(ContainerGcPolicy {
-        min_age: wire.container_gc_minimum_age.map_or(Duration::ZERO, |age| age.0),
-        max_per_pod_container: count(
-            "containerGCMaxPerPodContainer",
-            wire.container_gc_max_per_pod_container,
-            1,
-        )?,
-        max_containers: count("containerGCMaxContainers", wire.container_gc_max_containers, -1)?,
+        min_age: duration_or_zero(&mut wire.container_gc_minimum_age),
+        max_per_pod_container: number("containerGCMaxPerPodContainer", per_pod, 1, -1, most)?,
+        max_containers: number("containerGCMaxContainers", all, -1, -1, most)?,
     })
 }
 
-pub(super) fn eviction(wire: &KubeletWire) -> Result<Eviction, Problem> {
+pub(super) fn eviction(wire: &mut KubeletWire) -> Result<Eviction, Problem> {
     let texts = texts(wire);
     let mut thresholds = Vec::new();
     for (name, text) in &texts.hard {
@@ -131,32 +126,32 @@ pub(super) fn eviction(wire: &KubeletWire) -> Result<Eviction, Problem> {
     {
         map.keys().try_for_each(|name| signal(field, name).map(drop))?;
     }
+    let max_pod_grace = wire.eviction_max_pod_grace_period.filter(|seconds| *seconds >= 0);
+    wire.eviction_max_pod_grace_period = max_pod_grace.or(Some(-1));
+    let transition = &mut wire.eviction_pressure_transition_period;
     Ok(Eviction {
         thresholds,
-        pressure_transition: duration(wire.eviction_pressure_transition_period, Duration::from_secs(300)),
-        max_pod_grace: wire
-            .eviction_max_pod_grace_period
-            .and_then(|s| u64::try_from(s).ok())
-            .map(Duration::from_secs),
-        texts,
+        pressure_transition: duration(transition, Duration::from_secs(300)),
+        max_pod_grace: max_pod_grace.map(|seconds| Duration::from_secs(seconds.unsigned_abs())),
     })
 }
 
-fn texts(wire: &KubeletWire) -> EvictionTexts {
-    let texts = |wire: &Option<Amounts>| wire.as_ref().map(|map| map.0.clone()).unwrap_or_default();
-    let defaults = || DEFAULT_HARD.map(|(name, value)| (name.to_owned(), value.to_owned()));
-    let hard = match &wire.eviction_hard {
-        None => BTreeMap::from(defaults()),
-        Some(given) if wire.merge_default_eviction_settings == Some(true) => {
-            defaults().into_iter().chain(given.0.clone()).collect()
-        }
-        Some(given) => given.0.clone(),
+/// Thresholds as they are written, and the defaults where nothing is written.
+fn texts(wire: &mut KubeletWire) -> EvictionTexts {
+    let merge = wire.merge_default_eviction_settings.replace(false) == Some(true);
+    let defaults = || DEFAULT_HARD.map(|(name, value)| (name.to_owned(), value.to_owned())).into_iter();
+    let hard = match wire.eviction_hard.take() {
+        None => defaults().collect(),
+        Some(given) if merge => defaults().chain(given.0).collect(),
+        Some(given) => given.0,
     };
+    let texts = |amounts: &mut Option<Amounts>| amounts.get_or_insert_default().0.clone();
+    wire.eviction_hard = Some(Amounts(hard));
     EvictionTexts {
-        hard,
-        soft: texts(&wire.eviction_soft),
-        soft_grace: texts(&wire.eviction_soft_grace_period),
-        min_reclaim: texts(&wire.eviction_minimum_reclaim),
+        hard: texts(&mut wire.eviction_hard),
+        soft: texts(&mut wire.eviction_soft),
+        soft_grace: texts(&mut wire.eviction_soft_grace_period),
+        min_reclaim: texts(&mut wire.eviction_minimum_reclaim),
     }
 }
 

@@ -22,36 +22,23 @@ struct ByQosWire {
     best_effort: Option<GoDuration>,
 }
 
-/// What is written, and the defaults for the rest. Zero is a value here: it is never told then.
-pub(super) fn read(wire: Option<&PressureEdgesWire>) -> PressureEdges {
-    let default = PressureEdges::default();
+/// Thresholds as they are written, and the defaults for the rest. Zero is a value here: no events then.
+pub(super) fn resolve(wire: &mut Option<PressureEdgesWire>) -> PressureEdges {
+    let (wire, default) = (wire.get_or_insert_default(), PressureEdges::default());
     PressureEdges {
-        run_queue_wait: read_by_qos(wire.and_then(|wire| wire.run_queue_wait), default.run_queue_wait),
-        reclaim: read_by_qos(wire.and_then(|wire| wire.reclaim), default.reclaim),
+        run_queue_wait: by_qos(&mut wire.run_queue_wait, default.run_queue_wait),
+        reclaim: by_qos(&mut wire.reclaim, default.reclaim),
     }
 }
 
-fn read_by_qos(wire: Option<ByQosWire>, default: ByQos) -> ByQos {
-    let wire = wire.unwrap_or_default();
-    let or = |value: Option<GoDuration>, default| value.map_or(default, |value| value.0);
+fn by_qos(wire: &mut Option<ByQosWire>, default: ByQos) -> ByQos {
+    let wire = wire.get_or_insert_default();
+    let or = |value: &mut Option<GoDuration>, default| value.get_or_insert(GoDuration(default)).0;
     ByQos {
-        guaranteed: or(wire.guaranteed, default.guaranteed),
-        burstable: or(wire.burstable, default.burstable),
-        best_effort: or(wire.best_effort, default.best_effort),
+        guaranteed: or(&mut wire.guaranteed, default.guaranteed),
+        burstable: or(&mut wire.burstable, default.burstable),
+        best_effort: or(&mut wire.best_effort, default.best_effort),
     }
-}
-
-/// The reverse of [`read`].
-pub(super) fn print(edges: PressureEdges) -> PressureEdgesWire {
-    let by_qos = |durations: ByQos| {
-        let duration = |duration| Some(GoDuration(duration));
-        Some(ByQosWire {
-            guaranteed: duration(durations.guaranteed),
-            burstable: duration(durations.burstable),
-            best_effort: duration(durations.best_effort),
-        })
-    };
-    PressureEdgesWire { run_queue_wait: by_qos(edges.run_queue_wait), reclaim: by_qos(edges.reclaim) }
 }
 
 #[cfg(test)]
@@ -63,12 +50,13 @@ mod tests {
     fn what_is_not_written_is_the_default() {
         let wire: PressureEdgesWire =
             serde_json::from_str(r#"{"runQueueWait": {"guaranteed": "5ms", "bestEffort": "0s"}}"#).unwrap();
-        let found = read(Some(&wire));
+        let mut wire = Some(wire);
+        let found = resolve(&mut wire);
         let ms = Duration::from_millis;
         let waits = found.run_queue_wait;
         assert_eq!((waits.guaranteed, waits.burstable, waits.best_effort), (ms(5), ms(100), ms(0)));
         assert_eq!(found.reclaim, PressureEdges::default().reclaim);
-        assert_eq!(read(Some(&print(found))), found);
-        assert_eq!(read(None), PressureEdges::default());
+        assert_eq!(resolve(&mut wire), found);
+        assert_eq!(resolve(&mut None), PressureEdges::default());
     }
 }

@@ -8,13 +8,9 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
 use super::error::Problem;
-use super::kubelet::KubeletWire;
-use super::resolve::{path, word};
-use super::values::GoDuration;
-use super::words::{duration, number};
+use super::kubelet::{AuthenticationWire, AuthorizationWire, KubeletWire, WebhookAuthenticationWire};
+use super::words::{duration, number, path, word};
 
 /// The server of a node.
 #[derive(Debug, Clone, PartialEq)]
@@ -81,13 +77,11 @@ pub enum Authorization {
 }
 
 /// The oldest TLS that is spoken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TlsVersion {
     /// 1.2, and what is newer.
-    #[serde(rename = "VersionTLS12")]
     Tls12,
     /// 1.3 alone.
-    #[serde(rename = "VersionTLS13")]
     Tls13,
 }
 
@@ -116,101 +110,54 @@ const VERSIONS: [(&str, TlsVersion); 4] = [
     ("VersionTLS11", TlsVersion::Tls12),
 ];
 
-#[derive(Debug, Default, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
-pub(super) struct AuthenticationWire {
-    pub(super) x509: Option<X509Wire>,
-    pub(super) webhook: Option<WebhookAuthenticationWire>,
-    pub(super) anonymous: Option<AnonymousWire>,
-}
-
-#[derive(Debug, Default, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
-pub(super) struct X509Wire {
-    #[serde(rename = "clientCAFile", skip_serializing_if = "Option::is_none")]
-    pub(super) client_ca_file: Option<String>,
-}
-
-#[derive(Debug, Default, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
-pub(super) struct WebhookAuthenticationWire {
-    pub(super) enabled: Option<bool>,
-    #[serde(rename = "cacheTTL")]
-    pub(super) cache_ttl: Option<GoDuration>,
-}
-
-#[derive(Debug, Default, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
-pub(super) struct AnonymousWire {
-    pub(super) enabled: Option<bool>,
-}
-
-#[derive(Debug, Default, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
-pub(super) struct AuthorizationWire {
-    pub(super) mode: Option<String>,
-    pub(super) webhook: Option<WebhookAuthorizationWire>,
-}
-
-#[derive(Debug, Default, Deserialize, Serialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
-pub(super) struct WebhookAuthorizationWire {
-    #[serde(rename = "cacheAuthorizedTTL")]
-    pub(super) cache_authorized_ttl: Option<GoDuration>,
-    #[serde(rename = "cacheUnauthorizedTTL")]
-    pub(super) cache_unauthorized_ttl: Option<GoDuration>,
-}
-
 const TOKEN_TTL: Duration = Duration::from_secs(120);
 const ALLOWED_TTL: Duration = Duration::from_secs(300);
 const REFUSED_TTL: Duration = Duration::from_secs(30);
 
-pub(super) fn resolve(wire: &KubeletWire, partly: &mut Vec<Problem>) -> Result<Server, Problem> {
-    let port = |field, value| number(field, value, 0, 0, i64::from(u16::MAX));
-    let authentication = wire.authentication.as_ref();
-    let webhook = authentication.and_then(|wire| wire.webhook.as_ref());
-    let asks = webhook.and_then(|wire| wire.enabled).unwrap_or(true);
-    let ca = authentication.and_then(|wire| wire.x509.as_ref()).map(|wire| &wire.client_ca_file);
+pub(super) fn resolve(wire: &mut KubeletWire, partly: &mut Vec<Problem>) -> Result<Server, Problem> {
+    let port = |field, value: &mut Option<i64>| number(field, value, 0, 0, i64::from(u16::MAX));
+    let authentication = wire.authentication.get_or_insert_default();
+    let anonymous = *authentication.anonymous.get_or_insert_default().enabled.get_or_insert(false);
+    let token_ttl = token_ttl(authentication.webhook.get_or_insert_default());
     Ok(Server {
-        enabled: wire.enable_server.unwrap_or(true),
-        address: address(wire.address.as_deref())?,
-        port: wire.port.map(|value| port("port", Some(value))).transpose()?,
-        read_only_port: port("readOnlyPort", wire.read_only_port)?,
+        enabled: *wire.enable_server.get_or_insert(true),
+        address: address(&mut wire.address)?,
+        port: if wire.port.is_some() { Some(port("port", &mut wire.port)?) } else { None },
+        read_only_port: port("readOnlyPort", &mut wire.read_only_port)?,
         tls_files: tls_files(wire)?,
-        tls_bootstrap: wire.server_tls_bootstrap.unwrap_or(false),
+        tls_bootstrap: *wire.server_tls_bootstrap.get_or_insert(false),
         cert_dir: None,
-        min_version: word("tlsMinVersion", wire.tls_min_version.as_deref(), VERSIONS)?,
-        cipher_suites: cipher_suites(wire.tls_cipher_suites.as_deref().unwrap_or_default(), partly)?,
-        client_ca_file: path("authentication.x509.clientCAFile", ca.unwrap_or(&None))?,
-        anonymous: authentication
-            .and_then(|wire| wire.anonymous.as_ref())
-            .and_then(|wire| wire.enabled)
-            .unwrap_or(false),
-        token_ttl: asks.then(|| duration(webhook.and_then(|wire| wire.cache_ttl), TOKEN_TTL)),
-        authorization: resolve_authorization(wire.authorization.as_ref())?,
-        debugging_handlers: wire.enable_debugging_handlers.unwrap_or(true),
-        system_logs: wire.enable_system_log_handler.unwrap_or(true),
-        log_query: wire.enable_system_log_query.unwrap_or(false),
-        debug_flags: wire.enable_debug_flags_handler.unwrap_or(true),
+        min_version: word("tlsMinVersion", &mut wire.tls_min_version, VERSIONS)?,
+        cipher_suites: cipher_suites(wire.tls_cipher_suites.get_or_insert_default(), partly)?,
+        client_ca_file: authority(wire.authentication.get_or_insert_default())?,
+        anonymous,
+        token_ttl,
+        authorization: resolve_authorization(wire.authorization.get_or_insert_default())?,
+        debugging_handlers: *wire.enable_debugging_handlers.get_or_insert(true),
+        system_logs: *wire.enable_system_log_handler.get_or_insert(true),
+        log_query: *wire.enable_system_log_query.get_or_insert(false),
+        debug_flags: *wire.enable_debug_flags_handler.get_or_insert(true),
         stream_idle_timeout: duration(
-            wire.streaming_connection_idle_timeout,
+            &mut wire.streaming_connection_idle_timeout,
             Duration::from_secs(4 * 60 * 60),
         ),
     })
 }
 
-fn address(value: Option<&str>) -> Result<IpAddr, Problem> {
-    match value.filter(|value| !value.is_empty()) {
-        None => Ok(Ipv4Addr::UNSPECIFIED.into()),
+fn address(value: &mut Option<String>) -> Result<IpAddr, Problem> {
+    let address: IpAddr = match value.as_deref().filter(|value| !value.is_empty()) {
+        None => Ipv4Addr::UNSPECIFIED.into(),
         Some(value) => {
-            value.parse().map_err(|_| Problem::new("address", format!("{value:?} is not an IP address")))
+            value.parse().map_err(|_| Problem::new("address", format!("{value:?} is not an IP address")))?
         }
-    }
+    };
+    *value = Some(address.to_string());
+    Ok(address)
 }
 
-fn tls_files(wire: &KubeletWire) -> Result<Option<TlsFiles>, Problem> {
-    let certificate = path("tlsCertFile", &wire.tls_cert_file)?;
-    let key = path("tlsPrivateKeyFile", &wire.tls_private_key_file)?;
+fn tls_files(wire: &mut KubeletWire) -> Result<Option<TlsFiles>, Problem> {
+    let certificate = path("tlsCertFile", &mut wire.tls_cert_file)?;
+    let key = path("tlsPrivateKeyFile", &mut wire.tls_private_key_file)?;
     match (certificate, key) {
         (None, None) => Ok(None),
         (Some(certificate), Some(key)) => Ok(Some(TlsFiles { certificate, key })),
@@ -222,7 +169,7 @@ fn tls_files(wire: &KubeletWire) -> Result<Option<TlsFiles>, Problem> {
 /// The suites of `names` that are offered. A kubelet takes every suite that Go knows, and warns of the
 /// insecure ones, which guides for hardened nodes list as well: a file that asks for more is honoured in
 /// part.
-fn cipher_suites(names: &[String], partly: &mut Vec<Problem>) -> Result<Vec<String>, Problem> {
+fn cipher_suites(names: &mut Vec<String>, partly: &mut Vec<Problem>) -> Result<Vec<String>, Problem> {
     let mut suites: Vec<String> = Vec::new();
     for (index, name) in names.iter().enumerate() {
         let name = OLD_NAMES.iter().find(|(old, _)| old == name).map_or(name.as_str(), |(_, new)| *new);
@@ -243,43 +190,33 @@ fn cipher_suites(names: &[String], partly: &mut Vec<Problem>) -> Result<Vec<Stri
         let message = format!("none of these suites is offered; beelet offers {}", CIPHER_SUITES.join(", "));
         return Err(Problem::new("tlsCipherSuites", message));
     }
+    names.clone_from(&suites);
     Ok(suites)
 }
 
-fn resolve_authorization(wire: Option<&AuthorizationWire>) -> Result<Authorization, Problem> {
-    let ttls = wire.and_then(|wire| wire.webhook.as_ref());
-    let webhook = Authorization::Webhook {
-        allowed: duration(ttls.and_then(|ttls| ttls.cache_authorized_ttl), ALLOWED_TTL),
-        refused: duration(ttls.and_then(|ttls| ttls.cache_unauthorized_ttl), REFUSED_TTL),
-    };
-    let mode = wire.and_then(|wire| wire.mode.as_deref());
-    word("authorization.mode", mode, [("Webhook", webhook), ("AlwaysAllow", Authorization::AlwaysAllow)])
+fn authority(wire: &mut AuthenticationWire) -> Result<Option<PathBuf>, Problem> {
+    path("authentication.x509.clientCAFile", &mut wire.x509.get_or_insert_default().client_ca_file)
 }
 
-pub(super) fn authentication(server: &Server) -> AuthenticationWire {
-    let file = server.client_ca_file.as_ref().map(|file| file.to_string_lossy().into_owned());
-    AuthenticationWire {
-        x509: Some(X509Wire { client_ca_file: file }),
-        webhook: Some(WebhookAuthenticationWire {
-            enabled: Some(server.token_ttl.is_some()),
-            cache_ttl: Some(GoDuration(server.token_ttl.unwrap_or(TOKEN_TTL))),
-        }),
-        anonymous: Some(AnonymousWire { enabled: Some(server.anonymous) }),
-    }
+/// The time for which the API server's answer about a bearer token counts; None if it is not asked.
+fn token_ttl(wire: &mut WebhookAuthenticationWire) -> Option<Duration> {
+    let asks = *wire.enabled.get_or_insert(true);
+    // Without the webhook its time has no effect.
+    wire.cache_ttl.take_if(|_| !asks);
+    let ttl = duration(&mut wire.cache_ttl, TOKEN_TTL);
+    asks.then_some(ttl)
 }
 
-pub(super) fn authorization(server: &Server) -> AuthorizationWire {
-    let (mode, allowed, refused) = match server.authorization {
-        Authorization::AlwaysAllow => ("AlwaysAllow", ALLOWED_TTL, REFUSED_TTL),
-        Authorization::Webhook { allowed, refused } => ("Webhook", allowed, refused),
-    };
-    AuthorizationWire {
-        mode: Some(mode.to_owned()),
-        webhook: Some(WebhookAuthorizationWire {
-            cache_authorized_ttl: Some(GoDuration(allowed)),
-            cache_unauthorized_ttl: Some(GoDuration(refused)),
-        }),
+fn resolve_authorization(wire: &mut AuthorizationWire) -> Result<Authorization, Problem> {
+    let asks = word("authorization.mode", &mut wire.mode, [("Webhook", true), ("AlwaysAllow", false)])?;
+    let ttls = wire.webhook.get_or_insert_default();
+    if !asks {
+        // Without the webhook its times have no effect.
+        (ttls.cache_authorized_ttl, ttls.cache_unauthorized_ttl) = (None, None);
     }
+    let allowed = duration(&mut ttls.cache_authorized_ttl, ALLOWED_TTL);
+    let refused = duration(&mut ttls.cache_unauthorized_ttl, REFUSED_TTL);
+    Ok(if asks { Authorization::Webhook { allowed, refused } } else { Authorization::AlwaysAllow })
 }
 
 #[cfg(test)]

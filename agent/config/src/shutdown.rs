@@ -15,7 +15,14 @@ const BY_PRIORITY: &str = "shutdownGracePeriodByPodPriority";
 /// The longest period of one group, in seconds: the machine would wait for a week.
 const LONGEST: i64 = 7 * 24 * 3600;
 
-pub(super) fn resolve(wire: &KubeletWire) -> Result<Periods, Problem> {
+pub(super) fn resolve(wire: &mut KubeletWire) -> Result<Periods, Problem> {
+    let periods = read(wire)?;
+    (wire.shutdown_grace_period, wire.shutdown_grace_period_critical_pods) = totals(&periods);
+    wire.shutdown_grace_period_by_pod_priority = by_priority(&periods);
+    Ok(periods)
+}
+
+fn read(wire: &KubeletWire) -> Result<Periods, Problem> {
     let total = whole(TOTAL, wire.shutdown_grace_period)?;
     let critical = whole(CRITICAL, wire.shutdown_grace_period_critical_pods)?;
     let by_priority = wire.shutdown_grace_period_by_pod_priority.as_deref().unwrap_or_default();
@@ -46,12 +53,13 @@ fn whole(field: &str, value: Option<GoDuration>) -> Result<Duration, Problem> {
 
 fn period((index, wire): (usize, &ShutdownPeriodWire)) -> Result<Period, Problem> {
     let field = format!("{BY_PRIORITY}[{index}].shutdownGracePeriodSeconds");
-    let seconds: u64 = super::words::number(&field, Some(wire.shutdown_grace_period_seconds), 0, 0, LONGEST)?;
+    let seconds: u64 =
+        super::words::number(&field, &mut Some(wire.shutdown_grace_period_seconds), 0, 0, LONGEST)?;
     Ok(Period { priority: wire.priority, grace: Duration::from_secs(seconds) })
 }
 
-/// As two totals, where the periods are such.
-pub(super) fn totals(periods: &Periods) -> (Option<GoDuration>, Option<GoDuration>) {
+/// The periods as two totals, where they can be written so.
+fn totals(periods: &Periods) -> (Option<GoDuration>, Option<GoDuration>) {
     match periods.all() {
         [_, critical] if is_of_totals(periods) => {
             (Some(GoDuration(periods.total())), Some(GoDuration(critical.grace)))
@@ -61,8 +69,8 @@ pub(super) fn totals(periods: &Periods) -> (Option<GoDuration>, Option<GoDuratio
     }
 }
 
-/// As a list, where they are no totals.
-pub(super) fn by_priority(periods: &Periods) -> Option<Vec<ShutdownPeriodWire>> {
+/// The periods as a list, where they cannot be written as totals.
+fn by_priority(periods: &Periods) -> Option<Vec<ShutdownPeriodWire>> {
     let wire = |period: &Period| ShutdownPeriodWire {
         priority: period.priority,
         shutdown_grace_period_seconds: i64::try_from(period.grace.as_secs()).unwrap_or(i64::MAX),
@@ -82,8 +90,8 @@ mod tests {
     use super::*;
 
     fn resolved(text: &str) -> Result<Periods, String> {
-        let wire: KubeletWire = serde_json::from_value(serde_json::from_str(text).unwrap()).unwrap();
-        resolve(&wire).map_err(|problem| format!("{}: {}", problem.field, problem.message))
+        let mut wire: KubeletWire = serde_json::from_value(serde_json::from_str(text).unwrap()).unwrap();
+        resolve(&mut wire).map_err(|problem| format!("{}: {}", problem.field, problem.message))
     }
 
     #[test]

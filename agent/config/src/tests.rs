@@ -1,3 +1,5 @@
+mod v1beta1;
+
 use std::io::Write;
 use std::net::Ipv4Addr;
 
@@ -121,7 +123,11 @@ fn values_are_understood_as_the_kubelet_does() {
 
 #[test]
 fn thresholds_are_the_kubelets_by_default_and_replaced_as_a_whole() {
-    let hard = |body: &str| set(&kubelet(body)).eviction.texts.hard.into_iter().collect::<Vec<_>>();
+    let hard = |body: &str| -> Vec<(String, String)> {
+        let shown = set(&kubelet(body)).effective_kubelet();
+        let hard = shown["evictionHard"].as_object().unwrap().iter();
+        hard.map(|(name, value)| (name.clone(), value.as_str().unwrap().to_owned())).collect()
+    };
     let pair = |name: &str, value: &str| (name.to_owned(), value.to_owned());
     assert_eq!(
         hard(""),
@@ -410,147 +416,6 @@ fn a_known_field_without_effect_is_a_warning_that_names_it() {
     );
     assert!(warnings[1].contains(":5:14: hairpinMode: has no effect"), "{}", warnings[1]);
 }
-
-#[test]
-fn every_field_of_v1beta1_is_known_exactly_once() {
-    let used = fields::names_of::<kubelet::KubeletWire>();
-    let mut all: Vec<&str> = unsupported::names().chain(used.iter().copied()).collect();
-    all.sort_unstable();
-    let count = all.len();
-    all.dedup();
-    assert_eq!(all.len(), count, "a field is both used and unsupported");
-    assert_eq!(all, V1BETA1);
-}
-
-/// Facts from staging/src/k8s.io/kubelet/config/v1beta1/types.go, sorted.
-const V1BETA1: &[&str] = &[
-    "address",
-    "allowedUnsafeSysctls",
-    "authentication",
-    "authorization",
-    "cgroupDriver",
-    "cgroupRoot",
-    "cgroupsPerQOS",
-    "clusterDNS",
-    "clusterDomain",
-    "configMapAndSecretChangeDetectionStrategy",
-    "containerLogMaxFiles",
-    "containerLogMaxSize",
-    "containerLogMaxWorkers",
-    "containerLogMonitorInterval",
-    "containerRuntimeEndpoint",
-    "contentType",
-    "cpuCFSQuota",
-    "cpuCFSQuotaPeriod",
-    "cpuManagerPolicy",
-    "cpuManagerPolicyOptions",
-    "cpuManagerReconcilePeriod",
-    "crashLoopBackOff",
-    "draManagerReconcilePeriod",
-    "enableContentionProfiling",
-    "enableControllerAttachDetach",
-    "enableDebugFlagsHandler",
-    "enableDebuggingHandlers",
-    "enableProfilingHandler",
-    "enableServer",
-    "enableSystemLogHandler",
-    "enableSystemLogQuery",
-    "enforceNodeAllocatable",
-    "eventBurst",
-    "eventRecordQPS",
-    "evictionHard",
-    "evictionMaxPodGracePeriod",
-    "evictionMinimumReclaim",
-    "evictionPressureTransitionPeriod",
-    "evictionSoft",
-    "evictionSoftGracePeriod",
-    "failCgroupV1",
-    "failSwapOn",
-    "featureGates",
-    "fileCheckFrequency",
-    "hairpinMode",
-    "healthzBindAddress",
-    "healthzPort",
-    "httpCheckFrequency",
-    "imageGCHighThresholdPercent",
-    "imageGCLowThresholdPercent",
-    "imageMaximumGCAge",
-    "imageMinimumGCAge",
-    "imagePullCredentialsVerificationPolicy",
-    "imageServiceEndpoint",
-    "iptablesDropBit",
-    "iptablesMasqueradeBit",
-    "kernelMemcgNotification",
-    "kubeAPIBurst",
-    "kubeAPIQPS",
-    "kubeReserved",
-    "kubeReservedCgroup",
-    "kubeletCgroups",
-    "localStorageCapacityIsolation",
-    "logging",
-    "makeIPTablesUtilChains",
-    "maxOpenFiles",
-    "maxParallelImagePulls",
-    "maxPods",
-    "memoryManagerPolicy",
-    "memoryReservationPolicy",
-    "memorySwap",
-    "memoryThrottlingFactor",
-    "mergeDefaultEvictionSettings",
-    "nodeLeaseDurationSeconds",
-    "nodeStatusMaxImages",
-    "nodeStatusReportFrequency",
-    "nodeStatusUpdateFrequency",
-    "oomScoreAdj",
-    "podCIDR",
-    "podLogsDir",
-    "podPidsLimit",
-    "podsPerCore",
-    "port",
-    "preloadedImagesVerificationAllowlist",
-    "protectKernelDefaults",
-    "providerID",
-    "qosReserved",
-    "readOnlyPort",
-    "registerNode",
-    "registerWithTaints",
-    "registryBurst",
-    "registryPullQPS",
-    "reservedMemory",
-    "reservedSystemCPUs",
-    "resolvConf",
-    "rotateCertificates",
-    "runOnce",
-    "runtimeRequestTimeout",
-    "seccompDefault",
-    "serializeImagePulls",
-    "serverTLSBootstrap",
-    "showHiddenMetricsForVersion",
-    "shutdownGracePeriod",
-    "shutdownGracePeriodByPodPriority",
-    "shutdownGracePeriodCriticalPods",
-    "singleProcessOOMKill",
-    "staticPodPath",
-    "staticPodURL",
-    "staticPodURLHeader",
-    "streamingConnectionIdleTimeout",
-    "syncFrequency",
-    "systemCgroups",
-    "systemReserved",
-    "systemReservedCgroup",
-    "tlsCertFile",
-    "tlsCipherSuites",
-    "tlsCurvePreferences",
-    "tlsMinVersion",
-    "tlsPrivateKeyFile",
-    "topologyManagerPolicy",
-    "topologyManagerPolicyOptions",
-    "topologyManagerScope",
-    "tracing",
-    "userNamespaces",
-    "volumePluginDir",
-    "volumeStatsAggPeriod",
-];
 
 #[test]
 fn the_effective_configuration_reads_back_as_itself() {

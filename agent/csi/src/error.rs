@@ -29,6 +29,9 @@ pub enum Error {
     /// The pod asks for what can't be, or can't be yet.
     #[error("{0}")]
     Unmet(String),
+    /// The driver, or the volume's attachment, cannot be used.
+    #[error(transparent)]
+    Unusable(#[from] beelet_policy::volumes::csi::CsiError),
     /// The driver makes no volume larger on the node.
     #[error("NodeExpand is not supported by the CSI driver {0}")]
     NeverExpands(String),

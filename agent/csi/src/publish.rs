@@ -192,7 +192,7 @@ impl Csi {
         let id = VolumeId::new(driver_name, &handle);
         let object = storage.driver(driver_name).await;
         let object = object.map_err(Error::asked(format!("the CSIDriver {driver_name}")))?;
-        policy::check_lifecycle(driver_name, object.as_ref(), inline).map_err(Error::Unmet)?;
+        policy::check_lifecycle(driver_name, object.as_ref(), inline)?;
         let mut publish_context = BTreeMap::new();
         if !inline && policy::is_attached(object.as_ref()) {
             publish_context = self.attached(storage, &id, wanted.name, &uid).await?;
@@ -252,7 +252,7 @@ impl Csi {
             "volume {} has GET error for volume attachment {attachment}",
             id.handle
         )))?;
-        policy::attached(&found, &id.handle).map_err(Error::Unmet)
+        Ok(policy::attached(&found, &id.handle)?)
     }
 
     /// Has a volume staged, once; where it is.

@@ -40,7 +40,7 @@ impl Csi {
         let driver = Driver::dial(name, socket, self.0.metrics.clone()).await;
         let driver = driver.map_err(|error| error.to_string())?;
         let node = driver.node().await.map_err(|error| error.to_string())?;
-        node.check()?;
+        node.check().map_err(|error| error.to_string())?;
         info!(driver = name, socket = %socket.display(), node_id = node.node_id, "a storage plugin has registered");
         lock(&self.0.drivers).insert(name.to_owned(), driver);
         self.0.known.send_modify(|known| drop(Arc::make_mut(known).insert(name.to_owned(), Some(node))));

@@ -1,6 +1,7 @@
 //! Errors of preparing and unpreparing claims.
 
 use beelet_model::storage::StorageError;
+use beelet_policy::dra::ClaimError;
 
 /// Error of this crate. Its text is the kubelet's if the kubelet has one.
 #[derive(Debug, thiserror::Error)]
@@ -17,8 +18,14 @@ pub enum Error {
         cause: StorageError,
     },
     /// The pod may not use the claim, or not yet.
-    #[error("{0}")]
-    Unmet(String),
+    #[error(transparent)]
+    Claim(#[from] ClaimError),
+    /// A node without an API server has no claims.
+    #[error("this node has no API server")]
+    NoApiServer,
+    /// A container uses a claim that its pod does not name.
+    #[error("a claim of the container is not among those of its pod")]
+    NotOfPod,
     /// The driver refused a call or did not answer.
     #[error("{method}: rpc error: code = {code} desc = {message}")]
     Call {

@@ -2,7 +2,10 @@
 
 use std::{collections::BTreeSet, time::Duration};
 
-use beelet_policy::dra::health::{DeviceKey, Health, Report};
+use beelet_policy::dra::{
+    DeviceKey,
+    health::{Health, Report},
+};
 use beelet_proto::dra::health as wire;
 use beelet_units::moment::Moment;
 use futures::stream::{FuturesUnordered, StreamExt};

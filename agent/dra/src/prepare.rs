@@ -45,7 +45,7 @@ impl Dra {
         let keys: BTreeSet<ClaimKey> = claims.iter().map(|(key, _)| key.clone()).collect();
         let _held = self.hold(&keys).await;
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
-        self.change(|ledger| ledger.enter(uid, &claims)).map_err(Error::Unmet)?;
+        self.change(|ledger| ledger.enter(uid, &claims))?;
         self.save().await?;
         let batches = lock(&self.0.ledger).unprepared(&keys);
         if batches.is_empty() {
@@ -147,25 +147,24 @@ impl Dra {
         pod: &core::Pod,
         container: &core::Container,
     ) -> Result<Vec<String>, Error> {
-        let known = || policy::cdi_devices(&lock(&self.0.ledger), pod, container).map_err(Error::Unmet);
+        let known = || policy::cdi_devices(&lock(&self.0.ledger), pod, container);
         if let Some(devices) = known()? {
             return Ok(devices);
         }
         self.prepare(storage, pod).await?;
-        known()?
-            .ok_or_else(|| Error::Unmet("a claim of the container is not among those of its pod".to_owned()))
+        known()?.ok_or(Error::NotOfPod)
     }
 }
 
 /// Reads the claims of a pod from the API server.
 async fn read(storage: Option<&dyn Storage>, pod: &core::Pod) -> Result<Vec<(ClaimKey, ClaimInfo)>, Error> {
-    let wanted = policy::wanted(pod).map_err(Error::Unmet)?;
-    let storage = storage.ok_or_else(|| Error::Unmet("this node has no API server".to_owned()))?;
+    let wanted = policy::wanted(pod)?;
+    let storage = storage.ok_or(Error::NoApiServer)?;
     let asked = wanted.into_iter().map(async |wanted| {
         let ClaimKey { namespace, name } = &wanted.key;
         let claim = storage.resource_claim(namespace, name).await;
         let claim = claim.map_err(|cause| Error::Unread { name: name.clone(), cause })?;
-        let info = policy::accept(pod, &wanted, &claim).map_err(Error::Unmet)?;
+        let info = policy::accept(pod, &wanted, &claim)?;
         Ok((wanted.key, info))
     });
     join_all(asked).await.into_iter().collect()

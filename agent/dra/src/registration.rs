@@ -44,7 +44,7 @@ impl PluginHandler for Dra {
 impl Dra {
     async fn meet(&self, name: &str, versions: &[String], socket: &Path) -> Result<(), String> {
         let service = policy::service(versions).map_err(|why| {
-            let endpoint = socket.display();
+            let (endpoint, why) = (socket.display(), why.to_string());
             format!(
                 "invalid supported gRPC versions of DRA driver plugin {name:.64} at endpoint {endpoint}: {why:.1024}"
             )

@@ -23,7 +23,7 @@ use beelet_base::blocking::blocking;
 use beelet_base::filesystem::{Space, container_mountpoint, image_mountpoint};
 use beelet_base::work::Work;
 use beelet_cri::Runtime;
-use beelet_model::disk::{self, DiskUse, PodDisk, Taken};
+use beelet_model::disk::{DiskUse, Places, PodDisk, Taken};
 
 /// Interval of asking the runtime for its file systems, which may change.
 const ASK_PERIOD: Duration = Duration::from_secs(60);
@@ -39,19 +39,11 @@ pub struct Filesystems {
     space: Space,
 }
 
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Places {
-    node: PathBuf,
-    images: Option<PathBuf>,
-    containers: Option<PathBuf>,
-    all_images: Option<Taken>,
-}
-
 impl Filesystems {
     /// Creates the state with only the file system of volumes and logs known.
     #[must_use]
     pub fn new(node: PathBuf, space: Space) -> Self {
-        let places = Places { node, ..Places::default() };
+        let places = Places { node: Some(node), ..Places::default() };
         Self { places: Arc::new(Mutex::new(places)), space }
     }
 
@@ -66,7 +58,7 @@ impl Filesystems {
                 None => Ok(BTreeMap::new()),
             }
         };
-        let node = read(|p| Some(p.node.clone()), Signal::NodeFsAvailable, Signal::NodeFsInodesFree);
+        let node = read(|p| p.node.clone(), Signal::NodeFsAvailable, Signal::NodeFsInodesFree);
         let images = read(|p| p.images.clone(), Signal::ImageFsAvailable, Signal::ImageFsInodesFree);
         let containers =
             read(|p| p.containers.clone(), Signal::ContainerFsAvailable, Signal::ContainerFsInodesFree);
@@ -137,7 +129,7 @@ fn image_use(answer: &cri::ImageFsInfoResponse) -> Option<Taken> {
 /// Returns the sharing of file systems; `None` while unknown.
 fn layout_of(places: &Places) -> Option<DiskLayout> {
     let device = |path: &PathBuf| std::fs::metadata(path).ok().map(|metadata| metadata.dev());
-    let (node, images) = (device(&places.node)?, device(places.images.as_ref()?)?);
+    let (node, images) = (device(places.node.as_ref()?)?, device(places.images.as_ref()?)?);
     let containers = places.containers.as_ref().and_then(device).unwrap_or(images);
     Some(match (images == node, containers == node) {
         (true, _) => DiskLayout::Single,
@@ -327,9 +319,8 @@ impl DiskUse for DiskView {
         pods.get(uid)?.ended.as_ref().map(|(_, disk)| disk.clone())
     }
 
-    fn places(&self) -> disk::Places {
-        let Places { node, images, containers, all_images } = self.filesystems.places();
-        disk::Places { node: Some(node), images, containers, all_images }
+    fn places(&self) -> Places {
+        self.filesystems.places()
     }
 }
 

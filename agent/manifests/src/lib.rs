@@ -13,6 +13,7 @@
 #![cfg_attr(test, allow(clippy::needless_pass_by_value))]
 
 mod defaults;
+mod file;
 pub mod folder;
 mod identity;
 mod names;
@@ -21,6 +22,7 @@ mod owners;
 mod priority;
 mod reading;
 pub mod source;
+mod standing;
 mod validate;
 mod watch;
 

@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use tokio::task::spawn_blocking;
 use tracing::warn;
 
-use super::folder::{File, Good};
+use super::file::{File, Good};
 use beelet_model::objects::Object;
 use beelet_state::{Loaded, State};
 

@@ -7,15 +7,12 @@ use std::time::SystemTime;
 
 use sha2::{Digest as _, Sha256};
 
-use super::folder::Content;
+use super::file::{Content, Digest};
 use super::{Manifest, read};
 use beelet_codec::error::ManifestError;
 
 /// So few files are read sooner than a thread begins.
 const FILES_PER_THREAD: usize = 16;
-
-/// A digest of a file's bytes.
-pub(super) type Digest = [u8; 32];
 
 /// What a file holds.
 #[derive(Debug)]

@@ -33,6 +33,8 @@ use beelet_state::{
     events::{Object, Recorder},
 };
 
+pub use super::file::Described;
+
 /// How long after a file was missed it is looked for again. An editor needs some 100 us between moving the
 /// old one away and making the new one; on a busy machine it may lose the CPU in between.
 const SECOND_LOOK: Duration = Duration::from_millis(200);
@@ -74,15 +76,6 @@ pub struct Options {
     pub events: Recorder,
     /// Ends the watching.
     pub cancel: CancellationToken,
-}
-
-/// An object that a manifest of a folder describes.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Described {
-    /// The manifest.
-    pub file: PathBuf,
-    /// What it describes; a pod with its identity on this node.
-    pub object: super::Object,
 }
 
 /// The pods and objects of the manifests in the folder at `path`, read once, with `changes` made in thought:

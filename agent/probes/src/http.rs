@@ -87,7 +87,7 @@ async fn follow(get: &Get, host: &str, first: Place, tls: &Arc<ClientConfig>) ->
             Some(location) => match stop.next(host, location) {
                 Ok(Some(next)) => stop = next,
                 Ok(None) => return Ok(judge(reply)),
-                Err(error) => return Err(Broken::Answer(error)),
+                Err(error) => return Err(Broken::Answer(error.to_string())),
             },
             None => return Ok(judge(reply)),
         }

@@ -1,4 +1,4 @@
-//! Opens the devices, and serves what others ask of them.
+//! Opens the devices, and starts what other programs ask of them.
 
 use std::sync::Arc;
 
@@ -9,50 +9,48 @@ use tokio::{
 };
 use tracing::warn;
 
-use super::run::Node;
+use super::services::Services;
 use beelet_devices::{Active, Devices, Parts, Settings, Tasks, remnants};
 use beelet_model::{pod::managed, request::Request};
 use beelet_proto::cri;
 
-impl Node {
-    /// The devices as an earlier agent or a kubelet left them, and what must run for them.
-    pub(super) async fn open_devices(
-        &self,
-        active: watch::Receiver<Active>,
-        requests: mpsc::Sender<Request>,
-    ) -> Result<(Devices, Tasks)> {
-        let (policy, scope) = self.config.topology;
-        let kubelet_dir = self.config.beelet.kubelet_dir.clone();
-        let settings = Settings {
-            plugin_wait: self.config.beelet.device_plugin_wait,
-            policy,
-            scope,
-            ..Settings::new(kubelet_dir)
-        };
-        // Asked in any case: whether the checkpoint is damaged is seen when it is read.
-        let ours = cri::ContainerFilter { label_selector: managed(), ..Default::default() };
-        let containers = self.runtime.list_containers(Some(ours)).await;
-        let containers = containers.unwrap_or_else(|error| {
-            warn!(%error, "the runtime's containers can't be listed: a lost device checkpoint could not be rebuilt");
-            Vec::new()
-        });
-        let store = self.doors.checkpoint.clone().unwrap_or_else(|| Arc::new(settings.checkpoint()));
-        let parts = Parts {
-            store,
-            settings,
-            active,
-            requests,
-            metrics: self.metrics.devices.clone(),
-            events: self.events.clone(),
-            node_name: self.config.node_name.clone(),
-        };
-        let open = move || Devices::open(parts, || remnants(&containers));
-        let (devices, tasks) = spawn_blocking(open).await.context("the devices could not be opened")?;
-        let tasks = tasks.with_handler(beelet_csi::KIND, Arc::new(self.csi.clone()));
-        // On a node of its own no pod has claims.
-        if self.storage.is_some() {
-            return Ok((devices, tasks.with_handler(beelet_dra::KIND, Arc::new(self.dra.clone()))));
-        }
-        Ok((devices, tasks))
+/// Opens the devices as an earlier agent or a kubelet left them. Returns them with the tasks that serve them.
+pub(super) async fn open(
+    services: &Services,
+    active: watch::Receiver<Active>,
+    requests: mpsc::Sender<Request>,
+) -> Result<(Devices, Tasks)> {
+    let config = &services.config;
+    let (policy, scope) = config.topology;
+    let settings = Settings {
+        plugin_wait: config.beelet.device_plugin_wait,
+        policy,
+        scope,
+        ..Settings::new(config.beelet.kubelet_dir.clone())
+    };
+    // Listed in any case: only reading the checkpoint shows that it is damaged.
+    let ours = cri::ContainerFilter { label_selector: managed(), ..Default::default() };
+    let containers = services.runtime.list_containers(Some(ours)).await;
+    let containers = containers.unwrap_or_else(|error| {
+        warn!(%error, "the runtime's containers can't be listed: a lost device checkpoint could not be rebuilt");
+        Vec::new()
+    });
+    let store = services.doors.checkpoint.clone().unwrap_or_else(|| Arc::new(settings.checkpoint()));
+    let parts = Parts {
+        store,
+        settings,
+        active,
+        requests,
+        metrics: services.metrics.devices.clone(),
+        events: services.events.clone(),
+        node_name: config.node_name.clone(),
+    };
+    let open = move || Devices::open(parts, || remnants(&containers));
+    let (devices, tasks) = spawn_blocking(open).await.context("the devices could not be opened")?;
+    let tasks = tasks.with_handler(beelet_csi::KIND, Arc::new(services.csi.clone()));
+    // On a node of its own no pod has claims.
+    if services.storage.is_some() {
+        return Ok((devices, tasks.with_handler(beelet_dra::KIND, Arc::new(services.dra.clone()))));
     }
+    Ok((devices, tasks))
 }

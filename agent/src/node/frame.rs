@@ -11,8 +11,8 @@ use tonic::service::Routes;
 use tracing::{error, info};
 
 use super::{
-    parts::{Failures, Parts},
     systemd,
+    tasks::{Failures, Tasks},
 };
 use beelet_api::http::{self, ApiState};
 use beelet_cri::Runtime;
@@ -22,7 +22,7 @@ pub(super) struct Frame {
     /// The first failure of any part.
     pub(super) failures: Failures,
     /// What ends after all other parts: their last acts can still be seen.
-    pub(super) servers: Parts,
+    pub(super) servers: Tasks,
     /// Cancelled when the servers are to end.
     pub(super) serving: CancellationToken,
     shutdown: CancellationToken,
@@ -32,7 +32,7 @@ impl Frame {
     /// Nothing runs yet. `shutdown` tells the agent to end.
     pub(super) fn new(shutdown: &CancellationToken) -> Self {
         let (failures, serving) = (Failures::default(), CancellationToken::new());
-        let servers = Parts::new(&serving, &failures);
+        let servers = Tasks::new(&serving, &failures);
         Self { failures, servers, serving, shutdown: shutdown.clone() }
     }
 

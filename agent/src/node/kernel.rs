@@ -12,10 +12,10 @@ use anyhow::{Context, Result};
 use tokio::task::spawn_blocking;
 use tracing::{info, warn};
 
-use beelet_bpf::{Kernel, KernelOptions, PodFolders, PodShare, Scheduler, SchedulingClass};
+use beelet_bpf::{Kernel, KernelOptions, PodFolders, Scheduler};
 use beelet_cgroups::{Cgroups, Version};
-use beelet_policy::tuner::scheduler::{self, SchedulingShare};
 use beelet_tuner::{Scheduling, StartScheduler};
+use beelet_units::scheduling::SchedulingShare;
 
 /// Brings up the kernel half as far as this kernel allows. The kernel half logs what is missing.
 pub(super) async fn start(options: KernelOptions) -> Result<Kernel> {
@@ -103,16 +103,7 @@ impl Scheduling for Loaded {
         pods: &BTreeMap<u64, SchedulingShare>,
         limits: &BTreeMap<u64, u64>,
     ) -> Result<(), String> {
-        let share = |share: &SchedulingShare| PodShare {
-            class: match share.class {
-                scheduler::SchedulingClass::Latency => SchedulingClass::Latency,
-                scheduler::SchedulingClass::Shared => SchedulingClass::Shared,
-                scheduler::SchedulingClass::BestEffort => SchedulingClass::BestEffort,
-            },
-            weight: share.weight,
-        };
-        let pods = pods.iter().map(|(id, one)| (*id, share(one))).collect();
-        self.0.share_out(&pods, limits).map_err(|error| error.to_string())
+        self.0.share_out(pods, limits).map_err(|error| error.to_string())
     }
 
     fn ended(&self) -> Result<Option<String>, String> {

@@ -1,18 +1,16 @@
 //! Every part's counters, made before the parts are: the metrics page is served from the start.
 
-use std::sync::Arc;
-
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{family::Family, gauge::Gauge},
     registry::Registry,
 };
-use tokio::sync::watch;
 
-use super::{own_use::OwnUse, protection};
+use super::own_use::OwnUse;
 use beelet_cgroups::{Cgroups, Version};
 use beelet_cluster::node::KUBELET_VERSION;
 use beelet_cri::Runtime;
+use beelet_images::containers;
 use beelet_pleg::{exits, relist};
 use beelet_pods::qos_tree;
 
@@ -51,15 +49,16 @@ pub struct Metrics {
     /// What keeps the node in its cluster.
     pub cluster: beelet_cluster::Metrics,
     pub(super) tuner: beelet_tuner::Metrics,
-    /// What the tuner shows: the API is there before the tuner is.
-    pub(super) tuner_view: watch::Sender<Arc<beelet_tuner::View>>,
     pub(super) probes: beelet_probes::Metrics,
     pub(super) relist: relist::Metrics,
     pub(super) devices: beelet_devices::Metrics,
     pub(super) csi: beelet_csi::Metrics,
     pub(super) dra: beelet_dra::Metrics,
     pub(super) exits: exits::Metrics,
-    pub(super) protection: protection::Metrics,
+    pub(super) admission: beelet_admission::Metrics,
+    pub(super) images: beelet_images::Metrics,
+    pub(super) dead_containers: containers::Metrics,
+    pub(super) eviction: beelet_eviction::Metrics,
     pub(super) pod_resources: beelet_api::podresources::Metrics,
     pub(super) shutdown: beelet_shutdown::Metrics,
     pub(super) kubelet_api: beelet_kubelet_api::Metrics,
@@ -86,7 +85,10 @@ impl Metrics {
         self.csi.register(&mut registry);
         self.dra.register(&mut registry);
         self.exits.register(&mut registry);
-        self.protection.register(&mut registry);
+        self.admission.register(&mut registry);
+        self.images.register(&mut registry);
+        self.dead_containers.register(&mut registry);
+        self.eviction.register(&mut registry);
         self.pod_resources.register(&mut registry);
         self.shutdown.register(&mut registry);
         self.kubelet_api.register(&mut registry);

@@ -1,31 +1,41 @@
 //! Builds the parts, connects them, runs them, stops them. Nothing else knows them all.
 //!
-//! [`builder`] is the way in. [`run`](mod@run) connects a node that runs pods, [`observe`] one that watches
-//! the pods of another kubelet; [`frame`] is what both have around their parts.
+//! [`Builder`] is the way in. `run.rs` lists what a node that runs pods starts, in order; [`observe`] is a
+//! node that watches the pods of another kubelet; `frame.rs` has what both have around their parts.
+//! [`Services`] exist from the start; `services::Late` has those that come later; `tasks.rs` runs the parts.
 
 mod addresses;
-pub mod builder;
+mod builder;
+mod cgroup_keepers;
 mod conditions;
 mod devices;
 #[cfg(test)]
 mod docs;
+mod doors;
+mod exits;
 pub mod facts;
+mod folders;
 mod frame;
+mod handles;
 mod health;
 mod kernel;
 mod kernel_settings;
 pub mod metrics;
 pub mod observe;
+mod opened;
 mod own_use;
-mod parts;
 pub(crate) mod preflight;
 pub mod process;
 mod protection;
 mod run;
+mod servers;
+mod services;
 mod sources;
 mod stats;
 mod subordinate_ids;
 pub mod systemd;
+mod tasks;
+mod upkeep;
 
 use std::time::Duration;
 
@@ -37,11 +47,8 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use self::parts::Parts;
-pub use self::{
-    builder::{Builder, Doors, Handles},
-    facts::Machine,
-};
+use self::tasks::Tasks;
+pub use self::{builder::Builder, doors::Doors, facts::Machine, handles::Handles, services::Services};
 use beelet_config::Config;
 
 /// A signal that comes again within this time has the same cause: timeout(1) signals both its child and its
@@ -91,7 +98,7 @@ fn stop_on_signals(shutdown: &CancellationToken, at_once: impl Fn() + Send + 'st
 }
 
 /// Lets the parts end by themselves, but not for ever.
-async fn farewell(mut tasks: Parts) {
+async fn farewell(mut tasks: Tasks) {
     if tokio::time::timeout(FAREWELL, tasks.ended()).await.is_err() {
         warn!("some parts did not end within {} s and are dropped", FAREWELL.as_secs());
     }

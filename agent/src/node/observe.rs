@@ -15,13 +15,13 @@ use tonic::service::Routes;
 use tracing::{info, warn};
 
 use super::{
-    builder::{Builder, Doors},
+    builder::Builder,
+    doors::Doors,
     frame::Frame,
-    kernel,
-    parts::Parts,
-    process,
+    kernel, process,
     stats::{self, Stats},
     stop_on_signals,
+    tasks::Tasks,
 };
 use beelet_api::{
     grpc::{self, Outlook},
@@ -122,8 +122,17 @@ pub async fn run(options: Options) -> Result<()> {
     Builder::default().observe(options, shutdown).await
 }
 
-/// Observes until `shutdown`.
-pub(super) async fn observe(doors: Doors, options: Options, shutdown: CancellationToken) -> Result<()> {
+impl Builder {
+    /// Observes the pods of another kubelet until `shutdown`. Sources and attached parts have no place here.
+    ///
+    /// # Errors
+    /// As for [`Builder::run`].
+    pub async fn observe(self, options: Options, shutdown: CancellationToken) -> Result<()> {
+        observe(self.doors, options, shutdown).await
+    }
+}
+
+async fn observe(doors: Doors, options: Options, shutdown: CancellationToken) -> Result<()> {
     let runtime = match doors.runtime {
         Some(runtime) => runtime,
         None => Runtime::new(&options.runtime_endpoint, REQUEST)?,
@@ -215,10 +224,10 @@ impl Watched {
         frame: &Frame,
         shutdown: CancellationToken,
     ) -> Result<()> {
-        let mut tasks = Parts::new(&shutdown, &frame.failures);
+        let mut tasks = Tasks::new(&shutdown, &frame.failures);
         let kernel = start_kernel(&self.options, &self.runtime, &self.cgroups).await?;
         let seen = (&self.runtime, &self.cgroups, &kernel, self.table.clone());
-        allowed.start(&self.options, seen, &mut tasks, &shutdown).await?;
+        allowed.start(&self.options, seen, &mut tasks).await?;
         let measuring = stats::Options {
             node: self.options.node_name.clone(),
             interval: self.options.interval,
@@ -227,7 +236,7 @@ impl Watched {
             volumes: watch::channel(Arc::default()).1,
         };
         let measured = (Arc::clone(&self.cgroups), self.table, &kernel);
-        self.stats.start(inbox, measuring, measured, &mut tasks, &shutdown);
+        self.stats.start(inbox, measuring, measured, &mut tasks);
         let parts = beelet_foreign::Parts {
             runtime: self.runtime,
             runtime_name: version.runtime_name,
@@ -284,8 +293,7 @@ impl Allowed {
         self,
         options: &Options,
         (runtime, cgroups, kernel, table): (&Runtime, &Arc<Cgroups>, &Kernel, watch::Receiver<Arc<PodTable>>),
-        tasks: &mut Parts,
-        shutdown: &CancellationToken,
+        tasks: &mut Tasks,
     ) -> Result<()> {
         if options.tune.is_none() && options.state_dir.join("tuner.json").exists() {
             warn!(
@@ -299,7 +307,7 @@ impl Allowed {
         let state = Arc::new(State::open(&options.state_dir)?);
         if let Some(collecting) = &options.image_gc {
             let parts = (runtime, table.clone(), self.images, self.space);
-            collect_images(collecting, &options.node_name, &state, parts, tasks, shutdown);
+            collect_images(collecting, &options.node_name, &state, parts, tasks);
         }
         if let Some(settings) = options.tune {
             let (held, journal) = (Arc::clone(cgroups), Arc::clone(&state));
@@ -318,7 +326,7 @@ impl Allowed {
                 view: self.view,
             };
             info!(mode = ?settings.mode, state = %options.state_dir.display(), "pods' cgroups are tuned, as allowed");
-            tasks.spawn_optional("tuner", beelet_tuner::run(parts, shutdown.clone()));
+            tasks.spawn_optional("tuner", beelet_tuner::run(parts, tasks.stop()));
         }
         Ok(())
     }
@@ -335,8 +343,7 @@ fn collect_images(
         beelet_images::Metrics,
         Space,
     ),
-    tasks: &mut Parts,
-    shutdown: &CancellationToken,
+    tasks: &mut Tasks,
 ) {
     let recorder = Recorder::load(state);
     let (image_gc, _) = ImageGc::new(beelet_images::Parts {
@@ -351,8 +358,8 @@ fn collect_images(
         metrics,
     });
     info!(state = %state.dir().display(), "unused images are removed, as allowed");
-    tasks.spawn("image collection", image_gc.run(shutdown.clone()));
-    tasks.spawn("event log", recorder.writer(Arc::clone(state), shutdown.clone()));
+    tasks.spawn("image collection", image_gc.run(tasks.stop()));
+    tasks.spawn("event log", recorder.writer(Arc::clone(state), tasks.stop()));
 }
 
 /// The counting programs, for everything below the pods' root.

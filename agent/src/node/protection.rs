@@ -1,17 +1,15 @@
 //! Builds what protects the node from its pods (admission, garbage collection, eviction) and connects it with
 //! them.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use beelet_policy::eviction::{DiskLayout, Reclaim};
 use futures::future::BoxFuture;
 use k8s_openapi::api::core::v1 as core;
-use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, watch};
-use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::{conditions, facts, health::Health, parts::Parts, run::Node};
+use super::{conditions, facts, health::Health, opened::Node, services::Services, tasks::Tasks};
 use beelet_admission::{Admission, RetryEvicted};
 use beelet_api::grpc::{devices::NodeResources, garbage::Collectors};
 use beelet_base::blocking::blocking;
@@ -30,26 +28,6 @@ use beelet_images::{
 };
 use beelet_model::{pressure::Conditions, request::Request};
 use beelet_shutdown::Since;
-use beelet_state::events::NodeEvents;
-
-/// Their counters, and where the API finds the collectors once they are built.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Metrics {
-    admission: beelet_admission::Metrics,
-    pub(super) images: beelet_images::Metrics,
-    containers: containers::Metrics,
-    eviction: beelet_eviction::Metrics,
-    pub(super) collectors: Arc<OnceLock<Collectors>>,
-}
-
-impl Metrics {
-    pub(super) fn register(&self, registry: &mut Registry) {
-        self.admission.register(registry);
-        self.images.register(registry);
-        self.containers.register(registry);
-        self.eviction.register(registry);
-    }
-}
 
 /// Admission, garbage collection and eviction, not running yet.
 pub(super) struct NodeProtection {
@@ -78,33 +56,33 @@ impl NodeProtection {
         shutdown: watch::Receiver<Since>,
     ) -> Self {
         let (conditions, pressures) = watch::channel(Conditions::new());
-        let metrics = &node.metrics.protection;
+        let Services { config, doors, metrics, table, .. } = &node.services;
         let admission = Arc::new(Admission::new(beelet_admission::Parts {
-            resources: facts::capacity(&node.config, &node.machine),
-            policy: node.config.beelet.preemption,
+            resources: facts::capacity(config, &node.machine),
+            policy: config.beelet.preemption,
             conditions: pressures.clone(),
             shutdown: shutdown.clone(),
             requests: requests.clone(),
             metrics: metrics.admission.clone(),
         }));
         let retry_evicted = RetryEvicted {
-            table: node.table.clone(),
+            table: table.clone(),
             conditions: pressures.clone(),
             admission: Arc::clone(&admission),
             requests: requests.clone(),
-            transition: node.config.eviction.pressure_transition,
+            transition: config.eviction.pressure_transition,
         };
         let leases = Leases::default();
-        let (image_gc, images) = image_gc(node, &leases);
-        let (container_gc, containers) = container_gc(node);
-        log_quotas(&node.config).await;
+        let (image_gc, images) = image_gc(&node.services, &leases);
+        let (container_gc, containers) = container_gc(&node.services);
+        log_quotas(config).await;
         let disk = DiskUsages::default();
-        let local_storage = local_storage(node, &disk, requests);
+        let local_storage = local_storage(&node.services, &disk, requests);
         let reclaimer = reclaimer(images.clone(), containers.clone());
-        let filesystems = Filesystems::new(facts::volumes_folder(&node.config), node.doors.space.clone());
+        let filesystems = Filesystems::new(facts::volumes_folder(config), doors.space.clone());
         let disk = DiskView { usages: disk, filesystems };
         let (eviction, sources) = eviction(node, disk.clone(), requests, reclaimer, conditions);
-        let _ = metrics.collectors.set(Collectors { images, containers });
+        let _ = node.late.collectors.set(Collectors { images, containers });
         Self {
             admission,
             leases,
@@ -130,7 +108,7 @@ impl NodeProtection {
     pub(super) fn conditions(
         &self,
         health: &Health,
-        tasks: &mut Parts,
+        tasks: &mut Tasks,
     ) -> Arc<dyn Fn() -> Vec<core::NodeCondition> + Send + Sync> {
         let (since, noting) = conditions::follow(self.pressures.clone());
         tasks.spawn("node conditions", noting);
@@ -138,60 +116,60 @@ impl NodeProtection {
         Arc::new(move || conditions::list(&since.borrow(), &health, *shutdown.borrow()))
     }
 
-    /// Runs them until `working` ends.
-    pub(super) fn spawn(self, tasks: &mut Parts, working: &CancellationToken) {
-        tasks.spawn("image collection", self.image_gc.run(working.clone()));
-        tasks.spawn("container collection", self.container_gc.run(working.clone()));
-        tasks.spawn("retry of evicted pods", self.retry_evicted.run(working.clone()));
-        tasks.spawn("eviction", self.eviction.run(working.clone()));
-        tasks.spawn("local storage", self.local_storage.run(working.clone()));
+    /// Starts them.
+    pub(super) fn spawn(self, tasks: &mut Tasks) {
+        tasks.spawn("image collection", self.image_gc.run(tasks.stop()));
+        tasks.spawn("container collection", self.container_gc.run(tasks.stop()));
+        tasks.spawn("retry of evicted pods", self.retry_evicted.run(tasks.stop()));
+        tasks.spawn("eviction", self.eviction.run(tasks.stop()));
+        tasks.spawn("local storage", self.local_storage.run(tasks.stop()));
         for (name, source) in self.sources {
-            let working = working.clone();
+            let stop = tasks.stop();
             // A kernel may have none of what one of them listens to.
             tasks.spawn_optional(name, async move {
-                let _ = working.run_until_cancelled(source).await;
+                let _ = stop.run_until_cancelled(source).await;
             });
         }
     }
 }
 
-fn image_gc(node: &Node, leases: &Leases) -> (Collector<ImageGc>, beelet_images::Handle) {
+fn image_gc(services: &Services, leases: &Leases) -> (Collector<ImageGc>, beelet_images::Handle) {
     ImageGc::new(beelet_images::Parts {
-        runtime: node.runtime.clone(),
+        runtime: services.runtime.clone(),
         leases: leases.clone(),
-        state: Arc::clone(&node.state),
-        table: node.table.clone(),
-        policy: node.config.image_gc.policy,
-        period: node.config.image_gc.is_on().then_some(beelet_images::gc::PERIOD),
-        space: node.doors.space.clone(),
-        events: node_events(node),
-        metrics: node.metrics.protection.images.clone(),
+        state: Arc::clone(&services.state),
+        table: services.table.clone(),
+        policy: services.config.image_gc.policy,
+        period: services.config.image_gc.is_on().then_some(beelet_images::gc::PERIOD),
+        space: services.doors.space.clone(),
+        events: services.node_events(),
+        metrics: services.metrics.images.clone(),
     })
 }
 
-fn container_gc(node: &Node) -> (Collector<ContainerGc>, containers::Handle) {
+fn container_gc(services: &Services) -> (Collector<ContainerGc>, containers::Handle) {
     ContainerGc::new(containers::Parts {
-        runtime: node.runtime.clone(),
-        table: node.table.clone(),
-        policy: node.config.beelet.container_gc,
+        runtime: services.runtime.clone(),
+        table: services.table.clone(),
+        policy: services.config.beelet.container_gc,
         period: containers::PERIOD,
-        pod_logs_dir: node.config.pod_logs_dir.clone(),
-        events: node_events(node),
-        metrics: node.metrics.protection.containers.clone(),
+        pod_logs_dir: services.config.pod_logs_dir.clone(),
+        events: services.node_events(),
+        metrics: services.metrics.dead_containers.clone(),
     })
 }
 
-fn local_storage(node: &Node, usages: &DiskUsages, requests: &mpsc::Sender<Request>) -> LocalStorage {
+fn local_storage(services: &Services, usages: &DiskUsages, requests: &mpsc::Sender<Request>) -> LocalStorage {
     LocalStorage {
-        table: node.table.clone(),
-        runtime: node.runtime.clone(),
-        pods_dir: node.config.beelet.pods_dir.clone(),
-        pod_logs_dir: node.config.pod_logs_dir.clone(),
-        period: node.config.volume_stats_period,
-        enforce: node.config.local_storage_isolation,
+        table: services.table.clone(),
+        runtime: services.runtime.clone(),
+        pods_dir: services.config.beelet.pods_dir.clone(),
+        pod_logs_dir: services.config.pod_logs_dir.clone(),
+        period: services.config.volume_stats_period,
+        enforce: services.config.local_storage_isolation,
         usages: usages.clone(),
         requests: requests.clone(),
-        metrics: node.metrics.protection.eviction.clone(),
+        metrics: services.metrics.eviction.clone(),
     }
 }
 
@@ -203,13 +181,14 @@ fn eviction(
     reclaimer: Reclaimer,
     conditions: watch::Sender<Conditions>,
 ) -> (Eviction, [(&'static str, BoxFuture<'static, ()>); 3]) {
-    let (configured, cgroups) = (&node.config.eviction, Arc::clone(&node.cgroups));
-    let metrics = &node.metrics.protection.eviction;
+    let services = &node.services;
+    let (configured, cgroups) = (&services.config.eviction, Arc::clone(&node.cgroups));
+    let metrics = &services.metrics.eviction;
     let DiskView { usages: disk, filesystems } = disk;
     let (layout_out, layout) = watch::channel(DiskLayout::default());
     let hints = Hints::default();
     let mut gauges = filesystems.gauges();
-    gauges.extend(node.doors.gauges.clone().unwrap_or_else(|| gauges::of_the_machine(&cgroups)));
+    gauges.extend(services.doors.gauges.clone().unwrap_or_else(|| gauges::of_the_machine(&cgroups)));
     let eviction = Eviction::new(beelet_eviction::Parts {
         thresholds: configured.thresholds.clone(),
         transition: configured.pressure_transition,
@@ -218,27 +197,23 @@ fn eviction(
         layout,
         hints: hints.clone(),
         usage: PodUsages { cgroups: Arc::clone(&cgroups), config: node.cgroup_config.clone(), disk },
-        table: node.table.clone(),
+        table: services.table.clone(),
         requests: requests.clone(),
         reclaimer,
         conditions,
-        events: node_events(node),
+        events: services.node_events(),
         metrics: metrics.clone(),
     });
     let edges = node.kernel.subscribe(Interest::OOM_KILLS | Interest::PRESSURE);
     let to_kernel = edges::listen_to_kernel(edges, hints.clone(), metrics.clone());
     let to_cgroups = edges::listen(cgroups, configured.thresholds.clone(), hints);
-    let follow = filesystems.follow(node.runtime.clone(), layout_out);
+    let follow = filesystems.follow(services.runtime.clone(), layout_out);
     let sources: [(_, BoxFuture<'static, ()>); 3] = [
         ("eviction hints of the kernel", Box::pin(to_kernel)),
         ("eviction hints of cgroups", Box::pin(to_cgroups)),
         ("file systems", Box::pin(follow)),
     ];
     (eviction, sources)
-}
-
-fn node_events(node: &Node) -> NodeEvents {
-    NodeEvents::new(node.events.clone(), &node.config.node_name)
 }
 
 /// Lets eviction ask the collectors before it ends a pod.

@@ -1,15 +1,69 @@
-//! Joins what several sources of pods want into one value for the pods' manager.
+//! Sources of pods: the static manifests, and those that are built elsewhere, joined into one value for the
+//! pods' manager.
 
 use std::{future::pending, sync::Arc};
 
+use beelet_manifests::source::{ManifestSource, Options, Rules};
 use beelet_model::desired::Desired;
 use futures::{FutureExt, future::select_all};
 use tokio::sync::watch;
+use tracing::warn;
 
-/// What all sources want together, and the work that keeps it so until nobody listens. If two
-/// sources name the same pod or object, the first one counts. The last word of a source that has ended
-/// stands.
-pub(super) fn join(
+use super::{services::Services, tasks::Tasks};
+
+/// Starts the sources: the static manifests, and `others`. Returns the pods that they want together.
+pub(super) async fn start(
+    services: &Services,
+    mut others: Vec<watch::Receiver<Arc<Desired>>>,
+    tasks: &mut Tasks,
+) -> watch::Receiver<Arc<Desired>> {
+    let manifests = start_manifests(services, tasks).await;
+    if others.is_empty() {
+        return manifests;
+    }
+    others.insert(0, manifests);
+    let (joined, joining) = join(others);
+    // The API's services listen until the very end.
+    let stop = tasks.stop();
+    tasks.spawn_optional("sources of pods", async move {
+        stop.run_until_cancelled(joining).await;
+    });
+    joined
+}
+
+/// Starts the source of static pods. Without a static pod path it wants no pods, and leaves those that run.
+async fn start_manifests(services: &Services, tasks: &mut Tasks) -> watch::Receiver<Arc<Desired>> {
+    let config = &services.config;
+    let Some(path) = &config.static_pod_path else {
+        warn!("staticPodPath is not set: no static pods are started, and those that run are left alone");
+        let nothing = Desired { without_folder: true, ..Desired::default() };
+        return watch::channel(Arc::new(nothing)).1;
+    };
+    let options = Options {
+        check_frequency: config.file_check_frequency,
+        rules: manifest_rules(services),
+        put_back_restarts: config.put_back_restarts,
+        events: services.events.clone(),
+        cancel: tasks.stop(),
+    };
+    let (desired, watching) = ManifestSource::open(path.clone(), config.node_name.clone(), options).await;
+    tasks.spawn_optional("manifests", watching);
+    desired
+}
+
+/// Settings that decide how manifests become pods.
+pub(super) fn manifest_rules(services: &Services) -> Rules {
+    Rules {
+        critical_static_pods: services.config.beelet.critical_static_pods,
+        allowed_unsafe_sysctls: services.config.allowed_unsafe_sysctls.clone(),
+        state: Some(Arc::clone(&services.state)),
+    }
+}
+
+/// Joins `sources`. Returns what they want together, and the work that keeps it so until the last receiver is
+/// gone. If two sources name the same pod or object, the first one counts. The last value of a source that
+/// has ended stands.
+fn join(
     mut sources: Vec<watch::Receiver<Arc<Desired>>>,
 ) -> (watch::Receiver<Arc<Desired>>, impl Future<Output = ()> + Send) {
     let (joined, receiver) = watch::channel(Arc::new(newest(&mut sources)));

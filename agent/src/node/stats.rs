@@ -12,6 +12,7 @@ use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use super::tasks::Tasks;
 use beelet_api::signals::feed::Feed;
 use beelet_api::signals::{self, Mode};
 use beelet_bpf::{Interest, Interference, Kernel, KernelError};
@@ -64,18 +65,17 @@ impl Stats {
         signals::service(self.pressure.clone(), self.feed.clone(), mode, serving.clone())
     }
 
-    /// Measures until `working` is cancelled.
+    /// Starts measuring.
     pub(super) fn start(
         self,
         inbox: Inbox,
         options: Options,
         (cgroups, table, kernel): (Arc<Cgroups>, watch::Receiver<Arc<PodTable>>, &Kernel),
-        tasks: &mut super::parts::Parts,
-        working: &CancellationToken,
+        tasks: &mut Tasks,
     ) {
         if let Some(traffic) = kernel.traffic() {
             let demand = self.pressure.traffic_demand();
-            tasks.spawn("traffic", traffic::run(traffic, demand, working.clone()));
+            tasks.spawn("traffic", traffic::run(traffic, demand, tasks.stop()));
         }
         let parts = Parts {
             cgroups,
@@ -88,9 +88,9 @@ impl Stats {
             volumes: options.volumes,
             metrics: self.metrics,
         };
-        tasks.spawn("sampling", Sampling::new(parts, inbox).run(working.clone()));
+        tasks.spawn("sampling", Sampling::new(parts, inbox).run(tasks.stop()));
         let edges = kernel.subscribe(Interest::ALL);
-        tasks.spawn("signals", forward::run(edges, self.feed, self.pressure, working.clone()));
+        tasks.spawn("signals", forward::run(edges, self.feed, self.pressure, tasks.stop()));
     }
 }
 

@@ -7,10 +7,8 @@
 use std::{collections::BTreeMap, fmt, sync::Arc};
 
 use beelet_cgroups::Cgroups;
-use beelet_policy::{
-    resources::qos::QosClass,
-    tuner::scheduler::{SchedulingShare, share},
-};
+use beelet_policy::{resources::qos::QosClass, tuner::scheduler::share};
+use beelet_units::scheduling::SchedulingShare;
 use tracing::{info, warn};
 
 use super::{metrics::Metrics, targets::Target};

@@ -20,6 +20,7 @@ pub mod moment;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod object_name;
 pub mod quantity;
+pub mod scheduling;
 pub mod selector;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod shorten;

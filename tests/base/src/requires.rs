@@ -19,6 +19,8 @@ impl fmt::Display for Missing {
     }
 }
 
+impl std::error::Error for Missing {}
+
 /// For what only the test itself can find out to be missing.
 pub fn missing(what: impl Into<String>, remedy: impl Into<String>) -> Missing {
     Missing { what: what.into(), remedy: remedy.into() }

@@ -6,12 +6,13 @@
 #![allow(clippy::unwrap_used, clippy::panic)] // tests: clippy takes only functions marked #[test] for such
 
 use crate::place::load;
-use beelet_bpf::{PodFolders, PodShare, Scheduler, SchedulingClass};
+use beelet_bpf::{PodFolders, Scheduler};
 use beelet_ebpf_abi::scheduler::WATCHDOG_MS;
 use beelet_tests::guards::{CgroupRoot, Process};
 use beelet_tests::load::{Load, Seat};
 use beelet_tests::requires::{self, Missing};
 use beelet_tests::workdir::{PATIENCE, unique};
+use beelet_units::scheduling::{SchedulingClass, SchedulingShare};
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader};
 use std::os::unix::fs::MetadataExt as _;
@@ -162,7 +163,7 @@ fn burstable_pods_share_by_their_requests() {
     let Some(pods) = Pods::new() else { return };
     let (small, large) = (pods.container("burstable/podsmall/c"), pods.container("burstable/podlarge/c"));
     let mut scheduler = pods.start();
-    let share = |weight| PodShare { class: SchedulingClass::Shared, weight };
+    let share = |weight| SchedulingShare { class: SchedulingClass::Shared, weight };
     let shares = [(&small, share(100)), (&large, share(400))];
     let shares = shares.map(|(container, share)| (id(container.parent().unwrap()), share));
     scheduler.share_out(&BTreeMap::from(shares), &BTreeMap::new()).unwrap();

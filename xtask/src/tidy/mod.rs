@@ -68,7 +68,7 @@ const PHASES: &[&str] = &[
     "agent/api/src/grpc/containers/debug.rs",
     "agent/cli/src/until.rs",
     "agent/cluster/src/assigned.rs",
-    "agent/cluster/src/objects.rs",
+    "agent/cluster/src/held.rs",
     "agent/model/src/",
     "agent/pods/src/manager.rs",
     "agent/pods/src/manager/",

@@ -26,8 +26,8 @@ const RULES: [(&str, &[&str], &str); 5] = [
     ),
     (
         "auth_layer()",
-        &["agent/cluster/src/connect.rs"],
-        "the library runs a kubeconfig's plugins without an end: cluster::connect takes them out first",
+        &["agent/cluster/src/kubeconfig.rs"],
+        "the library runs a kubeconfig's plugins without an end: cluster::kubeconfig takes them out first",
     ),
 ];
 

@@ -1,5 +1,6 @@
 //! The rules for probes.
 
+use beelet_policy::probe::ProbeKind;
 use beelet_units::bounds::LONGEST_GRACE_SECONDS;
 use k8s_openapi::api::core::v1::{Container, HTTPGetAction, Probe};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
@@ -7,20 +8,12 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use super::super::names;
 use super::Problems;
 
-/// What a probe is for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Liveness,
-    Readiness,
-    Startup,
-}
-
 /// Checks the probes of a container; `plain_init` where it is an init container that must end.
 pub(super) fn all(path: &str, container: &Container, plain_init: bool, problems: &mut Problems) {
     let probes = [
-        ("livenessProbe", Kind::Liveness, &container.liveness_probe),
-        ("readinessProbe", Kind::Readiness, &container.readiness_probe),
-        ("startupProbe", Kind::Startup, &container.startup_probe),
+        ("livenessProbe", ProbeKind::Liveness, &container.liveness_probe),
+        ("readinessProbe", ProbeKind::Readiness, &container.readiness_probe),
+        ("startupProbe", ProbeKind::Startup, &container.startup_probe),
     ];
     for (field, kind, probe) in probes {
         let Some(probe) = probe else { continue };
@@ -36,7 +29,7 @@ pub(super) fn all(path: &str, container: &Container, plain_init: bool, problems:
     }
 }
 
-fn numbers(path: &str, kind: Kind, probe: &Probe, problems: &mut Problems) {
+fn numbers(path: &str, kind: ProbeKind, probe: &Probe, problems: &mut Problems) {
     let fields = [
         ("initialDelaySeconds", probe.initial_delay_seconds, 0),
         ("timeoutSeconds", probe.timeout_seconds, 1),
@@ -47,12 +40,12 @@ fn numbers(path: &str, kind: Kind, probe: &Probe, problems: &mut Problems) {
     for (field, number, least) in fields {
         problems.within(&format!("{path}.{field}"), number.map(i64::from), least..=i32::MAX.into());
     }
-    if kind != Kind::Readiness && probe.success_threshold.is_some_and(|n| n > 1) {
+    if kind != ProbeKind::Readiness && probe.success_threshold.is_some_and(|n| n > 1) {
         problems.add(format!("{path}.successThreshold"), "must be 1, except in a readiness probe");
     }
     let grace = format!("{path}.terminationGracePeriodSeconds");
     problems.within(&grace, probe.termination_grace_period_seconds, 1..=LONGEST_GRACE_SECONDS);
-    if kind == Kind::Readiness && probe.termination_grace_period_seconds.is_some() {
+    if kind == ProbeKind::Readiness && probe.termination_grace_period_seconds.is_some() {
         problems.add(grace, "is not for readiness probes: they stop nothing");
     }
 }

@@ -135,7 +135,8 @@ async fn get(action: &core::HTTPGetAction, subject: Subject<'_>) -> Result<Optio
             Err(Broken { cause, .. }) => return Err(format!("GET {}: {cause}", place.url(host))),
             Ok(reply) => reply,
         };
-        match reply.map(|location| place.next(host, &location)).transpose()?.flatten() {
+        let next = reply.map(|location| place.next(host, &location)).transpose();
+        match next.map_err(|error| error.to_string())?.flatten() {
             Some(next) => place = next,
             None => return Ok(downgraded),
         }

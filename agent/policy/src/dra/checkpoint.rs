@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{ClaimInfo, ClaimKey, Device, Ledger, check_devices};
+use super::{ClaimError, ClaimInfo, ClaimKey, Device, Ledger, check_devices};
 
 const KIND: &str = "DRACheckpoint";
 const VERSION: &str = "checkpoint.dra.kubelet.k8s.io/v1";
@@ -133,10 +133,11 @@ pub fn read(bytes: &[u8]) -> Result<Ledger, CheckpointError> {
     if (kind.as_str(), version.as_str()) != (KIND, VERSION) {
         return Err(CheckpointError::Unusable(format!("unsupported version {version:.64} {kind:.64}")));
     }
-    claims.into_iter().flatten().map(known).collect::<Result<_, String>>().map_err(CheckpointError::Unusable)
+    let known = claims.into_iter().flatten().map(known).collect::<Result<_, ClaimError>>();
+    known.map_err(|error| CheckpointError::Unusable(error.to_string()))
 }
 
-fn known(claim: Claim) -> Result<(ClaimKey, ClaimInfo), String> {
+fn known(claim: Claim) -> Result<(ClaimKey, ClaimInfo), ClaimError> {
     let drivers = claim.driver_state.unwrap_or_default().into_iter().map(|(name, driver)| {
         let devices: Vec<Device> = driver.devices.into_iter().flatten().map(device).collect();
         check_devices(&devices)?;
@@ -145,7 +146,7 @@ fn known(claim: Claim) -> Result<(ClaimKey, ClaimInfo), String> {
     let info = ClaimInfo {
         uid: claim.uid,
         pods: claim.pods.unwrap_or_default().into_keys().collect(),
-        drivers: drivers.collect::<Result<_, String>>()?,
+        drivers: drivers.collect::<Result<_, ClaimError>>()?,
         prepared: false,
     };
     Ok((ClaimKey { namespace: claim.namespace, name: claim.claim_name }, info))

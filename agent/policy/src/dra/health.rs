@@ -7,7 +7,7 @@ use std::{
 
 use k8s_openapi::api::core::v1::{Container, Pod, ResourceClaim, ResourceHealth, ResourceStatus};
 
-use super::{Device, Ledger, MAX_NAME, named};
+use super::{Device, DeviceKey, Ledger, MAX_NAME, named};
 use beelet_units::{bounds, moment::Moment};
 
 /// Lifetime of a report that states none, and the maximum lifetime.
@@ -62,9 +62,6 @@ struct Known {
     message: String,
     until: Moment,
 }
-
-/// Pool and name of a device.
-pub type DeviceKey = (String, String);
 
 /// The drivers' latest valid reports: by driver, and by reporting plugin, the newest last.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

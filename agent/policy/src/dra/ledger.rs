@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{ClaimInfo, ClaimKey, Device, health::DeviceKey};
+use super::{ClaimError, ClaimInfo, ClaimKey, Device, DeviceKey};
 
 /// Claims by namespace and name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -60,13 +60,10 @@ impl Ledger {
     ///
     /// # Errors
     /// The ledger still has another claim of the same name, which its pods have not released.
-    pub fn enter(&mut self, pod: &str, claims: &[(ClaimKey, ClaimInfo)]) -> Result<(), String> {
+    pub fn enter(&mut self, pod: &str, claims: &[(ClaimKey, ClaimInfo)]) -> Result<(), ClaimError> {
         for (key, info) in claims {
             if let Some(old) = self.0.get(key).filter(|old| old.uid != info.uid) {
-                return Err(format!(
-                    "old ResourceClaim with same name {} and different UID {} still exists (previous pod force-deleted?!)",
-                    key.name, old.uid
-                ));
+                return Err(ClaimError::OlderClaim { name: key.name.clone(), uid: old.uid.clone() });
             }
         }
         for (key, info) in claims {

@@ -5,6 +5,7 @@
 //! Must never do I/O: callers pass in the claims and the drivers' answers.
 
 pub mod checkpoint;
+mod error;
 pub mod health;
 mod ledger;
 
@@ -15,10 +16,15 @@ use k8s_openapi::api::{
     resource::v1::ResourceClaim,
 };
 
-use self::health::DeviceKey;
-pub use self::ledger::{Ledger, Unprepared};
+pub use self::{
+    error::ClaimError,
+    ledger::{Ledger, Unprepared},
+};
 use crate::devices::registration::is_extended_resource_name;
 use beelet_units::{object_name::is_subdomain, quantity::Quantity};
+
+/// Pool and name of a device.
+pub type DeviceKey = (String, String);
 
 /// The drivers' gRPC services that the agent speaks, newest first.
 pub const SERVICES: [&str; 2] = ["v1.DRAPlugin", "v1beta1.DRAPlugin"];
@@ -98,16 +104,16 @@ impl Device {
     ///
     /// # Errors
     /// The device has too many names, or invalid ones.
-    fn check(&self) -> Result<(), String> {
+    fn check(&self) -> Result<(), ClaimError> {
         if self.requests.len() > MAX_NAMES || self.cdi.len() > MAX_NAMES {
-            return Err(format!("a device has more than {MAX_NAMES} requests or CDI devices"));
+            return Err(ClaimError::TooManyNames);
         }
         // The record is JSON inside of JSON: a character escaped twice grows several times.
         let is_sound = |c: char| !c.is_control() && !matches!(c, '"' | '\\');
         let sound = |name: &&String| name.len() <= MAX_NAME && name.chars().all(is_sound);
         match self.names().find(|name| !sound(name)) {
-            Some(name) => Err(format!("{:?} is not a name", name.chars().take(64).collect::<String>())),
-            None if self.cdi.iter().any(String::is_empty) => Err("a CDI device has no name".to_owned()),
+            Some(name) => Err(ClaimError::BadName(name.chars().take(64).collect())),
+            None if self.cdi.iter().any(String::is_empty) => Err(ClaimError::NamelessCdiDevice),
             None => Ok(()),
         }
     }
@@ -123,9 +129,9 @@ impl Device {
 ///
 /// # Errors
 /// The driver prepared too many.
-pub fn check_count(devices: usize) -> Result<(), String> {
+pub fn check_count(devices: usize) -> Result<(), ClaimError> {
     if devices > MAX_DEVICES {
-        return Err(format!("{devices} devices exceed a claim's maximum of {MAX_DEVICES}"));
+        return Err(ClaimError::TooManyDevices(devices));
     }
     Ok(())
 }
@@ -134,14 +140,12 @@ pub fn check_count(devices: usize) -> Result<(), String> {
 ///
 /// # Errors
 /// The devices are too many, have too many bytes of names, or one of them is invalid.
-pub fn check_devices(devices: &[Device]) -> Result<(), String> {
+pub fn check_devices(devices: &[Device]) -> Result<(), ClaimError> {
     check_count(devices.len())?;
     devices.iter().try_for_each(Device::check)?;
     let length: usize = devices.iter().flat_map(Device::names).map(String::len).sum();
     if length > MAX_NAMES_OF_CLAIM {
-        return Err(format!(
-            "the devices' names have {length} bytes, more than a claim's maximum of {MAX_NAMES_OF_CLAIM}"
-        ));
+        return Err(ClaimError::NamesTooLong(length));
     }
     Ok(())
 }
@@ -156,15 +160,14 @@ fn base(request: &str) -> &str {
 ///
 /// # Errors
 /// The driver names no service that the agent speaks.
-pub fn service(supported: &[String]) -> Result<&'static str, String> {
+pub fn service(supported: &[String]) -> Result<&'static str, ClaimError> {
     if supported.is_empty() {
-        return Err("empty list of supported gRPC services (aka supported versions)".to_owned());
+        return Err(ClaimError::NoServices);
     }
     let known = |named: &String| SERVICES.into_iter().find(|known| known == named);
     supported.iter().find_map(known).ok_or_else(|| {
-        let shown: Vec<String> =
-            supported.iter().take(8).map(|service| service.chars().take(64).collect()).collect();
-        format!("none of services supported by the plugin ({shown:?}) are supported here ({SERVICES:?})")
+        let shown = supported.iter().take(8).map(|service| service.chars().take(64).collect());
+        ClaimError::UnknownServices(shown.collect())
     })
 }
 
@@ -196,7 +199,7 @@ pub fn has_claims(pod: &Pod) -> bool {
 ///
 /// # Errors
 /// A template's claim has not been created yet.
-pub fn wanted(pod: &Pod) -> Result<Vec<Wanted>, String> {
+pub fn wanted(pod: &Pod) -> Result<Vec<Wanted>, ClaimError> {
     let claims = pod.spec.iter().flat_map(|spec| spec.resource_claims.iter().flatten());
     let named = claims.map(|claim| named(pod, claim)).collect::<Result<Vec<_>, _>>()?;
     let of_resources =
@@ -213,15 +216,15 @@ fn key(pod: &Pod, name: &str) -> ClaimKey {
     ClaimKey { namespace, name: name.to_owned() }
 }
 
-fn named(pod: &Pod, claim: &PodResourceClaim) -> Result<Option<Wanted>, String> {
+fn named(pod: &Pod, claim: &PodResourceClaim) -> Result<Option<Wanted>, ClaimError> {
     if let Some(name) = &claim.resource_claim_name {
         return Ok(Some(Wanted { key: key(pod, name), is_own: false }));
     }
     let (of, metadata) = (&claim.name, &pod.metadata);
-    let failed = |why: &str| {
+    let failed = |reason: &'static str| {
         let name = |name: &Option<String>| name.clone().unwrap_or_default();
         let (namespace, pod) = (name(&metadata.namespace), name(&metadata.name));
-        Err(format!("pod \"{namespace}/{pod}\", spec.resourceClaim {of:?}: {why}"))
+        Err(ClaimError::Unresolved { namespace, pod, entry: of.clone(), reason })
     };
     if claim.resource_claim_template_name.is_none() {
         return failed("none of the supported fields are set");
@@ -239,27 +242,27 @@ fn named(pod: &Pod, claim: &PodResourceClaim) -> Result<Option<Wanted>, String> 
 ///
 /// # Errors
 /// The claim belongs to another pod, is not reserved for this one, or is not allocated.
-pub fn accept(pod: &Pod, wanted: &Wanted, claim: &ResourceClaim) -> Result<ClaimInfo, String> {
+pub fn accept(pod: &Pod, wanted: &Wanted, claim: &ResourceClaim) -> Result<ClaimInfo, ClaimError> {
     let metadata = &claim.metadata;
     let (uid, of) = (metadata.uid.as_deref().unwrap_or_default(), &pod.metadata);
     let text = |text: &Option<String>| text.clone().unwrap_or_default();
     let (pod_uid, pod_name, ClaimKey { namespace, name }) = (text(&of.uid), text(&of.name), &wanted.key);
     if uid.is_empty() || pod_uid.is_empty() {
-        return Err(format!("ResourceClaim {name} has no UID"));
+        return Err(ClaimError::NoUid(name.clone()));
     }
     let mut owners = metadata.owner_references.iter().flatten();
     if wanted.is_own && !owners.any(|owner| owner.controller == Some(true) && owner.uid == pod_uid) {
-        return Err(format!(
-            "ResourceClaim {namespace}/{name} was not created for pod {namespace}/{pod_name} (pod is not owner)"
-        ));
+        let (namespace, name) = (namespace.clone(), name.clone());
+        return Err(ClaimError::NotOwner { namespace, name, pod: pod_name });
     }
     let status = claim.status.as_ref();
     let mut reserved = status.into_iter().flat_map(|status| status.reserved_for.iter().flatten());
     if !reserved.any(|user| user.uid == pod_uid) {
-        return Err(format!("pod {pod_name} ({pod_uid}) is not allowed to use ResourceClaim {name} ({uid})"));
+        let (name, uid) = (name.clone(), uid.to_owned());
+        return Err(ClaimError::NotReserved { pod: pod_name, pod_uid, name, uid });
     }
     let allocated = status.and_then(|status| status.allocation.as_ref());
-    let allocated = allocated.ok_or_else(|| format!("ResourceClaim {name}: not allocated"))?;
+    let allocated = allocated.ok_or_else(|| ClaimError::NotAllocated(name.clone()))?;
     let results = allocated.devices.iter().flat_map(|devices| devices.results.iter().flatten());
     let drivers = results.map(|result| (result.driver.clone(), Vec::new())).collect();
     Ok(ClaimInfo { uid: uid.to_owned(), drivers, ..ClaimInfo::default() })
@@ -273,7 +276,7 @@ pub fn accept(pod: &Pod, wanted: &Wanted, claim: &ResourceClaim) -> Result<Claim
 pub fn of_container<'a>(
     pod: &'a Pod,
     container: &'a Container,
-) -> Result<Vec<(ClaimKey, Vec<&'a str>)>, String> {
+) -> Result<Vec<(ClaimKey, Vec<&'a str>)>, ClaimError> {
     let mut found = Vec::new();
     let used = || container.resources.iter().flat_map(|resources| resources.claims.iter().flatten());
     for claim in pod.spec.iter().flat_map(|spec| spec.resource_claims.iter().flatten()) {
@@ -335,7 +338,11 @@ pub fn runs_with(pod: &Pod, claim: &ClaimKey) -> bool {
 ///
 /// # Errors
 /// A template's claim has not been created yet.
-pub fn cdi_devices(ledger: &Ledger, pod: &Pod, container: &Container) -> Result<Option<Vec<String>>, String> {
+pub fn cdi_devices(
+    ledger: &Ledger,
+    pod: &Pod,
+    container: &Container,
+) -> Result<Option<Vec<String>>, ClaimError> {
     let (mut devices, mut known) = (Vec::new(), BTreeSet::new());
     let uid = pod.metadata.uid.as_deref().unwrap_or_default();
     for (key, requests) in of_container(pod, container)? {

@@ -77,7 +77,10 @@ fn a_drivers_name_is_a_domains() {
 #[test]
 fn a_pods_claims_are_known_by_their_names_and_those_of_templates_by_its_status() {
     let wanted_of = |pod: &Pod| {
-        let all = wanted(pod)?.into_iter().map(|wanted| (wanted.key.name, wanted.is_own));
+        let all = wanted(pod)
+            .map_err(|error| error.to_string())?
+            .into_iter()
+            .map(|wanted| (wanted.key.name, wanted.is_own));
         Ok::<_, String>(all.collect::<Vec<_>>())
     };
     assert_eq!(wanted_of(&usual()).unwrap(), [("big".to_owned(), false), ("web-net-x".to_owned(), true)]);
@@ -103,7 +106,7 @@ fn a_claim_is_for_the_pod_that_it_is_reserved_for_once_it_is_allocated() {
         let found = accept(&usual(), &Wanted { key: key_of("big"), is_own }, &claim);
         let found = found.map(|info| info.drivers.into_keys().collect::<Vec<_>>());
         let expected = expected.map(|names| names.iter().map(|n| (*n).to_owned()).collect::<Vec<_>>());
-        assert_eq!(found, expected.map_err(str::to_owned));
+        assert_eq!(found.map_err(|error| error.to_string()), expected.map_err(str::to_owned));
     };
     let (metadata, reserved) =
         (json!({"uid": "c-1"}), json!([{"resource": "pods", "name": "web", "uid": "u-1"}]));
@@ -227,7 +230,7 @@ fn a_claim_is_unprepared_with_its_last_pod_and_prepared_once() {
     assert_eq!(ledger.leaving("u-1"), Unprepared::default());
     // Another claim has the same name by now.
     let other = [(key_of("small"), info("c-3", Vec::new())), (key_of("big"), info("c-2", Vec::new()))];
-    let why = ledger.enter("u-3", &other).unwrap_err();
+    let why = ledger.enter("u-3", &other).unwrap_err().to_string();
     assert!(why.contains("different UID c-1 still exists"), "{why}");
     assert_eq!(ledger.get(&key_of("small")), None);
     ledger.leave("u-2", &key_of("big"));

@@ -3,6 +3,7 @@
 //! Must never consider anything but a pod's class, its priority and its request.
 
 use crate::resources::{critical::SYSTEM_CRITICAL_PRIORITY, qos::QosClass};
+use beelet_units::scheduling::{SchedulingClass, SchedulingShare};
 
 /// The scheduler that decides which thread runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
@@ -13,26 +14,6 @@ pub enum SchedulerKind {
     Cgroups,
     /// The tuner's own scheduler, on kernels with sched_ext.
     SchedExt,
-}
-
-/// A pod's place in the order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SchedulingClass {
-    /// Runs before all others, and at once when it wakes up.
-    Latency,
-    /// Runs by weight, together with the machine's own threads.
-    Shared,
-    /// Runs on the remaining CPU time.
-    BestEffort,
-}
-
-/// A pod's share.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SchedulingShare {
-    /// The pod's place.
-    pub class: SchedulingClass,
-    /// Weight among others of [`SchedulingClass::Shared`]: 100 for a request of one CPU.
-    pub weight: u32,
 }
 
 /// Returns a pod's share, by its class, its priority and the millicores that it requests. Guaranteed pods

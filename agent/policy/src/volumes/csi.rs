@@ -34,6 +34,61 @@ pub struct DriverNode {
     pub topology: BTreeMap<String, String>,
 }
 
+/// A driver, or an attachment, that a volume cannot use. Displayed, each is the kubelet's sentence where it
+/// has one.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CsiError {
+    /// The driver gave the node no id.
+    #[error("error adding CSI driver node info: driverNodeID must not be empty")]
+    NoNodeId,
+    /// The driver's id of the node is too long.
+    #[error("the driver's node id has more than {max} bytes", max = NODE_ID)]
+    LongNodeId,
+    /// The driver's topology is too large.
+    #[error("the driver's topology has more than {max} segments", max = SEGMENTS)]
+    LargeTopology,
+    /// A segment of the driver's topology cannot become a label of the Node.
+    #[error("the driver's topology {key:?}: {value:?} is not a valid label")]
+    BadSegment {
+        /// The segment's key.
+        key: String,
+        /// Its value.
+        value: String,
+    },
+    /// A pod's own volume needs a driver's object that names this lifecycle.
+    #[error("volume mode {mode:?} not supported by driver {driver} (no CSIDriver object)")]
+    NoDriverObject {
+        /// The lifecycle.
+        mode: &'static str,
+        /// The driver.
+        driver: String,
+    },
+    /// The driver has volumes of other lifecycles alone.
+    #[error("volume mode {mode:?} not supported by driver {driver} (only supports {modes:?})")]
+    OtherModes {
+        /// The lifecycle.
+        mode: &'static str,
+        /// The driver.
+        driver: String,
+        /// The lifecycles that it has.
+        modes: Vec<String>,
+    },
+    /// The attachment is about to go.
+    #[error("volume attachment is being deleted")]
+    AttachmentDeleted,
+    /// The attacher failed; its words.
+    #[error("{0}")]
+    AttachFailed(String),
+    /// The volume is not attached, or not yet.
+    #[error("volume {handle} is not attached for volume attachment {attachment}")]
+    NotAttached {
+        /// The driver's name of the volume.
+        handle: String,
+        /// The name of the attachment.
+        attachment: String,
+    },
+}
+
 /// Registered drivers, by name; `None` for one that has unregistered.
 pub type Drivers = BTreeMap<String, Option<DriverNode>>;
 
@@ -42,20 +97,18 @@ impl DriverNode {
     ///
     /// # Errors
     /// The report cannot be written to the API server.
-    pub fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), CsiError> {
         if self.node_id.is_empty() {
-            return Err("error adding CSI driver node info: driverNodeID must not be empty".to_owned());
+            return Err(CsiError::NoNodeId);
         }
         if self.node_id.len() > NODE_ID {
-            return Err(format!("the driver's node id has more than {NODE_ID} bytes"));
+            return Err(CsiError::LongNodeId);
         }
         if self.topology.len() > SEGMENTS {
-            return Err(format!("the driver's topology has more than {SEGMENTS} segments"));
+            return Err(CsiError::LargeTopology);
         }
         match self.topology.iter().find(|(key, value)| !is_label(key, value)) {
-            Some((key, value)) => {
-                Err(format!("the driver's topology {key:?}: {value:?} is not a valid label"))
-            }
+            Some((key, value)) => Err(CsiError::BadSegment { key: key.clone(), value: value.clone() }),
             None => Ok(()),
         }
     }
@@ -131,14 +184,11 @@ pub fn is_republished(driver: Option<&CSIDriver>) -> bool {
 ///
 /// # Errors
 /// The driver does not support it.
-pub fn check_lifecycle(name: &str, driver: Option<&CSIDriver>, inline: bool) -> Result<(), String> {
+pub fn check_lifecycle(name: &str, driver: Option<&CSIDriver>, inline: bool) -> Result<(), CsiError> {
     let mode = if inline { "Ephemeral" } else { "Persistent" };
     let Some(driver) = driver else {
-        return if inline {
-            Err(format!("volume mode {mode:?} not supported by driver {name} (no CSIDriver object)"))
-        } else {
-            Ok(())
-        };
+        let missing = CsiError::NoDriverObject { mode, driver: name.to_owned() };
+        return if inline { Err(missing) } else { Ok(()) };
     };
     let has = match driver.spec.volume_lifecycle_modes.as_deref() {
         None | Some([]) => !inline,
@@ -148,26 +198,26 @@ pub fn check_lifecycle(name: &str, driver: Option<&CSIDriver>, inline: bool) -> 
         return Ok(());
     }
     let modes = driver.spec.volume_lifecycle_modes.clone().unwrap_or_default();
-    Err(format!("volume mode {mode:?} not supported by driver {name} (only supports {modes:?})"))
+    Err(CsiError::OtherModes { mode, driver: name.to_owned(), modes })
 }
 
 /// Returns the metadata of a volume's attachment for the driver on the node.
 ///
 /// # Errors
 /// The volume is not attached.
-pub fn attached(found: &VolumeAttachment, handle: &str) -> Result<BTreeMap<String, String>, String> {
+pub fn attached(found: &VolumeAttachment, handle: &str) -> Result<BTreeMap<String, String>, CsiError> {
     let name = found.metadata.name.as_deref().unwrap_or_default();
     if found.metadata.deletion_timestamp.is_some() {
-        return Err("volume attachment is being deleted".to_owned());
+        return Err(CsiError::AttachmentDeleted);
     }
     let status = found.status.as_ref();
     if status.is_some_and(|status| status.attached) {
         return Ok(status.and_then(|status| status.attachment_metadata.clone()).unwrap_or_default());
     }
     if let Some(error) = status.and_then(|status| status.attach_error.as_ref()) {
-        return Err(error.message.clone().unwrap_or_default());
+        return Err(CsiError::AttachFailed(error.message.clone().unwrap_or_default()));
     }
-    Err(format!("volume {handle} is not attached for volume attachment {name}"))
+    Err(CsiError::NotAttached { handle: handle.to_owned(), attachment: name.to_owned() })
 }
 
 /// Returns the volume context that describes the pod to a driver.
@@ -352,6 +402,7 @@ mod tests {
             let found = json!({"metadata": {"name": "csi-1"}, "spec": {"attacher": "d", "nodeName": "n", "source": {}}, "status": status});
             let found = serde_json::from_value(found).unwrap();
             let said = attached(&found, "h").map(|metadata| metadata.get("lun").cloned().unwrap_or_default());
+            let said = said.map_err(|error| error.to_string());
             assert_eq!(said.as_deref().map_err(String::as_str), expected);
         };
         check(json!({"attached": true, "attachmentMetadata": {"lun": "7"}}), Ok("7"));

@@ -16,7 +16,7 @@ use std::path::Path;
 fn out_of_sight(scene: &Scene) -> (Process, Socket) {
     let mut process = Process::start_at(Some(&scene.place.cgroup_dir()), Path::new("/proc/self/ns/net"));
     let listener = process.socket("listen 127.0.0.1:0");
-    process.tell(&format!("serve {}", listener.id)).unwrap();
+    process.send(&format!("serve {}", listener.id)).unwrap();
     (process, listener)
 }
 
@@ -148,7 +148,7 @@ fn an_application_with_one_worker_that_is_busy_keeps_its_liveness_and_loses_its_
     assert!(view.tolerated.is_some_and(|stalls| stalls.looks >= 3), "{view:?}");
     assert_eq!(scene.run("web", "main", Liveness), Outcome::Success);
     assert_eq!(scene.run("strict", "main", Liveness), Outcome::Failure);
-    process.tell(&format!("accept {}", listener.id)).unwrap();
+    process.send(&format!("accept {}", listener.id)).unwrap();
     good(Readiness, "web", &scene);
     let mut restarts = Vec::new();
     while let Ok(update) = scene.updates.try_recv() {

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use beelet_cluster::autonomy::Settings as Autonomy;
-use beelet_cluster::connect::{Options, connect};
+use beelet_cluster::connect::connect;
+use beelet_cluster::identity::{Metrics, Options};
 use beelet_cluster::presence::Presence;
-use beelet_cluster::rotation::{Identity, Metrics};
+use beelet_cluster::rotation::Identity;
 use beelet_cluster::workload::{Inputs, Workload};
 use beelet_tests::apiserver::{FakeApi, Verb};
 use beelet_tests::cri::Op;
@@ -60,12 +61,12 @@ impl Cluster {
         let inputs = Inputs {
             node_name: "n1".to_owned(),
             node: node_object,
-            table: handles.table,
+            table: handles.services.table,
             requests: handles.requests,
-            complete: handles.complete,
-            events: handles.events,
-            mirrors: handles.metrics.cluster.mirrors,
-            state: handles.state,
+            complete: handles.services.complete,
+            events: handles.services.events,
+            mirrors: handles.services.metrics.cluster.mirrors,
+            state: handles.services.state,
             autonomy: Autonomy { enabled: false, after: std::time::Duration::from_secs(30), key_file: None },
             presence,
             written: watch::Sender::new(None),

@@ -344,7 +344,7 @@ impl Node {
 
     /// Returns the number of cgroup values that the agent restored after an outside change.
     pub(crate) fn drifted(&self, level: qos_tree::Level) -> u64 {
-        self.handles().metrics.qos_tree.drifted(level)
+        self.handles().services.metrics.qos_tree.drifted(level)
     }
 
     /// Waits until the agent has restored a cgroup value after an outside change.
@@ -358,7 +358,7 @@ impl Node {
     /// Waits until the agent has compared all cgroups with the pods' requests from now on: differences that
     /// it finds later come from outside changes.
     pub(crate) async fn until_cgroups_compared(&self) {
-        let keeping = &self.handles().metrics.qos_tree;
+        let keeping = &self.handles().services.metrics.qos_tree;
         // The first comparison that ends may have begun before this call.
         let wanted = keeping.syncs() + 2;
         let look = || (keeping.syncs() >= wanted).then_some(()).ok_or("not yet");
@@ -366,7 +366,7 @@ impl Node {
     }
 
     pub(crate) fn metrics(&self) -> &Metrics {
-        &self.handles().metrics.pods
+        &self.handles().services.metrics.pods
     }
 
     /// Sends a request to the pods' manager, as the node's other parts do.
@@ -381,28 +381,28 @@ impl Node {
 
     /// Returns the agent's events so far, as `reason: message`.
     pub(crate) fn events(&self) -> Vec<String> {
-        let log = self.handles().events.subscribe();
+        let log = self.handles().services.events.subscribe();
         let all = log.borrow().all();
         all.iter().map(|event| format!("{}: {}", event.reason, event.message)).collect()
     }
 
     /// Returns the probes, as `beelet probe ls` shows them.
     pub(crate) async fn probes(&self) -> Vec<ProbeView> {
-        self.handles().probes.list().await.unwrap()
+        self.handles().services.probes.list().await.unwrap()
     }
 
     pub(crate) fn table(&self) -> Arc<PodTable> {
-        self.handles().table.borrow().clone()
+        self.handles().services.table.borrow().clone()
     }
 
     /// Returns true if the agent reports that the table has everything that runs.
     pub(crate) fn is_complete(&self) -> bool {
-        self.handles().complete.initialized()
+        self.handles().services.complete.initialized()
     }
 
     /// Returns a receiver of its own, for tests that must see every change.
     pub(crate) fn watch(&self) -> watch::Receiver<Arc<PodTable>> {
-        self.handles().table.clone()
+        self.handles().services.table.clone()
     }
 
     // ---- Waiting ----

@@ -11,7 +11,7 @@ use std::cmp::{Ordering, Reverse};
 
 use crate::admission::preemption::{
     Candidate, Needs,
-    search::{Layer, Outcome, Search, TieSearch},
+    search::{Item, Layer, Outcome, Problem, Search, TieSearch},
 };
 
 /// Maximum steps of the search for the counts of one class.
@@ -54,29 +54,8 @@ pub(super) fn choose<'c, 'a>(
     (victims, doubt.map(str::to_owned).into_iter().collect())
 }
 
-/// A pod, reduced to the inputs of the searches.
-pub(super) struct Item<'c, 'a> {
-    pub(super) candidate: &'c Candidate<'a>,
-    /// Amount that the pod frees of each need.
-    pub(super) frees: Vec<i64>,
-    /// The sum of `frees / need`.
-    pub(super) cost: f64,
-    /// The sum of `frees / need`, each at most 1: the most that the pod can contribute.
-    pub(super) use_of: f64,
-}
-
 /// Chosen items, one list per class, most important class first.
 type Choice = Vec<Vec<usize>>;
-
-/// Pods and needs, in classes.
-pub(super) struct Problem<'c, 'a> {
-    pub(super) items: Vec<Item<'c, 'a>>,
-    pub(super) needs: Vec<i64>,
-    /// Most important first: (priority, QoS).
-    classes: Vec<Vec<usize>>,
-    /// For each class and need, the most that 0, 1, 2, … of its pods free.
-    most: Vec<Vec<Vec<i128>>>,
-}
 
 impl<'c, 'a> Problem<'c, 'a> {
     fn new(candidates: &'c [Candidate<'a>], needs: &Needs<'_>) -> Self {
@@ -224,7 +203,7 @@ impl<'c, 'a> Problem<'c, 'a> {
             .collect()
     }
 
-    pub(super) fn by_name(&self, a: usize, b: usize) -> Ordering {
+    fn by_name(&self, a: usize, b: usize) -> Ordering {
         let key = |item: usize| (self.items[item].candidate.name, self.items[item].candidate.index);
         key(a).cmp(&key(b))
     }

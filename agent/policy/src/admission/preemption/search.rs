@@ -7,13 +7,34 @@
 
 use std::cmp::Ordering;
 
-use crate::admission::preemption::minimal::Problem;
+use crate::admission::preemption::Candidate;
 
 /// Tolerance for errors of float sums, relative to the sum.
 const SLACK: f64 = 1e-9;
 /// Maximum size of a layer's table of bounds with one entry per place; a larger layer has one bound as a
 /// whole.
 const LARGEST_TABLE: usize = 2_000_000;
+
+/// A pod, reduced to the inputs of the searches.
+pub(super) struct Item<'c, 'a> {
+    pub(super) candidate: &'c Candidate<'a>,
+    /// Amount that the pod frees of each need.
+    pub(super) frees: Vec<i64>,
+    /// The sum of `frees / need`.
+    pub(super) cost: f64,
+    /// The sum of `frees / need`, each at most 1: the most that the pod can contribute.
+    pub(super) use_of: f64,
+}
+
+/// Pods and needs, in classes.
+pub(super) struct Problem<'c, 'a> {
+    pub(super) items: Vec<Item<'c, 'a>>,
+    pub(super) needs: Vec<i64>,
+    /// Most important first: (priority, QoS).
+    pub(super) classes: Vec<Vec<usize>>,
+    /// For each class and need, the most that 0, 1, 2, … of its pods free.
+    pub(super) most: Vec<Vec<Vec<i128>>>,
+}
 
 /// The result of a search.
 pub(super) enum Outcome<T> {

@@ -45,18 +45,23 @@ impl Failures {
     }
 }
 
-/// Parts that are told to end together.
+/// Running parts that end together.
 #[derive(Debug)]
-pub(super) struct Parts {
+pub(super) struct Tasks {
     tasks: JoinSet<()>,
     until: CancellationToken,
     failures: Failures,
 }
 
-impl Parts {
-    /// None yet. They are to run until `until`.
+impl Tasks {
+    /// Starts with no part. They run until `until`.
     pub(super) fn new(until: &CancellationToken, failures: &Failures) -> Self {
         Self { tasks: JoinSet::new(), until: until.clone(), failures: failures.clone() }
+    }
+
+    /// The token that is cancelled when the parts must end.
+    pub(super) fn stop(&self) -> CancellationToken {
+        self.until.clone()
     }
 
     /// Runs one that must not end by itself.
@@ -117,9 +122,9 @@ async fn on_demand<T>(name: &str, part: impl Future<Output = T>) -> T {
 mod tests {
     use super::*;
 
-    fn parts() -> (Parts, Failures, CancellationToken) {
+    fn parts() -> (Tasks, Failures, CancellationToken) {
         let (failures, until) = (Failures::default(), CancellationToken::new());
-        (Parts::new(&until, &failures), failures, until)
+        (Tasks::new(&until, &failures), failures, until)
     }
 
     #[tokio::test]

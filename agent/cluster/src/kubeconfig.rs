@@ -1,0 +1,213 @@
+//! Kubeconfigs: reads one, and makes clients of the API server by it.
+//!
+//! The connection is configured here and not by the library's defaults, so that a server that vanished
+//! without a word is noticed within half a minute: a watch that nothing comes from looks like one of a quiet
+//! cluster.
+
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use base64::Engine;
+use hyper_util::{
+    client::legacy::{Client as Http, connect::HttpConnector},
+    rt::TokioExecutor,
+};
+use kube::{
+    Config,
+    client::{Body, ClientBuilder, ConfigExt},
+    config::Kubeconfig,
+};
+use tower::{BoxError, ServiceBuilder, util::Either};
+
+use crate::{
+    certificate::Lifetime,
+    credential::{self, Authenticated},
+    requests,
+};
+
+/// Maximum time for the server to accept a connection.
+const CONNECT: Duration = Duration::from_secs(10);
+/// Keepalive of a silent connection: time before the first probe, time between two, and their number.
+const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(15), Duration::from_secs(5), 3);
+/// Maximum time for the server to acknowledge sent data.
+const ACKNOWLEDGED: Duration = Duration::from_secs(30);
+/// Maximum age of an unused connection.
+const IDLE: Duration = Duration::from_secs(90);
+
+/// A kubeconfig that cannot be used. Displayed, it is a whole sentence.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The kubeconfig can't be used.
+    #[error("the kubeconfig {path} can't be used: {cause}", path = .path.display())]
+    Kubeconfig {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        cause: String,
+    },
+}
+
+/// The lifetime of the kubeconfig's client certificate; None without one. Blocking.
+pub(crate) fn lifetime(kubeconfig: &Path) -> Result<Option<Lifetime>, Error> {
+    let fail = |cause: String| Error::Kubeconfig { path: kubeconfig.to_owned(), cause };
+    let user = config(kubeconfig)?.auth_info;
+    let pem = match (&user.client_certificate_data, &user.client_certificate) {
+        (Some(data), _) => base64::engine::general_purpose::STANDARD
+            .decode(data.trim())
+            .map_err(|error| fail(format!("client-certificate-data: {error}")))?,
+        (None, Some(path)) => std::fs::read(path).map_err(|error| fail(format!("{path}: {error}")))?,
+        (None, None) => return Ok(None),
+    };
+    Lifetime::of(&pem).map(Some).map_err(|cause| fail(format!("its client certificate: {cause}")))
+}
+
+/// The files that the kubeconfig is made of. Blocking.
+pub(crate) fn files(kubeconfig: &Path) -> Vec<PathBuf> {
+    let mut files = vec![kubeconfig.to_owned()];
+    if let Ok(read) = Kubeconfig::read_from(kubeconfig) {
+        let users = read.auth_infos.into_iter().filter_map(|user| user.auth_info);
+        files.extend(
+            users.flat_map(|user| [user.client_certificate, user.client_key]).flatten().map(PathBuf::from),
+        );
+        let clusters = read.clusters.into_iter().filter_map(|cluster| cluster.cluster);
+        files.extend(clusters.filter_map(|cluster| cluster.certificate_authority).map(PathBuf::from));
+    }
+    files
+}
+
+/// Reads a kubeconfig and the files that it names, and checks that a client can be made of it. Blocking.
+///
+/// # Errors
+/// The kubeconfig can't be used.
+pub fn check(kubeconfig: &Path) -> Result<(), Error> {
+    let plugin = credential::take(&mut config(kubeconfig)?);
+    let fail = |cause: credential::Error| Error::Kubeconfig {
+        path: kubeconfig.to_owned(),
+        cause: cause.to_string(),
+    };
+    plugin.map(drop).map_err(fail)
+}
+
+/// Reads a kubeconfig. Runs nothing.
+pub(crate) fn config(path: &Path) -> Result<Config, Error> {
+    let fail = |cause: String| Error::Kubeconfig { path: path.to_owned(), cause };
+    let read = Kubeconfig::read_from(path).map_err(|cause| fail(causes(&cause)))?;
+    let config = Config::try_from(read).map_err(|cause| fail(causes(&cause)))?;
+    if config.auth_info.auth_provider.as_ref().is_some_and(|provider| provider.name == "gcp") {
+        // It would run a program whenever a token ends, and wait for it without an end.
+        return Err(fail(
+            "its auth-provider gcp is not supported: use exec with gke-gcloud-auth-plugin".to_owned(),
+        ));
+    }
+    if config.proxy_url.is_some() {
+        return Err(fail(
+            "it has a proxy-url, and proxies are not supported: take it out, or give the server's own address"
+                .to_owned(),
+        ));
+    }
+    Ok(config)
+}
+
+/// A client for the kubeconfig at `path`. Must be called within a runtime. Blocking.
+pub(crate) fn client(path: &Path, requests: &requests::Metrics) -> Result<kube::Client, Error> {
+    let config = config(path)?;
+    client_of(config, requests).map_err(|cause| Error::Kubeconfig { path: path.to_owned(), cause })
+}
+
+fn client_of(mut config: Config, requests: &requests::Metrics) -> Result<kube::Client, String> {
+    let fail = |cause: kube::Error| causes(&cause);
+    let plugin = credential::take(&mut config).map_err(|cause| cause.to_string())?;
+    let requests = requests.clone();
+    let way = move |config: &Config| {
+        let tls = config.rustls_https_connector_with_connector(tcp()).map_err(|cause| causes(&cause))?;
+        let http: Http<_, Body> = Http::builder(TokioExecutor::new()).pool_idle_timeout(IDLE).build(tls);
+        Ok::<_, String>(ServiceBuilder::new().map_err(BoxError::from).layer(requests.clone()).service(http))
+    };
+    let without_plugin = way(&config)?;
+    let service = match plugin {
+        None => Either::Left(without_plugin),
+        Some(exec) => {
+            let config = config.clone();
+            let with_pair = move |user| {
+                let mut config = config.clone();
+                config.auth_info = user;
+                way(&config)
+            };
+            Either::Right(Authenticated::new(exec, without_plugin, with_pair))
+        }
+    };
+    let service = ServiceBuilder::new()
+        .layer(config.base_uri_layer())
+        .option_layer(config.auth_layer().map_err(fail)?)
+        .layer(config.extra_headers_layer().map_err(fail)?)
+        .service(service);
+    Ok(ClientBuilder::new(service, config.default_namespace).build())
+}
+
+/// TCP connections on which a server that vanished is noticed.
+fn tcp() -> HttpConnector {
+    let mut tcp = HttpConnector::new();
+    let (after, every, times) = KEEPALIVE;
+    tcp.enforce_http(false);
+    tcp.set_nodelay(true);
+    tcp.set_connect_timeout(Some(CONNECT));
+    tcp.set_keepalive(Some(after));
+    tcp.set_keepalive_interval(Some(every));
+    tcp.set_keepalive_retries(Some(times));
+    tcp.set_tcp_user_timeout(Some(ACKNOWLEDGED));
+    tcp
+}
+
+/// The error's sentence with its causes: the innermost one names the fault, the layers above it the place.
+fn causes(error: &dyn std::error::Error) -> String {
+    let mut words = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_words = cause.to_string();
+        if !words.contains(&cause_words) {
+            words = format!("{words}: {cause_words}");
+        }
+        source = cause.source();
+    }
+    words
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn kubeconfig(cluster: &str) -> (tempfile::TempDir, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kubeconfig");
+        let text = format!(
+            "apiVersion: v1\nkind: Config\ncurrent-context: c\ncontexts: [{{name: c, context: {{cluster: c, user: u}}}}]\n\
+             clusters: [{{name: c, cluster: {{{cluster}}}}}]\nusers: [{{name: u, user: {{client-certificate: cert.pem, client-key: cert.pem}}}}]\n"
+        );
+        fs::write(&path, text).unwrap();
+        (dir, path)
+    }
+
+    #[test]
+    fn a_kubeconfig_that_cannot_be_used_is_named_with_the_cause() {
+        let (dir, path) = kubeconfig("server: https://127.0.0.1:1, proxy-url: http://127.0.0.1:2");
+        let error = check(&path).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("the kubeconfig {} can't be used: ", path.display())), "{error}");
+        assert!(error.contains("proxy-url"), "{error}");
+        let error = check(&dir.path().join("none")).unwrap_err().to_string();
+        assert!(error.contains("none") && error.contains("No such file"), "{error}");
+        let (_dir, path) = kubeconfig("certificate-authority: none.crt, server: https://127.0.0.1:1");
+        let error = check(&path).unwrap_err().to_string();
+        assert!(error.contains("none.crt"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_client_certificate_that_is_not_there_is_an_error_with_its_file() {
+        let (_dir, path) = kubeconfig("server: https://127.0.0.1:1");
+        let error = client(&path, &requests::Metrics::default()).err().unwrap().to_string();
+        assert!(error.contains("cert.pem"), "{error}");
+    }
+}

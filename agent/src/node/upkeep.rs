@@ -1,0 +1,194 @@
+//! Starts the parts that keep what pods have beside containers: volumes, images and logs, and the sockets on
+//! which other programs of the node ask about them. None of these parts decides what runs.
+
+use std::{sync::Arc, time::Duration};
+
+use beelet_api::{podresources, podsapi};
+use beelet_base::blocking::blocking;
+use beelet_cri::{mounts::Mounts, ownership::Ownership};
+use beelet_images::folder::Folder;
+use beelet_logs::{
+    links,
+    rotate::{self, Rotator},
+};
+use beelet_pods::{expand, launch::Launcher, orphans, records::Records, refresh, republish, volume_stats};
+use beelet_state::{State, events::NodeEvents};
+use tokio::task::spawn_blocking;
+use tokio_util::sync::CancellationToken;
+
+use super::{handles::Handles, opened::Node, tasks::Tasks};
+
+/// The time between two checks that the locks are there.
+const LOCKS_CHECKED: Duration = Duration::from_secs(60);
+/// The time between two checks that the runtime that answers sees the mounts.
+const MOUNTS_CHECKED: Duration = Duration::from_secs(5);
+/// The time between two returns of freed memory to the system.
+const MEMORY_PERIOD: Duration = Duration::from_secs(60);
+
+/// Locks that keep other agents from this one's records and runtime.
+pub(super) struct Locks {
+    pub(super) state: Arc<State>,
+    pub(super) runtime: Option<Arc<Ownership>>,
+}
+
+impl Locks {
+    /// Makes locks again that somebody has removed, with the folder of state, until `cancel`: without them a
+    /// second agent could start.
+    pub(super) async fn keep(self, events: NodeEvents, cancel: CancellationToken) {
+        let locks = Arc::new(self);
+        let mut told = String::new();
+        loop {
+            tokio::select! {
+                () = cancel.cancelled() => return,
+                () = tokio::time::sleep(LOCKS_CHECKED) => {}
+            }
+            let looking = Arc::clone(&locks);
+            match blocking("looking for the locks", move || looking.renew()).await {
+                Ok(gone) => gone.iter().for_each(|sentence| events.warning("LockRestored", sentence)),
+                Err(error) if error == told => {}
+                Err(error) => {
+                    events.warning("LockLost", &error);
+                    told = error;
+                }
+            }
+        }
+    }
+
+    /// A sentence for each that was gone; or why one can't be made again.
+    fn renew(&self) -> Result<Vec<String>, String> {
+        let mut gone = Vec::new();
+        if self.state.renew().map_err(|error| error.to_string())? {
+            gone.push(format!(
+                "the lock of the state folder {} was gone from the disk, and is made again; records that were there are \
+                 written again as they change",
+                self.state.dir().display()
+            ));
+        }
+        let runtime = self.runtime.as_ref().map_or(Ok(false), |runtime| runtime.renew());
+        if runtime.map_err(|error| error.to_string())? {
+            gone.push("the lock of the runtime was gone from the disk, and is made again".to_owned());
+        }
+        Ok(gone)
+    }
+}
+
+/// Looks whether the runtime that answers sees what is mounted for pods, until `cancel`.
+async fn watch_mounts(mounts: Arc<Mounts>, events: NodeEvents, cancel: CancellationToken) {
+    let mut told = None;
+    loop {
+        tokio::select! {
+            () = cancel.cancelled() => return,
+            () = tokio::time::sleep(MOUNTS_CHECKED) => {}
+        }
+        let trouble = mounts.check().await;
+        if trouble == told {
+            continue;
+        }
+        match &trouble {
+            Some(sentence) => events.warning("MountsNotShared", sentence),
+            None => {
+                events.normal("MountsShared", "The container runtime sees what is mounted for pods again");
+            }
+        }
+        told = trouble;
+    }
+}
+
+/// Finds folders of pods that are gone.
+pub(super) fn orphan_sweep(node: &Node, records: &Records, handles: &Handles) -> orphans::Sweep {
+    let services = &node.services;
+    orphans::Sweep {
+        pods_dir: services.config.beelet.pods_dir.clone(),
+        disks: services.disks.clone(),
+        csi: services.csi.clone(),
+        dra: services.dra.clone(),
+        standalone: services.storage.is_none(),
+        table: services.table.clone(),
+        known: records.known(),
+        desired: handles.desired.clone(),
+        runtime: services.runtime.clone(),
+        period: services.doors.orphan_check,
+    }
+}
+
+/// Starts the parts that keep volumes, while their pods run and after that.
+pub(super) fn keep_volumes(
+    node: &Node,
+    tasks: &mut Tasks,
+    launcher: &Arc<Launcher>,
+    orphans: orphans::Sweep,
+) {
+    let services = &node.services;
+    let of = |tasks: &Tasks| (services.table.clone(), Arc::clone(launcher), tasks.stop());
+    let (table, launcher, stop) = of(tasks);
+    tasks.spawn("volumes", refresh::follow(table, launcher, services.doors.volume_check, stop));
+    let (table, launcher, stop) = of(tasks);
+    let asking = volume_stats::Asking { table, launcher, period: services.config.volume_stats_period };
+    tasks.spawn("volume statistics", volume_stats::follow(asking, stop));
+    let (table, launcher, stop) = of(tasks);
+    tasks.spawn("volumes that grow", expand::follow(table, launcher, stop));
+    let (table, launcher, stop) = of(tasks);
+    tasks.spawn("volumes that are published again", republish::follow(table, launcher, stop));
+    tasks.spawn("volumes of storage plugins", services.csi.clone().sweep(tasks.stop()));
+    tasks.spawn("DRA drivers", services.dra.clone().follow(tasks.stop()));
+    tasks.spawn("pod folders", orphans::sweep(orphans, tasks.stop()));
+    if let Some(mounts) = services.health.mounts() {
+        tasks.spawn("mounts", watch_mounts(mounts, services.node_events(), tasks.stop()));
+    }
+}
+
+/// Starts the part that remembers which pods may use an image, and the part that imports archives.
+pub(super) fn keep_images(node: &Node, tasks: &mut Tasks) {
+    let services = &node.services;
+    let access = Arc::clone(node.puller.access());
+    tasks.spawn("records of pulls", access.keep(services.runtime.clone(), tasks.stop()));
+    if let Some(path) = services.config.beelet.image_archives.clone() {
+        let folder = Folder { path, runtime: services.runtime.clone(), events: services.node_events() };
+        tasks.spawn("image archives", folder.run(tasks.stop()));
+    }
+}
+
+/// Starts the rotation of logs, and the links to them.
+pub(super) fn keep_logs(node: &Node, tasks: &mut Tasks) {
+    let (config, table) = (&node.services.config, &node.services.table);
+    let limits = rotate::Limits {
+        max_size: config.container_log_max_size,
+        max_files: config.container_log_max_files,
+        interval: config.container_log_monitor_interval,
+    };
+    let logs = &config.pod_logs_dir;
+    let rotator = Rotator::new(node.services.runtime.clone(), logs.clone(), limits, table.clone());
+    tasks.spawn("log rotation", rotator.run(tasks.stop()));
+    if let Some(folder) = &config.log_links {
+        let links = links::follow(table.clone(), folder.clone(), logs.clone(), tasks.stop());
+        tasks.spawn("links to logs", links);
+    }
+}
+
+/// Starts the kubelet's sockets for other programs of the node.
+pub(super) fn serve_local_sockets(node: &Node, tasks: &mut Tasks, handles: &Handles) {
+    let services = &node.services;
+    let handed_out = (handles.devices.clone(), services.dra.clone());
+    let calls = services.metrics.pod_resources.clone();
+    let served = podresources::serve(handed_out, services.table.clone(), calls, tasks.stop());
+    tasks.spawn("pod resources", served);
+    let folder = services.config.beelet.kubelet_dir.clone();
+    let (pods, complete) = (services.table.clone(), Arc::clone(&services.complete));
+    let inputs = podsapi::Inputs { folder, pods, complete };
+    tasks.spawn("pods API", podsapi::serve(inputs, tasks.stop()));
+}
+
+/// Returns memory to the system, every [`MEMORY_PERIOD`], that the start or a burst needed (a hundred pods
+/// that start at once) and that is free again.
+pub(super) async fn give_memory_back(shutdown: CancellationToken) {
+    loop {
+        tokio::select! {
+            () = shutdown.cancelled() => return,
+            () = tokio::time::sleep(MEMORY_PERIOD) => {}
+        }
+        // It may take a moment.
+        if spawn_blocking(beelet_bpf::release_memory).await.is_err() {
+            return;
+        }
+    }
+}
