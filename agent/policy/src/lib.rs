@@ -14,6 +14,8 @@ pub mod eviction;
 pub mod images;
 pub mod node;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
+pub mod pinning;
+#[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod pod;
 #[cfg_attr(not(test), deny(clippy::arithmetic_side_effects))]
 pub mod probe;

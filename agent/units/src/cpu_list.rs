@@ -20,9 +20,35 @@ pub fn parse(list: &str) -> Option<BTreeSet<u32>> {
     Some(cpus)
 }
 
+/// The list of these numbers, which must come in ascending order; nothing: the empty text.
+#[must_use]
+pub fn format(numbers: impl IntoIterator<Item = u32>) -> String {
+    let mut ranges: Vec<(u32, u32)> = Vec::new();
+    for number in numbers {
+        match ranges.last_mut() {
+            Some((_, last)) if last.checked_add(1) == Some(number) => *last = number,
+            _ => ranges.push((number, number)),
+        }
+    }
+    let range = |(first, last): &(u32, u32)| match first == last {
+        true => first.to_string(),
+        false => format!("{first}-{last}"),
+    };
+    ranges.iter().map(range).collect::<Vec<_>>().join(",")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lists_are_written_as_the_kernel_writes_them() {
+        let check = |numbers: &[u32], expected: &str| assert_eq!(format(numbers.iter().copied()), expected);
+        check(&[], "");
+        check(&[0], "0");
+        check(&[0, 1, 2, 5, 7, 8], "0-2,5,7-8");
+        check(&[u32::MAX - 1, u32::MAX], "4294967294-4294967295");
+    }
 
     #[test]
     fn lists_are_read_as_the_kernel_writes_them() {

@@ -213,30 +213,31 @@ impl<'a> Admission<'a> {
         if let Some(nodes) = &self.of_pod {
             return Ok(nodes.clone());
         }
-        let nodes = devices.affinity(&self.serving, self.pod_uid, None, &self.limits_of_pod(), *policy)?;
+        let nodes =
+            devices.affinity(&self.serving, self.pod_uid, None, &limits_of_pod(&self.wishes), *policy)?;
         self.of_pod = Some(nodes.clone());
         Ok(nodes)
     }
+}
 
-    /// Returns the pod's peak demand: its containers together, or its largest init container.
-    fn limits_of_pod(&self) -> Vec<(&'a str, usize)> {
-        let (mut lasting, mut largest): (BTreeMap<&str, usize>, BTreeMap<&str, usize>) = Default::default();
-        for wish in &self.wishes {
-            for (resource, count) in &wish.limits {
-                let together = lasting.get(resource).copied().unwrap_or(0).saturating_add(*count);
-                match wish.kind {
-                    super::ContainerKind::Lasting => drop(lasting.insert(resource, together)),
-                    super::ContainerKind::Init => {
-                        let largest = largest.entry(resource).or_default();
-                        *largest = (*largest).max(together);
-                    }
+/// Returns the pod's peak demand: its containers together, or its largest init container.
+pub(crate) fn limits_of_pod<'a>(wishes: &[ContainerRequest<'a>]) -> Vec<(&'a str, usize)> {
+    let (mut lasting, mut largest): (BTreeMap<&str, usize>, BTreeMap<&str, usize>) = Default::default();
+    for wish in wishes {
+        for (resource, count) in &wish.limits {
+            let together = lasting.get(resource).copied().unwrap_or(0).saturating_add(*count);
+            match wish.kind {
+                super::ContainerKind::Lasting => drop(lasting.insert(resource, together)),
+                super::ContainerKind::Init => {
+                    let largest = largest.entry(resource).or_default();
+                    *largest = (*largest).max(together);
                 }
             }
         }
-        for (resource, count) in largest {
-            let sum = lasting.entry(resource).or_default();
-            *sum = (*sum).max(count);
-        }
-        lasting.into_iter().collect()
     }
+    for (resource, count) in largest {
+        let sum = lasting.entry(resource).or_default();
+        *sum = (*sum).max(count);
+    }
+    lasting.into_iter().collect()
 }

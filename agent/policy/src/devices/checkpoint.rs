@@ -314,6 +314,13 @@ impl Default for Fnv1a {
     }
 }
 
+/// The checksum of a text, as the kubelet's checkpoints have it.
+pub(crate) fn fnv1a(text: &str) -> u32 {
+    let mut sum = Fnv1a::default();
+    sum.put(text);
+    sum.0
+}
+
 const FNV_PRIME: u32 = 0x0100_0193;
 
 impl Sink for Fnv1a {

@@ -101,6 +101,35 @@ impl Devices {
         Ok((best.mask != all).then(|| chosen.map(|(_, node)| *node).collect()))
     }
 
+    /// Returns the sets of NUMA nodes with `count` devices for a container, each with true if it is as small as
+    /// possible, on a machine with these nodes; `None` if the resource has no preference.
+    pub(crate) fn node_sets(
+        &self,
+        serving: &Serving,
+        of: (&str, Option<&str>),
+        resource: &str,
+        count: usize,
+        machine: &[i64],
+    ) -> Option<Vec<(Vec<i64>, bool)>> {
+        let places = self.places.get(resource)?;
+        let near: BTreeSet<i64> = places.keys().flatten().copied().collect();
+        let mut nodes: Vec<i64> = machine.iter().copied().filter(|node| near.contains(node)).collect();
+        if nodes.is_empty() {
+            nodes = machine.to_vec();
+        }
+        let set = |mask: Mask| {
+            let chosen = nodes.iter().enumerate().filter(|(place, _)| mask & (1 << place) != 0);
+            chosen.map(|(_, node)| *node).collect()
+        };
+        match self.hints(serving, of, resource, count, &nodes) {
+            Hints::NoPreference => None,
+            Hints::TooFew => Some(Vec::new()),
+            Hints::These(hints) => {
+                Some(hints.into_iter().map(|hint| (set(hint.mask), hint.preferred)).collect())
+            }
+        }
+    }
+
     /// Computes hints as `generateDeviceTopologyHints` does.
     fn hints(
         &self,

@@ -1,0 +1,38 @@
+//! The feature gates that change what the managers decide.
+
+/// Gates by Kubernetes' names; the default is that of 1.36.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Gates {
+    /// `CPUManagerPolicyAlphaOptions`
+    pub cpu_alpha_options: bool,
+    /// `CPUManagerPolicyBetaOptions`
+    pub cpu_beta_options: bool,
+    /// `PodLevelResources`
+    pub pod_level_resources: bool,
+    /// `PodLevelResourceManagers` (KEP-5526)
+    pub pod_level_managers: bool,
+}
+
+impl Default for Gates {
+    fn default() -> Self {
+        Self {
+            cpu_alpha_options: false,
+            cpu_beta_options: true,
+            pod_level_resources: true,
+            pod_level_managers: false,
+        }
+    }
+}
+
+impl Gates {
+    /// Sets the gate of this name; a gate that no manager knows changes nothing.
+    pub fn set(&mut self, name: &str, enabled: bool) {
+        match name {
+            "CPUManagerPolicyAlphaOptions" => self.cpu_alpha_options = enabled,
+            "CPUManagerPolicyBetaOptions" => self.cpu_beta_options = enabled,
+            "PodLevelResources" => self.pod_level_resources = enabled,
+            "PodLevelResourceManagers" => self.pod_level_managers = enabled,
+            _ => {}
+        }
+    }
+}

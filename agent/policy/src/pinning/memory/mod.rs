@@ -1,0 +1,329 @@
+//! The memory manager: which NUMA nodes a container's memory and huge pages come from
+//! (`memorymanager/policy_static.go`).
+//!
+//! A container of a Guaranteed pod gets a *block* of each resource that it names: a number of bytes out of one
+//! node, or out of a group of nodes. A node in a group serves that group alone. The memory of an init
+//! container goes on to the containers after it, and is free once they start.
+
+pub mod ledger;
+mod pod;
+mod settings;
+mod state;
+
+use std::collections::BTreeMap;
+
+use super::{
+    error::{PinningError, Refusal},
+    gates::Gates,
+    hints::{Hint, ProviderHints},
+    needs::{Bytes, ContainerNeeds, Kind, Needs},
+    nodes::NodeSet,
+};
+use crate::resources::MEMORY;
+use ledger::{Block, Ledger};
+pub use settings::{MemoryNode, MemorySettings, Reservation};
+pub use state::{Assignments, MemoryState};
+
+/// The memory manager.
+#[derive(Debug, Clone)]
+pub struct MemoryManager {
+    /// What the machine has, with nothing given away; `None`: the policy is `None`.
+    machine: Option<Ledger>,
+    pod_level: bool,
+    state: MemoryState,
+    /// Memory that init containers leave to those after them, of the pod that was served last.
+    reuse: Reuse,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Reuse {
+    uid: String,
+    left: BTreeMap<(NodeSet, String), u64>,
+}
+
+impl Reuse {
+    fn of(&self, uid: &str, nodes: NodeSet, resource: &str) -> u64 {
+        let of_pod = Some(&self.left).filter(|_| self.uid == uid);
+        of_pod.and_then(|left| left.get(&(nodes, resource.to_owned()))).copied().unwrap_or(0)
+    }
+
+    /// An init container leaves its memory; the others take what they need of it
+    /// (`updatePodReusableMemory`).
+    fn update(&mut self, uid: &str, kind: Kind, blocks: &[Block]) {
+        if self.uid != uid {
+            *self = Self { uid: uid.to_owned(), left: BTreeMap::new() };
+        }
+        for block in blocks {
+            let left = self.left.entry((block.nodes, block.resource.clone())).or_default();
+            *left = if kind == Kind::Init { block.size.max(*left) } else { left.saturating_sub(block.size) };
+        }
+    }
+}
+
+/// Too little memory, in the kubelet's words.
+fn refuse(cause: &str) -> Refusal {
+    Refusal::unexpected(format!("[memorymanager] {cause}"))
+}
+
+impl MemoryManager {
+    /// The manager for these settings; its state is empty until [`Self::start`].
+    ///
+    /// # Errors
+    /// A setting that can't be, or can't be on this machine.
+    pub fn new(settings: &MemorySettings, nodes: &[MemoryNode], gates: Gates) -> Result<Self, PinningError> {
+        let machine = settings.machine(nodes)?;
+        let pod_level = gates.pod_level_managers;
+        Ok(Self { machine, pod_level, state: MemoryState::default(), reuse: Reuse::default() })
+    }
+
+    fn policy_name(&self) -> &'static str {
+        if self.machine.is_some() { "Static" } else { "None" }
+    }
+
+    /// Starts with the content of the state file, if there is one (`validateState`).
+    ///
+    /// # Errors
+    /// The file can't be read, is of another policy, or does not fit the machine and the settings.
+    pub fn start(&mut self, file: Option<&str>) -> Result<(), PinningError> {
+        self.reuse = Reuse::default();
+        self.state = match file {
+            Some(file) => MemoryState::read(file, self.policy_name(), self.pod_level)?,
+            None => MemoryState::default(),
+        };
+        let Some(machine) = &self.machine else { return Ok(()) };
+        if self.state.ledger.nodes.is_empty() {
+            if !self.state.containers.is_empty() {
+                let message = "[memorymanager] machine state can not be empty when it has memory assignments";
+                return Err(PinningError::new(message));
+            }
+            self.state.ledger = machine.clone();
+            return Ok(());
+        }
+        let mut expected = machine.clone();
+        for (uid, containers) in &self.state.containers {
+            match self.state.pods.get(uid).filter(|blocks| !blocks.is_empty()) {
+                Some(blocks) => reserve_all(&mut expected, uid, blocks)?,
+                None => containers.values().try_for_each(|blocks| reserve_all(&mut expected, uid, blocks))?,
+            }
+        }
+        if !self.state.ledger.agrees(&expected) {
+            let message = "[memorymanager] the expected machine state is different from the real one";
+            return Err(PinningError::new(message));
+        }
+        Ok(())
+    }
+
+    /// The state file's content.
+    #[must_use]
+    pub fn file(&self) -> String {
+        self.state.write(self.policy_name(), self.pod_level)
+    }
+
+    /// The state.
+    #[must_use]
+    pub fn state(&self) -> &MemoryState {
+        &self.state
+    }
+
+    /// Returns true if memory is managed.
+    #[must_use]
+    pub fn is_static(&self) -> bool {
+        self.machine.is_some()
+    }
+
+    /// The memory that a container has; empty if it has none.
+    #[must_use]
+    pub fn of(&self, uid: &str, container: &str) -> &[Block] {
+        self.held(uid, container).map_or(&[], Vec::as_slice)
+    }
+
+    fn held(&self, uid: &str, container: &str) -> Option<&Vec<Block>> {
+        self.state.containers.get(uid)?.get(container)
+    }
+
+    /// The nodes that a container's memory could come from (`GetTopologyHints`).
+    #[must_use]
+    pub fn hints(&self, needs: &Needs, container: &ContainerNeeds) -> ProviderHints {
+        let Ok(wanted) = &container.memory else { return ProviderHints::new() };
+        if self.machine.is_none() || !needs.guaranteed || needs.ignored {
+            return ProviderHints::new();
+        }
+        match self.held(&needs.uid, &container.name) {
+            Some(blocks) => hints_of_blocks(blocks, wanted),
+            None => for_each(wanted, self.possible(&needs.uid, wanted)),
+        }
+    }
+
+    fn possible(&self, uid: &str, wanted: &Bytes) -> Vec<Hint> {
+        self.state.ledger.hints(wanted, |nodes, resource| self.reuse.of(uid, nodes, resource))
+    }
+
+    /// Gives a container its memory, from these nodes and more if they have too little (`Allocate`). Does
+    /// nothing if the container has its memory.
+    ///
+    /// # Errors
+    /// Too little memory is free, or none that can be given away together.
+    pub fn allocate(
+        &mut self,
+        needs: &Needs,
+        container: &ContainerNeeds,
+        affinity: Hint,
+    ) -> Result<(), Refusal> {
+        if self.machine.is_none() || !needs.guaranteed || needs.ignored {
+            return Ok(());
+        }
+        if let Some(blocks) = self.held(&needs.uid, &container.name) {
+            let blocks = blocks.clone();
+            self.reuse.update(&needs.uid, container.kind, &blocks);
+            return Ok(());
+        }
+        let wanted = container.memory.as_ref().map_err(Refusal::unexpected)?;
+        let nodes = self.choose(&needs.uid, wanted, affinity)?;
+        let blocks: Vec<Block> = blocks(nodes, wanted);
+        for block in &blocks {
+            let reused = self.reuse.of(&needs.uid, nodes, &block.resource);
+            self.state.ledger.reserve(nodes, &block.resource, block.size.saturating_sub(reused));
+        }
+        self.reuse.update(&needs.uid, container.kind, &blocks);
+        self.shrink_inits(needs, container, &blocks);
+        let pod = self.state.containers.entry(needs.uid.clone()).or_default();
+        pod.insert(container.name.clone(), blocks);
+        Ok(())
+    }
+
+    /// The nodes that the memory comes from: those of the affinity if they have enough, or more nodes, and
+    /// the best ones if there is no affinity.
+    fn choose(&self, uid: &str, wanted: &Bytes, affinity: Hint) -> Result<NodeSet, Refusal> {
+        let ledger = &self.state.ledger;
+        let best = |within: NodeSet| {
+            // Without memory among the resources the kubelet finds no hint.
+            let hints = if wanted.contains_key(MEMORY) { self.possible(uid, wanted) } else { Vec::new() };
+            let sets = hints.into_iter().filter_map(|hint| Some((hint.nodes?, hint.preferred)));
+            let wider = sets.filter(|(nodes, _)| within.is_subset(*nodes));
+            wider.min_by_key(|(nodes, preferred)| (!preferred, nodes.width()))
+        };
+        let (nodes, preferred) = match affinity.nodes {
+            Some(nodes) => (nodes, affinity.preferred),
+            None => best(NodeSet::default()).ok_or_else(|| {
+                refuse(
+                    "failed to get the default NUMA affinity, no NUMA nodes with enough memory is available",
+                )
+            })?,
+        };
+        if affinity.preferred && !preferred {
+            return Err(refuse("failed to find the default preferred hint"));
+        }
+        let nodes = if ledger.satisfies(nodes, wanted) {
+            nodes
+        } else {
+            let wider = best(nodes)
+                .ok_or_else(|| refuse("failed to find NUMA nodes to extend the current topology hint"))?;
+            match wider {
+                (_, false) if preferred => return Err(refuse("failed to find the extended preferred hint")),
+                (nodes, _) => nodes,
+            }
+        };
+        if ledger.violates(nodes) {
+            return Err(refuse("preferred hint violates NUMA node allocation"));
+        }
+        Ok(nodes)
+    }
+
+    /// The sizes of init containers shrink by what a container takes over from them, so that the sum of all
+    /// is what the pod has (`updateInitContainersMemoryBlocks`).
+    fn shrink_inits(&mut self, needs: &Needs, container: &ContainerNeeds, blocks: &[Block]) {
+        let Some(pod) = self.state.containers.get_mut(&needs.uid) else { return };
+        for block in blocks {
+            let mut size = block.size;
+            for init in needs.ended_before(&container.name) {
+                let own = pod.get_mut(&init.name).into_iter().flatten();
+                let same = |own: &&mut Block| own.resource == block.resource && own.nodes == block.nodes;
+                for own in own.filter(same) {
+                    let taken = own.size.min(size);
+                    own.size = own.size.saturating_sub(taken);
+                    size = size.saturating_sub(taken);
+                }
+            }
+        }
+    }
+
+    /// A container is about to start: the init containers before it have ended, and their memory is free
+    /// (`AddContainer`). Memory of a pod with pod-level resources stays with the pod.
+    pub fn container_starts(&mut self, needs: &Needs, container: &str) {
+        let ended: Vec<String> = needs.ended_before(container).map(|init| init.name.clone()).collect();
+        self.retain(&needs.uid, |name| !ended.iter().any(|ended| ended == name));
+    }
+
+    /// Frees all that a pod has.
+    pub fn release(&mut self, uid: &str) {
+        self.retain(uid, |_| false);
+    }
+
+    /// Frees what a pod's containers have that are not wanted any more.
+    pub fn retain(&mut self, uid: &str, wanted: impl Fn(&str) -> bool) {
+        if self.machine.is_none() {
+            return;
+        }
+        let of_pod = self.state.pods.contains_key(uid);
+        let mut containers = self.state.containers.remove(uid).unwrap_or_default();
+        for (name, blocks) in &containers {
+            // The pod's memory is free only when its last container is gone.
+            if !of_pod && !wanted(name) {
+                self.state.ledger.release(blocks);
+            }
+        }
+        containers.retain(|name, _| wanted(name));
+        if containers.is_empty() {
+            let of_pod = self.state.pods.remove(uid);
+            self.state.ledger.release(&of_pod.unwrap_or_default());
+            if self.reuse.uid == uid {
+                self.reuse = Reuse::default();
+            }
+        } else {
+            self.state.containers.insert(uid.to_owned(), containers);
+        }
+    }
+}
+
+/// Reserves what a state file says (`updateExpectedMachineState`).
+fn reserve_all(machine: &mut Ledger, uid: &str, blocks: &[Block]) -> Result<(), PinningError> {
+    for block in blocks {
+        let mut tables = block.nodes.iter().map(|node| machine.nodes.get(&node).map(|node| &node.tables));
+        if !tables.all(|tables| tables.is_some_and(|tables| tables.contains_key(&block.resource))) {
+            let message = format!(
+                "[memorymanager] (pod: {uid}) the memory assignment uses a NUMA node or a memory resource that does not exist"
+            );
+            return Err(PinningError::new(message));
+        }
+        machine.reserve(block.nodes, &block.resource, block.size);
+    }
+    Ok(())
+}
+
+fn blocks(nodes: NodeSet, sizes: &Bytes) -> Vec<Block> {
+    sizes.iter().map(|(resource, size)| Block { nodes, resource: resource.clone(), size: *size }).collect()
+}
+
+/// The same hints for every resource; none at all, which means no preference, if there is no hint.
+fn for_each(wanted: &Bytes, hints: Vec<Hint>) -> ProviderHints {
+    if hints.is_empty() {
+        return ProviderHints::new();
+    }
+    wanted.keys().map(|resource| (resource.clone(), Some(hints.clone()))).collect()
+}
+
+/// The hints of memory that is held already: its nodes, if it is what is asked for, else no preference
+/// (`regenerateHints`).
+fn hints_of_blocks(blocks: &[Block], wanted: &Bytes) -> ProviderHints {
+    let as_wanted = |block: &Block| wanted.get(&block.resource) == Some(&block.size);
+    if blocks.len() != wanted.len() || !blocks.iter().all(as_wanted) {
+        return ProviderHints::new();
+    }
+    let mut hints: ProviderHints =
+        wanted.keys().map(|resource| (resource.clone(), Some(Vec::new()))).collect();
+    for block in blocks {
+        let hint = Hint { nodes: Some(block.nodes), preferred: true };
+        hints.entry(block.resource.clone()).or_default().get_or_insert_default().push(hint);
+    }
+    hints
+}

@@ -1,0 +1,40 @@
+//! Which CPUs, which memory and which NUMA nodes a container gets: the kubelet's CPU manager, memory manager
+//! and topology manager (`pkg/kubelet/cm/{cpumanager,memorymanager,topologymanager}`, Kubernetes 1.36.2), with
+//! the fixes of 1.38.
+//!
+//! [`Pins`] holds the three and admits a pod: each provider (devices, CPUs, memory) gives its hints, the
+//! [`topology`] merges them into an affinity, and each provider allocates by it. [`cpus`] owns the exclusive
+//! CPUs and the shared pool, [`memory`] the reservations of each NUMA node; both read and write the kubelet's
+//! state files. A pod's wishes are read once, as [`Needs`].
+//!
+//! Nothing here touches a cgroup or a file: the caller writes the state file and the cpusets that follow. A
+//! CPU must never be in two exclusive sets, and a reserved CPU in none.
+//!
+//! The kubelet also claims whole cores and sockets that are not free, where cores or sockets differ in size;
+//! here a group is claimed only if all of its CPUs are free.
+
+pub mod cpu_set;
+pub mod cpus;
+pub mod devices;
+pub mod error;
+pub mod gates;
+pub mod hints;
+pub mod machine;
+pub mod memory;
+pub mod needs;
+pub mod nodes;
+pub mod pins;
+mod state_file;
+pub mod topology;
+
+pub use cpu_set::CpuSet;
+pub use error::{PinningError, Reason, Refusal};
+pub use gates::Gates;
+pub use hints::Hint;
+pub use machine::{Cpu, CpuTopology};
+pub use needs::Needs;
+pub use nodes::NodeSet;
+pub use pins::Pins;
+
+#[cfg(test)]
+mod tests;

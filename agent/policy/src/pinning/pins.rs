@@ -1,0 +1,162 @@
+//! The three managers together: a pod is admitted, starts its containers, and is gone (`scope_container.go`,
+//! `scope_pod.go`).
+
+use super::{
+    cpus::CpuManager,
+    devices::DeviceProvider,
+    error::{Reason, Refusal},
+    hints::{Hint, ProviderHints},
+    memory::MemoryManager,
+    needs::{ContainerNeeds, Kind, Needs},
+    topology::TopologyManager,
+};
+use crate::devices::topology::{TopologyPolicy, TopologyScope};
+
+/// The managers of a node.
+#[derive(Debug, Clone)]
+pub struct Pins {
+    /// Which NUMA nodes are good enough.
+    pub topology: TopologyManager,
+    /// Exclusive CPUs.
+    pub cpus: CpuManager,
+    /// Memory.
+    pub memory: MemoryManager,
+}
+
+/// The way to a decision: what each provider could do, and what came of it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Alignment {
+    /// The best hint, by container.
+    pub affinities: Vec<(String, Hint)>,
+    /// The hints of all providers, by container; of the whole pod under the empty name.
+    pub hints: Vec<(String, Vec<ProviderHints>)>,
+}
+
+const NO_LOCALITY: &str = "Resources cannot be allocated with Topology locality";
+const NO_LOCALITY_OF_POD: &str =
+    "Pod Scope pod with pod-level resources failed admission under pod-scope topology manager";
+const NO_LOCALITY_OF_CONTAINER: &str =
+    "Pod Scope pod with pod-level resources failed admission with a container-level topology manager";
+
+impl Pins {
+    /// Admits a pod: gives each of its containers, in order, devices, CPUs and memory. Does nothing for
+    /// containers that have theirs. What a refused pod got is free only after [`Self::release`].
+    ///
+    /// # Errors
+    /// The providers don't agree, or too little is free.
+    pub fn admit(
+        &mut self,
+        needs: &Needs,
+        devices: &mut dyn DeviceProvider,
+        alignment: &mut Alignment,
+    ) -> Result<(), Refusal> {
+        match (self.topology.policy(), self.topology.scope()) {
+            (TopologyPolicy::None, _) => {
+                let anywhere = Hint { nodes: None, preferred: false };
+                needs
+                    .containers
+                    .iter()
+                    .try_for_each(|container| self.allocate(needs, container, anywhere, devices))
+            }
+            (_, TopologyScope::Container) => needs.containers.iter().try_for_each(|container| {
+                let hints = vec![
+                    devices.hints(Some(&container.name)),
+                    self.cpus.hints(needs, container),
+                    self.memory.hints(needs, container),
+                ];
+                let message = if needs.pod_level { NO_LOCALITY_OF_CONTAINER } else { NO_LOCALITY };
+                let hint = self.align(&container.name, hints, alignment, message)?;
+                alignment.affinities.push((container.name.clone(), hint));
+                self.allocate(needs, container, hint, devices)
+            }),
+            (_, TopologyScope::Pod) => self.admit_as_one(needs, devices, alignment),
+        }
+    }
+
+    /// All containers are aligned together.
+    fn admit_as_one(
+        &mut self,
+        needs: &Needs,
+        devices: &mut dyn DeviceProvider,
+        alignment: &mut Alignment,
+    ) -> Result<(), Refusal> {
+        let hints = vec![devices.hints(None), self.cpus.pod_hints(needs), self.memory.pod_hints(needs)];
+        let message = if needs.pod_level { NO_LOCALITY_OF_POD } else { NO_LOCALITY };
+        let hint = self.align("", hints, alignment, message)?;
+        alignment.affinities = needs.containers.iter().map(|c| (c.name.clone(), hint)).collect();
+        if !needs.pod_level {
+            return needs.containers.iter().try_for_each(|c| self.allocate(needs, c, hint, devices));
+        }
+        devices.allocate_pod(hint.nodes)?;
+        self.cpus.allocate_pod(needs, hint.nodes)?;
+        self.memory.allocate_pod(needs, hint)
+    }
+
+    fn align(
+        &self,
+        container: &str,
+        hints: Vec<ProviderHints>,
+        alignment: &mut Alignment,
+        message: &str,
+    ) -> Result<Hint, Refusal> {
+        let merged = self.topology.merge(&hints);
+        alignment.hints.push((container.to_owned(), hints));
+        if merged.admitted { Ok(merged.hint) } else { Err(Refusal::new(Reason::TopologyAffinity, message)) }
+    }
+
+    fn allocate(
+        &mut self,
+        needs: &Needs,
+        container: &ContainerNeeds,
+        hint: Hint,
+        devices: &mut dyn DeviceProvider,
+    ) -> Result<(), Refusal> {
+        devices.allocate(&container.name, hint.nodes)?;
+        self.cpus.allocate(needs, container, hint.nodes)?;
+        self.memory.allocate(needs, container, hint)
+    }
+
+    /// Returns true if the state files have all that a pod needs now: such a pod runs on as it is, without
+    /// admission, whatever has changed around it. The kubelet admits it again, and may end it.
+    #[must_use]
+    pub fn holds(&self, needs: &Needs) -> bool {
+        let static_cpus = !self.cpus.allocatable().is_empty();
+        let cpus = |container: &ContainerNeeds| {
+            let held = self.cpus.of(&needs.uid, &container.name);
+            container.cpus == 0 || held.is_some_and(|held| held.len() == container.cpus)
+        };
+        // An init container that has ended has given its memory back.
+        let memory = |container: &ContainerNeeds| {
+            let named = container.memory.as_ref().is_ok_and(|memory| !memory.is_empty());
+            container.kind == Kind::Init || !named || !self.memory.of(&needs.uid, &container.name).is_empty()
+        };
+        let nothing = needs.ignored || !needs.guaranteed;
+        let all = |held: &dyn Fn(&ContainerNeeds) -> bool| needs.containers.iter().all(held);
+        nothing || ((!static_cpus || all(&cpus)) && (!self.memory.is_static() || all(&memory)))
+    }
+
+    /// A container is about to start.
+    pub fn container_starts(&mut self, needs: &Needs, container: &str) {
+        self.memory.container_starts(needs, container);
+    }
+
+    /// Frees all CPUs and all memory of a pod.
+    pub fn release(&mut self, uid: &str) {
+        self.cpus.release(uid);
+        self.memory.release(uid);
+    }
+
+    /// Frees all CPUs and all memory of pods and containers that are not wanted any more (`removeStaleState`).
+    pub fn retain(&mut self, wanted: impl Fn(&str, &str) -> bool) {
+        let pods = self.cpus.state().containers.keys().chain(self.memory.state().containers.keys());
+        let pods: Vec<String> = pods
+            .chain(self.cpus.state().pods.keys())
+            .chain(self.memory.state().pods.keys())
+            .cloned()
+            .collect();
+        for uid in pods {
+            self.cpus.retain(&uid, |container| wanted(&uid, container));
+            self.memory.retain(&uid, |container| wanted(&uid, container));
+        }
+    }
+}
