@@ -67,7 +67,7 @@ enum Op {
 }
 
 /// `admit` has a pod, `remove` and `initEnds` a pod's name.
-enum PodOrName {
+pub(crate) enum PodOrName {
     Pod(Box<Pod>),
     Name(String),
 }

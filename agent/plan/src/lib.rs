@@ -12,12 +12,16 @@
 mod admission;
 mod cgroups;
 mod container_gc;
+mod cpus;
 mod devices;
 mod eviction;
 mod image_gc;
+mod memory;
 pub(crate) mod number;
+mod pinning;
 mod preemption;
 mod probe;
+mod topology;
 
 use std::fmt;
 
@@ -90,6 +94,15 @@ pub const WHATS: &[What] = &[
         "whether the node is under pressure, and the pod to evict",
     ),
     What::of::<devices::DevicesScenario>("devices", "the devices that pods get, over a row of events"),
+    What::of::<cpus::CpusScenario>(
+        "cpus",
+        "the CPUs that containers have for themselves, over a row of events",
+    ),
+    What::of::<memory::MemoryScenario>(
+        "memory",
+        "the NUMA nodes that give containers memory, over a row of events",
+    ),
+    What::of::<topology::TopologyScenario>("topology", "the NUMA nodes that align devices, CPUs and memory"),
     What::of::<probe::ProbeScenario>("probe", "a container's state after a row of probe outcomes"),
 ];
 

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value, json};
 
-use crate::{Case, devices};
+use crate::{Case, devices, pinning};
 
 /// Returns every difference between the answer and the expectation, one line each.
 pub(crate) fn differences(case: &Case, answer: &Value) -> Vec<String> {
@@ -30,6 +30,10 @@ pub(crate) fn differences(case: &Case, answer: &Value) -> Vec<String> {
             "devices" => {
                 let mode = case.compare.get("allocations").and_then(Value::as_str).unwrap_or("counts");
                 wrong.extend(devices::differences(case, want, got, mode));
+                true
+            }
+            "pinning" => {
+                wrong.extend(pinning::differences(field, want, got));
                 true
             }
             other => panic!("golden data: {field} is compared by {other:?}, which this runner doesn't know"),

@@ -7,6 +7,7 @@
 
 mod compare;
 mod devices;
+mod pinning;
 
 use std::{collections::BTreeSet, fs, path::PathBuf};
 

@@ -317,7 +317,7 @@ impl Default for Fnv1a {
 /// The checksum of a text, as the kubelet's checkpoints have it.
 pub(crate) fn fnv1a(text: &str) -> u32 {
     let mut sum = Fnv1a::default();
-    sum.put(text);
+    sum.write(text);
     sum.0
 }
 

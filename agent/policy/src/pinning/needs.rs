@@ -232,7 +232,8 @@ mod tests {
         }));
         assert_eq!(needs.cpus, 5);
         assert_eq!(needs.memory.as_ref().unwrap()[MEMORY], 4 << 30);
-        let ended = |name: &'static str| needs.ended_before(name).map(|c| c.name.as_str()).collect::<Vec<_>>();
+        let ended =
+            |name: &'static str| needs.ended_before(name).map(|c| c.name.as_str()).collect::<Vec<_>>();
         assert_eq!((ended("a"), ended("b"), ended("c")), (vec![], vec!["a"], vec!["a", "b"]));
     }
 
