@@ -200,8 +200,7 @@ fn an_observer_sees_what_the_kernel_says_and_leaves_no_trace() {
     let (set, made) = (settings(containerd.cgroup()), containers(&containerd));
     let mut observer = Observer::start_at(&owner.dir().join("bpf"), &containerd);
 
-    // The ==> // The kernel's files are read before and after: the observer's value lies between. ==> // The
-    // kernel's files are read before and after: the observer's value lies between.
+    // The kernel's files are read before and after: the observer's value lies between.
     let seen = observer.measured("busy");
     let cgroup = seen["cgroup"].as_str().unwrap();
     let before = cpu_seconds_of(containerd.cgroup(), cgroup).unwrap();
