@@ -16,6 +16,9 @@ use crate::{
 use beelet_policy::pinning::{Hint, NodeSet, hints::ProviderHints, nodes::NODE_NUMBERS};
 use beelet_units::field::FieldError;
 
+/// Hints by resource; `None` for a resource without a preference.
+type HintsField = BTreeMap<String, Option<Vec<HintField>>>;
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]
 pub(crate) struct TopologyScenario {
@@ -23,7 +26,7 @@ pub(crate) struct TopologyScenario {
     topology_manager: TopologyField,
     numa_nodes: Vec<NodeField>,
     #[serde(default)]
-    hints: Option<Vec<Option<BTreeMap<String, Option<Vec<HintField>>>>>>,
+    hints: Option<Vec<Option<HintsField>>>,
     #[serde(default)]
     topology: Option<Vec<CpuField>>,
     #[serde(default)]
@@ -136,10 +139,7 @@ impl Scenario for TopologyScenario {
 }
 
 /// Merging alone.
-fn merge(
-    setup: &Setup,
-    providers: &[Option<BTreeMap<String, Option<Vec<HintField>>>>],
-) -> Result<MergedOutput, FieldError> {
+fn merge(setup: &Setup, providers: &[Option<HintsField>]) -> Result<MergedOutput, FieldError> {
     let providers: Result<Vec<ProviderHints>, FieldError> =
         providers.iter().map(|provider| provider_hints(provider.as_ref())).collect();
     let providers = providers?;
@@ -156,9 +156,7 @@ fn merge(
     })
 }
 
-fn provider_hints(
-    provider: Option<&BTreeMap<String, Option<Vec<HintField>>>>,
-) -> Result<ProviderHints, FieldError> {
+fn provider_hints(provider: Option<&HintsField>) -> Result<ProviderHints, FieldError> {
     let hint = |field: &HintField| {
         let wrong = field.numa.iter().flatten().find(|node| **node >= NODE_NUMBERS);
         match wrong {

@@ -26,8 +26,8 @@ pub struct Socket {
 }
 
 impl Socket {
-    /// Listens at `path` with mode 0600. Replaces a socket left by a dead process; any other file is an
-    /// error.
+    /// Listens at `path` (mode 0600), in place of a socket that a dead process left. Any other file there is
+    /// an error.
     pub(super) async fn bind(path: &Path) -> anyhow::Result<(UnixListener, Self)> {
         let dir = path.parent().filter(|dir| dir.is_absolute());
         let dir = dir.with_context(|| format!("{} is not an absolute path of a socket", path.display()))?;

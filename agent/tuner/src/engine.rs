@@ -133,7 +133,7 @@ impl Engine {
 
     /// Adapts the engine to cgroups that a kubelet writes: it then holds no setting that could make a write
     /// of the owner fail. The kernel refuses a weight while a cgroup is idle, a lower quota while it has a
-    /// burst, and with version 1 a container's quota above its pod's.
+    /// burst, and with version 1 per container's quota above its pod's.
     pub(crate) fn into_guest(mut self) -> Self {
         self.is_guest = true;
         self

@@ -93,7 +93,7 @@ pub struct Counters {
     pub cgroup_id: u64,
     /// Time on a CPU, nanoseconds.
     pub on_cpu_ns: u64,
-    /// Number of times a thread of the cgroup left a CPU.
+    /// Switches away from the cgroup's threads.
     pub switches: u64,
     /// Switches at which a runnable thread was preempted by a thread of the same pod.
     pub preempted_by_same_pod: u64,

@@ -59,6 +59,7 @@ fn object(at: &str, want: &Value, got: Option<&Value>, wrong: &mut Vec<String>) 
     if ok && blocks(want.get("podMemory")) != blocks(got.get("podMemory")) {
         differ("podMemory", want.get("podMemory"), got.get("podMemory"));
     }
+    #[expect(clippy::type_complexity, reason = "the table of a test")]
     let forms: [(&str, fn(Option<&Value>) -> String); 3] = [
         ("cpus", |set| format!("{:?}", cpus(set))),
         ("memory", |list| format!("{:?}", blocks(list))),

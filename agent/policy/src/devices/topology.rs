@@ -101,8 +101,8 @@ impl Devices {
         Ok((best.mask != all).then(|| chosen.map(|(_, node)| *node).collect()))
     }
 
-    /// Returns the sets of NUMA nodes with `count` devices for a container, each with true if it is as small as
-    /// possible, on a machine with these nodes; `None` if the resource has no preference.
+    /// Returns the sets of NUMA nodes with `count` devices for a container, each with true if it is as small
+    /// as possible, on a machine with these nodes; `None` if the resource has no preference.
     pub(crate) fn node_sets(
         &self,
         serving: &Serving,

@@ -1,11 +1,11 @@
 //! Which CPUs, which memory and which NUMA nodes a container gets: the kubelet's CPU manager, memory manager
-//! and topology manager (`pkg/kubelet/cm/{cpumanager,memorymanager,topologymanager}`, Kubernetes 1.36.2), with
-//! the fixes of 1.38.
+//! and topology manager (`pkg/kubelet/cm/{cpumanager,memorymanager,topologymanager}`, Kubernetes 1.36.2),
+//! with the fixes of 1.38.
 //!
-//! [`Pins`] holds the three and admits a pod: each provider (devices, CPUs, memory) gives its hints, the
-//! [`topology`] merges them into an affinity, and each provider allocates by it. [`cpus`] owns the exclusive
-//! CPUs and the shared pool, [`memory`] the reservations of each NUMA node; both read and write the kubelet's
-//! state files. A pod's wishes are read once, as [`Needs`].
+//! [`Pins`] holds all three managers and decides on admission: each provider (devices, CPUs, memory) gives
+//! its hints, the [`topology`] merges them into an affinity, and each provider allocates by it. [`cpus`] owns
+//! the exclusive CPUs and the shared pool, [`memory`] the reservations of each NUMA node; both read and write
+//! the kubelet's state files. A pod's wishes are read once, as [`Needs`].
 //!
 //! Nothing here touches a cgroup or a file: the caller writes the state file and the cpusets that follow. A
 //! CPU must never be in two exclusive sets, and a reserved CPU in none.

@@ -146,7 +146,8 @@ impl Pins {
         self.memory.release(uid);
     }
 
-    /// Frees all CPUs and all memory of pods and containers that are not wanted any more (`removeStaleState`).
+    /// Frees all CPUs and all memory of pods and containers that are not wanted any more
+    /// (`removeStaleState`).
     pub fn retain(&mut self, wanted: impl Fn(&str, &str) -> bool) {
         let pods = self.cpus.state().containers.keys().chain(self.memory.state().containers.keys());
         let pods: Vec<String> = pods

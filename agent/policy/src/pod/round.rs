@@ -104,7 +104,8 @@ impl Decision<'_> {
     }
 
     /// Returns the delay of the container that required the restart of all, and its end. The kubelet
-    /// restarts at once, but a container that requires a restart as soon as it starts would keep the node busy.
+    /// restarts at once, but a container that requires a restart as soon as it starts would keep the node
+    /// busy.
     fn delay_of_round(&self, container: &Container) -> Option<(Duration, beelet_units::moment::Moment)> {
         let spec = all(self.spec).find(|spec| spec.name == container.name)?;
         if !asks_for_all(spec, container) {

@@ -319,7 +319,7 @@ impl<'a> Round<'a> {
     fn restrict_turn(&mut self, pod: &PodSample, complaint: &Complaint<'_>) -> bool {
         let held = |kind| self.held(&pod.cgroup, kind).is_some();
         let fell_short = self.state.fell_short.get(&pod.cgroup);
-        // Both are settings of one file: one is released a tick before the other is held.
+        // Both are settings of one file: one is released in the tick before the other is held.
         if !self.seen.supports.weights || held(KnobKind::Idle) || fell_short == Some(&0) {
             return false;
         }

@@ -1,8 +1,8 @@
 //! The CPU manager: which CPUs a container has for itself (`cpumanager/policy_static.go`).
 //!
-//! A container of a Guaranteed pod that asks for whole CPUs gets them out of the shared pool, where everything
-//! else runs. Reserved CPUs stay in the pool (or, with `strict-cpu-reservation`, are in neither). The CPUs of
-//! an init container go on to the containers after it; a sidecar keeps its own.
+//! A container of a Guaranteed pod that asks for whole CPUs gets them out of the shared pool, where
+//! everything else runs. Reserved CPUs stay in the pool (or, with `strict-cpu-reservation`, are in neither).
+//! The CPUs of an init container go on to the containers after it; a sidecar keeps its own.
 
 pub(crate) mod distributed;
 pub mod options;

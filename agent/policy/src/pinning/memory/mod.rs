@@ -1,8 +1,8 @@
 //! The memory manager: which NUMA nodes a container's memory and huge pages come from
 //! (`memorymanager/policy_static.go`).
 //!
-//! A container of a Guaranteed pod gets a *block* of each resource that it names: a number of bytes out of one
-//! node, or out of a group of nodes. A node in a group serves that group alone. The memory of an init
+//! A container of a Guaranteed pod gets a *block* of each resource that it names: a number of bytes out of
+//! one node, or out of a group of nodes. A node in a group serves that group alone. The memory of an init
 //! container goes on to the containers after it, and is free once they start.
 
 pub mod ledger;
@@ -150,7 +150,7 @@ impl MemoryManager {
         }
         match self.held(&needs.uid, &container.name) {
             Some(blocks) => hints_of_blocks(blocks, wanted),
-            None => for_each(wanted, self.possible(&needs.uid, wanted)),
+            None => for_each(wanted, &self.possible(&needs.uid, wanted)),
         }
     }
 
@@ -305,11 +305,11 @@ fn blocks(nodes: NodeSet, sizes: &Bytes) -> Vec<Block> {
 }
 
 /// The same hints for every resource; none at all, which means no preference, if there is no hint.
-fn for_each(wanted: &Bytes, hints: Vec<Hint>) -> ProviderHints {
+fn for_each(wanted: &Bytes, hints: &[Hint]) -> ProviderHints {
     if hints.is_empty() {
         return ProviderHints::new();
     }
-    wanted.keys().map(|resource| (resource.clone(), Some(hints.clone()))).collect()
+    wanted.keys().map(|resource| (resource.clone(), Some(hints.to_vec()))).collect()
 }
 
 /// The hints of memory that is held already: its nodes, if it is what is asked for, else no preference

@@ -9,9 +9,9 @@ use super::super::{
 use super::{MemoryManager, blocks, for_each, hints_of_blocks, ledger::Block};
 
 impl MemoryManager {
-    /// The nodes that a pod's memory could come from, all together (`GetPodTopologyHints`). Of memory that the
-    /// pod holds already the hint is where it is, as in 1.38 (k/k 141070); before, that of one container was
-    /// compared with the needs of all.
+    /// The nodes that a pod's memory could come from, all together (`GetPodTopologyHints`). Of memory that
+    /// the pod holds already the hint is where it is, as in 1.38 (k/k 141070); before, that of one container
+    /// was compared with the needs of all.
     #[must_use]
     pub fn pod_hints(&self, needs: &Needs) -> ProviderHints {
         let Ok(wanted) = &needs.memory else { return ProviderHints::new() };
@@ -26,7 +26,7 @@ impl MemoryManager {
         }
         match self.held_by_pod(needs) {
             Some(blocks) => hints_of_blocks(&blocks, wanted),
-            None => for_each(wanted, self.possible(&needs.uid, wanted)),
+            None => for_each(wanted, &self.possible(&needs.uid, wanted)),
         }
     }
 

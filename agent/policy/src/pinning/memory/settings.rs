@@ -104,13 +104,14 @@ impl MemorySettings {
             }
             for (resource, amount) in &reservation.limits {
                 let sum = total.entry(resource.clone()).or_default();
-                *sum = *sum + *amount;
+                *sum = [*sum, *amount].into_iter().sum();
             }
         }
         let is_memory = |resource: &&String| *resource == MEMORY || resource.starts_with(PREFIX);
         let resources: BTreeSet<&String> =
             total.keys().chain(self.reserved.keys().filter(is_memory)).collect();
-        // Node Allocatable has a CPU reservation too, but not for nodes: the kubelet compares it all the same.
+        // Node Allocatable has a CPU reservation too, but not for nodes: the kubelet compares it all the
+        // same.
         for resource in resources {
             let of = |amounts: &Amounts| amounts.get(resource).copied().unwrap_or_default();
             let (own, expected) = (of(&total), of(&self.reserved));

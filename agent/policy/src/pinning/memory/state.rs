@@ -1,7 +1,7 @@
 //! The kubelet's state file of the memory manager: read, checked and written (`memorymanager/state`).
 //!
-//! Its checksum is FNV-1a over what go-spew prints for the checkpoint. V2 has pod-level entries and is written
-//! with the gate on, V1 without.
+//! Its checksum is FNV-1a over what go-spew prints for the checkpoint. V2 has pod-level entries and is
+//! written with the gate on, V1 without.
 
 use std::collections::BTreeMap;
 
