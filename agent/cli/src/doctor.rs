@@ -342,7 +342,7 @@ mod tests {
         assert_eq!(words[0], ["ok", "machine", "kernel,", "BTF"]);
         assert_eq!(words[1][..3], ["degraded", "bpffs", "not"]);
         assert_eq!(words[4], ["ok", "node", "agent"]);
-        assert_eq!(words[5], ["ok", "kernel", "programs", "2", "work"]);
+        assert_eq!(words[5], ["ok", "kernel", "programs", "2", "attach"]);
     }
 
     #[test]

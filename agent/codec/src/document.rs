@@ -606,7 +606,7 @@ spec:
     #[test]
     fn what_is_too_large_is_refused() {
         let limits = Limits { bytes: 100, nodes: 10 };
-        assert!(parse_within(&"#".repeat(101), limits).unwrap_err().message.contains("at most 100"));
+        assert!(parse_within(&"#".repeat(101), limits).unwrap_err().message.contains("the limit is 100"));
         let many = parse_within("[1,2,3,4,5,6,7,8,9,10,11]", limits).unwrap_err();
         assert!(many.message.contains("too large or too deep"), "{many}");
     }

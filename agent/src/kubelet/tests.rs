@@ -86,7 +86,7 @@ fn what_the_kubelet_refuses_is_refused() {
     let error = |line: &[&str]| read_line(line).unwrap_err();
     assert!(error(&["--max-pods=x"]).contains("invalid argument \"x\" for \"--max-pods\" flag"));
     assert!(error(&["--node-labels=kubernetes.io/mine=1"]).contains("unknown 'kubernetes.io'"));
-    assert!(error(&["--node-ip=10.0.0.1,10.0.0.2"]).contains("one of IPv4 and one of IPv6"));
+    assert!(error(&["--node-ip=10.0.0.1,10.0.0.2"]).contains("one IPv4 and one IPv6"));
     assert!(error(&["--cloud-provider=aws"]).contains("external"));
     assert!(error(&["--nonsense"]).contains("--nonsense"));
 }

@@ -244,7 +244,7 @@ fn images_that_cannot_be_had_say_why() {
     node.apply(&on("pull", "127.0.0.1:9/beelet/none:1", "IfNotPresent"));
     node.apply(&on("preloaded", images::APP, "IfNotPresent"));
     assert!(node.waiting("invalid", "main", "InvalidImageName").contains("no capital letters"));
-    assert!(node.waiting("never", "main", "ErrImageNeverPull").contains("import it"));
+    assert!(node.waiting("never", "main", "ErrImageNeverPull").contains("import the image"));
     let message = node.waiting("pull", "main", "ErrImagePull");
     assert!(message.contains("127.0.0.1:9/beelet/none:1"), "{message}");
     node.output("preloaded");

@@ -351,7 +351,7 @@ fn why_a_pod_does_not_start_is_told_wherever_somebody_looks() {
     assert!(of("absent-testnode").contains(&format!("container main: {why}")), "{top}");
     assert!(of("large-testnode").contains("OutOfcpu: Pod was rejected: Node didn't have enough"), "{top}");
     let said = node.run(&["logs", "large"]);
-    let refused = "the container main of default/large-testnode was never started: OutOfcpu";
+    let refused = "container main of default/large-testnode was never started: OutOfcpu";
     assert!(said.err.contains(refused), "{}", said.err);
     assert!(
         node.run(&["logs", "-f", "large"]).err.contains(refused),

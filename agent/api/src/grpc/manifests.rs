@@ -820,7 +820,7 @@ mod tests {
         assert_eq!(names(fixture.ask(real).await.unwrap().pruned), ["two-n1"]);
         assert_eq!(fixture.files(), ["one.yaml", "priorityclass.high.yaml", "web.yaml"]);
         let wrong = proto::ApplyRequest { prune: prune("a b"), ..given(&[&one]) };
-        assert!(fixture.ask(wrong).await.unwrap_err().contains("no requirement of a label"));
+        assert!(fixture.ask(wrong).await.unwrap_err().contains("invalid label requirement"));
     }
 
     #[tokio::test]

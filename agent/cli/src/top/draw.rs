@@ -465,8 +465,8 @@ mod tests {
         assert!(foot(110).contains("  hidden: "), "{}", foot(110));
         assert!(foot(80).ends_with("w window"), "{}", foot(80));
         assert!(!foot(200).contains("hidden"), "{}", foot(200));
-        assert_eq!(no_room_for(&["AGE", "STATE"], 21), "hidden: AGE STATE");
-        assert_eq!(no_room_for(&["AGE", "STATE"], 20), "");
+        assert_eq!(no_room_for(&["AGE", "STATE"], 17), "hidden: AGE STATE");
+        assert_eq!(no_room_for(&["AGE", "STATE"], 16), "");
         assert_eq!(no_room_for(&["RX/s", "TX/s", "AGE", "STATE"], 22), "hidden: 4 columns");
         assert_eq!(no_room_for(&[], 99), "");
     }

@@ -34,7 +34,7 @@ async fn an_image_that_must_not_be_pulled_is_not_pulled() {
     node.cri.add_to_registry("registry.test/app:1");
     let pod =
         node.until_pod("web", "to miss its image", |pod| pod.waits_for("main", "ErrImageNeverPull")).await;
-    assert!(pod.waiting("main").unwrap().1.contains("import it"));
+    assert!(pod.waiting("main").unwrap().1.contains("import the image"));
     node.until_pod("web", "to run its neighbour", |pod| pod.running("neighbour")).await;
     node.cri.add_image("registry.test/app:1");
     node.until_ready("web").await;

@@ -170,7 +170,7 @@ async fn check_ending(end: impl AsyncFnOnce(&Node, &View)) {
     let probes = node.probes().await;
     let liveness = probes.iter().find(|probe| probe.kind == ProbeKind::Liveness).unwrap();
     assert_eq!(liveness.result, ProbeResult::Success);
-    assert_eq!(liveness.held.as_deref(), Some("the pod is on its way out"));
+    assert_eq!(liveness.held.as_deref(), Some("the pod is terminating"));
     held.release();
     // No probe is left of a pod that is gone, or has ended for good.
     let gone = |table: &PodTable| view(table, "web").is_none_or(|pod| pod.phase() == "Failed").then_some(());
