@@ -168,7 +168,7 @@ fn a_pod_under_gvisor_is_ready_and_never_restarted() {
     let class = json!({
         "apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": { "name": "gvisor" }, "handler": "runsc",
     });
-    agent.apply("class.yaml", class.to_string()).unwrap();
+    agent.apply("runtimeclass.yaml", class.to_string()).unwrap();
     let probe = json!({ "tcpSocket": { "port": PORT }, "periodSeconds": 1, "failureThreshold": 1 });
     let pod = |name: &str, mode: &str| {
         let mut pod = manifests::serving(name);

@@ -66,7 +66,7 @@ fn a_pod_with_a_network_stack_of_its_own_stays_ready_over_a_restart_of_the_agent
     let mut scene = Scene::new("bp-stack2");
     let (_process, listener) = out_of_sight(&scene);
     let probes = [("readiness", tcp(listener.port)), ("liveness", tcp(listener.port))];
-    let pod = Pod::new("gvisor", &scene.place, &probes, NEVER).ready();
+    let pod = Pod::new("gvisor", &scene.place, &probes, "period=1s").ready();
     for end in [End::Stop, End::Kill] {
         scene.show(std::slice::from_ref(&pod));
         for kind in [Readiness, Liveness] {
