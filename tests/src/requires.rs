@@ -115,8 +115,6 @@ pub const KUBECTL: Program = Program { variable: "KUBECTL", name: "kubectl" };
 pub const PROMTOOL: Program = Program { variable: "PROMTOOL", name: "promtool" };
 /// Prometheus, which watches a node.
 pub const PROMETHEUS: Program = Program { variable: "PROMETHEUS", name: "prometheus" };
-/// gVisor's runtime.
-pub const RUNSC: Program = Program { variable: "RUNSC", name: "runsc" };
 /// metrics-server, which watches a node.
 pub const METRICS_SERVER: Program = Program { variable: "METRICS_SERVER", name: "metrics-server" };
 
@@ -141,11 +139,6 @@ impl Program {
 /// The test asks an API server by kubectl.
 pub fn kubectl() -> Result<(), Missing> {
     KUBECTL.given().map(drop)
-}
-
-/// The test runs a pod under gVisor.
-pub fn runsc() -> Result<(), Missing> {
-    RUNSC.given().map(drop)
 }
 
 /// The test has pages and rules checked by promtool.

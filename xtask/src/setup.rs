@@ -82,8 +82,6 @@ const TEST: &[Need] = &[
     // A bus with a logind that does as it is told.
     need("dbus-daemon", "dbus-daemon"),
     need("strace", "strace"),
-    // A runtime whose containers have a network stack of their own.
-    need("runsc", "runsc"),
 ];
 
 const CLUSTER: &[Need] = &[need("etcd", "etcd-server")];

@@ -48,7 +48,6 @@ const ALLOWED: &[Allowed] = &[
         "the distribution's CRIU is older than the kernel that CI happens to have",
     ),
     allowed("criu is not installed", "not every release of the distribution has a package of it"),
-    allowed("there is no runsc", "not every release of the distribution has a package of it"),
     allowed("there is no promtool", "its package brings a server that starts at once; .ci/run unpacks it"),
     allowed("there is no prometheus", "its package brings a server that starts at once; .ci/run unpacks it"),
     allowed("there is no metrics-server", NO_PACKAGE),

@@ -6,54 +6,23 @@ use anyhow::{Context as _, Result, bail};
 use beelet_units::cgroup_driver::CgroupDriver;
 use serde_json::json;
 use std::net::Ipv4Addr;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 /// Private address ranges (RFC 1918) that a network of ours may be in, the first two bytes.
 const RANGES: [[u8; 2]; 4] = [[10, 88], [172, 29], [192, 168], [10, 213]];
 
 /// Writes containerd's and the network's configuration into the instance's folder, and makes the bridge.
-pub(super) fn write(
-    names: &Names,
-    version: (u32, u32),
-    driver: CgroupDriver,
-    runsc: Option<&Path>,
-) -> Result<()> {
+pub(super) fn write(names: &Names, version: (u32, u32), driver: CgroupDriver) -> Result<()> {
     let systemd = driver == CgroupDriver::Systemd;
-    let (text, runtime) = match version {
-        (1, 6..) => (version_2(names, systemd)?, VERSION_2),
-        (2, _) => (version_3(names, systemd)?, VERSION_3),
+    let text = match version {
+        (1, 6..) => version_2(names, systemd)?,
+        (2, _) => version_3(names, systemd)?,
         (major, minor) => bail!("containerd {major}.{minor}: this needs 1.6 or newer (CRI v1)"),
-    };
-    let text = match runsc {
-        Some(program) => text + &gvisor(names, runtime, program)?,
-        None => text,
     };
     workdir::write(&names.dir.join("config.toml"), text)?;
     let cdi = names.cdi_dir();
     std::fs::create_dir_all(&cdi).with_context(|| format!("could not make {}", cdi.display()))?;
     network(names)
-}
-
-/// The runtime's plugin in the second version of the format.
-const VERSION_2: &str = r#"plugins."io.containerd.grpc.v1.cri""#;
-/// The runtime's plugin in the third version of the format.
-const VERSION_3: &str = "plugins.'io.containerd.cri.v1.runtime'";
-
-/// A runtime handler `runsc`: gVisor under containerd's ordinary shim. Its flags stand in a script, since the
-/// shim passes only those of runc.
-fn gvisor(names: &Names, runtime: &str, program: &Path) -> Result<String> {
-    let script = names.dir.join("runsc.sh");
-    let text = format!("#!/bin/sh\nexec '{}' --platform=ptrace --ignore-cgroups \"$@\"\n", program.display());
-    workdir::write(&script, text)?;
-    std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755))
-        .with_context(|| format!("could not make {} executable", script.display()))?;
-    Ok(format!(
-        "[{runtime}.containerd.runtimes.runsc]\nruntime_type = \"io.containerd.runc.v2\"\n\
-         [{runtime}.containerd.runtimes.runsc.options]\nBinaryName = {script}\nRoot = {root}\n",
-        script = quoted(&script),
-        root = quoted(names.dir.join("runsc")),
-    ))
 }
 
 /// A string as a TOML value. JSON's strings are TOML's basic strings.
@@ -84,7 +53,7 @@ fn version_2(names: &Names, systemd: bool) -> Result<String> {
         "io.containerd.snapshotter.v1.devmapper",
         "io.containerd.snapshotter.v1.zfs",
     ];
-    let cri = VERSION_2;
+    let cri = r#"plugins."io.containerd.grpc.v1.cri""#;
     Ok(format!(
         "{head}\
          [{cri}]\nsandbox_image = {pause}\nrestrict_oom_score_adj = true\nnetns_mounts_under_state_dir = true\n\
@@ -110,7 +79,7 @@ fn version_3(names: &Names, systemd: bool) -> Result<String> {
         "io.containerd.snapshotter.v1.erofs",
         "io.containerd.snapshotter.v1.zfs",
     ];
-    let runtime = VERSION_3;
+    let runtime = "plugins.'io.containerd.cri.v1.runtime'";
     Ok(format!(
         "{head}\
          [plugins.'io.containerd.cri.v1.images'.pinned_images]\nsandbox = {pause}\n\

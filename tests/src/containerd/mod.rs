@@ -144,24 +144,21 @@ impl Containerd {
     /// The same with the containerd 2 that `CONTAINERD` names: see [`requires::containerd_2`].
     pub fn start_version_2_for_test() -> Result<Containerd> {
         let dir = workdir::target_dir().join("e2e").join(workdir::unique("node"));
-        Containerd::start_binary(&dir, given().context("CONTAINERD is not set")??, None)
-    }
-
-    /// Starts one for a test that also has a runtime handler `runsc`: see [`requires::runsc`].
-    pub fn start_with_gvisor_for_test() -> Result<Containerd> {
-        let dir = workdir::target_dir().join("e2e").join(workdir::unique("node"));
-        let runsc = requires::RUNSC.given()?;
-        Containerd::start_binary(&dir, installed()?, Some(&runsc))
+        Containerd::start_binary(&dir, given().context("CONTAINERD is not set")??)
     }
 
     /// Starts one in `dir`, which becomes its own, with the standard images. The binary is the machine's,
     /// else the one that `CONTAINERD` names. Only one at a time runs in the folders of one parent; what is
     /// there already is taken down first.
     pub fn start(dir: &Path) -> Result<Containerd> {
-        Containerd::start_binary(dir, installed()?, None)
+        let binary = match requires::find_program("containerd") {
+            Some(installed) => installed,
+            None => given().context("containerd is not installed: `cargo xtask setup`")??,
+        };
+        Containerd::start_binary(dir, binary)
     }
 
-    fn start_binary(dir: &Path, binary: PathBuf, runsc: Option<&Path>) -> Result<Containerd> {
+    fn start_binary(dir: &Path, binary: PathBuf) -> Result<Containerd> {
         let parent = dir.parent().context("the folder of a containerd must have a parent")?;
         std::fs::create_dir_all(parent).with_context(|| format!("could not make {}", parent.display()))?;
         let lock = lock(parent)?;
@@ -182,7 +179,7 @@ impl Containerd {
         let cgroup = CgroupRoot::of_driver(&names.cgroup(), chosen_driver()?)?;
         let mut containerd =
             Containerd { names, binary, version, child: None, cgroup, keep: false, _lock: lock };
-        config::write(&containerd.names, version, containerd.cgroup.driver(), runsc)?;
+        config::write(&containerd.names, version, containerd.cgroup.driver())?;
         containerd.resume()?;
         for image in images::standard()? {
             containerd.import(&image)?;
@@ -446,14 +443,6 @@ pub(crate) fn sweep(parent: &Path) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// The machine's binary, or the one that `CONTAINERD` names.
-fn installed() -> Result<PathBuf> {
-    match requires::find_program("containerd") {
-        Some(installed) => Ok(installed),
-        None => given().context("containerd is not installed: `cargo xtask setup`")?,
-    }
 }
 
 /// The binary that `CONTAINERD` names, if it names one.
