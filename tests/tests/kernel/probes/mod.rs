@@ -387,7 +387,8 @@ fn a_listener_bound_to_a_device_that_lookups_pass_over_is_found_in_the_socket_li
     if !has_device(&scene.place) {
         return;
     }
-    // The pod's address is one that the host has too: a connection to it is refused, wherever else packets go.
+    // The pod's address is one that the host has too: a connection to it is refused, wherever else packets
+    // go.
     scene.show(&[Pod::new("web", &scene.place, &[("readiness", tcp(80))], NEVER)]);
     scene.expect("web", Readiness, Failure);
     let mut process = scene.place.process();
