@@ -118,6 +118,8 @@ fn container(snapshot: &Value, pod: &str) -> Option<Value> {
 
 /// CPU weight of a container that requests 50m (KEP-2254, by the formula that runtimes have used since 2025).
 const BUSY_WEIGHT: &str = "11";
+/// The same on cgroup version 1.
+const BUSY_SHARES: &str = "51";
 
 /// A pod that keeps a CPU busy, up to its limit.
 fn busy(name: &str) -> Value {
@@ -132,23 +134,26 @@ fn apply(owner: &Agent, manifest: &Value) -> PodView {
     owner.until(&format!("{name} to be ready"), found).unwrap()
 }
 
-/// Waits until the container of a [`busy`] pod has its final weight. On cgroup version 2 an older runtime
-/// converts shares to another weight than the kubelet does, and the owner corrects the weight a moment after
-/// the start.
+/// Waits until the owner has written the shares of a [`busy`] pod at every level. The owner widens the QoS
+/// class a moment after the pod started. On cgroup version 2 an older runtime also converts shares to another
+/// weight than the kubelet does, and the owner corrects the container's weight then.
 fn weighed(root: &CgroupRoot, pod: &PodView) {
     let id = pod.container("main").unwrap().container_id.as_deref().unwrap();
     let id = id.trim_start_matches("containerd://");
-    let folder = root.folder("cpu", &format!("{}/{id}", pod_path("Burstable", pod.uid()))).unwrap();
-    if folder.join("cpu.shares").exists() {
-        return;
+    let container = format!("{}/{id}", pod_path("Burstable", pod.uid()));
+    for path in ["/kubepods/burstable", &container] {
+        let folder = root.folder("cpu", path).unwrap();
+        wait_for("the owner to set the shares", PATIENCE, || {
+            let files = [("cpu.shares", BUSY_SHARES), ("cpu.weight", BUSY_WEIGHT)];
+            let found = files.map(|(file, _)| std::fs::read_to_string(folder.join(file)).ok());
+            let is_set = files
+                .iter()
+                .zip(&found)
+                .any(|((_, value), found)| found.as_deref().is_some_and(|found| found.trim() == *value));
+            if is_set { Ok(()) } else { Err(format!("{}: {found:?}", folder.display())) }
+        })
+        .unwrap();
     }
-    wait_for("the owner to set the container's weight", PATIENCE, || {
-        match std::fs::read_to_string(folder.join("cpu.weight")) {
-            Ok(weight) if weight.trim() == BUSY_WEIGHT => Ok(()),
-            other => Err(format!("{other:?}")),
-        }
-    })
-    .unwrap();
 }
 
 /// Returns the contents of every settable file below the root, by path.

@@ -134,6 +134,20 @@ fn end(pod: &PodView) -> Option<String> {
     pod.container("main")?.state.as_ref()?.terminated.as_ref()?.reason.clone()
 }
 
+/// Returns a line for a failed test: the waits that `beelet describe` prints, both containers' states, the
+/// growth that the metrics name, and the kernel's own account of the pods' waits.
+fn memory_waits(node: &Node, described: Option<&str>) -> String {
+    let states = node.agent.look(|watch| {
+        let state = |name: &str| watch.pod(name)?.container("main")?.state.clone();
+        format!("{:?}", (state("server"), state("hog")))
+    });
+    let (_, page) = node.agent.get("/metrics").unwrap();
+    let shares = page.lines().filter(|line| line.starts_with("beelet_container_memory_growth_ratio{"));
+    let psi = std::fs::read_to_string("/proc/pressure/memory").unwrap_or_default();
+    let (shares, psi) = (shares.collect::<Vec<_>>().join("; "), psi.lines().next().unwrap_or_default());
+    format!("{described:?}; {states:?}; {shares}; machine: {psi}; {} MiB available", node.available())
+}
+
 #[test]
 fn a_pod_that_waits_for_memory_is_told_whose_growth_that_is() {
     require!(containerd, bpf, psi);
@@ -150,7 +164,7 @@ fn a_pod_that_waits_for_memory_is_told_whose_growth_that_is() {
         let because = " % of the last minute for memory, mostly for the growth of ";
         match told.and_then(|line| line.split_once(because)) {
             Some((_, whose)) if whose.contains("hog-") => Ok(()),
-            _ => Err(text),
+            _ => Err(memory_waits(&node, told)),
         }
     })
     .unwrap();
