@@ -102,11 +102,16 @@ impl Ledger {
         };
         let candidates = candidates.into_iter().map(|(_, nodes)| nodes);
         candidates
-            .filter(|nodes| nodes.len() > 1 || !self.is_grouped(*nodes))
+            .filter(|nodes| !self.splits_group(*nodes))
             .filter(|nodes| !self.violates(*nodes))
             .filter(|nodes| wanted.iter().all(|wish| has(*nodes, wish)))
             .map(|nodes| Hint { nodes: Some(nodes), preferred: nodes.len() == least })
             .collect()
+    }
+
+    /// Returns true if the set is one node that gives memory together with others.
+    pub(crate) fn splits_group(&self, nodes: NodeSet) -> bool {
+        nodes.len() == 1 && self.is_grouped(nodes)
     }
 
     /// One of these nodes gives memory together with others.
@@ -158,32 +163,50 @@ impl Ledger {
         }
     }
 
-    /// Compares what a file says with what its entries make (`areMachineStatesEqual`): within a group the
-    /// order of the past decides what each node gives, only the sums must be right.
-    pub(crate) fn agrees(&self, expected: &Self) -> bool {
-        let sum = |ledger: &Self, nodes: NodeSet, resource: &str, of: fn(&Table) -> u64| {
-            nodes.iter().fold(0, |sum: u64, node| sum.wrapping_add(of(&ledger.table(node, resource))))
-        };
-        let same_table = |nodes: NodeSet, name: &str, own: &Table, other: &Table| {
-            let totals = |table: &Table| (table.total, table.system_reserved, table.allocatable);
-            let fields: [fn(&Table) -> u64; 2] = [|table| table.free, |table| table.reserved];
-            let equal =
-                |of: &fn(&Table) -> u64| sum(self, nodes, name, *of) == sum(expected, nodes, name, *of);
-            totals(own) == totals(other) && fields.iter().all(equal)
-        };
+    /// Returns true if a file's ledger agrees with the one that its blocks (on these `sets` of nodes) make
+    /// (`areMachineStatesEqual`). Blocks that share nodes may have been given in any order, which decides the
+    /// share of each node; and a node's group is that of the last block, even after its release. So only the
+    /// sums must be right among nodes that are connected by blocks. The kubelet compares the groups too, with
+    /// those of an order that changes at every start, and refuses its own file where a block of one node
+    /// overlaps one of several nodes.
+    pub(crate) fn agrees(&self, expected: &Self, sets: &[NodeSet]) -> bool {
         self.nodes.len() == expected.nodes.len()
             && self.nodes.iter().all(|(number, node)| {
                 expected.nodes.get(number).is_some_and(|other| {
+                    let connected = connected(*number, sets);
                     let mut tables = node.tables.iter().zip(&other.tables);
                     let same =
                         |((name, own), (other_name, other)): ((&String, &Table), (&String, &Table))| {
-                            name == other_name && same_table(node.cells, name, own, other)
+                            let totals =
+                                |table: &Table| (table.total, table.system_reserved, table.allocatable);
+                            let sums = |ledger: &Self| {
+                                (ledger.free(connected, name), ledger.reserved(connected, name))
+                            };
+                            name == other_name && totals(own) == totals(other) && sums(self) == sums(expected)
                         };
                     node.assignments == other.assignments
-                        && node.cells == other.cells
+                        && node.cells.contains(*number)
+                        && node.cells.is_subset(connected)
                         && node.tables.len() == other.tables.len()
                         && tables.all(same)
                 })
             })
+    }
+
+    fn reserved(&self, nodes: NodeSet, resource: &str) -> u64 {
+        nodes.iter().fold(0, |sum: u64, node| sum.wrapping_add(self.table(node, resource).reserved))
+    }
+}
+
+/// Returns the node and all nodes that `sets` connect with it.
+fn connected(node: u32, sets: &[NodeSet]) -> NodeSet {
+    let mut all = NodeSet::of(node);
+    loop {
+        let touching = sets.iter().filter(|set| !set.intersection(all).is_empty());
+        let more = touching.fold(all, |all, set| all.union(*set));
+        if more == all {
+            return all;
+        }
+        all = more;
     }
 }

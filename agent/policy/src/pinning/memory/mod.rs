@@ -99,14 +99,11 @@ impl MemoryManager {
             self.state.ledger = machine.clone();
             return Ok(());
         }
+        let blocks = self.state.blocks();
         let mut expected = machine.clone();
-        for (uid, containers) in &self.state.containers {
-            match self.state.pods.get(uid).filter(|blocks| !blocks.is_empty()) {
-                Some(blocks) => reserve_all(&mut expected, uid, blocks)?,
-                None => containers.values().try_for_each(|blocks| reserve_all(&mut expected, uid, blocks))?,
-            }
-        }
-        if !self.state.ledger.agrees(&expected) {
+        blocks.iter().try_for_each(|(uid, block)| reserve(&mut expected, uid, block))?;
+        let sets: Vec<NodeSet> = blocks.iter().map(|(_, block)| block.nodes).collect();
+        if !self.state.ledger.agrees(&expected, &sets) {
             let message = "[memorymanager] the expected machine state is different from the real one";
             return Err(PinningError::new(message));
         }
@@ -213,7 +210,9 @@ impl MemoryManager {
         if affinity.preferred && !preferred {
             return Err(refuse("failed to find the default preferred hint"));
         }
-        let nodes = if ledger.satisfies(nodes, wanted) {
+        // The kubelet takes memory of a single node out of a group, and loses count of the group's memory when
+        // the blocks are freed. Here such a block comes out of the whole group.
+        let nodes = if ledger.satisfies(nodes, wanted) && !ledger.splits_group(nodes) {
             nodes
         } else {
             let wider = best(nodes)
@@ -285,18 +284,16 @@ impl MemoryManager {
     }
 }
 
-/// Reserves what a state file says (`updateExpectedMachineState`).
-fn reserve_all(machine: &mut Ledger, uid: &str, blocks: &[Block]) -> Result<(), PinningError> {
-    for block in blocks {
-        let mut tables = block.nodes.iter().map(|node| machine.nodes.get(&node).map(|node| &node.tables));
-        if !tables.all(|tables| tables.is_some_and(|tables| tables.contains_key(&block.resource))) {
-            let message = format!(
-                "[memorymanager] (pod: {uid}) the memory assignment uses a NUMA node or a memory resource that does not exist"
-            );
-            return Err(PinningError::new(message));
-        }
-        machine.reserve(block.nodes, &block.resource, block.size);
+/// Reserves a block of a state file (`updateExpectedMachineState`).
+fn reserve(machine: &mut Ledger, uid: &str, block: &Block) -> Result<(), PinningError> {
+    let mut tables = block.nodes.iter().map(|node| machine.nodes.get(&node).map(|node| &node.tables));
+    if !tables.all(|tables| tables.is_some_and(|tables| tables.contains_key(&block.resource))) {
+        let message = format!(
+            "[memorymanager] (pod: {uid}) the memory assignment uses a NUMA node or a memory resource that does not exist"
+        );
+        return Err(PinningError::new(message));
     }
+    machine.reserve(block.nodes, &block.resource, block.size);
     Ok(())
 }
 

@@ -31,6 +31,21 @@ pub struct MemoryState {
     pub pods: BTreeMap<String, Vec<Block>>,
 }
 
+impl MemoryState {
+    /// Returns the blocks of all pods with the pods' uids: a pod's own if it has pod-level resources, else
+    /// those of its containers. Narrow blocks come first, so that a wide one leaves them room on their nodes.
+    pub(super) fn blocks(&self) -> Vec<(&str, &Block)> {
+        let blocks = self.containers.iter().flat_map(|(uid, containers)| {
+            let own = self.pods.get(uid).filter(|blocks| !blocks.is_empty());
+            let of_containers = containers.values().filter(move |_| own.is_none()).flatten();
+            own.into_iter().flatten().chain(of_containers).map(move |block| (uid.as_str(), block))
+        });
+        let mut blocks: Vec<(&str, &Block)> = blocks.collect();
+        blocks.sort_by_key(|(_, block)| block.nodes.len());
+        blocks
+    }
+}
+
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct File {
