@@ -20,8 +20,9 @@ use tonic::metadata::MetadataValue;
 use tonic::transport::Channel;
 use tonic::{Request, Response, Status, Streaming};
 
+use super::call::within;
 use super::error::Failure;
-use super::{Error, Kind, MAX_MESSAGE, Operation, Runtime, image_subject, within};
+use super::{Error, Kind, MAX_MESSAGE, Operation, Runtime, image_subject};
 
 /// The namespace of containerd that its CRI uses.
 const NAMESPACE: &str = "k8s.io";

@@ -1,13 +1,20 @@
 //! The parts that `plan cpus`, `plan memory` and `plan topology` share: their fields, and a node that plays
 //! the steps.
 
+mod fields;
+
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use k8s_openapi::{api::core::v1::Pod, apimachinery::pkg::api::resource::Quantity as ApiQuantity};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use crate::{devices::PodOrName, number, pod_name};
+pub(crate) use self::fields::{
+    CpuField, CpuManagerField, MemoryManagerField, NodeField, PluginField, Quantities, ReservationField,
+    Step, TopologyField,
+};
+use self::fields::{DeviceField, Op};
+use crate::pod_name;
 use beelet_policy::{
     devices::{Device, Devices, PluginOptions, container_requests},
     pinning::{
@@ -25,132 +32,6 @@ use beelet_units::{field::FieldError, quantity::Quantity};
 
 /// A set of nodes up to which all hints are shown; beyond there are too many to read.
 const SHOWN_NODES: u32 = 8;
-
-pub(crate) type Quantities = BTreeMap<String, ApiQuantity>;
-
-#[derive(Deserialize, Clone)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct CpuField {
-    cpu: u32,
-    core: u32,
-    socket: u32,
-    numa: u32,
-    #[serde(default)]
-    uncore: Option<u32>,
-}
-
-#[derive(Deserialize, Clone)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct NodeField {
-    id: u32,
-    #[serde(default, deserialize_with = "number::optional")]
-    memory: Option<u64>,
-    #[serde(default)]
-    hugepages: BTreeMap<String, u64>,
-    #[serde(default)]
-    distances: Option<Vec<u64>>,
-}
-
-#[derive(Deserialize, Clone, Default)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct TopologyField {
-    policy: String,
-    #[serde(default)]
-    scope: Option<String>,
-    #[serde(default)]
-    options: BTreeMap<String, String>,
-}
-
-#[derive(Deserialize, Clone)]
-#[serde(deny_unknown_fields, rename_all = "camelCase")]
-pub(crate) struct CpuManagerField {
-    pub(crate) policy: String,
-    #[serde(default)]
-    pub(crate) options: BTreeMap<String, String>,
-    #[serde(default, rename = "reservedSystemCPUs")]
-    pub(crate) reserved_system_cpus: Option<String>,
-}
-
-#[derive(Deserialize, Clone)]
-#[serde(deny_unknown_fields, rename_all = "camelCase")]
-pub(crate) struct ReservationField {
-    numa_node: u32,
-    limits: Quantities,
-}
-
-#[derive(Deserialize, Clone)]
-#[serde(deny_unknown_fields, rename_all = "camelCase")]
-pub(crate) struct MemoryManagerField {
-    pub(crate) policy: String,
-    #[serde(default)]
-    pub(crate) reserved_memory: Vec<ReservationField>,
-}
-
-#[derive(Deserialize, Clone)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct PluginField {
-    resource: String,
-    devices: Vec<DeviceField>,
-}
-
-#[derive(Deserialize, Clone)]
-#[serde(deny_unknown_fields, rename_all = "camelCase")]
-struct DeviceField {
-    id: String,
-    #[serde(default)]
-    numa_nodes: Vec<i64>,
-}
-
-/// Every field that some step may have; [`Step::check`] says which.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct Step<W> {
-    op: Op,
-    #[serde(default)]
-    pod: Option<PodOrName>,
-    #[serde(default)]
-    container: Option<String>,
-    #[serde(default = "Option::default")]
-    with: Option<W>,
-}
-
-#[derive(Deserialize, Clone, Copy, PartialEq, Eq)]
-#[serde(rename_all = "camelCase")]
-enum Op {
-    Admit,
-    Remove,
-    Start,
-    Restart,
-    State,
-}
-
-impl<W> Step<W> {
-    /// A field that the step's op does not have is a mistake.
-    fn check(&self) -> Result<(), FieldError> {
-        let with_pod = matches!(self.op, Op::Admit | Op::Remove | Op::Start);
-        let fields = [
-            ("pod", self.pod.is_some(), with_pod),
-            ("container", self.container.is_some(), self.op == Op::Start),
-            ("with", self.with.is_some(), self.op == Op::Restart),
-        ];
-        let wrong = fields.into_iter().find(|(_, given, allowed)| *given && !allowed);
-        wrong.map_or(Ok(()), |(field, ..)| Err(FieldError::new(field, "does not belong to this op")))
-    }
-
-    fn pod(&self) -> Result<&Pod, FieldError> {
-        match &self.pod {
-            Some(PodOrName::Pod(pod)) => Ok(pod),
-            _ => Err(FieldError::new("pod", "must be the Pod to admit")),
-        }
-    }
-
-    fn name(&self) -> Result<&str, FieldError> {
-        match &self.pod {
-            Some(PodOrName::Name(name)) => Ok(name),
-            _ => Err(FieldError::new("pod", "must be the namespace/name of a pod")),
-        }
-    }
-}
 
 /// The fields that a restart of one kind of scenario may change.
 pub(crate) trait With {

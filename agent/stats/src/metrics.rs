@@ -5,8 +5,10 @@
 //! docs/metrics.md). Cardinality is bounded by the number of containers, which the sampler bounds; histograms
 //! have 17 buckets.
 
+mod page;
+
 use std::collections::BTreeMap;
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::time::Instant;
 
 use prometheus_client::collector::Collector;
@@ -16,6 +18,8 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
+
+pub use self::page::{LabelText, Page};
 
 use super::Stats;
 use super::model::{ContainerStats, NodeStats, PodStats, Reading, WAIT_BUCKETS, WaitedFor, Who};
@@ -510,137 +514,5 @@ fn buckets(counts: &[u64; WAIT_BUCKETS]) -> Vec<(f64, u64)> {
     merged
 }
 
-/// Samples in Prometheus's text format 0.0.4, with the time of the reading, as served by cAdvisor and the
-/// kubelet and read by metrics-server. prometheus-client writes only OpenMetrics, without times.
-#[derive(Debug, Default)]
-pub struct Page {
-    text: String,
-    last: &'static str,
-}
-
-impl Page {
-    /// Writes a sample; help and type precede the first one of its name.
-    pub fn sample(
-        &mut self,
-        metric: (&'static str, Kind, &str),
-        labels: &[(&str, &str)],
-        value: f64,
-        at_ms: Option<i64>,
-    ) {
-        self.sample_of(metric, &LabelText::default(), labels, value, at_ms);
-    }
-
-    /// Writes a sample with shared labels and its own.
-    pub fn sample_of(
-        &mut self,
-        (name, kind, help): (&'static str, Kind, &str),
-        of: &LabelText,
-        own: &[(&str, &str)],
-        value: f64,
-        at_ms: Option<i64>,
-    ) {
-        // Writing to a String never fails.
-        if std::mem::replace(&mut self.last, name) != name {
-            let _ = writeln!(self.text, "# HELP {name} {help}\n# TYPE {name} {}", kind.name());
-        }
-        self.text.push_str(name);
-        if !(of.0.is_empty() && own.is_empty()) {
-            self.text.push('{');
-            self.text.push_str(&of.0);
-            if !(of.0.is_empty() || own.is_empty()) {
-                self.text.push(',');
-            }
-            write_labels(&mut self.text, own);
-            self.text.push('}');
-        }
-        let _ = match at_ms {
-            Some(at) => writeln!(self.text, " {value} {at}"),
-            None => writeln!(self.text, " {value}"),
-        };
-    }
-
-    /// Returns the page.
-    #[must_use]
-    pub fn finish(self) -> String {
-        self.text
-    }
-}
-
-/// Formatted labels, shared by all samples of an object.
-#[derive(Debug, Clone, Default)]
-pub struct LabelText(String);
-
-impl LabelText {
-    /// Formats the labels in their order.
-    #[must_use]
-    pub fn new(labels: &[(&str, &str)]) -> Self {
-        let mut text = String::new();
-        write_labels(&mut text, labels);
-        Self(text)
-    }
-}
-
-fn write_labels(text: &mut String, labels: &[(&str, &str)]) {
-    for (index, (key, value)) in labels.iter().enumerate() {
-        let _ = write!(text, "{}{key}=\"{}\"", if index == 0 { "" } else { "," }, Escaped(value));
-    }
-}
-
-/// A label's value with backslash, quote and newline escaped.
-struct Escaped<'a>(&'a str);
-
-impl fmt::Display for Escaped<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut rest = self.0;
-        while let Some(at) = rest.find(['\\', '"', '\n']) {
-            let (before, special) = rest.split_at(at);
-            f.write_str(before)?;
-            f.write_str(match &special[..1] {
-                "\\" => "\\\\",
-                "\"" => "\\\"",
-                _ => "\\n",
-            })?;
-            rest = &special[1..];
-        }
-        f.write_str(rest)
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_page_has_a_metrics_help_once_and_escapes_labels() {
-        let mut page = Page::default();
-        let metric = ("container_x", Kind::Gauge, "An x");
-        page.sample(metric, &[("pod", "a\\b\"c\nd"), ("namespace", "n")], 1.5, Some(1_000));
-        page.sample(metric, &[], 2.0, None);
-        let pod = LabelText::new(&[("pod", "p"), ("namespace", "n")]);
-        page.sample_of(metric, &pod, &[], 3.0, None);
-        page.sample_of(metric, &pod, &[("cpu", "total")], 4.0, None);
-        let expected = "# HELP container_x An x\n# TYPE container_x gauge\ncontainer_x{pod=\"a\\\\b\\\"c\\nd\",namespace=\"n\"} 1.5 1000\ncontainer_x 2\n\
-                        container_x{pod=\"p\",namespace=\"n\"} 3\ncontainer_x{pod=\"p\",namespace=\"n\",cpu=\"total\"} 4\n";
-        assert_eq!(page.finish(), expected);
-    }
-
-    #[test]
-    fn the_histogram_has_few_buckets_and_loses_no_wait() {
-        let counts: [u64; WAIT_BUCKETS] = std::array::from_fn(|bucket| bucket as u64 + 1);
-        let buckets = buckets(&counts);
-        assert_eq!(buckets.len(), WAIT_BUCKETS / 2 + 1);
-        assert_eq!(buckets.iter().map(|(_, count)| count).sum::<u64>(), counts.iter().sum::<u64>());
-        assert!(buckets.is_sorted_by(|a, b| a.0 < b.0), "{buckets:?}");
-        assert!((buckets[0].0 - 1.024e-6).abs() < 1e-12 && buckets[WAIT_BUCKETS / 2].0.is_infinite());
-    }
-
-    #[test]
-    fn names_follow_the_conventions() {
-        for metric in CADVISOR.iter().chain(KERNEL) {
-            // The only name of cAdvisor that does not follow them.
-            let counts = metric.name.ends_with("_total") || metric.name == "container_memory_failcnt";
-            assert_eq!(metric.kind == Kind::Counter, counts, "{metric:?}");
-            assert!(metric.help.starts_with(char::is_uppercase) && !metric.help.ends_with('.'), "{metric:?}");
-        }
-    }
-}
+mod tests;

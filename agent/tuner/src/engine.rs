@@ -1,5 +1,7 @@
 //! The engine, which samples, decides and acts at each tick. Blocking; the caller passes in the time.
 
+mod report;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
@@ -7,7 +9,7 @@ use std::{
 };
 
 use beelet_base::clock::After as _;
-use beelet_policy::tuner::{self as policy, CpuCaps, Knob, KnobKind, Observed, Supports, TunerStep};
+use beelet_policy::tuner::{self as policy, Knob, KnobKind, Observed, Supports, TunerStep};
 use jiff::Timestamp;
 use tracing::{debug, info, warn};
 
@@ -22,7 +24,7 @@ use super::{
     sample::{KernelHalf, Sampler},
     targets::Target,
     throttled::Throttled,
-    view::{Blocked, HeldSetting, Outcome, TunerRecord, View},
+    view::{Outcome, TunerRecord, View},
 };
 use beelet_cgroups::{Cgroups, Version};
 use beelet_policy::tuner::TunerMode;
@@ -520,93 +522,4 @@ impl Engine {
         let at = Timestamp::now();
         self.history.add(TunerRecord { at, knob: knob.clone(), from, to, reason, outcome });
     }
-
-    fn view(&self, findings: Vec<String>, supports: Supports, now: Instant) -> View {
-        let held = if self.settings.mode == TunerMode::Enforce { &self.state.held } else { &self.advised };
-        let held = held.iter().map(|(knob, value)| {
-            let file =
-                knobs::settings(&self.cgroups, knob, *value).first().map_or("", |setting| setting.file);
-            let why = self.why.get(knob);
-            HeldSetting {
-                knob: knob.clone(),
-                value: knob.kind.show(*value),
-                owners: self.journal.owners_of(knob, file).unwrap_or_default().to_owned(),
-                since: why.map_or_else(Timestamp::now, |why| why.since),
-                reason: why.map(|why| why.reason.clone()).unwrap_or_default(),
-            }
-        });
-        let blocked = self.blocked.iter().map(|(knob, block)| Blocked {
-            knob: knob.clone(),
-            left: block.until.saturating_duration_since(now),
-            reason: block.reason.clone(),
-        });
-        let lacking = if self.is_guest { self.lacking_as_guest(supports) } else { self.lacking(supports) };
-        View {
-            mode: Some(self.settings.mode),
-            at: Some(Timestamp::now()),
-            findings,
-            lacking: lacking.into_iter().chain(self.rung.lacking()).collect(),
-            scheduler_lost: self.rung.why_lost().map(str::to_owned),
-            held: held.collect(),
-            blocked: blocked.collect(),
-            history: self.history.shown(),
-        }
-    }
-
-    /// Returns true if this kernel is the reason for having no CPU caps; where turns can be restricted, no
-    /// caps are used anyway.
-    fn is_without_caps(&self, supports: Supports) -> bool {
-        let would_be_of_use = !supports.idle && !self.rung.is_loaded();
-        would_be_of_use && !supports.harmless_caps && self.settings.law.cpu_caps == CpuCaps::Auto
-    }
-
-    /// Returns the actions that the tuner omits in a kubelet's cgroups, with reasons.
-    fn lacking_as_guest(&self, supports: Supports) -> Vec<String> {
-        let mut lacking = vec![
-            "cpu.idle, cpu.max.burst: writes of the cgroups' owner (weights, quotas) could fail while they are set".to_owned(),
-        ];
-        if self.is_without_caps(supports) {
-            lacking.push(format!("{NO_CAPS}; `--tuner-cpu-caps always` enables caps"));
-        }
-        if !supports.memory_high {
-            lacking.push(
-                "memory.high: cgroup version 1 lacks it, or there are no BestEffort pods yet; on version 1 Burstable pods are \
-                 not capped either, as a container's start could fail"
-                    .to_owned(),
-            );
-        }
-        lacking
-    }
-
-    /// Returns the actions that the node does not support, with reasons.
-    fn lacking(&self, supports: Supports) -> Vec<String> {
-        let mut lacking = Vec::new();
-        if !supports.idle {
-            lacking.push(
-                "cpu.idle: the kernel is older than 5.15; BestEffort pods get the lowest weight instead"
-                    .to_owned(),
-            );
-        }
-        if self.is_without_caps(supports) {
-            lacking.push(format!("{NO_CAPS}; `tuner.cpuCaps: always` enables caps"));
-        }
-        if !supports.memory_high {
-            let why = if self.cgroups.version() == Version::V2 {
-                "the memory controller is missing"
-            } else {
-                "cgroup version 1 lacks it"
-            };
-            lacking.push(format!("memory.high: {why}; the tuner sees memory stalls but cannot act on them"));
-        }
-        if !supports.burst {
-            lacking.push(
-                "cpu.max.burst: the kernel is older than 5.14; throttled containers get no burst".to_owned(),
-            );
-        }
-        lacking
-    }
 }
-
-/// The reason for having no CPU caps.
-const NO_CAPS: &str =
-    "cpu.max: before Linux 6.18 a cap stops threads within the kernel, which makes other threads wait longer";

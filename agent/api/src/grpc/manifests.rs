@@ -1,14 +1,14 @@
 //! Changes of the manifest directory: writes and removes manifests. The manifest source and the pods handle
 //! the result, as after a manual change.
 
+mod files;
+
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::{OsStr, OsString};
-use std::fs::{self, File};
-use std::io::{self, Write};
-use std::os::unix::fs::DirBuilderExt;
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use beelet_proto::beelet as proto;
 use beelet_proto::beelet::applied::Result as Applied;
@@ -18,6 +18,7 @@ use tokio::sync::{Mutex, SetOnce, mpsc, watch};
 use tokio::task::JoinSet;
 use tonic::{Request, Response, Status};
 
+use self::files::{changed_ns, make_folder_of, remove_manifest, write};
 use beelet_codec::document::Limits;
 use beelet_cri::Runtime;
 use beelet_manifests::Object;
@@ -463,12 +464,6 @@ fn has_labels(object: &Object, selector: &Selector) -> bool {
     selector.matches(object.metadata().labels.as_ref())
 }
 
-fn changed_ns(file: &Path) -> i64 {
-    let changed = fs::metadata(file).and_then(|metadata| metadata.modified()).ok();
-    let since = changed.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
-    since.and_then(|since| i64::try_from(since.as_nanos()).ok()).unwrap_or_default()
-}
-
 impl Plan {
     fn warn_of_host_ports(&mut self, why: &str) {
         let exposed = self.changes.iter_mut().filter(|change| change.has_host_port);
@@ -550,298 +545,10 @@ impl Plan {
     }
 }
 
-fn temporary(folder: &Path, name: &OsStr) -> PathBuf {
-    let mut hidden = OsString::from(".");
-    hidden.push(name);
-    hidden.push(".new");
-    folder.join(hidden)
-}
-
 /// Returns the namespace of a deletion.
 fn namespace_of(request: &proto::DeleteRequest) -> &str {
     if request.namespace.is_empty() { "default" } else { &request.namespace }
 }
 
-/// Creates the directory of a manifest if missing, for root only, because manifests may contain Secrets.
-#[allow(clippy::result_large_err)] // tonic's own error type
-fn make_folder_of(file: &Path) -> Result<(), Status> {
-    let Some(folder) = file.parent() else { return Ok(()) };
-    let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
-    made.map_err(|e| Status::internal(format!("cannot create the directory {}: {e}", folder.display())))
-}
-
-/// Writes a manifest atomically.
-fn write(path: &Path, text: &str) -> io::Result<()> {
-    let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else {
-        return Err(io::Error::from(io::ErrorKind::InvalidInput));
-    };
-    // A hidden name is never a manifest's. The name is constant: after a crash here, the next write of this
-    // manifest replaces the leftover.
-    let temporary = temporary(folder, name);
-    let written = (|| {
-        use std::os::unix::fs::OpenOptionsExt;
-        // The manifest may contain Secrets.
-        let mut file =
-            fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
-        file.write_all(text.as_bytes())?;
-        file.sync_all()?;
-        fs::rename(&temporary, path)?;
-        File::open(folder)?.sync_all()
-    })();
-    if written.is_err() {
-        // The temporary file may not exist.
-        let _ = fs::remove_file(&temporary);
-    }
-    written
-}
-
-/// Removes a manifest, or renames it to a name that is not a manifest's and returns that name.
-#[allow(clippy::result_large_err)] // tonic's own error type
-fn remove_manifest(path: &Path, keep: bool) -> Result<Option<PathBuf>, Status> {
-    let failed = |e: io::Error| Status::internal(format!("cannot remove {}: {e}", path.display()));
-    if !keep {
-        return fs::remove_file(path).map(|()| None).map_err(failed);
-    }
-    let mut name = path.as_os_str().to_owned();
-    name.push(KEPT);
-    let kept = PathBuf::from(name);
-    fs::rename(path, &kept).map_err(failed)?;
-    Ok(Some(kept))
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const POD: &str =
-        "apiVersion: v1\nkind: Pod\nmetadata: {name: web}\nspec: {containers: [{name: c, image: 'x:1'}]}\n";
-
-    struct Fixture {
-        dir: tempfile::TempDir,
-        service: Service,
-        _requests: mpsc::Receiver<PodRequest>,
-        cancel: tokio_util::sync::CancellationToken,
-    }
-
-    impl Drop for Fixture {
-        fn drop(&mut self) {
-            self.cancel.cancel();
-        }
-    }
-
-    fn folder_at(path: &Path) -> Folder {
-        Folder {
-            path: Some(path.to_owned()),
-            node_name: "N1".to_owned(),
-            rules: Rules::default(),
-            runtime: Runtime::new("unix:///nowhere.sock", Duration::from_secs(1)).unwrap(),
-        }
-    }
-
-    /// A service on a directory that the real source watches.
-    async fn fixture() -> Fixture {
-        use beelet_manifests::source::{ManifestSource, Options};
-        let dir = tempfile::tempdir().unwrap();
-        let cancel = tokio_util::sync::CancellationToken::new();
-        let options = Options {
-            check_frequency: Duration::from_secs(3600),
-            rules: Rules::default(),
-            put_back_restarts: false,
-            events: beelet_state::events::Recorder::default(),
-            cancel: cancel.clone(),
-        };
-        let desired = ManifestSource::start(dir.path().to_owned(), "N1".to_owned(), options).await;
-        let (requests, receiver) = mpsc::channel(4);
-        let running = Arc::new(SetOnce::new());
-        let table = watch::channel(Arc::default()).1;
-        running.set(Running { desired, requests, table }).unwrap();
-        let folder = folder_at(dir.path());
-        let service = Service { folder, running, turn: Mutex::default() };
-        Fixture { dir, service, _requests: receiver, cancel }
-    }
-
-    fn given(texts: &[&str]) -> proto::ApplyRequest {
-        let manifest = |text: &&str| proto::Manifest { text: (*text).to_owned(), name: "f.yaml".to_owned() };
-        proto::ApplyRequest { manifests: texts.iter().map(manifest).collect(), ..Default::default() }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn right_after_the_agents_start_it_waits_for_the_runtime_but_not_for_ever() {
-        let dir = tempfile::tempdir().unwrap();
-        let running = Arc::new(SetOnce::new());
-        let folder = folder_at(dir.path());
-        let service = Service { folder, running: Arc::clone(&running), turn: Mutex::default() };
-        let error = service.running().await.unwrap_err();
-        assert!(error.message().contains("has not answered yet (waited 10 s)"), "{error}");
-        let set = async {
-            tokio::time::sleep(STARTED / 2).await;
-            let (desired, requests) = (watch::channel(Arc::default()).1, mpsc::channel(1).0);
-            let table = watch::channel(Arc::default()).1;
-            running.set(Running { desired, requests, table }).unwrap();
-        };
-        let (found, ()) = tokio::join!(service.running(), set);
-        assert!(found.is_ok());
-    }
-
-    impl Fixture {
-        async fn ask(&self, request: proto::ApplyRequest) -> Result<proto::ApplyResponse, String> {
-            let answer = self.service.apply(Request::new(request)).await;
-            answer.map(Response::into_inner).map_err(|status| status.message().to_owned())
-        }
-
-        /// Applies one manifest and returns the result, the file name and the rejections.
-        async fn apply(&self, text: &str) -> Result<(Applied, String, Vec<String>), String> {
-            let mut answer = self.ask(given(&[text])).await?;
-            assert!(answer.pruned.is_empty());
-            let applied = answer.applied.remove(0);
-            let file = Path::new(&applied.file).file_name().unwrap().to_string_lossy().into_owned();
-            Ok((applied.result(), file, applied.refused))
-        }
-
-        /// Returns the names of the listed objects.
-        async fn list(&self, kind: &str, selector: &str) -> Vec<String> {
-            let (kind, selector) = (kind.to_owned(), selector.to_owned());
-            let request = proto::ListRequest { kind, selector, ..Default::default() };
-            let listed = self.service.list(Request::new(request)).await.unwrap().into_inner();
-            listed.objects.into_iter().map(|one| format!("{} {}", one.kind, one.name)).collect()
-        }
-
-        async fn delete(
-            &self,
-            kind: &str,
-            name: &str,
-            keep_manifest: bool,
-        ) -> Result<proto::DeleteResponse, String> {
-            let (kind, name) = (kind.to_owned(), name.to_owned());
-            let request = proto::DeleteRequest { kind, name, keep_manifest, ..Default::default() };
-            let answer = self.service.delete(Request::new(request)).await;
-            answer.map(Response::into_inner).map_err(|status| status.message().to_owned())
-        }
-
-        fn files(&self) -> Vec<String> {
-            let entries = fs::read_dir(self.dir.path()).unwrap();
-            let mut names: Vec<_> =
-                entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-            names.sort();
-            names
-        }
-    }
-
-    #[tokio::test]
-    async fn a_manifest_is_created_changed_and_left_alone() {
-        let fixture = fixture().await;
-        let file = "web.yaml".to_owned();
-        // Leftover of an agent that was killed during a write.
-        fs::write(temporary(fixture.dir.path(), OsStr::new("web.yaml")), "kind: Po").unwrap();
-        assert_eq!(fixture.apply(POD).await, Ok((Applied::Created, file.clone(), vec![])));
-        assert_eq!(fixture.apply(POD).await, Ok((Applied::Unchanged, file.clone(), vec![])));
-        let changed = POD.replace("x:1", "x:2");
-        assert_eq!(fixture.apply(&changed).await, Ok((Applied::Configured, file, vec![])));
-        assert_eq!(fs::read_to_string(fixture.dir.path().join("web.yaml")).unwrap(), changed);
-        assert_eq!(fixture.files(), ["web.yaml"]);
-    }
-
-    #[tokio::test]
-    async fn a_pod_stays_in_the_file_that_describes_it() {
-        let fixture = fixture().await;
-        fs::write(fixture.dir.path().join("mine.yml"), POD).unwrap();
-        let mut desired = fixture.service.running().await.unwrap().desired.clone();
-        let wait = desired.wait_for(|desired| !desired.pods.is_empty());
-        drop(tokio::time::timeout(Duration::from_secs(30), wait).await.unwrap().unwrap());
-        let changed = POD.replace("x:1", "x:2");
-        assert_eq!(fixture.apply(&changed).await, Ok((Applied::Configured, "mine.yml".to_owned(), vec![])));
-        fs::write(fixture.dir.path().join("web2.yaml"), "kind: [").unwrap();
-        let other = fixture.apply(&POD.replace("web", "web2")).await;
-        assert!(other.unwrap_err().contains("move the file away"));
-    }
-
-    #[tokio::test]
-    async fn what_is_wrong_is_told_before_anything_is_written() {
-        let fixture = fixture().await;
-        let error = fixture.apply(&POD.replace("web", "Web")).await.unwrap_err();
-        assert!(error.contains("f.yaml:3:18: metadata.name: \"Web\" is not a name"), "{error}");
-        assert!(fixture.files().is_empty());
-        // Errors that depend on the whole directory are in the answer.
-        let (result, _, warnings) =
-            fixture.apply(&POD.replace("spec: {", "spec: {priorityClassName: none, ")).await.unwrap();
-        assert_eq!(result, Applied::Created);
-        assert!(warnings[0].contains("there is no PriorityClass \"none\""), "{warnings:?}");
-    }
-
-    const CLASS: &str =
-        "apiVersion: scheduling.k8s.io/v1\nkind: PriorityClass\nmetadata: {name: high}\nvalue: 5\n";
-
-    #[tokio::test]
-    async fn a_dry_run_tells_what_would_be_done_and_does_nothing() {
-        let fixture = fixture().await;
-        fixture.apply(POD).await.unwrap();
-        let changed = POD.replace("spec: {", "spec: {priorityClassName: high, ");
-        let dry = |texts: &[&str]| proto::ApplyRequest { dry_run: true, ..given(texts) };
-        let refused = fixture.ask(dry(&[&changed])).await.unwrap().applied.remove(0);
-        assert_eq!((refused.result(), refused.before.as_deref()), (Applied::Configured, Some(POD)));
-        assert!(refused.refused[0].contains("there is no PriorityClass \"high\""), "{refused:?}");
-        // Together with the class, the pod is accepted: both are evaluated together.
-        let taken = fixture.ask(dry(&[&changed, CLASS])).await.unwrap();
-        let results: Vec<_> = taken.applied.iter().map(|one| (one.result(), one.refused.len())).collect();
-        assert_eq!(results, [(Applied::Configured, 0), (Applied::Created, 0)]);
-        assert_eq!(taken.applied[0].pod, "web-n1");
-        assert_eq!(fixture.files(), ["web.yaml"]);
-        assert_eq!(fs::read_to_string(fixture.dir.path().join("web.yaml")).unwrap(), POD);
-        // The dry run returns the future UID of the pod.
-        let real = fixture.ask(given(&[&changed, CLASS])).await.unwrap();
-        assert_eq!(real.applied[0].uid, taken.applied[0].uid);
-    }
-
-    #[tokio::test]
-    async fn none_is_written_if_one_cannot_be() {
-        let fixture = fixture().await;
-        fs::write(fixture.dir.path().join("web2.yaml"), "kind: [").unwrap();
-        let other = POD.replace("web", "web2");
-        assert!(fixture.ask(given(&[POD, &other])).await.unwrap_err().contains("move the file away"));
-        assert!(fixture.ask(given(&[POD, POD])).await.unwrap_err().contains("duplicate Pod web"));
-        assert_eq!(fixture.files(), ["web2.yaml"]);
-    }
-
-    #[tokio::test]
-    async fn what_is_not_given_and_has_the_labels_is_pruned() {
-        let fixture = fixture().await;
-        let labelled =
-            |name: &str| POD.replace("{name: web}", &format!("{{name: {name}, labels: {{app: shop}}}}"));
-        let (one, two) = (labelled("one"), labelled("two"));
-        fixture.ask(given(&[POD, CLASS, &one, &two])).await.unwrap();
-        assert_eq!(fixture.list("", "").await.len(), 4);
-        assert_eq!(fixture.list("Pod", "app=shop").await, ["Pod one-n1", "Pod two-n1"]);
-        let prune = |selector: &str| Some(proto::Prune { selector: selector.to_owned() });
-        let dry = proto::ApplyRequest { dry_run: true, prune: prune(""), ..given(&[&one]) };
-        let names = |pruned: Vec<proto::Applied>| pruned.into_iter().map(|one| one.name).collect::<Vec<_>>();
-        assert_eq!(names(fixture.ask(dry).await.unwrap().pruned), ["high", "two-n1", "web-n1"]);
-        assert_eq!(fixture.files().len(), 4);
-        let real = proto::ApplyRequest { prune: prune("app=shop"), ..given(&[&one]) };
-        assert_eq!(names(fixture.ask(real).await.unwrap().pruned), ["two-n1"]);
-        assert_eq!(fixture.files(), ["one.yaml", "priorityclass.high.yaml", "web.yaml"]);
-        let wrong = proto::ApplyRequest { prune: prune("a b"), ..given(&[&one]) };
-        assert!(fixture.ask(wrong).await.unwrap_err().contains("invalid label requirement"));
-    }
-
-    #[tokio::test]
-    async fn objects_have_files_of_their_own() {
-        let fixture = fixture().await;
-        let map = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: conf, namespace: shop}\ndata: {a: b}\n";
-        assert_eq!(fixture.apply(map).await.unwrap().1, "configmap.shop_conf.yaml");
-        assert_eq!(fixture.apply(CLASS).await.unwrap().1, "priorityclass.high.yaml");
-        assert_eq!(fixture.apply(&CLASS.replace('5', "6")).await.unwrap().0, Applied::Configured);
-    }
-
-    #[tokio::test]
-    async fn a_deleted_pods_manifest_goes_or_is_kept_beside() {
-        let fixture = fixture().await;
-        fixture.apply(POD).await.unwrap();
-        assert!(fixture.delete("Pod", "none", false).await.unwrap_err().contains("no manifest describes"));
-        let deleted = fixture.delete("Pod", "web", true).await.unwrap();
-        assert_eq!((deleted.name.as_str(), deleted.uid.len()), ("web-n1", 32));
-        assert_eq!(fixture.files(), ["web.yaml.bak"]);
-        fixture.apply(POD).await.unwrap();
-        fixture.delete("Pod", "web-n1", false).await.unwrap();
-        assert_eq!(fixture.files(), ["web.yaml.bak"]);
-    }
-}
+mod tests;

@@ -3,6 +3,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
+use crate::resources::PodDemand;
 
 fn at(seconds: u64) -> Moment {
     Moment::after_start(Duration::from_secs(seconds))
